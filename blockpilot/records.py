@@ -1,0 +1,277 @@
+"""The rows of a sweep as Parquet: what block sizes gave on each prompt, and what was known after its prefill.
+
+One row a prompt, one schema, and one JSON value of file metadata that says what made the rows. Everything
+is checked on the way in and on the way out, so a reader may trust what it gets; files appear whole or not
+at all.
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from blockpilot.pairs import PairId
+from blockpilot.prompts import Prompt
+
+METADATA_KEY = b"blockpilot"
+MIN_PROB = 1e-5  # prefill_probs below it are summed into tail_mass
+MASS_TOLERANCE = 1e-3  # of sum(probs) + tail_mass around 1: float32 softmax over a large vocabulary, rounded
+ROW_GROUP_SIZE = 256
+
+SCHEMA = pa.schema(
+    [
+        ("prompt_id", pa.string()),
+        ("prompt_set", pa.string()),
+        ("prompt", pa.string()),
+        ("num_prompt_tokens", pa.int32()),
+        ("output_tokens", pa.list_(pa.int32())),
+        ("finish_reason", pa.string()),
+        ("candidates", pa.list_(pa.int32())),
+        ("taus", pa.list_(pa.float64())),
+        ("num_steps", pa.list_(pa.int32())),
+        ("emitted_histograms", pa.list_(pa.list_(pa.int32()))),
+        ("texts_agree", pa.bool_()),
+        ("probs_ids", pa.list_(pa.int32())),
+        ("probs", pa.list_(pa.float32())),
+        ("tail_mass", pa.float32()),
+        ("context", pa.list_(pa.float32())),
+        ("seed", pa.int64()),
+        ("temperature", pa.float64()),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class SweepRow:
+    """One prompt of a sweep. Lists over the candidate set are in the order of `candidates`."""
+
+    prompt_id: str  # see prompt_id()
+    prompt_set: str
+    prompt: str  # its text
+    num_prompt_tokens: int
+    output_tokens: list[int]  # of the first candidate; the prefill's token included
+    finish_reason: str  # "stop" or "length"
+    candidates: list[int]  # ascending block sizes
+    taus: list[float]  # emitted tokens per verify step
+    num_steps: list[int]  # verify steps
+    emitted_histograms: list[list[int]]  # [c][n] = verify steps of candidate c that emitted n tokens
+    texts_agree: bool  # every candidate gave output_tokens; always so in float32
+    probs_ids: list[int]  # ascending token ids with prefill_probs >= MIN_PROB
+    probs: list[float]  # float32 values, theirs
+    tail_mass: float  # the sum of all other prefill_probs
+    context: list[float]  # float32 [draft hidden]; empty when no candidate drafts
+    seed: int  # the seed the sampler ran with
+    temperature: float
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """What made the rows of a file. Files belong together if they differ in versions and git_commit only."""
+
+    config: dict[str, Any]  # settings of the sweep that rows depend on
+    pair: PairId
+    dtype: str
+    vocab_size: int
+    block_size: int  # the draft's trained one
+    candidates: list[int]
+    versions: dict[str, str]
+    git_commit: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, `pair` as a dictionary too."""
+        return asdict(self) | {"pair": self.pair._asdict()}
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps(self.to_dict(), sort_keys=True)
+
+    @staticmethod
+    def from_json(text: str | bytes) -> "Metadata":
+        """Inverse of `to_json`; ValueError names the keys that are missing or unknown."""
+        values = json.loads(text)
+        wrong = {field.name for field in fields(Metadata)} ^ set(values)
+        if wrong:
+            raise ValueError(f"metadata keys missing or unknown: {', '.join(sorted(wrong))}")
+        return Metadata(**values | {"pair": PairId(**values["pair"])})
+
+
+class Sweep(NamedTuple):
+    """Rows in the order of the files, and what made them."""
+
+    rows: list[SweepRow]
+    metadata: Metadata
+
+
+def prompt_id(prompt: Prompt, seed: int, temperature: float) -> str:
+    """32 hex digits that stand for one prompt of one sweep."""
+    messages = [[message.role, message.content] for message in prompt.messages]
+    key = json.dumps([prompt.set, messages, seed, float(temperature)])
+    return hashlib.sha256(key.encode()).hexdigest()[:32]
+
+
+def validate(row: SweepRow, metadata: Metadata) -> None:
+    """Raise ValueError for a row that no sweep can have produced."""
+    if problem := next(_problems(row, metadata), None):
+        raise ValueError(f"row {row.prompt_id!r}: {problem}")
+
+
+def _problems(row: SweepRow, metadata: Metadata) -> Iterator[str]:
+    if row.candidates != metadata.candidates:
+        yield f"candidates {row.candidates} are not the file's {metadata.candidates}"
+    if not row.candidates or row.candidates[0] < 1 or any(a >= b for a, b in pairwise(row.candidates)):
+        yield f"candidates {row.candidates} are not ascending block sizes >= 1"
+    for name in ("taus", "num_steps", "emitted_histograms"):
+        if len(getattr(row, name)) != len(row.candidates):
+            yield f"{name} has {len(getattr(row, name))} entries for {len(row.candidates)} candidates"
+    for measured in zip(row.candidates, row.taus, row.num_steps, row.emitted_histograms, strict=True):
+        yield from _candidate_problems(*measured)
+    if row.finish_reason not in ("stop", "length"):
+        yield f"finish_reason {row.finish_reason!r} is neither 'stop' nor 'length'"
+    if not row.output_tokens:
+        yield "output_tokens is empty"
+    yield from _prefill_problems(row, metadata.vocab_size)
+
+
+def _candidate_problems(block_size: int, tau: float, num_steps: int, histogram: list[int]) -> Iterator[str]:
+    where = f"of block size {block_size}"
+    if not math.isfinite(tau):
+        yield f"tau {where} is {tau}"
+    if num_steps < 1 or sum(histogram) != num_steps:
+        yield f"emitted_histograms {where} counts {sum(histogram)} steps, num_steps is {num_steps}"
+    if len(histogram) != block_size + 1 or min(histogram) < 0:
+        yield f"emitted_histograms {where} is {histogram}, not {block_size + 1} counts >= 0"
+    emitted = sum(n * count for n, count in enumerate(histogram))
+    if abs(tau * num_steps - emitted) > 1e-6 * emitted:
+        yield f"tau {where} is {tau}, its histogram says {emitted}/{num_steps}"
+
+
+def _prefill_problems(row: SweepRow, vocab_size: int) -> Iterator[str]:
+    ids, probs = np.asarray(row.probs_ids, np.int64), np.asarray(row.probs, np.float64)
+    if len(ids) != len(probs):
+        yield f"probs has {len(probs)} entries for {len(ids)} probs_ids"
+    if len(ids) and (ids[0] < 0 or ids[-1] >= vocab_size or (np.diff(ids) <= 0).any()):
+        yield f"probs_ids are not ascending token ids below {vocab_size}"
+    mass = probs.sum() + row.tail_mass
+    if not (probs >= 0).all() or not row.tail_mass >= 0 or not abs(mass - 1) <= MASS_TOLERANCE:
+        yield f"probs and tail_mass sum to {mass}, not to 1"
+    if not np.isfinite(row.context).all():
+        yield "context has entries that are not finite"
+
+
+def write_rows(path: str | os.PathLike[str], rows: Sequence[SweepRow], metadata: Metadata) -> None:
+    """Write one Parquet file; it is there whole or not at all, whenever the writer is killed."""
+    path = Path(path)
+    _validate_all(path, rows, metadata)
+    schema = SCHEMA.with_metadata({METADATA_KEY: metadata.to_json().encode()})
+    columns = {name: [getattr(row, name) for row in rows] for name in SCHEMA.names}
+    table = pa.table(columns, schema=schema)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with unfinished.open("wb") as file:
+            pq.write_table(table, file, compression="zstd", row_group_size=ROW_GROUP_SIZE)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _validate_all(path: Path, rows: Iterable[SweepRow], metadata: Metadata) -> None:
+    try:
+        for row in rows:
+            validate(row, metadata)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def read_file(path: str | os.PathLike[str]) -> Sweep:
+    """Read and check one file; ValueError names the file and what is wrong with it."""
+    path = Path(path)
+    try:
+        table = pq.ParquetFile(path).read()
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, FileNotFoundError):
+            raise
+        raise ValueError(f"{path}: not a readable Parquet file ({str(error).splitlines()[0]})") from error
+    metadata = _file_metadata(path, table.schema)
+    rows = [SweepRow(**values) for values in table.to_pylist()]
+    _validate_all(path, rows, metadata)
+    return Sweep(rows, metadata)
+
+
+def _file_metadata(path: Path, schema: Any) -> Metadata:
+    if not schema.equals(SCHEMA):
+        found = {field.name: str(field.type) for field in schema}
+        wanted = {field.name: str(field.type) for field in SCHEMA}
+        raise ValueError(f"{path}: not the schema of a sweep ({difference(found, wanted)})")
+    try:
+        return Metadata.from_json((schema.metadata or {})[METADATA_KEY])
+    except KeyError:
+        raise ValueError(f"{path}: no {METADATA_KEY.decode()!r} metadata") from None
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def read_sweep(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> Sweep:
+    """Read files, and directories of part files, of one sweep.
+
+    Raises ValueError when there are none, when two files come from different pairs, candidate sets or
+    configurations (the difference is named), or when a prompt comes twice.
+    """
+    files = part_files(paths)
+    sweeps = [read_file(file) for file in files]
+    first = sweeps[0].metadata
+    seen: dict[str, Path] = {}
+    for file, sweep in zip(files, sweeps, strict=True):
+        if found := mismatch(first, sweep.metadata):
+            raise ValueError(f"{files[0]} and {file} are of different sweeps ({found})")
+        for row in sweep.rows:
+            if row.prompt_id in seen:
+                raise ValueError(f"{file}: prompt {row.prompt_id} is already in {seen[row.prompt_id]}")
+            seen[row.prompt_id] = file
+    return Sweep([row for sweep in sweeps for row in sweep.rows], first)
+
+
+def read_rows(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[SweepRow]:
+    """The rows of `read_sweep`."""
+    return read_sweep(paths).rows
+
+
+def part_files(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[Path]:
+    """The Parquet files meant by `paths`, a directory's in order of name; ValueError when there are none."""
+    given = [Path(paths)] if isinstance(paths, str | os.PathLike) else [Path(path) for path in paths]
+    files = [
+        file for path in given for file in (sorted(path.rglob("*.parquet")) if path.is_dir() else [path])
+    ]
+    if not files:
+        raise ValueError(f"no Parquet files in {', '.join(map(str, given)) or 'an empty list of paths'}")
+    return files
+
+
+def mismatch(one: Metadata, other: Metadata) -> str:
+    """How two files' origins differ, in words; empty when their rows may be mixed."""
+    ignored = {"versions", "git_commit"}
+    ours, theirs = ({k: v for k, v in m.to_dict().items() if k not in ignored} for m in (one, other))
+    return difference(ours, theirs)
+
+
+def difference(one: dict[str, Any], other: dict[str, Any]) -> str:
+    """The first key (dotted into inner dictionaries) at which two differ, and both values; empty if none."""
+    for key in [*one, *(key for key in other if key not in one)]:
+        mine, yours = one.get(key), other.get(key)
+        if isinstance(mine, dict) and isinstance(yours, dict):
+            if inner := difference(mine, yours):
+                return f"{key}.{inner}"
+        elif mine != yours:
+            return f"{key}: {mine!r} and {yours!r}"
+    return ""

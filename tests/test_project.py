@@ -1,0 +1,158 @@
+"""The project's own files: cluster.yaml, the pinned versions, and the direction of imports."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from ray.autoscaler._private.util import prepare_config, validate_config
+
+ROOT = Path(__file__).parent.parent
+PIN = re.compile(r"([A-Za-z0-9._-]+)==([0-9][A-Za-z0-9.]*)")
+# torch's build depends on the machine; the project itself is installed from the working tree.
+UNPINNED = {"torch", "blockpilot"}
+
+
+# cluster.yaml
+
+
+@pytest.fixture
+def cluster() -> dict[str, Any]:
+    config: dict[str, Any] = yaml.safe_load((ROOT / "cluster.yaml").read_text())
+    return config
+
+
+def test_cluster_is_valid_by_rays_own_schema(cluster: dict[str, Any]) -> None:
+    validate_config(prepare_config(cluster))
+
+
+def test_cluster_check_sees_a_misspelt_field(cluster: dict[str, Any]) -> None:
+    cluster["available_node_types"]["h100"]["resource"] = {"GPU": 8}
+    with pytest.raises(Exception, match="'resource' was unexpected"):
+        validate_config(prepare_config(cluster))
+
+
+def test_cluster_commands_pin_ray_and_ask_for_a_token(cluster: dict[str, Any]) -> None:
+    """Ray's defaults install a nightly Ray and open the dashboard to everyone: none of them may be left."""
+    prepared = prepare_config(cluster)
+    setup = [
+        command for key in ("setup", "head_setup", "worker_setup") for command in prepared[f"{key}_commands"]
+    ]
+    ray_pins = [pin for command in setup for pin in re.findall(r"ray\[[\w,]+\]==([\d.]+)", command)]
+    assert set(ray_pins) == {_lock()["ray"]}
+    assert not any("3.0.0.dev" in command for command in setup)
+    for role in ("head", "worker"):
+        *_, start = prepared[f"{role}_start_ray_commands"]
+        assert "RAY_AUTH_MODE=token" in start
+        assert "0.0.0.0" not in start
+    assert "--dashboard-host=127.0.0.1" in prepared["head_start_ray_commands"][-1]
+    assert "~/.ray/auth_token" in prepared["file_mounts"]
+
+
+def test_cluster_workers_are_what_accelerator_type_asks_for(cluster: dict[str, Any]) -> None:
+    worker = cluster["available_node_types"]["h100"]
+    assert worker["resources"]["accelerator_type:H100"] == worker["resources"]["GPU"] == 8
+    assert cluster["available_node_types"][cluster["head_node_type"]]["resources"]["CPU"] == 0
+
+
+# Pinned versions
+
+
+def test_lock_holds_nothing_but_exact_public_versions() -> None:
+    lines = (ROOT / "requirements.lock").read_text().splitlines()
+    assert lines
+    assert [line for line in lines if not PIN.fullmatch(line)] == []
+    assert not UNPINNED & _lock().keys()
+
+
+def test_lock_satisfies_pyproject() -> None:
+    lock = _lock()
+    wrong = [
+        str(requirement)
+        for requirement in _project_requirements()
+        if requirement.name not in UNPINNED
+        and not requirement.specifier.contains(lock.get(canonicalize_name(requirement.name), "0"))
+    ]
+    assert wrong == []
+
+
+def test_lock_pins_every_dependency_of_a_dependency() -> None:
+    assert sorted(set(_closure()) - _lock().keys() - UNPINNED) == []
+
+
+def test_makefile_and_cluster_install_the_torch_of_pyproject() -> None:
+    (torch,) = (r for r in _project_requirements() if r.name == "torch")
+    for name in ("Makefile", "cluster.yaml"):
+        assert set(re.findall(r"torch(==[\d.]+)", (ROOT / name).read_text())) == {str(torch.specifier)}, name
+
+
+def _lock() -> dict[str, str]:
+    pins = (line.split("==") for line in (ROOT / "requirements.lock").read_text().splitlines())
+    return {canonicalize_name(name): version for name, version in pins}
+
+
+def _project_requirements() -> list[Requirement]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [line for lines in project["optional-dependencies"].values() for line in lines]
+    return [Requirement(line) for line in project["dependencies"] + extras]
+
+
+def _closure() -> Iterator[str]:
+    """Canonical names of pyproject's requirements and of all that they need on this machine."""
+    waiting, seen = _project_requirements(), set()
+    while waiting:
+        requirement = waiting.pop()
+        name = canonicalize_name(requirement.name)
+        key = (name, frozenset(requirement.extras))
+        if key in seen or name in UNPINNED:
+            continue
+        seen.add(key)
+        yield name
+        for line in metadata.requires(name) or []:
+            child = Requirement(line)
+            extras = requirement.extras or {""}
+            if child.marker is None or any(child.marker.evaluate({"extra": extra}) for extra in extras):
+                waiting.append(child)
+
+
+# Layers
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "contract"),
+    [
+        ("blockpilot", "import jobs.config", "Imports go down"),
+        ("blockpilot", "import ray", "blockpilot is a library"),
+        ("jobs", "import mlflow", "Only jobs.registry knows MLflow"),
+    ],
+)
+def test_import_contracts_hold_and_notice_a_breach(
+    tmp_path: Path, module: str, line: str, contract: str
+) -> None:
+    before = _lint_imports(ROOT, tmp_path)
+    assert before.returncode == 0, before.stdout
+
+    for package in ("blockpilot", "jobs", "workflows"):
+        (tmp_path / package).mkdir()
+        for source in (ROOT / package).glob("*.py"):
+            (tmp_path / package / source.name).write_text(source.read_text())
+    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
+    (tmp_path / module / "breach.py").write_text(line + "\n")
+    after = _lint_imports(tmp_path, tmp_path)
+    assert after.returncode == 1
+    assert re.search(rf"{contract}.* BROKEN", after.stdout), after.stdout
+
+
+def _lint_imports(root: Path, cache: Path) -> subprocess.CompletedProcess[str]:
+    program = Path(sys.executable).with_name("lint-imports")
+    return subprocess.run(
+        [program, "--cache-dir", str(cache / "cache")], cwd=root, capture_output=True, text=True, timeout=120
+    )

@@ -6,10 +6,11 @@ from typing import Any
 import ray
 
 
-def connect() -> None:
+def connect(include_dashboard: bool = False) -> None:
     """Join the cluster of `ray job submit` (or RAY_ADDRESS); otherwise start a local one for this process.
 
     A local cluster has at least four logical CPUs: Ray Train and Ray Data need a free one beside their workers.
+    Ray Train asks the dashboard whether its controller lives and complains every second where there is none.
     """
     if ray.is_initialized():
         return
@@ -18,7 +19,7 @@ def connect() -> None:
         ray.init(log_to_driver=True)
     else:
         cpus = max(4, os.cpu_count() or 1)
-        ray.init(address="local", num_cpus=cpus, include_dashboard=False, log_to_driver=True)
+        ray.init(address="local", num_cpus=cpus, include_dashboard=include_dashboard, log_to_driver=True)
 
 
 def actor_options(accelerator_type: str | None, num_cpus: float) -> dict[str, Any]:

@@ -1,0 +1,319 @@
+"""The record of what was learned: MLflow runs, registered policies and the alias `champion`. Only importer
+of mlflow.
+
+The store is MLFLOW_TRACKING_URI, or `mlflow.db` with `mlartifacts/` in the working directory. Several
+processes that create a new sqlite store at once destroy it for good, so `Registry.open` does the first
+access under a file lock. Policies are registered as the plain files of `save_policy`; nothing is pickled,
+nothing unpickled.
+"""
+
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from filelock import FileLock
+
+from blockpilot.pairs import target_slug
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities.model_registry import ModelVersion
+
+EXPERIMENT = "blockpilot"
+CHAMPION = "champion"
+_SQLITE = "sqlite:///"
+_QUIET = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_LOGGING_LEVEL": "WARNING",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
+    "GIT_PYTHON_REFRESH": "quiet",
+}
+
+
+def model_name(target: str) -> str:
+    """The registered model of a target's policies: 'Qwen/Qwen3-4B' -> 'blockpilot-qwen3-4b'."""
+    return f"blockpilot-{target_slug(target)}"
+
+
+def tracking_uri() -> str:
+    """MLFLOW_TRACKING_URI, else sqlite in the working directory; sqlite paths made absolute.
+
+    Raises ValueError for a relative path in a submitted job: its working directory is a temporary copy.
+    """
+    uri = os.environ.get("MLFLOW_TRACKING_URI") or f"{_SQLITE}mlflow.db"
+    if not uri.startswith(_SQLITE):
+        return uri
+    path = Path(uri.removeprefix(_SQLITE))
+    if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ and not path.is_absolute():
+        raise ValueError(
+            f"MLflow store {uri}: the directory of a submitted job is temporary; "
+            "set MLFLOW_TRACKING_URI to an absolute sqlite path or a server"
+        )
+    return f"{_SQLITE}{path.absolute()}"
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """What jobs/evaluate.py measured on held-out prompts; kept as the version's tags `heldout.<field>`."""
+
+    policy_tau: float
+    best_fixed_tau: float
+    policy_speed: float
+    """Tokens per second."""
+    best_fixed_speed: float
+    speed_ratio_low: float
+    """95% interval over prompts of policy_speed / best_fixed_speed."""
+    speed_ratio_high: float
+
+
+class Version(NamedTuple):
+    """A version of a registered policy."""
+
+    name: str
+    number: int
+    run_id: str | None
+    tags: dict[str, str]
+
+    @property
+    def held_out(self) -> HeldOut | None:
+        """Its held-out figures; None until evaluate has logged all of them."""
+        found = {f.name: self.tags.get(f"heldout.{f.name}") for f in fields(HeldOut)}
+        if any(value is None for value in found.values()):
+            return None
+        return HeldOut(**{name: float(value) for name, value in found.items() if value is not None})
+
+
+class Run:
+    """A run that is being recorded."""
+
+    def __init__(self, client: "MlflowClient", run_id: str) -> None:
+        self.id = run_id
+        self._client = client
+
+    def log_params(self, params: Mapping[str, object]) -> None:
+        """Settings of the run; a name cannot be given another value later."""
+        from mlflow.entities import Param
+
+        self._client.log_batch(self.id, params=[Param(k, str(v)) for k, v in params.items()])
+
+    def log_tags(self, tags: Mapping[str, object]) -> None:
+        from mlflow.entities import RunTag
+
+        self._client.log_batch(self.id, tags=[RunTag(k, str(v)) for k, v in tags.items()])
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int = 0) -> None:
+        from mlflow.entities import Metric
+
+        now_ms = int(time.time() * 1000)
+        self._client.log_batch(self.id, [Metric(k, float(v), now_ms, step) for k, v in metrics.items()])
+
+    def last_step(self, metric: str) -> int:
+        """The last step `metric` was logged for; -1 before the first. A resumed run starts after it."""
+        return max((m.step for m in self._client.get_metric_history(self.id, metric)), default=-1)
+
+    def log_artifact(self, path: str | Path, folder: str | None = None) -> None:
+        """Copy a file, or the contents of a directory, into the run's artifacts."""
+        log = self._client.log_artifacts if Path(path).is_dir() else self._client.log_artifact
+        log(self.id, str(path), folder)
+
+    def log_text(self, text: str, name: str) -> None:
+        self._client.log_text(self.id, text, name)
+
+    def log_table(self, rows: Sequence[Mapping[str, Any]], name: str) -> None:
+        """Rows with the same keys as a table the MLflow UI shows; `name` ends in .json."""
+        columns = {key: [row[key] for row in rows] for key in (rows[0] if rows else ())}
+        self._client.log_table(self.id, columns, name)
+
+
+class Registry:
+    """An MLflow store that answers. Raises ValueError where a name, a version or the store is not there."""
+
+    def __init__(self, uri: str, client: "MlflowClient") -> None:
+        self.uri = uri
+        self._client = client
+
+    @staticmethod
+    def open(uri: str | None = None) -> "Registry":
+        """Connect, creating a new sqlite store safely. Hand `registry.uri` to other processes."""
+        uri = uri or tracking_uri()
+        if uri.startswith(_SQLITE) and not Path(uri.removeprefix(_SQLITE)).parent.is_dir():
+            raise ValueError(f"MLflow store {uri}: no such directory")
+        with _creation_lock(uri), _clear_errors(f"MLflow store {uri}"):
+            client = _new_client(uri)
+            client.search_experiments(max_results=1)
+        return Registry(uri, client)
+
+    # --- runs ---
+
+    @contextmanager
+    def log_run(self, name: str, *, run_id: str | None = None, experiment: str = EXPERIMENT) -> Iterator[Run]:
+        """Record a run, or go on with `run_id`; it ends FINISHED, or FAILED by an exception."""
+        if run_id is None:
+            run_id = self._client.create_run(self._experiment_id(experiment), run_name=name).info.run_id
+        else:
+            with _clear_errors(f"run {run_id} in {self.uri}"):
+                self._client.update_run(run_id, status="RUNNING")
+        try:
+            yield Run(self._client, run_id)
+        except BaseException:
+            self._client.set_terminated(run_id, "FAILED")
+            raise
+        self._client.set_terminated(run_id, "FINISHED")
+
+    def run(self, run_id: str) -> Run:
+        """An existing run, to log to from another process; its status is left alone."""
+        with _clear_errors(f"run {run_id} in {self.uri}"):
+            self._client.get_run(run_id)
+        return Run(self._client, run_id)
+
+    def _experiment_id(self, name: str) -> str:
+        from mlflow.exceptions import MlflowException
+
+        found = self._client.get_experiment_by_name(name)
+        if found is None:
+            location = None
+            if self.uri.startswith(_SQLITE):  # otherwise relative to whichever process comes first
+                location = (Path(self.uri.removeprefix(_SQLITE)).parent / "mlartifacts").as_uri()
+            try:
+                return self._client.create_experiment(name, artifact_location=location)
+            except MlflowException:  # another process was faster
+                found = self._client.get_experiment_by_name(name)
+                if found is None:
+                    raise
+        return str(found.experiment_id)
+
+    # --- policies ---
+
+    def register_policy(
+        self, directory: str | Path, *, target: str, run_id: str, tags: Mapping[str, object]
+    ) -> Version:
+        """Register the files of `save_policy` as the next version of the target's model."""
+        name = model_name(target)
+        text_tags = {key: str(value) for key, value in tags.items()}
+        experiment_id = self._client.get_run(run_id).info.experiment_id
+        model = self._client.create_logged_model(
+            experiment_id, name="policy", source_run_id=run_id, model_type="safetensors"
+        )
+        self._client.log_model_artifacts(model.model_id, str(directory))
+        self._client.finalize_logged_model(model.model_id, "READY")
+        self._ensure_model(name, target)
+        source = f"models:/{model.model_id}"
+        version = self._client.create_model_version(
+            name, source, run_id=run_id, tags=text_tags, model_id=model.model_id
+        )
+        return _version(version)
+
+    def _ensure_model(self, name: str, target: str) -> None:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self._client.create_registered_model(name, tags={"target": target})
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+
+    def versions(self, name: str) -> list[Version]:
+        """All versions of a model, oldest first; ValueError when there is no such model."""
+        with _clear_errors(f"registered model {name!r} in {self.uri}"):
+            self._client.get_registered_model(name)
+        found = self._client.search_model_versions(f"name = '{name}'")
+        return sorted(map(_version, found), key=lambda version: version.number)
+
+    def version(self, name: str, number: int) -> Version:
+        with _clear_errors(f"version {number} of {name!r} in {self.uri}"):
+            return _version(self._client.get_model_version(name, str(number)))
+
+    def tag_version(self, version: Version, tags: Mapping[str, object]) -> None:
+        for key, value in tags.items():
+            self._client.set_model_version_tag(version.name, str(version.number), key, str(value))
+
+    def log_held_out(self, version: Version, figures: HeldOut) -> None:
+        """Tag a version with what evaluate measured; jobs/promote.py reads it."""
+        self.tag_version(version, {f"heldout.{name}": value for name, value in asdict(figures).items()})
+
+    def set_champion(self, version: Version) -> None:
+        """Point `@champion` at the version."""
+        self._client.set_registered_model_alias(version.name, CHAMPION, str(version.number))
+
+    def champion(self, name: str) -> Version:
+        """The version behind `@champion`; ValueError when the model or its champion is not there."""
+        with _clear_errors(f"'{name}@{CHAMPION}' in {self.uri}"):
+            return _version(self._client.get_model_version_by_alias(name, CHAMPION))
+
+    def find_champion(self, name: str) -> Version | None:
+        """The champion, or None where the model exists and has none yet."""
+        with _clear_errors(f"registered model {name!r} in {self.uri}"):
+            aliases = self._client.get_registered_model(name).aliases
+        return self.champion(name) if CHAMPION in aliases else None
+
+    def download(self, version: Version, directory: str | Path) -> Path:
+        """Copy a version's files to `directory` (replaced when it exists), for `load_policy`."""
+        import mlflow
+
+        folder = Path(directory).absolute()
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        try:
+            with _clear_errors(f"version {version.number} of {version.name!r} in {self.uri}"):
+                mlflow.artifacts.download_artifacts(
+                    f"models:/{version.name}/{version.number}",
+                    dst_path=str(partial),
+                    tracking_uri=self.uri,
+                    registry_uri=self.uri,
+                )
+            shutil.rmtree(folder, ignore_errors=True)
+            partial.rename(folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+        return folder
+
+    def download_champion(self, name: str, directory: str | Path) -> Path:
+        """`download` of the champion."""
+        return self.download(self.champion(name), directory)
+
+
+def _version(version: "ModelVersion") -> Version:
+    return Version(version.name, int(version.version), version.run_id, dict(version.tags))
+
+
+def _new_client(uri: str) -> "MlflowClient":
+    _quiet()
+    from mlflow import MlflowClient
+
+    return MlflowClient(tracking_uri=uri, registry_uri=uri)
+
+
+@contextmanager
+def _creation_lock(uri: str) -> Iterator[None]:
+    if not uri.startswith(_SQLITE):
+        yield
+        return
+    with FileLock(uri.removeprefix(_SQLITE) + ".lock"):
+        yield
+
+
+def _quiet() -> None:
+    """Settings that MLflow reads when it is imported; those of the user stay."""
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+
+
+@contextmanager
+def _clear_errors(what: str) -> Iterator[None]:
+    """Turn MLflow's errors into one-line ValueErrors that name `what` was asked for."""
+    _quiet()
+    from mlflow.exceptions import MlflowException
+
+    try:
+        yield
+    except MlflowException as error:
+        raise ValueError(f"{what}: {str(error).strip().splitlines()[0]}") from error

@@ -22,7 +22,7 @@ from jinja2 import TemplateError
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from starlette.exceptions import HTTPException
 
-from blockpilot.engine import Request, Step
+from blockpilot.engine import Policy, Request, Step
 from blockpilot.pairs import Pair, target_slug
 from blockpilot.prompts import Message, Prompt
 from blockpilot.text import TextStream
@@ -224,12 +224,17 @@ def _short(value: object) -> str:
 # --- from requests to the engine and back ---
 
 
-@dataclass(frozen=True)
+@dataclass
 class Backend:
     """What the API serves: one engine loop, and its policy in words."""
 
     loop: EngineLoop
     policy_name: str = "none"
+
+    def set_policy(self, policy: Policy, name: str) -> None:
+        """Choose block sizes by `policy` from the next prefill on."""
+        self.loop.set_policy(policy)
+        self.policy_name = name
 
     @property
     def pair(self) -> Pair:

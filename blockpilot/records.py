@@ -98,6 +98,8 @@ class Metadata:
     def from_json(text: str | bytes) -> "Metadata":
         """Inverse of `to_json`; ValueError names the keys that are missing or unknown."""
         values = json.loads(text)
+        if not isinstance(values, dict):
+            raise ValueError("metadata is not an object")
         wrong = {field.name for field in fields(Metadata)} ^ set(values)
         if wrong:
             raise ValueError(f"metadata keys missing or unknown: {', '.join(sorted(wrong))}")
@@ -160,8 +162,10 @@ def _prefill_problems(row: SweepRow, vocab_size: int) -> Iterator[str]:
         yield f"probs has {len(probs)} entries for {len(ids)} probs_ids"
     if len(ids) and (ids[0] < 0 or ids[-1] >= vocab_size or (np.diff(ids) <= 0).any()):
         yield f"probs_ids are not ascending token ids below {vocab_size}"
+    if (probs < 0).any() or row.tail_mass < 0:
+        yield "probs or tail_mass below 0"
     mass = probs.sum() + row.tail_mass
-    if not (probs >= 0).all() or not row.tail_mass >= 0 or not abs(mass - 1) <= MASS_TOLERANCE:
+    if not abs(mass - 1) <= MASS_TOLERANCE:
         yield f"probs and tail_mass sum to {mass}, not to 1"
     if not np.isfinite(row.context).all():
         yield "context has entries that are not finite"
@@ -197,11 +201,11 @@ def _validate_all(path: Path, rows: Iterable[SweepRow], metadata: Metadata) -> N
 def read_file(path: str | os.PathLike[str]) -> Sweep:
     """Read and check one file; ValueError names the file and what is wrong with it."""
     path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
     try:
         table = pq.ParquetFile(path).read()
     except (pa.ArrowException, OSError) as error:
-        if isinstance(error, FileNotFoundError):
-            raise
         raise ValueError(f"{path}: not a readable Parquet file ({str(error).splitlines()[0]})") from error
     metadata = _file_metadata(path, table.schema)
     rows = [SweepRow(**values) for values in table.to_pylist()]

@@ -15,12 +15,12 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
 import torch
-import transformers
 from pydantic import Field, field_validator
 from ray.exceptions import RayError, RayTaskError
 from rich.console import Console
@@ -279,8 +279,7 @@ class SweepWorker:
             candidates=identity["candidates"] or candidates_around(pair.block_size),
             versions={
                 "python": platform.python_version(),
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
+                **{package: version(package) for package in ("torch", "transformers")},
             },
             git_commit=git_commit,
         )
@@ -335,7 +334,7 @@ class _Pool:
             result = ray.get(reference)
         except RayTaskError as error:
             if task is None:
-                raise error.cause from None
+                raise (error.cause if isinstance(error.cause, ValueError) else error) from None
             yield from self._failed(task, f"{type(error.cause).__name__}: {error.cause}")
         except RayError as error:
             ray.kill(worker)

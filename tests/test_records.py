@@ -1,0 +1,279 @@
+"""Rows of a sweep: round trips, what validation refuses, files that are there whole or not at all."""
+
+import dataclasses
+import math
+import os
+import resource
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from blockpilot.pairs import PairId
+from blockpilot.prompts import Message, Prompt
+from blockpilot.records import (
+    METADATA_KEY,
+    SCHEMA,
+    Metadata,
+    SweepRow,
+    difference,
+    mismatch,
+    part_files,
+    prompt_id,
+    read_rows,
+    read_sweep,
+    validate,
+    write_rows,
+)
+
+METADATA = Metadata(
+    config={"temperature": 0.5, "prompts": ["demo"], "pair": {"name": "smollm2-135m"}},
+    pair=PairId("target", "t1", "draft", "d1"),
+    dtype="float32",
+    vocab_size=100,
+    block_size=3,
+    candidates=[1, 3],
+    versions={"torch": "2"},
+    git_commit="abc",
+)
+
+
+def make_row(prompt_id: str = "a", **changes: object) -> SweepRow:
+    """A valid row: six tokens after the prefill's, one by one and in steps of 3, 2 and 1."""
+    row = SweepRow(
+        prompt_id=prompt_id,
+        prompt_set="demo",
+        prompt="Grüße, 世界\n\x00",
+        num_prompt_tokens=5,
+        output_tokens=[7, 8, 9, 1, 2, 3, 99],
+        finish_reason="length",
+        candidates=[1, 3],
+        taus=[1.0, 2.0],
+        num_steps=[6, 3],
+        emitted_histograms=[[0, 6], [0, 1, 1, 1]],
+        texts_agree=True,
+        probs_ids=[0, 4, 99],
+        probs=[0.5, 0.25, 0.125],
+        tail_mass=0.125,
+        context=[-1.5, 0.25],
+        seed=-(2**63),
+        temperature=0.5,
+    )
+    return dataclasses.replace(row, **changes)  # type: ignore[arg-type]
+
+
+def test_rows_and_metadata_survive_the_file(tmp_path: Path) -> None:
+    rows = [make_row("b"), make_row("a", context=[], finish_reason="stop", seed=2**63 - 1)]
+    write_rows(tmp_path / "new" / "part.parquet", rows, METADATA)
+    sweep = read_sweep(tmp_path / "new" / "part.parquet")
+    assert sweep.rows == rows
+    assert sweep.metadata == METADATA
+    table = pq.ParquetFile(tmp_path / "new" / "part.parquet")
+    assert table.schema_arrow.equals(SCHEMA)
+    assert table.metadata.row_group(0).column(0).compression == "ZSTD"
+    assert [file.name for file in (tmp_path / "new").iterdir()] == ["part.parquet"]
+
+
+float32s = st.floats(0, 1, width=32)
+
+
+@given(
+    st.lists(st.integers(0, 5), min_size=1, max_size=20),
+    st.lists(float32s, max_size=8),
+    st.integers(0, 2**32),
+)
+def test_any_measured_row_survives(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[int], weights: list[float], seed: int
+) -> None:
+    total = math.fsum(weights) + 1
+    probs = [float(np.float32(weight / total)) for weight in weights]
+    row = make_row(
+        candidates=[5],
+        taus=[sum(steps) / len(steps)],
+        num_steps=[len(steps)],
+        emitted_histograms=[[steps.count(n) for n in range(6)]],
+        probs_ids=list(range(len(probs))),
+        probs=probs,
+        tail_mass=float(np.float32(1 / total)),
+        seed=seed,
+    )
+    path = tmp_path_factory.mktemp("rows") / "part.parquet"
+    write_rows(path, [row], dataclasses.replace(METADATA, candidates=[5]))
+    assert read_rows(path) == [row]
+
+
+BAD_ROWS = {
+    "tau of block size 3 is nan": {"taus": [1.0, math.nan]},
+    "tau of block size 1 is inf": {"taus": [math.inf, 2.0]},
+    r"tau of block size 3 is 2.5, its histogram says 6/3": {"taus": [1.0, 2.5]},
+    "counts 3 steps, num_steps is 4": {"num_steps": [6, 4]},
+    "counts 0 steps, num_steps is 0": {"num_steps": [0, 3], "emitted_histograms": [[0, 0], [0, 1, 1, 1]]},
+    r"histograms of block size 1 is \[0, 6, 0\], not 2 counts": {"emitted_histograms": [[0, 6, 0], [0, 1, 1, 1]]},
+    r"candidates \[\] are not": {"candidates": [], "taus": [], "num_steps": [], "emitted_histograms": []},
+    r"candidates \[3, 1\] are not": {"candidates": [3, 1]},
+    r"candidates \[1, 4\] are not the file's \[1, 3\]": {"candidates": [1, 4]},
+    "taus has 1 entries for 2 candidates": {"taus": [1.0]},
+    "num_steps has 3 entries for 2 candidates": {"num_steps": [6, 3, 1]},
+    "emitted_histograms has 1 entries for 2 candidates": {"emitted_histograms": [[0, 6]]},
+    "probs has 2 entries for 3 probs_ids": {"probs": [0.5, 0.375]},
+    "sum to 0.99": {"probs": [0.5, 0.25, 0.115]},
+    "tail_mass below 0": {"tail_mass": -0.125, "probs": [0.75, 0.25, 0.125]},
+    "sum to nan": {"tail_mass": math.nan},
+    "below 0": {"probs": [1.0, -0.25, 0.125]},
+    "not ascending token ids below 100": {"probs_ids": [0, 4, 100]},
+    "ascending token ids": {"probs_ids": [4, 0, 99]},
+    "context has entries": {"context": [math.inf]},
+    "finish_reason 'error'": {"finish_reason": "error"},
+    "output_tokens is empty": {"output_tokens": []},
+}
+
+
+@pytest.mark.parametrize("message", BAD_ROWS)
+def test_impossible_rows_are_refused(tmp_path: Path, message: str) -> None:
+    row = make_row(**BAD_ROWS[message])
+    candidates = METADATA.candidates if "the file's" in message else row.candidates
+    metadata = dataclasses.replace(METADATA, candidates=candidates)
+    with pytest.raises(ValueError, match=f"^row 'a': .*{message}"):
+        validate(row, metadata)
+    with pytest.raises(ValueError, match=f"part.parquet: row 'a': .*{message}"):
+        write_rows(tmp_path / "part.parquet", [row], metadata)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("message", ["tau of block size 3 is nan", "probs has 2 entries", "taus has 1 entries"])
+def test_impossible_rows_are_refused_when_read(tmp_path: Path, message: str) -> None:
+    changes = next(changes for key, changes in BAD_ROWS.items() if key.startswith(message))
+    rows = [make_row("b"), make_row(**changes)]
+    columns = {name: [getattr(row, name) for row in rows] for name in SCHEMA.names}
+    schema = SCHEMA.with_metadata({METADATA_KEY: METADATA.to_json()})
+    pq.write_table(pa.table(columns, schema=schema), tmp_path / "foreign.parquet")
+    with pytest.raises(ValueError, match=f"foreign.parquet: row 'a': {message}"):
+        read_rows(tmp_path)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.99])
+def test_truncated_files_are_refused(tmp_path: Path, share: float) -> None:
+    path = tmp_path / "part.parquet"
+    write_rows(path, [make_row(str(i)) for i in range(50)], METADATA)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(share * len(whole))])
+    with pytest.raises(ValueError, match=r"part\.parquet: not a readable Parquet file"):
+        read_rows(path)
+
+
+def test_files_of_others_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "part.parquet"
+    columns = {name: [getattr(make_row(), name)] for name in SCHEMA.names}
+    for table, message in [
+        (pa.table({"x": [1]}), r"not the schema of a sweep \(x: 'int64' and None\)"),
+        (pa.table(columns | {"seed": ["0"]}), "not the schema of a sweep"),
+        (pa.table(columns, schema=SCHEMA), "no 'blockpilot' metadata"),
+        (pa.table(columns, schema=SCHEMA.with_metadata({METADATA_KEY: "{]"})), "Expecting"),
+        (pa.table(columns, schema=SCHEMA.with_metadata({METADATA_KEY: "[]"})), "metadata is not an object"),
+        (pa.table(columns, schema=SCHEMA.with_metadata({METADATA_KEY: '{"config": {}}'})), "candidates"),
+    ]:
+        pq.write_table(table, path)
+        with pytest.raises(ValueError, match=f"part.parquet: .*{message}"):
+            read_rows(path)
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "part.parquet"
+    write_rows(path, [make_row("old")], METADATA)
+    many = [make_row(str(i), prompt=os.urandom(40).hex()) for i in range(2000)]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))  # like a full disk, but for this process only
+    try:
+        with pytest.raises(OSError, match="too large"):
+            write_rows(path, many, METADATA)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [row.prompt_id for row in read_rows(path)] == ["old"]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_part_files_are_read_in_order_of_name(tmp_path: Path) -> None:
+    for name, ids in [("rows/part-2", "e"), ("rows/part-0", "ab"), ("rows/part-1", "dc")]:
+        write_rows(tmp_path / f"{name}.parquet", [make_row(i) for i in ids], METADATA)
+    (tmp_path / "config.json").write_text("{}")
+    assert "".join(row.prompt_id for row in read_rows(tmp_path)) == "abdce"
+    two = [tmp_path / "rows/part-2.parquet", tmp_path / "rows/part-0.parquet"]
+    assert "".join(row.prompt_id for row in read_rows(two)) == "eab"
+
+
+def test_nothing_to_read_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no Parquet files in"):
+        read_rows(tmp_path)
+    with pytest.raises(ValueError, match="no Parquet files in an empty list"):
+        part_files([])
+    with pytest.raises(ValueError, match=r"gone\.parquet: no such file"):
+        read_rows(tmp_path / "gone.parquet")
+
+
+OTHERS = {
+    "pair.draft_revision: 'd1' and 'd2'": {"pair": PairId("target", "t1", "draft", "d2")},
+    "config.pair.name: 'smollm2-135m' and 'x'": {"config": METADATA.config | {"pair": {"name": "x"}}},
+    "config.top_p: None and 0.9": {"config": METADATA.config | {"top_p": 0.9}},
+    "config.prompts: ['demo'] and None": {"config": {"temperature": 0.5, "pair": {"name": "smollm2-135m"}}},
+    "dtype: 'float32' and 'bfloat16'": {"dtype": "bfloat16"},
+    "vocab_size: 100 and 101": {"vocab_size": 101},
+}
+
+
+@pytest.mark.parametrize("difference", OTHERS)
+def test_different_sweeps_do_not_mix(tmp_path: Path, difference: str) -> None:
+    other = dataclasses.replace(METADATA, **OTHERS[difference])
+    write_rows(tmp_path / "a.parquet", [make_row("a")], METADATA)
+    write_rows(tmp_path / "b.parquet", [make_row("b")], other)
+    with pytest.raises(ValueError, match=r"a\.parquet and .*b\.parquet are of different sweeps") as caught:
+        read_rows(tmp_path)
+    assert difference in str(caught.value)
+    assert mismatch(METADATA, other) == difference
+
+
+def test_candidate_sets_do_not_mix(tmp_path: Path) -> None:
+    other = make_row("b", candidates=[1], taus=[1.0], num_steps=[6], emitted_histograms=[[0, 6]])
+    write_rows(tmp_path / "a.parquet", [make_row("a")], METADATA)
+    write_rows(tmp_path / "b.parquet", [other], dataclasses.replace(METADATA, candidates=[1]))
+    with pytest.raises(ValueError, match=r"candidates: \[1, 3\] and \[1\]"):
+        read_rows(tmp_path)
+
+
+def test_a_sweep_may_be_continued_by_newer_code(tmp_path: Path) -> None:
+    newer = dataclasses.replace(METADATA, versions={"torch": "3"}, git_commit="def")
+    write_rows(tmp_path / "a.parquet", [make_row("a")], METADATA)
+    write_rows(tmp_path / "b.parquet", [make_row("b")], newer)
+    assert len(read_rows(tmp_path)) == 2
+
+
+def test_a_prompt_comes_once(tmp_path: Path) -> None:
+    write_rows(tmp_path / "a.parquet", [make_row("a"), make_row("b")], METADATA)
+    write_rows(tmp_path / "b.parquet", [make_row("b")], METADATA)
+    with pytest.raises(ValueError, match=r"b\.parquet: prompt b is already in .*a\.parquet"):
+        read_rows(tmp_path)
+
+
+def test_prompt_id_depends_on_all_that_it_stands_for() -> None:
+    hello = Prompt("demo", (Message("user", "hello"),))
+    ids = [
+        prompt_id(hello, 0, 0.0),
+        prompt_id(hello, 1, 0.0),
+        prompt_id(hello, 0, 1.0),
+        prompt_id(Prompt("other", hello.messages), 0, 0.0),
+        prompt_id(Prompt("demo", (Message("user", "Hello"),)), 0, 0.0),
+        prompt_id(Prompt("demo", (Message("system", "hello"),)), 0, 0.0),
+        prompt_id(Prompt("demo", (Message("user", "hel"), Message("user", "lo"))), 0, 0.0),
+    ]
+    assert len(set(ids)) == len(ids)
+    assert all(len(key) == 32 and int(key, 16) >= 0 for key in ids)
+    assert prompt_id(hello, 0, 0) == ids[0]
+    # Written in sweeps that are kept: it must never change.
+    assert ids[0] == "8a66e03db10caa1e5b1a976236c1f7cc"
+
+
+def test_difference_is_empty_for_equals() -> None:
+    assert difference({"a": {"b": [1]}}, {"a": {"b": [1]}}) == ""

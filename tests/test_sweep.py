@@ -1,0 +1,205 @@
+"""Sweeping in one process: against one-at-a-time decoding, against known answers, and what is set aside."""
+
+import copy
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from blockpilot.engine import generate
+from blockpilot.pairs import Pair
+from blockpilot.prompts import Message, Prompt, load_prompts
+from blockpilot.records import MIN_PROB, Metadata, SweepRow, read_rows, write_rows
+from blockpilot.sweep import (
+    best_counts,
+    candidates_around,
+    check_candidates,
+    decode,
+    sampler_seed,
+    tau_curve,
+)
+
+MASK_ID = 258
+
+
+@pytest.fixture(scope="module")
+def parrot(tiny_pair: Pair) -> Pair:
+    """The target repeats its last token, or likely so at T > 0; the draft always proposes the template's last, '>'.
+
+    Layers add nothing, so logits are products of the last token's embedding; the mask's embedding is that of '>'.
+    """
+    target, draft = copy.deepcopy(tiny_pair.target), copy.deepcopy(tiny_pair.draft)
+    with torch.no_grad():
+        for model in (target, draft):
+            for name, parameter in model.named_parameters():
+                if "o_proj" in name or "down_proj" in name:
+                    parameter.zero_()
+        (last,) = tiny_pair.tokenizer(">")["input_ids"]
+        embedding = target.get_input_embeddings().weight
+        embedding[MASK_ID] = embedding[last] / 2
+    return dataclasses.replace(tiny_pair, target=target, draft=draft)
+
+
+def prompts(num: int) -> list[Prompt]:
+    return load_prompts("demo", num)
+
+
+def alone(
+    pair: Pair, row: SweepRow, prompt: Prompt, block_size: int, max_new_tokens: int
+) -> tuple[list[int], list[int]]:
+    """The slow oracle, one prompt and block size by itself: (tokens, number of tokens of every verify step)."""
+    steps = list(
+        generate(
+            pair,
+            prompt.encode(pair.tokenizer),
+            block_size=block_size,
+            max_new_tokens=max_new_tokens,
+            temperature=row.temperature,
+            seed=row.seed,
+        )
+    )
+    return [t for step in steps for t in step.tokens], [len(step.tokens) for step in steps[1:]]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("num_slots", [3, 16])
+def test_a_sweep_equals_decoding_everything_alone(parrot: Pair, temperature: float, num_slots: int) -> None:
+    asked, candidates = prompts(4), [1, 2, 4, 7]
+    outcome = decode(parrot, asked, candidates, max_new_tokens=30, temperature=temperature, num_slots=num_slots)
+    assert not outcome.rejects
+    for row, prompt in zip(outcome.rows, asked, strict=True):
+        assert (row.prompt, row.texts_agree) == (prompt.text, True)
+        for i, block_size in enumerate(candidates):
+            tokens, emitted = alone(parrot, row, prompt, block_size, 30)
+            assert row.output_tokens == tokens
+            assert row.num_steps[i] == len(emitted)
+            assert row.emitted_histograms[i] == [emitted.count(n) for n in range(block_size + 1)]
+            assert row.taus[i] == sum(emitted) / len(emitted)
+    taus = tau_curve(outcome.rows)
+    assert taus[1] == 1.0
+    if temperature:  # the draft is right often, but not always
+        assert 1.1 < taus[2] < 2
+        assert taus[2] < taus[7] < 6
+
+
+def test_taus_of_a_draft_that_is_always_right(parrot: Pair) -> None:
+    # 24 tokens after the prefill's; a last block is as short as what is left.
+    (row,) = decode(parrot, prompts(1), [1, 5, 7], max_new_tokens=25).rows
+    assert row.output_tokens == [row.output_tokens[0]] * 25
+    assert row.emitted_histograms == [[0, 24], [0, 0, 0, 0, 1, 4], [0, 0, 0, 1, 0, 0, 0, 3]]
+    assert row.num_steps == [24, 5, 4]
+    assert row.taus == [1.0, 4.8, 6.0]
+    assert row.finish_reason == "length"
+
+
+def test_the_prefill_is_recorded(tiny_pair: Pair) -> None:
+    (prompt,) = prompts(1)
+    (row,) = decode(tiny_pair, [prompt], [1, 3], max_new_tokens=4).rows
+    (first, *_) = generate(tiny_pair, prompt.encode(tiny_pair.tokenizer), block_size=3, max_new_tokens=1)
+    assert first.prefill is not None
+    assert first.prefill.context is not None
+    probs = torch.zeros(tiny_pair.vocab_size)
+    probs[row.probs_ids] = torch.tensor(row.probs)
+    torch.testing.assert_close(probs, first.prefill.probs, atol=MIN_PROB, rtol=1e-4)
+    assert row.tail_mass == pytest.approx(1 - sum(row.probs), abs=1e-5)
+    torch.testing.assert_close(torch.tensor(row.context), first.prefill.context, atol=1e-5, rtol=1e-4)
+    assert row.num_prompt_tokens == len(prompt.encode(tiny_pair.tokenizer))
+
+
+def test_what_cannot_be_swept_leaves_the_others_alone(parrot: Pair) -> None:
+    first, second = prompts(2)
+    long = Prompt("demo", (Message("user", "x" * parrot.max_length),))
+    outcome = decode(parrot, [first, long, second], [2, 3], max_new_tokens=10, temperature=1.0)
+    (reject,) = outcome.rejects
+    assert (reject.prompt_set, reject.prompt) == ("demo", long.text)
+    assert reject.error.startswith("prompt of 1")
+    undisturbed = decode(parrot, [first, second], [2, 3], max_new_tokens=10, temperature=1.0)
+    assert [(r.prompt_id, r.taus) for r in outcome.rows] == [(r.prompt_id, r.taus) for r in undisturbed.rows]
+
+
+def test_an_answer_that_ends_with_its_prefill_has_no_tau(parrot: Pair) -> None:
+    (row,) = decode(parrot, prompts(1), [2], max_new_tokens=5).rows
+    stopping = dataclasses.replace(parrot, target=copy.copy(parrot.target))
+    stopping.target.generation_config = copy.deepcopy(parrot.target.generation_config)
+    stopping.target.generation_config.eos_token_id = [row.output_tokens[0]]
+    outcome = decode(stopping, prompts(2), [2], max_new_tokens=5)
+    assert outcome.rows == []
+    assert [reject.error for reject in outcome.rejects] == ["no verify step: the answer ended with its prefill"] * 2
+
+
+def test_a_template_that_refuses_a_prompt(parrot: Pair) -> None:
+    tokenizer = copy.deepcopy(parrot.tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}"
+        "{% if m['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}{{ m['content'] }}"
+        "{% endfor %}"
+    )
+    refused = Prompt("demo", (Message("system", "be brief"), Message("user", "hello")))
+    outcome = decode(dataclasses.replace(parrot, tokenizer=tokenizer), [refused, *prompts(1)], [2], max_new_tokens=5)
+    assert [reject.error for reject in outcome.rejects] == ["chat template: no system role"]
+    assert len(outcome.rows) == 1
+
+
+def test_noise_differs_between_prompts_and_seeds(parrot: Pair) -> None:
+    settings = {"max_new_tokens": 30, "temperature": 1.5}
+    rows = decode(parrot, prompts(2), [3], seed=1, **settings).rows
+    again = decode(parrot, prompts(2), [3], seed=1, **settings).rows
+    other = decode(parrot, prompts(2), [3], seed=2, **settings).rows
+    assert rows == again
+    assert rows[0].seed != rows[1].seed
+    assert all(a.output_tokens != b.output_tokens for a, b in zip(rows, other, strict=True))
+    assert rows[0].seed == sampler_seed(1, rows[0].prompt_id)
+
+
+def test_without_a_drafting_candidate_there_is_no_context(parrot: Pair, tmp_path: Path) -> None:
+    (row,) = decode(parrot, prompts(1), [1], max_new_tokens=5).rows
+    assert (row.context, row.taus) == ([], [1.0])
+    metadata = Metadata({}, parrot.id, "float32", parrot.vocab_size, parrot.block_size, [1], {}, "")
+    write_rows(tmp_path / "rows.parquet", [row], metadata)
+    assert read_rows(tmp_path) == [row]
+
+
+@pytest.mark.parametrize("candidates", [[], [0, 1], [-1], [3, 2], [2, 2], [4, 33]])
+def test_bad_candidates_are_refused(parrot: Pair, candidates: list[int]) -> None:
+    with pytest.raises(ValueError, match="candidates"):
+        check_candidates(candidates)
+    with pytest.raises(ValueError, match="candidates"):
+        decode(parrot, prompts(1), candidates, max_new_tokens=5)
+
+
+def test_the_embedded_draft_is_worth_its_while(embedded_pair: Pair) -> None:
+    outcome = decode(embedded_pair, prompts(2), [1, 4, 8], max_new_tokens=24)
+    taus = tau_curve(outcome.rows)
+    assert all(row.texts_agree for row in outcome.rows)
+    assert taus[1] == 1.0
+    assert taus[8] > 1.15
+
+
+def test_bad_sampling_is_refused(parrot: Pair) -> None:
+    with pytest.raises(ValueError, match="temperature -1"):
+        decode(parrot, prompts(1), [2], max_new_tokens=5, temperature=-1)
+
+
+def test_no_prompts_no_rows(parrot: Pair) -> None:
+    assert decode(parrot, [], [2], max_new_tokens=5) == ([], [])
+
+
+def test_candidates_around_the_trained_block_size() -> None:
+    assert candidates_around(16) == [14, 15, 16, 17, 18]
+    assert candidates_around(8, k=1) == [7, 8, 9]
+    assert candidates_around(2) == [1, 2, 3, 4]
+    assert candidates_around(32) == [30, 31, 32]
+
+
+def test_totals_are_divided_once(parrot: Pair) -> None:
+    (row,) = decode(parrot, prompts(1), [1, 5], max_new_tokens=25).rows
+    long = dataclasses.replace(
+        row, taus=[1.0, 4.0], num_steps=[40, 10], emitted_histograms=[[0, 40], [0, 0, 0, 0, 10, 0]]
+    )
+    even = dataclasses.replace(
+        row, taus=[1.0, 1.0], num_steps=[4, 4], emitted_histograms=[[0, 4], [0, 4, 0, 0, 0, 0]]
+    )
+    assert tau_curve([row, long, even]) == {1: 1.0, 5: (24 + 40 + 4) / (5 + 10 + 4)}
+    assert best_counts([row, long, even]) == {1: 1, 5: 2}
+    assert (tau_curve([]), best_counts([])) == ({}, {})

@@ -12,12 +12,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3MLP,
@@ -37,7 +37,9 @@ _NEWER = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_
 class KeyValueStore(Protocol):
     """What attention needs of a cache: store a layer's keys and values, get back all that may be attended to."""
 
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]: ...
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Both are [R, heads, tokens, head_dim]."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -57,11 +59,12 @@ class DraftAttention(nn.Module):
         super().__init__()
         self.layer_idx = layer_idx
         self.head_dim = config.head_dim
-        self.groups = config.num_attention_heads // config.num_key_value_heads
+        num_kv_heads = int(config.num_key_value_heads or config.num_attention_heads)
+        self.groups = config.num_attention_heads // num_kv_heads
         width, bias = config.hidden_size, config.attention_bias
         self.q_proj = nn.Linear(width, config.num_attention_heads * self.head_dim, bias=bias)
-        self.k_proj = nn.Linear(width, config.num_key_value_heads * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(width, config.num_key_value_heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(width, num_kv_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(width, num_kv_heads * self.head_dim, bias=bias)
         self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, width, bias=bias)
         self.q_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
@@ -74,16 +77,14 @@ class DraftAttention(nn.Module):
         _, keys = apply_rotary_pos_emb(keys, keys, *rotary)
         return keys, values
 
-    def forward(
-        self, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor, cache: KeyValueStore
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor, cache: KeyValueStore) -> Tensor:
         """Attend from hidden [R, W, hidden] to everything `cache` returns, where mask [R, 1, W, keys] is true."""
         shape = (*hidden.shape[:-1], -1, self.head_dim)
         queries = self.q_norm(self.q_proj(hidden).view(shape)).transpose(1, 2)
         queries, _ = apply_rotary_pos_emb(queries, queries, *rotary)
         keys, values = cache.update(*self.project(hidden, rotary), self.layer_idx)
         keys, values = (x.repeat_interleave(self.groups, dim=1) for x in (keys, values))
-        attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+        attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
         output: Tensor = self.o_proj(attended.transpose(1, 2).flatten(-2))
         return output
 
@@ -98,9 +99,7 @@ class DraftLayer(nn.Module):
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(
-        self, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor, cache: KeyValueStore
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor, cache: KeyValueStore) -> Tensor:
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotary, mask, cache)
         output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return output
@@ -127,7 +126,8 @@ class DraftModel(nn.Module):
     def new_cache(self, num_slots: int, length: int) -> SlotCache:
         """An empty cache of projected context: `num_slots` rows of `length` columns."""
         config = self.config
-        heads, device = config.num_key_value_heads, self.fc.weight.device
+        heads = int(config.num_key_value_heads or config.num_attention_heads)
+        device = self.fc.weight.device
         return SlotCache(
             config.num_hidden_layers,
             num_slots,
@@ -146,12 +146,16 @@ class DraftModel(nn.Module):
     def extend(self, context: Tensor, positions: Tensor, cache: KeyValueStore) -> None:
         """Put context vectors [R, W, hidden] at positions [R, W] into the cache of every layer."""
         rotary = self.rotary_emb(context, positions)
-        for layer in self.layers:
-            cache.update(*layer.self_attn.project(context, rotary), layer.self_attn.layer_idx)
+        for layer_idx in range(len(self.layers)):
+            keys, values = self.project(layer_idx, context, rotary)
+            cache.update(keys, values, layer_idx)
 
-    def forward(
-        self, block: Tensor, positions: Tensor, masks: Sequence[Tensor], cache: KeyValueStore
-    ) -> Tensor:
+    def project(self, layer_idx: int, context: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values of context vectors [R, W, hidden]: two [R, kv_heads, W, head_dim]."""
+        attention = cast(DraftLayer, self.layers[layer_idx]).self_attn
+        return attention.project(context, rotary)
+
+    def forward(self, block: Tensor, positions: Tensor, masks: Sequence[Tensor], cache: KeyValueStore) -> Tensor:
         """Embedded blocks [R, W, hidden] -> hidden states [R, W, hidden] for the target's LM head.
 
         Slot j of the output predicts the token at slot j itself; masks holds a layer's mask [R, 1, W, keys] each.
@@ -168,7 +172,7 @@ class DraftModel(nn.Module):
         columns = torch.arange(cache.length, device=block.device)
         visible = columns < (positions[:, 0] + num_slots)[:, None, None]
         masks = self.layer_masks(visible, positions[:, :, None] - columns)
-        return self(block, positions, masks, cache)
+        return cast(Tensor, self(block, positions, masks, cache))
 
     def layer_masks(self, visible: Tensor, distance: Tensor) -> list[Tensor]:
         """Each layer's mask [R, 1, W, keys]: `visible` [R, 1 or W, keys] narrowed by the layer's kind.
@@ -186,7 +190,7 @@ class DraftModel(nn.Module):
 
     def _layer_kind(self, layer_idx: int) -> tuple[bool, int | None]:
         """(causal, window) of a layer; sliding-window layers are causal unless the checkpoint says otherwise."""
-        sliding = self.config.layer_types[layer_idx] == "sliding_attention"
+        sliding = (self.config.layer_types or [])[layer_idx] == "sliding_attention"
         causal = getattr(self.config, "is_causal", None)
         return sliding if causal is None else bool(causal), self.config.sliding_window if sliding else None
 
@@ -279,6 +283,11 @@ def new_draft_config(
     num_target_layers = target_config.num_hidden_layers
     layer_ids = target_layer_ids or default_layer_ids(num_target_layers, num_layers)
     heads = target_config.num_attention_heads
+    own: dict[str, Any] = {
+        "block_size": block_size,
+        "num_target_layers": num_target_layers,
+        "dflash_config": {"mask_token_id": mask_token_id, "target_layer_ids": list(layer_ids)},
+    }
     return Qwen3Config(
         architectures=[ARCHITECTURE],
         vocab_size=target_config.vocab_size,
@@ -293,7 +302,5 @@ def new_draft_config(
         rope_parameters=dict(target_config.rope_parameters),
         attention_bias=False,
         tie_word_embeddings=False,
-        block_size=block_size,
-        num_target_layers=num_target_layers,
-        dflash_config={"mask_token_id": mask_token_id, "target_layer_ids": list(layer_ids)},
+        **own,
     )

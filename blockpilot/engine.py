@@ -51,7 +51,7 @@ class Request:
 
     prompt_ids: tuple[int, ...]
     max_new_tokens: int
-    sampling: Sampling = Sampling()
+    sampling: Sampling = field(default=Sampling())
     block_size: int | None = None
     stop_token_ids: frozenset[int] = frozenset()
     stop_strings: tuple[str, ...] = ()
@@ -223,9 +223,7 @@ class Engine:
         self._rows += rows
         steps = []
         for i, row in enumerate(rows):
-            prefill = Prefill(
-                logits[i], contexts[i] if contexts is not None and row.drafts else None, lengths[i]
-            )
+            prefill = Prefill(logits[i], contexts[i] if contexts is not None and row.drafts else None, lengths[i])
             row.block_size = self._choose(row.request, prefill)
             steps.append(_commit(row, [chosen[i]], 0, 0, prefill))
         self._retire()
@@ -275,11 +273,11 @@ class Engine:
         """The target's own token after every scored slot: hidden [R, W, hidden] -> sizes[r] tokens a row."""
         logits = self._target.logits(hidden[_indices([range(size) for size in sizes], self._device)])
         positions = [
-            row.anchor_position + 1 + slot for row, size in zip(self._rows, sizes, strict=True) for slot in range(size)
+            row.anchor_position + 1 + slot
+            for row, size in zip(self._rows, sizes, strict=True)
+            for slot in range(size)
         ]
-        sampling = [
-            row.request.sampling for row, size in zip(self._rows, sizes, strict=True) for _ in range(size)
-        ]
+        sampling = [row.request.sampling for row, size in zip(self._rows, sizes, strict=True) for _ in range(size)]
         tokens = iter(keyed_sample(logits, positions, sampling).tolist())
         return [[next(tokens) for _ in range(size)] for size in sizes]
 
@@ -320,9 +318,7 @@ def _verify(row: _Row, drafted: list[int], chosen: list[int], block_size: int) -
     return _commit(row, chosen[: num_accepted + 1], block_size, num_accepted, None)
 
 
-def _commit(
-    row: _Row, tokens: list[int], block_size: int, num_accepted: int, prefill: Prefill | None
-) -> Step:
+def _commit(row: _Row, tokens: list[int], block_size: int, num_accepted: int, prefill: Prefill | None) -> Step:
     """Append tokens up to the first that ends the request."""
     emitted: list[int] = []
     reason: FinishReason | None = None
@@ -335,9 +331,7 @@ def _commit(
     if reason is None and len(row.tokens) >= row.limit:
         reason = "length"
     row.finished = reason is not None
-    return Step(
-        row.request_id, tuple(emitted), block_size, min(num_accepted, len(emitted)), reason, prefill
-    )
+    return Step(row.request_id, tuple(emitted), block_size, min(num_accepted, len(emitted)), reason, prefill)
 
 
 def _stops(row: _Row, token: int) -> bool:

@@ -64,9 +64,7 @@ class Examples:
         starts, lengths = self.probs.offsets[index], (ends - self.probs.offsets)[index]
         offsets = lengths.cumsum(0) - lengths
         entries = torch.repeat_interleave(starts - offsets, lengths) + torch.arange(int(lengths.sum()))
-        return Examples(
-            SparseProbs(self.probs.ids[entries], self.probs.probs[entries], offsets), self.taus[index]
-        )
+        return Examples(SparseProbs(self.probs.ids[entries], self.probs.probs[entries], offsets), self.taus[index])
 
 
 def examples(rows: Sequence[SweepRow]) -> Examples:
@@ -240,9 +238,7 @@ class Fit:
     def run_epoch(self) -> EpochResult:
         """One epoch of training, then validation."""
         settings, self.epoch = self.settings, self.epoch + 1
-        order = batches(
-            len(self.train), settings.batch_size, settings.seed, self.epoch, self.rank, self.world_size
-        )
+        order = batches(len(self.train), settings.batch_size, settings.seed, self.epoch, self.rank, self.world_size)
         with _Seeded(settings.seed, self.epoch, self.rank):
             sums = train_epoch(self.network, self.optimizer, self.train, order, self.world_size)
         trained = Sums(*self.reduce(sums).tolist())

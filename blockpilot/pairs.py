@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from blockpilot.draft import DraftModel, load_draft
@@ -97,7 +97,8 @@ def load_pair(
     torch_dtype = _DTYPES[dtype] if isinstance(dtype, str) else dtype
     if name is not None:
         target, draft = NAMED_PAIRS[name]
-    assert target is not None and draft is not None
+    assert target is not None
+    assert draft is not None
     draft_model, draft_revision = _load_draft(draft)
     target_path = str(embedded_target(cache_dir)) if target == EMBEDDED_TARGET else target
     model, tokenizer, target_revision = load_target(target_path, torch_dtype)
@@ -140,9 +141,7 @@ def check_fit(draft: DraftModel, target: PreTrainedModel) -> None:
         raise ValueError(f"draft mask token {options.mask_token_id}: must be 0 to {config.vocab_size - 1}")
 
 
-def load_target(
-    target: str, dtype: torch.dtype
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
+def load_target(target: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
     """A causal language model with its tokenizer and revision, from a hub id or a local directory."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(target)
@@ -276,9 +275,12 @@ def _llama_weights(reader: Any, config: dict[str, Any]) -> Iterator[tuple[str, t
     for tensor in reader.tensors:
         weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy()).float()
         if not tensor.name.startswith("blk."):
-            yield {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}[
-                tensor.name
-            ], weight
+            yield (
+                {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}[
+                    tensor.name
+                ],
+                weight,
+            )
             continue
         _, layer, part, _ = tensor.name.split(".")
         if part in heads:  # GGUF interleaves the halves that rotary embeddings rotate
@@ -314,6 +316,4 @@ def _byte_level_tokenizer(fields: dict[str, Any]) -> PreTrainedTokenizerBase:
             ("pad_token", "padding"),
         ]
     }
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, chat_template=fields["tokenizer.chat_template"], **names
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=fields["tokenizer.chat_template"], **names)

@@ -48,9 +48,7 @@ class CandidateSet:
             raise ValueError("candidates (): at least one block size is needed")
         for size in self.sizes:
             if type(size) is not int or size < 1:
-                raise ValueError(
-                    f"candidates {self.sizes}: {size!r} is not a block size; allowed: integers >= 1"
-                )
+                raise ValueError(f"candidates {self.sizes}: {size!r} is not a block size; allowed: integers >= 1")
         if any(b <= a for a, b in zip(self.sizes, self.sizes[1:], strict=False)):
             raise ValueError(f"candidates {self.sizes}: each must be larger than the one before")
 
@@ -121,9 +119,7 @@ class ProbsMLP(nn.Module):
         """SparseProbs of B distributions -> logits [B, num_candidates]."""
         rows = self.row_of_id[ids]
         weights = torch.where(rows >= 0, probs, 0.0)
-        bags = functional.embedding_bag(
-            rows.clamp(min=0), self.rows, offsets, mode="sum", per_sample_weights=weights
-        )
+        bags = functional.embedding_bag(rows.clamp(min=0), self.rows, offsets, mode="sum", per_sample_weights=weights)
         hidden = self.dropout(torch.relu(bags + self.bias))
         logits: Tensor = self.head(hidden + self.mix(hidden))
         return logits
@@ -159,9 +155,7 @@ class ClassPolicy:
     def logits(self, probs: Tensor) -> Tensor:
         """prefill_probs [V] -> one logit per candidate [K]. Raises ValueError for another vocabulary."""
         if probs.shape != (self.info.vocab_size,):
-            raise ValueError(
-                f"prefill_probs {tuple(probs.shape)}: the policy's vocabulary is {self.info.vocab_size}"
-            )
+            raise ValueError(f"prefill_probs {tuple(probs.shape)}: the policy's vocabulary is {self.info.vocab_size}")
         if self.network.rows.device != probs.device:
             self.network.to(probs.device)
         logits: Tensor = self.network(*sparse_probs(probs, self.info.threshold))
@@ -171,9 +165,7 @@ class ClassPolicy:
         """Raise ValueError, naming both, unless `pair` is the one the policy was trained for."""
         if (self.info.pair, self.info.vocab_size) != (pair.id, pair.vocab_size):
             made_for = _describe(self.info.pair, self.info.vocab_size)
-            raise ValueError(
-                f"policy made for {made_for}; this pair is {_describe(pair.id, pair.vocab_size)}"
-            )
+            raise ValueError(f"policy made for {made_for}; this pair is {_describe(pair.id, pair.vocab_size)}")
 
 
 def _describe(pair: PairId, vocab_size: int) -> str:
@@ -223,9 +215,7 @@ def _read_info(path: Path) -> PolicyInfo:
             raise ValueError(f"{path}: field {name!r} is {fields[name]!r}; this version knows {known!r}")
     pair, vocab_size, threshold = fields["pair"], fields["vocab_size"], fields["threshold"]
     if not isinstance(pair, dict) or set(pair) != set(PairId._fields) or not _all_str(pair.values()):
-        raise ValueError(
-            f"{path}: field 'pair' must hold the strings {', '.join(PairId._fields)}, got {pair!r}"
-        )
+        raise ValueError(f"{path}: field 'pair' must hold the strings {', '.join(PairId._fields)}, got {pair!r}")
     if type(vocab_size) is not int or vocab_size < 1:
         raise ValueError(f"{path}: field 'vocab_size' must be an integer >= 1, got {vocab_size!r}")
     if type(threshold) is not float or not 0 <= threshold < 1:
@@ -288,8 +278,7 @@ def _check_tensor(path: Path, name: str, got: Tensor | None, wanted: Tensor) -> 
         raise ValueError(f"{path}: missing tensor {name!r}")
     if got.shape != wanted.shape or got.dtype != wanted.dtype:
         raise ValueError(
-            f"{path}: tensor {name!r} is {got.dtype} {tuple(got.shape)}; "
-            f"needed: {wanted.dtype} {tuple(wanted.shape)}"
+            f"{path}: tensor {name!r} is {got.dtype} {tuple(got.shape)}; needed: {wanted.dtype} {tuple(wanted.shape)}"
         )
     if not bool(got.isfinite().all()):
         raise ValueError(f"{path}: tensor {name!r} holds values that are not finite")

@@ -24,7 +24,7 @@ class Scored(NamedTuple):
 
 
 class Target:
-    """A transformers model with the hidden states that its draft reads (`layer_ids`, 0 = the first layer's output)."""
+    """A transformers model and the layers whose output its draft reads (`layer_ids`, 0 is the first layer)."""
 
     def __init__(self, model: PreTrainedModel, layer_ids: Sequence[int]) -> None:
         check_family(model)

@@ -4,6 +4,7 @@ import os
 from typing import Any
 
 import ray
+import ray.train
 
 
 def connect(include_dashboard: bool = False) -> None:
@@ -39,3 +40,22 @@ def actor_options(accelerator_type: str | None, num_cpus: float) -> dict[str, An
         return {"num_gpus": 1, "num_cpus": num_cpus}
     threads = str(max(1, int(num_cpus)))
     return {"num_cpus": num_cpus, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": threads}}}
+
+
+def scaling_config(num_workers: int, accelerator_type: str | None, num_cpus: float) -> "ray.train.ScalingConfig":
+    """Ray Train workers that hold what `actor_options` gives an actor.
+
+    Raises ValueError where a cluster of fixed size can never place them: Ray would wait for ever.
+    """
+    options = actor_options(accelerator_type, num_cpus)
+    need = {"CPU": num_cpus} | ({"GPU": 1.0} if "num_gpus" in options else {})
+    for kind, each in need.items():
+        there = ray.cluster_resources().get(kind, 0)
+        if num_workers * each > there and not os.environ.get("RAY_ADDRESS"):
+            raise ValueError(f"num_workers {num_workers} of {each:g} {kind} each: there are {there:g}")
+    return ray.train.ScalingConfig(
+        num_workers=num_workers,
+        use_gpu="GPU" in need,
+        resources_per_worker=need,
+        accelerator_type=accelerator_type,
+    )

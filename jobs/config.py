@@ -6,11 +6,13 @@ A default is written once, here or in the job's own Config; the command line is 
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal, TypeVar
 
 import torch
 import tyro
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from transformers.utils.logging import disable_progress_bar
 
 from blockpilot.pairs import Pair, check_pair_names, load_pair
 
@@ -63,15 +65,20 @@ class Resources(Config):
     """CPU cores of an actor; also its torch threads (at least one)."""
 
 
+def absolute_in_submitted_job(path: Path, name: str) -> None:
+    """Raise ValueError for a relative output of a submitted job: its working directory is a temporary copy."""
+    if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ and not path.is_absolute():
+        raise ValueError(f"{name} {path}: must be absolute in a submitted job, whose directory is temporary")
+
+
 def main(config_type: type[ConfigT], run: Callable[[ConfigT], object]) -> None:
     """Parse the command line into `config_type` and run the job; bad input ends in one line and status 2."""
+    disable_progress_bar()  # of model loading: a job's own progress is the one that counts
     try:
         config = tyro.cli(config_type, description=sys.modules[run.__module__].__doc__)
         run(config)
     except ValidationError as error:
-        fields = "; ".join(
-            f"{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})" for e in error.errors()
-        )
+        fields = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})" for e in error.errors())
         _fail(fields)
     except (ValueError, FileNotFoundError) as error:
         if os.environ.get("BLOCKPILOT_TRACEBACK"):

@@ -253,8 +253,9 @@ def _read_network(path: Path, info: PolicyInfo) -> ProbsMLP:
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path}: not a readable safetensors file ({error})") from None
     support = _read_support(path, tensors, info.vocab_size)
-    hidden = tensors["bias"].numel() if "bias" in tensors else 0
-    network = ProbsMLP(support, info.vocab_size, len(info.candidates), hidden)
+    if "bias" not in tensors or tensors["bias"].numel() == 0:
+        raise ValueError(f"{path}: missing tensor 'bias'")
+    network = ProbsMLP(support, info.vocab_size, len(info.candidates), tensors["bias"].numel())
     for name, wanted in network.state_dict().items():
         _check_tensor(path, name, tensors.get(name), wanted)
     if unknown := sorted(set(tensors) - set(network.state_dict())):

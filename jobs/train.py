@@ -7,6 +7,7 @@ same command goes on. The result does not depend on either.
 
 import functools
 import hashlib
+import logging
 import os
 import shutil
 import tempfile
@@ -111,9 +112,7 @@ class Task(NamedTuple):
 def run(config: TrainConfig) -> TrainResult:
     """Train, save and register a policy; raises ValueError for bad input before Ray starts."""
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ and not config.output.is_absolute():
-        raise ValueError(
-            f"output {config.output}: must be absolute in a submitted job, whose directory is temporary"
-        )
+        raise ValueError(f"output {config.output}: must be absolute in a submitted job, whose directory is temporary")
     data = read_dataset(config)
     registry = Registry.open()
     connect(include_dashboard=True)
@@ -202,10 +201,11 @@ def _train(
     task: Task, scaling: ray.train.ScalingConfig, storage: Path, name: str, max_failures: int
 ) -> dict[str, Any]:
     """Run the workers, or go on with them; returns the last state of `Fit`."""
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")  # also how long a report may wait: 2 s
     trainer = ray.train.torch.TorchTrainer(
         functools.partial(_work, task),
         scaling_config=scaling,
-        run_config=ray.train.RunConfig(
+        run_config=ray.train.RunConfig(  # type: ignore[call-arg]  # typed as that of Ray Train V1
             name=name,
             storage_path=str(storage),
             failure_config=ray.train.FailureConfig(max_failures=max_failures),
@@ -220,6 +220,7 @@ def _train(
 
 def _work(task: Task) -> None:
     """What every Ray Train worker does."""
+    logging.getLogger().setLevel(logging.WARNING)  # a line for each report otherwise
     context = ray.train.get_context()
     rank, world_size = context.get_world_rank(), context.get_world_size()
     data, settings = task.data, task.settings
@@ -266,9 +267,7 @@ def _report(metrics: dict[str, float], state: dict[str, Any] | None) -> None:
 
 def _load_state(checkpoint: ray.train.Checkpoint) -> dict[str, Any]:
     with checkpoint.as_directory() as directory:
-        state: dict[str, Any] = torch.load(
-            Path(directory) / STATE_FILE, map_location="cpu", weights_only=True
-        )
+        state: dict[str, Any] = torch.load(Path(directory) / STATE_FILE, map_location="cpu", weights_only=True)
     return state
 
 

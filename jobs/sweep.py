@@ -49,7 +49,7 @@ from blockpilot.sweep import (
     tau_curve,
 )
 from jobs.cluster import actor_options, connect
-from jobs.config import Config, PairConfig, Resources, main
+from jobs.config import Config, PairConfig, Resources, absolute_in_submitted_job, main
 
 CONFIG_FILE = "config.json"
 REJECTS_FILE = "rejects.jsonl"
@@ -134,10 +134,7 @@ class Task(NamedTuple):
 def run(config: SweepConfig) -> SweepResult:
     """Sweep, or continue to; raises ValueError for bad input before Ray starts."""
     config.pair.names()
-    if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ and not config.output.is_absolute():
-        raise ValueError(
-            f"output {config.output}: must be absolute in a submitted job, whose directory is temporary"
-        )
+    absolute_in_submitted_job(config.output, "output")
     shards = _shards(config)
     folder = SweepFolder(config.output, _identity(config, shards))
     tasks = folder.open(shards)
@@ -224,9 +221,7 @@ class SweepFolder:
         try:
             stored = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ValueError(
-                f"output {self.path}: holds rows, but {CONFIG_FILE} is not readable ({error})"
-            ) from None
+            raise ValueError(f"output {self.path}: holds rows, but {CONFIG_FILE} is not readable ({error})") from None
         if found := difference(stored, self.identity):
             raise ValueError(f"output {self.path}: holds another sweep (there and here: {found})")
 
@@ -294,15 +289,15 @@ class _Pool:
     """Workers that take tasks one at a time. A worker that dies is replaced and its task is tried again."""
 
     def __init__(self, config: SweepConfig, identity: dict[str, Any]) -> None:
-        resources = config.resources
+        resources, num_cpus = config.resources, ray.cluster_resources().get("CPU", 0)
+        if resources.num_cpus > num_cpus and not os.environ.get("RAY_ADDRESS"):
+            raise ValueError(f"resources.num_cpus {resources.num_cpus:g}: this machine has {num_cpus:g}")
         self._config, self._identity = config, identity
         self._options = actor_options(resources.accelerator_type, resources.num_cpus)
         self._git_commit = _git_commit()
         self._metadata: Metadata | None = None
         self._waiting: deque[Task] = deque()
-        self._running: dict[
-            Any, tuple[Any, Task | None]
-        ] = {}  # reference -> (worker, its task; None: loading)
+        self._running: dict[Any, tuple[Any, Task | None]] = {}  # reference -> (worker, its task; None: loading)
         self._attempts: Counter[int] = Counter()
         self._num_failed_loads = 0
 
@@ -312,7 +307,7 @@ class _Pool:
         try:
             for _ in range(min(self._config.resources.num_actors, len(tasks))):
                 self._start()
-            while self._running:
+            while self._waiting or any(task for _, task in self._running.values()):
                 ready, _ = ray.wait(list(self._running), timeout=PATIENCE_S)
                 if not ready and self._metadata is None:
                     print(f"sweep: no worker is ready yet; each needs {self._options}")
@@ -360,9 +355,7 @@ class _Pool:
     def _loaded(self, metadata: Metadata) -> None:
         self._num_failed_loads = 0
         if self._metadata and (found := mismatch(self._metadata, metadata)):
-            raise ValueError(
-                f"workers loaded different pairs ({found}): give both a fixed revision and dtype"
-            )
+            raise ValueError(f"workers loaded different pairs ({found}): give both a fixed revision and dtype")
         self._metadata = metadata
 
     def _known(self) -> Metadata:
@@ -432,14 +425,10 @@ def _finish(folder: SweepFolder, num_prompts: int, rejects: Sequence[Reject]) ->
     sweep = read_sweep(folder.rows)
     if len(sweep.rows) + len(rejects) != num_prompts:
         raise RuntimeError(f"{len(sweep.rows)} rows and {len(rejects)} rejects for {num_prompts} prompts")
-    result = SweepResult(
-        folder.rows, len(sweep.rows), len(rejects), tau_curve(sweep.rows), best_counts(sweep.rows)
-    )
+    result = SweepResult(folder.rows, len(sweep.rows), len(rejects), tau_curve(sweep.rows), best_counts(sweep.rows))
     _print_result(result, sweep.metadata, num_disagreements=sum(not row.texts_agree for row in sweep.rows))
     if rejects:
-        print(
-            f"{len(rejects)} prompts set aside in {folder.path / REJECTS_FILE}; the first: {rejects[0].error}"
-        )
+        print(f"{len(rejects)} prompts set aside in {folder.path / REJECTS_FILE}; the first: {rejects[0].error}")
     return result
 
 

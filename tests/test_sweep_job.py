@@ -1,0 +1,442 @@
+"""The sweep job as a user runs it: by command, killed at any moment, continued, submitted to a cluster."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import ray
+
+from blockpilot.pairs import Pair
+from blockpilot.records import Metadata, SweepRow, read_file, read_rows, read_sweep, write_rows
+from blockpilot.sweep import decode
+from jobs.config import PairConfig, main
+from jobs.sweep import Shard, SweepConfig, SweepFolder, _identity, _shards, run
+
+ROOT = Path(__file__).parent.parent
+RAY = str(Path(sys.executable).with_name("ray"))
+CANDIDATES = (1, 2, 4)
+SETTINGS = {"max_new_tokens": 24, "temperature": 0.7, "seed": 3}
+TOO_LONG = "x" * 1100  # the tiny target's context is 1024
+
+
+@pytest.fixture(scope="module")
+def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "questions.jsonl"
+    texts = [f"question {i}?" for i in range(15)] + [TOO_LONG]
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    return path
+
+
+@pytest.fixture
+def config(tiny_pair_dirs: tuple[Path, Path], prompt_file: Path, tmp_path: Path) -> SweepConfig:
+    target, draft = tiny_pair_dirs
+    return SweepConfig(
+        pair=PairConfig(target=str(target), draft=str(draft)),
+        prompts=(str(prompt_file),),
+        candidates=CANDIDATES,
+        prompts_per_shard=2,
+        output=tmp_path / "sweep",
+        **SETTINGS,
+    )
+
+
+def command(config: SweepConfig) -> list[str]:
+    """The arguments that make `config`."""
+    assert config.pair.target is not None
+    assert config.pair.draft is not None
+    return [
+        *("--pair.target", config.pair.target, "--pair.draft", config.pair.draft),
+        *("--prompts", *config.prompts, "--candidates", *map(str, CANDIDATES)),
+        *("--max-new-tokens", "24", "--temperature", "0.7", "--seed", "3", "--prompts-per-shard", "2"),
+        *("--output", str(config.output), "--max-attempts", "2"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_pair: Pair, tiny_pair_dirs: tuple[Path, Path], prompt_file: Path) -> dict[str, list[SweepRow]]:
+    """Part name -> rows, decoded here, shard by shard, with nobody being killed."""
+    config = SweepConfig(prompts=(str(prompt_file),), prompts_per_shard=2, **SETTINGS)
+    return {s.part: decode(tiny_pair, s.prompts, CANDIDATES, **SETTINGS).rows for s in _shards(config)}
+
+
+# Bad input: one line, before Ray starts
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--prompts nope", "unknown prompt set 'nope': choose one of demo, "),
+        ("--prompts gone.jsonl", "prompt file not found: gone.jsonl"),
+        ("--prompts {bad}", "bad.jsonl, line 2: not JSON"),
+        ("--pair.name nope", "unknown pair 'nope': named pairs are smollm2-135m, "),
+        ("--pair.target x", "target 'x' and draft None: both are needed"),
+    ],
+)
+def test_bad_input_is_one_line(
+    arguments: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "fine"}\n{"prompt": \n')
+    given = arguments.format(bad=tmp_path / "bad.jsonl").split()
+    monkeypatch.setattr(sys, "argv", ["sweep.py", "--output", str(tmp_path / "out"), *given])
+    with pytest.raises(SystemExit) as exited:
+        main(SweepConfig, run)
+    error = capsys.readouterr().err
+    assert exited.value.code == 2
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert message in error
+    assert not ray.is_initialized()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("candidates", (), "at least one"),
+        ("candidates", (3, 2), "larger than the one before"),
+        ("candidates", (0, 2), "0 is not a block size"),
+        ("candidates", (2, 33), "at most 32"),
+        ("temperature", -0.1, "greater than or equal to 0"),
+        ("temperature", float("nan"), "finite"),
+        ("top_p", 0.0, "greater than 0"),
+        ("top_p", 1.1, "less than or equal to 1"),
+        ("seed", 2**63, "less than"),
+        ("max_new_tokens", 1, "greater than or equal to 2"),
+        ("prompts", (), "at least 1 item"),
+        ("num_prompts", 0, "greater than or equal to 1"),
+        ("prompts_per_shard", 0, "greater than or equal to 1"),
+    ],
+)
+def test_bad_settings_are_refused(field: str, value: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SweepConfig.model_validate({field: value})
+
+
+def test_a_submitted_job_needs_an_absolute_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    with pytest.raises(ValueError, match="output runs/x: must be absolute in a submitted job"):
+        run(SweepConfig(output=Path("runs/x")))
+
+
+# Shards and the output directory
+
+
+def test_shards_hold_every_prompt_once_in_order(config: SweepConfig, prompt_file: Path, tmp_path: Path) -> None:
+    twice = config.model_copy(update={"prompts": (str(prompt_file), "demo", str(prompt_file)), "num_prompts": 7})
+    shards = _shards(twice)
+    texts = [prompt.text for shard in shards for prompt in shard.prompts]
+    assert len(texts) == len(set(texts)) == 14
+    assert [len(shard.prompts) for shard in shards] == [2] * 7
+    assert [shard.part for shard in shards] == sorted({shard.part for shard in shards})
+    assert [shard.number for shard in shards] == list(range(7))
+    assert _shards(twice) == shards
+    reseeded = _shards(twice.model_copy(update={"seed": 4}))
+    assert [shard.prompts for shard in reseeded] == [shard.prompts for shard in shards]
+    assert not {shard.part for shard in reseeded} & {shard.part for shard in shards}
+
+
+@pytest.fixture
+def folder(config: SweepConfig) -> SweepFolder:
+    return SweepFolder(config.output, _identity(config, _shards(config)))
+
+
+@pytest.fixture
+def metadata(folder: SweepFolder, tiny_pair: Pair) -> Metadata:
+    size = tiny_pair.vocab_size
+    return Metadata(folder.identity, tiny_pair.id, "float32", size, tiny_pair.block_size, [*CANDIDATES], {}, "")
+
+
+def test_a_folder_knows_what_is_left(
+    config: SweepConfig, folder: SweepFolder, metadata: Metadata, expected: dict[str, list[SweepRow]]
+) -> None:
+    shards = _shards(config)
+    tasks = folder.open(shards)
+    assert [task.prompts for task in tasks] == [list(shard.prompts) for shard in shards]
+    first, second, third = tasks[:3]
+    folder.write(first, expected[first.shard.part], metadata)
+    folder.write(second, expected[second.shard.part][1:], metadata)  # one of its two
+    (partial, following, *_) = folder.open(shards)
+    assert (partial.shard, partial.prompts) == (second.shard, [second.shard.prompts[0]])
+    assert following.shard == third.shard
+    folder.write(partial, expected[second.shard.part][:1], metadata)
+    assert folder.open(shards)[0].shard == third.shard
+    assert read_sweep(folder.rows).rows == expected[first.shard.part] + expected[second.shard.part]
+
+
+def test_a_damaged_part_is_decoded_again(
+    config: SweepConfig,
+    folder: SweepFolder,
+    metadata: Metadata,
+    expected: dict[str, list[SweepRow]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shards = _shards(config)
+    for task in folder.open(shards):
+        folder.write(task, expected[task.shard.part], metadata)
+    (with_long,) = (shard for shard in shards if TOO_LONG in texts(shard))
+    damaged = next(shard for shard in shards if shard != with_long)
+    part = folder.rows / damaged.part
+    part.write_bytes(part.read_bytes()[:-50])
+    (folder.rows / f".{damaged.part}.123.tmp").write_bytes(b"of a writer that was killed")
+    left = {task.shard.part: [prompt.text for prompt in task.prompts] for task in folder.open(shards)}
+    assert left == {damaged.part: texts(damaged), with_long.part: [TOO_LONG]}
+    assert f"decoding again what was in {part}: not a readable" in capsys.readouterr().out
+    assert [file.name for file in sorted(folder.rows.iterdir())] == [shard.part for shard in shards]
+
+
+def test_a_folder_of_another_sweep_is_refused(
+    config: SweepConfig, folder: SweepFolder, metadata: Metadata, expected: dict[str, list[SweepRow]]
+) -> None:
+    colder = config.model_copy(update={"temperature": 0.5})
+    SweepFolder(config.output, _identity(colder, _shards(colder))).open(_shards(colder))
+    task, *_ = folder.open(_shards(config))  # no rows were there yet: nothing to lose
+    folder.write(task, expected[task.shard.part], metadata)
+    for field, value in {
+        "temperature": 0.5,
+        "candidates": (1, 2),
+        "pair": PairConfig(name="smollm2-135m"),
+        "num_prompts": 5,
+        "prompts_per_shard": 3,
+    }.items():
+        other = config.model_copy(update={field: value})
+        with pytest.raises(ValueError, match=rf"holds another sweep \(there and here: {field}"):
+            run(other)
+    elsewhere = config.model_copy(update={"slots": 3, "max_attempts": 7})
+    assert _identity(elsewhere, _shards(elsewhere)) == folder.identity
+    assert not ray.is_initialized()
+
+
+def test_a_changed_prompt_file_is_another_sweep(
+    config: SweepConfig, tiny_pair: Pair, metadata: Metadata, tmp_path: Path
+) -> None:
+    path = tmp_path / "questions.txt"
+    path.write_text("one\ntwo\n")
+    config = config.model_copy(update={"prompts": (str(path),)})
+    shards = _shards(config)
+    folder = SweepFolder(config.output, _identity(config, shards))
+    (task,) = folder.open(shards)
+    rows = decode(tiny_pair, task.prompts, CANDIDATES, **SETTINGS).rows
+    folder.write(task, rows, dataclasses.replace(metadata, config=folder.identity))
+    path.write_text("one\nthree\n")
+    with pytest.raises(ValueError, match=r"holds another sweep \(there and here: prompts_digest"):
+        run(config)
+
+
+def test_rows_of_another_pair_do_not_join(
+    config: SweepConfig, folder: SweepFolder, metadata: Metadata, expected: dict[str, list[SweepRow]]
+) -> None:
+    first, second, *_ = folder.open(_shards(config))
+    folder.write(first, expected[first.shard.part], metadata)
+    folder.open(_shards(config))
+    retrained = dataclasses.replace(metadata, pair=metadata.pair._replace(draft_revision="new"))
+    with pytest.raises(ValueError, match=r"another pair or precision \(pair.draft_revision: '.*' and 'new'\)"):
+        folder.write(second, expected[second.shard.part], retrained)
+
+
+def test_files_that_are_not_ours_are_refused(
+    config: SweepConfig, folder: SweepFolder, metadata: Metadata, expected: dict[str, list[SweepRow]]
+) -> None:
+    first, *_ = folder.open(_shards(config))
+    folder.write(first, expected[first.shard.part], metadata)
+    write_rows(folder.rows / "part-00099-x.parquet", expected[first.shard.part], metadata)
+    with pytest.raises(ValueError, match=r"rows/part-00099-x\.parquet is no part of this sweep"):
+        run(config)
+    (config.output / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"holds rows, but config\.json is not readable"):
+        run(config)
+
+
+# Whole runs
+
+
+def sweep_process(config: SweepConfig, *, script: Path = ROOT / "jobs" / "sweep.py") -> subprocess.Popen[str]:
+    """The job as a user starts it, in the project's directory."""
+    return subprocess.Popen(
+        [sys.executable, str(script), *command(config)],
+        cwd=ROOT,
+        env=environment(),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def environment() -> dict[str, str]:
+    mine = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return mine | {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": path}
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    return output
+
+
+def wait_for(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "nothing happened for a minute"
+        time.sleep(0.01)
+
+
+def worker_pids(ancestor: int) -> list[int]:
+    """Processes named ray::SweepWorker below a process."""
+    parents, names = {}, {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it may have ended meanwhile
+            pid = int(folder.name)
+            names[pid] = (folder / "cmdline").read_bytes()
+            parents[pid] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+
+    def is_below(pid: int) -> bool:
+        return pid == ancestor or (pid in parents and is_below(parents[pid]))
+
+    return [pid for pid, name in names.items() if name.startswith(b"ray::SweepWorker") and is_below(pid)]
+
+
+def parts(config: SweepConfig) -> list[Path]:
+    return sorted((config.output / "rows").glob("*.parquet"))
+
+
+def texts(shard: Shard) -> list[str]:
+    return [prompt.text for prompt in shard.prompts]
+
+
+def assert_complete(config: SweepConfig, expected: dict[str, list[SweepRow]]) -> None:
+    """Row for row what an undisturbed run writes; only what cannot be swept is set aside."""
+    assert {part.name: read_file(part).rows for part in parts(config)} == expected
+    assert read_rows(config.output) == [row for rows in expected.values() for row in rows]
+    (reject,) = map(json.loads, (config.output / "rejects.jsonl").read_text().splitlines())
+    assert reject["prompt"] == TOO_LONG
+    assert "tokens: at most" in reject["error"]
+
+
+@pytest.mark.ray
+def test_killed_at_any_moment_and_continued(config: SweepConfig, expected: dict[str, list[SweepRow]]) -> None:
+    process = sweep_process(config)
+    wait_for(lambda: parts(config), process)
+    (worker,) = worker_pids(process.pid)
+    os.kill(worker, signal.SIGKILL)
+    before = len(parts(config))
+    wait_for(lambda: len(parts(config)) > before + 1, process)
+    process.kill()
+    log, _ = process.communicate()
+    assert "again, its worker died" in log
+    kept = {part: part.stat().st_mtime_ns for part in parts(config)}
+    assert before < len(kept) < len(expected)
+
+    log = finish(sweep_process(config))
+    assert_complete(config, expected)
+    assert {part: part.stat().st_mtime_ns for part in kept} == kept  # what was finished was not done again
+    assert f"15 rows in {config.output}" in log
+    assert "1 prompts set aside" in log
+
+
+POISONED_JOB = """
+import os, jobs.sweep
+from jobs.config import main
+
+class SweepWorker(jobs.sweep.SweepWorker):
+    def decode(self, prompts, candidates, settings):
+        if any(prompt.text == "question 9?" for prompt in prompts):
+            os._exit(1)
+        return super().decode(prompts, candidates, settings)
+
+jobs.sweep.SweepWorker = SweepWorker
+main(jobs.sweep.SweepConfig, jobs.sweep.run)
+"""
+
+
+@pytest.mark.ray
+def test_a_shard_that_kills_its_workers_is_set_aside(
+    config: SweepConfig, expected: dict[str, list[SweepRow]], tmp_path: Path
+) -> None:
+    (tmp_path / "poisoned.py").write_text(POISONED_JOB)
+    log = finish(sweep_process(config, script=tmp_path / "poisoned.py"))
+    shards = _shards(config)
+    (poisoned,) = (shard for shard in shards if "question 9?" in texts(shard))
+    assert f"trying {poisoned.part} again, its worker died" in log
+    assert {part.name: read_file(part).rows for part in parts(config)} == {
+        part: rows for part, rows in expected.items() if part != poisoned.part
+    }
+    rejects = [json.loads(line) for line in (config.output / "rejects.jsonl").read_text().splitlines()]
+    given_up = [reject for reject in rejects if reject["error"].startswith("given up after 2 attempts: its worker")]
+    assert [reject["prompt_id"] for reject in given_up] == list(poisoned.ids)
+    assert len(rejects) + sum(len(read_file(part).rows) for part in parts(config)) == 16
+    # The same command would try the rejects again, and only them.
+    left = SweepFolder(config.output, _identity(config, shards)).open(shards)
+    assert sorted(prompt.text for task in left for prompt in task.prompts) == sorted({*texts(poisoned), TOO_LONG})
+
+
+@pytest.fixture
+def cluster() -> Iterator[str]:
+    """Address of the jobs API of a head node of our own."""
+    folder = tempfile.mkdtemp(prefix="bp")  # short, for Ray puts sockets below it
+    gcs, dashboard, client = free_ports()
+    address = f"http://127.0.0.1:{dashboard}"
+    command = [RAY, "start", "--head", "--block", "--num-cpus", "4", "--temp-dir", folder, "--port", str(gcs)]
+    command += ["--dashboard-port", str(dashboard), "--ray-client-server-port", str(client)]
+    head = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not answers(f"{address}/api/version"):
+        assert head.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    yield address
+    head.terminate()  # with --block it takes its processes along
+    head.wait(timeout=60)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def free_ports() -> list[int]:
+    """Three ports below those that Ray gives to its workers (10002 to 19999)."""
+    sockets: list[socket.socket] = []
+    for port in random.sample(range(6000, 10000), k=200):
+        with contextlib.suppress(OSError):
+            sockets.append(socket.create_server(("127.0.0.1", port)))
+        if len(sockets) == 3:
+            break
+    ports = [opened.getsockname()[1] for opened in sockets]
+    for opened in sockets:
+        opened.close()
+    return ports
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@pytest.mark.ray
+def test_a_submitted_job_writes_the_same(
+    config: SweepConfig, expected: dict[str, list[SweepRow]], cluster: str
+) -> None:
+    job = [sys.executable, "jobs/sweep.py", *command(config)]
+    done = subprocess.run(
+        [RAY, "job", "submit", "--address", cluster, "--working-dir", ".", "--", *job],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_complete(config, expected)

@@ -10,11 +10,11 @@ import socket
 import threading
 import time
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from fastapi import FastAPI
-from pydantic import Field, model_validator
+from pydantic import Field
 from ray import serve
 from ray.serve import Application
 from ray.serve.schema import LoggingConfig
@@ -59,16 +59,9 @@ class ServeConfig(Config):
     output: Path = Path("runs/serve")
     """Where the champion is copied to; all nodes of a cluster must see it."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        self.pair.names()
-        if self.policy.isdecimal() and not 1 <= int(self.policy) <= MAX_BLOCK_SIZE:
-            raise ValueError(f"policy {self.policy}: a block size must be 1 to {MAX_BLOCK_SIZE}")
-        return self
-
     @property
     def models(self) -> tuple[str, str]:
-        """Names of target and draft."""
+        """Names of target and draft; raises ValueError for an unknown pair."""
         name, target, draft = self.pair.names()
         return NAMED_PAIRS[name] if name is not None else (str(target), str(draft))
 
@@ -76,13 +69,9 @@ class ServeConfig(Config):
 class Decoder:
     """A replica: one pair, one engine, and the API over it."""
 
-    def __init__(
-        self, pair: PairConfig, num_threads: int, num_slots: int, max_length: int, max_queue: int
-    ) -> None:
+    def __init__(self, pair: PairConfig, num_threads: int, num_slots: int, max_length: int, max_queue: int) -> None:
         torch.set_num_threads(num_threads)
-        engine = Engine(
-            pair.load(), num_slots=num_slots, max_length=max_length, max_block_size=MAX_BLOCK_SIZE
-        )
+        engine = Engine(pair.load(), num_slots=num_slots, max_length=max_length, max_block_size=MAX_BLOCK_SIZE)
         self._backend = Backend(EngineLoop(engine, max_queue=max_queue))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -108,12 +97,14 @@ class Decoder:
 
 
 def build_app(args: ServeConfig) -> Application:
-    """The Serve application; needs a connected Ray. Raises ValueError for what cannot be served."""
+    """The Serve application; joins Ray. Raises ValueError for what cannot be served."""
+    policy = find_policy(args)
+    connect()
     resources = args.resources
     deployment: serve.Deployment = serve.deployment(
         num_replicas=resources.num_actors,
         ray_actor_options=actor_options(resources.accelerator_type, resources.num_cpus),
-        user_config={"policy": find_policy(args)},
+        user_config={"policy": policy},
         max_ongoing_requests=args.num_slots + args.max_queue + SPARE_REQUESTS,
         max_queued_requests=resources.num_actors * (args.num_slots + args.max_queue) + SPARE_REQUESTS,
         backpressure_config={"status_code": 429, "retry_after_s": RETRY_AFTER_S},
@@ -126,9 +117,11 @@ def build_app(args: ServeConfig) -> Application:
 
 def find_policy(config: ServeConfig) -> int | str:
     """A block size, or the directory of a policy; ValueError if there is none or it is for other models."""
-    if config.policy.isdecimal():
-        return int(config.policy)
     target, draft = config.models
+    if config.policy.isdecimal():
+        if not 1 <= int(config.policy) <= MAX_BLOCK_SIZE:
+            raise ValueError(f"policy {config.policy}: a block size must be 1 to {MAX_BLOCK_SIZE}")
+        return int(config.policy)
     directory = _champion(config, target) if config.policy == CHAMPION else Path(config.policy).absolute()
     made_for = load_policy(directory).info.pair
     if (made_for.target, made_for.draft) != (target, draft):
@@ -153,7 +146,6 @@ def _champion(config: ServeConfig, target: str) -> Path:
 
 def start(config: ServeConfig) -> str:
     """Serve until `stop`; returns the base URL for OpenAI clients once the models are loaded."""
-    connect()
     app = build_app(config)
     _wait_for_port(config.host, config.port)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)

@@ -387,13 +387,14 @@ def test_a_shard_that_kills_its_workers_is_set_aside(
 def cluster() -> Iterator[str]:
     """Address of the jobs API of a head node of our own."""
     folder = tempfile.mkdtemp(prefix="bp")  # short, for Ray puts sockets below it
-    gcs, dashboard, client = free_ports()
+    gcs, dashboard, client, agent = free_ports()
     address = f"http://127.0.0.1:{dashboard}"
     command = [RAY, "start", "--head", "--block", "--num-cpus", "4", "--temp-dir", folder, "--port", str(gcs)]
-    command += ["--dashboard-port", str(dashboard), "--ray-client-server-port", str(client)]
+    command += ["--dashboard-port", str(dashboard), "--dashboard-agent-listen-port", str(agent)]
+    command += ["--ray-client-server-port", str(client)]
     head = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
-    while not answers(f"{address}/api/version"):
+    while not (answers(f"{address}/api/version") and answers(f"http://127.0.0.1:{agent}/api/healthz")):
         assert head.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -404,12 +405,12 @@ def cluster() -> Iterator[str]:
 
 
 def free_ports() -> list[int]:
-    """Three ports below those that Ray gives to its workers (10002 to 19999)."""
+    """Four ports below those that Ray gives to its workers (10002 to 19999)."""
     sockets: list[socket.socket] = []
     for port in random.sample(range(6000, 10000), k=200):
         with contextlib.suppress(OSError):
             sockets.append(socket.create_server(("127.0.0.1", port)))
-        if len(sockets) == 3:
+        if len(sockets) == 4:
             break
     ports = [opened.getsockname()[1] for opened in sockets]
     for opened in sockets:

@@ -1,0 +1,199 @@
+"""What decoding runs add up to: sums per method and group of prompts -> figures with intervals -> a table.
+
+Runs are kept as sums and divided once, at the end: every figure is a ratio of two totals. All methods ran the
+same groups of prompts (a group is decoded together; one prompt, where requests run alone), so methods are
+compared on the same resamples of the groups: a paired bootstrap (Efron 1979), percentile intervals of 95%.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+NUM_RESAMPLES = 2000
+_QUANTILES = (0.025, 0.975)
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over the requests of a run. "Later" leaves out the first engine step, which prefills."""
+
+    num_requests: int
+    num_tokens: int  # all that was emitted
+    total_s: float  # from the first request's arrival to the last one's end
+    num_later_tokens: int
+    num_later_steps: int  # of the engine, whatever its rows
+    later_s: float
+    num_verified: int  # verify steps, of each row
+    num_emitted: int  # tokens emitted by them: all but the prefill's
+    num_chosen: int  # requests that came to a first block
+    sum_chosen: int  # their block sizes
+    num_equal: int  # requests whose tokens are those of the reference method
+
+
+class Run(NamedTuple):
+    """One method over one group of prompts, once."""
+
+    method: str
+    group: int
+    repeat: int
+    totals: Totals
+
+
+class Interval(NamedTuple):
+    """A figure of all groups and its 95% interval over groups; not a number where nothing was counted."""
+
+    value: float
+    low: float
+    high: float
+
+
+# Every figure: what to add up, and what to divide it by.
+RATIOS = {
+    "tau": ("num_emitted", "num_verified"),
+    "tokens_per_s": ("num_tokens", "total_s"),
+    "decode_tokens_per_s": ("num_later_tokens", "later_s"),
+    "step_s": ("later_s", "num_later_steps"),
+    "share_equal": ("num_equal", "num_requests"),
+    "mean_block_size": ("sum_chosen", "num_chosen"),
+}
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One method's row of a report."""
+
+    method: str
+    tau: Interval
+    tokens_per_s: Interval  # end to end: prefill and policy included
+    decode_tokens_per_s: Interval
+    speedup: Interval  # of tokens_per_s over the baseline's
+    share_equal: float  # of texts that are the reference's
+    mean_block_size: float  # chosen for a request
+
+
+class Comparison:
+    """Runs of several methods over the same groups, with one set of resamples for all of them.
+
+    Raises ValueError when there are fewer than two groups or a method has not run what the first one has.
+    """
+
+    def __init__(self, runs: Sequence[Run], *, num_resamples: int = NUM_RESAMPLES, seed: int = 0) -> None:
+        done: dict[str, list[tuple[int, int]]] = {}
+        for run in runs:
+            done.setdefault(run.method, []).append((run.group, run.repeat))
+        self.methods = tuple(done)
+        for method, places in done.items():
+            if sorted(places) != sorted(set(done[self.methods[0]])):
+                raise ValueError(f"method {method!r} ran other groups or repeats than {self.methods[0]!r}")
+        groups = sorted({run.group for run in runs})
+        if len(groups) < 2:
+            raise ValueError(f"{len(groups)} groups of prompts: intervals need at least 2")
+        self._sums = {method: _sums([run for run in runs if run.method == method], groups) for method in done}
+        draws = np.random.default_rng(seed).multinomial(
+            len(groups), np.full(len(groups), 1 / len(groups)), size=num_resamples
+        )
+        # The first "resample" has every group once: the figure itself.
+        self._weights: Array = np.vstack([np.ones(len(groups)), draws])
+
+    def figure(self, name: str, method: str) -> Interval:
+        """A figure of RATIOS for one method."""
+        return _interval(self._resampled(name, method))
+
+    def ratio(self, name: str, method: str, baseline: str) -> Interval:
+        """A figure of one method over the same of another, paired by group."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return _interval(self._resampled(name, method) / self._resampled(name, baseline))
+
+    def figures(self, baseline: str) -> list[Figures]:
+        """A row for every method, in the order of the runs; speed-ups are over `baseline`."""
+        return [
+            Figures(
+                method,
+                self.figure("tau", method),
+                self.figure("tokens_per_s", method),
+                self.figure("decode_tokens_per_s", method),
+                self.ratio("tokens_per_s", method, baseline),
+                self.figure("share_equal", method).value,
+                self.figure("mean_block_size", method).value,
+            )
+            for method in self.methods
+        ]
+
+    def _resampled(self, name: str, method: str) -> Array:
+        """The figure itself, then its value in every resample."""
+        if method not in self._sums:
+            raise ValueError(f"method {method!r}: must be one of {', '.join(self.methods)}")
+        above, below = (self._weights @ self._sums[method][part] for part in RATIOS[name])
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return above / below
+
+
+def _sums(runs: Sequence[Run], groups: Sequence[int]) -> dict[str, Array]:
+    """For every field of Totals its sum over the repeats of each group, [groups]."""
+    place = {group: i for i, group in enumerate(groups)}
+    sums = {field.name: np.zeros(len(groups)) for field in fields(Totals)}
+    for run in runs:
+        for name, column in sums.items():
+            column[place[run.group]] += getattr(run.totals, name)
+    return sums
+
+
+def _interval(values: Array) -> Interval:
+    """values[0] with the quantiles of the others; resamples in which nothing was counted are left out."""
+    resamples = values[1:][np.isfinite(values[1:])]
+    if not (math.isfinite(values[0]) and len(resamples)):
+        return Interval(math.nan, math.nan, math.nan)
+    low, high = np.quantile(resamples, _QUANTILES)
+    return Interval(float(values[0]), float(low), float(high))
+
+
+def fastest_block_size(tau: Mapping[int, float], step_s: Mapping[int, float]) -> int:
+    """The block size with the most tokens a second, tau / step_s, among those in both; the smallest of equals.
+
+    Raises ValueError where no block size is in both.
+    """
+    both = sorted(set(tau) & set(step_s))
+    if not both:
+        raise ValueError(f"block sizes {sorted(tau)} and {sorted(step_s)}: none is in both")
+    return max(both, key=lambda size: tau[size] / step_s[size])
+
+
+# Text
+
+
+def cells(row: Figures) -> dict[str, str]:
+    """A method's figures by column, to be read."""
+    return {
+        "method": row.method,
+        "B": _number(row.mean_block_size, 2).removesuffix(".00"),
+        "tau": _with_range(row.tau, 2),
+        "tokens/s": _with_range(row.tokens_per_s, 1),
+        "decode only": _number(row.decode_tokens_per_s.value, 1),
+        "speed-up": _with_range(row.speedup, 2),
+        "same text": "-" if math.isnan(row.share_equal) else f"{row.share_equal:.0%}",
+    }
+
+
+def markdown(rows: Sequence[Mapping[str, str]]) -> str:
+    """Rows with the same keys as a Markdown table that is also aligned as plain text."""
+    names = list(rows[0])
+    lines = [names, *([row[name] for name in names] for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(names))]
+    text = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |" for line in lines]
+    return "\n".join([text[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *text[1:]])
+
+
+def _number(value: float, digits: int) -> str:
+    return "-" if math.isnan(value) else f"{value:.{digits}f}"
+
+
+def _with_range(interval: Interval, digits: int) -> str:
+    if math.isnan(interval.value):
+        return "-"
+    return f"{interval.value:.{digits}f} ({interval.low:.{digits}f} to {interval.high:.{digits}f})"

@@ -176,7 +176,7 @@ def cells(row: Figures) -> dict[str, str]:
         "tokens/s": _with_range(row.tokens_per_s, 1),
         "decode only": _number(row.decode_tokens_per_s.value, 1),
         "speed-up": _with_range(row.speedup, 2),
-        "same text": "-" if math.isnan(row.share_equal) else f"{row.share_equal:.0%}",
+        "same text": f"{math.floor(row.share_equal * 1000) / 10:g}%",  # 100% only if all are
     }
 
 

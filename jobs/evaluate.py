@@ -475,12 +475,13 @@ def _describe(
 ) -> str:
     """Caption, table and what follows from it."""
     threads = f", {setting.num_threads} thread{'s' * (setting.num_threads > 1)}" if setting.device == "cpu" else ""
+    prompts = f"{len(plan.prompts)} {'held-out ' if plan.sweep else ''}prompts"
     together = "one at a time" if config.concurrency == 1 else f"{config.concurrency} at a time"
+    times = "once" if config.repeats == 1 else f"{config.repeats} times"
     caption = (
         f"{setting.pair.target} with {setting.pair.draft}, {setting.dtype} on {setting.device}{threads}: "
-        f"{len(plan.prompts)} {'held-out ' if plan.sweep else ''}prompts, {together}, {config.max_new_tokens} tokens at most, "
-        f"temperature {config.temperature:g}, each run {'once' if config.repeats == 1 else f'{config.repeats} times'}. "
-        "In brackets: 95% intervals over prompts."
+        f"{prompts}, {together}, {times}; {config.max_new_tokens} tokens at most, "
+        f"temperature {config.temperature:g}. In brackets: 95% intervals over prompts."
     )
     lines = [caption, "", markdown([cells(row) for row in figures]), ""]
     lines.append(f"Best fixed block size: {best}{' (AR)' * (best == 1)}, chosen on {chosen_on}.")

@@ -54,9 +54,7 @@ class TextStream:
 
     def _decode(self) -> str:
         # Cleaning up spaces would alter the text after the fact.
-        text = self._tokenizer.decode(
-            self._window, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        text = self._tokenizer.decode(self._window, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
 

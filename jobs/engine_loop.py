@@ -63,9 +63,7 @@ class EngineLoop:
         """
         self.engine.check(request)
         if len(self._open) >= self.capacity:
-            raise QueueFullError(
-                f"{len(self._open)} requests are in flight; at most {self.capacity} are accepted"
-            )
+            raise QueueFullError(f"{len(self._open)} requests are in flight; at most {self.capacity} are accepted")
         stream = Stream(self, request)
         self._open.add(stream)
         if self._closed:

@@ -297,9 +297,7 @@ class Backend:
             try:
                 return Prompt("request", tuple(Message(*turn) for turn in turns)).encode(tokenizer)
             except TemplateError as error:
-                raise ApiError(
-                    400, f"messages: the model's chat template says: {error}", "messages"
-                ) from None
+                raise ApiError(400, f"messages: the model's chat template says: {error}", "messages") from None
         if isinstance(body.prompt, str):
             return tuple(tokenizer(body.prompt)["input_ids"])
         return tuple(body.prompt)
@@ -332,13 +330,13 @@ class Answer:
             self.block_size = max(self.block_size, step.block_size)  # a step near the limit has a smaller one
 
     def usage(self) -> dict[str, object]:
-        """OpenAI's counts and ours; block_size and acceptance_length are null when no block was verified."""
+        """OpenAI's counts and ours; what is not known is null: no block was chosen, or none was verified."""
         num_prompt_tokens = len(self._stream.request.prompt_ids)
         return {
             "prompt_tokens": num_prompt_tokens,
             "completion_tokens": self.num_tokens,
             "total_tokens": num_prompt_tokens + self.num_tokens,
-            "block_size": self.block_size or None,
+            "block_size": self._stream.request.block_size or self.block_size or None,
             "num_steps": self.num_steps,
             "acceptance_length": self.num_emitted / self.num_steps if self.num_steps else None,
         }
@@ -399,9 +397,7 @@ async def _respond(
         head = _head(backend, shape, stream.request.sampling.seed)
         if body.stream:
             pieces = answer.pieces()
-            first = await _unless_gone(
-                http, anext(pieces)
-            )  # fails with a status of its own, not in the stream
+            first = await _unless_gone(http, anext(pieces))  # fails with a status of its own, not in the stream
             events = _events(shape, head, answer, first, pieces, body.include_usage)
             return StreamingResponse(events, media_type="text/event-stream")
         text = await _unless_gone(http, _join(answer.pieces()))

@@ -19,6 +19,7 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.schema import LoggingConfig
 from rich.console import Console
+from transformers.utils.logging import disable_progress_bar
 
 from blockpilot.engine import Engine
 from blockpilot.pairs import NAMED_PAIRS
@@ -32,6 +33,7 @@ from jobs.registry import Registry, model_name
 APP = "blockpilot"
 CHAMPION = "champion"
 MAX_BLOCK_SIZE = 32
+DEFAULT_MAX_LENGTH = 2048
 # Requests that a replica answers without decoding them: /health, refusals, 429s.
 SPARE_REQUESTS = 32
 PORT_PATIENCE_S = 5
@@ -50,8 +52,8 @@ class ServeConfig(Config):
     """Of each replica; num_actors is the number of replicas."""
     num_slots: int = Field(default=8, ge=1)
     """Requests that a replica decodes together."""
-    max_length: int = Field(default=2048, ge=2)
-    """Tokens of prompt and answer together."""
+    max_length: int | None = Field(default=None, ge=2)
+    """Tokens of prompt and answer together; by default 2048, or the target's context if that is shorter."""
     max_queue: int = Field(default=64, ge=0)
     """Requests that wait at a replica for a slot; more are answered 429."""
     drain_s: float = Field(default=120.0, ge=0)
@@ -69,9 +71,14 @@ class ServeConfig(Config):
 class Decoder:
     """A replica: one pair, one engine, and the API over it."""
 
-    def __init__(self, pair: PairConfig, num_threads: int, num_slots: int, max_length: int, max_queue: int) -> None:
+    def __init__(
+        self, pair: PairConfig, num_threads: int, num_slots: int, max_length: int | None, max_queue: int
+    ) -> None:
+        disable_progress_bar()
         torch.set_num_threads(num_threads)
-        engine = Engine(pair.load(), num_slots=num_slots, max_length=max_length, max_block_size=MAX_BLOCK_SIZE)
+        loaded = pair.load()
+        max_length = max_length or min(DEFAULT_MAX_LENGTH, loaded.max_length)
+        engine = Engine(loaded, num_slots=num_slots, max_length=max_length, max_block_size=MAX_BLOCK_SIZE)
         self._backend = Backend(EngineLoop(engine, max_queue=max_queue))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -204,7 +211,7 @@ def run(config: ServeConfig) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: leave.set())
     console = Console()
-    console.print(f"serving {config.models[0]} at {url} with policy {config.policy}; Ctrl-C to stop")
+    console.print(f"serving {config.models[0]} at {url} with policy {config.policy}; Ctrl-C to stop", soft_wrap=True)
     leave.wait()
     console.print("finishing the requests in flight")
     stop(config.drain_s)

@@ -158,7 +158,7 @@ def server(tiny_pair_dirs: tuple[Path, Path], tmp_path: Path) -> Iterator[tuple[
     """`python jobs/serve.py` on the tiny pair with block size 3, ready; and its address."""
     target, draft = tiny_pair_dirs
     port = free_port()
-    settings = ["--policy", "3", "--port", str(port), "--num-slots", "4", "--max-length", "1000"]
+    settings = ["--policy", "3", "--port", str(port), "--num-slots", "4"]
     command = [sys.executable, str(ROOT / "jobs/serve.py"), "--pair.target", target, "--pair.draft", draft, *settings]
     log = tmp_path / "log"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -32,9 +32,7 @@ def byte_level_tokenizer() -> PreTrainedTokenizerFast:
 def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
     """SentencePiece manner: word pieces with a leading mark, single bytes for what they cannot spell."""
     words = ["▁", "▁the", "▁a", "a", "b", "e", "t", "▁é", "。"]
-    vocabulary = {
-        piece: i for i, piece in enumerate(["<unk>", *(f"<0x{b:02X}>" for b in range(256)), *words])
-    }
+    vocabulary = {piece: i for i, piece in enumerate(["<unk>", *(f"<0x{b:02X}>" for b in range(256)), *words])}
     core = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))
     core.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -82,9 +80,7 @@ def test_text_is_that_of_all_tokens_decoded_at_once(tokens: list[int], cuts: lis
 
 
 @given(TOKENS, CUTS, st.data())
-def test_text_ends_before_the_first_stop_string(
-    tokens: list[int], cuts: list[int], data: st.DataObject
-) -> None:
+def test_text_ends_before_the_first_stop_string(tokens: list[int], cuts: list[int], data: st.DataObject) -> None:
     text, _ = oracle(BYTE_LEVEL, tokens, [])
     spans = st.tuples(st.integers(0, len(text)), st.integers(1, 6)).map(lambda s: text[s[0] : s[0] + s[1]])
     others = st.text("theab é\ufffd", min_size=1, max_size=4)

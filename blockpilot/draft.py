@@ -266,7 +266,8 @@ def save_draft(model: DraftModel, directory: Path, dtype: torch.dtype = torch.bf
     directory.mkdir(parents=True, exist_ok=True)
     weights = {name: value.detach().to("cpu", dtype).contiguous() for name, value in model.state_dict().items()}
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    config = model.config.to_diff_dict() | {"dtype": str(dtype).removeprefix("torch.")}
+    stored = {"architectures": [ARCHITECTURE], "dtype": str(dtype).removeprefix("torch.")}
+    config = model.config.to_dict() | stored
     (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 

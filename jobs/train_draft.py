@@ -227,7 +227,8 @@ def _shard(config: TrainDraftConfig, prompts: Sequence[Prompt], start: int) -> S
     )
     key = repr((config.target, config.max_prompt_tokens, config.max_new_tokens, chosen, sampling))
     digest = hashlib.sha256(key.encode()).hexdigest()[:12]
-    return Shard(config.output / "answers" / f"part-{start:06d}-{digest}.parquet", chosen, sampling)
+    answers = config.output.absolute() / "answers"  # Ray Train workers have directories of their own
+    return Shard(answers / f"part-{start:06d}-{digest}.parquet", chosen, sampling)
 
 
 # --- answers and features ---

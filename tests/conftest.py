@@ -6,7 +6,6 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -86,6 +85,6 @@ def tiny_pair(tiny_pair_dirs: tuple[Path, Path]) -> Pair:
 
 
 @pytest.fixture(scope="session")
-def embedded_pair() -> Iterator[Pair]:
+def embedded_pair() -> Pair:
     """SmolLM2-135M-Instruct with its draft, fp32."""
-    yield load_pair("smollm2-135m")
+    return load_pair("smollm2-135m")

@@ -1,0 +1,271 @@
+"""The draft network against an independent loop-by-loop reference, its cache, and its checkpoint format."""
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import Qwen3Config
+
+from blockpilot.draft import DraftModel, default_layer_ids, load_draft, parse_options, save_draft
+
+BLOCK, CONTEXT, MASK_ID = 5, 11, 7
+
+
+def random_draft(**changes: Any) -> DraftModel:
+    """Two or three layers of grouped heads over three target layers, every weight (norms too) random."""
+    options: dict[str, Any] = {
+        "vocab_size": 50,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        "block_size": BLOCK,
+        "num_target_layers": 10,
+        "dflash_config": {"mask_token_id": MASK_ID, "target_layer_ids": [1, 4, 6]},
+    }
+    torch.manual_seed(3)
+    draft = DraftModel(Qwen3Config(**options | changes)).eval()
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.3)
+    return draft
+
+
+def inputs(rows: int = 2) -> tuple[Tensor, Tensor]:
+    """(features [rows, CONTEXT, 3 * 24], block [rows, BLOCK, 24])"""
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(rows, CONTEXT, 72, generator=generator), torch.randn(rows, BLOCK, 24, generator=generator)
+
+
+# --- an independent reference: one head, one query at a time, in float64 ---
+
+
+def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def rotate(x: Tensor, position: int, theta: float) -> Tensor:
+    half = len(x) // 2
+    out = torch.empty_like(x)
+    for i in range(half):
+        angle = position * theta ** (-2 * i / len(x))
+        out[i] = x[i] * math.cos(angle) - x[i + half] * math.sin(angle)
+        out[i + half] = x[i + half] * math.cos(angle) + x[i] * math.sin(angle)
+    return out
+
+
+def reference(
+    draft: DraftModel, features: Tensor, block: Tensor, anchor: int, causal: bool | None, window: int | None
+) -> Tensor:
+    """One row: features [C, F], block [B, hidden] -> [B, hidden]."""
+    c, w = draft.config, {k: v.double() for k, v in draft.state_dict().items()}
+    eps, theta = c.rms_norm_eps, c.rope_parameters["rope_theta"]
+    context = rms(features.double() @ w["fc.weight"].T, w["hidden_norm.weight"], eps)
+    hidden = block.double()
+    group = c.num_attention_heads // c.num_key_value_heads
+    for layer in range(c.num_hidden_layers):
+        p = {k.removeprefix(f"layers.{layer}."): v for k, v in w.items() if k.startswith(f"layers.{layer}.")}
+        sliding = c.layer_types[layer] == "sliding_attention"
+        normed = rms(hidden, p["input_layernorm.weight"], eps)
+        sources = [(i, context[i]) for i in range(anchor)] + [(anchor + j, x) for j, x in enumerate(normed)]
+        attended = torch.zeros(len(block), c.num_attention_heads * c.head_dim, dtype=torch.float64)
+        for j in range(len(block)):
+            for h in range(c.num_attention_heads):
+                of_head = slice(h * c.head_dim, (h + 1) * c.head_dim)
+                of_kv = slice(h // group * c.head_dim, (h // group + 1) * c.head_dim)
+                query = rms(p["self_attn.q_proj.weight"][of_head] @ normed[j], p["self_attn.q_norm.weight"], eps)
+                query = rotate(query, anchor + j, theta)
+                scores, values = [], []
+                for position, x in sources:
+                    distance = anchor + j - position
+                    if (sliding if causal is None else causal) and distance < 0:
+                        continue
+                    if sliding and window is not None and abs(distance) >= window:
+                        continue
+                    key = rms(p["self_attn.k_proj.weight"][of_kv] @ x, p["self_attn.k_norm.weight"], eps)
+                    scores.append(query @ rotate(key, position, theta) / math.sqrt(c.head_dim))
+                    values.append(p["self_attn.v_proj.weight"][of_kv] @ x)
+                attended[j, of_head] = torch.stack(scores).softmax(0) @ torch.stack(values)
+        hidden = hidden + attended @ p["self_attn.o_proj.weight"].T
+        normed = rms(hidden, p["post_attention_layernorm.weight"], eps)
+        gate = torch.nn.functional.silu(normed @ p["mlp.gate_proj.weight"].T)
+        hidden = hidden + (gate * (normed @ p["mlp.up_proj.weight"].T)) @ p["mlp.down_proj.weight"].T
+    return rms(hidden, w["norm.weight"], eps)
+
+
+def propose(draft: DraftModel, features: Tensor, block: Tensor, anchors: list[int], sizes: list[int]) -> Tensor:
+    """Through the cache, as the engine does: context in two uneven pieces, with junk columns after it."""
+    rows, width = len(anchors), block.shape[1]
+    cache = draft.new_cache(rows, CONTEXT + width + 3)
+    context = draft.fuse(features)
+    positions = torch.arange(CONTEXT).expand(rows, -1)
+    draft.extend(context[:, :4], positions[:, :4], cache.view(0, positions[:, :4], 4))
+    draft.extend(context[:, 4:], positions[:, 4:], cache.view(0, positions[:, 4:], CONTEXT))
+    positions = torch.tensor(anchors)[:, None] + torch.arange(width)
+    view = cache.view(0, positions, max(anchors) + width)
+    return draft.propose(block, positions, torch.tensor(sizes), view)
+
+
+SLIDING = {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "sliding_window": 4}
+
+
+@pytest.mark.parametrize("changes", [{}, {"is_causal": True}, SLIDING, SLIDING | {"is_causal": False}])
+def test_equals_the_reference(changes: dict[str, Any]) -> None:
+    """fp32 against float64: about 300 rounded operations deep, so 1e-5 of values of size 1 leaves 100 ulp."""
+    draft = random_draft(use_sliding_window=True, **changes)
+    features, block = inputs()
+    found = propose(draft, features, block, [CONTEXT, CONTEXT], [BLOCK, BLOCK])
+    for row in range(2):
+        expected = reference(
+            draft, features[row], block[row], CONTEXT, changes.get("is_causal"), changes.get("sliding_window")
+        )
+        torch.testing.assert_close(found[row].double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_shorter_row_in_a_wide_batch_equals_itself_alone() -> None:
+    draft = random_draft()
+    features, block = inputs(3)
+    anchors, sizes = [CONTEXT, 4, 7], [BLOCK, 2, 3]
+    together = propose(draft, features, block, anchors, sizes)
+    for row, (anchor, size) in enumerate(zip(anchors, sizes, strict=True)):
+        expected = reference(draft, features[row], block[row, :size], anchor, None, None)
+        torch.testing.assert_close(together[row, :size].double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_attention_inside_the_block_is_bidirectional_and_stops_at_the_context() -> None:
+    draft = random_draft()
+    features, block = inputs(1)
+    base = propose(draft, features, block, [6], [BLOCK])
+    last_changed = block.clone()
+    last_changed[:, -1] += 1
+    assert not torch.allclose(propose(draft, features, last_changed, [6], [BLOCK])[:, 0], base[:, 0])
+    after_anchor = features.clone()
+    after_anchor[:, 6:] += 1
+    assert torch.equal(propose(draft, after_anchor, block, [6], [BLOCK]), base)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("dflash") is None, reason="needs pip install --no-deps dflash==0.1.0")
+@pytest.mark.parametrize("changes", [{}, SLIDING])
+def test_published_package_loads_our_directory_and_computes_the_same(tmp_path: Path, changes: dict[str, Any]) -> None:
+    from dflash.model import DFlashDraftModel  # type: ignore[import-not-found,unused-ignore]
+
+    draft = random_draft(use_sliding_window=True, **changes)
+    save_draft(draft, tmp_path, dtype=torch.float32)
+    theirs = DFlashDraftModel.from_pretrained(tmp_path, attn_implementation="sdpa").eval()
+    features, block = inputs(1)
+    with torch.no_grad():
+        expected = theirs(
+            position_ids=torch.arange(CONTEXT + BLOCK)[None], noise_embedding=block, target_hidden=features
+        )
+        found = propose(draft, features, block, [CONTEXT], [BLOCK])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+# --- the checkpoint format ---
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    draft = random_draft()
+    save_draft(draft, tmp_path, dtype=torch.float32)
+    again = load_draft(tmp_path)
+    assert again.options == draft.options
+    assert all(torch.equal(a, b) for a, b in zip(draft.parameters(), again.parameters(), strict=True))
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["DFlashDraftModel"]
+
+
+def test_weights_are_bf16_by_default(tmp_path: Path) -> None:
+    save_draft(random_draft(), tmp_path)
+    assert {w.dtype for w in load_file(tmp_path / "model.safetensors").values()} == {torch.bfloat16}
+
+
+def test_published_parameter_names() -> None:
+    names = set(random_draft().state_dict())
+    of_a_layer = {n.removeprefix("layers.0.") for n in names if n.startswith("layers.0.")}
+    assert {n for n in names if not n.startswith("layers.")} == {"fc.weight", "hidden_norm.weight", "norm.weight"}
+    assert of_a_layer == {
+        *(f"self_attn.{x}.weight" for x in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
+        *(f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")),
+        "input_layernorm.weight",
+        "post_attention_layernorm.weight",
+    }
+
+
+def test_default_layer_ids_are_those_of_the_published_drafts() -> None:
+    assert default_layer_ids(36, 5) == (1, 9, 17, 25, 33)  # Qwen3-4B-DFlash-b16
+    assert default_layer_ids(30, 5) == (1, 8, 14, 20, 27)
+    assert default_layer_ids(30, 1) == (15,)
+
+
+def published_config(**changes: Any) -> dict[str, Any]:
+    """The fields of Qwen3-4B-DFlash-b16's config.json that say what it is."""
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "hidden_size": 2560,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "num_hidden_layers": 5,
+        "intermediate_size": 9728,
+        "rope_theta": 1000000,
+        "block_size": 16,
+        "num_target_layers": 36,
+        "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
+    } | changes
+
+
+def test_published_config_is_understood() -> None:
+    options = parse_options(Qwen3Config.from_dict(published_config()))
+    assert (options.block_size, options.mask_token_id) == (16, 151669)
+    assert options.target_layer_ids == (1, 9, 17, 25, 33)
+
+
+def test_block_size_inside_dflash_config() -> None:
+    own = {"mask_token_id": 5, "target_layer_ids": [1], "block_size": 10}
+    config = published_config(dflash_config=own)
+    del config["block_size"]
+    assert parse_options(Qwen3Config.from_dict(config)).block_size == 10
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
+        ({"dflash_config": {"mask_token_id": 5, "selector_rank": 8}}, "selector_rank = 8"),
+        ({"dflash_config": {}}, "lacks mask_token_id"),
+        ({"num_target_layers": None, "block_size": None}, "lacks block_size, num_target_layers"),
+    ],
+)
+def test_unsupported_checkpoints_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_options(Qwen3Config.from_dict(published_config(**changes)))
+
+
+@pytest.mark.parametrize("damage", ["no config", "bad json", "no weights", "missing weight", "other shape"])
+def test_broken_directories_are_named(tmp_path: Path, damage: str) -> None:
+    save_draft(random_draft(), tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    if damage == "no config":
+        (tmp_path / "config.json").unlink()
+    elif damage == "bad json":
+        (tmp_path / "config.json").write_text("{")
+    elif damage == "no weights":
+        (tmp_path / "model.safetensors").unlink()
+    elif damage == "missing weight":
+        del weights["fc.weight"]
+        save_file(weights, tmp_path / "model.safetensors")
+    else:
+        weights["fc.weight"] = weights["fc.weight"][:, :5].contiguous()
+        save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=str(tmp_path)):
+        load_draft(tmp_path)

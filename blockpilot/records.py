@@ -254,9 +254,7 @@ def read_rows(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) 
 def part_files(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[Path]:
     """The Parquet files meant by `paths`, a directory's in order of name; ValueError when there are none."""
     given = [Path(paths)] if isinstance(paths, str | os.PathLike) else [Path(path) for path in paths]
-    files = [
-        file for path in given for file in (sorted(path.rglob("*.parquet")) if path.is_dir() else [path])
-    ]
+    files = [file for path in given for file in (sorted(path.rglob("*.parquet")) if path.is_dir() else [path])]
     if not files:
         raise ValueError(f"no Parquet files in {', '.join(map(str, given)) or 'an empty list of paths'}")
     return files

@@ -96,9 +96,7 @@ class _Job:
         return Reject(self.prompt_id, self.prompt.set, self.prompt.text, error)
 
     def row(self, runs: Sequence[_Run]) -> SweepRow:
-        prefill = runs[
-            -1
-        ].prefill  # the widest candidate: if any drafts and shows the context vector, it does
+        prefill = runs[-1].prefill  # the widest candidate: if any drafts and shows the context vector, it does
         assert prefill is not None
         probs = prefill.probs
         ids = (probs >= MIN_PROB).nonzero()[:, 0]
@@ -197,9 +195,7 @@ def tau_curve(rows: Sequence[SweepRow]) -> dict[int, float]:
     emitted: Counter[int] = Counter()
     steps: Counter[int] = Counter()
     for row in rows:
-        for size, num_steps, histogram in zip(
-            row.candidates, row.num_steps, row.emitted_histograms, strict=True
-        ):
+        for size, num_steps, histogram in zip(row.candidates, row.num_steps, row.emitted_histograms, strict=True):
             steps[size] += num_steps
             emitted[size] += sum(n * count for n, count in enumerate(histogram))
     return {size: emitted[size] / steps[size] for size in sorted(steps)}

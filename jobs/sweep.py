@@ -26,6 +26,7 @@ from ray.exceptions import RayError, RayTaskError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
+from transformers.utils.logging import disable_progress_bar
 
 from blockpilot.pairs import Pair
 from blockpilot.prompts import Prompt, load_prompts
@@ -147,6 +148,8 @@ def run(config: SweepConfig) -> SweepResult:
                 folder.write(task, outcome.rows, metadata)
                 rejects += outcome.rejects
                 advance(len(task.prompts))
+    order = [key for shard in shards for key in shard.ids]
+    rejects.sort(key=lambda reject: order.index(reject.prompt_id))
     folder.write_rejects(rejects)
     return _finish(folder, num_prompts, rejects)
 
@@ -179,7 +182,7 @@ def _digest(ids: Sequence[str]) -> str:
 
 
 class SweepFolder:
-    """`config.json`, written first and never changed; `rows/`, a part file a shard; `rejects.jsonl`."""
+    """`config.json`, written first; `rows/`, a part file a shard; `rejects.jsonl`."""
 
     def __init__(self, path: Path, identity: dict[str, Any]) -> None:
         self.path, self.rows, self.identity = path, path / ROWS_FOLDER, identity
@@ -259,6 +262,7 @@ class SweepWorker:
 
     def __init__(self, pair: PairConfig, num_threads: int) -> None:
         torch.set_num_threads(num_threads)
+        disable_progress_bar()
         self._config = pair
         self._pair: Pair | None = None
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from blockpilot.engine import generate
+from blockpilot.engine import Engine, Step, generate
 from blockpilot.pairs import Pair
 from blockpilot.prompts import Message, Prompt, load_prompts
 from blockpilot.records import MIN_PROB, Metadata, SweepRow, read_rows, write_rows
@@ -158,6 +158,23 @@ def test_without_a_drafting_candidate_there_is_no_context(parrot: Pair, tmp_path
     metadata = Metadata({}, parrot.id, "float32", parrot.vocab_size, parrot.block_size, [1], {}, "")
     write_rows(tmp_path / "rows.parquet", [row], metadata)
     assert read_rows(tmp_path) == [row]
+
+
+def test_texts_that_differ_are_told(parrot: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Rounding(Engine):
+        """Block sizes from 3 get other tokens, as they may in bfloat16."""
+
+        def step(self) -> list[Step]:
+            steps = super().step()
+            return [dataclasses.replace(s, tokens=(0,) * len(s.tokens)) if s.block_size > 2 else s for s in steps]
+
+    truth = decode(parrot, prompts(1), [1, 2], max_new_tokens=9).rows[0]
+    monkeypatch.setattr("blockpilot.sweep.Engine", Rounding)
+    assert decode(parrot, prompts(1), [1, 2], max_new_tokens=9).rows[0].texts_agree
+    (row,) = decode(parrot, prompts(1), [1, 2, 4], max_new_tokens=9).rows
+    assert not row.texts_agree
+    assert row.output_tokens == truth.output_tokens
+    assert row.taus == [1.0, 2.0, 4.0]
 
 
 @pytest.mark.parametrize("candidates", [[], [0, 1], [-1], [3, 2], [2, 2], [4, 33]])

@@ -7,6 +7,7 @@ access under a file lock. Policies are registered as the plain files of `save_po
 nothing unpickled.
 """
 
+import json
 import logging
 import os
 import shutil
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 EXPERIMENT = "blockpilot"
 CHAMPION = "champion"
 _SQLITE = "sqlite:///"
+_TABLES_TAG = "mlflow.loggedArtifacts"
 _QUIET = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_LOGGING_LEVEL": "WARNING",
@@ -128,9 +130,13 @@ class Run:
         self._client.log_text(self.id, text, name)
 
     def log_table(self, rows: Sequence[Mapping[str, Any]], name: str) -> None:
-        """Rows with the same keys as a table the MLflow UI shows; `name` ends in .json."""
-        columns = {key: [row[key] for row in rows] for key in (rows[0] if rows else ())}
-        self._client.log_table(self.id, columns, name)
+        """Rows with the same keys as a table that the MLflow UI shows; `name` ends in .json."""
+        columns = list(rows[0]) if rows else []
+        data = [[row[column] for column in columns] for row in rows]
+        self._client.log_dict(self.id, {"columns": columns, "data": data}, name)
+        known = self._client.get_run(self.id).data.tags.get(_TABLES_TAG, "[]")
+        tables = [*json.loads(known), {"path": name, "type": "table"}]
+        self._client.set_tag(self.id, _TABLES_TAG, json.dumps(tables))
 
 
 class Registry:
@@ -263,11 +269,11 @@ class Registry:
         partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
         try:
             with _clear_errors(f"version {version.number} of {version.name!r} in {self.uri}"):
+                # By its files' own address: "models:/" would be looked up in MLflow's global registry.
+                stored = self._client.get_model_version(version.name, str(version.number))
+                location = self._client.get_logged_model(str(stored.model_id)).artifact_location
                 mlflow.artifacts.download_artifacts(
-                    f"models:/{version.name}/{version.number}",
-                    dst_path=str(partial),
-                    tracking_uri=self.uri,
-                    registry_uri=self.uri,
+                    artifact_uri=location, dst_path=str(partial), tracking_uri=self.uri
                 )
             shutil.rmtree(folder, ignore_errors=True)
             partial.rename(folder)
@@ -312,8 +318,9 @@ def _clear_errors(what: str) -> Iterator[None]:
     """Turn MLflow's errors into one-line ValueErrors that name `what` was asked for."""
     _quiet()
     from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
 
     try:
         yield
-    except MlflowException as error:
+    except (MlflowException, SQLAlchemyError) as error:
         raise ValueError(f"{what}: {str(error).strip().splitlines()[0]}") from error

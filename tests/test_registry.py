@@ -1,0 +1,275 @@
+"""The registry against a real sqlite store, and the rule of promotion."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from blockpilot.pairs import PairId
+from blockpilot.policy import CandidateSet, ClassPolicy, PolicyInfo, ProbsMLP, load_policy, save_policy
+from jobs.promote import PromoteConfig
+from jobs.promote import run as promote
+from jobs.registry import HeldOut, Registry, Version, model_name, tracking_uri
+
+TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
+MODEL = "blockpilot-smollm2-135m-instruct"
+GOOD = HeldOut(3.0, 2.8, 30.0, 28.0, 1.02, 1.12)
+
+
+CREATE = """
+import sys
+from jobs.registry import Registry
+with Registry.open(sys.argv[1]).log_run("run", experiment="create") as run:
+    run.log_metrics({"x": 1.0})
+"""
+NUM_CREATORS = 2
+
+
+@pytest.fixture(scope="session")
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A new sqlite store, made by several processes at once; a copy of it costs nothing."""
+    path = tmp_path_factory.mktemp("store") / "mlflow.db"
+    command = [sys.executable, "-c", CREATE, f"sqlite:///{path}"]
+    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(NUM_CREATORS)]
+    errors = [process.communicate(timeout=200)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0] * NUM_CREATORS, errors
+    return path
+
+
+@pytest.fixture
+def registry(empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
+    """A store of its own, which jobs find in the working directory."""
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    return Registry.open()
+
+
+def a_policy(seed: int = 0) -> ClassPolicy:
+    torch.manual_seed(seed)
+    info = PolicyInfo(PairId(TARGET, "1", "draft", "2"), 20, CandidateSet((1, 4)), 1e-5, {"seed": seed})
+    return ClassPolicy(info, ProbsMLP(torch.tensor([1, 5]), 20, 2, 8))
+
+
+def register(registry: Registry, seed: int = 0, held_out: HeldOut | None = None) -> Version:
+    save_policy(a_policy(seed), "policy")
+    with registry.log_run("train") as run:
+        version = registry.register_policy("policy", target=TARGET, run_id=run.id, tags={"draft": "d"})
+    if held_out:
+        registry.log_held_out(version, held_out)
+    return version
+
+
+# --- the store ---
+
+
+def test_model_name() -> None:
+    assert model_name(TARGET) == MODEL
+
+
+def test_uri_is_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert tracking_uri() == f"sqlite:///{tmp_path}/mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///other/x.db")
+    assert tracking_uri() == f"sqlite:///{tmp_path}/other/x.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mlflow:5000")
+    assert tracking_uri() == "http://mlflow:5000"
+
+
+def test_a_submitted_job_needs_a_lasting_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with pytest.raises(ValueError, match="MLFLOW_TRACKING_URI"):
+        tracking_uri()
+
+
+@pytest.mark.parametrize(
+    ("uri", "word"),
+    [
+        ("sqlite:////no/such/directory/mlflow.db", "no such directory"),
+        ("http://127.0.0.1:9", "Connection refused"),
+        ("./mlruns", "filesystem"),
+        ("ftp://somewhere", "unsupported URI"),
+    ],
+)
+def test_a_store_that_is_not_there(uri: str, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with pytest.raises(ValueError, match=word) as caught:
+        Registry.open(uri)
+    assert uri in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_no_database(tmp_path: Path) -> None:
+    (tmp_path / "mlflow.db").write_text("not a database " * 100)
+    with pytest.raises(ValueError, match=r"mlflow\.db"):
+        Registry.open(f"sqlite:///{tmp_path}/mlflow.db")
+
+
+def test_processes_that_create_the_store_at_once(empty_store: Path) -> None:
+    """Both wrote a run into the store they made (without the lock it is destroyed for good)."""
+    registry = Registry.open(f"sqlite:///{empty_store}")
+    experiment = registry._client.get_experiment_by_name("create")
+    assert experiment is not None
+    assert len(registry._client.search_runs([experiment.experiment_id])) == NUM_CREATORS
+
+
+# --- runs ---
+
+
+def test_run_round_trip(registry: Registry, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "a.txt").write_text("a")
+    with registry.log_run("evaluate") as run:
+        run.log_params({"seed": 3})
+        run.log_tags({"kind": "test"})
+        run.log_metrics({"tau": 2.5}, step=1)
+        run.log_table([{"method": "AR", "tau": 1.0}, {"method": "B=8", "tau": 2.0}], "table.json")
+        run.log_text("hello", "notes.txt")
+        run.log_artifact(tmp_path / "out", "folder")
+        assert run.last_step("tau") == 1
+        assert run.last_step("other") == -1
+    stored = registry._client.get_run(run.id)
+    assert stored.info.status == "FINISHED"
+    assert (stored.data.params, stored.data.metrics) == ({"seed": "3"}, {"tau": 2.5})
+    assert stored.data.tags["kind"] == "test"
+    artifacts = tmp_path / "mlartifacts" / run.id / "artifacts"  # beside the store, whatever the directory
+    assert (artifacts / "folder" / "a.txt").read_text() == "a"
+    table = registry._client.load_table(stored.info.experiment_id, "table.json", [run.id])
+    assert table.to_dict("records") == [{"method": "AR", "tau": 1.0}, {"method": "B=8", "tau": 2.0}]
+    assert (artifacts / "notes.txt").read_text() == "hello"
+
+
+def test_run_resumes_by_id(registry: Registry) -> None:
+    with registry.log_run("train") as run:
+        run.log_metrics({"loss": 1.0}, step=1)
+    with registry.log_run("train", run_id=run.id) as again:
+        assert registry._client.get_run(run.id).info.status == "RUNNING"
+        again.log_metrics({"loss": 0.5}, step=2)
+    assert again.id == run.id
+    assert registry.run(run.id).last_step("loss") == 2
+    assert registry._client.get_run(run.id).info.status == "FINISHED"
+
+
+def test_run_that_raises_is_failed(registry: Registry) -> None:
+    with pytest.raises(RuntimeError, match="boom"), registry.log_run("train") as run:
+        raise RuntimeError("boom")
+    assert registry._client.get_run(run.id).info.status == "FAILED"
+
+
+def test_unknown_run(registry: Registry) -> None:
+    with pytest.raises(ValueError, match="run nope"):
+        registry.run("nope")
+
+
+# --- policies ---
+
+
+def test_policy_round_trip(registry: Registry, tmp_path: Path) -> None:
+    first, second = register(registry, 1), register(registry, 2)
+    assert (first.name, first.number, second.number) == (MODEL, 1, 2)
+    assert first.tags == {"draft": "d"}
+    assert [v.number for v in registry.versions(MODEL)] == [1, 2]
+    registry.set_champion(first)
+    shutil.rmtree("policy")
+    loaded = load_policy(registry.download_champion(MODEL, tmp_path / "champion"))
+    assert loaded.info == a_policy(1).info
+    assert torch.equal(loaded.network.mix.weight, a_policy(1).network.mix.weight)
+    registry.set_champion(second)
+    again = registry.download_champion(MODEL, tmp_path / "champion")
+    assert load_policy(again).info == a_policy(2).info
+    assert {f.name for f in tmp_path.iterdir()} >= {"champion"}
+    assert not list(tmp_path.glob(".champion*"))
+
+
+def test_download_does_not_depend_on_the_working_directory(
+    registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = register(registry)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    again = Registry.open(registry.uri)
+    assert load_policy(again.download(version, tmp_path / "copy")).info == a_policy().info
+
+
+def test_held_out_figures_travel_as_tags(registry: Registry) -> None:
+    version = register(registry)
+    assert version.held_out is None
+    registry.log_held_out(version, GOOD)
+    stored = registry.version(MODEL, 1)
+    assert stored.held_out == GOOD
+    assert stored.tags["heldout.policy_tau"] == "3.0"
+
+
+def test_missing_names_are_named(registry: Registry) -> None:
+    with pytest.raises(ValueError, match="blockpilot-none"):
+        registry.versions("blockpilot-none")
+    with pytest.raises(ValueError, match="blockpilot-none@champion"):
+        registry.champion("blockpilot-none")
+    register(registry)
+    assert registry.find_champion(MODEL) is None
+    with pytest.raises(ValueError, match=f"{MODEL}@champion"):
+        registry.download_champion(MODEL, "x")
+    with pytest.raises(ValueError, match=r"version 9 of .*not found"):
+        registry.version(MODEL, 9)
+
+
+# --- promotion ---
+
+
+def test_first_champion_needs_no_figures(registry: Registry) -> None:
+    register(registry)
+    result = promote(PromoteConfig())
+    assert result.promoted
+    assert registry.champion(MODEL).number == 1
+    assert promote(PromoteConfig()).promoted  # again, without harm
+
+
+@pytest.mark.parametrize(
+    ("figures", "reason"),
+    [
+        (None, "no held-out figures"),
+        (HeldOut(3.0, 2.8, 27.0, 28.0, 0.9, 1.0), "slower than the best fixed block size"),
+        (HeldOut(3.0, 2.8, 28.1, 28.0, 0.99, 1.01), "champion version 1 at least 1.02"),
+    ],
+)
+def test_challenger_is_refused(registry: Registry, figures: HeldOut | None, reason: str) -> None:
+    register(registry, 1, GOOD)
+    promote(PromoteConfig())
+    register(registry, 2, figures)
+    result = promote(PromoteConfig(model=MODEL))
+    assert not result.promoted
+    assert reason in result.reason
+    assert registry.champion(MODEL).number == 1
+
+
+def test_challenger_with_good_figures_follows(registry: Registry) -> None:
+    register(registry, 1, GOOD)
+    promote(PromoteConfig())
+    register(registry, 2, HeldOut(3.0, 2.8, 29.0, 28.0, 0.99, 1.08))
+    register(registry, 3)
+    assert not promote(PromoteConfig()).promoted  # the newest has no figures
+    assert promote(PromoteConfig(version=2)).promoted
+    assert registry.champion(MODEL).number == 2
+
+
+def test_force_is_recorded(registry: Registry) -> None:
+    register(registry, 1, GOOD)
+    promote(PromoteConfig())
+    register(registry, 2)
+    assert promote(PromoteConfig(force=True)).promoted
+    champion = registry.champion(MODEL)
+    assert champion.number == 2
+    assert "no held-out figures" in champion.tags["promoted.forced"]
+
+
+def test_promote_names_what_is_missing(registry: Registry) -> None:
+    with pytest.raises(ValueError, match=MODEL):
+        promote(PromoteConfig())
+    register(registry)
+    with pytest.raises(ValueError, match="version 5"):
+        promote(PromoteConfig(version=5))

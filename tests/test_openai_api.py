@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -421,11 +421,14 @@ class Exchange:
         await self.task
 
 
-async def idle(loop: EngineLoop) -> None:
-    """Wait until the engine has no row left, one second at most."""
-    async with asyncio.timeout(1):
-        while loop.num_in_flight or not loop.engine.idle:
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
             await asyncio.sleep(0.005)
+
+
+async def idle(loop: EngineLoop) -> None:
+    await until(lambda: loop.num_in_flight == 0 and loop.engine.idle)
 
 
 LONG = {"model": "target", "prompt": "Once", "max_tokens": 250, "temperature": 0}
@@ -446,8 +449,8 @@ def test_a_vanished_client_frees_its_row_and_no_other(loop: EngineLoop, tiny_pai
         await streamed.vanish()
         assert "[DONE]" not in streamed.text
         assert plain.status != 200
-        await asyncio.sleep(0.1)
-        assert (loop.num_in_flight, loop.engine.num_active) == (1, 1)
+        await until(lambda: (loop.num_in_flight, loop.engine.num_active) == (1, 1))
+        assert not stays.task.done()
         await stays.task
         assert json.loads(stays.text)["choices"][0]["text"] == want
         await idle(loop)

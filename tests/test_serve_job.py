@@ -207,7 +207,7 @@ def test_served_to_the_openai_client_until_sigterm(server: tuple[subprocess.Pope
     next(stream)
     assert httpx.get(f"{url}/health").json()["num_active"] == 1
     stream.close()
-    time.sleep(0.5)
+    time.sleep(0.5)  # the whole answer takes seconds
     assert httpx.get(f"{url}/health").json()["num_active"] == 0
     check_drain(process, client)
 

@@ -269,17 +269,22 @@ class Registry:
         partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
         try:
             with _clear_errors(f"version {version.number} of {version.name!r} in {self.uri}"):
-                # By its files' own address: "models:/" would be looked up in MLflow's global registry.
-                stored = self._client.get_model_version(version.name, str(version.number))
-                location = self._client.get_logged_model(str(stored.model_id)).artifact_location
-                mlflow.artifacts.download_artifacts(
-                    artifact_uri=location, dst_path=str(partial), tracking_uri=self.uri
+                found = mlflow.artifacts.download_artifacts(
+                    artifact_uri=self._address(version), dst_path=str(partial), tracking_uri=self.uri
                 )
             shutil.rmtree(folder, ignore_errors=True)
-            partial.rename(folder)
+            Path(found).rename(folder)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
         return folder
+
+    def _address(self, version: Version) -> str:
+        """Where a version's files are. MLflow itself would look "models:/" up in its global registry."""
+        source = str(self._client.get_model_version(version.name, str(version.number)).source)
+        if not source.startswith("models:/"):
+            return source
+        location: str = self._client.get_logged_model(source.removeprefix("models:/")).artifact_location
+        return location
 
     def download_champion(self, name: str, directory: str | Path) -> Path:
         """`download` of the champion."""

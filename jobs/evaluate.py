@@ -24,11 +24,12 @@ from ray.exceptions import RayTaskError
 from transformers.utils.logging import disable_progress_bar
 
 from blockpilot.engine import Engine, Policy, Request
+from blockpilot.measure import decode_group
 from blockpilot.pairs import NAMED_PAIRS, Pair, PairId
 from blockpilot.policy import load_policy
 from blockpilot.prompts import Prompt, load_prompts
 from blockpilot.records import prompt_id, read_sweep
-from blockpilot.report import Comparison, Figures, Interval, Run, Totals, cells, fastest_block_size, markdown
+from blockpilot.report import Comparison, Figures, Interval, Run, cells, fastest_block_size, markdown
 from blockpilot.sweep import MAX_BLOCK_SIZE, sampler_seed, tau_curve
 from blockpilot.verify import Sampling
 from jobs.cluster import actor_options, connect
@@ -307,53 +308,6 @@ def default_block_sizes(trained: int, candidates: Sequence[int]) -> tuple[int, .
     return tuple(size for size in sorted(quarters | set(candidates)) if size > 1)
 
 
-class Measured(NamedTuple):
-    """One method over one group: tokens and block sizes of each request, and the seconds of each engine step."""
-
-    outputs: list[tuple[int, ...]]
-    block_sizes: list[list[int]]  # of the verify steps of each request
-    step_s: list[float]
-    num_step_tokens: list[int]
-
-    def totals(self, reference: Sequence[tuple[int, ...]]) -> Totals:
-        """Sums; `reference` holds the outputs that count as equal texts."""
-        num_tokens = sum(map(len, self.outputs))
-        chosen = [sizes[0] for sizes in self.block_sizes if sizes]
-        return Totals(
-            num_requests=len(self.outputs),
-            num_tokens=num_tokens,
-            total_s=sum(self.step_s),
-            num_later_tokens=sum(self.num_step_tokens[1:]),
-            num_later_steps=len(self.step_s) - 1,
-            later_s=sum(self.step_s[1:]),
-            num_verified=sum(map(len, self.block_sizes)),
-            num_emitted=num_tokens - len(self.outputs),
-            num_chosen=len(chosen),
-            sum_chosen=sum(chosen),
-            num_equal=sum(mine == its for mine, its in zip(self.outputs, reference, strict=True)),
-        )
-
-
-def decode_group(engine: Engine, requests: Sequence[Request]) -> Measured:
-    """Decode requests that arrive together, in an idle engine that has a slot for each."""
-    tokens: list[list[int]] = [[] for _ in requests]
-    block_sizes: list[list[int]] = [[] for _ in requests]
-    step_s, num_step_tokens = [], []
-    started = time.perf_counter()
-    place = {engine.add(request): i for i, request in enumerate(requests)}
-    while not engine.idle:
-        steps = engine.step()  # its tokens have reached the host
-        now = time.perf_counter()
-        step_s.append(now - started)
-        num_step_tokens.append(sum(len(step.tokens) for step in steps))
-        for step in steps:
-            tokens[place[step.request_id]] += step.tokens
-            if step.block_size:
-                block_sizes[place[step.request_id]].append(step.block_size)
-        started = now
-    return Measured([tuple(output) for output in tokens], block_sizes, step_s, num_step_tokens)
-
-
 @contextmanager
 def _evaluator(config: EvaluateConfig, plan: Plan) -> Iterator[Any]:
     options = actor_options(config.accelerator_type, config.num_cpus)
@@ -376,7 +330,6 @@ def _get(reference: Any) -> Any:
 def _measure_all(evaluator: Any, config: EvaluateConfig, num_groups: int) -> Iterator[Run]:
     """Every repeat of every group, one at a time, with a line of progress every few seconds."""
     places = [(repeat, group) for repeat in range(config.repeats) for group in range(num_groups)]
-    print(f"evaluate: {num_groups} groups of prompts, {config.repeats} times", flush=True)
     started = last_line = time.monotonic()
     for done, place in enumerate(places, start=1):
         yield from _get(evaluator.measure.remote(*place))
@@ -421,9 +374,11 @@ def _report(
         record.log_table([cells(row) for row in figures], "table.json")
         for name in (TABLE_FILE, RESULT_FILE):
             record.log_artifact(config.output / name)
-        if plan.version and held_out:
+        if plan.version and plan.sweep and held_out:
             registry.log_held_out(plan.version, held_out)
             registry.tag_version(plan.version, {"heldout.run_id": record.id})
+    if plan.version and not plan.sweep:
+        print(f"evaluate: not recorded with version {plan.version.number}: --sweep must show the prompts held out")
     return EvaluateResult(figures, best, chosen_on, held_out, table, config.output, record.id)
 
 

@@ -1,0 +1,23 @@
+"""Qwen3-8B with z-lab/Qwen3-8B-DFlash-b16, the paper's second pair: candidates 14 to 18 (B0 = 16, k = 2).
+
+The paper's averages at T=0: DFlash(16) 4.42x, tau 6.13; its policy 4.66x, tau 6.46 (read out of the label runs).
+"""
+
+from blockpilot.sweep import candidates_around
+from jobs.config import main
+from workflows import paper
+from workflows.pipeline import Pipeline
+
+CANDIDATES = candidates_around(16)
+
+
+def pipeline(config: paper.PaperConfig) -> Pipeline:
+    return paper.pipeline(config, "qwen3-8b", CANDIDATES)
+
+
+def run(config: paper.PaperConfig) -> None:
+    paper.run(config, pipeline(config))
+
+
+if __name__ == "__main__":
+    main(paper.PaperConfig, run)

@@ -1,0 +1,158 @@
+"""The whole pipeline on the embedded pair, in minutes on two CPU cores: `make demo`.
+
+The demo's prompts are split by a hash of their text. On one side every candidate block size is swept, and a policy
+learns from it; on the other all methods really decode, in bfloat16, which is the faster on a CPU. The policy is
+registered, measured and promoted, and served in float32, where the answer must be exactly what the target writes
+one token at a time. Run again, it goes on with the sweep's rows and registers a new version.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from openai import OpenAI
+from pydantic import Field
+
+from blockpilot.prompts import Message, Prompt, load_prompts, split
+from jobs import serve
+from jobs.config import Config, PairConfig, Resources, main
+from jobs.evaluate import NEWEST, EvaluateConfig
+from jobs.promote import PromoteConfig
+from jobs.registry import model_name
+from jobs.serve import ServeConfig
+from jobs.sweep import SweepConfig
+from jobs.train import TrainConfig
+from workflows.pipeline import Pipeline, Stopwatch, learn
+
+QUESTION = "Write a short list of three things to pack for a day at the beach."
+
+
+class DemoConfig(Config):
+    """What the demo runs on, and how much of it."""
+
+    pair: PairConfig = PairConfig()
+    prompts: str = "demo"
+    """A prompt set or file; part of it is held out."""
+    held_out: float = Field(default=0.15, gt=0, lt=1)
+    """Share of the prompts that only the evaluation sees."""
+    num_training_prompts: int = Field(default=48, ge=8)
+    num_prompts: int = Field(default=12, ge=2)
+    """Prompts of the evaluation."""
+    candidates: tuple[int, ...] = (2, 4, 6, 8)
+    """Block sizes that the policy chooses from, and fixed ones that it is compared with."""
+    max_new_tokens: int = Field(default=48, ge=2)
+    """Tokens of every answer at most."""
+    port: int = Field(default=8000, ge=1, le=65535)
+    """Of the server, which ends with the demo."""
+    output: Path = Path("runs/demo")
+
+
+def pipeline(config: DemoConfig) -> Pipeline:
+    """Every stage on one core or two of the machine."""
+    output = config.output
+    fast = config.pair.model_copy(update={"dtype": "bfloat16"})
+    exact = config.pair.model_copy(update={"dtype": "float32"})
+    evaluation = EvaluateConfig(
+        pair=fast,
+        prompts=(str(output / "held_out.jsonl"),),
+        num_prompts=config.num_prompts,
+        policy=NEWEST,
+        block_sizes=config.candidates,
+        sweep=output / "sweep",
+        max_new_tokens=config.max_new_tokens,
+        output=output / "evaluate",
+    )
+    return Pipeline(
+        sweep=SweepConfig(
+            pair=fast,
+            prompts=(str(output / "train.jsonl"),),
+            num_prompts=config.num_training_prompts,
+            candidates=config.candidates,
+            max_new_tokens=config.max_new_tokens,
+            prompts_per_shard=12,
+            output=output / "sweep",
+            resources=Resources(num_actors=2),
+        ),
+        train=TrainConfig(sweep=output / "sweep", output=output / "policy", epochs=30),
+        evaluate=evaluation,
+        promote=PromoteConfig(model=model_name(evaluation.models[0])),
+        serve=ServeConfig(pair=exact, port=config.port, max_length=512, output=output / "serve"),
+    )
+
+
+def write_prompts(path: Path, prompts: Sequence[Prompt]) -> None:
+    """A prompt file that `load_prompts` reads."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = (
+        {"set": p.set, "messages": [{"role": m.role, "content": m.content} for m in p.messages]} for p in prompts
+    )
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def split_prompts(config: DemoConfig) -> None:
+    """Write train.jsonl and held_out.jsonl, which share no prompt."""
+    train, held_out = split(load_prompts(config.prompts), config.held_out)
+    write_prompts(config.output / "train.jsonl", train)
+    write_prompts(config.output / "held_out.jsonl", held_out)
+    print(f"{len(train)} training and {len(held_out)} held-out prompts in {config.output}")
+
+
+def ask(url: str, question: str, max_tokens: int) -> str:
+    """Put a question to the server as any OpenAI client does, and show the answer as it comes."""
+    client = OpenAI(base_url=url, api_key="none")
+    stream = client.chat.completions.create(
+        model=client.models.list().data[0].id,
+        messages=[{"role": "user", "content": question}],
+        max_tokens=max_tokens,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    answer = ""
+    print(f"{question}\n> ", end="")
+    for chunk in stream:
+        piece = (chunk.choices[0].delta.content or "") if chunk.choices else ""
+        print(piece, end="", flush=True)
+        answer += piece
+        if chunk.usage:
+            print(f"\nusage: {chunk.usage.model_dump(exclude_none=True)}")
+    return answer
+
+
+@torch.inference_mode()
+def plain_answer(pair_config: PairConfig, question: str, max_tokens: int) -> str:
+    """What the target alone writes, by transformers' own loop of one token at a time."""
+    pair = pair_config.load()
+    prompt_ids = Prompt("demo", (Message("user", question),)).encode(pair.tokenizer)
+    inputs = torch.tensor([prompt_ids], device=pair.target.device)
+    output = pair.target.generate(
+        inputs,
+        attention_mask=torch.ones_like(inputs),
+        max_new_tokens=max_tokens,
+        do_sample=False,
+        pad_token_id=pair.tokenizer.pad_token_id,
+    )
+    return str(pair.tokenizer.decode(output[0, len(prompt_ids) :], skip_special_tokens=True))
+
+
+def run(config: DemoConfig) -> None:
+    """All stages. Raises RuntimeError if the served answer is not the target's own."""
+    stages, watch = pipeline(config), Stopwatch()
+    split_prompts(config)
+    measured = learn(stages, watch)
+    with watch.stage("serve"):
+        url = serve.start(stages.serve)
+    with watch.stage("ask"):
+        answer = ask(url, QUESTION, config.max_new_tokens)
+        serve.stop()
+    with watch.stage("check"):
+        plain = plain_answer(stages.serve.pair, QUESTION, config.max_new_tokens)
+        if answer != plain:
+            raise RuntimeError(f"served {answer!r}; one token at a time the target writes {plain!r}")
+        print("The served answer is bit for bit what the target writes one token at a time (float32).")
+    print(f"\n{measured.table}\n\n{watch.table()}")
+
+
+if __name__ == "__main__":
+    main(DemoConfig, run)

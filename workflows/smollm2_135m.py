@@ -7,8 +7,11 @@ one token at a time. Run again, it goes on with the sweep's rows and registers a
 """
 
 import json
+import socket
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from openai import OpenAI
@@ -43,8 +46,8 @@ class DemoConfig(Config):
     """Block sizes that the policy chooses from, and fixed ones that it is compared with."""
     max_new_tokens: int = Field(default=48, ge=2)
     """Tokens of every answer at most."""
-    port: int = Field(default=8000, ge=1, le=65535)
-    """Of the server, which ends with the demo."""
+    port: int | None = Field(default=None, ge=1, le=65535)
+    """Of the server, which ends with the demo; a free one by default."""
     output: Path = Path("runs/demo")
 
 
@@ -77,17 +80,22 @@ def pipeline(config: DemoConfig) -> Pipeline:
         train=TrainConfig(sweep=output / "sweep", output=output / "policy", epochs=30),
         evaluate=evaluation,
         promote=PromoteConfig(model=model_name(evaluation.models[0])),
-        serve=ServeConfig(pair=exact, port=config.port, max_length=512, output=output / "serve"),
+        serve=ServeConfig(pair=exact, port=config.port or free_port(), max_length=512, output=output / "serve"),
     )
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def write_prompts(path: Path, prompts: Sequence[Prompt]) -> None:
     """A prompt file that `load_prompts` reads."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = (
-        {"set": p.set, "messages": [{"role": m.role, "content": m.content} for m in p.messages]} for p in prompts
-    )
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    lines = (json.dumps({"set": p.set, "messages": [asdict(m) for m in p.messages]}) for p in prompts)
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
 def split_prompts(config: DemoConfig) -> None:
@@ -126,7 +134,8 @@ def plain_answer(pair_config: PairConfig, question: str, max_tokens: int) -> str
     pair = pair_config.load()
     prompt_ids = Prompt("demo", (Message("user", question),)).encode(pair.tokenizer)
     inputs = torch.tensor([prompt_ids], device=pair.target.device)
-    output = pair.target.generate(
+    target: Any = pair.target
+    output = target.generate(
         inputs,
         attention_mask=torch.ones_like(inputs),
         max_new_tokens=max_tokens,
@@ -144,8 +153,10 @@ def run(config: DemoConfig) -> None:
     with watch.stage("serve"):
         url = serve.start(stages.serve)
     with watch.stage("ask"):
-        answer = ask(url, QUESTION, config.max_new_tokens)
-        serve.stop()
+        try:
+            answer = ask(url, QUESTION, config.max_new_tokens)
+        finally:
+            serve.stop()
     with watch.stage("check"):
         plain = plain_answer(stages.serve.pair, QUESTION, config.max_new_tokens)
         if answer != plain:

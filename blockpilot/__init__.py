@@ -1,19 +1,23 @@
 """BlockPilot: exact speculative decoding that picks its own block size.
 
-    import blockpilot as bp
+import blockpilot as bp
 
-    pair = bp.load_pair("smollm2-135m")
-    for step in bp.generate(pair, prompt_ids, block_size=8):
-        print(step.tokens, step.num_accepted)
+pair = bp.load_pair("smollm2-135m")
+for step in bp.generate(pair, prompt_ids, block_size=8):
+    print(step.tokens, step.num_accepted)
 """
 
 from blockpilot.engine import Engine, Policy, Prefill, Request, Step, generate
 from blockpilot.pairs import NAMED_PAIRS, Pair, PairId, load_pair
+from blockpilot.policy import CandidateSet, ClassPolicy, FixedPolicy, load_policy, save_policy
 from blockpilot.verify import Sampling
 
 __all__ = [
     "NAMED_PAIRS",
+    "CandidateSet",
+    "ClassPolicy",
     "Engine",
+    "FixedPolicy",
     "Pair",
     "PairId",
     "Policy",
@@ -23,4 +27,6 @@ __all__ = [
     "Step",
     "generate",
     "load_pair",
+    "load_policy",
+    "save_policy",
 ]

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -100,32 +100,39 @@ def test_command_line_error_is_one_line(tmp_path: Path) -> None:
 
 # --- a whole run, with a kill ---
 
+CHECKPOINTS = "policy/train/*/checkpoint_*/state.pt"
 SETTINGS = FitSettings(hidden=256, epochs=30, batch_size=8, lr=3e-4, dropout=0.0, patience=None)
 
 
+Job = subprocess.Popen[str]
+
+
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
-    """The train job on a synthetic sweep in two part files, with two workers."""
+def start(tmp_path: Path) -> Iterator[Callable[[], Job]]:
+    """Starts the train job on a synthetic sweep in two part files, with two workers, each time in the same way."""
     rows = synthetic_rows(240, 0)
     write_sweep(tmp_path / "sweep", rows[:100], metadata(), "part-0")
     write_sweep(tmp_path / "sweep", rows[100:], metadata(git_commit="later"), "part-1")
     options = {f"--{k.replace('_', '-')}": v for k, v in dataclasses.asdict(SETTINGS).items()}
     options |= {"--sweep": "sweep", "--output": "policy", "--num-workers": 2, "--checkpoint-every": 5}
-    arguments = [str(part) for option in options.items() for part in option]
+    command = [sys.executable, str(ROOT / "jobs" / "train.py")]
+    command += [str(part) for option in options.items() for part in option]
     environment = {k: v for k, v in os.environ.items() if k not in ("MLFLOW_TRACKING_URI", "RAY_ADDRESS")}
-    with (tmp_path / "stdout").open("w") as stdout:
-        process = subprocess.Popen(
-            [sys.executable, ROOT / "jobs" / "train.py", *arguments],
-            cwd=tmp_path,
-            env=environment,
-            stdout=stdout,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-    yield process
-    if process.poll() is None:
-        process.terminate()
-        process.wait(30)
+    jobs = []
+
+    def start_job() -> Job:
+        with (tmp_path / "stdout").open("w") as out:
+            job = subprocess.Popen(
+                command, cwd=tmp_path, env=environment, stdout=out, stderr=subprocess.STDOUT, text=True
+            )
+        jobs.append(job)
+        return job
+
+    yield start_job
+    for job in jobs:
+        if job.poll() is None:
+            job.terminate()
+            job.wait(30)
 
 
 def train_workers(driver: int) -> list[int]:
@@ -145,21 +152,28 @@ def train_workers(driver: int) -> list[int]:
     return sorted(pid for pid, name in names.items() if "RayTrainWorker" in name and descends(pid))
 
 
-def wait_for_checkpoint(folder: Path, process: "subprocess.Popen[str]") -> None:
+def wait_for_checkpoint(folder: Path, job: Job) -> None:
+    """Returns when there is one that was not there before."""
+    before = set(folder.glob(CHECKPOINTS))
     deadline = time.monotonic() + 200
-    while not list(folder.glob("train/*/checkpoint_*/state.pt")):
-        assert process.poll() is None, "ended before its first checkpoint"
+    while not set(folder.glob(CHECKPOINTS)) - before:
+        assert job.poll() is None, "ended before its next checkpoint"
         assert time.monotonic() < deadline, "no checkpoint in 200 s"
         time.sleep(0.05)
 
 
 @pytest.mark.ray
-def test_killed_worker_changes_nothing(job: "subprocess.Popen[str]", tmp_path: Path) -> None:
-    """Two data-parallel workers, one killed after the first checkpoint, give the policy of plain `Fit`."""
-    wait_for_checkpoint(tmp_path / "policy", job)
+def test_kills_change_nothing(start: Callable[[], Job], tmp_path: Path) -> None:
+    """Two data-parallel workers, one killed, then the driver killed: in the end the policy of plain `Fit`."""
+    job = start()
+    wait_for_checkpoint(tmp_path, job)
     workers = train_workers(job.pid)
     assert len(workers) == 2
     os.kill(workers[1], signal.SIGKILL)
+    wait_for_checkpoint(tmp_path, job)
+    job.kill()
+    job.wait(30)
+    job = start()
     assert job.wait(300) == 0, (tmp_path / "stdout").read_text()
 
     output = (tmp_path / "stdout").read_text()
@@ -185,7 +199,7 @@ def test_killed_worker_changes_nothing(job: "subprocess.Popen[str]", tmp_path: P
     assert version.tags["draft"] == PAIR.draft
     assert version.run_id is not None
     history = registry._client.get_metric_history(version.run_id, "train_loss")
-    assert [point.step for point in history] == list(range(1, 31))  # each epoch once, despite the kill
+    assert [point.step for point in history] == list(range(1, 31))  # each epoch once, despite the kills
     assert [point.value for point in history] == pytest.approx(losses, rel=1e-3)
     assert registry._client.get_run(version.run_id).info.status == "FINISHED"
     downloaded = load_policy(registry.download(version, tmp_path / "downloaded"))

@@ -1,10 +1,12 @@
 """Joining a Ray cluster, and what to ask of it."""
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
-import ray.train
+
+if TYPE_CHECKING:
+    import ray.train
 
 
 def connect(include_dashboard: bool = False) -> None:
@@ -47,6 +49,8 @@ def scaling_config(num_workers: int, accelerator_type: str | None, num_cpus: flo
 
     Raises ValueError where a cluster of fixed size can never place them: Ray would wait for ever.
     """
+    import ray.train  # a second of imports that other jobs need not wait for
+
     options = actor_options(accelerator_type, num_cpus)
     need = {"CPU": num_cpus} | ({"GPU": 1.0} if "num_gpus" in options else {})
     for kind, each in need.items():

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import tyro
@@ -20,10 +20,28 @@ DEFAULT_PAIR = "smollm2-135m"
 ConfigT = TypeVar("ConfigT", bound="Config")
 
 
+class ConfigError(Exception):
+    """A value that a configuration refuses, in one line. No ValueError: tyro would print those in a box."""
+
+
 class Config(BaseModel):
     """Base of every job's configuration: immutable, and a misspelt field is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(_one_line(error)) from None
+
+
+def _one_line(error: ValidationError) -> str:
+    """Field, what is allowed, and the value, of every field that was refused."""
+    return "; ".join(
+        f"{'.'.join(map(str, e['loc']))}: {e['msg'].removeprefix('Value error, ')} (got {e['input']!r})"
+        for e in error.errors()
+    )
 
 
 class PairConfig(Config):
@@ -77,10 +95,7 @@ def main(config_type: type[ConfigT], run: Callable[[ConfigT], object]) -> None:
     try:
         config = tyro.cli(config_type, description=sys.modules[run.__module__].__doc__)
         run(config)
-    except ValidationError as error:
-        fields = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})" for e in error.errors())
-        _fail(fields)
-    except (ValueError, FileNotFoundError) as error:
+    except (ConfigError, ValueError, FileNotFoundError) as error:
         if os.environ.get("BLOCKPILOT_TRACEBACK"):
             raise
         _fail(str(error))

@@ -151,7 +151,7 @@ def run(config: TrainDraftConfig) -> TrainDraftResult:
     check_draft_shape(config)
     train, held_out = plan_shards(config)
     registry = Registry.open()
-    connect()
+    connect(include_dashboard=True)
     with registry.log_run("train_draft") as record:
         record.log_params(config.model_dump(mode="json"))
         write_shards(config, [*train, *held_out])

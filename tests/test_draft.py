@@ -156,7 +156,7 @@ def test_attention_inside_the_block_is_bidirectional_and_stops_at_the_context() 
 @pytest.mark.skipif(importlib.util.find_spec("dflash") is None, reason="needs pip install --no-deps dflash==0.1.0")
 @pytest.mark.parametrize("changes", [{}, SLIDING])
 def test_published_package_loads_our_directory_and_computes_the_same(tmp_path: Path, changes: dict[str, Any]) -> None:
-    from dflash.model import DFlashDraftModel  # type: ignore[import-not-found,unused-ignore]
+    from dflash.model import DFlashDraftModel
 
     draft = random_draft(use_sliding_window=True, **changes)
     save_draft(draft, tmp_path, dtype=torch.float32)

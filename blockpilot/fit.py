@@ -14,6 +14,7 @@ longer falls.
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -95,25 +96,18 @@ def split_rows(rows: Sequence[SweepRow], held_out: float, seed: int) -> tuple[li
 
 def new_network(train: Examples, vocab_size: int, settings: FitSettings) -> ProbsMLP:
     """An untrained network whose support is the token ids of the training rows; equal for equal seeds."""
-    with _Seeded(settings.seed):
+    with _seeded(settings.seed):
         support = train.probs.ids.unique()
         return ProbsMLP(support, vocab_size, train.taus.shape[1], settings.hidden, settings.dropout)
 
 
-class _Seeded:
+@contextmanager
+def _seeded(*key: int) -> Iterator[None]:
     """Inside it torch's global generator, which dropout and initial weights draw from, is seeded by `key`."""
-
-    def __init__(self, *key: int) -> None:
-        digest = hashlib.sha256(repr(key).encode()).digest()
-        self.seed = int.from_bytes(digest[:4], "big")
-        self.fork = torch.random.fork_rng()
-
-    def __enter__(self) -> None:
-        self.fork.__enter__()
-        torch.manual_seed(self.seed)
-
-    def __exit__(self, *exc: Any) -> None:
-        self.fork.__exit__(*exc)
+    digest = hashlib.sha256(repr(key).encode()).digest()
+    with torch.random.fork_rng():
+        torch.manual_seed(int.from_bytes(digest[:4], "big"))
+        yield
 
 
 class Batch(NamedTuple):
@@ -239,7 +233,7 @@ class Fit:
         """One epoch of training, then validation."""
         settings, self.epoch = self.settings, self.epoch + 1
         order = batches(len(self.train), settings.batch_size, settings.seed, self.epoch, self.rank, self.world_size)
-        with _Seeded(settings.seed, self.epoch, self.rank):
+        with _seeded(settings.seed, self.epoch, self.rank):
             sums = train_epoch(self.network, self.optimizer, self.train, order, self.world_size)
         trained = Sums(*self.reduce(sums).tolist())
         validated = Sums(*self.reduce(evaluate(self._bare, self.validation)).tolist())

@@ -71,7 +71,7 @@ class TrainConfig(Config):
     """CPU cores of a worker."""
     accelerator_type: str | None = None
     """Put every worker on a GPU of this type. Otherwise a GPU where there are any."""
-    checkpoint_every: int = Field(default=10, ge=1)
+    checkpoint_every: int = Field(default=25, ge=1)
     """Epochs between checkpoints."""
     max_failures: int = Field(default=3, ge=0)
     """Lost workers to recover from."""

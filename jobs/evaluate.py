@@ -139,8 +139,9 @@ class Setting(NamedTuple):
 def run(config: EvaluateConfig) -> EvaluateResult:
     """Measure and record; raises ValueError for bad input before Ray starts."""
     absolute_in_submitted_job(config.output, "output")
+    prompts, swept = read_inputs(config)
     registry = Registry.open()
-    plan = make_plan(config, registry)
+    plan = Plan(prompts, swept, *find_policy(config, registry))
     connect()
     with _evaluator(config, plan) as evaluator:
         setting: Setting = _get(evaluator.load.remote())
@@ -151,32 +152,26 @@ def run(config: EvaluateConfig) -> EvaluateResult:
 # Before Ray starts
 
 
-def make_plan(config: EvaluateConfig, registry: Registry) -> Plan:
-    """Find prompts, sweep and policy. Raises ValueError for what is missing or does not belong together."""
-    target, draft = config.models
+def read_inputs(config: EvaluateConfig) -> tuple[tuple[Prompt, ...], Swept | None]:
+    """The prompts, and the sweep if there is one. Raises ValueError where they do not fit the configuration."""
+    _ = config.models
     drawn = [p for name in config.prompts for p in load_prompts(name, config.num_prompts, config.shuffle_seed)]
     prompts = tuple({prompt.text: prompt for prompt in drawn}.values())
     if len(prompts) <= config.concurrency:
         raise ValueError(
             f"{len(prompts)} prompts {config.concurrency} at a time: intervals need at least two groups of prompts"
         )
-    swept = _read_sweep(config, prompts) if config.sweep is not None else None
-    directory, version = _find_policy(config, registry)
-    if directory is not None:
-        made_for = load_policy(directory).info.pair
-        _check_names(f"policy {directory}", made_for, target, draft)
-    return Plan(prompts, swept, directory, version)
+    return prompts, _read_sweep(config, config.sweep, prompts) if config.sweep else None
 
 
-def _read_sweep(config: EvaluateConfig, prompts: Sequence[Prompt]) -> Swept:
-    assert config.sweep is not None
-    rows, metadata = read_sweep(config.sweep)
-    _check_names(f"sweep {config.sweep}", metadata.pair, *config.models)
+def _read_sweep(config: EvaluateConfig, path: Path, prompts: Sequence[Prompt]) -> Swept:
+    rows, metadata = read_sweep(path)
+    _check_names(f"sweep {path}", metadata.pair, config)
     swept = {row.prompt for row in rows}
     seen = [prompt.text for prompt in prompts if prompt.text in swept]
     if seen:
         raise ValueError(
-            f"{len(seen)} of {len(prompts)} prompts are in sweep {config.sweep} and so not held out; "
+            f"{len(seen)} of {len(prompts)} prompts are in sweep {path} and so not held out; "
             f"the first: {seen[0][:60]!r}"
         )
     if config.seed <= metadata.config["seed"] < config.seed + config.repeats:
@@ -186,7 +181,8 @@ def _read_sweep(config: EvaluateConfig, prompts: Sequence[Prompt]) -> Swept:
     return Swept(metadata.pair, tuple(metadata.candidates), tau_curve(rows))
 
 
-def _check_names(what: str, made_for: PairId, target: str, draft: str) -> None:
+def _check_names(what: str, made_for: PairId, config: EvaluateConfig) -> None:
+    target, draft = config.models
     if (made_for.target, made_for.draft) != (target, draft):
         raise ValueError(
             f"{what}: made for target {made_for.target} with draft {made_for.draft}; "
@@ -194,19 +190,31 @@ def _check_names(what: str, made_for: PairId, target: str, draft: str) -> None:
         )
 
 
-def _find_policy(config: EvaluateConfig, registry: Registry) -> tuple[Path | None, Version | None]:
-    """Directory of the policy, and its version in the registry if it comes from there."""
+def find_policy(config: EvaluateConfig, registry: Registry) -> tuple[Path | None, Version | None]:
+    """Directory of the policy, and its version if it is a registered one; (None, None) for "none".
+
+    Raises ValueError where there is no such policy or it is for other models.
+    """
     if config.policy == NO_POLICY:
         return None, None
-    if config.policy not in (CHAMPION, NEWEST):
-        return Path(config.policy).absolute(), None
+    version = None
+    directory = Path(config.policy).absolute()
+    if config.policy in (CHAMPION, NEWEST):
+        version = _find_version(config, registry)
+        directory = registry.download(version, config.output / f"{version.name}-{version.number}")
+    _check_names(f"policy {directory}", load_policy(directory).info.pair, config)
+    return directory, version
+
+
+def _find_version(config: EvaluateConfig, registry: Registry) -> Version:
     name = model_name(config.models[0])
     try:
-        version = registry.champion(name) if config.policy == CHAMPION else registry.versions(name)[-1]
+        if config.policy == CHAMPION:
+            return registry.champion(name)
+        return registry.versions(name)[-1]
     except (ValueError, IndexError) as error:
-        reason = str(error) if isinstance(error, ValueError) else f"{name} has no versions"
+        reason = f"{name} has no versions" if isinstance(error, IndexError) else str(error)
         raise ValueError(f"{reason}. Give the directory of a policy, or --policy {NO_POLICY}") from None
-    return registry.download(version, config.output / f"{version.name}-{version.number}"), version
 
 
 # Measuring

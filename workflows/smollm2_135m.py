@@ -56,30 +56,31 @@ def pipeline(config: DemoConfig) -> Pipeline:
     output = config.output
     fast = config.pair.model_copy(update={"dtype": "bfloat16"})
     exact = config.pair.model_copy(update={"dtype": "float32"})
-    evaluation = EvaluateConfig(
+    sweep = SweepConfig(
+        pair=fast,
+        prompts=(str(output / "train.jsonl"),),
+        num_prompts=config.num_training_prompts,
+        candidates=config.candidates,
+        max_new_tokens=config.max_new_tokens,
+        prompts_per_shard=12,
+        output=output / "sweep",
+        resources=Resources(num_actors=2),
+    )
+    evaluate = EvaluateConfig(
         pair=fast,
         prompts=(str(output / "held_out.jsonl"),),
         num_prompts=config.num_prompts,
         policy=NEWEST,
-        block_sizes=config.candidates,
-        sweep=output / "sweep",
+        block_sizes=tuple(size for size in config.candidates if size > 1),
+        sweep=sweep.output,
         max_new_tokens=config.max_new_tokens,
         output=output / "evaluate",
     )
     return Pipeline(
-        sweep=SweepConfig(
-            pair=fast,
-            prompts=(str(output / "train.jsonl"),),
-            num_prompts=config.num_training_prompts,
-            candidates=config.candidates,
-            max_new_tokens=config.max_new_tokens,
-            prompts_per_shard=12,
-            output=output / "sweep",
-            resources=Resources(num_actors=2),
-        ),
-        train=TrainConfig(sweep=output / "sweep", output=output / "policy", epochs=30),
-        evaluate=evaluation,
-        promote=PromoteConfig(model=model_name(evaluation.models[0])),
+        sweep=sweep,
+        train=TrainConfig(sweep=sweep.output, output=output / "policy", epochs=30),
+        evaluate=evaluate,
+        promote=PromoteConfig(model=model_name(evaluate.models[0])),
         serve=ServeConfig(pair=exact, port=config.port or free_port(), max_length=512, output=output / "serve"),
     )
 

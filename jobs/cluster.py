@@ -1,12 +1,9 @@
 """Joining a Ray cluster, and what to ask of it."""
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
-
-if TYPE_CHECKING:
-    import ray.train
 
 
 def connect(include_dashboard: bool = False) -> None:
@@ -28,12 +25,12 @@ def connect(include_dashboard: bool = False) -> None:
 def actor_options(accelerator_type: str | None, num_cpus: float) -> dict[str, Any]:
     """Options of an actor that holds a pair: one GPU where there are any, else CPU cores.
 
-    Raises ValueError when `accelerator_type` is asked for and the cluster has none of it.
+    Raises ValueError when `accelerator_type` is asked for and a cluster of fixed size has none of it.
     """
     resources = ray.cluster_resources()
     if accelerator_type is not None:
         known = sorted(k.split(":", 1)[1] for k in resources if k.startswith("accelerator_type:"))
-        if accelerator_type not in known:
+        if accelerator_type not in known and not os.environ.get("RAY_ADDRESS"):  # a cluster may grow
             raise ValueError(
                 f"accelerator_type {accelerator_type!r}: the cluster has {', '.join(known) or 'no accelerators'}"
             )
@@ -42,24 +39,3 @@ def actor_options(accelerator_type: str | None, num_cpus: float) -> dict[str, An
         return {"num_gpus": 1, "num_cpus": num_cpus}
     threads = str(max(1, int(num_cpus)))
     return {"num_cpus": num_cpus, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": threads}}}
-
-
-def scaling_config(num_workers: int, accelerator_type: str | None, num_cpus: float) -> "ray.train.ScalingConfig":
-    """Ray Train workers that hold what `actor_options` gives an actor.
-
-    Raises ValueError where a cluster of fixed size can never place them: Ray would wait for ever.
-    """
-    import ray.train  # a second of imports that other jobs need not wait for
-
-    options = actor_options(accelerator_type, num_cpus)
-    need = {"CPU": num_cpus} | ({"GPU": 1.0} if "num_gpus" in options else {})
-    for kind, each in need.items():
-        there = ray.cluster_resources().get(kind, 0)
-        if num_workers * each > there and not os.environ.get("RAY_ADDRESS"):
-            raise ValueError(f"num_workers {num_workers} of {each:g} {kind} each: there are {there:g}")
-    return ray.train.ScalingConfig(
-        num_workers=num_workers,
-        use_gpu="GPU" in need,
-        resources_per_worker=need,
-        accelerator_type=accelerator_type,
-    )

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 import tyro
@@ -47,7 +47,7 @@ def _one_line(error: ValidationError) -> str:
 class PairConfig(Config):
     """Which target and draft: a named pair, or both by hub id or local directory."""
 
-    name: str | None = None
+    name: Annotated[str | None, tyro.conf.arg(name="pair")] = None
     """A named pair (see README). The embedded smollm2-135m when neither name nor target is given."""
     target: str | None = None
     """Target by hub id or local directory; needs `draft` too."""
@@ -67,6 +67,7 @@ class PairConfig(Config):
     def load(self) -> Pair:
         """Load target, draft and tokenizer onto the device."""
         name, target, draft = self.names()
+        disable_progress_bar()  # in actors, too: a job's own progress is the one that counts
         device = self.device if self.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
         dtype = self.dtype if self.dtype != "auto" else ("bfloat16" if device == "cuda" else "float32")
         return load_pair(name, target=target, draft=draft, dtype=dtype, device=device)
@@ -78,7 +79,7 @@ class Resources(Config):
     num_actors: int = Field(default=1, ge=1)
     """Actors, each with its own copy of the pair."""
     accelerator_type: str | None = None
-    """Pin every actor to one GPU of this type, such as H100; no GPU of it in the cluster is an error."""
+    """Pin every actor to one GPU of this type, such as H100."""
     num_cpus: float = Field(default=1.0, gt=0)
     """CPU cores of an actor; also its torch threads (at least one)."""
 
@@ -91,9 +92,9 @@ def absolute_in_submitted_job(path: Path, name: str) -> None:
 
 def main(config_type: type[ConfigT], run: Callable[[ConfigT], object]) -> None:
     """Parse the command line into `config_type` and run the job; bad input ends in one line and status 2."""
-    disable_progress_bar()  # of model loading: a job's own progress is the one that counts
     try:
-        config = tyro.cli(config_type, description=sys.modules[run.__module__].__doc__)
+        description = sys.modules[run.__module__].__doc__
+        config = tyro.cli(config_type, description=description, config=(tyro.conf.OmitArgPrefixes,))
         run(config)
     except (ConfigError, ValueError, FileNotFoundError) as error:
         if os.environ.get("BLOCKPILOT_TRACEBACK"):

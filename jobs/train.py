@@ -7,10 +7,7 @@ same command goes on. The result does not depend on either.
 
 import functools
 import hashlib
-import logging
-import os
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,12 +30,12 @@ from blockpilot.fit import (
 )
 from blockpilot.policy import CandidateSet, ClassPolicy, PolicyInfo, save_policy
 from blockpilot.records import MIN_PROB, Metadata, read_sweep
-from jobs.cluster import actor_options, connect
-from jobs.config import Config, main
+from jobs.cluster import connect
+from jobs.config import Config, absolute_in_submitted_job, main
+from jobs.ray_train import recorded, report, saved_state, scaling_config, train
 from jobs.registry import Registry, Version
 
 MIN_PROMPTS = 8
-STATE_FILE = "state.pt"
 _DEFAULT = FitSettings()
 
 
@@ -111,20 +108,16 @@ class Task(NamedTuple):
 
 def run(config: TrainConfig) -> TrainResult:
     """Train, save and register a policy; raises ValueError for bad input before Ray starts."""
-    if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ and not config.output.is_absolute():
-        raise ValueError(f"output {config.output}: must be absolute in a submitted job, whose directory is temporary")
+    absolute_in_submitted_job(config.output, "output")
     data = read_dataset(config)
     registry = Registry.open()
     connect(include_dashboard=True)
-    scaling = _scaling(config)
+    scaling = scaling_config(config.num_workers, config.accelerator_type, config.num_cpus)
     storage, name = config.output.absolute() / "train", _run_name(config, data)
-    run_file = storage / f"{name}.run"
-    with registry.log_run("train", run_id=_unfinished_run(registry, run_file)) as record:
-        run_file.parent.mkdir(parents=True, exist_ok=True)
-        run_file.write_text(record.id, encoding="utf-8")
+    with recorded(registry, "train", storage, name) as record:
         record.log_params(config.model_dump(mode="json") | {"sweep_id": data.id})
         task = Task(data, _settings(config), config.checkpoint_every, registry.uri, record.id)
-        state = _train(task, scaling, storage, name, config.max_failures)
+        state = train(functools.partial(_work, task), scaling, storage, name, config.max_failures)
         policy, report = _policy(config, data, state)
         save_policy(policy, config.output)
         record.log_metrics({f"lookup_{key}": value for key, value in report._asdict().items()})
@@ -170,57 +163,12 @@ def _run_name(config: TrainConfig, data: Dataset) -> str:
     return f"policy-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
 
-def _unfinished_run(registry: Registry, run_file: Path) -> str | None:
-    """The MLflow run that an interrupted driver left, if the store still has it."""
-    try:
-        return registry.run(run_file.read_text(encoding="utf-8")).id
-    except (FileNotFoundError, ValueError):
-        return None
-
-
-def _scaling(config: TrainConfig) -> ray.train.ScalingConfig:
-    """Raises ValueError where the workers can never be placed: Ray would wait for ever."""
-    options = actor_options(config.accelerator_type, config.num_cpus)
-    need = {"CPU": config.num_cpus} | ({"GPU": 1.0} if "num_gpus" in options else {})
-    for kind, each in need.items():
-        there = ray.cluster_resources().get(kind, 0)
-        if config.num_workers * each > there and not os.environ.get("RAY_ADDRESS"):  # a cluster may grow
-            raise ValueError(f"num_workers {config.num_workers} of {each:g} {kind} each: there are {there:g}")
-    return ray.train.ScalingConfig(
-        num_workers=config.num_workers,
-        use_gpu="GPU" in need,
-        resources_per_worker=need,
-        accelerator_type=config.accelerator_type,
-    )
-
-
 # --- training ---
-
-
-def _train(
-    task: Task, scaling: ray.train.ScalingConfig, storage: Path, name: str, max_failures: int
-) -> dict[str, Any]:
-    """Run the workers, or go on with them; returns the last state of `Fit`."""
-    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")  # also how long a report may wait: 2 s
-    trainer = ray.train.torch.TorchTrainer(
-        functools.partial(_work, task),
-        scaling_config=scaling,
-        run_config=ray.train.RunConfig(  # type: ignore[call-arg]  # typed as that of Ray Train V1
-            name=name,
-            storage_path=str(storage),
-            failure_config=ray.train.FailureConfig(max_failures=max_failures),
-            checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),
-            logging_config=ray.train.LoggingConfig(log_level="WARNING"),
-        ),
-    )
-    checkpoint = trainer.fit().checkpoint
-    assert checkpoint is not None, "the last epoch is always checkpointed"
-    return _load_state(checkpoint)
 
 
 def _work(task: Task) -> None:
     """What every Ray Train worker does."""
-    logging.getLogger().setLevel(logging.WARNING)  # a line for each report otherwise
+    saved = saved_state()
     context = ray.train.get_context()
     rank, world_size = context.get_world_rank(), context.get_world_size()
     data, settings = task.data, task.settings
@@ -228,8 +176,8 @@ def _work(task: Task) -> None:
     wrapped = ray.train.torch.prepare_model(network)
     reduce = _all_reduce if world_size > 1 else _same
     fit = Fit(wrapped, data.train, data.validation, settings, rank=rank, world_size=world_size, reduce=reduce)
-    if (checkpoint := ray.train.get_checkpoint()) is not None:
-        fit.load_state_dict(_load_state(checkpoint))
+    if saved is not None:
+        fit.load_state_dict(saved)
     record = Registry.open(task.tracking_uri).run(task.run_id) if rank == 0 else None
     last_logged = record.last_step("train_loss") if record else 0
     while not fit.done:
@@ -243,7 +191,7 @@ def _work(task: Task) -> None:
         if record and fit.epoch > last_logged:
             record.log_metrics(metrics, step=fit.epoch)
         if fit.done or fit.epoch % task.checkpoint_every == 0:
-            _report(metrics | {"epoch": fit.epoch}, fit.state_dict() if rank == 0 else None)
+            report(metrics | {"epoch": fit.epoch}, fit.state_dict() if rank == 0 else None)
 
 
 def _all_reduce(sums: Tensor) -> Tensor:
@@ -253,22 +201,6 @@ def _all_reduce(sums: Tensor) -> Tensor:
 
 def _same(sums: Tensor) -> Tensor:
     return sums
-
-
-def _report(metrics: dict[str, float], state: dict[str, Any] | None) -> None:
-    """All ranks report; the one with a state adds it as a checkpoint."""
-    if state is None:
-        ray.train.report(metrics)
-        return
-    with tempfile.TemporaryDirectory() as directory:
-        torch.save(state, Path(directory) / STATE_FILE)
-        ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(directory))
-
-
-def _load_state(checkpoint: ray.train.Checkpoint) -> dict[str, Any]:
-    with checkpoint.as_directory() as directory:
-        state: dict[str, Any] = torch.load(Path(directory) / STATE_FILE, map_location="cpu", weights_only=True)
-    return state
 
 
 # --- after it ---

@@ -7,9 +7,7 @@ continues an interrupted run: shards by file, training by its last checkpoint.
 
 import functools
 import hashlib
-import os
 import random
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,11 +45,11 @@ from blockpilot.engine import Engine, Request
 from blockpilot.pairs import EMBEDDED_TARGET, Pair, PairId, embedded_target, load_target
 from blockpilot.prompts import Prompt, load_prompts
 from blockpilot.verify import Sampling
-from jobs.cluster import actor_options, connect, scaling_config
+from jobs.cluster import actor_options, connect
 from jobs.config import Config, Resources, absolute_in_submitted_job, main
+from jobs.ray_train import recorded, report, saved_state, scaling_config, train
 from jobs.registry import Registry
 
-STATE_FILE = "state.pt"
 TRAINING_PROMPTS = ("asdiv:500", "writingbench:200", "docstrings:500", "chitchat:500", "chatterbot:300")
 _DEFAULT = DraftFitSettings()
 
@@ -149,14 +147,18 @@ def run(config: TrainDraftConfig) -> TrainDraftResult:
     """Answer, train, export and measure; raises ValueError for bad input before Ray starts."""
     absolute_in_submitted_job(config.output, "output")
     check_draft_shape(config)
-    train, held_out = plan_shards(config)
+    train_shards, held_out = plan_shards(config)
     registry = Registry.open()
     connect(include_dashboard=True)
-    with registry.log_run("train_draft") as record:
+    resources = config.resources
+    scaling = scaling_config(config.num_workers, resources.accelerator_type, resources.num_cpus)
+    paths = tuple(s.answers for s in train_shards), tuple(s.answers for s in held_out)
+    storage, name = config.output.absolute() / "train", _run_name(config, paths[0])
+    with recorded(registry, "train_draft", storage, name) as record:
         record.log_params(config.model_dump(mode="json"))
-        write_shards(config, [*train, *held_out])
-        paths = tuple(s.answers for s in train), tuple(s.answers for s in held_out)
-        state = _train(config, Task(config, *paths, registry.uri, record.id))
+        write_shards(config, [*train_shards, *held_out])
+        task = Task(config, *paths, registry.uri, record.id)
+        state = train(functools.partial(_work, task), scaling, storage, name, config.max_failures)
         draft = _fresh_draft(config)
         draft.load_state_dict(state["draft"])
         directory = config.output / "draft"
@@ -313,29 +315,16 @@ def _target_with_fresh_draft(config: TrainDraftConfig, draft: DraftModel | None 
 # --- training ---
 
 
-def _train(config: TrainDraftConfig, task: Task) -> dict[str, Any]:
-    """Run the workers, or go on with them; returns the last state of `DraftFit`."""
-    storage = config.output.absolute() / "train"
-    key = repr((config.settings, config.block_size, config.num_layers, config.target_layer_ids, task.train))
-    resources = config.resources
-    trainer = ray.train.torch.TorchTrainer(
-        functools.partial(_work, task),
-        scaling_config=scaling_config(config.num_workers, resources.accelerator_type, resources.num_cpus),
-        run_config=ray.train.RunConfig(
-            name=f"draft-{hashlib.sha256(key.encode()).hexdigest()[:16]}",
-            storage_path=str(storage),
-            failure_config=ray.train.FailureConfig(max_failures=config.max_failures),
-            checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),
-        ),
-    )
-    checkpoint = trainer.fit().checkpoint
-    assert checkpoint is not None, "the last step is always checkpointed"
-    return _load_state(checkpoint)
+def _run_name(config: TrainDraftConfig, train: Sequence[Path]) -> str:
+    """Ray Train goes on with a run of the same name, so the name holds all that the result depends on."""
+    shape = config.block_size, config.num_layers, config.target_layer_ids, config.init_from_target
+    key = repr((config.settings, shape, config.num_workers, train))
+    return f"draft-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
 
 def _work(task: Task) -> None:
     """What every Ray Train worker does."""
-    config, context = task.config, ray.train.get_context()
+    config, context, saved = task.config, ray.train.get_context(), saved_state()
     rank, world_size = context.get_world_rank(), context.get_world_size()
     torch.set_num_threads(max(1, int(config.resources.num_cpus)))
     model, _, _ = load_target(target_directory(config.target), torch.bfloat16)
@@ -349,10 +338,11 @@ def _work(task: Task) -> None:
     loss = ray.train.torch.prepare_model(BlockLoss(draft, embedding, head))
     frequent = frequent_tokens([answer.tokens for path in task.train for answer in read_answers(path)])
     fit = DraftFit(loss, task.train, frequent, config.settings, rank=rank, world_size=world_size)
-    if (checkpoint := ray.train.get_checkpoint()) is not None:
-        fit.load_state_dict(_load_state(checkpoint))
+    if saved is not None:
+        fit.load_state_dict(saved)
     record = Registry.open(task.tracking_uri).run(task.run_id) if rank == 0 else None
     held_out = [document for path in task.held_out for document in read_documents(path)]
+    last_logged = record.last_step("train_loss") if record else 0
     started, first_step, total = time.monotonic(), fit.step, None
     for sums in fit.steps():
         total = sums if total is None else total + sums
@@ -360,10 +350,11 @@ def _work(task: Task) -> None:
             continue
         speed = float(total.num_blocks) * world_size / (time.monotonic() - started)
         metrics = _metrics(fit, total, held_out) | {"blocks_per_s": speed}
-        if record:
+        if record and fit.step > last_logged:
             record.log_metrics(metrics, step=fit.step)
+        if record:
             print(_describe(fit, first_step, metrics), flush=True)
-        _report(metrics, fit.state_dict() if rank == 0 else None)
+        report(metrics, fit.state_dict() if rank == 0 else None)
         started, total = time.monotonic(), None
 
 
@@ -378,22 +369,6 @@ def _describe(fit: DraftFit, first_step: int, metrics: dict[str, float]) -> str:
         f"held-out {metrics['validation_loss']:.3f}, emitted per block {metrics['validation_num_emitted']:.3f}, "
         f"{metrics['blocks_per_s']:.0f} blocks/s"
     )
-
-
-def _report(metrics: dict[str, float], state: dict[str, Any] | None) -> None:
-    """All ranks report; the one with a state adds it as a checkpoint."""
-    if state is None:
-        ray.train.report(metrics)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        torch.save(state, os.path.join(folder, STATE_FILE))
-        ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(folder))
-
-
-def _load_state(checkpoint: ray.train.Checkpoint) -> dict[str, Any]:
-    with checkpoint.as_directory() as folder:
-        state: dict[str, Any] = torch.load(os.path.join(folder, STATE_FILE), weights_only=True)
-    return state
 
 
 # --- the result ---

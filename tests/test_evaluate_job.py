@@ -286,8 +286,8 @@ def no_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ("--prompts gone.jsonl", "prompt file not found: gone.jsonl"),
         ("--prompts demo --num-prompts 1", "1 prompts 1 at a time: intervals need at least two groups"),
         ("--prompts demo --num-prompts 8 --concurrency 8", "8 prompts 8 at a time"),
-        ("--prompts demo --pair.name nope", "unknown pair 'nope': named pairs are smollm2-135m, "),
-        ("--prompts demo --pair.target x", "target 'x' and draft None: both are needed"),
+        ("--prompts demo --pair nope", "unknown pair 'nope': named pairs are smollm2-135m, "),
+        ("--prompts demo --target x", "target 'x' and draft None: both are needed"),
         ("--prompts demo --sweep nowhere", "nowhere: no such file"),
         ("--prompts demo --sweep sweep", "sweep sweep: made for target {target} with draft"),
         (
@@ -321,7 +321,7 @@ def test_bad_input_is_one_line(
     target, draft = tiny_pair_dirs
     write_rows(tmp_path / "sweep" / "part.parquet", swept_rows, metadata)
     overlap = prompt_file(tmp_path / "overlap.jsonl", [*QUESTIONS[:2], SWEPT[1]])
-    given = arguments.format(overlap=overlap, pair=f"--pair.target {target} --pair.draft {draft}").split()
+    given = arguments.format(overlap=overlap, pair=f"--target {target} --draft {draft}").split()
     monkeypatch.setattr(sys, "argv", ["evaluate.py", *given])
     with pytest.raises(SystemExit) as exited:
         main(EvaluateConfig, evaluate.run)
@@ -385,7 +385,7 @@ def test_the_job_measures_records_and_tags(
     assert version.held_out is None
     command = [
         *(sys.executable, "jobs/evaluate.py", "--prompts", *config.prompts, "--policy", "newest"),
-        *("--pair.target", str(config.pair.target), "--pair.draft", str(config.pair.draft)),
+        *("--target", str(config.pair.target), "--draft", str(config.pair.draft)),
         *("--sweep", str(tmp_path / "sweep"), "--output", str(config.output), "--concurrency", "3"),
         *("--max-new-tokens", str(NUM_TOKENS), "--block-sizes", "2", "4", "--temperature", "1"),
     ]

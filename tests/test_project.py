@@ -43,9 +43,7 @@ def test_cluster_check_sees_a_misspelt_field(cluster: dict[str, Any]) -> None:
 def test_cluster_commands_pin_ray_and_ask_for_a_token(cluster: dict[str, Any]) -> None:
     """Ray's defaults install a nightly Ray and open the dashboard to everyone: none of them may be left."""
     prepared = prepare_config(cluster)
-    setup = [
-        command for key in ("setup", "head_setup", "worker_setup") for command in prepared[f"{key}_commands"]
-    ]
+    setup = [command for key in ("setup", "head_setup", "worker_setup") for command in prepared[f"{key}_commands"]]
     ray_pins = [pin for command in setup for pin in re.findall(r"ray\[[\w,]+\]==([\d.]+)", command)]
     assert set(ray_pins) == {_lock()["ray"]}
     assert not any("3.0.0.dev" in command for command in setup)
@@ -134,9 +132,7 @@ def _closure() -> Iterator[str]:
         ("jobs", "import mlflow", "Only jobs.registry knows MLflow"),
     ],
 )
-def test_import_contracts_hold_and_notice_a_breach(
-    tmp_path: Path, module: str, line: str, contract: str
-) -> None:
+def test_import_contracts_hold_and_notice_a_breach(tmp_path: Path, module: str, line: str, contract: str) -> None:
     before = _lint_imports(ROOT, tmp_path)
     assert before.returncode == 0, before.stdout
 

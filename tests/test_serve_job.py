@@ -86,9 +86,9 @@ def test_champion_comes_from_the_registry(
     [
         (["--policy", "0"], "policy 0: a block size must be 1 to 32"),
         (["--policy", "33"], "policy 33: a block size must be 1 to 32"),
-        (["--pair.name", "gpt-9"], "unknown pair 'gpt-9'"),
+        (["--pair", "gpt-9"], "unknown pair 'gpt-9'"),
         (["--policy", "/no/such/policy"], "/no/such/policy/policy.json: no such file"),
-        (["--pair.target", "/no/such/target"], "both are needed"),
+        (["--target", "/no/such/target"], "both are needed"),
     ],
 )
 def test_bad_settings_end_in_one_line(
@@ -159,7 +159,7 @@ def server(tiny_pair_dirs: tuple[Path, Path], tmp_path: Path) -> Iterator[tuple[
     target, draft = tiny_pair_dirs
     port = free_port()
     settings = ["--policy", "3", "--port", str(port), "--num-slots", "4"]
-    command = [sys.executable, str(ROOT / "jobs/serve.py"), "--pair.target", target, "--pair.draft", draft, *settings]
+    command = [sys.executable, str(ROOT / "jobs/serve.py"), "--target", target, "--draft", draft, *settings]
     log = tmp_path / "log"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with log.open("wb") as output:

@@ -18,6 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 import ray
+from processes import descendants
 
 from blockpilot.pairs import Pair
 from blockpilot.records import Metadata, SweepRow, read_file, read_rows, read_sweep, write_rows
@@ -58,7 +59,7 @@ def command(config: SweepConfig) -> list[str]:
     assert config.pair.target is not None
     assert config.pair.draft is not None
     return [
-        *("--pair.target", config.pair.target, "--pair.draft", config.pair.draft),
+        *("--target", config.pair.target, "--draft", config.pair.draft),
         *("--prompts", *config.prompts, "--candidates", *map(str, CANDIDATES)),
         *("--max-new-tokens", "24", "--temperature", "0.7", "--seed", "3", "--prompts-per-shard", "2"),
         *("--output", str(config.output), "--max-attempts", "2"),
@@ -81,8 +82,8 @@ def expected(tiny_pair: Pair, tiny_pair_dirs: tuple[Path, Path], prompt_file: Pa
         ("--prompts nope", "unknown prompt set 'nope': choose one of demo, "),
         ("--prompts gone.jsonl", "prompt file not found: gone.jsonl"),
         ("--prompts {bad}", "bad.jsonl, line 2: not JSON"),
-        ("--pair.name nope", "unknown pair 'nope': named pairs are smollm2-135m, "),
-        ("--pair.target x", "target 'x' and draft None: both are needed"),
+        ("--pair nope", "unknown pair 'nope': named pairs are smollm2-135m, "),
+        ("--target x", "target 'x' and draft None: both are needed"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -294,21 +295,6 @@ def wait_for(condition: Callable[[], object], process: subprocess.Popen[str]) ->
         time.sleep(0.01)
 
 
-def worker_pids(ancestor: int) -> list[int]:
-    """Processes named ray::SweepWorker below a process."""
-    parents, names = {}, {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it may have ended meanwhile
-            pid = int(folder.name)
-            names[pid] = (folder / "cmdline").read_bytes()
-            parents[pid] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-
-    def is_below(pid: int) -> bool:
-        return pid == ancestor or (pid in parents and is_below(parents[pid]))
-
-    return [pid for pid, name in names.items() if name.startswith(b"ray::SweepWorker") and is_below(pid)]
-
-
 def parts(config: SweepConfig) -> list[Path]:
     return sorted((config.output / "rows").glob("*.parquet"))
 
@@ -330,7 +316,7 @@ def assert_complete(config: SweepConfig, expected: dict[str, list[SweepRow]]) ->
 def test_killed_at_any_moment_and_continued(config: SweepConfig, expected: dict[str, list[SweepRow]]) -> None:
     process = sweep_process(config)
     wait_for(lambda: parts(config), process)
-    (worker,) = worker_pids(process.pid)
+    (worker,) = descendants(process.pid, "ray::SweepWorker")
     os.kill(worker, signal.SIGKILL)
     before = len(parts(config))
     wait_for(lambda: len(parts(config)) > before + 1, process)

@@ -151,7 +151,7 @@ def test_the_demo_measures_fast_and_serves_exactly(tmp_path: Path) -> None:
         ("--candidates 4 2", "candidates"),
         ("--candidates 0 2", "candidates"),
         ("--prompts nope", "unknown prompt set 'nope'"),
-        ("--pair.name nope", "unknown pair 'nope'"),
+        ("--pair nope", "unknown pair 'nope'"),
         ("--held-out 1", "held_out"),
     ],
 )

@@ -1,0 +1,114 @@
+"""The draft job: a target without a draft gets one, by the command a user types; a kill changes nothing."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from processes import descendants
+from safetensors.torch import load_file
+
+from blockpilot.pairs import load_pair
+from jobs.config import ConfigError
+from jobs.train_draft import TrainDraftConfig, plan_shards, run
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.txt"
+    path.write_text("".join(f"say the number {i}\n" for i in range(24)))
+    return path
+
+
+def config(target: Path, path: Path, **changes: object) -> TrainDraftConfig:
+    values: dict[str, object] = {
+        "target": str(target),
+        "prompts": (str(path),),
+        "mask_token": "<mask>",
+        "output": path.parent / "draft",
+    }
+    return TrainDraftConfig(**values | changes)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mask_token": "<nope>"}, "mask_token '<nope>': not in the vocabulary"),
+        ({"target_layer_ids": (1, 6)}, "target_layer_ids 6: must be 0 to 5"),
+        ({"prompts": ("nowhere",)}, "unknown prompt set 'nowhere'"),
+        ({"prompts": ("demo:many",)}, "prompts 'demo:many': must be NAME or NAME:COUNT"),
+        ({"prompts_per_shard": 64}, "24 prompts in shards of 64: at least 2 shards"),
+    ],
+)
+def test_bad_input_is_refused_before_ray_starts(
+    change: dict[str, object],
+    message: str,
+    tiny_pair_dirs: tuple[Path, Path],
+    prompts: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("jobs.train_draft.connect", lambda **_: pytest.fail("Ray started"))
+    with pytest.raises(ValueError, match=message.replace("(", "\\(")):
+        run(config(tiny_pair_dirs[0], prompts, **change))
+
+
+def test_bad_values_are_refused_by_the_configuration(tiny_pair_dirs: tuple[Path, Path], prompts: Path) -> None:
+    with pytest.raises(ConfigError, match=r"block_size: Input should be greater than or equal to 2 \(got 1\)"):
+        config(tiny_pair_dirs[0], prompts, block_size=1)
+
+
+def test_held_out_prompts_are_never_trained_on(tiny_pair_dirs: tuple[Path, Path], prompts: Path) -> None:
+    train, held_out = plan_shards(config(tiny_pair_dirs[0], prompts, prompts_per_shard=4, held_out=0.34))
+    texts = [{prompt.text for shard in side for prompt in shard.prompts} for side in (train, held_out)]
+    assert texts[0].isdisjoint(texts[1])
+    assert (len(texts[0]), len(texts[1])) == (16, 8)
+
+
+@pytest.mark.ray
+def test_a_killed_worker_changes_nothing(tiny_pair_dirs: tuple[Path, Path], prompts: Path, tmp_path: Path) -> None:
+    """Two runs of one command, one of them with its training worker killed: the same draft, and a pair loads it."""
+    command = [sys.executable, str(ROOT / "jobs" / "train_draft.py"), "--target", str(tiny_pair_dirs[0])]
+    command += ["--prompts", str(prompts), "--mask-token", "<mask>", "--prompts-per-shard", "8", "--num-layers", "2"]
+    command += ["--block-size", "4", "--max-new-tokens", "24", "--epochs", "6", "--batch-size", "2"]
+    command += ["--checkpoint-every", "16", "--no-autocast"]
+    environment = {k: v for k, v in os.environ.items() if k not in ("MLFLOW_TRACKING_URI", "RAY_ADDRESS")}
+    weights = []
+    for name in ("undisturbed", "killed"):
+        output = tmp_path / name
+        with (tmp_path / f"{name}.log").open("w") as log:
+            job = subprocess.Popen(
+                [*command, "--output", str(output)],
+                cwd=tmp_path,
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        try:
+            if name == "killed":
+                kill_training_worker(job, output)
+            assert job.wait(200) == 0, (tmp_path / f"{name}.log").read_text()[-3000:]
+        finally:
+            job.kill()
+        weights.append(load_file(output / "draft" / "model.safetensors"))
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+    pair = load_pair(target=str(tiny_pair_dirs[0]), draft=str(tmp_path / "killed" / "draft"))
+    assert pair.block_size == 4
+    assert "held-out tau" in (tmp_path / "killed.log").read_text()
+
+
+def kill_training_worker(job: "subprocess.Popen[bytes]", output: Path) -> None:
+    """kill -9 the worker once a checkpoint is on disk."""
+    deadline = time.monotonic() + 150
+    while time.monotonic() < deadline and job.poll() is None:
+        if list(output.glob("train/*/checkpoint_*/state.pt")):
+            for pid in descendants(job.pid, "ray::RayTrainWorker"):
+                os.kill(pid, signal.SIGKILL)
+                return
+        time.sleep(0.05)
+    raise AssertionError("no checkpoint and worker to kill")

@@ -159,7 +159,7 @@ def run(config: TrainDraftConfig) -> TrainDraftResult:
         write_shards(config, [*train_shards, *held_out])
         task = Task(config, *paths, registry.uri, record.id)
         state = train(functools.partial(_work, task), scaling, storage, name, config.max_failures)
-        draft = _fresh_draft(config)
+        draft = fresh_draft(config)
         draft.load_state_dict(state["draft"])
         directory = config.output / "draft"
         save_draft(draft, directory)
@@ -242,7 +242,7 @@ class AnswerWorker:
     def __init__(self, config: TrainDraftConfig) -> None:
         torch.set_num_threads(max(1, int(config.resources.num_cpus)))
         self.config = config
-        self.pair = _target_with_fresh_draft(config)
+        self.pair = _target_with_draft(config)
 
     def write(self, shard: Shard) -> int:
         """Make what is missing of a shard; returns the answer tokens generated now."""
@@ -276,7 +276,7 @@ def write_shards(config: TrainDraftConfig, shards: Sequence[Shard]) -> None:
             num_tokens += count
             speed = num_tokens / (time.monotonic() - started)
             print(f"answers: {done}/{len(missing)} shards, {num_tokens} tokens, {speed:.0f} tokens/s", flush=True)
-    draft = _fresh_draft(config)
+    draft = fresh_draft(config)
     width = draft.fc.in_features
     for shard in shards:
         documents = read_documents(shard.answers)
@@ -289,7 +289,7 @@ def write_shards(config: TrainDraftConfig, shards: Sequence[Shard]) -> None:
         raise ValueError(f"{config.output / 'answers'}: features of several targets, {', '.join(sorted(revisions))}")
 
 
-def _fresh_draft(config: TrainDraftConfig) -> DraftModel:
+def fresh_draft(config: TrainDraftConfig) -> DraftModel:
     """The untrained draft: its weights depend on the seed only."""
     torch.manual_seed(config.seed)
     return DraftModel(
@@ -303,11 +303,11 @@ def _fresh_draft(config: TrainDraftConfig) -> DraftModel:
     )
 
 
-def _target_with_fresh_draft(config: TrainDraftConfig, draft: DraftModel | None = None) -> Pair:
+def _target_with_draft(config: TrainDraftConfig, draft: DraftModel | None = None) -> Pair:
     """The target in bf16 (text is data here, not a promise) with a draft, on the GPU where there is one."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer, revision = load_target(target_directory(config.target), torch.bfloat16)
-    draft = (draft or _fresh_draft(config)).to(device, torch.bfloat16).eval()
+    draft = (draft or fresh_draft(config)).to(device, torch.bfloat16).eval()
     name = PairId(config.target, revision, "in training", "none")
     return Pair(name, model.to(device), draft, tokenizer)  # type: ignore[arg-type]
 
@@ -332,7 +332,7 @@ def _work(task: Task) -> None:
     embedding, head = (cast(torch.Tensor, module.weight).detach() for module in modules)
     if not config.autocast:
         embedding, head = embedding.float(), head.float()
-    draft = _fresh_draft(config)
+    draft = fresh_draft(config)
     if config.init_from_target:
         copy_target_layers(draft, model)
     loss = ray.train.torch.prepare_model(BlockLoss(draft, embedding, head))
@@ -386,7 +386,7 @@ def measure_tau(
 
 def _decode_tau(config: TrainDraftConfig, directory: Path, prompts: Sequence[Prompt], temperature: float) -> float:
     torch.set_num_threads(max(1, int(config.resources.num_cpus)))
-    pair = _target_with_fresh_draft(config, load_draft(directory))
+    pair = _target_with_draft(config, load_draft(directory))
     engine = Engine(pair, num_slots=16, max_length=config.max_prompt_tokens + config.max_new_tokens)
     for i, prompt in enumerate(prompts):
         ids = prompt.encode(pair.tokenizer)

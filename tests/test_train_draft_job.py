@@ -12,9 +12,11 @@ import torch
 from processes import descendants
 from safetensors.torch import load_file
 
-from blockpilot.pairs import load_pair
+from blockpilot.draft_data import read_answers
+from blockpilot.draft_fit import BlockLoss, DraftFit, copy_target_layers, frequent_tokens
+from blockpilot.pairs import load_pair, load_target
 from jobs.config import ConfigError
-from jobs.train_draft import TrainDraftConfig, plan_shards, run
+from jobs.train_draft import TrainDraftConfig, fresh_draft, plan_shards, run
 
 ROOT = Path(__file__).parent.parent
 
@@ -72,34 +74,54 @@ def test_held_out_prompts_are_never_trained_on(tiny_pair_dirs: tuple[Path, Path]
 
 @pytest.mark.ray
 def test_a_killed_worker_changes_nothing(tiny_pair_dirs: tuple[Path, Path], prompts: Path, tmp_path: Path) -> None:
-    """Two runs of one command, one of them with its training worker killed: the same draft, and a pair loads it."""
-    command = [sys.executable, str(ROOT / "jobs" / "train_draft.py"), "--target", str(tiny_pair_dirs[0])]
-    command += ["--prompts", str(prompts), "--mask-token", "<mask>", "--prompts-per-shard", "8", "--num-layers", "2"]
-    command += ["--block-size", "4", "--max-new-tokens", "24", "--epochs", "6", "--batch-size", "2"]
-    command += ["--checkpoint-every", "16", "--no-autocast"]
+    """The command with its training worker killed gives the draft of plain `DraftFit` on the same answers."""
+    training = config(
+        tiny_pair_dirs[0],
+        prompts,
+        prompts_per_shard=8,
+        num_layers=2,
+        block_size=4,
+        max_new_tokens=24,
+        epochs=6,
+        batch_size=2,
+        checkpoint_every=16,
+        autocast=False,
+        num_sampled=64,
+    )
+    command = [sys.executable, str(ROOT / "jobs" / "train_draft.py")]
+    for name in training.model_fields_set - {"autocast"}:
+        value = getattr(training, name)
+        command += [f"--{name.replace('_', '-')}", *map(str, value if isinstance(value, tuple) else (value,))]
     environment = {k: v for k, v in os.environ.items() if k not in ("MLFLOW_TRACKING_URI", "RAY_ADDRESS")}
-    weights = []
-    for name in ("undisturbed", "killed"):
-        output = tmp_path / name
-        with (tmp_path / f"{name}.log").open("w") as log:
-            job = subprocess.Popen(
-                [*command, "--output", str(output)],
-                cwd=tmp_path,
-                env=environment,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-        try:
-            if name == "killed":
-                kill_training_worker(job, output)
-            assert job.wait(200) == 0, (tmp_path / f"{name}.log").read_text()[-3000:]
-        finally:
-            job.kill()
-        weights.append(load_file(output / "draft" / "model.safetensors"))
-    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
-    pair = load_pair(target=str(tiny_pair_dirs[0]), draft=str(tmp_path / "killed" / "draft"))
+    with (tmp_path / "log").open("w") as log:
+        job = subprocess.Popen(
+            [*command, "--no-autocast"], cwd=tmp_path, env=environment, stdout=log, stderr=subprocess.STDOUT
+        )
+    try:
+        kill_training_worker(job, training.output)
+        assert job.wait(200) == 0, (tmp_path / "log").read_text()[-3000:]
+    finally:
+        job.kill()
+    found = load_file(training.output / "draft" / "model.safetensors")
+    expected = plainly_trained(training)
+    assert all(torch.equal(found[name], weight.bfloat16()) for name, weight in expected.items())
+    pair = load_pair(target=str(tiny_pair_dirs[0]), draft=str(training.output / "draft"))
     assert pair.block_size == 4
-    assert "held-out tau" in (tmp_path / "killed.log").read_text()
+    assert "held-out tau" in (tmp_path / "log").read_text()
+
+
+def plainly_trained(training: TrainDraftConfig) -> dict[str, torch.Tensor]:
+    """The weights after `DraftFit` on the job's own answers, in this process and in one go."""
+    train, _ = plan_shards(training)
+    paths = [shard.answers for shard in train]
+    model, _, _ = load_target(training.target, torch.bfloat16)
+    weight = model.get_input_embeddings().weight.float()
+    draft = fresh_draft(training)
+    copy_target_layers(draft, model)
+    frequent = frequent_tokens([answer.tokens for path in paths for answer in read_answers(path)])
+    fit = DraftFit(BlockLoss(draft, weight, weight), paths, frequent, training.settings)
+    assert len(list(fit.steps())) == fit.num_steps == 48
+    return draft.state_dict()
 
 
 def kill_training_worker(job: "subprocess.Popen[bytes]", output: Path) -> None:

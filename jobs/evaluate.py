@@ -21,7 +21,6 @@ import torch
 from jinja2 import TemplateError
 from pydantic import Field, field_validator
 from ray.exceptions import RayTaskError
-from transformers.utils.logging import disable_progress_bar
 
 from blockpilot.engine import Engine, Policy, Request
 from blockpilot.measure import decode_group
@@ -225,7 +224,6 @@ class Evaluator:
 
     def __init__(self, config: EvaluateConfig, plan: Plan, num_threads: int) -> None:
         torch.set_num_threads(num_threads)
-        disable_progress_bar()
         self._config, self._plan = config, plan
 
     def load(self) -> Setting:
@@ -233,7 +231,9 @@ class Evaluator:
         config, plan = self._config, self._plan
         pair = config.pair.load()
         if plan.sweep and plan.sweep.pair != pair.id:
-            raise ValueError(f"sweep {config.sweep}: made for {plan.sweep.pair}; this pair is {pair.id}")
+            raise ValueError(
+                f"sweep {config.sweep}: made for {plan.sweep.pair}; this pair is {pair.id}: sweep it to another place"
+            )
         self._policy = self._load_policy(pair)
         self._prompt_ids = {prompt: _encode(prompt, pair) for prompt in plan.prompts}
         longest = max(map(len, self._prompt_ids.values()))

@@ -14,7 +14,7 @@ import tyro
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers.utils.logging import disable_progress_bar
 
-from blockpilot.pairs import Pair, check_pair_names, load_pair
+from blockpilot.pairs import NAMED_PAIRS, Pair, check_pair_names, load_pair
 
 DEFAULT_PAIR = "smollm2-135m"
 ConfigT = TypeVar("ConfigT", bound="Config")
@@ -63,6 +63,12 @@ class PairConfig(Config):
         name = self.name if (self.name or self.target or self.draft) else DEFAULT_PAIR
         check_pair_names(name, self.target, self.draft)
         return name, self.target, self.draft
+
+    @property
+    def models(self) -> tuple[str, str]:
+        """Names of target and draft; raises ValueError as `names` does."""
+        name, target, draft = self.names()
+        return NAMED_PAIRS[name] if name is not None else (str(target), str(draft))
 
     def load(self) -> Pair:
         """Load target, draft and tokenizer onto the device."""

@@ -24,7 +24,7 @@ from ray.exceptions import RayTaskError
 
 from blockpilot.engine import Engine, Policy, Request
 from blockpilot.measure import decode_group
-from blockpilot.pairs import NAMED_PAIRS, Pair, PairId
+from blockpilot.pairs import Pair, PairId
 from blockpilot.policy import load_policy
 from blockpilot.prompts import Prompt, load_prompts
 from blockpilot.records import prompt_id, read_sweep
@@ -85,12 +85,6 @@ class EvaluateConfig(Config):
         if sizes and sizes[-1] > MAX_BLOCK_SIZE:
             raise ValueError(f"{sizes}: must be at most {MAX_BLOCK_SIZE}")
         return sizes
-
-    @property
-    def models(self) -> tuple[str, str]:
-        """Names of target and draft."""
-        name, target, draft = self.pair.names()
-        return NAMED_PAIRS[name] if name is not None else (str(target), str(draft))
 
 
 class EvaluateResult(NamedTuple):
@@ -153,7 +147,7 @@ def run(config: EvaluateConfig) -> EvaluateResult:
 
 def read_inputs(config: EvaluateConfig) -> tuple[tuple[Prompt, ...], Swept | None]:
     """The prompts, and the sweep if there is one. Raises ValueError where they do not fit the configuration."""
-    _ = config.models
+    config.pair.names()
     drawn = [p for name in config.prompts for p in load_prompts(name, config.num_prompts, config.shuffle_seed)]
     prompts = tuple({prompt.text: prompt for prompt in drawn}.values())
     if len(prompts) <= config.concurrency:
@@ -181,7 +175,7 @@ def _read_sweep(config: EvaluateConfig, path: Path, prompts: Sequence[Prompt]) -
 
 
 def _check_names(what: str, made_for: PairId, config: EvaluateConfig) -> None:
-    target, draft = config.models
+    target, draft = config.pair.models
     if (made_for.target, made_for.draft) != (target, draft):
         raise ValueError(
             f"{what}: made for target {made_for.target} with draft {made_for.draft}; "
@@ -206,7 +200,7 @@ def find_policy(config: EvaluateConfig, registry: Registry) -> tuple[Path | None
 
 
 def _find_version(config: EvaluateConfig, registry: Registry) -> Version:
-    name = model_name(config.models[0])
+    name = model_name(config.pair.models[0])
     try:
         if config.policy == CHAMPION:
             return registry.champion(name)

@@ -22,7 +22,6 @@ from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
 from blockpilot.engine import Engine
-from blockpilot.pairs import NAMED_PAIRS
 from blockpilot.policy import FixedPolicy, load_policy
 from jobs.cluster import actor_options, connect
 from jobs.config import Config, PairConfig, Resources, main
@@ -60,12 +59,6 @@ class ServeConfig(Config):
     """Seconds that requests in flight have to finish when the server stops."""
     output: Path = Path("runs/serve")
     """Where the champion is copied to; all nodes of a cluster must see it."""
-
-    @property
-    def models(self) -> tuple[str, str]:
-        """Names of target and draft; raises ValueError for an unknown pair."""
-        name, target, draft = self.pair.names()
-        return NAMED_PAIRS[name] if name is not None else (str(target), str(draft))
 
 
 class Decoder:
@@ -124,7 +117,7 @@ def build_app(args: ServeConfig) -> Application:
 
 def find_policy(config: ServeConfig) -> int | str:
     """A block size, or the directory of a policy; ValueError if there is none or it is for other models."""
-    target, draft = config.models
+    target, draft = config.pair.models
     if config.policy.isdecimal():
         if not 1 <= int(config.policy) <= MAX_BLOCK_SIZE:
             raise ValueError(f"policy {config.policy}: a block size must be 1 to {MAX_BLOCK_SIZE}")
@@ -211,7 +204,8 @@ def run(config: ServeConfig) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: leave.set())
     console = Console()
-    console.print(f"serving {config.models[0]} at {url} with policy {config.policy}; Ctrl-C to stop", soft_wrap=True)
+    target, _ = config.pair.models
+    console.print(f"serving {target} at {url} with policy {config.policy}; Ctrl-C to stop", soft_wrap=True)
     leave.wait()
     console.print("finishing the requests in flight")
     stop(config.drain_s)

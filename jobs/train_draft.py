@@ -22,6 +22,7 @@ from ray.util import ActorPool
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig
+from transformers.utils.logging import disable_progress_bar
 
 from blockpilot.draft import DraftModel, load_draft, new_draft_config, save_draft
 from blockpilot.draft_data import (
@@ -305,6 +306,7 @@ def fresh_draft(config: TrainDraftConfig) -> DraftModel:
 
 def _target_with_draft(config: TrainDraftConfig, draft: DraftModel | None = None) -> Pair:
     """The target in bf16 (text is data here, not a promise) with a draft, on the GPU where there is one."""
+    disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer, revision = load_target(target_directory(config.target), torch.bfloat16)
     draft = (draft or fresh_draft(config)).to(device, torch.bfloat16).eval()
@@ -327,6 +329,7 @@ def _work(task: Task) -> None:
     config, context, saved = task.config, ray.train.get_context(), saved_state()
     rank, world_size = context.get_world_rank(), context.get_world_size()
     torch.set_num_threads(max(1, int(config.resources.num_cpus)))
+    disable_progress_bar()
     model, _, _ = load_target(target_directory(config.target), torch.bfloat16)
     modules = model.get_input_embeddings(), model.get_output_embeddings()
     embedding, head = (cast(torch.Tensor, module.weight).detach() for module in modules)

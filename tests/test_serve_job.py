@@ -18,7 +18,7 @@ from fastapi.testclient import TestClient
 
 from blockpilot.pairs import Pair, PairId
 from blockpilot.policy import CandidateSet, ClassPolicy, PolicyInfo, ProbsMLP, save_policy
-from jobs.config import PairConfig, Resources, main
+from jobs.config import ConfigError, PairConfig, Resources, main
 from jobs.registry import Registry, model_name
 from jobs.serve import Decoder, ServeConfig, find_policy, run
 
@@ -226,5 +226,5 @@ def check_drain(process: subprocess.Popen[bytes], client: openai.OpenAI) -> None
 
 
 def test_resources_say_how_many_replicas() -> None:
-    with pytest.raises(ValueError, match="num_actors"):
+    with pytest.raises(ConfigError, match="num_actors"):
         ServeConfig(policy="8", resources=Resources(num_actors=0))

@@ -186,11 +186,12 @@ def test_bad_candidates_are_refused(parrot: Pair, candidates: list[int]) -> None
 
 
 def test_the_embedded_draft_is_worth_its_while(embedded_pair: Pair) -> None:
-    outcome = decode(embedded_pair, prompts(2), [1, 4, 8], max_new_tokens=24)
+    """fp32 and greedy, so the same everywhere: a draft of noise would stay at 1.0."""
+    outcome = decode(embedded_pair, load_prompts("demo", 4), [1, 4, 8], max_new_tokens=24)
     taus = tau_curve(outcome.rows)
     assert all(row.texts_agree for row in outcome.rows)
     assert taus[1] == 1.0
-    assert taus[8] > 1.15
+    assert taus[8] > 1.1
 
 
 def test_bad_sampling_is_refused(parrot: Pair) -> None:

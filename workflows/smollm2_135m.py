@@ -80,7 +80,7 @@ def pipeline(config: DemoConfig) -> Pipeline:
         sweep=sweep,
         train=TrainConfig(sweep=sweep.output, output=output / "policy", epochs=30),
         evaluate=evaluate,
-        promote=PromoteConfig(model=model_name(evaluate.models[0])),
+        promote=PromoteConfig(model=model_name(evaluate.pair.models[0])),
         serve=ServeConfig(pair=exact, port=config.port or free_port(), max_length=512, output=output / "serve"),
     )
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import descendants
 from test_fit import PAIR, VOCAB_SIZE, dense, metadata, synthetic_rows
 
 from blockpilot.fit import Fit, FitSettings, examples, new_network, split_rows
@@ -135,23 +136,6 @@ def start(tmp_path: Path) -> Iterator[Callable[[], Job]]:
             job.wait(30)
 
 
-def train_workers(driver: int) -> list[int]:
-    """Pids of the Ray Train workers among the descendants of the driver."""
-    parents: dict[int, int] = {}
-    names: dict[int, str] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parents[int(folder.name)] = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            names[int(folder.name)] = (folder / "cmdline").read_text()
-        except (OSError, IndexError):  # it has just ended
-            continue
-
-    def descends(pid: int) -> bool:
-        return pid == driver or (pid in parents and descends(parents[pid]))
-
-    return sorted(pid for pid, name in names.items() if "RayTrainWorker" in name and descends(pid))
-
-
 def wait_for_checkpoint(folder: Path, job: Job) -> None:
     """Returns when there is one that was not there before."""
     before = set(folder.glob(CHECKPOINTS))
@@ -167,7 +151,7 @@ def test_kills_change_nothing(start: Callable[[], Job], tmp_path: Path) -> None:
     """Two data-parallel workers, one killed, then the driver killed: in the end the policy of plain `Fit`."""
     job = start()
     wait_for_checkpoint(tmp_path, job)
-    workers = train_workers(job.pid)
+    workers = descendants(job.pid, "RayTrainWorker")
     assert len(workers) == 2
     os.kill(workers[1], signal.SIGKILL)
     wait_for_checkpoint(tmp_path, job)

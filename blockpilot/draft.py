@@ -27,6 +27,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from blockpilot.cache import SlotCache, SlotView
+from blockpilot.target import head_dim
 
 ARCHITECTURE = "DFlashDraftModel"
 # Options of newer checkpoints and the values that leave the network as it is here.
@@ -297,7 +298,7 @@ def new_draft_config(
         num_hidden_layers=num_layers,
         num_attention_heads=heads,
         num_key_value_heads=target_config.num_key_value_heads,
-        head_dim=getattr(target_config, "head_dim", None) or target_config.hidden_size // heads,
+        head_dim=head_dim(target_config),
         max_position_embeddings=target_config.max_position_embeddings,
         rms_norm_eps=target_config.rms_norm_eps,
         rope_parameters=dict(target_config.rope_parameters),

@@ -4,6 +4,7 @@ A shard is two files: `X.parquet` (ANSWER_SCHEMA) and `X.safetensors` with "feat
 Both are written whole or not at all, features last, so a shard exists once its features do.
 """
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -109,17 +110,28 @@ def read_answers(path: Path) -> list[Answer]:
     return [Answer(**row) for row in table.to_pylist()]
 
 
-def write_features(path: Path, features: Tensor, revision: str) -> None:
-    """Write the features of a shard with the revision of the target they came from, whole or not at all."""
+class FeatureSource(NamedTuple):
+    """Where features came from: a revision of the target, and which of its layers."""
+
+    target_revision: str
+    layer_ids: tuple[int, ...]
+
+
+def write_features(path: Path, features: Tensor, source: FeatureSource) -> None:
+    """Write the features of a shard with where they came from, whole or not at all."""
     partial = path.with_suffix(".tmp")
-    save_file({"features": features.contiguous()}, partial, metadata={"target_revision": revision})
+    save_file({"features": features.contiguous()}, partial, metadata={"source": json.dumps(source)})
     partial.rename(path)
 
 
-def features_revision(path: Path) -> str:
-    """Revision of the target that a shard's features came from."""
+def feature_source(path: Path) -> FeatureSource:
+    """Where a shard's features came from, out of the file's header; raises ValueError where it does not say."""
     with safe_open(path, framework="pt") as file:
-        return str((file.metadata() or {}).get("target_revision"))
+        metadata = file.metadata() or {}
+    if "source" not in metadata:
+        raise ValueError(f"{path}: does not say which target and layers its features came from")
+    revision, layer_ids = json.loads(metadata["source"])
+    return FeatureSource(revision, tuple(layer_ids))
 
 
 def read_documents(answers: Path) -> list[Document]:

@@ -81,7 +81,7 @@ class _Row:
     tokens: list[int]
     text: TextStream | None
     block_size: int = 0
-    finished: bool = field(default=False)
+    finished: bool = False
 
     @property
     def drafts(self) -> bool:

@@ -22,6 +22,11 @@ def connect(include_dashboard: bool = False) -> None:
         ray.init(address="local", num_cpus=cpus, include_dashboard=include_dashboard, log_to_driver=True)
 
 
+def num_threads(num_cpus: float) -> int:
+    """Torch threads of a process that holds so many CPU cores."""
+    return max(1, int(num_cpus))
+
+
 def actor_options(accelerator_type: str | None, num_cpus: float) -> dict[str, Any]:
     """Options of an actor that holds a pair: one GPU where there are any, else CPU cores.
 
@@ -37,5 +42,5 @@ def actor_options(accelerator_type: str | None, num_cpus: float) -> dict[str, An
         return {"num_gpus": 1, "num_cpus": num_cpus, "accelerator_type": accelerator_type}
     if resources.get("GPU", 0) >= 1:
         return {"num_gpus": 1, "num_cpus": num_cpus}
-    threads = str(max(1, int(num_cpus)))
+    threads = str(num_threads(num_cpus))
     return {"num_cpus": num_cpus, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": threads}}}

@@ -90,9 +90,14 @@ class Resources(Config):
     """CPU cores of an actor; also its torch threads (at least one)."""
 
 
+def in_submitted_job() -> bool:
+    """Whether this process is the driver of a `ray job submit`."""
+    return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+
+
 def absolute_in_submitted_job(path: Path, name: str) -> None:
     """Raise ValueError for a relative output of a submitted job: its working directory is a temporary copy."""
-    if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ and not path.is_absolute():
+    if in_submitted_job() and not path.is_absolute():
         raise ValueError(f"{name} {path}: must be absolute in a submitted job, whose directory is temporary")
 
 

@@ -31,7 +31,7 @@ from blockpilot.records import prompt_id, read_sweep
 from blockpilot.report import Comparison, Figures, Interval, Run, cells, fastest_block_size, markdown
 from blockpilot.sweep import MAX_BLOCK_SIZE, sampler_seed, tau_curve
 from blockpilot.verify import Sampling
-from jobs.cluster import actor_options, connect
+from jobs.cluster import actor_options, connect, num_threads
 from jobs.config import Config, PairConfig, absolute_in_submitted_job, main
 from jobs.registry import CHAMPION, HeldOut, Registry, Version, model_name
 
@@ -314,7 +314,7 @@ def default_block_sizes(trained: int, candidates: Sequence[int]) -> tuple[int, .
 def _evaluator(config: EvaluateConfig, plan: Plan) -> Iterator[Any]:
     options = actor_options(config.accelerator_type, config.num_cpus)
     remote: Any = ray.remote(Evaluator)
-    evaluator = remote.options(**options).remote(config, plan, max(1, int(config.num_cpus)))
+    evaluator = remote.options(**options).remote(config, plan, num_threads(config.num_cpus))
     try:
         yield evaluator
     finally:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from filelock import FileLock
 
 from blockpilot.pairs import target_slug
+from jobs.config import in_submitted_job
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -54,7 +55,7 @@ def tracking_uri() -> str:
     if not uri.startswith(_SQLITE):
         return uri
     path = Path(uri.removeprefix(_SQLITE))
-    if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ and not path.is_absolute():
+    if in_submitted_job() and not path.is_absolute():
         raise ValueError(
             f"MLflow store {uri}: the directory of a submitted job is temporary; "
             "set MLFLOW_TRACKING_URI to an absolute sqlite path or a server"

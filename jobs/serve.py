@@ -19,11 +19,10 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.schema import LoggingConfig
 from rich.console import Console
-from transformers.utils.logging import disable_progress_bar
 
 from blockpilot.engine import Engine
 from blockpilot.policy import FixedPolicy, load_policy
-from jobs.cluster import actor_options, connect
+from jobs.cluster import actor_options, connect, num_threads
 from jobs.config import Config, PairConfig, Resources, main
 from jobs.engine_loop import EngineLoop
 from jobs.openai_api import RETRY_AFTER_S, Backend, make_app
@@ -67,7 +66,6 @@ class Decoder:
     def __init__(
         self, pair: PairConfig, num_threads: int, num_slots: int, max_length: int | None, max_queue: int
     ) -> None:
-        disable_progress_bar()
         torch.set_num_threads(num_threads)
         loaded = pair.load()
         max_length = max_length or min(DEFAULT_MAX_LENGTH, loaded.max_length)
@@ -111,8 +109,8 @@ def build_app(args: ServeConfig) -> Application:
         graceful_shutdown_timeout_s=args.drain_s,
         max_constructor_retry_count=1,  # the same models and policy would fail again
     )(serve.ingress()(Decoder))
-    num_threads = max(1, int(resources.num_cpus))
-    return deployment.bind(args.pair, num_threads, args.num_slots, args.max_length, args.max_queue)
+    threads = num_threads(resources.num_cpus)
+    return deployment.bind(args.pair, threads, args.num_slots, args.max_length, args.max_queue)
 
 
 def find_policy(config: ServeConfig) -> int | str:

@@ -26,7 +26,6 @@ from ray.exceptions import RayError, RayTaskError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
-from transformers.utils.logging import disable_progress_bar
 
 from blockpilot.pairs import Pair
 from blockpilot.prompts import Prompt, load_prompts
@@ -49,7 +48,7 @@ from blockpilot.sweep import (
     decode,
     tau_curve,
 )
-from jobs.cluster import actor_options, connect
+from jobs.cluster import actor_options, connect, num_threads
 from jobs.config import Config, PairConfig, Resources, absolute_in_submitted_job, main
 
 CONFIG_FILE = "config.json"
@@ -262,7 +261,6 @@ class SweepWorker:
 
     def __init__(self, pair: PairConfig, num_threads: int) -> None:
         torch.set_num_threads(num_threads)
-        disable_progress_bar()
         self._config = pair
         self._pair: Pair | None = None
 
@@ -322,9 +320,9 @@ class _Pool:
                 ray.kill(worker)
 
     def _start(self) -> None:
-        num_threads = max(1, int(self._config.resources.num_cpus))
+        threads = num_threads(self._config.resources.num_cpus)
         remote: Any = ray.remote(SweepWorker)
-        worker = remote.options(**self._options).remote(self._config.pair, num_threads)
+        worker = remote.options(**self._options).remote(self._config.pair, threads)
         self._running[worker.load.remote(self._identity, self._git_commit)] = worker, None
 
     def _collect(self, reference: Any) -> Iterator[tuple[Task, Outcome, Metadata]]:

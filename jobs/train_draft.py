@@ -21,12 +21,13 @@ from pydantic import Field
 from ray.util import ActorPool
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer, Qwen3Config
 from transformers.utils.logging import disable_progress_bar
 
-from blockpilot.draft import DraftModel, load_draft, new_draft_config, save_draft
+from blockpilot.draft import DraftModel, load_draft, new_draft_config, parse_options, save_draft
 from blockpilot.draft_data import (
-    features_revision,
+    FeatureSource,
+    feature_source,
     generate_answers,
     read_answers,
     read_documents,
@@ -42,11 +43,11 @@ from blockpilot.draft_fit import (
     copy_target_layers,
     frequent_tokens,
 )
-from blockpilot.engine import Engine, Request
 from blockpilot.pairs import EMBEDDED_TARGET, Pair, PairId, embedded_target, load_target
 from blockpilot.prompts import Prompt, load_prompts
+from blockpilot.sweep import decode, tau_curve
 from blockpilot.verify import Sampling
-from jobs.cluster import actor_options, connect
+from jobs.cluster import actor_options, connect, num_threads
 from jobs.config import Config, Resources, absolute_in_submitted_job, main
 from jobs.ray_train import recorded, report, saved_state, scaling_config, train
 from jobs.registry import Registry
@@ -189,8 +190,6 @@ def target_directory(target: str) -> str:
 
 
 def _mask_token_id(config: TrainDraftConfig) -> int:
-    from transformers import AutoTokenizer
-
     vocabulary = AutoTokenizer.from_pretrained(target_directory(config.target)).get_vocab()
     if config.mask_token not in vocabulary:
         raise ValueError(f"mask_token {config.mask_token!r}: not in the vocabulary of {config.target}")
@@ -241,7 +240,7 @@ class AnswerWorker:
     """A Ray actor with the target: writes the answers and features of a shard."""
 
     def __init__(self, config: TrainDraftConfig) -> None:
-        torch.set_num_threads(max(1, int(config.resources.num_cpus)))
+        torch.set_num_threads(num_threads(config.resources.num_cpus))
         self.config = config
         self.pair = _target_with_draft(config)
 
@@ -260,7 +259,8 @@ class AnswerWorker:
             num_tokens = sum(len(a.tokens) - a.num_prompt_tokens for a in answers)
             write_answers(shard.answers, answers)
         answers = read_answers(shard.answers)
-        write_features(shard.features, target_features(pair, answers), pair.id.target_revision)
+        source = FeatureSource(pair.id.target_revision, pair.draft.options.target_layer_ids)
+        write_features(shard.features, target_features(pair, answers), source)
         return num_tokens
 
 
@@ -277,30 +277,29 @@ def write_shards(config: TrainDraftConfig, shards: Sequence[Shard]) -> None:
             num_tokens += count
             speed = num_tokens / (time.monotonic() - started)
             print(f"answers: {done}/{len(missing)} shards, {num_tokens} tokens, {speed:.0f} tokens/s", flush=True)
-    draft = fresh_draft(config)
-    width = draft.fc.in_features
-    for shard in shards:
-        documents = read_documents(shard.answers)
-        if documents and documents[0].features.shape[1] != width:
-            raise ValueError(
-                f"{shard.features}: features of width {documents[0].features.shape[1]}, this draft reads {width}"
-            )
-    revisions = {features_revision(shard.features) for shard in shards}
-    if len(revisions) > 1:
-        raise ValueError(f"{config.output / 'answers'}: features of several targets, {', '.join(sorted(revisions))}")
+    layer_ids = parse_options(_draft_config(config)).target_layer_ids
+    sources = {feature_source(shard.features): shard.features for shard in shards}
+    for source, path in sources.items():
+        if source.layer_ids != layer_ids:
+            raise ValueError(f"{path}: features of target layers {source.layer_ids}, this draft reads {layer_ids}")
+    if len(sources) > 1:
+        found = ", ".join(sorted(source.target_revision for source in sources))
+        raise ValueError(f"{config.output / 'answers'}: features of several targets, {found}")
 
 
 def fresh_draft(config: TrainDraftConfig) -> DraftModel:
     """The untrained draft: its weights depend on the seed only."""
     torch.manual_seed(config.seed)
-    return DraftModel(
-        new_draft_config(
-            AutoConfig.from_pretrained(target_directory(config.target)),
-            num_layers=config.num_layers,
-            block_size=config.block_size,
-            mask_token_id=_mask_token_id(config),
-            target_layer_ids=config.target_layer_ids,
-        )
+    return DraftModel(_draft_config(config))
+
+
+def _draft_config(config: TrainDraftConfig) -> Qwen3Config:
+    return new_draft_config(
+        AutoConfig.from_pretrained(target_directory(config.target)),
+        num_layers=config.num_layers,
+        block_size=config.block_size,
+        mask_token_id=_mask_token_id(config),
+        target_layer_ids=config.target_layer_ids,
     )
 
 
@@ -328,7 +327,7 @@ def _work(task: Task) -> None:
     """What every Ray Train worker does."""
     config, context, saved = task.config, ray.train.get_context(), saved_state()
     rank, world_size = context.get_world_rank(), context.get_world_size()
-    torch.set_num_threads(max(1, int(config.resources.num_cpus)))
+    torch.set_num_threads(num_threads(config.resources.num_cpus))
     disable_progress_bar()
     model, _, _ = load_target(target_directory(config.target), torch.bfloat16)
     modules = model.get_input_embeddings(), model.get_output_embeddings()
@@ -388,21 +387,13 @@ def measure_tau(
 
 
 def _decode_tau(config: TrainDraftConfig, directory: Path, prompts: Sequence[Prompt], temperature: float) -> float:
-    torch.set_num_threads(max(1, int(config.resources.num_cpus)))
+    torch.set_num_threads(num_threads(config.resources.num_cpus))
     pair = _target_with_draft(config, load_draft(directory))
-    engine = Engine(pair, num_slots=16, max_length=config.max_prompt_tokens + config.max_new_tokens)
-    for i, prompt in enumerate(prompts):
-        ids = prompt.encode(pair.tokenizer)
-        if len(ids) <= config.max_prompt_tokens:
-            sampling = Sampling(temperature, seed=i)
-            engine.add(Request(ids, config.max_new_tokens, sampling, config.block_size, pair.stop_token_ids))
-    num_emitted = num_steps = 0
-    while not engine.idle:
-        for step in engine.step():
-            if step.block_size:
-                num_steps += 1
-                num_emitted += len(step.tokens)
-    return num_emitted / max(1, num_steps)
+    short = [prompt for prompt in prompts if len(prompt.encode(pair.tokenizer)) <= config.max_prompt_tokens]
+    outcome = decode(pair, short, [config.block_size], max_new_tokens=config.max_new_tokens, temperature=temperature)
+    if not outcome.rows:
+        raise ValueError(f"{len(prompts)} held-out prompts: none gives a verify step to measure tau on")
+    return tau_curve(outcome.rows)[config.block_size]
 
 
 def _print_result(directory: Path, tau: dict[float, float]) -> None:

@@ -10,6 +10,7 @@ from blockpilot.draft import DraftModel
 from blockpilot.draft_data import (
     Answer,
     Document,
+    FeatureSource,
     generate_answers,
     read_documents,
     target_features,
@@ -34,6 +35,7 @@ from blockpilot.prompts import Message, Prompt
 from blockpilot.verify import Sampling
 
 BLOCK = 4
+SOURCE = FeatureSource("revision", (1, 3))
 
 
 def documents(num: int = 6, width: int = 96, seed: int = 0) -> list[Document]:
@@ -55,7 +57,7 @@ def loss_of(pair: Pair, draft: DraftModel | None = None) -> BlockLoss:
 def write_shard(path: Path, shard: list[Document]) -> Path:
     answers = [Answer("test", d.tokens.tolist(), d.num_prompt_tokens, 0.0, 0) for d in shard]
     write_answers(path, answers)
-    write_features(path.with_suffix(".safetensors"), torch.cat([d.features for d in shard]), "revision")
+    write_features(path.with_suffix(".safetensors"), torch.cat([d.features for d in shard]), SOURCE)
     return path
 
 
@@ -217,7 +219,7 @@ def test_too_few_documents_are_refused(tiny_pair: Pair, tmp_path: Path) -> None:
 
 def test_features_of_another_shard_are_noticed(tmp_path: Path) -> None:
     path = write_shard(tmp_path / "0.parquet", documents(3))
-    write_features(path.with_suffix(".safetensors"), torch.zeros(7, 96), "revision")
+    write_features(path.with_suffix(".safetensors"), torch.zeros(7, 96), SOURCE)
     with pytest.raises(ValueError, match="7 rows for 54 tokens"):
         read_documents(path)
 
@@ -230,7 +232,7 @@ def test_a_draft_learns_to_be_accepted(tiny_pair: Pair, tmp_path: Path) -> None:
     )
     path = tmp_path / "0.parquet"
     write_answers(path, answers)
-    write_features(path.with_suffix(".safetensors"), target_features(tiny_pair, answers), "revision")
+    write_features(path.with_suffix(".safetensors"), target_features(tiny_pair, answers), SOURCE)
 
     def tau(draft: DraftModel) -> float:
         pair = Pair(tiny_pair.id, tiny_pair.target, draft.eval(), tiny_pair.tokenizer)

@@ -12,11 +12,11 @@ import torch
 from processes import descendants
 from safetensors.torch import load_file
 
-from blockpilot.draft_data import read_answers
+from blockpilot.draft_data import FeatureSource, read_answers, write_features
 from blockpilot.draft_fit import BlockLoss, DraftFit, copy_target_layers, frequent_tokens
 from blockpilot.pairs import load_pair, load_target
 from jobs.config import ConfigError
-from jobs.train_draft import TrainDraftConfig, fresh_draft, plan_shards, run
+from jobs.train_draft import TrainDraftConfig, fresh_draft, plan_shards, run, write_shards
 
 ROOT = Path(__file__).parent.parent
 
@@ -70,6 +70,25 @@ def test_held_out_prompts_are_never_trained_on(tiny_pair_dirs: tuple[Path, Path]
     texts = [{prompt.text for shard in side for prompt in shard.prompts} for side in (train, held_out)]
     assert texts[0].isdisjoint(texts[1])
     assert (len(texts[0]), len(texts[1])) == (16, 8)
+
+
+@pytest.mark.parametrize(
+    ("sources", "message"),
+    [
+        ([("a", (0, 5)), ("a", (0, 5))], r"features of target layers \(0, 5\), this draft reads \(1, 3\)"),
+        ([("a", (1, 3)), ("b", (1, 3))], "features of several targets, a, b"),
+    ],
+)
+def test_features_of_other_layers_or_targets_are_refused(
+    sources: list[tuple[str, tuple[int, ...]]], message: str, tiny_pair_dirs: tuple[Path, Path], prompts: Path
+) -> None:
+    training = config(tiny_pair_dirs[0], prompts, prompts_per_shard=12, num_layers=2, target_layer_ids=(1, 3))
+    shards = [shard for side in plan_shards(training) for shard in side]
+    shards[0].answers.parent.mkdir(parents=True)
+    for shard, source in zip(shards, sources, strict=True):
+        write_features(shard.features, torch.zeros(4, 96), FeatureSource(*source))
+    with pytest.raises(ValueError, match=message):
+        write_shards(training, shards)
 
 
 @pytest.mark.ray

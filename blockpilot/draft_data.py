@@ -1,19 +1,21 @@
 """Training data of a draft: answers that the target itself wrote, and its features of every token.
 
-A shard is two files: `X.parquet` (ANSWER_SCHEMA) and `X.safetensors` with "features" [tokens of all documents, F].
-Both are written whole or not at all, features last, so a shard exists once its features do.
+A shard is a Parquet file of answers (ANSWER_SCHEMA) and, for the layers that a draft reads, a safetensors file with
+the target's features of all its tokens. Both are written whole or not at all.
 """
 
 import json
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
+from copy import copy
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from blockpilot.engine import Engine, Request
@@ -33,12 +35,27 @@ ANSWER_SCHEMA = pa.schema(
 )
 
 
+class Shard(NamedTuple):
+    """The two files of a shard."""
+
+    answers: Path
+    features: Path
+
+
+class Features(NamedTuple):
+    """What the target computes at S tokens, bf16: its chosen layers side by side, and the input of its LM head."""
+
+    features: Tensor  # [S, F]
+    hidden: Tensor  # [S, hidden]
+
+
 class Document(NamedTuple):
-    """A prompt with the target's answer: tokens [S] int64, and the target's features [S, F] of every token."""
+    """A prompt with the target's answer: tokens [S] int64, and the target's Features of every token."""
 
     tokens: Tensor
     num_prompt_tokens: int
     features: Tensor
+    hidden: Tensor
 
 
 class Answer(NamedTuple):
@@ -61,45 +78,115 @@ def generate_answers(
     num_slots: int = 32,
 ) -> list[Answer]:
     """Answers of the target to the prompts, in order; longer prompts than `max_prompt_tokens` are left out."""
-    engine = Engine(pair, num_slots=num_slots, max_length=max_prompt_tokens + max_new_tokens)
-    answers: dict[int, Answer] = {}
+    answers = []
     for prompt, drawn in zip(prompts, sampling, strict=True):
         ids = prompt.encode(pair.tokenizer)
-        if len(ids) > max_prompt_tokens:
-            continue
-        request = Request(ids, max_new_tokens, drawn, block_size=1, stop_token_ids=pair.stop_token_ids)
-        answer = Answer(prompt.set, list(ids), len(ids), drawn.temperature, drawn.seed)
-        answers[engine.add(request)] = answer
+        if len(ids) <= max_prompt_tokens:
+            answers.append(Answer(prompt.set, list(ids), len(ids), drawn.temperature, drawn.seed))
+    # Prompts of one length together: less padding in prefill and attention.
+    by_length = sorted(answers, key=lambda answer: answer.num_prompt_tokens)
+    requests = [(answer.tokens, Sampling(answer.temperature, seed=answer.seed)) for answer in by_length]
+    written = _generate(pair, requests, max_new_tokens, num_slots)
+    for answer, tokens in zip(by_length, written, strict=True):
+        answer.tokens.extend(tokens)
+    return answers
+
+
+def write_prompts(
+    pair: Pair,
+    seeds: Sequence[int],
+    openings: Sequence[str] = ("",),
+    *,
+    max_new_tokens: int = 96,
+    num_slots: int = 32,
+) -> list[str]:
+    """User turns that the target writes itself, one a seed at most (Magpie, arXiv 2406.08464).
+
+    A chat model continues its template from where the user's turn begins, here with one of `openings` in turn.
+    Turns that do not end within `max_new_tokens`, or are shorter than three words, are left out. Raises ValueError
+    for a target without a chat template.
+    """
+    if not pair.tokenizer.chat_template:
+        raise ValueError("a target without a chat template cannot write prompts")
+    marker = "\x00"
+    template = pair.tokenizer.apply_chat_template([{"role": "user", "content": marker}], tokenize=False)
+    before, found, _ = str(template).partition(marker)
+    if not found:
+        raise ValueError("the chat template does not show the user's text")
+    chosen = [openings[i % len(openings)] for i in range(len(seeds))]
+    requests = []
+    for opening, seed in zip(chosen, seeds, strict=True):
+        ids: list[int] = pair.tokenizer(before + opening, add_special_tokens=False)["input_ids"]
+        requests.append((ids, Sampling(1.0, top_p=0.9, seed=seed)))
+    written = _generate(pair, requests, max_new_tokens, num_slots)
+    texts = []
+    for opening, tokens in zip(chosen, written, strict=True):
+        if tokens[-1] in pair.stop_token_ids:
+            texts.append((opening + str(pair.tokenizer.decode(tokens[:-1]))).strip())
+    return [text for text in texts if len(text.split()) >= 3]
+
+
+def _generate(
+    pair: Pair, requests: Sequence[tuple[list[int], Sampling]], max_new_tokens: int, num_slots: int
+) -> list[list[int]]:
+    """What the target writes after each (token ids, sampling), in order, without drafts."""
+    longest = max((len(ids) for ids, _ in requests), default=1)
+    engine = Engine(pair, num_slots=num_slots, max_length=min(longest + max_new_tokens, pair.max_length))
+    written: dict[int, list[int]] = {}
+    for ids, sampling in requests:
+        request = Request(tuple(ids), max_new_tokens, sampling, block_size=1, stop_token_ids=pair.stop_token_ids)
+        written[engine.add(request)] = []
     while not engine.idle:
         for step in engine.step():
-            answers[step.request_id].tokens.extend(step.tokens)
-    return list(answers.values())
+            written[step.request_id].extend(step.tokens)
+    return list(written.values())
 
 
 @torch.inference_mode()
-def target_features(pair: Pair, answers: Sequence[Answer], batch_size: int = 8) -> Tensor:
-    """The target's features of every token of every answer, one after the other: [sum of tokens, F] bf16."""
-    target = Target(pair.target, pair.draft.options.target_layer_ids)
-    features = []
-    for start in range(0, len(answers), batch_size):
-        rows = [answer.tokens for answer in answers[start : start + batch_size]]
+def target_features(target: Target, answers: Sequence[Answer], batch_size: int = 8) -> Features:
+    """What the target computes at every token of every answer, one answer after the other."""
+    width = target.model.config.hidden_size
+    none = Features(torch.empty(0, len(target.layer_ids) * width), torch.empty(0, width))
+    found = [none] * len(answers)
+    by_length = sorted(range(len(answers)), key=lambda i: len(answers[i].tokens))
+    for start in range(0, len(by_length), batch_size):
+        chosen = by_length[start : start + batch_size]
+        rows = [answers[i].tokens for i in chosen]
         longest = max(len(row) for row in rows)
         padded = [row + [0] * (longest - len(row)) for row in rows]
-        tokens = torch.tensor(padded, device=pair.target.device)
+        tokens = torch.tensor(padded, device=target.model.device)
         positions = torch.arange(longest, device=tokens.device).expand(len(rows), -1)
         view = target.new_cache(len(rows), longest).view(0, positions, longest)
-        scored = target.score(tokens, positions, view, features=True).features
-        assert scored is not None
-        features += [scored[i, : len(row)].to("cpu", torch.bfloat16) for i, row in enumerate(rows)]
-    return torch.cat(features)
+        scored = target.score(tokens, positions, view, features=True)
+        assert scored.features is not None
+        for i, row, of_row, hidden_row in zip(chosen, rows, scored.features, scored.hidden, strict=True):
+            found[i] = Features(of_row[: len(row)].cpu(), hidden_row[: len(row)].cpu())
+    features, hidden = (torch.cat(tensors).to(torch.bfloat16) for tensors in zip(none, *found, strict=True))
+    return Features(features, hidden)
 
 
-def write_answers(path: Path, answers: Sequence[Answer]) -> None:
-    """Write ANSWER_SCHEMA Parquet, whole or not at all."""
+class AnswerSource(NamedTuple):
+    """Who answered: a target's name and its revision."""
+
+    target: str
+    target_revision: str
+
+
+def write_answers(path: Path, answers: Sequence[Answer], source: AnswerSource) -> None:
+    """Write ANSWER_SCHEMA Parquet with its source in the file's metadata, whole or not at all."""
     partial = path.with_suffix(".tmp")
-    table = pa.Table.from_pylist([answer._asdict() for answer in answers], schema=ANSWER_SCHEMA)
+    schema = ANSWER_SCHEMA.with_metadata({"source": json.dumps(source._asdict())})
+    table = pa.Table.from_pylist([answer._asdict() for answer in answers], schema=schema)
     pq.write_table(table, partial, compression="zstd")
     partial.rename(path)
+
+
+def answer_source(path: Path) -> AnswerSource:
+    """Who wrote a Parquet shard, out of its metadata; raises ValueError where it does not say."""
+    metadata = pq.read_schema(path).metadata or {}
+    if b"source" not in metadata:
+        raise ValueError(f"{path}: does not say which target wrote these answers")
+    return AnswerSource(**json.loads(metadata[b"source"]))
 
 
 def read_answers(path: Path) -> list[Answer]:
@@ -117,10 +204,11 @@ class FeatureSource(NamedTuple):
     layer_ids: tuple[int, ...]
 
 
-def write_features(path: Path, features: Tensor, source: FeatureSource) -> None:
+def write_features(path: Path, features: Features, source: FeatureSource) -> None:
     """Write the features of a shard with where they came from, whole or not at all."""
     partial = path.with_suffix(".tmp")
-    save_file({"features": features.contiguous()}, partial, metadata={"source": json.dumps(source)})
+    tensors = {name: tensor.contiguous() for name, tensor in features._asdict().items()}
+    save_file(tensors, partial, metadata={"source": json.dumps(source)})
     partial.rename(path)
 
 
@@ -134,15 +222,51 @@ def feature_source(path: Path) -> FeatureSource:
     return FeatureSource(revision, tuple(layer_ids))
 
 
-def read_documents(answers: Path) -> list[Document]:
-    """One shard with its features; raises ValueError where the two files do not belong together."""
-    features = load_file(answers.with_suffix(".safetensors"))["features"]
-    documents, start = [], 0
-    for answer in read_answers(answers):
+class Corpus:
+    """The documents of many shards. Tokens are held in memory; features stay on disk until a document is read."""
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self._files: list[Any] = []
+        self._rows: list[tuple[int, int, Answer]] = []  # file, first row there, answer
+        for shard in shards:
+            start = 0
+            for answer in read_answers(shard.answers):
+                self._rows.append((len(self._files), start, answer))
+                start += len(answer.tokens)
+            self._files.append(_open_features(shard.features, start))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[Document]:
+        return (self[i] for i in range(len(self)))
+
+    def __getitem__(self, index: int) -> Document:
+        number, start, answer = self._rows[index]
         end = start + len(answer.tokens)
-        tokens = torch.tensor(answer.tokens, dtype=torch.long)
-        documents.append(Document(tokens, answer.num_prompt_tokens, features[start:end]))
-        start = end
-    if start != len(features):
-        raise ValueError(f"{answers.with_suffix('.safetensors')}: {len(features)} rows for {start} tokens")
-    return documents
+        file = self._files[number]
+        features = (file.get_slice(name)[start:end] for name in Features._fields)
+        return Document(torch.tensor(answer.tokens), answer.num_prompt_tokens, *features)
+
+    def sample(self, num: int, seed: int = 0) -> "Corpus":
+        """A corpus of `num` of these documents, drawn at random; of all if there are not so many."""
+        chosen = copy(self)
+        chosen._rows = random.Random(seed).sample(self._rows, min(num, len(self)))
+        return chosen
+
+    @property
+    def answers(self) -> list[Answer]:
+        """The answers of all documents, without reading features."""
+        return [answer for _, _, answer in self._rows]
+
+
+def _open_features(path: Path, num_tokens: int) -> Any:
+    """A memory-mapped file of features; raises ValueError unless it holds exactly those of `num_tokens` tokens."""
+    try:
+        file: Any = safe_open(path, framework="pt")
+        rows = [file.get_slice(name).get_shape()[0] for name in Features._fields]
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path}: not the features of a shard ({error})") from None
+    if set(rows) != {num_tokens}:
+        raise ValueError(f"{path}: {rows[0]} rows for {num_tokens} tokens")
+    return file

@@ -2,8 +2,12 @@
 
 The target's own answers are the data. Anchors are drawn at random in an answer; the block after each anchor is
 [anchor, MASK x (B-1)], and all blocks of a document go through the draft side by side: a block sees the context
-strictly before its anchor and itself, never another block and never its own answers. The loss is the cross entropy
-of slots 1 .. B-1 weighted by exp(-(slot - 1) / gamma), because a late slot only counts when all before it were right.
+strictly before its anchor and itself, never another block and never its own answers.
+
+The loss of a slot is the cross entropy with the answer's token, mixed with the one against the target's whole
+distribution there (`distill`). Slots are weighted by what they mean for the accepted length, since a late slot counts
+only when all before it were right: a fixed decay exp(-(slot - 1) / gamma), or D-PACE (arXiv 2605.18810), which takes
+the draft's present confidences.
 
 With a large vocabulary the LM head is most of the cost on a CPU, so a step may score a part of it: every frequent
 token, and a fresh sample of the rest that stands for all of them (sampled softmax).
@@ -11,22 +15,25 @@ token, and a fresh sample of the rest that stands for all of them (sampled softm
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-import pyarrow.parquet as pq
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
 from blockpilot.draft import DraftModel
-from blockpilot.draft_data import Document, read_documents
+from blockpilot.draft_data import Corpus, Document
 
 GAMMA_PER_BLOCK_SIZE = 0.5  # gamma 4 at B=8; the paper has 7 at B=16
+DPACE_ALPHA = 0.5  # smoothing of the confidences, the paper's
+LENGTH_WINDOW = 16  # batches whose documents are sorted by length together
+
+Weighting = Literal["decay", "dpace"]
 
 
 class Batch(NamedTuple):
@@ -35,6 +42,7 @@ class Batch(NamedTuple):
     tokens: Tensor  # [N, S] int64
     lengths: Tensor  # [N]
     features: Tensor  # [N, S, F]
+    hidden: Tensor  # [N, S, hidden]: of the target, before its LM head
     anchors: Tensor  # [N, A] positions
     valid: Tensor  # [N, A] bool
 
@@ -48,66 +56,111 @@ class Vocabulary(NamedTuple):
 
 @dataclass(frozen=True)
 class Sums:
-    """Totals over blocks, to be divided once: per-slot correct and count [B-1], accepted prefix lengths."""
+    """Totals over blocks, to be divided once: weighted loss and weight, correct and counted slots [B-1]."""
 
     loss: Tensor
     weight: Tensor
     correct: Tensor
     count: Tensor
-    num_emitted: Tensor
-    num_blocks: Tensor
 
     def __add__(self, other: "Sums") -> "Sums":
         return Sums(*(a + b for a, b in zip(self.values(), other.values(), strict=True)))
 
     def values(self) -> tuple[Tensor, ...]:
-        return self.loss, self.weight, self.correct, self.count, self.num_emitted, self.num_blocks
+        return self.loss, self.weight, self.correct, self.count
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks with at least one slot inside their document."""
+        return int(self.count[0])
 
     def metrics(self, prefix: str) -> dict[str, float]:
-        """Loss per weight, accuracy of every slot, and emitted tokens per block at random anchors."""
+        """Loss per weight, and accuracy of every slot."""
         accuracy = self.correct / self.count.clamp_min(1)
-        return {
-            f"{prefix}_loss": float(self.loss / self.weight.clamp_min(1e-9)),
-            f"{prefix}_num_emitted": float(self.num_emitted / self.num_blocks.clamp_min(1)),
-        } | {f"{prefix}_accuracy_{slot}": float(a) for slot, a in enumerate(accuracy, start=1)}
+        return {f"{prefix}_loss": float(self.loss / self.weight.clamp_min(1e-9))} | {
+            f"{prefix}_accuracy_{slot}": float(a) for slot, a in enumerate(accuracy, start=1)
+        }
+
+
+class Scores(NamedTuple):
+    """What the drafted blocks are worth."""
+
+    loss: Tensor  # weighted mean over slots, to minimise
+    sums: Sums
+    num_accepted: Tensor  # [N, A]: drafted tokens up to the first that differs from the text
+
+
+class Validation(NamedTuple):
+    """Totals over held-out documents, and tau of decoding their texts, by the temperature of the answer."""
+
+    sums: Sums
+    tau: dict[float, float]
+
+    def metrics(self) -> dict[str, float]:
+        return self.sums.metrics("validation") | {f"validation_tau_T{t:g}": tau for t, tau in self.tau.items()}
 
 
 class BlockLoss(nn.Module):
-    """The draft with its loss as one module, so that a distributed wrapper sees a single forward pass."""
+    """The draft with its loss as one module, so that a distributed wrapper sees a single forward pass.
+
+    `embedding` and `head` are the target's weights [vocab, hidden]. `distill` is the share of the loss that is taken
+    against the target's distribution instead of the answer's token.
+    """
 
     embedding: Tensor
     head: Tensor
 
-    def __init__(self, draft: DraftModel, embedding: Tensor, head: Tensor, gamma: float | None = None) -> None:
+    def __init__(
+        self,
+        draft: DraftModel,
+        embedding: Tensor,
+        head: Tensor,
+        *,
+        weighting: Weighting = "decay",
+        distill: float = 0.0,
+    ) -> None:
         super().__init__()
         self.draft = draft
         self.block_size = draft.options.block_size
-        self.gamma = gamma or GAMMA_PER_BLOCK_SIZE * self.block_size
+        self.weighting, self.distill = weighting, distill
         self.register_buffer("embedding", embedding, persistent=False)
         self.register_buffer("head", head, persistent=False)
 
-    def forward(self, batch: Batch, vocabulary: Vocabulary | None = None) -> tuple[Tensor, Sums]:
-        """Weighted mean loss to minimise, and the detached totals."""
-        labels, weights = self._labels(batch)
+    def forward(self, batch: Batch, vocabulary: Vocabulary | None = None) -> Scores:
+        """Draft the block at every anchor and compare it with the text."""
+        positions, inside = self._slots(batch)
+        labels = _at(batch.tokens, positions)
         hidden = self._draft_blocks(batch)[:, :, 1:]
-        kept = weights > 0
-        logits = self._logits(hidden[kept], vocabulary)
-        targets = labels[kept]
-        if vocabulary is not None:
-            targets = torch.searchsorted(vocabulary.ids, targets)
-        losses = functional.cross_entropy(logits.float(), targets, reduction="none")
-        weighted = (losses * weights[kept]).sum()
-        sums = self._sums(weighted.detach(), weights, kept, logits.detach().argmax(dim=-1) == targets)
-        return weighted / weights.sum(), sums
+        logits = self._logits(hidden[inside], vocabulary)
+        targets = labels[inside] if vocabulary is None else torch.searchsorted(vocabulary.ids, labels[inside])
+        hard = functional.cross_entropy(logits.float(), targets, reduction="none")
+        losses = hard
+        if self.distill:
+            of_target = self._logits(_at(batch.hidden, positions - 1)[inside], vocabulary)
+            soft = functional.cross_entropy(logits.float(), of_target.float().softmax(dim=-1), reduction="none")
+            losses = (1 - self.distill) * hard + self.distill * soft
+        weights = self._weights(hard.detach(), inside)
+        weighted = (losses * weights[inside]).sum()
+        correct = torch.zeros_like(inside)
+        correct[inside] = logits.detach().argmax(dim=-1) == targets
+        sums = Sums(
+            weighted.detach(), weights.sum(), correct.sum(dim=(0, 1)).double(), inside.sum(dim=(0, 1)).double()
+        )
+        return Scores(weighted / weights.sum(), sums, correct.cumprod(dim=-1).sum(dim=-1))
 
-    def _labels(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Token and loss weight of slots 1 .. B-1: two [N, A, B-1]; weight 0 beyond the document's end."""
+    def _slots(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Positions [N, A, B-1] of the slots 1 .. B-1, and which of them lie inside the document."""
         slots = torch.arange(1, self.block_size, device=batch.tokens.device)
         positions = batch.anchors[:, :, None] + slots
         inside = (positions < batch.lengths[:, None, None]) & batch.valid[:, :, None]
-        rows = torch.arange(len(batch.tokens), device=batch.tokens.device)[:, None, None]
-        labels = batch.tokens[rows, positions.clamp_max(batch.tokens.shape[1] - 1)]
-        return labels, torch.exp(-(slots - 1) / self.gamma) * inside
+        return positions.clamp_max(batch.tokens.shape[1] - 1), inside
+
+    def _weights(self, losses: Tensor, inside: Tensor) -> Tensor:
+        """Loss weights [N, A, B-1], 0 outside; `losses` are those of the slots inside."""
+        if self.weighting == "dpace":
+            return dpace_weights(losses, inside)
+        slots = torch.arange(self.block_size - 1, device=inside.device)
+        return torch.exp(-slots / (GAMMA_PER_BLOCK_SIZE * self.block_size)) * inside
 
     def _draft_blocks(self, batch: Batch) -> Tensor:
         """Hidden states [N, A, B, hidden] of the blocks at every anchor."""
@@ -131,20 +184,22 @@ class BlockLoss(nn.Module):
         logits = functional.linear(hidden, self.head[vocabulary.ids].to(hidden.dtype))
         return logits + vocabulary.correction.to(logits.dtype)
 
-    @staticmethod
-    def _sums(loss: Tensor, weights: Tensor, kept: Tensor, correct_kept: Tensor) -> Sums:
-        correct = torch.zeros_like(kept)
-        correct[kept] = correct_kept
-        has_labels = kept[:, :, 0]
-        accepted = correct.cumprod(dim=-1).sum(dim=-1)[has_labels]
-        return Sums(
-            loss,
-            weights.sum(),
-            correct.sum(dim=(0, 1)).double(),
-            kept.sum(dim=(0, 1)).double(),
-            (accepted + 1).sum().double(),
-            has_labels.sum().double(),
-        )
+
+def _at(values: Tensor, positions: Tensor) -> Tensor:
+    """values [N, S, ...] at positions [N, A, K] -> [N, A, K, ...]."""
+    rows = torch.arange(len(values), device=values.device)[:, None, None]
+    return values[rows, positions]
+
+
+def dpace_weights(losses: Tensor, inside: Tensor) -> Tensor:
+    """D-PACE: the weight of slot j is the sum over k >= j of the product of smoothed confidences up to k.
+
+    losses [slots inside] are cross entropies with the answer's tokens; inside [N, A, B-1]; so is the result.
+    """
+    confidence = torch.zeros(inside.shape, device=losses.device)
+    confidence[inside] = (1 - DPACE_ALPHA) * torch.exp(-losses) + DPACE_ALPHA
+    reached = confidence.cumprod(dim=-1)
+    return reached.flip(-1).cumsum(dim=-1).flip(-1) * inside
 
 
 @torch.no_grad()
@@ -186,27 +241,42 @@ def block_mask(anchors: Tensor, num_context: int, block_size: int) -> Tensor:
     return torch.cat([context, own], dim=2)
 
 
-def collate(documents: Sequence[Document], num_anchors: int, block_size: int, generator: torch.Generator) -> Batch:
-    """Pad documents and draw up to `num_anchors` distinct anchors in each answer, per document."""
-    length = max(len(d.tokens) for d in documents)
-    tokens = torch.stack([functional.pad(d.tokens, (0, length - len(d.tokens))) for d in documents])
-    features = torch.stack([functional.pad(d.features, (0, 0, 0, length - len(d.features))) for d in documents])
-    anchors = torch.zeros(len(documents), num_anchors, dtype=torch.long)
-    valid = torch.zeros(len(documents), num_anchors, dtype=torch.bool)
-    for row, document in enumerate(documents):
-        drawn = draw_anchors(document, num_anchors, generator)
-        anchors[row, : len(drawn)] = drawn
-        valid[row, : len(drawn)] = True
-    return Batch(tokens, torch.tensor([len(d.tokens) for d in documents]), features, anchors, valid)
+def collate(documents: Sequence[Document], anchors: Sequence[Tensor]) -> Batch:
+    """Pad documents and their anchors (positions, one tensor a document)."""
+    lengths = torch.tensor([len(d.tokens) for d in documents])
+    num_anchors = torch.tensor([len(a) for a in anchors])
+    return Batch(
+        _padded([d.tokens for d in documents]),
+        lengths,
+        _padded([d.features for d in documents]),
+        _padded([d.hidden for d in documents]),
+        _padded(anchors),
+        torch.arange(int(num_anchors.max())) < num_anchors[:, None],
+    )
+
+
+def _padded(rows: Sequence[Tensor]) -> Tensor:
+    return nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+
+
+def possible_anchors(document: Document) -> Tensor:
+    """Positions of the answer that have at least one token after them, in order."""
+    return torch.arange(document.num_prompt_tokens, max(document.num_prompt_tokens, len(document.tokens) - 1))
 
 
 def draw_anchors(document: Document, num_anchors: int, generator: torch.Generator) -> Tensor:
-    """Distinct random positions in the answer that have at least one token after them."""
-    first, last = document.num_prompt_tokens, len(document.tokens) - 2
-    if last < first:
-        return torch.empty(0, dtype=torch.long)
-    anchors: Tensor = first + torch.randperm(last - first + 1, generator=generator)[:num_anchors]
-    return anchors
+    """Up to `num_anchors` distinct random anchors of a document."""
+    anchors = possible_anchors(document)
+    return anchors[torch.randperm(len(anchors), generator=generator)[:num_anchors]]
+
+
+def count_steps(num_accepted: Sequence[int]) -> int:
+    """Steps that decode a text, given how many drafts are accepted at each of its anchors, in order."""
+    position, num_steps = 0, 0
+    while position < len(num_accepted):
+        position += num_accepted[position] + 1
+        num_steps += 1
+    return num_steps
 
 
 def frequent_tokens(documents: Sequence[Sequence[int]], share: float = 0.995) -> Tensor:
@@ -245,6 +315,10 @@ class DraftFitSettings:
     lr: float = 6e-4
     """Peak learning rate of AdamW: linear warm-up over 4% of the steps, then cosine to zero."""
     clip: float = 1.0
+    weighting: Weighting = "decay"
+    """How a block's slots are weighted."""
+    distill: float = 0.0
+    """Share of the loss that is taken against the target's distribution instead of the answer's token."""
     num_sampled: int = 0
     """LM head rows drawn at each step for the rare tokens; 0 scores the whole vocabulary."""
     autocast: bool = False
@@ -262,7 +336,7 @@ class DraftFit:
     def __init__(
         self,
         loss: nn.Module,
-        shards: Sequence[Path],
+        corpus: Corpus,
         frequent: Tensor,
         settings: DraftFitSettings,
         *,
@@ -270,14 +344,14 @@ class DraftFit:
         world_size: int = 1,
     ) -> None:
         self.loss, self.settings, self.step = loss, settings, 0
-        self._shards, self._frequent, self._rank, self._world_size = list(shards), frequent, rank, world_size
+        self._corpus, self._frequent, self._rank, self._world_size = corpus, frequent, rank, world_size
         inner = loss.module if isinstance(loss, nn.parallel.DistributedDataParallel) else loss
         assert isinstance(inner, BlockLoss)
         self._inner = inner
-        self.steps_per_epoch = count_batches(shards, settings.batch_size) // world_size
+        self.steps_per_epoch = len(corpus) // (settings.batch_size * world_size)
         if self.steps_per_epoch == 0:
             raise ValueError(
-                f"batch_size {settings.batch_size} on {world_size} workers: no shard holds that many documents"
+                f"batch_size {settings.batch_size} on {world_size} workers: there are only {len(corpus)} documents"
             )
         self.num_steps = settings.epochs * self.steps_per_epoch
         self._optimizer = torch.optim.AdamW(inner.draft.parameters(), lr=settings.lr)
@@ -295,59 +369,65 @@ class DraftFit:
 
     def steps(self) -> Iterator[Sums]:
         """Train to the end, yielding this worker's totals after every optimizer step."""
+        lengths = [len(answer.tokens) for answer in self._corpus.answers]
         while self.step < self.num_steps:
             epoch, done = divmod(self.step, self.steps_per_epoch)
-            batches = epoch_batches(self._shards, self.settings.batch_size, self.settings.seed, epoch)
+            batches = epoch_batches(lengths, self.settings.batch_size, self.settings.seed, epoch)
             mine = islice(batches, self._rank, self.steps_per_epoch * self._world_size, self._world_size)
-            for documents in islice(mine, done, None):
-                yield self._train(documents)
+            for indices in islice(mine, done, None):
+                yield self._train([self._corpus[i] for i in indices])
 
     def _train(self, documents: list[Document]) -> Sums:
         settings = self.settings
         key = (settings.seed * 1_000_003 + self.step) * 1_009 + self._rank
         generator = torch.Generator().manual_seed(key)
-        batch = collate(documents, settings.num_anchors, self._inner.block_size, generator)
+        anchors = [draw_anchors(document, settings.num_anchors, generator) for document in documents]
+        batch = collate(documents, anchors)
         vocabulary = None
         if settings.num_sampled:
             vocab_size = len(self._inner.head)
             vocabulary = sample_vocabulary(self._frequent, batch.tokens, vocab_size, settings.num_sampled, generator)
         self.loss.train()
-        loss, sums = self._forward(batch, vocabulary)
+        scores = self._scores(batch, vocabulary)
         self._optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        scores.loss.backward()
         nn.utils.clip_grad_norm_(self._inner.draft.parameters(), settings.clip)
         self._optimizer.step()
         self._schedule.step()
         self.step += 1
-        return sums
+        return scores.sums
 
     @torch.no_grad()
-    def validate(self, documents: Sequence[Document]) -> Sums:
-        """Totals on held-out documents at fixed anchors, over the whole vocabulary."""
-        self.loss.eval()
-        generator = torch.Generator().manual_seed(0)
-        size = self.settings.batch_size
-        total: Sums | None = None
-        for start in range(0, len(documents), size):
-            batch = collate(
-                documents[start : start + size], self.settings.num_anchors, self._inner.block_size, generator
-            )
-            sums = self._forward(batch, None)[1]
-            total = sums if total is None else total + sums
-        if total is None:
-            raise ValueError("no held-out documents to validate on")
-        return total
+    def validate(self, corpus: Corpus) -> Validation:
+        """Score the block at every position of held-out answers, over the whole vocabulary.
 
-    def _forward(self, batch: Batch, vocabulary: Vocabulary | None) -> tuple[Tensor, Sums]:
+        So tau is that of decoding these texts, in the arithmetic of training.
+        """
+        self.loss.eval()
+        total: Sums | None = None
+        emitted, steps = Counter[float](), Counter[float]()
+        for document, answer in zip(corpus, corpus.answers, strict=True):
+            anchors = possible_anchors(document)
+            if not len(anchors):
+                continue
+            scores = self._scores(collate([document], [anchors]), None)
+            total = scores.sums if total is None else total + scores.sums
+            emitted[answer.temperature] += len(anchors)
+            steps[answer.temperature] += count_steps(scores.num_accepted[0].tolist())
+        if total is None:
+            raise ValueError("no held-out answer is long enough to validate on")
+        return Validation(total, {t: emitted[t] / steps[t] for t in sorted(emitted)})
+
+    def _scores(self, batch: Batch, vocabulary: Vocabulary | None) -> Scores:
         device = self._inner.head.device
         batch = Batch(*(tensor.to(device) for tensor in batch))
         if vocabulary is not None:
             vocabulary = Vocabulary(*(tensor.to(device) for tensor in vocabulary))
         if not self.settings.autocast:
-            batch = batch._replace(features=batch.features.float())
+            batch = batch._replace(features=batch.features.float(), hidden=batch.hidden.float())
         with torch.autocast(device.type, torch.bfloat16, enabled=self.settings.autocast):
-            result: tuple[Tensor, Sums] = self.loss(batch, vocabulary)
-        return result
+            scores: Scores = self.loss(batch, vocabulary)
+        return scores
 
     def state_dict(self) -> dict[str, Any]:
         """Weights, optimizer, schedule and position; plain tensors and numbers."""
@@ -365,19 +445,18 @@ class DraftFit:
         self.step = state["step"]
 
 
-def count_batches(shards: Sequence[Path], batch_size: int) -> int:
-    """Batches of one epoch over the shards; a shard's last incomplete batch is left out."""
-    return sum(pq.read_metadata(shard).num_rows // batch_size for shard in shards)
+def epoch_batches(lengths: Sequence[int], batch_size: int, seed: int, epoch: int) -> Iterator[list[int]]:
+    """Documents in a random order that depends on (seed, epoch) only, in batches of similar length.
 
-
-def epoch_batches(shards: Sequence[Path], batch_size: int, seed: int, epoch: int) -> Iterator[list[Document]]:
-    """All documents of the shards in a random order that depends on (seed, epoch) only, one shard in memory."""
+    An incomplete last batch is left out.
+    """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-    for shard in torch.randperm(len(shards), generator=generator).tolist():
-        documents = read_documents(shards[shard])
-        order = torch.randperm(len(documents), generator=generator).tolist()
-        for start in range(0, len(order) - batch_size + 1, batch_size):
-            yield [documents[i] for i in order[start : start + batch_size]]
+    order = torch.randperm(len(lengths), generator=generator).tolist()
+    for start in range(0, len(order), LENGTH_WINDOW * batch_size):
+        window = sorted(order[start : start + LENGTH_WINDOW * batch_size], key=lambda i: lengths[i])
+        num_batches = len(window) // batch_size
+        for batch in torch.randperm(num_batches, generator=generator).tolist():
+            yield window[batch * batch_size : (batch + 1) * batch_size]
 
 
 def learning_rate_factor(step: int, num_steps: int, warmup_share: float = 0.04) -> float:

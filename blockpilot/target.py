@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from blockpilot.cache import SlotCache, SlotView
 
@@ -27,7 +27,7 @@ class Target:
     """A transformers model and the layers whose output its draft reads (`layer_ids`, 0 is the first layer)."""
 
     def __init__(self, model: PreTrainedModel, layer_ids: Sequence[int]) -> None:
-        check_family(model)
+        check_family(model.config)
         self.model = model
         self.layer_ids = tuple(layer_ids)
 
@@ -77,9 +77,8 @@ def head_dim(config: object) -> int:
     return int(explicit or config.hidden_size // config.num_attention_heads)  # type: ignore[attr-defined]
 
 
-def check_family(model: PreTrainedModel) -> None:
+def check_family(config: PretrainedConfig) -> None:
     """Raise ValueError for a model that this engine cannot run exactly."""
-    config = model.config
     if config.model_type not in FAMILIES:
         raise ValueError(f"target family {config.model_type!r}: supported are {', '.join(FAMILIES)}")
     layer_types = getattr(config, "layer_types", None) or []

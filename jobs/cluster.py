@@ -1,9 +1,13 @@
 """Joining a Ray cluster, and what to ask of it."""
 
 import os
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import ray
+from ray.util import ActorPool
+
+from jobs.config import Resources
 
 
 def connect(include_dashboard: bool = False) -> None:
@@ -44,3 +48,16 @@ def actor_options(accelerator_type: str | None, num_cpus: float) -> dict[str, An
         return {"num_gpus": 1, "num_cpus": num_cpus}
     threads = str(num_threads(num_cpus))
     return {"num_cpus": num_cpus, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": threads}}}
+
+
+def pooled(
+    worker: Callable[[Any], object], argument: Any, tasks: Sequence[Any], method: str, resources: Resources
+) -> Iterator[Any]:
+    """Results of `worker(argument).method(task)` as they come, from actors that are restarted when they are lost."""
+    if not tasks:
+        return
+    options = actor_options(resources.accelerator_type, resources.num_cpus)
+    actor: Any = ray.remote(worker)
+    actor = actor.options(**options, max_restarts=-1, max_task_retries=3)
+    pool: Any = ActorPool([actor.remote(argument) for _ in range(min(resources.num_actors, len(tasks)))])
+    yield from pool.map_unordered(lambda a, task: getattr(a, method).remote(task), tasks)

@@ -1,24 +1,23 @@
 """Train a DFlash draft for a target: answers written by the target -> features -> draft, recorded in MLflow.
 
-Ray actors let the target answer the prompts and cache its features (a shard at a time; a finished shard is never made
-again), Ray Train workers fit the draft on them, and the exported draft decodes held-out prompts. The same command
-continues an interrupted run: shards by file, training by its last checkpoint.
+Ray actors let the target answer the prompts (jobs/answers.py) and keep its features of the answers, Ray Train workers
+fit the draft on them, and the exported draft decodes held-out prompts. The same command continues an interrupted run:
+answers and features by file, training by its last checkpoint.
 """
 
 import functools
 import hashlib
-import random
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import ray
 import ray.train
 import ray.train.torch
 import torch
 from pydantic import Field
-from ray.util import ActorPool
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, AutoTokenizer, Qwen3Config
@@ -26,13 +25,13 @@ from transformers.utils.logging import disable_progress_bar
 
 from blockpilot.draft import DraftModel, load_draft, new_draft_config, parse_options, save_draft
 from blockpilot.draft_data import (
+    Corpus,
     FeatureSource,
+    Shard,
+    answer_source,
     feature_source,
-    generate_answers,
     read_answers,
-    read_documents,
     target_features,
-    write_answers,
     write_features,
 )
 from blockpilot.draft_fit import (
@@ -40,41 +39,27 @@ from blockpilot.draft_fit import (
     DraftFit,
     DraftFitSettings,
     Sums,
+    Validation,
+    Weighting,
     copy_target_layers,
     frequent_tokens,
 )
-from blockpilot.pairs import EMBEDDED_TARGET, Pair, PairId, embedded_target, load_target
-from blockpilot.prompts import Prompt, load_prompts
+from blockpilot.pairs import check_fit, load_pair, load_target, target_directory
+from blockpilot.prompts import Prompt
 from blockpilot.sweep import decode, tau_curve
-from blockpilot.verify import Sampling
-from jobs.cluster import actor_options, connect, num_threads
-from jobs.config import Config, Resources, absolute_in_submitted_job, main
+from blockpilot.target import Target, check_family
+from jobs import answers
+from jobs.answers import AnswersConfig, AnswerShards
+from jobs.cluster import num_threads, pooled
+from jobs.config import absolute_in_submitted_job, main
 from jobs.ray_train import recorded, report, saved_state, scaling_config, train
 from jobs.registry import Registry
 
-TRAINING_PROMPTS = ("asdiv:500", "writingbench:200", "docstrings:500", "chitchat:500", "chatterbot:300")
 _DEFAULT = DraftFitSettings()
 
 
-class TrainDraftConfig(Config):
+class TrainDraftConfig(AnswersConfig):
     """Which target, on which prompts, and the shape and training of its draft."""
-
-    target: str = EMBEDDED_TARGET
-    """Target by hub id or local directory."""
-    prompts: tuple[str, ...] = Field(default=TRAINING_PROMPTS, min_length=1)
-    """Training prompt sets and files, NAME or NAME:COUNT. Never a benchmark's test set."""
-    max_prompts: int | None = Field(default=None, ge=1)
-    """Prompts in all, out of the mixed sets; every one by default."""
-    held_out: float = Field(default=0.05, gt=0, lt=1)
-    """Share of the shards never trained on, that validation loss and tau are measured on; at least one shard."""
-    max_prompt_tokens: int = Field(default=500, ge=1)
-    """Longer prompts are left out."""
-    max_new_tokens: int = Field(default=192, ge=2)
-    """Tokens of an answer at most."""
-    temperatures: tuple[float, ...] = Field(default=(0.0, 0.0, 1.0), min_length=1)
-    """Of the answers, taken in turn."""
-    prompts_per_shard: int = Field(default=64, ge=1)
-    """Prompts answered together; what a lost worker loses."""
 
     block_size: int = Field(default=8, ge=2)
     """Slots of a training block, anchor included."""
@@ -84,30 +69,37 @@ class TrainDraftConfig(Config):
     """Target layers the draft reads, 0 is the first; by default as many as the draft has, evenly spaced."""
     mask_token: str = "<empty_output>"
     """A token of the target's vocabulary that text never holds."""
+    start: str = "target"
+    """Initial weights: the target's last layers and final norm where their shapes fit (`target`), `random`, or those
+    of a draft directory of the same shape."""
 
-    init_from_target: bool = True
-    """Start from the target's last layers and final norm, where their shapes fit, instead of random weights."""
     epochs: int = Field(default=_DEFAULT.epochs, ge=1)
     batch_size: int = Field(default=_DEFAULT.batch_size, ge=1)
     num_anchors: int = Field(default=_DEFAULT.num_anchors, ge=1)
     lr: float = Field(default=_DEFAULT.lr, gt=0)
+    weighting: Weighting = _DEFAULT.weighting
+    """How the slots of a block are weighted: a fixed decay, or D-PACE, by the draft's present confidences."""
+    distill: float = Field(default=_DEFAULT.distill, ge=0, le=1)
+    """Share of the loss that is taken against the target's distribution instead of the answer's token."""
     num_sampled: int = Field(default=2048, ge=0)
     """Rare rows of the LM head in a step's loss; 0 scores the whole vocabulary."""
     autocast: bool = True
     """Multiply in bfloat16."""
-    seed: int = Field(default=0, ge=0)
-    """Of the prompts, the answers, the initial weights and the anchors."""
-    checkpoint_every: int = Field(default=100, ge=1)
+    checkpoint_every: int = Field(default=200, ge=1)
     """Steps between checkpoints, which also validate."""
+    num_validation: int = Field(default=48, ge=1)
+    """Held-out answers that a checkpoint validates on."""
     max_failures: int = Field(default=3, ge=0)
     """Lost workers to recover from."""
 
+    test_prompts: tuple[str, ...] = ()
+    """Prompt sets, NAME:COUNT, to measure tau on at the end, besides the held-out prompts."""
+    num_test_prompts: int = Field(default=64, ge=1)
+    """Held-out prompts of each set to measure tau on."""
     num_workers: int = Field(default=1, ge=1)
     """Data-parallel Ray Train workers."""
-    resources: Resources = Resources()
-    """Of the actors that write answers, and of each training worker."""
     output: Path = Path("runs/draft")
-    """Directory of answers, features, checkpoints and the exported draft (`draft/`)."""
+    """Directory of checkpoints and of the exported draft (`draft/`)."""
 
     @property
     def settings(self) -> DraftFitSettings:
@@ -115,211 +107,195 @@ class TrainDraftConfig(Config):
         return DraftFitSettings(**{name: getattr(self, name) for name in names})
 
 
+class Tau(NamedTuple):
+    """Tau at the trained block size on prompts of one set, at one temperature."""
+
+    prompt_set: str
+    temperature: float
+    num_prompts: int
+    tau: float
+
+
 class TrainDraftResult(NamedTuple):
-    """The exported draft and what it reaches on held-out prompts: temperature -> tau at the trained block size."""
+    """The exported draft, what it reaches on prompts it never saw, and the MLflow run."""
 
     draft: Path
-    tau: dict[float, float]
+    tau: tuple[Tau, ...]
     run_id: str
 
 
-class Shard(NamedTuple):
-    """Prompts answered together, with the file their answers go to; features lie beside it."""
+class Data(NamedTuple):
+    """Shards with features, by side."""
 
-    answers: Path
-    prompts: tuple[Prompt, ...]
-    sampling: tuple[Sampling, ...]
-
-    @property
-    def features(self) -> Path:
-        return self.answers.with_suffix(".safetensors")
+    train: tuple[Shard, ...]
+    held_out: tuple[Shard, ...]
 
 
 class Task(NamedTuple):
     """What a training worker needs."""
 
     config: TrainDraftConfig
-    train: tuple[Path, ...]
-    held_out: tuple[Path, ...]
+    data: Data
     tracking_uri: str
     run_id: str
 
 
 def run(config: TrainDraftConfig) -> TrainDraftResult:
-    """Answer, train, export and measure; raises ValueError for bad input before Ray starts."""
+    """Answer, train, export and measure; raises ValueError for bad input before any training."""
     absolute_in_submitted_job(config.output, "output")
     check_draft_shape(config)
-    train_shards, held_out = plan_shards(config)
+    test_sets = [p for name in config.test_prompts for p in answers.load_counted(name, config.seed)]
     registry = Registry.open()
-    connect(include_dashboard=True)
-    resources = config.resources
-    scaling = scaling_config(config.num_workers, resources.accelerator_type, resources.num_cpus)
-    paths = tuple(s.answers for s in train_shards), tuple(s.answers for s in held_out)
-    storage, name = config.output.absolute() / "train", _run_name(config, paths[0])
+    written = answers.run(config)
+    check_answers(config, written)
+    data = write_shard_features(config, written)
+    scaling = scaling_config(config.num_workers, config.resources.accelerator_type, config.resources.num_cpus)
+    storage, name = config.output.absolute() / "train", _run_name(config, written)
     with recorded(registry, "train_draft", storage, name) as record:
         record.log_params(config.model_dump(mode="json"))
-        write_shards(config, [*train_shards, *held_out])
-        task = Task(config, *paths, registry.uri, record.id)
+        task = Task(config, data, registry.uri, record.id)
         state = train(functools.partial(_work, task), scaling, storage, name, config.max_failures)
         draft = fresh_draft(config)
         draft.load_state_dict(state["draft"])
         directory = config.output / "draft"
         save_draft(draft, directory)
-        tau = measure_tau(config, directory, [p for shard in held_out for p in shard.prompts])
-        record.log_metrics({f"held_out_tau_T{temperature:g}": value for temperature, value in tau.items()})
+        held_out = [prompt for shard in written.held_out for prompt in shard.prompts]
+        tau = measure_tau(config, directory, [*held_out, *test_sets])
+        record.log_metrics({f"tau_{t.prompt_set}_T{t.temperature:g}": t.tau for t in tau})
         record.log_artifact(directory, "draft")
         _print_result(directory, tau)
     return TrainDraftResult(directory, tau, record.id)
 
 
-# --- before Ray starts ---
+# --- before any training ---
 
 
 def check_draft_shape(config: TrainDraftConfig) -> None:
-    """Raise ValueError where the target has no such mask token or layers."""
+    """Raise ValueError where the target is of no known family, or lacks the mask token or the layers asked for."""
     target = AutoConfig.from_pretrained(target_directory(config.target))
-    _mask_token_id(config)
+    check_family(target)
+    mask_token_id(config)
     wrong = [i for i in config.target_layer_ids or () if not 0 <= i < target.num_hidden_layers]
     if wrong:
         raise ValueError(f"target_layer_ids {wrong[0]}: must be 0 to {target.num_hidden_layers - 1}")
+    fresh_draft(config)
 
 
-def target_directory(target: str) -> str:
-    """What transformers loads for a target's name: the embedded one lies in a wheel."""
-    return str(embedded_target()) if target == EMBEDDED_TARGET else target
-
-
-def _mask_token_id(config: TrainDraftConfig) -> int:
+def mask_token_id(config: TrainDraftConfig) -> int:
+    """Id of the mask token; raises ValueError where the vocabulary does not have it."""
     vocabulary = AutoTokenizer.from_pretrained(target_directory(config.target)).get_vocab()
     if config.mask_token not in vocabulary:
         raise ValueError(f"mask_token {config.mask_token!r}: not in the vocabulary of {config.target}")
     return int(vocabulary[config.mask_token])
 
 
-def plan_shards(config: TrainDraftConfig) -> tuple[list[Shard], list[Shard]]:
-    """(training shards, held-out shards) of all prompts, each text once, the sets mixed."""
-    prompts = [prompt for name in config.prompts for prompt in _load_counted(name, config.seed)]
-    prompts = list({prompt.text: prompt for prompt in prompts}.values())
-    random.Random(config.seed).shuffle(prompts)
-    prompts = prompts[: config.max_prompts]
-    shards = [_shard(config, prompts, start) for start in range(0, len(prompts), config.prompts_per_shard)]
-    num_held_out = max(1, round(config.held_out * len(shards)))
-    if num_held_out >= len(shards):
+def check_answers(config: TrainDraftConfig, written: AnswerShards) -> None:
+    """Raise ValueError for answers of several targets, that use the mask token, or that leave nothing to train on."""
+    revisions, lengths = set(), []
+    mask = mask_token_id(config)
+    for path in [shard.path for side in written for shard in side]:
+        revisions.add(answer_source(path).target_revision)
+        for answer in read_answers(path):
+            lengths.append(len(answer.tokens) - answer.num_prompt_tokens)
+            if mask in answer.tokens:
+                raise ValueError(f"mask_token {config.mask_token!r}: in use in {path}")
+    if len(revisions) > 1:
+        raise ValueError(f"{config.answers}: answers of several targets, revisions {', '.join(sorted(revisions))}")
+    if max(lengths, default=0) < 2:
         raise ValueError(
-            f"{len(prompts)} prompts in shards of {config.prompts_per_shard}: at least 2 shards are needed"
+            f"{config.answers}: no answer of 2 tokens or more; max_prompt_tokens {config.max_prompt_tokens}"
         )
-    return shards[:-num_held_out], shards[-num_held_out:]
-
-
-def _load_counted(name: str, seed: int) -> list[Prompt]:
-    """Prompts of NAME or NAME:COUNT."""
-    base, colon, count = name.rpartition(":")
-    if not colon:
-        return load_prompts(name, None, seed)
-    if not count.isdecimal():
-        raise ValueError(f"prompts {name!r}: must be NAME or NAME:COUNT")
-    return load_prompts(base, int(count), seed)
-
-
-def _shard(config: TrainDraftConfig, prompts: Sequence[Prompt], start: int) -> Shard:
-    chosen = tuple(prompts[start : start + config.prompts_per_shard])
-    temperatures = config.temperatures
-    sampling = tuple(
-        Sampling(temperatures[i % len(temperatures)], seed=config.seed + i) for i in range(start, start + len(chosen))
-    )
-    key = repr((config.target, config.max_prompt_tokens, config.max_new_tokens, chosen, sampling))
-    digest = hashlib.sha256(key.encode()).hexdigest()[:12]
-    answers = config.output.absolute() / "answers"  # Ray Train workers have directories of their own
-    return Shard(answers / f"part-{start:06d}-{digest}.parquet", chosen, sampling)
-
-
-# --- answers and features ---
-
-
-class AnswerWorker:
-    """A Ray actor with the target: writes the answers and features of a shard."""
-
-    def __init__(self, config: TrainDraftConfig) -> None:
-        torch.set_num_threads(num_threads(config.resources.num_cpus))
-        self.config = config
-        self.pair = _target_with_draft(config)
-
-    def write(self, shard: Shard) -> int:
-        """Make what is missing of a shard; returns the answer tokens generated now."""
-        num_tokens = 0
-        config, pair = self.config, self.pair
-        if not shard.answers.exists():
-            answers = generate_answers(
-                pair,
-                shard.prompts,
-                shard.sampling,
-                max_new_tokens=config.max_new_tokens,
-                max_prompt_tokens=config.max_prompt_tokens,
-            )
-            num_tokens = sum(len(a.tokens) - a.num_prompt_tokens for a in answers)
-            write_answers(shard.answers, answers)
-        answers = read_answers(shard.answers)
-        source = FeatureSource(pair.id.target_revision, pair.draft.options.target_layer_ids)
-        write_features(shard.features, target_features(pair, answers), source)
-        return num_tokens
-
-
-def write_shards(config: TrainDraftConfig, shards: Sequence[Shard]) -> None:
-    """Have every shard on disk. Raises ValueError for features of another target or of other layers."""
-    (config.output / "answers").mkdir(parents=True, exist_ok=True)
-    missing = [shard for shard in shards if not shard.features.exists()]
-    if missing:
-        options = actor_options(config.resources.accelerator_type, config.resources.num_cpus)
-        worker = ray.remote(AnswerWorker).options(**options, max_restarts=-1, max_task_retries=3)
-        pool = ActorPool([worker.remote(config) for _ in range(config.resources.num_actors)])
-        started, num_tokens = time.monotonic(), 0
-        for done, count in enumerate(pool.map_unordered(lambda a, s: a.write.remote(s), missing), start=1):
-            num_tokens += count
-            speed = num_tokens / (time.monotonic() - started)
-            print(f"answers: {done}/{len(missing)} shards, {num_tokens} tokens, {speed:.0f} tokens/s", flush=True)
-    layer_ids = parse_options(_draft_config(config)).target_layer_ids
-    sources = {feature_source(shard.features): shard.features for shard in shards}
-    for source, path in sources.items():
-        if source.layer_ids != layer_ids:
-            raise ValueError(f"{path}: features of target layers {source.layer_ids}, this draft reads {layer_ids}")
-    if len(sources) > 1:
-        found = ", ".join(sorted(source.target_revision for source in sources))
-        raise ValueError(f"{config.output / 'answers'}: features of several targets, {found}")
 
 
 def fresh_draft(config: TrainDraftConfig) -> DraftModel:
-    """The untrained draft: its weights depend on the seed only."""
+    """The untrained draft: its weights depend on the seed, or on the draft to start from, only.
+
+    Raises ValueError for a draft of another shape or target.
+    """
     torch.manual_seed(config.seed)
-    return DraftModel(_draft_config(config))
+    draft = DraftModel(draft_config(config))
+    if config.start in ("target", "random"):
+        return draft
+    start = load_draft(Path(config.start)).float()
+    check_fit(start, AutoConfig.from_pretrained(target_directory(config.target)))
+    wanted, found = (_shape(config) for config in (draft.config, start.config))
+    if wanted != found:
+        raise ValueError(f"start {config.start}: a draft of {found}, the configuration asks for {wanted}")
+    return start
 
 
-def _draft_config(config: TrainDraftConfig) -> Qwen3Config:
+def _shape(config: Qwen3Config) -> str:
+    options = parse_options(config)
+    layer_ids = " ".join(map(str, options.target_layer_ids))
+    return f"block size {options.block_size}, {config.num_hidden_layers} layers, target layers {layer_ids}"
+
+
+def draft_config(config: TrainDraftConfig) -> Qwen3Config:
+    """Shape of the draft."""
     return new_draft_config(
         AutoConfig.from_pretrained(target_directory(config.target)),
         num_layers=config.num_layers,
         block_size=config.block_size,
-        mask_token_id=_mask_token_id(config),
+        mask_token_id=mask_token_id(config),
         target_layer_ids=config.target_layer_ids,
     )
 
 
-def _target_with_draft(config: TrainDraftConfig, draft: DraftModel | None = None) -> Pair:
-    """The target in bf16 (text is data here, not a promise) with a draft, on the GPU where there is one."""
-    disable_progress_bar()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, tokenizer, revision = load_target(target_directory(config.target), torch.bfloat16)
-    draft = (draft or fresh_draft(config)).to(device, torch.bfloat16).eval()
-    name = PairId(config.target, revision, "in training", "none")
-    return Pair(name, model.to(device), draft, tokenizer)  # type: ignore[arg-type]
+# --- features ---
+
+
+class FeatureWorker:
+    """A Ray actor with the target in bf16."""
+
+    def __init__(self, config: TrainDraftConfig) -> None:
+        torch.set_num_threads(num_threads(config.resources.num_cpus))
+        disable_progress_bar()
+        model, _, self.revision = load_target(target_directory(config.target), torch.bfloat16)
+        model.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
+        self.target = Target(model, parse_options(draft_config(config)).target_layer_ids)
+
+    def write(self, shard: Shard) -> int:
+        """Write the features of a shard; returns their number of tokens."""
+        written_by = answer_source(shard.answers).target_revision
+        if written_by != self.revision:
+            raise ValueError(f"{shard.answers}: answers of revision {written_by}, the target is {self.revision} now")
+        found = target_features(self.target, read_answers(shard.answers))
+        write_features(shard.features, found, FeatureSource(self.revision, self.target.layer_ids))
+        return len(found.hidden)
+
+
+def write_shard_features(config: TrainDraftConfig, written: AnswerShards) -> Data:
+    """Have the features of every shard on disk; those for other layers lie in another folder."""
+    layer_ids = parse_options(draft_config(config)).target_layer_ids
+    folder = config.answers.absolute() / f"features-{'-'.join(map(str, layer_ids))}"
+    data = Data(*(tuple(_with_features(shard.path, folder) for shard in side) for side in written))
+    missing = [shard for side in data for shard in side if not shard.features.exists()]
+    for shard in missing:
+        shard.features.parent.mkdir(parents=True, exist_ok=True)
+    num_tokens, started = 0, time.monotonic()
+    for done, count in enumerate(pooled(FeatureWorker, config, missing, "write", config.resources), start=1):
+        num_tokens += count
+        speed = num_tokens / (time.monotonic() - started)
+        print(f"features: {done}/{len(missing)} shards, {num_tokens:,} tokens, {speed:.0f} tokens/s", flush=True)
+    for shard in (shard for side in data for shard in side):
+        source, revision = feature_source(shard.features), answer_source(shard.answers).target_revision
+        if source != FeatureSource(revision, layer_ids):
+            raise ValueError(f"{shard.features}: of {source}, expected revision {revision} and layers {layer_ids}")
+    return data
+
+
+def _with_features(answers_path: Path, folder: Path) -> Shard:
+    return Shard(answers_path, folder / answers_path.parent.name / f"{answers_path.stem}.safetensors")
 
 
 # --- training ---
 
 
-def _run_name(config: TrainDraftConfig, train: Sequence[Path]) -> str:
+def _run_name(config: TrainDraftConfig, written: AnswerShards) -> str:
     """Ray Train goes on with a run of the same name, so the name holds all that the result depends on."""
-    shape = config.block_size, config.num_layers, config.target_layer_ids, config.init_from_target
-    key = repr((config.settings, shape, config.num_workers, train))
+    shape = config.block_size, config.num_layers, config.target_layer_ids, config.start
+    data = [(shard.path, answer_source(shard.path)) for shard in written.train]
+    key = repr((config.settings, shape, config.num_workers, data))
     return f"draft-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
 
@@ -328,6 +304,33 @@ def _work(task: Task) -> None:
     config, context, saved = task.config, ray.train.get_context(), saved_state()
     rank, world_size = context.get_world_rank(), context.get_world_size()
     torch.set_num_threads(num_threads(config.resources.num_cpus))
+    corpus, held_out = Corpus(task.data.train), Corpus(task.data.held_out)
+    loss = ray.train.torch.prepare_model(block_loss(config))
+    frequent = frequent_tokens([answer.tokens for answer in corpus.answers])
+    fit = DraftFit(loss, corpus, frequent, config.settings, rank=rank, world_size=world_size)
+    if saved is not None:
+        fit.load_state_dict(saved)
+    record = Registry.open(task.tracking_uri).run(task.run_id) if rank == 0 else None
+    validation = held_out.sample(config.num_validation, config.seed)
+    last_logged = record.last_step("train_loss") if record else 0
+    started, first_step, total = time.monotonic(), fit.step, None
+    for sums in fit.steps():
+        total = sums if total is None else total + sums
+        if fit.step % config.checkpoint_every and fit.step < fit.num_steps:
+            continue
+        speed = total.num_blocks * world_size / (time.monotonic() - started)
+        metrics: dict[str, float] = {}
+        if record:
+            metrics = _metrics(fit, total, fit.validate(validation)) | {"blocks_per_s": speed}
+            print(_describe(fit, first_step, metrics), flush=True)
+        if record and fit.step > last_logged:
+            record.log_metrics(metrics, step=fit.step)
+        report(metrics, fit.state_dict() if record else None)
+        started, total = time.monotonic(), None
+
+
+def block_loss(config: TrainDraftConfig) -> BlockLoss:
+    """The draft at its start, with its loss."""
     disable_progress_bar()
     model, _, _ = load_target(target_directory(config.target), torch.bfloat16)
     modules = model.get_input_embeddings(), model.get_output_embeddings()
@@ -335,71 +338,69 @@ def _work(task: Task) -> None:
     if not config.autocast:
         embedding, head = embedding.float(), head.float()
     draft = fresh_draft(config)
-    if config.init_from_target:
+    if config.start == "target":
         copy_target_layers(draft, model)
-    loss = ray.train.torch.prepare_model(BlockLoss(draft, embedding, head))
-    frequent = frequent_tokens([answer.tokens for path in task.train for answer in read_answers(path)])
-    fit = DraftFit(loss, task.train, frequent, config.settings, rank=rank, world_size=world_size)
-    if saved is not None:
-        fit.load_state_dict(saved)
-    record = Registry.open(task.tracking_uri).run(task.run_id) if rank == 0 else None
-    held_out = [document for path in task.held_out for document in read_documents(path)]
-    last_logged = record.last_step("train_loss") if record else 0
-    started, first_step, total = time.monotonic(), fit.step, None
-    for sums in fit.steps():
-        total = sums if total is None else total + sums
-        if fit.step % config.checkpoint_every and fit.step < fit.num_steps:
-            continue
-        speed = float(total.num_blocks) * world_size / (time.monotonic() - started)
-        metrics = _metrics(fit, total, held_out) | {"blocks_per_s": speed}
-        if record and fit.step > last_logged:
-            record.log_metrics(metrics, step=fit.step)
-        if record:
-            print(_describe(fit, first_step, metrics), flush=True)
-        report(metrics, fit.state_dict() if rank == 0 else None)
-        started, total = time.monotonic(), None
+    return BlockLoss(draft, embedding, head, weighting=config.weighting, distill=config.distill)
 
 
-def _metrics(fit: DraftFit, total: Sums, held_out: Sequence[Any]) -> dict[str, float]:
-    validation = fit.validate(held_out).metrics("validation")
-    return total.metrics("train") | validation | {"learning_rate": fit.learning_rate, "epoch": fit.epoch}
+def _metrics(fit: DraftFit, total: Sums, validation: Validation) -> dict[str, float]:
+    progress = {"learning_rate": fit.learning_rate, "epoch": fit.epoch}
+    return total.metrics("train") | validation.metrics() | progress
 
 
 def _describe(fit: DraftFit, first_step: int, metrics: dict[str, float]) -> str:
+    prefix = "validation_tau_T"
+    tau = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+    told = ", ".join(f"{value:.3f} at T={temperature}" for temperature, value in tau.items())
     return (
         f"step {fit.step}/{fit.num_steps} (from {first_step}): loss {metrics['train_loss']:.3f}, "
-        f"held-out {metrics['validation_loss']:.3f}, emitted per block {metrics['validation_num_emitted']:.3f}, "
-        f"{metrics['blocks_per_s']:.0f} blocks/s"
+        f"held-out {metrics['validation_loss']:.3f}, tau {told}, {metrics['blocks_per_s']:.0f} blocks/s"
     )
 
 
 # --- the result ---
 
 
-def measure_tau(
-    config: TrainDraftConfig, directory: Path, prompts: Sequence[Prompt], temperatures: Sequence[float] = (0.0, 1.0)
-) -> dict[float, float]:
-    """Decode held-out prompts with the exported draft: temperature -> tau at the trained block size."""
-    options = actor_options(config.resources.accelerator_type, config.resources.num_cpus)
-    measure = ray.remote(_decode_tau).options(**options)
-    found = ray.get([measure.remote(config, directory, list(prompts), t) for t in temperatures])
-    return dict(zip(temperatures, found, strict=True))
+def measure_tau(config: TrainDraftConfig, directory: Path, prompts: Sequence[Prompt]) -> tuple[Tau, ...]:
+    """Decode prompts with the exported draft: tau at the trained block size by prompt set and temperature."""
+    by_set: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        by_set.setdefault(prompt.set, []).append(prompt)
+    tasks = [
+        (chosen[: config.num_test_prompts], temperature)
+        for chosen in by_set.values()
+        for temperature in sorted(set(config.temperatures))
+    ]
+    return tuple(pooled(TauWorker, (config, directory), tasks, "measure", config.resources))
 
 
-def _decode_tau(config: TrainDraftConfig, directory: Path, prompts: Sequence[Prompt], temperature: float) -> float:
-    torch.set_num_threads(num_threads(config.resources.num_cpus))
-    pair = _target_with_draft(config, load_draft(directory))
-    short = [prompt for prompt in prompts if len(prompt.encode(pair.tokenizer)) <= config.max_prompt_tokens]
-    outcome = decode(pair, short, [config.block_size], max_new_tokens=config.max_new_tokens, temperature=temperature)
-    if not outcome.rows:
-        raise ValueError(f"{len(prompts)} held-out prompts: none gives a verify step to measure tau on")
-    return tau_curve(outcome.rows)[config.block_size]
+class TauWorker:
+    """A Ray actor with the target and the exported draft, in bf16."""
+
+    def __init__(self, argument: tuple[TrainDraftConfig, Path]) -> None:
+        config, directory = argument
+        torch.set_num_threads(num_threads(config.resources.num_cpus))
+        disable_progress_bar()
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.pair = load_pair(target=config.target, draft=str(directory), dtype="bfloat16", device=device)
+        self.config = config
+
+    def measure(self, task: tuple[Sequence[Prompt], float]) -> Tau:
+        """Decode prompts of one set."""
+        prompts, temperature = task
+        block_size, limit = self.pair.block_size, self.config.max_prompt_tokens
+        short = [prompt for prompt in prompts if len(prompt.encode(self.pair.tokenizer)) <= limit]
+        outcome = decode(
+            self.pair, short, [block_size], max_new_tokens=self.config.max_new_tokens, temperature=temperature
+        )
+        tau = tau_curve(outcome.rows)[block_size] if outcome.rows else math.nan
+        return Tau(prompts[0].set, temperature, len(outcome.rows), tau)
 
 
-def _print_result(directory: Path, tau: dict[float, float]) -> None:
-    table = Table("temperature", "held-out tau", title=str(directory))
-    for temperature, value in tau.items():
-        table.add_row(f"{temperature:g}", f"{value:.3f}")
+def _print_result(directory: Path, found: Sequence[Tau]) -> None:
+    table = Table("prompts", "temperature", "number", "tau", title=str(directory))
+    for tau in found:
+        table.add_row(tau.prompt_set, f"{tau.temperature:g}", str(tau.num_prompts), f"{tau.tau:.3f}")
     Console().print(table)
 
 

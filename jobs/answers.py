@@ -1,0 +1,207 @@
+"""Have a target answer prompts: the data that its draft is trained on.
+
+Ray actors with the target write Parquet shards, those of held-out prompts apart. A finished shard is never written
+again, so the same command continues an interrupted run, and one with more prompts adds to what is there. The target
+can write prompts, too (`--num-own-prompts`), for where no prompts of the right kind are at hand.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from pydantic import Field
+from transformers.utils.logging import disable_progress_bar
+
+from blockpilot.draft_data import AnswerSource, generate_answers, write_answers, write_prompts
+from blockpilot.pairs import EMBEDDED_TARGET, Pair, target_only
+from blockpilot.prompts import Prompt, load_prompts, split
+from blockpilot.verify import Sampling
+from jobs.cluster import connect, num_threads, pooled
+from jobs.config import Config, Resources, absolute_in_submitted_job, main
+
+TRAINING_PROMPTS = ("asdiv", "signatures", "docstrings", "chitchat:3000", "chatterbot", "writingbench")
+OWN_PROMPTS = "own-prompts"
+# How the user's turn begins in prompts of the target's own. Nothing, most often; the rest asks for kinds of answer
+# that a small model would rarely ask for by itself.
+OPENINGS = (
+    *("", "Write a Python function", "", "Explain", "", "A shop sells", "", "Write a short"),
+    *("", "How can I", "", "Imagine you are", "", "What is the difference between", "", "Complete this"),
+    *("", "Summarize", "", "If", "", "Write code", "", "What are"),
+)
+
+
+class AnswersConfig(Config):
+    """Which target answers which prompts."""
+
+    target: str = EMBEDDED_TARGET
+    """Target by hub id or local directory."""
+    prompts: tuple[str, ...] = Field(default=TRAINING_PROMPTS, min_length=1)
+    """Training prompt sets and files, NAME or NAME:COUNT. Never a benchmark's test set."""
+    num_own_prompts: int = Field(default=0, ge=0)
+    """Prompts that the target is asked to write itself, besides; some are left out as unfit."""
+    held_out: float = Field(default=0.04, gt=0, lt=1)
+    """Share of the prompts that is never trained on, chosen by a hash of their text."""
+    max_prompt_tokens: int = Field(default=500, ge=1)
+    """Longer prompts are left out."""
+    max_new_tokens: int = Field(default=192, ge=2)
+    """Tokens of an answer at most."""
+    temperatures: tuple[float, ...] = Field(default=(0.0, 0.0, 1.0), min_length=1)
+    """Of the answers, taken in turn."""
+    prompts_per_shard: int = Field(default=256, ge=1)
+    """Prompts answered together; what a lost worker loses."""
+    seed: int = Field(default=0, ge=0)
+    """Of the choice of prompts, of the split and of the answers."""
+    resources: Resources = Resources()
+    """Of the actors."""
+    answers: Path = Path("runs/answers")
+    """Directory of the shards: `train/`, `held_out/`, and the target's own prompts."""
+
+
+class Shard(NamedTuple):
+    """Prompts answered together, with the file their answers go to."""
+
+    path: Path
+    prompts: tuple[Prompt, ...]
+    sampling: tuple[Sampling, ...]
+
+
+class AnswerShards(NamedTuple):
+    """Shards by side."""
+
+    train: tuple[Shard, ...]
+    held_out: tuple[Shard, ...]
+
+
+def run(config: AnswersConfig) -> AnswerShards:
+    """Write what is missing; raises ValueError for bad input before Ray starts."""
+    absolute_in_submitted_job(config.answers, "answers")
+    plan(config, own=())
+    connect(include_dashboard=True)
+    own = write_own_prompts(config) if config.num_own_prompts else []
+    shards = plan(config, own)
+    missing = [shard for shard in (*shards.held_out, *shards.train) if not shard.path.exists()]
+    for shard in missing:
+        shard.path.parent.mkdir(parents=True, exist_ok=True)
+    num_tokens, started = 0, time.monotonic()
+    for done, written in enumerate(pooled(AnswerWorker, config, missing, "answer", config.resources), start=1):
+        num_tokens += written
+        speed = num_tokens / (time.monotonic() - started)
+        print(f"answers: {done}/{len(missing)} shards, {num_tokens:,} tokens, {speed:.0f} tokens/s", flush=True)
+    return shards
+
+
+# --- which prompts ---
+
+
+def plan(config: AnswersConfig, own: Sequence[Prompt]) -> AnswerShards:
+    """Shards of all prompts, each text once.
+
+    Shards are cut set by set, so that another set leaves the shards of the present ones as they are.
+    """
+    seen: set[str] = set()
+    sides: tuple[list[Shard], list[Shard]] = ([], [])
+    for name in config.prompts:
+        _plan_set(config, load_counted(name, config.seed), seen, sides)
+    _plan_set(config, own, seen, sides)
+    if not sides[0] or not sides[1]:
+        raise ValueError(
+            f"prompts {' '.join(config.prompts)}: {len(seen)} in all leave none for training or held out"
+        )
+    return AnswerShards(tuple(sides[0]), tuple(sides[1]))
+
+
+def _plan_set(
+    config: AnswersConfig, prompts: Sequence[Prompt], seen: set[str], sides: tuple[list[Shard], list[Shard]]
+) -> None:
+    fresh = []
+    for prompt in prompts:
+        # Greetings differ by case and punctuation only; one of each is enough.
+        key = "".join(filter(str.isalnum, prompt.text.lower()))
+        if key not in seen:
+            seen.add(key)
+            fresh.append(prompt)
+    for folder, side, chosen in zip(
+        ("train", "held_out"), sides, split(fresh, config.held_out, config.seed), strict=True
+    ):
+        size = config.prompts_per_shard
+        side += [_shard(config, folder, chosen, start) for start in range(0, len(chosen), size)]
+
+
+def load_counted(name: str, seed: int) -> list[Prompt]:
+    """Prompts of NAME or NAME:COUNT."""
+    base, colon, count = name.rpartition(":")
+    if not colon:
+        return load_prompts(name, None, seed)
+    if not count.isdecimal():
+        raise ValueError(f"prompts {name!r}: must be NAME or NAME:COUNT")
+    return load_prompts(base, int(count), seed)
+
+
+def _shard(config: AnswersConfig, folder: str, prompts: Sequence[Prompt], start: int) -> Shard:
+    chosen = tuple(prompts[start : start + config.prompts_per_shard])
+    sampling = tuple(
+        Sampling(config.temperatures[i % len(config.temperatures)], seed=config.seed + i)
+        for i in range(start, start + len(chosen))
+    )
+    key = repr((config.target, config.max_prompt_tokens, config.max_new_tokens, chosen, sampling))
+    digest = hashlib.sha256(key.encode()).hexdigest()[:12]
+    name = f"{chosen[0].set}-{start:06d}-{digest}.parquet"
+    return Shard(config.answers.absolute() / folder / name, chosen, sampling)
+
+
+# --- the workers ---
+
+
+class AnswerWorker:
+    """A Ray actor with the target in bf16: text is data here, not a promise."""
+
+    def __init__(self, config: AnswersConfig) -> None:
+        torch.set_num_threads(num_threads(config.resources.num_cpus))
+        disable_progress_bar()
+        self.config = config
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.pair: Pair = target_only(config.target, dtype="bfloat16", device=device)
+
+    def answer(self, shard: Shard) -> int:
+        """Write a shard; returns the number of answer tokens."""
+        config = self.config
+        answers = generate_answers(
+            self.pair,
+            shard.prompts,
+            shard.sampling,
+            max_new_tokens=config.max_new_tokens,
+            max_prompt_tokens=config.max_prompt_tokens,
+        )
+        write_answers(shard.path, answers, AnswerSource(config.target, self.pair.id.target_revision))
+        return sum(len(answer.tokens) - answer.num_prompt_tokens for answer in answers)
+
+    def write_prompts(self, task: tuple[Path, range]) -> int:
+        """Write a file with the prompts of some seeds; returns how many."""
+        path, seeds = task
+        texts = write_prompts(self.pair, seeds, OPENINGS)
+        lines = (json.dumps({"prompt": text, "set": OWN_PROMPTS}, ensure_ascii=False) + "\n" for text in texts)
+        partial = path.with_suffix(".tmp")
+        partial.write_text("".join(lines), encoding="utf-8")
+        partial.rename(path)
+        return len(texts)
+
+
+def write_own_prompts(config: AnswersConfig) -> list[Prompt]:
+    """The target's own prompts, file by file; what is there is kept."""
+    folder = config.answers.absolute() / OWN_PROMPTS
+    folder.mkdir(parents=True, exist_ok=True)
+    size = config.prompts_per_shard
+    seeds = [range(i, min(i + size, config.num_own_prompts)) for i in range(0, config.num_own_prompts, size)]
+    files = [folder / f"part-{config.seed}-{part.start:06d}-{len(part)}.jsonl" for part in seeds]
+    missing = [(path, part) for path, part in zip(files, seeds, strict=True) if not path.exists()]
+    for done, count in enumerate(pooled(AnswerWorker, config, missing, "write_prompts", config.resources), start=1):
+        print(f"own prompts: {done}/{len(missing)} files, {count} prompts in this one", flush=True)
+    return [prompt for path in files if path.stat().st_size for prompt in load_prompts(str(path), None, config.seed)]
+
+
+if __name__ == "__main__":
+    main(AnswersConfig, run)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from blockpilot.blocks import Batch, at, collate, count_steps, draft_blocks, possible_anchors, slots
 from blockpilot.draft import DraftModel
 from blockpilot.draft_data import Corpus, Document
 
@@ -34,17 +35,6 @@ DPACE_ALPHA = 0.5  # smoothing of the confidences, the paper's
 LENGTH_WINDOW = 16  # batches whose documents are sorted by length together
 
 Weighting = Literal["decay", "dpace"]
-
-
-class Batch(NamedTuple):
-    """N documents padded to S tokens, with A anchors each; `valid` is false for anchors that only fill up."""
-
-    tokens: Tensor  # [N, S] int64
-    lengths: Tensor  # [N]
-    features: Tensor  # [N, S, F]
-    hidden: Tensor  # [N, S, hidden]: of the target, before its LM head
-    anchors: Tensor  # [N, A] positions
-    valid: Tensor  # [N, A] bool
 
 
 class Vocabulary(NamedTuple):
@@ -128,15 +118,15 @@ class BlockLoss(nn.Module):
 
     def forward(self, batch: Batch, vocabulary: Vocabulary | None = None) -> Scores:
         """Draft the block at every anchor and compare it with the text."""
-        positions, inside = self._slots(batch)
-        labels = _at(batch.tokens, positions)
-        hidden = self._draft_blocks(batch)[:, :, 1:]
+        positions, inside = slots(batch, self.block_size)
+        labels = at(batch.tokens, positions)
+        hidden = draft_blocks(self.draft, self.embedding, batch, self.block_size)[:, :, 1:]
         logits = self._logits(hidden[inside], vocabulary)
         targets = labels[inside] if vocabulary is None else torch.searchsorted(vocabulary.ids, labels[inside])
         hard = functional.cross_entropy(logits.float(), targets, reduction="none")
         losses = hard
         if self.distill:
-            of_target = self._logits(_at(batch.hidden, positions - 1)[inside], vocabulary)
+            of_target = self._logits(at(batch.hidden, positions - 1)[inside], vocabulary)
             soft = functional.cross_entropy(logits.float(), of_target.float().softmax(dim=-1), reduction="none")
             losses = (1 - self.distill) * hard + self.distill * soft
         weights = self._weights(hard.detach(), inside)
@@ -148,47 +138,18 @@ class BlockLoss(nn.Module):
         )
         return Scores(weighted / weights.sum(), sums, correct.cumprod(dim=-1).sum(dim=-1))
 
-    def _slots(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Positions [N, A, B-1] of the slots 1 .. B-1, and which of them lie inside the document."""
-        slots = torch.arange(1, self.block_size, device=batch.tokens.device)
-        positions = batch.anchors[:, :, None] + slots
-        inside = (positions < batch.lengths[:, None, None]) & batch.valid[:, :, None]
-        return positions.clamp_max(batch.tokens.shape[1] - 1), inside
-
     def _weights(self, losses: Tensor, inside: Tensor) -> Tensor:
         """Loss weights [N, A, B-1], 0 outside; `losses` are those of the slots inside."""
         if self.weighting == "dpace":
             return dpace_weights(losses, inside)
-        slots = torch.arange(self.block_size - 1, device=inside.device)
-        return torch.exp(-slots / (GAMMA_PER_BLOCK_SIZE * self.block_size)) * inside
-
-    def _draft_blocks(self, batch: Batch) -> Tensor:
-        """Hidden states [N, A, B, hidden] of the blocks at every anchor."""
-        num_rows, num_anchors = batch.anchors.shape
-        device, size = batch.tokens.device, self.block_size
-        block = torch.full((num_rows, num_anchors, size), self.draft.options.mask_token_id, device=device)
-        block[:, :, 0] = batch.tokens.gather(1, batch.anchors)
-        positions = (batch.anchors[:, :, None] + torch.arange(size, device=device)).flatten(1)
-        columns = torch.arange(batch.tokens.shape[1], device=device).expand(num_rows, -1)
-        embedded = functional.embedding(block.flatten(1), self.embedding).to(batch.features.dtype)
-        visible = block_mask(batch.anchors, batch.tokens.shape[1], size)
-        distance = positions[:, :, None] - torch.cat([columns, positions], dim=1)[:, None]
-        masks = self.draft.layer_masks(visible, distance)
-        store = JoinedContext(self.draft, self.draft.fuse(batch.features), columns)
-        hidden: Tensor = self.draft(embedded, positions, masks, store)
-        return hidden.view(num_rows, num_anchors, size, -1)
+        offsets = torch.arange(self.block_size - 1, device=inside.device)
+        return torch.exp(-offsets / (GAMMA_PER_BLOCK_SIZE * self.block_size)) * inside
 
     def _logits(self, hidden: Tensor, vocabulary: Vocabulary | None) -> Tensor:
         if vocabulary is None:
             return functional.linear(hidden, self.head.to(hidden.dtype))
         logits = functional.linear(hidden, self.head[vocabulary.ids].to(hidden.dtype))
         return logits + vocabulary.correction.to(logits.dtype)
-
-
-def _at(values: Tensor, positions: Tensor) -> Tensor:
-    """values [N, S, ...] at positions [N, A, K] -> [N, A, K, ...]."""
-    rows = torch.arange(len(values), device=values.device)[:, None, None]
-    return values[rows, positions]
 
 
 def dpace_weights(losses: Tensor, inside: Tensor) -> Tensor:
@@ -219,64 +180,10 @@ def copy_target_layers(draft: DraftModel, target: PreTrainedModel) -> int:
     return copied
 
 
-class JoinedContext:
-    """A key/value store for training: the context's keys, projected by each layer, before the blocks' own."""
-
-    def __init__(self, draft: DraftModel, context: Tensor, positions: Tensor) -> None:
-        self._draft, self._context = draft, context
-        self._rotary = draft.rotary_emb(context, positions)
-
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        of_context = self._draft.project(layer_idx, self._context, self._rotary)
-        return torch.cat([of_context[0], keys], dim=2), torch.cat([of_context[1], values], dim=2)
-
-
-def block_mask(anchors: Tensor, num_context: int, block_size: int) -> Tensor:
-    """Block-diffusion mask [N, A*B, S + A*B]: context strictly before the own anchor, and the own block."""
-    num_rows, num_anchors = anchors.shape
-    of_query = anchors.repeat_interleave(block_size, dim=1)
-    context = torch.arange(num_context, device=anchors.device) < of_query[:, :, None]
-    block = torch.arange(num_anchors, device=anchors.device).repeat_interleave(block_size)
-    own = (block[:, None] == block).expand(num_rows, -1, -1)
-    return torch.cat([context, own], dim=2)
-
-
-def collate(documents: Sequence[Document], anchors: Sequence[Tensor]) -> Batch:
-    """Pad documents and their anchors (positions, one tensor a document)."""
-    lengths = torch.tensor([len(d.tokens) for d in documents])
-    num_anchors = torch.tensor([len(a) for a in anchors])
-    return Batch(
-        _padded([d.tokens for d in documents]),
-        lengths,
-        _padded([d.features for d in documents]),
-        _padded([d.hidden for d in documents]),
-        _padded(anchors),
-        torch.arange(int(num_anchors.max())) < num_anchors[:, None],
-    )
-
-
-def _padded(rows: Sequence[Tensor]) -> Tensor:
-    return nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
-
-
-def possible_anchors(document: Document) -> Tensor:
-    """Positions of the answer that have at least one token after them, in order."""
-    return torch.arange(document.num_prompt_tokens, max(document.num_prompt_tokens, len(document.tokens) - 1))
-
-
 def draw_anchors(document: Document, num_anchors: int, generator: torch.Generator) -> Tensor:
     """Up to `num_anchors` distinct random anchors of a document."""
     anchors = possible_anchors(document)
     return anchors[torch.randperm(len(anchors), generator=generator)[:num_anchors]]
-
-
-def count_steps(num_accepted: Sequence[int]) -> int:
-    """Steps that decode a text, given how many drafts are accepted at each of its anchors, in order."""
-    position, num_steps = 0, 0
-    while position < len(num_accepted):
-        position += num_accepted[position] + 1
-        num_steps += 1
-    return num_steps
 
 
 def frequent_tokens(documents: Sequence[Sequence[int]], share: float = 0.995) -> Tensor:

@@ -266,20 +266,26 @@ class Engine:
         embedded = self._target.embed(block).to(self._draft.dtype)
         view = self._draft_cache.view(0, positions, length)
         hidden = self._draft.propose(embedded, positions, self._tensor(sizes), view)
-        rows, slots = _indices([range(1, size) for size in sizes], self._device)
-        block[rows, slots] = self._target.logits(hidden[rows, slots]).argmax(dim=-1)
+        slots = [range(1, size) for size in sizes]
+        block[_indices(slots, self._device)] = self._draw(hidden, slots, first_position=0)
 
     def _sample(self, hidden: Tensor, sizes: list[int]) -> list[list[int]]:
         """The target's own token after every scored slot: hidden [R, W, hidden] -> sizes[r] tokens a row."""
-        logits = self._target.logits(hidden[_indices([range(size) for size in sizes], self._device)])
-        positions = [
-            row.anchor_position + 1 + slot
-            for row, size in zip(self._rows, sizes, strict=True)
-            for slot in range(size)
-        ]
-        sampling = [row.request.sampling for row, size in zip(self._rows, sizes, strict=True) for _ in range(size)]
-        tokens = iter(keyed_sample(logits, positions, sampling).tolist())
+        tokens = iter(self._draw(hidden, [range(size) for size in sizes], first_position=1).tolist())
         return [[next(tokens) for _ in range(size)] for size in sizes]
+
+    def _draw(self, hidden: Tensor, slots: list[range], first_position: int) -> Tensor:
+        """Tokens drawn from the listed slots of hidden [R, W, hidden]; slot 0's is `first_position` after the anchor.
+
+        Draft and target draw a position's token with the same key: where their distributions agree, so do the tokens,
+        at any temperature (coupling by shared randomness, arXiv 2408.07978).
+        """
+        logits = self._target.logits(hidden[_indices(slots, self._device)])
+        positions, sampling = [], []
+        for row, listed in zip(self._rows, slots, strict=True):
+            positions += [row.anchor_position + first_position + slot for slot in listed]
+            sampling += [row.request.sampling] * len(listed)
+        return keyed_sample(logits, positions, sampling)
 
     def _extend(self, features: Tensor, positions: Tensor, first_slot: int, length: int) -> Tensor:
         """Give the draft the target's features of these positions; returns the context vectors [R, W, hidden]."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import tiny_draft
 
+from blockpilot.blocks import Batch, block_mask, collate, draft_blocks
 from blockpilot.draft import DraftModel
 from blockpilot.draft_data import (
     Answer,
@@ -28,14 +29,10 @@ from blockpilot.draft_data import (
     write_prompts,
 )
 from blockpilot.draft_fit import (
-    Batch,
     BlockLoss,
     DraftFit,
     DraftFitSettings,
-    block_mask,
-    collate,
     copy_target_layers,
-    count_steps,
     dpace_weights,
     draw_anchors,
     epoch_batches,
@@ -104,7 +101,7 @@ def test_training_blocks_equal_the_drafting_path(tiny_pair: Pair) -> None:
     batch = batch_of(shard, 3)
     loss = loss_of(tiny_pair)
     draft = loss.draft
-    trained = loss._draft_blocks(batch)
+    trained = draft_blocks(draft, loss.embedding, batch, BLOCK)
     for row, document in enumerate(shard):
         for a, anchor in enumerate(batch.anchors[row].tolist()):
             cache = draft.new_cache(1, 40)
@@ -123,11 +120,11 @@ def test_a_block_sees_neither_its_answers_nor_other_blocks(tiny_pair: Pair) -> N
     [document] = documents(1)
     batch = batch_of([document], 2)._replace(anchors=torch.tensor([[6, 11]]))
     loss = loss_of(tiny_pair)
-    base = loss._draft_blocks(batch)
+    base = draft_blocks(loss.draft, loss.embedding, batch, BLOCK)
     tokens, features = batch.tokens.clone(), batch.features.clone()
     tokens[0, 7:] = 3  # everything after the first anchor, the second anchor too
     features[0, 6:] += 1
-    changed = loss._draft_blocks(batch._replace(tokens=tokens, features=features))
+    changed = draft_blocks(loss.draft, loss.embedding, batch._replace(tokens=tokens, features=features), BLOCK)
     assert torch.equal(changed[0, 0], base[0, 0])
     assert not torch.allclose(changed[0, 1], base[0, 1])
 
@@ -139,7 +136,7 @@ def test_the_loss_equals_a_slow_loop(weighting: str, distill: float, tiny_pair: 
     batch = batch_of(shard, 4, seed=2)
     loss = loss_of(tiny_pair, weighting=weighting, distill=distill)
     scores = loss(batch)
-    drafted = loss._draft_blocks(batch).detach()
+    drafted = draft_blocks(loss.draft, loss.embedding, batch, BLOCK).detach()
     total = weight = 0.0
     for row, document in enumerate(shard):
         for a, anchor in enumerate(batch.anchors[row].tolist()):
@@ -169,11 +166,6 @@ def test_dpace_weights_of_a_case_worked_by_hand() -> None:
     losses = -torch.tensor([0.5, 0.25]).log()
     inside = torch.tensor([[[True, True, False]]])
     torch.testing.assert_close(dpace_weights(losses, inside), torch.tensor([[[1.21875, 0.46875, 0.0]]]))
-
-
-@pytest.mark.parametrize(("num_accepted", "steps"), [([], 0), ([0, 0, 0], 3), ([2, 9, 9, 0], 2), ([7], 1)])
-def test_count_steps_jumps_over_accepted_and_bonus_tokens(num_accepted: list[int], steps: int) -> None:
-    assert count_steps(num_accepted) == steps
 
 
 def test_anchors_are_distinct_and_inside_the_answer() -> None:

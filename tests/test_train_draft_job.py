@@ -11,12 +11,33 @@ import pytest
 import torch
 from processes import descendants
 from safetensors.torch import load_file
+from transformers import AutoConfig
 
-from blockpilot.draft_data import FeatureSource, read_answers, write_features
-from blockpilot.draft_fit import BlockLoss, DraftFit, copy_target_layers, frequent_tokens
-from blockpilot.pairs import load_pair, load_target
+from blockpilot.draft import DraftModel, new_draft_config, save_draft
+from blockpilot.draft_data import (
+    Answer,
+    AnswerSource,
+    Corpus,
+    Features,
+    FeatureSource,
+    Shard,
+    answer_source,
+    write_answers,
+    write_features,
+)
+from blockpilot.draft_fit import DraftFit, frequent_tokens
+from blockpilot.pairs import load_pair
+from blockpilot.prompts import load_prompts
+from jobs import answers
 from jobs.config import ConfigError
-from jobs.train_draft import TrainDraftConfig, fresh_draft, plan_shards, run, write_shards
+from jobs.train_draft import (
+    TrainDraftConfig,
+    block_loss,
+    check_answers,
+    mask_token_id,
+    run,
+    write_shard_features,
+)
 
 ROOT = Path(__file__).parent.parent
 
@@ -32,7 +53,9 @@ def config(target: Path, path: Path, **changes: object) -> TrainDraftConfig:
     values: dict[str, object] = {
         "target": str(target),
         "prompts": (str(path),),
+        "held_out": 0.3,
         "mask_token": "<mask>",
+        "answers": path.parent / "answers",
         "output": path.parent / "draft",
     }
     return TrainDraftConfig(**values | changes)
@@ -45,7 +68,9 @@ def config(target: Path, path: Path, **changes: object) -> TrainDraftConfig:
         ({"target_layer_ids": (1, 6)}, "target_layer_ids 6: must be 0 to 5"),
         ({"prompts": ("nowhere",)}, "unknown prompt set 'nowhere'"),
         ({"prompts": ("demo:many",)}, "prompts 'demo:many': must be NAME or NAME:COUNT"),
-        ({"prompts_per_shard": 64}, "24 prompts in shards of 64: at least 2 shards"),
+        ({"test_prompts": ("demo:0",)}, "number of prompts must be at least 1, got 0"),
+        ({"held_out": 1e-9}, "24 in all leave none for training or held out"),
+        ({"start": "nowhere"}, "draft nowhere: no config.json there"),
     ],
 )
 def test_bad_input_is_refused_before_ray_starts(
@@ -55,9 +80,28 @@ def test_bad_input_is_refused_before_ray_starts(
     prompts: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("jobs.train_draft.connect", lambda **_: pytest.fail("Ray started"))
+    monkeypatch.setattr("jobs.answers.connect", lambda **_: pytest.fail("Ray started"))
     with pytest.raises(ValueError, match=message.replace("(", "\\(")):
         run(config(tiny_pair_dirs[0], prompts, **change))
+
+
+def test_a_target_of_an_unknown_family_is_refused(tmp_path: Path, prompts: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(ValueError, match="target family 'gpt2': supported are llama, qwen3, qwen3_moe"):
+        run(config(tmp_path, prompts))
+
+
+def test_a_start_of_another_shape_or_target_is_refused(
+    tiny_pair_dirs: tuple[Path, Path], prompts: Path, tmp_path: Path
+) -> None:
+    target = AutoConfig.from_pretrained(tiny_pair_dirs[0])
+    save_draft(DraftModel(new_draft_config(target, num_layers=1, block_size=4, mask_token_id=0)), tmp_path / "start")
+    with pytest.raises(ValueError, match=r"start .*: a draft of block size 4, 1 layers, .* asks for block size 8, 3"):
+        run(config(tiny_pair_dirs[0], prompts, start=str(tmp_path / "start")))
+    target.vocab_size += 1
+    save_draft(DraftModel(new_draft_config(target, num_layers=1, block_size=4, mask_token_id=0)), tmp_path / "start")
+    with pytest.raises(ValueError, match="draft does not fit target: vocabulary"):
+        run(config(tiny_pair_dirs[0], prompts, start=str(tmp_path / "start")))
 
 
 def test_bad_values_are_refused_by_the_configuration(tiny_pair_dirs: tuple[Path, Path], prompts: Path) -> None:
@@ -66,29 +110,66 @@ def test_bad_values_are_refused_by_the_configuration(tiny_pair_dirs: tuple[Path,
 
 
 def test_held_out_prompts_are_never_trained_on(tiny_pair_dirs: tuple[Path, Path], prompts: Path) -> None:
-    train, held_out = plan_shards(config(tiny_pair_dirs[0], prompts, prompts_per_shard=4, held_out=0.34))
-    texts = [{prompt.text for shard in side for prompt in shard.prompts} for side in (train, held_out)]
+    plan = answers.plan(config(tiny_pair_dirs[0], prompts, prompts_per_shard=4), ())
+    texts = [{prompt.text for shard in side for prompt in shard.prompts} for side in plan]
     assert texts[0].isdisjoint(texts[1])
-    assert (len(texts[0]), len(texts[1])) == (16, 8)
+    assert len(texts[0] | texts[1]) == 24
+    assert min(map(len, texts)) >= 3
+
+
+def test_prompts_that_differ_by_case_and_punctuation_are_asked_once(
+    tiny_pair_dirs: tuple[Path, Path], prompts: Path
+) -> None:
+    with prompts.open("a") as lines:
+        lines.write("Say the number 3!\n")
+    plan = answers.plan(config(tiny_pair_dirs[0], prompts), ())
+    assert sum(len(shard.prompts) for side in plan for shard in side) == 24
+
+
+def test_more_prompt_sets_leave_the_shards_of_the_present_ones(
+    tiny_pair_dirs: tuple[Path, Path], prompts: Path
+) -> None:
+    before = answers.plan(config(tiny_pair_dirs[0], prompts), ())
+    after = answers.plan(config(tiny_pair_dirs[0], prompts, prompts=(str(prompts), "demo")), ())
+    assert set(before.train) < set(after.train)
+    assert set(before.held_out) < set(after.held_out)
 
 
 @pytest.mark.parametrize(
-    ("sources", "message"),
+    ("tokens", "revisions", "message"),
     [
-        ([("a", (0, 5)), ("a", (0, 5))], r"features of target layers \(0, 5\), this draft reads \(1, 3\)"),
-        ([("a", (1, 3)), ("b", (1, 3))], "features of several targets, a, b"),
+        ([1, 2, 3, 4], ("a", "b"), "answers of several targets, revisions a, b"),
+        ([1, 2, 3], ("a", "a"), "no answer of 2 tokens or more"),
+        ([1, 2, 3, 512], ("a", "a"), "mask_token '<mask>': in use in .*parquet"),
     ],
 )
-def test_features_of_other_layers_or_targets_are_refused(
-    sources: list[tuple[str, tuple[int, ...]]], message: str, tiny_pair_dirs: tuple[Path, Path], prompts: Path
+def test_answers_that_cannot_be_trained_on_are_refused(
+    tokens: list[int], revisions: tuple[str, str], message: str, tiny_pair_dirs: tuple[Path, Path], prompts: Path
 ) -> None:
-    training = config(tiny_pair_dirs[0], prompts, prompts_per_shard=12, num_layers=2, target_layer_ids=(1, 3))
-    shards = [shard for side in plan_shards(training) for shard in side]
-    shards[0].answers.parent.mkdir(parents=True)
-    for shard, source in zip(shards, sources, strict=True):
-        write_features(shard.features, torch.zeros(4, 96), FeatureSource(*source))
+    training = config(tiny_pair_dirs[0], prompts)
+    plan = answers.plan(training, ())
+    mask = mask_token_id(training)
+    for side, revision in zip(plan, revisions, strict=True):
+        for shard in side:
+            shard.path.parent.mkdir(parents=True)
+            answer = Answer("test", [mask if token == 512 else token for token in tokens], 2, 0.0, 0)
+            write_answers(shard.path, [answer], AnswerSource("tiny", revision))
     with pytest.raises(ValueError, match=message):
-        write_shards(training, shards)
+        check_answers(training, plan)
+
+
+def test_features_of_another_revision_are_refused(tiny_pair_dirs: tuple[Path, Path], prompts: Path) -> None:
+    training = config(tiny_pair_dirs[0], prompts, num_layers=2, target_layer_ids=(1, 3))
+    plan = answers.plan(training, ())
+    for side in plan:
+        for shard in side:
+            features = training.answers / "features-1-3" / side[0].path.parent.name / f"{shard.path.stem}.safetensors"
+            for path in (shard.path, features):
+                path.parent.mkdir(parents=True, exist_ok=True)
+            write_answers(shard.path, [Answer("test", [1, 2, 3, 4], 2, 0.0, 0)], AnswerSource("tiny", "a"))
+            write_features(features, Features(torch.zeros(4, 96), torch.zeros(4, 48)), FeatureSource("b", (1, 3)))
+    with pytest.raises(ValueError, match=r"target_revision='b'.*expected revision a and layers"):
+        write_shard_features(training, plan)
 
 
 @pytest.mark.ray
@@ -98,6 +179,7 @@ def test_a_killed_worker_changes_nothing(tiny_pair_dirs: tuple[Path, Path], prom
         tiny_pair_dirs[0],
         prompts,
         prompts_per_shard=8,
+        num_own_prompts=8,
         num_layers=2,
         block_size=4,
         max_new_tokens=24,
@@ -126,21 +208,23 @@ def test_a_killed_worker_changes_nothing(tiny_pair_dirs: tuple[Path, Path], prom
     assert all(torch.equal(found[name], weight.bfloat16()) for name, weight in expected.items())
     pair = load_pair(target=str(tiny_pair_dirs[0]), draft=str(training.output / "draft"))
     assert pair.block_size == 4
-    assert "held-out tau" in (tmp_path / "log").read_text()
+    assert "prompts │ temperature" in (tmp_path / "log").read_text().replace("┃", "│")
 
 
 def plainly_trained(training: TrainDraftConfig) -> dict[str, torch.Tensor]:
     """The weights after `DraftFit` on the job's own answers, in this process and in one go."""
-    train, _ = plan_shards(training)
-    paths = [shard.answers for shard in train]
-    model, _, _ = load_target(training.target, torch.bfloat16)
-    weight = model.get_input_embeddings().weight.float()
-    draft = fresh_draft(training)
-    copy_target_layers(draft, model)
-    frequent = frequent_tokens([answer.tokens for path in paths for answer in read_answers(path)])
-    fit = DraftFit(BlockLoss(draft, weight, weight), paths, frequent, training.settings)
-    assert len(list(fit.steps())) == fit.num_steps == 48
-    return draft.state_dict()
+    shards = sorted((training.answers / "train").glob("*.parquet"))
+    assert {answer_source(path).target for path in shards} == {training.target}
+    [features] = training.answers.glob("features-*")
+    # The job's order of shards is that of its plan, by prompt set and then by number.
+    own = [p for path in (training.answers / "own-prompts").glob("*.jsonl") for p in load_prompts(str(path))]
+    plan = answers.plan(training, own)
+    corpus = Corpus([Shard(s.path, features / "train" / f"{s.path.stem}.safetensors") for s in plan.train])
+    frequent = frequent_tokens([answer.tokens for answer in corpus.answers])
+    fit = DraftFit(block_loss(training), corpus, frequent, training.settings)
+    assert len(list(fit.steps())) == fit.num_steps
+    draft: dict[str, torch.Tensor] = fit.state_dict()["draft"]
+    return draft
 
 
 def kill_training_worker(job: "subprocess.Popen[bytes]", output: Path) -> None:

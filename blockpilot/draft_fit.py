@@ -164,19 +164,24 @@ def dpace_weights(losses: Tensor, inside: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def copy_target_layers(draft: DraftModel, target: PreTrainedModel) -> int:
-    """Start the draft's layers as the target's last ones, and its norm as the target's.
+def start_from_target(draft: DraftModel, target: PreTrainedModel) -> int:
+    """Start the draft as the end of its target; returns the number of weights copied.
 
-    Weights whose name or shape the draft does not share stay as they are; returns the number of weights copied.
+    Its layers are the target's last ones, its norm the target's, and its context the deepest layer that it reads,
+    scaled as the first copied layer would. Weights whose name or shape the draft does not share stay as they are.
     """
     first = int(target.config.num_hidden_layers) - draft.config.num_hidden_layers
-    source, copied = target.state_dict(), 0
+    source = {name.removeprefix("model."): value for name, value in target.state_dict().items()}
+    source["hidden_norm.weight"] = source[f"layers.{first}.input_layernorm.weight"]
+    copied = 0
     for name, weight in draft.named_parameters():
         of_target = re.sub(r"^layers\.(\d+)", lambda m: f"layers.{int(m[1]) + first}", name)
-        value = source.get(f"model.{of_target}")
+        value = source.get(of_target)
         if value is not None and value.shape == weight.shape:
             weight.copy_(value)
             copied += 1
+    draft.fc.weight.zero_()
+    draft.fc.weight[:, -draft.config.hidden_size :].fill_diagonal_(1.0)
     return copied
 
 

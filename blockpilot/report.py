@@ -95,11 +95,7 @@ class Comparison:
         if len(groups) < 2:
             raise ValueError(f"{len(groups)} groups of prompts: intervals need at least 2")
         self._sums = {method: _sums([run for run in runs if run.method == method], groups) for method in done}
-        draws = np.random.default_rng(seed).multinomial(
-            len(groups), np.full(len(groups), 1 / len(groups)), size=num_resamples
-        )
-        # The first "resample" has every group once: the figure itself.
-        self._weights: Array = np.vstack([np.ones(len(groups)), draws])
+        self._weights = _weights(len(groups), num_resamples, seed)
 
     def figure(self, name: str, method: str) -> Interval:
         """A figure of RATIOS for one method."""
@@ -132,6 +128,21 @@ class Comparison:
         above, below = (self._weights @ self._sums[method][part] for part in RATIOS[name])
         with np.errstate(divide="ignore", invalid="ignore"):
             return above / below
+
+
+def ratio_of_totals(above: Sequence[float], below: Sequence[float]) -> Interval:
+    """sum(above) / sum(below) with its interval over the entries, which are those of one prompt each."""
+    weights = _weights(len(above), NUM_RESAMPLES, seed=0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return _interval((weights @ np.array(above, dtype=float)) / (weights @ np.array(below, dtype=float)))
+
+
+def _weights(num_groups: int, num_resamples: int, seed: int) -> Array:
+    """How often each group counts [1 + resamples, groups]; the first row has every group once: the figure itself."""
+    draws = np.random.default_rng(seed).multinomial(
+        num_groups, np.full(num_groups, 1 / num_groups), size=num_resamples
+    )
+    return np.vstack([np.ones(num_groups), draws])
 
 
 def _sums(runs: Sequence[Run], groups: Sequence[int]) -> dict[str, Array]:

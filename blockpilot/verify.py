@@ -48,7 +48,7 @@ def keyed_sample(logits: Tensor, positions: Sequence[int], sampling: Sequence[Sa
     `positions` holds the absolute position of the token that is drawn (one past the token that was scored) and
     `sampling` the parameters of the request it belongs to; both have N entries.
     """
-    tokens = logits.argmax(dim=-1)
+    tokens = logits.float().argmax(dim=-1)  # bfloat16 is several times slower on a CPU
     drawn = [i for i, s in enumerate(sampling) if s.temperature > 0]
     if drawn:
         index = torch.tensor(drawn, device=logits.device)

@@ -7,6 +7,7 @@ can write prompts, too (`--num-own-prompts`), for where no prompts of the right 
 
 import hashlib
 import json
+import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,7 +84,8 @@ def run(config: AnswersConfig) -> AnswerShards:
     connect(include_dashboard=True)
     own = write_own_prompts(config) if config.num_own_prompts else []
     shards = plan(config, own)
-    missing = [shard for shard in (*shards.held_out, *shards.train) if not shard.path.exists()]
+    train = random.Random(config.seed).sample(shards.train, len(shards.train))  # a part of the run has of every set
+    missing = [shard for shard in (*shards.held_out, *train) if not shard.path.exists()]
     for shard in missing:
         shard.path.parent.mkdir(parents=True, exist_ok=True)
     num_tokens, started = 0, time.monotonic()

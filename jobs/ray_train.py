@@ -63,8 +63,8 @@ def _unfinished_run(registry: Registry, file: Path) -> str | None:
 
 def train(
     work: Callable[[], None], scaling: ray.train.ScalingConfig, storage: Path, name: str, max_failures: int
-) -> State:
-    """Run the workers, or go on with them; returns the last reported state."""
+) -> tuple[State, dict[str, Any]]:
+    """Run the workers, or go on with them; returns the last reported state and its metrics."""
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")  # also how long a report may wait: 2 s
     trainer = ray.train.torch.TorchTrainer(
         work,
@@ -77,9 +77,9 @@ def train(
             logging_config=ray.train.LoggingConfig(log_level="WARNING"),
         ),
     )
-    checkpoint = trainer.fit().checkpoint
-    assert checkpoint is not None, "the last state is always reported"
-    return _load(checkpoint)
+    result = trainer.fit()
+    assert result.checkpoint is not None, "the last state is always reported"
+    return _load(result.checkpoint), result.metrics or {}
 
 
 # --- in a worker ---

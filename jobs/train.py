@@ -117,7 +117,7 @@ def run(config: TrainConfig) -> TrainResult:
     with recorded(registry, "train", storage, name) as record:
         record.log_params(config.model_dump(mode="json") | {"sweep_id": data.id})
         task = Task(data, _settings(config), config.checkpoint_every, registry.uri, record.id)
-        state = train(functools.partial(_work, task), scaling, storage, name, config.max_failures)
+        state, _ = train(functools.partial(_work, task), scaling, storage, name, config.max_failures)
         policy, report = _policy(config, data, state)
         save_policy(policy, config.output)
         record.log_metrics({f"lookup_{key}": value for key, value in report._asdict().items()})

@@ -7,7 +7,6 @@ answers and features by file, training by its last checkpoint.
 
 import functools
 import hashlib
-import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,8 +17,6 @@ import ray.train
 import ray.train.torch
 import torch
 from pydantic import Field
-from rich.console import Console
-from rich.table import Table
 from transformers import AutoConfig, AutoTokenizer, Qwen3Config
 from transformers.utils.logging import disable_progress_bar
 
@@ -41,17 +38,18 @@ from blockpilot.draft_fit import (
     Sums,
     Validation,
     Weighting,
-    copy_target_layers,
     frequent_tokens,
+    start_from_target,
 )
-from blockpilot.pairs import check_fit, load_pair, load_target, target_directory
+from blockpilot.pairs import check_fit, load_target, target_directory
 from blockpilot.prompts import Prompt
-from blockpilot.sweep import decode, tau_curve
 from blockpilot.target import Target, check_family
 from jobs import answers
+from jobs import measure_draft as measure_job
 from jobs.answers import AnswersConfig, AnswerShards
 from jobs.cluster import num_threads, pooled
-from jobs.config import absolute_in_submitted_job, main
+from jobs.config import PairConfig, absolute_in_submitted_job, main
+from jobs.measure_draft import Measured, MeasureDraftConfig
 from jobs.ray_train import recorded, report, saved_state, scaling_config, train
 from jobs.registry import Registry
 
@@ -87,6 +85,8 @@ class TrainDraftConfig(AnswersConfig):
     """Multiply in bfloat16."""
     checkpoint_every: int = Field(default=200, ge=1)
     """Steps between checkpoints, which also validate."""
+    max_answers: int | None = Field(default=None, ge=1)
+    """Train on so many of the answers, drawn at random; on all by default."""
     num_validation: int = Field(default=48, ge=1)
     """Held-out answers that a checkpoint validates on."""
     max_failures: int = Field(default=3, ge=0)
@@ -94,8 +94,8 @@ class TrainDraftConfig(AnswersConfig):
 
     test_prompts: tuple[str, ...] = ()
     """Prompt sets, NAME:COUNT, to measure tau on at the end, besides the held-out prompts."""
-    num_test_prompts: int = Field(default=64, ge=1)
-    """Held-out prompts of each set to measure tau on."""
+    num_test_prompts: int = Field(default=64, ge=0)
+    """Prompts of each of these sets; 0 measures nothing."""
     num_workers: int = Field(default=1, ge=1)
     """Data-parallel Ray Train workers."""
     output: Path = Path("runs/draft")
@@ -107,20 +107,12 @@ class TrainDraftConfig(AnswersConfig):
         return DraftFitSettings(**{name: getattr(self, name) for name in names})
 
 
-class Tau(NamedTuple):
-    """Tau at the trained block size on prompts of one set, at one temperature."""
-
-    prompt_set: str
-    temperature: float
-    num_prompts: int
-    tau: float
-
-
 class TrainDraftResult(NamedTuple):
-    """The exported draft, what it reaches on prompts it never saw, and the MLflow run."""
+    """The exported draft, the metrics of its last validation, tau on prompts it never saw, and the MLflow run."""
 
     draft: Path
-    tau: tuple[Tau, ...]
+    metrics: dict[str, float]
+    measured: tuple[Measured, ...]
     run_id: str
 
 
@@ -144,7 +136,7 @@ def run(config: TrainDraftConfig) -> TrainDraftResult:
     """Answer, train, export and measure; raises ValueError for bad input before any training."""
     absolute_in_submitted_job(config.output, "output")
     check_draft_shape(config)
-    test_sets = [p for name in config.test_prompts for p in answers.load_counted(name, config.seed)]
+    test_prompts = [p for name in config.test_prompts for p in answers.load_counted(name, config.seed)]
     registry = Registry.open()
     written = answers.run(config)
     check_answers(config, written)
@@ -154,17 +146,16 @@ def run(config: TrainDraftConfig) -> TrainDraftResult:
     with recorded(registry, "train_draft", storage, name) as record:
         record.log_params(config.model_dump(mode="json"))
         task = Task(config, data, registry.uri, record.id)
-        state = train(functools.partial(_work, task), scaling, storage, name, config.max_failures)
+        state, metrics = train(functools.partial(_work, task), scaling, storage, name, config.max_failures)
         draft = fresh_draft(config)
         draft.load_state_dict(state["draft"])
         directory = config.output / "draft"
         save_draft(draft, directory)
         held_out = [prompt for shard in written.held_out for prompt in shard.prompts]
-        tau = measure_tau(config, directory, [*held_out, *test_sets])
-        record.log_metrics({f"tau_{t.prompt_set}_T{t.temperature:g}": t.tau for t in tau})
+        measured = measure_draft(config, directory, [*held_out, *test_prompts])
+        record.log_metrics({f"tau_{m.prompt_set}_T{m.temperature:g}": m.tau.value for m in measured})
         record.log_artifact(directory, "draft")
-        _print_result(directory, tau)
-    return TrainDraftResult(directory, tau, record.id)
+    return TrainDraftResult(directory, metrics, measured, record.id)
 
 
 # --- before any training ---
@@ -295,7 +286,7 @@ def _run_name(config: TrainDraftConfig, written: AnswerShards) -> str:
     """Ray Train goes on with a run of the same name, so the name holds all that the result depends on."""
     shape = config.block_size, config.num_layers, config.target_layer_ids, config.start
     data = [(shard.path, answer_source(shard.path)) for shard in written.train]
-    key = repr((config.settings, shape, config.num_workers, data))
+    key = repr((config.settings, shape, config.num_workers, config.max_answers, data))
     return f"draft-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
 
@@ -305,6 +296,7 @@ def _work(task: Task) -> None:
     rank, world_size = context.get_world_rank(), context.get_world_size()
     torch.set_num_threads(num_threads(config.resources.num_cpus))
     corpus, held_out = Corpus(task.data.train), Corpus(task.data.held_out)
+    corpus = corpus.sample(config.max_answers or len(corpus), config.seed)
     loss = ray.train.torch.prepare_model(block_loss(config))
     frequent = frequent_tokens([answer.tokens for answer in corpus.answers])
     fit = DraftFit(loss, corpus, frequent, config.settings, rank=rank, world_size=world_size)
@@ -339,7 +331,7 @@ def block_loss(config: TrainDraftConfig) -> BlockLoss:
         embedding, head = embedding.float(), head.float()
     draft = fresh_draft(config)
     if config.start == "target":
-        copy_target_layers(draft, model)
+        start_from_target(draft, model)
     return BlockLoss(draft, embedding, head, weighting=config.weighting, distill=config.distill)
 
 
@@ -361,47 +353,26 @@ def _describe(fit: DraftFit, first_step: int, metrics: dict[str, float]) -> str:
 # --- the result ---
 
 
-def measure_tau(config: TrainDraftConfig, directory: Path, prompts: Sequence[Prompt]) -> tuple[Tau, ...]:
-    """Decode prompts with the exported draft: tau at the trained block size by prompt set and temperature."""
+def measure_draft(config: TrainDraftConfig, directory: Path, prompts: Sequence[Prompt]) -> tuple[Measured, ...]:
+    """Tau of the exported draft at its block size, by prompt set and temperature."""
+    if not config.num_test_prompts:
+        return ()
     by_set: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         by_set.setdefault(prompt.set, []).append(prompt)
+    measuring = MeasureDraftConfig(
+        pair=PairConfig(target=config.target, draft=str(directory.absolute()), dtype="bfloat16"),
+        max_prompt_tokens=config.max_prompt_tokens,
+        max_new_tokens=config.max_new_tokens,
+        resources=config.resources,
+    )
+    temperatures = sorted(set(config.temperatures))
     tasks = [
-        (chosen[: config.num_test_prompts], temperature)
-        for chosen in by_set.values()
-        for temperature in sorted(set(config.temperatures))
+        measure_job.Task(name, tuple(chosen[: config.num_test_prompts]), temperature)
+        for name, chosen in by_set.items()
+        for temperature in temperatures
     ]
-    return tuple(pooled(TauWorker, (config, directory), tasks, "measure", config.resources))
-
-
-class TauWorker:
-    """A Ray actor with the target and the exported draft, in bf16."""
-
-    def __init__(self, argument: tuple[TrainDraftConfig, Path]) -> None:
-        config, directory = argument
-        torch.set_num_threads(num_threads(config.resources.num_cpus))
-        disable_progress_bar()
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.pair = load_pair(target=config.target, draft=str(directory), dtype="bfloat16", device=device)
-        self.config = config
-
-    def measure(self, task: tuple[Sequence[Prompt], float]) -> Tau:
-        """Decode prompts of one set."""
-        prompts, temperature = task
-        block_size, limit = self.pair.block_size, self.config.max_prompt_tokens
-        short = [prompt for prompt in prompts if len(prompt.encode(self.pair.tokenizer)) <= limit]
-        outcome = decode(
-            self.pair, short, [block_size], max_new_tokens=self.config.max_new_tokens, temperature=temperature
-        )
-        tau = tau_curve(outcome.rows)[block_size] if outcome.rows else math.nan
-        return Tau(prompts[0].set, temperature, len(outcome.rows), tau)
-
-
-def _print_result(directory: Path, found: Sequence[Tau]) -> None:
-    table = Table("prompts", "temperature", "number", "tau", title=str(directory))
-    for tau in found:
-        table.add_row(tau.prompt_set, f"{tau.temperature:g}", str(tau.num_prompts), f"{tau.tau:.3f}")
-    Console().print(table)
+    return tuple(measure_job.measure(measuring, tasks))
 
 
 if __name__ == "__main__":

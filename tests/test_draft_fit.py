@@ -32,13 +32,13 @@ from blockpilot.draft_fit import (
     BlockLoss,
     DraftFit,
     DraftFitSettings,
-    copy_target_layers,
     dpace_weights,
     draw_anchors,
     epoch_batches,
     frequent_tokens,
     learning_rate_factor,
     sample_vocabulary,
+    start_from_target,
 )
 from blockpilot.engine import generate
 from blockpilot.pairs import Pair
@@ -207,11 +207,13 @@ def test_learning_rate() -> None:
 
 def test_starting_from_the_targets_layers(tiny_pair: Pair) -> None:
     draft = tiny_draft(tiny_pair.target)
-    assert copy_target_layers(draft, tiny_pair.target) == 2 * 9 + 1  # all of a layer but its q/k norms, and the norm
+    assert start_from_target(draft, tiny_pair.target) == 2 * 9 + 2  # all of a layer but its q/k norms, and two norms
     torch.testing.assert_close(
         draft.state_dict()["layers.1.mlp.up_proj.weight"],
         tiny_pair.target.state_dict()["model.layers.5.mlp.up_proj.weight"],
     )
+    features = torch.randn(3, draft.fc.in_features)
+    assert torch.equal(draft.fc(features), features[:, -draft.config.hidden_size :])
 
 
 def settings(**changes: int) -> DraftFitSettings:
@@ -272,7 +274,7 @@ def test_validation_walks_the_text_as_decoding_would(tiny_pair: Pair, tmp_path: 
     write_features(files.features, features_of(tiny_pair, answers), SOURCE)
     draft = tiny_draft(tiny_pair.target)
     # An untrained draft is never right: one that draws on the context as the target does sometimes is.
-    copy_target_layers(draft, tiny_pair.target)
+    start_from_target(draft, tiny_pair.target)
     corpus = Corpus([files])
     fit = DraftFit(loss_of(tiny_pair, draft), corpus, torch.arange(9), settings())
     pair = Pair(tiny_pair.id, tiny_pair.target, draft.eval(), tiny_pair.tokenizer)

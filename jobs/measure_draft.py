@@ -1,0 +1,180 @@
+"""Measure a draft: tau by prompt set, temperature and block size, on prompts it was not trained on.
+
+The target answers each prompt once. What the draft would be accepted at every anchor of that text follows from the
+draft alone, so all block sizes come out of the one text, without decoding it again (blockpilot/blocks.py).
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from pydantic import Field, field_validator
+from rich.console import Console
+from rich.table import Table
+
+from blockpilot.blocks import count_accepted_everywhere, count_steps
+from blockpilot.draft_data import Document, generate_answers, target_features
+from blockpilot.prompts import Prompt, load_prompts, split
+from blockpilot.report import Interval, ratio_of_totals
+from blockpilot.sweep import check_candidates
+from blockpilot.target import Target
+from blockpilot.verify import Sampling
+from jobs.cluster import connect, num_threads, pooled
+from jobs.config import Config, PairConfig, Resources, absolute_in_submitted_job, main
+
+RESULT_FILE = "draft.json"
+
+
+class MeasureDraftConfig(Config):
+    """Which draft, on which prompts."""
+
+    pair: PairConfig = PairConfig(dtype="bfloat16")
+    prompts: tuple[str, ...] = ("chitchat", "gsm8k", "humaneval", "mt-bench")
+    """Prompt sets by name, and files."""
+    num_prompts: int = Field(default=64, ge=2)
+    """Of each set and file."""
+    held_out: float | None = Field(default=None, gt=0, lt=1)
+    """Only the prompts that a training with this `held_out` (and seed 0) leaves aside; for training sets."""
+    block_sizes: tuple[int, ...] | None = None
+    """Ascending. By default the trained one."""
+    temperatures: tuple[float, ...] = Field(default=(0.0, 1.0), min_length=1)
+    """0 is greedy."""
+    max_prompt_tokens: int = Field(default=1000, ge=1)
+    """Longer prompts are left out."""
+    max_new_tokens: int = Field(default=128, ge=2)
+    """Tokens of an answer at most."""
+    seed: int = Field(default=1, ge=0)
+    """Of the sampler; the n-th prompt of a set has seed + n."""
+    resources: Resources = Resources()
+    """Of the actors; each takes one set and temperature at a time."""
+    output: Path = Path("runs/measure_draft")
+    """Directory of the result; an absolute path in a submitted job."""
+
+    @field_validator("block_sizes")
+    @classmethod
+    def _check_block_sizes(cls, sizes: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if sizes is not None:
+            check_candidates(sizes)
+        return sizes
+
+
+class Measured(NamedTuple):
+    """Tau of one block size on prompts of one set at one temperature."""
+
+    prompt_set: str
+    temperature: float
+    block_size: int
+    num_prompts: int
+    num_tokens: int  # emitted by verify steps
+    tau: Interval
+
+
+class Task(NamedTuple):
+    """Prompts of one set, to be answered at one temperature."""
+
+    name: str
+    prompts: tuple[Prompt, ...]
+    temperature: float
+
+
+def run(config: MeasureDraftConfig) -> list[Measured]:
+    """Print and write the figures; raises ValueError for bad input before Ray starts."""
+    absolute_in_submitted_job(config.output, "output")
+    config.pair.names()
+    tasks = [Task(name, prompts_of(config, name), t) for name in config.prompts for t in config.temperatures]
+    connect()
+    found = measure(config, tasks)
+    config.output.mkdir(parents=True, exist_ok=True)
+    rows = [m._asdict() | {"tau": m.tau._asdict()} for m in found]
+    text = json.dumps({"config": config.model_dump(mode="json"), "measured": rows}, indent=2)
+    (config.output / RESULT_FILE).write_text(text + "\n", encoding="utf-8")
+    return found
+
+
+def measure(config: MeasureDraftConfig, tasks: Sequence[Task]) -> list[Measured]:
+    """Measure and print, in the order of the tasks."""
+    found: list[Measured] = []
+    started = time.monotonic()
+    for measured in pooled(DraftWorker, config, tasks, "measure", config.resources):
+        found += measured
+        seconds = time.monotonic() - started
+        print(f"measured: {measured[0].prompt_set} at T={measured[0].temperature:g}, {seconds:.0f} s", flush=True)
+    order = {(task.name, task.temperature): i for i, task in enumerate(tasks)}
+    found.sort(key=lambda m: (order[m.prompt_set, m.temperature], m.block_size))
+    Console().print(table(found))
+    return found
+
+
+def prompts_of(config: MeasureDraftConfig, name: str) -> tuple[Prompt, ...]:
+    prompts = load_prompts(name)
+    if config.held_out is not None:
+        prompts = split(prompts, config.held_out)[1]
+    if len(prompts) < 2:
+        raise ValueError(f"prompts {name!r}: {len(prompts)} held out, at least 2 are needed")
+    return tuple(prompts[: config.num_prompts])
+
+
+def table(found: Sequence[Measured]) -> Table:
+    """A row for every set and temperature, a column for every block size, and their plain means below."""
+    sizes = sorted({m.block_size for m in found})
+    by_row: dict[tuple[str, float], dict[int, Measured]] = {}
+    for measured in found:
+        by_row.setdefault((measured.prompt_set, measured.temperature), {})[measured.block_size] = measured
+    shown = Table("prompts", "T", "number", *(f"tau, B={size}" for size in sizes))
+    for (name, temperature), row in by_row.items():
+        number = next(iter(row.values())).num_prompts
+        shown.add_row(name, f"{temperature:g}", str(number), *(_cell(row[size].tau) for size in sizes))
+    shown.add_section()
+    for temperature in sorted({m.temperature for m in found}):
+        rows = [row for (_, t), row in by_row.items() if t == temperature]
+        means = (sum(row[size].tau.value for row in rows) / len(rows) for size in sizes)
+        shown.add_row("mean of the sets", f"{temperature:g}", "", *(f"{mean:.2f}" for mean in means))
+    return shown
+
+
+def _cell(tau: Interval) -> str:
+    return f"{tau.value:.2f} ({tau.low:.2f}-{tau.high:.2f})"
+
+
+class DraftWorker:
+    """A Ray actor with the pair."""
+
+    def __init__(self, config: MeasureDraftConfig) -> None:
+        torch.set_num_threads(num_threads(config.resources.num_cpus))
+        self.config, self.pair = config, config.pair.load()
+
+    def measure(self, task: Task) -> list[Measured]:
+        """Tau of every block size on the prompts of a task."""
+        config, pair = self.config, self.pair
+        sampling = [Sampling(task.temperature, seed=config.seed + i) for i in range(len(task.prompts))]
+        answers = generate_answers(
+            pair,
+            task.prompts,
+            sampling,
+            max_new_tokens=config.max_new_tokens,
+            max_prompt_tokens=config.max_prompt_tokens,
+        )
+        features = target_features(Target(pair.target, pair.draft.options.target_layer_ids), answers)
+        lengths = [len(answer.tokens) for answer in answers]
+        documents = [
+            (Document(torch.tensor(answer.tokens), answer.num_prompt_tokens, *parts), answer)
+            for answer, *parts in zip(answers, *(part.split(lengths) for part in features), strict=True)
+        ]
+        found = []
+        for size in config.block_sizes or (pair.block_size,):
+            emitted, steps = [], []
+            for document, answer in documents:
+                drawn = Sampling(answer.temperature, seed=answer.seed)
+                accepted = count_accepted_everywhere(pair, document, drawn, size)
+                emitted.append(len(accepted))
+                steps.append(count_steps(accepted))
+            tau = ratio_of_totals(emitted, steps)
+            found.append(Measured(task.name, task.temperature, size, len(answers), sum(emitted), tau))
+        return found
+
+
+if __name__ == "__main__":
+    main(MeasureDraftConfig, run)

@@ -1,0 +1,95 @@
+"""Measuring a draft: the figures of the command are those of decoding, and bad input is refused before Ray."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from blockpilot.engine import generate
+from blockpilot.pairs import load_pair
+from blockpilot.prompts import load_prompts, split
+from blockpilot.report import Interval
+from jobs.config import ConfigError, PairConfig
+from jobs.measure_draft import DraftWorker, Measured, MeasureDraftConfig, Task, prompts_of, run, table
+
+
+@pytest.fixture
+def config(tiny_pair_dirs: tuple[Path, Path], tmp_path: Path) -> MeasureDraftConfig:
+    prompts = tmp_path / "sums.txt"
+    prompts.write_text("".join(f"what is {i} and {i}\n" for i in range(20)))
+    target, draft = map(str, tiny_pair_dirs)
+    return MeasureDraftConfig(
+        pair=PairConfig(target=target, draft=draft, dtype="float32"),
+        prompts=(str(prompts),),
+        num_prompts=4,
+        block_sizes=(2, 4),
+        max_new_tokens=16,
+        output=tmp_path / "measured",
+    )
+
+
+def test_figures_are_those_of_decoding(config: MeasureDraftConfig) -> None:
+    task = Task("sums", tuple(load_prompts(config.prompts[0], 4)), 1.0)
+    found = {m.block_size: m for m in DraftWorker(config).measure(task)}
+    pair = load_pair(target=config.pair.target, draft=config.pair.draft)
+    for block_size in (2, 4):
+        runs = [
+            list(
+                generate(
+                    pair,
+                    prompt.encode(pair.tokenizer),
+                    block_size=block_size,
+                    max_new_tokens=16,
+                    temperature=1.0,
+                    seed=config.seed + i,
+                )
+            )[1:]
+            for i, prompt in enumerate(task.prompts)
+        ]
+        emitted, steps = sum(len(step.tokens) for run in runs for step in run), sum(map(len, runs))
+        assert found[block_size].num_tokens == emitted
+        # The last block of a request that reaches its limit is shorter there than here.
+        assert found[block_size].tau.value == pytest.approx(emitted / steps, rel=0.05)
+
+
+@pytest.mark.ray
+def test_the_command_writes_every_set_temperature_and_block_size(config: MeasureDraftConfig) -> None:
+    found = run(config)
+    assert [(m.temperature, m.block_size) for m in found] == [(0.0, 2), (0.0, 4), (1.0, 2), (1.0, 4)]
+    stored = json.loads((config.output / "draft.json").read_text())
+    assert [row["tau"]["value"] for row in stored["measured"]] == [m.tau.value for m in found]
+    assert stored["config"]["block_sizes"] == [2, 4]
+
+
+def test_only_the_held_out_prompts_of_a_training_set(config: MeasureDraftConfig) -> None:
+    held_out = config.model_copy(update={"held_out": 0.3})
+    [name] = config.prompts
+    assert set(prompts_of(held_out, name)) <= set(split(load_prompts(name), 0.3)[1])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"held_out": 1e-6}, "sums.txt': 0 held out, at least 2 are needed"),
+        ({"prompts": ("nowhere",)}, "unknown prompt set 'nowhere'"),
+        ({"pair": PairConfig(target="x")}, "target 'x' and draft None: both are needed"),
+    ],
+)
+def test_bad_input_is_refused_before_ray_starts(
+    change: dict[str, object], message: str, config: MeasureDraftConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobs.measure_draft.connect", lambda: pytest.fail("Ray started"))
+    with pytest.raises(ValueError, match=message):
+        run(config.model_copy(update=change))
+
+
+def test_block_sizes_are_a_candidate_set() -> None:
+    with pytest.raises(ConfigError, match="block_sizes"):
+        MeasureDraftConfig(block_sizes=(4, 2))
+
+
+def test_the_table_has_the_mean_of_the_sets() -> None:
+    interval = Interval(2.0, 1.9, 2.1)
+    found = [Measured(name, 0.0, 8, 64, 100, interval) for name in ("a", "b")]
+    shown = table([*found, Measured("c", 0.0, 8, 64, 100, Interval(3.5, 3, 4))])
+    assert [str(cell) for cell in shown.columns[3].cells][-1] == "2.50"

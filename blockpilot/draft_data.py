@@ -6,10 +6,12 @@ the target's features of all its tokens. Both are written whole or not at all.
 
 import json
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from copy import copy
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -222,42 +224,77 @@ def feature_source(path: Path) -> FeatureSource:
     return FeatureSource(revision, tuple(layer_ids))
 
 
-class Corpus:
-    """The documents of many shards. Tokens are held in memory; features stay on disk until a document is read."""
+class Corpus(ABC):
+    """Documents to train on: answers in memory, and a way to their features."""
 
-    def __init__(self, shards: Sequence[Shard]) -> None:
-        self._files: list[Any] = []
-        self._rows: list[tuple[int, int, Answer]] = []  # file, first row there, answer
-        for shard in shards:
-            start = 0
-            for answer in read_answers(shard.answers):
-                self._rows.append((len(self._files), start, answer))
-                start += len(answer.tokens)
-            self._files.append(_open_features(shard.features, start))
+    def __init__(self, answers: Sequence[Answer]) -> None:
+        self.answers = list(answers)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.answers)
 
     def __iter__(self) -> Iterator[Document]:
-        return (self[i] for i in range(len(self)))
+        return (document for i in range(len(self)) for document in self.read([i]))
 
-    def __getitem__(self, index: int) -> Document:
-        number, start, answer = self._rows[index]
-        end = start + len(answer.tokens)
-        file = self._files[number]
-        features = (file.get_slice(name)[start:end] for name in Features._fields)
-        return Document(torch.tensor(answer.tokens), answer.num_prompt_tokens, *features)
+    def read(self, indices: Sequence[int]) -> list[Document]:
+        """The documents at these places."""
+        found = self._features(indices)
+        return [
+            Document(torch.tensor(self.answers[i].tokens), self.answers[i].num_prompt_tokens, *features)
+            for i, features in zip(indices, found, strict=True)
+        ]
 
-    def sample(self, num: int, seed: int = 0) -> "Corpus":
+    def sample(self, num: int, seed: int = 0) -> Self:
         """A corpus of `num` of these documents, drawn at random; of all if there are not so many."""
+        return self._chosen(random.Random(seed).sample(range(len(self)), min(num, len(self))))
+
+    @abstractmethod
+    def _features(self, indices: Sequence[int]) -> list[Features]: ...
+
+    def _chosen(self, indices: Sequence[int]) -> Self:
         chosen = copy(self)
-        chosen._rows = random.Random(seed).sample(self._rows, min(num, len(self)))
+        chosen.answers = [self.answers[i] for i in indices]
         return chosen
 
-    @property
-    def answers(self) -> list[Answer]:
-        """The answers of all documents, without reading features."""
-        return [answer for _, _, answer in self._rows]
+
+class StoredCorpus(Corpus):
+    """Features stay on disk until a document is read."""
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        answers, self._places = [], list[tuple[Any, int]]()  # of each answer: file and first row there
+        for shard in shards:
+            of_shard = read_answers(shard.answers)
+            ends = list(accumulate((len(answer.tokens) for answer in of_shard), initial=0))
+            file = _open_features(shard.features, ends[-1])
+            self._places += [(file, start) for start in ends[:-1]]
+            answers += of_shard
+        super().__init__(answers)
+
+    def _features(self, indices: Sequence[int]) -> list[Features]:
+        return [self._stored(*self._places[i], len(self.answers[i].tokens)) for i in indices]
+
+    @staticmethod
+    def _stored(file: Any, start: int, num_tokens: int) -> Features:
+        return Features(*(file.get_slice(name)[start : start + num_tokens] for name in Features._fields))
+
+    def _chosen(self, indices: Sequence[int]) -> Self:
+        chosen = super()._chosen(indices)
+        chosen._places = [self._places[i] for i in indices]
+        return chosen
+
+
+class StreamedCorpus(Corpus):
+    """Features are computed when a document is read."""
+
+    def __init__(self, answers: Sequence[Answer], target: Target) -> None:
+        super().__init__(answers)
+        self._target = target
+
+    def _features(self, indices: Sequence[int]) -> list[Features]:
+        answers = [self.answers[i] for i in indices]
+        found = target_features(self._target, answers, batch_size=len(answers))
+        lengths = [len(answer.tokens) for answer in answers]
+        return [Features(*parts) for parts in zip(*(tensor.split(lengths) for tensor in found), strict=True)]
 
 
 def _open_features(path: Path, num_tokens: int) -> Any:

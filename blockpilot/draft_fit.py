@@ -287,7 +287,7 @@ class DraftFit:
             batches = epoch_batches(lengths, self.settings.batch_size, self.settings.seed, epoch)
             mine = islice(batches, self._rank, self.steps_per_epoch * self._world_size, self._world_size)
             for indices in islice(mine, done, None):
-                yield self._train([self._corpus[i] for i in indices])
+                yield self._train(self._corpus.read(indices))
 
     def _train(self, documents: list[Document]) -> Sums:
         settings = self.settings

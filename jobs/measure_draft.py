@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from blockpilot.blocks import count_accepted_everywhere, count_steps
-from blockpilot.draft_data import Document, generate_answers, target_features
+from blockpilot.draft_data import StreamedCorpus, generate_answers
 from blockpilot.prompts import Prompt, load_prompts, split
 from blockpilot.report import Interval, ratio_of_totals
 from blockpilot.sweep import check_candidates
@@ -157,23 +157,27 @@ class DraftWorker:
             max_new_tokens=config.max_new_tokens,
             max_prompt_tokens=config.max_prompt_tokens,
         )
-        features = target_features(Target(pair.target, pair.draft.options.target_layer_ids), answers)
-        lengths = [len(answer.tokens) for answer in answers]
-        documents = [
-            (Document(torch.tensor(answer.tokens), answer.num_prompt_tokens, *parts), answer)
-            for answer, *parts in zip(answers, *(part.split(lengths) for part in features), strict=True)
-        ]
-        found = []
-        for size in config.block_sizes or (pair.block_size,):
-            emitted, steps = [], []
-            for document, answer in documents:
-                drawn = Sampling(answer.temperature, seed=answer.seed)
+        corpus = StreamedCorpus(answers, Target(pair.target, pair.draft.options.target_layer_ids))
+        sizes = config.block_sizes or (pair.block_size,)
+        emitted: dict[int, list[int]] = {size: [] for size in sizes}
+        steps: dict[int, list[int]] = {size: [] for size in sizes}
+        for document, answer in zip(corpus, answers, strict=True):
+            drawn = Sampling(answer.temperature, seed=answer.seed)
+            for size in sizes:
                 accepted = count_accepted_everywhere(pair, document, drawn, size)
-                emitted.append(len(accepted))
-                steps.append(count_steps(accepted))
-            tau = ratio_of_totals(emitted, steps)
-            found.append(Measured(task.name, task.temperature, size, len(answers), sum(emitted), tau))
-        return found
+                emitted[size].append(len(accepted))
+                steps[size].append(count_steps(accepted))
+        return [
+            Measured(
+                task.name,
+                task.temperature,
+                size,
+                len(answers),
+                sum(emitted[size]),
+                ratio_of_totals(emitted[size], steps[size]),
+            )
+            for size in sizes
+        ]
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ from blockpilot.draft_data import (
     Corpus,
     FeatureSource,
     Shard,
+    StoredCorpus,
+    StreamedCorpus,
     answer_source,
     feature_source,
     read_answers,
@@ -83,6 +85,8 @@ class TrainDraftConfig(AnswersConfig):
     """Rare rows of the LM head in a step's loss; 0 scores the whole vocabulary."""
     autocast: bool = True
     """Multiply in bfloat16."""
+    stream_features: bool = False
+    """Compute the target's features when a document is read, instead of once for all onto the disk."""
     checkpoint_every: int = Field(default=200, ge=1)
     """Steps between checkpoints, which also validate."""
     max_answers: int | None = Field(default=None, ge=1)
@@ -240,10 +244,7 @@ class FeatureWorker:
 
     def __init__(self, config: TrainDraftConfig) -> None:
         torch.set_num_threads(num_threads(config.resources.num_cpus))
-        disable_progress_bar()
-        model, _, self.revision = load_target(target_directory(config.target), torch.bfloat16)
-        model.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
-        self.target = Target(model, parse_options(draft_config(config)).target_layer_ids)
+        self.target, self.revision = feature_target(config)
 
     def write(self, shard: Shard) -> int:
         """Write the features of a shard; returns their number of tokens."""
@@ -255,11 +256,21 @@ class FeatureWorker:
         return len(found.hidden)
 
 
+def feature_target(config: TrainDraftConfig) -> tuple[Target, str]:
+    """The target in bf16 with the layers that the draft reads, and its revision."""
+    disable_progress_bar()
+    model, _, revision = load_target(target_directory(config.target), torch.bfloat16)
+    model.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
+    return Target(model, parse_options(draft_config(config)).target_layer_ids), revision
+
+
 def write_shard_features(config: TrainDraftConfig, written: AnswerShards) -> Data:
-    """Have the features of every shard on disk; those for other layers lie in another folder."""
+    """Have the features of every shard on disk, unless they are streamed. Those for other layers lie elsewhere."""
     layer_ids = parse_options(draft_config(config)).target_layer_ids
     folder = config.answers.absolute() / f"features-{'-'.join(map(str, layer_ids))}"
     data = Data(*(tuple(_with_features(shard.path, folder) for shard in side) for side in written))
+    if config.stream_features:
+        return data
     missing = [shard for side in data for shard in side if not shard.features.exists()]
     for shard in missing:
         shard.features.parent.mkdir(parents=True, exist_ok=True)
@@ -295,7 +306,7 @@ def _work(task: Task) -> None:
     config, context, saved = task.config, ray.train.get_context(), saved_state()
     rank, world_size = context.get_world_rank(), context.get_world_size()
     torch.set_num_threads(num_threads(config.resources.num_cpus))
-    corpus, held_out = Corpus(task.data.train), Corpus(task.data.held_out)
+    corpus, held_out = (corpus_of(config, shards) for shards in task.data)
     corpus = corpus.sample(config.max_answers or len(corpus), config.seed)
     loss = ray.train.torch.prepare_model(block_loss(config))
     frequent = frequent_tokens([answer.tokens for answer in corpus.answers])
@@ -319,6 +330,14 @@ def _work(task: Task) -> None:
             record.log_metrics(metrics, step=fit.step)
         report(metrics, fit.state_dict() if record else None)
         started, total = time.monotonic(), None
+
+
+def corpus_of(config: TrainDraftConfig, shards: Sequence[Shard]) -> Corpus:
+    """The documents of some shards, with stored features or streamed ones."""
+    if not config.stream_features:
+        return StoredCorpus(shards)
+    answers = [answer for shard in shards for answer in read_answers(shard.answers)]
+    return StreamedCorpus(answers, feature_target(config)[0])
 
 
 def block_loss(config: TrainDraftConfig) -> BlockLoss:

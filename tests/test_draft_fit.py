@@ -15,11 +15,12 @@ from blockpilot.draft import DraftModel
 from blockpilot.draft_data import (
     Answer,
     AnswerSource,
-    Corpus,
     Document,
     Features,
     FeatureSource,
     Shard,
+    StoredCorpus,
+    StreamedCorpus,
     answer_source,
     generate_answers,
     read_answers,
@@ -221,7 +222,7 @@ def settings(**changes: int) -> DraftFitSettings:
 
 
 def fit_on(pair: Pair, shards: list[Shard], how: DraftFitSettings, **kwargs: int) -> DraftFit:
-    corpus = Corpus(shards)
+    corpus = StoredCorpus(shards)
     return DraftFit(loss_of(pair), corpus, frequent_tokens([a.tokens for a in corpus.answers]), how, **kwargs)
 
 
@@ -275,7 +276,7 @@ def test_validation_walks_the_text_as_decoding_would(tiny_pair: Pair, tmp_path: 
     draft = tiny_draft(tiny_pair.target)
     # An untrained draft is never right: one that draws on the context as the target does sometimes is.
     start_from_target(draft, tiny_pair.target)
-    corpus = Corpus([files])
+    corpus = StoredCorpus([files])
     fit = DraftFit(loss_of(tiny_pair, draft), corpus, torch.arange(9), settings())
     pair = Pair(tiny_pair.id, tiny_pair.target, draft.eval(), tiny_pair.tokenizer)
     steps = [
@@ -296,12 +297,12 @@ def test_features_of_another_shard_are_noticed(tmp_path: Path) -> None:
     shard = write_shard(tmp_path / "0.parquet", documents(3))
     write_features(shard.features, Features(torch.zeros(7, 96), torch.zeros(7, 48)), SOURCE)
     with pytest.raises(ValueError, match="7 rows for 54 tokens"):
-        Corpus([shard])
+        StoredCorpus([shard])
 
 
 def test_a_corpus_reads_what_was_written(tmp_path: Path) -> None:
     shards = [write_shard(tmp_path / f"{i}.parquet", documents(3, seed=i)) for i in range(2)]
-    corpus = Corpus(shards)
+    corpus = StoredCorpus(shards)
     for found, expected in zip(corpus, documents(3, seed=0) + documents(3, seed=1), strict=True):
         assert found.num_prompt_tokens == expected.num_prompt_tokens
         assert all(
@@ -310,6 +311,21 @@ def test_a_corpus_reads_what_was_written(tmp_path: Path) -> None:
     few = corpus.sample(2)
     assert len(few) == len(few.answers) == len(list(few)) == 2
     assert len(corpus.sample(99)) == len(corpus) == 6
+
+
+def test_a_streamed_corpus_equals_the_stored_one(tiny_pair: Pair, tmp_path: Path) -> None:
+    prompts = [Prompt("test", (Message("user", text),)) for text in ("abc", "the cat", "12 + 3")]
+    answers = generate_answers(tiny_pair, prompts, [Sampling()] * 3, max_new_tokens=8, max_prompt_tokens=64)
+    files = Shard(tmp_path / "0.parquet", tmp_path / "0.safetensors")
+    write_answers(files.answers, answers, ANSWERED)
+    write_features(files.features, features_of(tiny_pair, answers), SOURCE)
+    stored = StoredCorpus([files]).read([2, 0])
+    target = Target(tiny_pair.target, tiny_pair.draft.options.target_layer_ids)
+    streamed = StreamedCorpus(answers, target).read([2, 0])
+    for a, b in zip(stored, streamed, strict=True):
+        assert torch.equal(a.tokens, b.tokens)
+        torch.testing.assert_close(a.features, b.features, rtol=0.02, atol=1e-3)
+        torch.testing.assert_close(a.hidden, b.hidden, rtol=0.02, atol=1e-3)
 
 
 def test_a_shard_says_who_wrote_it(tmp_path: Path) -> None:
@@ -356,7 +372,7 @@ def test_a_draft_learns_to_be_accepted(tiny_pair: Pair, tmp_path: Path) -> None:
     loss = loss_of(tiny_pair)
     before = tau(loss.draft)
     frequent = frequent_tokens([answer.tokens for answer in answers])
-    fit = DraftFit(loss, Corpus([files]), frequent, settings(epochs=60, num_anchors=12, num_sampled=0))
+    fit = DraftFit(loss, StoredCorpus([files]), frequent, settings(epochs=60, num_anchors=12, num_sampled=0))
     sums = list(fit.steps())
     assert sums[-1].metrics("train")["train_loss"] < 0.5 * sums[0].metrics("train")["train_loss"]
     after = tau(loss.draft)

@@ -17,10 +17,10 @@ from blockpilot.draft import DraftModel, new_draft_config, save_draft
 from blockpilot.draft_data import (
     Answer,
     AnswerSource,
-    Corpus,
     Features,
     FeatureSource,
     Shard,
+    StoredCorpus,
     answer_source,
     write_answers,
     write_features,
@@ -219,7 +219,7 @@ def plainly_trained(training: TrainDraftConfig) -> dict[str, torch.Tensor]:
     # The job's order of shards is that of its plan, by prompt set and then by number.
     own = [p for path in (training.answers / "own-prompts").glob("*.jsonl") for p in load_prompts(str(path))]
     plan = answers.plan(training, own)
-    corpus = Corpus([Shard(s.path, features / "train" / f"{s.path.stem}.safetensors") for s in plan.train])
+    corpus = StoredCorpus([Shard(s.path, features / "train" / f"{s.path.stem}.safetensors") for s in plan.train])
     frequent = frequent_tokens([answer.tokens for answer in corpus.answers])
     fit = DraftFit(block_loss(training), corpus, frequent, training.settings)
     assert len(list(fit.steps())) == fit.num_steps

@@ -16,6 +16,8 @@ from blockpilot.draft_data import Document
 from blockpilot.pairs import Pair
 from blockpilot.verify import Sampling, keyed_sample
 
+ANCHORS_PER_ROW = 8
+
 
 class Batch(NamedTuple):
     """N documents padded to S tokens, with A anchors each; `valid` is false for anchors that only fill up."""
@@ -66,31 +68,43 @@ def at(values: Tensor, positions: Tensor) -> Tensor:
 
 
 def draft_blocks(draft: DraftModel, embedding: Tensor, batch: Batch, block_size: int) -> Tensor:
-    """Hidden states [N, A, B, hidden] of the blocks at every anchor; embedding [vocab, hidden] is the target's."""
-    num_rows, num_anchors = batch.anchors.shape
-    device = batch.tokens.device
-    block = torch.full((num_rows, num_anchors, block_size), draft.options.mask_token_id, device=device)
-    block[:, :, 0] = batch.tokens.gather(1, batch.anchors)
-    positions = (batch.anchors[:, :, None] + torch.arange(block_size, device=device)).flatten(1)
-    columns = torch.arange(batch.tokens.shape[1], device=device).expand(num_rows, -1)
+    """Hidden states [N, A, B, hidden] of the blocks at every anchor; embedding [vocab, hidden] is the target's.
+
+    A document's anchors are spread over rows of ANCHORS_PER_ROW: blocks of a row are masked from each other, and what
+    is masked is computed all the same.
+    """
+    num_documents, num_anchors = batch.anchors.shape
+    device, num_columns = batch.tokens.device, batch.tokens.shape[1]
+    rows_each = -(-num_anchors // ANCHORS_PER_ROW)
+    spare = rows_each * ANCHORS_PER_ROW - num_anchors
+    anchors = functional.pad(batch.anchors, (0, spare))
+    first_tokens = batch.tokens.gather(1, anchors).view(-1, ANCHORS_PER_ROW)
+    anchors = anchors.view(-1, ANCHORS_PER_ROW)
+    block = torch.full((*anchors.shape, block_size), draft.options.mask_token_id, device=device)
+    block[:, :, 0] = first_tokens
+    positions = (anchors[:, :, None] + torch.arange(block_size, device=device)).flatten(1)
+    columns = torch.arange(num_columns, device=device)
     embedded = functional.embedding(block.flatten(1), embedding).to(batch.features.dtype)
-    visible = block_mask(batch.anchors, batch.tokens.shape[1], block_size)
-    distance = positions[:, :, None] - torch.cat([columns, positions], dim=1)[:, None]
-    masks = draft.layer_masks(visible, distance)
-    store = JoinedContext(draft, draft.fuse(batch.features), columns)
-    hidden: Tensor = draft(embedded, positions, masks, store)
-    return hidden.view(num_rows, num_anchors, block_size, -1)
+    of_key = torch.cat([columns.expand(len(anchors), -1), positions], dim=1)
+    masks = draft.layer_masks(block_mask(anchors, num_columns, block_size), positions[:, :, None] - of_key[:, None])
+    context = JoinedContext(draft, draft.fuse(batch.features), columns.expand(num_documents, -1), rows_each)
+    hidden: Tensor = draft(embedded, positions, masks, context)
+    return hidden.view(num_documents, -1, block_size, hidden.shape[-1])[:, :num_anchors]
 
 
 class JoinedContext:
-    """A key/value store for training: the context's keys, projected by each layer, before the blocks' own."""
+    """A key/value store of known texts: the context's keys, projected by each layer, before the blocks' own.
 
-    def __init__(self, draft: DraftModel, context: Tensor, positions: Tensor) -> None:
-        self._draft, self._context = draft, context
+    context [N, S, hidden] at positions [N, S] serves `rows_each` rows of blocks a document.
+    """
+
+    def __init__(self, draft: DraftModel, context: Tensor, positions: Tensor, rows_each: int) -> None:
+        self._draft, self._context, self._rows_each = draft, context, rows_each
         self._rotary = draft.rotary_emb(context, positions)
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        of_context = self._draft.project(layer_idx, self._context, self._rotary)
+        projected = self._draft.project(layer_idx, self._context, self._rotary)
+        of_context = [tensor.repeat_interleave(self._rows_each, dim=0) for tensor in projected]
         return torch.cat([of_context[0], keys], dim=2), torch.cat([of_context[1], values], dim=2)
 
 

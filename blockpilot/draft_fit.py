@@ -299,8 +299,7 @@ class DraftFit:
         if settings.num_sampled:
             vocab_size = len(self._inner.head)
             vocabulary = sample_vocabulary(self._frequent, batch.tokens, vocab_size, settings.num_sampled, generator)
-        self.loss.train()
-        scores = self._scores(batch, vocabulary)
+        scores = self._scores(self.loss, batch, vocabulary)
         self._optimizer.zero_grad(set_to_none=True)
         scores.loss.backward()
         nn.utils.clip_grad_norm_(self._inner.draft.parameters(), settings.clip)
@@ -313,16 +312,15 @@ class DraftFit:
     def validate(self, corpus: Corpus) -> Validation:
         """Score the block at every position of held-out answers, over the whole vocabulary.
 
-        So tau is that of decoding these texts, in the arithmetic of training.
+        So tau is that of decoding these texts, in the arithmetic of training. One worker may do this alone.
         """
-        self.loss.eval()
         total: Sums | None = None
         emitted, steps = Counter[float](), Counter[float]()
         for document, answer in zip(corpus, corpus.answers, strict=True):
             anchors = possible_anchors(document)
             if not len(anchors):
                 continue
-            scores = self._scores(collate([document], [anchors]), None)
+            scores = self._scores(self._inner, collate([document], [anchors]), None)
             total = scores.sums if total is None else total + scores.sums
             emitted[answer.temperature] += len(anchors)
             steps[answer.temperature] += count_steps(scores.num_accepted[0].tolist())
@@ -330,7 +328,7 @@ class DraftFit:
             raise ValueError("no held-out answer is long enough to validate on")
         return Validation(total, {t: emitted[t] / steps[t] for t in sorted(emitted)})
 
-    def _scores(self, batch: Batch, vocabulary: Vocabulary | None) -> Scores:
+    def _scores(self, loss: nn.Module, batch: Batch, vocabulary: Vocabulary | None) -> Scores:
         device = self._inner.head.device
         batch = Batch(*(tensor.to(device) for tensor in batch))
         if vocabulary is not None:
@@ -338,7 +336,7 @@ class DraftFit:
         if not self.settings.autocast:
             batch = batch._replace(features=batch.features.float(), hidden=batch.hidden.float())
         with torch.autocast(device.type, torch.bfloat16, enabled=self.settings.autocast):
-            scores: Scores = self.loss(batch, vocabulary)
+            scores: Scores = loss(batch, vocabulary)
         return scores
 
     def state_dict(self) -> dict[str, Any]:

@@ -308,7 +308,8 @@ def _work(task: Task) -> None:
     torch.set_num_threads(num_threads(config.resources.num_cpus))
     corpus, held_out = (corpus_of(config, shards) for shards in task.data)
     corpus = corpus.sample(config.max_answers or len(corpus), config.seed)
-    loss = ray.train.torch.prepare_model(block_loss(config))
+    # The buffers are the target's weights, the same everywhere and for ever.
+    loss = ray.train.torch.prepare_model(block_loss(config), parallel_strategy_kwargs={"broadcast_buffers": False})
     frequent = frequent_tokens([answer.tokens for answer in corpus.answers])
     fit = DraftFit(loss, corpus, frequent, config.settings, rank=rank, world_size=world_size)
     if saved is not None:

@@ -1,9 +1,13 @@
 """What a draft would have accepted at every anchor of a known text, against the engine that decodes it."""
 
+import importlib.util
+from pathlib import Path
+
 import pytest
 import torch
 
-from blockpilot.blocks import count_accepted_everywhere, count_steps
+from blockpilot.blocks import collate, count_accepted_everywhere, count_steps, draft_blocks, possible_anchors
+from blockpilot.draft import save_draft
 from blockpilot.draft_data import Document
 from blockpilot.engine import generate
 from blockpilot.pairs import Pair
@@ -34,6 +38,33 @@ def test_counts_equal_the_engines(temperature: float, embedded_pair: Pair) -> No
             drafted += step.num_accepted
         assert drafted > 0
         assert count_steps(accepted) == pytest.approx(len(steps), abs=1)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("dflash") is None, reason="needs pip install --no-deps dflash==0.1.0")
+def test_the_published_package_drafts_the_same_tokens(embedded_pair: Pair, tmp_path: Path) -> None:
+    """Our exported directory, loaded by `dflash` 0.1.0, at several anchors of an answer, in fp32."""
+    from dflash.model import DFlashDraftModel
+
+    prompt = Prompt("test", (Message("user", "Name three fruits."),))
+    ids = prompt.encode(embedded_pair.tokenizer)
+    text = [t for step in generate(embedded_pair, ids, block_size=1, max_new_tokens=24) for t in step.tokens]
+    document = document_of(embedded_pair, ids, text)
+    anchors = possible_anchors(document)[::5]
+    size, draft, target = embedded_pair.block_size, embedded_pair.draft, embedded_pair.target
+    save_draft(draft, tmp_path, dtype=torch.float32)
+    theirs = DFlashDraftModel.from_pretrained(tmp_path, attn_implementation="sdpa").eval()
+    with torch.inference_mode():
+        embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
+        ours = draft_blocks(draft, embedding.weight, collate([document], [anchors]), size)[0]
+        for anchor, hidden in zip(anchors.tolist(), ours, strict=True):
+            block = torch.full((1, size), draft.options.mask_token_id)
+            block[0, 0] = document.tokens[anchor]
+            expected = theirs(
+                position_ids=torch.arange(anchor + size)[None],
+                noise_embedding=embedding(block),
+                target_hidden=document.features[None, :anchor],
+            )
+            assert head(hidden).argmax(-1)[1:].tolist() == head(expected[0]).argmax(-1)[1:].tolist()
 
 
 def document_of(pair: Pair, prompt_ids: tuple[int, ...], text: list[int]) -> Document:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from mlflow import MlflowClient
 from processes import descendants
 from safetensors.torch import load_file
 from transformers import AutoConfig
@@ -204,15 +205,16 @@ def test_a_killed_worker_changes_nothing(tiny_pair_dirs: tuple[Path, Path], prom
     finally:
         job.kill()
     found = load_file(training.output / "draft" / "model.safetensors")
-    expected = plainly_trained(training)
+    expected, losses = plainly_trained(training)
     assert all(torch.equal(found[name], weight.bfloat16()) for name, weight in expected.items())
+    assert logged_losses(tmp_path / "mlflow.db") == pytest.approx(losses)
     pair = load_pair(target=str(tiny_pair_dirs[0]), draft=str(training.output / "draft"))
     assert pair.block_size == 4
-    assert "prompts │ temperature" in (tmp_path / "log").read_text().replace("┃", "│")
+    assert "tau, B=4" in (tmp_path / "log").read_text()
 
 
-def plainly_trained(training: TrainDraftConfig) -> dict[str, torch.Tensor]:
-    """The weights after `DraftFit` on the job's own answers, in this process and in one go."""
+def plainly_trained(training: TrainDraftConfig) -> tuple[dict[str, torch.Tensor], dict[int, float]]:
+    """The weights and the loss curve of `DraftFit` on the job's own answers, in this process and in one go."""
     shards = sorted((training.answers / "train").glob("*.parquet"))
     assert {answer_source(path).target for path in shards} == {training.target}
     [features] = training.answers.glob("features-*")
@@ -222,9 +224,23 @@ def plainly_trained(training: TrainDraftConfig) -> dict[str, torch.Tensor]:
     corpus = StoredCorpus([Shard(s.path, features / "train" / f"{s.path.stem}.safetensors") for s in plan.train])
     frequent = frequent_tokens([answer.tokens for answer in corpus.answers])
     fit = DraftFit(block_loss(training), corpus, frequent, training.settings)
-    assert len(list(fit.steps())) == fit.num_steps
+    losses, total = {}, None
+    for sums in fit.steps():
+        total = sums if total is None else total + sums
+        if fit.step % training.checkpoint_every == 0 or fit.step == fit.num_steps:
+            losses[fit.step], total = total.metrics("train")["train_loss"], None
+    assert len(losses) > 3
     draft: dict[str, torch.Tensor] = fit.state_dict()["draft"]
-    return draft
+    return draft, losses
+
+
+def logged_losses(store: Path) -> dict[int, float]:
+    """Step -> training loss in the one run of an MLflow store, each step once."""
+    client = MlflowClient(f"sqlite:///{store}")
+    [run] = client.search_runs([e.experiment_id for e in client.search_experiments()])
+    history = client.get_metric_history(run.info.run_id, "train_loss")
+    assert len({metric.step for metric in history}) == len(history)
+    return {metric.step: metric.value for metric in history}
 
 
 def kill_training_worker(job: "subprocess.Popen[bytes]", output: Path) -> None:

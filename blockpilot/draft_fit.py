@@ -164,15 +164,18 @@ def dpace_weights(losses: Tensor, inside: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def start_from_target(draft: DraftModel, target: PreTrainedModel) -> int:
+def start_from_target(draft: DraftModel, target: PreTrainedModel, text: Sequence[int]) -> int:
     """Start the draft as the end of its target; returns the number of weights copied.
 
     Its layers are the target's last ones, its norm the target's, and its context the deepest layer that it reads,
-    scaled as the first copied layer would. Weights whose name or shape the draft does not share stay as they are.
+    scaled as the first copied layer would. Weights whose name or shape the draft does not share stay as they are,
+    but the norms of queries and keys: where the target has none, they keep the mean size of the target's on `text`
+    (token ids), and so the sharpness of its attention.
     """
     first = int(target.config.num_hidden_layers) - draft.config.num_hidden_layers
     source = {name.removeprefix("model."): value for name, value in target.state_dict().items()}
     source["hidden_norm.weight"] = source[f"layers.{first}.input_layernorm.weight"]
+    sizes = _query_and_key_sizes(target, text)
     copied = 0
     for name, weight in draft.named_parameters():
         of_target = re.sub(r"^layers\.(\d+)", lambda m: f"layers.{int(m[1]) + first}", name)
@@ -180,9 +183,31 @@ def start_from_target(draft: DraftModel, target: PreTrainedModel) -> int:
         if value is not None and value.shape == weight.shape:
             weight.copy_(value)
             copied += 1
+        elif of_target in sizes:
+            weight.fill_(sizes[of_target])
     draft.fc.weight.zero_()
     draft.fc.weight[:, -draft.config.hidden_size :].fill_diagonal_(1.0)
     return copied
+
+
+def _query_and_key_sizes(target: PreTrainedModel, text: Sequence[int]) -> dict[str, float]:
+    """Root mean square of every layer's queries and keys on a text, by the name of the norm that would give it."""
+    sizes: dict[str, float] = {}
+
+    def measure(name: str, output: Tensor) -> None:
+        sizes[name] = float(output.float().square().mean().sqrt())
+
+    handles = [
+        layer.self_attn.get_submodule(f"{kind}_proj").register_forward_hook(
+            lambda _, __, output, name=f"layers.{i}.self_attn.{kind}_norm.weight": measure(name, output)
+        )
+        for i, layer in enumerate(target.model.layers)
+        for kind in "qk"
+    ]
+    target.model(torch.tensor([text], device=target.device), use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return sizes
 
 
 def draw_anchors(document: Document, num_anchors: int, generator: torch.Generator) -> Tensor:

@@ -308,8 +308,9 @@ def _work(task: Task) -> None:
     torch.set_num_threads(num_threads(config.resources.num_cpus))
     corpus, held_out = (corpus_of(config, shards) for shards in task.data)
     corpus = corpus.sample(config.max_answers or len(corpus), config.seed)
+    start = block_loss(config, corpus.answers[0].tokens)
     # The buffers are the target's weights, the same everywhere and for ever.
-    loss = ray.train.torch.prepare_model(block_loss(config), parallel_strategy_kwargs={"broadcast_buffers": False})
+    loss = ray.train.torch.prepare_model(start, parallel_strategy_kwargs={"broadcast_buffers": False})
     frequent = frequent_tokens([answer.tokens for answer in corpus.answers])
     fit = DraftFit(loss, corpus, frequent, config.settings, rank=rank, world_size=world_size)
     if saved is not None:
@@ -341,8 +342,8 @@ def corpus_of(config: TrainDraftConfig, shards: Sequence[Shard]) -> Corpus:
     return StreamedCorpus(answers, feature_target(config)[0])
 
 
-def block_loss(config: TrainDraftConfig) -> BlockLoss:
-    """The draft at its start, with its loss."""
+def block_loss(config: TrainDraftConfig, text: Sequence[int]) -> BlockLoss:
+    """The draft at its start, with its loss; `text` (token ids) is an example of what it will see."""
     disable_progress_bar()
     model, _, _ = load_target(target_directory(config.target), torch.bfloat16)
     modules = model.get_input_embeddings(), model.get_output_embeddings()
@@ -351,7 +352,7 @@ def block_loss(config: TrainDraftConfig) -> BlockLoss:
         embedding, head = embedding.float(), head.float()
     draft = fresh_draft(config)
     if config.start == "target":
-        start_from_target(draft, model)
+        start_from_target(draft, model, text)
     return BlockLoss(draft, embedding, head, weighting=config.weighting, distill=config.distill)
 
 

@@ -208,11 +208,18 @@ def test_learning_rate() -> None:
 
 def test_starting_from_the_targets_layers(tiny_pair: Pair) -> None:
     draft = tiny_draft(tiny_pair.target)
-    assert start_from_target(draft, tiny_pair.target) == 2 * 9 + 2  # all of a layer but its q/k norms, and two norms
+    # All of a layer but its q/k norms, and two norms.
+    assert start_from_target(draft, tiny_pair.target, range(20)) == 2 * 9 + 2
     torch.testing.assert_close(
         draft.state_dict()["layers.1.mlp.up_proj.weight"],
         tiny_pair.target.state_dict()["model.layers.5.mlp.up_proj.weight"],
     )
+    with torch.no_grad():
+        states = tiny_pair.target.model(torch.arange(20)[None], output_hidden_states=True).hidden_states
+        layer = tiny_pair.target.model.layers[-1]
+        keys = layer.self_attn.k_proj(layer.input_layernorm(states[-2]))
+    found = draft.state_dict()["layers.1.self_attn.k_norm.weight"]
+    torch.testing.assert_close(found, keys.square().mean().sqrt().expand(found.shape))
     features = torch.randn(3, draft.fc.in_features)
     assert torch.equal(draft.fc(features), features[:, -draft.config.hidden_size :])
 
@@ -275,7 +282,7 @@ def test_validation_walks_the_text_as_decoding_would(tiny_pair: Pair, tmp_path: 
     write_features(files.features, features_of(tiny_pair, answers), SOURCE)
     draft = tiny_draft(tiny_pair.target)
     # An untrained draft is never right: one that draws on the context as the target does sometimes is.
-    start_from_target(draft, tiny_pair.target)
+    start_from_target(draft, tiny_pair.target, range(20))
     corpus = StoredCorpus([files])
     fit = DraftFit(loss_of(tiny_pair, draft), corpus, torch.arange(9), settings())
     pair = Pair(tiny_pair.id, tiny_pair.target, draft.eval(), tiny_pair.tokenizer)

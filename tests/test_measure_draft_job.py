@@ -1,6 +1,9 @@
 """Measuring a draft: the figures of the command are those of decoding, and bad input is refused before Ray."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,8 @@ from blockpilot.prompts import load_prompts, split
 from blockpilot.report import Interval
 from jobs.config import ConfigError, PairConfig
 from jobs.measure_draft import DraftWorker, Measured, MeasureDraftConfig, Task, prompts_of, run, table
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
@@ -53,11 +58,18 @@ def test_figures_are_those_of_decoding(config: MeasureDraftConfig) -> None:
 
 
 @pytest.mark.ray
-def test_the_command_writes_every_set_temperature_and_block_size(config: MeasureDraftConfig) -> None:
-    found = run(config)
-    assert [(m.temperature, m.block_size) for m in found] == [(0.0, 2), (0.0, 4), (1.0, 2), (1.0, 4)]
+def test_the_command_writes_every_set_temperature_and_block_size(config: MeasureDraftConfig, tmp_path: Path) -> None:
+    arguments = f"""--target {config.pair.target} --draft {config.pair.draft} --dtype float32 --num-prompts 4
+        --prompts {config.prompts[0]} --block-sizes 2 4 --max-new-tokens 16 --output {config.output}"""
+    command = [sys.executable, str(ROOT / "jobs" / "measure_draft.py"), *arguments.split()]
+    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "tau, B=2" in done.stdout
     stored = json.loads((config.output / "draft.json").read_text())
-    assert [row["tau"]["value"] for row in stored["measured"]] == [m.tau.value for m in found]
+    found = stored["measured"]
+    assert [(row["temperature"], row["block_size"]) for row in found] == [(0, 2), (0, 4), (1, 2), (1, 4)]
+    assert all(row["tau"]["low"] <= row["tau"]["value"] <= row["tau"]["high"] for row in found)
     assert stored["config"]["block_sizes"] == [2, 4]
 
 

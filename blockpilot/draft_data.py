@@ -105,8 +105,8 @@ def write_prompts(
     """User turns that the target writes itself, one a seed at most (Magpie, arXiv 2406.08464).
 
     A chat model continues its template from where the user's turn begins, here with one of `openings` in turn.
-    Turns that do not end within `max_new_tokens`, or are shorter than three words, are left out. Raises ValueError
-    for a target without a chat template.
+    Turns that do not end within `max_new_tokens`, hold special tokens or are shorter than three words are left out.
+    Raises ValueError for a target without a chat template.
     """
     if not pair.tokenizer.chat_template:
         raise ValueError("a target without a chat template cannot write prompts")
@@ -121,9 +121,9 @@ def write_prompts(
         ids: list[int] = pair.tokenizer(before + opening, add_special_tokens=False)["input_ids"]
         requests.append((ids, Sampling(1.0, top_p=0.9, seed=seed)))
     written = _generate(pair, requests, max_new_tokens, num_slots)
-    texts = []
+    texts, special = [], set(pair.tokenizer.all_special_ids)
     for opening, tokens in zip(chosen, written, strict=True):
-        if tokens[-1] in pair.stop_token_ids:
+        if tokens[-1] in pair.stop_token_ids and special.isdisjoint(tokens[:-1]):
             texts.append((opening + str(pair.tokenizer.decode(tokens[:-1]))).strip())
     return [text for text in texts if len(text.split()) >= 3]
 
@@ -245,8 +245,8 @@ class Corpus(ABC):
         ]
 
     def sample(self, num: int, seed: int = 0) -> Self:
-        """A corpus of `num` of these documents, drawn at random; of all if there are not so many."""
-        return self._chosen(random.Random(seed).sample(range(len(self)), min(num, len(self))))
+        """A corpus of `num` of these documents, drawn at random, in their order; of all if there are not so many."""
+        return self._chosen(sorted(random.Random(seed).sample(range(len(self)), min(num, len(self)))))
 
     @abstractmethod
     def _features(self, indices: Sequence[int]) -> list[Features]: ...

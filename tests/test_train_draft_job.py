@@ -1,6 +1,7 @@
 """The draft job: a target without a draft gets one, by the command a user types; a kill changes nothing."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import MASK_ID
 from mlflow import MlflowClient
 from processes import descendants
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from blockpilot.draft import DraftModel, new_draft_config, save_draft
@@ -177,10 +179,11 @@ def test_features_of_another_revision_are_refused(tiny_pair_dirs: tuple[Path, Pa
 def test_a_killed_worker_changes_nothing(tiny_pair_dirs: tuple[Path, Path], prompts: Path, tmp_path: Path) -> None:
     """The command with its training worker killed gives the draft of plain `DraftFit` on the same answers."""
     training = config(
-        tiny_pair_dirs[0],
+        target_that_never_writes_masks(tiny_pair_dirs[0], tmp_path / "target"),
         prompts,
         prompts_per_shard=8,
-        num_own_prompts=8,
+        num_own_prompts=24,
+        temperatures=(0.0, 0.2),
         num_layers=2,
         block_size=4,
         max_new_tokens=24,
@@ -208,9 +211,18 @@ def test_a_killed_worker_changes_nothing(tiny_pair_dirs: tuple[Path, Path], prom
     expected, losses = plainly_trained(training)
     assert all(torch.equal(found[name], weight.bfloat16()) for name, weight in expected.items())
     assert logged_losses(tmp_path / "mlflow.db") == pytest.approx(losses)
-    pair = load_pair(target=str(tiny_pair_dirs[0]), draft=str(training.output / "draft"))
+    pair = load_pair(target=training.target, draft=str(training.output / "draft"))
     assert pair.block_size == 4
     assert "tau, B=4" in (tmp_path / "log").read_text()
+
+
+def target_that_never_writes_masks(tiny: Path, directory: Path) -> Path:
+    """The tiny target with a mask token that is never likely; it writes any other token sooner or later."""
+    shutil.copytree(tiny, directory)
+    weights = load_file(directory / "model.safetensors")
+    weights["model.embed_tokens.weight"][MASK_ID] *= 1e-3
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
 
 
 def plainly_trained(training: TrainDraftConfig) -> tuple[dict[str, torch.Tensor], dict[int, float]]:
@@ -219,7 +231,8 @@ def plainly_trained(training: TrainDraftConfig) -> tuple[dict[str, torch.Tensor]
     assert {answer_source(path).target for path in shards} == {training.target}
     [features] = training.answers.glob("features-*")
     # The job's order of shards is that of its plan, by prompt set and then by number.
-    own = [p for path in (training.answers / "own-prompts").glob("*.jsonl") for p in load_prompts(str(path))]
+    files = sorted((training.answers / "own-prompts").glob("*.jsonl"))
+    own = [p for path in files if path.stat().st_size for p in load_prompts(str(path))]
     plan = answers.plan(training, own)
     corpus = StoredCorpus([Shard(s.path, features / "train" / f"{s.path.stem}.safetensors") for s in plan.train])
     frequent = frequent_tokens([answer.tokens for answer in corpus.answers])

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from blockpilot.engine import Engine, Request
+from blockpilot.files import whole
 from blockpilot.pairs import Pair
 from blockpilot.prompts import Prompt
 from blockpilot.target import Target
@@ -176,11 +177,10 @@ class AnswerSource(NamedTuple):
 
 def write_answers(path: Path, answers: Sequence[Answer], source: AnswerSource) -> None:
     """Write ANSWER_SCHEMA Parquet with its source in the file's metadata, whole or not at all."""
-    partial = path.with_suffix(".tmp")
     schema = ANSWER_SCHEMA.with_metadata({"source": json.dumps(source._asdict())})
     table = pa.Table.from_pylist([answer._asdict() for answer in answers], schema=schema)
-    pq.write_table(table, partial, compression="zstd")
-    partial.rename(path)
+    with whole(path) as unfinished:
+        pq.write_table(table, unfinished, compression="zstd")
 
 
 def answer_source(path: Path) -> AnswerSource:
@@ -208,10 +208,9 @@ class FeatureSource(NamedTuple):
 
 def write_features(path: Path, features: Features, source: FeatureSource) -> None:
     """Write the features of a shard with where they came from, whole or not at all."""
-    partial = path.with_suffix(".tmp")
     tensors = {name: tensor.contiguous() for name, tensor in features._asdict().items()}
-    save_file(tensors, partial, metadata={"source": json.dumps(source)})
-    partial.rename(path)
+    with whole(path) as unfinished:
+        save_file(tensors, unfinished, metadata={"source": json.dumps(source)})
 
 
 def feature_source(path: Path) -> FeatureSource:

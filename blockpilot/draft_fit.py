@@ -121,13 +121,13 @@ class BlockLoss(nn.Module):
         positions, inside = slots(batch, self.block_size)
         labels = at(batch.tokens, positions)
         hidden = draft_blocks(self.draft, self.embedding, batch, self.block_size)[:, :, 1:]
-        logits = self._logits(hidden[inside], vocabulary)
+        logits = self._logits(hidden[inside], vocabulary).float()
         targets = labels[inside] if vocabulary is None else torch.searchsorted(vocabulary.ids, labels[inside])
-        hard = functional.cross_entropy(logits.float(), targets, reduction="none")
+        hard = functional.cross_entropy(logits, targets, reduction="none")
         losses = hard
         if self.distill:
-            of_target = self._logits(at(batch.hidden, positions - 1)[inside], vocabulary)
-            soft = functional.cross_entropy(logits.float(), of_target.float().softmax(dim=-1), reduction="none")
+            of_target = self._logits(at(batch.hidden, positions - 1)[inside], vocabulary).float()
+            soft = functional.cross_entropy(logits, of_target.softmax(dim=-1), reduction="none")
             losses = (1 - self.distill) * hard + self.distill * soft
         weights = self._weights(hard.detach(), inside)
         weighted = (losses * weights[inside]).sum()
@@ -175,7 +175,7 @@ def start_from_target(draft: DraftModel, target: PreTrainedModel, text: Sequence
     first = int(target.config.num_hidden_layers) - draft.config.num_hidden_layers
     source = {name.removeprefix("model."): value for name, value in target.state_dict().items()}
     source["hidden_norm.weight"] = source[f"layers.{first}.input_layernorm.weight"]
-    sizes = _query_and_key_sizes(target, text)
+    sizes = _query_and_key_sizes(target, text, first)
     copied = 0
     for name, weight in draft.named_parameters():
         of_target = re.sub(r"^layers\.(\d+)", lambda m: f"layers.{int(m[1]) + first}", name)
@@ -190,8 +190,11 @@ def start_from_target(draft: DraftModel, target: PreTrainedModel, text: Sequence
     return copied
 
 
-def _query_and_key_sizes(target: PreTrainedModel, text: Sequence[int]) -> dict[str, float]:
-    """Root mean square of every layer's queries and keys on a text, by the name of the norm that would give it."""
+def _query_and_key_sizes(target: PreTrainedModel, text: Sequence[int], first: int) -> dict[str, float]:
+    """Root mean square of queries and keys on a text, by the name of the norm that would give it.
+
+    Of the layers from `first` on.
+    """
     sizes: dict[str, float] = {}
 
     def measure(name: str, output: Tensor) -> None:
@@ -201,7 +204,7 @@ def _query_and_key_sizes(target: PreTrainedModel, text: Sequence[int]) -> dict[s
         layer.self_attn.get_submodule(f"{kind}_proj").register_forward_hook(
             lambda _, __, output, name=f"layers.{i}.self_attn.{kind}_norm.weight": measure(name, output)
         )
-        for i, layer in enumerate(target.model.layers)
+        for i, layer in list(enumerate(target.model.layers))[first:]
         for kind in "qk"
     ]
     target.model(torch.tensor([text], device=target.device), use_cache=False)

@@ -109,16 +109,25 @@ def load_pair(
     model, tokenizer, target_revision = load_target(target_directory(target, cache_dir), torch_dtype)
     check_fit(draft_model, model.config)
     pair_id = PairId(target, target_revision, draft, draft_revision)
-    draft_model = draft_model.to(device=device, dtype=torch_dtype).eval().requires_grad_(False)
-    return Pair(pair_id, model.to(device), draft_model, tokenizer)  # type: ignore[arg-type]
+    return _pair(pair_id, model, draft_model, tokenizer, device)
 
 
 def target_only(target: str, *, dtype: str = "float32", device: str = "cpu") -> Pair:
     """A target by itself, to decode without drafts (block size 1): its draft is an untrained placeholder."""
     model, tokenizer, revision = load_target(target_directory(target), _DTYPES[dtype])
     draft = DraftModel(new_draft_config(model.config, num_layers=1, block_size=2, mask_token_id=0))
-    draft = draft.to(device=device, dtype=model.dtype).eval().requires_grad_(False)
-    return Pair(PairId(target, revision, "none", "none"), model.to(device), draft, tokenizer)  # type: ignore[arg-type]
+    return _pair(PairId(target, revision, "none", "none"), model, draft, tokenizer, device)
+
+
+def _pair(
+    pair_id: PairId,
+    target: PreTrainedModel,
+    draft: DraftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    device: str | torch.device,
+) -> Pair:
+    draft = draft.to(device=device, dtype=target.dtype).eval().requires_grad_(False)
+    return Pair(pair_id, target.to(device), draft, tokenizer)  # type: ignore[arg-type]
 
 
 def target_directory(target: str, cache_dir: Path | None = None) -> str:

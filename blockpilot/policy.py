@@ -12,7 +12,6 @@ A policy travels as a directory: `policy.safetensors` and `policy.json`. Nothing
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
+from blockpilot.files import whole
 from blockpilot.pairs import PairId
 
 if TYPE_CHECKING:
@@ -193,9 +193,8 @@ def save_policy(policy: ClassPolicy, directory: str | Path) -> None:
         "threshold": info.threshold,
         "training": dict(info.training),
     }
-    partial = folder / (INFO_FILE + ".partial")
-    partial.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, folder / INFO_FILE)
+    with whole(folder / INFO_FILE) as unfinished:
+        unfinished.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
 def load_policy(directory: str | Path) -> ClassPolicy:

@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from blockpilot.files import whole
 from blockpilot.pairs import PairId
 from blockpilot.prompts import Prompt
 
@@ -178,16 +179,8 @@ def write_rows(path: str | os.PathLike[str], rows: Sequence[SweepRow], metadata:
     schema = SCHEMA.with_metadata({METADATA_KEY: metadata.to_json().encode()})
     columns = {name: [getattr(row, name) for row in rows] for name in SCHEMA.names}
     table = pa.table(columns, schema=schema)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with unfinished.open("wb") as file:
-            pq.write_table(table, file, compression="zstd", row_group_size=ROW_GROUP_SIZE)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with whole(path) as unfinished:
+        pq.write_table(table, unfinished, compression="zstd", row_group_size=ROW_GROUP_SIZE)
 
 
 def _validate_all(path: Path, rows: Iterable[SweepRow], metadata: Metadata) -> None:

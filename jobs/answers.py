@@ -8,7 +8,6 @@ can write prompts, too (`--num-own-prompts`), for where no prompts of the right 
 import hashlib
 import json
 import random
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -18,10 +17,11 @@ from pydantic import Field
 from transformers.utils.logging import disable_progress_bar
 
 from blockpilot.draft_data import AnswerSource, generate_answers, write_answers, write_prompts
+from blockpilot.files import whole
 from blockpilot.pairs import EMBEDDED_TARGET, Pair, target_only
 from blockpilot.prompts import Prompt, load_prompts, split
 from blockpilot.verify import Sampling
-from jobs.cluster import connect, num_threads, pooled
+from jobs.cluster import connect, num_threads, pooled, show_progress
 from jobs.config import Config, Resources, absolute_in_submitted_job, main
 
 TRAINING_PROMPTS = ("asdiv", "signatures", "docstrings", "chitchat:3000", "chatterbot", "writingbench")
@@ -86,13 +86,7 @@ def run(config: AnswersConfig) -> AnswerShards:
     shards = plan(config, own)
     train = random.Random(config.seed).sample(shards.train, len(shards.train))  # a part of the run has of every set
     missing = [shard for shard in (*shards.held_out, *train) if not shard.path.exists()]
-    for shard in missing:
-        shard.path.parent.mkdir(parents=True, exist_ok=True)
-    num_tokens, started = 0, time.monotonic()
-    for done, written in enumerate(pooled(AnswerWorker, config, missing, "answer", config.resources), start=1):
-        num_tokens += written
-        speed = num_tokens / (time.monotonic() - started)
-        print(f"answers: {done}/{len(missing)} shards, {num_tokens:,} tokens, {speed:.0f} tokens/s", flush=True)
+    show_progress("answers", pooled(AnswerWorker, config, missing, "answer", config.resources), len(missing))
     return shards
 
 
@@ -186,16 +180,14 @@ class AnswerWorker:
         path, seeds = task
         texts = write_prompts(self.pair, seeds, OPENINGS)
         lines = (json.dumps({"prompt": text, "set": OWN_PROMPTS}, ensure_ascii=False) + "\n" for text in texts)
-        partial = path.with_suffix(".tmp")
-        partial.write_text("".join(lines), encoding="utf-8")
-        partial.rename(path)
+        with whole(path) as unfinished:
+            unfinished.write_text("".join(lines), encoding="utf-8")
         return len(texts)
 
 
 def write_own_prompts(config: AnswersConfig) -> list[Prompt]:
     """The target's own prompts, file by file; what is there is kept."""
     folder = config.answers.absolute() / OWN_PROMPTS
-    folder.mkdir(parents=True, exist_ok=True)
     size = config.prompts_per_shard
     seeds = [range(i, min(i + size, config.num_own_prompts)) for i in range(0, config.num_own_prompts, size)]
     files = [folder / f"part-{config.seed}-{part.start:06d}-{len(part)}.jsonl" for part in seeds]

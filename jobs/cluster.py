@@ -1,6 +1,7 @@
 """Joining a Ray cluster, and what to ask of it."""
 
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -61,3 +62,12 @@ def pooled(
     actor = actor.options(**options, max_restarts=-1, max_task_retries=3)
     pool: Any = ActorPool([actor.remote(argument) for _ in range(min(resources.num_actors, len(tasks)))])
     yield from pool.map_unordered(lambda a, task: getattr(a, method).remote(task), tasks)
+
+
+def show_progress(what: str, written: Iterator[int], num_shards: int) -> None:
+    """Show how far the writing of shards is, to its end; `written` has the tokens of each, as they come."""
+    num_tokens, started = 0, time.monotonic()
+    for done, count in enumerate(written, start=1):
+        num_tokens += count
+        speed = num_tokens / (time.monotonic() - started)
+        print(f"{what}: {done}/{num_shards} shards, {num_tokens:,} tokens, {speed:.0f} tokens/s", flush=True)

@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from blockpilot.files import whole
 from blockpilot.pairs import Pair
 from blockpilot.prompts import Prompt, load_prompts
 from blockpilot.records import (
@@ -247,10 +248,8 @@ class SweepFolder:
 
 
 def _write_text(path: Path, text: str) -> None:
-    """Write a file that is there whole or not at all."""
-    unfinished = path.with_name(f".{path.name}.tmp")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(path)
+    with whole(path) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
 
 
 # The workers

@@ -49,7 +49,7 @@ from blockpilot.target import Target, check_family
 from jobs import answers
 from jobs import measure_draft as measure_job
 from jobs.answers import AnswersConfig, AnswerShards
-from jobs.cluster import num_threads, pooled
+from jobs.cluster import num_threads, pooled, show_progress
 from jobs.config import PairConfig, absolute_in_submitted_job, main
 from jobs.measure_draft import Measured, MeasureDraftConfig
 from jobs.ray_train import recorded, report, saved_state, scaling_config, train
@@ -272,13 +272,7 @@ def write_shard_features(config: TrainDraftConfig, written: AnswerShards) -> Dat
     if config.stream_features:
         return data
     missing = [shard for side in data for shard in side if not shard.features.exists()]
-    for shard in missing:
-        shard.features.parent.mkdir(parents=True, exist_ok=True)
-    num_tokens, started = 0, time.monotonic()
-    for done, count in enumerate(pooled(FeatureWorker, config, missing, "write", config.resources), start=1):
-        num_tokens += count
-        speed = num_tokens / (time.monotonic() - started)
-        print(f"features: {done}/{len(missing)} shards, {num_tokens:,} tokens, {speed:.0f} tokens/s", flush=True)
+    show_progress("features", pooled(FeatureWorker, config, missing, "write", config.resources), len(missing))
     for shard in (shard for side in data for shard in side):
         source, revision = feature_source(shard.features), answer_source(shard.answers).target_revision
         if source != FeatureSource(revision, layer_ids):

@@ -273,7 +273,7 @@ def test_interrupted_save_is_not_loaded(tmp_path: Path, monkeypatch: pytest.Monk
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("blockpilot.policy.os.replace", killed)
+    monkeypatch.setattr("pathlib.Path.replace", killed)
     with pytest.raises(KeyboardInterrupt):
         save_policy(random_policy(2), tmp_path)
     with pytest.raises(ValueError, match=r"policy\.json: no such file"):

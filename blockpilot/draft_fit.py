@@ -123,12 +123,13 @@ class BlockLoss(nn.Module):
         hidden = draft_blocks(self.draft, self.embedding, batch, self.block_size)[:, :, 1:]
         logits = self._logits(hidden[inside], vocabulary).float()
         targets = labels[inside] if vocabulary is None else torch.searchsorted(vocabulary.ids, labels[inside])
-        hard = functional.cross_entropy(logits, targets, reduction="none")
-        losses = hard
+        log_probs = logits.log_softmax(dim=-1)
+        losses = hard = -log_probs.gather(-1, targets[:, None])[:, 0]
         if self.distill:
             of_target = self._logits(at(batch.hidden, positions - 1)[inside], vocabulary).float()
-            soft = functional.cross_entropy(logits, of_target.softmax(dim=-1), reduction="none")
-            losses = (1 - self.distill) * hard + self.distill * soft
+            wanted = of_target.softmax(dim=-1).mul_(self.distill)
+            wanted.scatter_add_(-1, targets[:, None], torch.full_like(wanted[:, :1], 1 - self.distill))
+            losses = -(wanted * log_probs).sum(dim=-1)
         weights = self._weights(hard.detach(), inside)
         weighted = (losses * weights[inside]).sum()
         correct = torch.zeros_like(inside)
@@ -219,7 +220,7 @@ def draw_anchors(document: Document, num_anchors: int, generator: torch.Generato
     return anchors[torch.randperm(len(anchors), generator=generator)[:num_anchors]]
 
 
-def frequent_tokens(documents: Sequence[Sequence[int]], share: float = 0.995) -> Tensor:
+def frequent_tokens(documents: Sequence[Sequence[int]], share: float = 0.9) -> Tensor:
     """The fewest token ids, ascending, that make up `share` of all tokens."""
     ids, counts = torch.cat([torch.as_tensor(d) for d in documents]).long().unique(return_counts=True)
     order = counts.argsort(descending=True, stable=True)

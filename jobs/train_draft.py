@@ -81,7 +81,7 @@ class TrainDraftConfig(AnswersConfig):
     """How the slots of a block are weighted: a fixed decay, or D-PACE, by the draft's present confidences."""
     distill: float = Field(default=_DEFAULT.distill, ge=0, le=1)
     """Share of the loss that is taken against the target's distribution instead of the answer's token."""
-    num_sampled: int = Field(default=2048, ge=0)
+    num_sampled: int = Field(default=1024, ge=0)
     """Rare rows of the LM head in a step's loss; 0 scores the whole vocabulary."""
     autocast: bool = True
     """Multiply in bfloat16."""

@@ -102,10 +102,11 @@ class Run:
         self._client = client
 
     def log_params(self, params: Mapping[str, object]) -> None:
-        """Settings of the run; a name cannot be given another value later."""
+        """Settings of the run; a continued run keeps the values that it began with."""
         from mlflow.entities import Param
 
-        self._client.log_batch(self.id, params=[Param(k, str(v)) for k, v in params.items()])
+        known = self._client.get_run(self.id).data.params
+        self._client.log_batch(self.id, params=[Param(k, str(v)) for k, v in params.items() if k not in known])
 
     def log_tags(self, tags: Mapping[str, object]) -> None:
         from mlflow.entities import RunTag

@@ -121,6 +121,15 @@ def test_processes_that_create_the_store_at_once(empty_store: Path) -> None:
 # --- runs ---
 
 
+def test_continued_run_keeps_the_settings_it_began_with(registry: Registry) -> None:
+    with registry.log_run("train") as run:
+        run.log_params({"seed": 3, "checkpoint_every": 400})
+    with registry.log_run("train", run_id=run.id) as continued:
+        continued.log_params({"seed": 3, "checkpoint_every": 600, "num_validation": 20})
+    stored = registry._client.get_run(run.id).data.params
+    assert stored == {"seed": "3", "checkpoint_every": "400", "num_validation": "20"}
+
+
 def test_run_round_trip(registry: Registry, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "a.txt").write_text("a")

@@ -10,7 +10,8 @@ from pathlib import Path
 def whole(path: Path) -> Iterator[Path]:
     """A path to write to; what is written there takes the place of `path` when the block ends without an error.
 
-    A writer that is killed leaves `.NAME.PID.tmp` behind and nothing else. Missing folders are made.
+    A writer that is killed leaves `.NAME.PID.tmp` behind and nothing else; `remove_unfinished` deletes it. Missing
+    folders are made.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -21,3 +22,15 @@ def whole(path: Path) -> Iterator[Path]:
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a UTF-8 file whole or not at all."""
+    with whole(path) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Delete what killed writers left anywhere below a folder. Only before anybody writes there."""
+    for unfinished in folder.rglob(".*.tmp"):
+        unfinished.unlink()

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from blockpilot.files import whole
+from blockpilot.files import remove_unfinished, write_text
 from blockpilot.pairs import Pair
 from blockpilot.prompts import Prompt, load_prompts
 from blockpilot.records import (
@@ -196,9 +196,8 @@ class SweepFolder:
         if foreign := found - {shard.part for shard in shards}:
             raise ValueError(f"output {self.path}: {ROWS_FOLDER}/{min(foreign)} is no part of this sweep")
         self.rows.mkdir(parents=True, exist_ok=True)
-        for unfinished in self.rows.glob(".*.tmp"):
-            unfinished.unlink()
-        _write_text(self.path / CONFIG_FILE, json.dumps(self.identity, indent=2) + "\n")
+        remove_unfinished(self.path)
+        write_text(self.path / CONFIG_FILE, json.dumps(self.identity, indent=2) + "\n")
         tasks = [self._task(shard) for shard in shards]
         return [task for task in tasks if task.prompts]
 
@@ -215,7 +214,7 @@ class SweepFolder:
         """Replace the rejects; no file when there are none."""
         if rejects:
             lines = (json.dumps(reject._asdict(), ensure_ascii=False) + "\n" for reject in rejects)
-            _write_text(self.path / REJECTS_FILE, "".join(lines))
+            write_text(self.path / REJECTS_FILE, "".join(lines))
         else:
             (self.path / REJECTS_FILE).unlink(missing_ok=True)
 
@@ -245,11 +244,6 @@ class SweepFolder:
             return []
         self._swept_with = self._swept_with or sweep.metadata
         return [row for row in sweep.rows if row.prompt_id in shard.ids]
-
-
-def _write_text(path: Path, text: str) -> None:
-    with whole(path) as unfinished:
-        unfinished.write_text(text, encoding="utf-8")
 
 
 # The workers

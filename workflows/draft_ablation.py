@@ -39,7 +39,7 @@ class AblationConfig(TrainDraftConfig):
     lr: float = 2e-3
     epochs: int = 1
     num_anchors: int = 32
-    max_answers: int | None = 1200
+    max_answers: int | None = 800
     variants: tuple[str, ...] = tuple(VARIANTS)
     """Which of the variants to run, by name."""
     output: Path = Path("runs/draft_ablation")

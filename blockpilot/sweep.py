@@ -1,13 +1,15 @@
-"""How many tokens a step every block size gives on a prompt: tau per candidate, each of them really decoded.
+"""How many tokens a step every block size gives on a prompt: tau per candidate.
 
-`decode` is the plain way: (2k + 1) decodes a prompt, all in one engine so that its batch stays full. The
-keyed sampler makes the text the same for every candidate (exactly so in float32), so they are compared on
-equal terms. The candidate set around the draft's trained block size is BlockPilot's (arXiv 2606.31315).
+`replay` decodes each prompt once and walks the finished text with every candidate; `decode` really decodes with each
+of them, 2k + 1 times as much, and is what the replay is tested against. The keyed sampler makes the text the same
+for every candidate (exactly so in float32), so they are compared on equal terms. The candidate set around the draft's
+trained block size is BlockPilot's (arXiv 2606.31315).
 """
 
+import dataclasses
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,6 +20,7 @@ from blockpilot.pairs import Pair
 from blockpilot.policy import CandidateSet
 from blockpilot.prompts import Prompt
 from blockpilot.records import MIN_PROB, SweepRow, prompt_id
+from blockpilot.replay import Text, know, walk
 from blockpilot.verify import Sampling
 
 MAX_BLOCK_SIZE = 32
@@ -58,11 +61,11 @@ def sampler_seed(seed: int, prompt_id: str) -> int:
 
 @dataclass
 class _Run:
-    """One prompt under one candidate, gathered step by step."""
+    """One prompt under one candidate: its text, and the tokens that each verify step emitted."""
 
     block_size: int
-    histogram: list[int]
     tokens: list[int] = field(default_factory=list)
+    emitted: list[int] = field(default_factory=list)
     finish_reason: str = ""
     prefill: Prefill | None = None
 
@@ -71,15 +74,16 @@ class _Run:
         self.finish_reason = step.finish_reason or self.finish_reason
         self.prefill = self.prefill or step.prefill
         if step.block_size:
-            self.histogram[len(step.tokens)] += 1
+            self.emitted.append(len(step.tokens))
 
     @property
-    def num_steps(self) -> int:
-        return sum(self.histogram)
+    def histogram(self) -> list[int]:
+        counts = Counter(self.emitted)
+        return [counts[n] for n in range(self.block_size + 1)]
 
     @property
     def tau(self) -> float:
-        return sum(n * count for n, count in enumerate(self.histogram)) / self.num_steps
+        return sum(self.emitted) / len(self.emitted)
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,10 @@ class _Job:
     def reject(self, error: str) -> Reject:
         return Reject(self.prompt_id, self.prompt.set, self.prompt.text, error)
 
+    def text(self, answer: _Run, limit: int) -> Text:
+        tokens = (*self.prompt_ids, *answer.tokens)
+        return Text(tokens, len(self.prompt_ids), limit, self.sampling)
+
     def row(self, runs: Sequence[_Run]) -> SweepRow:
         prefill = runs[-1].prefill  # the widest candidate: if any drafts and shows the context vector, it does
         assert prefill is not None
@@ -109,7 +117,7 @@ class _Job:
             finish_reason=runs[0].finish_reason,
             candidates=[run.block_size for run in runs],
             taus=[run.tau for run in runs],
-            num_steps=[run.num_steps for run in runs],
+            num_steps=[len(run.emitted) for run in runs],
             emitted_histograms=[run.histogram for run in runs],
             texts_agree=all(run.tokens == runs[0].tokens for run in runs),
             probs_ids=ids.tolist(),
@@ -119,6 +127,9 @@ class _Job:
             seed=self.sampling.seed,
             temperature=self.sampling.temperature,
         )
+
+
+_Result = list[_Run] | str  # a run for every candidate, or why there is none
 
 
 def decode(
@@ -137,21 +148,45 @@ def decode(
     A prompt that cannot be swept (empty, longer than the context, finished by its prefill) becomes a reject
     and leaves the others alone. Raises ValueError for settings that are wrong whatever the prompt.
     """
+    jobs = _jobs(pair, prompts, candidates, temperature, top_p, seed)
+    return _outcome(jobs, _decode(pair, jobs, candidates, max_new_tokens, num_slots))
+
+
+def replay(
+    pair: Pair,
+    prompts: Sequence[Prompt],
+    candidates: Sequence[int],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    num_slots: int = 16,
+) -> Outcome:
+    """What `decode` gives, out of one plain decoding of every prompt and draft passes over its text.
+
+    The draft's context is kept for `num_slots` prompts at a time.
+    """
+    jobs = _jobs(pair, prompts, candidates, temperature, top_p, seed)
+    results = _decode(pair, jobs, [1], max_new_tokens, num_slots)
+    answers = {i: runs[0] for i, runs in enumerate(results) if not isinstance(runs, str) and runs[0].emitted}
+    by_length = sorted(answers, key=lambda i: len(jobs[i].prompt_ids) + len(answers[i].tokens))
+    for start in range(0, len(by_length), num_slots):
+        group = by_length[start : start + num_slots]
+        texts = [
+            jobs[i].text(answers[i], min(len(jobs[i].prompt_ids) + max_new_tokens, pair.max_length)) for i in group
+        ]
+        for i, runs in zip(group, _replay(pair, texts, [answers[i] for i in group], candidates), strict=True):
+            results[i] = runs
+    return _outcome(jobs, results)
+
+
+def _jobs(
+    pair: Pair, prompts: Sequence[Prompt], candidates: Sequence[int], temperature: float, top_p: float, seed: int
+) -> list[_Job]:
     check_candidates(candidates)
     Sampling(temperature=temperature, top_p=top_p, seed=seed)
-    jobs = [_job(pair, prompt, seed, temperature, top_p) for prompt in prompts]
-    fitting = [len(job.prompt_ids) for job in jobs if len(job.prompt_ids) < pair.max_length]
-    max_length = min(max(fitting, default=1) + max_new_tokens, pair.max_length)
-    engine = Engine(pair, num_slots=num_slots, max_length=max_length, max_block_size=candidates[-1])
-    outcome = Outcome([], [])
-    for job, runs in zip(jobs, _decode(engine, jobs, candidates, max_new_tokens), strict=True):
-        if isinstance(runs, str):
-            outcome.rejects.append(job.reject(runs))
-        elif not all(run.num_steps for run in runs):
-            outcome.rejects.append(job.reject("no verify step: the answer ended with its prefill"))
-        else:
-            outcome.rows.append(job.row(runs))
-    return outcome
+    return [_job(pair, prompt, seed, temperature, top_p) for prompt in prompts]
 
 
 def _job(pair: Pair, prompt: Prompt, seed: int, temperature: float, top_p: float) -> _Job:
@@ -163,11 +198,26 @@ def _job(pair: Pair, prompt: Prompt, seed: int, temperature: float, top_p: float
         return _Job(key, prompt, sampling, error=f"chat template: {error}")
 
 
+def _outcome(jobs: Sequence[_Job], results: Sequence[_Result]) -> Outcome:
+    outcome = Outcome([], [])
+    for job, runs in zip(jobs, results, strict=True):
+        if isinstance(runs, str):
+            outcome.rejects.append(job.reject(runs))
+        elif not all(run.emitted for run in runs):
+            outcome.rejects.append(job.reject("no verify step: the answer ended with its prefill"))
+        else:
+            outcome.rows.append(job.row(runs))
+    return outcome
+
+
 def _decode(
-    engine: Engine, jobs: Sequence[_Job], candidates: Sequence[int], max_new_tokens: int
-) -> list[list[_Run] | str]:
+    pair: Pair, jobs: Sequence[_Job], candidates: Sequence[int], max_new_tokens: int, num_slots: int
+) -> list[_Result]:
     """For every job its finished runs in the order of the candidates, or why it cannot be run."""
-    results = [job.error or [_Run(size, [0] * (size + 1)) for size in candidates] for job in jobs]
+    fitting = [len(job.prompt_ids) for job in jobs if len(job.prompt_ids) < pair.max_length]
+    max_length = min(max(fitting, default=1) + max_new_tokens, pair.max_length)
+    engine = Engine(pair, num_slots=num_slots, max_length=max_length, max_block_size=candidates[-1])
+    results: list[_Result] = [job.error or [_Run(size) for size in candidates] for job in jobs]
     running: dict[int, _Run] = {}
     # Candidate by candidate, not prompt by prompt: a step is as wide as its widest row.
     for place, block_size in enumerate(candidates):
@@ -175,8 +225,7 @@ def _decode(
             runs = results[index]
             if isinstance(runs, str):
                 continue
-            stops = engine.pair.stop_token_ids
-            request = Request(job.prompt_ids, max_new_tokens, job.sampling, block_size, stops)
+            request = Request(job.prompt_ids, max_new_tokens, job.sampling, block_size, pair.stop_token_ids)
             try:
                 running[engine.add(request)] = runs[place]
             except ValueError as error:
@@ -185,6 +234,22 @@ def _decode(
         for step in engine.step():
             running[step.request_id].add(step)
     return results
+
+
+def _replay(
+    pair: Pair, texts: Sequence[Text], answers: Sequence[_Run], candidates: Sequence[int]
+) -> Iterator[list[_Run]]:
+    """The runs of every candidate on each text that plain decoding, `answers`, has given."""
+    drafting = [size for size in candidates if size > 1]
+    if not drafting:
+        yield from ([answer] for answer in answers)
+        return
+    known = know(pair, texts)
+    for answer, context, of_text in zip(answers, known.prefill_context, walk(pair, known, drafting), strict=True):
+        assert answer.prefill is not None
+        prefill = answer.prefill._replace(context=context.float())
+        emitted = {1: answer.emitted} | dict(zip(drafting, of_text, strict=True))
+        yield [dataclasses.replace(answer, block_size=b, emitted=emitted[b], prefill=prefill) for b in candidates]
 
 
 # Totals of a sweep

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,12 @@ from blockpilot.pairs import Pair
 from blockpilot.prompts import Message, Prompt, load_prompts
 from blockpilot.records import MIN_PROB, Metadata, SweepRow, read_rows, write_rows
 from blockpilot.sweep import (
+    Outcome,
     best_counts,
     candidates_around,
     check_candidates,
     decode,
+    replay,
     sampler_seed,
     tau_curve,
 )
@@ -64,9 +67,12 @@ def alone(
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("num_slots", [3, 16])
-def test_a_sweep_equals_decoding_everything_alone(parrot: Pair, temperature: float, num_slots: int) -> None:
+@pytest.mark.parametrize("method", [decode, replay])
+def test_a_sweep_equals_decoding_everything_alone(
+    parrot: Pair, temperature: float, num_slots: int, method: Callable[..., Outcome]
+) -> None:
     asked, candidates = prompts(4), [1, 2, 4, 7]
-    outcome = decode(parrot, asked, candidates, max_new_tokens=30, temperature=temperature, num_slots=num_slots)
+    outcome = method(parrot, asked, candidates, max_new_tokens=30, temperature=temperature, num_slots=num_slots)
     assert not outcome.rejects
     for row, prompt in zip(outcome.rows, asked, strict=True):
         assert (row.prompt, row.texts_agree) == (prompt.text, True)

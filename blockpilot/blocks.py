@@ -152,10 +152,11 @@ def draft_batch(draft: DraftModel, embedding: Tensor, batch: Batch, block_size: 
     return hidden.view(num_documents, -1, block_size, hidden.shape[-1])[:, :num_anchors]
 
 
-def count_steps(num_accepted: Sequence[int]) -> int:
-    """Steps that decode a text, given how many drafts are accepted at each of its anchors, in order."""
-    position, num_steps = 0, 0
+def emitted_along(num_accepted: Sequence[int]) -> list[int]:
+    """Tokens of each step that decodes a text, given the drafts accepted at each of its anchors, in order."""
+    emitted: list[int] = []
+    position = 0
     while position < len(num_accepted):
-        position += num_accepted[position] + 1
-        num_steps += 1
-    return num_steps
+        emitted.append(min(num_accepted[position] + 1, len(num_accepted) - position))
+        position += emitted[-1]
+    return emitted

@@ -40,6 +40,7 @@ SCHEMA = pa.schema(
         ("taus", pa.list_(pa.float64())),
         ("num_steps", pa.list_(pa.int32())),
         ("emitted_histograms", pa.list_(pa.list_(pa.int32()))),
+        ("accepted", pa.list_(pa.list_(pa.uint8()))),
         ("texts_agree", pa.bool_()),
         ("probs_ids", pa.list_(pa.int32())),
         ("probs", pa.list_(pa.float32())),
@@ -65,6 +66,7 @@ class SweepRow:
     taus: list[float]  # emitted tokens per verify step
     num_steps: list[int]  # verify steps
     emitted_histograms: list[list[int]]  # [c][n] = verify steps of candidate c that emitted n tokens
+    accepted: list[list[int]]  # [c][p] = drafts of candidate c accepted after output token p; empty unless dense
     texts_agree: bool  # every candidate gave output_tokens; always so in float32
     probs_ids: list[int]  # ascending token ids with prefill_probs >= MIN_PROB
     probs: list[float]  # float32 values, theirs
@@ -137,6 +139,8 @@ def _problems(row: SweepRow, metadata: Metadata) -> Iterator[str]:
             yield f"{name} has {len(getattr(row, name))} entries for {len(row.candidates)} candidates"
     for measured in zip(row.candidates, row.taus, row.num_steps, row.emitted_histograms, strict=True):
         yield from _candidate_problems(*measured)
+    if row.accepted:
+        yield from _accepted_problems(row)
     if row.finish_reason not in ("stop", "length"):
         yield f"finish_reason {row.finish_reason!r} is neither 'stop' nor 'length'"
     if not row.output_tokens:
@@ -155,6 +159,14 @@ def _candidate_problems(block_size: int, tau: float, num_steps: int, histogram: 
     emitted = sum(n * count for n, count in enumerate(histogram))
     if abs(tau * num_steps - emitted) > 1e-6 * emitted:
         yield f"tau {where} is {tau}, its histogram says {emitted}/{num_steps}"
+
+
+def _accepted_problems(row: SweepRow) -> Iterator[str]:
+    if [len(anchors) for anchors in row.accepted] != [len(row.output_tokens) - 1] * len(row.candidates):
+        yield "accepted does not have an entry for every candidate and output token but the last"
+    for block_size, anchors in zip(row.candidates, row.accepted, strict=False):
+        if not all(0 <= n < block_size for n in anchors):
+            yield f"accepted of block size {block_size} has entries outside 0 to {block_size - 1}"
 
 
 def _prefill_problems(row: SweepRow, vocab_size: int) -> Iterator[str]:

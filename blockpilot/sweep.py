@@ -15,12 +15,13 @@ from typing import NamedTuple
 
 from jinja2 import TemplateError
 
+from blockpilot.blocks import emitted_along
 from blockpilot.engine import Engine, Prefill, Request, Step
 from blockpilot.pairs import Pair
 from blockpilot.policy import CandidateSet
 from blockpilot.prompts import Prompt
 from blockpilot.records import MIN_PROB, SweepRow, prompt_id
-from blockpilot.replay import Text, know, walk
+from blockpilot.replay import KnownTexts, Text, accepted_everywhere, know, walk
 from blockpilot.verify import Sampling
 
 MAX_BLOCK_SIZE = 32
@@ -61,11 +62,14 @@ def sampler_seed(seed: int, prompt_id: str) -> int:
 
 @dataclass
 class _Run:
-    """One prompt under one candidate: its text, and the tokens that each verify step emitted."""
+    """One prompt under one candidate: its text, the tokens that each verify step emitted, and if the sweep is dense
+    the drafts accepted at every anchor.
+    """
 
     block_size: int
     tokens: list[int] = field(default_factory=list)
     emitted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
     finish_reason: str = ""
     prefill: Prefill | None = None
 
@@ -119,6 +123,7 @@ class _Job:
             taus=[run.tau for run in runs],
             num_steps=[len(run.emitted) for run in runs],
             emitted_histograms=[run.histogram for run in runs],
+            accepted=[run.accepted for run in runs] if any(run.accepted for run in runs) else [],
             texts_agree=all(run.tokens == runs[0].tokens for run in runs),
             probs_ids=ids.tolist(),
             probs=probs[ids].tolist(),
@@ -162,10 +167,12 @@ def replay(
     top_p: float = 1.0,
     seed: int = 0,
     num_slots: int = 16,
+    dense: bool = False,
 ) -> Outcome:
     """What `decode` gives, out of one plain decoding of every prompt and draft passes over its text.
 
-    The draft's context is kept for `num_slots` prompts at a time.
+    The draft's context is kept for `num_slots` prompts at a time. `dense` drafts at every position of the text, not
+    only where a decoding passes, about tau times the work, and puts what is accepted there into the rows.
     """
     jobs = _jobs(pair, prompts, candidates, temperature, top_p, seed)
     results = _decode(pair, jobs, [1], max_new_tokens, num_slots)
@@ -176,7 +183,7 @@ def replay(
         texts = [
             jobs[i].text(answers[i], min(len(jobs[i].prompt_ids) + max_new_tokens, pair.max_length)) for i in group
         ]
-        for i, runs in zip(group, _replay(pair, texts, [answers[i] for i in group], candidates), strict=True):
+        for i, runs in zip(group, _replay(pair, texts, [answers[i] for i in group], candidates, dense), strict=True):
             results[i] = runs
     return _outcome(jobs, results)
 
@@ -237,7 +244,7 @@ def _decode(
 
 
 def _replay(
-    pair: Pair, texts: Sequence[Text], answers: Sequence[_Run], candidates: Sequence[int]
+    pair: Pair, texts: Sequence[Text], answers: Sequence[_Run], candidates: Sequence[int], dense: bool
 ) -> Iterator[list[_Run]]:
     """The runs of every candidate on each text that plain decoding, `answers`, has given."""
     drafting = [size for size in candidates if size > 1]
@@ -245,11 +252,32 @@ def _replay(
         yield from ([answer] for answer in answers)
         return
     known = know(pair, texts)
-    for answer, context, of_text in zip(answers, known.prefill_context, walk(pair, known, drafting), strict=True):
+    plain = [_Measured(answer.emitted, [0] * len(answer.emitted) if dense else []) for answer in answers]
+    found = _dense(pair, known, drafting) if dense else _walk(pair, known, drafting)
+    for answer, context, of_one, of_others in zip(answers, known.prefill_context, plain, found, strict=True):
         assert answer.prefill is not None
         prefill = answer.prefill._replace(context=context.float())
-        emitted = {1: answer.emitted} | dict(zip(drafting, of_text, strict=True))
-        yield [dataclasses.replace(answer, block_size=b, emitted=emitted[b], prefill=prefill) for b in candidates]
+        measured = {1: of_one} | dict(zip(drafting, of_others, strict=True))
+        yield [
+            dataclasses.replace(answer, block_size=b, prefill=prefill, **measured[b]._asdict()) for b in candidates
+        ]
+
+
+class _Measured(NamedTuple):
+    emitted: list[int]
+    accepted: list[int]
+
+
+def _walk(pair: Pair, known: KnownTexts, candidates: Sequence[int]) -> list[list[_Measured]]:
+    return [[_Measured(emitted, []) for emitted in of_text] for of_text in walk(pair, known, candidates)]
+
+
+def _dense(pair: Pair, known: KnownTexts, candidates: Sequence[int]) -> list[list[_Measured]]:
+    by_candidate = [accepted_everywhere(pair, known, size) for size in candidates]
+    return [
+        [_Measured(emitted_along(accepted), accepted) for accepted in of_text]
+        for of_text in zip(*by_candidate, strict=True)
+    ]
 
 
 # Totals of a sweep
@@ -272,3 +300,15 @@ def best_counts(rows: Sequence[SweepRow]) -> dict[int, int]:
     for row in rows:
         counts[row.candidates[row.taus.index(max(row.taus))]] += 1
     return dict(sorted(counts.items()))
+
+
+def fewest_steps(accepted: Sequence[Sequence[int]]) -> int:
+    """Steps of a decoding that knows at every position which candidate gets furthest: the ceiling of any policy.
+
+    accepted[c][p] are those of candidate c at anchor p, out of a dense sweep (dynamic programming from the end).
+    """
+    num_anchors = len(accepted[0])
+    steps = [0] * (num_anchors + 1)
+    for p in reversed(range(num_anchors)):
+        steps[p] = 1 + min(steps[min(p + of_candidate[p] + 1, num_anchors)] for of_candidate in accepted)
+    return steps[0]

@@ -15,7 +15,7 @@ from pydantic import Field, field_validator
 from rich.console import Console
 from rich.table import Table
 
-from blockpilot.blocks import count_steps
+from blockpilot.blocks import emitted_along
 from blockpilot.draft_data import Answer, generate_answers
 from blockpilot.pairs import Pair
 from blockpilot.prompts import Prompt, load_prompts, split
@@ -166,7 +166,7 @@ class DraftWorker:
             for size in sizes:
                 (accepted,) = accepted_everywhere(pair, known, size)
                 emitted[size].append(len(accepted))
-                steps[size].append(count_steps(accepted))
+                steps[size].append(len(emitted_along(accepted)))
         return [
             Measured(
                 task.name,

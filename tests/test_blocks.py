@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from blockpilot.blocks import collate, count_steps, draft_batch, possible_anchors
+from blockpilot.blocks import collate, draft_batch, emitted_along, possible_anchors
 from blockpilot.draft import save_draft
 from blockpilot.draft_data import Document
 from blockpilot.engine import generate
@@ -56,6 +56,8 @@ def document_of(pair: Pair, prompt_ids: tuple[int, ...], text: list[int]) -> Doc
     return Document(tokens, len(prompt_ids), scored.features[0], scored.hidden[0])
 
 
-@pytest.mark.parametrize(("num_accepted", "steps"), [([], 0), ([0, 0, 0], 3), ([2, 9, 9, 0], 2), ([7], 1)])
-def test_count_steps_jumps_over_accepted_and_bonus_tokens(num_accepted: list[int], steps: int) -> None:
-    assert count_steps(num_accepted) == steps
+@pytest.mark.parametrize(
+    ("num_accepted", "emitted"), [([], []), ([0, 0, 0], [1, 1, 1]), ([2, 9, 9, 0], [3, 1]), ([7, 0], [2])]
+)
+def test_a_step_jumps_over_accepted_and_bonus_tokens(num_accepted: list[int], emitted: list[int]) -> None:
+    assert emitted_along(num_accepted) == emitted

@@ -55,6 +55,7 @@ def make_row(prompt_id: str = "a", **changes: object) -> SweepRow:
         taus=[1.0, 2.0],
         num_steps=[6, 3],
         emitted_histograms=[[0, 6], [0, 1, 1, 1]],
+        accepted=[],
         texts_agree=True,
         probs_ids=[0, 4, 99],
         probs=[0.5, 0.25, 0.125],
@@ -67,7 +68,10 @@ def make_row(prompt_id: str = "a", **changes: object) -> SweepRow:
 
 
 def test_rows_and_metadata_survive_the_file(tmp_path: Path) -> None:
-    rows = [make_row("b"), make_row("a", context=[], finish_reason="stop", seed=2**63 - 1)]
+    rows = [
+        make_row("b"),
+        make_row("a", context=[], finish_reason="stop", seed=2**63 - 1, accepted=[[0] * 6, [2] * 6]),
+    ]
     write_rows(tmp_path / "new" / "part.parquet", rows, METADATA)
     sweep = read_sweep(tmp_path / "new" / "part.parquet")
     assert sweep.rows == rows
@@ -119,6 +123,8 @@ BAD_ROWS = {
     "taus has 1 entries for 2 candidates": {"taus": [1.0]},
     "num_steps has 3 entries for 2 candidates": {"num_steps": [6, 3, 1]},
     "emitted_histograms has 1 entries for 2 candidates": {"emitted_histograms": [[0, 6]]},
+    "accepted does not have an entry for every": {"accepted": [[0] * 6, [0] * 5]},
+    "accepted of block size 3 has entries outside 0 to 2": {"accepted": [[0] * 6, [2, 1, 0, 3, 0, 0]]},
     "probs has 2 entries for 3 probs_ids": {"probs": [0.5, 0.375]},
     "sum to 0.99": {"probs": [0.5, 0.25, 0.115]},
     "tail_mass below 0": {"tail_mass": -0.125, "probs": [0.75, 0.25, 0.125]},

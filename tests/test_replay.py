@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from blockpilot.blocks import count_steps
+from blockpilot.blocks import emitted_along
 from blockpilot.engine import generate
 from blockpilot.pairs import Pair
 from blockpilot.prompts import Message, Prompt
@@ -38,7 +38,7 @@ def test_a_walk_takes_the_engines_steps(temperature: float, embedded_pair: Pair)
     assert max(n for of_text in walked for emitted in of_text for n in emitted) > 2
     for place, block_size in enumerate(CANDIDATES):
         everywhere = accepted_everywhere(embedded_pair, known, block_size)
-        assert [count_steps(accepted) for accepted in everywhere] == [len(of_text[place]) for of_text in walked]
+        assert [emitted_along(accepted) for accepted in everywhere] == [of_text[place] for of_text in walked]
 
 
 def test_texts_are_scored_in_stretches(embedded_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,16 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from blockpilot.blocks import emitted_along
 from blockpilot.engine import Engine, Step, generate
 from blockpilot.pairs import Pair
 from blockpilot.prompts import Message, Prompt, load_prompts
-from blockpilot.records import MIN_PROB, Metadata, SweepRow, read_rows, write_rows
+from blockpilot.records import MIN_PROB, Metadata, SweepRow, read_rows, validate, write_rows
 from blockpilot.sweep import (
     Outcome,
     best_counts,
     candidates_around,
     check_candidates,
     decode,
+    fewest_steps,
     replay,
     sampler_seed,
     tau_curve,
@@ -87,6 +89,29 @@ def test_a_sweep_equals_decoding_everything_alone(
     if temperature:  # the draft is right often, but not always
         assert 1.1 < taus[2] < 2
         assert taus[2] < taus[7] < 6
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_dense_sweep_has_the_steps_of_every_walk(parrot: Pair, temperature: float) -> None:
+    asked, candidates = prompts(3), [1, 3, 6]
+    settings = {"max_new_tokens": 30, "temperature": temperature}
+    metadata = Metadata({}, parrot.id, "float32", parrot.vocab_size, parrot.block_size, candidates, {}, "")
+    dense = replay(parrot, asked, candidates, dense=True, **settings).rows
+    for row, expected in zip(dense, decode(parrot, asked, candidates, **settings).rows, strict=True):
+        assert row.emitted_histograms == expected.emitted_histograms
+        assert row.accepted[0] == [0] * (len(row.output_tokens) - 1)
+        assert [max(accepted) for accepted in row.accepted] == [0, 2, 5]
+        assert fewest_steps(row.accepted) <= min(row.num_steps)
+        validate(row, metadata)
+
+
+def test_fewest_steps_takes_the_best_way() -> None:
+    # The second candidate gets further at the first anchor; the first one lands where it pays.
+    first, second = [0, 3, 0, 0, 0], [1, 0, 0, 0, 0]
+    assert [len(emitted_along(accepted)) for accepted in (first, second)] == [2, 4]
+    assert fewest_steps([first, second]) == 2
+    assert fewest_steps([[0, 0, 1, 0, 0, 0], [1, 0, 2, 0, 0, 0]]) == 3  # 2 + 3 + 1
+    assert fewest_steps([[]]) == 0
 
 
 def test_taus_of_a_draft_that_is_always_right(parrot: Pair) -> None:

@@ -11,12 +11,11 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise, product
-from pathlib import Path
 
 import torch
 
 from blockpilot.engine import Engine, Request
-from blockpilot.files import whole
+from blockpilot.files import Place, read_bytes
 from blockpilot.pairs import Pair, PairId
 
 Table = tuple[tuple[tuple[float, ...], ...], ...]
@@ -39,25 +38,24 @@ class StepCosts:
         axes = [_weights(self.block_sizes, block_size), _weights(self.rows, rows), _weights(self.contexts, context)]
         return sum(self.seconds[b][r][c] * of_b * of_r * of_c for (b, of_b), (r, of_r), (c, of_c) in product(*axes))
 
-    def save(self, path: Path) -> None:
-        """Write JSON."""
-        with whole(path) as unfinished:
-            unfinished.write_text(json.dumps(asdict(self) | {"pair": self.pair._asdict()}) + "\n", encoding="utf-8")
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps(asdict(self) | {"pair": self.pair._asdict()}) + "\n"
 
     @classmethod
-    def load(cls, path: Path) -> "StepCosts":
-        """Read what `save` wrote; raises ValueError for anything else."""
+    def read(cls, place: Place) -> "StepCosts":
+        """From a file of `to_json`; raises ValueError for anything else."""
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = json.loads(read_bytes(place))
             block_sizes, rows, contexts = (tuple(found.pop(name)) for name in ("block_sizes", "rows", "contexts"))
             seconds = tuple(tuple(map(tuple, of_rows)) for of_rows in found.pop("seconds"))
             pair = PairId(**found.pop("pair"))
             costs = cls(pair, found.pop("dtype"), found.pop("device"), block_sizes, rows, contexts, seconds, **found)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}: not the step costs of a pair ({error})") from None
+            raise ValueError(f"{place}: not the step costs of a pair ({error})") from None
         shape = len(costs.block_sizes), len(costs.rows), len(costs.contexts)
         if (len(seconds), len(seconds[0]), len(seconds[0][0])) != shape:
-            raise ValueError(f"{path}: seconds do not have the shape {shape} of their axes")
+            raise ValueError(f"{place}: seconds do not have the shape {shape} of their axes")
         return costs
 
 

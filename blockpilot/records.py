@@ -12,14 +12,13 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from blockpilot.files import whole
+from blockpilot.files import Place, file_names, is_file, is_folder, join, located, write_bytes
 from blockpilot.pairs import PairId
 from blockpilot.prompts import Prompt
 
@@ -184,41 +183,42 @@ def _prefill_problems(row: SweepRow, vocab_size: int) -> Iterator[str]:
         yield "context has entries that are not finite"
 
 
-def write_rows(path: str | os.PathLike[str], rows: Sequence[SweepRow], metadata: Metadata) -> None:
+def write_rows(place: Place, rows: Sequence[SweepRow], metadata: Metadata) -> None:
     """Write one Parquet file; it is there whole or not at all, whenever the writer is killed."""
-    path = Path(path)
-    _validate_all(path, rows, metadata)
+    _validate_all(place, rows, metadata)
     schema = SCHEMA.with_metadata({METADATA_KEY: metadata.to_json().encode()})
     columns = {name: [getattr(row, name) for row in rows] for name in SCHEMA.names}
     table = pa.table(columns, schema=schema)
-    with whole(path) as unfinished:
-        pq.write_table(table, unfinished, compression="zstd", row_group_size=ROW_GROUP_SIZE)
+    content = pa.BufferOutputStream()
+    pq.write_table(table, content, compression="zstd", row_group_size=ROW_GROUP_SIZE)
+    write_bytes(place, content.getvalue())
 
 
-def _validate_all(path: Path, rows: Iterable[SweepRow], metadata: Metadata) -> None:
+def _validate_all(place: Place, rows: Iterable[SweepRow], metadata: Metadata) -> None:
     try:
         for row in rows:
             validate(row, metadata)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"{place}: {error}") from error
 
 
-def read_file(path: str | os.PathLike[str]) -> Sweep:
+def read_file(place: Place) -> Sweep:
     """Read and check one file; ValueError names the file and what is wrong with it."""
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file")
+    if not is_file(place):
+        raise ValueError(f"{place}: no such file")
+    fs, path = located(place)
     try:
-        table = pq.ParquetFile(path).read()
+        with fs.open_input_file(path) as file:
+            table = pq.ParquetFile(file).read()
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{path}: not a readable Parquet file ({str(error).splitlines()[0]})") from error
-    metadata = _file_metadata(path, table.schema)
+        raise ValueError(f"{place}: not a readable Parquet file ({str(error).splitlines()[0]})") from error
+    metadata = _file_metadata(place, table.schema)
     rows = [SweepRow(**values) for values in table.to_pylist()]
-    _validate_all(path, rows, metadata)
+    _validate_all(place, rows, metadata)
     return Sweep(rows, metadata)
 
 
-def _file_metadata(path: Path, schema: Any) -> Metadata:
+def _file_metadata(path: Place, schema: Any) -> Metadata:
     if not schema.equals(SCHEMA):
         found = {field.name: str(field.type) for field in schema}
         wanted = {field.name: str(field.type) for field in SCHEMA}
@@ -231,16 +231,16 @@ def _file_metadata(path: Path, schema: Any) -> Metadata:
         raise ValueError(f"{path}: {error}") from error
 
 
-def read_sweep(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> Sweep:
+def read_sweep(places: Place | Iterable[Place]) -> Sweep:
     """Read files, and directories of part files, of one sweep.
 
     Raises ValueError when there are none, when two files come from different pairs, candidate sets or
     configurations (the difference is named), or when a prompt comes twice.
     """
-    files = part_files(paths)
+    files = part_files(places)
     sweeps = [read_file(file) for file in files]
     first = sweeps[0].metadata
-    seen: dict[str, Path] = {}
+    seen: dict[str, str] = {}
     for file, sweep in zip(files, sweeps, strict=True):
         if found := mismatch(first, sweep.metadata):
             raise ValueError(f"{files[0]} and {file} are of different sweeps ({found})")
@@ -251,17 +251,19 @@ def read_sweep(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]])
     return Sweep([row for sweep in sweeps for row in sweep.rows], first)
 
 
-def read_rows(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[SweepRow]:
+def read_rows(places: Place | Iterable[Place]) -> list[SweepRow]:
     """The rows of `read_sweep`."""
-    return read_sweep(paths).rows
+    return read_sweep(places).rows
 
 
-def part_files(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[Path]:
-    """The Parquet files meant by `paths`, a directory's in order of name; ValueError when there are none."""
-    given = [Path(paths)] if isinstance(paths, str | os.PathLike) else [Path(path) for path in paths]
-    files = [file for path in given for file in (sorted(path.rglob("*.parquet")) if path.is_dir() else [path])]
+def part_files(places: Place | Iterable[Place]) -> list[str]:
+    """The Parquet files meant by `places`, a folder's in order of name; ValueError when there are none."""
+    given = [os.fspath(places)] if isinstance(places, str | os.PathLike) else [os.fspath(place) for place in places]
+    files: list[str] = []
+    for place in given:
+        files += [join(place, name) for name in file_names(place, ".parquet")] if is_folder(place) else [place]
     if not files:
-        raise ValueError(f"no Parquet files in {', '.join(map(str, given)) or 'an empty list of paths'}")
+        raise ValueError(f"no Parquet files in {', '.join(given) or 'an empty list of places'}")
     return files
 
 

@@ -11,11 +11,12 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 import tyro
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from transformers.utils.logging import disable_progress_bar
 
 from blockpilot.pairs import NAMED_PAIRS, Pair, check_pair_names, load_pair
 
+Place = Annotated[str, BeforeValidator(os.fspath)]  # a local path, or a URI such as s3://bucket/sweep
 DEFAULT_PAIR = "smollm2-135m"
 ConfigT = TypeVar("ConfigT", bound="Config")
 

@@ -15,14 +15,13 @@ from blockpilot.prompts import Message, Prompt, load_prompts
 from blockpilot.records import MIN_PROB, Metadata, SweepRow, read_rows, validate, write_rows
 from blockpilot.sweep import (
     Outcome,
-    best_counts,
+    Summary,
     candidates_around,
     check_candidates,
     decode,
     fewest_steps,
     replay,
     sampler_seed,
-    tau_curve,
 )
 
 MASK_ID = 258
@@ -84,7 +83,7 @@ def test_a_sweep_equals_decoding_everything_alone(
             assert row.num_steps[i] == len(emitted)
             assert row.emitted_histograms[i] == [emitted.count(n) for n in range(block_size + 1)]
             assert row.taus[i] == sum(emitted) / len(emitted)
-    taus = tau_curve(outcome.rows)
+    taus = Summary().add(outcome.rows).tau_curve
     assert taus[1] == 1.0
     if temperature:  # the draft is right often, but not always
         assert 1.1 < taus[2] < 2
@@ -219,7 +218,7 @@ def test_bad_candidates_are_refused(parrot: Pair, candidates: list[int]) -> None
 def test_the_embedded_draft_is_worth_its_while(embedded_pair: Pair) -> None:
     """fp32 and greedy, so the same everywhere: a draft of noise would stay at 1.0."""
     outcome = decode(embedded_pair, load_prompts("demo", 4), [1, 4, 8], max_new_tokens=24)
-    taus = tau_curve(outcome.rows)
+    taus = Summary().add(outcome.rows).tau_curve
     assert all(row.texts_agree for row in outcome.rows)
     assert taus[1] == 1.0
     assert taus[8] > 1.1
@@ -249,6 +248,8 @@ def test_totals_are_divided_once(parrot: Pair) -> None:
     even = dataclasses.replace(
         row, taus=[1.0, 1.0], num_steps=[4, 4], emitted_histograms=[[0, 4], [0, 4, 0, 0, 0, 0]]
     )
-    assert tau_curve([row, long, even]) == {1: 1.0, 5: (24 + 40 + 4) / (5 + 10 + 4)}
-    assert best_counts([row, long, even]) == {1: 1, 5: 2}
-    assert (tau_curve([]), best_counts([])) == ({}, {})
+    summary = Summary().add([row, long]).add([even])
+    assert summary.tau_curve == {1: 1.0, 5: (24 + 40 + 4) / (5 + 10 + 4)}
+    assert summary.best_counts == {1: 1, 5: 2}
+    assert (summary.share_within(0, 5), summary.share_within(4, 5)) == (2 / 3, 1)
+    assert (Summary().tau_curve, Summary().best_counts, Summary().ceiling) == ({}, {}, None)

@@ -55,7 +55,7 @@ SCHEMA = pa.schema(
 class SweepRow:
     """One prompt of a sweep. Lists over the candidate set are in the order of `candidates`."""
 
-    prompt_id: str  # see prompt_id()
+    prompt_id: str  # see prompt_ids()
     prompt_set: str
     prompt: str  # its text
     num_prompt_tokens: int
@@ -115,11 +115,12 @@ class Sweep(NamedTuple):
     metadata: Metadata
 
 
-def prompt_id(prompt: Prompt, seed: int, temperature: float) -> str:
-    """32 hex digits that stand for one prompt of one sweep."""
+def prompt_ids(prompt: Prompt, seed: int, temperature: float) -> tuple[str, ...]:
+    """32 hex digits for each turn of one prompt of one sweep: the first one's, then those of the follow-ups."""
     messages = [[message.role, message.content] for message in prompt.messages]
-    key = json.dumps([prompt.set, messages, seed, float(temperature)])
-    return hashlib.sha256(key.encode()).hexdigest()[:32]
+    keys = [json.dumps([prompt.set, messages, seed, float(temperature)])]
+    keys += [json.dumps([keys[0], prompt.follow_ups[: i + 1]]) for i in range(len(prompt.follow_ups))]
+    return tuple(hashlib.sha256(key.encode()).hexdigest()[:32] for key in keys)
 
 
 def validate(row: SweepRow, metadata: Metadata) -> None:

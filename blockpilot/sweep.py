@@ -9,8 +9,9 @@ trained block size is BlockPilot's (arXiv 2606.31315).
 import dataclasses
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from jinja2 import TemplateError
@@ -20,7 +21,7 @@ from blockpilot.engine import Engine, Prefill, Request, Step
 from blockpilot.pairs import Pair
 from blockpilot.policy import CandidateSet
 from blockpilot.prompts import Prompt
-from blockpilot.records import MIN_PROB, SweepRow, prompt_id
+from blockpilot.records import MIN_PROB, SweepRow, prompt_ids
 from blockpilot.replay import KnownTexts, Text, accepted_everywhere, know, walk
 from blockpilot.verify import Sampling
 
@@ -92,16 +93,19 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Job:
-    """One prompt of a sweep."""
+    """One turn of a prompt of a sweep; `later_ids` are those of the turns to come."""
 
     prompt_id: str
     prompt: Prompt
     sampling: Sampling
+    later_ids: tuple[str, ...] = ()
     prompt_ids: tuple[int, ...] = ()
     error: str = ""
 
-    def reject(self, error: str) -> Reject:
-        return Reject(self.prompt_id, self.prompt.set, self.prompt.text, error)
+    def rejects(self, error: str) -> list[Reject]:
+        """This turn and those that would follow it."""
+        reject = Reject(self.prompt_id, self.prompt.set, self.prompt.text, error)
+        return [reject, *(reject._replace(prompt_id=i, error=f"an earlier turn: {error}") for i in self.later_ids)]
 
     def text(self, answer: _Run, limit: int) -> Text:
         tokens = (*self.prompt_ids, *answer.tokens)
@@ -135,6 +139,7 @@ class _Job:
 
 
 _Result = list[_Run] | str  # a run for every candidate, or why there is none
+_Method = Callable[[Sequence[_Job]], list[_Result]]
 
 
 def decode(
@@ -150,11 +155,12 @@ def decode(
 ) -> Outcome:
     """Decode every prompt with every candidate block size and record what each verify step emitted.
 
-    A prompt that cannot be swept (empty, longer than the context, finished by its prefill) becomes a reject
-    and leaves the others alone. Raises ValueError for settings that are wrong whatever the prompt.
+    A prompt's follow-ups are asked after its answers: a row for every turn. What cannot be swept (empty, longer than
+    the context, finished by its prefill) becomes a reject, with the turns that would follow, and leaves the other
+    prompts alone. Raises ValueError for settings that are wrong whatever the prompt.
     """
-    jobs = _jobs(pair, prompts, candidates, temperature, top_p, seed)
-    return _outcome(jobs, _decode(pair, jobs, candidates, max_new_tokens, num_slots))
+    method = partial(_decode, pair, candidates, max_new_tokens, num_slots)
+    return _sweep(pair, prompts, candidates, Sampling(temperature, top_p, seed=seed), method)
 
 
 def replay(
@@ -174,51 +180,46 @@ def replay(
     The draft's context is kept for `num_slots` prompts at a time. `dense` drafts at every position of the text, not
     only where a decoding passes, about tau times the work, and puts what is accepted there into the rows.
     """
-    jobs = _jobs(pair, prompts, candidates, temperature, top_p, seed)
-    results = _decode(pair, jobs, [1], max_new_tokens, num_slots)
-    answers = {i: runs[0] for i, runs in enumerate(results) if not isinstance(runs, str) and runs[0].emitted}
-    by_length = sorted(answers, key=lambda i: len(jobs[i].prompt_ids) + len(answers[i].tokens))
-    for start in range(0, len(by_length), num_slots):
-        group = by_length[start : start + num_slots]
-        texts = [
-            jobs[i].text(answers[i], min(len(jobs[i].prompt_ids) + max_new_tokens, pair.max_length)) for i in group
-        ]
-        for i, runs in zip(group, _replay(pair, texts, [answers[i] for i in group], candidates, dense), strict=True):
-            results[i] = runs
-    return _outcome(jobs, results)
+    method = partial(_replay, pair, candidates, max_new_tokens, num_slots, dense)
+    return _sweep(pair, prompts, candidates, Sampling(temperature, top_p, seed=seed), method)
 
 
-def _jobs(
-    pair: Pair, prompts: Sequence[Prompt], candidates: Sequence[int], temperature: float, top_p: float, seed: int
-) -> list[_Job]:
+def _sweep(
+    pair: Pair, prompts: Sequence[Prompt], candidates: Sequence[int], sampling: Sampling, method: _Method
+) -> Outcome:
+    """Rows and rejects prompt by prompt; the work goes turn by turn, all prompts at once."""
     check_candidates(candidates)
-    Sampling(temperature=temperature, top_p=top_p, seed=seed)
-    return [_job(pair, prompt, seed, temperature, top_p) for prompt in prompts]
+    of_prompts = [Outcome([], []) for _ in prompts]
+    jobs = {}
+    for i, prompt in enumerate(prompts):
+        jobs[i] = _job(pair, prompt, prompt_ids(prompt, sampling.seed, sampling.temperature), sampling)
+    while jobs:
+        results = method(list(jobs.values()))
+        following = {}
+        for (i, job), runs in zip(jobs.items(), results, strict=True):
+            if isinstance(runs, str):
+                of_prompts[i].rejects.extend(job.rejects(runs))
+            elif not all(run.emitted for run in runs):
+                of_prompts[i].rejects.extend(job.rejects("no verify step: the answer ended with its prefill"))
+            else:
+                of_prompts[i].rows.append(job.row(runs))
+                if job.later_ids:
+                    answer = pair.tokenizer.decode(runs[0].tokens, skip_special_tokens=True)
+                    following[i] = _job(pair, job.prompt.followed_up(str(answer)), job.later_ids, sampling)
+        jobs = following
+    return Outcome([row for of in of_prompts for row in of.rows], [r for of in of_prompts for r in of.rejects])
 
 
-def _job(pair: Pair, prompt: Prompt, seed: int, temperature: float, top_p: float) -> _Job:
-    key = prompt_id(prompt, seed, temperature)
-    sampling = Sampling(temperature=temperature, top_p=top_p, seed=sampler_seed(seed, key))
+def _job(pair: Pair, prompt: Prompt, ids: tuple[str, ...], sampling: Sampling) -> _Job:
+    job = _Job(ids[0], prompt, dataclasses.replace(sampling, seed=sampler_seed(sampling.seed, ids[0])), ids[1:])
     try:
-        return _Job(key, prompt, sampling, prompt.encode(pair.tokenizer))
+        return dataclasses.replace(job, prompt_ids=prompt.encode(pair.tokenizer))
     except (ValueError, TemplateError) as error:  # a chat template may refuse roles, or their order
-        return _Job(key, prompt, sampling, error=f"chat template: {error}")
-
-
-def _outcome(jobs: Sequence[_Job], results: Sequence[_Result]) -> Outcome:
-    outcome = Outcome([], [])
-    for job, runs in zip(jobs, results, strict=True):
-        if isinstance(runs, str):
-            outcome.rejects.append(job.reject(runs))
-        elif not all(run.emitted for run in runs):
-            outcome.rejects.append(job.reject("no verify step: the answer ended with its prefill"))
-        else:
-            outcome.rows.append(job.row(runs))
-    return outcome
+        return dataclasses.replace(job, error=f"chat template: {error}")
 
 
 def _decode(
-    pair: Pair, jobs: Sequence[_Job], candidates: Sequence[int], max_new_tokens: int, num_slots: int
+    pair: Pair, candidates: Sequence[int], max_new_tokens: int, num_slots: int, jobs: Sequence[_Job]
 ) -> list[_Result]:
     """For every job its finished runs in the order of the candidates, or why it cannot be run."""
     fitting = [len(job.prompt_ids) for job in jobs if len(job.prompt_ids) < pair.max_length]
@@ -244,6 +245,25 @@ def _decode(
 
 
 def _replay(
+    pair: Pair, candidates: Sequence[int], max_new_tokens: int, num_slots: int, dense: bool, jobs: Sequence[_Job]
+) -> list[_Result]:
+    """What `_decode` gives, from one plain decoding."""
+    results = _decode(pair, [1], max_new_tokens, num_slots, jobs)
+    answers = {i: runs[0] for i, runs in enumerate(results) if not isinstance(runs, str) and runs[0].emitted}
+    texts = {}
+    for i, answer in answers.items():
+        limit = min(len(jobs[i].prompt_ids) + max_new_tokens, pair.max_length)
+        texts[i] = jobs[i].text(answer, limit)
+    by_length = sorted(texts, key=lambda i: len(texts[i].tokens))
+    for start in range(0, len(by_length), num_slots):
+        group = by_length[start : start + num_slots]
+        found = _replay_group(pair, [texts[i] for i in group], [answers[i] for i in group], candidates, dense)
+        for i, runs in zip(group, found, strict=True):
+            results[i] = runs
+    return results
+
+
+def _replay_group(
     pair: Pair, texts: Sequence[Text], answers: Sequence[_Run], candidates: Sequence[int], dense: bool
 ) -> Iterator[list[_Run]]:
     """The runs of every candidate on each text that plain decoding, `answers`, has given."""

@@ -27,7 +27,7 @@ from blockpilot.measure import decode_group
 from blockpilot.pairs import Pair, PairId
 from blockpilot.policy import load_policy
 from blockpilot.prompts import Prompt, load_prompts
-from blockpilot.records import prompt_id, read_sweep
+from blockpilot.records import prompt_ids, read_sweep
 from blockpilot.report import Comparison, Figures, Interval, Run, cells, fastest_block_size, markdown
 from blockpilot.sweep import MAX_BLOCK_SIZE, Summary, sampler_seed
 from blockpilot.verify import Sampling
@@ -281,7 +281,7 @@ class Evaluator:
                 Sampling(
                     temperature=config.temperature,
                     top_p=config.top_p,
-                    seed=sampler_seed(seed, prompt_id(prompt, seed, config.temperature)),
+                    seed=sampler_seed(seed, prompt_ids(prompt, seed, config.temperature)[0]),
                 ),
                 size,
                 self._engine.pair.stop_token_ids,

@@ -31,7 +31,7 @@ from blockpilot.costs import StepCosts, measure_costs
 from blockpilot.files import is_file, join, write_bytes
 from blockpilot.pairs import Pair
 from blockpilot.prompts import Prompt, load_prompts
-from blockpilot.records import Metadata, mismatch, prompt_id
+from blockpilot.records import Metadata, mismatch, prompt_ids
 from blockpilot.sweep import (
     Outcome,
     Reject,
@@ -108,11 +108,11 @@ class SweepResult(NamedTuple):
 
 
 class Task(NamedTuple):
-    """Prompts of one shard to sweep together, by id; `later` are more of the same shard, to follow one by one."""
+    """Prompts of one shard to sweep together, by place; `later` are more of the same shard, to follow one by one."""
 
     shard: Shard
-    ids: tuple[str, ...]
-    later: tuple[tuple[str, ...], ...] = ()
+    places: tuple[int, ...]
+    later: tuple[tuple[int, ...], ...] = ()
 
     @property
     def next(self) -> "Task | None":
@@ -124,45 +124,47 @@ def run(config: SweepConfig) -> SweepResult:
     config.pair.names()
     absolute_in_submitted_job(Path(config.output), "output")
     shards, folder = _open(config)
-    tasks = [Task(shard, tuple(left)) for shard in shards if (left := folder.left(shard))]
-    num_prompts = sum(len(shard.ids) for shard in shards)
+    tasks = [Task(shard, left) for shard in shards if (left := folder.left(shard))]
+    num_prompts = sum(len(shard.prompts) for shard in shards)
     rejects: list[Reject] = []
     pool = _Pool(config, folder)
     if tasks:
         connect()
-        with _progress(num_prompts, num_prompts - sum(len(task.ids) for task in tasks)) as advance:
+        with _progress(num_prompts, num_prompts - sum(len(task.places) for task in tasks)) as advance:
             for task, outcome, metadata in pool.work(tasks):
                 folder.write(task.shard, outcome.rows, metadata)
                 rejects += outcome.rejects
-                advance(len(task.ids))
+                advance(len(task.places))
     order = {key: i for i, key in enumerate(key for shard in shards for key in shard.ids)}
     rejects.sort(key=lambda reject: order[reject.prompt_id])
     folder.write_rejects(rejects)
     if config.cost_rows and not is_file(join(config.output, COSTS_FILE)):
         connect()
         write_bytes(join(config.output, COSTS_FILE), pool.measure_costs().to_json().encode())
-    return _finish(config, folder, num_prompts, rejects)
+    return _finish(config, folder, len(order), rejects)
 
 
 def _open(config: SweepConfig) -> tuple[list[Shard], SweepFolder]:
     """The shards of all prompts, each once and in order, and the directory with their texts in it."""
     prompts = {
-        prompt_id(prompt, config.seed, config.temperature): prompt
+        prompt_ids(prompt, config.seed, config.temperature): prompt
         for name in config.prompts
         for prompt in load_prompts(name, config.num_prompts, config.shuffle_seed)
     }
     ids = list(prompts)
     starts = range(0, len(ids), config.prompts_per_shard)
     shards = [Shard(i, tuple(ids[start : start + config.prompts_per_shard])) for i, start in enumerate(starts)]
-    folder = SweepFolder(config.output, _identity(config, ids))
+    folder = SweepFolder(config.output, _identity(config, shards))
     folder.open(shards, list(prompts.values()))
     return shards, folder
 
 
-def _identity(config: SweepConfig, ids: Sequence[str]) -> dict[str, Any]:
+def _identity(config: SweepConfig, shards: Sequence[Shard]) -> dict[str, Any]:
     """The settings that rows depend on, and the prompts behind the names of sets and files."""
     elsewhere = {"output", "resources", "slots", "max_attempts", "cost_rows", "cost_contexts"}
-    return config.model_dump(mode="json", exclude=elsewhere) | {"prompts_digest": digest(ids)}
+    return config.model_dump(mode="json", exclude=elsewhere) | {
+        "prompts_digest": digest(key for shard in shards for key in shard.ids)
+    }
 
 
 # The workers
@@ -219,7 +221,7 @@ class _Pool:
         self._metadata: Metadata | None = None
         self._waiting: deque[Task] = deque()
         self._running: dict[Any, tuple[Any, Task | None]] = {}  # reference -> (worker, its task; None: loading)
-        self._attempts: Counter[tuple[str, ...]] = Counter()  # by the ids of a task
+        self._attempts: Counter[tuple[int, tuple[int, ...]]] = Counter()  # by shard and places
         self._num_failed_loads = 0
 
     def work(self, tasks: Sequence[Task]) -> Iterator[tuple[Task, Outcome, Metadata]]:
@@ -293,7 +295,7 @@ class _Pool:
             ray.kill(worker)
             return
         task, config = self._waiting.popleft(), self._config
-        prompts = self._folder.prompts(task.shard, task.ids)
+        prompts = self._folder.prompts(task.shard, task.places)
         settings = config.sampling | {"num_slots": config.slots}
         reference = worker.sweep.remote(prompts, self._known().candidates, config.method, settings)
         self._running[reference] = worker, task
@@ -324,19 +326,21 @@ class _Pool:
 
     def _failed(self, task: Task, reason: str) -> Iterator[tuple[Task, Outcome, Metadata]]:
         """Try a task again after the others; then its halves, one after the other; then give a single prompt up."""
-        self._attempts[task.ids] += 1
-        if self._attempts[task.ids] < self._config.max_attempts:
+        number, places = task.shard.number, task.places
+        self._attempts[number, places] += 1
+        if self._attempts[number, places] < self._config.max_attempts:
             print(f"sweep: trying {task.shard.part} again, {reason}")
             self._waiting.append(task)
-        elif len(task.ids) > 1:
+        elif len(places) > 1:
             print(f"sweep: looking for what fails in {task.shard.part}, {reason}")
-            middle = len(task.ids) // 2
-            halves = task.ids[:middle], task.ids[middle:]
-            self._attempts.update(dict.fromkeys(halves, self._config.max_attempts - 1))
+            halves = places[: len(places) // 2], places[len(places) // 2 :]
+            for half in halves:
+                self._attempts[number, half] = self._config.max_attempts - 1
             self._waiting.append(Task(task.shard, halves[0], (halves[1], *task.later)))
         else:
-            (prompt,) = self._folder.prompts(task.shard, task.ids)
-            yield task, Outcome([], [Reject(task.ids[0], prompt.set, prompt.text, reason)]), self._known()
+            (prompt,) = self._folder.prompts(task.shard, places)
+            ids = task.shard.prompts[places[0]]
+            yield task, Outcome([], [Reject(key, prompt.set, prompt.text, reason) for key in ids]), self._known()
             self._follow(task)
 
 
@@ -373,15 +377,15 @@ def _progress(total: int, done: int) -> Iterator[Callable[[int], None]]:
         yield advance
 
 
-def _finish(config: SweepConfig, folder: SweepFolder, num_prompts: int, rejects: Sequence[Reject]) -> SweepResult:
+def _finish(config: SweepConfig, folder: SweepFolder, num_turns: int, rejects: Sequence[Reject]) -> SweepResult:
     """Count, read back part by part and show everything the directory holds now."""
-    if len(rejects) == num_prompts:
-        raise ValueError(f"none of the {num_prompts} prompts could be swept; the first: {rejects[0].error}")
+    if len(rejects) == num_turns:
+        raise ValueError(f"none of the {num_turns} prompts could be swept; the first: {rejects[0].error}")
     summary, metadata = Summary(), folder.metadata
     for rows in folder.parts():
         summary.add(rows)
-    if summary.num_rows + len(rejects) != num_prompts:
-        raise RuntimeError(f"{summary.num_rows} rows and {len(rejects)} rejects for {num_prompts} prompts")
+    if summary.num_rows + len(rejects) != num_turns:
+        raise RuntimeError(f"{summary.num_rows} rows and {len(rejects)} rejects for {num_turns} prompts")
     assert metadata is not None
     _print(summary, metadata, config.method)
     for name, picture in plots(summary, metadata.block_size).items():

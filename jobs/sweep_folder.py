@@ -12,7 +12,7 @@ A part is named by the prompts of its shard, so the same command finds what it h
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,17 +29,22 @@ ROWS_FOLDER = "rows"
 
 
 class Shard(NamedTuple):
-    """Prompts whose rows share a part file, by the ids of their rows."""
+    """Prompts whose rows share a part file: for each of them the ids of its rows, one a turn."""
 
     number: int
-    ids: tuple[str, ...]
+    prompts: tuple[tuple[str, ...], ...]
+
+    @property
+    def ids(self) -> list[str]:
+        """Of all rows, in order."""
+        return [key for of_prompt in self.prompts for key in of_prompt]
 
     @property
     def part(self) -> str:
         return f"part-{self.number:05d}-{digest(self.ids)[:12]}.parquet"
 
 
-def digest(ids: Sequence[str]) -> str:
+def digest(ids: Iterable[str]) -> str:
     """A hash of prompt ids, in order."""
     return hashlib.sha256("".join(ids).encode()).hexdigest()
 
@@ -67,21 +72,20 @@ class SweepFolder:
         write_bytes(join(self.place, CONFIG_FILE), (json.dumps(self.identity, indent=2) + "\n").encode())
         start = 0
         for shard in shards:
-            chosen = prompts[start : start + len(shard.ids)]
-            start += len(shard.ids)
+            chosen = prompts[start : start + len(shard.prompts)]
+            start += len(shard.prompts)
             lines = (json.dumps(_to_json(prompt), ensure_ascii=False) + "\n" for prompt in chosen)
             write_bytes(self._prompts_file(shard), "".join(lines).encode())
 
-    def left(self, shard: Shard) -> list[str]:
-        """Ids of a shard's prompts that have no row yet."""
+    def left(self, shard: Shard) -> tuple[int, ...]:
+        """Places of a shard's prompts that lack a row."""
         done = {row.prompt_id for row in self.read(shard)}
-        return [key for key in shard.ids if key not in done]
+        return tuple(i for i, of_prompt in enumerate(shard.prompts) if not done.issuperset(of_prompt))
 
-    def prompts(self, shard: Shard, ids: Sequence[str]) -> list[Prompt]:
-        """The prompts of some of a shard's ids, in order."""
-        lines = read_bytes(self._prompts_file(shard)).decode().splitlines()
-        wanted = set(ids)
-        return [_from_json(json.loads(line)) for key, line in zip(shard.ids, lines, strict=True) if key in wanted]
+    def prompts(self, shard: Shard, places: Sequence[int]) -> list[Prompt]:
+        """Some of a shard's prompts."""
+        lines = read_bytes(self._prompts_file(shard)).decode().split("\n")
+        return [_from_json(json.loads(lines[i])) for i in places]
 
     def read(self, shard: Shard) -> list[SweepRow]:
         """Rows of a shard's part; none if it is missing or damaged, for then it is decoded again."""
@@ -135,8 +139,10 @@ class SweepFolder:
 
 
 def _to_json(prompt: Prompt) -> dict[str, Any]:
-    return {"set": prompt.set, "messages": [{"role": m.role, "content": m.content} for m in prompt.messages]}
+    messages = [{"role": m.role, "content": m.content} for m in prompt.messages]
+    return {"set": prompt.set, "messages": messages, "follow_ups": prompt.follow_ups}
 
 
 def _from_json(value: dict[str, Any]) -> Prompt:
-    return Prompt(value["set"], tuple(Message(**message) for message in value["messages"]))
+    messages = tuple(Message(**message) for message in value["messages"])
+    return Prompt(value["set"], messages, tuple(value["follow_ups"]))

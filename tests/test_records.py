@@ -23,7 +23,7 @@ from blockpilot.records import (
     difference,
     mismatch,
     part_files,
-    prompt_id,
+    prompt_ids,
     read_rows,
     read_sweep,
     validate,
@@ -263,20 +263,28 @@ def test_a_prompt_comes_once(tmp_path: Path) -> None:
         read_rows(tmp_path)
 
 
-def test_prompt_id_depends_on_all_that_it_stands_for() -> None:
+def first_id(prompt: Prompt, seed: int, temperature: float) -> str:
+    return prompt_ids(prompt, seed, temperature)[0]
+
+
+def test_prompt_ids_depend_on_all_that_they_stand_for() -> None:
     hello = Prompt("demo", (Message("user", "hello"),))
     ids = [
-        prompt_id(hello, 0, 0.0),
-        prompt_id(hello, 1, 0.0),
-        prompt_id(hello, 0, 1.0),
-        prompt_id(Prompt("other", hello.messages), 0, 0.0),
-        prompt_id(Prompt("demo", (Message("user", "Hello"),)), 0, 0.0),
-        prompt_id(Prompt("demo", (Message("system", "hello"),)), 0, 0.0),
-        prompt_id(Prompt("demo", (Message("user", "hel"), Message("user", "lo"))), 0, 0.0),
+        first_id(hello, 0, 0.0),
+        first_id(hello, 1, 0.0),
+        first_id(hello, 0, 1.0),
+        first_id(Prompt("other", hello.messages), 0, 0.0),
+        first_id(Prompt("demo", (Message("user", "Hello"),)), 0, 0.0),
+        first_id(Prompt("demo", (Message("system", "hello"),)), 0, 0.0),
+        first_id(Prompt("demo", (Message("user", "hel"), Message("user", "lo"))), 0, 0.0),
     ]
     assert len(set(ids)) == len(ids)
     assert all(len(key) == 32 and int(key, 16) >= 0 for key in ids)
-    assert prompt_id(hello, 0, 0) == ids[0]
+    assert first_id(hello, 0, 0) == ids[0]
+    more = prompt_ids(Prompt("demo", hello.messages, ("and?", "so?")), 0, 0.0)
+    assert len({*ids, *more}) == len(ids) + 2
+    assert more[:2] == prompt_ids(Prompt("demo", hello.messages, ("and?",)), 0, 0.0)
+    assert more[0] == ids[0]
     # Written in sweeps that are kept: it must never change.
     assert ids[0] == "8a66e03db10caa1e5b1a976236c1f7cc"
 

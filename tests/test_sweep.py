@@ -12,7 +12,7 @@ from blockpilot.blocks import emitted_along
 from blockpilot.engine import Engine, Step, generate
 from blockpilot.pairs import Pair
 from blockpilot.prompts import Message, Prompt, load_prompts
-from blockpilot.records import MIN_PROB, Metadata, SweepRow, read_rows, validate, write_rows
+from blockpilot.records import MIN_PROB, Metadata, SweepRow, prompt_ids, read_rows, validate, write_rows
 from blockpilot.sweep import (
     Outcome,
     Summary,
@@ -156,6 +156,35 @@ def test_an_answer_that_ends_with_its_prefill_has_no_tau(parrot: Pair) -> None:
     outcome = decode(stopping, prompts(2), [2], max_new_tokens=5)
     assert outcome.rows == []
     assert [reject.error for reject in outcome.rejects] == ["no verify step: the answer ended with its prefill"] * 2
+
+
+@pytest.mark.parametrize("method", [decode, replay])
+def test_follow_ups_are_asked_after_the_targets_answers(parrot: Pair, method: Callable[..., Outcome]) -> None:
+    (single,) = prompts(1)
+    conversation = Prompt("demo", single.messages, ("And then?", "Why?"))
+    settings = {"max_new_tokens": 12, "temperature": 0.7}
+    outcome = method(parrot, [conversation, single], [2, 4], **settings)
+    ids = prompt_ids(conversation, 0, 0.7)
+    assert [row.prompt_id for row in outcome.rows] == [*ids, ids[0]]
+    asked = conversation
+    for turn in range(3):
+        expected = method(parrot, [Prompt(asked.set, asked.messages)], [2, 4], **settings).rows[0]
+        if turn == 0:  # later turns have ids, and so seeds, of their own
+            assert outcome.rows[0].output_tokens == expected.output_tokens
+        assert outcome.rows[turn].prompt == asked.text
+        assert outcome.rows[turn].num_prompt_tokens == expected.num_prompt_tokens
+        if asked.follow_ups:
+            answer = parrot.tokenizer.decode(outcome.rows[turn].output_tokens, skip_special_tokens=True)
+            asked = asked.followed_up(answer)
+
+
+def test_a_turn_that_cannot_be_swept_takes_the_later_ones_along(parrot: Pair) -> None:
+    long = Prompt("demo", (Message("user", "hello"),), ("x" * parrot.max_length, "Why?"))
+    outcome = replay(parrot, [long, *prompts(1)], [2], max_new_tokens=8)
+    assert [row.prompt_id for row in outcome.rows] == [prompt_ids(p, 0, 0.0)[0] for p in (long, *prompts(1))]
+    assert [reject.prompt_id for reject in outcome.rejects] == list(prompt_ids(long, 0, 0.0)[1:])
+    first, second = (reject.error for reject in outcome.rejects)
+    assert second == f"an earlier turn: {first}"
 
 
 def test_a_template_that_refuses_a_prompt(parrot: Pair) -> None:

@@ -81,7 +81,7 @@ def expected(
 
 
 def prompts(folder: SweepFolder, shard: Shard) -> list[Prompt]:
-    return folder.prompts(shard, shard.ids)
+    return folder.prompts(shard, range(len(shard.prompts)))
 
 
 def texts(folder: SweepFolder, shard: Shard) -> list[str]:
@@ -155,7 +155,7 @@ def test_shards_hold_every_prompt_once_in_order(config: SweepConfig, prompt_file
     shards, folder = _open(twice)
     found = [text for shard in shards for text in texts(folder, shard)]
     assert len(found) == len(set(found)) == 14
-    assert [len(shard.ids) for shard in shards] == [2] * 7
+    assert [len(shard.prompts) for shard in shards] == [2] * 7
     assert [shard.part for shard in shards] == sorted({shard.part for shard in shards})
     assert [shard.number for shard in shards] == list(range(7))
     assert _open(twice)[0] == shards
@@ -267,7 +267,7 @@ def test_rows_of_another_pair_do_not_join(
     (first, second, *_), folder = opened
     folder.write(first, expected[first.part], metadata)
     again = SweepFolder(config.output, folder.identity)
-    assert again.left(first) == []
+    assert again.left(first) == ()
     retrained = dataclasses.replace(metadata, pair=metadata.pair._replace(draft_revision="new"))
     with pytest.raises(ValueError, match=r"another pair or precision \(pair.draft_revision: '.*' and 'new'\)"):
         again.write(second, expected[second.part], retrained)

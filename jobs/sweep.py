@@ -122,7 +122,7 @@ class Task(NamedTuple):
 def run(config: SweepConfig) -> SweepResult:
     """Sweep, or continue to; raises ValueError for bad input before Ray starts."""
     config.pair.names()
-    absolute_in_submitted_job(Path(config.output), "output")
+    absolute_in_submitted_job(config.output, "output")
     shards, folder = _open(config)
     tasks = [Task(shard, left) for shard in shards if (left := folder.left(shard))]
     num_prompts = sum(len(shard.prompts) for shard in shards)

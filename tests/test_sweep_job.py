@@ -19,13 +19,14 @@ import httpx
 import pytest
 import ray
 from processes import descendants
+from ray.cluster_utils import Cluster
 
 from blockpilot.pairs import Pair
 from blockpilot.prompts import Prompt
 from blockpilot.records import Metadata, SweepRow, read_file, read_rows, read_sweep, write_rows
-from blockpilot.sweep import replay
+from blockpilot.sweep import Summary, replay
 from jobs.config import ConfigError, PairConfig, main
-from jobs.sweep import SweepConfig, _open, run
+from jobs.sweep import SweepConfig, _open, plots, run
 from jobs.sweep_folder import Shard, SweepFolder
 
 ROOT = Path(__file__).parent.parent
@@ -145,6 +146,29 @@ def test_a_submitted_job_needs_an_absolute_output(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
     with pytest.raises(ValueError, match="output runs/x: must be absolute in a submitted job"):
         run(SweepConfig(output="runs/x"))
+
+
+def test_the_output_may_be_a_uri(
+    config: SweepConfig, tiny_pair: Pair, expected: dict[str, list[SweepRow]], tmp_path: Path
+) -> None:
+    config = config.model_copy(update={"output": f"file://{tmp_path}/by-uri"})
+    shards, folder = _open(config)
+    identity, size = folder.identity, tiny_pair.vocab_size
+    metadata = Metadata(identity, tiny_pair.id, "float32", size, tiny_pair.block_size, [*CANDIDATES], {}, "")
+    for shard in shards:
+        folder.write(shard, expected[shard.part], metadata)
+    folder.write_rejects([])
+    assert [row for rows in folder.parts() for row in rows] == [row for rows in expected.values() for row in rows]
+    assert read_rows(config.output) == read_rows(tmp_path / "by-uri")
+    assert left(config) == {shard.part: [TOO_LONG] for shard in shards if TOO_LONG in texts(folder, shard)}
+    with pytest.raises(ValueError, match="nosuch://x"):
+        _open(config.model_copy(update={"output": "nosuch://x"}))
+
+
+def test_plots_are_pictures(expected: dict[str, list[SweepRow]]) -> None:
+    summary = Summary().add([row for rows in expected.values() for row in rows])
+    for picture in plots(summary, block_size=4).values():
+        assert picture.startswith(b"\x89PNG")
 
 
 # Shards and the output directory
@@ -292,12 +316,14 @@ def test_files_that_are_not_ours_are_refused(
 # Whole runs
 
 
-def sweep_process(config: SweepConfig, *, script: Path = ROOT / "jobs" / "sweep.py") -> subprocess.Popen[str]:
-    """The job as a user starts it, in the project's directory."""
+def sweep_process(
+    config: SweepConfig, *, script: Path = ROOT / "jobs" / "sweep.py", address: str | None = None
+) -> subprocess.Popen[str]:
+    """The job as a user starts it, in the project's directory; on the cluster at `address` if there is one."""
     return subprocess.Popen(
         [sys.executable, str(script), *command(config)],
         cwd=ROOT,
-        env=environment(),
+        env=environment() | ({"RAY_ADDRESS": address} if address else {}),
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -399,6 +425,52 @@ def test_a_prompt_that_kills_its_workers_is_set_aside(
 
 def counts(row: SweepRow) -> object:
     return row.prompt_id, row.output_tokens, row.emitted_histograms
+
+
+FULL_DISK_JOB = """
+import resource
+from jobs.cluster import connect
+from jobs.config import main
+from jobs.sweep import SweepConfig, run
+
+connect()  # Ray's own processes are not limited
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+main(SweepConfig, run)
+"""
+
+
+@pytest.mark.ray
+def test_a_disk_that_is_full_costs_nothing_that_was_finished(
+    config: SweepConfig, expected: dict[str, list[SweepRow]], tmp_path: Path
+) -> None:
+    process = sweep_process(config)
+    wait_for(lambda: parts(config), process)
+    process.kill()
+    process.communicate()
+    kept = {part: part.stat().st_mtime_ns for part in parts(config)}
+    (tmp_path / "full.py").write_text(FULL_DISK_JOB)
+    failing = sweep_process(config, script=tmp_path / "full.py")
+    log, _ = failing.communicate(timeout=120)
+    assert failing.returncode == 2
+    assert "error: [Errno 27] File too large" in log
+    assert {part: part.stat().st_mtime_ns for part in parts(config)} == kept
+    finish(sweep_process(config))
+    assert_complete(config, expected)
+
+
+@pytest.mark.ray
+def test_a_lost_node_costs_no_prompt(config: SweepConfig, expected: dict[str, list[SweepRow]]) -> None:
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    try:
+        node = cluster.add_node(num_cpus=1)
+        process = sweep_process(config, address=cluster.address)
+        wait_for(lambda: parts(config), process)
+        cluster.remove_node(node, allow_graceful=False)
+        cluster.add_node(num_cpus=1)
+        assert "again, its worker died" in finish(process)
+        assert_complete(config, expected)
+    finally:
+        cluster.shutdown()
 
 
 @pytest.fixture

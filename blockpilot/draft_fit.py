@@ -205,7 +205,7 @@ def _query_and_key_sizes(target: PreTrainedModel, text: Sequence[int], first: in
         layer.self_attn.get_submodule(f"{kind}_proj").register_forward_hook(
             lambda _, __, output, name=f"layers.{i}.self_attn.{kind}_norm.weight": measure(name, output)
         )
-        for i, layer in list(enumerate(target.model.layers))[first:]
+        for i, layer in enumerate(target.model.layers[first:], start=first)
         for kind in "qk"
     ]
     target.model(torch.tensor([text], device=target.device), use_cache=False)

@@ -106,3 +106,15 @@ def delete(place: Place) -> None:
     if is_file(place):
         fs, path = located(place)
         fs.delete_file(path)
+
+
+def write_text(place: Place, text: str) -> None:
+    """Write a UTF-8 file whole or not at all."""
+    write_bytes(place, text.encode())
+
+
+def remove_unfinished(folder: Place) -> None:
+    """Delete what killed writers left anywhere below a folder. Only before anybody writes there."""
+    for name in file_names(folder, suffix=".tmp"):
+        if name.rpartition("/")[2].startswith("."):
+            delete(join(folder, name))

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from blockpilot.files import whole
+from blockpilot.files import write_text
 from blockpilot.pairs import PairId
 
 if TYPE_CHECKING:
@@ -193,8 +193,7 @@ def save_policy(policy: ClassPolicy, directory: str | Path) -> None:
         "threshold": info.threshold,
         "training": dict(info.training),
     }
-    with whole(folder / INFO_FILE) as unfinished:
-        unfinished.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    write_text(folder / INFO_FILE, json.dumps(fields, indent=2) + "\n")
 
 
 def load_policy(directory: str | Path) -> ClassPolicy:

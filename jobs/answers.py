@@ -17,7 +17,7 @@ from pydantic import Field
 from transformers.utils.logging import disable_progress_bar
 
 from blockpilot.draft_data import AnswerSource, generate_answers, write_answers, write_prompts
-from blockpilot.files import whole
+from blockpilot.files import remove_unfinished, write_text
 from blockpilot.pairs import EMBEDDED_TARGET, Pair, target_only
 from blockpilot.prompts import Prompt, load_prompts, split
 from blockpilot.verify import Sampling
@@ -81,6 +81,7 @@ def run(config: AnswersConfig) -> AnswerShards:
     """Write what is missing; raises ValueError for bad input before Ray starts."""
     absolute_in_submitted_job(config.answers, "answers")
     plan(config, own=())
+    remove_unfinished(config.answers)
     connect(include_dashboard=True)
     own = write_own_prompts(config) if config.num_own_prompts else []
     shards = plan(config, own)
@@ -180,8 +181,7 @@ class AnswerWorker:
         path, seeds = task
         texts = write_prompts(self.pair, seeds, OPENINGS)
         lines = (json.dumps({"prompt": text, "set": OWN_PROMPTS}, ensure_ascii=False) + "\n" for text in texts)
-        with whole(path) as unfinished:
-            unfinished.write_text("".join(lines), encoding="utf-8")
+        write_text(path, "".join(lines))
         return len(texts)
 
 

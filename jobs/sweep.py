@@ -28,7 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from blockpilot.costs import StepCosts, measure_costs
-from blockpilot.files import is_file, join, write_bytes
+from blockpilot.files import is_file, join, write_bytes, write_text
 from blockpilot.pairs import Pair
 from blockpilot.prompts import Prompt, load_prompts
 from blockpilot.records import Metadata, mismatch, prompt_ids
@@ -140,7 +140,7 @@ def run(config: SweepConfig) -> SweepResult:
     folder.write_rejects(rejects)
     if config.cost_rows and not is_file(join(config.output, COSTS_FILE)):
         connect()
-        write_bytes(join(config.output, COSTS_FILE), pool.measure_costs().to_json().encode())
+        write_text(join(config.output, COSTS_FILE), pool.measure_costs().to_json())
     return _finish(config, folder, len(order), rejects)
 
 

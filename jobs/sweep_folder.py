@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from blockpilot.files import Place, delete, file_names, is_file, join, read_bytes, write_bytes
+from blockpilot.files import Place, delete, file_names, is_file, join, read_bytes, remove_unfinished, write_text
 from blockpilot.prompts import Message, Prompt
 from blockpilot.records import Metadata, SweepRow, difference, mismatch, read_file, write_rows
 from blockpilot.sweep import Reject
@@ -67,15 +67,14 @@ class SweepFolder:
     def open(self, shards: Sequence[Shard], prompts: Sequence[Prompt]) -> None:
         """Make the directory ready for these shards, whose prompts follow one another; removes what a kill left."""
         self.check(shards)
-        for name in file_names(self.place, ".tmp"):
-            delete(join(self.place, name))
-        write_bytes(join(self.place, CONFIG_FILE), (json.dumps(self.identity, indent=2) + "\n").encode())
+        remove_unfinished(self.place)
+        write_text(join(self.place, CONFIG_FILE), json.dumps(self.identity, indent=2) + "\n")
         start = 0
         for shard in shards:
             chosen = prompts[start : start + len(shard.prompts)]
             start += len(shard.prompts)
             lines = (json.dumps(_to_json(prompt), ensure_ascii=False) + "\n" for prompt in chosen)
-            write_bytes(self._prompts_file(shard), "".join(lines).encode())
+            write_text(self._prompts_file(shard), "".join(lines))
 
     def left(self, shard: Shard) -> tuple[int, ...]:
         """Places of a shard's prompts that lack a row."""
@@ -115,7 +114,7 @@ class SweepFolder:
         """Replace the rejects; no file when there are none."""
         if rejects:
             lines = (json.dumps(reject._asdict(), ensure_ascii=False) + "\n" for reject in rejects)
-            write_bytes(join(self.place, REJECTS_FILE), "".join(lines).encode())
+            write_text(join(self.place, REJECTS_FILE), "".join(lines))
         else:
             delete(join(self.place, REJECTS_FILE))
 

@@ -1,0 +1,24 @@
+"""Files that are there whole or not at all."""
+
+from pathlib import Path
+
+import pytest
+
+from blockpilot.files import remove_unfinished, write_text
+
+
+def test_an_error_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "a.txt"
+    write_text(path, "Gr\u00fc\u00dfe")
+    with pytest.raises(UnicodeEncodeError):
+        write_text(path, "half \ud800")
+    assert path.read_text(encoding="utf-8") == "Gr\u00fc\u00dfe"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
+    write_text(tmp_path / "train" / "a.txt", "whole")
+    (tmp_path / "train" / ".a.txt.123.tmp").write_text("half")
+    (tmp_path / ".config.json.123.tmp").write_text("half")
+    remove_unfinished(tmp_path)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / "train" / "a.txt"]

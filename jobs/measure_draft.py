@@ -105,7 +105,8 @@ def measure(config: MeasureDraftConfig, tasks: Sequence[Task]) -> list[Measured]
         print(f"measured: {measured[0].prompt_set} at T={measured[0].temperature:g}, {seconds:.0f} s", flush=True)
     order = {(task.name, task.temperature): i for i, task in enumerate(tasks)}
     found.sort(key=lambda m: (order[m.prompt_set, m.temperature], m.block_size))
-    Console().print(table(found))
+    for table in tables(found):
+        Console().print(table)
     return found
 
 
@@ -118,21 +119,22 @@ def prompts_of(config: MeasureDraftConfig, name: str) -> tuple[Prompt, ...]:
     return tuple(prompts[: config.num_prompts])
 
 
-def table(found: Sequence[Measured]) -> Table:
-    """A row for every set and temperature, a column for every block size, and their plain means below."""
-    sizes = sorted({m.block_size for m in found})
-    by_row: dict[tuple[str, float], dict[int, Measured]] = {}
-    for measured in found:
-        by_row.setdefault((measured.prompt_set, measured.temperature), {})[measured.block_size] = measured
-    shown = Table("prompts", "T", "number", *(f"tau, B={size}" for size in sizes))
-    for (name, temperature), row in by_row.items():
-        number = next(iter(row.values())).num_prompts
-        shown.add_row(name, f"{temperature:g}", str(number), *(_cell(row[size].tau) for size in sizes))
-    shown.add_section()
-    for temperature in sorted({m.temperature for m in found}):
-        rows = [row for (_, t), row in by_row.items() if t == temperature]
-        means = (sum(row[size].tau.value for row in rows) / len(rows) for size in sizes)
-        shown.add_row("mean of the sets", f"{temperature:g}", "", *(f"{mean:.2f}" for mean in means))
+def tables(found: Sequence[Measured]) -> list[Table]:
+    """One for each temperature: a row for every block size, a column for every set, and their plain mean."""
+    return [
+        _table([m for m in found if m.temperature == temperature], f"tau at T={temperature:g}")
+        for temperature in sorted({m.temperature for m in found})
+    ]
+
+
+def _table(found: Sequence[Measured], title: str) -> Table:
+    names = list(dict.fromkeys(m.prompt_set for m in found))
+    numbers = {m.prompt_set: m.num_prompts for m in found}
+    shown = Table("B", *(f"{name} ({numbers[name]})" for name in names), "mean", title=title)
+    for size in sorted({m.block_size for m in found}):
+        taus = {m.prompt_set: m.tau for m in found if m.block_size == size}
+        mean = sum(tau.value for tau in taus.values()) / len(taus)
+        shown.add_row(str(size), *(_cell(taus[name]) for name in names), f"{mean:.2f}")
     return shown
 
 

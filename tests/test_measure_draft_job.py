@@ -13,7 +13,7 @@ from blockpilot.pairs import load_pair
 from blockpilot.prompts import load_prompts, split
 from blockpilot.report import Interval
 from jobs.config import ConfigError, PairConfig
-from jobs.measure_draft import DraftWorker, Measured, MeasureDraftConfig, Task, prompts_of, run, table
+from jobs.measure_draft import DraftWorker, Measured, MeasureDraftConfig, Task, prompts_of, run, tables
 
 ROOT = Path(__file__).parent.parent
 
@@ -65,7 +65,7 @@ def test_the_command_writes_every_set_temperature_and_block_size(config: Measure
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "tau, B=2" in done.stdout
+    assert "tau at T=0" in done.stdout
     stored = json.loads((config.output / "draft.json").read_text())
     found = stored["measured"]
     assert [(row["temperature"], row["block_size"]) for row in found] == [(0, 2), (0, 4), (1, 2), (1, 4)]
@@ -100,8 +100,10 @@ def test_block_sizes_are_a_candidate_set() -> None:
         MeasureDraftConfig(block_sizes=(4, 2))
 
 
-def test_the_table_has_the_mean_of_the_sets() -> None:
-    interval = Interval(2.0, 1.9, 2.1)
-    found = [Measured(name, 0.0, 8, 64, 100, interval) for name in ("a", "b")]
-    shown = table([*found, Measured("c", 0.0, 8, 64, 100, Interval(3.5, 3, 4))])
-    assert [str(cell) for cell in shown.columns[3].cells][-1] == "2.50"
+def test_a_table_for_each_temperature_has_the_mean_of_the_sets() -> None:
+    values = {("a", 0.0): 2.0, ("b", 0.0): 2.0, ("c", 0.0): 3.5, ("a", 1.0): 1.5}
+    found = [Measured(name, t, 8, 64, 100, Interval(tau, tau, tau)) for (name, t), tau in values.items()]
+    greedy, sampled = tables(found)
+    assert [str(column.header) for column in greedy.columns] == ["B", "a (64)", "b (64)", "c (64)", "mean"]
+    assert [list(column.cells) for column in greedy.columns][-1] == ["2.50"]
+    assert [list(column.cells) for column in sampled.columns] == [["8"], ["1.50 (1.50-1.50)"], ["1.50"]]

@@ -24,8 +24,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "B=10": {"block_size": 10},
     "B=16": {"block_size": 16},
     "decay": {"weighting": "decay"},
+    "half distillation": {"distill": 0.5},
     "no distillation": {"distill": 0.0},
-    "distillation only": {"distill": 1.0},
     "random start": {"start": "random"},
 }
 
@@ -35,10 +35,11 @@ class AblationConfig(TrainDraftConfig):
 
     target_layer_ids: tuple[int, ...] | None = (1, 8, 14, 20, 27)
     weighting: Weighting = "dpace"
-    distill: float = 0.5
+    distill: float = 1.0
+    lr: float = 2e-3
     epochs: int = 1
     num_anchors: int = 32
-    max_answers: int | None = 2000
+    max_answers: int | None = 1200
     variants: tuple[str, ...] = tuple(VARIANTS)
     """Which of the variants to run, by name."""
     output: Path = Path("runs/draft_ablation")

@@ -53,8 +53,8 @@ class StepCosts:
             costs = cls(pair, found.pop("dtype"), found.pop("device"), block_sizes, rows, contexts, seconds, **found)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{place}: not the step costs of a pair ({error})") from None
-        shape = len(costs.block_sizes), len(costs.rows), len(costs.contexts)
-        if (len(seconds), len(seconds[0]), len(seconds[0][0])) != shape:
+        shape = len(block_sizes), len(rows), len(contexts)
+        if {(len(seconds), len(of_size), len(of_rows)) for of_size in seconds for of_rows in of_size} != {shape}:
             raise ValueError(f"{place}: seconds do not have the shape {shape} of their axes")
         return costs
 

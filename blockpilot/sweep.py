@@ -174,13 +174,18 @@ def replay(
     seed: int = 0,
     num_slots: int = 16,
     dense: bool = False,
+    text_block_size: int | None = None,
 ) -> Outcome:
-    """What `decode` gives, out of one plain decoding of every prompt and draft passes over its text.
+    """What `decode` gives, out of one decoding of every prompt and draft passes over its text.
 
     The draft's context is kept for `num_slots` prompts at a time. `dense` drafts at every position of the text, not
     only where a decoding passes, about tau times the work, and puts what is accepted there into the rows.
+    `text_block_size` decodes the text, which is the same with any: by default 1 on a CPU, where a full batch makes
+    wide steps dear, and the draft's trained one on a GPU, where they cost little more than narrow ones.
     """
-    method = partial(_replay, pair, candidates, max_new_tokens, num_slots, dense)
+    if text_block_size is None:
+        text_block_size = 1 if pair.target.device.type == "cpu" else pair.block_size
+    method = partial(_replay, pair, candidates, max_new_tokens, num_slots, dense, text_block_size)
     return _sweep(pair, prompts, candidates, Sampling(temperature, top_p, seed=seed), method)
 
 
@@ -245,10 +250,18 @@ def _decode(
 
 
 def _replay(
-    pair: Pair, candidates: Sequence[int], max_new_tokens: int, num_slots: int, dense: bool, jobs: Sequence[_Job]
+    pair: Pair,
+    candidates: Sequence[int],
+    max_new_tokens: int,
+    num_slots: int,
+    dense: bool,
+    text_block_size: int,
+    jobs: Sequence[_Job],
 ) -> list[_Result]:
-    """What `_decode` gives, from one plain decoding."""
-    results = _decode(pair, [1], max_new_tokens, num_slots, jobs)
+    """What `_decode` gives, from one decoding."""
+    if list(candidates) == [1]:
+        return _decode(pair, candidates, max_new_tokens, num_slots, jobs)
+    results = _decode(pair, [text_block_size], max_new_tokens, num_slots, jobs)
     answers = {i: runs[0] for i, runs in enumerate(results) if not isinstance(runs, str) and runs[0].emitted}
     texts = {}
     for i, answer in answers.items():
@@ -266,13 +279,11 @@ def _replay(
 def _replay_group(
     pair: Pair, texts: Sequence[Text], answers: Sequence[_Run], candidates: Sequence[int], dense: bool
 ) -> Iterator[list[_Run]]:
-    """The runs of every candidate on each text that plain decoding, `answers`, has given."""
+    """The runs of every candidate on each text, decoded as `answers`."""
     drafting = [size for size in candidates if size > 1]
-    if not drafting:
-        yield from ([answer] for answer in answers)
-        return
+    num_steps = [len(answer.tokens) - 1 for answer in answers]  # of plain decoding
+    plain = [_Measured([1] * n, [0] * n if dense else []) for n in num_steps]
     known = know(pair, texts)
-    plain = [_Measured(answer.emitted, [0] * len(answer.emitted) if dense else []) for answer in answers]
     found = _dense(pair, known, drafting) if dense else _walk(pair, known, drafting)
     for answer, context, of_one, of_others in zip(answers, known.prefill_context, plain, found, strict=True):
         assert answer.prefill is not None

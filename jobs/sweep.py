@@ -33,6 +33,7 @@ from blockpilot.pairs import Pair
 from blockpilot.prompts import Prompt, load_prompts
 from blockpilot.records import Metadata, mismatch, prompt_ids
 from blockpilot.sweep import (
+    MAX_BLOCK_SIZE,
     Outcome,
     Reject,
     Summary,
@@ -64,6 +65,8 @@ class SweepConfig(Config):
     method: Literal["replay", "dense", "decode"] = "replay"
     """replay: decode each prompt once, and walk its text with every candidate. dense: also at every position that a
     walk passes over. decode: really decode with every candidate, for comparison."""
+    text_block_size: int | None = Field(default=None, ge=1, le=MAX_BLOCK_SIZE)
+    """What a replay decodes the text with; the text is the same. Default: 1 on a CPU, the trained one on a GPU."""
     temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """0 is greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -161,7 +164,10 @@ def _open(config: SweepConfig) -> tuple[list[Shard], SweepFolder]:
 
 def _identity(config: SweepConfig, shards: Sequence[Shard]) -> dict[str, Any]:
     """The settings that rows depend on, and the prompts behind the names of sets and files."""
-    elsewhere = {"output", "resources", "slots", "max_attempts", "cost_rows", "cost_contexts"}
+    elsewhere = {
+        *("output", "resources", "slots", "text_block_size", "max_attempts"),
+        *("cost_rows", "cost_contexts"),
+    }
     return config.model_dump(mode="json", exclude=elsewhere) | {
         "prompts_digest": digest(key for shard in shards for key in shard.ids)
     }
@@ -173,14 +179,14 @@ def _identity(config: SweepConfig, shards: Sequence[Shard]) -> dict[str, Any]:
 class SweepWorker:
     """An actor that loads a pair once and sweeps shards with it."""
 
-    def __init__(self, pair: PairConfig, num_threads: int) -> None:
-        torch.set_num_threads(num_threads)
-        self._config = pair
+    def __init__(self, config: SweepConfig) -> None:
+        torch.set_num_threads(num_threads(config.resources.num_cpus))
+        self._config = config
         self._pair: Pair | None = None
 
     def load(self, identity: dict[str, Any], git_commit: str) -> Metadata:
         """Load the pair; returns what goes into every part file."""
-        self._pair = pair = self._config.load()
+        self._pair = pair = self._config.pair.load()
         return Metadata(
             config=identity,
             pair=pair.id,
@@ -195,17 +201,20 @@ class SweepWorker:
             git_commit=git_commit,
         )
 
-    def sweep(self, prompts: list[Prompt], candidates: list[int], method: str, settings: dict[str, Any]) -> Outcome:
+    def sweep(self, prompts: list[Prompt], candidates: list[int]) -> Outcome:
         """Rows and rejects of some prompts."""
         assert self._pair is not None
-        if method == "decode":
+        config = self._config
+        settings = config.sampling | {"num_slots": config.slots}
+        if config.method == "decode":
             return decode(self._pair, prompts, candidates, **settings)
-        return replay(self._pair, prompts, candidates, dense=method == "dense", **settings)
+        dense, text_block_size = config.method == "dense", config.text_block_size
+        return replay(self._pair, prompts, candidates, dense=dense, text_block_size=text_block_size, **settings)
 
-    def measure_costs(self, candidates: list[int], rows: Sequence[int], contexts: Sequence[int]) -> StepCosts:
+    def measure_costs(self, candidates: list[int]) -> StepCosts:
         """Seconds of a step for plain decoding and every candidate."""
         assert self._pair is not None
-        return measure_costs(self._pair, sorted({1, *candidates}), rows, contexts)
+        return measure_costs(self._pair, sorted({1, *candidates}), self._config.cost_rows, self._config.cost_contexts)
 
 
 class _Pool:
@@ -243,11 +252,10 @@ class _Pool:
 
     def measure_costs(self) -> StepCosts:
         """Seconds of a step, on a worker that has the machine to itself as far as this job goes."""
-        config, worker = self._config, self._new_worker()
+        worker = self._new_worker()
         try:
             metadata = ray.get(worker.load.remote(self._folder.identity, self._git_commit))
-            reference = worker.measure_costs.remote(metadata.candidates, config.cost_rows, config.cost_contexts)
-            costs: StepCosts = ray.get(reference)
+            costs: StepCosts = ray.get(worker.measure_costs.remote(metadata.candidates))
         except RayTaskError as error:
             raise (error.cause if isinstance(error.cause, ValueError) else error) from None
         finally:
@@ -262,8 +270,7 @@ class _Pool:
 
     def _new_worker(self) -> Any:
         remote: Any = ray.remote(SweepWorker)
-        threads = num_threads(self._config.resources.num_cpus)
-        return remote.options(**self._options()).remote(self._config.pair, threads)
+        return remote.options(**self._options()).remote(self._config)
 
     def _start(self) -> None:
         worker = self._new_worker()
@@ -294,11 +301,9 @@ class _Pool:
         if not self._waiting:
             ray.kill(worker)
             return
-        task, config = self._waiting.popleft(), self._config
+        task = self._waiting.popleft()
         prompts = self._folder.prompts(task.shard, task.places)
-        settings = config.sampling | {"num_slots": config.slots}
-        reference = worker.sweep.remote(prompts, self._known().candidates, config.method, settings)
-        self._running[reference] = worker, task
+        self._running[worker.sweep.remote(prompts, self._known().candidates)] = worker, task
 
     def _follow(self, task: Task) -> None:
         if task.next:

@@ -41,7 +41,9 @@ def test_costs_survive_the_file(tmp_path: Path) -> None:
     assert StepCosts.read(tmp_path / "costs.json") == COSTS
 
 
-@pytest.mark.parametrize("change", [{"pair": None}, {"rows": [2]}, {"seconds": [[[1, 2], [3]]] * 2}, {"extra": 1}, {"seconds": 3}])
+@pytest.mark.parametrize(
+    "change", [{"pair": None}, {"rows": [2]}, {"seconds": [[[1, 2], [3]]] * 2}, {"extra": 1}, {"seconds": 3}]
+)
 def test_other_files_are_refused(change: dict[str, object], tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     path.write_text(json.dumps(json.loads(COSTS.to_json()) | change))

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -68,7 +69,7 @@ def alone(
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("num_slots", [3, 16])
-@pytest.mark.parametrize("method", [decode, replay])
+@pytest.mark.parametrize("method", [decode, replay, partial(replay, text_block_size=4)])
 def test_a_sweep_equals_decoding_everything_alone(
     parrot: Pair, temperature: float, num_slots: int, method: Callable[..., Outcome]
 ) -> None:

@@ -38,6 +38,10 @@ class StepCosts:
         axes = [_weights(self.block_sizes, block_size), _weights(self.rows, rows), _weights(self.contexts, context)]
         return sum(self.seconds[b][r][c] * of_b * of_r * of_c for (b, of_b), (r, of_r), (c, of_c) in product(*axes))
 
+    def speed_up(self, block_size: int, tau: float, rows: int, context: int) -> float:
+        """Tokens per second at this acceptance length, divided by those of plain decoding."""
+        return tau * self.step_s(1, rows, context) / self.step_s(block_size, rows, context)
+
     def to_json(self) -> str:
         """One line of JSON."""
         return json.dumps(asdict(self) | {"pair": self.pair._asdict()}) + "\n"

@@ -392,7 +392,7 @@ def _finish(config: SweepConfig, folder: SweepFolder, num_turns: int, rejects: S
     if summary.num_rows + len(rejects) != num_turns:
         raise RuntimeError(f"{summary.num_rows} rows and {len(rejects)} rejects for {num_turns} prompts")
     assert metadata is not None
-    _print(summary, metadata, config.method)
+    _print(summary, metadata, config.method, _costs(config, metadata))
     for name, picture in plots(summary, metadata.block_size).items():
         write_bytes(join(folder.place, name), picture)
     print(f"{summary.num_rows} rows in {folder.rows}")
@@ -402,14 +402,26 @@ def _finish(config: SweepConfig, folder: SweepFolder, num_turns: int, rejects: S
     return SweepResult(folder.rows, len(rejects), summary)
 
 
-def _print(summary: Summary, metadata: Metadata, method: str) -> None:
+def _costs(config: SweepConfig, metadata: Metadata) -> StepCosts | None:
+    """The step costs beside the rows, if there are any and they are of this pair."""
+    place = join(config.output, COSTS_FILE)
+    costs = StepCosts.read(place) if is_file(place) else None
+    return costs if costs and costs.pair == metadata.pair else None
+
+
+def _print(summary: Summary, metadata: Metadata, method: str, costs: StepCosts | None) -> None:
     title = f"{metadata.pair.target} with {metadata.pair.draft}, {metadata.dtype}, {method}"
-    table = Table("block size", "tau", "best for", "share", title=title)
+    loads = [f"times AR, rows={rows}" for rows in costs.rows] if costs else []
+    table = Table("block size", "tau", "best for", "share", *loads, title=title)
     for size, tau in summary.tau_curve.items():
         best = summary.best_counts[size]
         trained = " (trained)" if size == metadata.block_size else ""
-        table.add_row(f"{size}{trained}", f"{tau:.3f}", f"{best}", f"{best / summary.num_rows:.0%}")
+        gains = [costs.speed_up(size, tau, rows, costs.contexts[0]) for rows in costs.rows] if costs else []
+        cells = f"{tau:.3f}", f"{best}", f"{best / summary.num_rows:.0%}", *(f"{gain:.2f}" for gain in gains)
+        table.add_row(f"{size}{trained}", *cells)
     Console().print(table)
+    if costs:
+        print(f"times AR: tau over the measured cost of a step at {costs.contexts[0]} tokens ({costs.device})")
     near = ", ".join(f"{summary.share_within(d, metadata.block_size):.0%} {words}" for d, words in DISTANCES.items())
     print(f"best block size: {near}")
     if summary.ceiling is not None:

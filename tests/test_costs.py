@@ -36,6 +36,11 @@ def test_costs_are_linear_between_what_was_measured(point: tuple[int, int, int],
     assert COSTS.step_s(*point) == pytest.approx(seconds)
 
 
+def test_a_block_size_pays_by_what_it_costs() -> None:
+    assert COSTS.speed_up(5, tau=3.0, rows=2, context=100) == pytest.approx(3.0 * 1.0 / 5.0)
+    assert COSTS.speed_up(1, tau=1.0, rows=4, context=200) == pytest.approx(1.0)
+
+
 def test_costs_survive_the_file(tmp_path: Path) -> None:
     (tmp_path / "costs.json").write_text(COSTS.to_json())
     assert StepCosts.read(tmp_path / "costs.json") == COSTS

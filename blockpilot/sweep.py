@@ -49,10 +49,13 @@ def candidates_around(block_size: int, k: int = 2) -> list[int]:
     return [b for b in range(block_size - k, block_size + k + 1) if 1 <= b <= MAX_BLOCK_SIZE]
 
 
-def check_candidates(candidates: Sequence[int]) -> None:
-    """Raise ValueError unless they are a candidate set whose block sizes are at most MAX_BLOCK_SIZE."""
-    if max(CandidateSet(tuple(candidates))) > MAX_BLOCK_SIZE:
+def check_candidates(candidates: Sequence[int], context: int | None = None) -> None:
+    """Raise ValueError unless they are a candidate set of at most MAX_BLOCK_SIZE, and shorter than the context."""
+    largest = max(CandidateSet(tuple(candidates)))
+    if largest > MAX_BLOCK_SIZE:
         raise ValueError(f"candidates {tuple(candidates)}: block sizes must be at most {MAX_BLOCK_SIZE}")
+    if context is not None and largest >= context:
+        raise ValueError(f"candidates {tuple(candidates)}: must be shorter than the target's context of {context}")
 
 
 def sampler_seed(seed: int, prompt_id: str) -> int:
@@ -193,7 +196,7 @@ def _sweep(
     pair: Pair, prompts: Sequence[Prompt], candidates: Sequence[int], sampling: Sampling, method: _Method
 ) -> Outcome:
     """Rows and rejects prompt by prompt; the work goes turn by turn, all prompts at once."""
-    check_candidates(candidates)
+    check_candidates(candidates, pair.max_length)
     of_prompts = [Outcome([], []) for _ in prompts]
     jobs = {}
     for i, prompt in enumerate(prompts):

@@ -185,15 +185,17 @@ class SweepWorker:
         self._pair: Pair | None = None
 
     def load(self, identity: dict[str, Any], git_commit: str) -> Metadata:
-        """Load the pair; returns what goes into every part file."""
+        """Load the pair; returns what goes into every part file. ValueError for candidates that do not fit it."""
         self._pair = pair = self._config.pair.load()
+        candidates = identity["candidates"] or candidates_around(pair.block_size)
+        check_candidates(candidates, pair.max_length)
         return Metadata(
             config=identity,
             pair=pair.id,
             dtype=str(pair.target.dtype).removeprefix("torch."),
             vocab_size=pair.vocab_size,
             block_size=pair.block_size,
-            candidates=identity["candidates"] or candidates_around(pair.block_size),
+            candidates=candidates,
             versions={
                 "python": platform.python_version(),
                 **{package: version(package) for package in ("torch", "transformers")},

@@ -245,6 +245,14 @@ def test_bad_candidates_are_refused(parrot: Pair, candidates: list[int]) -> None
         decode(parrot, prompts(1), candidates, max_new_tokens=5)
 
 
+def test_candidates_fit_the_context(parrot: Pair) -> None:
+    target = copy.deepcopy(parrot.target)
+    target.config.max_position_embeddings = 16
+    short = dataclasses.replace(parrot, target=target)
+    with pytest.raises(ValueError, match=r"candidates \(2, 16\): must be shorter than the target's context of 16"):
+        replay(short, prompts(1), [2, 16], max_new_tokens=5)
+
+
 def test_the_embedded_draft_is_worth_its_while(embedded_pair: Pair) -> None:
     """fp32 and greedy, so the same everywhere: a draft of noise would stay at 1.0."""
     outcome = decode(embedded_pair, load_prompts("demo", 4), [1, 4, 8], max_new_tokens=24)

@@ -1,11 +1,11 @@
-"""Blocks at many anchors of known texts, side by side in one draft pass.
+"""Blocks at many anchors of known texts, side by side in one draft pass: what training scores and a replay walks.
 
-What training scores, and what tells how a draft would do on a text without decoding it: the keyed sampler makes the
-text the same for every block size, so the tokens accepted at every anchor follow from the draft alone.
+A row holds the blocks of one text, one after the other. Each sees the context strictly before its own anchor and
+itself, never another block.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,80 @@ from torch.nn import functional
 
 from blockpilot.draft import DraftModel
 from blockpilot.draft_data import Document
-from blockpilot.pairs import Pair
-from blockpilot.verify import Sampling, keyed_sample
 
 ANCHORS_PER_ROW = 8
+
+
+class Blocks(NamedTuple):
+    """A blocks in each of R rows. Block a is `widths[a]` slots wide in every row, of which sizes [R, A] are its own.
+
+    The slots beyond a block's size are padding: nobody attends to them.
+    """
+
+    anchors: Tensor  # [R, A] positions
+    tokens: Tensor  # [R, A]: those at the anchors
+    sizes: Tensor  # [R, A]
+    widths: tuple[int, ...]
+
+    def slots(self) -> tuple[Tensor, Tensor]:
+        """Block and offset in its block of every slot of a row: two [sum(widths)]."""
+        device = self.anchors.device
+        block = torch.arange(len(self.widths), device=device)
+        offset = torch.cat([torch.arange(width, device=device) for width in self.widths])
+        return block.repeat_interleave(torch.tensor(self.widths, device=device)), offset
+
+
+class KnownContext:
+    """The draft's key/value store for known texts: of all context, followed by the blocks' own.
+
+    keys and values hold a tensor [N, heads, S, head_dim] for every layer; a text serves `rows_each` rows of blocks.
+    """
+
+    def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor], rows_each: int = 1) -> None:
+        self._keys, self._values, self._rows_each = keys, values, rows_each
+
+    @classmethod
+    def of(cls, draft: DraftModel, features: Tensor, rows_each: int = 1) -> Self:
+        """Project the target's features [N, S, F] of tokens at positions 0 .. S-1."""
+        context = draft.fuse(features)
+        positions = torch.arange(features.shape[1], device=features.device).expand(len(features), -1)
+        rotary = draft.rotary_emb(context, positions)
+        projected = [draft.project(i, context, rotary) for i in range(len(draft.layers))]
+        return cls([keys for keys, _ in projected], [values for _, values in projected], rows_each)
+
+    @property
+    def num_columns(self) -> int:
+        return self._keys[0].shape[2]
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        known = self._keys[layer_idx], self._values[layer_idx]
+        if self._rows_each > 1:
+            known = known[0].repeat_interleave(self._rows_each, 0), known[1].repeat_interleave(self._rows_each, 0)
+        return torch.cat([known[0], keys], dim=2), torch.cat([known[1], values], dim=2)
+
+
+def draft_blocks(draft: DraftModel, embedding: Tensor, context: KnownContext, blocks: Blocks) -> Tensor:
+    """Hidden states [R, sum(widths), hidden] of all slots; embedding [vocab, hidden] is the target's."""
+    block, offset = blocks.slots()
+    tokens = torch.where(offset == 0, blocks.tokens[:, block], draft.options.mask_token_id)
+    positions = blocks.anchors[:, block] + offset
+    columns = torch.arange(context.num_columns, device=positions.device).expand(len(positions), -1)
+    distance = positions[:, :, None] - torch.cat([columns, positions], dim=1)[:, None]
+    masks = draft.layer_masks(block_mask(blocks, context.num_columns), distance)
+    hidden: Tensor = draft(functional.embedding(tokens, embedding), positions, masks, context)
+    return hidden
+
+
+def block_mask(blocks: Blocks, num_columns: int) -> Tensor:
+    """Block-diffusion mask [R, sum(widths), num_columns + sum(widths)].
+
+    A slot sees the context strictly before its own anchor, and the slots of its own block.
+    """
+    block, offset = blocks.slots()
+    columns = torch.arange(num_columns, device=block.device)
+    before = columns < blocks.anchors[:, block, None]
+    own = (block[:, None] == block) & (offset < blocks.sizes[:, block])[:, None]
+    return torch.cat([before, own], dim=2)
 
 
 class Batch(NamedTuple):
@@ -67,91 +137,26 @@ def at(values: Tensor, positions: Tensor) -> Tensor:
     return values[rows, positions]
 
 
-def draft_blocks(draft: DraftModel, embedding: Tensor, batch: Batch, block_size: int) -> Tensor:
-    """Hidden states [N, A, B, hidden] of the blocks at every anchor; embedding [vocab, hidden] is the target's.
+def draft_batch(draft: DraftModel, embedding: Tensor, batch: Batch, block_size: int) -> Tensor:
+    """Hidden states [N, A, B, hidden] of the blocks at every anchor of a batch.
 
-    A document's anchors are spread over rows of ANCHORS_PER_ROW: blocks of a row are masked from each other, and what
-    is masked is computed all the same.
+    A document's anchors are spread over rows of ANCHORS_PER_ROW: what is masked is computed all the same.
     """
     num_documents, num_anchors = batch.anchors.shape
-    device, num_columns = batch.tokens.device, batch.tokens.shape[1]
     rows_each = -(-num_anchors // ANCHORS_PER_ROW)
-    spare = rows_each * ANCHORS_PER_ROW - num_anchors
-    anchors = functional.pad(batch.anchors, (0, spare))
-    first_tokens = batch.tokens.gather(1, anchors).view(-1, ANCHORS_PER_ROW)
+    anchors = functional.pad(batch.anchors, (0, rows_each * ANCHORS_PER_ROW - num_anchors))
+    tokens = batch.tokens.gather(1, anchors).view(-1, ANCHORS_PER_ROW)
     anchors = anchors.view(-1, ANCHORS_PER_ROW)
-    block = torch.full((*anchors.shape, block_size), draft.options.mask_token_id, device=device)
-    block[:, :, 0] = first_tokens
-    positions = (anchors[:, :, None] + torch.arange(block_size, device=device)).flatten(1)
-    columns = torch.arange(num_columns, device=device)
-    embedded = functional.embedding(block.flatten(1), embedding).to(batch.features.dtype)
-    of_key = torch.cat([columns.expand(len(anchors), -1), positions], dim=1)
-    masks = draft.layer_masks(block_mask(anchors, num_columns, block_size), positions[:, :, None] - of_key[:, None])
-    context = JoinedContext(draft, draft.fuse(batch.features), columns.expand(num_documents, -1), rows_each)
-    hidden: Tensor = draft(embedded, positions, masks, context)
+    blocks = Blocks(anchors, tokens, torch.full_like(anchors, block_size), (block_size,) * ANCHORS_PER_ROW)
+    hidden = draft_blocks(draft, embedding, KnownContext.of(draft, batch.features, rows_each), blocks)
     return hidden.view(num_documents, -1, block_size, hidden.shape[-1])[:, :num_anchors]
 
 
-class JoinedContext:
-    """A key/value store of known texts: the context's keys, projected by each layer, before the blocks' own.
-
-    context [N, S, hidden] at positions [N, S] serves `rows_each` rows of blocks a document.
-    """
-
-    def __init__(self, draft: DraftModel, context: Tensor, positions: Tensor, rows_each: int) -> None:
-        self._draft, self._context, self._rows_each = draft, context, rows_each
-        self._rotary = draft.rotary_emb(context, positions)
-
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        projected = self._draft.project(layer_idx, self._context, self._rotary)
-        of_context = [tensor.repeat_interleave(self._rows_each, dim=0) for tensor in projected]
-        return torch.cat([of_context[0], keys], dim=2), torch.cat([of_context[1], values], dim=2)
-
-
-def block_mask(anchors: Tensor, num_context: int, block_size: int) -> Tensor:
-    """Block-diffusion mask [N, A*B, S + A*B]: context strictly before the own anchor, and the own block."""
-    num_rows, num_anchors = anchors.shape
-    of_query = anchors.repeat_interleave(block_size, dim=1)
-    context = torch.arange(num_context, device=anchors.device) < of_query[:, :, None]
-    block = torch.arange(num_anchors, device=anchors.device).repeat_interleave(block_size)
-    own = (block[:, None] == block).expand(num_rows, -1, -1)
-    return torch.cat([context, own], dim=2)
-
-
-@torch.inference_mode()
-def count_accepted_everywhere(pair: Pair, document: Document, sampling: Sampling, block_size: int) -> list[int]:
-    """Drafted tokens accepted at every anchor of an answer, in order, as the engine would with this sampling.
-
-    The LM head runs slot by slot over the anchors whose slots before were all right: about tau rows an anchor.
-    """
-    anchors = possible_anchors(document)
-    if not len(anchors):
-        return []
-    device, dtype = pair.target.device, pair.draft.dtype
-    batch = Batch(*(tensor.to(device) for tensor in collate([document], [anchors])))
-    batch = batch._replace(features=batch.features.to(dtype))
-    embedding = cast(Tensor, pair.target.get_input_embeddings().weight)
-    head = pair.target.get_output_embeddings()
-    hidden = draft_blocks(pair.draft, embedding, batch, block_size)[0]
-    positions, inside = (tensor[0] for tensor in slots(batch, block_size))
-    accepted = torch.zeros(len(anchors), dtype=torch.long, device=device)
-    alive = torch.arange(len(anchors), device=device)
-    for slot in range(1, block_size):
-        alive = alive[inside[alive, slot - 1]]
-        if not len(alive):
-            break
-        at_slot = positions[alive, slot - 1]
-        drawn = keyed_sample(head(hidden[alive, slot]), at_slot.tolist(), [sampling] * len(alive))
-        alive = alive[drawn == batch.tokens[0, at_slot]]
-        accepted[alive] += 1
-    found: list[int] = accepted.tolist()
-    return found
-
-
-def count_steps(num_accepted: Sequence[int]) -> int:
-    """Steps that decode a text, given how many drafts are accepted at each of its anchors, in order."""
-    position, num_steps = 0, 0
+def emitted_along(num_accepted: Sequence[int]) -> list[int]:
+    """Tokens of each step that decodes a text, given the drafts accepted at each of its anchors, in order."""
+    emitted: list[int] = []
+    position = 0
     while position < len(num_accepted):
-        position += num_accepted[position] + 1
-        num_steps += 1
-    return num_steps
+        emitted.append(min(num_accepted[position] + 1, len(num_accepted) - position))
+        position += emitted[-1]
+    return emitted

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from blockpilot.blocks import Batch, at, collate, count_steps, draft_blocks, possible_anchors, slots
+from blockpilot.blocks import Batch, at, collate, draft_batch, emitted_along, possible_anchors, slots
 from blockpilot.draft import DraftModel
 from blockpilot.draft_data import Corpus, Document
 
@@ -120,7 +120,7 @@ class BlockLoss(nn.Module):
         """Draft the block at every anchor and compare it with the text."""
         positions, inside = slots(batch, self.block_size)
         labels = at(batch.tokens, positions)
-        hidden = draft_blocks(self.draft, self.embedding, batch, self.block_size)[:, :, 1:]
+        hidden = draft_batch(self.draft, self.embedding, batch, self.block_size)[:, :, 1:]
         logits = self._logits(hidden[inside], vocabulary).float()
         targets = labels[inside] if vocabulary is None else torch.searchsorted(vocabulary.ids, labels[inside])
         log_probs = logits.log_softmax(dim=-1)
@@ -352,7 +352,7 @@ class DraftFit:
             scores = self._scores(self._inner, collate([document], [anchors]), None)
             total = scores.sums if total is None else total + scores.sums
             emitted[answer.temperature] += len(anchors)
-            steps[answer.temperature] += count_steps(scores.num_accepted[0].tolist())
+            steps[answer.temperature] += len(emitted_along(scores.num_accepted[0].tolist()))
         if total is None:
             raise ValueError("no held-out answer is long enough to validate on")
         return Validation(total, {t: emitted[t] / steps[t] for t in sorted(emitted)})

@@ -181,6 +181,20 @@ class Engine:
             row.finished |= row.request_id == request_id
         self._retire()
 
+    def set_block_size(self, request_id: int, block_size: int) -> None:
+        """From the next step on, verify blocks of this size for a request that holds a slot.
+
+        Raises ValueError for a size out of range, for an id without a slot, and for a request that was added with
+        block size 1: the draft has not seen its context.
+        """
+        self._check_block_size(block_size, "block_size")
+        row = next((row for row in self._rows if row.request_id == request_id), None)
+        if row is None:
+            raise ValueError(f"request {request_id}: holds no slot")
+        if block_size > 1 and not row.drafts:
+            raise ValueError(f"request {request_id}: was added with block size 1 and cannot draft")
+        row.block_size = block_size
+
     @torch.inference_mode()
     def step(self) -> list[Step]:
         """Admit what fits, then advance every row by one block."""

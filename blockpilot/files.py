@@ -1,17 +1,25 @@
-"""Files that are there whole or not at all, whenever their writer is killed."""
+"""Files on the local disk, or by URI (s3://, gs://, hdfs://, file://) on any file system that pyarrow knows.
+
+A place is a path or such a URI. What is written is there whole or not at all, whenever the writer is killed.
+"""
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
+
+import pyarrow as pa
+from pyarrow.fs import FileSelector, FileSystem, FileType, LocalFileSystem
+
+Place = str | os.PathLike[str]
 
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """A path to write to; what is written there takes the place of `path` when the block ends without an error.
+    """A local path to write to; what is written there takes the place of `path` when the block ends without an error.
 
-    A writer that is killed leaves `.NAME.PID.tmp` behind and nothing else; `remove_unfinished` deletes it. Missing
-    folders are made.
+    A writer that is killed leaves `.NAME.PID.tmp` behind and nothing else. Missing folders are made.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -24,13 +32,89 @@ def whole(path: Path) -> Iterator[Path]:
         unfinished.unlink(missing_ok=True)
 
 
-def write_text(path: Path, text: str) -> None:
+def is_uri(place: Place) -> bool:
+    return "://" in os.fspath(place)
+
+
+def located(place: Place) -> tuple[FileSystem, str]:
+    """File system and path there; raises ValueError for a URI that pyarrow cannot open."""
+    return _located(os.fspath(place))
+
+
+@lru_cache(maxsize=256)
+def _located(place: str) -> tuple[FileSystem, str]:
+    if not is_uri(place):
+        return LocalFileSystem(), os.path.abspath(place)
+    try:
+        found: tuple[FileSystem, str] = FileSystem.from_uri(place)
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{place}: {error}") from None
+    return found
+
+
+def join(place: Place, *names: str) -> str:
+    """A place below another."""
+    return "/".join([os.fspath(place).rstrip("/"), *names])
+
+
+def is_file(place: Place) -> bool:
+    return bool(_type(place) == FileType.File)
+
+
+def is_folder(place: Place) -> bool:
+    return bool(_type(place) == FileType.Directory)
+
+
+def _type(place: Place) -> FileType:
+    fs, path = located(place)
+    return fs.get_file_info([path])[0].type
+
+
+def file_names(place: Place, suffix: str = "") -> list[str]:
+    """Files below a folder, as paths relative to it, in order; none where there is no folder."""
+    fs, path = located(place)
+    found = fs.get_file_info(FileSelector(path, allow_not_found=True, recursive=True))
+    names = (info.path[len(path) :].lstrip("/") for info in found if info.type == FileType.File)
+    return sorted(name for name in names if name.endswith(suffix))
+
+
+def read_bytes(place: Place) -> bytes:
+    """A file's content; raises OSError."""
+    fs, path = located(place)
+    with fs.open_input_stream(path) as stream:
+        content: bytes = stream.read()
+    return content
+
+
+def write_bytes(place: Place, content: bytes | pa.Buffer) -> None:
+    """Write a file whole or not at all."""
+    if not is_uri(place):
+        with whole(Path(place)) as unfinished:
+            unfinished.write_bytes(content)
+        return
+    fs, path = located(place)
+    folder, _, name = path.rpartition("/")
+    unfinished_path = f"{folder}/.{name}.{os.getpid()}.tmp"
+    fs.create_dir(folder)
+    with fs.open_output_stream(unfinished_path) as stream:
+        stream.write(content)
+    fs.move(unfinished_path, path)
+
+
+def delete(place: Place) -> None:
+    """Delete a file, if it is there."""
+    if is_file(place):
+        fs, path = located(place)
+        fs.delete_file(path)
+
+
+def write_text(place: Place, text: str) -> None:
     """Write a UTF-8 file whole or not at all."""
-    with whole(path) as unfinished:
-        unfinished.write_text(text, encoding="utf-8")
+    write_bytes(place, text.encode())
 
 
-def remove_unfinished(folder: Path) -> None:
+def remove_unfinished(folder: Place) -> None:
     """Delete what killed writers left anywhere below a folder. Only before anybody writes there."""
-    for unfinished in folder.rglob(".*.tmp"):
-        unfinished.unlink()
+    for name in file_names(folder, suffix=".tmp"):
+        if name.rpartition("/")[2].startswith("."):
+            delete(join(folder, name))

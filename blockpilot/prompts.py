@@ -1,7 +1,8 @@
 """Prompts by set name or from a file: what sweeps, training and evaluation run on.
 
 Named sets are listed in `prompt_sets`. Files: `.jsonl`, one object a line with `prompt` (text) or `messages`
-(list of {role, content}) and optionally `set`; `.parquet`, the same as columns; `.txt`, one prompt a line.
+(list of {role, content}) and optionally `set` and `follow_ups` (list of the user's later turns); `.parquet`, the same
+as columns; `.txt`, one prompt a line.
 Blank lines are ignored; `set` defaults to the file's stem.
 """
 
@@ -31,10 +32,19 @@ class Message:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a target is asked: a conversation that ends with the user's turn, and the set it belongs to."""
+    """What a target is asked: a conversation that ends with the user's turn, and the set it belongs to.
+
+    `follow_ups` are the user's turns to come, one after each of the target's answers.
+    """
 
     set: str
     messages: tuple[Message, ...]
+    follow_ups: tuple[str, ...] = ()
+
+    def followed_up(self, answer: str) -> "Prompt":
+        """The conversation with the target's answer and the next follow-up."""
+        turns = Message("assistant", answer), Message("user", self.follow_ups[0])
+        return Prompt(self.set, (*self.messages, *turns), self.follow_ups[1:])
 
     @property
     def text(self) -> str:
@@ -91,8 +101,8 @@ def _digest(purpose: str, seed: int, text: str) -> bytes:
 
 def _read(name_or_path: str) -> Iterator[Prompt]:
     if name_or_path in PROMPT_SETS:
-        texts = read_set(name_or_path)
-        return (Prompt(name_or_path, (Message("user", text),)) for text in texts)
+        conversations = read_set(name_or_path)
+        return (Prompt(name_or_path, (Message("user", turns[0]),), turns[1:]) for turns in conversations)
     path = Path(name_or_path)
     if path.suffix not in FILE_SUFFIXES:
         raise ValueError(
@@ -135,7 +145,7 @@ def _parse_json(where: str, line: str) -> object:
 def _parquet_rows(path: Path) -> Iterator[tuple[str, object]]:
     try:
         names = pq.read_schema(path).names
-        columns = [name for name in ("prompt", "messages", "set") if name in names]
+        columns = [name for name in ("prompt", "messages", "set", "follow_ups") if name in names]
         table = pq.read_table(path, columns=columns)
     except pa.ArrowException as error:
         raise ValueError(f"{path}: not a Parquet file ({str(error).splitlines()[0]})") from error
@@ -161,7 +171,15 @@ def _to_prompt(row: object, where: str, default_set: str) -> Prompt:
     turns = tuple(_to_message(message, where) for message in messages)
     if turns[-1].role != "user":
         raise ValueError(f"{where}: the last message must be the user's, got role {turns[-1].role!r}")
-    return Prompt(prompt_set or default_set, turns)
+    return Prompt(prompt_set or default_set, turns, _to_follow_ups(row.get("follow_ups"), where))
+
+
+def _to_follow_ups(found: object, where: str) -> tuple[str, ...]:
+    if found is None:
+        return ()
+    if not isinstance(found, list):
+        raise ValueError(f"{where}: follow_ups must be a list of texts, got {_brief(found)}")
+    return tuple(_to_message({"role": "user", "content": text}, where).content for text in found)
 
 
 def _to_message(message: object, where: str) -> Message:

@@ -12,14 +12,13 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from blockpilot.files import whole
+from blockpilot.files import Place, file_names, is_file, is_folder, join, located, write_bytes
 from blockpilot.pairs import PairId
 from blockpilot.prompts import Prompt
 
@@ -40,6 +39,7 @@ SCHEMA = pa.schema(
         ("taus", pa.list_(pa.float64())),
         ("num_steps", pa.list_(pa.int32())),
         ("emitted_histograms", pa.list_(pa.list_(pa.int32()))),
+        ("accepted", pa.list_(pa.list_(pa.uint8()))),
         ("texts_agree", pa.bool_()),
         ("probs_ids", pa.list_(pa.int32())),
         ("probs", pa.list_(pa.float32())),
@@ -55,7 +55,7 @@ SCHEMA = pa.schema(
 class SweepRow:
     """One prompt of a sweep. Lists over the candidate set are in the order of `candidates`."""
 
-    prompt_id: str  # see prompt_id()
+    prompt_id: str  # see prompt_ids()
     prompt_set: str
     prompt: str  # its text
     num_prompt_tokens: int
@@ -65,6 +65,7 @@ class SweepRow:
     taus: list[float]  # emitted tokens per verify step
     num_steps: list[int]  # verify steps
     emitted_histograms: list[list[int]]  # [c][n] = verify steps of candidate c that emitted n tokens
+    accepted: list[list[int]]  # [c][p] = drafts of candidate c accepted after output token p; empty unless dense
     texts_agree: bool  # every candidate gave output_tokens; always so in float32
     probs_ids: list[int]  # ascending token ids with prefill_probs >= MIN_PROB
     probs: list[float]  # float32 values, theirs
@@ -114,11 +115,12 @@ class Sweep(NamedTuple):
     metadata: Metadata
 
 
-def prompt_id(prompt: Prompt, seed: int, temperature: float) -> str:
-    """32 hex digits that stand for one prompt of one sweep."""
+def prompt_ids(prompt: Prompt, seed: int, temperature: float) -> tuple[str, ...]:
+    """32 hex digits for each turn of one prompt of one sweep: the first one's, then those of the follow-ups."""
     messages = [[message.role, message.content] for message in prompt.messages]
-    key = json.dumps([prompt.set, messages, seed, float(temperature)])
-    return hashlib.sha256(key.encode()).hexdigest()[:32]
+    keys = [json.dumps([prompt.set, messages, seed, float(temperature)])]
+    keys += [json.dumps([keys[0], prompt.follow_ups[: i + 1]]) for i in range(len(prompt.follow_ups))]
+    return tuple(hashlib.sha256(key.encode()).hexdigest()[:32] for key in keys)
 
 
 def validate(row: SweepRow, metadata: Metadata) -> None:
@@ -137,6 +139,8 @@ def _problems(row: SweepRow, metadata: Metadata) -> Iterator[str]:
             yield f"{name} has {len(getattr(row, name))} entries for {len(row.candidates)} candidates"
     for measured in zip(row.candidates, row.taus, row.num_steps, row.emitted_histograms, strict=True):
         yield from _candidate_problems(*measured)
+    if row.accepted:
+        yield from _accepted_problems(row)
     if row.finish_reason not in ("stop", "length"):
         yield f"finish_reason {row.finish_reason!r} is neither 'stop' nor 'length'"
     if not row.output_tokens:
@@ -157,6 +161,14 @@ def _candidate_problems(block_size: int, tau: float, num_steps: int, histogram: 
         yield f"tau {where} is {tau}, its histogram says {emitted}/{num_steps}"
 
 
+def _accepted_problems(row: SweepRow) -> Iterator[str]:
+    if [len(anchors) for anchors in row.accepted] != [len(row.output_tokens) - 1] * len(row.candidates):
+        yield "accepted does not have an entry for every candidate and output token but the last"
+    for block_size, anchors in zip(row.candidates, row.accepted, strict=False):
+        if not all(0 <= n < block_size for n in anchors):
+            yield f"accepted of block size {block_size} has entries outside 0 to {block_size - 1}"
+
+
 def _prefill_problems(row: SweepRow, vocab_size: int) -> Iterator[str]:
     ids, probs = np.asarray(row.probs_ids, np.int64), np.asarray(row.probs, np.float64)
     if len(ids) != len(probs):
@@ -172,41 +184,42 @@ def _prefill_problems(row: SweepRow, vocab_size: int) -> Iterator[str]:
         yield "context has entries that are not finite"
 
 
-def write_rows(path: str | os.PathLike[str], rows: Sequence[SweepRow], metadata: Metadata) -> None:
+def write_rows(place: Place, rows: Sequence[SweepRow], metadata: Metadata) -> None:
     """Write one Parquet file; it is there whole or not at all, whenever the writer is killed."""
-    path = Path(path)
-    _validate_all(path, rows, metadata)
+    _validate_all(place, rows, metadata)
     schema = SCHEMA.with_metadata({METADATA_KEY: metadata.to_json().encode()})
     columns = {name: [getattr(row, name) for row in rows] for name in SCHEMA.names}
     table = pa.table(columns, schema=schema)
-    with whole(path) as unfinished:
-        pq.write_table(table, unfinished, compression="zstd", row_group_size=ROW_GROUP_SIZE)
+    content = pa.BufferOutputStream()
+    pq.write_table(table, content, compression="zstd", row_group_size=ROW_GROUP_SIZE)
+    write_bytes(place, content.getvalue())
 
 
-def _validate_all(path: Path, rows: Iterable[SweepRow], metadata: Metadata) -> None:
+def _validate_all(place: Place, rows: Iterable[SweepRow], metadata: Metadata) -> None:
     try:
         for row in rows:
             validate(row, metadata)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"{place}: {error}") from error
 
 
-def read_file(path: str | os.PathLike[str]) -> Sweep:
+def read_file(place: Place) -> Sweep:
     """Read and check one file; ValueError names the file and what is wrong with it."""
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file")
+    if not is_file(place):
+        raise ValueError(f"{place}: no such file")
+    fs, path = located(place)
     try:
-        table = pq.ParquetFile(path).read()
+        with fs.open_input_file(path) as file:
+            table = pq.ParquetFile(file).read()
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{path}: not a readable Parquet file ({str(error).splitlines()[0]})") from error
-    metadata = _file_metadata(path, table.schema)
+        raise ValueError(f"{place}: not a readable Parquet file ({str(error).splitlines()[0]})") from error
+    metadata = _file_metadata(place, table.schema)
     rows = [SweepRow(**values) for values in table.to_pylist()]
-    _validate_all(path, rows, metadata)
+    _validate_all(place, rows, metadata)
     return Sweep(rows, metadata)
 
 
-def _file_metadata(path: Path, schema: Any) -> Metadata:
+def _file_metadata(path: Place, schema: Any) -> Metadata:
     if not schema.equals(SCHEMA):
         found = {field.name: str(field.type) for field in schema}
         wanted = {field.name: str(field.type) for field in SCHEMA}
@@ -219,16 +232,16 @@ def _file_metadata(path: Path, schema: Any) -> Metadata:
         raise ValueError(f"{path}: {error}") from error
 
 
-def read_sweep(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> Sweep:
+def read_sweep(places: Place | Iterable[Place]) -> Sweep:
     """Read files, and directories of part files, of one sweep.
 
     Raises ValueError when there are none, when two files come from different pairs, candidate sets or
     configurations (the difference is named), or when a prompt comes twice.
     """
-    files = part_files(paths)
+    files = part_files(places)
     sweeps = [read_file(file) for file in files]
     first = sweeps[0].metadata
-    seen: dict[str, Path] = {}
+    seen: dict[str, str] = {}
     for file, sweep in zip(files, sweeps, strict=True):
         if found := mismatch(first, sweep.metadata):
             raise ValueError(f"{files[0]} and {file} are of different sweeps ({found})")
@@ -239,17 +252,19 @@ def read_sweep(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]])
     return Sweep([row for sweep in sweeps for row in sweep.rows], first)
 
 
-def read_rows(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[SweepRow]:
+def read_rows(places: Place | Iterable[Place]) -> list[SweepRow]:
     """The rows of `read_sweep`."""
-    return read_sweep(paths).rows
+    return read_sweep(places).rows
 
 
-def part_files(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[Path]:
-    """The Parquet files meant by `paths`, a directory's in order of name; ValueError when there are none."""
-    given = [Path(paths)] if isinstance(paths, str | os.PathLike) else [Path(path) for path in paths]
-    files = [file for path in given for file in (sorted(path.rglob("*.parquet")) if path.is_dir() else [path])]
+def part_files(places: Place | Iterable[Place]) -> list[str]:
+    """The Parquet files meant by `places`, a folder's in order of name; ValueError when there are none."""
+    given = [os.fspath(places)] if isinstance(places, str | os.PathLike) else [os.fspath(place) for place in places]
+    files: list[str] = []
+    for place in given:
+        files += [join(place, name) for name in file_names(place, ".parquet")] if is_folder(place) else [place]
     if not files:
-        raise ValueError(f"no Parquet files in {', '.join(map(str, given)) or 'an empty list of paths'}")
+        raise ValueError(f"no Parquet files in {', '.join(given) or 'an empty list of places'}")
     return files
 
 

@@ -1,23 +1,28 @@
-"""How many tokens a step every block size gives on a prompt: tau per candidate, each of them really decoded.
+"""How many tokens a step every block size gives on a prompt: tau per candidate.
 
-`decode` is the plain way: (2k + 1) decodes a prompt, all in one engine so that its batch stays full. The
-keyed sampler makes the text the same for every candidate (exactly so in float32), so they are compared on
-equal terms. The candidate set around the draft's trained block size is BlockPilot's (arXiv 2606.31315).
+`replay` decodes each prompt once and walks the finished text with every candidate; `decode` really decodes with each
+of them, 2k + 1 times as much, and is what the replay is tested against. The keyed sampler makes the text the same
+for every candidate (exactly so in float32), so they are compared on equal terms. The candidate set around the draft's
+trained block size is BlockPilot's (arXiv 2606.31315).
 """
 
+import dataclasses
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from jinja2 import TemplateError
 
+from blockpilot.blocks import emitted_along
 from blockpilot.engine import Engine, Prefill, Request, Step
 from blockpilot.pairs import Pair
 from blockpilot.policy import CandidateSet
 from blockpilot.prompts import Prompt
-from blockpilot.records import MIN_PROB, SweepRow, prompt_id
+from blockpilot.records import MIN_PROB, SweepRow, prompt_ids
+from blockpilot.replay import KnownTexts, Text, accepted_everywhere, know, walk
 from blockpilot.verify import Sampling
 
 MAX_BLOCK_SIZE = 32
@@ -44,10 +49,13 @@ def candidates_around(block_size: int, k: int = 2) -> list[int]:
     return [b for b in range(block_size - k, block_size + k + 1) if 1 <= b <= MAX_BLOCK_SIZE]
 
 
-def check_candidates(candidates: Sequence[int]) -> None:
-    """Raise ValueError unless they are a candidate set whose block sizes are at most MAX_BLOCK_SIZE."""
-    if max(CandidateSet(tuple(candidates))) > MAX_BLOCK_SIZE:
+def check_candidates(candidates: Sequence[int], context: int | None = None) -> None:
+    """Raise ValueError unless they are a candidate set of at most MAX_BLOCK_SIZE, and shorter than the context."""
+    largest = max(CandidateSet(tuple(candidates)))
+    if largest > MAX_BLOCK_SIZE:
         raise ValueError(f"candidates {tuple(candidates)}: block sizes must be at most {MAX_BLOCK_SIZE}")
+    if context is not None and largest >= context:
+        raise ValueError(f"candidates {tuple(candidates)}: must be shorter than the target's context of {context}")
 
 
 def sampler_seed(seed: int, prompt_id: str) -> int:
@@ -58,11 +66,14 @@ def sampler_seed(seed: int, prompt_id: str) -> int:
 
 @dataclass
 class _Run:
-    """One prompt under one candidate, gathered step by step."""
+    """One prompt under one candidate: its text, the tokens that each verify step emitted, and if the sweep is dense
+    the drafts accepted at every anchor.
+    """
 
     block_size: int
-    histogram: list[int]
     tokens: list[int] = field(default_factory=list)
+    emitted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
     finish_reason: str = ""
     prefill: Prefill | None = None
 
@@ -71,29 +82,37 @@ class _Run:
         self.finish_reason = step.finish_reason or self.finish_reason
         self.prefill = self.prefill or step.prefill
         if step.block_size:
-            self.histogram[len(step.tokens)] += 1
+            self.emitted.append(len(step.tokens))
 
     @property
-    def num_steps(self) -> int:
-        return sum(self.histogram)
+    def histogram(self) -> list[int]:
+        counts = Counter(self.emitted)
+        return [counts[n] for n in range(self.block_size + 1)]
 
     @property
     def tau(self) -> float:
-        return sum(n * count for n, count in enumerate(self.histogram)) / self.num_steps
+        return sum(self.emitted) / len(self.emitted)
 
 
 @dataclass(frozen=True)
 class _Job:
-    """One prompt of a sweep."""
+    """One turn of a prompt of a sweep; `later_ids` are those of the turns to come."""
 
     prompt_id: str
     prompt: Prompt
     sampling: Sampling
+    later_ids: tuple[str, ...] = ()
     prompt_ids: tuple[int, ...] = ()
     error: str = ""
 
-    def reject(self, error: str) -> Reject:
-        return Reject(self.prompt_id, self.prompt.set, self.prompt.text, error)
+    def rejects(self, error: str) -> list[Reject]:
+        """This turn and those that would follow it."""
+        reject = Reject(self.prompt_id, self.prompt.set, self.prompt.text, error)
+        return [reject, *(reject._replace(prompt_id=i, error=f"an earlier turn: {error}") for i in self.later_ids)]
+
+    def text(self, answer: _Run, limit: int) -> Text:
+        tokens = (*self.prompt_ids, *answer.tokens)
+        return Text(tokens, len(self.prompt_ids), limit, self.sampling)
 
     def row(self, runs: Sequence[_Run]) -> SweepRow:
         prefill = runs[-1].prefill  # the widest candidate: if any drafts and shows the context vector, it does
@@ -109,8 +128,9 @@ class _Job:
             finish_reason=runs[0].finish_reason,
             candidates=[run.block_size for run in runs],
             taus=[run.tau for run in runs],
-            num_steps=[run.num_steps for run in runs],
+            num_steps=[len(run.emitted) for run in runs],
             emitted_histograms=[run.histogram for run in runs],
+            accepted=[run.accepted for run in runs] if any(run.accepted for run in runs) else [],
             texts_agree=all(run.tokens == runs[0].tokens for run in runs),
             probs_ids=ids.tolist(),
             probs=probs[ids].tolist(),
@@ -119,6 +139,10 @@ class _Job:
             seed=self.sampling.seed,
             temperature=self.sampling.temperature,
         )
+
+
+_Result = list[_Run] | str  # a run for every candidate, or why there is none
+_Method = Callable[[Sequence[_Job]], list[_Result]]
 
 
 def decode(
@@ -134,40 +158,82 @@ def decode(
 ) -> Outcome:
     """Decode every prompt with every candidate block size and record what each verify step emitted.
 
-    A prompt that cannot be swept (empty, longer than the context, finished by its prefill) becomes a reject
-    and leaves the others alone. Raises ValueError for settings that are wrong whatever the prompt.
+    A prompt's follow-ups are asked after its answers: a row for every turn. What cannot be swept (empty, longer than
+    the context, finished by its prefill) becomes a reject, with the turns that would follow, and leaves the other
+    prompts alone. Raises ValueError for settings that are wrong whatever the prompt.
     """
-    check_candidates(candidates)
-    Sampling(temperature=temperature, top_p=top_p, seed=seed)
-    jobs = [_job(pair, prompt, seed, temperature, top_p) for prompt in prompts]
-    fitting = [len(job.prompt_ids) for job in jobs if len(job.prompt_ids) < pair.max_length]
-    max_length = min(max(fitting, default=1) + max_new_tokens, pair.max_length)
-    engine = Engine(pair, num_slots=num_slots, max_length=max_length, max_block_size=candidates[-1])
-    outcome = Outcome([], [])
-    for job, runs in zip(jobs, _decode(engine, jobs, candidates, max_new_tokens), strict=True):
-        if isinstance(runs, str):
-            outcome.rejects.append(job.reject(runs))
-        elif not all(run.num_steps for run in runs):
-            outcome.rejects.append(job.reject("no verify step: the answer ended with its prefill"))
-        else:
-            outcome.rows.append(job.row(runs))
-    return outcome
+    method = partial(_decode, pair, candidates, max_new_tokens, num_slots)
+    return _sweep(pair, prompts, candidates, Sampling(temperature, top_p, seed=seed), method)
 
 
-def _job(pair: Pair, prompt: Prompt, seed: int, temperature: float, top_p: float) -> _Job:
-    key = prompt_id(prompt, seed, temperature)
-    sampling = Sampling(temperature=temperature, top_p=top_p, seed=sampler_seed(seed, key))
+def replay(
+    pair: Pair,
+    prompts: Sequence[Prompt],
+    candidates: Sequence[int],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    num_slots: int = 16,
+    dense: bool = False,
+    text_block_size: int | None = None,
+) -> Outcome:
+    """What `decode` gives, out of one decoding of every prompt and draft passes over its text.
+
+    The draft's context is kept for `num_slots` prompts at a time. `dense` drafts at every position of the text, not
+    only where a decoding passes, about tau times the work, and puts what is accepted there into the rows.
+    `text_block_size` decodes the text, which is the same with any: by default 1 on a CPU, where a full batch makes
+    wide steps dear, and the draft's trained one on a GPU, where they cost little more than narrow ones.
+    """
+    if text_block_size is None:
+        text_block_size = 1 if pair.target.device.type == "cpu" else pair.block_size
+    method = partial(_replay, pair, candidates, max_new_tokens, num_slots, dense, text_block_size)
+    return _sweep(pair, prompts, candidates, Sampling(temperature, top_p, seed=seed), method)
+
+
+def _sweep(
+    pair: Pair, prompts: Sequence[Prompt], candidates: Sequence[int], sampling: Sampling, method: _Method
+) -> Outcome:
+    """Rows and rejects prompt by prompt; the work goes turn by turn, all prompts at once."""
+    check_candidates(candidates, pair.max_length)
+    of_prompts = [Outcome([], []) for _ in prompts]
+    jobs = {}
+    for i, prompt in enumerate(prompts):
+        jobs[i] = _job(pair, prompt, prompt_ids(prompt, sampling.seed, sampling.temperature), sampling)
+    while jobs:
+        results = method(list(jobs.values()))
+        following = {}
+        for (i, job), runs in zip(jobs.items(), results, strict=True):
+            if isinstance(runs, str):
+                of_prompts[i].rejects.extend(job.rejects(runs))
+            elif not all(run.emitted for run in runs):
+                of_prompts[i].rejects.extend(job.rejects("no verify step: the answer ended with its prefill"))
+            else:
+                of_prompts[i].rows.append(job.row(runs))
+                if job.later_ids:
+                    answer = pair.tokenizer.decode(runs[0].tokens, skip_special_tokens=True)
+                    following[i] = _job(pair, job.prompt.followed_up(str(answer)), job.later_ids, sampling)
+        jobs = following
+    return Outcome([row for of in of_prompts for row in of.rows], [r for of in of_prompts for r in of.rejects])
+
+
+def _job(pair: Pair, prompt: Prompt, ids: tuple[str, ...], sampling: Sampling) -> _Job:
+    job = _Job(ids[0], prompt, dataclasses.replace(sampling, seed=sampler_seed(sampling.seed, ids[0])), ids[1:])
     try:
-        return _Job(key, prompt, sampling, prompt.encode(pair.tokenizer))
+        return dataclasses.replace(job, prompt_ids=prompt.encode(pair.tokenizer))
     except (ValueError, TemplateError) as error:  # a chat template may refuse roles, or their order
-        return _Job(key, prompt, sampling, error=f"chat template: {error}")
+        return dataclasses.replace(job, error=f"chat template: {error}")
 
 
 def _decode(
-    engine: Engine, jobs: Sequence[_Job], candidates: Sequence[int], max_new_tokens: int
-) -> list[list[_Run] | str]:
+    pair: Pair, candidates: Sequence[int], max_new_tokens: int, num_slots: int, jobs: Sequence[_Job]
+) -> list[_Result]:
     """For every job its finished runs in the order of the candidates, or why it cannot be run."""
-    results = [job.error or [_Run(size, [0] * (size + 1)) for size in candidates] for job in jobs]
+    fitting = [len(job.prompt_ids) for job in jobs if len(job.prompt_ids) < pair.max_length]
+    max_length = min(max(fitting, default=1) + max_new_tokens, pair.max_length)
+    engine = Engine(pair, num_slots=num_slots, max_length=max_length, max_block_size=candidates[-1])
+    results: list[_Result] = [job.error or [_Run(size) for size in candidates] for job in jobs]
     running: dict[int, _Run] = {}
     # Candidate by candidate, not prompt by prompt: a step is as wide as its widest row.
     for place, block_size in enumerate(candidates):
@@ -175,8 +241,7 @@ def _decode(
             runs = results[index]
             if isinstance(runs, str):
                 continue
-            stops = engine.pair.stop_token_ids
-            request = Request(job.prompt_ids, max_new_tokens, job.sampling, block_size, stops)
+            request = Request(job.prompt_ids, max_new_tokens, job.sampling, block_size, pair.stop_token_ids)
             try:
                 running[engine.add(request)] = runs[place]
             except ValueError as error:
@@ -187,23 +252,124 @@ def _decode(
     return results
 
 
+def _replay(
+    pair: Pair,
+    candidates: Sequence[int],
+    max_new_tokens: int,
+    num_slots: int,
+    dense: bool,
+    text_block_size: int,
+    jobs: Sequence[_Job],
+) -> list[_Result]:
+    """What `_decode` gives, from one decoding."""
+    if list(candidates) == [1]:
+        return _decode(pair, candidates, max_new_tokens, num_slots, jobs)
+    results = _decode(pair, [text_block_size], max_new_tokens, num_slots, jobs)
+    answers = {i: runs[0] for i, runs in enumerate(results) if not isinstance(runs, str) and runs[0].emitted}
+    texts = {}
+    for i, answer in answers.items():
+        limit = min(len(jobs[i].prompt_ids) + max_new_tokens, pair.max_length)
+        texts[i] = jobs[i].text(answer, limit)
+    by_length = sorted(texts, key=lambda i: len(texts[i].tokens))
+    for start in range(0, len(by_length), num_slots):
+        group = by_length[start : start + num_slots]
+        found = _replay_group(pair, [texts[i] for i in group], [answers[i] for i in group], candidates, dense)
+        for i, runs in zip(group, found, strict=True):
+            results[i] = runs
+    return results
+
+
+def _replay_group(
+    pair: Pair, texts: Sequence[Text], answers: Sequence[_Run], candidates: Sequence[int], dense: bool
+) -> Iterator[list[_Run]]:
+    """The runs of every candidate on each text, decoded as `answers`."""
+    drafting = [size for size in candidates if size > 1]
+    num_steps = [len(answer.tokens) - 1 for answer in answers]  # of plain decoding
+    plain = [_Measured([1] * n, [0] * n if dense else []) for n in num_steps]
+    known = know(pair, texts)
+    found = _dense(pair, known, drafting) if dense else _walk(pair, known, drafting)
+    for answer, context, of_one, of_others in zip(answers, known.prefill_context, plain, found, strict=True):
+        assert answer.prefill is not None
+        prefill = answer.prefill._replace(context=context.float())
+        measured = {1: of_one} | dict(zip(drafting, of_others, strict=True))
+        yield [
+            dataclasses.replace(answer, block_size=b, prefill=prefill, **measured[b]._asdict()) for b in candidates
+        ]
+
+
+class _Measured(NamedTuple):
+    emitted: list[int]
+    accepted: list[int]
+
+
+def _walk(pair: Pair, known: KnownTexts, candidates: Sequence[int]) -> list[list[_Measured]]:
+    return [[_Measured(emitted, []) for emitted in of_text] for of_text in walk(pair, known, candidates)]
+
+
+def _dense(pair: Pair, known: KnownTexts, candidates: Sequence[int]) -> list[list[_Measured]]:
+    by_candidate = [accepted_everywhere(pair, known, size) for size in candidates]
+    return [
+        [_Measured(emitted_along(accepted), accepted) for accepted in of_text]
+        for of_text in zip(*by_candidate, strict=True)
+    ]
+
+
 # Totals of a sweep
 
 
-def tau_curve(rows: Sequence[SweepRow]) -> dict[int, float]:
-    """tau of every candidate over all prompts: tokens emitted in total by verify steps in total."""
-    emitted: Counter[int] = Counter()
-    steps: Counter[int] = Counter()
-    for row in rows:
-        for size, num_steps, histogram in zip(row.candidates, row.num_steps, row.emitted_histograms, strict=True):
-            steps[size] += num_steps
-            emitted[size] += sum(n * count for n, count in enumerate(histogram))
-    return {size: emitted[size] / steps[size] for size in sorted(steps)}
+@dataclass
+class Summary:
+    """Totals over rows of one candidate set, added bit by bit: rows need not be in memory together."""
+
+    emitted: Counter[int] = field(default_factory=Counter)  # by candidate: tokens of verify steps
+    steps: Counter[int] = field(default_factory=Counter)
+    best: Counter[int] = field(default_factory=Counter)  # prompts; the smallest of equal candidates counts
+    num_rows: int = 0
+    num_disagreements: int = 0  # rows whose candidates gave different texts
+    num_dense_tokens: int = 0  # of rows of a dense sweep, and the fewest steps that emit them
+    num_fewest_steps: int = 0
+
+    def add(self, rows: Sequence[SweepRow]) -> "Summary":
+        for row in rows:
+            self.num_rows += 1
+            self.num_disagreements += not row.texts_agree
+            self.best[row.candidates[row.taus.index(max(row.taus))]] += 1
+            for size, num_steps, histogram in zip(row.candidates, row.num_steps, row.emitted_histograms, strict=True):
+                self.steps[size] += num_steps
+                self.emitted[size] += sum(n * count for n, count in enumerate(histogram))
+            if row.accepted:
+                self.num_dense_tokens += len(row.accepted[0])
+                self.num_fewest_steps += fewest_steps(row.accepted)
+        return self
+
+    @property
+    def tau_curve(self) -> dict[int, float]:
+        """tau of every candidate over all prompts: tokens emitted in total by verify steps in total."""
+        return {size: self.emitted[size] / self.steps[size] for size in sorted(self.steps)}
+
+    @property
+    def best_counts(self) -> dict[int, int]:
+        """For every candidate, the prompts on which its tau is the highest."""
+        return {size: self.best[size] for size in sorted(self.steps)}
+
+    @property
+    def ceiling(self) -> float | None:
+        """tau of a choice that knows the best candidate at every step; None unless the sweep is dense."""
+        return self.num_dense_tokens / self.num_fewest_steps if self.num_fewest_steps else None
+
+    def share_within(self, distance: int, block_size: int) -> float:
+        """Share of the prompts whose best candidate is at most `distance` from `block_size`."""
+        near = sum(count for size, count in self.best.items() if abs(size - block_size) <= distance)
+        return near / self.num_rows
 
 
-def best_counts(rows: Sequence[SweepRow]) -> dict[int, int]:
-    """For every candidate, the prompts on which its tau is the highest; the smallest of equals counts."""
-    counts = {size: 0 for row in rows for size in row.candidates}
-    for row in rows:
-        counts[row.candidates[row.taus.index(max(row.taus))]] += 1
-    return dict(sorted(counts.items()))
+def fewest_steps(accepted: Sequence[Sequence[int]]) -> int:
+    """Steps of a decoding that knows at every position which candidate gets furthest: the ceiling of any policy.
+
+    accepted[c][p] are those of candidate c at anchor p, out of a dense sweep (dynamic programming from the end).
+    """
+    num_anchors = len(accepted[0])
+    steps = [0] * (num_anchors + 1)
+    for p in reversed(range(num_anchors)):
+        steps[p] = 1 + min(steps[min(p + of_candidate[p] + 1, num_anchors)] for of_candidate in accepted)
+    return steps[0]

@@ -11,11 +11,13 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 import tyro
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from transformers.utils.logging import disable_progress_bar
 
+from blockpilot.files import is_uri
 from blockpilot.pairs import NAMED_PAIRS, Pair, check_pair_names, load_pair
 
+Place = Annotated[str, BeforeValidator(os.fspath)]  # a local path, or a URI such as s3://bucket/sweep
 DEFAULT_PAIR = "smollm2-135m"
 ConfigT = TypeVar("ConfigT", bound="Config")
 
@@ -95,19 +97,21 @@ def in_submitted_job() -> bool:
     return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
 
 
-def absolute_in_submitted_job(path: Path, name: str) -> None:
+def absolute_in_submitted_job(place: str | Path, name: str) -> None:
     """Raise ValueError for a relative output of a submitted job: its working directory is a temporary copy."""
-    if in_submitted_job() and not path.is_absolute():
-        raise ValueError(f"{name} {path}: must be absolute in a submitted job, whose directory is temporary")
+    if in_submitted_job() and not (is_uri(place) or Path(place).is_absolute()):
+        raise ValueError(f"{name} {place}: must be absolute in a submitted job, whose directory is temporary")
 
 
 def main(config_type: type[ConfigT], run: Callable[[ConfigT], object]) -> None:
-    """Parse the command line into `config_type` and run the job; bad input ends in one line and status 2."""
+    """Parse the command line into `config_type` and run the job; bad input, and files that cannot be read or written,
+    end in one line and status 2.
+    """
     try:
         description = sys.modules[run.__module__].__doc__
         config = tyro.cli(config_type, description=description, config=(tyro.conf.OmitArgPrefixes,))
         run(config)
-    except (ConfigError, ValueError, FileNotFoundError) as error:
+    except (ConfigError, ValueError, OSError) as error:
         if os.environ.get("BLOCKPILOT_TRACEBACK"):
             raise
         _fail(str(error))

@@ -27,12 +27,12 @@ from blockpilot.measure import decode_group
 from blockpilot.pairs import Pair, PairId
 from blockpilot.policy import load_policy
 from blockpilot.prompts import Prompt, load_prompts
-from blockpilot.records import prompt_id, read_sweep
+from blockpilot.records import prompt_ids, read_sweep
 from blockpilot.report import Comparison, Figures, Interval, Run, cells, fastest_block_size, markdown
-from blockpilot.sweep import MAX_BLOCK_SIZE, sampler_seed, tau_curve
+from blockpilot.sweep import MAX_BLOCK_SIZE, Summary, sampler_seed
 from blockpilot.verify import Sampling
 from jobs.cluster import actor_options, connect, num_threads
-from jobs.config import Config, PairConfig, absolute_in_submitted_job, main
+from jobs.config import Config, PairConfig, Place, absolute_in_submitted_job, main
 from jobs.registry import CHAMPION, HeldOut, Registry, Version, model_name
 
 AR, POLICY = "AR", "policy"
@@ -56,7 +56,7 @@ class EvaluateConfig(Config):
     """"champion" or "newest" of the registry, the directory of a policy, or "none"."""
     block_sizes: tuple[int, ...] | None = None
     """Fixed block sizes, ascending. Default: quarters of the draft's trained one, and the sweep's candidates."""
-    sweep: Path | None = None
+    sweep: Place | None = None
     """The sweep that the policy learned from: its prompts are refused, and the best fixed block size is its."""
     temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """0 is greedy."""
@@ -157,7 +157,7 @@ def read_inputs(config: EvaluateConfig) -> tuple[tuple[Prompt, ...], Swept | Non
     return prompts, _read_sweep(config, config.sweep, prompts) if config.sweep else None
 
 
-def _read_sweep(config: EvaluateConfig, path: Path, prompts: Sequence[Prompt]) -> Swept:
+def _read_sweep(config: EvaluateConfig, path: str, prompts: Sequence[Prompt]) -> Swept:
     rows, metadata = read_sweep(path)
     _check_names(f"sweep {path}", metadata.pair, config)
     swept = {row.prompt for row in rows}
@@ -171,7 +171,7 @@ def _read_sweep(config: EvaluateConfig, path: Path, prompts: Sequence[Prompt]) -
         raise ValueError(f"seed {config.seed}: must be another than the sweep's {metadata.config['seed']}")
     if config.block_sizes and not set(config.block_sizes) & set(metadata.candidates):
         raise ValueError(f"block_sizes {config.block_sizes}: none is a candidate of the sweep {metadata.candidates}")
-    return Swept(metadata.pair, tuple(metadata.candidates), tau_curve(rows))
+    return Swept(metadata.pair, tuple(metadata.candidates), Summary().add(rows).tau_curve)
 
 
 def _check_names(what: str, made_for: PairId, config: EvaluateConfig) -> None:
@@ -281,7 +281,7 @@ class Evaluator:
                 Sampling(
                     temperature=config.temperature,
                     top_p=config.top_p,
-                    seed=sampler_seed(seed, prompt_id(prompt, seed, config.temperature)),
+                    seed=sampler_seed(seed, prompt_ids(prompt, seed, config.temperature)[0]),
                 ),
                 size,
                 self._engine.pair.stop_token_ids,

@@ -1,7 +1,7 @@
 """Measure a draft: tau by prompt set, temperature and block size, on prompts it was not trained on.
 
 The target answers each prompt once. What the draft would be accepted at every anchor of that text follows from the
-draft alone, so all block sizes come out of the one text, without decoding it again (blockpilot/blocks.py).
+draft alone, so all block sizes come out of the one text, without decoding it again (blockpilot/replay.py).
 """
 
 import json
@@ -15,12 +15,13 @@ from pydantic import Field, field_validator
 from rich.console import Console
 from rich.table import Table
 
-from blockpilot.blocks import count_accepted_everywhere, count_steps
-from blockpilot.draft_data import StreamedCorpus, generate_answers
+from blockpilot.blocks import emitted_along
+from blockpilot.draft_data import Answer, generate_answers
+from blockpilot.pairs import Pair
 from blockpilot.prompts import Prompt, load_prompts, split
+from blockpilot.replay import Text, accepted_everywhere, know
 from blockpilot.report import Interval, ratio_of_totals
 from blockpilot.sweep import check_candidates
-from blockpilot.target import Target
 from blockpilot.verify import Sampling
 from jobs.cluster import connect, num_threads, pooled
 from jobs.config import Config, PairConfig, Resources, absolute_in_submitted_job, main
@@ -159,16 +160,15 @@ class DraftWorker:
             max_new_tokens=config.max_new_tokens,
             max_prompt_tokens=config.max_prompt_tokens,
         )
-        corpus = StreamedCorpus(answers, Target(pair.target, pair.draft.options.target_layer_ids))
         sizes = config.block_sizes or (pair.block_size,)
         emitted: dict[int, list[int]] = {size: [] for size in sizes}
         steps: dict[int, list[int]] = {size: [] for size in sizes}
-        for document, answer in zip(corpus, answers, strict=True):
-            drawn = Sampling(answer.temperature, seed=answer.seed)
+        for answer in answers:
+            known = know(pair, [_text(pair, answer, config.max_new_tokens)])
             for size in sizes:
-                accepted = count_accepted_everywhere(pair, document, drawn, size)
+                (accepted,) = accepted_everywhere(pair, known, size)
                 emitted[size].append(len(accepted))
-                steps[size].append(count_steps(accepted))
+                steps[size].append(len(emitted_along(accepted)))
         return [
             Measured(
                 task.name,
@@ -180,6 +180,11 @@ class DraftWorker:
             )
             for size in sizes
         ]
+
+
+def _text(pair: Pair, answer: Answer, max_new_tokens: int) -> Text:
+    limit = min(answer.num_prompt_tokens + max_new_tokens, pair.max_length)
+    return Text(tuple(answer.tokens), answer.num_prompt_tokens, limit, Sampling(answer.temperature, seed=answer.seed))
 
 
 if __name__ == "__main__":

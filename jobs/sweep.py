@@ -1,13 +1,11 @@
-"""Sweep: decode prompts with every candidate block size and write what each gave, one Parquet row a prompt.
+"""Sweep: measure every candidate block size on every prompt and write one Parquet row a prompt.
 
-Prompts are cut into shards, shards go to Ray actors that hold a pair each, and every finished shard becomes
-a part file of `<output>/rows`. Only the driver writes. The same command continues an interrupted sweep:
-prompts that have a row are skipped. What cannot be swept is set aside in `<output>/rejects.jsonl` and tried
-again by the next run.
+Prompts are cut into shards, shards go to Ray actors that hold a pair each, and every finished shard becomes a part
+file of `<output>/rows` (sweep_folder.py). Only the driver writes. The same command continues an interrupted sweep:
+prompts that have a row are skipped. What cannot be swept is set aside in `<output>/rejects.jsonl` and tried again by
+the next run.
 """
 
-import hashlib
-import json
 import os
 import platform
 import subprocess
@@ -16,45 +14,38 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
+from io import BytesIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import ray
 import torch
+from matplotlib.figure import Figure
 from pydantic import Field, field_validator
 from ray.exceptions import RayError, RayTaskError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from blockpilot.files import remove_unfinished, write_text
+from blockpilot.costs import StepCosts, measure_costs
+from blockpilot.files import is_file, join, write_bytes, write_text
 from blockpilot.pairs import Pair
 from blockpilot.prompts import Prompt, load_prompts
-from blockpilot.records import (
-    Metadata,
-    SweepRow,
-    difference,
-    mismatch,
-    prompt_id,
-    read_file,
-    read_sweep,
-    write_rows,
-)
+from blockpilot.records import Metadata, mismatch, prompt_ids
 from blockpilot.sweep import (
+    MAX_BLOCK_SIZE,
     Outcome,
     Reject,
-    best_counts,
+    Summary,
     candidates_around,
     check_candidates,
     decode,
-    tau_curve,
+    replay,
 )
 from jobs.cluster import actor_options, connect, num_threads
-from jobs.config import Config, PairConfig, Resources, absolute_in_submitted_job, main
+from jobs.config import Config, PairConfig, Place, Resources, absolute_in_submitted_job, main
+from jobs.sweep_folder import COSTS_FILE, REJECTS_FILE, Shard, SweepFolder, digest
 
-CONFIG_FILE = "config.json"
-REJECTS_FILE = "rejects.jsonl"
-ROWS_FOLDER = "rows"
 PATIENCE_S = 30  # without a loaded pair, before saying what the job waits for
 LINE_INTERVAL_S = 5  # between progress lines when nobody watches a terminal
 
@@ -71,6 +62,11 @@ class SweepConfig(Config):
     """Draws which prompts of a set come first."""
     candidates: tuple[int, ...] | None = None
     """Block sizes, ascending; 1 is plain decoding. Default: the draft's trained one and two to each side."""
+    method: Literal["replay", "dense", "decode"] = "replay"
+    """replay: decode each prompt once, and walk its text with every candidate. dense: also at every position that a
+    walk passes over. decode: really decode with every candidate, for comparison."""
+    text_block_size: int | None = Field(default=None, ge=1, le=MAX_BLOCK_SIZE)
+    """What a replay decodes the text with; the text is the same. Default: 1 on a CPU, the trained one on a GPU."""
     temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """0 is greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -81,13 +77,17 @@ class SweepConfig(Config):
     """Tokens of an answer at most. The first one comes from the prefill, so one alone measures nothing."""
     prompts_per_shard: int = Field(default=16, ge=1)
     """Prompts decoded together; also the prompts of a part file, and what a lost worker loses."""
-    output: Path = Path("runs/sweep")
-    """Directory of the result; an absolute path in a submitted job."""
+    output: Place = "runs/sweep"
+    """Directory of the result, or a URI such as s3://bucket/sweep; an absolute path in a submitted job."""
     resources: Resources = Resources()
     slots: int = Field(default=16, ge=1)
     """Sequences in a worker's batch."""
     max_attempts: int = Field(default=3, ge=1)
-    """Tries of a shard whose worker dies, before it is set aside."""
+    """Tries of a shard that fails or whose worker dies, before it is halved to find the prompt that does it."""
+    cost_rows: tuple[int, ...] = (1, 8)
+    """Active rows to measure the seconds of a step with, at every candidate; none by `--cost-rows` alone."""
+    cost_contexts: tuple[int, ...] = Field(default=(256,), min_length=1)
+    """Tokens of context to measure them at."""
 
     @field_validator("candidates")
     @classmethod
@@ -98,175 +98,104 @@ class SweepConfig(Config):
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Keyword arguments of `decode` that the rows depend on."""
+        """Keyword arguments of `decode` and `replay` that the rows depend on."""
         return self.model_dump(include={"max_new_tokens", "temperature", "top_p", "seed"})
 
 
 class SweepResult(NamedTuple):
     """What a sweep left in its output directory."""
 
-    rows: Path  # folder of the part files
-    num_rows: int
+    rows: str  # folder of the part files
     num_rejects: int
-    tau_curve: dict[int, float]
-    best_counts: dict[int, int]
-
-
-class Shard(NamedTuple):
-    """Prompts whose rows share a part file, which is named by them."""
-
-    number: int
-    prompts: tuple[Prompt, ...]
-    ids: tuple[str, ...]
-
-    @property
-    def part(self) -> str:
-        return f"part-{self.number:05d}-{_digest(self.ids)[:12]}.parquet"
+    summary: Summary
 
 
 class Task(NamedTuple):
-    """What is still to be decoded of a shard, and the rows it already has."""
+    """Prompts of one shard to sweep together, by place; `later` are more of the same shard, to follow one by one."""
 
     shard: Shard
-    prompts: list[Prompt]
-    rows: list[SweepRow]
+    places: tuple[int, ...]
+    later: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def next(self) -> "Task | None":
+        return Task(self.shard, self.later[0], self.later[1:]) if self.later else None
 
 
 def run(config: SweepConfig) -> SweepResult:
     """Sweep, or continue to; raises ValueError for bad input before Ray starts."""
     config.pair.names()
     absolute_in_submitted_job(config.output, "output")
-    shards = _shards(config)
-    folder = SweepFolder(config.output, _identity(config, shards))
-    tasks = folder.open(shards)
-    num_prompts = sum(len(shard.ids) for shard in shards)
+    shards, folder = _open(config)
+    tasks = [Task(shard, left) for shard in shards if (left := folder.left(shard))]
+    num_prompts = sum(len(shard.prompts) for shard in shards)
     rejects: list[Reject] = []
+    pool = _Pool(config, folder)
     if tasks:
         connect()
-        with _progress(num_prompts, num_prompts - sum(len(task.prompts) for task in tasks)) as advance:
-            for task, outcome, metadata in _Pool(config, folder.identity).work(tasks):
-                folder.write(task, outcome.rows, metadata)
+        with _progress(num_prompts, num_prompts - sum(len(task.places) for task in tasks)) as advance:
+            for task, outcome, metadata in pool.work(tasks):
+                folder.write(task.shard, outcome.rows, metadata)
                 rejects += outcome.rejects
-                advance(len(task.prompts))
-    order = [key for shard in shards for key in shard.ids]
-    rejects.sort(key=lambda reject: order.index(reject.prompt_id))
+                advance(len(task.places))
+    order = {key: i for i, key in enumerate(key for shard in shards for key in shard.ids)}
+    rejects.sort(key=lambda reject: order[reject.prompt_id])
     folder.write_rejects(rejects)
-    return _finish(folder, num_prompts, rejects)
+    if config.cost_rows and not is_file(join(config.output, COSTS_FILE)):
+        connect()
+        write_text(join(config.output, COSTS_FILE), pool.measure_costs().to_json())
+    return _finish(config, folder, len(order), rejects)
 
 
-def _shards(config: SweepConfig) -> list[Shard]:
-    """All prompts in order, each once."""
+def _open(config: SweepConfig) -> tuple[list[Shard], SweepFolder]:
+    """The shards of all prompts, each once and in order, and the directory with their texts in it."""
     prompts = {
-        prompt_id(prompt, config.seed, config.temperature): prompt
+        prompt_ids(prompt, config.seed, config.temperature): prompt
         for name in config.prompts
         for prompt in load_prompts(name, config.num_prompts, config.shuffle_seed)
     }
-    items = list(prompts.items())
-    starts = range(0, len(items), config.prompts_per_shard)
-    cuts = [items[start : start + config.prompts_per_shard] for start in starts]
-    return [Shard(i, tuple(p for _, p in cut), tuple(k for k, _ in cut)) for i, cut in enumerate(cuts)]
+    ids = list(prompts)
+    starts = range(0, len(ids), config.prompts_per_shard)
+    shards = [Shard(i, tuple(ids[start : start + config.prompts_per_shard])) for i, start in enumerate(starts)]
+    folder = SweepFolder(config.output, _identity(config, shards))
+    folder.open(shards, list(prompts.values()))
+    return shards, folder
 
 
 def _identity(config: SweepConfig, shards: Sequence[Shard]) -> dict[str, Any]:
     """The settings that rows depend on, and the prompts behind the names of sets and files."""
-    elsewhere = {"output", "resources", "slots", "max_attempts"}
-    digest = _digest([key for shard in shards for key in shard.ids])
-    return config.model_dump(mode="json", exclude=elsewhere) | {"prompts_digest": digest}
-
-
-def _digest(ids: Sequence[str]) -> str:
-    return hashlib.sha256("".join(ids).encode()).hexdigest()
-
-
-# The output directory
-
-
-class SweepFolder:
-    """`config.json`, written first; `rows/`, a part file a shard; `rejects.jsonl`."""
-
-    def __init__(self, path: Path, identity: dict[str, Any]) -> None:
-        self.path, self.rows, self.identity = path, path / ROWS_FOLDER, identity
-        self._swept_with: Metadata | None = None
-
-    def open(self, shards: Sequence[Shard]) -> list[Task]:
-        """What is left to do. Raises ValueError, naming the difference, for a directory of another sweep."""
-        found = {file.name for file in self.rows.glob("*.parquet")}
-        if found:
-            self._check_config()
-        if foreign := found - {shard.part for shard in shards}:
-            raise ValueError(f"output {self.path}: {ROWS_FOLDER}/{min(foreign)} is no part of this sweep")
-        self.rows.mkdir(parents=True, exist_ok=True)
-        remove_unfinished(self.path)
-        write_text(self.path / CONFIG_FILE, json.dumps(self.identity, indent=2) + "\n")
-        tasks = [self._task(shard) for shard in shards]
-        return [task for task in tasks if task.prompts]
-
-    def write(self, task: Task, rows: Sequence[SweepRow], metadata: Metadata) -> None:
-        """Write the part of a shard anew: the rows it had and the new ones, in the order of the prompts."""
-        if self._swept_with and (found := mismatch(self._swept_with, metadata)):
-            raise ValueError(f"output {self.path}: its rows are of another pair or precision ({found})")
-        by_id = {row.prompt_id: row for row in (*task.rows, *rows)}
-        if rows:
-            ordered = [by_id[key] for key in task.shard.ids if key in by_id]
-            write_rows(self.rows / task.shard.part, ordered, metadata)
-
-    def write_rejects(self, rejects: Sequence[Reject]) -> None:
-        """Replace the rejects; no file when there are none."""
-        if rejects:
-            lines = (json.dumps(reject._asdict(), ensure_ascii=False) + "\n" for reject in rejects)
-            write_text(self.path / REJECTS_FILE, "".join(lines))
-        else:
-            (self.path / REJECTS_FILE).unlink(missing_ok=True)
-
-    def _check_config(self) -> None:
-        file = self.path / CONFIG_FILE
-        try:
-            stored = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"output {self.path}: holds rows, but {CONFIG_FILE} is not readable ({error})") from None
-        if found := difference(stored, self.identity):
-            raise ValueError(f"output {self.path}: holds another sweep (there and here: {found})")
-
-    def _task(self, shard: Shard) -> Task:
-        rows = self._read(self.rows / shard.part, shard)
-        done = {row.prompt_id for row in rows}
-        left = [prompt for key, prompt in zip(shard.ids, shard.prompts, strict=True) if key not in done]
-        return Task(shard, left, rows)
-
-    def _read(self, part: Path, shard: Shard) -> list[SweepRow]:
-        """Rows of a part file; none if it is missing or damaged, for then it is decoded again."""
-        if not part.exists():
-            return []
-        try:
-            sweep = read_file(part)
-        except ValueError as error:
-            print(f"sweep: decoding again what was in {error}")
-            return []
-        self._swept_with = self._swept_with or sweep.metadata
-        return [row for row in sweep.rows if row.prompt_id in shard.ids]
+    elsewhere = {
+        *("output", "resources", "slots", "text_block_size", "max_attempts"),
+        *("cost_rows", "cost_contexts"),
+    }
+    return config.model_dump(mode="json", exclude=elsewhere) | {
+        "prompts_digest": digest(key for shard in shards for key in shard.ids)
+    }
 
 
 # The workers
 
 
 class SweepWorker:
-    """An actor that loads a pair once and decodes shards with it."""
+    """An actor that loads a pair once and sweeps shards with it."""
 
-    def __init__(self, pair: PairConfig, num_threads: int) -> None:
-        torch.set_num_threads(num_threads)
-        self._config = pair
+    def __init__(self, config: SweepConfig) -> None:
+        torch.set_num_threads(num_threads(config.resources.num_cpus))
+        self._config = config
         self._pair: Pair | None = None
 
     def load(self, identity: dict[str, Any], git_commit: str) -> Metadata:
-        """Load the pair; returns what goes into every part file."""
-        self._pair = pair = self._config.load()
+        """Load the pair; returns what goes into every part file. ValueError for candidates that do not fit it."""
+        self._pair = pair = self._config.pair.load()
+        candidates = identity["candidates"] or candidates_around(pair.block_size)
+        check_candidates(candidates, pair.max_length)
         return Metadata(
             config=identity,
             pair=pair.id,
             dtype=str(pair.target.dtype).removeprefix("torch."),
             vocab_size=pair.vocab_size,
             block_size=pair.block_size,
-            candidates=identity["candidates"] or candidates_around(pair.block_size),
+            candidates=candidates,
             versions={
                 "python": platform.python_version(),
                 **{package: version(package) for package in ("torch", "transformers")},
@@ -274,26 +203,36 @@ class SweepWorker:
             git_commit=git_commit,
         )
 
-    def decode(self, prompts: list[Prompt], candidates: list[int], settings: dict[str, Any]) -> Outcome:
+    def sweep(self, prompts: list[Prompt], candidates: list[int]) -> Outcome:
         """Rows and rejects of some prompts."""
         assert self._pair is not None
-        return decode(self._pair, prompts, candidates, **settings)
+        config = self._config
+        settings = config.sampling | {"num_slots": config.slots}
+        if config.method == "decode":
+            return decode(self._pair, prompts, candidates, **settings)
+        dense, text_block_size = config.method == "dense", config.text_block_size
+        return replay(self._pair, prompts, candidates, dense=dense, text_block_size=text_block_size, **settings)
+
+    def measure_costs(self, candidates: list[int]) -> StepCosts:
+        """Seconds of a step for plain decoding and every candidate."""
+        assert self._pair is not None
+        return measure_costs(self._pair, sorted({1, *candidates}), self._config.cost_rows, self._config.cost_contexts)
 
 
 class _Pool:
-    """Workers that take tasks one at a time. A worker that dies is replaced and its task is tried again."""
+    """Workers that take tasks one at a time. A worker that dies is replaced and its task is tried again.
 
-    def __init__(self, config: SweepConfig, identity: dict[str, Any]) -> None:
-        resources, num_cpus = config.resources, ray.cluster_resources().get("CPU", 0)
-        if resources.num_cpus > num_cpus and not os.environ.get("RAY_ADDRESS"):
-            raise ValueError(f"resources.num_cpus {resources.num_cpus:g}: this machine has {num_cpus:g}")
-        self._config, self._identity = config, identity
-        self._options = actor_options(resources.accelerator_type, resources.num_cpus)
+    All actors are asked for at once: those that the cluster cannot place yet wait, which is what its autoscaler acts
+    on, and an actor that finds nothing left to do ends.
+    """
+
+    def __init__(self, config: SweepConfig, folder: SweepFolder) -> None:
+        self._config, self._folder = config, folder
         self._git_commit = _git_commit()
         self._metadata: Metadata | None = None
         self._waiting: deque[Task] = deque()
         self._running: dict[Any, tuple[Any, Task | None]] = {}  # reference -> (worker, its task; None: loading)
-        self._attempts: Counter[int] = Counter()
+        self._attempts: Counter[tuple[int, tuple[int, ...]]] = Counter()  # by shard and places
         self._num_failed_loads = 0
 
     def work(self, tasks: Sequence[Task]) -> Iterator[tuple[Task, Outcome, Metadata]]:
@@ -305,18 +244,39 @@ class _Pool:
             while self._waiting or any(task for _, task in self._running.values()):
                 ready, _ = ray.wait(list(self._running), timeout=PATIENCE_S)
                 if not ready and self._metadata is None:
-                    print(f"sweep: no worker is ready yet; each needs {self._options}")
+                    print(f"sweep: no worker is ready yet; each needs {self._options()}")
                 for reference in ready:
                     yield from self._collect(reference)
         finally:
             for worker, _ in self._running.values():
                 ray.kill(worker)
+            self._running.clear()
+
+    def measure_costs(self) -> StepCosts:
+        """Seconds of a step, on a worker that has the machine to itself as far as this job goes."""
+        worker = self._new_worker()
+        try:
+            metadata = ray.get(worker.load.remote(self._folder.identity, self._git_commit))
+            costs: StepCosts = ray.get(worker.measure_costs.remote(metadata.candidates))
+        except RayTaskError as error:
+            raise (error.cause if isinstance(error.cause, ValueError) else error) from None
+        finally:
+            ray.kill(worker)
+        return costs
+
+    def _options(self) -> dict[str, Any]:
+        resources, num_cpus = self._config.resources, ray.cluster_resources().get("CPU", 0)
+        if resources.num_cpus > num_cpus and not os.environ.get("RAY_ADDRESS"):
+            raise ValueError(f"resources.num_cpus {resources.num_cpus:g}: this machine has {num_cpus:g}")
+        return actor_options(resources.accelerator_type, resources.num_cpus)
+
+    def _new_worker(self) -> Any:
+        remote: Any = ray.remote(SweepWorker)
+        return remote.options(**self._options()).remote(self._config)
 
     def _start(self) -> None:
-        threads = num_threads(self._config.resources.num_cpus)
-        remote: Any = ray.remote(SweepWorker)
-        worker = remote.options(**self._options).remote(self._config.pair, threads)
-        self._running[worker.load.remote(self._identity, self._git_commit)] = worker, None
+        worker = self._new_worker()
+        self._running[worker.load.remote(self._folder.identity, self._git_commit)] = worker, None
 
     def _collect(self, reference: Any) -> Iterator[tuple[Task, Outcome, Metadata]]:
         worker, task = self._running.pop(reference)
@@ -335,6 +295,7 @@ class _Pool:
                 self._loaded(result)
             else:
                 yield task, result, self._known()
+                self._follow(task)
         self._assign(worker)
 
     def _assign(self, worker: Any) -> None:
@@ -343,9 +304,12 @@ class _Pool:
             ray.kill(worker)
             return
         task = self._waiting.popleft()
-        settings = self._config.sampling | {"num_slots": self._config.slots}
-        reference = worker.decode.remote(task.prompts, self._known().candidates, settings)
-        self._running[reference] = worker, task
+        prompts = self._folder.prompts(task.shard, task.places)
+        self._running[worker.sweep.remote(prompts, self._known().candidates)] = worker, task
+
+    def _follow(self, task: Task) -> None:
+        if task.next:
+            self._waiting.appendleft(task.next)
 
     def _loaded(self, metadata: Metadata) -> None:
         self._num_failed_loads = 0
@@ -354,7 +318,7 @@ class _Pool:
         self._metadata = metadata
 
     def _known(self) -> Metadata:
-        assert self._metadata is not None, "a worker loads before it decodes"
+        assert self._metadata is not None, "a worker loads before it sweeps"
         return self._metadata
 
     def _lost(self, task: Task | None, reason: str) -> Iterator[tuple[Task, Outcome, Metadata]]:
@@ -368,16 +332,23 @@ class _Pool:
             self._start()
 
     def _failed(self, task: Task, reason: str) -> Iterator[tuple[Task, Outcome, Metadata]]:
-        """Try a task again after the others, or give it up."""
-        self._attempts[task.shard.number] += 1
-        if self._attempts[task.shard.number] < self._config.max_attempts:
+        """Try a task again after the others; then its halves, one after the other; then give a single prompt up."""
+        number, places = task.shard.number, task.places
+        self._attempts[number, places] += 1
+        if self._attempts[number, places] < self._config.max_attempts:
             print(f"sweep: trying {task.shard.part} again, {reason}")
             self._waiting.append(task)
-            return
-        error = f"given up after {self._config.max_attempts} attempts: {reason}"
-        ids = (prompt_id(prompt, self._config.seed, self._config.temperature) for prompt in task.prompts)
-        rejects = [Reject(key, p.set, p.text, error) for key, p in zip(ids, task.prompts, strict=True)]
-        yield task, Outcome([], rejects), self._known()
+        elif len(places) > 1:
+            print(f"sweep: looking for what fails in {task.shard.part}, {reason}")
+            halves = places[: len(places) // 2], places[len(places) // 2 :]
+            for half in halves:
+                self._attempts[number, half] = self._config.max_attempts - 1
+            self._waiting.append(Task(task.shard, halves[0], (halves[1], *task.later)))
+        else:
+            (prompt,) = self._folder.prompts(task.shard, places)
+            ids = task.shard.prompts[places[0]]
+            yield task, Outcome([], [Reject(key, prompt.set, prompt.text, reason) for key in ids]), self._known()
+            self._follow(task)
 
 
 def _git_commit() -> str:
@@ -413,31 +384,78 @@ def _progress(total: int, done: int) -> Iterator[Callable[[int], None]]:
         yield advance
 
 
-def _finish(folder: SweepFolder, num_prompts: int, rejects: Sequence[Reject]) -> SweepResult:
-    """Count, read back and show everything the directory holds now."""
-    if len(rejects) == num_prompts:
-        raise ValueError(f"none of the {num_prompts} prompts could be swept; the first: {rejects[0].error}")
-    sweep = read_sweep(folder.rows)
-    if len(sweep.rows) + len(rejects) != num_prompts:
-        raise RuntimeError(f"{len(sweep.rows)} rows and {len(rejects)} rejects for {num_prompts} prompts")
-    result = SweepResult(folder.rows, len(sweep.rows), len(rejects), tau_curve(sweep.rows), best_counts(sweep.rows))
-    _print_result(result, sweep.metadata, num_disagreements=sum(not row.texts_agree for row in sweep.rows))
+def _finish(config: SweepConfig, folder: SweepFolder, num_turns: int, rejects: Sequence[Reject]) -> SweepResult:
+    """Count, read back part by part and show everything the directory holds now."""
+    if len(rejects) == num_turns:
+        raise ValueError(f"none of the {num_turns} prompts could be swept; the first: {rejects[0].error}")
+    summary, metadata = Summary(), folder.metadata
+    for rows in folder.parts():
+        summary.add(rows)
+    if summary.num_rows + len(rejects) != num_turns:
+        raise RuntimeError(f"{summary.num_rows} rows and {len(rejects)} rejects for {num_turns} prompts")
+    assert metadata is not None
+    _print(summary, metadata, config.method, _costs(config, metadata))
+    for name, picture in plots(summary, metadata.block_size).items():
+        write_bytes(join(folder.place, name), picture)
+    print(f"{summary.num_rows} rows in {folder.rows}")
     if rejects:
-        print(f"{len(rejects)} prompts set aside in {folder.path / REJECTS_FILE}; the first: {rejects[0].error}")
-    return result
+        where = join(folder.place, REJECTS_FILE)
+        print(f"{len(rejects)} prompts set aside in {where}; the first: {rejects[0].error}")
+    return SweepResult(folder.rows, len(rejects), summary)
 
 
-def _print_result(result: SweepResult, metadata: Metadata, num_disagreements: int) -> None:
-    title = f"{metadata.pair.target} with {metadata.pair.draft}, {metadata.dtype}"
-    table = Table("block size", "tau", "best for", "share", title=title)
-    for size, tau in result.tau_curve.items():
-        best = result.best_counts[size]
+def _costs(config: SweepConfig, metadata: Metadata) -> StepCosts | None:
+    """The step costs beside the rows, if there are any and they are of this pair."""
+    place = join(config.output, COSTS_FILE)
+    costs = StepCosts.read(place) if is_file(place) else None
+    return costs if costs and costs.pair == metadata.pair else None
+
+
+def _print(summary: Summary, metadata: Metadata, method: str, costs: StepCosts | None) -> None:
+    title = f"{metadata.pair.target} with {metadata.pair.draft}, {metadata.dtype}, {method}"
+    loads = [f"times AR, rows={rows}" for rows in costs.rows] if costs else []
+    table = Table("block size", "tau", "best for", "share", *loads, title=title)
+    for size, tau in summary.tau_curve.items():
+        best = summary.best_counts[size]
         trained = " (trained)" if size == metadata.block_size else ""
-        table.add_row(f"{size}{trained}", f"{tau:.3f}", f"{best}", f"{best / result.num_rows:.0%}")
+        gains = [costs.speed_up(size, tau, rows, costs.contexts[0]) for rows in costs.rows] if costs else []
+        cells = f"{tau:.3f}", f"{best}", f"{best / summary.num_rows:.0%}", *(f"{gain:.2f}" for gain in gains)
+        table.add_row(f"{size}{trained}", *cells)
     Console().print(table)
-    if num_disagreements:
-        print(f"{num_disagreements} prompts: texts differ between block sizes ({metadata.dtype} rounding)")
-    print(f"{result.num_rows} rows in {result.rows}")
+    if costs:
+        print(f"times AR: tau over the measured cost of a step at {costs.contexts[0]} tokens ({costs.device})")
+    near = ", ".join(f"{summary.share_within(d, metadata.block_size):.0%} {words}" for d, words in DISTANCES.items())
+    print(f"best block size: {near}")
+    if summary.ceiling is not None:
+        print(f"tau of a choice that knows the best candidate at every step: {summary.ceiling:.3f}")
+    if summary.num_disagreements:
+        print(f"{summary.num_disagreements} prompts: texts differ between block sizes ({metadata.dtype} rounding)")
+
+
+DISTANCES = {0: "the trained one", 1: "within 1 of it", 2: "within 2"}
+
+
+def plots(summary: Summary, block_size: int) -> dict[str, bytes]:
+    """The tau curve and how often each candidate is the best, as PNG files by name."""
+    sizes = list(summary.tau_curve)
+    tau, best = Figure(figsize=(5, 3.2), layout="constrained"), Figure(figsize=(5, 3.2), layout="constrained")
+    axes = tau.add_subplot(xlabel="block size", ylabel="tau", xticks=sizes)
+    axes.plot(sizes, list(summary.tau_curve.values()), marker="o")
+    if summary.ceiling is not None:
+        axes.axhline(summary.ceiling, linestyle=":", color="black", label="best candidate at every step")
+        axes.legend()
+    axes = best.add_subplot(xlabel="best block size", ylabel="prompts", xticks=sizes)
+    axes.bar(sizes, list(summary.best_counts.values()))
+    for figure in (tau, best):
+        if block_size in sizes:
+            figure.axes[0].axvline(block_size, linestyle="--", color="gray", linewidth=1)
+    return {"tau_curve.png": _png(tau), "best_block_sizes.png": _png(best)}
+
+
+def _png(figure: Figure) -> bytes:
+    picture = BytesIO()
+    figure.savefig(picture, format="png", dpi=150)
+    return picture.getvalue()
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from blockpilot.files import is_file, is_folder
 from blockpilot.fit import (
     Examples,
     Fit,
@@ -31,7 +32,7 @@ from blockpilot.fit import (
 from blockpilot.policy import CandidateSet, ClassPolicy, PolicyInfo, save_policy
 from blockpilot.records import MIN_PROB, Metadata, read_sweep
 from jobs.cluster import connect
-from jobs.config import Config, absolute_in_submitted_job, main
+from jobs.config import Config, Place, absolute_in_submitted_job, main
 from jobs.ray_train import recorded, report, saved_state, scaling_config, train
 from jobs.registry import Registry, Version
 
@@ -42,7 +43,7 @@ _DEFAULT = FitSettings()
 class TrainConfig(Config):
     """What to train on, how, and where the policy goes."""
 
-    sweep: Path = Path("runs/sweep")
+    sweep: Place = "runs/sweep"
     """Directory (or file) of a sweep."""
     output: Path = Path("runs/policy")
     """Directory of the policy; checkpoints while it trains. Every node must see it."""
@@ -138,7 +139,7 @@ def run(config: TrainConfig) -> TrainResult:
 
 def read_dataset(config: TrainConfig) -> Dataset:
     """Read, check and split a sweep. Raises ValueError for one that nothing can be learned from."""
-    if not config.sweep.exists():
+    if not (is_file(config.sweep) or is_folder(config.sweep)):
         raise ValueError(f"sweep {config.sweep}: no such file or directory")
     rows, metadata = read_sweep(config.sweep)
     if len(metadata.candidates) < 2:

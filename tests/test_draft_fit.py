@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import tiny_draft
 
-from blockpilot.blocks import Batch, block_mask, collate, draft_blocks
+from blockpilot.blocks import Batch, Blocks, block_mask, collate, draft_batch
 from blockpilot.draft import DraftModel
 from blockpilot.draft_data import (
     Answer,
@@ -85,15 +85,17 @@ def write_shard(path: Path, shard: list[Document]) -> Shard:
 
 
 def test_block_mask_equals_a_slow_loop() -> None:
-    anchors, num_context = torch.tensor([[2, 5], [0, 3]]), 7
-    mask = block_mask(anchors, num_context, BLOCK)
+    anchors, sizes, num_context = torch.tensor([[2, 5], [0, 3]]), torch.tensor([[2, 4], [1, 3]]), 7
+    blocks = Blocks(anchors, torch.zeros(2, 2), sizes, widths=(2, 4))
+    mask = block_mask(blocks, num_context)
+    slots = [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (1, 3)]  # (block, offset) of the six slots of a row
     for row in range(2):
-        for query in range(2 * BLOCK):
-            block = query // BLOCK
-            for key in range(num_context + 2 * BLOCK):
-                in_context = key < num_context
-                expected = key < anchors[row, block] if in_context else (key - num_context) // BLOCK == block
-                assert bool(mask[row, query, key]) == bool(expected)
+        for query, (block, _) in enumerate(slots):
+            for column in range(num_context):
+                assert bool(mask[row, query, column]) == bool(column < anchors[row, block])
+            for key, (other, offset) in enumerate(slots):
+                expected = other == block and offset < sizes[row, block]
+                assert bool(mask[row, query, num_context + key]) == bool(expected)
 
 
 def test_training_blocks_equal_the_drafting_path(tiny_pair: Pair) -> None:
@@ -102,7 +104,7 @@ def test_training_blocks_equal_the_drafting_path(tiny_pair: Pair) -> None:
     batch = batch_of(shard, 3)
     loss = loss_of(tiny_pair)
     draft = loss.draft
-    trained = draft_blocks(draft, loss.embedding, batch, BLOCK)
+    trained = draft_batch(draft, loss.embedding, batch, BLOCK)
     for row, document in enumerate(shard):
         for a, anchor in enumerate(batch.anchors[row].tolist()):
             cache = draft.new_cache(1, 40)
@@ -121,11 +123,11 @@ def test_a_block_sees_neither_its_answers_nor_other_blocks(tiny_pair: Pair) -> N
     [document] = documents(1)
     batch = batch_of([document], 2)._replace(anchors=torch.tensor([[6, 11]]))
     loss = loss_of(tiny_pair)
-    base = draft_blocks(loss.draft, loss.embedding, batch, BLOCK)
+    base = draft_batch(loss.draft, loss.embedding, batch, BLOCK)
     tokens, features = batch.tokens.clone(), batch.features.clone()
     tokens[0, 7:] = 3  # everything after the first anchor, the second anchor too
     features[0, 6:] += 1
-    changed = draft_blocks(loss.draft, loss.embedding, batch._replace(tokens=tokens, features=features), BLOCK)
+    changed = draft_batch(loss.draft, loss.embedding, batch._replace(tokens=tokens, features=features), BLOCK)
     assert torch.equal(changed[0, 0], base[0, 0])
     assert not torch.allclose(changed[0, 1], base[0, 1])
 
@@ -137,7 +139,7 @@ def test_the_loss_equals_a_slow_loop(weighting: str, distill: float, tiny_pair: 
     batch = batch_of(shard, 4, seed=2)
     loss = loss_of(tiny_pair, weighting=weighting, distill=distill)
     scores = loss(batch)
-    drafted = draft_blocks(loss.draft, loss.embedding, batch, BLOCK).detach()
+    drafted = draft_batch(loss.draft, loss.embedding, batch, BLOCK).detach()
     total = weight = 0.0
     for row, document in enumerate(shard):
         for a, anchor in enumerate(batch.anchors[row].tolist()):

@@ -24,7 +24,7 @@ from blockpilot.fit import (
 from blockpilot.pairs import PairId
 from blockpilot.policy import CandidateSet, ClassPolicy, PolicyInfo, ProbsMLP
 from blockpilot.prompts import Message, Prompt
-from blockpilot.records import Metadata, SweepRow, prompt_id
+from blockpilot.records import Metadata, SweepRow, prompt_ids
 
 CANDIDATES = [2, 4, 6, 8]
 VOCAB_SIZE = 64
@@ -72,7 +72,7 @@ def _row(text: str, generator: torch.Generator, signal: bool) -> SweepRow:
         taus.append(sum(n * count for n, count in enumerate(histogram)) / num_steps)
     prompt = Prompt("synthetic", (Message("user", text),))
     return SweepRow(
-        prompt_id(prompt, 0, 0.0),
+        prompt_ids(prompt, 0, 0.0)[0],
         "synthetic",
         text,
         3,
@@ -82,6 +82,7 @@ def _row(text: str, generator: torch.Generator, signal: bool) -> SweepRow:
         taus,
         [num_steps] * 4,
         histograms,
+        [],
         True,
         ids,
         probs,

@@ -23,7 +23,7 @@ from blockpilot.records import (
     difference,
     mismatch,
     part_files,
-    prompt_id,
+    prompt_ids,
     read_rows,
     read_sweep,
     validate,
@@ -55,6 +55,7 @@ def make_row(prompt_id: str = "a", **changes: object) -> SweepRow:
         taus=[1.0, 2.0],
         num_steps=[6, 3],
         emitted_histograms=[[0, 6], [0, 1, 1, 1]],
+        accepted=[],
         texts_agree=True,
         probs_ids=[0, 4, 99],
         probs=[0.5, 0.25, 0.125],
@@ -67,7 +68,10 @@ def make_row(prompt_id: str = "a", **changes: object) -> SweepRow:
 
 
 def test_rows_and_metadata_survive_the_file(tmp_path: Path) -> None:
-    rows = [make_row("b"), make_row("a", context=[], finish_reason="stop", seed=2**63 - 1)]
+    rows = [
+        make_row("b"),
+        make_row("a", context=[], finish_reason="stop", seed=2**63 - 1, accepted=[[0] * 6, [2] * 6]),
+    ]
     write_rows(tmp_path / "new" / "part.parquet", rows, METADATA)
     sweep = read_sweep(tmp_path / "new" / "part.parquet")
     assert sweep.rows == rows
@@ -119,6 +123,8 @@ BAD_ROWS = {
     "taus has 1 entries for 2 candidates": {"taus": [1.0]},
     "num_steps has 3 entries for 2 candidates": {"num_steps": [6, 3, 1]},
     "emitted_histograms has 1 entries for 2 candidates": {"emitted_histograms": [[0, 6]]},
+    "accepted does not have an entry for every": {"accepted": [[0] * 6, [0] * 5]},
+    "accepted of block size 3 has entries outside 0 to 2": {"accepted": [[0] * 6, [2, 1, 0, 3, 0, 0]]},
     "probs has 2 entries for 3 probs_ids": {"probs": [0.5, 0.375]},
     "sum to 0.99": {"probs": [0.5, 0.25, 0.115]},
     "tail_mass below 0": {"tail_mass": -0.125, "probs": [0.75, 0.25, 0.125]},
@@ -257,20 +263,28 @@ def test_a_prompt_comes_once(tmp_path: Path) -> None:
         read_rows(tmp_path)
 
 
-def test_prompt_id_depends_on_all_that_it_stands_for() -> None:
+def first_id(prompt: Prompt, seed: int, temperature: float) -> str:
+    return prompt_ids(prompt, seed, temperature)[0]
+
+
+def test_prompt_ids_depend_on_all_that_they_stand_for() -> None:
     hello = Prompt("demo", (Message("user", "hello"),))
     ids = [
-        prompt_id(hello, 0, 0.0),
-        prompt_id(hello, 1, 0.0),
-        prompt_id(hello, 0, 1.0),
-        prompt_id(Prompt("other", hello.messages), 0, 0.0),
-        prompt_id(Prompt("demo", (Message("user", "Hello"),)), 0, 0.0),
-        prompt_id(Prompt("demo", (Message("system", "hello"),)), 0, 0.0),
-        prompt_id(Prompt("demo", (Message("user", "hel"), Message("user", "lo"))), 0, 0.0),
+        first_id(hello, 0, 0.0),
+        first_id(hello, 1, 0.0),
+        first_id(hello, 0, 1.0),
+        first_id(Prompt("other", hello.messages), 0, 0.0),
+        first_id(Prompt("demo", (Message("user", "Hello"),)), 0, 0.0),
+        first_id(Prompt("demo", (Message("system", "hello"),)), 0, 0.0),
+        first_id(Prompt("demo", (Message("user", "hel"), Message("user", "lo"))), 0, 0.0),
     ]
     assert len(set(ids)) == len(ids)
     assert all(len(key) == 32 and int(key, 16) >= 0 for key in ids)
-    assert prompt_id(hello, 0, 0) == ids[0]
+    assert first_id(hello, 0, 0) == ids[0]
+    more = prompt_ids(Prompt("demo", hello.messages, ("and?", "so?")), 0, 0.0)
+    assert len({*ids, *more}) == len(ids) + 2
+    assert more[:2] == prompt_ids(Prompt("demo", hello.messages, ("and?",)), 0, 0.0)
+    assert more[0] == ids[0]
     # Written in sweeps that are kept: it must never change.
     assert ids[0] == "8a66e03db10caa1e5b1a976236c1f7cc"
 

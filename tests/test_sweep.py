@@ -2,22 +2,27 @@
 
 import copy
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from blockpilot.blocks import emitted_along
 from blockpilot.engine import Engine, Step, generate
 from blockpilot.pairs import Pair
 from blockpilot.prompts import Message, Prompt, load_prompts
-from blockpilot.records import MIN_PROB, Metadata, SweepRow, read_rows, write_rows
+from blockpilot.records import MIN_PROB, Metadata, SweepRow, prompt_ids, read_rows, validate, write_rows
 from blockpilot.sweep import (
-    best_counts,
+    Outcome,
+    Summary,
     candidates_around,
     check_candidates,
     decode,
+    fewest_steps,
+    replay,
     sampler_seed,
-    tau_curve,
 )
 
 MASK_ID = 258
@@ -64,9 +69,12 @@ def alone(
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("num_slots", [3, 16])
-def test_a_sweep_equals_decoding_everything_alone(parrot: Pair, temperature: float, num_slots: int) -> None:
+@pytest.mark.parametrize("method", [decode, replay, partial(replay, text_block_size=4)])
+def test_a_sweep_equals_decoding_everything_alone(
+    parrot: Pair, temperature: float, num_slots: int, method: Callable[..., Outcome]
+) -> None:
     asked, candidates = prompts(4), [1, 2, 4, 7]
-    outcome = decode(parrot, asked, candidates, max_new_tokens=30, temperature=temperature, num_slots=num_slots)
+    outcome = method(parrot, asked, candidates, max_new_tokens=30, temperature=temperature, num_slots=num_slots)
     assert not outcome.rejects
     for row, prompt in zip(outcome.rows, asked, strict=True):
         assert (row.prompt, row.texts_agree) == (prompt.text, True)
@@ -76,11 +84,34 @@ def test_a_sweep_equals_decoding_everything_alone(parrot: Pair, temperature: flo
             assert row.num_steps[i] == len(emitted)
             assert row.emitted_histograms[i] == [emitted.count(n) for n in range(block_size + 1)]
             assert row.taus[i] == sum(emitted) / len(emitted)
-    taus = tau_curve(outcome.rows)
+    taus = Summary().add(outcome.rows).tau_curve
     assert taus[1] == 1.0
     if temperature:  # the draft is right often, but not always
         assert 1.1 < taus[2] < 2
         assert taus[2] < taus[7] < 6
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_dense_sweep_has_the_steps_of_every_walk(parrot: Pair, temperature: float) -> None:
+    asked, candidates = prompts(3), [1, 3, 6]
+    settings = {"max_new_tokens": 30, "temperature": temperature}
+    metadata = Metadata({}, parrot.id, "float32", parrot.vocab_size, parrot.block_size, candidates, {}, "")
+    dense = replay(parrot, asked, candidates, dense=True, **settings).rows
+    for row, expected in zip(dense, decode(parrot, asked, candidates, **settings).rows, strict=True):
+        assert row.emitted_histograms == expected.emitted_histograms
+        assert row.accepted[0] == [0] * (len(row.output_tokens) - 1)
+        assert [max(accepted) for accepted in row.accepted] == [0, 2, 5]
+        assert fewest_steps(row.accepted) <= min(row.num_steps)
+        validate(row, metadata)
+
+
+def test_fewest_steps_takes_the_best_way() -> None:
+    # The second candidate gets further at the first anchor; the first one lands where it pays.
+    first, second = [0, 3, 0, 0, 0], [1, 0, 0, 0, 0]
+    assert [len(emitted_along(accepted)) for accepted in (first, second)] == [2, 4]
+    assert fewest_steps([first, second]) == 2
+    assert fewest_steps([[0, 0, 1, 0, 0, 0], [1, 0, 2, 0, 0, 0]]) == 3  # 2 + 3 + 1
+    assert fewest_steps([[]]) == 0
 
 
 def test_taus_of_a_draft_that_is_always_right(parrot: Pair) -> None:
@@ -126,6 +157,35 @@ def test_an_answer_that_ends_with_its_prefill_has_no_tau(parrot: Pair) -> None:
     outcome = decode(stopping, prompts(2), [2], max_new_tokens=5)
     assert outcome.rows == []
     assert [reject.error for reject in outcome.rejects] == ["no verify step: the answer ended with its prefill"] * 2
+
+
+@pytest.mark.parametrize("method", [decode, replay])
+def test_follow_ups_are_asked_after_the_targets_answers(parrot: Pair, method: Callable[..., Outcome]) -> None:
+    (single,) = prompts(1)
+    conversation = Prompt("demo", single.messages, ("And then?", "Why?"))
+    settings = {"max_new_tokens": 12, "temperature": 0.7}
+    outcome = method(parrot, [conversation, single], [2, 4], **settings)
+    ids = prompt_ids(conversation, 0, 0.7)
+    assert [row.prompt_id for row in outcome.rows] == [*ids, ids[0]]
+    asked = conversation
+    for turn in range(3):
+        expected = method(parrot, [Prompt(asked.set, asked.messages)], [2, 4], **settings).rows[0]
+        if turn == 0:  # later turns have ids, and so seeds, of their own
+            assert outcome.rows[0].output_tokens == expected.output_tokens
+        assert outcome.rows[turn].prompt == asked.text
+        assert outcome.rows[turn].num_prompt_tokens == expected.num_prompt_tokens
+        if asked.follow_ups:
+            answer = parrot.tokenizer.decode(outcome.rows[turn].output_tokens, skip_special_tokens=True)
+            asked = asked.followed_up(answer)
+
+
+def test_a_turn_that_cannot_be_swept_takes_the_later_ones_along(parrot: Pair) -> None:
+    long = Prompt("demo", (Message("user", "hello"),), ("x" * parrot.max_length, "Why?"))
+    outcome = replay(parrot, [long, *prompts(1)], [2], max_new_tokens=8)
+    assert [row.prompt_id for row in outcome.rows] == [prompt_ids(p, 0, 0.0)[0] for p in (long, *prompts(1))]
+    assert [reject.prompt_id for reject in outcome.rejects] == list(prompt_ids(long, 0, 0.0)[1:])
+    first, second = (reject.error for reject in outcome.rejects)
+    assert second == f"an earlier turn: {first}"
 
 
 def test_a_template_that_refuses_a_prompt(parrot: Pair) -> None:
@@ -185,10 +245,18 @@ def test_bad_candidates_are_refused(parrot: Pair, candidates: list[int]) -> None
         decode(parrot, prompts(1), candidates, max_new_tokens=5)
 
 
+def test_candidates_fit_the_context(parrot: Pair) -> None:
+    target = copy.deepcopy(parrot.target)
+    target.config.max_position_embeddings = 16
+    short = dataclasses.replace(parrot, target=target)
+    with pytest.raises(ValueError, match=r"candidates \(2, 16\): must be shorter than the target's context of 16"):
+        replay(short, prompts(1), [2, 16], max_new_tokens=5)
+
+
 def test_the_embedded_draft_is_worth_its_while(embedded_pair: Pair) -> None:
     """fp32 and greedy, so the same everywhere: a draft of noise would stay at 1.0."""
     outcome = decode(embedded_pair, load_prompts("demo", 4), [1, 4, 8], max_new_tokens=24)
-    taus = tau_curve(outcome.rows)
+    taus = Summary().add(outcome.rows).tau_curve
     assert all(row.texts_agree for row in outcome.rows)
     assert taus[1] == 1.0
     assert taus[8] > 1.1
@@ -218,6 +286,8 @@ def test_totals_are_divided_once(parrot: Pair) -> None:
     even = dataclasses.replace(
         row, taus=[1.0, 1.0], num_steps=[4, 4], emitted_histograms=[[0, 4], [0, 4, 0, 0, 0, 0]]
     )
-    assert tau_curve([row, long, even]) == {1: 1.0, 5: (24 + 40 + 4) / (5 + 10 + 4)}
-    assert best_counts([row, long, even]) == {1: 1, 5: 2}
-    assert (tau_curve([]), best_counts([])) == ({}, {})
+    summary = Summary().add([row, long]).add([even])
+    assert summary.tau_curve == {1: 1.0, 5: (24 + 40 + 4) / (5 + 10 + 4)}
+    assert summary.best_counts == {1: 1, 5: 2}
+    assert (summary.share_within(0, 5), summary.share_within(4, 5)) == (2 / 3, 1)
+    assert (Summary().tau_curve, Summary().best_counts, Summary().ceiling) == ({}, {}, None)

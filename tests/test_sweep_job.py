@@ -19,12 +19,15 @@ import httpx
 import pytest
 import ray
 from processes import descendants
+from ray.cluster_utils import Cluster
 
 from blockpilot.pairs import Pair
+from blockpilot.prompts import Prompt
 from blockpilot.records import Metadata, SweepRow, read_file, read_rows, read_sweep, write_rows
-from blockpilot.sweep import decode
+from blockpilot.sweep import Summary, replay
 from jobs.config import ConfigError, PairConfig, main
-from jobs.sweep import Shard, SweepConfig, SweepFolder, _identity, _shards, run
+from jobs.sweep import SweepConfig, _open, plots, run
+from jobs.sweep_folder import Shard, SweepFolder
 
 ROOT = Path(__file__).parent.parent
 RAY = str(Path(sys.executable).with_name("ray"))
@@ -49,7 +52,8 @@ def config(tiny_pair_dirs: tuple[Path, Path], prompt_file: Path, tmp_path: Path)
         prompts=(str(prompt_file),),
         candidates=CANDIDATES,
         prompts_per_shard=2,
-        output=tmp_path / "sweep",
+        output=str(tmp_path / "sweep"),
+        cost_rows=(),
         **SETTINGS,
     )
 
@@ -62,15 +66,27 @@ def command(config: SweepConfig) -> list[str]:
         *("--target", config.pair.target, "--draft", config.pair.draft),
         *("--prompts", *config.prompts, "--candidates", *map(str, CANDIDATES)),
         *("--max-new-tokens", "24", "--temperature", "0.7", "--seed", "3", "--prompts-per-shard", "2"),
-        *("--output", str(config.output), "--max-attempts", "2"),
+        *("--output", config.output, "--max-attempts", "2", "--cost-rows"),
     ]
 
 
 @pytest.fixture(scope="module")
-def expected(tiny_pair: Pair, tiny_pair_dirs: tuple[Path, Path], prompt_file: Path) -> dict[str, list[SweepRow]]:
-    """Part name -> rows, decoded here, shard by shard, with nobody being killed."""
-    config = SweepConfig(prompts=(str(prompt_file),), prompts_per_shard=2, **SETTINGS)
-    return {s.part: decode(tiny_pair, s.prompts, CANDIDATES, **SETTINGS).rows for s in _shards(config)}
+def expected(
+    tiny_pair: Pair, prompt_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[SweepRow]]:
+    """Part name -> rows, replayed here, shard by shard, with nobody being killed."""
+    output = str(tmp_path_factory.mktemp("expected"))
+    config = SweepConfig(prompts=(str(prompt_file),), prompts_per_shard=2, output=output, **SETTINGS)
+    shards, folder = _open(config)
+    return {s.part: replay(tiny_pair, prompts(folder, s), CANDIDATES, **SETTINGS).rows for s in shards}
+
+
+def prompts(folder: SweepFolder, shard: Shard) -> list[Prompt]:
+    return folder.prompts(shard, range(len(shard.prompts)))
+
+
+def texts(folder: SweepFolder, shard: Shard) -> list[str]:
+    return [prompt.text for prompt in prompts(folder, shard)]
 
 
 # Bad input: one line, before Ray starts
@@ -129,85 +145,117 @@ def test_bad_settings_are_refused(field: str, value: object, message: str) -> No
 def test_a_submitted_job_needs_an_absolute_output(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
     with pytest.raises(ValueError, match="output runs/x: must be absolute in a submitted job"):
-        run(SweepConfig(output=Path("runs/x")))
+        run(SweepConfig(output="runs/x"))
+
+
+def test_the_output_may_be_a_uri(
+    config: SweepConfig, tiny_pair: Pair, expected: dict[str, list[SweepRow]], tmp_path: Path
+) -> None:
+    config = config.model_copy(update={"output": f"file://{tmp_path}/by-uri"})
+    shards, folder = _open(config)
+    identity, size = folder.identity, tiny_pair.vocab_size
+    metadata = Metadata(identity, tiny_pair.id, "float32", size, tiny_pair.block_size, [*CANDIDATES], {}, "")
+    for shard in shards:
+        folder.write(shard, expected[shard.part], metadata)
+    folder.write_rejects([])
+    assert [row for rows in folder.parts() for row in rows] == [row for rows in expected.values() for row in rows]
+    assert read_rows(config.output) == read_rows(tmp_path / "by-uri")
+    assert left(config) == {shard.part: [TOO_LONG] for shard in shards if TOO_LONG in texts(folder, shard)}
+    with pytest.raises(ValueError, match="nosuch://x"):
+        _open(config.model_copy(update={"output": "nosuch://x"}))
+
+
+def test_plots_are_pictures(expected: dict[str, list[SweepRow]]) -> None:
+    summary = Summary().add([row for rows in expected.values() for row in rows])
+    for picture in plots(summary, block_size=4).values():
+        assert picture.startswith(b"\x89PNG")
 
 
 # Shards and the output directory
 
 
-def test_shards_hold_every_prompt_once_in_order(config: SweepConfig, prompt_file: Path, tmp_path: Path) -> None:
+def test_shards_hold_every_prompt_once_in_order(config: SweepConfig, prompt_file: Path) -> None:
     twice = config.model_copy(update={"prompts": (str(prompt_file), "demo", str(prompt_file)), "num_prompts": 7})
-    shards = _shards(twice)
-    texts = [prompt.text for shard in shards for prompt in shard.prompts]
-    assert len(texts) == len(set(texts)) == 14
+    shards, folder = _open(twice)
+    found = [text for shard in shards for text in texts(folder, shard)]
+    assert len(found) == len(set(found)) == 14
     assert [len(shard.prompts) for shard in shards] == [2] * 7
     assert [shard.part for shard in shards] == sorted({shard.part for shard in shards})
     assert [shard.number for shard in shards] == list(range(7))
-    assert _shards(twice) == shards
-    reseeded = _shards(twice.model_copy(update={"seed": 4}))
-    assert [shard.prompts for shard in reseeded] == [shard.prompts for shard in shards]
+    assert _open(twice)[0] == shards
+    reseeded, other = _open(twice.model_copy(update={"seed": 4, "output": config.output + "4"}))
+    assert [texts(other, shard) for shard in reseeded] == [texts(folder, shard) for shard in shards]
     assert not {shard.part for shard in reseeded} & {shard.part for shard in shards}
 
 
 @pytest.fixture
-def folder(config: SweepConfig) -> SweepFolder:
-    return SweepFolder(config.output, _identity(config, _shards(config)))
+def opened(config: SweepConfig) -> tuple[list[Shard], SweepFolder]:
+    return _open(config)
 
 
 @pytest.fixture
-def metadata(folder: SweepFolder, tiny_pair: Pair) -> Metadata:
-    size = tiny_pair.vocab_size
-    return Metadata(folder.identity, tiny_pair.id, "float32", size, tiny_pair.block_size, [*CANDIDATES], {}, "")
+def metadata(opened: tuple[list[Shard], SweepFolder], tiny_pair: Pair) -> Metadata:
+    size, identity = tiny_pair.vocab_size, opened[1].identity
+    return Metadata(identity, tiny_pair.id, "float32", size, tiny_pair.block_size, [*CANDIDATES], {}, "")
+
+
+def left(config: SweepConfig) -> dict[str, list[str]]:
+    """What the same command would still do: part name -> texts."""
+    shards, folder = _open(config)
+    found = {shard.part: [p.text for p in folder.prompts(shard, folder.left(shard))] for shard in shards}
+    return {part: texts for part, texts in found.items() if texts}
 
 
 def test_a_folder_knows_what_is_left(
-    config: SweepConfig, folder: SweepFolder, metadata: Metadata, expected: dict[str, list[SweepRow]]
-) -> None:
-    shards = _shards(config)
-    tasks = folder.open(shards)
-    assert [task.prompts for task in tasks] == [list(shard.prompts) for shard in shards]
-    first, second, third = tasks[:3]
-    folder.write(first, expected[first.shard.part], metadata)
-    folder.write(second, expected[second.shard.part][1:], metadata)  # one of its two
-    (partial, following, *_) = folder.open(shards)
-    assert (partial.shard, partial.prompts) == (second.shard, [second.shard.prompts[0]])
-    assert following.shard == third.shard
-    folder.write(partial, expected[second.shard.part][:1], metadata)
-    assert folder.open(shards)[0].shard == third.shard
-    assert read_sweep(folder.rows).rows == expected[first.shard.part] + expected[second.shard.part]
-
-
-def test_a_damaged_part_is_decoded_again(
     config: SweepConfig,
-    folder: SweepFolder,
+    opened: tuple[list[Shard], SweepFolder],
+    metadata: Metadata,
+    expected: dict[str, list[SweepRow]],
+) -> None:
+    shards, folder = opened
+    assert left(config) == {shard.part: texts(folder, shard) for shard in shards}
+    first, second, third = shards[:3]
+    folder.write(first, expected[first.part], metadata)
+    folder.write(second, expected[second.part][1:], metadata)  # one of its two
+    assert next(iter(left(config).items())) == (second.part, texts(folder, second)[:1])
+    folder.write(second, expected[second.part][:1], metadata)
+    assert next(iter(left(config))) == third.part
+    assert read_sweep(folder.rows).rows == expected[first.part] + expected[second.part]
+
+
+def test_a_damaged_part_is_done_again(
+    config: SweepConfig,
+    opened: tuple[list[Shard], SweepFolder],
     metadata: Metadata,
     expected: dict[str, list[SweepRow]],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    shards = _shards(config)
-    for task in folder.open(shards):
-        folder.write(task, expected[task.shard.part], metadata)
-    (with_long,) = (shard for shard in shards if TOO_LONG in texts(shard))
+    shards, folder = opened
+    for shard in shards:
+        folder.write(shard, expected[shard.part], metadata)
+    (with_long,) = (shard for shard in shards if TOO_LONG in texts(folder, shard))
     damaged = next(shard for shard in shards if shard != with_long)
-    part = folder.rows / damaged.part
+    part = Path(folder.rows) / damaged.part
     part.write_bytes(part.read_bytes()[:-50])
-    (folder.rows / f".{damaged.part}.123.tmp").write_bytes(b"of a writer that was killed")
-    left = {task.shard.part: [prompt.text for prompt in task.prompts] for task in folder.open(shards)}
-    assert left == {damaged.part: texts(damaged), with_long.part: [TOO_LONG]}
+    (part.parent / f".{damaged.part}.123.tmp").write_bytes(b"of a writer that was killed")
+    assert left(config) == {damaged.part: texts(folder, damaged), with_long.part: [TOO_LONG]}
     assert f"decoding again what was in {part}: not a readable" in capsys.readouterr().out
-    assert [file.name for file in sorted(folder.rows.iterdir())] == [shard.part for shard in shards]
+    assert [file.name for file in sorted(part.parent.iterdir())] == [shard.part for shard in shards]
 
 
 def test_a_folder_of_another_sweep_is_refused(
-    config: SweepConfig, folder: SweepFolder, metadata: Metadata, expected: dict[str, list[SweepRow]]
+    config: SweepConfig,
+    opened: tuple[list[Shard], SweepFolder],
+    metadata: Metadata,
+    expected: dict[str, list[SweepRow]],
 ) -> None:
-    colder = config.model_copy(update={"temperature": 0.5})
-    SweepFolder(config.output, _identity(colder, _shards(colder))).open(_shards(colder))
-    task, *_ = folder.open(_shards(config))  # no rows were there yet: nothing to lose
-    folder.write(task, expected[task.shard.part], metadata)
+    _open(config.model_copy(update={"temperature": 0.5}))  # no rows are there yet: nothing to lose
+    shards, folder = _open(config)
+    folder.write(shards[0], expected[shards[0].part], metadata)
     for field, value in {
         "temperature": 0.5,
         "candidates": (1, 2),
+        "method": "dense",
         "pair": PairConfig(name="smollm2-135m"),
         "num_prompts": 5,
         "prompts_per_shard": 3,
@@ -215,8 +263,8 @@ def test_a_folder_of_another_sweep_is_refused(
         other = config.model_copy(update={field: value})
         with pytest.raises(ValueError, match=rf"holds another sweep \(there and here: {field}"):
             run(other)
-    elsewhere = config.model_copy(update={"slots": 3, "max_attempts": 7})
-    assert _identity(elsewhere, _shards(elsewhere)) == folder.identity
+    elsewhere = config.model_copy(update={"slots": 3, "max_attempts": 7, "cost_rows": (1,)})
+    assert _open(elsewhere)[1].identity == folder.identity
     assert not ray.is_initialized()
 
 
@@ -226,36 +274,41 @@ def test_a_changed_prompt_file_is_another_sweep(
     path = tmp_path / "questions.txt"
     path.write_text("one\ntwo\n")
     config = config.model_copy(update={"prompts": (str(path),)})
-    shards = _shards(config)
-    folder = SweepFolder(config.output, _identity(config, shards))
-    (task,) = folder.open(shards)
-    rows = decode(tiny_pair, task.prompts, CANDIDATES, **SETTINGS).rows
-    folder.write(task, rows, dataclasses.replace(metadata, config=folder.identity))
+    (shard,), folder = _open(config)
+    rows = replay(tiny_pair, prompts(folder, shard), CANDIDATES, **SETTINGS).rows
+    folder.write(shard, rows, dataclasses.replace(metadata, config=folder.identity))
     path.write_text("one\nthree\n")
     with pytest.raises(ValueError, match=r"holds another sweep \(there and here: prompts_digest"):
         run(config)
 
 
 def test_rows_of_another_pair_do_not_join(
-    config: SweepConfig, folder: SweepFolder, metadata: Metadata, expected: dict[str, list[SweepRow]]
+    config: SweepConfig,
+    opened: tuple[list[Shard], SweepFolder],
+    metadata: Metadata,
+    expected: dict[str, list[SweepRow]],
 ) -> None:
-    first, second, *_ = folder.open(_shards(config))
-    folder.write(first, expected[first.shard.part], metadata)
-    folder.open(_shards(config))
+    (first, second, *_), folder = opened
+    folder.write(first, expected[first.part], metadata)
+    again = SweepFolder(config.output, folder.identity)
+    assert again.left(first) == ()
     retrained = dataclasses.replace(metadata, pair=metadata.pair._replace(draft_revision="new"))
     with pytest.raises(ValueError, match=r"another pair or precision \(pair.draft_revision: '.*' and 'new'\)"):
-        folder.write(second, expected[second.shard.part], retrained)
+        again.write(second, expected[second.part], retrained)
 
 
 def test_files_that_are_not_ours_are_refused(
-    config: SweepConfig, folder: SweepFolder, metadata: Metadata, expected: dict[str, list[SweepRow]]
+    config: SweepConfig,
+    opened: tuple[list[Shard], SweepFolder],
+    metadata: Metadata,
+    expected: dict[str, list[SweepRow]],
 ) -> None:
-    first, *_ = folder.open(_shards(config))
-    folder.write(first, expected[first.shard.part], metadata)
-    write_rows(folder.rows / "part-00099-x.parquet", expected[first.shard.part], metadata)
+    (first, *_), folder = opened
+    folder.write(first, expected[first.part], metadata)
+    write_rows(f"{folder.rows}/part-00099-x.parquet", expected[first.part], metadata)
     with pytest.raises(ValueError, match=r"rows/part-00099-x\.parquet is no part of this sweep"):
         run(config)
-    (config.output / "config.json").unlink()
+    Path(config.output, "config.json").unlink()
     with pytest.raises(ValueError, match=r"holds rows, but config\.json is not readable"):
         run(config)
 
@@ -263,12 +316,14 @@ def test_files_that_are_not_ours_are_refused(
 # Whole runs
 
 
-def sweep_process(config: SweepConfig, *, script: Path = ROOT / "jobs" / "sweep.py") -> subprocess.Popen[str]:
-    """The job as a user starts it, in the project's directory."""
+def sweep_process(
+    config: SweepConfig, *, script: Path = ROOT / "jobs" / "sweep.py", address: str | None = None
+) -> subprocess.Popen[str]:
+    """The job as a user starts it, in the project's directory; on the cluster at `address` if there is one."""
     return subprocess.Popen(
         [sys.executable, str(script), *command(config)],
         cwd=ROOT,
-        env=environment(),
+        env=environment() | ({"RAY_ADDRESS": address} if address else {}),
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -296,18 +351,14 @@ def wait_for(condition: Callable[[], object], process: subprocess.Popen[str]) ->
 
 
 def parts(config: SweepConfig) -> list[Path]:
-    return sorted((config.output / "rows").glob("*.parquet"))
-
-
-def texts(shard: Shard) -> list[str]:
-    return [prompt.text for prompt in shard.prompts]
+    return sorted(Path(config.output, "rows").glob("*.parquet"))
 
 
 def assert_complete(config: SweepConfig, expected: dict[str, list[SweepRow]]) -> None:
     """Row for row what an undisturbed run writes; only what cannot be swept is set aside."""
     assert {part.name: read_file(part).rows for part in parts(config)} == expected
     assert read_rows(config.output) == [row for rows in expected.values() for row in rows]
-    (reject,) = map(json.loads, (config.output / "rejects.jsonl").read_text().splitlines())
+    (reject,) = map(json.loads, Path(config.output, "rejects.jsonl").read_text().splitlines())
     assert reject["prompt"] == TOO_LONG
     assert "tokens: at most" in reject["error"]
 
@@ -333,15 +384,16 @@ def test_killed_at_any_moment_and_continued(config: SweepConfig, expected: dict[
     assert "1 prompts set aside" in log
 
 
+POISON = "question 9?"
 POISONED_JOB = """
 import os, jobs.sweep
 from jobs.config import main
 
 class SweepWorker(jobs.sweep.SweepWorker):
-    def decode(self, prompts, candidates, settings):
+    def sweep(self, prompts, *settings):
         if any(prompt.text == "question 9?" for prompt in prompts):
             os._exit(1)
-        return super().decode(prompts, candidates, settings)
+        return super().sweep(prompts, *settings)
 
 jobs.sweep.SweepWorker = SweepWorker
 main(jobs.sweep.SweepConfig, jobs.sweep.run)
@@ -349,24 +401,76 @@ main(jobs.sweep.SweepConfig, jobs.sweep.run)
 
 
 @pytest.mark.ray
-def test_a_shard_that_kills_its_workers_is_set_aside(
+def test_a_prompt_that_kills_its_workers_is_set_aside(
     config: SweepConfig, expected: dict[str, list[SweepRow]], tmp_path: Path
 ) -> None:
     (tmp_path / "poisoned.py").write_text(POISONED_JOB)
     log = finish(sweep_process(config, script=tmp_path / "poisoned.py"))
-    shards = _shards(config)
-    (poisoned,) = (shard for shard in shards if "question 9?" in texts(shard))
+    shards, folder = _open(config)
+    (poisoned,) = (shard for shard in shards if POISON in texts(folder, shard))
     assert f"trying {poisoned.part} again, its worker died" in log
-    assert {part.name: read_file(part).rows for part in parts(config)} == {
-        part: rows for part, rows in expected.items() if part != poisoned.part
+    assert f"looking for what fails in {poisoned.part}, its worker died" in log
+    found = {part.name: read_file(part).rows for part in parts(config)}
+    beside = found.pop(poisoned.part)  # swept alone: the same up to the rounding of another batch
+    assert found == {part: rows for part, rows in expected.items() if part != poisoned.part}
+    assert [counts(row) for row in beside] == [counts(r) for r in expected[poisoned.part] if r.prompt != POISON]
+    rejects = [json.loads(line) for line in Path(config.output, "rejects.jsonl").read_text().splitlines()]
+    assert {reject["prompt"]: reject["error"].split(" (")[0] for reject in rejects} == {
+        POISON: "its worker died",
+        TOO_LONG: next(reject["error"].split(" (")[0] for reject in rejects if reject["prompt"] == TOO_LONG),
     }
-    rejects = [json.loads(line) for line in (config.output / "rejects.jsonl").read_text().splitlines()]
-    given_up = [reject for reject in rejects if reject["error"].startswith("given up after 2 attempts: its worker")]
-    assert [reject["prompt_id"] for reject in given_up] == list(poisoned.ids)
-    assert len(rejects) + sum(len(read_file(part).rows) for part in parts(config)) == 16
     # The same command would try the rejects again, and only them.
-    left = SweepFolder(config.output, _identity(config, shards)).open(shards)
-    assert sorted(prompt.text for task in left for prompt in task.prompts) == sorted({*texts(poisoned), TOO_LONG})
+    assert sorted(text for of_part in left(config).values() for text in of_part) == sorted([POISON, TOO_LONG])
+
+
+def counts(row: SweepRow) -> object:
+    return row.prompt_id, row.output_tokens, row.emitted_histograms
+
+
+FULL_DISK_JOB = """
+import resource
+from jobs.cluster import connect
+from jobs.config import main
+from jobs.sweep import SweepConfig, run
+
+connect()  # Ray's own processes are not limited
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+main(SweepConfig, run)
+"""
+
+
+@pytest.mark.ray
+def test_a_disk_that_is_full_costs_nothing_that_was_finished(
+    config: SweepConfig, expected: dict[str, list[SweepRow]], tmp_path: Path
+) -> None:
+    process = sweep_process(config)
+    wait_for(lambda: parts(config), process)
+    process.kill()
+    process.communicate()
+    kept = {part: part.stat().st_mtime_ns for part in parts(config)}
+    (tmp_path / "full.py").write_text(FULL_DISK_JOB)
+    failing = sweep_process(config, script=tmp_path / "full.py")
+    log, _ = failing.communicate(timeout=120)
+    assert failing.returncode == 2
+    assert "error: [Errno 27] File too large" in log
+    assert {part: part.stat().st_mtime_ns for part in parts(config)} == kept
+    finish(sweep_process(config))
+    assert_complete(config, expected)
+
+
+@pytest.mark.ray
+def test_a_lost_node_costs_no_prompt(config: SweepConfig, expected: dict[str, list[SweepRow]]) -> None:
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    try:
+        node = cluster.add_node(num_cpus=1)
+        process = sweep_process(config, address=cluster.address)
+        wait_for(lambda: parts(config), process)
+        cluster.remove_node(node, allow_graceful=False)
+        cluster.add_node(num_cpus=1)
+        assert "again, its worker died" in finish(process)
+        assert_complete(config, expected)
+    finally:
+        cluster.shutdown()
 
 
 @pytest.fixture

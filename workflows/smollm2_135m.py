@@ -63,7 +63,7 @@ def pipeline(config: DemoConfig) -> Pipeline:
         candidates=config.candidates,
         max_new_tokens=config.max_new_tokens,
         prompts_per_shard=12,
-        output=output / "sweep",
+        output=str(output / "sweep"),
         resources=Resources(num_actors=2),
     )
     evaluate = EvaluateConfig(

@@ -1,0 +1,124 @@
+"""What a step of draft and verification costs on this device, by block size, active rows and context.
+
+Measured by the engine itself: rows that really decode, timed step by step. The text does not matter for the cost, so
+prompts are random tokens; block sizes take turns, so that a slow moment of the machine falls on all of them.
+"""
+
+import json
+import statistics
+import time
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise, product
+
+import torch
+
+from blockpilot.engine import Engine, Request
+from blockpilot.files import Place, read_bytes
+from blockpilot.pairs import Pair, PairId
+
+Table = tuple[tuple[tuple[float, ...], ...], ...]
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Seconds of a step, [block size][rows][context], each axis ascending; of one pair, dtype and device."""
+
+    pair: PairId
+    dtype: str
+    device: str
+    block_sizes: tuple[int, ...]
+    rows: tuple[int, ...]
+    contexts: tuple[int, ...]
+    seconds: Table
+
+    def step_s(self, block_size: int, rows: int, context: int) -> float:
+        """Seconds of a step, linear between what was measured and constant beyond it."""
+        axes = [_weights(self.block_sizes, block_size), _weights(self.rows, rows), _weights(self.contexts, context)]
+        return sum(self.seconds[b][r][c] * of_b * of_r * of_c for (b, of_b), (r, of_r), (c, of_c) in product(*axes))
+
+    def speed_up(self, block_size: int, tau: float, rows: int, context: int) -> float:
+        """Tokens per second at this acceptance length, divided by those of plain decoding."""
+        return tau * self.step_s(1, rows, context) / self.step_s(block_size, rows, context)
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps(asdict(self) | {"pair": self.pair._asdict()}) + "\n"
+
+    @classmethod
+    def read(cls, place: Place) -> "StepCosts":
+        """From a file of `to_json`; raises ValueError for anything else."""
+        try:
+            found = json.loads(read_bytes(place))
+            block_sizes, rows, contexts = (tuple(found.pop(name)) for name in ("block_sizes", "rows", "contexts"))
+            seconds = tuple(tuple(map(tuple, of_rows)) for of_rows in found.pop("seconds"))
+            pair = PairId(**found.pop("pair"))
+            costs = cls(pair, found.pop("dtype"), found.pop("device"), block_sizes, rows, contexts, seconds, **found)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{place}: not the step costs of a pair ({error})") from None
+        shape = len(block_sizes), len(rows), len(contexts)
+        if {(len(seconds), len(of_size), len(of_rows)) for of_size in seconds for of_rows in of_size} != {shape}:
+            raise ValueError(f"{place}: seconds do not have the shape {shape} of their axes")
+        return costs
+
+
+def _weights(axis: Sequence[int], value: int) -> list[tuple[int, float]]:
+    """Indices and weights of the measured points around a value."""
+    above = bisect_right(axis, value)
+    if above == 0 or above == len(axis):
+        return [(min(above, len(axis) - 1), 1.0)]
+    share = (value - axis[above - 1]) / (axis[above] - axis[above - 1])
+    return [(above - 1, 1 - share), (above, share)]
+
+
+def measure_costs(
+    pair: Pair, block_sizes: Sequence[int], rows: Sequence[int], contexts: Sequence[int], *, num_steps: int = 7
+) -> StepCosts:
+    """Median seconds of `num_steps` steps at every point of the grid; axes ascend.
+
+    Raises ValueError for an axis that does not ascend or a context that leaves no room for the steps.
+    """
+    for name, axis in (("block_sizes", block_sizes), ("rows", rows), ("contexts", contexts)):
+        if not axis or axis[0] < 1 or any(a >= b for a, b in pairwise(axis)):
+            raise ValueError(f"{name} {tuple(axis)}: must be ascending numbers of at least 1")
+    room = (num_steps + 1) * sum(block_sizes) + 2
+    if contexts[-1] + room > pair.max_length:
+        raise ValueError(f"context {contexts[-1]}: {room} tokens of steps must fit below {pair.max_length} with it")
+    measured = {(r, c): _measure(pair, block_sizes, r, c, num_steps, room) for r, c in product(rows, contexts)}
+    return StepCosts(
+        pair.id,
+        str(pair.target.dtype).removeprefix("torch."),
+        device_name(pair.target.device),
+        tuple(block_sizes),
+        tuple(rows),
+        tuple(contexts),
+        tuple(tuple(tuple(measured[r, c][size] for c in contexts) for r in rows) for size in block_sizes),
+    )
+
+
+def _measure(
+    pair: Pair, block_sizes: Sequence[int], rows: int, context: int, num_steps: int, room: int
+) -> dict[int, float]:
+    """Median seconds of a step by block size, for this many rows that begin with this much context."""
+    engine = Engine(pair, num_slots=rows, max_length=context + room, max_block_size=block_sizes[-1])
+    prompts = torch.randint(0, pair.vocab_size, (rows, context), generator=torch.Generator().manual_seed(0))
+    ids = [engine.add(Request(tuple(prompt), room, block_size=block_sizes[-1])) for prompt in prompts.tolist()]
+    engine.step()  # prefills
+    seconds: dict[int, list[float]] = {size: [] for size in block_sizes}
+    for turn in range(num_steps + 1):
+        for size in block_sizes:
+            for request_id in ids:
+                engine.set_block_size(request_id, size)
+            started = time.perf_counter()
+            engine.step()
+            if turn:  # the first one of a shape pays for memory and kernels
+                seconds[size].append(time.perf_counter() - started)
+    return {size: statistics.median(of_size) for size, of_size in seconds.items()}
+
+
+def device_name(device: torch.device) -> str:
+    """What the costs depend on: the GPU's name, or that it is a CPU and with how many threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type}, {torch.get_num_threads()} threads"

@@ -1,0 +1,169 @@
+"""What every block size would have accepted on a known text, without decoding it again.
+
+The keyed sampler makes a request's text the same for every block size, so the target runs once over the finished text
+and what a step emits follows from the draft alone: draft at the anchor, compare with the text, jump. Replaying gives
+what the engine counts, at any temperature (bit for bit where arithmetic is exact enough to give equal tokens: fp32).
+
+The LM head runs slot by slot over the blocks that are right so far, so a block costs about tau of its rows.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from blockpilot.blocks import ANCHORS_PER_ROW, Blocks, KnownContext, draft_blocks
+from blockpilot.pairs import Pair
+from blockpilot.target import Target
+from blockpilot.verify import Sampling, keyed_sample
+
+PREFILL_COLUMNS = 1024  # of all texts of a group, scored by the target in one pass
+HEAD_ROWS = 512  # of the LM head at once: their logits take 4 * vocabulary bytes each
+ANCHORS_AT_ONCE = 32 * ANCHORS_PER_ROW  # of one text
+
+
+class Text(NamedTuple):
+    """A finished request: tokens of prompt and answer, and the length that it was not allowed to pass."""
+
+    tokens: tuple[int, ...]
+    num_prompt_tokens: int
+    limit: int
+    sampling: Sampling
+
+
+class KnownTexts(NamedTuple):
+    """N texts with the draft's context of them."""
+
+    texts: tuple[Text, ...]
+    tokens: Tensor  # [N, S], padded
+    keys: tuple[Tensor, ...]  # [N, heads, S, head_dim] of every draft layer
+    values: tuple[Tensor, ...]
+    prefill_context: Tensor  # [N, hidden]: the context vector at the last prompt token
+
+    def rows(self, index: Tensor) -> "KnownTexts":
+        """Some of the texts."""
+        return KnownTexts(
+            tuple(self.texts[i] for i in index.tolist()),
+            self.tokens[index],
+            tuple(keys[index] for keys in self.keys),
+            tuple(values[index] for values in self.values),
+            self.prefill_context[index],
+        )
+
+
+@torch.inference_mode()
+def know(pair: Pair, texts: Sequence[Text]) -> KnownTexts:
+    """Run the target over the texts, a stretch of columns at a time, and keep the draft's context of them."""
+    target = Target(pair.target, pair.draft.options.target_layer_ids)
+    device, draft = pair.target.device, pair.draft
+    length = max(len(text.tokens) for text in texts)
+    tokens = torch.tensor([[*text.tokens, *[0] * (length - len(text.tokens))] for text in texts], device=device)
+    last_of_prompt = torch.tensor([text.num_prompt_tokens - 1 for text in texts], device=device)
+    target_cache, draft_cache = target.new_cache(len(texts), length), draft.new_cache(len(texts), length)
+    prefill_context = torch.zeros(len(texts), draft.config.hidden_size, dtype=draft.dtype, device=device)
+    stretch = -(-PREFILL_COLUMNS // len(texts))
+    for start in range(0, length, stretch):
+        end = min(start + stretch, length)
+        positions = torch.arange(start, end, device=device).expand(len(texts), -1)
+        scored = target.score(tokens[:, start:end], positions, target_cache.view(0, positions, end), features=True)
+        assert scored.features is not None
+        context = draft.fuse(scored.features.to(draft.dtype))
+        draft.extend(context, positions, draft_cache.view(0, positions, end))
+        here = (last_of_prompt >= start) & (last_of_prompt < end)
+        prefill_context[here] = context[here, last_of_prompt[here] - start]
+    keys, values = (tuple(x.transpose(1, 2) for x in kept) for kept in (draft_cache.keys, draft_cache.values))
+    return KnownTexts(tuple(texts), tokens, keys, values, prefill_context)
+
+
+@torch.inference_mode()
+def walk(pair: Pair, known: KnownTexts, candidates: Sequence[int]) -> list[list[list[int]]]:
+    """Replay every text with every block size (2 or more): for each text and candidate, what each step emitted."""
+    emitted: list[list[list[int]]] = [[[] for _ in candidates] for _ in known.texts]
+    device = known.tokens.device
+    last = torch.tensor([len(text.tokens) - 1 for text in known.texts], device=device)[:, None]
+    limits = torch.tensor([text.limit for text in known.texts], device=device)[:, None]
+    first = torch.tensor([text.num_prompt_tokens for text in known.texts], device=device)[:, None]
+    anchors = first.expand(-1, len(candidates)).clone()
+    widths = torch.tensor(candidates, device=device)
+    ids = torch.arange(len(known.texts), device=device)
+    while True:
+        unfinished = (anchors < last).any(dim=1)
+        if not unfinished.any():
+            return emitted
+        if not unfinished.all():
+            index = unfinished.nonzero()[:, 0]
+            known, ids = known.rows(index), ids[index]
+            anchors, last, limits = anchors[index], last[index], limits[index]
+        running = anchors < last
+        sizes = torch.where(running, torch.minimum(widths, limits - anchors - 1), 1)
+        blocks = Blocks(anchors, known.tokens.gather(1, anchors), sizes, tuple(candidates))
+        hidden = draft_blocks(pair.draft, _embedding(pair), KnownContext(known.keys, known.values), blocks)
+        num_emitted = torch.minimum(count_accepted(pair, known, hidden, blocks) + 1, last - anchors)
+        for row, counts, active in zip(ids.tolist(), num_emitted.tolist(), running.tolist(), strict=True):
+            for candidate, count in enumerate(counts):
+                if active[candidate]:
+                    emitted[row][candidate].append(count)
+        anchors = anchors + num_emitted
+
+
+@torch.inference_mode()
+def accepted_everywhere(pair: Pair, known: KnownTexts, block_size: int) -> list[list[int]]:
+    """For each text, the drafted tokens accepted at every anchor of its answer, in order."""
+    return [_accepted_everywhere(pair, known.rows(torch.tensor([i])), block_size) for i in range(len(known.texts))]
+
+
+def _accepted_everywhere(pair: Pair, known: KnownTexts, block_size: int) -> list[int]:
+    (text,) = known.texts
+    every = torch.arange(text.num_prompt_tokens, len(text.tokens) - 1, device=known.tokens.device)
+    found: list[int] = []
+    for some in every.split(ANCHORS_AT_ONCE) if len(every) else ():
+        rows_each = -(-len(some) // ANCHORS_PER_ROW)
+        anchors = torch.cat([some, some[-1:].expand(rows_each * ANCHORS_PER_ROW - len(some))])
+        anchors = anchors.view(rows_each, ANCHORS_PER_ROW)
+        sizes = (text.limit - anchors - 1).clamp_max(block_size)
+        blocks = Blocks(anchors, known.tokens[0][anchors], sizes, (block_size,) * ANCHORS_PER_ROW)
+        context = KnownContext(known.keys, known.values, rows_each)
+        hidden = draft_blocks(pair.draft, _embedding(pair), context, blocks)
+        same = known._replace(texts=known.texts * rows_each, tokens=known.tokens.expand(rows_each, -1))
+        found += count_accepted(pair, same, hidden, blocks).flatten()[: len(some)].tolist()
+    return found
+
+
+def count_accepted(pair: Pair, known: KnownTexts, hidden: Tensor, blocks: Blocks) -> Tensor:
+    """Drafted tokens of every block that equal the text up to the first that does not: [R, A].
+
+    hidden [R, sum(widths), hidden] are the blocks' slots; row r's text is known.texts[r].
+    """
+    accepted = torch.zeros_like(blocks.anchors)
+    lengths = torch.tensor([len(text.tokens) for text in known.texts], device=accepted.device)
+    ends = torch.minimum(blocks.sizes, lengths[:, None] - blocks.anchors)
+    starts = torch.tensor([0, *blocks.widths[:-1]], device=accepted.device).cumsum(0)
+    row, block = (ends > 1).nonzero(as_tuple=True)
+    for slot in range(1, max(blocks.widths)):
+        positions = blocks.anchors[row, block] + slot
+        drawn = _draw(pair, known, hidden[row, starts[block] + slot], positions, row)
+        right = drawn == known.tokens[row, positions]
+        row, block = row[right], block[right]
+        accepted[row, block] += 1
+        further = ends[row, block] > slot + 1
+        row, block = row[further], block[further]
+        if not len(row):
+            break
+    return accepted
+
+
+def _draw(pair: Pair, known: KnownTexts, hidden: Tensor, positions: Tensor, row: Tensor) -> Tensor:
+    """The draft's tokens, drawn as the engine does: hidden [M, hidden] -> [M]."""
+    head = pair.target.get_output_embeddings()
+    sampling = [known.texts[i].sampling for i in row.tolist()]
+    numbers = positions.tolist()
+    drawn = [
+        keyed_sample(head(hidden[i : i + HEAD_ROWS]), numbers[i : i + HEAD_ROWS], sampling[i : i + HEAD_ROWS])
+        for i in range(0, len(numbers), HEAD_ROWS)
+    ]
+    return torch.cat([positions[:0], *drawn])
+
+
+def _embedding(pair: Pair) -> Tensor:
+    return cast(Tensor, pair.target.get_input_embeddings().weight)

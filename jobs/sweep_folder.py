@@ -1,0 +1,147 @@
+"""The output directory of a sweep, on the local disk or by URI on any file system that pyarrow knows.
+
+    config.json      settings that the rows depend on, written first
+    prompts/         the prompts of every shard, so that nobody holds all of them in memory
+    rows/            a Parquet part a shard: what is there is finished
+    rejects.jsonl    prompts that gave no row, and why
+    costs.json       seconds of a step on the worker that measured them
+    *.png            the summary as plots
+
+A part is named by the prompts of its shard, so the same command finds what it has, and another command is refused.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from blockpilot.files import Place, delete, file_names, is_file, join, read_bytes, remove_unfinished, write_text
+from blockpilot.prompts import Message, Prompt
+from blockpilot.records import Metadata, SweepRow, difference, mismatch, read_file, write_rows
+from blockpilot.sweep import Reject
+
+CONFIG_FILE = "config.json"
+COSTS_FILE = "costs.json"
+REJECTS_FILE = "rejects.jsonl"
+PROMPTS_FOLDER = "prompts"
+ROWS_FOLDER = "rows"
+
+
+class Shard(NamedTuple):
+    """Prompts whose rows share a part file: for each of them the ids of its rows, one a turn."""
+
+    number: int
+    prompts: tuple[tuple[str, ...], ...]
+
+    @property
+    def ids(self) -> list[str]:
+        """Of all rows, in order."""
+        return [key for of_prompt in self.prompts for key in of_prompt]
+
+    @property
+    def part(self) -> str:
+        return f"part-{self.number:05d}-{digest(self.ids)[:12]}.parquet"
+
+
+def digest(ids: Iterable[str]) -> str:
+    """A hash of prompt ids, in order."""
+    return hashlib.sha256("".join(ids).encode()).hexdigest()
+
+
+class SweepFolder:
+    """What a sweep has written so far. One process writes at a time."""
+
+    def __init__(self, place: Place, identity: dict[str, Any]) -> None:
+        self.place, self.rows, self.identity = str(place), join(str(place), ROWS_FOLDER), identity
+        self.metadata: Metadata | None = None  # of the rows there, once some were read or written
+
+    def check(self, shards: Sequence[Shard]) -> None:
+        """Raise ValueError, naming the difference, for a directory that holds rows of another sweep."""
+        found = set(file_names(self.rows, ".parquet"))
+        if found:
+            self._check_config()
+        if foreign := found - {shard.part for shard in shards}:
+            raise ValueError(f"output {self.place}: {ROWS_FOLDER}/{min(foreign)} is no part of this sweep")
+
+    def open(self, shards: Sequence[Shard], prompts: Sequence[Prompt]) -> None:
+        """Make the directory ready for these shards, whose prompts follow one another; removes what a kill left."""
+        self.check(shards)
+        remove_unfinished(self.place)
+        write_text(join(self.place, CONFIG_FILE), json.dumps(self.identity, indent=2) + "\n")
+        start = 0
+        for shard in shards:
+            chosen = prompts[start : start + len(shard.prompts)]
+            start += len(shard.prompts)
+            lines = (json.dumps(_to_json(prompt), ensure_ascii=False) + "\n" for prompt in chosen)
+            write_text(self._prompts_file(shard), "".join(lines))
+
+    def left(self, shard: Shard) -> tuple[int, ...]:
+        """Places of a shard's prompts that lack a row."""
+        done = {row.prompt_id for row in self.read(shard)}
+        return tuple(i for i, of_prompt in enumerate(shard.prompts) if not done.issuperset(of_prompt))
+
+    def prompts(self, shard: Shard, places: Sequence[int]) -> list[Prompt]:
+        """Some of a shard's prompts."""
+        lines = read_bytes(self._prompts_file(shard)).decode().split("\n")
+        return [_from_json(json.loads(lines[i])) for i in places]
+
+    def read(self, shard: Shard) -> list[SweepRow]:
+        """Rows of a shard's part; none if it is missing or damaged, for then it is decoded again."""
+        part = join(self.rows, shard.part)
+        if not is_file(part):
+            return []
+        try:
+            sweep = read_file(part)
+        except ValueError as error:
+            print(f"sweep: decoding again what was in {error}")
+            return []
+        self.metadata = self.metadata or sweep.metadata
+        return [row for row in sweep.rows if row.prompt_id in shard.ids]
+
+    def write(self, shard: Shard, rows: Sequence[SweepRow], metadata: Metadata) -> None:
+        """Write the part of a shard anew: the rows it had and the new ones, in the order of the prompts."""
+        if not rows:
+            return
+        by_id = {row.prompt_id: row for row in (*self.read(shard), *rows)}
+        self.metadata = self.metadata or metadata
+        if found := mismatch(self.metadata, metadata):
+            raise ValueError(f"output {self.place}: its rows are of another pair or precision ({found})")
+        ordered = [by_id[key] for key in shard.ids if key in by_id]
+        write_rows(join(self.rows, shard.part), ordered, metadata)
+
+    def write_rejects(self, rejects: Sequence[Reject]) -> None:
+        """Replace the rejects; no file when there are none."""
+        if rejects:
+            lines = (json.dumps(reject._asdict(), ensure_ascii=False) + "\n" for reject in rejects)
+            write_text(join(self.place, REJECTS_FILE), "".join(lines))
+        else:
+            delete(join(self.place, REJECTS_FILE))
+
+    def parts(self) -> Iterator[list[SweepRow]]:
+        """The rows of one part after the other."""
+        for name in file_names(self.rows, ".parquet"):
+            yield read_file(join(self.rows, name)).rows
+
+    def _prompts_file(self, shard: Shard) -> str:
+        return join(self.place, PROMPTS_FOLDER, f"{Path(shard.part).stem}.jsonl")
+
+    def _check_config(self) -> None:
+        try:
+            stored = json.loads(read_bytes(join(self.place, CONFIG_FILE)))
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"output {self.place}: holds rows, but {CONFIG_FILE} is not readable ({error})"
+            ) from None
+        if found := difference(stored, self.identity):
+            raise ValueError(f"output {self.place}: holds another sweep (there and here: {found})")
+
+
+def _to_json(prompt: Prompt) -> dict[str, Any]:
+    messages = [{"role": m.role, "content": m.content} for m in prompt.messages]
+    return {"set": prompt.set, "messages": messages, "follow_ups": prompt.follow_ups}
+
+
+def _from_json(value: dict[str, Any]) -> Prompt:
+    messages = tuple(Message(**message) for message in value["messages"])
+    return Prompt(value["set"], messages, tuple(value["follow_ups"]))

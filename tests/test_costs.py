@@ -1,0 +1,89 @@
+"""Step costs: what is measured, what lies in between, and files that are not what they should be."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from blockpilot.costs import StepCosts, measure_costs
+from blockpilot.engine import Engine, Request
+from blockpilot.pairs import Pair, PairId
+
+COSTS = StepCosts(
+    PairId("t", "1", "d", "2"),
+    "float32",
+    "cpu, 1 threads",
+    block_sizes=(1, 5),
+    rows=(2, 4),
+    contexts=(100, 200),
+    seconds=(((1.0, 2.0), (3.0, 4.0)), ((5.0, 6.0), (7.0, 8.0))),
+)
+
+
+@pytest.mark.parametrize(
+    ("point", "seconds"),
+    [
+        ((1, 2, 100), 1.0),
+        ((5, 4, 200), 8.0),
+        ((3, 2, 100), 3.0),
+        ((1, 3, 100), 2.0),
+        ((1, 2, 150), 1.5),
+        ((3, 3, 150), 4.5),
+        ((9, 1, 1000), 6.0),  # constant beyond what was measured
+    ],
+)
+def test_costs_are_linear_between_what_was_measured(point: tuple[int, int, int], seconds: float) -> None:
+    assert COSTS.step_s(*point) == pytest.approx(seconds)
+
+
+def test_a_block_size_pays_by_what_it_costs() -> None:
+    assert COSTS.speed_up(5, tau=3.0, rows=2, context=100) == pytest.approx(3.0 * 1.0 / 5.0)
+    assert COSTS.speed_up(1, tau=1.0, rows=4, context=200) == pytest.approx(1.0)
+
+
+def test_costs_survive_the_file(tmp_path: Path) -> None:
+    (tmp_path / "costs.json").write_text(COSTS.to_json())
+    assert StepCosts.read(tmp_path / "costs.json") == COSTS
+
+
+@pytest.mark.parametrize(
+    "change", [{"pair": None}, {"rows": [2]}, {"seconds": [[[1, 2], [3]]] * 2}, {"extra": 1}, {"seconds": 3}]
+)
+def test_other_files_are_refused(change: dict[str, object], tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(json.loads(COSTS.to_json()) | change))
+    with pytest.raises(ValueError, match=r"costs\.json: "):
+        StepCosts.read(path)
+
+
+def test_every_point_is_measured(tiny_pair: Pair) -> None:
+    costs = measure_costs(tiny_pair, [1, 4, 6], [1, 3], [10, 20], num_steps=2)
+    assert (costs.pair, costs.dtype) == (tiny_pair.id, "float32")
+    assert all(s > 0 for of_size in costs.seconds for of_rows in of_size for s in of_rows)
+    assert (len(costs.seconds), len(costs.seconds[0]), len(costs.seconds[0][0])) == (3, 2, 2)
+
+
+@pytest.mark.parametrize("axes", [([4, 2], [1], [8]), ([2], [0], [8]), ([2], [1], [])])
+def test_axes_ascend(axes: tuple[list[int], list[int], list[int]], tiny_pair: Pair) -> None:
+    with pytest.raises(ValueError, match="ascending"):
+        measure_costs(tiny_pair, *axes)
+
+
+def test_steps_must_fit(tiny_pair: Pair) -> None:
+    with pytest.raises(ValueError, match="must fit below"):
+        measure_costs(tiny_pair, [2], [1], [tiny_pair.max_length - 2])
+
+
+def test_a_running_request_changes_its_block_size(tiny_pair: Pair) -> None:
+    engine = Engine(tiny_pair, num_slots=2, max_length=60)
+    drafting = engine.add(Request((1, 2, 3), 40, block_size=4))
+    plain = engine.add(Request((1, 2, 3), 40, block_size=1))
+    engine.step()
+    engine.set_block_size(drafting, 2)
+    assert {step.request_id: step.block_size for step in engine.step()} == {drafting: 2, plain: 1}
+    with pytest.raises(ValueError, match="cannot draft"):
+        engine.set_block_size(plain, 2)
+    with pytest.raises(ValueError, match="holds no slot"):
+        engine.set_block_size(99, 2)
+    with pytest.raises(ValueError, match="must be 1 to 32"):
+        engine.set_block_size(drafting, 33)

@@ -38,17 +38,16 @@ def is_uri(place: Place) -> bool:
 
 def located(place: Place) -> tuple[FileSystem, str]:
     """File system and path there; raises ValueError for a URI that pyarrow cannot open."""
-    return _located(os.fspath(place))
+    path = os.fspath(place)
+    return _opened(path) if is_uri(path) else (LocalFileSystem(), os.path.abspath(path))
 
 
 @lru_cache(maxsize=256)
-def _located(place: str) -> tuple[FileSystem, str]:
-    if not is_uri(place):
-        return LocalFileSystem(), os.path.abspath(place)
+def _opened(uri: str) -> tuple[FileSystem, str]:
     try:
-        found: tuple[FileSystem, str] = FileSystem.from_uri(place)
+        found: tuple[FileSystem, str] = FileSystem.from_uri(uri)
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{place}: {error}") from None
+        raise ValueError(f"{uri}: {error}") from None
     return found
 
 

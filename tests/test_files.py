@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from blockpilot.files import remove_unfinished, write_text
+from blockpilot.files import file_names, remove_unfinished, write_text
 
 
 def test_an_error_leaves_the_file_as_it_was(tmp_path: Path) -> None:
@@ -22,3 +22,12 @@ def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
     (tmp_path / ".config.json.123.tmp").write_text("half")
     remove_unfinished(tmp_path)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / "train" / "a.txt"]
+
+
+def test_a_relative_place_is_below_the_present_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        write_text("here/a.txt", name)
+        assert file_names("here") == ["a.txt"]
+        assert (tmp_path / name / "here" / "a.txt").read_text() == name

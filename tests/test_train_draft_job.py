@@ -213,7 +213,7 @@ def test_a_killed_worker_changes_nothing(tiny_pair_dirs: tuple[Path, Path], prom
     assert logged_losses(tmp_path / "mlflow.db") == pytest.approx(losses)
     pair = load_pair(target=training.target, draft=str(training.output / "draft"))
     assert pair.block_size == 4
-    assert "tau, B=4" in (tmp_path / "log").read_text()
+    assert "tau at T=0" in (tmp_path / "log").read_text()
 
 
 def target_that_never_writes_masks(tiny: Path, directory: Path) -> Path:

@@ -64,7 +64,7 @@ def test_stages_fit_together(tmp_path: Path) -> None:
         assert stages.sweep.seed != stages.evaluate.seed
         assert not set(stages.sweep.prompts) & set(stages.evaluate.prompts)
         outputs = [stages.sweep.output, stages.train.output, stages.evaluate.output, stages.serve.output]
-        assert all(path.is_relative_to(tmp_path) for path in outputs)
+        assert all(Path(output).is_relative_to(tmp_path) for output in outputs)
         assert len(set(outputs)) == 4
 
 

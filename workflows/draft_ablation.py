@@ -10,6 +10,7 @@ from typing import Any
 
 from blockpilot.draft import load_draft
 from blockpilot.draft_fit import Weighting
+from blockpilot.files import write_text
 from blockpilot.report import markdown
 from jobs import train_draft
 from jobs.config import main
@@ -57,7 +58,7 @@ def run(config: AblationConfig) -> str:
         print(f"\n--- {name} ---", flush=True)
         rows.append(row(name, train_draft.run(TrainDraftConfig(**base | changes))))
     text = markdown(rows)
-    (config.output / "table.md").write_text(text + "\n", encoding="utf-8")
+    write_text(config.output / "table.md", text + "\n")
     print(f"\n{text}")
     return text
 

@@ -17,6 +17,7 @@ import torch
 from openai import OpenAI
 from pydantic import Field
 
+from blockpilot.files import write_text
 from blockpilot.prompts import Message, Prompt, load_prompts, split
 from jobs import serve
 from jobs.config import Config, PairConfig, Resources, main
@@ -94,9 +95,8 @@ def free_port() -> int:
 
 def write_prompts(path: Path, prompts: Sequence[Prompt]) -> None:
     """A prompt file that `load_prompts` reads."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     lines = (json.dumps({"set": p.set, "messages": [asdict(m) for m in p.messages]}) for p in prompts)
-    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    write_text(path, "".join(f"{line}\n" for line in lines))
 
 
 def split_prompts(config: DemoConfig) -> None:

@@ -7,17 +7,18 @@ for step in bp.generate(pair, prompt_ids, block_size=8):
     print(step.tokens, step.num_accepted)
 """
 
+from blockpilot.costs import StepCosts
 from blockpilot.engine import Engine, Policy, Prefill, Request, Step, generate
 from blockpilot.pairs import NAMED_PAIRS, Pair, PairId, load_pair
-from blockpilot.policy import CandidateSet, ClassPolicy, FixedPolicy, load_policy, save_policy
+from blockpilot.policy import CandidateSet, FixedPolicy, LearnedPolicy, load_policy, save_policy
 from blockpilot.verify import Sampling
 
 __all__ = [
     "NAMED_PAIRS",
     "CandidateSet",
-    "ClassPolicy",
     "Engine",
     "FixedPolicy",
+    "LearnedPolicy",
     "Pair",
     "PairId",
     "Policy",
@@ -25,6 +26,7 @@ __all__ = [
     "Request",
     "Sampling",
     "Step",
+    "StepCosts",
     "generate",
     "load_pair",
     "load_policy",

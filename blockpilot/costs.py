@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise, product
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from blockpilot.engine import Engine, Request
 from blockpilot.files import Place, read_bytes
 from blockpilot.pairs import Pair, PairId
 
+COSTS_FILE = "costs.json"
 Table = tuple[tuple[tuple[float, ...], ...], ...]
 
 
@@ -42,6 +44,16 @@ class StepCosts:
         """Tokens per second at this acceptance length, divided by those of plain decoding."""
         return tau * self.step_s(1, rows, context) / self.step_s(block_size, rows, context)
 
+    def of_candidates(self, candidates: Sequence[int], rows: int, context: int) -> list[float]:
+        """The cost of a step with each of them, in steps of plain decoding."""
+        return [self.step_s(size, rows, context) / self.step_s(1, rows, context) for size in candidates]
+
+    def fits(self, pair: Pair, block_sizes: Sequence[int], rows: int) -> bool:
+        """Whether they hold for this pair where it is loaded, for these block sizes and so many rows."""
+        found = self.pair, self.dtype, self.device
+        there = set(block_sizes) <= set(self.block_sizes) and rows <= self.rows[-1]
+        return there and found == (pair.id, dtype_name(pair), device_name(pair.target.device))
+
     def to_json(self) -> str:
         """One line of JSON."""
         return json.dumps(asdict(self) | {"pair": self.pair._asdict()}) + "\n"
@@ -50,17 +62,20 @@ class StepCosts:
     def read(cls, place: Place) -> "StepCosts":
         """From a file of `to_json`; raises ValueError for anything else."""
         try:
-            found = json.loads(read_bytes(place))
-            block_sizes, rows, contexts = (tuple(found.pop(name)) for name in ("block_sizes", "rows", "contexts"))
-            seconds = tuple(tuple(map(tuple, of_rows)) for of_rows in found.pop("seconds"))
-            pair = PairId(**found.pop("pair"))
-            costs = cls(pair, found.pop("dtype"), found.pop("device"), block_sizes, rows, contexts, seconds, **found)
+            return cls.from_fields(json.loads(read_bytes(place)))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{place}: not the step costs of a pair ({error})") from None
+
+    @classmethod
+    def from_fields(cls, found: dict[str, Any]) -> "StepCosts":
+        """From what `to_json` writes, read as JSON."""
+        block_sizes, rows, contexts = (tuple(found[name]) for name in ("block_sizes", "rows", "contexts"))
+        seconds = tuple(tuple(map(tuple, of_rows)) for of_rows in found["seconds"])
         shape = len(block_sizes), len(rows), len(contexts)
         if {(len(seconds), len(of_size), len(of_rows)) for of_size in seconds for of_rows in of_size} != {shape}:
-            raise ValueError(f"{place}: seconds do not have the shape {shape} of their axes")
-        return costs
+            raise ValueError(f"seconds do not have the shape {shape} of their axes")
+        axes = {"block_sizes": block_sizes, "rows": rows, "contexts": contexts, "seconds": seconds}
+        return cls(**found | axes | {"pair": PairId(**found["pair"])})
 
 
 def _weights(axis: Sequence[int], value: int) -> list[tuple[int, float]]:
@@ -88,7 +103,7 @@ def measure_costs(
     measured = {(r, c): _measure(pair, block_sizes, r, c, num_steps, room) for r, c in product(rows, contexts)}
     return StepCosts(
         pair.id,
-        str(pair.target.dtype).removeprefix("torch."),
+        dtype_name(pair),
         device_name(pair.target.device),
         tuple(block_sizes),
         tuple(rows),
@@ -115,6 +130,21 @@ def _measure(
             if turn:  # the first one of a shape pays for memory and kernels
                 seconds[size].append(time.perf_counter() - started)
     return {size: statistics.median(of_size) for size, of_size in seconds.items()}
+
+
+def measured_up_to(
+    pair: Pair, block_sizes: Sequence[int], rows: int, context: int, *, num_steps: int = 7
+) -> StepCosts:
+    """The costs of one context, as far as it has room, with 1, 2, 4, ... rows up to `rows`."""
+    powers = sorted({min(2**i, rows) for i in range(rows.bit_length() + 1)})
+    sizes = sorted({1, *block_sizes})
+    room = (num_steps + 1) * sum(sizes) + 2
+    return measure_costs(pair, sizes, powers, [max(1, min(context, pair.max_length - room))], num_steps=num_steps)
+
+
+def dtype_name(pair: Pair) -> str:
+    """Of the target's weights."""
+    return str(pair.target.dtype).removeprefix("torch.")
 
 
 def device_name(device: torch.device) -> str:

@@ -11,30 +11,38 @@ the projected context of the same positions.
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from blockpilot.forecast import Forecast, Reader, choose
 from blockpilot.pairs import Pair
 from blockpilot.target import Target
 from blockpilot.text import TextStream
 from blockpilot.verify import Sampling, count_accepted, keyed_sample
 
+if TYPE_CHECKING:
+    from blockpilot.costs import StepCosts
+
 MAX_PREFILL_TOKENS = 8192  # of one padded prefill batch; a longer prompt goes alone
+MAX_PENDING = 8  # plain steps whose features the draft is given together
 FinishReason = Literal["stop", "length"]
 
 
 class Prefill(NamedTuple):
     """What is known of a request after its prompt, and all that a policy sees.
 
-    logits [vocab] float32 of the target at the last prompt token; context [hidden] float32, the draft's fused context
-    vector there (None for a request that never drafts).
+    logits [vocab] float32 of the target at the last prompt token; context [draft hidden] float32, the draft's fused
+    context vector there; anchor [target hidden], the target's embedding of the token drawn from the logits. The last
+    two are None for a request that never drafts.
     """
 
     logits: Tensor
     context: Tensor | None
     num_prompt_tokens: int
+    temperature: float = 0.0
+    anchor: Tensor | None = None
 
     @property
     def probs(self) -> Tensor:
@@ -42,7 +50,8 @@ class Prefill(NamedTuple):
         return self.logits.softmax(dim=-1)
 
 
-Policy = Callable[[Prefill], int]
+Policy = Callable[[Prefill], int | Forecast]
+"""A block size for the whole request, or a forecast from which every step's is chosen at the load it meets."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +90,7 @@ class _Row:
     tokens: list[int]
     text: TextStream | None
     block_size: int = 0
+    forecast: Forecast | None = None
     finished: bool = False
 
     @property
@@ -96,10 +106,19 @@ class _Row:
         return min(self.block_size, self.limit - len(self.tokens))
 
 
+class _Features(NamedTuple):
+    """The target's features of a step [R, W, F], with their positions [R, W] and the length of the longest row."""
+
+    values: Tensor
+    positions: Tensor
+    length: int
+
+
 class Engine:
     """Continuous batch of up to `num_slots` requests of at most `max_length` tokens (prompt and output).
 
-    Not thread-safe: one caller adds, cancels and steps. `policy` may be replaced between steps.
+    Not thread-safe: one caller adds, cancels and steps. `policy` and `costs` may be replaced between steps. Costs
+    are what a policy's forecasts are weighed with, by default those that it carries; without any, steps cost alike.
     """
 
     def __init__(
@@ -109,6 +128,7 @@ class Engine:
         num_slots: int = 8,
         max_length: int = 2048,
         policy: Policy | None = None,
+        costs: "StepCosts | None" = None,
         max_block_size: int = 32,
     ) -> None:
         if num_slots < 1:
@@ -117,6 +137,7 @@ class Engine:
             raise ValueError(f"max_length {max_length}: must be 2 to {pair.max_length}, the target's context")
         self.pair = pair
         self.policy = policy
+        self.costs: StepCosts | None = getattr(policy, "costs", None) if costs is None else costs
         self.num_slots, self.max_length, self.max_block_size = num_slots, max_length, max_block_size
         self._target = Target(pair.target, pair.draft.options.target_layer_ids)
         self._draft = pair.draft
@@ -127,6 +148,7 @@ class Engine:
         self._draft_cache = self._draft.new_cache(num_slots, columns)
         self._rows: list[_Row] = []
         self._waiting: deque[_Row] = deque()
+        self._pending: list[_Features] = []
         self._next_id = 0
 
     @property
@@ -193,7 +215,7 @@ class Engine:
             raise ValueError(f"request {request_id}: holds no slot")
         if block_size > 1 and not row.drafts:
             raise ValueError(f"request {request_id}: was added with block size 1 and cannot draft")
-        row.block_size = block_size
+        row.block_size, row.forecast = block_size, None
 
     @torch.inference_mode()
     def step(self) -> list[Step]:
@@ -221,6 +243,7 @@ class Engine:
         return batch
 
     def _prefill(self, rows: list[_Row]) -> list[Step]:
+        self._catch_up()
         lengths = [len(row.tokens) for row in rows]
         longest, drafts = max(lengths), any(row.drafts for row in rows)
         tokens = self._tensor([row.tokens + [0] * (longest - len(row.tokens)) for row in rows])
@@ -234,25 +257,56 @@ class Engine:
         if scored.features is not None:
             contexts = self._extend(scored.features, positions, first, longest)[last].float()
         chosen = keyed_sample(logits, lengths, [row.request.sampling for row in rows]).tolist()
+        anchors = self._target.embed(self._tensor(chosen))
         self._rows += rows
         steps = []
         for i, row in enumerate(rows):
-            prefill = Prefill(logits[i], contexts[i] if contexts is not None and row.drafts else None, lengths[i])
-            row.block_size = self._choose(row.request, prefill)
+            prefill = Prefill(logits[i], None, lengths[i], row.request.sampling.temperature)
+            if contexts is not None and row.drafts:
+                prefill = prefill._replace(context=contexts[i], anchor=anchors[i])
+            self._decide(row, prefill)
             steps.append(_commit(row, [chosen[i]], 0, 0, prefill))
         self._retire()
         return steps
 
-    def _choose(self, request: Request, prefill: Prefill) -> int:
-        if request.block_size is not None:
-            return request.block_size
-        if self.policy is None:
-            return self.pair.block_size
-        block_size = self.policy(prefill)
-        self._check_block_size(block_size, "the policy's block size")
-        return block_size
+    def _decide(self, row: _Row, prefill: Prefill) -> None:
+        """Set the block size of a row for good, or the forecast to choose from at every step."""
+        if row.request.block_size is not None:
+            row.block_size = row.request.block_size
+            return
+        decided = self.pair.block_size if self.policy is None else self.policy(prefill)
+        if isinstance(decided, int):
+            self._check_block_size(decided, "the policy's block size")
+            row.block_size = decided
+        else:
+            self._check_block_size(decided.candidates[-1], "the policy's largest block size")
+            row.forecast = decided
+
+    def _choose(self) -> None:
+        """Set the block sizes of this step for the rows that have a forecast."""
+        forecasts = [row.forecast for row in self._rows if row.forecast is not None]
+        if not forecasts:
+            return
+        others = [row.next_block_size for row in self._rows if row.forecast is None]
+        context = sum(len(row.tokens) for row in self._rows) // len(self._rows)
+        chosen = iter(choose(forecasts, self.costs, context, others))
+        for row in self._rows:
+            if row.forecast is not None:
+                row.block_size = next(chosen)
+
+    def _read(self, contexts: Tensor, num_accepted: list[int]) -> None:
+        """Let policies that read every step see what the next starts from: contexts [R, W, hidden] of this one."""
+        readers: dict[Reader, list[int]] = {}
+        for i, row in enumerate(self._rows):
+            if row.forecast is not None and row.forecast.reader is not None and not row.finished:
+                readers.setdefault(row.forecast.reader, []).append(i)
+        for reader, index in readers.items():
+            before = contexts[index, [num_accepted[i] for i in index]]
+            anchors = self._target.embed(self._tensor([self._rows[i].tokens[-1] for i in index]))
+            reader.read([self._rows[i].forecast for i in index], before, anchors)
 
     def _decode(self) -> list[Step]:
+        self._choose()
         rows = self._rows
         sizes = [row.next_block_size for row in rows]
         width, drafts = max(sizes), any(row.drafts for row in rows)
@@ -262,16 +316,20 @@ class Engine:
         block = torch.full_like(positions, self._draft.options.mask_token_id)
         block[:, 0] = self._tensor([row.tokens[-1] for row in rows])
         if width > 1:
+            self._catch_up()
             self._draft_block(block, positions, sizes, length)
         view = self._target_cache.view(0, positions, length)
         scored = self._target.score(block, positions, view, features=drafts)
         chosen = self._sample(scored.hidden, sizes)
+        contexts = None
         if scored.features is not None:
-            self._extend(scored.features, positions, 0, length)
+            contexts = self._take_in(_Features(scored.features, positions, length))
         steps = [
             _verify(row, drafted[1:size], tokens, size)
             for row, drafted, tokens, size in zip(rows, block.tolist(), chosen, sizes, strict=True)
         ]
+        if contexts is not None:
+            self._read(contexts, [step.num_accepted for step in steps])
         self._retire()
         return steps
 
@@ -301,6 +359,29 @@ class Engine:
             sampling += [row.request.sampling] * len(listed)
         return keyed_sample(logits, positions, sampling)
 
+    def _take_in(self, features: _Features) -> Tensor | None:
+        """Give the draft what it will know of this step; returns the context vectors [R, W, hidden], or None.
+
+        Where nothing is drafted this can wait, and is cheaper for several steps together. Policies that read every
+        step wait with it: what is expected of many rows together changes little from one step to the next.
+        """
+        self._pending.append(features)
+        width = features.positions.shape[1]
+        if width == 1 and len(self._pending) < min(MAX_PENDING, len(self._rows)):
+            return None
+        contexts = self._catch_up()
+        assert contexts is not None
+        return contexts[:, -width:]
+
+    def _catch_up(self) -> Tensor | None:
+        """Give the draft all that was put off: the context vectors [R, all W, hidden], None if there was nothing."""
+        if not self._pending:
+            return None
+        values, positions = (torch.cat(parts, dim=1) for parts in zip(*(f[:2] for f in self._pending), strict=True))
+        length = self._pending[-1].length
+        self._pending.clear()
+        return self._extend(values, positions, 0, length)
+
     def _extend(self, features: Tensor, positions: Tensor, first_slot: int, length: int) -> Tensor:
         """Give the draft the target's features of these positions; returns the context vectors [R, W, hidden]."""
         context = self._draft.fuse(features.to(self._draft.dtype))
@@ -309,6 +390,8 @@ class Engine:
 
     def _retire(self) -> None:
         """Drop finished rows, keeping slots dense: the last row moves into each hole."""
+        if any(row.finished for row in self._rows):
+            self._catch_up()
         for slot in reversed(range(len(self._rows))):
             if not self._rows[slot].finished:
                 continue
@@ -335,6 +418,8 @@ def _indices(slots: list[range], device: torch.device) -> tuple[Tensor, Tensor]:
 def _verify(row: _Row, drafted: list[int], chosen: list[int], block_size: int) -> Step:
     """Emit the accepted prefix of `drafted` and the bonus token; both are the target's own choices."""
     num_accepted = count_accepted(drafted, chosen)
+    if row.forecast is not None:
+        row.forecast.observe(block_size, num_accepted)
     return _commit(row, chosen[: num_accepted + 1], block_size, num_accepted, None)
 
 
@@ -369,6 +454,7 @@ def generate(
     *,
     block_size: int | None = None,
     policy: Policy | None = None,
+    costs: "StepCosts | None" = None,
     max_new_tokens: int = 128,
     temperature: float = 0.0,
     top_p: float = 1.0,
@@ -387,7 +473,7 @@ def generate(
         stop_strings,
     )
     max_length = max(2, min(len(request.prompt_ids) + max_new_tokens, pair.max_length))
-    engine = Engine(pair, num_slots=1, max_length=max_length, policy=policy)
+    engine = Engine(pair, num_slots=1, max_length=max_length, policy=policy, costs=costs)
     engine.add(request)
     while not engine.idle:
         yield from engine.step()

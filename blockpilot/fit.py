@@ -1,104 +1,133 @@
-"""Training a policy in plain torch: cross entropy on the block size with the largest tau (arXiv 2606.31315,
-section 3).
+"""Training a policy in plain torch.
+
+The head `class` learns by cross entropy which block size is the best (arXiv 2606.31315, section 3), by tau or by tau
+over the cost of a step. The head `tau` learns the tokens of a step with each block size: of a whole answer by squared
+error, of a single step by the cross entropy of each further slot's being accepted.
 
 `Fit` is the whole training as a resumable loop of epochs; a caller that trains on several processes wraps
 the network, says which rank it is and gives a function that sums over ranks. Metrics are sums and totals,
 divided once.
 
-The paper trains 100 epochs of Adam at a learning rate of 1e-5 on tens of thousands of prompts. Adam moves a
-weight by about the learning rate a step, and the tens to thousands of rows of a laptop's sweep make few
-steps, so the default rate is 3e-4, and training stops by itself when the loss on held-back prompts no
-longer falls.
+The paper trains 100 epochs of Adam at a constant learning rate of 1e-5 on tens of thousands of prompts. The defaults
+here are for the steps of a few thousand answers: a rate of 1e-3 that falls to zero, which is worth more than any
+choice of width (LOG.md).
 """
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from blockpilot.policy import CandidateSet, ProbsMLP, SparseProbs
-from blockpilot.records import SweepRow
+from blockpilot.examples import Examples
+from blockpilot.network import Form, Input, PolicyNetwork, Shape
+from blockpilot.policy import MAX_LOGIT, Head, Objective, Reads, expected_taus, slot_gaps
+from blockpilot.potential import Table, gain, potential
+
+PREDICT_ROWS = 1024
+STANDARDISE_ROWS = 4096  # of the training rows, to take means and deviations from
 
 
 @dataclass(frozen=True)
 class FitSettings:
     """How a policy is trained."""
 
-    hidden: int = 2048
-    epochs: int = 100
-    batch_size: int = 32
-    lr: float = 3e-4
-    dropout: float = 0.2
-    patience: int | None = 20
+    head: Head = "tau"
+    reads: Reads = "step"
+    inputs: tuple[Input, ...] = ("context", "anchor", "scalars")
+    form: Form = "softmax"
+    max_support: int = 3072
+    """Token ids that the first layer knows on `probs`, those with the most mass; it grows with them."""
+    hidden: int = 256
+    depth: int = 2
+    epochs: int = 15
+    batch_size: int = 512
+    lr: float = 1e-3
+    anneal: bool = True
+    """Let the learning rate fall to zero over the epochs, in a line; otherwise it stays."""
+    dropout: float = 0.5
+    weight_decay: float = 0.05
+    patience: int | None = None
     """Stop after so many epochs without a lower validation loss and keep the best; None: keep the last."""
     seed: int = 0
 
 
 @dataclass(frozen=True)
-class Examples:
-    """R rows of a sweep as tensors."""
+class Task:
+    """What a network has to learn, and what it is for."""
 
-    probs: SparseProbs
-    taus: Tensor
-    """[R, K] float32, acceptance length by candidate."""
+    head: Head
+    reads: Reads
+    objective: Objective
+    candidates: tuple[int, ...]
+    step_costs: Tensor
+    """[K] float32, seconds of a step with each candidate in any unit; all alike for the objective tau."""
 
-    def __len__(self) -> int:
-        return len(self.taus)
+    def table(self, taus: Tensor) -> tuple[Tensor, Tensor]:
+        """(tokens, seconds) [E, K] of every choice: those of its step, or of one token of its request.
 
-    @property
-    def labels(self) -> Tensor:
-        """[R] int64, index of the candidate with the largest tau; the smallest block size of equals."""
-        return self.taus.argmax(dim=1)
+        For a request and the objective tau, tau and 1: the rate is the mean of the requests' taus, as is published.
+        """
+        costs = self.step_costs.expand_as(taus)
+        if self.reads == "step" or self.objective == "tau":
+            return taus, costs
+        return torch.ones_like(taus), costs / taus
 
-    def to(self, device: torch.device) -> "Examples":
-        return Examples(SparseProbs(*(t.to(device) for t in self.probs)), self.taus.to(device))
+    def labels(self, taus: Tensor) -> Tensor:
+        """[E] int64, index of the best candidate of each example alone; the smallest block size of equals."""
+        return (taus / self.step_costs).argmax(dim=1)
 
-    def take(self, index: Tensor) -> "Examples":
-        """The rows `index` [n] int64, in that order."""
-        ends = torch.cat([self.probs.offsets[1:], torch.tensor([len(self.probs.ids)])])
-        starts, lengths = self.probs.offsets[index], (ends - self.probs.offsets)[index]
-        offsets = lengths.cumsum(0) - lengths
-        entries = torch.repeat_interleave(starts - offsets, lengths) + torch.arange(int(lengths.sum()))
-        return Examples(SparseProbs(self.probs.ids[entries], self.probs.probs[entries], offsets), self.taus[index])
+    def chosen(self, outputs: Tensor) -> Tensor:
+        """[E] int64, what a policy with these outputs [E, K] takes."""
+        return (outputs if self.head == "class" else self.taus(outputs) / self.step_costs).argmax(dim=1)
 
+    def taus(self, outputs: Tensor) -> Tensor:
+        """What a head `tau` expects: outputs [E, K] -> [E, K]."""
+        return expected_taus(outputs, self.candidates, self.reads)
 
-def examples(rows: Sequence[SweepRow]) -> Examples:
-    """Rows of one sweep -> tensors."""
-    lengths = torch.tensor([len(row.probs_ids) for row in rows])
-    ids = torch.tensor([i for row in rows for i in row.probs_ids], dtype=torch.int64)
-    probs = torch.tensor([p for row in rows for p in row.probs], dtype=torch.float32)
-    taus = torch.tensor([row.taus for row in rows], dtype=torch.float32)
-    return Examples(SparseProbs(ids, probs, lengths.cumsum(0) - lengths), taus)
+    def loss(self, outputs: Tensor, taus: Tensor, scale: Tensor) -> Tensor:
+        """Summed over the examples; `scale` [K] are the targets' deviations."""
+        if self.head == "class":
+            return functional.cross_entropy(outputs, self.labels(taus), reduction="sum")
+        if self.reads == "prefill":
+            return ((outputs - taus) / scale.clamp(min=1e-6)).square().mean(dim=1).sum()
+        gaps = slot_gaps(self.candidates).to(taus)
+        shares = taus.diff(dim=1, prepend=torch.ones_like(taus[:, :1])) / gaps.clamp(min=1)
+        # Each size drafts anew, so a share may lie outside [0, 1]; the mean that is learned does not.
+        losses = functional.softplus(clamped := outputs.clamp(-MAX_LOGIT, MAX_LOGIT)) - shares * clamped
+        return (losses * (gaps > 0)).mean(dim=1).sum()
 
-
-def split_rows(rows: Sequence[SweepRow], held_out: float, seed: int) -> tuple[list[SweepRow], list[SweepRow]]:
-    """(training, validation): `held_out` of the prompts, at least one, with all their rows.
-
-    Depends on the prompts' texts and the seed, not on their order. Needs two different prompts.
-    """
-
-    def rank(prompt: str) -> bytes:
-        return hashlib.sha256(f"{seed}\n{prompt}".encode()).digest()
-
-    prompts = sorted({row.prompt for row in rows}, key=rank)
-    if len(prompts) < 2:
-        raise ValueError(f"{len(prompts)} different prompts: at least 2 are needed to hold some back")
-    chosen = set(prompts[: min(max(1, round(held_out * len(prompts))), len(prompts) - 1)])
-    ordered = sorted(rows, key=lambda row: row.prompt_id)
-    return [r for r in ordered if r.prompt not in chosen], [r for r in ordered if r.prompt in chosen]
+    def to(self, device: torch.device) -> "Task":
+        return replace(self, step_costs=self.step_costs.to(device))
 
 
-def new_network(train: Examples, vocab_size: int, settings: FitSettings) -> ProbsMLP:
-    """An untrained network whose support is the token ids of the training rows; equal for equal seeds."""
+def new_network(train: Examples, vocab_size: int, settings: FitSettings) -> PolicyNetwork:
+    """An untrained network that knows the training rows' token ids and scales; equal for equal seeds."""
+    sizes = train.sizes
+    shape = Shape(
+        settings.inputs,
+        vocab_size,
+        sizes.context,
+        sizes.anchor,
+        sizes.candidates,
+        settings.hidden,
+        settings.depth,
+        settings.form,
+    )
     with _seeded(settings.seed):
-        support = train.probs.ids.unique()
-        return ProbsMLP(support, vocab_size, train.taus.shape[1], settings.hidden, settings.dropout)
+        support = torch.zeros(0, dtype=torch.int64)
+        if "probs" in settings.inputs:
+            support = train.support(vocab_size, settings.max_support)
+        network = PolicyNetwork(shape, support, settings.dropout)
+        some = train.take(torch.randperm(len(train))[:STANDARDISE_ROWS])
+    regression = settings.head == "tau" and settings.reads == "prefill"
+    network.standardise(some.features, some.taus if regression else None)
+    return network
 
 
 @contextmanager
@@ -148,6 +177,7 @@ def train_epoch(
     network: nn.Module,
     optimizer: torch.optim.Optimizer,
     rows: Examples,
+    task: Task,
     epoch: Iterator[Batch],
     world_size: int = 1,
 ) -> Tensor:
@@ -156,35 +186,51 @@ def train_epoch(
     The gradient averaged over ranks is that of the mean loss of the global batch, for any number of ranks.
     """
     network.train()
-    device = _device(network)
+    device, scale = _device(network), bare(network).scale
+    task = task.to(device)
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     for batch in epoch:
-        part = rows.take(batch.rows).to(device)
-        logits = network(*part.probs)
-        loss = functional.cross_entropy(logits, part.labels, reduction="sum")
+        part = rows.take(batch.rows)
+        taus = part.taus.to(device)
+        outputs = network(part.features.to(device))
+        loss = task.loss(outputs, taus, scale)
         optimizer.zero_grad()
         (loss * (world_size / batch.num_global)).backward()
         optimizer.step()
-        sums += _sums(loss, logits, part.labels)
+        sums += _sums(task, loss, outputs, taus)
     return sums
 
 
 @torch.no_grad()
-def evaluate(network: nn.Module, rows: Examples) -> Tensor:
+def evaluate(network: PolicyNetwork, rows: Examples, task: Task) -> Tensor:
     """Sums over the rows as a tensor [3] float64."""
+    outputs, device = predict(network, rows), _device(network)
+    taus, task = rows.taus.to(device), task.to(device)
+    return _sums(task, task.loss(outputs, taus, network.scale), outputs, taus)
+
+
+@torch.no_grad()
+def predict(network: PolicyNetwork, rows: Examples) -> Tensor:
+    """Outputs [R, K] on the network's device, a batch of rows at a time."""
     network.eval()
-    rows = rows.to(_device(network))
-    logits = network(*rows.probs)
-    return _sums(functional.cross_entropy(logits, rows.labels, reduction="sum"), logits, rows.labels)
+    device = _device(network)
+    index = torch.arange(len(rows)).split(PREDICT_ROWS)
+    parts = [network(rows.take(some).features.to(device)) for some in index if len(some)]
+    return torch.cat([torch.zeros(0, network.shape.num_outputs, device=device), *parts])
+
+
+def bare(network: nn.Module) -> PolicyNetwork:
+    """The network without its data-parallel wrapper."""
+    return cast(PolicyNetwork, getattr(network, "module", network))
 
 
 def _device(network: nn.Module) -> torch.device:
     return next(network.parameters()).device
 
 
-def _sums(loss: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
-    correct = (logits.argmax(dim=1) == labels).sum()
-    return torch.stack([loss.detach(), correct, torch.full_like(correct, len(labels))]).double()
+def _sums(task: Task, loss: Tensor, outputs: Tensor, taus: Tensor) -> Tensor:
+    correct = (task.chosen(outputs) == task.labels(taus)).sum()
+    return torch.stack([loss.detach(), correct, torch.full_like(correct, len(taus))]).double()
 
 
 class EpochResult(NamedTuple):
@@ -193,6 +239,15 @@ class EpochResult(NamedTuple):
     epoch: int
     train: Sums
     validation: Sums
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {
+            "train_loss": self.train.mean_loss,
+            "train_accuracy": self.train.accuracy,
+            "validation_loss": self.validation.mean_loss,
+            "validation_accuracy": self.validation.accuracy,
+        }
 
 
 class Fit:
@@ -208,19 +263,23 @@ class Fit:
         train: Examples,
         validation: Examples,
         settings: FitSettings,
+        task: Task,
         *,
         rank: int = 0,
         world_size: int = 1,
         reduce: Callable[[Tensor], Tensor] = lambda sums: sums,
     ) -> None:
-        self.network, self.train, self.settings = network, train, settings
+        self.network, self.train, self.settings, self.task = network, train, settings, task
         self.validation = validation.take(torch.arange(len(validation))[rank::world_size])
         self.rank, self.world_size, self.reduce = rank, world_size, reduce
-        self.optimizer = torch.optim.Adam(network.parameters(), lr=settings.lr, fused=True)
+        self.optimizer = torch.optim.AdamW(
+            network.parameters(), lr=settings.lr, weight_decay=settings.weight_decay, fused=True
+        )
         self.epoch = 0
         self.best_epoch = 0
         self.best_loss = math.inf
         self.best: dict[str, Tensor] = {}
+        self.history: list[dict[str, float]] = []
 
     @property
     def done(self) -> bool:
@@ -232,20 +291,24 @@ class Fit:
     def run_epoch(self) -> EpochResult:
         """One epoch of training, then validation."""
         settings, self.epoch = self.settings, self.epoch + 1
+        if settings.anneal:
+            for parameters in self.optimizer.param_groups:
+                parameters["lr"] = settings.lr * (1 - (self.epoch - 1) / settings.epochs)
         order = batches(len(self.train), settings.batch_size, settings.seed, self.epoch, self.rank, self.world_size)
         with _seeded(settings.seed, self.epoch, self.rank):
-            sums = train_epoch(self.network, self.optimizer, self.train, order, self.world_size)
+            sums = train_epoch(self.network, self.optimizer, self.train, self.task, order, self.world_size)
         trained = Sums(*self.reduce(sums).tolist())
-        validated = Sums(*self.reduce(evaluate(self._bare, self.validation)).tolist())
+        validated = Sums(*self.reduce(evaluate(self._bare, self.validation, self.task)).tolist())
         if settings.patience is None or validated.mean_loss < self.best_loss:
             self.best_epoch, self.best_loss = self.epoch, validated.mean_loss
             self.best = {name: tensor.clone() for name, tensor in self._bare.state_dict().items()}
-        return EpochResult(self.epoch, trained, validated)
+        result = EpochResult(self.epoch, trained, validated)
+        self.history.append(result.metrics)
+        return result
 
     @property
-    def _bare(self) -> nn.Module:
-        """The network without its data-parallel wrapper."""
-        return self.network.module if hasattr(self.network, "module") else self.network  # type: ignore[return-value]
+    def _bare(self) -> PolicyNetwork:
+        return bare(self.network)
 
     def best_weights(self) -> dict[str, Tensor]:
         """Weights of the best epoch so far."""
@@ -258,13 +321,14 @@ class Fit:
             "optimizer": self.optimizer.state_dict(),
             "progress": {"epoch": self.epoch, "best_epoch": self.best_epoch, "best_loss": self.best_loss},
             "best": self.best,
+            "history": self.history,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken."""
         self._bare.load_state_dict(state["network"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.best = state["best"]
+        self.best, self.history = state["best"], list(state["history"])
         self.epoch, self.best_epoch = state["progress"]["epoch"], state["progress"]["best_epoch"]
         self.best_loss = state["progress"]["best_loss"]
 
@@ -272,48 +336,74 @@ class Fit:
 class LookupReport(NamedTuple):
     """What the recorded taus of the validation prompts say of a policy.
 
-    A diagnostic only, never a result: taus are looked up and nothing is run, and early stopping has seen the
-    prompts. The evaluation on held-out prompts decides.
+    A diagnostic only, never a result: taus are looked up and nothing is run, and early stopping has seen the prompts.
+    The evaluation on held-out prompts decides. Rates are tokens per cost of a step (`Task.table`).
     """
 
-    num_rows: int
+    num_examples: int
     accuracy: float
-    """Share of rows where the policy picks the label."""
+    """Share of examples where the policy picks the label."""
     accuracy_best_fixed: float
-    tau_policy: float
-    tau_best_fixed: float
-    tau_oracle: float
-    best_fixed: int
-    """The block size with the largest mean tau on the training rows."""
+    policy: float
+    best_fixed: float
+    random: float
+    oracle: float
+    best_fixed_block_size: int
+    """The block size with the highest rate on the training examples."""
+    gain: float
+    """policy / best_fixed - 1, with its 95% interval over examples."""
     gain_low: float
     gain_high: float
-    """95% interval of mean tau(policy) - tau(best fixed), paired by row (normal approximation)."""
+    share_captured: float
+    """Of the oracle's headroom over the best fixed block size."""
+    r2: float
+    """Share of the variance of taus that is predicted, mean over candidates; not a number for the head `class`."""
 
     @property
     def claims_gain(self) -> bool:
         return self.gain_low > 0
 
 
-@torch.no_grad()
-def lookup_report(
-    network: nn.Module, candidates: CandidateSet, train: Examples, validation: Examples
-) -> LookupReport:
-    """Look up in two or more validation rows what the policy and the best fixed block size would get."""
-    network.eval()
-    chosen = network(*validation.probs).argmax(dim=1)
-    fixed = int(train.taus.mean(dim=0).argmax())
-    tau_policy = validation.taus.gather(1, chosen[:, None])[:, 0].double()
-    tau_fixed = validation.taus[:, fixed].double()
-    gain = tau_policy - tau_fixed
-    margin = 1.96 * float(gain.std()) / math.sqrt(len(gain))
+def lookup_report(network: PolicyNetwork, task: Task, train: Examples, validation: Examples) -> LookupReport:
+    """Look up in two or more validation examples what the policy and the best fixed block size would get.
+
+    Steps are those that decoding with the best fixed size comes to. A policy that goes further where it is easy comes
+    to hard steps more often, so decoding with it gains less than is found here.
+    """
+    task = task.to(torch.device("cpu"))
+    fixed = max(range(len(task.candidates)), key=lambda c: (_rate(task, train.passed(c), c), -c))
+    validation = validation.passed(fixed)
+    outputs, taus = predict(network, validation).cpu(), validation.taus
+    chosen, labels = task.chosen(outputs), task.labels(taus)
+    table = Table(*(values.double().numpy() for values in task.table(taus)))
+    there = potential(table, task.candidates, task.candidates[fixed])
+    rate = table.rate(chosen.numpy())
+    gained = gain(table, chosen.numpy(), torch.full_like(chosen, fixed).numpy())
     return LookupReport(
-        num_rows=len(validation),
-        accuracy=float((chosen == validation.labels).double().mean()),
-        accuracy_best_fixed=float((validation.labels == fixed).double().mean()),
-        tau_policy=float(tau_policy.mean()),
-        tau_best_fixed=float(tau_fixed.mean()),
-        tau_oracle=float(validation.taus.max(dim=1).values.double().mean()),
-        best_fixed=candidates[fixed],
-        gain_low=float(gain.mean()) - margin,
-        gain_high=float(gain.mean()) + margin,
+        num_examples=len(validation),
+        accuracy=float((chosen == labels).double().mean()),
+        accuracy_best_fixed=float((labels == fixed).double().mean()),
+        policy=rate,
+        best_fixed=there.best_fixed_rate,
+        random=there.random,
+        oracle=there.oracle,
+        best_fixed_block_size=task.candidates[fixed],
+        gain=gained.value,
+        gain_low=gained.low,
+        gain_high=gained.high,
+        share_captured=there.share_captured(rate),
+        r2=_explained(task.taus(outputs), taus) if task.head == "tau" else math.nan,
     )
+
+
+def _rate(task: Task, examples: Examples, candidate: int) -> float:
+    """Tokens over cost of one candidate, over all examples."""
+    tokens, seconds = task.table(examples.taus)
+    return float(tokens[:, candidate].sum() / seconds[:, candidate].sum())
+
+
+def _explained(outputs: Tensor, taus: Tensor) -> float:
+    """R2 of the candidates that vary, averaged."""
+    spread = taus.var(dim=0, correction=0)
+    error = (outputs - taus).square().mean(dim=0)
+    return float((1 - error / spread)[spread > 0].mean())

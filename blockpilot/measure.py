@@ -22,7 +22,6 @@ class Measured(NamedTuple):
     def totals(self, reference: Sequence[tuple[int, ...]]) -> Totals:
         """Sums; `reference` holds the outputs that these are compared with."""
         num_tokens = sum(map(len, self.outputs))
-        chosen = [sizes[0] for sizes in self.block_sizes if sizes]
         return Totals(
             num_requests=len(self.outputs),
             num_tokens=num_tokens,
@@ -32,8 +31,7 @@ class Measured(NamedTuple):
             later_s=sum(self.step_s[1:]),
             num_verified=sum(map(len, self.block_sizes)),
             num_emitted=num_tokens - len(self.outputs),
-            num_chosen=len(chosen),
-            sum_chosen=sum(chosen),
+            sum_block_sizes=sum(map(sum, self.block_sizes)),
             num_equal=sum(mine == its for mine, its in zip(self.outputs, reference, strict=True)),
         )
 

@@ -1,29 +1,31 @@
 """Policies: what picks a request's block size from its prefill.
 
-`ClassPolicy` is the network of BlockPilot (arXiv 2606.31315): a residual MLP on prefill_probs, one logit
-per candidate. Its first layer is as wide as the vocabulary, and a prompt's distribution is nearly all
-zeros, so the layer is a weighted embedding bag over the token ids whose probability passes the record
-threshold of the sweep. That is exactly the dense layer on the thresholded distribution. The layer starts at
-zero; a token id that never occurred in training therefore still has a row of zeros, and only the other rows
-(the support) are stored.
+A learned policy is a network (`network.py`) with one of two heads. `class` is BlockPilot's (arXiv 2606.31315): a
+logit for each candidate, and the largest is taken. `tau` predicts the tokens of a step with each candidate; the
+choice is made later, at the load there is then.
 
-A policy travels as a directory: `policy.safetensors` and `policy.json`. Nothing is unpickled.
+The paper's policy reads the prefill and chooses for the whole answer. One that reads every step predicts anew before
+each, from what the draft is about to draft from: two thirds of the variance of acceptance is inside an answer.
+
+A policy travels as a directory: `policy.safetensors`, `policy.json`, and for the objective "throughput" the step
+costs that it was trained with, `costs.json`. Nothing is unpickled.
 """
 
 import json
-import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 
+from blockpilot.costs import COSTS_FILE, StepCosts
 from blockpilot.files import write_text
+from blockpilot.forecast import Forecast
+from blockpilot.network import Features, Input, PolicyNetwork, Shape, no_probs, scalars, sparse_probs
 from blockpilot.pairs import PairId
 
 if TYPE_CHECKING:
@@ -32,14 +34,18 @@ if TYPE_CHECKING:
 
 WEIGHTS_FILE = "policy.safetensors"
 INFO_FILE = "policy.json"
-_KIND = {"format": 1, "objective": "tau", "head": "class", "input": "probs"}
+FORMAT = 2
+MAX_LOGIT = 8.0
 
+Head = Literal["class", "tau"]
+Objective = Literal["tau", "throughput"]
+Reads = Literal["prefill", "step"]
 Scalar = str | int | float | bool | None
 
 
 @dataclass(frozen=True)
 class CandidateSet:
-    """The block sizes a policy may choose, smallest first; a class of the policy is an index into it."""
+    """The block sizes a policy may choose, smallest first; an output of the policy is an index into it."""
 
     sizes: tuple[int, ...]
 
@@ -75,97 +81,141 @@ class FixedPolicy:
         return self.block_size
 
 
-class SparseProbs(NamedTuple):
-    """A batch of B thresholded distributions, one after the other."""
-
-    ids: Tensor
-    """[N] int64 token ids."""
-    probs: Tensor
-    """[N] float32, their probabilities."""
-    offsets: Tensor
-    """[B] int64, where each distribution starts in `ids`."""
-
-
-def sparse_probs(probs: Tensor, threshold: float) -> SparseProbs:
-    """The entries of one distribution [V] that are at least `threshold`, as a batch of one."""
-    (ids,) = torch.nonzero(probs >= threshold, as_tuple=True)
-    return SparseProbs(ids, probs[ids], torch.zeros(1, dtype=torch.int64, device=probs.device))
-
-
-class ProbsMLP(nn.Module):
-    """Linear(V, hidden)-ReLU-Dropout-[Linear(hidden, hidden) + residual]-Linear(hidden, num_candidates).
-
-    `support` [S] int64, increasing: the token ids whose column of the first layer may differ from zero.
-    """
-
-    support: Tensor
-    row_of_id: Tensor
-
-    def __init__(
-        self, support: Tensor, vocab_size: int, num_candidates: int, hidden: int = 2048, dropout: float = 0.2
-    ) -> None:
-        super().__init__()
-        row_of_id = torch.full((vocab_size,), -1, dtype=torch.int64)
-        row_of_id[support] = torch.arange(len(support))
-        self.register_buffer("support", support, persistent=False)
-        self.register_buffer("row_of_id", row_of_id, persistent=False)
-        self.rows = nn.Parameter(torch.zeros(len(support), hidden))
-        self.bias = nn.Parameter(torch.empty(hidden).uniform_(-1, 1) / math.sqrt(vocab_size))
-        self.mix = nn.Linear(hidden, hidden)
-        self.head = nn.Linear(hidden, num_candidates)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, ids: Tensor, probs: Tensor, offsets: Tensor) -> Tensor:
-        """SparseProbs of B distributions -> logits [B, num_candidates]."""
-        rows = self.row_of_id[ids]
-        weights = torch.where(rows >= 0, probs, 0.0)
-        bags = functional.embedding_bag(rows.clamp(min=0), self.rows, offsets, mode="sum", per_sample_weights=weights)
-        hidden = self.dropout(torch.relu(bags + self.bias))
-        logits: Tensor = self.head(hidden + self.mix(hidden))
-        return logits
-
-
 @dataclass(frozen=True)
 class PolicyInfo:
     """What a policy knows about itself: the pair it was trained for, its choices, and where it comes from."""
 
     pair: PairId
-    vocab_size: int
     candidates: CandidateSet
+    head: Head
+    objective: Objective
+    """What the choice makes the most of: tokens a step, or a second."""
+    reads: Reads
+    shape: Shape
     threshold: float
     """Probabilities below it are taken as zero, in training and in use."""
     training: Mapping[str, Scalar] = field(default_factory=dict)
     """Provenance: seed, rows, sweep id, ... Not read by the policy."""
 
+    def __post_init__(self) -> None:
+        for name, kind in (("head", Head), ("objective", Objective), ("reads", Reads)):
+            if getattr(self, name) not in get_args(kind):
+                raise ValueError(f"{name} {getattr(self, name)!r}: must be one of {', '.join(get_args(kind))}")
+        if self.shape.num_outputs != len(self.candidates):
+            raise ValueError(f"{self.shape.num_outputs} outputs for {len(self.candidates)} candidates")
+        check_reads(self.reads, self.head, self.shape.inputs)
 
-class ClassPolicy:
-    """Chooses the candidate with the largest logit (the smallest of equals). Runs where its input lies."""
 
-    def __init__(self, info: PolicyInfo, network: ProbsMLP) -> None:
-        self.info = info
+def check_reads(reads: Reads, head: Head, inputs: Sequence[Input]) -> None:
+    """Raise ValueError for what a policy of this kind cannot predict or read."""
+    if reads == "step" and head != "tau":
+        raise ValueError(f"head {head!r} with reads 'step': must be 'tau', a step's choice depends on its cost")
+    if reads == "step" and "probs" in inputs:
+        raise ValueError("input 'probs' with reads 'step': the distribution is known after the prefill only")
+    if reads == "prefill" and "anchor" in inputs:
+        raise ValueError("input 'anchor' with reads 'prefill': must be of reads 'step'")
+
+
+class LearnedPolicy:
+    """A block size (head `class`) or a forecast (head `tau`) for every prefill. Runs where its input lies.
+
+    `costs` are the step costs that the objective "throughput" was trained with; those of the machine at hand are the
+    engine's business.
+    """
+
+    def __init__(self, info: PolicyInfo, network: PolicyNetwork, costs: StepCosts | None = None) -> None:
+        if (costs is None) == (info.objective == "throughput"):
+            raise ValueError(f"objective {info.objective!r}: {'needs' if costs is None else 'has no'} step costs")
+        self.info, self.costs = info, costs
         self.network = network.eval().requires_grad_(False)
 
     @property
     def candidates(self) -> CandidateSet:
         return self.info.candidates
 
-    def __call__(self, prefill: "Prefill") -> int:
-        return self.candidates[int(self.logits(prefill.probs).argmax())]
+    def __call__(self, prefill: "Prefill") -> "int | Forecast":
+        features = self._features(prefill)
+        outputs = self._run(features)[0]
+        if self.info.head == "class":
+            return self.candidates[int(outputs.argmax())]
+        return LearnedForecast(self, features.scalars[0], self._taus(outputs[None])[0])
 
-    def logits(self, probs: Tensor) -> Tensor:
-        """prefill_probs [V] -> one logit per candidate [K]. Raises ValueError for another vocabulary."""
-        if probs.shape != (self.info.vocab_size,):
-            raise ValueError(f"prefill_probs {tuple(probs.shape)}: the policy's vocabulary is {self.info.vocab_size}")
-        if self.network.rows.device != probs.device:
-            self.network.to(probs.device)
-        logits: Tensor = self.network(*sparse_probs(probs, self.info.threshold))
-        return logits[0]
+    @torch.inference_mode()
+    def outputs(self, prefill: "Prefill") -> Tensor:
+        """The network's outputs [K]. Raises ValueError for another vocabulary, or vectors of another size."""
+        return self._run(self._features(prefill))[0]
+
+    @torch.inference_mode()
+    def read(self, forecasts: Sequence["LearnedForecast"], contexts: Tensor, anchors: Tensor) -> None:
+        """Predict the next steps of some requests: contexts [R, draft hidden], anchors [R, target hidden]."""
+        scalars_of = torch.stack([forecast.scalars for forecast in forecasts])
+        probs = no_probs(len(forecasts), contexts.device)
+        taus = self._taus(self._run(Features(probs, contexts.float(), anchors.float(), scalars_of)))
+        for forecast, of_one in zip(forecasts, taus, strict=True):
+            forecast.taus = of_one
+
+    def _run(self, features: Features) -> Tensor:
+        device = features.scalars.device
+        if self.network.bias.device != device:
+            self.network.to(device)
+        outputs: Tensor = self.network(features)
+        return outputs
+
+    def _taus(self, outputs: Tensor) -> list[tuple[float, ...]]:
+        """What is expected of each request: outputs [R, K] of a head `tau`."""
+        return [tuple(row) for row in expected_taus(outputs, tuple(self.candidates), self.info.reads).tolist()]
+
+    def _features(self, prefill: "Prefill") -> Features:
+        shape, device = self.info.shape, prefill.logits.device
+        if prefill.logits.shape != (shape.vocab_size,):
+            raise ValueError(f"logits {tuple(prefill.logits.shape)}: the policy's vocabulary is {shape.vocab_size}")
+        for name, vector, wanted in (
+            ("context", prefill.context, shape.context_size),
+            ("anchor", prefill.anchor, shape.anchor_size),
+        ):
+            if name in shape.inputs and (vector is None or len(vector) != wanted):
+                found = "no vector" if vector is None else f"size {len(vector)}"
+                raise ValueError(f"{name}: {found}; the policy's has size {wanted}")
+        probs = sparse_probs(prefill.probs, self.info.threshold)
+        values = scalars(probs.probs, prefill.num_prompt_tokens, prefill.temperature)
+        nothing = torch.zeros(0, device=device)
+        context, anchor = (nothing if x is None else x.float() for x in (prefill.context, prefill.anchor))
+        return Features(probs, context[None], anchor[None], torch.tensor([values], device=device))
 
     def check(self, pair: "Pair") -> None:
         """Raise ValueError, naming both, unless `pair` is the one the policy was trained for."""
-        if (self.info.pair, self.info.vocab_size) != (pair.id, pair.vocab_size):
-            made_for = _describe(self.info.pair, self.info.vocab_size)
+        if (self.info.pair, self.info.shape.vocab_size) != (pair.id, pair.vocab_size):
+            made_for = _describe(self.info.pair, self.info.shape.vocab_size)
             raise ValueError(f"policy made for {made_for}; this pair is {_describe(pair.id, pair.vocab_size)}")
+
+
+def expected_taus(outputs: Tensor, candidates: Sequence[int], reads: Reads) -> Tensor:
+    """Tokens of a step with each candidate, 1 to the block size: outputs [R, K] of a head `tau` -> [R, K].
+
+    Of an answer they are the outputs themselves. Of a step an output is the logit of the share of its slots, beyond
+    those of the candidate before, that are accepted.
+    """
+    if reads == "step":
+        return 1 + (slot_gaps(candidates).to(outputs) * outputs.clamp(-MAX_LOGIT, MAX_LOGIT).sigmoid()).cumsum(dim=1)
+    return outputs.clamp(min=1).minimum(torch.tensor(candidates).to(outputs))
+
+
+def slot_gaps(candidates: Sequence[int]) -> Tensor:
+    """Slots that each candidate has beyond those of the one before, [K] float32; the anchor is the first one's."""
+    return torch.tensor([1, *candidates], dtype=torch.float32).diff()
+
+
+class LearnedForecast:
+    """What a learned policy expects of a request; predicted anew at every step if the policy reads them."""
+
+    def __init__(self, policy: LearnedPolicy, scalars_of: Tensor, taus: tuple[float, ...]) -> None:
+        self.candidates = policy.candidates
+        self.reader = policy if policy.info.reads == "step" else None
+        self.scalars = scalars_of
+        self.taus = taus
+
+    def observe(self, block_size: int, num_accepted: int) -> None:
+        pass
 
 
 def _describe(pair: PairId, vocab_size: int) -> str:
@@ -178,44 +228,51 @@ def _describe(pair: PairId, vocab_size: int) -> str:
 # --- save and load ---
 
 
-def save_policy(policy: ClassPolicy, directory: str | Path) -> None:
+def save_policy(policy: LearnedPolicy, directory: str | Path) -> None:
     """Write the policy; a directory without `policy.json` (written last) is an unfinished one."""
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / INFO_FILE).unlink(missing_ok=True)
+    for name in (INFO_FILE, COSTS_FILE):
+        (folder / name).unlink(missing_ok=True)
     tensors = {name: t.detach().cpu().contiguous() for name, t in policy.network.state_dict().items()}
     save_file(tensors | {"support": policy.network.support.cpu()}, folder / WEIGHTS_FILE)
+    if policy.costs is not None:
+        write_text(folder / COSTS_FILE, policy.costs.to_json())
     info = policy.info
-    fields = _KIND | {
+    fields = {
+        "format": FORMAT,
+        "head": info.head,
+        "objective": info.objective,
+        "reads": info.reads,
         "pair": info.pair._asdict(),
-        "vocab_size": info.vocab_size,
         "candidates": list(info.candidates),
         "threshold": info.threshold,
+        "network": asdict(info.shape),
         "training": dict(info.training),
     }
     write_text(folder / INFO_FILE, json.dumps(fields, indent=2) + "\n")
 
 
-def load_policy(directory: str | Path) -> ClassPolicy:
+def load_policy(directory: str | Path) -> LearnedPolicy:
     """Read what `save_policy` wrote. Raises ValueError that names the file and the wrong field."""
     folder = Path(directory)
     info = _read_info(folder / INFO_FILE)
-    return ClassPolicy(info, _read_network(folder / WEIGHTS_FILE, info))
+    costs = StepCosts.read(str(folder / COSTS_FILE)) if info.objective == "throughput" else None
+    return LearnedPolicy(info, _read_network(folder / WEIGHTS_FILE, info.shape), costs)
 
 
 def _read_info(path: Path) -> PolicyInfo:
     fields = _read_json(path)
-    expected = {*_KIND, "pair", "vocab_size", "candidates", "threshold", "training"}
+    if fields.get("format") != FORMAT:
+        raise ValueError(
+            f"{path}: field 'format' is {fields.get('format')!r}; this version knows {FORMAT}: train anew"
+        )
+    expected = {"format", "head", "objective", "reads", "pair", "candidates", "threshold", "network", "training"}
     if odd := sorted(expected ^ set(fields)):
         raise ValueError(f"{path}: {'unknown' if odd[0] in fields else 'missing'} field {odd[0]!r}")
-    for name, known in _KIND.items():
-        if fields[name] != known:
-            raise ValueError(f"{path}: field {name!r} is {fields[name]!r}; this version knows {known!r}")
-    pair, vocab_size, threshold = fields["pair"], fields["vocab_size"], fields["threshold"]
+    pair, threshold = fields["pair"], fields["threshold"]
     if not isinstance(pair, dict) or set(pair) != set(PairId._fields) or not _all_str(pair.values()):
         raise ValueError(f"{path}: field 'pair' must hold the strings {', '.join(PairId._fields)}, got {pair!r}")
-    if type(vocab_size) is not int or vocab_size < 1:
-        raise ValueError(f"{path}: field 'vocab_size' must be an integer >= 1, got {vocab_size!r}")
     if type(threshold) is not float or not 0 <= threshold < 1:
         raise ValueError(f"{path}: field 'threshold' must be a number in [0, 1), got {threshold!r}")
     if not isinstance(fields["training"], dict):
@@ -224,7 +281,12 @@ def _read_info(path: Path) -> PolicyInfo:
         candidates = CandidateSet(tuple(fields["candidates"]))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: field 'candidates': {error}") from None
-    return PolicyInfo(PairId(**pair), vocab_size, candidates, threshold, fields["training"])
+    try:
+        shape = Shape(**fields["network"] | {"inputs": tuple(fields["network"]["inputs"])})
+        kind = fields["head"], fields["objective"], fields["reads"]
+        return PolicyInfo(PairId(**pair), candidates, *kind, shape, threshold, fields["training"])
+    except (TypeError, ValueError, KeyError) as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -243,17 +305,14 @@ def _all_str(values: Any) -> bool:
     return all(isinstance(value, str) for value in values)
 
 
-def _read_network(path: Path, info: PolicyInfo) -> ProbsMLP:
+def _read_network(path: Path, shape: Shape) -> PolicyNetwork:
     try:
         tensors = load_file(path)
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file") from None
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path}: not a readable safetensors file ({error})") from None
-    support = _read_support(path, tensors, info.vocab_size)
-    if "bias" not in tensors or tensors["bias"].numel() == 0:
-        raise ValueError(f"{path}: missing tensor 'bias'")
-    network = ProbsMLP(support, info.vocab_size, len(info.candidates), tensors["bias"].numel())
+    network = PolicyNetwork(shape, _read_support(path, tensors, shape))
     for name, wanted in network.state_dict().items():
         _check_tensor(path, name, tensors.get(name), wanted)
     if unknown := sorted(set(tensors) - set(network.state_dict())):
@@ -262,13 +321,16 @@ def _read_network(path: Path, info: PolicyInfo) -> ProbsMLP:
     return network
 
 
-def _read_support(path: Path, tensors: dict[str, Tensor], vocab_size: int) -> Tensor:
+def _read_support(path: Path, tensors: dict[str, Tensor], shape: Shape) -> Tensor:
     """Take the support out of `tensors`; ValueError unless increasing and inside the vocabulary."""
     support = tensors.pop("support", None)
-    if support is None or support.dtype != torch.int64 or support.dim() != 1 or support.numel() == 0:
+    if support is None or support.dtype != torch.int64 or support.dim() != 1:
         raise ValueError(f"{path}: tensor 'support' must hold int64 token ids")
-    if bool((support.diff() <= 0).any()) or int(support[0]) < 0 or int(support[-1]) >= vocab_size:
-        raise ValueError(f"{path}: tensor 'support' must be increasing ids below {vocab_size}")
+    if "probs" in shape.inputs and support.numel() == 0:
+        raise ValueError(f"{path}: tensor 'support' is empty")
+    inside = not support.numel() or (int(support[0]) >= 0 and int(support[-1]) < shape.vocab_size)
+    if bool((support.diff() <= 0).any()) or not inside:
+        raise ValueError(f"{path}: tensor 'support' must be increasing ids below {shape.vocab_size}")
     return support
 
 

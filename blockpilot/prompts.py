@@ -9,13 +9,14 @@ Blank lines are ignored; `set` defaults to the file's stem.
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
 
+from blockpilot.files import write_text
 from blockpilot.prompt_sets import PROMPT_SETS, read_set
 
 ROLES = ("system", "user", "assistant")
@@ -79,6 +80,15 @@ def load_prompts(name_or_path: str, num: int | None = None, seed: int = 0) -> li
     if not prompts:
         raise ValueError(f"{name_or_path}: holds no prompts")
     return sorted(prompts, key=lambda prompt: _digest("order", seed, prompt.text))[:num]
+
+
+def save_prompts(path: str | Path, prompts: Iterable[Prompt]) -> None:
+    """Write a .jsonl file that `load_prompts` reads."""
+    lines = (
+        json.dumps({"set": p.set, "messages": [asdict(m) for m in p.messages], "follow_ups": list(p.follow_ups)})
+        for p in prompts
+    )
+    write_text(path, "".join(f"{line}\n" for line in lines))
 
 
 def split(prompts: Iterable[Prompt], held_out: float, seed: int = 0) -> tuple[list[Prompt], list[Prompt]]:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from blockpilot.files import Place, file_names, is_file, is_folder, join, located, write_bytes
 from blockpilot.pairs import PairId
@@ -45,6 +46,9 @@ SCHEMA = pa.schema(
         ("probs", pa.list_(pa.float32())),
         ("tail_mass", pa.float32()),
         ("context", pa.list_(pa.float32())),
+        ("step_places", pa.list_(pa.int32())),
+        ("step_contexts", pa.large_binary()),
+        ("step_embeddings", pa.large_binary()),
         ("seed", pa.int64()),
         ("temperature", pa.float64()),
     ]
@@ -71,6 +75,9 @@ class SweepRow:
     probs: list[float]  # float32 values, theirs
     tail_mass: float  # the sum of all other prefill_probs
     context: list[float]  # float32 [draft hidden]; empty when no candidate drafts
+    step_places: list[int]  # some places p of `accepted`, ascending; empty unless dense
+    step_contexts: bytes  # float16 [len(step_places), draft hidden]: the context vector before the anchor
+    step_embeddings: bytes  # float16 [len(step_places), target hidden]: the target's embedding of the anchor
     seed: int  # the seed the sampler ran with
     temperature: float
 
@@ -182,6 +189,26 @@ def _prefill_problems(row: SweepRow, vocab_size: int) -> Iterator[str]:
         yield f"probs and tail_mass sum to {mass}, not to 1"
     if not np.isfinite(row.context).all():
         yield "context has entries that are not finite"
+    if row.step_places or row.step_contexts or row.step_embeddings:
+        yield from _step_problems(row)
+
+
+def _step_problems(row: SweepRow) -> Iterator[str]:
+    places = row.step_places
+    if not row.accepted or not places or places[0] < 0 or places[-1] >= len(row.accepted[0]):
+        yield f"step_places {places[:3]} ... are not places of accepted"
+    if any(a >= b for a, b in pairwise(places)):
+        yield "step_places do not ascend"
+    sizes = len(row.step_contexts), len(row.step_embeddings)
+    if sizes[0] != 2 * len(places) * len(row.context) or not sizes[1] or sizes[1] % (2 * max(len(places), 1)):
+        yield f"step_contexts and step_embeddings have {sizes} bytes for {len(places)} places"
+    elif not all(np.isfinite(vectors(data, 1)).all() for data in (row.step_contexts, row.step_embeddings)):
+        yield "step_contexts or step_embeddings have entries that are not finite"
+
+
+def vectors(data: bytes, num: int) -> NDArray[np.float16]:
+    """Bytes of a row's step columns as float16 [num, size]."""
+    return np.frombuffer(data, "<f2").reshape(num, -1)
 
 
 def write_rows(place: Place, rows: Sequence[SweepRow], metadata: Metadata) -> None:
@@ -232,24 +259,31 @@ def _file_metadata(path: Place, schema: Any) -> Metadata:
         raise ValueError(f"{path}: {error}") from error
 
 
-def read_sweep(places: Place | Iterable[Place]) -> Sweep:
-    """Read files, and directories of part files, of one sweep.
+def read_parts(places: Place | Iterable[Place]) -> Iterator[Sweep]:
+    """Files, and the part files of directories, of one sweep, one after the other.
 
     Raises ValueError when there are none, when two files come from different pairs, candidate sets or
     configurations (the difference is named), or when a prompt comes twice.
     """
     files = part_files(places)
-    sweeps = [read_file(file) for file in files]
-    first = sweeps[0].metadata
+    first: Metadata | None = None
     seen: dict[str, str] = {}
-    for file, sweep in zip(files, sweeps, strict=True):
+    for file in files:
+        sweep = read_file(file)
+        first = first or sweep.metadata
         if found := mismatch(first, sweep.metadata):
             raise ValueError(f"{files[0]} and {file} are of different sweeps ({found})")
         for row in sweep.rows:
             if row.prompt_id in seen:
                 raise ValueError(f"{file}: prompt {row.prompt_id} is already in {seen[row.prompt_id]}")
             seen[row.prompt_id] = file
-    return Sweep([row for sweep in sweeps for row in sweep.rows], first)
+        yield sweep
+
+
+def read_sweep(places: Place | Iterable[Place]) -> Sweep:
+    """All of `read_parts` at once."""
+    parts = list(read_parts(places))
+    return Sweep([row for part in parts for row in part.rows], parts[0].metadata)
 
 
 def read_rows(places: Place | Iterable[Place]) -> list[SweepRow]:
@@ -268,10 +302,13 @@ def part_files(places: Place | Iterable[Place]) -> list[str]:
     return files
 
 
-def mismatch(one: Metadata, other: Metadata) -> str:
-    """How two files' origins differ, in words; empty when their rows may be mixed."""
-    ignored = {"versions", "git_commit"}
-    ours, theirs = ({k: v for k, v in m.to_dict().items() if k not in ignored} for m in (one, other))
+def mismatch(one: Metadata, other: Metadata, ignored: Collection[str] = ()) -> str:
+    """How two files' origins differ, in words; empty when their rows may be mixed.
+
+    Sweeps of other prompts or temperatures differ in `config`, which may be ignored.
+    """
+    left_out = {"versions", "git_commit", *ignored}
+    ours, theirs = ({k: v for k, v in m.to_dict().items() if k not in left_out} for m in (one, other))
     return difference(ours, theirs)
 
 

@@ -40,6 +40,7 @@ class KnownTexts(NamedTuple):
     keys: tuple[Tensor, ...]  # [N, heads, S, head_dim] of every draft layer
     values: tuple[Tensor, ...]
     prefill_context: Tensor  # [N, hidden]: the context vector at the last prompt token
+    context: Tensor | None = None  # [N, S, hidden], of every position, where it is wanted
 
     def rows(self, index: Tensor) -> "KnownTexts":
         """Some of the texts."""
@@ -49,11 +50,12 @@ class KnownTexts(NamedTuple):
             tuple(keys[index] for keys in self.keys),
             tuple(values[index] for values in self.values),
             self.prefill_context[index],
+            None if self.context is None else self.context[index],
         )
 
 
 @torch.inference_mode()
-def know(pair: Pair, texts: Sequence[Text]) -> KnownTexts:
+def know(pair: Pair, texts: Sequence[Text], *, keep_context: bool = False) -> KnownTexts:
     """Run the target over the texts, a stretch of columns at a time, and keep the draft's context of them."""
     target = Target(pair.target, pair.draft.options.target_layer_ids)
     device, draft = pair.target.device, pair.draft
@@ -62,6 +64,7 @@ def know(pair: Pair, texts: Sequence[Text]) -> KnownTexts:
     last_of_prompt = torch.tensor([text.num_prompt_tokens - 1 for text in texts], device=device)
     target_cache, draft_cache = target.new_cache(len(texts), length), draft.new_cache(len(texts), length)
     prefill_context = torch.zeros(len(texts), draft.config.hidden_size, dtype=draft.dtype, device=device)
+    kept: list[Tensor] = []
     stretch = -(-PREFILL_COLUMNS // len(texts))
     for start in range(0, length, stretch):
         end = min(start + stretch, length)
@@ -70,10 +73,13 @@ def know(pair: Pair, texts: Sequence[Text]) -> KnownTexts:
         assert scored.features is not None
         context = draft.fuse(scored.features.to(draft.dtype))
         draft.extend(context, positions, draft_cache.view(0, positions, end))
+        if keep_context:
+            kept.append(context)
         here = (last_of_prompt >= start) & (last_of_prompt < end)
         prefill_context[here] = context[here, last_of_prompt[here] - start]
-    keys, values = (tuple(x.transpose(1, 2) for x in kept) for kept in (draft_cache.keys, draft_cache.values))
-    return KnownTexts(tuple(texts), tokens, keys, values, prefill_context)
+    keys, values = (tuple(x.transpose(1, 2) for x in of) for of in (draft_cache.keys, draft_cache.values))
+    every = torch.cat(kept, dim=1) if keep_context else None
+    return KnownTexts(tuple(texts), tokens, keys, values, prefill_context, every)
 
 
 @torch.inference_mode()

@@ -31,8 +31,7 @@ class Totals:
     later_s: float
     num_verified: int  # verify steps, of each row
     num_emitted: int  # tokens emitted by them: all but the prefill's
-    num_chosen: int  # requests that came to a first block
-    sum_chosen: int  # their block sizes
+    sum_block_sizes: int  # of the verify steps
     num_equal: int  # requests whose tokens are those of the reference method
 
 
@@ -60,7 +59,7 @@ RATIOS = {
     "decode_tokens_per_s": ("num_later_tokens", "later_s"),
     "step_s": ("later_s", "num_later_steps"),
     "share_equal": ("num_equal", "num_requests"),
-    "mean_block_size": ("sum_chosen", "num_chosen"),
+    "mean_block_size": ("sum_block_sizes", "num_verified"),
 }
 
 
@@ -74,7 +73,7 @@ class Figures:
     decode_tokens_per_s: Interval
     speedup: Interval  # of tokens_per_s over the baseline's
     share_equal: float  # of texts that are the reference's
-    mean_block_size: float  # chosen for a request
+    mean_block_size: float  # of a verify step
 
 
 class Comparison:
@@ -95,16 +94,16 @@ class Comparison:
         if len(groups) < 2:
             raise ValueError(f"{len(groups)} groups of prompts: intervals need at least 2")
         self._sums = {method: _sums([run for run in runs if run.method == method], groups) for method in done}
-        self._weights = _weights(len(groups), num_resamples, seed)
+        self._weights = resampling_weights(len(groups), num_resamples, seed)
 
     def figure(self, name: str, method: str) -> Interval:
         """A figure of RATIOS for one method."""
-        return _interval(self._resampled(name, method))
+        return interval(self._resampled(name, method))
 
     def ratio(self, name: str, method: str, baseline: str) -> Interval:
         """A figure of one method over the same of another, paired by group."""
         with np.errstate(divide="ignore", invalid="ignore"):
-            return _interval(self._resampled(name, method) / self._resampled(name, baseline))
+            return interval(self._resampled(name, method) / self._resampled(name, baseline))
 
     def figures(self, baseline: str) -> list[Figures]:
         """A row for every method, in the order of the runs; speed-ups are over `baseline`."""
@@ -132,12 +131,12 @@ class Comparison:
 
 def ratio_of_totals(above: Sequence[float], below: Sequence[float]) -> Interval:
     """sum(above) / sum(below) with its interval over the entries, which are those of one prompt each."""
-    weights = _weights(len(above), NUM_RESAMPLES, seed=0)
+    weights = resampling_weights(len(above), NUM_RESAMPLES, seed=0)
     with np.errstate(divide="ignore", invalid="ignore"):
-        return _interval((weights @ np.array(above, dtype=float)) / (weights @ np.array(below, dtype=float)))
+        return interval((weights @ np.array(above, dtype=float)) / (weights @ np.array(below, dtype=float)))
 
 
-def _weights(num_groups: int, num_resamples: int, seed: int) -> Array:
+def resampling_weights(num_groups: int, num_resamples: int, seed: int) -> Array:
     """How often each group counts [1 + resamples, groups]; the first row has every group once: the figure itself."""
     draws = np.random.default_rng(seed).multinomial(
         num_groups, np.full(num_groups, 1 / num_groups), size=num_resamples
@@ -155,7 +154,7 @@ def _sums(runs: Sequence[Run], groups: Sequence[int]) -> dict[str, Array]:
     return sums
 
 
-def _interval(values: Array) -> Interval:
+def interval(values: Array) -> Interval:
     """values[0] with the quantiles of the others; resamples in which nothing was counted are left out."""
     resamples = values[1:][np.isfinite(values[1:])]
     if not (math.isfinite(values[0]) and len(resamples)):

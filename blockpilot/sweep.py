@@ -8,13 +8,16 @@ trained block size is BlockPilot's (arXiv 2606.31315).
 
 import dataclasses
 import hashlib
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from jinja2 import TemplateError
+from torch import Tensor
 
 from blockpilot.blocks import emitted_along
 from blockpilot.engine import Engine, Prefill, Request, Step
@@ -64,6 +67,14 @@ def sampler_seed(seed: int, prompt_id: str) -> int:
     return int.from_bytes(digest[:8], "big", signed=True)
 
 
+class _Steps(NamedTuple):
+    """What is known before some of the steps of a text; the columns of a row."""
+
+    step_places: list[int]
+    step_contexts: bytes
+    step_embeddings: bytes
+
+
 @dataclass
 class _Run:
     """One prompt under one candidate: its text, the tokens that each verify step emitted, and if the sweep is dense
@@ -76,6 +87,7 @@ class _Run:
     accepted: list[int] = field(default_factory=list)
     finish_reason: str = ""
     prefill: Prefill | None = None
+    steps: _Steps = field(default_factory=lambda: _Steps([], b"", b""))
 
     def add(self, step: Step) -> None:
         self.tokens += step.tokens
@@ -136,6 +148,7 @@ class _Job:
             probs=probs[ids].tolist(),
             tail_mass=float(probs[probs < MIN_PROB].sum()),
             context=[] if prefill.context is None else prefill.context.float().tolist(),
+            **runs[-1].steps._asdict(),
             seed=self.sampling.seed,
             temperature=self.sampling.temperature,
         )
@@ -177,18 +190,20 @@ def replay(
     seed: int = 0,
     num_slots: int = 16,
     dense: bool = False,
+    step_samples: int = 64,
     text_block_size: int | None = None,
 ) -> Outcome:
     """What `decode` gives, out of one decoding of every prompt and draft passes over its text.
 
     The draft's context is kept for `num_slots` prompts at a time. `dense` drafts at every position of the text, not
-    only where a decoding passes, about tau times the work, and puts what is accepted there into the rows.
+    only where a decoding passes, about tau times the work, and puts what is accepted there into the rows; and for
+    `step_samples` of the positions what is known before the step.
     `text_block_size` decodes the text, which is the same with any: by default 1 on a CPU, where a full batch makes
     wide steps dear, and the draft's trained one on a GPU, where they cost little more than narrow ones.
     """
     if text_block_size is None:
         text_block_size = 1 if pair.target.device.type == "cpu" else pair.block_size
-    method = partial(_replay, pair, candidates, max_new_tokens, num_slots, dense, text_block_size)
+    method = partial(_replay, pair, candidates, max_new_tokens, num_slots, dense, step_samples, text_block_size)
     return _sweep(pair, prompts, candidates, Sampling(temperature, top_p, seed=seed), method)
 
 
@@ -258,6 +273,7 @@ def _replay(
     max_new_tokens: int,
     num_slots: int,
     dense: bool,
+    step_samples: int,
     text_block_size: int,
     jobs: Sequence[_Job],
 ) -> list[_Result]:
@@ -273,20 +289,22 @@ def _replay(
     by_length = sorted(texts, key=lambda i: len(texts[i].tokens))
     for start in range(0, len(by_length), num_slots):
         group = by_length[start : start + num_slots]
-        found = _replay_group(pair, [texts[i] for i in group], [answers[i] for i in group], candidates, dense)
-        for i, runs in zip(group, found, strict=True):
+        known = know(pair, [texts[i] for i in group], keep_context=dense)
+        found = _replay_group(pair, known, [answers[i] for i in group], candidates, dense)
+        for place, (i, runs) in enumerate(zip(group, found, strict=True)):
+            if dense:
+                runs[-1].steps = _known_before_steps(pair, known, place, runs[-1], step_samples)
             results[i] = runs
     return results
 
 
 def _replay_group(
-    pair: Pair, texts: Sequence[Text], answers: Sequence[_Run], candidates: Sequence[int], dense: bool
+    pair: Pair, known: KnownTexts, answers: Sequence[_Run], candidates: Sequence[int], dense: bool
 ) -> Iterator[list[_Run]]:
     """The runs of every candidate on each text, decoded as `answers`."""
     drafting = [size for size in candidates if size > 1]
     num_steps = [len(answer.tokens) - 1 for answer in answers]  # of plain decoding
     plain = [_Measured([1] * n, [0] * n if dense else []) for n in num_steps]
-    known = know(pair, texts)
     found = _dense(pair, known, drafting) if dense else _walk(pair, known, drafting)
     for answer, context, of_one, of_others in zip(answers, known.prefill_context, plain, found, strict=True):
         assert answer.prefill is not None
@@ -295,6 +313,21 @@ def _replay_group(
         yield [
             dataclasses.replace(answer, block_size=b, prefill=prefill, **measured[b]._asdict()) for b in candidates
         ]
+
+
+def _known_before_steps(pair: Pair, known: KnownTexts, place: int, widest: _Run, num_samples: int) -> _Steps:
+    """Context vector and anchor of some steps of a text; none of those that the limit of its length cuts short."""
+    assert known.context is not None
+    text, num_steps = known.texts[place], len(widest.tokens) - 1
+    usable = num_steps if widest.finish_reason == "stop" else max(num_steps - widest.block_size + 1, 0)
+    places = sorted(random.Random(text.sampling.seed).sample(range(usable), min(num_samples, usable)))
+    positions = torch.tensor(places, dtype=torch.int64, device=known.tokens.device) + text.num_prompt_tokens
+    embeddings = pair.target.get_input_embeddings()(known.tokens[place, positions])
+    return _Steps(places, _float16(known.context[place, positions - 1]), _float16(embeddings))
+
+
+def _float16(values: Tensor) -> bytes:
+    return values.detach().to("cpu", torch.float16).numpy().astype("<f2").tobytes()
 
 
 class _Measured(NamedTuple):
@@ -364,12 +397,20 @@ class Summary:
 
 
 def fewest_steps(accepted: Sequence[Sequence[int]]) -> int:
-    """Steps of a decoding that knows at every position which candidate gets furthest: the ceiling of any policy.
+    """Steps of a decoding that knows at every position which candidate gets furthest: the ceiling of any policy."""
+    return round(least_cost(accepted, [1.0] * len(accepted)))
+
+
+def least_cost(accepted: Sequence[Sequence[int]], step_costs: Sequence[float]) -> float:
+    """What a decoding costs that takes at every position the candidate that is the best in the end: a bound.
 
     accepted[c][p] are those of candidate c at anchor p, out of a dense sweep (dynamic programming from the end).
     """
     num_anchors = len(accepted[0])
-    steps = [0] * (num_anchors + 1)
+    left = [0.0] * (num_anchors + 1)
     for p in reversed(range(num_anchors)):
-        steps[p] = 1 + min(steps[min(p + of_candidate[p] + 1, num_anchors)] for of_candidate in accepted)
-    return steps[0]
+        left[p] = min(
+            cost + left[min(p + of_candidate[p] + 1, num_anchors)]
+            for of_candidate, cost in zip(accepted, step_costs, strict=True)
+        )
+    return left[0]

@@ -157,6 +157,8 @@ def _shard(config: AnswersConfig, folder: str, prompts: Sequence[Prompt], start:
 class AnswerWorker:
     """A Ray actor with the target in bf16: text is data here, not a promise."""
 
+    openings: Sequence[str] = OPENINGS
+
     def __init__(self, config: AnswersConfig) -> None:
         torch.set_num_threads(num_threads(config.resources.num_cpus))
         disable_progress_bar()
@@ -180,7 +182,7 @@ class AnswerWorker:
     def write_prompts(self, task: tuple[Path, range]) -> int:
         """Write a file with the prompts of some seeds; returns how many."""
         path, seeds = task
-        texts = write_prompts(self.pair, seeds, OPENINGS)
+        texts = write_prompts(self.pair, seeds, self.openings)
         lines = (json.dumps({"prompt": text, "set": OWN_PROMPTS}, ensure_ascii=False) + "\n" for text in texts)
         write_text(path, "".join(lines))
         return len(texts)

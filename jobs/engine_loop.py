@@ -13,6 +13,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
+from blockpilot.costs import StepCosts
 from blockpilot.engine import Engine, Policy, Request, Step
 
 MAX_FAILURES = 3  # steps in a row that raise; then the engine is taken to be broken
@@ -72,9 +73,12 @@ class EngineLoop:
         self._work.put(lambda: self._add(stream))
         return stream
 
-    def set_policy(self, policy: Policy | None) -> None:
-        """Use `policy` for the requests that are prefilled from the next step on."""
-        self._work.put(lambda: setattr(self.engine, "policy", policy))
+    def set_policy(self, policy: Policy | None, costs: StepCosts | None = None) -> None:
+        """Use `policy` for the requests that are prefilled from the next step on, and `costs` from that step on."""
+        self._work.put(lambda: self._set_policy(policy, costs))
+
+    def _set_policy(self, policy: Policy | None, costs: StepCosts | None) -> None:
+        self.engine.policy, self.engine.costs = policy, costs
 
     def close(self) -> None:
         """Stop after the present step; requests in flight end with ClosedError."""

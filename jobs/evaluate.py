@@ -1,45 +1,44 @@
 """Evaluate: decode held-out prompts with every method, interleaved, and report what was measured.
 
-Methods are plain decoding (AR), every fixed block size, and a policy that chooses after each request's prefill.
-One process runs them all: for each prompt, or group of prompts that share a batch, every method in an order that
-rotates, so that drifts of the machine fall on all of them. Nothing is looked up in a sweep; a sweep, when given,
-only says which prompts are no longer held out and which fixed block size would have been chosen beforehand.
+Methods are plain decoding (AR), every fixed block size, a random one, learned policies, a controller by running
+means that learns nothing beforehand (EV), and an oracle, which knows each prompt's best size and is a bound. One
+process runs them all (`jobs/evaluator.py`). Nothing is looked up in a sweep; a sweep, when given, only says which
+prompts are no longer held out and which fixed block size would have been chosen beforehand.
+
+Every group of prompts is on disk when it is done, and the same command goes on after a kill. The result is on disk
+before MLflow is told; where that cannot be reached, `--relog` tells it later.
 """
 
+import hashlib
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import ray
-import torch
-from jinja2 import TemplateError
 from pydantic import Field, field_validator
-from ray.exceptions import RayTaskError
 
-from blockpilot.engine import Engine, Policy, Request
-from blockpilot.files import write_text
-from blockpilot.measure import decode_group
-from blockpilot.pairs import Pair, PairId
-from blockpilot.policy import load_policy
+from blockpilot.costs import COSTS_FILE, StepCosts
+from blockpilot.examples import prompt_key
+from blockpilot.files import is_file, join, write_text
+from blockpilot.pairs import PairId
+from blockpilot.policy import INFO_FILE, WEIGHTS_FILE, load_policy
 from blockpilot.prompts import Prompt, load_prompts
-from blockpilot.records import prompt_ids, read_sweep
-from blockpilot.report import Comparison, Figures, Interval, Run, cells, fastest_block_size, markdown
-from blockpilot.sweep import MAX_BLOCK_SIZE, Summary, sampler_seed
-from blockpilot.verify import Sampling
-from jobs.cluster import actor_options, connect, num_threads
+from blockpilot.records import prompt_ids, read_parts
+from blockpilot.report import Comparison, Figures, Interval, Run, Totals, cells, fastest_block_size, markdown
+from blockpilot.sweep import MAX_BLOCK_SIZE, Summary
+from jobs.cluster import connect
 from jobs.config import Config, PairConfig, Place, absolute_in_submitted_job, main
-from jobs.registry import CHAMPION, HeldOut, Registry, Version, model_name
+from jobs.evaluator import AR, EV, ORACLE, POLICY, RANDOM, Setting, Work, evaluator, method_name
+from jobs.registry import CHAMPION, HeldOut, Registry, Version, kept_for_later, model_name
+from jobs.train import PROMPTS_FILE
 
-AR, POLICY = "AR", "policy"
 NEWEST, NO_POLICY = "newest", "none"
-RESULT_FILE, TABLE_FILE = "evaluation.json", "table.md"
-NUM_WARM_UP_TOKENS = 8
+RESULT_FILE, TABLE_FILE, RUNS_FILE = "evaluation.json", "table.md", "runs.jsonl"
+BASELINES = {"random": RANDOM, "ev": EV, "oracle": ORACLE}
 LINE_INTERVAL_S = 5  # between progress lines
 
 
@@ -55,10 +54,14 @@ class EvaluateConfig(Config):
     """Draws which prompts of a set come first."""
     policy: str = CHAMPION
     """"champion" or "newest" of the registry, the directory of a policy, or "none"."""
+    rivals: tuple[str, ...] = (CHAMPION,)
+    """Policies to measure beside it: directories, and "champion" (left out where there is no other)."""
+    baselines: tuple[str, ...] = ("random", "ev", "oracle")
+    """What else to measure: random, ev, oracle; none by `--baselines` alone."""
     block_sizes: tuple[int, ...] | None = None
-    """Fixed block sizes, ascending. Default: quarters of the draft's trained one, and the sweep's candidates."""
-    sweep: Place | None = None
-    """The sweep that the policy learned from: its prompts are refused, and the best fixed block size is its."""
+    """Fixed block sizes, ascending. Default: the policy's candidates, or quarters of the draft's trained one."""
+    sweep: tuple[Place, ...] = ()
+    """Sweeps that the policy learned from: their prompts are refused, and the best fixed block size is theirs."""
     temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """0 is greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -77,6 +80,8 @@ class EvaluateConfig(Config):
     """Run on a GPU of this type. Otherwise a GPU where there are any."""
     num_cpus: float = Field(default=1.0, gt=0)
     """CPU cores; also torch threads (at least one)."""
+    relog: bool = False
+    """Measure nothing: tell MLflow of the finished evaluation in `output`."""
 
     @field_validator("block_sizes")
     @classmethod
@@ -87,11 +92,18 @@ class EvaluateConfig(Config):
             raise ValueError(f"{sizes}: must be at most {MAX_BLOCK_SIZE}")
         return sizes
 
+    @field_validator("baselines")
+    @classmethod
+    def _check_baselines(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if unknown := sorted(set(names) - set(BASELINES)):
+            raise ValueError(f"{unknown[0]!r}: must be of {', '.join(BASELINES)}")
+        return names
+
 
 class EvaluateResult(NamedTuple):
     """What was measured."""
 
-    figures: list[Figures]  # AR first, then block sizes ascending, then the policy
+    figures: list[Figures]  # AR first, then block sizes ascending, baselines, policies, and the oracle
     best_fixed: int
     best_fixed_chosen_on: str
     held_out: HeldOut | None  # None without a policy
@@ -101,7 +113,7 @@ class EvaluateResult(NamedTuple):
 
 
 class Swept(NamedTuple):
-    """What is used of a sweep."""
+    """What is used of sweeps."""
 
     pair: PairId
     candidates: tuple[int, ...]
@@ -112,67 +124,84 @@ class Plan(NamedTuple):
     """What to do, checked before any model is loaded."""
 
     prompts: tuple[Prompt, ...]
+    groups: tuple[tuple[int, ...], ...]
+    """Places of the prompts that are decoded together; all of one set."""
     sweep: Swept | None
-    policy: Path | None
+    policies: dict[str, Path]
     version: Version | None  # of the policy, when it is a registered one
-
-    def groups(self, concurrency: int) -> list[tuple[Prompt, ...]]:
-        return [self.prompts[i : i + concurrency] for i in range(0, len(self.prompts), concurrency)]
-
-
-class Setting(NamedTuple):
-    """What the actor found: the pair, where it runs, and the methods in the order of the report."""
-
-    pair: PairId
-    dtype: str
-    device: str
-    num_threads: int
-    methods: dict[str, int | None]  # block size, None: the policy's
+    champion: int | None  # number of the version that is measured beside it
 
 
 def run(config: EvaluateConfig) -> EvaluateResult:
     """Measure and record; raises ValueError for bad input before Ray starts."""
     absolute_in_submitted_job(config.output, "output")
+    if config.relog:
+        return _log(config.output, Registry.open())
     prompts, swept = read_inputs(config)
     registry = Registry.open()
-    plan = Plan(prompts, swept, *find_policy(config, registry))
+    plan = Plan(prompts, group(prompts, config.concurrency), swept, *find_policies(config, registry))
+    _check_held_out(plan)
+    work = _work(config, plan)
     connect()
-    with _evaluator(config, plan) as evaluator:
-        setting: Setting = _get(evaluator.load.remote())
-        runs = list(_measure_all(evaluator, config, len(plan.groups(config.concurrency))))
-    return _report(config, plan, setting, runs, registry)
+    with evaluator(work, config.accelerator_type, config.num_cpus) as call:
+        setting: Setting = call("load")
+        for name, reason in setting.left_out.items():
+            print(f"evaluate: {name} is left out: {reason}")
+        runs = list(_measure_all(call, config, work))
+    _save(config, plan, setting, runs)
+    (config.output / RUNS_FILE).unlink()
+    return _log(config.output, registry)
 
 
 # Before Ray starts
 
 
 def read_inputs(config: EvaluateConfig) -> tuple[tuple[Prompt, ...], Swept | None]:
-    """The prompts, and the sweep if there is one. Raises ValueError where they do not fit the configuration."""
+    """The prompts, and the sweeps if there are any. Raises ValueError where they do not fit the configuration."""
     config.pair.names()
     drawn = [p for name in config.prompts for p in load_prompts(name, config.num_prompts, config.shuffle_seed)]
     prompts = tuple({prompt.text: prompt for prompt in drawn}.values())
-    if len(prompts) <= config.concurrency:
+    if len(group(prompts, config.concurrency)) < 2:
         raise ValueError(
             f"{len(prompts)} prompts {config.concurrency} at a time: intervals need at least two groups of prompts"
         )
-    return prompts, _read_sweep(config, config.sweep, prompts) if config.sweep else None
+    return prompts, _read_sweeps(config, prompts) if config.sweep else None
 
 
-def _read_sweep(config: EvaluateConfig, path: str, prompts: Sequence[Prompt]) -> Swept:
-    rows, metadata = read_sweep(path)
-    _check_names(f"sweep {path}", metadata.pair, config)
-    swept = {row.prompt for row in rows}
-    seen = [prompt.text for prompt in prompts if prompt.text in swept]
-    if seen:
-        raise ValueError(
-            f"{len(seen)} of {len(prompts)} prompts are in sweep {path} and so not held out; "
-            f"the first: {seen[0][:60]!r}"
-        )
-    if config.seed <= metadata.config["seed"] < config.seed + config.repeats:
-        raise ValueError(f"seed {config.seed}: must be another than the sweep's {metadata.config['seed']}")
-    if config.block_sizes and not set(config.block_sizes) & set(metadata.candidates):
-        raise ValueError(f"block_sizes {config.block_sizes}: none is a candidate of the sweep {metadata.candidates}")
-    return Swept(metadata.pair, tuple(metadata.candidates), Summary().add(rows).tau_curve)
+def group(prompts: Sequence[Prompt], concurrency: int) -> tuple[tuple[int, ...], ...]:
+    """Places of prompts to decode together, set by set."""
+    by_set: dict[str, list[int]] = {}
+    for place, prompt in enumerate(prompts):
+        by_set.setdefault(prompt.set, []).append(place)
+    return tuple(
+        tuple(places[i : i + concurrency]) for places in by_set.values() for i in range(0, len(places), concurrency)
+    )
+
+
+def _read_sweeps(config: EvaluateConfig, prompts: Sequence[Prompt]) -> Swept:
+    texts, summary, fitting = {prompt.text for prompt in prompts}, Summary(), Summary()
+    for place in config.sweep:
+        for part in read_parts(place):
+            _check_names(f"sweep {place}", part.metadata.pair, config)
+            seen = [row for row in part.rows if row.prompt in texts]
+            if seen:
+                raise ValueError(
+                    f"{len(seen)} of {len(prompts)} prompts are in sweep {place} and so not held out; "
+                    f"the first: {seen[0].prompt_id} {seen[0].prompt[:60]!r}"
+                )
+            if config.seed <= part.metadata.config["seed"] < config.seed + config.repeats:
+                raise ValueError(
+                    f"seed {config.seed}: must be another than the sweep's {part.metadata.config['seed']}"
+                )
+            if config.block_sizes and not set(config.block_sizes) & set(part.metadata.candidates):
+                raise ValueError(
+                    f"block_sizes {config.block_sizes}: none is a candidate of the sweep {part.metadata.candidates}"
+                )
+            summary.add(part.rows)
+            fitting.add([row for row in part.rows if row.temperature == config.temperature])
+    metadata = part.metadata
+    taus = (fitting if fitting.num_rows else summary).tau_curve
+    return Swept(metadata.pair, tuple(metadata.candidates), taus)
 
 
 def _check_names(what: str, made_for: PairId, config: EvaluateConfig) -> None:
@@ -184,20 +213,40 @@ def _check_names(what: str, made_for: PairId, config: EvaluateConfig) -> None:
         )
 
 
-def find_policy(config: EvaluateConfig, registry: Registry) -> tuple[Path | None, Version | None]:
-    """Directory of the policy, and its version if it is a registered one; (None, None) for "none".
+def find_policies(config: EvaluateConfig, registry: Registry) -> tuple[dict[str, Path], Version | None, int | None]:
+    """Directories of the policy and its rivals by the name of the method; the policy's version and the champion's.
 
     Raises ValueError where there is no such policy or it is for other models.
     """
     if config.policy == NO_POLICY:
-        return None, None
+        return {}, None, None
     version = None
     directory = Path(config.policy).absolute()
     if config.policy in (CHAMPION, NEWEST):
         version = _find_version(config, registry)
-        directory = registry.download(version, config.output / f"{version.name}-{version.number}")
-    _check_names(f"policy {directory}", load_policy(directory).info.pair, config)
-    return directory, version
+        directory = _download(config, registry, version)
+    policies, champion = {POLICY: directory}, None
+    for rival in config.rivals:
+        if rival == CHAMPION:
+            found = _find_champion(config, registry)
+            if found is not None and found != version:
+                policies[CHAMPION], champion = _download(config, registry, found), found.number
+        else:
+            policies[Path(rival).name] = Path(rival).absolute()
+    for place in policies.values():
+        _check_names(f"policy {place}", load_policy(place).info.pair, config)
+    return policies, version, champion
+
+
+def _download(config: EvaluateConfig, registry: Registry, version: Version) -> Path:
+    return registry.download(version, config.output / f"{version.name}-{version.number}")
+
+
+def _find_champion(config: EvaluateConfig, registry: Registry) -> Version | None:
+    try:
+        return registry.find_champion(model_name(config.pair.models[0]))
+    except ValueError:  # no such model
+        return None
 
 
 def _find_version(config: EvaluateConfig, registry: Registry) -> Version:
@@ -211,188 +260,175 @@ def _find_version(config: EvaluateConfig, registry: Registry) -> Version:
         raise ValueError(f"{reason}. Give the directory of a policy, or --policy {NO_POLICY}") from None
 
 
+def _check_held_out(plan: Plan) -> None:
+    """Raise ValueError where a policy remembers to have been trained on one of the prompts."""
+    for directory in plan.policies.values():
+        known = _training_prompts(directory)
+        seen = [prompt for prompt in plan.prompts if prompt_key(prompt.text) in known]
+        if seen:
+            key = prompt_ids(seen[0], 0, 0.0)[0]
+            raise ValueError(
+                f"{len(seen)} of {len(plan.prompts)} prompts are among those that policy {directory} was trained on; "
+                f"the first: {key} {seen[0].text[:60]!r}"
+            )
+
+
+def _training_prompts(directory: Path) -> set[str]:
+    file = directory / PROMPTS_FILE
+    return set(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else set()
+
+
+def _work(config: EvaluateConfig, plan: Plan) -> Work:
+    costs = join(config.sweep[0], COSTS_FILE) if config.sweep else ""
+    return Work(
+        config.pair,
+        plan.prompts,
+        plan.groups,
+        plan.policies,
+        config.block_sizes,
+        tuple(BASELINES[name] for name in config.baselines),
+        StepCosts.read(costs) if costs and is_file(costs) else None,
+        plan.sweep.pair if plan.sweep else None,
+        config.temperature,
+        config.top_p,
+        config.seed,
+        config.max_new_tokens,
+        config.concurrency,
+    )
+
+
 # Measuring
 
 
-class Evaluator:
-    """The actor that holds the pair and runs every method; nothing else decodes while it measures."""
-
-    def __init__(self, config: EvaluateConfig, plan: Plan, num_threads: int) -> None:
-        torch.set_num_threads(num_threads)
-        self._config, self._plan = config, plan
-
-    def load(self) -> Setting:
-        """Load, check that everything fits, and warm up. Raises ValueError where it does not."""
-        config, plan = self._config, self._plan
-        pair = config.pair.load()
-        if plan.sweep and plan.sweep.pair != pair.id:
-            raise ValueError(
-                f"sweep {config.sweep}: made for {plan.sweep.pair}; this pair is {pair.id}: sweep it to another place"
-            )
-        self._policy = self._load_policy(pair)
-        self._prompt_ids = {prompt: _encode(prompt, pair) for prompt in plan.prompts}
-        longest = max(map(len, self._prompt_ids.values()))
-        self._engine = Engine(
-            pair,
-            num_slots=config.concurrency,
-            max_length=min(longest + config.max_new_tokens, pair.max_length),
-            policy=self._policy,
-            max_block_size=MAX_BLOCK_SIZE,
-        )
-        self._methods = self._name_methods(pair)
-        for prompt in plan.prompts:
-            self._check(prompt)
-        for method in self._methods:
-            decode_group(self._engine, self._requests(plan.prompts[:1], method, 0, NUM_WARM_UP_TOKENS))
-        dtype = str(pair.target.dtype).removeprefix("torch.")
-        return Setting(pair.id, dtype, pair.target.device.type, torch.get_num_threads(), self._methods)
-
-    def measure(self, repeat: int, group: int) -> list[Run]:
-        """Decode one group with every method, and compare the texts with AR's."""
-        prompts, methods = self._plan.groups(self._config.concurrency)[group], list(self._methods)
-        start = (repeat + group) % len(methods)
-        measured = {
-            method: decode_group(self._engine, self._requests(prompts, method, repeat, self._config.max_new_tokens))
-            for method in methods[start:] + methods[:start]
-        }
-        texts = measured[AR].outputs
-        return [Run(m, group, repeat, measured[m].totals(reference=texts)) for m in methods]
-
-    def _load_policy(self, pair: Pair) -> Policy | None:
-        if self._plan.policy is None:
-            return None
-        policy = load_policy(self._plan.policy)
-        policy.check(pair)
-        return policy
-
-    def _name_methods(self, pair: Pair) -> dict[str, int | None]:
-        sizes = self._config.block_sizes or default_block_sizes(
-            pair.block_size, self._plan.sweep.candidates if self._plan.sweep else ()
-        )
-        methods: dict[str, int | None] = {_method(size): size for size in (1, *sizes)}
-        return methods if self._policy is None else methods | {POLICY: None}
-
-    def _requests(self, prompts: Sequence[Prompt], method: str, repeat: int, max_new_tokens: int) -> list[Request]:
-        config, size = self._config, self._methods[method]
-        seed = config.seed + repeat
-        return [
-            Request(
-                self._prompt_ids[prompt],
-                max_new_tokens,
-                Sampling(
-                    temperature=config.temperature,
-                    top_p=config.top_p,
-                    seed=sampler_seed(seed, prompt_ids(prompt, seed, config.temperature)[0]),
-                ),
-                size,
-                self._engine.pair.stop_token_ids,
-            )
-            for prompt in prompts
-        ]
-
-    def _check(self, prompt: Prompt) -> None:
-        (request,) = self._requests([prompt], AR, 0, self._config.max_new_tokens)
-        try:
-            self._engine.check(request)
-        except ValueError as error:
-            raise ValueError(f"prompt {prompt.text[:60]!r} of {prompt.set}: {error}") from None
-
-
-def _encode(prompt: Prompt, pair: Pair) -> tuple[int, ...]:
-    try:
-        return prompt.encode(pair.tokenizer)
-    except (ValueError, TemplateError) as error:  # a chat template may refuse roles, or their order
-        raise ValueError(f"prompt {prompt.text[:60]!r} of {prompt.set}: chat template: {error}") from None
-
-
-def default_block_sizes(trained: int, candidates: Sequence[int]) -> tuple[int, ...]:
-    """Quarters of the draft's trained block size, and a sweep's candidates; never 1."""
-    quarters = {trained * quarter // 4 for quarter in range(1, 5)}
-    return tuple(size for size in sorted(quarters | set(candidates)) if size > 1)
-
-
-@contextmanager
-def _evaluator(config: EvaluateConfig, plan: Plan) -> Iterator[Any]:
-    options = actor_options(config.accelerator_type, config.num_cpus)
-    remote: Any = ray.remote(Evaluator)
-    evaluator = remote.options(**options).remote(config, plan, num_threads(config.num_cpus))
-    try:
-        yield evaluator
-    finally:
-        ray.kill(evaluator)
-
-
-def _get(reference: Any) -> Any:
-    """ray.get, with the actor's own ValueErrors."""
-    try:
-        return ray.get(reference)
-    except RayTaskError as error:
-        raise (error.cause if isinstance(error.cause, ValueError) else error) from None
-
-
-def _measure_all(evaluator: Any, config: EvaluateConfig, num_groups: int) -> Iterator[Run]:
-    """Every repeat of every group, one at a time, with a line of progress every few seconds."""
-    places = [(repeat, group) for repeat in range(config.repeats) for group in range(num_groups)]
+def _measure_all(call: Any, config: EvaluateConfig, work: Work) -> Iterator[Run]:
+    """Every repeat of every group, one at a time, with a line of progress every few seconds; what an earlier process
+    with the same settings has measured is read from its file.
+    """
+    file, places = config.output / RUNS_FILE, list(_places(config, work))
+    done = _read_runs(file, _identity(config, work))
+    if done:
+        print(f"evaluate: going on after {len(done)} of {len(places)} groups")
+    else:
+        write_text(file, json.dumps({"identity": _identity(config, work)}) + "\n")
     started = last_line = time.monotonic()
-    for done, place in enumerate(places, start=1):
-        yield from _get(evaluator.measure.remote(*place))
-        now = time.monotonic()
-        if now - last_line >= LINE_INTERVAL_S or done == len(places):
-            left = (now - started) / done * (len(places) - done)
-            print(f"evaluate: {done}/{len(places)} groups, {left:.0f} s left", flush=True)
-            last_line = now
+    num_before = len(done)
+    with file.open("a", encoding="utf-8") as log:
+        for number, place in enumerate(places, start=1):
+            if place not in done:
+                done[place] = call("measure", *place)
+                content = [run._asdict() | {"totals": asdict(run.totals)} for run in done[place]]
+                log.write(json.dumps(content) + "\n")
+                log.flush()
+            yield from done[place]
+            now = time.monotonic()
+            if now - last_line >= LINE_INTERVAL_S or number == len(places):
+                left = (now - started) / max(number - num_before, 1) * (len(places) - number)
+                print(f"evaluate: {number}/{len(places)} groups, {left:.0f} s left", flush=True)
+                last_line = now
+
+
+def _places(config: EvaluateConfig, work: Work) -> Iterator[tuple[int, int]]:
+    return ((repeat, number) for repeat in range(config.repeats) for number in range(len(work.groups)))
+
+
+def _identity(config: EvaluateConfig, work: Work) -> str:
+    """A hash of all that the runs depend on."""
+    settings = config.model_dump(mode="json", exclude={"output", "relog", "accelerator_type"})
+    key = repr((settings, list(work.policies), [(p.set, p.text) for p in work.prompts], work.groups))
+    digest = hashlib.sha256(key.encode())
+    for directory in work.policies.values():
+        for name in (INFO_FILE, WEIGHTS_FILE):
+            digest.update((directory / name).read_bytes())
+    return digest.hexdigest()
+
+
+def _read_runs(file: Path, identity: str) -> dict[tuple[int, int], list[Run]]:
+    """Groups that are done, by (repeat, group); none in a file of other settings. A torn last line is left out."""
+    if not file.exists():
+        return {}
+    first, *lines = file.read_text(encoding="utf-8").split("\n")
+    if first != json.dumps({"identity": identity}):
+        return {}
+    whole = lines[:-1]  # what follows the last newline is empty, or torn
+    write_text(file, "".join(f"{line}\n" for line in (first, *whole)))
+    found = [[Run(**run | {"totals": Totals(**run["totals"])}) for run in json.loads(line)] for line in whole]
+    return {(runs[0].repeat, runs[0].group): runs for runs in found}
 
 
 # Reporting
 
 
-def _report(
-    config: EvaluateConfig, plan: Plan, setting: Setting, runs: Sequence[Run], registry: Registry
-) -> EvaluateResult:
-    """Work out the figures, show them, write them, and record them in MLflow."""
+def _save(config: EvaluateConfig, plan: Plan, setting: Setting, runs: Sequence[Run]) -> None:
+    """Work out the figures and write them, with all that MLflow is to know."""
     comparison = Comparison(runs, seed=config.seed)
     best, chosen_on = _best_fixed(comparison, setting, plan.sweep)
-    held_out = _held_out(comparison, _method(best)) if POLICY in setting.methods else None
+    champion = plan.champion if CHAMPION in setting.block_sizes else None
+    held_out = _held_out(comparison, method_name(best), champion) if POLICY in setting.block_sizes else None
+    sets = {number: plan.prompts[places[0]].set for number, places in enumerate(plan.groups)}
+    by_set = _by_set(config, runs, sets, setting, best)
     figures = comparison.figures(AR)
-    table = _describe(config, plan, setting, figures, best, chosen_on, held_out)
-    print(table, flush=True)
+    shown = bool(plan.sweep) or any(_training_prompts(directory) for directory in plan.policies.values())
+    table = _describe(config, plan, setting, figures, by_set, best, chosen_on, held_out)
     content = {
         "config": config.model_dump(mode="json"),
-        "setting": setting._asdict() | {"pair": setting.pair._asdict()},
+        "setting": setting._asdict()
+        | {"pair": setting.pair._asdict(), "costs": json.loads(setting.costs.to_json()), "shown_held_out": shown},
         "versions": {name: package_version(name) for name in ("torch", "transformers")},
-        "policy_version": plan.version.number if plan.version else None,
+        "policy_version": plan.version._asdict() if plan.version else None,
         "best_fixed": {"block_size": best, "chosen_on": chosen_on},
         "held_out": asdict(held_out) if held_out else None,
-        "figures": [{name: _plain(value) for name, value in asdict(row).items()} for row in figures],
+        "figures": [{name: plain(value) for name, value in asdict(row).items()} for row in figures],
+        "by_set": {name: {method: plain(ratio) for method, ratio in row.items()} for name, row in by_set.items()},
+        "table": table,
+        "sets": [sets[number] for number in range(len(plan.groups))],
         "prompts": [prompt.text for prompt in plan.prompts],
         "runs": [run._asdict() | {"totals": asdict(run.totals)} for run in runs],
     }
     write_text(config.output / RESULT_FILE, json.dumps(content, indent=1) + "\n")
     write_text(config.output / TABLE_FILE, table + "\n")
-    with registry.log_run("evaluate") as record:
-        record.log_params(config.model_dump(mode="json"))
-        record.log_tags(setting.pair._asdict() | {"best_fixed_block_size": best})
+
+
+def _log(output: Path, registry: Registry) -> EvaluateResult:
+    """Show the result that `output` holds, and tell MLflow of it."""
+    if not (output / RESULT_FILE).exists():
+        raise ValueError(f"output {output}: no {RESULT_FILE}, nothing to log")
+    found = json.loads((output / RESULT_FILE).read_text(encoding="utf-8"))
+    print(found["table"], flush=True)
+    figures = [read_figures(row) for row in found["figures"]]
+    held_out = HeldOut(**found["held_out"]) if found["held_out"] else None
+    version = Version(**found["policy_version"]) if found["policy_version"] else None
+    best = found["best_fixed"]
+    with kept_for_later(registry.uri, output), registry.log_run("evaluate") as record:
+        record.log_params(found["config"])
+        record.log_tags(found["setting"]["pair"] | {"best_fixed_block_size": best["block_size"]})
         record.log_metrics(_metrics(figures))
         record.log_table([cells(row) for row in figures], "table.json")
         for name in (TABLE_FILE, RESULT_FILE):
-            record.log_artifact(config.output / name)
-        if plan.version and plan.sweep and held_out:
-            registry.log_held_out(plan.version, held_out)
-            registry.tag_version(plan.version, {"heldout.run_id": record.id})
-    if plan.version and not plan.sweep:
-        print(f"evaluate: not recorded with version {plan.version.number}: --sweep must show the prompts held out")
-    return EvaluateResult(figures, best, chosen_on, held_out, table, config.output, record.id)
+            record.log_artifact(output / name)
+        if version and held_out and found["setting"]["shown_held_out"]:
+            registry.log_held_out(version, held_out)
+            registry.tag_version(version, {"heldout.run_id": record.id})
+    if version and not found["setting"]["shown_held_out"]:
+        print(f"evaluate: not recorded with version {version.number}: --sweep must show the prompts held out")
+    return EvaluateResult(figures, best["block_size"], best["chosen_on"], held_out, found["table"], output, record.id)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """A figure for JSON, which has no NaN."""
     if isinstance(value, Interval):
-        return {name: _plain(part) for name, part in value._asdict().items()}
+        return {name: plain(part) for name, part in value._asdict().items()}
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
-def _method(block_size: int) -> str:
-    return AR if block_size == 1 else f"B={block_size}"
+def read_figures(row: Mapping[str, Any]) -> Figures:
+    """The inverse of `plain` for a method's row."""
+    return Figures(**{name: read_figure(value) for name, value in row.items()})
+
+
+def read_figure(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return Interval(**{name: read_figure(part) for name, part in value.items()})
+    return math.nan if value is None else value
 
 
 def _best_fixed(comparison: Comparison, setting: Setting, sweep: Swept | None) -> tuple[int, str]:
@@ -401,7 +437,7 @@ def _best_fixed(comparison: Comparison, setting: Setting, sweep: Swept | None) -
     With a sweep, by tau on its prompts over the seconds of a step here: the choice has not seen the held-out
     prompts. Otherwise by what was measured on them.
     """
-    fixed = {size: method for method, size in setting.methods.items() if size is not None}
+    fixed = {size: method for method, size in setting.block_sizes.items() if size is not None}
     step_s = {size: comparison.figure("step_s", method).value for size, method in fixed.items()}
     if sweep is not None:
         return fastest_block_size({1: 1.0} | sweep.taus, step_s), "the sweep's prompts"
@@ -409,8 +445,9 @@ def _best_fixed(comparison: Comparison, setting: Setting, sweep: Swept | None) -
     return fastest_block_size(speed, dict.fromkeys(speed, 1.0)), "these prompts"
 
 
-def _held_out(comparison: Comparison, best_fixed: str) -> HeldOut:
+def _held_out(comparison: Comparison, best_fixed: str, champion: int | None) -> HeldOut:
     ratio = comparison.ratio("tokens_per_s", POLICY, best_fixed)
+    over = comparison.ratio("tokens_per_s", POLICY, CHAMPION) if champion else None
     return HeldOut(
         policy_tau=comparison.figure("tau", POLICY).value,
         best_fixed_tau=comparison.figure("tau", best_fixed).value,
@@ -418,7 +455,27 @@ def _held_out(comparison: Comparison, best_fixed: str) -> HeldOut:
         best_fixed_speed=comparison.figure("tokens_per_s", best_fixed).value,
         speed_ratio_low=ratio.low,
         speed_ratio_high=ratio.high,
+        champion=champion or 0,
+        champion_ratio=over.value if over else 0.0,
+        champion_ratio_low=over.low if over else 0.0,
+        champion_ratio_high=over.high if over else 0.0,
     )
+
+
+def _by_set(
+    config: EvaluateConfig, runs: Sequence[Run], sets: Mapping[int, str], setting: Setting, best: int
+) -> dict[str, dict[str, Interval]]:
+    """For every set, and for all of them, the speed of each method over that of the best fixed block size."""
+    names = list(dict.fromkeys(sets.values()))
+    of_sets = {name: [run for run in runs if sets[run.group] == name] for name in names}
+    if len(names) > 1:
+        of_sets["all"] = list(runs)
+    return {
+        name: {method: comparison.ratio("tokens_per_s", method, method_name(best)) for method in setting.block_sizes}
+        for name, some in of_sets.items()
+        if len({run.group for run in some}) > 1
+        for comparison in [Comparison(some, seed=config.seed)]
+    }
 
 
 def _describe(
@@ -426,11 +483,12 @@ def _describe(
     plan: Plan,
     setting: Setting,
     figures: Sequence[Figures],
+    by_set: Mapping[str, Mapping[str, Interval]],
     best: int,
     chosen_on: str,
     held_out: HeldOut | None,
 ) -> str:
-    """Caption, table and what follows from it."""
+    """Caption, tables and what follows from them."""
     threads = f", {setting.num_threads} thread{'s' * (setting.num_threads > 1)}" if setting.device == "cpu" else ""
     prompts = f"{len(plan.prompts)} {'held-out ' if plan.sweep else ''}prompts"
     together = "one at a time" if config.concurrency == 1 else f"{config.concurrency} at a time"
@@ -442,6 +500,9 @@ def _describe(
     )
     lines = [caption, "", markdown([cells(row) for row in figures]), ""]
     lines.append(f"Best fixed block size: {best}{' (AR)' * (best == 1)}, chosen on {chosen_on}.")
+    compared = [m for m, size in setting.block_sizes.items() if size is None]
+    if len(by_set) > 1 and compared:
+        lines += ["", f"Speed over that of B={best}, by prompt set:", "", _set_table(by_set, compared), ""]
     if held_out is not None:
         ratio = held_out.policy_speed / held_out.best_fixed_speed
         lines.append(
@@ -449,7 +510,36 @@ def _describe(
             f"({held_out.speed_ratio_low:.3f} to {held_out.speed_ratio_high:.3f}), "
             f"{held_out.policy_tau / held_out.best_fixed_tau:.3f} of its tau."
         )
+        lines += _beside(figures, held_out)
     return "\n".join(lines)
+
+
+def _set_table(by_set: Mapping[str, Mapping[str, Interval]], methods: Sequence[str]) -> str:
+    return markdown(
+        [
+            {"prompts": name, **{m: f"{row[m].value:.3f} ({row[m].low:.3f} to {row[m].high:.3f})" for m in methods}}
+            for name, row in by_set.items()
+        ]
+    )
+
+
+def _beside(figures: Sequence[Figures], held_out: HeldOut) -> list[str]:
+    """What the policy is worth beside the champion and the oracle."""
+    lines = []
+    if held_out.champion:
+        lines.append(
+            f"Policy over champion version {held_out.champion:g}: {held_out.champion_ratio:.3f} of its tokens/s "
+            f"({held_out.champion_ratio_low:.3f} to {held_out.champion_ratio_high:.3f})."
+        )
+    oracle = next((row.tokens_per_s.value for row in figures if row.method == ORACLE), None)
+    if oracle is not None:
+        fixed, policy = held_out.best_fixed_speed, held_out.policy_speed
+        share = f"{(policy - fixed) / (oracle - fixed):.0%} of it" if oracle > fixed else "there is none to capture"
+        lines.append(
+            f"Oracle, one block size for each prompt, known in hindsight: {oracle / fixed:.3f} of the best "
+            f"fixed tokens/s. The policy captures {share}; its regret is {1 - policy / oracle:.1%} of them."
+        )
+    return lines
 
 
 def _metrics(figures: Sequence[Figures]) -> dict[str, float]:
@@ -457,12 +547,15 @@ def _metrics(figures: Sequence[Figures]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for row in figures:
         for name, value in asdict(row).items():
-            key = f"{row.method.replace('=', '')}.{name}"
+            key = f"{row.method.translate(_NOT_IN_A_NAME)}.{name}"
             if isinstance(value, Interval):
                 metrics |= {key: value.value, f"{key}_low": value.low, f"{key}_high": value.high}
             elif not isinstance(value, str):
                 metrics[key] = value
     return metrics
+
+
+_NOT_IN_A_NAME = str.maketrans("", "", "=()")
 
 
 if __name__ == "__main__":

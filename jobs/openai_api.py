@@ -22,6 +22,7 @@ from jinja2 import TemplateError
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from starlette.exceptions import HTTPException
 
+from blockpilot.costs import StepCosts
 from blockpilot.engine import Policy, Request, Step
 from blockpilot.pairs import Pair, target_slug
 from blockpilot.prompts import Message, Prompt
@@ -231,9 +232,9 @@ class Backend:
     loop: EngineLoop
     policy_name: str = "none"
 
-    def set_policy(self, policy: Policy, name: str) -> None:
-        """Choose block sizes by `policy` from the next prefill on."""
-        self.loop.set_policy(policy)
+    def set_policy(self, policy: Policy, name: str, costs: StepCosts | None = None) -> None:
+        """Choose block sizes by `policy` from the next prefill on; `costs` are what it weighs its forecasts with."""
+        self.loop.set_policy(policy, costs)
         self.policy_name = name
 
     @property

@@ -1,16 +1,17 @@
 """Promote: point `@champion` of a registered model at one of its versions.
 
-The first champion of a model needs no figures: there is nothing to lose. Any later one needs what
-jobs/evaluate.py measured of it on held-out prompts, and must be no slower there than the best fixed block
-size: the ratio of their speeds at least 1, and its 95% interval not wholly below that of the present
-champion. `--force` skips all of it and is recorded as a tag of the version.
+It takes what jobs/evaluate.py measured of the version on held-out prompts. There it must not be slower than the best
+fixed block size beyond the interval, and it must beat the present champion, decoding the same prompts in the same
+run: the whole 95% interval of the ratio of their speeds above 1. A champion of another pair, say of a draft before
+its retraining, cannot run beside it and does not stand in its way. `--force` skips all of it and is recorded as a
+tag.
 """
 
 from typing import NamedTuple
 
 from pydantic import Field
 
-from blockpilot.pairs import NAMED_PAIRS
+from blockpilot.pairs import NAMED_PAIRS, PairId
 from jobs.config import DEFAULT_PAIR, Config, main
 from jobs.registry import HeldOut, Registry, Version, model_name
 
@@ -32,6 +33,8 @@ class PromoteResult(NamedTuple):
     version: Version
     promoted: bool
     reason: str
+    champion: int | None
+    """Number of the champion now."""
 
 
 def run(config: PromoteConfig) -> PromoteResult:
@@ -52,25 +55,36 @@ def run(config: PromoteConfig) -> PromoteResult:
         registry.tag_version(version, {"promoted.forced": refusal})
     reason = _reason(champion, refusal)
     print(f"promote: {name} version {version.number} is {'' if promoted else 'not '}the champion: {reason}")
-    return PromoteResult(version, promoted, reason)
+    now = version if promoted else champion
+    return PromoteResult(version, promoted, reason, now.number if now else None)
 
 
 def _refusal(version: Version, champion: Version | None) -> str | None:
     """Why `version` must not follow `champion`; None when it may."""
-    if champion is None or champion.number == version.number:
+    if champion is not None and champion.number == version.number:
         return None
     ours = version.held_out
     if ours is None:
         return "no held-out figures; run jobs/evaluate.py on it first"
-    if speed_ratio(ours) < 1:
-        return f"slower than the best fixed block size on held-out prompts ({speed_ratio(ours):.3f} of its speed)"
-    theirs = champion.held_out
-    if theirs is not None and ours.speed_ratio_high < theirs.speed_ratio_low:
-        return (
-            f"gains at most {ours.speed_ratio_high:.3f} over the best fixed block size, "
-            f"champion version {champion.number} at least {theirs.speed_ratio_low:.3f}"
-        )
+    if ours.speed_ratio_high < 1:
+        measured = _interval(speed_ratio(ours), ours.speed_ratio_low, ours.speed_ratio_high)
+        return f"slower than the best fixed block size on held-out prompts, {measured} of its speed"
+    if champion is None or not _same_pair(version, champion):
+        return None
+    if ours.champion != champion.number:
+        return f"not measured beside champion version {champion.number}; run jobs/evaluate.py on it again"
+    if ours.champion_ratio_low <= 1:
+        measured = _interval(ours.champion_ratio, ours.champion_ratio_low, ours.champion_ratio_high)
+        return f"does not beat champion version {champion.number}, {measured} of its speed"
     return None
+
+
+def _same_pair(version: Version, champion: Version) -> bool:
+    return all(version.tags.get(name) == champion.tags.get(name) for name in PairId._fields)
+
+
+def _interval(value: float, low: float, high: float) -> str:
+    return f"{value:.3f} ({low:.3f} to {high:.3f})"
 
 
 def speed_ratio(figures: HeldOut) -> float:

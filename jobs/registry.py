@@ -75,6 +75,12 @@ class HeldOut:
     speed_ratio_low: float
     """95% interval over prompts of policy_speed / best_fixed_speed."""
     speed_ratio_high: float
+    champion: float = 0
+    """Number of the version that was champion then and was measured in the same runs; 0 if none was."""
+    champion_ratio: float = 0.0
+    """policy_speed over the champion's, with its 95% interval."""
+    champion_ratio_low: float = 0.0
+    champion_ratio_high: float = 0.0
 
 
 class Version(NamedTuple):
@@ -318,6 +324,16 @@ def _quiet() -> None:
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     logging.getLogger("alembic").setLevel(logging.WARNING)
+
+
+@contextmanager
+def kept_for_later(uri: str, output: Path) -> Iterator[None]:
+    """Turn what MLflow raises while a finished result is logged into a ValueError that says how to log it later."""
+    try:
+        with _clear_errors(f"MLflow store {uri}"):
+            yield
+    except ValueError as error:
+        raise ValueError(f"{error}. The results are in {output}; --relog logs them later") from error
 
 
 @contextmanager

@@ -20,8 +20,9 @@ from ray.serve import Application
 from ray.serve.schema import LoggingConfig
 from rich.console import Console
 
+from blockpilot.costs import StepCosts, measured_up_to
 from blockpilot.engine import Engine
-from blockpilot.policy import FixedPolicy, load_policy
+from blockpilot.policy import FixedPolicy, LearnedPolicy, load_policy
 from jobs.cluster import actor_options, connect, num_threads
 from jobs.config import Config, PairConfig, Resources, main
 from jobs.engine_loop import EngineLoop
@@ -35,6 +36,7 @@ DEFAULT_MAX_LENGTH = 2048
 # Requests that a replica answers without decoding them: /health, refusals, 429s.
 SPARE_REQUESTS = 32
 PORT_PATIENCE_S = 5
+COSTS_CONTEXT, COSTS_STEPS = 256, 3  # of step costs that have to be measured at the start
 
 
 class ServeConfig(Config):
@@ -71,6 +73,7 @@ class Decoder:
         max_length = max_length or min(DEFAULT_MAX_LENGTH, loaded.max_length)
         engine = Engine(loaded, num_slots=num_slots, max_length=max_length, max_block_size=MAX_BLOCK_SIZE)
         self._backend = Backend(EngineLoop(engine, max_queue=max_queue))
+        self._measured: StepCosts | None = None
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return make_app(self._backend)
@@ -86,7 +89,18 @@ class Decoder:
             return
         learned = load_policy(policy)
         learned.check(self._backend.pair)
-        self._backend.set_policy(learned, str(policy))
+        self._backend.set_policy(learned, str(policy), self._costs_for(learned))
+
+    def _costs_for(self, policy: LearnedPolicy) -> StepCosts | None:
+        """Those that the policy was trained with, if they are of such a device; else measured here, once."""
+        if policy.costs is None:
+            return None
+        pair, num_slots, sizes = self._backend.pair, self._backend.loop.engine.num_slots, tuple(policy.candidates)
+        for costs in (policy.costs, self._measured):
+            if costs is not None and costs.fits(pair, sizes, num_slots):
+                return costs
+        self._measured = measured_up_to(pair, sizes, num_slots, COSTS_CONTEXT, num_steps=COSTS_STEPS)
+        return self._measured
 
     def check_health(self) -> None:
         """Raise if the engine is broken; Serve then replaces the replica."""

@@ -14,20 +14,18 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
-from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import ray
 import torch
-from matplotlib.figure import Figure
 from pydantic import Field, field_validator
 from ray.exceptions import RayError, RayTaskError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from blockpilot.costs import StepCosts, measure_costs
+from blockpilot.costs import COSTS_FILE, StepCosts, measure_costs
 from blockpilot.files import is_file, join, write_bytes, write_text
 from blockpilot.pairs import Pair
 from blockpilot.prompts import Prompt, load_prompts
@@ -42,9 +40,10 @@ from blockpilot.sweep import (
     decode,
     replay,
 )
+from jobs import figures
 from jobs.cluster import actor_options, connect, num_threads
 from jobs.config import Config, PairConfig, Place, Resources, absolute_in_submitted_job, main
-from jobs.sweep_folder import COSTS_FILE, REJECTS_FILE, Shard, SweepFolder, digest
+from jobs.sweep_folder import REJECTS_FILE, Shard, SweepFolder, digest
 
 PATIENCE_S = 30  # without a loaded pair, before saying what the job waits for
 LINE_INTERVAL_S = 5  # between progress lines when nobody watches a terminal
@@ -65,6 +64,9 @@ class SweepConfig(Config):
     method: Literal["replay", "dense", "decode"] = "replay"
     """replay: decode each prompt once, and walk its text with every candidate. dense: also at every position that a
     walk passes over. decode: really decode with every candidate, for comparison."""
+    step_samples: int = Field(default=64, ge=0)
+    """Steps of every answer whose context vector and anchor a dense sweep records, for policies that choose at every
+    step; 2 bytes for each of their numbers."""
     text_block_size: int | None = Field(default=None, ge=1, le=MAX_BLOCK_SIZE)
     """What a replay decodes the text with; the text is the same. Default: 1 on a CPU, the trained one on a GPU."""
     temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False)
@@ -211,8 +213,8 @@ class SweepWorker:
         settings = config.sampling | {"num_slots": config.slots}
         if config.method == "decode":
             return decode(self._pair, prompts, candidates, **settings)
-        dense, text_block_size = config.method == "dense", config.text_block_size
-        return replay(self._pair, prompts, candidates, dense=dense, text_block_size=text_block_size, **settings)
+        settings |= {"dense": config.method == "dense", "step_samples": config.step_samples}
+        return replay(self._pair, prompts, candidates, text_block_size=config.text_block_size, **settings)
 
     def measure_costs(self) -> StepCosts:
         """Seconds of a step for plain decoding and every candidate."""
@@ -439,25 +441,10 @@ DISTANCES = {0: "the trained one", 1: "within 1 of it", 2: "within 2"}
 
 def plots(summary: Summary, block_size: int) -> dict[str, bytes]:
     """The tau curve and how often each candidate is the best, as PNG files by name."""
-    sizes = list(summary.tau_curve)
-    tau, best = Figure(figsize=(5, 3.2), layout="constrained"), Figure(figsize=(5, 3.2), layout="constrained")
-    axes = tau.add_subplot(xlabel="block size", ylabel="tau", xticks=sizes)
-    axes.plot(sizes, list(summary.tau_curve.values()), marker="o")
-    if summary.ceiling is not None:
-        axes.axhline(summary.ceiling, linestyle=":", color="black", label="best candidate at every step")
-        axes.legend()
-    axes = best.add_subplot(xlabel="best block size", ylabel="prompts", xticks=sizes)
-    axes.bar(sizes, list(summary.best_counts.values()))
-    for figure in (tau, best):
-        if block_size in sizes:
-            figure.axes[0].axvline(block_size, linestyle="--", color="gray", linewidth=1)
-    return {"tau_curve.png": _png(tau), "best_block_sizes.png": _png(best)}
-
-
-def _png(figure: Figure) -> bytes:
-    picture = BytesIO()
-    figure.savefig(picture, format="png", dpi=150)
-    return picture.getvalue()
+    return {
+        "tau_curve.png": figures.tau_curves({"all": summary.tau_curve}, block_size, summary.ceiling),
+        "best_block_sizes.png": figures.best_sizes({"by tau": summary.best_counts}, block_size),
+    }
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from blockpilot.records import Metadata, SweepRow, difference, mismatch, read_fi
 from blockpilot.sweep import Reject
 
 CONFIG_FILE = "config.json"
-COSTS_FILE = "costs.json"
 REJECTS_FILE = "rejects.jsonl"
 PROMPTS_FOLDER = "prompts"
 ROWS_FOLDER = "rows"

@@ -1,16 +1,21 @@
 """The engine's text is the target's own, whatever the block sizes, the batch and the acceptance."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from policies import tiny_policy
+from test_forecast import linear_costs
 from torch import Tensor
 
 import blockpilot as bp
 from blockpilot.cache import SlotView
 from blockpilot.draft import DraftModel
-from blockpilot.engine import Engine, Prefill, Request, Step, generate
+from blockpilot.engine import Engine, Policy, Prefill, Request, Step, generate
+from blockpilot.forecast import EVController, Forecast, StaticForecast, choose
 from blockpilot.pairs import Pair
+from blockpilot.policy import CandidateSet, LearnedForecast, LearnedPolicy
+from blockpilot.replay import KnownTexts, Text, know
 from blockpilot.verify import Sampling
 
 PROMPT = tuple(range(40, 59))
@@ -304,6 +309,295 @@ def test_plain_decoding_never_runs_the_draft(tiny_pair: Pair, monkeypatch: pytes
     assert len(text_of(steps)) == 8
     assert steps[0].prefill is not None
     assert steps[0].prefill.context is None
+
+
+# --- policies that give a forecast ---
+
+SIZES = CandidateSet((1, 2, 4, 7))
+COSTS = linear_costs(0.12)  # the wider a step and the more rows, the dearer
+OTHER_PROMPT = tuple(range(70, 82))
+
+
+def reading_policy(pair: Pair) -> LearnedPolicy:
+    """Untrained: what it expects differs from step to step, and says nothing."""
+    hidden = pair.draft.config.hidden_size, pair.target.config.hidden_size
+    policy = tiny_policy(pair.id, pair.vocab_size, SIZES.sizes, head="tau", reads="step", sizes=hidden, seed=2)
+    policy.network.head.weight.mul_(4)
+    return policy
+
+
+KINDS: dict[str, Callable[[Pair], Policy]] = {
+    "static": lambda pair: lambda prefill: StaticForecast(SIZES, [1.0, 1.7, 2.4, 2.8]),
+    "ev": lambda pair: EVController(SIZES),
+    "reading": reading_policy,
+}
+
+
+def scripted_requests(pair: Pair, sampling: Sampling, num: int = 40) -> tuple[Pair, list[Request]]:
+    """A draft that errs at every third and every eleventh position of one text; rows of it, and two of fixed size.
+
+    They end at different lengths; with fewer slots than requests, some join late.
+    """
+    text = PROMPT + plain_text(pair, PROMPT, num, sampling)
+    wrong = frozenset(range(0, len(text), 3)) & frozenset(range(0, 30)) | frozenset(range(0, len(text), 11))
+    plain = [Request(PROMPT, length, sampling, stop_token_ids=NEVER) for length in (num, 14, 25, 1, 31)]
+    fixed = [Request(OTHER_PROMPT[:n], 9 + n, sampling, n, NEVER) for n in (1, 3)]
+    return scripted_pair(pair, text, wrong), [plain[0], fixed[0], *plain[1:4], fixed[1], plain[4]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("num_slots", [1, 4])
+def test_forecasts_never_change_the_text(tiny_pair: Pair, kind: str, temperature: float, num_slots: int) -> None:
+    """One after the other, and in a batch with rows of fixed size, in fp32: the target's own text, token by token."""
+    pair, requests = scripted_requests(tiny_pair, Sampling(temperature, seed=5))
+    engine = Engine(pair, num_slots=num_slots, max_length=128, policy=KINDS[kind](pair), costs=linear_costs(0.05))
+    steps = run(engine, requests)
+    for request, of_request in zip(requests, steps, strict=True):
+        expected = plain_text(tiny_pair, request.prompt_ids, request.max_new_tokens, request.sampling)
+        assert text_of(of_request) == expected
+        sizes = {step.block_size for step in of_request[1:-1]}
+        if request.block_size is not None:
+            assert sizes <= {request.block_size}
+    sizes = {step.block_size for of_request in steps for step in of_request[1:-1]}
+    assert len(sizes & set(SIZES)) > (1 if kind == "static" and num_slots == 1 else 2)
+
+
+class Replica:
+    """What rows of a running engine are, told by its steps alone: the load that every choice was made at."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.requests = requests
+        self.lengths = [len(request.prompt_ids) for request in requests]
+        self.forecasts: dict[int, Forecast] = {}
+
+    def room(self, i: int) -> int:
+        return len(self.requests[i].prompt_ids) + self.requests[i].max_new_tokens - self.lengths[i]
+
+    def check(self, steps: Sequence[Step], policy: Callable[[], Forecast], costs: bp.StepCosts | None) -> list[int]:
+        """Compare the block sizes of one step of the engine with `choose`; returns those of the forecasts."""
+        for step in steps:
+            if step.block_size == 0:
+                self.lengths[step.request_id] += 1
+                if self.requests[step.request_id].block_size is None:
+                    self.forecasts[step.request_id] = policy()
+        decoded = [step for step in steps if step.block_size]
+        choosing = [step for step in decoded if step.request_id in self.forecasts]
+        others = [
+            min(self.requests[step.request_id].block_size or 0, self.room(step.request_id))
+            for step in decoded
+            if step.request_id not in self.forecasts
+        ]
+        assert [step.block_size for step in decoded if step.request_id not in self.forecasts] == others
+        sizes: list[int] = []
+        if choosing:
+            context = sum(self.lengths[step.request_id] for step in decoded) // len(decoded)
+            sizes = choose([self.forecasts[step.request_id] for step in choosing], costs, context, others)
+            rooms = [self.room(step.request_id) for step in choosing]
+            assert [step.block_size for step in choosing] == [min(pair) for pair in zip(sizes, rooms, strict=True)]
+        for step in decoded:
+            self.lengths[step.request_id] += len(step.tokens)
+            if step.request_id in self.forecasts:
+                self.forecasts[step.request_id].observe(step.block_size, step.num_accepted)
+        return sizes
+
+
+@pytest.mark.parametrize("costs", [COSTS, None], ids=["costs", "no costs"])
+@pytest.mark.parametrize("num_slots", [1, 3, 7])
+def test_every_step_has_the_sizes_of_its_load(tiny_pair: Pair, num_slots: int, costs: bp.StepCosts | None) -> None:
+    """Rows join and leave: each step's choice is that of `choose` for the rows that there are, at their lengths."""
+    pair, requests = scripted_requests(tiny_pair, Sampling())
+    engine = Engine(pair, num_slots=num_slots, max_length=128, policy=KINDS["static"](pair), costs=costs)
+    replica, seen = Replica(requests), []
+    for request in requests:
+        engine.add(request)
+    while not engine.idle:
+        seen += replica.check(engine.step(), lambda: StaticForecast(SIZES, [1.0, 1.7, 2.4, 2.8]), costs)
+    assert set(seen) == ({7} if costs is None else {4} if num_slots == 1 else set(seen))
+    assert len(set(seen)) > 1 or costs is None or num_slots == 1
+
+
+@pytest.mark.parametrize("num_slots", [1, 3])
+def test_running_means_see_every_step(tiny_pair: Pair, num_slots: int) -> None:
+    """A controller that is told the engine's steps afterwards chooses the same sizes."""
+    pair, requests = scripted_requests(tiny_pair, Sampling())
+    costs, controller = linear_costs(0.05), EVController(SIZES)
+    engine = Engine(pair, num_slots=num_slots, max_length=128, policy=EVController(SIZES), costs=costs)
+    replica, seen = Replica(requests), []
+    for request in requests:
+        engine.add(request)
+    while not engine.idle:
+        seen += replica.check(engine.step(), lambda: controller(Prefill(torch.zeros(1), None, 1)), costs)
+    assert len(set(seen)) > 2
+
+
+def known_text(pair: Pair, prompt: Sequence[int], text: Sequence[int]) -> KnownTexts:
+    tokens = (*prompt, *text)
+    return know(pair, [Text(tokens, len(prompt), len(tokens), Sampling())], keep_context=True)
+
+
+def test_a_reading_policy_chooses_by_what_a_replay_shows(tiny_pair: Pair) -> None:
+    """One row: each step's size is that of a prediction from the replayed context and the anchor's embedding."""
+    pair, requests = scripted_requests(tiny_pair, Sampling(0.9, seed=5))
+    policy, costs = reading_policy(pair), linear_costs(0.05)
+    engine = Engine(pair, num_slots=1, max_length=128, policy=policy, costs=costs)
+    [steps] = run(engine, requests[:1])
+    known = known_text(pair, PROMPT, text_of(steps))
+    assert known.context is not None
+    assert steps[0].prefill is not None
+    forecast = policy(steps[0].prefill)
+    assert isinstance(forecast, LearnedForecast)
+    anchor, sizes = len(PROMPT), []
+    for step in steps[1:]:
+        embedding = pair.target.get_input_embeddings()(known.tokens[0, anchor])
+        policy.read([forecast], known.context[0, anchor - 1][None], embedding[None])
+        (size,) = choose([forecast], costs, anchor + 1)
+        assert step.block_size == min(size, len(PROMPT) + 40 - anchor - 1)
+        sizes.append(size)
+        anchor += len(step.tokens)
+    assert len(set(sizes)) > 2
+
+
+class Watched:
+    """A forecast that keeps what its reader is shown; it drafts ever wider blocks, and plain steps in between."""
+
+    candidates = SIZES
+
+    def __init__(self, reader: "Watcher", num_prompt_tokens: int) -> None:
+        self.reader, self.anchor, self.num_steps = reader, num_prompt_tokens, 0
+        self.shown: list[tuple[int, Tensor, Tensor]] = []
+
+    @property
+    def taus(self) -> list[float]:
+        best = self.num_steps % len(SIZES)
+        return [2.0 if i == best else 1.0 for i in range(len(SIZES))]
+
+    def observe(self, block_size: int, num_accepted: int) -> None:
+        self.anchor += num_accepted + 1
+        self.num_steps += 1
+
+
+class Watcher:
+    def __init__(self) -> None:
+        self.forecasts: list[Watched] = []
+
+    def __call__(self, prefill: Prefill) -> Watched:
+        self.forecasts.append(Watched(self, prefill.num_prompt_tokens))
+        return self.forecasts[-1]
+
+    def read(self, forecasts: Sequence[Watched], contexts: Tensor, anchors: Tensor) -> None:
+        assert len(forecasts) == len(contexts) == len(anchors)
+        for forecast, context, anchor in zip(forecasts, contexts, anchors, strict=True):
+            forecast.shown.append((forecast.anchor, context.clone(), anchor.clone()))
+
+
+@pytest.mark.parametrize("num_slots", [1, 4])
+def test_a_reader_is_shown_what_the_next_step_starts_from(tiny_pair: Pair, num_slots: int) -> None:
+    """The context vector before the anchor and the anchor's embedding, of every row at every step that drafts.
+
+    Contexts as a replay has them; it runs the same layers on other shapes, in float32.
+    """
+    pair, requests = scripted_requests(tiny_pair, Sampling(0.9, seed=5))
+    watcher = Watcher()
+    steps = run(Engine(pair, num_slots=num_slots, max_length=128, policy=watcher), requests)
+    of_forecasts = [of for of, request in zip(steps, requests, strict=True) if request.block_size is None]
+    assert len(watcher.forecasts) == len(of_forecasts) == 5
+    embeddings = pair.target.get_input_embeddings()
+    for forecast, of_request in zip(watcher.forecasts, of_forecasts, strict=True):
+        known = known_text(pair, PROMPT, text_of(of_request))
+        assert known.context is not None
+        for position, context, anchor in forecast.shown:
+            torch.testing.assert_close(context, known.context[0, position - 1], rtol=1e-4, atol=1e-4)
+            assert torch.equal(anchor, embeddings(known.tokens[0, position]))
+        starts = [len(PROMPT)]
+        for step in of_request[1:]:
+            starts.append(starts[-1] + len(step.tokens))
+        shown = [position for position, _, _ in forecast.shown]
+        if num_slots == 1:
+            assert shown == starts[1:-1]  # at the prefill the policy saw it, and after the last nothing follows
+        else:  # many rows that do not draft may wait
+            drafted = [
+                start for step, start in zip(of_request[1:-1], starts[1:-1], strict=False) if step.block_size > 1
+            ]
+            assert set(drafted) <= set(shown) <= set(starts[1:-1])
+            assert shown == sorted(set(shown))
+
+
+def test_the_prefill_shows_anchor_and_temperature(tiny_pair: Pair) -> None:
+    """Of a request that may draft; one that never does has neither context nor anchor."""
+    engine = Engine(tiny_pair, num_slots=3, max_length=64, policy=KINDS["static"](tiny_pair))
+    requests = [
+        Request(PROMPT, 4, Sampling(0.7, seed=3), stop_token_ids=NEVER),
+        Request(OTHER_PROMPT, 4, stop_token_ids=NEVER),
+        Request(PROMPT[:7], 4, Sampling(1.3), 1, NEVER),
+    ]
+    prefills = [steps[0].prefill for steps in run(engine, requests)]
+    for request, prefill in zip(requests[:2], prefills, strict=False):
+        assert prefill is not None
+        (token,) = plain_text(tiny_pair, request.prompt_ids, 1, request.sampling)
+        assert prefill.anchor is not None
+        assert torch.equal(prefill.anchor, tiny_pair.target.get_input_embeddings().weight[token])
+        known = known_text(tiny_pair, request.prompt_ids, (token,))
+        assert prefill.context is not None
+        torch.testing.assert_close(prefill.context, known.prefill_context[0], rtol=1e-4, atol=1e-4)
+        assert (prefill.temperature, prefill.num_prompt_tokens) == (
+            request.sampling.temperature,
+            len(request.prompt_ids),
+        )
+    plain = prefills[2]
+    assert plain is not None
+    assert (plain.temperature, plain.context, plain.anchor) == (1.3, None, None)
+
+
+def test_setting_the_block_size_drops_the_forecast(tiny_pair: Pair) -> None:
+    watcher = Watcher()
+    engine = Engine(tiny_pair, num_slots=2, max_length=64, policy=watcher)
+    first, second = (engine.add(Request(PROMPT, 30, stop_token_ids=NEVER)) for _ in range(2))
+    engine.step()
+    dropped, kept = watcher.forecasts
+    engine.set_block_size(first, 3)
+    told = dropped.num_steps, len(dropped.shown)
+    for _ in range(3):
+        sizes = {step.request_id: step.block_size for step in engine.step()}
+        assert sizes[first] == 3
+    assert (dropped.num_steps, len(dropped.shown)) == told
+    assert kept.num_steps == 4
+    assert sizes[second] == SIZES[3]
+
+
+def test_a_request_with_a_block_size_of_its_own_asks_no_policy(tiny_pair: Pair) -> None:
+    watcher = Watcher()
+    engine = Engine(tiny_pair, num_slots=2, max_length=64, policy=watcher)
+    steps = run(engine, [Request(PROMPT, 9, block_size=b, stop_token_ids=NEVER) for b in (1, 5)])
+    assert not watcher.forecasts
+    assert [of[1].block_size for of in steps] == [1, 5]
+
+
+def test_a_forecast_beyond_the_engines_blocks_is_an_error(tiny_pair: Pair) -> None:
+    engine = Engine(tiny_pair, num_slots=1, max_length=64, policy=KINDS["static"](tiny_pair), max_block_size=6)
+    engine.add(Request(PROMPT, 9))
+    with pytest.raises(ValueError, match="the policy's largest block size 7: must be 1 to 6"):
+        engine.step()
+
+
+def test_costs_are_given_or_the_policys_and_may_change(tiny_pair: Pair) -> None:
+    """Where drafts are dear nothing is drafted, from the step on that is told of it."""
+    dear, cheap = linear_costs(5.0), linear_costs(0.0)
+
+    def policy() -> LearnedPolicy:
+        outputs = [1.0, 1.5, 2.5, 4.0]  # the wider the better
+        return tiny_policy(tiny_pair.id, tiny_pair.vocab_size, SIZES.sizes, head="tau", outputs=outputs, costs=dear)
+
+    def first_size(engine: Engine) -> int:
+        engine.add(Request(PROMPT, 30, stop_token_ids=NEVER))
+        return engine.step()[-1].block_size
+
+    assert first_size(Engine(tiny_pair, max_length=64, policy=policy())) == 1
+    assert first_size(Engine(tiny_pair, max_length=64, policy=policy(), costs=cheap)) == 7
+    engine = Engine(tiny_pair, max_length=64, policy=KINDS["static"](tiny_pair))
+    assert first_size(engine) == 7
+    engine.costs = dear
+    assert engine.step()[-1].block_size == 1
 
 
 # --- bad input ---

@@ -3,38 +3,67 @@
 import copy
 import dataclasses
 import io
-import statistics
+import math
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from blockpilot.blocks import emitted_along
+from blockpilot.costs import StepCosts
+from blockpilot.engine import Prefill
+from blockpilot.examples import Examples, open_examples, write_examples
 from blockpilot.fit import (
-    Examples,
     Fit,
     FitSettings,
+    Sums,
+    Task,
     batches,
     evaluate,
-    examples,
     lookup_report,
     new_network,
-    split_rows,
+    predict,
     train_epoch,
 )
+from blockpilot.forecast import Forecast, choose
+from blockpilot.network import Input, PolicyNetwork, no_probs
 from blockpilot.pairs import PairId
-from blockpilot.policy import CandidateSet, ClassPolicy, PolicyInfo, ProbsMLP
+from blockpilot.policy import (
+    CandidateSet,
+    Head,
+    LearnedForecast,
+    LearnedPolicy,
+    Objective,
+    PolicyInfo,
+    Reads,
+    expected_taus,
+    slot_gaps,
+)
+from blockpilot.potential import Table, potential
 from blockpilot.prompts import Message, Prompt
-from blockpilot.records import Metadata, SweepRow, prompt_ids
+from blockpilot.records import Metadata, SweepRow, prompt_ids, validate
+from blockpilot.report import resampling_weights
 
 CANDIDATES = [2, 4, 6, 8]
 VOCAB_SIZE = 64
+CONTEXT_SIZE, ANCHOR_SIZE = 8, 6
+NUM_ANCHORS, NUM_PLACES = 40, 8  # of every synthetic row; places are those whose step is recorded
+LEADS, TRAILS = 0.9, 0.1  # chance that a draft is right at all: of the row's best candidate, and of the others
 PAIR = PairId("org/Target-1B", "rev-t", "org/draft", "rev-d")
-SMALL = FitSettings(hidden=64, lr=1e-3)
 
 
 def metadata(**changes: object) -> Metadata:
     plain = Metadata({"seed": 0}, PAIR, "float32", VOCAB_SIZE, 8, CANDIDATES, {}, "unknown")
     return dataclasses.replace(plain, **changes)  # type: ignore[arg-type]
+
+
+# --- synthetic rows ---
+#
+# A row has a best candidate, whose drafts are often right where those of the others seldom are: the heaviest in its
+# probs, the largest of the first four entries of its context. An anchor has a depth, the number of drafts that are
+# right if any are: one less than the candidate that is the largest in the sum of its context and its embedding.
 
 
 def _heaviest(ids: list[int], probs: list[float]) -> tuple[int, float]:
@@ -54,42 +83,70 @@ def _distribution(generator: torch.Generator) -> tuple[list[int], list[float]]:
             return ids, probs
 
 
-def synthetic_rows(num_rows: int, seed: int, signal: bool = True) -> list[SweepRow]:
-    """Rows of random distributions. Whole counts of emitted tokens in 60 steps make every tau."""
+def _context(best: int, generator: torch.Generator) -> Tensor:
+    """[CONTEXT_SIZE] random values, of the first four the best candidate's by far the largest."""
+    context = torch.randn(CONTEXT_SIZE, generator=generator)
+    context[best] = context[:4].max() + 1
+    return context
+
+
+def _vectors_of_steps(generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """(contexts, embeddings, index of the candidate that says the depth) of every anchor."""
+    contexts = torch.randn(NUM_ANCHORS, CONTEXT_SIZE, generator=generator)
+    embeddings = torch.randn(NUM_ANCHORS, ANCHOR_SIZE, generator=generator)
+    largest = (contexts[:, :4] + embeddings[:, :4]).argmax(dim=1)
+    contexts[torch.arange(NUM_ANCHORS), largest] += 1
+    return contexts, embeddings, largest
+
+
+def synthetic_rows(num_rows: int, seed: int, signal: bool = True, trails: float = TRAILS) -> list[SweepRow]:
+    """Rows of a dense sweep. Without a signal what is best and how deep does not depend on what is known."""
     generator = torch.Generator().manual_seed(seed)
-    return [_row(f"prompt {seed} {i}", generator, signal) for i in range(num_rows)]
+    return [_row(f"prompt {seed} {i}", generator, signal, trails) for i in range(num_rows)]
 
 
-def _row(text: str, generator: torch.Generator, signal: bool) -> SweepRow:
+def _row(text: str, generator: torch.Generator, signal: bool, trails: float) -> SweepRow:
     ids, probs = _distribution(generator)
-    best = _heaviest(ids, probs)[0] if signal else -1
-    num_steps, histograms, taus = 60, [], []
+    best = _heaviest(ids, probs)[0]
+    context = _context(best, generator)
+    contexts, embeddings, largest = _vectors_of_steps(generator)
+    if not signal:
+        best = int(torch.randint(0, 4, (1,), generator=generator))
+        largest = torch.randint(0, 4, (NUM_ANCHORS,), generator=generator)
+    depths = torch.tensor(CANDIDATES)[largest] - 1
+    room = torch.arange(NUM_ANCHORS - 1, -1, -1)  # drafts that the length of the answer leaves
+    accepted: list[list[int]] = []
     for c, block_size in enumerate(CANDIDATES):
-        most = int(torch.randint(0, 20, (1,), generator=generator)) + (40 if c == best else 0)
-        histogram = [0] * (block_size + 1)
-        histogram[1], histogram[2] = num_steps - most, most
-        histograms.append(histogram)
-        taus.append(sum(n * count for n, count in enumerate(histogram)) / num_steps)
+        right = torch.rand(NUM_ANCHORS, generator=generator) < (LEADS if c == best else trails)
+        accepted.append((right * depths.clamp(max=block_size - 1).minimum(room)).tolist())
+    emitted = [emitted_along(of_candidate) for of_candidate in accepted]
+    full = NUM_ANCHORS - CANDIDATES[-1] + 1
+    places = torch.randperm(full, generator=generator)[:NUM_PLACES].sort().values
     prompt = Prompt("synthetic", (Message("user", text),))
     return SweepRow(
-        prompt_ids(prompt, 0, 0.0)[0],
-        "synthetic",
-        text,
-        3,
-        [1],
-        "length",
-        CANDIDATES,
-        taus,
-        [num_steps] * 4,
-        histograms,
-        [],
-        True,
-        ids,
-        probs,
-        0.0,
-        [0.0],
-        0,
-        0.0,
+        prompt_id=prompt_ids(prompt, 0, 0.0)[0],
+        prompt_set="synthetic",
+        prompt=text,
+        num_prompt_tokens=3,
+        output_tokens=torch.randint(0, VOCAB_SIZE, (NUM_ANCHORS + 1,), generator=generator).tolist(),
+        finish_reason="length",
+        candidates=CANDIDATES,
+        taus=[NUM_ANCHORS / len(steps) for steps in emitted],
+        num_steps=[len(steps) for steps in emitted],
+        emitted_histograms=[
+            [steps.count(n) for n in range(b + 1)] for b, steps in zip(CANDIDATES, emitted, strict=True)
+        ],
+        accepted=accepted,
+        texts_agree=True,
+        probs_ids=ids,
+        probs=probs,
+        tail_mass=0.0,
+        context=context.tolist(),
+        step_places=places.tolist(),
+        step_contexts=contexts[places].half().numpy().tobytes(),
+        step_embeddings=embeddings[places].half().numpy().tobytes(),
+        seed=0,
+        temperature=0.0,
     )
 
 
@@ -99,94 +156,348 @@ def dense(row: SweepRow) -> Tensor:
     return probs
 
 
-def run_fit(train: Examples, validation: Examples, settings: FitSettings) -> Fit:
-    fit = Fit(new_network(train, VOCAB_SIZE, settings), train, validation, settings)
+def test_synthetic_rows_are_those_of_a_dense_sweep() -> None:
+    for row in [*synthetic_rows(20, 0), *synthetic_rows(20, 1, signal=False)]:
+        validate(row, metadata())
+        assert len(row.step_places) == NUM_PLACES
+        assert [sum(histogram) for histogram in row.emitted_histograms] == row.num_steps
+
+
+# --- what is learned ---
+
+SMALL = FitSettings(
+    head="class", reads="prefill", inputs=("probs",), hidden=64, epochs=12, batch_size=64, lr=3e-3, dropout=0.1
+)
+SECONDS = torch.tensor([1 + 0.1 * size for size in CANDIDATES])  # of a step
+DEEPEST = torch.tensor([[min(depth, size) - 1.0 for size in CANDIDATES] for depth in CANDIDATES])
+"""[depth, candidate]: drafts that are right if any are."""
+Make = Callable[..., Examples]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A kind of policy, and how many rows it takes to learn the known functions."""
+
+    head: Head
+    reads: Reads
+    inputs: tuple[Input, ...]
+    objective: Objective
+    num_rows: int
+    epochs: int
+    lr: float
+
+    @property
+    def settings(self) -> FitSettings:
+        changes = {name: getattr(self, name) for name in ("head", "reads", "inputs", "epochs", "lr")}
+        return dataclasses.replace(SMALL, **changes)
+
+    def task(self, step_costs: Tensor | None = None) -> Task:
+        costs = SECONDS if self.objective == "throughput" else torch.ones(4)
+        costs = costs if step_costs is None else step_costs
+        return Task(self.head, self.reads, self.objective, tuple(CANDIDATES), costs)
+
+
+KINDS = {
+    "class by probs": Kind("class", "prefill", ("probs",), "tau", 1000, 12, 3e-3),
+    "tau by probs": Kind("tau", "prefill", ("probs",), "tau", 3000, 20, 1e-2),
+    "tau by context": Kind("tau", "prefill", ("context",), "tau", 1000, 20, 1e-2),
+    "class by probs for throughput": Kind("class", "prefill", ("probs", "scalars"), "throughput", 2000, 12, 3e-3),
+    "step by context and anchor": Kind("tau", "step", ("context", "anchor"), "throughput", 1000, 8, 3e-3),
+}
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """Examples of rows, in a folder of their own."""
+
+    def made(rows: Sequence[SweepRow], reads: Reads = "prefill", candidates: Sequence[int] = CANDIDATES) -> Examples:
+        folder = tmp_path_factory.mktemp("examples")
+        write_examples(folder, [rows], candidates, reads)
+        return open_examples(folder)
+
+    return made
+
+
+def of_kind(kind: Kind, num_rows: int, seed: int, signal: bool = True) -> list[SweepRow]:
+    """For steps, rows all of whose candidates are alike: what a step cannot see would be noise."""
+    return synthetic_rows(num_rows, seed, signal, LEADS if kind.reads == "step" else TRAILS)
+
+
+def trained(train: Examples, validation: Examples, settings: FitSettings, task: Task) -> PolicyNetwork:
+    fit = run_fit(train, validation, settings, task)
+    network = new_network(train, VOCAB_SIZE, settings)
+    network.load_state_dict(fit.best_weights())
+    return network.eval()
+
+
+def run_fit(train: Examples, validation: Examples, settings: FitSettings, task: Task) -> Fit:
+    fit = Fit(new_network(train, VOCAB_SIZE, settings), train, validation, settings, task)
     while not fit.done:
         fit.run_epoch()
     return fit
 
 
-@pytest.fixture(scope="module")
-def data() -> tuple[Examples, Examples]:
-    """(training, validation) with a signal, small."""
-    return examples(synthetic_rows(60, 0)), examples(synthetic_rows(20, 1))
+def true_taus(kind: Kind, rows: Sequence[SweepRow], examples: Examples) -> Tensor:
+    """What each example's candidates give on average, noise left out: [E, K]."""
+    if kind.reads == "step":
+        features = examples.features
+        return 1 + LEADS * DEEPEST[(features.context[:, :4] + features.anchor[:, :4]).argmax(dim=1)]
+    best = [_heaviest(row.probs_ids, row.probs)[0] for row in sorted(rows, key=lambda row: row.prompt_id)]
+    chances = torch.full((len(rows), 4), TRAILS)
+    chances[torch.arange(len(rows)), best] = LEADS
+    return 1 + chances * DEEPEST.mean(dim=0)
 
 
-# --- what is learned ---
+def prefill_of(row: SweepRow) -> Prefill:
+    """As the engine shows it; with the context as exact as it is stored."""
+    anchor = torch.zeros(ANCHOR_SIZE)
+    context = torch.tensor(row.context).half().float()
+    return Prefill(dense(row).log(), context, row.num_prompt_tokens, row.temperature, anchor)
 
 
-def test_learns_a_known_function_of_the_probs() -> None:
-    train, validation = split_rows(synthetic_rows(2000, 0), 0.2, 0)
-    fit = run_fit(examples(train), examples(validation), SMALL)
-    network = new_network(examples(train), VOCAB_SIZE, SMALL)
-    network.load_state_dict(fit.best_weights())
-    policy = ClassPolicy(PolicyInfo(PAIR, VOCAB_SIZE, CandidateSet(tuple(CANDIDATES)), 1e-5), network)
-    test = synthetic_rows(500, 99)
-    chosen = [policy.candidates[int(policy.logits(dense(row)).argmax())] for row in test]
-    right = sum(b == CANDIDATES[_heaviest(row.probs_ids, row.probs)[0]] for b, row in zip(chosen, test, strict=True))
-    assert right / len(test) >= 0.95
-    report = lookup_report(network, policy.candidates, examples(train), examples(test))
+def decided(kind: Kind, network: PolicyNetwork, rows: Sequence[SweepRow], examples: Examples) -> list[int]:
+    """The block sizes that the policy takes in use, one request after the other."""
+    candidates = CandidateSet(tuple(CANDIDATES))
+    costs = StepCosts(PAIR, "float32", "cpu", candidates.sizes, (1,), (1,), tuple(((s,),) for s in SECONDS.tolist()))
+    used = costs if kind.objective == "throughput" else None
+    info = PolicyInfo(PAIR, candidates, kind.head, kind.objective, kind.reads, network.shape, 1e-5)
+    policy = LearnedPolicy(info, network, used)
+    found = []
+    if kind.reads == "step":
+        forecast = policy(prefill_of(rows[0]))
+        assert isinstance(forecast, LearnedForecast)
+        features = examples.features
+        for context, anchor in zip(features.context, features.anchor, strict=True):
+            policy.read([forecast], context[None], anchor[None])
+            found += choose([forecast], used, 1)
+        return found
+    for row in sorted(rows, key=lambda row: row.prompt_id):
+        made: int | Forecast = policy(prefill_of(row))
+        found.append(made if isinstance(made, int) else choose([made], used, 1)[0])
+    return found
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_learns_a_known_function(name: str, make: Make) -> None:
+    """On new rows, by what is true of them: 95% of the rate there is, and 85% of what is to be had beyond one size.
+
+    Over seeds it is 97% to 100% and 90% to 100%; the least where taus are regressed on probs, since the smallest size
+    leads by half a token only.
+    """
+    kind = KINDS[name]
+    train, test_rows = make(of_kind(kind, kind.num_rows, 0), kind.reads), of_kind(kind, 300, 99)
+    test, task = make(test_rows, kind.reads), kind.task()
+    network = trained(train, test, kind.settings, task)
+    chosen = task.chosen(predict(network, test))
+    tokens, seconds = (values.double().numpy() for values in task.table(true_taus(kind, test_rows, test)))
+    table = Table(tokens, seconds)
+    there = potential(table, CANDIDATES)
+    assert there.headroom > 0.1
+    rate = table.rate(chosen.numpy())
+    assert rate >= 0.95 * there.oracle
+    assert there.share_captured(rate) >= 0.85
+    report = lookup_report(network, task, train, test)
     assert report.claims_gain
-    assert report.tau_best_fixed < report.tau_policy <= report.tau_oracle
+    assert report.best_fixed < report.policy <= report.oracle
+    some = test_rows[:60]
+    few = test.take(torch.arange(60)) if kind.reads == "step" else make(some)
+    sizes = decided(kind, network, some, few)
+    assert sizes == [CANDIDATES[c] for c in task.chosen(predict(network, few)).tolist()]
+    assert len(set(sizes)) > 1
 
 
-def test_claims_no_gain_where_there_is_none() -> None:
-    gains = []
-    for seed in range(6):
-        train = examples(synthetic_rows(120, 10 * seed, signal=False))
-        validation = examples(synthetic_rows(60, 10 * seed + 1, signal=False))
-        fit = run_fit(train, validation, SMALL)
-        network = new_network(train, VOCAB_SIZE, SMALL)
-        network.load_state_dict(fit.best_weights())
-        report = lookup_report(network, CandidateSet(tuple(CANDIDATES)), train, validation)
-        assert not report.claims_gain
-        assert report.tau_oracle > report.tau_best_fixed  # the winner's curse that a look-up of labels would show
-        gains.append(report.tau_policy - report.tau_best_fixed)
+@pytest.mark.parametrize("name", KINDS)
+def test_claims_no_gain_where_there_is_none(name: str, make: Make) -> None:
+    """Once with costs that make every size worth the same, so that nothing but luck tells them apart."""
+    kind, gains = KINDS[name], []
+    settings = dataclasses.replace(kind.settings, epochs=10, lr=3e-3)
+    taus = make(of_kind(kind, 1000, 7, signal=False), kind.reads).taus
+    even = taus.mean(dim=0) if kind.reads == "step" or kind.objective == "tau" else 1 / (1 / taus).mean(dim=0)
+    for seed in range(3):
+        train = make(of_kind(kind, 120, 10 * seed, signal=False), kind.reads)
+        validation = make(of_kind(kind, 60, 10 * seed + 1, signal=False), kind.reads)
+        for task in (kind.task(), dataclasses.replace(kind.task(), objective="throughput", step_costs=even)):
+            report = lookup_report(trained(train, validation, settings, task), task, train, validation)
+            assert not report.claims_gain
+            assert report.oracle > report.best_fixed  # the winner's curse that a look-up of labels would show
+            gains.append(report.gain)
     assert sum(gains) / len(gains) < 0.05
 
 
+# --- losses ---
+
+
+def test_the_loss_of_a_step_is_unbiased() -> None:
+    """At the logits of the mean shares its gradient is zero, though single shares lie outside of 0 to 1."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = (1, 2, 4, 8)
+    # Each size drafts anew: a wider block may well emit less.
+    taus = torch.stack([torch.randint(1, size + 1, (500,), generator=generator) for size in sizes], dim=1).float()
+    gaps = slot_gaps(sizes)[1:]
+    shares = taus.diff(dim=1) / gaps
+    assert bool((shares < 0).any())
+    mean = shares.mean(dim=0)
+    outputs = torch.cat([torch.tensor([5.0]), mean.logit()]).expand(500, 4).clone().requires_grad_()
+    task = Task("tau", "step", "tau", sizes, torch.ones(4))
+    task.loss(outputs, taus, torch.ones(4)).backward()  # type: ignore[no-untyped-call]
+    assert outputs.grad is not None
+    torch.testing.assert_close(outputs.grad.sum(dim=0), torch.zeros(4), rtol=0, atol=1e-4)
+    assert not outputs.grad[:, 0].any()  # block size 1 has nothing to learn
+    assert float(outputs.grad.abs().sum()) > 1
+    torch.testing.assert_close(task.taus(outputs)[0], taus.mean(dim=0), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("reads", ["prefill", "step"])
+def test_a_network_that_sees_nothing_learns_the_mean(reads: Reads, make: Make) -> None:
+    """All rows look alike. Adam's last steps are of the order of lr / epochs, in logits; taus are up to 8."""
+    rows = [dataclasses.replace(row, probs_ids=[0], probs=[1.0]) for row in synthetic_rows(200, 0)]
+    examples = make(rows, reads, [1, *CANDIDATES])
+    settings = FitSettings("tau", reads, ("scalars",), hidden=8, epochs=30, batch_size=50, lr=3e-2, dropout=0.0)
+    task = Task("tau", reads, "tau", (1, *CANDIDATES), torch.ones(5))
+    network = trained(examples, examples, settings, task)
+    mean = examples.taus.mean(dim=0)
+    assert mean.max() > 1.9
+    for taus in task.taus(predict(network, examples))[:5]:
+        assert taus[0] == 1
+        torch.testing.assert_close(taus, mean, rtol=0.02, atol=0)
+
+
+def test_the_loss_of_an_answer_weighs_candidates_alike() -> None:
+    """Squared errors in deviations of the target, averaged over candidates; one without a deviation must be exact."""
+    task = Task("tau", "prefill", "tau", (2, 8), torch.ones(2))
+    outputs, taus = torch.tensor([[1.5, 3.0], [1.0, 1.0]]), torch.tensor([[1.0, 5.0], [2.0, 1.0]])
+    expected = ((0.5 / 0.25) ** 2 + (2 / 4) ** 2 + (1 / 0.25) ** 2) / 2
+    assert float(task.loss(outputs, taus, torch.tensor([0.25, 4.0]))) == pytest.approx(expected)
+
+
+def test_the_loss_of_a_class_is_that_of_its_label() -> None:
+    task = Task("class", "prefill", "throughput", (2, 8), torch.tensor([1.0, 3.0]))
+    outputs = torch.tensor([[0.0, 1.0], [0.0, 1.0]])
+    taus = torch.tensor([[1.0, 2.9], [1.0, 3.1]])  # over the costs, 2 is the best and then 8
+    expected = math.log(1 + math.e) + math.log(1 + 1 / math.e)
+    assert float(task.loss(outputs, taus, torch.ones(2))) == pytest.approx(expected)
+
+
+# --- what a task makes of taus ---
+
+
+def test_label_is_the_smallest_of_equals() -> None:
+    taus = torch.tensor([[1.0, 2.0, 2.0, 1.5], [3.0, 3.0, 3.0, 3.0], [1.0, 1.1, 1.2, 1.3]])
+    assert KINDS["class by probs"].task().labels(taus).tolist() == [1, 0, 3]
+    assert KINDS["class by probs for throughput"].task().labels(taus).tolist() == [1, 0, 0]
+
+
+def test_a_table_of_requests_and_one_of_steps() -> None:
+    """A request that is served twice as fast takes half the seconds of a token; a step takes what it costs."""
+    taus, costs = torch.tensor([[1.0, 3.0], [2.0, 2.0]]), torch.tensor([1.0, 4.0])
+    for reads, objective, expected in [
+        ("prefill", "tau", (taus, [[1, 4], [1, 4]])),
+        ("step", "throughput", (taus, [[1, 4], [1, 4]])),
+        ("prefill", "throughput", ([[1, 1], [1, 1]], [[1, 4 / 3], [1 / 2, 2]])),
+    ]:
+        table = Task("tau", reads, objective, (2, 8), costs).table(taus)  # type: ignore[arg-type]
+        for found, values in zip(table, expected, strict=True):
+            torch.testing.assert_close(found, torch.as_tensor(values, dtype=torch.float32))
+
+
+def test_what_is_chosen_of_outputs() -> None:
+    outputs = torch.tensor([[0.5, 9.0, 2.0, 8.5], [2.0, 2.0, 2.0, 2.0]])
+    assert KINDS["class by probs"].task().chosen(outputs).tolist() == [1, 0]
+    # Of an answer, taus are at most the block size: 0.5, 4, 2 and 8 of the first.
+    assert KINDS["tau by probs"].task().chosen(outputs).tolist() == [3, 0]
+    steps = KINDS["step by context and anchor"].task()
+    taus = expected_taus(outputs, CANDIDATES, "step") / SECONDS
+    assert steps.chosen(outputs).tolist() == [row.index(max(row)) for row in taus.tolist()]
+
+
 # --- the same however it is run ---
+
+BOTH = ["class by probs", "step by context and anchor"]
+
+
+@pytest.fixture(scope="module")
+def data(make: Make) -> dict[str, tuple[Examples, Examples]]:
+    """(training, validation) by kind, small."""
+    rows = synthetic_rows(60, 0), synthetic_rows(20, 1)
+    return {name: (make(rows[0], kind.reads), make(rows[1], kind.reads)) for name, kind in KINDS.items()}
+
+
+Data = dict[str, tuple[Examples, Examples]]
 
 
 def weights_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_seed_decides_everything_and_the_global_generator_nothing(data: tuple[Examples, Examples]) -> None:
-    settings = dataclasses.replace(SMALL, epochs=4)
+@pytest.mark.parametrize("name", BOTH)
+def test_seed_decides_everything_and_the_global_generator_nothing(name: str, data: Data) -> None:
+    kind = KINDS[name]
+    settings, task = dataclasses.replace(kind.settings, epochs=4), kind.task()
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    first = run_fit(*data, settings).best_weights()
+    first = run_fit(*data[name], settings, task).best_weights()
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(2)
-    assert weights_equal(first, run_fit(*data, settings).best_weights())
-    assert not weights_equal(first, run_fit(*data, dataclasses.replace(settings, seed=1)).best_weights())
+    assert weights_equal(first, run_fit(*data[name], settings, task).best_weights())
+    other = run_fit(*data[name], dataclasses.replace(settings, seed=1), task).best_weights()
+    assert not weights_equal(first, other)
 
 
+@pytest.mark.parametrize("name", BOTH)
 @pytest.mark.parametrize("stop_after", [1, 3, 6])
-def test_resuming_changes_nothing(data: tuple[Examples, Examples], stop_after: int) -> None:
-    settings = dataclasses.replace(SMALL, epochs=7, patience=3)
-    straight = run_fit(*data, settings)
-    interrupted = Fit(new_network(data[0], VOCAB_SIZE, settings), *data, settings)
-    for _ in range(stop_after):
+def test_resuming_changes_nothing(name: str, data: Data, stop_after: int) -> None:
+    kind = KINDS[name]
+    settings, task = dataclasses.replace(kind.settings, epochs=7, patience=3), kind.task()
+    straight = run_fit(*data[name], settings, task)
+
+    def begun() -> Fit:
+        return Fit(new_network(data[name][0], VOCAB_SIZE, settings), *data[name], settings, task)
+
+    interrupted = begun()
+    for _ in range(min(stop_after, straight.epoch)):
         interrupted.run_epoch()
     buffer = io.BytesIO()
     torch.save(interrupted.state_dict(), buffer)
     buffer.seek(0)
-    resumed = Fit(new_network(data[0], VOCAB_SIZE, settings), *data, settings)
+    resumed = begun()
     resumed.load_state_dict(torch.load(buffer, weights_only=True))
     while not resumed.done:
         resumed.run_epoch()
     assert weights_equal(resumed.best_weights(), straight.best_weights())
     assert weights_equal(resumed.state_dict()["network"], straight.state_dict()["network"])
     assert (resumed.epoch, resumed.best_epoch) == (straight.epoch, straight.best_epoch)
+    assert resumed.history == straight.history
+    assert len(straight.history) == straight.epoch
 
 
-def test_stops_early_and_keeps_the_best_epoch() -> None:
-    train = examples(synthetic_rows(40, 0, signal=False))
-    validation = examples(synthetic_rows(40, 1, signal=False))
-    settings = dataclasses.replace(SMALL, epochs=100, patience=5)
-    fit = Fit(new_network(train, VOCAB_SIZE, settings), train, validation, settings)
+@pytest.mark.parametrize("anneal", [True, False])
+def test_the_learning_rate_falls_to_zero_in_a_line(anneal: bool, data: Data) -> None:
+    """The last epoch has an eighth of it; a resumed training goes on where the line is."""
+    kind = KINDS["class by probs"]
+    settings = dataclasses.replace(kind.settings, epochs=8, anneal=anneal)
+
+    def begun() -> Fit:
+        train, validation = data["class by probs"]
+        return Fit(new_network(train, VOCAB_SIZE, settings), train, validation, settings, kind.task())
+
+    fit, rates = begun(), []
+    while not fit.done:
+        if fit.epoch == 5:
+            state = copy.deepcopy(fit.state_dict())
+            fit = begun()
+            fit.load_state_dict(state)
+        fit.run_epoch()
+        rates.append(fit.optimizer.param_groups[0]["lr"])
+    line = [settings.lr * (1 - i / 8) for i in range(8)]
+    assert rates == pytest.approx(line if anneal else [settings.lr] * 8)
+
+
+def test_stops_early_and_keeps_the_best_epoch(make: Make) -> None:
+    kind = KINDS["class by probs"]
+    train = make(synthetic_rows(40, 0, signal=False))
+    validation = make(synthetic_rows(40, 1, signal=False))
+    settings = dataclasses.replace(kind.settings, epochs=100, patience=5)
+    fit = Fit(new_network(train, VOCAB_SIZE, settings), train, validation, settings, kind.task())
     losses = []
     while not fit.done:
         losses.append(fit.run_epoch().validation.mean_loss)
@@ -194,12 +505,15 @@ def test_stops_early_and_keeps_the_best_epoch() -> None:
     assert min(losses) == losses[fit.best_epoch - 1]
     network = new_network(train, VOCAB_SIZE, settings)
     network.load_state_dict(fit.best_weights())
-    loss, _, count = evaluate(network, validation).tolist()
-    assert loss / count == pytest.approx(min(losses), rel=1e-6)
+    assert Sums(*evaluate(network, validation, kind.task()).tolist()).mean_loss == pytest.approx(
+        min(losses), rel=1e-6
+    )
 
 
-def test_without_patience_the_last_epoch_counts(data: tuple[Examples, Examples]) -> None:
-    fit = run_fit(*data, dataclasses.replace(SMALL, epochs=5, patience=None))
+def test_without_patience_the_last_epoch_counts(data: Data) -> None:
+    kind = KINDS["class by probs"]
+    settings = dataclasses.replace(kind.settings, epochs=5, patience=None)
+    fit = run_fit(*data["class by probs"], settings, kind.task())
     assert fit.epoch == fit.best_epoch == 5
     assert weights_equal(fit.best_weights(), fit.state_dict()["network"])
 
@@ -222,7 +536,7 @@ def test_batches_cover_every_row_once_over_the_ranks(num_rows: int, world_size: 
 class _Gradients(torch.optim.Optimizer):
     """Keeps the gradients of its one step."""
 
-    def __init__(self, network: ProbsMLP) -> None:
+    def __init__(self, network: PolicyNetwork) -> None:
         super().__init__(network.parameters(), {})
         self.kept: list[Tensor] = []
 
@@ -230,115 +544,210 @@ class _Gradients(torch.optim.Optimizer):
         self.kept = [p.grad.clone() for group in self.param_groups for p in group["params"]]
 
 
+@pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("num_rows", [1, 7])
-def test_ranks_average_to_the_gradient_of_one(
-    data: tuple[Examples, Examples], world_size: int, num_rows: int
-) -> None:
-    settings = dataclasses.replace(SMALL, dropout=0.0)
-    rows = data[0].take(torch.arange(num_rows))  # with one row, some ranks have an empty part
+def test_ranks_average_to_the_gradient_of_one(name: str, data: Data, world_size: int, num_rows: int) -> None:
+    kind = KINDS[name]
+    settings, task = dataclasses.replace(kind.settings, dropout=0.0), kind.task()
+    train = data[name][0]
+    rows = train.take(torch.arange(num_rows))  # with one row, some ranks have an empty part
 
     def gradients(rank: int, world_size: int) -> tuple[list[Tensor], Tensor]:
-        network = new_network(data[0], VOCAB_SIZE, settings)
+        network = new_network(train, VOCAB_SIZE, settings)
         optimizer = _Gradients(network)
-        sums = train_epoch(network, optimizer, rows, batches(num_rows, 8, 0, 1, rank, world_size), world_size)
+        order = batches(num_rows, 8, 0, 1, rank, world_size)
+        sums = train_epoch(network, optimizer, rows, task, order, world_size)
         return optimizer.kept, sums
 
     alone, sums = gradients(0, 1)
     ranks = [gradients(rank, world_size) for rank in range(world_size)]
     for i, whole in enumerate(alone):
-        torch.testing.assert_close(sum(g[i] for g, _ in ranks) / world_size, whole, rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(sum(g[i] for g, _ in ranks) / world_size, whole, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(sum(s for _, s in ranks), sums, rtol=1e-6, atol=0)
 
 
-def test_training_is_that_of_the_dense_layer(data: tuple[Examples, Examples]) -> None:
+@pytest.mark.parametrize("world_size", [1, 3, 30])
+def test_ranks_validate_every_example_once(world_size: int, data: Data) -> None:
+    """With more ranks than examples, some have none."""
+    name = "class by probs"
+    kind, (train, validation) = KINDS[name], data[name]
+    network = new_network(train, VOCAB_SIZE, kind.settings)
+    fits = [
+        Fit(network, train, validation, kind.settings, kind.task(), rank=rank, world_size=world_size)
+        for rank in range(world_size)
+    ]
+    assert sorted(i for fit in fits for i in fit.validation.index.tolist()) == sorted(validation.index.tolist())
+    parts = [evaluate(network, fit.validation, kind.task()) for fit in fits]
+    torch.testing.assert_close(sum(parts), evaluate(network, validation, kind.task()), rtol=1e-6, atol=0)
+
+
+def test_training_is_that_of_the_dense_layer(make: Make) -> None:
     """The dense first layer, begun at zero, gets the same weights; columns of unseen ids stay zero exactly."""
-    train = examples([row for row in synthetic_rows(60, 0) if max(row.probs_ids) < VOCAB_SIZE - 4])
-    settings = dataclasses.replace(SMALL, dropout=0.0)
+    rows = [row for row in synthetic_rows(60, 0) if max(row.probs_ids) < VOCAB_SIZE - 4]
+    rows.sort(key=lambda row: row.prompt_id)  # as examples are
+    train, kind = make(rows), KINDS["class by probs"]
+    settings, task = dataclasses.replace(kind.settings, dropout=0.0), kind.task()
     sparse = new_network(train, VOCAB_SIZE, settings)
     dense_first = torch.nn.Linear(VOCAB_SIZE, settings.hidden)
     dense_first.weight.data.zero_()
     dense_first.bias.data.copy_(sparse.bias)
-    mix, head = copy.deepcopy(sparse.mix), copy.deepcopy(sparse.head)
+    mix, head = copy.deepcopy(sparse.mix[0]), copy.deepcopy(sparse.head)
     parameters = [p for module in (dense_first, mix, head) for p in module.parameters()]
-    dense_adam, adam = (torch.optim.Adam(p, lr=1e-2) for p in (parameters, list(sparse.parameters())))
-    x = torch.stack([dense(row) for row in synthetic_rows(60, 0) if max(row.probs_ids) < VOCAB_SIZE - 4])
+    dense_adam, adam = (torch.optim.AdamW(p, lr=1e-2) for p in (parameters, list(sparse.parameters())))
+    x, labels = torch.stack([dense(row) for row in rows]), task.labels(train.taus)
     for epoch in range(1, 6):
-        train_epoch(sparse, adam, train, batches(len(train), 16, 0, epoch))
+        train_epoch(sparse, adam, train, task, batches(len(train), 16, 0, epoch))
         for batch in batches(len(train), 16, 0, epoch):
             hidden = torch.relu(dense_first(x[batch.rows]))
-            loss = torch.nn.functional.cross_entropy(head(hidden + mix(hidden)), train.labels[batch.rows])
+            loss = torch.nn.functional.cross_entropy(head(hidden + mix(hidden)), labels[batch.rows])
             dense_adam.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             dense_adam.step()
     columns = dense_first.weight.T
     unseen = sorted(set(range(VOCAB_SIZE)) - set(sparse.support.tolist()))
     assert unseen
     assert not columns[unseen].any()
+    assert columns[sparse.support].any()
     torch.testing.assert_close(columns[sparse.support], sparse.rows, rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(head.weight, sparse.head.weight, rtol=1e-3, atol=1e-4)
 
 
-# --- rows ---
+# --- a new network ---
 
 
-def test_label_is_the_smallest_of_equals() -> None:
-    row = synthetic_rows(1, 0)[0]
-    taus = [[1.0, 2.0, 2.0, 1.5], [3.0, 3.0, 3.0, 3.0], [1.0, 1.1, 1.2, 1.3]]
-    assert examples([dataclasses.replace(row, taus=t) for t in taus]).labels.tolist() == [1, 0, 3]
+def test_a_new_network_knows_scales_and_token_ids(data: Data) -> None:
+    """Inputs as they are in training; targets only where they are regressed."""
+    for name, kind in KINDS.items():
+        train = data[name][0]
+        network = new_network(train, VOCAB_SIZE, kind.settings)
+        assert network.shape.inputs == kind.inputs
+        if kind.inputs != ("probs",):
+            inputs = network.dense_inputs(train.features)
+            torch.testing.assert_close(network.mean, inputs.mean(dim=0), rtol=1e-4, atol=1e-5)
+        regression = (kind.head, kind.reads) == ("tau", "prefill")
+        shift = train.taus.mean(dim=0) if regression else torch.zeros(4)
+        torch.testing.assert_close(network.shift, shift, rtol=1e-4, atol=1e-5)
+        support = train.support(VOCAB_SIZE, VOCAB_SIZE) if "probs" in kind.inputs else torch.zeros(0)
+        assert network.support.tolist() == support.tolist()
 
 
-def test_take_is_the_examples_of_those_rows() -> None:
-    rows = synthetic_rows(9, 0)
-    rows[4] = dataclasses.replace(rows[4], probs_ids=rows[4].probs_ids[:2], probs=rows[4].probs[:2])
-    for chosen in ([0], [4], [8, 0, 4], [], list(range(9))):
-        taken = examples(rows).take(torch.tensor(chosen, dtype=torch.int64))
-        ends = [*taken.probs.offsets.tolist()[1:], len(taken.probs.ids)]
-        spans = list(zip(taken.probs.offsets.tolist(), ends, strict=False))
-        assert [taken.probs.ids[a:b].tolist() for a, b in spans] == [rows[i].probs_ids for i in chosen]
-        assert [taken.probs.probs[a:b].tolist() for a, b in spans] == [rows[i].probs for i in chosen]
-        torch.testing.assert_close(taken.taus, torch.tensor([rows[i].taus for i in chosen]).reshape(-1, 4))
+def test_the_support_is_bounded(data: Data) -> None:
+    kind, (train, _) = KINDS["class by probs"], data["class by probs"]
+    network = new_network(train, VOCAB_SIZE, dataclasses.replace(kind.settings, max_support=5))
+    assert network.support.tolist() == train.support(VOCAB_SIZE, 5).tolist()
+    assert len(network.rows) == 5
 
 
-def test_split_keeps_the_rows_of_a_prompt_together() -> None:
-    rows = [dataclasses.replace(r, prompt=f"p{i // 3}") for i, r in enumerate(synthetic_rows(60, 0))]
-    train, validation = split_rows(rows, 0.25, 0)
-    assert len(train) + len(validation) == 60
-    assert len({r.prompt for r in validation}) == 5
-    assert not {r.prompt for r in train} & {r.prompt for r in validation}
-    assert split_rows(rows[::-1], 0.25, 0) == (train, validation)
-    assert split_rows(rows, 0.25, 1) != (train, validation)
+def test_scales_are_those_of_some_of_the_rows(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, (train, _) = KINDS["tau by context"], data["tau by context"]
+    monkeypatch.setattr("blockpilot.fit.STANDARDISE_ROWS", 7)
+    network = new_network(train, VOCAB_SIZE, kind.settings)
+    assert torch.equal(network.shift, new_network(train, VOCAB_SIZE, kind.settings).shift)
+    assert not torch.allclose(network.shift, train.taus.mean(dim=0))
+    assert bool(
+        ((network.shift > train.taus.min(dim=0).values) & (network.shift < train.taus.max(dim=0).values)).all()
+    )
 
 
-@pytest.mark.parametrize("share", [0.001, 0.999])
-def test_split_leaves_something_on_both_sides(share: float) -> None:
-    assert all(split_rows(synthetic_rows(2, 0), share, 0))
+def test_predictions_do_not_depend_on_the_batch(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in BOTH:
+        network = trained(*data[name], dataclasses.replace(KINDS[name].settings, epochs=1), KINDS[name].task())
+        whole = predict(network, data[name][1])
+        monkeypatch.setattr("blockpilot.fit.PREDICT_ROWS", 7)
+        torch.testing.assert_close(predict(network, data[name][1]), whole)
+        assert predict(network, data[name][1].take(torch.arange(0))).shape == (0, 4)
+        monkeypatch.undo()
 
 
-def test_split_needs_two_prompts() -> None:
-    with pytest.raises(ValueError, match="1 different prompts"):
-        split_rows(synthetic_rows(1, 0), 0.5, 0)
+# --- the report ---
 
 
-def test_lookup_report_is_the_slow_one(data: tuple[Examples, Examples]) -> None:
-    train, validation = data
-    network = run_fit(train, validation, dataclasses.replace(SMALL, epochs=3)).network
-    assert isinstance(network, ProbsMLP)
-    report = lookup_report(network, CandidateSet(tuple(CANDIDATES)), train, validation)
-    means = [sum(taus[c] for taus in train.taus.tolist()) / len(train) for c in range(4)]
-    fixed = means.index(max(means))
-    policy, best_fixed, oracle, right = [], [], [], 0
-    for i, taus in enumerate(validation.taus.tolist()):
-        choice = int(network(*validation.take(torch.tensor([i])).probs).argmax())
-        policy.append(taus[choice])
-        best_fixed.append(taus[fixed])
-        oracle.append(max(taus))
-        right += choice == taus.index(max(taus))
-    gains = [a - b for a, b in zip(policy, best_fixed, strict=True)]
-    mean, margin = statistics.mean(gains), 1.96 * statistics.stdev(gains) / len(gains) ** 0.5
-    assert report.best_fixed == CANDIDATES[fixed]
-    assert report.accuracy == pytest.approx(right / len(validation))
-    assert report.tau_policy == pytest.approx(statistics.mean(policy))
-    assert report.tau_best_fixed == pytest.approx(statistics.mean(best_fixed))
-    assert report.tau_oracle == pytest.approx(statistics.mean(oracle))
-    assert (report.gain_low, report.gain_high) == pytest.approx((mean - margin, mean + margin))
+@pytest.mark.parametrize("name", KINDS)
+def test_lookup_report_is_the_slow_one(name: str, data: Data) -> None:
+    """Example by example: what is taken, what it would emit and cost; steps are those that the fixed size passes."""
+    kind, (train, validation) = KINDS[name], data[name]
+    task = kind.task()
+    network = trained(train, validation, dataclasses.replace(kind.settings, epochs=3), task)
+    report = lookup_report(network, task, train, validation)
+
+    def of_choice(tau: float, c: int) -> tuple[float, float]:
+        cost = float(task.step_costs[c])
+        return (1, cost / tau) if kind.reads == "prefill" and kind.objective == "throughput" else (tau, cost)
+
+    rates = []
+    for c in range(4):
+        of_train = [of_choice(taus[c], c) for taus in train.passed(c).taus.tolist()]
+        rates.append(sum(tokens for tokens, _ in of_train) / sum(seconds for _, seconds in of_train))
+    fixed = rates.index(max(rates))
+    passed = validation.passed(fixed)
+    assert len(passed) < len(validation) or kind.reads == "prefill"
+    took, stayed, right, labelled, square = [], [], 0, 0, torch.zeros(4)
+    for i, taus in enumerate(passed.taus.tolist()):
+        outputs = network(passed.take(torch.tensor([i])).features)
+        expected = outputs if kind.head == "class" else expected_taus(outputs, CANDIDATES, kind.reads)
+        worth = expected[0] if kind.head == "class" else expected[0] / task.step_costs
+        choice, best = int(worth.argmax()), int((torch.tensor(taus) / task.step_costs).argmax())
+        took.append(of_choice(taus[choice], choice))
+        stayed.append(of_choice(taus[fixed], fixed))
+        right += choice == best
+        labelled += fixed == best
+        square += (expected[0].detach() - torch.tensor(taus)) ** 2
+    assert report.num_examples == len(passed)
+    assert report.best_fixed_block_size == CANDIDATES[fixed]
+    assert report.accuracy == pytest.approx(right / len(passed))
+    assert report.accuracy_best_fixed == pytest.approx(labelled / len(passed))
+    weights = resampling_weights(len(passed), 2000, 0)
+    sums = [weights @ np.array(values) for values in (took, stayed)]
+    policy, best_fixed = (of[:, 0] / of[:, 1] for of in sums)
+    gains = policy / best_fixed - 1
+    assert (report.policy, report.best_fixed) == pytest.approx((policy[0], best_fixed[0]), rel=1e-5)
+    assert (report.gain_low, report.gain_high) == pytest.approx(np.quantile(gains[1:], [0.025, 0.975]), abs=1e-5)
+    assert report.gain == pytest.approx(gains[0], abs=1e-5)
+    table = Table(*(values.double().numpy() for values in task.table(passed.taus)))
+    there = potential(table, CANDIDATES, CANDIDATES[fixed])
+    assert (report.random, report.oracle) == pytest.approx((there.random, there.oracle), rel=1e-5)
+    assert report.share_captured == pytest.approx(
+        (policy[0] - best_fixed[0]) / (there.oracle - best_fixed[0]), abs=1e-4
+    )
+    spread = ((passed.taus - passed.taus.mean(dim=0)) ** 2).sum(dim=0)
+    r2 = math.nan if kind.head == "class" else float((1 - square / spread).mean())
+    assert report.r2 == pytest.approx(r2, rel=1e-4, nan_ok=True)
+
+
+def test_the_best_fixed_size_is_that_of_decodings(make: Make) -> None:
+    """Rows on which a size does badly are passed in more steps: an average over all places flatters it."""
+    kind = KINDS["step by context and anchor"]
+    rows = synthetic_rows(200, 0)
+    task, examples = kind.task(torch.tensor([1.0, 9.0, 9.0, 1.5])), make(rows, "step")
+    of_places = examples.taus.mean(dim=0) / task.step_costs
+    tokens = NUM_ANCHORS * len(rows)
+    of_decodings = [tokens / sum(row.num_steps[c] for row in rows) / float(task.step_costs[c]) for c in range(4)]
+    assert int(of_places.argmax()) == 3
+    assert of_decodings.index(max(of_decodings)) == 0
+    network = new_network(examples, VOCAB_SIZE, kind.settings)
+    report = lookup_report(network, task, examples, examples)
+    assert report.best_fixed_block_size == 2
+    # A sample of eight places of each row, against all steps of its decoding.
+    assert report.best_fixed == pytest.approx(of_decodings[0], rel=0.05)
+
+
+def test_candidates_that_never_vary_have_no_r2(make: Make) -> None:
+    """Plain decoding emits one token whatever is known; its prediction is exact and explains nothing."""
+    kind = KINDS["tau by context"]
+    rows = synthetic_rows(40, 0), synthetic_rows(30, 1)
+    with_one = [make(of, "prefill", [1, *CANDIDATES]) for of in rows]
+    task = Task("tau", "prefill", "tau", (1, *CANDIDATES), torch.ones(5))
+    settings = dataclasses.replace(kind.settings, epochs=3)
+    report = lookup_report(trained(with_one[0], with_one[1], settings, task), task, *with_one)
+    assert math.isfinite(report.r2)
+    assert report.r2 < 1
+
+
+def test_inputs_that_are_not_read_do_not_matter(data: Data) -> None:
+    train, _ = data["tau by context"]
+    network = new_network(train, VOCAB_SIZE, KINDS["tau by context"].settings)
+    features = train.features
+    changed = features._replace(probs=no_probs(len(train), torch.device("cpu")), scalars=features.scalars + 1)
+    network.eval()
+    assert torch.equal(network(features), network(changed))

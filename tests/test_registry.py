@@ -1,5 +1,7 @@
 """The registry against a real sqlite store, and the rule of promotion."""
 
+import dataclasses
+import os
 import shutil
 import subprocess
 import sys
@@ -7,16 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from policies import tiny_policy
 
 from blockpilot.pairs import PairId
-from blockpilot.policy import CandidateSet, ClassPolicy, PolicyInfo, ProbsMLP, load_policy, save_policy
+from blockpilot.policy import LearnedPolicy, load_policy, save_policy
 from jobs.promote import PromoteConfig
 from jobs.promote import run as promote
 from jobs.registry import HeldOut, Registry, Version, model_name, tracking_uri
 
 TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
 MODEL = "blockpilot-smollm2-135m-instruct"
+PAIR = PairId(TARGET, "1", "draft", "2")
 GOOD = HeldOut(3.0, 2.8, 30.0, 28.0, 1.02, 1.12)
+ROOT = Path(__file__).parent.parent
 
 
 CREATE = """
@@ -48,16 +53,14 @@ def registry(empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     return Registry.open()
 
 
-def a_policy(seed: int = 0) -> ClassPolicy:
-    torch.manual_seed(seed)
-    info = PolicyInfo(PairId(TARGET, "1", "draft", "2"), 20, CandidateSet((1, 4)), 1e-5, {"seed": seed})
-    return ClassPolicy(info, ProbsMLP(torch.tensor([1, 5]), 20, 2, 8))
+def a_policy(seed: int = 0) -> LearnedPolicy:
+    return tiny_policy(PAIR, 20, (1, 4), training={"seed": seed}, seed=seed)
 
 
-def register(registry: Registry, seed: int = 0, held_out: HeldOut | None = None) -> Version:
+def register(registry: Registry, seed: int = 0, held_out: HeldOut | None = None, pair: PairId = PAIR) -> Version:
     save_policy(a_policy(seed), "policy")
     with registry.log_run("train") as run:
-        version = registry.register_policy("policy", target=TARGET, run_id=run.id, tags={"draft": "d"})
+        version = registry.register_policy("policy", target=TARGET, run_id=run.id, tags=pair._asdict())
     if held_out:
         registry.log_held_out(version, held_out)
     return version
@@ -181,13 +184,13 @@ def test_unknown_run(registry: Registry) -> None:
 def test_policy_round_trip(registry: Registry, tmp_path: Path) -> None:
     first, second = register(registry, 1), register(registry, 2)
     assert (first.name, first.number, second.number) == (MODEL, 1, 2)
-    assert first.tags == {"draft": "d"}
+    assert first.tags == PAIR._asdict()
     assert [v.number for v in registry.versions(MODEL)] == [1, 2]
     registry.set_champion(first)
     shutil.rmtree("policy")
     loaded = load_policy(registry.download_champion(MODEL, tmp_path / "champion"))
     assert loaded.info == a_policy(1).info
-    assert torch.equal(loaded.network.mix.weight, a_policy(1).network.mix.weight)
+    assert torch.equal(loaded.network.dense.weight, a_policy(1).network.dense.weight)
     registry.set_champion(second)
     again = registry.download_champion(MODEL, tmp_path / "champion")
     assert load_policy(again).info == a_policy(2).info
@@ -212,6 +215,15 @@ def test_held_out_figures_travel_as_tags(registry: Registry) -> None:
     stored = registry.version(MODEL, 1)
     assert stored.held_out == GOOD
     assert stored.tags["heldout.policy_tau"] == "3.0"
+    registry.log_held_out(version, beside(1, 1.05, 1.2))
+    assert registry.version(MODEL, 1).held_out == beside(1, 1.05, 1.2)
+
+
+def test_figures_that_are_not_whole_are_none(registry: Registry) -> None:
+    """Of an evaluation that was killed between two tags, or of one that knew no champions."""
+    version = register(registry)
+    registry.tag_version(version, {"heldout.policy_tau": 3.0, "heldout.policy_speed": 30.0})
+    assert registry.version(MODEL, 1).held_out is None
 
 
 def test_missing_names_are_named(registry: Registry) -> None:
@@ -230,10 +242,41 @@ def test_missing_names_are_named(registry: Registry) -> None:
 # --- promotion ---
 
 
-def test_first_champion_needs_no_figures(registry: Registry) -> None:
-    register(registry)
+def beside(champion: int, low: float, high: float, figures: HeldOut = GOOD) -> HeldOut:
+    """`figures` that were measured in the same runs as a champion."""
+    return dataclasses.replace(
+        figures,
+        champion=champion,
+        champion_ratio=(low + high) / 2,
+        champion_ratio_low=low,
+        champion_ratio_high=high,
+    )
+
+
+@pytest.mark.parametrize(
+    ("figures", "reason"),
+    [
+        (None, "no held-out figures; run jobs/evaluate.py on it first"),
+        (
+            HeldOut(3.0, 2.8, 27.0, 28.0, 0.9, 0.99),
+            "slower than the best fixed block size on held-out prompts, 0.964 (0.900 to 0.990) of its speed",
+        ),
+    ],
+)
+def test_the_first_champion_earns_it_too(registry: Registry, figures: HeldOut | None, reason: str) -> None:
+    register(registry, 1, figures)
+    result = promote(PromoteConfig())
+    assert (result.promoted, result.reason) == (False, reason)
+    assert registry.find_champion(MODEL) is None
+
+
+def test_the_first_champion_may_be_as_fast_as_the_best_fixed_block_size(
+    registry: Registry, capsys: pytest.CaptureFixture[str]
+) -> None:
+    register(registry, 1, HeldOut(3.0, 2.8, 27.9, 28.0, 0.95, 1.0))
     result = promote(PromoteConfig())
     assert result.promoted
+    assert capsys.readouterr().out == f"promote: {MODEL} version 1 is the champion: the first of its model\n"
     assert registry.champion(MODEL).number == 1
     assert promote(PromoteConfig()).promoted  # again, without harm
 
@@ -242,8 +285,15 @@ def test_first_champion_needs_no_figures(registry: Registry) -> None:
     ("figures", "reason"),
     [
         (None, "no held-out figures"),
-        (HeldOut(3.0, 2.8, 27.0, 28.0, 0.9, 1.0), "slower than the best fixed block size"),
-        (HeldOut(3.0, 2.8, 28.1, 28.0, 0.99, 1.01), "champion version 1 at least 1.02"),
+        (
+            beside(1, 1.1, 1.3, HeldOut(3.0, 2.8, 27.0, 28.0, 0.9, 0.99)),
+            "slower than the best fixed block size on held-out prompts, 0.964 (0.900 to 0.990) of its speed",
+        ),
+        (GOOD, "not measured beside champion version 1; run jobs/evaluate.py on it again"),
+        (beside(7, 1.1, 1.3), "not measured beside champion version 1"),
+        (beside(1, 0.99, 1.05), "does not beat champion version 1, 1.020 (0.990 to 1.050) of its speed"),
+        (beside(1, 1.0, 1.1), "does not beat champion version 1, 1.050 (1.000 to 1.100) of its speed"),
+        (beside(1, 0.8, 0.9), "does not beat champion version 1, 0.850 (0.800 to 0.900) of its speed"),
     ],
 )
 def test_challenger_is_refused(registry: Registry, figures: HeldOut | None, reason: str) -> None:
@@ -256,24 +306,69 @@ def test_challenger_is_refused(registry: Registry, figures: HeldOut | None, reas
     assert registry.champion(MODEL).number == 1
 
 
-def test_challenger_with_good_figures_follows(registry: Registry) -> None:
+def test_challenger_that_beats_the_champion_follows(registry: Registry) -> None:
     register(registry, 1, GOOD)
     promote(PromoteConfig())
-    register(registry, 2, HeldOut(3.0, 2.8, 29.0, 28.0, 0.99, 1.08))
+    register(registry, 2, beside(1, 1.001, 1.08))
     register(registry, 3)
     assert not promote(PromoteConfig()).promoted  # the newest has no figures
-    assert promote(PromoteConfig(version=2)).promoted
+    result = promote(PromoteConfig(version=2))
+    assert (result.promoted, result.reason) == (True, "it follows version 1")
     assert registry.champion(MODEL).number == 2
+
+
+def test_a_champion_that_came_in_between_has_to_be_beaten_itself(registry: Registry) -> None:
+    register(registry, 1, GOOD)
+    promote(PromoteConfig())
+    register(registry, 2, beside(1, 1.2, 1.3))
+    register(registry, 3, beside(1, 1.1, 1.2))
+    assert promote(PromoteConfig(version=2)).promoted
+    result = promote(PromoteConfig(version=3))
+    assert (result.promoted, result.reason[:43]) == (False, "not measured beside champion version 2; run")
+
+
+@pytest.mark.parametrize("change", [{"draft": "another"}, {"draft_revision": "3"}, {"target_revision": "9"}])
+def test_the_champion_of_another_pair_does_not_stand_in_the_way(registry: Registry, change: dict[str, str]) -> None:
+    other = PAIR._replace(**change)
+    register(registry, 1, GOOD)
+    promote(PromoteConfig())
+    register(registry, 2, None, other)
+    assert "no held-out figures" in promote(PromoteConfig()).reason
+    register(registry, 3, HeldOut(3.0, 2.8, 27.0, 28.0, 0.9, 0.99), other)
+    assert "slower than the best fixed block size" in promote(PromoteConfig()).reason
+    register(registry, 4, GOOD, other)
+    assert promote(PromoteConfig()).promoted
+    register(registry, 5, GOOD, other)
+    assert "not measured beside champion version 4" in promote(PromoteConfig()).reason
 
 
 def test_force_is_recorded(registry: Registry) -> None:
     register(registry, 1, GOOD)
     promote(PromoteConfig())
-    register(registry, 2)
+    register(registry, 2, beside(1, 0.9, 1.1))
     assert promote(PromoteConfig(force=True)).promoted
     champion = registry.champion(MODEL)
     assert champion.number == 2
-    assert "no held-out figures" in champion.tags["promoted.forced"]
+    reason = "does not beat champion version 1, 1.000 (0.900 to 1.100) of its speed"
+    assert champion.tags["promoted.forced"] == reason
+
+
+def test_force_that_was_not_needed_leaves_no_tag(registry: Registry) -> None:
+    register(registry, 1, GOOD)
+    assert promote(PromoteConfig(force=True)).promoted
+    assert "promoted.forced" not in registry.champion(MODEL).tags
+
+
+def test_a_refusal_is_one_line_and_status_2(registry: Registry, tmp_path: Path) -> None:
+    register(registry)
+    command = [sys.executable, ROOT / "jobs" / "promote.py"]
+    environment = {k: v for k, v in os.environ.items() if k != "MLFLOW_TRACKING_URI"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    reason = "no held-out figures; run jobs/evaluate.py on it first"
+    assert (done.returncode, done.stderr) == (2, f"error: not promoted: {reason}\n")
+    assert done.stdout == f"promote: {MODEL} version 1 is not the champion: {reason}\n"
 
 
 def test_promote_names_what_is_missing(registry: Registry) -> None:

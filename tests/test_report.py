@@ -4,9 +4,22 @@ import math
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from blockpilot.report import Comparison, Figures, Interval, Run, Totals, cells, fastest_block_size, markdown
+from blockpilot.report import (
+    Comparison,
+    Figures,
+    Interval,
+    Run,
+    Totals,
+    cells,
+    fastest_block_size,
+    interval,
+    markdown,
+    ratio_of_totals,
+    resampling_weights,
+)
 
 TOTALS = Totals(
     num_requests=1,
@@ -17,11 +30,10 @@ TOTALS = Totals(
     later_s=1.25,
     num_verified=6,
     num_emitted=12,
-    num_chosen=1,
-    sum_chosen=4,
+    sum_block_sizes=24,
     num_equal=1,
 )
-FASTER = replace(TOTALS, num_tokens=40, total_s=4.0, num_verified=4, num_emitted=39, num_equal=0)
+FASTER = replace(TOTALS, num_tokens=40, total_s=4.0, num_verified=4, num_emitted=39, sum_block_sizes=64, num_equal=0)
 
 
 def run(method: str, group: int, totals: Totals = TOTALS, repeat: int = 0) -> Run:
@@ -29,7 +41,7 @@ def run(method: str, group: int, totals: Totals = TOTALS, repeat: int = 0) -> Ru
 
 
 def test_figures_are_ratios_of_totals() -> None:
-    """tau (12 + 39) / (6 + 4), not the mean of 2 and 9.75."""
+    """tau (12 + 39) / (6 + 4), not the mean of 2 and 9.75; the block size is that of a step, not of a request."""
     runs = [run("AR", 0), run("AR", 1), run("B=4", 0), run("B=4", 1, FASTER)]
     comparison = Comparison(runs)
     assert comparison.methods == ("AR", "B=4")
@@ -40,7 +52,8 @@ def test_figures_are_ratios_of_totals() -> None:
     assert comparison.ratio("tokens_per_s", "B=4", "AR").value == pytest.approx((53 / 6) / (13 / 2))
     plain, fixed = comparison.figures("AR")
     assert (plain.method, plain.speedup, plain.share_equal) == ("AR", Interval(1, 1, 1), 1)
-    assert (fixed.share_equal, fixed.mean_block_size) == (0.5, 4)
+    assert (fixed.share_equal, fixed.mean_block_size) == (0.5, (24 + 64) / (6 + 4))
+    assert plain.mean_block_size == 4
 
 
 def test_repeats_of_a_group_add_up() -> None:
@@ -120,8 +133,33 @@ def test_the_seed_decides_the_resamples() -> None:
     assert other.value == first.value
 
 
+def test_a_resample_draws_as_many_groups_as_there_are() -> None:
+    weights = resampling_weights(5, 200, seed=3)
+    assert weights.shape == (201, 5)
+    assert weights[0].tolist() == [1] * 5  # the figure itself
+    assert set(weights.sum(axis=1)) == {5}
+    assert weights.min() == 0
+    assert (weights == resampling_weights(5, 200, seed=3)).all()
+    assert (weights != resampling_weights(5, 200, seed=4)).any()
+
+
+def test_an_interval_holds_95_in_100_of_the_resamples() -> None:
+    values = np.array([7.0, *range(1001)])
+    assert interval(values) == pytest.approx((7, 25, 975))
+    assert interval(np.array([7.0, math.inf, 1, math.nan, 3])) == pytest.approx((7, 1.05, 2.95))
+    for nothing in ([math.nan, 1.0, 2.0], [1.0, math.nan, math.inf], [1.0]):
+        assert all(map(math.isnan, interval(np.array(nothing))))
+
+
+def test_a_ratio_of_totals_is_that_of_a_comparison() -> None:
+    taus = ratio_of_totals([12, 39, 12], [6, 4, 6])
+    same = Comparison([run("AR", 0), run("AR", 1, FASTER), run("AR", 2)]).figure("tau", "AR")
+    assert taus == same
+    assert taus.value == 63 / 16
+
+
 def test_what_was_never_counted_is_not_a_number() -> None:
-    nothing = replace(TOTALS, num_verified=0, num_emitted=0, num_chosen=0, sum_chosen=0)
+    nothing = replace(TOTALS, num_verified=0, num_emitted=0, sum_block_sizes=0)
     comparison = Comparison([run("AR", 0, nothing), run("AR", 1, nothing), run("B=2", 0), run("B=2", 1, nothing)])
     assert all(map(math.isnan, comparison.figure("tau", "AR")))
     assert all(map(math.isnan, comparison.ratio("tau", "B=2", "AR")))

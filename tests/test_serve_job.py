@@ -13,11 +13,11 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-import torch
 from fastapi.testclient import TestClient
+from policies import tiny_policy
 
 from blockpilot.pairs import Pair, PairId
-from blockpilot.policy import CandidateSet, ClassPolicy, PolicyInfo, ProbsMLP, save_policy
+from blockpilot.policy import save_policy
 from jobs.config import ConfigError, PairConfig, Resources, main
 from jobs.registry import Registry, model_name
 from jobs.serve import Decoder, ServeConfig, find_policy, run
@@ -39,10 +39,7 @@ def pair_config(tiny_pair_dirs: tuple[Path, Path]) -> PairConfig:
 
 def write_policy(directory: Path, pair_id: PairId, vocab_size: int = 260) -> Path:
     """A policy of random weights with the candidates 2, 3 and 5."""
-    torch.manual_seed(0)
-    network = ProbsMLP(torch.arange(vocab_size), vocab_size, num_candidates=3, hidden=8)
-    info = PolicyInfo(pair_id, vocab_size, CandidateSet((2, 3, 5)), threshold=1e-5)
-    save_policy(ClassPolicy(info, network), directory)
+    save_policy(tiny_policy(pair_id, vocab_size, (2, 3, 5)), directory)
     return directory
 
 

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from blockpilot.report import markdown
 from jobs import evaluate, promote, serve, sweep, train
@@ -40,7 +41,14 @@ class Stopwatch:
         return markdown([{"stage": name, "seconds": f"{seconds:.0f}"} for name, seconds in timed.items()])
 
 
-def learn(pipeline: Pipeline, watch: Stopwatch) -> evaluate.EvaluateResult:
+class Learned(NamedTuple):
+    """What came of the stages before serving."""
+
+    measured: evaluate.EvaluateResult
+    promotion: promote.PromoteResult
+
+
+def learn(pipeline: Pipeline, watch: Stopwatch) -> Learned:
     """Every stage but serving: ends with a new version, measured, and promoted if it earned that."""
     with watch.stage("ray"):
         connect(include_dashboard=True)  # Ray Train asks the dashboard whether its controller lives
@@ -51,5 +59,13 @@ def learn(pipeline: Pipeline, watch: Stopwatch) -> evaluate.EvaluateResult:
     with watch.stage("evaluate"):
         measured = evaluate.run(pipeline.evaluate)
     with watch.stage("promote"):
-        promote.run(pipeline.promote)
-    return measured
+        promotion = promote.run(pipeline.promote)
+    return Learned(measured, promotion)
+
+
+def to_serve(pipeline: Pipeline, learned: Learned) -> serve.ServeConfig:
+    """The champion; where no version has earned that, the best fixed block size."""
+    if learned.promotion.champion is not None:
+        return pipeline.serve
+    print(f"no champion yet: serving block size {learned.measured.best_fixed}, the best fixed one")
+    return pipeline.serve.model_copy(update={"policy": str(learned.measured.best_fixed)})

@@ -6,10 +6,7 @@ registered, measured and promoted, and served in float32, where the answer must 
 one token at a time. Run again, it goes on with the sweep's rows and registers a new version.
 """
 
-import json
 import socket
-from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +14,7 @@ import torch
 from openai import OpenAI
 from pydantic import Field
 
-from blockpilot.files import write_text
-from blockpilot.prompts import Message, Prompt, load_prompts, split
+from blockpilot.prompts import Message, Prompt, load_prompts, save_prompts, split
 from jobs import serve
 from jobs.config import Config, PairConfig, Resources, main
 from jobs.evaluate import NEWEST, EvaluateConfig
@@ -27,7 +23,7 @@ from jobs.registry import model_name
 from jobs.serve import ServeConfig
 from jobs.sweep import SweepConfig
 from jobs.train import TrainConfig
-from workflows.pipeline import Pipeline, Stopwatch, learn
+from workflows.pipeline import Pipeline, Stopwatch, learn, to_serve
 
 QUESTION = "Write a short list of three things to pack for a day at the beach."
 
@@ -62,6 +58,7 @@ def pipeline(config: DemoConfig) -> Pipeline:
         prompts=(str(output / "train.jsonl"),),
         num_prompts=config.num_training_prompts,
         candidates=config.candidates,
+        method="dense",
         max_new_tokens=config.max_new_tokens,
         prompts_per_shard=12,
         output=str(output / "sweep"),
@@ -72,14 +69,15 @@ def pipeline(config: DemoConfig) -> Pipeline:
         prompts=(str(output / "held_out.jsonl"),),
         num_prompts=config.num_prompts,
         policy=NEWEST,
+        baselines=("oracle",),
         block_sizes=tuple(size for size in config.candidates if size > 1),
-        sweep=sweep.output,
+        sweep=(sweep.output,),
         max_new_tokens=config.max_new_tokens,
         output=output / "evaluate",
     )
     return Pipeline(
         sweep=sweep,
-        train=TrainConfig(sweep=sweep.output, output=output / "policy", epochs=30),
+        train=TrainConfig(sweep=(sweep.output,), output=output / "policy", batch_size=128),
         evaluate=evaluate,
         promote=PromoteConfig(model=model_name(evaluate.pair.models[0])),
         serve=ServeConfig(pair=exact, port=config.port or free_port(), max_length=512, output=output / "serve"),
@@ -93,17 +91,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def write_prompts(path: Path, prompts: Sequence[Prompt]) -> None:
-    """A prompt file that `load_prompts` reads."""
-    lines = (json.dumps({"set": p.set, "messages": [asdict(m) for m in p.messages]}) for p in prompts)
-    write_text(path, "".join(f"{line}\n" for line in lines))
-
-
 def split_prompts(config: DemoConfig) -> None:
     """Write train.jsonl and held_out.jsonl, which share no prompt."""
     train, held_out = split(load_prompts(config.prompts), config.held_out)
-    write_prompts(config.output / "train.jsonl", train)
-    write_prompts(config.output / "held_out.jsonl", held_out)
+    save_prompts(config.output / "train.jsonl", train)
+    save_prompts(config.output / "held_out.jsonl", held_out)
     print(f"{len(train)} training and {len(held_out)} held-out prompts in {config.output}")
 
 
@@ -150,9 +142,9 @@ def run(config: DemoConfig) -> None:
     """All stages. Raises RuntimeError if the served answer is not the target's own."""
     stages, watch = pipeline(config), Stopwatch()
     split_prompts(config)
-    measured = learn(stages, watch)
+    learned = learn(stages, watch)
     with watch.stage("serve"):
-        url = serve.start(stages.serve)
+        url = serve.start(to_serve(stages, learned))
     with watch.stage("ask"):
         try:
             answer = ask(url, QUESTION, config.max_new_tokens)
@@ -163,7 +155,7 @@ def run(config: DemoConfig) -> None:
         if answer != plain:
             raise RuntimeError(f"served {answer!r}; one token at a time the target writes {plain!r}")
         print("The served answer is bit for bit what the target writes one token at a time (float32).")
-    print(f"\n{measured.table}\n\n{watch.table()}")
+    print(f"\n{learned.measured.table}\n\n{watch.table()}")
 
 
 if __name__ == "__main__":

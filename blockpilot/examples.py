@@ -1,0 +1,282 @@
+"""A sweep's rows as tensors to train on, kept in flat files that are mapped into memory.
+
+A policy that chooses after the prefill has an example a row: what is known then, and tau of every candidate. One that
+chooses at every step has an example for each of a row's recorded steps: what is known before it, and the tokens that
+it emits with every candidate. Examples are written part by part and read example by example, so neither needs them in
+memory together: the operating system keeps what is used. All ranks of a training map the same files.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from blockpilot.blocks import emitted_along
+from blockpilot.files import write_text
+from blockpilot.network import SCALARS, Features, SparseProbs, scalars
+from blockpilot.policy import Reads
+from blockpilot.records import SweepRow, vectors
+
+INDEX_FILE = "index.json"
+_COLUMNS: dict[str, Any] = {
+    "rows": np.int32,
+    "ids": np.int32,
+    "probs": np.float32,
+    "lengths": np.int64,
+    "scalars": np.float32,
+    "context": np.float16,
+    "anchor": np.float16,
+    "taus": np.float32,
+    "passed": np.uint8,
+}
+_TORCH = {
+    np.uint8: torch.uint8,
+    np.int32: torch.int32,
+    np.int64: torch.int64,
+    np.float32: torch.float32,
+    np.float16: torch.float16,
+}
+
+
+class Sizes(NamedTuple):
+    """Widths of an example."""
+
+    context: int
+    anchor: int
+    candidates: int
+
+
+class Index(NamedTuple):
+    """What is known of every row of a sweep, in the order of the files."""
+
+    prompt_ids: tuple[str, ...]
+    prompts: tuple[str, ...]  # prompt_key() of their texts
+    sets: tuple[str, ...]
+    num_examples: int
+    num_entries: int  # of all distributions together
+    sizes: Sizes
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Some of the examples that the columns hold, one after the other; `index` [E] int64 says which."""
+
+    index: Tensor
+    rows: Tensor
+    """[N] int32, the row of the sweep that an example is of."""
+    ids: Tensor
+    probs: Tensor
+    ends: Tensor
+    """[N + 1] int64: example i's entries of `ids` and `probs` are ends[i] .. ends[i + 1] - 1."""
+    scalars: Tensor
+    context: Tensor
+    anchor: Tensor
+    all_taus: Tensor
+    """[N, K] float32: tokens of a step with each candidate."""
+    all_passed: Tensor
+    """[N, K] uint8: whether decoding with the candidate alone comes to this step; always, if it is a prefill."""
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes(self.context.shape[1], self.anchor.shape[1], self.all_taus.shape[1])
+
+    @property
+    def taus(self) -> Tensor:
+        """[E, K], in memory."""
+        return self.all_taus[self.index]
+
+    def passed(self, candidate: int) -> "Examples":
+        """The steps that decoding with one candidate, by its place in the set, would come to."""
+        return self.take(self.all_passed[self.index, candidate].nonzero()[:, 0])
+
+    @property
+    def features(self) -> Features:
+        """In memory."""
+        starts, lengths = self.ends[self.index], (self.ends[1:] - self.ends[:-1])[self.index]
+        offsets = lengths.cumsum(0) - lengths
+        entries = torch.repeat_interleave(starts - offsets, lengths) + torch.arange(int(lengths.sum()))
+        probs = SparseProbs(self.ids[entries].long(), self.probs[entries], offsets)
+        context, anchor = self.context[self.index].float(), self.anchor[self.index].float()
+        return Features(probs, context, anchor, self.scalars[self.index])
+
+    def take(self, index: Tensor) -> "Examples":
+        """The examples `index` [n] int64 of these, in that order; nothing is copied."""
+        return replace(self, index=self.index[index])
+
+    def where(self, chosen: Callable[[int], bool]) -> "Examples":
+        """Those whose row of the sweep is chosen."""
+        return self.take(torch.tensor([chosen(row) for row in self.rows[self.index].tolist()]).nonzero()[:, 0])
+
+    def support(self, vocab_size: int, most: int) -> Tensor:
+        """Token ids with the largest probability mass over all examples, `most` at most, increasing [S] int64."""
+        mass = torch.zeros(vocab_size, dtype=torch.float64)
+        for example in self.index.tolist():
+            entries = slice(self.ends[example], self.ends[example + 1])
+            mass.index_add_(0, self.ids[entries].long(), self.probs[entries].double())
+        largest = mass.topk(min(most, int((mass > 0).sum()))).indices
+        return largest.sort().values
+
+
+# --- writing ---
+
+
+def write_examples(
+    folder: Path, parts: Iterable[Sequence[SweepRow]], candidates: Sequence[int], reads: Reads
+) -> Index:
+    """Write the columns, and last the index; `candidates` are some of the rows', and 1 whether they have it or not.
+
+    Raises ValueError for rows of different sizes, and for policies that read every step where no steps are recorded.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / INDEX_FILE).unlink(missing_ok=True)
+    known: list[tuple[str, str, str]] = []
+    sizes: set[Sizes] = set()
+    num_examples, num_entries = 0, 0
+    files = {name: (folder / name).open("wb") for name in _COLUMNS}
+    try:
+        for row in (row for rows in parts for row in rows):
+            columns = _of_prefill(row, candidates) if reads == "prefill" else _of_steps(row, candidates)
+            columns["rows"] = np.full(len(columns["taus"]), len(known))
+            for name, column in columns.items():
+                column.astype(_COLUMNS[name]).tofile(files[name])
+            known.append((row.prompt_id, prompt_key(row.prompt), row.prompt_set))
+            if len(columns["taus"]):
+                sizes.add(Sizes(*(columns[name].shape[1] for name in ("context", "anchor", "taus"))))
+            num_examples, num_entries = num_examples + len(columns["taus"]), num_entries + len(columns["ids"])
+    finally:
+        for file in files.values():
+            file.close()
+    if not sizes:
+        raise ValueError(
+            f"none of {len(known)} rows has a recorded step: sweep with --method dense, or read the prefill"
+        )
+    if len(sizes) != 1:
+        raise ValueError(f"rows of different sizes: {' and '.join(map(str, sorted(sizes)))}")
+    prompt_ids, prompts, sets = zip(*known, strict=True)
+    index = Index(prompt_ids, prompts, sets, num_examples, num_entries, sizes.pop())
+    write_text(folder / INDEX_FILE, json.dumps(index._asdict() | {"sizes": index.sizes}))
+    return index
+
+
+def _of_prefill(row: SweepRow, candidates: Sequence[int]) -> dict[str, NDArray[Any]]:
+    taus = {1: 1.0} | dict(zip(row.candidates, row.taus, strict=True))
+    return {
+        "ids": np.array(row.probs_ids),
+        "probs": np.array(row.probs),
+        "lengths": np.array([len(row.probs_ids)]),
+        "scalars": np.array([_scalars(row)]),
+        "context": np.array([row.context]),
+        "anchor": np.zeros((1, 0)),
+        "taus": np.array([[taus[size] for size in candidates]]),
+        "passed": np.ones((1, len(candidates))),
+    }
+
+
+def _of_steps(row: SweepRow, candidates: Sequence[int]) -> dict[str, NDArray[Any]]:
+    num = len(row.step_places)
+    accepted = dict(zip(row.candidates, row.accepted, strict=False))
+    emitted = [[accepted[size][p] + 1 if size > 1 else 1 for size in candidates] for p in row.step_places]
+    passed = [_places(accepted[size]) if size > 1 else set(row.step_places) for size in candidates]
+    return {
+        "ids": np.zeros(0),
+        "probs": np.zeros(0),
+        "lengths": np.zeros(num),
+        "scalars": np.tile(_scalars(row), (num, 1)),
+        "context": vectors(row.step_contexts, num) if num else np.zeros((0, 0)),
+        "anchor": vectors(row.step_embeddings, num) if num else np.zeros((0, 0)),
+        "taus": np.array(emitted),
+        "passed": np.array([[p in places for places in passed] for p in row.step_places]),
+    }
+
+
+def _places(accepted: Sequence[int]) -> set[int]:
+    """Where the steps of a decoding begin, by the drafts accepted at every place."""
+    return set(accumulate(emitted_along(accepted)[:-1], initial=0))
+
+
+def _scalars(row: SweepRow) -> list[float]:
+    return scalars(torch.tensor(row.probs), row.num_prompt_tokens, row.temperature)
+
+
+def prompt_key(prompt: str) -> str:
+    """A short name for a prompt's text."""
+    return hashlib.sha256(prompt.encode()).hexdigest()[:16]
+
+
+# --- reading ---
+
+
+def read_index(folder: Path) -> Index:
+    fields = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
+    lists = {name: tuple(fields[name]) for name in ("prompt_ids", "prompts", "sets")}
+    return Index(**fields | lists | {"sizes": Sizes(*fields["sizes"])})
+
+
+def open_examples(folder: Path) -> Examples:
+    """Map the columns; examples are in the order of their prompt_ids, whatever the order of the parts."""
+    index = read_index(folder)
+    num, sizes = index.num_examples, index.sizes
+    counts = {
+        "rows": num,
+        "ids": index.num_entries,
+        "probs": index.num_entries,
+        "lengths": num,
+        "scalars": num * len(SCALARS),
+        "context": num * sizes.context,
+        "anchor": num * sizes.anchor,
+        "taus": num * sizes.candidates,
+        "passed": num * sizes.candidates,
+    }
+    columns = {name: _map(folder / name, counts[name], dtype) for name, dtype in _COLUMNS.items()}
+    rank = torch.zeros(len(index.prompt_ids), dtype=torch.int64)
+    rank[sorted(range(len(rank)), key=index.prompt_ids.__getitem__)] = torch.arange(len(rank))
+    return Examples(
+        rank[columns["rows"].long()].argsort(stable=True),
+        columns["rows"],
+        columns["ids"],
+        columns["probs"],
+        torch.cat([torch.zeros(1, dtype=torch.int64), columns["lengths"].cumsum(0)]),
+        columns["scalars"].view(num, -1),
+        columns["context"].view(num, sizes.context),
+        columns["anchor"].view(num, sizes.anchor),
+        columns["taus"].view(num, -1),
+        columns["passed"].view(num, -1),
+    )
+
+
+def _map(path: Path, count: int, dtype: Any) -> Tensor:
+    if not count:
+        return torch.zeros(0, dtype=_TORCH[dtype])
+    return torch.from_file(str(path), shared=False, size=count, dtype=_TORCH[dtype])
+
+
+def split_examples(folder: Path, held_out: float, seed: int) -> tuple[Examples, Examples]:
+    """(training, validation): `held_out` of the prompts, at least one, with all their examples.
+
+    Depends on the prompts' texts and the seed, not on their order. Raises ValueError for less than two prompts.
+    """
+    index, examples = read_index(folder), open_examples(folder)
+    held = held_out_prompts(index.prompts, held_out, seed)
+    return (
+        examples.where(lambda row: index.prompts[row] not in held),
+        examples.where(lambda row: index.prompts[row] in held),
+    )
+
+
+def held_out_prompts(keys: Collection[str], held_out: float, seed: int) -> set[str]:
+    """Some of the prompts, at least one and not all. Raises ValueError for less than two."""
+    prompts = sorted(set(keys), key=lambda key: hashlib.sha256(f"{seed}\n{key}".encode()).digest())
+    if len(prompts) < 2:
+        raise ValueError(f"{len(prompts)} different prompts: at least 2 are needed to hold some back")
+    return set(prompts[: min(max(1, round(held_out * len(prompts))), len(prompts) - 1)])

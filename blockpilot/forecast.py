@@ -1,0 +1,169 @@
+"""Forecasts: how many tokens a request is expected to emit a step with each candidate block size, and what to make of
+it at the present load.
+
+A policy with a value head gives a forecast instead of a block size. Nothing has to be predicted again when the load
+changes: the seconds of a step do, and with them the best choice.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from blockpilot.costs import StepCosts
+    from blockpilot.engine import Prefill
+    from blockpilot.policy import CandidateSet
+
+
+class Reader(Protocol):
+    """A policy that predicts every step anew."""
+
+    def read(self, forecasts: Sequence[Any], contexts: Tensor, anchors: Tensor) -> None:
+        """Set the taus of some of its forecasts for their next step.
+
+        contexts [R, draft hidden] are the context vectors of the positions before the anchors, anchors
+        [R, target hidden] the target's embeddings of the anchors.
+        """
+
+
+class Forecast(Protocol):
+    """What is expected of one request, from its prefill to its end."""
+
+    @property
+    def candidates(self) -> "CandidateSet": ...
+
+    @property
+    def reader(self) -> Reader | None:
+        """What predicts every step of the request anew; None where nothing does."""
+
+    @property
+    def taus(self) -> Sequence[float]:
+        """Tokens that the next step is expected to emit with each candidate, the bonus token included."""
+
+    def observe(self, block_size: int, num_accepted: int) -> None:
+        """Learn from a step of the request."""
+
+
+class StaticForecast:
+    """The same for every step of a request."""
+
+    reader = None
+
+    def __init__(self, candidates: "CandidateSet", taus: Sequence[float]) -> None:
+        self.candidates = candidates
+        self.taus = tuple(taus)
+
+    def observe(self, block_size: int, num_accepted: int) -> None:
+        pass
+
+
+def choose(
+    forecasts: Sequence[Forecast], costs: "StepCosts | None", context: int, others: Sequence[int] = ()
+) -> list[int]:
+    """The block sizes of a step that are expected to make the most tokens a second of the whole batch.
+
+    A step is as wide as its widest row, so for every width each row takes the size up to it that emits the most (the
+    smallest of equals). `others` are the sizes of rows that do not choose: they widen the step, and are taken to emit
+    one token. `context` is the rows' mean length. Without costs every step is taken to cost the same.
+    """
+    if not forecasts:
+        return []
+    num_rows, widest_other = len(forecasts) + len(others), max(others, default=1)
+    sizes = [forecast.candidates[0] for forecast in forecasts]
+    taus = [forecast.taus[0] for forecast in forecasts]
+    best, most = list(sizes), -1.0
+    for width, options in _by_width(forecasts):
+        for row, tau in options:
+            if tau > taus[row]:
+                sizes[row], taus[row] = width, tau
+        tokens = sum(taus)
+        if costs is not None:
+            tokens = (tokens + len(others)) / costs.step_s(max(*sizes, widest_other), num_rows, context)
+        if tokens > most:
+            best, most = list(sizes), tokens
+    return best
+
+
+def _by_width(forecasts: Sequence[Forecast]) -> list[tuple[int, list[tuple[int, float]]]]:
+    """Ascending block sizes, each with the rows that may take it and what they would emit."""
+    options: dict[int, list[tuple[int, float]]] = {}
+    for row, forecast in enumerate(forecasts):
+        for size, tau in zip(forecast.candidates, forecast.taus, strict=True):
+            options.setdefault(size, []).append((row, tau))
+    return sorted(options.items())
+
+
+# A baseline that learns nothing beforehand
+
+
+class EVController:
+    """Picks block sizes by running means alone: what llama-server-like runtimes do (the "EV controller").
+
+    For every slot it counts how often a draft that was reached was accepted, over all requests and in the request at
+    hand, and expects tokens by the chance that all drafts up to a slot are. Now and then a request tries the next
+    larger candidate, since slots that are never drafted teach nothing.
+    """
+
+    PRIOR_STEPS = 4.0  # what all requests so far weigh against the one at hand, in steps
+    FIRST_GUESS = (3.0, 4.0)  # accepted of reached, before anything was seen
+    PROBE_EVERY = 16  # steps
+
+    def __init__(self, candidates: "CandidateSet") -> None:
+        self.candidates = candidates
+        num_slots = candidates[-1]
+        self._accepted = [self.FIRST_GUESS[0]] * num_slots
+        self._reached = [self.FIRST_GUESS[1]] * num_slots
+
+    def __call__(self, prefill: "Prefill") -> "RunningMeans":
+        return RunningMeans(self)
+
+    def rate(self, slot: int) -> float:
+        """Share of the drafts reached at a slot (1 is the first after the anchor) that were accepted."""
+        return self._accepted[slot] / self._reached[slot]
+
+    def count(self, slot: int, accepted: bool) -> None:
+        self._accepted[slot] += accepted
+        self._reached[slot] += 1
+
+
+class RunningMeans:
+    """The forecast of one request under an EVController."""
+
+    reader = None
+
+    def __init__(self, controller: EVController) -> None:
+        self.candidates = controller.candidates
+        self._all = controller
+        self._accepted = [0] * controller.candidates[-1]
+        self._reached = [0] * controller.candidates[-1]
+        self._num_steps = 0
+        self._last = 1
+
+    @property
+    def taus(self) -> Sequence[float]:
+        chances = accumulate((self._rate(slot) for slot in range(1, self.candidates[-1])), lambda a, b: a * b)
+        by_size = list(accumulate(chances, initial=1.0))  # [b - 1]: tokens of a step with block size b
+        probed = self._probed()
+        return [math.inf if size == probed else by_size[size - 1] for size in self.candidates]
+
+    def _probed(self) -> int | None:
+        """The candidate to try whatever is expected of it, every so often: the next larger than the last one."""
+        if self._num_steps % EVController.PROBE_EVERY < EVController.PROBE_EVERY - 1:
+            return None
+        return next((size for size in self.candidates if size > self._last), None)
+
+    def observe(self, block_size: int, num_accepted: int) -> None:
+        self._num_steps += 1
+        self._last = block_size
+        for slot in range(1, min(num_accepted + 2, block_size)):
+            accepted = slot <= num_accepted
+            self._accepted[slot] += accepted
+            self._reached[slot] += 1
+            self._all.count(slot, accepted)
+
+    def _rate(self, slot: int) -> float:
+        prior = EVController.PRIOR_STEPS
+        return (self._accepted[slot] + prior * self._all.rate(slot)) / (self._reached[slot] + prior)

@@ -1,0 +1,98 @@
+"""What a choice of block size can give: the arithmetic of a table of tokens and seconds, choice by block size.
+
+A line of the table is a choice: a request, or a step. The table says what the best fixed block size, a random one and
+an oracle would have got on exactly those runs, as tokens in all over seconds in all. The oracle knows the outcome,
+noise included, so it is a bound and never a result; of a policy, look-ups say no more than whether it is worth
+decoding with. With taus as the tokens and one second for each, rates are mean taus, as in published tables.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockpilot.report import Interval, interval, resampling_weights
+
+Array = NDArray[np.float64]
+Columns = NDArray[np.int64]
+NUM_ROUNDS = 50  # of the oracle's search; it has converged after a few
+
+
+class Table(NamedTuple):
+    """tokens and seconds [choices, candidates]."""
+
+    tokens: Array
+    seconds: Array
+
+    def rate(self, chosen: Columns) -> float:
+        """Tokens a second of the columns [choices] that were chosen."""
+        return float(_at(self.tokens, chosen).sum() / _at(self.seconds, chosen).sum())
+
+
+class Potential(NamedTuple):
+    """Rates over all choices of a table."""
+
+    fixed: dict[int, float]
+    """By block size."""
+    best_fixed: int
+    random: float
+    """Expected of candidates drawn at random."""
+    oracle: float
+    """The largest there is: an upper bound."""
+
+    @property
+    def best_fixed_rate(self) -> float:
+        return self.fixed[self.best_fixed]
+
+    @property
+    def headroom(self) -> float:
+        """The oracle's gain over the best fixed block size, as a share of the latter."""
+        return self.oracle / self.best_fixed_rate - 1
+
+    def share_captured(self, rate: float) -> float:
+        """How much of the oracle's headroom a rate has; not a number where there is none."""
+        room = self.oracle - self.best_fixed_rate
+        return (rate - self.best_fixed_rate) / room if room > 0 else float("nan")
+
+
+def potential(table: Table, candidates: Sequence[int], best_fixed: int | None = None) -> Potential:
+    """Of a table; `best_fixed` is one chosen elsewhere, by default the best of this table.
+
+    Raises ValueError for a table of another shape, values that are not numbers, or a block size that is no candidate.
+    """
+    tokens, seconds = (np.asarray(values, np.float64) for values in table)
+    for values in (tokens, seconds):
+        if values.ndim != 2 or values.shape[1] != len(candidates) or not len(values):
+            raise ValueError(f"table of shape {values.shape}: must be choices x {len(candidates)} candidates")
+        if not np.isfinite(values).all():
+            raise ValueError(f"table: {int((~np.isfinite(values)).sum())} values are not finite")
+    fixed = dict(zip(candidates, (tokens.sum(axis=0) / seconds.sum(axis=0)).tolist(), strict=True))
+    if best_fixed is not None and best_fixed not in fixed:
+        raise ValueError(f"best_fixed {best_fixed}: must be one of {tuple(candidates)}")
+    best = best_fixed if best_fixed is not None else max(fixed, key=lambda size: (fixed[size], -size))
+    table = Table(tokens, seconds)
+    return Potential(fixed, best, float(tokens.sum() / seconds.sum()), table.rate(oracle(table)))
+
+
+def oracle(table: Table) -> Columns:
+    """The column of every choice [choices] that makes tokens in all over seconds in all the largest (Dinkelbach)."""
+    rate = 0.0
+    for _ in range(NUM_ROUNDS):
+        chosen: Columns = (table.tokens - rate * table.seconds).argmax(axis=1)
+        if table.rate(chosen) <= rate:
+            break
+        rate = table.rate(chosen)
+    return chosen
+
+
+def gain(table: Table, chosen: Columns, fixed: Columns, num_resamples: int = 2000, seed: int = 0) -> Interval:
+    """Rate of the columns `chosen` over that of `fixed`, less one, with its 95% interval over choices."""
+    weights = resampling_weights(len(chosen), num_resamples, seed)
+    rates = [(weights @ _at(table.tokens, c)) / (weights @ _at(table.seconds, c)) for c in (chosen, fixed)]
+    return interval(rates[0] / rates[1] - 1)
+
+
+def _at(values: Array, chosen: Columns) -> Array:
+    picked: Array = np.take_along_axis(values, chosen[:, None], axis=1)[:, 0]
+    return picked

@@ -1,0 +1,237 @@
+"""The actor of jobs/evaluate.py: one pair, one engine, and every method that is measured.
+
+For each group of prompts, which are decoded together, all methods run one after the other in an order that rotates,
+so that drifts of the machine fall on all of them. The oracle comes last: it really decodes, too, but knows of each
+prompt what every block size gave on it a moment before, so it is a bound and no method.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ray
+import torch
+from jinja2 import TemplateError
+from ray.exceptions import RayTaskError
+
+from blockpilot.costs import StepCosts, dtype_name, measured_up_to
+from blockpilot.engine import Engine, Policy, Request
+from blockpilot.forecast import EVController, StaticForecast
+from blockpilot.measure import Measured, decode_group
+from blockpilot.pairs import Pair, PairId
+from blockpilot.policy import CandidateSet, LearnedPolicy, load_policy
+from blockpilot.prompts import Prompt
+from blockpilot.records import prompt_ids
+from blockpilot.report import Run
+from blockpilot.sweep import MAX_BLOCK_SIZE, sampler_seed
+from blockpilot.verify import Sampling
+from jobs.cluster import actor_options, num_threads
+from jobs.config import PairConfig
+
+AR, POLICY, RANDOM, EV, ORACLE = "AR", "policy", "random", "EV controller", "oracle (bound)"
+NUM_WARM_UP_TOKENS = 8
+
+
+class Work(NamedTuple):
+    """What the actor is to do; all of it plain values."""
+
+    pair: PairConfig
+    prompts: tuple[Prompt, ...]
+    groups: tuple[tuple[int, ...], ...]
+    """Places of the prompts that are decoded together."""
+    policies: dict[str, Path]
+    """Directories by the name of the method; the first one is `policy`."""
+    block_sizes: tuple[int, ...] | None
+    baselines: tuple[str, ...]
+    """Of RANDOM, EV and ORACLE."""
+    costs: StepCosts | None
+    """Used where they were measured on such a device; measured anew otherwise."""
+    swept: PairId | None
+    temperature: float
+    top_p: float
+    seed: int
+    max_new_tokens: int
+    concurrency: int
+
+
+class Setting(NamedTuple):
+    """What the actor found: the pair, where it runs, what a step costs there, and the methods in order."""
+
+    pair: PairId
+    dtype: str
+    device: str
+    num_threads: int
+    block_sizes: dict[str, int | None]
+    """By method; None where it is chosen for a request or a step."""
+    costs: StepCosts
+    context: int
+    """Mean length of the texts in the middle of their answers."""
+    left_out: dict[str, str]
+    """Rivals that cannot run with this pair, and why."""
+
+
+class Evaluator:
+    """Runs every method; nothing else decodes while it measures."""
+
+    def __init__(self, work: Work, num_threads: int) -> None:
+        torch.set_num_threads(num_threads)
+        self._work = work
+
+    def load(self) -> Setting:
+        """Load, check that everything fits, and warm up. Raises ValueError where it does not."""
+        work, pair = self._work, self._work.pair.load()
+        if work.swept is not None and work.swept != pair.id:
+            raise ValueError(f"sweep made for {work.swept}; this pair is {pair.id}: sweep it to another place")
+        policies, left_out = self._load_policies(pair)
+        self._prompt_ids = {prompt: _encode(prompt, pair) for prompt in work.prompts}
+        longest = max(map(len, self._prompt_ids.values()))
+        self._engine = Engine(
+            pair,
+            num_slots=work.concurrency,
+            max_length=min(longest + work.max_new_tokens, pair.max_length),
+            max_block_size=MAX_BLOCK_SIZE,
+        )
+        for prompt in work.prompts:
+            self._check(prompt)
+        self._fixed = {method_name(size): size for size in (1, *self._block_sizes(pair, policies))}
+        self._candidates = next(iter(policies.values())).candidates if policies else CandidateSet(self._sizes)
+        self._policies: dict[str, Policy] = dict(policies)
+        if EV in work.baselines:
+            self._policies[EV] = EVController(CandidateSet(self._sizes))
+        self._context = sum(map(len, self._prompt_ids.values())) // len(self._prompt_ids) + work.max_new_tokens // 2
+        self._engine.costs = self._costs = self._find_costs(pair)
+        for method in (m for m in self.methods if m != ORACLE):
+            self._decode(method, work.groups[0][:1], 0, NUM_WARM_UP_TOKENS)
+        dtype = dtype_name(pair)
+        sizes = {method: self._fixed.get(method) for method in self.methods}
+        device = pair.target.device.type
+        return Setting(pair.id, dtype, device, torch.get_num_threads(), sizes, self._costs, self._context, left_out)
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        return tuple(self._fixed.values())
+
+    @property
+    def methods(self) -> list[str]:
+        """In the order of the report."""
+        work = self._work
+        baselines = [name for name in (RANDOM, EV) if name in work.baselines]
+        learned = [name for name in self._policies if name not in (EV, ORACLE)]
+        return [*self._fixed, *baselines, *learned, *([ORACLE] if ORACLE in work.baselines else [])]
+
+    def measure(self, repeat: int, group: int) -> list[Run]:
+        """Decode one group with every method, and compare the texts with AR's."""
+        places, methods = self._work.groups[group], [m for m in self.methods if m != ORACLE]
+        start = (repeat + group) % len(methods)
+        measured = {
+            method: self._decode(method, places, repeat, self._work.max_new_tokens)
+            for method in methods[start:] + methods[:start]
+        }
+        if ORACLE in self.methods:
+            self._policies[ORACLE] = self._hindsight({size: measured[name] for name, size in self._fixed.items()})
+            measured[ORACLE] = self._decode(ORACLE, places, repeat, self._work.max_new_tokens)
+        texts = measured[AR].outputs
+        return [Run(m, group, repeat, measured[m].totals(reference=texts)) for m in self.methods]
+
+    def _hindsight(self, measured: dict[int, Measured]) -> Policy:
+        """Forecasts the mean tokens a step that each request just had with every block size, request by request."""
+        sizes = CandidateSet(tuple(measured))
+        by_size = [list(map(_tau, of_size.outputs, of_size.block_sizes)) for of_size in measured.values()]
+        of_requests = iter(zip(*by_size, strict=True))  # the engine admits requests in their order
+        return lambda _: StaticForecast(sizes, next(of_requests))
+
+    def _decode(self, method: str, places: Sequence[int], repeat: int, max_new_tokens: int) -> Measured:
+        self._engine.policy = self._policies.get(method)
+        prompts = [self._work.prompts[place] for place in places]
+        requests = [self._request(p, self._size(method, p, repeat), repeat, max_new_tokens) for p in prompts]
+        return decode_group(self._engine, requests)
+
+    def _size(self, method: str, prompt: Prompt, repeat: int) -> int | None:
+        if method != RANDOM:
+            return self._fixed.get(method)
+        digest = hashlib.sha256(f"random {self._work.seed + repeat} {prompt.text}".encode()).digest()
+        return self._candidates[int.from_bytes(digest[:8], "big") % len(self._candidates)]
+
+    def _request(self, prompt: Prompt, size: int | None, repeat: int, max_new_tokens: int) -> Request:
+        work, seed = self._work, self._work.seed + repeat
+        key = prompt_ids(prompt, seed, work.temperature)[0]
+        sampling = Sampling(temperature=work.temperature, top_p=work.top_p, seed=sampler_seed(seed, key))
+        return Request(self._prompt_ids[prompt], max_new_tokens, sampling, size, self._engine.pair.stop_token_ids)
+
+    # --- loading ---
+
+    def _load_policies(self, pair: Pair) -> tuple[dict[str, LearnedPolicy], dict[str, str]]:
+        """Those that fit the pair; only of the first one is it an error not to."""
+        loaded, left_out = {}, {}
+        for name, directory in self._work.policies.items():
+            policy = load_policy(directory)
+            try:
+                policy.check(pair)
+                loaded[name] = policy
+            except ValueError as error:
+                if name == POLICY:
+                    raise
+                left_out[name] = str(error)
+        return loaded, left_out
+
+    def _block_sizes(self, pair: Pair, policies: dict[str, LearnedPolicy]) -> tuple[int, ...]:
+        if self._work.block_sizes:
+            return self._work.block_sizes
+        candidates = policies[POLICY].candidates if policies else ()
+        return tuple(size for size in candidates if size > 1) or default_block_sizes(pair.block_size)
+
+    def _find_costs(self, pair: Pair) -> StepCosts:
+        """Those given, if they are of this pair on such a device with as many rows; else measured now."""
+        given, rows, sizes = self._work.costs, self._work.concurrency, {*self._sizes, *self._candidates}
+        if given is not None and given.fits(pair, list(sizes), rows):
+            return given
+        return measured_up_to(pair, list(sizes), rows, self._context)
+
+    def _check(self, prompt: Prompt) -> None:
+        try:
+            self._engine.check(self._request(prompt, 1, 0, self._work.max_new_tokens))
+        except ValueError as error:
+            raise ValueError(f"prompt {prompt.text[:60]!r} of {prompt.set}: {error}") from None
+
+
+def _tau(output: tuple[int, ...], block_sizes: list[int]) -> float:
+    """Tokens a step of one request, without the prefill's."""
+    return (len(output) - 1) / max(len(block_sizes), 1)
+
+
+def method_name(block_size: int) -> str:
+    """Of a fixed block size."""
+    return AR if block_size == 1 else f"B={block_size}"
+
+
+def _encode(prompt: Prompt, pair: Pair) -> tuple[int, ...]:
+    try:
+        return prompt.encode(pair.tokenizer)
+    except (ValueError, TemplateError) as error:  # a chat template may refuse roles, or their order
+        raise ValueError(f"prompt {prompt.text[:60]!r} of {prompt.set}: chat template: {error}") from None
+
+
+def default_block_sizes(trained: int) -> tuple[int, ...]:
+    """Quarters of the draft's trained block size; never 1."""
+    return tuple(size for size in sorted({trained * quarter // 4 for quarter in range(1, 5)}) if size > 1)
+
+
+@contextmanager
+def evaluator(work: Work, accelerator_type: str | None, num_cpus: float) -> Iterator[Callable[..., Any]]:
+    """Start the actor; yields a function that calls one of its methods and raises the actor's own ValueErrors."""
+    options = actor_options(accelerator_type, num_cpus)
+    remote: Any = ray.remote(Evaluator)
+    actor = remote.options(**options).remote(work, num_threads(num_cpus))
+
+    def call(method: str, *arguments: object) -> Any:
+        try:
+            return ray.get(getattr(actor, method).remote(*arguments))
+        except RayTaskError as error:
+            raise (error.cause if isinstance(error.cause, ValueError) else error) from None
+
+    try:
+        yield call
+    finally:
+        ray.kill(actor)

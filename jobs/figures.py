@@ -1,0 +1,131 @@
+"""The plots of sweeps and evaluations, as PNG files in memory."""
+
+from collections.abc import Mapping, Sequence
+from io import BytesIO
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from blockpilot.costs import StepCosts
+from blockpilot.report import Interval
+
+SMALL, WIDE = (5.0, 3.2), (9.0, 3.6)
+NUM_BINS = 10  # of predictions, by quantile
+BOUND, LEARNED, OTHER = "lightgray", "tab:orange", "tab:blue"
+
+
+def tau_curves(curves: Mapping[str, Mapping[int, float]], trained: int, ceiling: float | None = None) -> bytes:
+    """tau by block size: a line for every prompt set."""
+    figure, axes = _new(SMALL, "block size", "tau (tokens a step)")
+    for name, curve in curves.items():
+        axes.plot(list(curve), list(curve.values()), marker="o", markersize=4, label=name)
+    if ceiling is not None:
+        axes.axhline(ceiling, linestyle=":", color="black", label="best candidate at every step")
+    _mark_trained(axes, trained, [size for curve in curves.values() for size in curve])
+    if len(curves) > 1 or ceiling is not None:
+        axes.legend(fontsize="small")
+    return _png(figure)
+
+
+def best_sizes(counts: Mapping[str, Mapping[int, int]], trained: int) -> bytes:
+    """For how many prompts each block size is the best, by each way to judge."""
+    figure, axes = _new(SMALL, "best block size", "share of the prompts")
+    sizes = sorted({size for count in counts.values() for size in count})
+    width = 0.8 / len(counts)
+    for i, (name, count) in enumerate(counts.items()):
+        places = np.arange(len(sizes)) + (i - (len(counts) - 1) / 2) * width
+        total = sum(count.values())
+        axes.bar(places, [count.get(size, 0) / total for size in sizes], width, label=name)
+    labels = [f"{size}\n(trained)" if size == trained else str(size) for size in sizes]
+    axes.set_xticks(np.arange(len(sizes)), labels)
+    if len(counts) > 1:
+        axes.legend(fontsize="small")
+    return _png(figure)
+
+
+def calibration(
+    candidates: Sequence[int], predicted: Sequence[Sequence[float]], measured: Sequence[Sequence[float]]
+) -> bytes:
+    """Measured tokens of a step over predicted ones, in bins of predictions: on the line where they are right."""
+    figure, axes = _new(SMALL, "predicted tokens of a step", "measured, mean of a bin")
+    of_predicted, of_measured = np.asarray(predicted), np.asarray(measured)
+    for i, size in enumerate(candidates):
+        if size == 1 or np.ptp(of_predicted[:, i]) == 0:
+            continue
+        order = np.array_split(of_predicted[:, i].argsort(), NUM_BINS)
+        means = [(of_predicted[some, i].mean(), of_measured[some, i].mean()) for some in order if len(some)]
+        axes.plot(*zip(*means, strict=True), marker="o", markersize=3, label=f"B={size}")
+    low, high = min(axes.get_xlim()[0], axes.get_ylim()[0]), max(axes.get_xlim()[1], axes.get_ylim()[1])
+    axes.plot([low, high], [low, high], color="gray", linewidth=1, linestyle="--")
+    axes.legend(fontsize="small")
+    return _png(figure)
+
+
+def speed_ups(groups: Mapping[str, Mapping[str, Interval]], label: str) -> bytes:
+    """Bars with intervals: a panel for every group, a bar for every method."""
+    figure = Figure(figsize=(3.2 * len(groups), 3.6), layout="constrained")
+    panels = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]
+    for axes, (title, methods) in zip(panels, groups.items(), strict=True):
+        names, values = list(methods), list(methods.values())
+        heights = [value.value for value in values]
+        below = [max(value.value - value.low, 0) for value in values]
+        above = [max(value.high - value.value, 0) for value in values]
+        axes.bar(range(len(names)), heights, yerr=[below, above], capsize=2, color=[_colour(n) for n in names])
+        axes.set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize="small")
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.set_title(title, fontsize="small")
+    panels[0].set_ylabel(label)
+    return _png(figure)
+
+
+def over_best_fixed(rows: Mapping[str, Mapping[str, Interval]], methods: Sequence[str]) -> bytes:
+    """Speed over that of the best fixed block size: a line of points with intervals for every row."""
+    figure = Figure(figsize=(7, 0.5 + 0.32 * len(rows)), layout="constrained")
+    axes = figure.add_subplot(xlabel="speed over that of the best fixed block size")
+    for i, method in enumerate(methods):
+        shown = [(place, row[method]) for place, row in enumerate(rows.values()) if method in row]
+        places = [place + (i - (len(methods) - 1) / 2) * 0.2 for place, _ in shown]
+        values = [value.value for _, value in shown]
+        errors = [[v.value - v.low for _, v in shown], [v.high - v.value for _, v in shown]]
+        axes.errorbar(values, places, xerr=errors, fmt="o", markersize=4, capsize=2, label=method, color=f"C{i}")
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(rows)), list(rows), fontsize="small")
+    axes.invert_yaxis()
+    axes.legend(fontsize="small")
+    return _png(figure)
+
+
+def cost_curves(costs: StepCosts) -> bytes:
+    """What a step costs by its block size, in steps of plain decoding: a line for every number of rows."""
+    figure, axes = _new(SMALL, "block size", "cost of a step, plain = 1")
+    for rows in costs.rows:
+        relative = costs.of_candidates(costs.block_sizes, rows, costs.contexts[0])
+        axes.plot(
+            costs.block_sizes, relative, marker="o", markersize=4, label=f"{rows} rows" if rows > 1 else "1 row"
+        )
+    axes.legend(fontsize="small", title=costs.device, title_fontsize="small")
+    return _png(figure)
+
+
+def _new(size: tuple[float, float], xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=size, layout="constrained")
+    return figure, figure.add_subplot(xlabel=xlabel, ylabel=ylabel)
+
+
+def _mark_trained(axes: Axes, trained: int, sizes: Sequence[int]) -> None:
+    axes.set_xticks(sorted(set(sizes)))
+    if trained in sizes:
+        axes.axvline(trained, linestyle="--", color="gray", linewidth=1)
+
+
+def _colour(method: str) -> str:
+    if "bound" in method:
+        return BOUND
+    return LEARNED if method == "policy" or "BlockPilot" in method else OTHER
+
+
+def _png(figure: Figure) -> bytes:
+    picture = BytesIO()
+    figure.savefig(picture, format="png", dpi=150)
+    return picture.getvalue()

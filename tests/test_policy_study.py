@@ -1,0 +1,76 @@
+"""The study of policies: nothing that is measured was trained on, by the draft or by the policy."""
+
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from blockpilot.prompts import load_prompts
+from jobs.answers import AnswersConfig, load_counted
+from workflows.policy_study import (
+    CODE_SETS,
+    NUM_PROMPTS,
+    SEEN_BY_DRAFT,
+    StudyConfig,
+    evaluations,
+    held_out_chitchat,
+    policies,
+    sweep_config,
+    transfer_config,
+    unseen,
+)
+
+WHEELS = {"chitchat": "chitchat-dataset", "chatterbot": "chatterbot-corpus"}
+
+
+def skip_without(name: str) -> None:
+    if name in WHEELS:
+        try:
+            metadata.distribution(WHEELS[name])
+        except metadata.PackageNotFoundError:
+            pytest.skip(f"{WHEELS[name]} is not installed")
+
+
+@pytest.mark.parametrize("name", NUM_PROMPTS)
+def test_training_prompts_are_new_to_the_draft(name: str) -> None:
+    """The draft saw what jobs/answers.py draws as NAME:COUNT with the model card's counts."""
+    skip_without(name)
+    ours = unseen(name, NUM_PROMPTS[name])
+    assert len(ours) == NUM_PROMPTS[name]
+    seen = load_counted(f"{name}:{SEEN_BY_DRAFT[name]}", AnswersConfig().seed)
+    assert len(seen) == SEEN_BY_DRAFT[name]
+    assert not {prompt.text for prompt in ours} & {prompt.text for prompt in seen}
+
+
+def test_the_model_card_says_what_the_draft_saw() -> None:
+    card = Path(__file__).parents[1] / "blockpilot" / "data" / "smollm2_135m_dflash_b8" / "README.md"
+    for name, count in SEEN_BY_DRAFT.items():
+        assert f" {name}:{count} " in card.read_text()
+
+
+def test_held_out_conversations_are_held_out() -> None:
+    skip_without("chitchat")
+    held_out = {prompt.text for prompt in held_out_chitchat()}
+    every = load_prompts("chitchat")
+    assert len(held_out) >= StudyConfig().num_prompts
+    assert not held_out & {prompt.text for prompt in unseen("chitchat", len(every))}
+
+
+def test_configurations_fit_together() -> None:
+    config = StudyConfig()
+    default, paper, prefill, no_code = policies(config).values()
+    assert (default.head, default.reads, default.objective) == ("tau", "step", "throughput")
+    assert (paper.head, paper.reads, paper.inputs, paper.hidden) == ("class", "prefill", ("probs",), 2048)
+    assert prefill.reads == "prefill"
+    assert no_code.leave_out == CODE_SETS
+    sweeps = tuple(sweep_config(config, temperature).output for temperature in (0.0, 1.0))
+    found = evaluations(config)
+    assert {(each.temperature, each.concurrency) for each in found} == {(t, n) for t in (0, 1) for n in (1, 4, 16)}
+    assert len({each.output for each in [*found, transfer_config(config)]}) == 7
+    for each in [*found, transfer_config(config)]:
+        assert each.sweep == sweeps == default.sweep
+        assert each.seed != sweep_config(config, 0.0).seed
+    assert set(default.candidates or ()) <= set(sweep_config(config, 0.0).candidates or ())
+    assert Path(found[0].policy) == default.output
+    assert [Path(place) for place in found[0].rivals] == [paper.output]
+    assert Path(transfer_config(config).policy) == no_code.output

@@ -1,0 +1,219 @@
+"""What a learned block size is worth on the embedded pair: sweeps, policies, evaluations at several loads, a report.
+
+The policy learns from prompts that the draft was not trained on, since a draft accepts more of the answers that it
+knows: a policy that learned from those would expect too much. The embedded draft saw the first prompts of four sets
+(its model card says how many); the rest of them is left, and the target writes more by itself. The policy is measured
+on three benchmarks and on held-out openings of conversations, greedily and at temperature 1, alone and in batches,
+beside the paper's policy, fixed block sizes, a controller by running means, and an oracle; and on code, without code
+among its training prompts.
+
+It takes hours on two cores (`--stages` picks some, what is done is kept).
+"""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from blockpilot.prompts import Prompt, load_prompts, save_prompts, split
+from jobs import evaluate, report, sweep, train
+from jobs.answers import AnswersConfig, AnswerWorker
+from jobs.cluster import connect, pooled
+from jobs.config import Config, PairConfig, Resources, main
+from jobs.evaluate import EvaluateConfig
+from jobs.report import ReportConfig
+from jobs.sweep import SweepConfig
+from jobs.train import TrainConfig
+
+Stage = Literal["prompts", "sweep", "train", "evaluate", "transfer", "report"]
+STAGES: tuple[Stage, ...] = ("prompts", "sweep", "train", "evaluate", "transfer", "report")
+SEEN_BY_DRAFT = {"docstrings": 1000, "signatures": 1500, "chitchat": 1000, "chatterbot": 400}
+NUM_PROMPTS = {"docstrings": 350, "signatures": 300, "chitchat": 350, "chatterbot": 200}
+CODE_SETS = ("docstrings", "signatures")
+HELD_OUT_CHITCHAT = 0.04
+CANDIDATES = (1, 2, 3, 4, 6, 8)
+FIRST_SEED, NUM_SEEDS, SEEDS_PER_FILE = 100_000, 1200, 200  # the draft's own prompts have seeds from 0
+OPENINGS = (
+    *("", "A shop sells", "", "How many", "Explain", "", "If", "Write a short"),
+    *("", "A farmer has", "", "Calculate", "What is", "", "There are", "Summarize"),
+)
+TEMPERATURES = (0.0, 1.0)
+
+
+class StudyConfig(Config):
+    """Where, and how much of it."""
+
+    output: Path = Path("runs/study")
+    stages: tuple[Stage, ...] = STAGES
+    """What to run, in this order; each needs those before it."""
+    num_actors: int = Field(default=2, ge=1)
+    """Actors that sweep, a CPU core each."""
+    num_prompts: int = Field(default=64, ge=2)
+    """Of each of the four sets of the evaluation."""
+    loads: tuple[int, ...] = (1, 4, 16)
+    """Requests at a time in the evaluations."""
+    max_new_tokens: int = Field(default=48, ge=2)
+    """Tokens of an evaluation's answers at most."""
+
+    @property
+    def pair(self) -> PairConfig:
+        return PairConfig(dtype="bfloat16")
+
+    def prompts(self, temperature: float) -> Path:
+        return self.output / f"train-T{temperature:g}.jsonl"
+
+    def sweep(self, temperature: float) -> str:
+        return str(self.output / f"sweep-T{temperature:g}")
+
+    def evaluation(self, temperature: float, load: int) -> Path:
+        return self.output / f"evaluate-T{temperature:g}-load{load}"
+
+
+# --- prompts ---
+
+
+def unseen(name: str, num: int) -> list[Prompt]:
+    """Prompts of a set beyond those that the draft saw; of chitchat, none that `held_out_chitchat` has."""
+    prompts = load_prompts(name)[SEEN_BY_DRAFT[name] :]
+    if name == "chitchat":
+        prompts, _ = split(prompts, HELD_OUT_CHITCHAT)
+    return prompts[:num]
+
+
+def held_out_chitchat() -> list[Prompt]:
+    """Conversation openings that neither draft nor policy was trained on."""
+    return split(load_prompts("chitchat"), HELD_OUT_CHITCHAT)[1]
+
+
+def own_prompts(config: StudyConfig) -> list[Prompt]:
+    """Prompts that the target writes, about four for five seeds; files that are there are kept."""
+    folder = (config.output / "own-prompts").absolute()
+    starts = range(FIRST_SEED, FIRST_SEED + NUM_SEEDS, SEEDS_PER_FILE)
+    files = {folder / f"own-{start}.jsonl": range(start, start + SEEDS_PER_FILE) for start in starts}
+    missing = [task for task in files.items() if not task[0].exists()]
+    resources = Resources(num_actors=config.num_actors)
+    if missing:
+        connect()
+    for _ in pooled(OwnPromptsWorker, AnswersConfig(resources=resources), missing, "write_prompts", resources):
+        pass
+    return [prompt for file in files for prompt in load_prompts(str(file))]
+
+
+class OwnPromptsWorker(AnswerWorker):
+    """Writes prompts that begin as word problems and general questions do."""
+
+    openings = OPENINGS
+
+
+def write_prompts(config: StudyConfig) -> None:
+    """Two thirds of the training prompts for T=0, one third for T=1, and the held-out conversations."""
+    mixed = [prompt for name, num in NUM_PROMPTS.items() for prompt in unseen(name, num)] + own_prompts(config)
+    mixed.sort(key=lambda prompt: hashlib.sha256(prompt.text.encode()).digest())
+    save_prompts(config.prompts(0.0), [prompt for i, prompt in enumerate(mixed) if i % 3 != 2])
+    save_prompts(config.prompts(1.0), mixed[2::3])
+    save_prompts(config.output / "chitchat.jsonl", held_out_chitchat())
+
+
+# --- the stages ---
+
+
+def sweep_config(config: StudyConfig, temperature: float) -> SweepConfig:
+    return SweepConfig(
+        pair=config.pair,
+        prompts=(str(config.prompts(temperature)),),
+        candidates=(1, 2, 3, 4, 5, 6, 7, 8),
+        method="dense",
+        temperature=temperature,
+        max_new_tokens=64,
+        prompts_per_shard=32,
+        slots=32,
+        output=config.sweep(temperature),
+        resources=Resources(num_actors=config.num_actors),
+        cost_rows=(1, 2, 4, 8, 16),
+        cost_contexts=(128, 256),
+    )
+
+
+def policies(config: StudyConfig) -> dict[str, TrainConfig]:
+    """The default, the paper's, one that reads the prefill only, and one that has seen no code."""
+    sweeps = tuple(map(config.sweep, TEMPERATURES))
+    default = TrainConfig(
+        sweep=sweeps, candidates=CANDIDATES, output=config.output / "policy-step", register_version=False
+    )
+    whole = {"reads": "prefill", "lr": 3e-4, "patience": 20, "epochs": 100, "batch_size": 32}
+    paper = {"head": "class", "inputs": ("probs",), "hidden": 2048, "anneal": False, "dropout": 0.2}
+    changes: dict[str, dict[str, Any]] = {
+        "step": {},
+        "class": whole | paper | {"weight_decay": 0.0},
+        "prefill": whole | {"inputs": ("context", "scalars")},
+        "no-code": {"leave_out": CODE_SETS},
+    }
+    return {
+        name: TrainConfig(**default.model_dump() | change | {"output": config.output / f"policy-{name}"})
+        for name, change in changes.items()
+    }
+
+
+def evaluate_config(config: StudyConfig, temperature: float, load: int) -> EvaluateConfig:
+    return EvaluateConfig(
+        pair=config.pair,
+        prompts=("gsm8k", "humaneval", "mt-bench", str(config.output / "chitchat.jsonl")),
+        num_prompts=config.num_prompts,
+        policy=str(config.output / "policy-step"),
+        rivals=(str(config.output / "policy-class"),),
+        sweep=tuple(map(config.sweep, TEMPERATURES)),
+        max_new_tokens=config.max_new_tokens,
+        temperature=temperature,
+        concurrency=load,
+        output=config.evaluation(temperature, load),
+    )
+
+
+def transfer_config(config: StudyConfig) -> EvaluateConfig:
+    """Code, by the policy and by the one that has seen none."""
+    return EvaluateConfig(
+        pair=config.pair,
+        prompts=("humaneval", "mbpp"),
+        num_prompts=config.num_prompts,
+        policy=str(config.output / "policy-no-code"),
+        rivals=(str(config.output / "policy-step"),),
+        baselines=(),
+        block_sizes=(3, 4, 6),
+        sweep=tuple(map(config.sweep, TEMPERATURES)),
+        max_new_tokens=config.max_new_tokens,
+        output=config.output / "evaluate-transfer",
+    )
+
+
+def evaluations(config: StudyConfig) -> Sequence[EvaluateConfig]:
+    return [evaluate_config(config, temperature, load) for temperature in TEMPERATURES for load in config.loads]
+
+
+def run(config: StudyConfig) -> None:
+    """The stages that are wanted."""
+    if "prompts" in config.stages:
+        write_prompts(config)
+    if "sweep" in config.stages:
+        for temperature in TEMPERATURES:
+            sweep.run(sweep_config(config, temperature))
+    if "train" in config.stages:
+        for of_policy in policies(config).values():
+            train.run(of_policy)
+    if "evaluate" in config.stages:
+        for of_evaluation in evaluations(config):
+            evaluate.run(of_evaluation)
+    if "transfer" in config.stages:
+        evaluate.run(transfer_config(config))
+    if "report" in config.stages:
+        found = [each.output for each in (*evaluations(config), transfer_config(config))]
+        sweeps = tuple(map(config.sweep, TEMPERATURES))
+        policy = config.output / "policy-step"
+        report.run(
+            ReportConfig(evaluations=tuple(found), sweeps=sweeps, policy=policy, output=config.output / "report")
+        )
+
+
+if __name__ == "__main__":
+    main(StudyConfig, run)

@@ -187,7 +187,7 @@ def _of_steps(row: SweepRow, candidates: Sequence[int]) -> dict[str, NDArray[Any
     num = len(row.step_places)
     accepted = dict(zip(row.candidates, row.accepted, strict=False))
     emitted = [[accepted[size][p] + 1 if size > 1 else 1 for size in candidates] for p in row.step_places]
-    passed = [_places(accepted[size]) if size > 1 else set(row.step_places) for size in candidates]
+    passed = [_places(accepted[size]) if size > 1 and num else set(row.step_places) for size in candidates]
     return {
         "ids": np.zeros(0),
         "probs": np.zeros(0),

@@ -232,9 +232,11 @@ def find_policies(config: EvaluateConfig, registry: Registry) -> tuple[dict[str,
             if found is not None and found != version:
                 policies[CHAMPION], champion = _download(config, registry, found), found.number
         else:
-            policies[Path(rival).name] = Path(rival).absolute()
+            name = Path(rival).name
+            policies[str(rival) if name in (*policies, CHAMPION) else name] = Path(rival).absolute()
     for place in policies.values():
-        _check_names(f"policy {place}", load_policy(place).info.pair, config)
+        load_policy(place)  # a rival of another pair is left out, one that cannot be read is an error
+    _check_names(f"policy {directory}", load_policy(directory).info.pair, config)
     return policies, version, champion
 
 

@@ -328,11 +328,11 @@ def _quiet() -> None:
 
 @contextmanager
 def kept_for_later(uri: str, output: Path) -> Iterator[None]:
-    """Turn what MLflow raises while a finished result is logged into a ValueError that says how to log it later."""
+    """Turn what is raised while a finished result is logged into a ValueError that says how to log it later."""
     try:
         with _clear_errors(f"MLflow store {uri}"):
             yield
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise ValueError(f"{error}. The results are in {output}; --relog logs them later") from error
 
 

@@ -238,13 +238,19 @@ def _parts(config: TrainConfig, metadata: Metadata, digests: list[bytes]) -> Ite
             if twice := next((row.prompt_id for row in rows if row.prompt_id in seen), None):
                 raise ValueError(f"sweep {place}: prompt {twice} is in another of the sweeps, too")
             seen.update(row.prompt_id for row in rows)
-            digests += [
-                hashlib.sha256(repr((row.prompt_id, row.taus, row.probs_ids, row.probs)).encode()).digest()
-                for row in rows
-            ]
+            digests += map(_digest, rows)
             yield rows
     if not seen:
         raise ValueError(f"sweep {config.sweep[0]}: no rows are left without the sets {', '.join(config.leave_out)}")
+
+
+def _digest(row: SweepRow) -> bytes:
+    """A hash of all that examples are made of."""
+    prefill = row.prompt_id, row.taus, row.probs_ids, row.probs, row.context, row.num_prompt_tokens, row.temperature
+    digest = hashlib.sha256(repr((prefill, row.step_places, row.accepted)).encode())
+    digest.update(row.step_contexts)
+    digest.update(row.step_embeddings)
+    return digest.digest()
 
 
 def _candidates(config: TrainConfig, metadata: Metadata) -> CandidateSet:

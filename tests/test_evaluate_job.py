@@ -501,7 +501,6 @@ def test_other_prompts_or_policies_start_anew(
     assert evaluate._identity(elsewhere, evaluate._work(elsewhere, plan)) == first
 
 
-@pytest.mark.xfail(strict=True, reason="the identity of runs has policy.json, not the weights beside it")
 def test_other_weights_start_anew(
     config: EvaluateConfig, prompts: tuple[Path, list[Prompt]], tiny_pair: Pair, tmp_path: Path
 ) -> None:
@@ -824,7 +823,6 @@ def test_the_champion_is_measured_beside_every_other_policy(
     assert found("newest") == ([POLICY], 2, None)
 
 
-@pytest.mark.xfail(strict=True, reason="a rival's method is named after its directory, whatever others are called")
 def test_a_rival_does_not_take_the_place_of_the_policy(
     config: EvaluateConfig, registry: Registry, policy_dir: Path, tiny_pair: Pair, tmp_path: Path
 ) -> None:
@@ -835,7 +833,6 @@ def test_a_rival_does_not_take_the_place_of_the_policy(
     assert policy_dir in policies.values()
 
 
-@pytest.mark.xfail(strict=True, reason="names are checked of every policy, and raise for the champion, too")
 def test_a_champion_of_another_draft_is_left_out(
     config: EvaluateConfig,
     prompts: tuple[Path, list[Prompt]],
@@ -936,7 +933,6 @@ def test_a_store_that_is_lost_costs_no_result(
     assert logged.data.metrics["policy.tokens_per_s"] == pytest.approx(result.figures[-3].tokens_per_s.value)
 
 
-@pytest.mark.xfail(strict=True, raises=OSError, reason="kept_for_later knows MLflow's errors, not those of files")
 def test_artifacts_that_cannot_be_stored_cost_no_result(
     measured: tuple[EvaluateConfig, Version], registry: Registry, tmp_path: Path
 ) -> None:

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from blockpilot import prompt_sets
 from blockpilot.pairs import Pair
 from blockpilot.prompt_sets import PROMPT_SETS
-from blockpilot.prompts import Message, Prompt, load_prompts, split
+from blockpilot.prompts import Message, Prompt, load_prompts, save_prompts, split
 
 CONVERSATION = [
     {"role": "system", "content": "Be brief."},
@@ -53,6 +53,23 @@ def test_jsonl_text_and_parquet_hold_the_same_prompts(tmp_path: Path) -> None:
 
     text = write(tmp_path / "notes.txt", "What is a fjord?", "", "Größe, naïve, 数学?")
     assert set(load_prompts(text)) == {user(q, "notes") for q in questions[:2]}
+
+
+def test_saved_prompts_keep_every_turn(tmp_path: Path) -> None:
+    conversation = (
+        Message("system", "be brief"),
+        Message("user", "a"),
+        Message("assistant", "b"),
+        Message("user", "c"),
+    )
+    prompts = [
+        user("line\nbreak \u2028 \U0001f433", "one"),
+        Prompt("two", conversation),
+        Prompt("three", (Message("user", "a"),), ("and then?", "why?")),
+    ]
+    save_prompts(tmp_path / "new" / "some.jsonl", prompts)
+    loaded = load_prompts(str(tmp_path / "new" / "some.jsonl"))
+    assert {prompt.set: prompt for prompt in loaded} == {prompt.set: prompt for prompt in prompts}
 
 
 def test_conversations_keep_roles_and_order(tmp_path: Path) -> None:

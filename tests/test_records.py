@@ -61,6 +61,9 @@ def make_row(prompt_id: str = "a", **changes: object) -> SweepRow:
         probs=[0.5, 0.25, 0.125],
         tail_mass=0.125,
         context=[-1.5, 0.25],
+        step_places=[],
+        step_contexts=b"",
+        step_embeddings=b"",
         seed=-(2**63),
         temperature=0.5,
     )

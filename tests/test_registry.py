@@ -266,7 +266,7 @@ def beside(champion: int, low: float, high: float, figures: HeldOut = GOOD) -> H
 def test_the_first_champion_earns_it_too(registry: Registry, figures: HeldOut | None, reason: str) -> None:
     register(registry, 1, figures)
     result = promote(PromoteConfig())
-    assert (result.promoted, result.reason) == (False, reason)
+    assert (result.promoted, result.reason, result.champion) == (False, reason, None)
     assert registry.find_champion(MODEL) is None
 
 
@@ -301,7 +301,7 @@ def test_challenger_is_refused(registry: Registry, figures: HeldOut | None, reas
     promote(PromoteConfig())
     register(registry, 2, figures)
     result = promote(PromoteConfig(model=MODEL))
-    assert not result.promoted
+    assert (result.promoted, result.champion) == (False, 1)
     assert reason in result.reason
     assert registry.champion(MODEL).number == 1
 
@@ -313,7 +313,7 @@ def test_challenger_that_beats_the_champion_follows(registry: Registry) -> None:
     register(registry, 3)
     assert not promote(PromoteConfig()).promoted  # the newest has no figures
     result = promote(PromoteConfig(version=2))
-    assert (result.promoted, result.reason) == (True, "it follows version 1")
+    assert (result.promoted, result.reason, result.champion) == (True, "it follows version 1", 2)
     assert registry.champion(MODEL).number == 2
 
 

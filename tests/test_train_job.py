@@ -316,6 +316,30 @@ def test_the_order_of_parts_does_not_matter(tmp_path: Path) -> None:
     assert dataset(tmp_path / "two", sweep=(str(tmp_path / "two"),), objective="tau").id != first.id
 
 
+@pytest.mark.parametrize("change", ["places", "contexts", "accepted"])
+def test_other_steps_are_another_sweep(tmp_path: Path, change: str) -> None:
+    """A training that was killed must not go on with the checkpoint of other examples."""
+    rows = synthetic_rows(10, 0)
+    write_sweep(tmp_path / "sweep", rows)
+    first = dataset(tmp_path, sweep=(str(tmp_path / "sweep"),), objective="tau")
+    taus = open_examples(first.folder).taus.clone(), open_examples(first.folder).context.clone()
+    places, half = rows[0].step_places, NUM_PLACES // 2
+    one = {
+        "places": {
+            "step_places": places[:half],
+            "step_contexts": rows[0].step_contexts[: len(rows[0].step_contexts) // 2],
+            "step_embeddings": rows[0].step_embeddings[: len(rows[0].step_embeddings) // 2],
+        },
+        "contexts": {"step_contexts": rows[1].step_contexts},
+        "accepted": {"accepted": [[1 - min(n, 1) for n in of_candidate] for of_candidate in rows[0].accepted]},
+    }[change]
+    write_sweep(tmp_path / "sweep", [dataclasses.replace(rows[0], **one), *rows[1:]])
+    other = dataset(tmp_path, sweep=(str(tmp_path / "sweep"),), objective="tau")
+    now = open_examples(other.folder).taus, open_examples(other.folder).context
+    assert not all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(taus, now, strict=True))
+    assert other.id != first.id
+
+
 def test_a_run_is_named_by_what_its_result_depends_on(sweeps: tuple[str, str], tmp_path: Path) -> None:
     """Ray Train goes on with a run of the same name."""
 

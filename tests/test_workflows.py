@@ -15,14 +15,17 @@ import uvicorn
 
 from blockpilot.engine import Engine
 from blockpilot.pairs import NAMED_PAIRS, Pair
-from blockpilot.prompts import Message, Prompt, load_prompts
+from blockpilot.policy import check_reads
+from blockpilot.prompts import load_prompts
 from jobs import serve
 from jobs.config import PairConfig, main
 from jobs.engine_loop import EngineLoop
+from jobs.evaluate import EvaluateResult
 from jobs.openai_api import Backend, make_app
-from jobs.registry import model_name
+from jobs.promote import PromoteResult
+from jobs.registry import Version, model_name
 from workflows import paper, smollm2_135m
-from workflows.pipeline import Pipeline, Stopwatch
+from workflows.pipeline import Learned, Pipeline, Stopwatch, to_serve
 from workflows.smollm2_135m import DemoConfig
 
 HUB_WORKFLOWS = {
@@ -47,7 +50,7 @@ def all_pipelines(output: Path) -> Iterator[tuple[str, Pipeline]]:
 
 def test_every_named_pair_has_a_workflow() -> None:
     files = {path.stem for path in Path(smollm2_135m.__file__).parent.glob("*.py")}
-    others = {"__init__", "pipeline", "paper", "draft_ablation", "study_prompts"}
+    others = {"__init__", "pipeline", "paper", "draft_ablation", "policy_study", "ablations"}
     assert files - others == {"smollm2_135m", *HUB_WORKFLOWS}
     assert {"smollm2-135m", *HUB_WORKFLOWS.values()} == set(NAMED_PAIRS)
 
@@ -69,11 +72,40 @@ def test_stages_fit_together(tmp_path: Path) -> None:
         assert len(set(outputs)) == 4
 
 
-@pytest.mark.xfail(strict=True, reason="workflows train on the default task, which needs a dense sweep")
 def test_a_sweep_records_what_its_policy_learns_from(tmp_path: Path) -> None:
     for name, stages in all_pipelines(tmp_path):
-        assert stages.train.reads == "prefill" or stages.sweep.method == "dense", name
-        assert stages.train.objective == "tau" or stages.sweep.cost_rows, name
+        kind = stages.train
+        check_reads(kind.reads, kind.head, kind.inputs)
+        assert kind.reads == "prefill" or stages.sweep.method == "dense", name
+        assert kind.objective == "tau" or stages.sweep.cost_rows, name
+
+
+def test_hub_workflows_train_the_papers_policy(tmp_path: Path) -> None:
+    """arXiv 2606.31315, section 4."""
+    for module in HUB_WORKFLOWS:
+        train = hub_pipeline(module, paper.PaperConfig(output=tmp_path)).train
+        assert (train.head, train.reads, train.inputs, train.form) == ("class", "prefill", ("probs",), "softmax")
+        assert (train.hidden, train.depth, train.epochs, train.lr, train.patience) == (2048, 2, 100, 1e-5, None)
+        assert (train.anneal, train.weight_decay) == (False, 0)  # Adam
+
+
+def learned(champion: int | None) -> Learned:
+    version = Version("blockpilot-x", 2, None, {})
+    measured = EvaluateResult([], 6, "the sweep's prompts", None, "the table", Path("out"), "run")
+    return Learned(measured, PromoteResult(version, champion == 2, "a reason", champion))
+
+
+def test_without_a_champion_the_best_fixed_block_size_is_served(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stages = smollm2_135m.pipeline(DemoConfig(output=tmp_path, port=1234))
+    for champion in (1, 2):
+        assert to_serve(stages, learned(champion)) == stages.serve
+    assert capsys.readouterr().out == ""
+    served = to_serve(stages, learned(None))
+    assert served.policy == "6"
+    assert served.model_copy(update={"policy": "champion"}) == stages.serve
+    assert "no champion yet: serving block size 6" in capsys.readouterr().out
 
 
 def test_candidates_lie_around_the_drafts_block_size(tmp_path: Path) -> None:
@@ -128,19 +160,6 @@ def test_the_demo_holds_prompts_out(tmp_path: Path) -> None:
     written = [(tmp_path / name).read_bytes() for name in ("train.jsonl", "held_out.jsonl")]
     smollm2_135m.split_prompts(config)
     assert [(tmp_path / name).read_bytes() for name in ("train.jsonl", "held_out.jsonl")] == written
-
-
-def test_prompt_files_keep_every_turn(tmp_path: Path) -> None:
-    prompts = [
-        Prompt("one", (Message("user", "line\nbreak \u2028 \U0001f433"),)),
-        Prompt(
-            "two",
-            (Message("system", "be brief"), Message("user", "a"), Message("assistant", "b"), Message("user", "c")),
-        ),
-    ]
-    smollm2_135m.write_prompts(tmp_path / "new" / "some.jsonl", prompts)
-    loaded = load_prompts(str(tmp_path / "new" / "some.jsonl"))
-    assert sorted(loaded, key=lambda p: p.set) == prompts
 
 
 def test_the_demo_measures_fast_and_serves_exactly(tmp_path: Path) -> None:
@@ -209,7 +228,7 @@ def test_a_served_answer_that_is_not_the_targets_own_is_an_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The check at the end of the demo can fail."""
-    monkeypatch.setattr(smollm2_135m, "learn", lambda stages, watch: None)
+    monkeypatch.setattr(smollm2_135m, "learn", lambda stages, watch: learned(champion=1))
     monkeypatch.setattr(serve, "start", lambda config: "url")
     monkeypatch.setattr(serve, "stop", lambda: None)
     monkeypatch.setattr(smollm2_135m, "ask", lambda *_: "served")

@@ -29,7 +29,16 @@ from torch import Tensor
 from blockpilot.costs import COSTS_FILE, StepCosts
 from blockpilot.examples import Examples, Index, held_out_prompts, open_examples, read_index, write_examples
 from blockpilot.files import is_file, is_folder, join, write_text
-from blockpilot.fit import Fit, FitSettings, LookupReport, Task, lookup_report, new_network, predict
+from blockpilot.fit import (
+    Fit,
+    FitSettings,
+    LookupReport,
+    Task,
+    expect_the_mean,
+    lookup_report,
+    new_network,
+    predict,
+)
 from blockpilot.network import Form, Input, Shape
 from blockpilot.policy import (
     CandidateSet,
@@ -117,6 +126,9 @@ class TrainConfig(Config):
     """Of the split, the initial weights, the order of examples, dropout and the search."""
     search: int = Field(default=0, ge=0)
     """Draws of width, depth, learning rate and dropout to try beside the given ones."""
+    fall_back: bool = True
+    """Where a head `tau` shows no gain on the held-back prompts, make it expect the same of all: the best fixed block
+    size at every load."""
     num_workers: int = Field(default=1, ge=1)
     """Data-parallel Ray Train workers."""
     num_cpus: float = Field(default=1.0, gt=0)
@@ -398,6 +410,9 @@ def _save(config: TrainConfig, data: Dataset, job: Job, trials: Sequence[Trial],
     network = new_network(training, job.vocab_size, job.settings)
     network.load_state_dict(state["best"])
     found = lookup_report(network, job.task, training, validation)
+    fell_back = config.fall_back and config.head == "tau" and not found.claims_gain
+    if fell_back:
+        expect_the_mean(network, training, job.task)
     provenance = {
         "sweep_id": data.id,
         "num_train_examples": len(training),
@@ -429,6 +444,7 @@ def _save(config: TrainConfig, data: Dataset, job: Job, trials: Sequence[Trial],
         "report": found._asdict(),
         "history": state["history"],
         "num_epochs": state["progress"]["epoch"],
+        "fell_back": fell_back,
         "num_examples": [len(training), len(validation)],
         "balance": {size: labels[i] for i, size in enumerate(data.candidates)},
         "trials": [
@@ -490,6 +506,8 @@ def describe(result: TrainResult, found: dict[str, Any]) -> str:
     lookup, version = result.report, result.version
     where = f", registered as {version.name} version {version.number}" if version else ""
     verdict = "a gain" if lookup.claims_gain else "no gain that the rows can show"
+    if found["fell_back"]:
+        verdict += "; so the policy expects the same of every request, and takes the best fixed size at each load"
     training, validation = found["num_examples"]
     total = sum(found["balance"].values())
     balance = ", ".join(f"B={size} {count / total:.0%}" for size, count in found["balance"].items())

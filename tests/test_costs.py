@@ -41,6 +41,16 @@ def test_a_block_size_pays_by_what_it_costs() -> None:
     assert COSTS.speed_up(1, tau=1.0, rows=4, context=200) == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize(("rows", "context"), [(2, 100), (4, 200), (3, 150)])
+def test_candidates_cost_so_many_plain_steps(rows: int, context: int) -> None:
+    """Also those that were not measured, and in any order."""
+    plain = COSTS.step_s(1, rows, context)
+    found = COSTS.of_candidates([1, 3, 5, 2], rows, context)
+    assert found[0] == 1
+    assert [cost * plain for cost in found] == pytest.approx([COSTS.step_s(b, rows, context) for b in (1, 3, 5, 2)])
+    assert COSTS.of_candidates([], rows, context) == []
+
+
 def test_costs_survive_the_file(tmp_path: Path) -> None:
     (tmp_path / "costs.json").write_text(COSTS.to_json())
     assert StepCosts.read(tmp_path / "costs.json") == COSTS

@@ -4,7 +4,9 @@ import dataclasses
 import math
 import os
 import resource
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,14 +21,17 @@ from blockpilot.records import (
     METADATA_KEY,
     SCHEMA,
     Metadata,
+    Sweep,
     SweepRow,
     difference,
     mismatch,
     part_files,
     prompt_ids,
+    read_parts,
     read_rows,
     read_sweep,
     validate,
+    vectors,
     write_rows,
 )
 
@@ -70,10 +75,23 @@ def make_row(prompt_id: str = "a", **changes: object) -> SweepRow:
     return dataclasses.replace(row, **changes)  # type: ignore[arg-type]
 
 
+def halves(*values: float) -> bytes:
+    return np.array(values, "<f2").tobytes()
+
+
+STEPS: dict[str, Any] = {
+    "accepted": [[0] * 6, [2, 0, 1, 2, 0, 0]],
+    "step_places": [0, 2, 5],
+    "step_contexts": halves(1, 2, 3, 4, 5, 6.5),  # two numbers each, as many as `context` has
+    "step_embeddings": halves(*range(12)),
+}
+
+
 def test_rows_and_metadata_survive_the_file(tmp_path: Path) -> None:
     rows = [
         make_row("b"),
         make_row("a", context=[], finish_reason="stop", seed=2**63 - 1, accepted=[[0] * 6, [2] * 6]),
+        make_row("c", **STEPS),
     ]
     write_rows(tmp_path / "new" / "part.parquet", rows, METADATA)
     sweep = read_sweep(tmp_path / "new" / "part.parquet")
@@ -113,7 +131,23 @@ def test_any_measured_row_survives(
     assert read_rows(path) == [row]
 
 
-BAD_ROWS = {
+@given(st.data())
+def test_any_recorded_steps_survive(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    places = sorted(data.draw(st.sets(st.integers(0, 5), min_size=1)))
+    halves_of = st.floats(-60000, 60000, width=16)
+    contexts = data.draw(st.lists(halves_of, min_size=2 * len(places), max_size=2 * len(places)))
+    embeddings = data.draw(st.lists(halves_of, min_size=3 * len(places), max_size=3 * len(places)))
+    steps = {"step_places": places, "step_contexts": halves(*contexts), "step_embeddings": halves(*embeddings)}
+    row = make_row(**STEPS | steps)
+    path = tmp_path_factory.mktemp("rows") / "part.parquet"
+    write_rows(path, [row, make_row("b")], METADATA)
+    read, without = read_rows(path)
+    assert (read, without.step_places) == (row, [])
+    assert vectors(read.step_contexts, len(places)).tolist() == np.reshape(contexts, (-1, 2)).tolist()
+    assert vectors(read.step_embeddings, len(places)).tolist() == np.reshape(embeddings, (-1, 3)).tolist()
+
+
+BAD_ROWS: dict[str, dict[str, Any]] = {
     "tau of block size 3 is nan": {"taus": [1.0, math.nan]},
     "tau of block size 1 is inf": {"taus": [math.inf, 2.0]},
     r"tau of block size 3 is 2.5, its histogram says 6/3": {"taus": [1.0, 2.5]},
@@ -138,6 +172,21 @@ BAD_ROWS = {
     "context has entries": {"context": [math.inf]},
     "finish_reason 'error'": {"finish_reason": "error"},
     "output_tokens is empty": {"output_tokens": []},
+    r"step_places \[0, 2, 6\] ... are not places of accepted": STEPS | {"step_places": [0, 2, 6]},
+    r"step_places \[-1, 2, 5\] ... are not places": STEPS | {"step_places": [-1, 2, 5]},
+    r"step_places \[0, 2, 5\] ... are not places": STEPS | {"accepted": []},
+    r"step_places \[\] ... are not places": STEPS | {"step_places": []},
+    r"step_places \[\] \.\.\. are not places": {"step_embeddings": halves(1.0)},
+    "step_places do not ascend": STEPS | {"step_places": [2, 0, 5]},
+    "step_places do not asc": STEPS | {"step_places": [0, 2, 2]},
+    r"step_embeddings have \(12, 24\) bytes for 2 places": STEPS | {"step_places": [0, 2]},
+    r"step_embeddings have \(10, 24\) bytes": STEPS | {"step_contexts": halves(1, 2, 3, 4, 5)},
+    r"step_embeddings have \(11, 24\) bytes": STEPS | {"step_contexts": halves(1, 2, 3, 4, 5, 6)[:-1]},
+    r"step_embeddings have \(12, 0\) bytes": STEPS | {"step_embeddings": b""},
+    r"step_embeddings have \(12, 22\) bytes": STEPS | {"step_embeddings": halves(*range(11))},
+    r"step_embeddings have \(12, 9\) bytes": STEPS | {"step_embeddings": halves(*range(12))[:9]},
+    "step_contexts or step_embeddings have entries": STEPS | {"step_contexts": halves(1, 2, 3, 4, 5, math.nan)},
+    "step_embeddings have entries that are not finite": STEPS | {"step_embeddings": halves(*range(11), math.inf)},
 }
 
 
@@ -186,8 +235,9 @@ def test_files_of_others_are_refused(tmp_path: Path) -> None:
         (pa.table(columns, schema=SCHEMA.with_metadata({METADATA_KEY: '{"config": {}}'})), "candidates"),
     ]:
         pq.write_table(table, path)
-        with pytest.raises(ValueError, match=f"part.parquet: .*{message}"):
-            read_rows(path)
+        for read in (read_rows, every_part):
+            with pytest.raises(ValueError, match=f"part.parquet: .*{message}"):
+                read(path)
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
@@ -214,13 +264,39 @@ def test_part_files_are_read_in_order_of_name(tmp_path: Path) -> None:
     assert "".join(row.prompt_id for row in read_rows(two)) == "eab"
 
 
-def test_nothing_to_read_is_an_error(tmp_path: Path) -> None:
+def test_parts_are_read_one_by_one(tmp_path: Path) -> None:
+    """As `read_sweep` reads them together; a damaged one is found when its turn comes."""
+    for name, ids in [("part-2", "e"), ("part-0", "ab"), ("part-1", "dc")]:
+        write_rows(tmp_path / f"{name}.parquet", [make_row(i) for i in ids], METADATA)
+    parts = list(read_parts(tmp_path))
+    assert ["".join(row.prompt_id for row in part.rows) for part in parts] == ["ab", "dc", "e"]
+    assert all(part.metadata == METADATA for part in parts)
+    assert [row for part in parts for row in part.rows] == read_sweep(tmp_path).rows
+    (tmp_path / "part-1.parquet").write_bytes(b"")
+    found = read_parts(tmp_path)
+    assert [row.prompt_id for row in next(found).rows] == ["a", "b"]
+    with pytest.raises(ValueError, match=r"part-1\.parquet: not a readable Parquet file"):
+        next(found)
+
+
+def every_part(places: object) -> list[Sweep]:
+    return list(read_parts(places))  # type: ignore[arg-type]
+
+
+READERS = pytest.mark.parametrize("read", [read_sweep, read_rows, every_part])
+Read = Callable[[object], object]
+
+
+@READERS
+def test_nothing_to_read_is_an_error(tmp_path: Path, read: Read) -> None:
     with pytest.raises(ValueError, match="no Parquet files in"):
-        read_rows(tmp_path)
+        read(tmp_path)
     with pytest.raises(ValueError, match="no Parquet files in an empty list"):
         part_files([])
+    with pytest.raises(ValueError, match="no Parquet files in an empty list"):
+        read([])
     with pytest.raises(ValueError, match=r"gone\.parquet: no such file"):
-        read_rows(tmp_path / "gone.parquet")
+        read(tmp_path / "gone.parquet")
 
 
 OTHERS = {
@@ -233,23 +309,25 @@ OTHERS = {
 }
 
 
+@READERS
 @pytest.mark.parametrize("difference", OTHERS)
-def test_different_sweeps_do_not_mix(tmp_path: Path, difference: str) -> None:
+def test_different_sweeps_do_not_mix(tmp_path: Path, difference: str, read: Read) -> None:
     other = dataclasses.replace(METADATA, **OTHERS[difference])
     write_rows(tmp_path / "a.parquet", [make_row("a")], METADATA)
     write_rows(tmp_path / "b.parquet", [make_row("b")], other)
     with pytest.raises(ValueError, match=r"a\.parquet and .*b\.parquet are of different sweeps") as caught:
-        read_rows(tmp_path)
+        read(tmp_path)
     assert difference in str(caught.value)
     assert mismatch(METADATA, other) == difference
 
 
-def test_candidate_sets_do_not_mix(tmp_path: Path) -> None:
+@READERS
+def test_candidate_sets_do_not_mix(tmp_path: Path, read: Read) -> None:
     other = make_row("b", candidates=[1], taus=[1.0], num_steps=[6], emitted_histograms=[[0, 6]])
     write_rows(tmp_path / "a.parquet", [make_row("a")], METADATA)
     write_rows(tmp_path / "b.parquet", [other], dataclasses.replace(METADATA, candidates=[1]))
     with pytest.raises(ValueError, match=r"candidates: \[1, 3\] and \[1\]"):
-        read_rows(tmp_path)
+        read(tmp_path)
 
 
 def test_a_sweep_may_be_continued_by_newer_code(tmp_path: Path) -> None:
@@ -259,11 +337,12 @@ def test_a_sweep_may_be_continued_by_newer_code(tmp_path: Path) -> None:
     assert len(read_rows(tmp_path)) == 2
 
 
-def test_a_prompt_comes_once(tmp_path: Path) -> None:
+@READERS
+def test_a_prompt_comes_once(tmp_path: Path, read: Read) -> None:
     write_rows(tmp_path / "a.parquet", [make_row("a"), make_row("b")], METADATA)
     write_rows(tmp_path / "b.parquet", [make_row("b")], METADATA)
     with pytest.raises(ValueError, match=r"b\.parquet: prompt b is already in .*a\.parquet"):
-        read_rows(tmp_path)
+        read(tmp_path)
 
 
 def first_id(prompt: Prompt, seed: int, temperature: float) -> str:

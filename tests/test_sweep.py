@@ -13,7 +13,7 @@ from blockpilot.blocks import emitted_along
 from blockpilot.engine import Engine, Step, generate
 from blockpilot.pairs import Pair
 from blockpilot.prompts import Message, Prompt, load_prompts
-from blockpilot.records import MIN_PROB, Metadata, SweepRow, prompt_ids, read_rows, validate, write_rows
+from blockpilot.records import MIN_PROB, Metadata, SweepRow, prompt_ids, read_rows, validate, vectors, write_rows
 from blockpilot.sweep import (
     Outcome,
     Summary,
@@ -103,6 +103,74 @@ def test_a_dense_sweep_has_the_steps_of_every_walk(parrot: Pair, temperature: fl
         assert [max(accepted) for accepted in row.accepted] == [0, 2, 5]
         assert fewest_steps(row.accepted) <= min(row.num_steps)
         validate(row, metadata)
+
+
+def known_before(pair: Pair, tokens: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """By the stock model on the text up to the anchor: the context vector before it, and its embedding."""
+    states = pair.target(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    layers = pair.draft.options.target_layer_ids
+    context = pair.draft.fuse(torch.cat([states[i + 1][0, -2] for i in layers]))
+    return context, pair.target.get_input_embeddings().weight[tokens[-1]]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("num_slots", [2, 16])
+def test_a_dense_sweep_shows_what_is_known_before_its_steps(
+    tiny_pair: Pair, temperature: float, num_slots: int, tmp_path: Path
+) -> None:
+    asked, candidates = prompts(3), [1, 3, 6]
+    settings = {"max_new_tokens": 30, "temperature": temperature, "num_slots": num_slots}
+    rows = replay(tiny_pair, asked, candidates, dense=True, step_samples=7, **settings).rows
+    for row, prompt in zip(rows, asked, strict=True):
+        num_anchors = len(row.output_tokens) - 1
+        # At the last five anchors the length of an answer leaves less than a block of 6, unless it stopped by itself.
+        last = num_anchors - (6 if row.finish_reason == "length" else 1)
+        assert len(row.step_places) == 7
+        assert 0 <= row.step_places[0] < row.step_places[-1] <= last
+        contexts, embeddings = (vectors(of, 7) for of in (row.step_contexts, row.step_embeddings))
+        for place, context, embedding in zip(row.step_places, contexts, embeddings, strict=True):
+            text = (*prompt.encode(tiny_pair.tokenizer), *row.output_tokens[: place + 1])
+            expected = known_before(tiny_pair, text)
+            for found, truth in zip((context, embedding), expected, strict=True):
+                torch.testing.assert_close(
+                    torch.from_numpy(found.copy()).float(), truth, rtol=1e-3, atol=1e-3
+                )  # float16
+    assert "length" in {row.finish_reason for row in rows}
+    assert len({tuple(row.step_places) for row in rows}) > 1
+    metadata = Metadata({}, tiny_pair.id, "float32", tiny_pair.vocab_size, 4, candidates, {}, "")
+    write_rows(tmp_path / "rows.parquet", rows, metadata)
+    assert read_rows(tmp_path) == rows
+
+
+def test_how_many_steps_are_shown(tiny_pair: Pair) -> None:
+    """All whole ones if asked for; the same every time; none if none are, or the sweep is not dense."""
+    asked, candidates = prompts(2), [2, 6]
+    dense = partial(replay, tiny_pair, asked, candidates, max_new_tokens=20, dense=True)
+    for row in dense(step_samples=1000).rows:
+        assert row.step_places == list(range(19 - 6 + 1))
+    some = dense(step_samples=5).rows
+    assert some == dense(step_samples=5).rows
+    assert [row.step_places for row in some] != [row.step_places for row in dense(step_samples=5, seed=1).rows]
+    for method in (partial(dense, step_samples=0), partial(dense, dense=False)):
+        for row in method().rows:
+            assert (row.step_places, row.step_contexts, row.step_embeddings) == ([], b"", b"")
+    for row in decode(tiny_pair, asked, candidates, max_new_tokens=20).rows:
+        assert (row.step_places, row.step_contexts, row.step_embeddings) == ([], b"", b"")
+    (short,) = replay(tiny_pair, asked[:1], [2, 6], max_new_tokens=6, dense=True).rows
+    assert (len(short.accepted[0]), short.step_places) == (5, [])  # too short for one whole block
+
+
+def test_answers_that_stop_show_their_last_steps_too(tiny_pair: Pair) -> None:
+    """What follows the stop token would have been cut off by it whatever the block size."""
+    (whole,) = replay(tiny_pair, prompts(1), [2, 6], max_new_tokens=30, temperature=0.7, dense=True).rows
+    stop = next(
+        token for i, token in enumerate(whole.output_tokens) if i >= 9 and token not in whole.output_tokens[:i]
+    )
+    stopping = dataclasses.replace(tiny_pair, target=copy.deepcopy(tiny_pair.target))
+    stopping.target.generation_config.eos_token_id = [stop]
+    (row,) = replay(stopping, prompts(1), [2, 6], max_new_tokens=30, temperature=0.7, dense=True).rows
+    assert (row.finish_reason, row.output_tokens[-1]) == ("stop", stop)
+    assert row.step_places == list(range(len(row.output_tokens) - 1))
 
 
 def test_fewest_steps_takes_the_best_way() -> None:

@@ -18,12 +18,12 @@ from test_fit import CANDIDATES, NUM_PLACES, PAIR, VOCAB_SIZE, metadata, synthet
 
 from blockpilot.costs import StepCosts
 from blockpilot.examples import open_examples, prompt_key, read_index, write_examples
-from blockpilot.fit import Fit, FitSettings, Task, new_network, predict
+from blockpilot.fit import Fit, FitSettings, Task, expect_the_mean, new_network, predict
 from blockpilot.policy import load_policy
 from blockpilot.records import Metadata, SweepRow, write_rows
 from jobs import train
 from jobs.registry import Registry
-from jobs.train import Dataset, Split, TrainConfig, read_dataset, run, split_examples
+from jobs.train import Dataset, Split, TrainConfig, plan, read_dataset, run, split_examples
 
 ROOT = Path(__file__).parent.parent
 WITH_PLAIN = (1, *CANDIDATES)
@@ -569,3 +569,18 @@ def test_neither_a_full_disk_nor_a_lost_store_costs_a_search_or_its_policy(start
     artifacts = {item.path for item in registry._client.list_artifacts(version.run_id)}
     assert artifacts == {"training.json", "trials.json"}
     assert read_index(data.folder).prompt_ids  # ours, which nobody removed
+
+
+def test_a_policy_without_a_gain_takes_the_best_fixed_size_at_every_load(tmp_path: Path) -> None:
+    """Whatever it reads, it expects the means of the training examples."""
+    rows = synthetic_rows(40, 3, signal=False)
+    write_sweep(tmp_path / "sweep", rows)
+    data = dataset(tmp_path, sweep=(str(tmp_path / "sweep"),), objective="tau")
+    config = TrainConfig(sweep=(str(tmp_path / "sweep"),), objective="tau", hidden=8)
+    job = plan(config, data)
+    training, _ = split_examples(job.folder, job.split)
+    network = new_network(training, job.vocab_size, job.settings)
+    expect_the_mean(network, training, job.task)
+    expected = job.task.taus(predict(network, training))
+    torch.testing.assert_close(expected, training.taus.mean(dim=0).expand_as(expected), rtol=1e-2, atol=1e-2)
+    assert len(job.task.chosen(predict(network, training)).unique()) == 1

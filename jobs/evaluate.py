@@ -234,10 +234,23 @@ def find_policies(config: EvaluateConfig, registry: Registry) -> tuple[dict[str,
         else:
             name = Path(rival).name
             policies[str(rival) if name in (*policies, CHAMPION) else name] = Path(rival).absolute()
+    if champion is not None and not _readable(policies[CHAMPION]):
+        del policies[CHAMPION]
+        champion = None
     for place in policies.values():
-        load_policy(place)  # a rival of another pair is left out, one that cannot be read is an error
+        load_policy(place)  # a rival of another pair is left out later, one that cannot be read is an error
     _check_names(f"policy {directory}", load_policy(directory).info.pair, config)
     return policies, version, champion
+
+
+def _readable(directory: Path) -> bool:
+    """Whether this version knows the format; says so if not."""
+    try:
+        load_policy(directory)
+    except ValueError as error:
+        print(f"evaluate: the champion is left out: {error}")
+        return False
+    return True
 
 
 def _download(config: EvaluateConfig, registry: Registry, version: Version) -> Path:
@@ -536,10 +549,12 @@ def _beside(figures: Sequence[Figures], held_out: HeldOut) -> list[str]:
     oracle = next((row.tokens_per_s.value for row in figures if row.method == ORACLE), None)
     if oracle is not None:
         fixed, policy = held_out.best_fixed_speed, held_out.policy_speed
-        share = f"{(policy - fixed) / (oracle - fixed):.0%} of it" if oracle > fixed else "there is none to capture"
+        captured = (
+            f"captures {(policy - fixed) / (oracle - fixed):.0%} of that" if oracle > fixed else "has none to capture"
+        )
         lines.append(
             f"Oracle, one block size for each prompt, known in hindsight: {oracle / fixed:.3f} of the best "
-            f"fixed tokens/s. The policy captures {share}; its regret is {1 - policy / oracle:.1%} of them."
+            f"fixed tokens/s. The policy {captured}; its regret is {1 - policy / oracle:.1%} of them."
         )
     return lines
 

@@ -34,7 +34,7 @@ class PromoteResult(NamedTuple):
     promoted: bool
     reason: str
     champion: int | None
-    """Number of the champion now."""
+    """Number of the champion now, if it is one of the version's pair."""
 
 
 def run(config: PromoteConfig) -> PromoteResult:
@@ -53,10 +53,11 @@ def run(config: PromoteConfig) -> PromoteResult:
         registry.set_champion(version)
     if refusal is not None and config.force:
         registry.tag_version(version, {"promoted.forced": refusal})
-    reason = _reason(champion, refusal)
+    reason = _reason(version, champion, refusal)
     print(f"promote: {name} version {version.number} is {'' if promoted else 'not '}the champion: {reason}")
     now = version if promoted else champion
-    return PromoteResult(version, promoted, reason, now.number if now else None)
+    usable = now is not None and _same_pair(version, now)
+    return PromoteResult(version, promoted, reason, now.number if now and usable else None)
 
 
 def _refusal(version: Version, champion: Version | None) -> str | None:
@@ -80,7 +81,8 @@ def _refusal(version: Version, champion: Version | None) -> str | None:
 
 
 def _same_pair(version: Version, champion: Version) -> bool:
-    return all(version.tags.get(name) == champion.tags.get(name) for name in PairId._fields)
+    """And the same format, without which it cannot be read."""
+    return all(version.tags.get(name) == champion.tags.get(name) for name in (*PairId._fields, "format"))
 
 
 def _interval(value: float, low: float, high: float) -> str:
@@ -92,9 +94,11 @@ def speed_ratio(figures: HeldOut) -> float:
     return figures.policy_speed / figures.best_fixed_speed
 
 
-def _reason(champion: Version | None, refusal: str | None) -> str:
+def _reason(version: Version, champion: Version | None, refusal: str | None) -> str:
     if refusal is not None:
         return refusal
+    if champion is not None and champion.number == version.number:
+        return "it already was"
     return f"it follows version {champion.number}" if champion else "the first of its model"
 
 

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import random
 import shutil
 from collections import Counter
@@ -41,6 +42,7 @@ from blockpilot.fit import (
 )
 from blockpilot.network import Form, Input, Shape
 from blockpilot.policy import (
+    FORMAT,
     CandidateSet,
     Head,
     LearnedPolicy,
@@ -441,7 +443,7 @@ def _save(config: TrainConfig, data: Dataset, job: Job, trials: Sequence[Trial],
     content = {
         "params": config.model_dump(mode="json") | dataclasses.asdict(job.settings) | {"sweep_id": data.id},
         "tags": _tags(info, data, found),
-        "report": found._asdict(),
+        "report": {name: value if value == value else None for name, value in found._asdict().items()},
         "history": state["history"],
         "num_epochs": state["progress"]["epoch"],
         "fell_back": fell_back,
@@ -457,9 +459,9 @@ def _save(config: TrainConfig, data: Dataset, job: Job, trials: Sequence[Trial],
 
 
 def _tags(info: PolicyInfo, data: Dataset, found: LookupReport) -> dict[str, object]:
-    lookup = {f"lookup.{name}": value for name, value in found._asdict().items()}
+    lookup = {f"lookup.{name}": value for name, value in found._asdict().items() if value == value}
     candidates, inputs = ",".join(map(str, info.candidates)), ",".join(info.shape.inputs)
-    kind = {"objective": info.objective, "head": info.head, "reads": info.reads, "input": inputs}
+    kind = {"format": FORMAT, "objective": info.objective, "head": info.head, "reads": info.reads, "input": inputs}
     return {**info.pair._asdict(), **kind, "candidates": candidates, "sweep_id": data.id, **lookup}
 
 
@@ -481,7 +483,9 @@ def _log(output: Path, registry: Registry) -> TrainResult:
     if not (output / TRAINING_FILE).exists():
         raise ValueError(f"output {output}: no {TRAINING_FILE}, nothing to log")
     found = json.loads((output / TRAINING_FILE).read_text(encoding="utf-8"))
-    params, lookup = found["params"], LookupReport(**found["report"])
+    params = found["params"]
+    known: dict[str, Any] = {name: math.nan if value is None else value for name, value in found["report"].items()}
+    lookup = LookupReport(**known)
     version = None
     with kept_for_later(registry.uri, output), registry.log_run("train") as record:
         record.log_params(params)

@@ -597,7 +597,7 @@ def test_the_table_says_what_the_policy_is_worth(config: EvaluateConfig, tiny_pa
         "Policy over best fixed: 1.200 of its tokens/s (1.200 to 1.200), 1.000 of its tau.",
         "Policy over champion version 4: 1.091 of its tokens/s (1.091 to 1.091).",
         "Oracle, one block size for each prompt, known in hindsight: 1.500 of the best fixed tokens/s. "
-        "The policy captures 40% of it; its regret is 20.0% of them.",
+        "The policy captures 40% of that; its regret is 20.0% of them.",
     ]
     assert "by prompt set" not in table
     result = json.loads((config.output / "evaluation.json").read_text())
@@ -609,7 +609,7 @@ def test_the_table_says_what_the_policy_is_worth(config: EvaluateConfig, tiny_pa
 def test_without_headroom_there_is_nothing_to_capture(config: EvaluateConfig, tiny_pair: Pair) -> None:
     speeds = {AR: 10, "B=2": 20, POLICY: 19, ORACLE: 20}
     table = saved(config, {m: [s] * 2 for m, s in speeds.items()}, tiny_pair.id, "aa")
-    assert "there is none to capture; its regret is 5.0% of them." in table
+    assert "The policy has none to capture; its regret is 5.0% of them." in table
     assert "champion" not in table
 
 

@@ -374,6 +374,14 @@ def test_a_share_of_half_takes_half_of_every_gap() -> None:
     assert expected_taus(torch.zeros(1, 2), (3, 4), "step").tolist() == [[2.0, 2.5]]
 
 
+def test_extreme_outputs_are_all_drafts_or_none() -> None:
+    """But for sigmoid(8) of them: beyond it outputs are cut off, in training too."""
+    none, every = (expected_taus(torch.full((1, 4), x), tuple(CANDIDATES), "step")[0] for x in (-100.0, 100.0))
+    miss = 1 / (1 + math.exp(8))
+    torch.testing.assert_close(none, torch.tensor([1 + miss * (size - 1) for size in CANDIDATES]))
+    torch.testing.assert_close(every, torch.tensor([size - miss * (size - 1) for size in CANDIDATES]))
+
+
 @given(candidate_sets)
 def test_gaps_add_up_to_the_drafts(sizes: list[int]) -> None:
     gaps = slot_gaps(sizes).tolist()

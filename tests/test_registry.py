@@ -377,3 +377,13 @@ def test_promote_names_what_is_missing(registry: Registry) -> None:
     register(registry)
     with pytest.raises(ValueError, match="version 5"):
         promote(PromoteConfig(version=5))
+
+
+def test_a_champion_of_another_format_does_not_stand_in_the_way(registry: Registry) -> None:
+    """It cannot be decoded with, so nothing can be measured beside it."""
+    old, new = register(registry, 0, GOOD), register(registry, 1, GOOD)
+    registry.set_champion(old)
+    registry.tag_version(new, {"format": 2})
+    assert promote(PromoteConfig()).promoted
+    result = promote(PromoteConfig())
+    assert (result.promoted, result.reason) == (True, "it already was")

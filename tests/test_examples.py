@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_fit import ANCHOR_SIZE, CANDIDATES, CONTEXT_SIZE, NUM_PLACES, VOCAB_SIZE, metadata, synthetic_rows
 
@@ -294,6 +294,7 @@ def test_a_prompt_is_on_one_side_with_all_its_examples(rows: list[SweepRow], rea
 keys = st.lists(st.text("abc", max_size=3), min_size=2, max_size=30).filter(lambda keys: len(set(keys)) > 1)
 
 
+@settings(deadline=None)
 @given(keys, st.floats(0.001, 0.999), st.integers(0, 99), st.randoms())
 def test_what_is_held_out_depends_on_prompts_and_seed(
     prompts: list[str], share: float, seed: int, draw: random.Random

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blockpilot.costs import StepCosts
@@ -88,6 +88,7 @@ EXACT_COSTS = cost_tables(EXACT_TAUS, range(1, 10))
 BATCHES = (1, 3, 6)  # measured numbers of rows: nothing is interpolated
 
 
+@settings(deadline=None)
 @given(data=st.data(), costs=st.none() | EXACT_COSTS)
 def test_the_choice_is_the_best_and_the_smallest_of_equals(data: st.DataObject, costs: StepCosts | None) -> None:
     num_rows = data.draw(st.sampled_from(BATCHES))
@@ -99,6 +100,7 @@ def test_the_choice_is_the_best_and_the_smallest_of_equals(data: st.DataObject, 
     assert chosen == by_brute_force(forecasts, costs, 100, others)
 
 
+@settings(deadline=None)
 @given(
     forecasts=st.lists(forecasts_of(st.floats(1, 9)), min_size=1, max_size=3),
     costs=cost_tables(st.floats(0.01, 10), (1, 4, 7)),

@@ -352,6 +352,7 @@ def test_tau_head_gives_a_forecast(reads: Reads, inputs: tuple[Input, ...]) -> N
 candidate_sets = st.sets(st.integers(1, 32), min_size=1, max_size=8).map(sorted)
 
 
+@settings(deadline=None)
 @given(sizes=candidate_sets, data=st.data())
 def test_expected_taus_of_a_step_ascend_within_the_block(sizes: list[int], data: st.DataObject) -> None:
     values = st.lists(st.floats(-1e6, 1e6, width=32), min_size=len(sizes), max_size=len(sizes))
@@ -362,6 +363,7 @@ def test_expected_taus_of_a_step_ascend_within_the_block(sizes: list[int], data:
         assert sizes[0] > 1 or taus[0] == 1.0
 
 
+@settings(deadline=None)
 @given(sizes=candidate_sets, data=st.data())
 def test_expected_taus_of_an_answer_are_the_outputs_within_the_block(sizes: list[int], data: st.DataObject) -> None:
     outputs = data.draw(st.lists(st.floats(-1e6, 1e6, width=32), min_size=len(sizes), max_size=len(sizes)))
@@ -382,6 +384,7 @@ def test_extreme_outputs_are_all_drafts_or_none() -> None:
     torch.testing.assert_close(every, torch.tensor([size - miss * (size - 1) for size in CANDIDATES]))
 
 
+@settings(deadline=None)
 @given(candidate_sets)
 def test_gaps_add_up_to_the_drafts(sizes: list[int]) -> None:
     gaps = slot_gaps(sizes).tolist()

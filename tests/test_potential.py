@@ -5,7 +5,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -81,6 +81,7 @@ def tables(draw: st.DrawFn) -> Table:
     return Table(*(np.array(of).reshape(shape) for of in values))
 
 
+@settings(deadline=None)
 @given(tables())
 def test_the_oracle_is_the_best_of_all_choices(table: Table) -> None:
     best = brute_force(table)

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blockpilot.pairs import PairId
@@ -131,6 +131,7 @@ def test_any_measured_row_survives(
     assert read_rows(path) == [row]
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_any_recorded_steps_survive(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     places = sorted(data.draw(st.sets(st.integers(0, 5), min_size=1)))

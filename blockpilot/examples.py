@@ -186,7 +186,10 @@ def _of_prefill(row: SweepRow, candidates: Sequence[int]) -> dict[str, NDArray[A
 def _of_steps(row: SweepRow, candidates: Sequence[int]) -> dict[str, NDArray[Any]]:
     num = len(row.step_places)
     accepted = dict(zip(row.candidates, row.accepted, strict=False))
-    emitted = [[accepted[size][p] + 1 if size > 1 else 1 for size in candidates] for p in row.step_places]
+    left = len(row.output_tokens) - 1  # no bonus token follows one that stops
+    emitted = [
+        [min(accepted[size][p] + 1, left - p) if size > 1 else 1 for size in candidates] for p in row.step_places
+    ]
     passed = [_places(accepted[size]) if size > 1 and num else set(row.step_places) for size in candidates]
     return {
         "ids": np.zeros(0),

@@ -182,10 +182,10 @@ def cells(row: Figures) -> dict[str, str]:
     return {
         "method": row.method,
         "B": _number(row.mean_block_size, 2).removesuffix(".00"),
-        "tau": _with_range(row.tau, 2),
-        "tokens/s": _with_range(row.tokens_per_s, 1),
+        "tau": with_range(row.tau, 2),
+        "tokens/s": with_range(row.tokens_per_s, 1),
         "decode only": _number(row.decode_tokens_per_s.value, 1),
-        "speed-up": _with_range(row.speedup, 2),
+        "speed-up": with_range(row.speedup, 2),
         "same text": f"{math.floor(row.share_equal * 1000) / 10:g}%",  # 100% only if all are
     }
 
@@ -203,7 +203,8 @@ def _number(value: float, digits: int) -> str:
     return "-" if math.isnan(value) else f"{value:.{digits}f}"
 
 
-def _with_range(interval: Interval, digits: int) -> str:
+def with_range(interval: Interval, digits: int) -> str:
+    """A figure with its interval, to be read."""
     if math.isnan(interval.value):
         return "-"
     return f"{interval.value:.{digits}f} ({interval.low:.{digits}f} to {interval.high:.{digits}f})"

@@ -28,7 +28,17 @@ from blockpilot.pairs import PairId
 from blockpilot.policy import INFO_FILE, WEIGHTS_FILE, load_policy
 from blockpilot.prompts import Prompt, load_prompts
 from blockpilot.records import prompt_ids, read_parts
-from blockpilot.report import Comparison, Figures, Interval, Run, Totals, cells, fastest_block_size, markdown
+from blockpilot.report import (
+    Comparison,
+    Figures,
+    Interval,
+    Run,
+    Totals,
+    cells,
+    fastest_block_size,
+    markdown,
+    with_range,
+)
 from blockpilot.sweep import MAX_BLOCK_SIZE, Summary
 from jobs.cluster import connect
 from jobs.config import Config, PairConfig, Place, absolute_in_submitted_job, main
@@ -234,23 +244,19 @@ def find_policies(config: EvaluateConfig, registry: Registry) -> tuple[dict[str,
         else:
             name = Path(rival).name
             policies[str(rival) if name in (*policies, CHAMPION) else name] = Path(rival).absolute()
-    if champion is not None and not _readable(policies[CHAMPION]):
-        del policies[CHAMPION]
-        champion = None
-    for place in policies.values():
-        load_policy(place)  # a rival of another pair is left out later, one that cannot be read is an error
-    _check_names(f"policy {directory}", load_policy(directory).info.pair, config)
+    for name, place in list(policies.items()):
+        try:
+            made_for = load_policy(place).info.pair
+        except ValueError as error:
+            if name != CHAMPION:
+                raise
+            print(f"evaluate: the champion is left out: {error}")
+            del policies[CHAMPION]
+            champion = None
+            continue
+        if name == POLICY:  # rivals of another pair are left out when it is loaded
+            _check_names(f"policy {place}", made_for, config)
     return policies, version, champion
-
-
-def _readable(directory: Path) -> bool:
-    """Whether this version knows the format; says so if not."""
-    try:
-        load_policy(directory)
-    except ValueError as error:
-        print(f"evaluate: the champion is left out: {error}")
-        return False
-    return True
 
 
 def _download(config: EvaluateConfig, registry: Registry, version: Version) -> Path:
@@ -320,11 +326,12 @@ def _measure_all(call: Any, config: EvaluateConfig, work: Work) -> Iterator[Run]
     with the same settings has measured is read from its file.
     """
     file, places = config.output / RUNS_FILE, list(_places(config, work))
-    done = _read_runs(file, _identity(config, work))
+    identity = _identity(config, work)
+    done = _read_runs(file, identity)
     if done:
         print(f"evaluate: going on after {len(done)} of {len(places)} groups")
     else:
-        write_text(file, json.dumps({"identity": _identity(config, work)}) + "\n")
+        write_text(file, json.dumps({"identity": identity}) + "\n")
     started = last_line = time.monotonic()
     num_before = len(done)
     with file.open("a", encoding="utf-8") as log:
@@ -531,10 +538,7 @@ def _describe(
 
 def _set_table(by_set: Mapping[str, Mapping[str, Interval]], methods: Sequence[str]) -> str:
     return markdown(
-        [
-            {"prompts": name, **{m: f"{row[m].value:.3f} ({row[m].low:.3f} to {row[m].high:.3f})" for m in methods}}
-            for name, row in by_set.items()
-        ]
+        [{"prompts": name, **{m: with_range(row[m], 3) for m in methods}} for name, row in by_set.items()]
     )
 
 

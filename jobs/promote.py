@@ -12,6 +12,7 @@ from typing import NamedTuple
 from pydantic import Field
 
 from blockpilot.pairs import NAMED_PAIRS, PairId
+from blockpilot.report import Interval, with_range
 from jobs.config import DEFAULT_PAIR, Config, main
 from jobs.registry import HeldOut, Registry, Version, model_name
 
@@ -68,14 +69,14 @@ def _refusal(version: Version, champion: Version | None) -> str | None:
     if ours is None:
         return "no held-out figures; run jobs/evaluate.py on it first"
     if ours.speed_ratio_high < 1:
-        measured = _interval(speed_ratio(ours), ours.speed_ratio_low, ours.speed_ratio_high)
+        measured = with_range(Interval(speed_ratio(ours), ours.speed_ratio_low, ours.speed_ratio_high), 3)
         return f"slower than the best fixed block size on held-out prompts, {measured} of its speed"
     if champion is None or not _same_pair(version, champion):
         return None
     if ours.champion != champion.number:
         return f"not measured beside champion version {champion.number}; run jobs/evaluate.py on it again"
     if ours.champion_ratio_low <= 1:
-        measured = _interval(ours.champion_ratio, ours.champion_ratio_low, ours.champion_ratio_high)
+        measured = with_range(Interval(ours.champion_ratio, ours.champion_ratio_low, ours.champion_ratio_high), 3)
         return f"does not beat champion version {champion.number}, {measured} of its speed"
     return None
 
@@ -83,10 +84,6 @@ def _refusal(version: Version, champion: Version | None) -> str | None:
 def _same_pair(version: Version, champion: Version) -> bool:
     """And the same format, without which it cannot be read."""
     return all(version.tags.get(name) == champion.tags.get(name) for name in (*PairId._fields, "format"))
-
-
-def _interval(value: float, low: float, high: float) -> str:
-    return f"{value:.3f} ({low:.3f} to {high:.3f})"
 
 
 def speed_ratio(figures: HeldOut) -> float:

@@ -20,7 +20,7 @@ from blockpilot.costs import COSTS_FILE, StepCosts
 from blockpilot.files import is_file, join, write_bytes, write_text
 from blockpilot.potential import Table, potential
 from blockpilot.records import Metadata, SweepRow, read_parts
-from blockpilot.report import Interval
+from blockpilot.report import Interval, with_range
 from blockpilot.sweep import Summary, least_cost
 from jobs import figures
 from jobs.config import Config, Place, absolute_in_submitted_job, main
@@ -186,8 +186,8 @@ def _headroom(name: str, row: Mapping[str, Interval]) -> dict[str, str]:
     room = oracle.value - 1 if oracle else 0.0
     return {
         "prompts": name,
-        "policy": f"{policy.value:.3f} ({policy.low:.3f} to {policy.high:.3f})",
-        "oracle (bound)": f"{oracle.value:.3f} ({oracle.low:.3f} to {oracle.high:.3f})" if oracle else "-",
+        "policy": with_range(policy, 3),
+        "oracle (bound)": with_range(oracle, 3) if oracle else "-",
         "share of the headroom": f"{(policy.value - 1) / room:.0%}" if room > 0 else "-",
     }
 

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from blockpilot.costs import COSTS_FILE, StepCosts, measure_costs
+from blockpilot.costs import COSTS_FILE, StepCosts, dtype_name, measure_costs
 from blockpilot.files import is_file, join, write_bytes, write_text
 from blockpilot.pairs import Pair
 from blockpilot.prompts import Prompt, load_prompts
@@ -195,7 +195,7 @@ class SweepWorker:
         return Metadata(
             config=identity,
             pair=pair.id,
-            dtype=str(pair.target.dtype).removeprefix("torch."),
+            dtype=dtype_name(pair),
             vocab_size=pair.vocab_size,
             block_size=pair.block_size,
             candidates=candidates,

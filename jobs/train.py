@@ -28,7 +28,7 @@ from pydantic import Field
 from torch import Tensor
 
 from blockpilot.costs import COSTS_FILE, StepCosts
-from blockpilot.examples import Examples, Index, held_out_prompts, open_examples, read_index, write_examples
+from blockpilot.examples import Examples, Index, split_examples, write_examples
 from blockpilot.files import is_file, is_folder, join, write_text
 from blockpilot.fit import (
     Fit,
@@ -312,16 +312,6 @@ def _run_name(config: TrainConfig, data: Dataset, job: Job) -> str:
     return f"policy-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
 
-def split_examples(folder: Path, split: Split) -> tuple[Examples, Examples]:
-    """(training, validation), the same on every machine whatever the order of the parts."""
-    index, examples = read_index(folder), open_examples(folder)
-    held = held_out_prompts(index.prompts, split.validation, split.seed)
-    others = sorted(set(index.prompts) - held, key=lambda key: hashlib.sha256(f"use {key}".encode()).digest())
-    used = set(others[: split.num_prompts])
-    training = examples.where(lambda row: index.prompts[row] in used)
-    return training, examples.where(lambda row: index.prompts[row] in held)
-
-
 # --- training ---
 
 
@@ -362,7 +352,7 @@ class Fitted(NamedTuple):
 def fit(job: Job) -> Fitted:
     """Fit once, here; the report is of the held-back examples that it may have stopped early by."""
     torch.set_num_threads(1)
-    training, validation = split_examples(job.folder, job.split)
+    training, validation = split_examples(job.folder, *job.split)
     network = new_network(training, job.vocab_size, job.settings)
     fitted = Fit(network, training, validation, job.settings, job.task)
     while not fitted.done:
@@ -381,7 +371,7 @@ def _work(job: Job) -> None:
     saved = saved_state()
     context = ray.train.get_context()
     rank, world_size = context.get_world_rank(), context.get_world_size()
-    training, validation = split_examples(job.folder, job.split)
+    training, validation = split_examples(job.folder, *job.split)
     network = new_network(training, job.vocab_size, job.settings)
     wrapped = ray.train.torch.prepare_model(network)
     reduce = _all_reduce if world_size > 1 else _same
@@ -408,7 +398,7 @@ def _same(sums: Tensor) -> Tensor:
 
 def _save(config: TrainConfig, data: Dataset, job: Job, trials: Sequence[Trial], state: dict[str, Any]) -> None:
     """Write the policy of the best epoch, what the held-back rows say of it, and all that MLflow is to know."""
-    training, validation = split_examples(data.folder, job.split)
+    training, validation = split_examples(data.folder, *job.split)
     network = new_network(training, job.vocab_size, job.settings)
     network.load_state_dict(state["best"])
     found = lookup_report(network, job.task, training, validation)
@@ -453,7 +443,6 @@ def _save(config: TrainConfig, data: Dataset, job: Job, trials: Sequence[Trial],
             {"loss": t.loss, "epochs": t.epoch, **{k: getattr(t.settings, k) for k in SEARCHED}} for t in trials
         ],
         "sample": _sample(data, job, policy, validation),
-        "version": None,
     }
     write_text(config.output / TRAINING_FILE, json.dumps(content) + "\n")
 

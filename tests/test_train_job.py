@@ -17,13 +17,13 @@ from processes import descendants
 from test_fit import CANDIDATES, NUM_PLACES, PAIR, VOCAB_SIZE, metadata, synthetic_rows
 
 from blockpilot.costs import StepCosts
-from blockpilot.examples import open_examples, prompt_key, read_index, write_examples
+from blockpilot.examples import open_examples, prompt_key, read_index, split_examples, write_examples
 from blockpilot.fit import Fit, FitSettings, Task, expect_the_mean, new_network, predict
 from blockpilot.policy import load_policy
 from blockpilot.records import Metadata, SweepRow, write_rows
 from jobs import train
 from jobs.registry import Registry
-from jobs.train import Dataset, Split, TrainConfig, plan, read_dataset, run, split_examples
+from jobs.train import Dataset, Split, TrainConfig, plan, read_dataset, run
 
 ROOT = Path(__file__).parent.parent
 WITH_PLAIN = (1, *CANDIDATES)
@@ -248,7 +248,7 @@ def test_rows_of_several_sweeps_come_together(sweeps: tuple[str, str], tmp_path:
     assert data.rows.num_examples == (24 + 18) * NUM_PLACES
     assert Counter(data.rows.sets) == {"synthetic": 24 + 10, "other": 8}
     assert set(data.rows.prompts) == {prompt_key(f"prompt {s} {i}") for s, n in ((0, 24), (1, 18)) for i in range(n)}
-    training, validation = split_examples(data.folder, Split(0.25, 0, None))
+    training, validation = split_examples(data.folder, *Split(0.25, 0, None))
     assert len(training) + len(validation) == data.rows.num_examples
     assert len(set(held := validation.rows[validation.index].tolist())) == round(0.25 * 42)
     assert not set(held) & set(training.rows[training.index].tolist())
@@ -290,13 +290,13 @@ def test_sets_that_are_left_out(sweeps: tuple[str, str], tmp_path: Path) -> None
 def test_some_of_the_prompts(sweeps: tuple[str, str], tmp_path: Path) -> None:
     """What is held back stays the same, and fewer prompts are among more."""
     folder = dataset(tmp_path, sweep=sweeps).folder
-    splits = {num: split_examples(folder, Split(0.25, 0, num)) for num in (5, 20, 1000, None)}
+    splits = {num: split_examples(folder, *Split(0.25, 0, num)) for num in (5, 20, 1000, None)}
     rows = {num: set(training.rows[training.index].tolist()) for num, (training, _) in splits.items()}
     assert [len(some) for some in rows.values()] == [5, 20, 32, 32]
     assert rows[5] < rows[20] < rows[None]
     assert [len(training) for training, _ in splits.values()] == [n * NUM_PLACES for n in (5, 20, 32, 32)]
     assert {tuple(held.index.tolist()) for _, held in splits.values()} == {tuple(splits[None][1].index.tolist())}
-    other = split_examples(folder, Split(0.25, 1, None))[1]
+    other = split_examples(folder, *Split(0.25, 1, None))[1]
     assert other.index.tolist() != splits[None][1].index.tolist()
 
 
@@ -309,7 +309,7 @@ def test_the_order_of_parts_does_not_matter(tmp_path: Path) -> None:
         dataset(tmp_path / name, sweep=(str(tmp_path / name),), objective="tau") for name in ("one", "two")
     )
     assert first.id == second.id
-    for ours, theirs in zip(*(split_examples(d.folder, Split(0.2, 0, 15)) for d in (first, second)), strict=True):
+    for ours, theirs in zip(*(split_examples(d.folder, *Split(0.2, 0, 15)) for d in (first, second)), strict=True):
         assert torch.equal(ours.taus, theirs.taus)
         assert torch.equal(ours.features.context, theirs.features.context)
     write_sweep(tmp_path / "two", rows[1:20], part="part-1")
@@ -452,7 +452,7 @@ def test_kills_change_nothing(start: Start, tmp_path: Path) -> None:
 
     folder = tmp_path / "examples"
     write_examples(folder, [rows], WITH_PLAIN, "step")
-    training, validation = split_examples(folder, Split(0.2, 0, None))
+    training, validation = split_examples(folder, *Split(0.2, 0, None))
     costs = torch.tensor(COSTS.of_candidates(WITH_PLAIN, rows=1, context=64))
     task = Task("tau", "step", "throughput", WITH_PLAIN, costs)
     fit = Fit(new_network(training, VOCAB_SIZE, settings), training, validation, settings, task)
@@ -578,7 +578,7 @@ def test_a_policy_without_a_gain_takes_the_best_fixed_size_at_every_load(tmp_pat
     data = dataset(tmp_path, sweep=(str(tmp_path / "sweep"),), objective="tau")
     config = TrainConfig(sweep=(str(tmp_path / "sweep"),), objective="tau", hidden=8)
     job = plan(config, data)
-    training, _ = split_examples(job.folder, job.split)
+    training, _ = split_examples(job.folder, *job.split)
     network = new_network(training, job.vocab_size, job.settings)
     expect_the_mean(network, training, job.task)
     expected = job.task.taus(predict(network, training))

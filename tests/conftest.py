@@ -6,9 +6,11 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import ray
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -26,6 +28,13 @@ CHAT_TEMPLATE = (
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _no_ray_is_left() -> Iterator[None]:
+    """A test that joined a cluster in this process leaves it, so that the next can tell whether it started one."""
+    yield
+    ray.shutdown()
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

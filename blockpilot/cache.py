@@ -2,7 +2,7 @@
 
 Entries are scattered by (slot, position) and read by position, so rejected tokens need no rollback: a column is
 rewritten before any query that may see it. A query at position p sees columns up to p only (the mask's work), and
-the columns up to p are final by then. Padding of ragged batches is harmless for the same reason.
+the columns up to p are final by then. What a padded row stores beyond its end is harmless for the same reason.
 
 Active slots are kept dense (0 .. n-1) by moving the last one into a hole, so a forward pass reads plain views.
 """
@@ -35,12 +35,19 @@ class SlotCache:
         """Memory of keys and values together."""
         return 2 * self.keys.nbytes
 
-    def view(self, first_slot: int, positions: Tensor, length: int) -> "SlotView":
-        """The cache as one forward pass sees it: slots first_slot .. +R-1, tokens at positions [R, W].
+    def view(self, slots: Tensor, positions: Tensor, rows: "slice | Tensor", length: int) -> "SlotView":
+        """The cache as one forward pass sees it, whose token i lies in slot slots[i] at positions[i].
 
-        `length` is one past the largest position (the caller knows it without waiting for the device).
+        Both have the shape [R, W] of the pass, or one that broadcasts to it. `rows` are the slots that are read, each
+        up to column `length`, which is one past the largest position (the caller knows it without waiting for the
+        device).
         """
-        return SlotView(self, first_slot, positions, length)
+        return SlotView(self, slots, positions, rows, length)
+
+    def view_rows(self, positions: Tensor, length: int) -> "SlotView":
+        """`view` of slots 0 .. R-1, a row of tokens at positions [R, W] each."""
+        slots = torch.arange(len(positions), device=positions.device)[:, None]
+        return self.view(slots, positions, slice(0, len(positions)), length)
 
     def move(self, source: int, destination: int, length: int) -> None:
         """Copy the first `length` columns of slot `source` over slot `destination`."""
@@ -54,20 +61,19 @@ class SlotView:
     The object a transformers model takes as `past_key_values`; `length` is the number of columns returned.
     """
 
-    def __init__(self, cache: SlotCache, first_slot: int, positions: Tensor, length: int) -> None:
+    def __init__(
+        self, cache: SlotCache, slots: Tensor, positions: Tensor, rows: "slice | Tensor", length: int
+    ) -> None:
         self.length = length
         self._cache = cache
-        self._positions = positions
-        self._slots = slice(first_slot, first_slot + len(positions))
-        self._rows = torch.arange(first_slot, first_slot + len(positions), device=positions.device)[:, None]
+        self._slots, self._positions, self._rows = slots, positions, rows
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Store [R, heads, W, head_dim] and return both as [R, heads, length, head_dim] views."""
+        """Store [R, heads, W, head_dim] and return both as [rows, heads, length, head_dim]."""
         all_keys, all_values = self._cache.keys[layer_idx], self._cache.values[layer_idx]
-        all_keys[self._rows, self._positions] = keys.transpose(1, 2)
-        all_values[self._rows, self._positions] = values.transpose(1, 2)
-        columns = slice(0, self.length)
+        all_keys[self._slots, self._positions] = keys.transpose(1, 2)
+        all_values[self._slots, self._positions] = values.transpose(1, 2)
         return (
-            all_keys[self._slots, columns].transpose(1, 2),
-            all_values[self._slots, columns].transpose(1, 2),
+            all_keys[self._rows, : self.length].transpose(1, 2),
+            all_values[self._rows, : self.length].transpose(1, 2),
         )

@@ -13,7 +13,9 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise, product
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from blockpilot.engine import Engine, Request
 from blockpilot.files import Place, read_bytes
@@ -25,7 +27,11 @@ Table = tuple[tuple[tuple[float, ...], ...], ...]
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Seconds of a step, [block size][rows][context], each axis ascending; of one pair, dtype and device."""
+    """Seconds of a step, [block size][rows][context], each axis ascending; of one pair, dtype and device.
+
+    In `seconds` all rows draft blocks of that size, in `one_drafts` one row does and the others decode plainly. What
+    lies between is linear in the rows that draft: a draft pass costs something of its own, and so does every token.
+    """
 
     pair: PairId
     dtype: str
@@ -34,11 +40,31 @@ class StepCosts:
     rows: tuple[int, ...]
     contexts: tuple[int, ...]
     seconds: Table
+    one_drafts: Table
 
     def step_s(self, block_size: int, rows: int, context: int) -> float:
         """Seconds of a step, linear between what was measured and constant beyond it."""
+        return self._between(self.seconds, block_size, rows, context)
+
+    def added_s(self, block_sizes: Sequence[int], rows: int, context: int) -> NDArray[np.float64]:
+        """Seconds [rows, K] by which drafting makes a step of so many rows longer, a drafting row's share of them.
+
+        Line d - 1 is for d rows that draft, column k for blocks of block_sizes[k].
+        """
+        plain = self.step_s(1, rows, context)
+        one, every = (
+            np.array([self._between(table, size, rows, context) for size in block_sizes]) - plain
+            for table in (self.one_drafts, self.seconds)
+        )
+        num = np.arange(1, rows + 1)[:, None]
+        if rows == 1:
+            return every[None]
+        added: NDArray[np.float64] = (one + (every - one) * (num - 1) / (rows - 1)) / num
+        return added
+
+    def _between(self, table: Table, block_size: int, rows: int, context: int) -> float:
         axes = [_weights(self.block_sizes, block_size), _weights(self.rows, rows), _weights(self.contexts, context)]
-        return sum(self.seconds[b][r][c] * of_b * of_r * of_c for (b, of_b), (r, of_r), (c, of_c) in product(*axes))
+        return sum(table[b][r][c] * of_b * of_r * of_c for (b, of_b), (r, of_r), (c, of_c) in product(*axes))
 
     def speed_up(self, block_size: int, tau: float, rows: int, context: int) -> float:
         """Tokens per second at this acceptance length, divided by those of plain decoding."""
@@ -70,12 +96,19 @@ class StepCosts:
     def from_fields(cls, found: dict[str, Any]) -> "StepCosts":
         """From what `to_json` writes, read as JSON."""
         block_sizes, rows, contexts = (tuple(found[name]) for name in ("block_sizes", "rows", "contexts"))
-        seconds = tuple(tuple(map(tuple, of_rows)) for of_rows in found["seconds"])
-        shape = len(block_sizes), len(rows), len(contexts)
-        if {(len(seconds), len(of_size), len(of_rows)) for of_size in seconds for of_rows in of_size} != {shape}:
-            raise ValueError(f"seconds do not have the shape {shape} of their axes")
-        axes = {"block_sizes": block_sizes, "rows": rows, "contexts": contexts, "seconds": seconds}
-        return cls(**found | axes | {"pair": PairId(**found["pair"])})
+        axes = {"block_sizes": block_sizes, "rows": rows, "contexts": contexts}
+        tables = {name: _table(name, found[name], tuple(map(len, axes.values()))) for name in _TABLES}
+        return cls(**found | axes | tables | {"pair": PairId(**found["pair"])})
+
+
+_TABLES = ("seconds", "one_drafts")
+
+
+def _table(name: str, values: Any, shape: tuple[int, ...]) -> Table:
+    array = np.array(values)
+    if array.shape != shape or array.dtype.kind not in "if" or not (np.isfinite(array) & (array > 0)).all():
+        raise ValueError(f"{name} must be positive numbers of the shape {shape} of their axes")
+    return tuple(tuple(map(tuple, of_rows)) for of_rows in array.tolist())
 
 
 def _weights(axis: Sequence[int], value: int) -> list[tuple[int, float]]:
@@ -97,10 +130,17 @@ def measure_costs(
     for name, axis in (("block_sizes", block_sizes), ("rows", rows), ("contexts", contexts)):
         if not axis or axis[0] < 1 or any(a >= b for a, b in pairwise(axis)):
             raise ValueError(f"{name} {tuple(axis)}: must be ascending numbers of at least 1")
-    room = (num_steps + 1) * sum(block_sizes) + 2
+    room = _room(block_sizes, num_steps)
     if contexts[-1] + room > pair.max_length:
         raise ValueError(f"context {contexts[-1]}: {room} tokens of steps must fit below {pair.max_length} with it")
-    measured = {(r, c): _measure(pair, block_sizes, r, c, num_steps, room) for r, c in product(rows, contexts)}
+    measured = {(r, c): _measure(pair, block_sizes, r, c, num_steps) for r, c in product(rows, contexts)}
+
+    def table(all_rows: bool) -> Table:
+        return tuple(
+            tuple(tuple(measured[r, c][size, r if all_rows else 1] for c in contexts) for r in rows)
+            for size in block_sizes
+        )
+
     return StepCosts(
         pair.id,
         dtype_name(pair),
@@ -108,28 +148,35 @@ def measure_costs(
         tuple(block_sizes),
         tuple(rows),
         tuple(contexts),
-        tuple(tuple(tuple(measured[r, c][size] for c in contexts) for r in rows) for size in block_sizes),
+        seconds=table(all_rows=True),
+        one_drafts=table(all_rows=False),
     )
 
 
+def _room(block_sizes: Sequence[int], num_steps: int) -> int:
+    """Tokens that a row may emit while it is measured."""
+    return 2 * (num_steps + 1) * sum(block_sizes) + 2
+
+
 def _measure(
-    pair: Pair, block_sizes: Sequence[int], rows: int, context: int, num_steps: int, room: int
-) -> dict[int, float]:
-    """Median seconds of a step by block size, for this many rows that begin with this much context."""
+    pair: Pair, block_sizes: Sequence[int], rows: int, context: int, num_steps: int
+) -> dict[tuple[int, int], float]:
+    """Median seconds of a step by block size and number of rows that draft, all or one; the others decode plainly."""
+    room = _room(block_sizes, num_steps)
     engine = Engine(pair, num_slots=rows, max_length=context + room, max_block_size=block_sizes[-1])
     prompts = torch.randint(0, pair.vocab_size, (rows, context), generator=torch.Generator().manual_seed(0))
     ids = [engine.add(Request(tuple(prompt), room, block_size=block_sizes[-1])) for prompt in prompts.tolist()]
     engine.step()  # prefills
-    seconds: dict[int, list[float]] = {size: [] for size in block_sizes}
+    seconds: dict[tuple[int, int], list[float]] = {(size, num): [] for size in block_sizes for num in {1, rows}}
     for turn in range(num_steps + 1):
-        for size in block_sizes:
-            for request_id in ids:
-                engine.set_block_size(request_id, size)
+        for size, num in seconds:
+            for i, request_id in enumerate(ids):
+                engine.set_block_size(request_id, size if i < num else 1)
             started = time.perf_counter()
             engine.step()
             if turn:  # the first one of a shape pays for memory and kernels
-                seconds[size].append(time.perf_counter() - started)
-    return {size: statistics.median(of_size) for size, of_size in seconds.items()}
+                seconds[size, num].append(time.perf_counter() - started)
+    return {key: statistics.median(of_one) for key, of_one in seconds.items()}
 
 
 def measured_up_to(
@@ -138,7 +185,7 @@ def measured_up_to(
     """The costs of one context, as far as it has room, with 1, 2, 4, ... rows up to `rows`."""
     powers = sorted({min(2**i, rows) for i in range(rows.bit_length() + 1)})
     sizes = sorted({1, *block_sizes})
-    room = (num_steps + 1) * sum(sizes) + 2
+    room = _room(sizes, num_steps)
     return measure_costs(pair, sizes, powers, [max(1, min(context, pair.max_length - room))], num_steps=num_steps)
 
 

@@ -17,7 +17,6 @@ from typing import Any, Protocol, cast
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3MLP,
@@ -27,6 +26,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from blockpilot.cache import SlotCache, SlotView
+from blockpilot.packing import grouped_attention
 from blockpilot.target import head_dim
 
 ARCHITECTURE = "DFlashDraftModel"
@@ -61,7 +61,6 @@ class DraftAttention(nn.Module):
         self.layer_idx = layer_idx
         self.head_dim = config.head_dim
         num_kv_heads = int(config.num_key_value_heads or config.num_attention_heads)
-        self.groups = config.num_attention_heads // num_kv_heads
         width, bias = config.hidden_size, config.attention_bias
         self.q_proj = nn.Linear(width, config.num_attention_heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(width, num_kv_heads * self.head_dim, bias=bias)
@@ -84,8 +83,7 @@ class DraftAttention(nn.Module):
         queries = self.q_norm(self.q_proj(hidden).view(shape)).transpose(1, 2)
         queries, _ = apply_rotary_pos_emb(queries, queries, *rotary)
         keys, values = cache.update(*self.project(hidden, rotary), self.layer_idx)
-        keys, values = (x.repeat_interleave(self.groups, dim=1) for x in (keys, values))
-        attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+        attended = grouped_attention(queries, keys, values, mask, self.head_dim**-0.5)
         output: Tensor = self.o_proj(attended.transpose(1, 2).flatten(-2))
         return output
 

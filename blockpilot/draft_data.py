@@ -159,7 +159,7 @@ def target_features(target: Target, answers: Sequence[Answer], batch_size: int =
         padded = [row + [0] * (longest - len(row)) for row in rows]
         tokens = torch.tensor(padded, device=target.model.device)
         positions = torch.arange(longest, device=tokens.device).expand(len(rows), -1)
-        view = target.new_cache(len(rows), longest).view(0, positions, longest)
+        view = target.new_cache(len(rows), longest).view_rows(positions, longest)
         scored = target.score(tokens, positions, view, features=True)
         assert scored.features is not None
         for i, row, of_row, hidden_row in zip(chosen, rows, scored.features, scored.hidden, strict=True):

@@ -1,8 +1,9 @@
 """The batched decoding engine: requests share one batch of slots, each with its own block size.
 
 A step drafts a block for every row, lets the target score all blocks in one pass, and commits what the keyed sampler
-confirms (verify.py). Rows have their own lengths, block sizes, seeds and limits; a step is as wide as its widest row,
-and padding is masked and never counted. Block size 1 is plain autoregressive decoding through the same code.
+confirms (verify.py). Rows have their own lengths, block sizes, seeds and limits. The target sees the blocks side by
+side without padding (packing.py), the draft only those of rows that draft: a wide block costs its own tokens, not
+everybody's. Block size 1 is plain autoregressive decoding through the same code.
 
 State of a row: `tokens` are final; the target's cache holds all but the last one, the anchor; the draft's cache holds
 the projected context of the same positions.
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from blockpilot.forecast import Forecast, Reader, choose
+from blockpilot.packing import Packing
 from blockpilot.pairs import Pair
 from blockpilot.target import Target
 from blockpilot.text import TextStream
@@ -25,7 +27,7 @@ from blockpilot.verify import Sampling, count_accepted, keyed_sample
 if TYPE_CHECKING:
     from blockpilot.costs import StepCosts
 
-MAX_PREFILL_TOKENS = 8192  # of one padded prefill batch; a longer prompt goes alone
+MAX_PREFILL_TOKENS = 8192  # of the prompts of one prefill; a longer prompt goes alone
 MAX_PENDING = 8  # plain steps whose features the draft is given together
 FinishReason = Literal["stop", "length"]
 
@@ -107,11 +109,11 @@ class _Row:
 
 
 class _Features(NamedTuple):
-    """The target's features of a step [R, W, F], with their positions [R, W] and the length of the longest row."""
+    """The target's features [1, N, F] of some tokens, and where the draft's cache keeps what it makes of them."""
 
     values: Tensor
-    positions: Tensor
-    length: int
+    slots: Tensor  # [1, N]
+    positions: Tensor  # [1, N]
 
 
 class Engine:
@@ -142,10 +144,9 @@ class Engine:
         self._target = Target(pair.target, pair.draft.options.target_layer_ids)
         self._draft = pair.draft
         self._device = pair.target.device
-        # Padding of a step may lie beyond a row's last position, by less than a block.
-        columns = max_length + max_block_size
-        self._target_cache = self._target.new_cache(num_slots, columns)
-        self._draft_cache = self._draft.new_cache(num_slots, columns)
+        self._target_cache = self._target.new_cache(num_slots, max_length)
+        # Padding of the draft's blocks may lie beyond a row's last position, by less than a block.
+        self._draft_cache = self._draft.new_cache(num_slots, max_length + max_block_size)
         self._rows: list[_Row] = []
         self._waiting: deque[_Row] = deque()
         self._pending: list[_Features] = []
@@ -232,33 +233,30 @@ class Engine:
         return steps
 
     def _next_prefill(self) -> list[_Row]:
-        """Waiting rows, in order, that fit the free slots and one padded prefill batch."""
+        """Waiting rows, in order, that fit the free slots and one prefill."""
         batch: list[_Row] = []
-        longest = 0
+        num_tokens = 0
         while self._waiting and len(self._rows) + len(batch) < self.num_slots:
-            longest = max(longest, len(self._waiting[0].tokens))
-            if batch and longest * (len(batch) + 1) > MAX_PREFILL_TOKENS:
+            num_tokens += len(self._waiting[0].tokens)
+            if batch and num_tokens > MAX_PREFILL_TOKENS:
                 break
             batch.append(self._waiting.popleft())
         return batch
 
     def _prefill(self, rows: list[_Row]) -> list[Step]:
         self._catch_up()
+        first, self._rows = len(self._rows), self._rows + rows
         lengths = [len(row.tokens) for row in rows]
-        longest, drafts = max(lengths), any(row.drafts for row in rows)
-        tokens = self._tensor([row.tokens + [0] * (longest - len(row.tokens)) for row in rows])
-        positions = torch.arange(longest, device=self._device).expand(len(rows), longest)
-        first = len(self._rows)
-        view = self._target_cache.view(first, positions, longest)
-        scored = self._target.score(tokens, positions, view, features=drafts)
-        last = torch.arange(len(rows), device=self._device), self._tensor(lengths) - 1
-        logits = self._target.logits(scored.hidden[last]).float()
+        packing = Packing(lengths, self._device)
+        tokens = self._tensor([token for row in rows for token in row.tokens])
+        hidden, features = self._score(tokens, packing, [0] * len(rows), first, any(row.drafts for row in rows))
+        last = self._tensor([start + length - 1 for start, length in zip(packing.firsts, lengths, strict=True)])
+        logits = self._target.logits(hidden[last]).float()
         contexts = None
-        if scored.features is not None:
-            contexts = self._extend(scored.features, positions, first, longest)[last].float()
+        if features is not None:
+            contexts = self._extend(features)[last].float()
         chosen = keyed_sample(logits, lengths, [row.request.sampling for row in rows]).tolist()
         anchors = self._target.embed(self._tensor(chosen))
-        self._rows += rows
         steps = []
         for i, row in enumerate(rows):
             prefill = Prefill(logits[i], None, lengths[i], row.request.sampling.temperature)
@@ -268,6 +266,20 @@ class Engine:
             steps.append(_commit(row, [chosen[i]], 0, 0, prefill))
         self._retire()
         return steps
+
+    def _score(
+        self, tokens: Tensor, packing: Packing, starts: list[int], first_slot: int, drafts: bool
+    ) -> tuple[Tensor, _Features | None]:
+        """Run packed tokens [N] of rows from `first_slot` on, which go on at `starts`, through the target.
+
+        Returns hidden [N, hidden], and the features where some row drafts.
+        """
+        num_rows, slots, positions = len(starts), (packing.rows + first_slot)[None], packing.positions(starts)[None]
+        length = max(start + size for start, size in zip(starts, packing.sizes, strict=True))
+        view = self._target_cache.view(slots, positions, slice(first_slot, first_slot + num_rows), length)
+        scored = self._target.score(tokens[None], positions, view, features=drafts, packing=packing)
+        features = None if scored.features is None else _Features(scored.features, slots, positions)
+        return scored.hidden[0], features
 
     def _decide(self, row: _Row, prefill: Prefill) -> None:
         """Set the block size of a row for good, or the forecast to choose from at every step."""
@@ -294,14 +306,17 @@ class Engine:
             if row.forecast is not None:
                 row.block_size = next(chosen)
 
-    def _read(self, contexts: Tensor, num_accepted: list[int]) -> None:
-        """Let policies that read every step see what the next starts from: contexts [R, W, hidden] of this one."""
+    def _read(self, contexts: Tensor, last: list[int]) -> None:
+        """Let policies that read every step see what the next starts from: contexts [N, hidden] of this one.
+
+        last [R] is the place of each row's last final token among them.
+        """
         readers: dict[Reader, list[int]] = {}
         for i, row in enumerate(self._rows):
             if row.forecast is not None and row.forecast.reader is not None and not row.finished:
                 readers.setdefault(row.forecast.reader, []).append(i)
         for reader, index in readers.items():
-            before = contexts[index, [num_accepted[i] for i in index]]
+            before = contexts[[last[i] for i in index]]
             anchors = self._target.embed(self._tensor([self._rows[i].tokens[-1] for i in index]))
             reader.read([self._rows[i].forecast for i in index], before, anchors)
 
@@ -309,84 +324,86 @@ class Engine:
         self._choose()
         rows = self._rows
         sizes = [row.next_block_size for row in rows]
-        width, drafts = max(sizes), any(row.drafts for row in rows)
-        anchors = self._tensor([row.anchor_position for row in rows])
-        positions = anchors[:, None] + torch.arange(width, device=self._device)
-        length = max(row.anchor_position for row in rows) + width
-        block = torch.full_like(positions, self._draft.options.mask_token_id)
-        block[:, 0] = self._tensor([row.tokens[-1] for row in rows])
-        if width > 1:
+        packing = Packing(sizes, self._device)
+        starts = [row.anchor_position for row in rows]
+        tokens = self._tensor([row.tokens[-1] for row in rows])[packing.rows]
+        if packing.width > 1:
             self._catch_up()
-            self._draft_block(block, positions, sizes, length)
-        view = self._target_cache.view(0, positions, length)
-        scored = self._target.score(block, positions, view, features=drafts)
-        chosen = self._sample(scored.hidden, sizes)
-        contexts = None
-        if scored.features is not None:
-            contexts = self._take_in(_Features(scored.features, positions, length))
+            self._draft_into(tokens, packing)
+        hidden, features = self._score(tokens, packing, starts, 0, any(row.drafts for row in rows))
+        chosen = self._draw(hidden, [range(1, size + 1) for size in sizes]).tolist()
+        contexts = None if features is None else self._take_in(features, packing.width == 1)
+        drafted = tokens.tolist()
         steps = [
-            _verify(row, drafted[1:size], tokens, size)
-            for row, drafted, tokens, size in zip(rows, block.tolist(), chosen, sizes, strict=True)
+            _verify(row, drafted[first + 1 : first + size], chosen[first : first + size])
+            for row, first, size in zip(rows, packing.firsts, sizes, strict=True)
         ]
         if contexts is not None:
-            self._read(contexts, [step.num_accepted for step in steps])
+            last = [first + step.num_accepted for first, step in zip(packing.firsts, steps, strict=True)]
+            self._read(contexts, last)
         self._retire()
         return steps
 
-    def _draft_block(self, block: Tensor, positions: Tensor, sizes: list[int], length: int) -> None:
-        """Fill slots 1 .. of every row's block [R, W] with the draft's tokens, in place."""
+    def _draft_into(self, tokens: Tensor, packing: Packing) -> None:
+        """Put the draft's tokens into the slots 1 .. of the packed blocks [N], in place."""
+        drafting = [slot for slot, size in enumerate(packing.sizes) if size > 1]
+        sizes = [packing.sizes[slot] for slot in drafting]
+        slots = self._tensor(drafting)
+        firsts = [self._rows[slot].anchor_position for slot in drafting]
+        columns = torch.arange(packing.width, device=self._device)
+        positions = self._tensor(firsts)[:, None] + columns
+        anchors = tokens[self._tensor([packing.firsts[slot] for slot in drafting])]
+        block = torch.where(columns == 0, anchors[:, None], self._draft.options.mask_token_id)
+        everyone = len(drafting) == len(self._rows)
+        read = slice(0, len(drafting)) if everyone else slots
+        view = self._draft_cache.view(slots[:, None], positions, read, max(firsts) + packing.width)
         embedded = self._target.embed(block).to(self._draft.dtype)
-        view = self._draft_cache.view(0, positions, length)
         hidden = self._draft.propose(embedded, positions, self._tensor(sizes), view)
-        slots = [range(1, size) for size in sizes]
-        block[_indices(slots, self._device)] = self._draw(hidden, slots, first_position=0)
+        of_drafts = [range(1, size) for size in packing.sizes]
+        row = [i for i, size in enumerate(sizes) for _ in range(1, size)]
+        slot = [slot for listed in of_drafts for slot in listed]
+        places = [first + slot for first, listed in zip(packing.firsts, of_drafts, strict=True) for slot in listed]
+        tokens[self._tensor(places)] = self._draw(hidden[self._tensor(row), self._tensor(slot)], of_drafts)
 
-    def _sample(self, hidden: Tensor, sizes: list[int]) -> list[list[int]]:
-        """The target's own token after every scored slot: hidden [R, W, hidden] -> sizes[r] tokens a row."""
-        tokens = iter(self._draw(hidden, [range(size) for size in sizes], first_position=1).tolist())
-        return [[next(tokens) for _ in range(size)] for size in sizes]
-
-    def _draw(self, hidden: Tensor, slots: list[range], first_position: int) -> Tensor:
-        """Tokens drawn from the listed slots of hidden [R, W, hidden]; slot 0's is `first_position` after the anchor.
+    def _draw(self, hidden: Tensor, offsets: Sequence[range]) -> Tensor:
+        """Tokens [M] drawn from hidden [M, hidden], each so far after its row's anchor as `offsets` [R] list.
 
         Draft and target draw a position's token with the same key: where their distributions agree, so do the tokens,
         at any temperature (coupling by shared randomness, arXiv 2408.07978).
         """
-        logits = self._target.logits(hidden[_indices(slots, self._device)])
         positions, sampling = [], []
-        for row, listed in zip(self._rows, slots, strict=True):
-            positions += [row.anchor_position + first_position + slot for slot in listed]
+        for row, listed in zip(self._rows, offsets, strict=True):
+            positions += [row.anchor_position + offset for offset in listed]
             sampling += [row.request.sampling] * len(listed)
-        return keyed_sample(logits, positions, sampling)
+        return keyed_sample(self._target.logits(hidden), positions, sampling)
 
-    def _take_in(self, features: _Features) -> Tensor | None:
-        """Give the draft what it will know of this step; returns the context vectors [R, W, hidden], or None.
+    def _take_in(self, features: _Features, plain: bool) -> Tensor | None:
+        """Give the draft what it will know of this step; returns the context vectors [N, hidden], or None.
 
         Where nothing is drafted this can wait, and is cheaper for several steps together. Policies that read every
         step wait with it: what is expected of many rows together changes little from one step to the next.
         """
         self._pending.append(features)
-        width = features.positions.shape[1]
-        if width == 1 and len(self._pending) < min(MAX_PENDING, len(self._rows)):
+        if plain and len(self._pending) < min(MAX_PENDING, len(self._rows)):
             return None
         contexts = self._catch_up()
         assert contexts is not None
-        return contexts[:, -width:]
+        return contexts[-features.positions.numel() :]
 
     def _catch_up(self) -> Tensor | None:
-        """Give the draft all that was put off: the context vectors [R, all W, hidden], None if there was nothing."""
+        """Give the draft all that was put off: its context vectors [N, hidden], None if there was nothing."""
         if not self._pending:
             return None
-        values, positions = (torch.cat(parts, dim=1) for parts in zip(*(f[:2] for f in self._pending), strict=True))
-        length = self._pending[-1].length
+        together = _Features(*(torch.cat(parts, dim=1) for parts in zip(*self._pending, strict=True)))
         self._pending.clear()
-        return self._extend(values, positions, 0, length)
+        return self._extend(together)
 
-    def _extend(self, features: Tensor, positions: Tensor, first_slot: int, length: int) -> Tensor:
-        """Give the draft the target's features of these positions; returns the context vectors [R, W, hidden]."""
-        context = self._draft.fuse(features.to(self._draft.dtype))
-        self._draft.extend(context, positions, self._draft_cache.view(first_slot, positions, length))
-        return context
+    def _extend(self, features: _Features) -> Tensor:
+        """Give the draft the target's features of some tokens; returns their context vectors [N, hidden]."""
+        context = self._draft.fuse(features.values.to(self._draft.dtype))
+        view = self._draft_cache.view(features.slots, features.positions, slice(0, 0), 0)
+        self._draft.extend(context, features.positions, view)
+        return context[0]
 
     def _retire(self) -> None:
         """Drop finished rows, keeping slots dense: the last row moves into each hole."""
@@ -409,15 +426,9 @@ class Engine:
         return torch.tensor(values, device=self._device)
 
 
-def _indices(slots: list[range], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Row and slot index of every slot listed for each row."""
-    rows = torch.tensor([r for r, row_slots in enumerate(slots) for _ in row_slots], device=device)
-    return rows, torch.tensor([slot for row_slots in slots for slot in row_slots], device=device)
-
-
-def _verify(row: _Row, drafted: list[int], chosen: list[int], block_size: int) -> Step:
+def _verify(row: _Row, drafted: list[int], chosen: list[int]) -> Step:
     """Emit the accepted prefix of `drafted` and the bonus token; both are the target's own choices."""
-    num_accepted = count_accepted(drafted, chosen)
+    block_size, num_accepted = len(chosen), count_accepted(drafted, chosen)
     if row.forecast is not None:
         row.forecast.observe(block_size, num_accepted)
     return _commit(row, chosen[: num_accepted + 1], block_size, num_accepted, None)

@@ -10,12 +10,18 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 if TYPE_CHECKING:
     from blockpilot.costs import StepCosts
     from blockpilot.engine import Prefill
     from blockpilot.policy import CandidateSet
+
+
+Array = NDArray[np.float64]
+_NEVER = 1e5  # tokens: what no row emits
 
 
 class Reader(Protocol):
@@ -65,35 +71,46 @@ def choose(
 ) -> list[int]:
     """The block sizes of a step that are expected to make the most tokens a second of the whole batch.
 
-    A step is as wide as its widest row, so for every width each row takes the size up to it that emits the most (the
-    smallest of equals). `others` are the sizes of rows that do not choose: they widen the step, and are taken to emit
-    one token. `context` is the rows' mean length. Without costs every step is taken to cost the same.
+    Of equals the smallest. `others` are the sizes of rows that do not choose; they are taken to emit one token.
+    `context` is the rows' mean length. Without costs every step is taken to cost the same.
     """
     if not forecasts:
         return []
-    num_rows, widest_other = len(forecasts) + len(others), max(others, default=1)
-    sizes = [forecast.candidates[0] for forecast in forecasts]
-    taus = [forecast.taus[0] for forecast in forecasts]
-    best, most = list(sizes), -1.0
-    for width, options in _by_width(forecasts):
-        for row, tau in options:
-            if tau > taus[row]:
-                sizes[row], taus[row] = width, tau
-        tokens = sum(taus)
-        if costs is not None:
-            tokens = (tokens + len(others)) / costs.step_s(max(*sizes, widest_other), num_rows, context)
-        if tokens > most:
-            best, most = list(sizes), tokens
-    return best
+    if costs is None:
+        return [f.candidates[max(range(len(f.taus)), key=lambda k: (f.taus[k], -k))] for f in forecasts]
+    options = [dict(zip(f.candidates, f.taus, strict=True)) for f in forecasts] + [{size: 1.0} for size in others]
+    sizes = sorted({size for of_row in options for size in of_row if size > 1})
+    if not sizes:
+        return [1] * len(forecasts)
+    plain = np.array([of_row.get(1, -_NEVER) for of_row in options])
+    drafting = np.array([[of_row.get(size, -(_NEVER**2)) for size in sizes] for of_row in options])
+    plain_s, added_s = costs.step_s(1, len(options), context), costs.added_s(sizes, len(options), context)
+    chosen = _most_a_second(plain, drafting.clip(min=-(_NEVER**2)), plain_s, added_s)
+    return [1 if k < 0 else sizes[k] for k in chosen[: len(forecasts)].tolist()]
 
 
-def _by_width(forecasts: Sequence[Forecast]) -> list[tuple[int, list[tuple[int, float]]]]:
-    """Ascending block sizes, each with the rows that may take it and what they would emit."""
-    options: dict[int, list[tuple[int, float]]] = {}
-    for row, forecast in enumerate(forecasts):
-        for size, tau in zip(forecast.candidates, forecast.taus, strict=True):
-            options.setdefault(size, []).append((row, tau))
-    return sorted(options.items())
+def _most_a_second(plain: Array, drafting: Array, plain_s: float, added_s: Array) -> NDArray[np.int64]:
+    """Which option of every row [R] makes the most tokens in all over seconds in all; -1 for plain decoding.
+
+    plain [R] and drafting [R, K] are tokens; drafting takes the seconds added_s [R, K], by how many rows draft (one
+    in the first line). A rate is reached if tokens less that many times the seconds come to nothing (Dinkelbach);
+    for a given rate and number of drafting rows, those draft that get the most out of it.
+    """
+    rows, rate = np.arange(len(plain)), 0.0
+    while True:
+        worth = drafting - rate * added_s[:, None]  # [number that drafts, row, option]
+        gains = worth.max(axis=2) - plain
+        order = np.argsort(-gains, axis=1, kind="stable")
+        sums = np.concatenate([[0.0], np.take_along_axis(gains, order, axis=1).cumsum(axis=1).diagonal()])
+        num = int(sums.argmax())
+        chosen = np.full(len(plain), -1)
+        who = order[num - 1, :num]
+        chosen[who] = worth[num - 1, who].argmax(axis=1)
+        tokens = np.where(chosen < 0, plain, drafting[rows, chosen]).sum()
+        seconds = plain_s + added_s[num - 1, chosen[who]].sum()
+        if tokens / seconds <= rate:
+            return chosen
+        rate = tokens / seconds
 
 
 # A baseline that learns nothing beforehand
@@ -147,7 +164,7 @@ class RunningMeans:
         chances = accumulate((self._rate(slot) for slot in range(1, self.candidates[-1])), lambda a, b: a * b)
         by_size = list(accumulate(chances, initial=1.0))  # [b - 1]: tokens of a step with block size b
         probed = self._probed()
-        return [math.inf if size == probed else by_size[size - 1] for size in self.candidates]
+        return [by_size[size - 1] if probed in (None, size) else -math.inf for size in self.candidates]
 
     def _probed(self) -> int | None:
         """The candidate to try whatever is expected of it, every so often: the next larger than the last one."""

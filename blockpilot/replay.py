@@ -69,10 +69,10 @@ def know(pair: Pair, texts: Sequence[Text], *, keep_context: bool = False) -> Kn
     for start in range(0, length, stretch):
         end = min(start + stretch, length)
         positions = torch.arange(start, end, device=device).expand(len(texts), -1)
-        scored = target.score(tokens[:, start:end], positions, target_cache.view(0, positions, end), features=True)
+        scored = target.score(tokens[:, start:end], positions, target_cache.view_rows(positions, end), features=True)
         assert scored.features is not None
         context = draft.fuse(scored.features.to(draft.dtype))
-        draft.extend(context, positions, draft_cache.view(0, positions, end))
+        draft.extend(context, positions, draft_cache.view_rows(positions, end))
         if keep_context:
             kept.append(context)
         here = (last_of_prompt >= start) & (last_of_prompt < end)

@@ -1,7 +1,8 @@
 """The target: a stock transformers causal language model, run over a SlotCache.
 
-One forward pass serves prefill, block scoring and plain decoding: R rows of W tokens at explicit positions, with a
-4-D mask `key_position <= query_position`. The LM head runs only on the positions that somebody reads.
+One forward pass serves prefill, block scoring and plain decoding: rows of tokens at explicit positions, equally long
+or packed (packing.py), with a 4-D mask `key_position <= query_position`. The LM head runs only on the positions that
+somebody reads.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from blockpilot.cache import SlotCache, SlotView
+from blockpilot.packing import ATTENTION, Packing
 
 FAMILIES = ("llama", "qwen3", "qwen3_moe")
 
@@ -28,6 +30,8 @@ class Target:
 
     def __init__(self, model: PreTrainedModel, layer_ids: Sequence[int]) -> None:
         check_family(model.config)
+        if model.config._attn_implementation != ATTENTION:
+            model.set_attn_implementation(ATTENTION)
         self.model = model
         self.layer_ids = tuple(layer_ids)
 
@@ -44,16 +48,23 @@ class Target:
             device=self.model.device,
         )
 
-    def score(self, tokens: Tensor, positions: Tensor, cache: SlotView, *, features: bool) -> Scored:
-        """Run tokens [R, W] at positions [R, W], storing their keys and values in `cache`."""
+    def score(
+        self, tokens: Tensor, positions: Tensor, cache: SlotView, *, features: bool, packing: Packing | None = None
+    ) -> Scored:
+        """Run tokens [R, W] at positions [R, W], storing their keys and values in `cache`.
+
+        With a packing they are [1, N], and `cache` is read row by row.
+        """
         columns = torch.arange(cache.length, device=tokens.device)
+        queries = positions if packing is None else packing.pad(positions[0])
         output = self.model.model(
             input_ids=tokens,
             position_ids=positions,
-            attention_mask=(columns <= positions[:, :, None])[:, None],
+            attention_mask=(columns <= queries[:, :, None])[:, None],
             past_key_values=cache,
             use_cache=True,
             output_hidden_states=[i + 1 for i in self.layer_ids] if features else False,
+            packing=packing,
         )
         chosen = None
         if features:

@@ -50,7 +50,7 @@ def document_of(pair: Pair, prompt_ids: tuple[int, ...], text: list[int]) -> Doc
     tokens = torch.tensor([*prompt_ids, *text])
     positions = torch.arange(len(tokens))[None]
     with torch.inference_mode():
-        view = target.new_cache(1, len(tokens)).view(0, positions, len(tokens))
+        view = target.new_cache(1, len(tokens)).view_rows(positions, len(tokens))
         scored = target.score(tokens[None], positions, view, features=True)
     assert scored.features is not None
     return Document(tokens, len(prompt_ids), scored.features[0], scored.hidden[0])

@@ -17,6 +17,7 @@ COSTS = StepCosts(
     rows=(2, 4),
     contexts=(100, 200),
     seconds=(((1.0, 2.0), (3.0, 4.0)), ((5.0, 6.0), (7.0, 8.0))),
+    one_drafts=(((1.0, 2.0), (3.0, 4.0)), ((4.0, 5.0), (5.0, 6.0))),
 )
 
 
@@ -41,6 +42,17 @@ def test_a_block_size_pays_by_what_it_costs() -> None:
     assert COSTS.speed_up(1, tau=1.0, rows=4, context=200) == pytest.approx(1.0)
 
 
+def test_rows_that_draft_share_what_they_add() -> None:
+    """Four rows: one that drafts adds 5 - 3, all four add 7 - 3; in between it is linear in their number."""
+    added = COSTS.added_s([1, 3, 5], 4, 100)
+    assert added.shape == (4, 3)
+    together = added * [[1], [2], [3], [4]]
+    assert together[:, 2] == pytest.approx([2, 2 + 2 / 3, 2 + 4 / 3, 4])
+    assert together[:, 1] == pytest.approx([1, 1 + 1 / 3, 1 + 2 / 3, 2])
+    assert together[:, 0] == pytest.approx([0] * 4)
+    assert COSTS.added_s([5], 1, 150).tolist() == [pytest.approx([4.0])]  # one row is all rows
+
+
 @pytest.mark.parametrize(("rows", "context"), [(2, 100), (4, 200), (3, 150)])
 def test_candidates_cost_so_many_plain_steps(rows: int, context: int) -> None:
     """Also those that were not measured, and in any order."""
@@ -57,7 +69,17 @@ def test_costs_survive_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"pair": None}, {"rows": [2]}, {"seconds": [[[1, 2], [3]]] * 2}, {"extra": 1}, {"seconds": 3}]
+    "change",
+    [
+        {"pair": None},
+        {"rows": [2]},
+        {"seconds": [[[1, 2], [3]]] * 2},
+        {"seconds": [[[1, 2], [3, float("nan")]]] * 2},
+        {"one_drafts": [[["1", 2], [3, 4]]] * 2},
+        {"one_drafts": [[[1, 2], [3, 0]]] * 2},
+        {"extra": 1},
+        {"seconds": 3},
+    ],
 )
 def test_other_files_are_refused(change: dict[str, object], tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
@@ -71,6 +93,8 @@ def test_every_point_is_measured(tiny_pair: Pair) -> None:
     assert (costs.pair, costs.dtype) == (tiny_pair.id, "float32")
     assert all(s > 0 for of_size in costs.seconds for of_rows in of_size for s in of_rows)
     assert (len(costs.seconds), len(costs.seconds[0]), len(costs.seconds[0][0])) == (3, 2, 2)
+    assert [of_size[0] for of_size in costs.one_drafts] == [of_size[0] for of_size in costs.seconds]  # of one row
+    assert costs.one_drafts[0][1] != costs.one_drafts[1][1] != costs.seconds[1][1]
 
 
 @pytest.mark.parametrize("axes", [([4, 2], [1], [8]), ([2], [0], [8]), ([2], [1], [])])

@@ -108,10 +108,10 @@ def propose(draft: DraftModel, features: Tensor, block: Tensor, anchors: list[in
     cache = draft.new_cache(rows, CONTEXT + width + 3)
     context = draft.fuse(features)
     positions = torch.arange(CONTEXT).expand(rows, -1)
-    draft.extend(context[:, :4], positions[:, :4], cache.view(0, positions[:, :4], 4))
-    draft.extend(context[:, 4:], positions[:, 4:], cache.view(0, positions[:, 4:], CONTEXT))
+    draft.extend(context[:, :4], positions[:, :4], cache.view_rows(positions[:, :4], 4))
+    draft.extend(context[:, 4:], positions[:, 4:], cache.view_rows(positions[:, 4:], CONTEXT))
     positions = torch.tensor(anchors)[:, None] + torch.arange(width)
-    view = cache.view(0, positions, max(anchors) + width)
+    view = cache.view_rows(positions, max(anchors) + width)
     return draft.propose(block, positions, torch.tensor(sizes), view)
 
 

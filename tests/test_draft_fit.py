@@ -110,11 +110,11 @@ def test_training_blocks_equal_the_drafting_path(tiny_pair: Pair) -> None:
             cache = draft.new_cache(1, 40)
             columns = torch.arange(anchor)[None]
             draft.extend(
-                draft.fuse(document.features[None, :anchor].float()), columns, cache.view(0, columns, anchor)
+                draft.fuse(document.features[None, :anchor].float()), columns, cache.view_rows(columns, anchor)
             )
             block = torch.tensor([[int(document.tokens[anchor]), *[draft.options.mask_token_id] * (BLOCK - 1)]])
             positions = anchor + torch.arange(BLOCK)[None]
-            view = cache.view(0, positions, anchor + BLOCK)
+            view = cache.view_rows(positions, anchor + BLOCK)
             alone = draft.propose(loss.embedding[block], positions, torch.tensor([BLOCK]), view)
             torch.testing.assert_close(trained[row, a], alone[0], rtol=1e-4, atol=1e-5)
 

@@ -56,11 +56,11 @@ def test_steps_are_those_of_an_engine_that_never_waits(
 
 
 def test_plain_steps_of_many_rows_reach_the_draft_together(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    widths: list[int] = []
+    num_tokens: list[int] = []
     extend = tiny_pair.draft.extend
 
     def counted(context, positions, cache):  # type: ignore[no-untyped-def]
-        widths.append(positions.shape[1])
+        num_tokens.append(positions.shape[1])
         return extend(context, positions, cache)
 
     monkeypatch.setattr(tiny_pair.draft, "extend", counted)
@@ -68,11 +68,11 @@ def test_plain_steps_of_many_rows_reach_the_draft_together(tiny_pair: Pair, monk
     for prompt in PROMPTS:
         engine.add(Request(prompt, 50))
     engine.step()
-    widths.clear()
+    num_tokens.clear()
     for _ in range(24):
         engine.step()
-    assert sum(widths) == 24
-    assert set(widths) == {6}  # as many as there are rows, at most 8
+    assert sum(num_tokens) == 24 * 6
+    assert set(num_tokens) == {6 * 6}  # those of as many steps as there are rows, at most 8
 
 
 def test_a_policy_sees_the_prefill(tiny_pair: Pair) -> None:

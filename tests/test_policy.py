@@ -54,7 +54,8 @@ VOCAB_SIZE, HIDDEN, THRESHOLD = 50, 16, 0.01
 CONTEXT_SIZE, ANCHOR_SIZE = 6, 5
 CANDIDATES = CandidateSet((1, 2, 4, 8))
 PAIR = PairId("org/Target", "1111", "org/draft", "2222")
-COSTS = StepCosts(PAIR, "float32", "cpu", (1, 8), (1, 4), (32,), (((1.0,), (2.0,)), ((1.5,), (4.0,))))
+SECONDS = (((1.0,), (2.0,)), ((1.5,), (4.0,)))
+COSTS = StepCosts(PAIR, "float32", "cpu", (1, 8), (1, 4), (32,), SECONDS, SECONDS)
 STEP_INPUTS: tuple[Input, ...] = ("context", "anchor", "scalars")
 EVERY_INPUT: list[tuple[Input, ...]] = [
     ("probs",),

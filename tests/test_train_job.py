@@ -35,6 +35,7 @@ COSTS = StepCosts(
     rows=(1, 4),
     contexts=(64,),
     seconds=tuple(((1 + 0.02 * size,), (1 + 0.2 * size,)) for size in WITH_PLAIN),
+    one_drafts=tuple(((1 + 0.02 * size,), (1.1 + 0.1 * size,)) for size in WITH_PLAIN),
 )
 
 

@@ -1,0 +1,82 @@
+"""Rows packed side by side: nothing is lost or mixed up, and the target computes what it does for rows apart."""
+
+import pytest
+import torch
+from conftest import tiny_target
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from blockpilot.packing import Packing, grouped_attention
+from blockpilot.pairs import Pair
+from blockpilot.target import Target
+
+CPU = torch.device("cpu")
+
+
+@given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=6))
+def test_padding_and_back(sizes: list[int]) -> None:
+    packing = Packing(sizes, CPU)
+    tokens = torch.arange(sum(sizes))
+    rows = tokens.split(sizes)
+    padded = packing.pad(tokens)
+    assert padded.shape == (len(sizes), max(sizes))
+    for row, of_row in zip(padded, rows, strict=True):
+        assert row[: len(of_row)].equal(of_row)
+        assert (row[len(of_row) :] == of_row[-1]).all()
+    assert packing.pack(padded).equal(tokens)
+    assert packing.firsts == [int(row[0]) for row in rows]
+    assert packing.positions([10 * r for r in range(len(sizes))]).tolist() == [
+        10 * r + i for r, size in enumerate(sizes) for i in range(size)
+    ]
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_grouped_queries_meet_their_own_keys(groups: int) -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, heads, width, 8) for heads, width in ((2 * groups, 3), (2, 5), (2, 5)))
+    mask = torch.rand(2, 1, 3, 5) < 0.7
+    mask[..., 0] = True
+    found = grouped_attention(query, key, value, mask, 0.3)
+    for row in range(2):
+        for head in range(2 * groups):
+            scores = (query[row, head] @ key[row, head // groups].T * 0.3).masked_fill(~mask[row, 0], -torch.inf)
+            expected = scores.softmax(dim=-1) @ value[row, head // groups]
+            assert torch.allclose(found[row, head], expected, atol=1e-6)
+
+
+def score(target: Target, tokens: list[list[int]], slots: list[int]) -> list[Tensor]:
+    """Hidden states of every row, packed; the first two tokens of each are in the cache already."""
+    cache = target.new_cache(8, 16)
+    for starts, part in (
+        ([0] * len(tokens), [row[:2] for row in tokens]),
+        ([2] * len(tokens), [r[2:] for r in tokens]),
+    ):
+        packing = Packing([len(row) for row in part], CPU)
+        packed = torch.tensor([token for row in part for token in row])
+        positions, length = packing.positions(starts), max(s + n for s, n in zip(starts, packing.sizes, strict=True))
+        view = cache.view(torch.tensor(slots)[packing.rows][None], positions[None], torch.tensor(slots), length)
+        scored = target.score(packed[None], positions[None], view, features=True, packing=packing)
+    assert scored.features is not None
+    return list(torch.cat([scored.hidden, scored.features], dim=-1)[0].split(packing.sizes))
+
+
+@torch.inference_mode()
+def test_packed_rows_are_those_of_rows_alone(tiny_pair: Pair) -> None:
+    """In any slots of the cache, beside rows of any length."""
+    target = Target(tiny_pair.target, (1, 3))
+    tokens = [[1, 2, 3], [4, 5, 6, 7, 8, 9], [10, 11, 12, 13]]
+    together = score(target, tokens, [5, 0, 3])
+    for row, hidden in zip(tokens, together, strict=True):
+        (alone,) = score(target, [row], [0])
+        assert torch.allclose(hidden, alone, atol=1e-3)
+
+
+@torch.inference_mode()
+def test_the_stock_model_computes_as_before() -> None:
+    """Its own forward pass and padded batches go through the same attention without a packing."""
+    stock, ours = tiny_target(), tiny_target()
+    Target(ours, (1,))
+    tokens, mask = torch.tensor([[5, 6, 7, 8], [256, 256, 9, 10]]), torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
+    found, expected = (model(tokens, attention_mask=mask).logits for model in (ours, stock))
+    assert found[mask.bool()].equal(expected[mask.bool()])

@@ -5,7 +5,6 @@ prompts are random tokens; block sizes take turns, so that a slow moment of the 
 """
 
 import json
-import statistics
 import time
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -123,7 +122,9 @@ def _weights(axis: Sequence[int], value: int) -> list[tuple[int, float]]:
 def measure_costs(
     pair: Pair, block_sizes: Sequence[int], rows: Sequence[int], contexts: Sequence[int], *, num_steps: int = 7
 ) -> StepCosts:
-    """Median seconds of `num_steps` steps at every point of the grid; axes ascend.
+    """Seconds of the fastest of `num_steps` steps at every point of the grid; axes ascend.
+
+    What the others take longer is the machine's other business.
 
     Raises ValueError for an axis that does not ascend or a context that leaves no room for the steps.
     """
@@ -161,7 +162,7 @@ def _room(block_sizes: Sequence[int], num_steps: int) -> int:
 def _measure(
     pair: Pair, block_sizes: Sequence[int], rows: int, context: int, num_steps: int
 ) -> dict[tuple[int, int], float]:
-    """Median seconds of a step by block size and number of rows that draft, all or one; the others decode plainly."""
+    """Seconds of a step by block size and number of rows that draft, all or one; the others decode plainly."""
     room = _room(block_sizes, num_steps)
     engine = Engine(pair, num_slots=rows, max_length=context + room, max_block_size=block_sizes[-1])
     prompts = torch.randint(0, pair.vocab_size, (rows, context), generator=torch.Generator().manual_seed(0))
@@ -176,7 +177,7 @@ def _measure(
             engine.step()
             if turn:  # the first one of a shape pays for memory and kernels
                 seconds[size, num].append(time.perf_counter() - started)
-    return {key: statistics.median(of_one) for key, of_one in seconds.items()}
+    return {key: min(of_one) for key, of_one in seconds.items()}
 
 
 def measured_up_to(

@@ -10,7 +10,6 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +18,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from blockpilot.blocks import emitted_along
 from blockpilot.files import write_text
 from blockpilot.network import SCALARS, Features, SparseProbs, scalars
 from blockpilot.policy import Reads
@@ -35,10 +33,8 @@ _COLUMNS: dict[str, Any] = {
     "context": np.float16,
     "anchor": np.float16,
     "taus": np.float32,
-    "passed": np.uint8,
 }
 _TORCH = {
-    np.uint8: torch.uint8,
     np.int32: torch.int32,
     np.int64: torch.int64,
     np.float32: torch.float32,
@@ -81,8 +77,6 @@ class Examples:
     anchor: Tensor
     all_taus: Tensor
     """[N, K] float32: tokens of a step with each candidate."""
-    all_passed: Tensor
-    """[N, K] uint8: whether decoding with the candidate alone comes to this step; always, if it is a prefill."""
 
     def __len__(self) -> int:
         return len(self.index)
@@ -96,9 +90,21 @@ class Examples:
         """[E, K], in memory."""
         return self.all_taus[self.index]
 
-    def passed(self, candidate: int) -> "Examples":
-        """The steps that decoding with one candidate, by its place in the set, would come to."""
-        return self.take(self.all_passed[self.index, candidate].nonzero()[:, 0])
+    @property
+    def prompt_of(self) -> Tensor:
+        """[E] int64: 0 for the examples of the first row, 1 for those of the next one, and so on."""
+        rows = self.rows[self.index]
+        return (rows.diff(prepend=rows[:1]) != 0).cumsum(0)
+
+    def following(self, chosen: Tensor) -> Tensor:
+        """[E] int64: the example of the same row that decoding comes to after example e, len(self) if there is none.
+
+        chosen [E] are the candidates taken. The examples must be whole rows, in order.
+        """
+        prompts, emitted = self.prompt_of, self.taus.gather(1, chosen[:, None])[:, 0].long()
+        found = torch.arange(len(self)) + emitted
+        inside = (found < len(self)) & (prompts[found.clamp_max(len(self) - 1)] == prompts)
+        return torch.where(inside, found, len(self))
 
     @property
     def features(self) -> Features:
@@ -179,7 +185,6 @@ def _of_prefill(row: SweepRow, candidates: Sequence[int]) -> dict[str, NDArray[A
         "context": np.array([row.context]),
         "anchor": np.zeros((1, 0)),
         "taus": np.array([[taus[size] for size in candidates]]),
-        "passed": np.ones((1, len(candidates))),
     }
 
 
@@ -190,7 +195,6 @@ def _of_steps(row: SweepRow, candidates: Sequence[int]) -> dict[str, NDArray[Any
     emitted = [
         [min(accepted[size][p] + 1, left - p) if size > 1 else 1 for size in candidates] for p in row.step_places
     ]
-    passed = [_places(accepted[size]) if size > 1 and num else set(row.step_places) for size in candidates]
     return {
         "ids": np.zeros(0),
         "probs": np.zeros(0),
@@ -199,13 +203,7 @@ def _of_steps(row: SweepRow, candidates: Sequence[int]) -> dict[str, NDArray[Any
         "context": vectors(row.step_contexts, num) if num else np.zeros((0, 0)),
         "anchor": vectors(row.step_embeddings, num) if num else np.zeros((0, 0)),
         "taus": np.array(emitted),
-        "passed": np.array([[p in places for places in passed] for p in row.step_places]),
     }
-
-
-def _places(accepted: Sequence[int]) -> set[int]:
-    """Where the steps of a decoding begin, by the drafts accepted at every place."""
-    return set(accumulate(emitted_along(accepted)[:-1], initial=0))
 
 
 def _scalars(row: SweepRow) -> list[float]:
@@ -239,7 +237,6 @@ def open_examples(folder: Path) -> Examples:
         "context": num * sizes.context,
         "anchor": num * sizes.anchor,
         "taus": num * sizes.candidates,
-        "passed": num * sizes.candidates,
     }
     columns = {name: _map(folder / name, counts[name], dtype) for name, dtype in _COLUMNS.items()}
     rank = torch.zeros(len(index.prompt_ids), dtype=torch.int64)
@@ -254,7 +251,6 @@ def open_examples(folder: Path) -> Examples:
         columns["context"].view(num, sizes.context),
         columns["anchor"].view(num, sizes.anchor),
         columns["taus"].view(num, -1),
-        columns["passed"].view(num, -1),
     )
 
 

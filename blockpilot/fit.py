@@ -27,7 +27,6 @@ from torch.nn import functional
 from blockpilot.examples import Examples
 from blockpilot.network import Form, Input, PolicyNetwork, Shape
 from blockpilot.policy import MAX_LOGIT, Head, Objective, Reads, expected_taus, slot_gaps
-from blockpilot.potential import Table, gain, potential
 
 PREDICT_ROWS = 1024
 STANDARDISE_ROWS = 4096  # of the training rows, to take means and deviations from
@@ -346,79 +345,3 @@ class Fit:
         self.best, self.history = state["best"], list(state["history"])
         self.epoch, self.best_epoch = state["progress"]["epoch"], state["progress"]["best_epoch"]
         self.best_loss = state["progress"]["best_loss"]
-
-
-class LookupReport(NamedTuple):
-    """What the recorded taus of the validation prompts say of a policy.
-
-    A diagnostic only, never a result: taus are looked up and nothing is run, and early stopping has seen the prompts.
-    The evaluation on held-out prompts decides. Rates are tokens per cost of a step (`Task.table`).
-    """
-
-    num_examples: int
-    accuracy: float
-    """Share of examples where the policy picks the label."""
-    accuracy_best_fixed: float
-    policy: float
-    best_fixed: float
-    random: float
-    oracle: float
-    best_fixed_block_size: int
-    """The block size with the highest rate on the training examples."""
-    gain: float
-    """policy / best_fixed - 1, with its 95% interval over examples."""
-    gain_low: float
-    gain_high: float
-    share_captured: float
-    """Of the oracle's headroom over the best fixed block size."""
-    r2: float
-    """Share of the variance of taus that is predicted, mean over candidates; not a number for the head `class`."""
-
-    @property
-    def claims_gain(self) -> bool:
-        return self.gain_low > 0
-
-
-def lookup_report(network: PolicyNetwork, task: Task, train: Examples, validation: Examples) -> LookupReport:
-    """Look up in two or more validation examples what the policy and the best fixed block size would get.
-
-    Steps are those that decoding with the best fixed size comes to. A policy that goes further where it is easy comes
-    to hard steps more often, so decoding with it gains less than is found here.
-    """
-    task = task.to(torch.device("cpu"))
-    fixed = max(range(len(task.candidates)), key=lambda c: (_rate(task, train.passed(c), c), -c))
-    validation = validation.passed(fixed)
-    outputs, taus = predict(network, validation).cpu(), validation.taus
-    chosen, labels = task.chosen(outputs), task.labels(taus)
-    table = Table(*(values.double().numpy() for values in task.table(taus)))
-    there = potential(table, task.candidates, task.candidates[fixed])
-    rate = table.rate(chosen.numpy())
-    gained = gain(table, chosen.numpy(), torch.full_like(chosen, fixed).numpy())
-    return LookupReport(
-        num_examples=len(validation),
-        accuracy=float((chosen == labels).double().mean()),
-        accuracy_best_fixed=float((labels == fixed).double().mean()),
-        policy=rate,
-        best_fixed=there.best_fixed_rate,
-        random=there.random,
-        oracle=there.oracle,
-        best_fixed_block_size=task.candidates[fixed],
-        gain=gained.value,
-        gain_low=gained.low,
-        gain_high=gained.high,
-        share_captured=there.share_captured(rate),
-        r2=_explained(task.taus(outputs), taus) if task.head == "tau" else math.nan,
-    )
-
-
-def _rate(task: Task, examples: Examples, candidate: int) -> float:
-    """Tokens over cost of one candidate, over all examples."""
-    tokens, seconds = task.table(examples.taus)
-    return float(tokens[:, candidate].sum() / seconds[:, candidate].sum())
-
-
-def _explained(outputs: Tensor, taus: Tensor) -> float:
-    """R2 of the candidates that vary, averaged."""
-    spread = taus.var(dim=0, correction=0)
-    error = (outputs - taus).square().mean(dim=0)
-    return float((1 - error / spread)[spread > 0].mean())

@@ -75,7 +75,7 @@ class SweepRow:
     probs: list[float]  # float32 values, theirs
     tail_mass: float  # the sum of all other prefill_probs
     context: list[float]  # float32 [draft hidden]; empty when no candidate drafts
-    step_places: list[int]  # some places p of `accepted`, ascending; empty unless dense
+    step_places: list[int]  # some consecutive places p of `accepted`; empty unless dense
     step_contexts: bytes  # float16 [len(step_places), draft hidden]: the context vector before the anchor
     step_embeddings: bytes  # float16 [len(step_places), target hidden]: the target's embedding of the anchor
     seed: int  # the seed the sampler ran with
@@ -197,8 +197,8 @@ def _step_problems(row: SweepRow) -> Iterator[str]:
     places = row.step_places
     if not row.accepted or not places or places[0] < 0 or places[-1] >= len(row.accepted[0]):
         yield f"step_places {places[:3]} ... are not places of accepted"
-    if any(a >= b for a, b in pairwise(places)):
-        yield "step_places do not ascend"
+    if any(b != a + 1 for a, b in pairwise(places)):
+        yield f"step_places {places[:3]} ... are not consecutive"
     sizes = len(row.step_contexts), len(row.step_embeddings)
     if sizes[0] != 2 * len(places) * len(row.context) or not sizes[1] or sizes[1] % (2 * max(len(places), 1)):
         yield f"step_contexts and step_embeddings have {sizes} bytes for {len(places)} places"

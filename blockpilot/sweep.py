@@ -197,7 +197,7 @@ def replay(
 
     The draft's context is kept for `num_slots` prompts at a time. `dense` drafts at every position of the text, not
     only where a decoding passes, about tau times the work, and puts what is accepted there into the rows; and for
-    `step_samples` of the positions what is known before the step.
+    `step_samples` positions in a row what is known before the step.
     `text_block_size` decodes the text, which is the same with any: by default 1 on a CPU, where a full batch makes
     wide steps dear, and the draft's trained one on a GPU, where they cost little more than narrow ones.
     """
@@ -316,11 +316,13 @@ def _replay_group(
 
 
 def _known_before_steps(pair: Pair, known: KnownTexts, place: int, widest: _Run, num_samples: int) -> _Steps:
-    """Context vector and anchor of some steps of a text; none of those that the limit of its length cuts short."""
+    """Context vector and anchor of some steps in a row; none of those that the limit of the text cuts short."""
     assert known.context is not None
     text, num_steps = known.texts[place], len(widest.tokens) - 1
     usable = num_steps if widest.finish_reason == "stop" else max(num_steps - widest.block_size + 1, 0)
-    places = sorted(random.Random(text.sampling.seed).sample(range(usable), min(num_samples, usable)))
+    num = min(num_samples, usable)
+    first = random.Random(text.sampling.seed).randint(0, usable - num)
+    places = list(range(first, first + num))
     positions = torch.tensor(places, dtype=torch.int64, device=known.tokens.device) + text.num_prompt_tokens
     embeddings = pair.target.get_input_embeddings()(known.tokens[place, positions])
     return _Steps(places, _float16(known.context[place, positions - 1]), _float16(embeddings))

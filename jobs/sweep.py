@@ -65,8 +65,8 @@ class SweepConfig(Config):
     """replay: decode each prompt once, and walk its text with every candidate. dense: also at every position that a
     walk passes over. decode: really decode with every candidate, for comparison."""
     step_samples: int = Field(default=64, ge=0)
-    """Steps of every answer whose context vector and anchor a dense sweep records, for policies that choose at every
-    step; 2 bytes for each of their numbers."""
+    """Places in a row, from a random one on, whose context vector and anchor a dense sweep records of every answer,
+    for policies that choose at every step; 2 bytes for each of their numbers."""
     text_block_size: int | None = Field(default=None, ge=1, le=MAX_BLOCK_SIZE)
     """What a replay decodes the text with; the text is the same. Default: 1 on a CPU, the trained one on a GPU."""
     temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False)

@@ -33,13 +33,12 @@ from blockpilot.files import is_file, is_folder, join, write_text
 from blockpilot.fit import (
     Fit,
     FitSettings,
-    LookupReport,
     Task,
     expect_the_mean,
-    lookup_report,
     new_network,
     predict,
 )
+from blockpilot.lookup import LookupReport, lookup_report
 from blockpilot.network import Form, Input, Shape
 from blockpilot.policy import (
     FORMAT,

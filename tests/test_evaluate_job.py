@@ -255,7 +255,7 @@ def test_the_oracle_takes_the_size_with_most_tokens_per_cost_of_what_was_just_me
 ) -> None:
     """At a high temperature shared noise decides, and even a random draft is often right."""
     config = changed(config, temperature=5.0, max_new_tokens=24)
-    seconds = (1.0, 1.4, 1.6, 1.8)
+    seconds = (1.0, 1.41, 1.63, 1.83)  # no two rates are alike
     evaluator = Watched(config, plan_of(config, prompts[1]), step_costs(tiny_pair.id, seconds))
     chosen = []
     for number in range(len(QUESTIONS)):

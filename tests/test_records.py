@@ -81,7 +81,7 @@ def halves(*values: float) -> bytes:
 
 STEPS: dict[str, Any] = {
     "accepted": [[0] * 6, [2, 0, 1, 2, 0, 0]],
-    "step_places": [0, 2, 5],
+    "step_places": [1, 2, 3],
     "step_contexts": halves(1, 2, 3, 4, 5, 6.5),  # two numbers each, as many as `context` has
     "step_embeddings": halves(*range(12)),
 }
@@ -134,7 +134,8 @@ def test_any_measured_row_survives(
 @settings(deadline=None)
 @given(st.data())
 def test_any_recorded_steps_survive(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    places = sorted(data.draw(st.sets(st.integers(0, 5), min_size=1)))
+    first = data.draw(st.integers(0, 5))
+    places = list(range(first, data.draw(st.integers(first, 5)) + 1))
     halves_of = st.floats(-60000, 60000, width=16)
     contexts = data.draw(st.lists(halves_of, min_size=2 * len(places), max_size=2 * len(places)))
     embeddings = data.draw(st.lists(halves_of, min_size=3 * len(places), max_size=3 * len(places)))
@@ -173,14 +174,15 @@ BAD_ROWS: dict[str, dict[str, Any]] = {
     "context has entries": {"context": [math.inf]},
     "finish_reason 'error'": {"finish_reason": "error"},
     "output_tokens is empty": {"output_tokens": []},
-    r"step_places \[0, 2, 6\] ... are not places of accepted": STEPS | {"step_places": [0, 2, 6]},
-    r"step_places \[-1, 2, 5\] ... are not places": STEPS | {"step_places": [-1, 2, 5]},
-    r"step_places \[0, 2, 5\] ... are not places": STEPS | {"accepted": []},
+    r"step_places \[4, 5, 6\] ... are not places of accepted": STEPS | {"step_places": [4, 5, 6]},
+    r"step_places \[-1, 0, 1\] ... are not places": STEPS | {"step_places": [-1, 0, 1]},
+    r"step_places \[1, 2, 3\] ... are not places": STEPS | {"accepted": []},
     r"step_places \[\] ... are not places": STEPS | {"step_places": []},
     r"step_places \[\] \.\.\. are not places": {"step_embeddings": halves(1.0)},
-    "step_places do not ascend": STEPS | {"step_places": [2, 0, 5]},
-    "step_places do not asc": STEPS | {"step_places": [0, 2, 2]},
-    r"step_embeddings have \(12, 24\) bytes for 2 places": STEPS | {"step_places": [0, 2]},
+    r"step_places \[2, 0, 1\] ... are not consecutive": STEPS | {"step_places": [2, 0, 1]},
+    r"step_places \[0, 2, 3\] ... are not consecutive": STEPS | {"step_places": [0, 2, 3]},
+    r"step_places \[1, 2, 2\] ... are not consecutive": STEPS | {"step_places": [1, 2, 2]},
+    r"step_embeddings have \(12, 24\) bytes for 2 places": STEPS | {"step_places": [1, 2]},
     r"step_embeddings have \(10, 24\) bytes": STEPS | {"step_contexts": halves(1, 2, 3, 4, 5)},
     r"step_embeddings have \(11, 24\) bytes": STEPS | {"step_contexts": halves(1, 2, 3, 4, 5, 6)[:-1]},
     r"step_embeddings have \(12, 0\) bytes": STEPS | {"step_embeddings": b""},

@@ -157,7 +157,7 @@ def run(config: EvaluateConfig) -> EvaluateResult:
         setting: Setting = call("load")
         for name, reason in setting.left_out.items():
             print(f"evaluate: {name} is left out: {reason}")
-        runs = list(_measure_all(call, config, work))
+        runs = list(_measure_all(call, config, work, setting.pair))
     _save(config, plan, setting, runs)
     (config.output / RUNS_FILE).unlink()
     return _log(config.output, registry)
@@ -321,12 +321,11 @@ def _work(config: EvaluateConfig, plan: Plan) -> Work:
 # Measuring
 
 
-def _measure_all(call: Any, config: EvaluateConfig, work: Work) -> Iterator[Run]:
+def _measure_all(call: Any, config: EvaluateConfig, work: Work, pair: PairId) -> Iterator[Run]:
     """Every repeat of every group, one at a time, with a line of progress every few seconds; what an earlier process
     with the same settings has measured is read from its file.
     """
-    file, places = config.output / RUNS_FILE, list(_places(config, work))
-    identity = _identity(config, work)
+    file, places, identity = config.output / RUNS_FILE, list(_places(config, work)), _identity(config, work, pair)
     done = _read_runs(file, identity)
     if done:
         print(f"evaluate: going on after {len(done)} of {len(places)} groups")
@@ -353,10 +352,11 @@ def _places(config: EvaluateConfig, work: Work) -> Iterator[tuple[int, int]]:
     return ((repeat, number) for repeat in range(config.repeats) for number in range(len(work.groups)))
 
 
-def _identity(config: EvaluateConfig, work: Work) -> str:
+def _identity(config: EvaluateConfig, work: Work, pair: PairId) -> str:
     """A hash of all that the runs depend on."""
     settings = config.model_dump(mode="json", exclude={"output", "relog", "accelerator_type"})
-    key = repr((settings, list(work.policies), [(p.set, p.text) for p in work.prompts], work.groups))
+    prompts = [(p.set, p.text) for p in work.prompts]
+    key = repr((settings, pair, list(work.policies), prompts, work.groups, work.costs))
     digest = hashlib.sha256(key.encode())
     for directory in work.policies.values():
         for name in (INFO_FILE, WEIGHTS_FILE):

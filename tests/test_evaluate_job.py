@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -425,6 +425,14 @@ def killed_after(evaluator: Watched, num_groups: int) -> Callable[..., list[Run]
     return call
 
 
+def measure_all(call: Callable[..., list[Run]], config: EvaluateConfig, plan: Plan, pair: PairId) -> Iterator[Run]:
+    return evaluate._measure_all(call, config, evaluate._work(config, plan), pair)
+
+
+def identity_of(config: EvaluateConfig, plan: Plan, pair: Pair) -> str:
+    return evaluate._identity(config, evaluate._work(config, plan), pair.id)
+
+
 def lines_of(config: EvaluateConfig) -> list[str]:
     return (config.output / "runs.jsonl").read_text().splitlines()
 
@@ -435,9 +443,10 @@ def test_what_was_measured_is_kept_and_a_torn_line_is_not(
     config = changed(config, baselines=(), repeats=2, concurrency=2)
     plan = plan_of(config, prompts[1])
     evaluator, work = Watched(config, plan), evaluate._work(config, plan)
+    pair = evaluator.setting.pair
     found: list[Run] = []
     with pytest.raises(KilledError):
-        found.extend(evaluate._measure_all(killed_after(evaluator, 5), config, work))
+        found.extend(evaluate._measure_all(killed_after(evaluator, 5), config, work, pair))
     kept = lines_of(config)
     assert len(kept) == 1 + 5
     with (config.output / "runs.jsonl").open("a") as file:
@@ -450,14 +459,15 @@ def test_what_was_measured_is_kept_and_a_torn_line_is_not(
         return evaluator.call(method, *place)
 
     capsys.readouterr()
-    runs = list(evaluate._measure_all(call, config, work))
+    runs = list(evaluate._measure_all(call, config, work, pair))
     assert "evaluate: going on after 5 of 8 groups" in capsys.readouterr().out
     assert decoded == [(1, 1), (1, 2), (1, 3)]
     assert lines_of(config)[:6] == kept
     every = [(repeat, number, method) for repeat in range(2) for number in range(4) for method in FIXED]
     assert [(run.repeat, run.group, run.method) for run in runs] == every
     assert runs[: 5 * 4] == found  # to the last digit of their seconds
-    assert list(evaluate._measure_all(pytest.fail, config, work)) == runs  # killed before the result was written
+    # Killed before the result was written, it measures nothing again.
+    assert list(evaluate._measure_all(pytest.fail, config, work, pair)) == runs
 
 
 @pytest.mark.parametrize(
@@ -471,12 +481,12 @@ def test_another_configuration_starts_anew(
     plan = plan_of(config, prompts[1][:4])
     evaluator = Watched(config, plan)
     with pytest.raises(KilledError):
-        list(evaluate._measure_all(killed_after(evaluator, 2), config, evaluate._work(config, plan)))
+        list(measure_all(killed_after(evaluator, 2), config, plan, evaluator.setting.pair))
     other = changed(config, **change)
     plan = plan_of(other, prompts[1][:4])
     evaluator = Watched(other, plan)
     with pytest.raises(KilledError):
-        list(evaluate._measure_all(killed_after(evaluator, 1), other, evaluate._work(other, plan)))
+        list(measure_all(killed_after(evaluator, 1), other, plan, evaluator.setting.pair))
     assert len(lines_of(other)) == 1 + 1
 
 
@@ -484,7 +494,7 @@ def test_other_prompts_or_policies_start_anew(
     config: EvaluateConfig, prompts: tuple[Path, list[Prompt]], policy_dir: Path, tiny_pair: Pair, tmp_path: Path
 ) -> None:
     def identity(texts: Sequence[Prompt], policies: Mapping[str, Path]) -> str:
-        return evaluate._identity(config, evaluate._work(config, plan_of(config, texts, policies)))
+        return identity_of(config, plan_of(config, texts, policies), tiny_pair)
 
     first = identity(prompts[1], {POLICY: policy_dir})
     assert identity(prompts[1], {POLICY: policy_dir}) == first
@@ -498,7 +508,8 @@ def test_other_prompts_or_policies_start_anew(
     assert len({first, *differing}) == 5
     elsewhere = changed(config, output=tmp_path / "elsewhere", accelerator_type="H100")
     plan = plan_of(elsewhere, prompts[1], {POLICY: policy_dir})
-    assert evaluate._identity(elsewhere, evaluate._work(elsewhere, plan)) == first
+    assert identity_of(elsewhere, plan, tiny_pair) == first
+    assert identity_of(config, plan_of(config, prompts[1], {POLICY: policy_dir}), retrained(tiny_pair)) != first
 
 
 def test_other_weights_start_anew(
@@ -507,7 +518,7 @@ def test_other_weights_start_anew(
     found = []
     for block_size in (2, 4):
         plan = plan_of(config, prompts[1], {POLICY: write_policy(tmp_path / "policy", tiny_pair, block_size)})
-        found.append(evaluate._identity(config, evaluate._work(config, plan)))
+        found.append(identity_of(config, plan, tiny_pair))
     assert found[0] != found[1]
 
 
@@ -868,7 +879,7 @@ def measured(
     policies, *numbers = find_policies(config, registry)
     plan = plan_of(config, prompts[1][:3], policies, None, *numbers)
     evaluator = Watched(config, plan)
-    runs = list(evaluate._measure_all(evaluator.call, config, evaluate._work(config, plan)))
+    runs = list(measure_all(evaluator.call, config, plan, evaluator.setting.pair))
     evaluate._save(config, plan, evaluator.setting, runs)
     return config, version
 

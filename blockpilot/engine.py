@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from blockpilot.costs import StepCosts
 
 MAX_PREFILL_TOKENS = 8192  # of the prompts of one prefill; a longer prompt goes alone
-MAX_PENDING = 8  # plain steps whose features the draft is given together
+MAX_PENDING = 8  # plain steps that the draft's cache is filled with together
 FinishReason = Literal["stop", "length"]
 
 
@@ -108,8 +108,11 @@ class _Row:
         return min(self.block_size, self.limit - len(self.tokens))
 
 
-class _Features(NamedTuple):
-    """The target's features [1, N, F] of some tokens, and where the draft's cache keeps what it makes of them."""
+class _Known(NamedTuple):
+    """What the draft is to know of some tokens, and where its cache keeps it.
+
+    values [1, N, ...] are the target's features, or the context vectors that the draft makes of them.
+    """
 
     values: Tensor
     slots: Tensor  # [1, N]
@@ -149,7 +152,7 @@ class Engine:
         self._draft_cache = self._draft.new_cache(num_slots, max_length + max_block_size)
         self._rows: list[_Row] = []
         self._waiting: deque[_Row] = deque()
-        self._pending: list[_Features] = []
+        self._pending: list[_Known] = []
         self._next_id = 0
 
     @property
@@ -254,7 +257,9 @@ class Engine:
         logits = self._target.logits(hidden[last]).float()
         contexts = None
         if features is not None:
-            contexts = self._extend(features)[last].float()
+            known = self._fuse(features)
+            self._extend(known)
+            contexts = known.values[0, last].float()
         chosen = keyed_sample(logits, lengths, [row.request.sampling for row in rows]).tolist()
         anchors = self._target.embed(self._tensor(chosen))
         steps = []
@@ -269,7 +274,7 @@ class Engine:
 
     def _score(
         self, tokens: Tensor, packing: Packing, starts: list[int], first_slot: int, drafts: bool
-    ) -> tuple[Tensor, _Features | None]:
+    ) -> tuple[Tensor, _Known | None]:
         """Run packed tokens [N] of rows from `first_slot` on, which go on at `starts`, through the target.
 
         Returns hidden [N, hidden], and the features where some row drafts.
@@ -278,7 +283,7 @@ class Engine:
         length = max(start + size for start, size in zip(starts, packing.sizes, strict=True))
         view = self._target_cache.view(slots, positions, slice(first_slot, first_slot + num_rows), length)
         scored = self._target.score(tokens[None], positions, view, features=drafts, packing=packing)
-        features = None if scored.features is None else _Features(scored.features, slots, positions)
+        features = None if scored.features is None else _Known(scored.features, slots, positions)
         return scored.hidden[0], features
 
     def _decide(self, row: _Row, prefill: Prefill) -> None:
@@ -377,33 +382,30 @@ class Engine:
             sampling += [row.request.sampling] * len(listed)
         return keyed_sample(self._target.logits(hidden), positions, sampling)
 
-    def _take_in(self, features: _Features, plain: bool) -> Tensor | None:
-        """Give the draft what it will know of this step; returns the context vectors [N, hidden], or None.
+    def _take_in(self, features: _Known, plain: bool) -> Tensor:
+        """Give the draft what it will know of this step; returns the context vectors [N, hidden].
 
-        Where nothing is drafted this can wait, and is cheaper for several steps together. Policies that read every
-        step wait with it: what is expected of many rows together changes little from one step to the next.
+        Where nothing is drafted its cache can wait, and is cheaper to fill with several steps together.
         """
-        self._pending.append(features)
-        if plain and len(self._pending) < min(MAX_PENDING, len(self._rows)):
-            return None
-        contexts = self._catch_up()
-        assert contexts is not None
-        return contexts[-features.positions.numel() :]
+        known = self._fuse(features)
+        self._pending.append(known)
+        if not plain or len(self._pending) >= min(MAX_PENDING, len(self._rows)):
+            self._catch_up()
+        return known.values[0]
 
-    def _catch_up(self) -> Tensor | None:
-        """Give the draft all that was put off: its context vectors [N, hidden], None if there was nothing."""
-        if not self._pending:
-            return None
-        together = _Features(*(torch.cat(parts, dim=1) for parts in zip(*self._pending, strict=True)))
-        self._pending.clear()
-        return self._extend(together)
+    def _catch_up(self) -> None:
+        """Give the draft all that was put off."""
+        if self._pending:
+            together = _Known(*(torch.cat(parts, dim=1) for parts in zip(*self._pending, strict=True)))
+            self._pending.clear()
+            self._extend(together)
 
-    def _extend(self, features: _Features) -> Tensor:
-        """Give the draft the target's features of some tokens; returns their context vectors [N, hidden]."""
-        context = self._draft.fuse(features.values.to(self._draft.dtype))
-        view = self._draft_cache.view(features.slots, features.positions, slice(0, 0), 0)
-        self._draft.extend(context, features.positions, view)
-        return context[0]
+    def _fuse(self, features: _Known) -> _Known:
+        return features._replace(values=self._draft.fuse(features.values.to(self._draft.dtype)))
+
+    def _extend(self, known: _Known) -> None:
+        view = self._draft_cache.view(known.slots, known.positions, slice(0, 0), 0)
+        self._draft.extend(known.values, known.positions, view)
 
     def _retire(self) -> None:
         """Drop finished rows, keeping slots dense: the last row moves into each hole."""

@@ -26,7 +26,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from blockpilot.cache import SlotCache, SlotView
-from blockpilot.packing import grouped_attention
+from blockpilot.packing import Packing, grouped_attention
 from blockpilot.target import head_dim
 
 ARCHITECTURE = "DFlashDraftModel"
@@ -77,14 +77,28 @@ class DraftAttention(nn.Module):
         _, keys = apply_rotary_pos_emb(keys, keys, *rotary)
         return keys, values
 
-    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor, cache: KeyValueStore) -> Tensor:
-        """Attend from hidden [R, W, hidden] to everything `cache` returns, where mask [R, 1, W, keys] is true."""
+    def forward(
+        self,
+        hidden: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        mask: Tensor,
+        cache: KeyValueStore,
+        packing: Packing | None = None,
+    ) -> Tensor:
+        """Attend from hidden [R, W, hidden] to everything `cache` returns, where mask [R, 1, W, keys] is true.
+
+        With a packing hidden is [1, N, hidden].
+        """
         shape = (*hidden.shape[:-1], -1, self.head_dim)
         queries = self.q_norm(self.q_proj(hidden).view(shape)).transpose(1, 2)
         queries, _ = apply_rotary_pos_emb(queries, queries, *rotary)
         keys, values = cache.update(*self.project(hidden, rotary), self.layer_idx)
-        attended = grouped_attention(queries, keys, values, mask, self.head_dim**-0.5)
-        output: Tensor = self.o_proj(attended.transpose(1, 2).flatten(-2))
+        scale = self.head_dim**-0.5
+        if packing is None:
+            attended = grouped_attention(queries, keys, values, mask, scale).transpose(1, 2)
+        else:
+            attended = packing.attend(queries, keys, values, mask, scale)
+        output: Tensor = self.o_proj(attended.flatten(-2))
         return output
 
 
@@ -98,8 +112,15 @@ class DraftLayer(nn.Module):
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor, cache: KeyValueStore) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotary, mask, cache)
+    def forward(
+        self,
+        hidden: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        mask: Tensor,
+        cache: KeyValueStore,
+        packing: Packing | None = None,
+    ) -> Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotary, mask, cache, packing)
         output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return output
 
@@ -154,24 +175,33 @@ class DraftModel(nn.Module):
         attention = cast(DraftLayer, self.layers[layer_idx]).self_attn
         return attention.project(context, rotary)
 
-    def forward(self, block: Tensor, positions: Tensor, masks: Sequence[Tensor], cache: KeyValueStore) -> Tensor:
+    def forward(
+        self,
+        block: Tensor,
+        positions: Tensor,
+        masks: Sequence[Tensor],
+        cache: KeyValueStore,
+        packing: Packing | None = None,
+    ) -> Tensor:
         """Embedded blocks [R, W, hidden] -> hidden states [R, W, hidden] for the target's LM head.
 
         Slot j of the output predicts the token at slot j itself; masks holds a layer's mask [R, 1, W, keys] each.
+        With a packing blocks and positions are [1, N, ...].
         """
         rotary = self.rotary_emb(block, positions)
         hidden = block
         for layer, mask in zip(self.layers, masks, strict=True):
-            hidden = layer(hidden, rotary, mask, cache)
+            hidden = layer(hidden, rotary, mask, cache, packing)
         output: Tensor = self.norm(hidden)
         return output
 
-    def propose(self, block: Tensor, positions: Tensor, num_slots: Tensor, cache: SlotView) -> Tensor:
-        """`forward` on top of the cached context; row r's block has num_slots[r] slots, the rest is padding."""
+    def propose(self, block: Tensor, positions: Tensor, cache: SlotView, packing: Packing) -> Tensor:
+        """`forward` on top of the cached context: packed blocks [1, N, hidden] at positions [1, N]."""
         columns = torch.arange(cache.length, device=block.device)
-        visible = columns < (positions[:, 0] + num_slots)[:, None, None]
-        masks = self.layer_masks(visible, positions[:, :, None] - columns)
-        return cast(Tensor, self(block, positions, masks, cache))
+        queries = packing.pad(positions[0])
+        ends = queries[:, 0] + torch.tensor(packing.sizes, device=block.device)
+        masks = self.layer_masks(columns < ends[:, None, None], queries[:, :, None] - columns)
+        return cast(Tensor, self(block, positions, masks, cache, packing))
 
     def layer_masks(self, visible: Tensor, distance: Tensor) -> list[Tensor]:
         """Each layer's mask [R, 1, W, keys]: `visible` [R, 1 or W, keys] narrowed by the layer's kind.

@@ -148,8 +148,7 @@ class Engine:
         self._draft = pair.draft
         self._device = pair.target.device
         self._target_cache = self._target.new_cache(num_slots, max_length)
-        # Padding of the draft's blocks may lie beyond a row's last position, by less than a block.
-        self._draft_cache = self._draft.new_cache(num_slots, max_length + max_block_size)
+        self._draft_cache = self._draft.new_cache(num_slots, max_length)
         self._rows: list[_Row] = []
         self._waiting: deque[_Row] = deque()
         self._pending: list[_Known] = []
@@ -352,23 +351,20 @@ class Engine:
     def _draft_into(self, tokens: Tensor, packing: Packing) -> None:
         """Put the draft's tokens into the slots 1 .. of the packed blocks [N], in place."""
         drafting = [slot for slot, size in enumerate(packing.sizes) if size > 1]
-        sizes = [packing.sizes[slot] for slot in drafting]
-        slots = self._tensor(drafting)
-        firsts = [self._rows[slot].anchor_position for slot in drafting]
-        columns = torch.arange(packing.width, device=self._device)
-        positions = self._tensor(firsts)[:, None] + columns
-        anchors = tokens[self._tensor([packing.firsts[slot] for slot in drafting])]
-        block = torch.where(columns == 0, anchors[:, None], self._draft.options.mask_token_id)
-        everyone = len(drafting) == len(self._rows)
-        read = slice(0, len(drafting)) if everyone else slots
-        view = self._draft_cache.view(slots[:, None], positions, read, max(firsts) + packing.width)
+        blocks = packing
+        if len(drafting) < len(self._rows):
+            blocks = Packing([packing.sizes[slot] for slot in drafting], self._device)
+        starts = [self._rows[slot].anchor_position for slot in drafting]
+        slots, positions = self._tensor(drafting), blocks.positions(starts)[None]
+        length = max(start + size for start, size in zip(starts, blocks.sizes, strict=True))
+        rows = slice(0, len(drafting)) if blocks is packing else slots
+        view = self._draft_cache.view(slots[blocks.rows][None], positions, rows, length)
+        anchors = self._tensor([self._rows[slot].tokens[-1] for slot in drafting])[blocks.rows]
+        block = torch.where(blocks.offsets == 0, anchors, self._draft.options.mask_token_id)
         embedded = self._target.embed(block).to(self._draft.dtype)
-        hidden = self._draft.propose(embedded, positions, self._tensor(sizes), view)
-        of_drafts = [range(1, size) for size in packing.sizes]
-        row = [i for i, size in enumerate(sizes) for _ in range(1, size)]
-        slot = [slot for listed in of_drafts for slot in listed]
-        places = [first + slot for first, listed in zip(packing.firsts, of_drafts, strict=True) for slot in listed]
-        tokens[self._tensor(places)] = self._draw(hidden[self._tensor(row), self._tensor(slot)], of_drafts)
+        hidden = self._draft.propose(embedded[None], positions, view, blocks)[0]
+        drawn = self._draw(hidden[_drafts(blocks, self._device)], [range(1, size) for size in packing.sizes])
+        tokens[_drafts(packing, self._device)] = drawn
 
     def _draw(self, hidden: Tensor, offsets: Sequence[range]) -> Tensor:
         """Tokens [M] drawn from hidden [M, hidden], each so far after its row's anchor as `offsets` [R] list.
@@ -426,6 +422,12 @@ class Engine:
 
     def _tensor(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(values, device=self._device)
+
+
+def _drafts(packing: Packing, device: torch.device) -> Tensor:
+    """Where the drafted tokens of packed blocks lie: all but the anchors."""
+    places = (range(first + 1, first + size) for first, size in zip(packing.firsts, packing.sizes, strict=True))
+    return torch.tensor([place for of_block in places for place in of_block], device=device)
 
 
 def _verify(row: _Row, drafted: list[int], chosen: list[int]) -> Step:

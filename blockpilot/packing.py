@@ -19,6 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 ATTENTION = "blockpilot_packed"
+EXTRA_ROW = 12  # slots of padding that cost a CPU as much as one more row
 
 
 class Packing:
@@ -33,11 +34,14 @@ class Packing:
         rows = [row for row, size in enumerate(self.sizes) for _ in range(size)]
         self.rows = torch.tensor(rows, device=device)
         """[N]: the row of every token."""
-        self._offsets = torch.arange(self.num_tokens, device=device) - self.per_token(self.firsts)
+        self.offsets = torch.arange(self.num_tokens, device=device) - self.per_token(self.firsts)
+        """[N]: the place of every token in its row."""
         self._uniform = self.num_tokens == self.width * len(self.sizes)
         columns = torch.arange(self.width, device=device)
         last = torch.tensor([end - 1 for end in ends], device=device)
         self._index = torch.minimum(torch.tensor(self.firsts, device=device)[:, None] + columns, last[:, None])
+        self._narrow = _narrow_width(self.sizes) if device.type == "cpu" else self.width
+        self._wide = torch.tensor([r for r, size in enumerate(self.sizes) if size > self._narrow], device=device)
 
     def per_token(self, of_rows: Sequence[int]) -> Tensor:
         """A number of every row [R] as that of its tokens, [N]."""
@@ -45,7 +49,7 @@ class Packing:
 
     def positions(self, starts: Sequence[int]) -> Tensor:
         """[N]: those of rows that run on from starts [R]."""
-        return self.per_token(starts) + self._offsets
+        return self.per_token(starts) + self.offsets
 
     def pad(self, packed: Tensor) -> Tensor:
         """[N, ...] -> [R, width, ...]; a row's padding repeats its last token."""
@@ -53,7 +57,28 @@ class Packing:
 
     def pack(self, padded: Tensor) -> Tensor:
         """[R, width, ...] -> [N, ...]"""
-        return padded.flatten(0, 1) if self._uniform else padded[self.rows, self._offsets]
+        return padded.flatten(0, 1) if self._uniform else padded[self.rows, self.offsets]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+        """Packed query [1, heads, N, head_dim] -> [1, N, heads, head_dim].
+
+        key and value are [R, kv_heads, L, head_dim], mask [R, 1, width, L]. Where a few rows are much wider than the
+        others, all rows attend with their first tokens, and the wide ones again with all.
+        """
+        queries, narrow, wide = self.pad(query[0].transpose(0, 1)).transpose(1, 2), self._narrow, self._wide
+        attended = grouped_attention(queries[:, :, :narrow], key, value, mask[:, :, :narrow], scale)
+        if len(wide):
+            padded = torch.empty_like(queries)
+            padded[:, :, :narrow] = attended
+            padded[wide] = grouped_attention(queries[wide], key[wide], value[wide], mask[wide], scale)
+            attended = padded
+        return self.pack(attended.transpose(1, 2))[None]
+
+
+def _narrow_width(sizes: Sequence[int]) -> int:
+    """The width up to which padding all rows, and attending with the wider ones again, costs the least on a CPU."""
+    extra = max(sizes) + EXTRA_ROW
+    return min(sorted(set(sizes)), key=lambda w: len(sizes) * w + sum(size > w for size in sizes) * extra)
 
 
 def packed_attention(
@@ -65,16 +90,11 @@ def packed_attention(
     packing: Packing | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Of packed rows: query [1, heads, N, head_dim] -> [1, N, heads, head_dim].
-
-    key and value are [R, kv_heads, keys, head_dim], the mask is [R, 1, width, keys].
-    """
+    """What a transformers model calls: `Packing.attend`, or stock sdpa for a call without a packing."""
     if packing is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     assert attention_mask is not None
-    padded = packing.pad(query[0].transpose(0, 1)).transpose(1, 2)
-    attended = grouped_attention(padded, key, value, attention_mask, options["scaling"])
-    return packing.pack(attended.transpose(1, 2))[None], None
+    return packing.attend(query, key, value, attention_mask, options["scaling"]), None
 
 
 def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import Qwen3Config
 
 from blockpilot.draft import DraftModel, default_layer_ids, load_draft, parse_options, save_draft
+from blockpilot.packing import Packing
 
 BLOCK, CONTEXT, MASK_ID = 5, 11, 7
 
@@ -110,9 +111,10 @@ def propose(draft: DraftModel, features: Tensor, block: Tensor, anchors: list[in
     positions = torch.arange(CONTEXT).expand(rows, -1)
     draft.extend(context[:, :4], positions[:, :4], cache.view_rows(positions[:, :4], 4))
     draft.extend(context[:, 4:], positions[:, 4:], cache.view_rows(positions[:, 4:], CONTEXT))
-    positions = torch.tensor(anchors)[:, None] + torch.arange(width)
-    view = cache.view_rows(positions, max(anchors) + width)
-    return draft.propose(block, positions, torch.tensor(sizes), view)
+    packing = Packing(sizes, torch.device("cpu"))
+    packed, positions = block[packing.rows, packing.offsets][None], packing.positions(anchors)[None]
+    view = cache.view(packing.rows[None], positions, slice(0, rows), int(positions.max()) + 1)
+    return packing.pad(draft.propose(packed, positions, view, packing)[0])
 
 
 SLIDING = {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "sliding_window": 4}

@@ -13,6 +13,7 @@ from blockpilot.cache import SlotView
 from blockpilot.draft import DraftModel
 from blockpilot.engine import Engine, Policy, Prefill, Request, Step, generate
 from blockpilot.forecast import EVController, Forecast, StaticForecast, choose
+from blockpilot.packing import Packing
 from blockpilot.pairs import Pair
 from blockpilot.policy import CandidateSet, LearnedForecast, LearnedPolicy
 from blockpilot.replay import KnownTexts, Text, know
@@ -55,8 +56,8 @@ class ScriptedDraft(DraftModel):
         self.text, self.wrong = list(text) + [0] * 64, wrong
         return self
 
-    def propose(self, block: Tensor, positions: Tensor, num_slots: Tensor, cache: SlotView) -> Tensor:
-        super().propose(block, positions, num_slots, cache)
+    def propose(self, block: Tensor, positions: Tensor, cache: SlotView, packing: Packing) -> Tensor:
+        super().propose(block, positions, cache, packing)
         tokens = [
             [(self.text[p] + (p in self.wrong)) % len(self.embedding) for p in row] for row in positions.tolist()
         ]

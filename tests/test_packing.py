@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import tiny_target
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -43,6 +43,28 @@ def test_grouped_queries_meet_their_own_keys(groups: int) -> None:
             scores = (query[row, head] @ key[row, head // groups].T * 0.3).masked_fill(~mask[row, 0], -torch.inf)
             expected = scores.softmax(dim=-1) @ value[row, head // groups]
             assert torch.allclose(found[row, head], expected, atol=1e-6)
+
+
+@settings(deadline=None)
+@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=24))
+@example(sizes=[9] + [1] * 23)
+@example(sizes=[1] * 8 + [8, 2] * 4)
+def test_every_row_attends_as_alone(sizes: list[int]) -> None:
+    """However much wider some rows are than others."""
+    torch.manual_seed(len(sizes))
+    packing, length = Packing(sizes, CPU), 12
+    query = torch.randn(1, 4, sum(sizes), 8)
+    key, value = torch.randn(len(sizes), 2, length, 8), torch.randn(len(sizes), 2, length, 8)
+    starts = torch.randint(0, length - 9 + 1, (len(sizes),))
+    queries = packing.pad(packing.positions(starts.tolist()))
+    mask = (torch.arange(length) <= queries[:, :, None])[:, None]
+    found = packing.attend(query, key, value, mask, 0.3)
+    for row, (first, size) in enumerate(zip(packing.firsts, sizes, strict=True)):
+        one = slice(row, row + 1)
+        own = grouped_attention(
+            query[:, :, first : first + size], key[one], value[one], mask[one, :, :size], 0.3
+        ).transpose(1, 2)
+        assert torch.allclose(found[:, first : first + size], own, atol=1e-5)
 
 
 def score(target: Target, tokens: list[list[int]], slots: list[int]) -> list[Tensor]:

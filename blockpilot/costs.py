@@ -124,7 +124,8 @@ def measure_costs(
 ) -> StepCosts:
     """Seconds of the fastest of `num_steps` steps at every point of the grid; axes ascend.
 
-    What the others take longer is the machine's other business.
+    What the others take longer is the machine's other business, and so is a larger block that seems to cost less than
+    a smaller one: both then have their mean.
 
     Raises ValueError for an axis that does not ascend or a context that leaves no room for the steps.
     """
@@ -137,10 +138,11 @@ def measure_costs(
     measured = {(r, c): _measure(pair, block_sizes, r, c, num_steps) for r, c in product(rows, contexts)}
 
     def table(all_rows: bool) -> Table:
-        return tuple(
-            tuple(tuple(measured[r, c][size, r if all_rows else 1] for c in contexts) for r in rows)
-            for size in block_sizes
-        )
+        values = {
+            (r, c): never_falling([measured[r, c][size, r if all_rows else 1] for size in block_sizes])
+            for r, c in product(rows, contexts)
+        }
+        return tuple(tuple(tuple(values[r, c][b] for c in contexts) for r in rows) for b in range(len(block_sizes)))
 
     return StepCosts(
         pair.id,
@@ -152,6 +154,18 @@ def measure_costs(
         seconds=table(all_rows=True),
         one_drafts=table(all_rows=False),
     )
+
+
+def never_falling(values: Sequence[float]) -> list[float]:
+    """The nearest sequence that never falls, by least squares (isotonic regression: pool adjacent violators)."""
+    pools: list[tuple[float, int]] = []  # sum and number of neighbours with one mean
+    for value in values:
+        pool = (value, 1)
+        while pools and pools[-1][0] / pools[-1][1] > pool[0] / pool[1]:
+            before = pools.pop()
+            pool = (before[0] + pool[0], before[1] + pool[1])
+        pools.append(pool)
+    return [total / num for total, num in pools for _ in range(num)]
 
 
 def _room(block_sizes: Sequence[int], num_steps: int) -> int:

@@ -1,11 +1,14 @@
 """Step costs: what is measured, what lies in between, and files that are not what they should be."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from blockpilot.costs import StepCosts, measure_costs
+from blockpilot.costs import StepCosts, measure_costs, never_falling
 from blockpilot.engine import Engine, Request
 from blockpilot.pairs import Pair, PairId
 
@@ -86,6 +89,20 @@ def test_other_files_are_refused(change: dict[str, object], tmp_path: Path) -> N
     path.write_text(json.dumps(json.loads(COSTS.to_json()) | change))
     with pytest.raises(ValueError, match=r"costs\.json: "):
         StepCosts.read(path)
+
+
+@given(st.lists(st.floats(0.01, 10), min_size=1, max_size=12))
+def test_noise_is_no_discount(values: list[float]) -> None:
+    found = never_falling(values)
+    assert all(a <= b + 1e-12 for a, b in pairwise(found))
+    assert sum(found) == pytest.approx(sum(values))
+    assert sorted(values) != values or found == pytest.approx(values)
+    # No other that never falls is nearer: not one a step away towards any sorted sequence.
+    error = sum((f - v) ** 2 for f, v in zip(found, values, strict=True))
+    for other in (sorted(values), [sum(values) / len(values)] * len(values)):
+        for share in (0.01, 0.5, 1.0):
+            mixed = [f + share * (o - f) for f, o in zip(found, other, strict=True)]
+            assert sum((m - v) ** 2 for m, v in zip(mixed, values, strict=True)) >= error - 1e-9
 
 
 def test_every_point_is_measured(tiny_pair: Pair) -> None:

@@ -11,7 +11,7 @@ the projected context of the same positions.
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ from blockpilot.verify import Sampling, count_accepted, keyed_sample
 if TYPE_CHECKING:
     from blockpilot.costs import StepCosts
 
-MAX_PREFILL_TOKENS = 8192  # of the prompts of one prefill; a longer prompt goes alone
+MAX_PREFILL_TOKENS = 8192  # of prompts in one step, unless told otherwise
 MAX_PENDING = 8  # plain steps that the draft's cache is filled with together
 FinishReason = Literal["stop", "length"]
 
@@ -58,7 +58,10 @@ Policy = Callable[[Prefill], int | Forecast]
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence to decode. block_size None lets the policy choose after prefill; 1 never drafts."""
+    """One sequence to decode. block_size None lets the policy choose after prefill; 1 never drafts.
+
+    num_logprobs: how many of the likeliest tokens come with every emitted one, and its own; None for nothing.
+    """
 
     prompt_ids: tuple[int, ...]
     max_new_tokens: int
@@ -66,6 +69,14 @@ class Request:
     block_size: int | None = None
     stop_token_ids: frozenset[int] = frozenset()
     stop_strings: tuple[str, ...] = ()
+    num_logprobs: int | None = None
+
+
+class TokenLogprobs(NamedTuple):
+    """Log probabilities of an emitted token and of the likeliest ones, by the target alone (temperature 1)."""
+
+    logprob: float
+    likeliest: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
@@ -73,7 +84,7 @@ class Step:
     """What one step made final for one request.
 
     block_size 0 marks the prefill, which emits the first token without verifying a block and carries `prefill`.
-    num_accepted counts the drafted tokens among `tokens`.
+    num_accepted counts the drafted tokens among `tokens`. logprobs are those of `tokens`, where they were asked for.
     """
 
     request_id: int
@@ -82,6 +93,7 @@ class Step:
     num_accepted: int
     finish_reason: FinishReason | None
     prefill: Prefill | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(eq=False)
@@ -91,6 +103,7 @@ class _Row:
     limit: int
     tokens: list[int]
     text: TextStream | None
+    num_cached: int = 0  # prompt tokens that went through the target, until all have
     block_size: int = 0
     forecast: Forecast | None = None
     finished: bool = False
@@ -124,6 +137,8 @@ class Engine:
 
     Not thread-safe: one caller adds, cancels and steps. `policy` and `costs` may be replaced between steps. Costs
     are what a policy's forecasts are weighed with, by default those that it carries; without any, steps cost alike.
+    A step takes in `max_prefill_tokens` tokens of prompts at most, so a long prompt takes several steps, and requests
+    that decode go on meanwhile.
     """
 
     def __init__(
@@ -135,21 +150,25 @@ class Engine:
         policy: Policy | None = None,
         costs: "StepCosts | None" = None,
         max_block_size: int = 32,
+        max_prefill_tokens: int = MAX_PREFILL_TOKENS,
     ) -> None:
-        if num_slots < 1:
-            raise ValueError(f"num_slots {num_slots}: must be at least 1")
+        for name, value in (("num_slots", num_slots), ("max_prefill_tokens", max_prefill_tokens)):
+            if value < 1:
+                raise ValueError(f"{name} {value}: must be at least 1")
         if not 2 <= max_length <= pair.max_length:
             raise ValueError(f"max_length {max_length}: must be 2 to {pair.max_length}, the target's context")
         self.pair = pair
         self.policy = policy
         self.costs: StepCosts | None = getattr(policy, "costs", None) if costs is None else costs
         self.num_slots, self.max_length, self.max_block_size = num_slots, max_length, max_block_size
+        self.max_prefill_tokens = max_prefill_tokens
         self._target = Target(pair.target, pair.draft.options.target_layer_ids)
         self._draft = pair.draft
         self._device = pair.target.device
         self._target_cache = self._target.new_cache(num_slots, max_length)
         self._draft_cache = self._draft.new_cache(num_slots, max_length)
-        self._rows: list[_Row] = []
+        self._rows: list[_Row] = []  # those that decode, by slot
+        self._partial: _Row | None = None  # one whose prompt is taken in, in the slot after theirs
         self._waiting: deque[_Row] = deque()
         self._pending: list[_Known] = []
         self._next_id = 0
@@ -157,7 +176,7 @@ class Engine:
     @property
     def num_active(self) -> int:
         """Requests that hold a slot."""
-        return len(self._rows)
+        return len(self._rows) + (self._partial is not None)
 
     @property
     def num_waiting(self) -> int:
@@ -166,7 +185,7 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        return not self._rows and not self._waiting
+        return not self.num_active and not self._waiting
 
     @property
     def cache_bytes(self) -> int:
@@ -187,6 +206,8 @@ class Engine:
             raise ValueError(f"prompt token {outside[0]}: must be 0 to {self.pair.vocab_size - 1}")
         if request.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens {request.max_new_tokens}: must be at least 1")
+        if request.num_logprobs is not None and not 0 <= request.num_logprobs <= self.pair.vocab_size:
+            raise ValueError(f"num_logprobs {request.num_logprobs}: must be 0 to {self.pair.vocab_size}")
         if request.block_size is not None:
             self._check_block_size(request.block_size, "block_size")
 
@@ -202,6 +223,8 @@ class Engine:
     def cancel(self, request_id: int) -> None:
         """Drop a request and free its slot; unknown and finished ids are ignored."""
         self._waiting = deque(row for row in self._waiting if row.request_id != request_id)
+        if self._partial is not None and self._partial.request_id == request_id:
+            self._partial = None
         for row in self._rows:
             row.finished |= row.request_id == request_id
         self._retire()
@@ -222,43 +245,57 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Step]:
-        """Admit what fits, then advance every row by one block."""
-        steps = self._admit()
+        """Take in prompts, as many tokens as one step may, and advance every other row by one block."""
+        steps = self._prefill(self._next_prefill())
         if self._rows:
             steps += self._decode()
         return steps
 
-    def _admit(self) -> list[Step]:
-        steps: list[Step] = []
-        while batch := self._next_prefill():
-            steps += self._prefill(batch)
-        return steps
-
     def _next_prefill(self) -> list[_Row]:
-        """Waiting rows, in order, that fit the free slots and one prefill."""
-        batch: list[_Row] = []
-        num_tokens = 0
-        while self._waiting and len(self._rows) + len(batch) < self.num_slots:
-            num_tokens += len(self._waiting[0].tokens)
-            if batch and num_tokens > MAX_PREFILL_TOKENS:
-                break
+        """Rows, in order, of which the last may fit one step's prefill in part only."""
+        batch = [] if self._partial is None else [self._partial]
+        self._partial = None
+        left = self.max_prefill_tokens - sum(len(row.tokens) - row.num_cached for row in batch)
+        while self._waiting and left > 0 and len(self._rows) + len(batch) < self.num_slots:
             batch.append(self._waiting.popleft())
+            left -= len(batch[-1].tokens)
         return batch
 
-    def _prefill(self, rows: list[_Row]) -> list[Step]:
-        self._catch_up()
-        first, self._rows = len(self._rows), self._rows + rows
-        lengths = [len(row.tokens) for row in rows]
-        packing = Packing(lengths, self._device)
-        tokens = self._tensor([token for row in rows for token in row.tokens])
-        hidden, features = self._score(tokens, packing, [0] * len(rows), first, any(row.drafts for row in rows))
-        last = self._tensor([start + length - 1 for start, length in zip(packing.firsts, lengths, strict=True)])
-        logits = self._target.logits(hidden[last]).float()
+    def _prefill(self, batch: list[_Row]) -> list[Step]:
+        """Take in prompts up to the step's limit; rows that are through emit their first token."""
+        if not batch:
+            return []
+        starts = [row.num_cached for row in batch]
+        sizes = [len(row.tokens) - row.num_cached for row in batch]
+        sizes[-1] -= max(sum(sizes) - self.max_prefill_tokens, 0)
+        packing = Packing(sizes, self._device)
+        parts = zip(batch, starts, sizes, strict=True)
+        tokens = self._tensor([token for row, start, size in parts for token in row.tokens[start : start + size]])
+        first = len(self._rows)
+        hidden, features = self._score(tokens, packing, starts, first, any(row.drafts for row in batch))
         contexts = None
         if features is not None:
             known = self._fuse(features)
             self._extend(known)
-            contexts = known.values[0, last].float()
+            contexts = known.values[0]
+        for row, size in zip(batch, sizes, strict=True):
+            row.num_cached += size
+        last = [start + size - 1 for start, size in zip(packing.firsts, sizes, strict=True)]
+        if batch[-1].num_cached < len(batch[-1].tokens):
+            self._partial = batch[-1]
+            batch, last = batch[:-1], last[:-1]
+        self._rows += batch
+        return self._begin(batch, hidden[last], None if contexts is None else contexts[last].float())
+
+    def _begin(self, rows: list[_Row], hidden: Tensor, contexts: Tensor | None) -> list[Step]:
+        """First tokens, and decisions of the policy, for rows whose prompts are through.
+
+        hidden [R, hidden] and the context vectors [R, draft hidden] are those of the last prompt tokens.
+        """
+        if not rows:
+            return []
+        lengths = [len(row.tokens) for row in rows]
+        logits = self._target.logits(hidden).float()
         chosen = keyed_sample(logits, lengths, [row.request.sampling for row in rows]).tolist()
         anchors = self._target.embed(self._tensor(chosen))
         steps = []
@@ -267,7 +304,8 @@ class Engine:
             if contexts is not None and row.drafts:
                 prefill = prefill._replace(context=contexts[i], anchor=anchors[i])
             self._decide(row, prefill)
-            steps.append(_commit(row, [chosen[i]], 0, 0, prefill))
+            step = _commit(row, [chosen[i]], 0, 0, prefill)
+            steps.append(_with_logprobs(step, row, logits[i : i + 1]))
         self._retire()
         return steps
 
@@ -335,12 +373,13 @@ class Engine:
             self._catch_up()
             self._draft_into(tokens, packing)
         hidden, features = self._score(tokens, packing, starts, 0, any(row.drafts for row in rows))
-        chosen = self._draw(hidden, [range(1, size + 1) for size in sizes]).tolist()
+        logits = self._target.logits(hidden)
+        chosen = self._draw(logits, [range(1, size + 1) for size in sizes]).tolist()
         contexts = None if features is None else self._take_in(features, packing.width == 1)
         drafted = tokens.tolist()
         steps = [
-            _verify(row, drafted[first + 1 : first + size], chosen[first : first + size])
-            for row, first, size in zip(rows, packing.firsts, sizes, strict=True)
+            _with_logprobs(_verify(row, drafted[first + 1 : first + size], chosen[first : first + size]), row, scored)
+            for row, first, size, scored in zip(rows, packing.firsts, sizes, logits.split(sizes), strict=True)
         ]
         if contexts is not None:
             last = [first + step.num_accepted for first, step in zip(packing.firsts, steps, strict=True)]
@@ -363,11 +402,11 @@ class Engine:
         block = torch.where(blocks.offsets == 0, anchors, self._draft.options.mask_token_id)
         embedded = self._target.embed(block).to(self._draft.dtype)
         hidden = self._draft.propose(embedded[None], positions, view, blocks)[0]
-        drawn = self._draw(hidden[_drafts(blocks, self._device)], [range(1, size) for size in packing.sizes])
-        tokens[_drafts(packing, self._device)] = drawn
+        logits = self._target.logits(hidden[_drafts(blocks, self._device)])
+        tokens[_drafts(packing, self._device)] = self._draw(logits, [range(1, size) for size in packing.sizes])
 
-    def _draw(self, hidden: Tensor, offsets: Sequence[range]) -> Tensor:
-        """Tokens [M] drawn from hidden [M, hidden], each so far after its row's anchor as `offsets` [R] list.
+    def _draw(self, logits: Tensor, offsets: Sequence[range]) -> Tensor:
+        """Tokens [M] drawn from logits [M, vocab], each so far after its row's anchor as `offsets` [R] list.
 
         Draft and target draw a position's token with the same key: where their distributions agree, so do the tokens,
         at any temperature (coupling by shared randomness, arXiv 2408.07978).
@@ -376,7 +415,7 @@ class Engine:
         for row, listed in zip(self._rows, offsets, strict=True):
             positions += [row.anchor_position + offset for offset in listed]
             sampling += [row.request.sampling] * len(listed)
-        return keyed_sample(self._target.logits(hidden), positions, sampling)
+        return keyed_sample(logits, positions, sampling)
 
     def _take_in(self, features: _Known, plain: bool) -> Tensor:
         """Give the draft what it will know of this step; returns the context vectors [N, hidden].
@@ -407,14 +446,20 @@ class Engine:
         """Drop finished rows, keeping slots dense: the last row moves into each hole."""
         if any(row.finished for row in self._rows):
             self._catch_up()
-        for slot in reversed(range(len(self._rows))):
+        before = len(self._rows)
+        for slot in reversed(range(before)):
             if not self._rows[slot].finished:
                 continue
             last = self._rows.pop()
             if slot < len(self._rows):
-                self._target_cache.move(len(self._rows), slot, len(last.tokens))
-                self._draft_cache.move(len(self._rows), slot, len(last.tokens))
+                self._move(len(self._rows), slot, len(last.tokens))
                 self._rows[slot] = last
+        if self._partial is not None and len(self._rows) < before:
+            self._move(before, len(self._rows), self._partial.num_cached)
+
+    def _move(self, source: int, destination: int, length: int) -> None:
+        for cache in (self._target_cache, self._draft_cache):
+            cache.move(source, destination, length)
 
     def _check_block_size(self, block_size: int, name: str) -> None:
         if not 1 <= block_size <= self.max_block_size:
@@ -452,6 +497,19 @@ def _commit(row: _Row, tokens: list[int], block_size: int, num_accepted: int, pr
         reason = "length"
     row.finished = reason is not None
     return Step(row.request_id, tuple(emitted), block_size, min(num_accepted, len(emitted)), reason, prefill)
+
+
+def _with_logprobs(step: Step, row: _Row, logits: Tensor) -> Step:
+    """The step with log probabilities, if its request wants them; logits [n, vocab] begin with its first token's."""
+    num = row.request.num_logprobs
+    if num is None:
+        return step
+    scores = logits[: len(step.tokens)].float().log_softmax(dim=-1)
+    of_tokens = scores.gather(1, torch.tensor(step.tokens, device=scores.device)[:, None])[:, 0].tolist()
+    top = scores.topk(num, dim=-1)
+    pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    likeliest = (tuple(zip(tokens, values, strict=True)) for tokens, values in pairs)
+    return replace(step, logprobs=tuple(map(TokenLogprobs, of_tokens, likeliest)))
 
 
 def _stops(row: _Row, token: int) -> bool:

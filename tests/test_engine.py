@@ -258,13 +258,6 @@ def test_cancel_of_a_waiting_request(tiny_pair: Pair) -> None:
     assert seen == {first}
 
 
-def test_many_long_prompts_are_prefilled_in_bounded_batches(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("blockpilot.engine.MAX_PREFILL_TOKENS", 40)
-    requests = [Request(PROMPT[: 4 + i], 6, block_size=4, stop_token_ids=NEVER) for i in range(12)]
-    for request, steps in zip(requests, run(Engine(tiny_pair, num_slots=12, max_length=64), requests), strict=True):
-        assert text_of(steps) == plain_text(tiny_pair, request.prompt_ids, 6, Sampling())
-
-
 # --- policy ---
 
 

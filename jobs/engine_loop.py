@@ -9,7 +9,8 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -62,16 +63,22 @@ class EngineLoop:
 
         Raises ValueError for a request the engine cannot serve, QueueFullError, ClosedError.
         """
-        self.engine.check(request)
-        if len(self._open) >= self.capacity:
+        return self.submit_all([request])[0]
+
+    def submit_all(self, requests: Sequence[Request]) -> list["Stream"]:
+        """Queue all of them or, raising as `submit` does, none."""
+        for request in requests:
+            self.engine.check(request)
+        if len(self._open) + len(requests) > self.capacity:
             raise QueueFullError(f"{len(self._open)} requests are in flight; at most {self.capacity} are accepted")
-        stream = Stream(self, request)
-        self._open.add(stream)
+        streams = [Stream(self, request) for request in requests]
+        self._open.update(streams)
         if self._closed:
-            self._open.discard(stream)
+            self._open.difference_update(streams)
             raise ClosedError("the server is shutting down")
-        self._work.put(lambda: self._add(stream))
-        return stream
+        for stream in streams:
+            self._work.put(partial(self._add, stream))
+        return streams
 
     def set_policy(self, policy: Policy | None, costs: StepCosts | None = None) -> None:
         """Use `policy` for the requests that are prefilled from the next step on, and `costs` from that step on."""

@@ -1,8 +1,9 @@
 """The OpenAI chat and completions API over one engine loop.
 
 What the API has and this server does not is refused by name, never ignored; null, and the value that changes
-nothing (such as n=1), are accepted. Extensions: `block_size` and `top_k` in a request; `block_size`,
-`num_steps` and `acceptance_length` in the usage; in every response the seed that was used.
+nothing (such as best_of=1), are accepted. Extensions: `block_size` and `top_k` in a request; `block_size`,
+`num_steps` and `acceptance_length` in the usage; in every response the seed that was used. Of `n` choices, number i
+has the seed plus i. Log probabilities are the target's own, before temperature and truncation.
 """
 
 import asyncio
@@ -10,16 +11,26 @@ import json
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from jinja2 import TemplateError
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from starlette.exceptions import HTTPException
 
 from blockpilot.costs import StepCosts
@@ -32,14 +43,14 @@ from jobs.engine_loop import ClosedError, EngineError, EngineLoop, QueueFullErro
 
 RETRY_AFTER_S = 1
 MAX_STOPS = 4
+MAX_CHOICES = 8
+MAX_TOP_LOGPROBS, MAX_COMPLETION_LOGPROBS = 20, 5  # of chat and of completions, as OpenAI documents them
 DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI documents it
 T = TypeVar("T")
 
 # Fields of the API that are not built, and the value with which each changes nothing.
 NEUTRAL: Mapping[str, object] = {
-    "n": 1,
     "best_of": 1,
-    "echo": False,
     "frequency_penalty": 0,
     "presence_penalty": 0,
     "logprobs": False,
@@ -133,6 +144,7 @@ class GenerateRequest(_Body):
     prompt_field: ClassVar[str]
 
     model: str
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
     max_tokens: int | None = Field(None, ge=1)
     temperature: float = Field(1.0, ge=0, le=2, allow_inf_nan=False)
     top_p: float = Field(1.0, gt=0, le=1, allow_inf_nan=False)
@@ -159,6 +171,11 @@ class GenerateRequest(_Body):
     def num_tokens_asked(self) -> int | None:
         return self.max_tokens
 
+    @property
+    def num_logprobs(self) -> int | None:
+        """The likeliest tokens to tell with every token; None for no log probabilities at all."""
+        raise NotImplementedError
+
 
 class ChatRequest(GenerateRequest):
     """POST /v1/chat/completions."""
@@ -167,10 +184,23 @@ class ChatRequest(GenerateRequest):
 
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _check_top_logprobs(cls, value: int | None, found: ValidationInfo) -> int | None:
+        if value is not None and not found.data.get("logprobs"):
+            raise ValueError("needs logprobs: true")
+        return value
 
     @property
     def num_tokens_asked(self) -> int | None:
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class CompletionRequest(GenerateRequest):
@@ -179,10 +209,23 @@ class CompletionRequest(GenerateRequest):
     prompt_field: ClassVar[str] = "prompt"
 
     prompt: Annotated[str | list[int], BeforeValidator(_prompt)]
+    logprobs: int | None = Field(None, ge=0, le=MAX_COMPLETION_LOGPROBS)
+    echo: bool = False
+
+    @field_validator("echo")
+    @classmethod
+    def _check_echo(cls, value: bool, found: ValidationInfo) -> bool:
+        if value and found.data.get("logprobs") is not None:
+            raise ValueError("is not supported together with logprobs")
+        return value
 
     @property
     def num_tokens_asked(self) -> int:
         return self.max_tokens if self.max_tokens is not None else DEFAULT_COMPLETION_TOKENS
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
 
 
 def _neutral(name: str, value: object) -> bool:
@@ -256,11 +299,12 @@ class Backend:
             message = f"model {_short(name)} does not exist; this server has {known[0]!r} (or {known[1]!r})"
             raise ApiError(404, message, "model", "model_not_found")
 
-    def submit(self, body: ChatRequest | CompletionRequest) -> Stream:
-        """Start decoding; raises ApiError for what the engine cannot take, or not now."""
+    def submit(self, body: ChatRequest | CompletionRequest) -> list[Stream]:
+        """Start decoding all choices; raises ApiError for what the engine cannot take, or not now."""
         self.check_model(body.model)
         try:
-            return self.loop.submit(self._request(body))
+            request = self._request(body)
+            return self.loop.submit_all([_choice_request(request, number) for number in range(body.n)])
         except QueueFullError as error:
             raise ApiError(429, f"{error}; try again", code="queue_full", retry=True) from None
         except ClosedError as error:
@@ -289,6 +333,7 @@ class Backend:
             body.block_size,
             self.pair.stop_token_ids,
             tuple(body.stop),
+            body.num_logprobs,
         )
 
     def _encode(self, body: ChatRequest | CompletionRequest) -> tuple[int, ...]:
@@ -304,23 +349,55 @@ class Backend:
         return tuple(body.prompt)
 
 
-class Answer:
-    """The text of one response as its steps come, and what they add up to."""
+def _choice_request(request: Request, number: int) -> Request:
+    """The request of choice `number`: the same with its own seed, an int64 that wraps around."""
+    seed = (request.sampling.seed + number + 2**63) % 2**64 - 2**63
+    return replace(request, sampling=replace(request.sampling, seed=seed))
 
-    def __init__(self, stream: Stream, pair: Pair) -> None:
-        self._stream = stream
+
+class Token(NamedTuple):
+    """An emitted token with log probabilities, as text."""
+
+    text: str
+    logprob: float
+    likeliest: tuple[tuple[str, float], ...]
+
+
+class Piece(NamedTuple):
+    """What a step adds to an answer; the text may lag behind the tokens."""
+
+    text: str
+    tokens: tuple[Token, ...] = ()
+
+
+class Answer:
+    """The text of one choice as its steps come, and what they add up to."""
+
+    def __init__(self, stream: Stream, pair: Pair, index: int) -> None:
+        self.index = index
+        self._stream, self._tokenizer = stream, pair.tokenizer
         self._stop_token_ids = stream.request.stop_token_ids
         self._text = TextStream(pair.tokenizer, stream.request.stop_strings)
         self.finish_reason: str | None = None
         self.num_tokens = self.num_steps = self.num_emitted = self.block_size = 0
 
-    async def pieces(self) -> AsyncGenerator[str, None]:
-        """Pieces of text, possibly empty, one for each step and one at the end; cancels when left early."""
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """One for each step and one at the end, possibly empty; cancels when left early."""
         with self._stream:
             async for step in self._stream:
                 self._count(step)
-                yield self._text.push(t for t in step.tokens if t not in self._stop_token_ids)
-        yield self._text.finish()
+                text = self._text.push(t for t in step.tokens if t not in self._stop_token_ids)
+                yield Piece(text, tuple(self._tokens(step)))
+        yield Piece(self._text.finish())
+
+    def _tokens(self, step: Step) -> Iterator[Token]:
+        for token, found in zip(step.tokens, step.logprobs, strict=bool(step.logprobs)):
+            if token not in self._stop_token_ids:
+                likeliest = tuple((self._decode(each), logprob) for each, logprob in found.likeliest)
+                yield Token(self._decode(token), found.logprob, likeliest)
+
+    def _decode(self, token: int) -> str:
+        return str(self._tokenizer.decode([token], clean_up_tokenization_spaces=False))
 
     def _count(self, step: Step) -> None:
         self.finish_reason = step.finish_reason
@@ -330,17 +407,48 @@ class Answer:
             self.num_emitted += len(step.tokens)
             self.block_size = max(self.block_size, step.block_size)  # a step near the limit has a smaller one
 
-    def usage(self) -> dict[str, object]:
-        """OpenAI's counts and ours; what is not known is null: no block was chosen, or none was verified."""
-        num_prompt_tokens = len(self._stream.request.prompt_ids)
-        return {
-            "prompt_tokens": num_prompt_tokens,
-            "completion_tokens": self.num_tokens,
-            "total_tokens": num_prompt_tokens + self.num_tokens,
-            "block_size": self._stream.request.block_size or self.block_size or None,
-            "num_steps": self.num_steps,
-            "acceptance_length": self.num_emitted / self.num_steps if self.num_steps else None,
-        }
+
+def usage(streams: Sequence[Stream], answers: Sequence[Answer]) -> dict[str, object]:
+    """OpenAI's counts and ours over all choices; what is not known is null: no block was chosen, or none verified."""
+    request = streams[0].request
+    num_prompt_tokens, num_tokens = len(request.prompt_ids), sum(answer.num_tokens for answer in answers)
+    num_steps = sum(answer.num_steps for answer in answers)
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_tokens,
+        "total_tokens": num_prompt_tokens + num_tokens,
+        "block_size": request.block_size or max(answer.block_size for answer in answers) or None,
+        "num_steps": num_steps,
+        "acceptance_length": sum(answer.num_emitted for answer in answers) / num_steps if num_steps else None,
+    }
+
+
+async def merged(answers: Sequence[Answer]) -> AsyncGenerator[tuple[Answer, Piece | None], None]:
+    """Pieces of all answers as they come, None at the end of each; cancels all when left early or when one fails."""
+    events: asyncio.Queue[tuple[Answer, Piece | None] | Exception] = asyncio.Queue()
+
+    async def follow(answer: Answer) -> None:
+        try:
+            async with aclosing(answer.pieces()) as pieces:
+                async for piece in pieces:
+                    events.put_nowait((answer, piece))
+            events.put_nowait((answer, None))
+        except Exception as error:
+            events.put_nowait(error)
+
+    tasks = [asyncio.ensure_future(follow(answer)) for answer in answers]
+    try:
+        num_left = len(answers)
+        while num_left:
+            event = await events.get()
+            if isinstance(event, Exception):
+                raise event
+            num_left -= event[1] is None
+            yield event
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 # --- responses ---
@@ -359,6 +467,19 @@ class ChatShape:
         role = {"role": "assistant"} if first else {}
         return {"delta": role | ({} if text is None else {"content": text})}
 
+    def logprobs(self, tokens: Sequence[Token], offset: int) -> dict[str, object]:
+        content = [
+            _chat_token(token.text, token.logprob)
+            | {"top_logprobs": [_chat_token(*each) for each in token.likeliest]}
+            for token in tokens
+        ]
+        return {"content": content, "refusal": None}
+
+
+def _chat_token(text: str, logprob: float) -> dict[str, object]:
+    """Bytes are null for a token that is a part of a character."""
+    return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
+
 
 class CompletionShape:
     """Objects of /v1/completions."""
@@ -371,75 +492,134 @@ class CompletionShape:
     def piece(self, text: str | None, first: bool) -> dict[str, object]:
         return {"text": text or ""}
 
+    def logprobs(self, tokens: Sequence[Token], offset: int) -> dict[str, object]:
+        """text_offset counts the characters of the tokens before, from `offset` on."""
+        offsets = accumulate((len(token.text) for token in tokens[:-1]), initial=offset)
+        return {
+            "tokens": [token.text for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [dict(token.likeliest) for token in tokens],
+            "text_offset": list(offsets) if tokens else [],
+        }
+
 
 Shape = ChatShape | CompletionShape
 
 
-def _choice(content: dict[str, object], finish_reason: str | None) -> list[dict[str, object]]:
-    return [{"index": 0, **content, "logprobs": None, "finish_reason": finish_reason}]
+@dataclass(frozen=True)
+class Reply:
+    """One request on its way back: its choices, and the fields that all its objects share."""
 
+    backend: Backend
+    shape: Shape
+    body: ChatRequest | CompletionRequest
+    streams: list[Stream]
+    answers: list[Answer]
+    head: dict[str, object]
 
-def _head(backend: Backend, shape: Shape, seed: int) -> dict[str, object]:
-    return {
-        "id": shape.id_prefix + uuid.uuid4().hex,
-        "created": int(time.time()),
-        "model": backend.model,
-        "system_fingerprint": backend.fingerprint,
-        "seed": seed,
-    }
+    @classmethod
+    def to(cls, backend: Backend, shape: Shape, body: ChatRequest | CompletionRequest) -> "Reply":
+        """Start decoding; raises ApiError for what cannot be."""
+        streams = backend.submit(body)
+        answers = [Answer(stream, backend.pair, index) for index, stream in enumerate(streams)]
+        head: dict[str, object] = {
+            "id": shape.id_prefix + uuid.uuid4().hex,
+            "created": int(time.time()),
+            "model": backend.model,
+            "system_fingerprint": backend.fingerprint,
+            "seed": streams[0].request.sampling.seed,
+        }
+        return cls(backend, shape, body, streams, answers, head)
+
+    @property
+    def prefix(self) -> str:
+        """The prompt, where it is to be repeated."""
+        if not (isinstance(self.body, CompletionRequest) and self.body.echo):
+            return ""
+        prompt = self.body.prompt
+        return prompt if isinstance(prompt, str) else str(self.backend.pair.tokenizer.decode(prompt))
+
+    def usage(self) -> dict[str, object]:
+        return usage(self.streams, self.answers)
+
+    async def whole(self) -> dict[str, object]:
+        """The response without a stream."""
+        texts, tokens = [[self.prefix] for _ in self.answers], [list[Token]() for _ in self.answers]
+        async with aclosing(merged(self.answers)) as pieces:
+            async for answer, piece in pieces:
+                if piece is not None:
+                    texts[answer.index].append(piece.text)
+                    tokens[answer.index] += piece.tokens
+        choices = [
+            self._choice(answer, self.shape.whole("".join(texts[i])), tokens[i], 0, answer.finish_reason)
+            for i, answer in enumerate(self.answers)
+        ]
+        return self.head | {"object": self.shape.whole_object, "choices": choices, "usage": self.usage()}
+
+    async def chunks(self) -> AsyncGenerator[dict[str, object], None]:
+        """The objects of a stream."""
+        head = self.head | {"object": self.shape.chunk_object}
+        if self.body.include_usage:
+            head["usage"] = None
+        begun, offsets = set[int](), [0] * len(self.answers)
+        async with aclosing(merged(self.answers)) as pieces:
+            async for answer, piece in pieces:
+                i, first = answer.index, answer.index not in begun
+                if piece is None:
+                    content = self.shape.piece(None, first=False)
+                    yield head | {"choices": [self._choice(answer, content, (), offsets[i], answer.finish_reason)]}
+                elif first or piece.text or piece.tokens:
+                    begun.add(i)
+                    content = self.shape.piece(self.prefix * first + piece.text, first)
+                    yield head | {"choices": [self._choice(answer, content, piece.tokens, offsets[i], None)]}
+                    offsets[i] += sum(len(token.text) for token in piece.tokens)
+        if self.body.include_usage:
+            yield head | {"choices": [], "usage": self.usage()}
+
+    def _choice(
+        self,
+        answer: Answer,
+        content: dict[str, object],
+        tokens: Sequence[Token],
+        offset: int,
+        finish_reason: str | None,
+    ) -> dict[str, object]:
+        wanted = self.body.num_logprobs is not None and (tokens or finish_reason is None or "delta" not in content)
+        logprobs = self.shape.logprobs(tokens, offset) if wanted else None
+        return {"index": answer.index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
 async def _respond(
     http: HttpRequest, backend: Backend, shape: Shape, body: ChatRequest | CompletionRequest
 ) -> Response:
-    stream = backend.submit(body)
+    reply = Reply.to(backend, shape, body)
     try:
-        answer = Answer(stream, backend.pair)
-        head = _head(backend, shape, stream.request.sampling.seed)
-        if body.stream:
-            pieces = answer.pieces()
-            first = await _unless_gone(http, anext(pieces))  # fails with a status of its own, not in the stream
-            events = _events(shape, head, answer, first, pieces, body.include_usage)
-            return StreamingResponse(events, media_type="text/event-stream")
-        text = await _unless_gone(http, _join(answer.pieces()))
+        if not body.stream:
+            return JSONResponse(await _unless_gone(http, reply.whole()))
+        chunks = reply.chunks()
+        first = await _unless_gone(http, anext(chunks))  # fails with a status of its own, not in the stream
+        return StreamingResponse(_events(first, chunks), media_type="text/event-stream")
     except BaseException:
-        stream.close()
+        for stream in reply.streams:
+            stream.close()
         raise
-    choices = _choice(shape.whole(text), answer.finish_reason)
-    return JSONResponse(head | {"object": shape.whole_object, "choices": choices, "usage": answer.usage()})
 
 
-async def _events(
-    shape: Shape,
-    head: dict[str, object],
-    answer: Answer,
-    first: str,
-    pieces: AsyncGenerator[str, None],
-    include_usage: bool,
-) -> AsyncIterator[str]:
-    """Server-sent events: chunks, finish reason, usage if asked for, [DONE]; or an error event."""
-    head = head | {"object": shape.chunk_object} | ({"usage": None} if include_usage else {})
-    yield _event(head | {"choices": _choice(shape.piece(first, first=True), None)})
+async def _events(first: dict[str, object], chunks: AsyncGenerator[dict[str, object], None]) -> AsyncIterator[str]:
+    """Server-sent events: the chunks and [DONE]; or an error event."""
+    yield _event(first)
     try:
-        async with aclosing(pieces):
-            async for piece in pieces:
-                if piece:
-                    yield _event(head | {"choices": _choice(shape.piece(piece, first=False), None)})
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                yield _event(chunk)
     except (EngineError, ClosedError) as error:
         yield _event(_failure(error).body())
         return
-    yield _event(head | {"choices": _choice(shape.piece(None, first=False), answer.finish_reason)})
-    if include_usage:
-        yield _event(head | {"choices": [], "usage": answer.usage()})
     yield "data: [DONE]\n\n"
 
 
 def _event(data: Mapping[str, object]) -> str:
     return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
-
-
-async def _join(pieces: AsyncIterator[str]) -> str:
-    return "".join([piece async for piece in pieces])
 
 
 async def _unless_gone(http: HttpRequest, work: Coroutine[Any, Any, T]) -> T:

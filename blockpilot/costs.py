@@ -61,6 +61,12 @@ class StepCosts:
         added: NDArray[np.float64] = (one + (every - one) * (num - 1) / (rows - 1)) / num
         return added
 
+    def mixed_s(self, sizes: Sequence[int], context: int) -> float:
+        """Seconds of a step whose rows have these block sizes."""
+        drafting = [size for size in sizes if size > 1]
+        plain = self.step_s(1, len(sizes), context)
+        return plain + float(self.added_s(drafting, len(sizes), context)[len(drafting) - 1].sum() if drafting else 0)
+
     def _between(self, table: Table, block_size: int, rows: int, context: int) -> float:
         axes = [_weights(self.block_sizes, block_size), _weights(self.rows, rows), _weights(self.contexts, context)]
         return sum(table[b][r][c] * of_b * of_r * of_c for (b, of_b), (r, of_r), (c, of_c) in product(*axes))
@@ -132,14 +138,18 @@ def measure_costs(
     for name, axis in (("block_sizes", block_sizes), ("rows", rows), ("contexts", contexts)):
         if not axis or axis[0] < 1 or any(a >= b for a, b in pairwise(axis)):
             raise ValueError(f"{name} {tuple(axis)}: must be ascending numbers of at least 1")
-    room = _room(block_sizes, num_steps)
-    if contexts[-1] + room > pair.max_length:
-        raise ValueError(f"context {contexts[-1]}: {room} tokens of steps must fit below {pair.max_length} with it")
-    measured = {(r, c): _measure(pair, block_sizes, r, c, num_steps) for r, c in product(rows, contexts)}
+    mixtures = {
+        (size, r, num): [size] * num + [1] * (r - num) for size in block_sizes for r in rows for num in {1, r}
+    }
+    measured: dict[tuple[int, int, int, int], float] = {}
+    for r, c in product(rows, contexts):
+        some = {key: mixture for key, mixture in mixtures.items() if len(mixture) == r}
+        seconds = time_steps(pair, list(some.values()), c, num_steps=num_steps)
+        measured |= {(*key, c): each for key, each in zip(some, seconds, strict=True)}
 
     def table(all_rows: bool) -> Table:
         values = {
-            (r, c): never_falling([measured[r, c][size, r if all_rows else 1] for size in block_sizes])
+            (r, c): never_falling([measured[size, r, r if all_rows else 1, c] for size in block_sizes])
             for r, c in product(rows, contexts)
         }
         return tuple(tuple(tuple(values[r, c][b] for c in contexts) for r in rows) for b in range(len(block_sizes)))
@@ -168,30 +178,38 @@ def never_falling(values: Sequence[float]) -> list[float]:
     return [total / num for total, num in pools for _ in range(num)]
 
 
-def _room(block_sizes: Sequence[int], num_steps: int) -> int:
-    """Tokens that a row may emit while it is measured."""
-    return 2 * (num_steps + 1) * sum(block_sizes) + 2
+def time_steps(pair: Pair, mixtures: Sequence[Sequence[int]], context: int, *, num_steps: int = 7) -> list[float]:
+    """Seconds of the fastest of `num_steps` steps with each mixture, the block sizes of as many rows.
 
+    All rows begin with `context` tokens, and the mixtures take turns.
 
-def _measure(
-    pair: Pair, block_sizes: Sequence[int], rows: int, context: int, num_steps: int
-) -> dict[tuple[int, int], float]:
-    """Seconds of a step by block size and number of rows that draft, all or one; the others decode plainly."""
-    room = _room(block_sizes, num_steps)
-    engine = Engine(pair, num_slots=rows, max_length=context + room, max_block_size=block_sizes[-1])
-    prompts = torch.randint(0, pair.vocab_size, (rows, context), generator=torch.Generator().manual_seed(0))
-    ids = [engine.add(Request(tuple(prompt), room, block_size=block_sizes[-1])) for prompt in prompts.tolist()]
-    engine.step()  # prefills
-    seconds: dict[tuple[int, int], list[float]] = {(size, num): [] for size in block_sizes for num in {1, rows}}
+    Raises ValueError for a context that leaves no room for the steps.
+    """
+    num_rows, widest = len(mixtures[0]), max(max(sizes) for sizes in mixtures)
+    room = _room([max(sizes) for sizes in mixtures], num_steps)
+    if context + room > pair.max_length:
+        raise ValueError(f"context {context}: {room} tokens of steps must fit below {pair.max_length} with it")
+    engine = Engine(pair, num_slots=num_rows, max_length=context + room, max_block_size=widest)
+    prompts = torch.randint(0, pair.vocab_size, (num_rows, context), generator=torch.Generator().manual_seed(0))
+    ids = [engine.add(Request(tuple(prompt), room, block_size=max(2, widest))) for prompt in prompts.tolist()]
+    num_begun = 0
+    while num_begun < num_rows:
+        num_begun += sum(step.prefill is not None for step in engine.step())
+    seconds: list[list[float]] = [[] for _ in mixtures]
     for turn in range(num_steps + 1):
-        for size, num in seconds:
-            for i, request_id in enumerate(ids):
-                engine.set_block_size(request_id, size if i < num else 1)
+        for sizes, of_mixture in zip(mixtures, seconds, strict=True):
+            for request_id, size in zip(ids, sizes, strict=True):
+                engine.set_block_size(request_id, size)
             started = time.perf_counter()
             engine.step()
             if turn:  # the first one of a shape pays for memory and kernels
-                seconds[size, num].append(time.perf_counter() - started)
-    return {key: min(of_one) for key, of_one in seconds.items()}
+                of_mixture.append(time.perf_counter() - started)
+    return [min(of_mixture) for of_mixture in seconds]
+
+
+def _room(widths: Sequence[int], num_steps: int) -> int:
+    """Tokens that a row may emit in steps of these widths, the warm-up's included."""
+    return (num_steps + 1) * sum(widths) + max(widths) + 2
 
 
 def measured_up_to(
@@ -200,7 +218,7 @@ def measured_up_to(
     """The costs of one context, as far as it has room, with 1, 2, 4, ... rows up to `rows`."""
     powers = sorted({min(2**i, rows) for i in range(rows.bit_length() + 1)})
     sizes = sorted({1, *block_sizes})
-    room = _room(sizes, num_steps)
+    room = _room(2 * sizes, num_steps)
     return measure_costs(pair, sizes, powers, [max(1, min(context, pair.max_length - room))], num_steps=num_steps)
 
 

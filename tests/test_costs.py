@@ -56,6 +56,13 @@ def test_rows_that_draft_share_what_they_add() -> None:
     assert COSTS.added_s([5], 1, 150).tolist() == [pytest.approx([4.0])]  # one row is all rows
 
 
+def test_a_mixed_step_is_a_plain_one_and_what_its_rows_add() -> None:
+    assert COSTS.mixed_s([1, 1, 1, 1], 100) == pytest.approx(3)
+    assert COSTS.mixed_s([5, 1, 1, 1], 100) == pytest.approx(5)
+    assert COSTS.mixed_s([5, 5, 5, 5], 100) == pytest.approx(7)
+    assert COSTS.mixed_s([1, 5, 3, 1], 100) == pytest.approx(3 + (2 + 2 / 3) / 2 + (1 + 1 / 3) / 2)
+
+
 @pytest.mark.parametrize(("rows", "context"), [(2, 100), (4, 200), (3, 150)])
 def test_candidates_cost_so_many_plain_steps(rows: int, context: int) -> None:
     """Also those that were not measured, and in any order."""

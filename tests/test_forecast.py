@@ -56,10 +56,7 @@ def rate(
     tokens = sum(f.taus[list(f.candidates).index(size)] for f, size in zip(forecasts, sizes, strict=True))
     if costs is None:
         return tokens
-    every = [*sizes, *others]
-    drafting = [size for size in every if size > 1]
-    added = costs.added_s(drafting, len(every), context)[len(drafting) - 1].sum() if drafting else 0.0
-    return (tokens + len(others)) / (costs.step_s(1, len(every), context) + added)
+    return (tokens + len(others)) / costs.mixed_s([*sizes, *others], context)
 
 
 def by_brute_force(

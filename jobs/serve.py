@@ -54,6 +54,8 @@ class ServeConfig(Config):
     """Requests that a replica decodes together."""
     max_length: int | None = Field(default=None, ge=2)
     """Tokens of prompt and answer together; by default 2048, or the target's context if that is shorter."""
+    max_prefill_tokens: int = Field(default=512, ge=1)
+    """Prompt tokens of a step: a longer prompt takes several, and streams go on in between."""
     max_queue: int = Field(default=64, ge=0)
     """Requests that wait at a replica for a slot; more are answered 429."""
     drain_s: float = Field(default=120.0, ge=0)
@@ -66,12 +68,24 @@ class Decoder:
     """A replica: one pair, one engine, and the API over it."""
 
     def __init__(
-        self, pair: PairConfig, num_threads: int, num_slots: int, max_length: int | None, max_queue: int
+        self,
+        pair: PairConfig,
+        *,
+        num_threads: int,
+        num_slots: int,
+        max_length: int | None,
+        max_prefill_tokens: int,
+        max_queue: int,
     ) -> None:
         torch.set_num_threads(num_threads)
         loaded = pair.load()
-        max_length = max_length or min(DEFAULT_MAX_LENGTH, loaded.max_length)
-        engine = Engine(loaded, num_slots=num_slots, max_length=max_length, max_block_size=MAX_BLOCK_SIZE)
+        engine = Engine(
+            loaded,
+            num_slots=num_slots,
+            max_length=max_length or min(DEFAULT_MAX_LENGTH, loaded.max_length),
+            max_block_size=MAX_BLOCK_SIZE,
+            max_prefill_tokens=max_prefill_tokens,
+        )
         self._backend = Backend(EngineLoop(engine, max_queue=max_queue))
         self._measured: StepCosts | None = None
 
@@ -123,8 +137,14 @@ def build_app(args: ServeConfig) -> Application:
         graceful_shutdown_timeout_s=args.drain_s,
         max_constructor_retry_count=1,  # the same models and policy would fail again
     )(serve.ingress()(Decoder))
-    threads = num_threads(resources.num_cpus)
-    return deployment.bind(args.pair, threads, args.num_slots, args.max_length, args.max_queue)
+    return deployment.bind(
+        args.pair,
+        num_threads=num_threads(resources.num_cpus),
+        num_slots=args.num_slots,
+        max_length=args.max_length,
+        max_prefill_tokens=args.max_prefill_tokens,
+        max_queue=args.max_queue,
+    )
 
 
 def find_policy(config: ServeConfig) -> int | str:

@@ -104,7 +104,7 @@ def test_bad_settings_end_in_one_line(
 @pytest.fixture
 def decoder(pair_config: PairConfig) -> Iterator[Decoder]:
     """A replica as Serve makes it, in this process."""
-    decoder = Decoder(pair_config, num_threads=1, num_slots=2, max_length=200, max_queue=4)
+    decoder = Decoder(pair_config, num_threads=1, num_slots=2, max_length=200, max_prefill_tokens=64, max_queue=4)
     decoder.reconfigure({"policy": 4})
     yield decoder
     decoder._backend.loop.close()
@@ -193,8 +193,11 @@ def test_served_to_the_openai_client_until_sigterm(server: tuple[subprocess.Pope
 
     completion = client.completions.create(model="target", prompt="Once", max_tokens=5, temperature=0)
     assert completion.choices[0].finish_reason == "length"
-    with pytest.raises(openai.BadRequestError, match="n: 2 is not supported"):
-        client.chat.completions.create(**CHAT, n=2)
+    both = client.chat.completions.create(**CHAT, n=2, max_tokens=40, logprobs=True, top_logprobs=2)
+    assert [choice.message.content for choice in both.choices] == [whole.choices[0].message.content] * 2
+    assert all(len(token.top_logprobs) == 2 for token in both.choices[0].logprobs.content)
+    with pytest.raises(openai.BadRequestError, match=r"presence_penalty: 1\.0 is not supported; allowed: 0"):
+        client.chat.completions.create(**CHAT, presence_penalty=1.0)
     with pytest.raises(openai.NotFoundError, match="gpt-9"):
         client.chat.completions.create(**CHAT | {"model": "gpt-9"})
     with pytest.raises(openai.NotFoundError):

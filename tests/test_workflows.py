@@ -218,8 +218,10 @@ def test_the_answer_that_is_asked_for_is_the_targets_own(
     answer = smollm2_135m.ask(url, "what?", 20)
     out = capsys.readouterr().out
     assert answer
-    assert f"what?\n> {answer}\nusage: " in out
+    assert f"what? (block_size: auto)\n> {answer}\nusage: " in out
     assert "'acceptance_length'" in out
+    assert smollm2_135m.ask(url, "what?", 20, 3) == answer
+    assert "'block_size': 3" in capsys.readouterr().out
     assert smollm2_135m.plain_answer(pair, "what?", 20) == answer
     assert smollm2_135m.plain_answer(pair, "what else?", 20) != answer
 
@@ -233,5 +235,7 @@ def test_a_served_answer_that_is_not_the_targets_own_is_an_error(
     monkeypatch.setattr(serve, "stop", lambda: None)
     monkeypatch.setattr(smollm2_135m, "ask", lambda *_: "served")
     monkeypatch.setattr(smollm2_135m, "plain_answer", lambda *_: "plain")
-    with pytest.raises(RuntimeError, match="served 'served'; one token at a time the target writes 'plain'"):
+    with pytest.raises(
+        RuntimeError, match="block size auto: 'served'; one token at a time the target writes 'plain'"
+    ):
         smollm2_135m.run(DemoConfig(output=tmp_path))

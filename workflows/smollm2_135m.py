@@ -99,7 +99,7 @@ def split_prompts(config: DemoConfig) -> None:
     print(f"{len(train)} training and {len(held_out)} held-out prompts in {config.output}")
 
 
-def ask(url: str, question: str, max_tokens: int) -> str:
+def ask(url: str, question: str, max_tokens: int, block_size: str | int = "auto") -> str:
     """Put a question to the server as any OpenAI client does, and show the answer as it comes."""
     client = OpenAI(base_url=url, api_key="none")
     stream = client.chat.completions.create(
@@ -109,9 +109,10 @@ def ask(url: str, question: str, max_tokens: int) -> str:
         temperature=0,
         stream=True,
         stream_options={"include_usage": True},
+        extra_body={"block_size": block_size},
     )
     answer = ""
-    print(f"{question}\n> ", end="")
+    print(f"{question} (block_size: {block_size})\n> ", end="")
     for chunk in stream:
         piece = (chunk.choices[0].delta.content or "") if chunk.choices else ""
         print(piece, end="", flush=True)
@@ -147,14 +148,18 @@ def run(config: DemoConfig) -> None:
         url = serve.start(to_serve(stages, learned))
     with watch.stage("ask"):
         try:
-            answer = ask(url, QUESTION, config.max_new_tokens)
+            sizes = ("auto", max(config.candidates))
+            answers = {size: ask(url, QUESTION, config.max_new_tokens, size) for size in sizes}
         finally:
             serve.stop()
     with watch.stage("check"):
         plain = plain_answer(stages.serve.pair, QUESTION, config.max_new_tokens)
-        if answer != plain:
-            raise RuntimeError(f"served {answer!r}; one token at a time the target writes {plain!r}")
-        print("The served answer is bit for bit what the target writes one token at a time (float32).")
+        for size, answer in answers.items():
+            if answer != plain:
+                raise RuntimeError(
+                    f"served with block size {size}: {answer!r}; one token at a time the target writes {plain!r}"
+                )
+        print("Both served answers are bit for bit what the target writes one token at a time (float32).")
     print(f"\n{learned.measured.table}\n\n{watch.table()}")
 
 

@@ -82,10 +82,11 @@ def choose(
     sizes = sorted({size for of_row in options for size in of_row if size > 1})
     if not sizes:
         return [1] * len(forecasts)
-    plain = np.array([of_row.get(1, -_NEVER) for of_row in options])
-    drafting = np.array([[of_row.get(size, -(_NEVER**2)) for size in sizes] for of_row in options])
+    never = -math.inf
+    plain = np.array([of_row.get(1, never) for of_row in options]).clip(min=-_NEVER)
+    drafting = np.array([[of_row.get(size, never) for size in sizes] for of_row in options]).clip(min=-(_NEVER**2))
     plain_s, added_s = costs.step_s(1, len(options), context), costs.added_s(sizes, len(options), context)
-    chosen = _most_a_second(plain, drafting.clip(min=-(_NEVER**2)), plain_s, added_s)
+    chosen = _most_a_second(plain, drafting, plain_s, added_s)
     return [1 if k < 0 else sizes[k] for k in chosen[: len(forecasts)].tolist()]
 
 

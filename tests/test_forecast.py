@@ -268,6 +268,15 @@ def test_every_so_often_the_next_larger_size_is_tried(size: int, probed: list[in
         forecast.observe(size, 0)
 
 
+def test_a_probe_leaves_its_neighbours_their_choice() -> None:
+    forecast = EVController(SIZES)(PREFILL)
+    for _ in range(EVController.PROBE_EVERY - 1):
+        forecast.observe(1, 0)
+    assert probes(forecast) == [2]
+    easy: Forecast = StaticForecast(SIZES, [1.0, 1.9, 3.7, 7.0])
+    assert choose([easy, forecast, easy], linear_costs(0.1), 50) == [8, 2, 8]
+
+
 def test_a_probe_is_one_step() -> None:
     """The chosen size of every step is what the running means say, but for one in PROBE_EVERY."""
     forecast, costs = EVController(SIZES)(PREFILL), linear_costs(1.0)

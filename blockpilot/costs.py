@@ -138,18 +138,15 @@ def measure_costs(
     for name, axis in (("block_sizes", block_sizes), ("rows", rows), ("contexts", contexts)):
         if not axis or axis[0] < 1 or any(a >= b for a, b in pairwise(axis)):
             raise ValueError(f"{name} {tuple(axis)}: must be ascending numbers of at least 1")
-    mixtures = {
-        (size, r, num): [size] * num + [1] * (r - num) for size in block_sizes for r in rows for num in {1, r}
-    }
-    measured: dict[tuple[int, int, int, int], float] = {}
+    measured: dict[tuple[tuple[int, ...], int], float] = {}
     for r, c in product(rows, contexts):
-        some = {key: mixture for key, mixture in mixtures.items() if len(mixture) == r}
-        seconds = time_steps(pair, list(some.values()), c, num_steps=num_steps)
-        measured |= {(*key, c): each for key, each in zip(some, seconds, strict=True)}
+        mixtures = list(dict.fromkeys(_drafting(size, num, r) for size in block_sizes for num in (1, r)))
+        seconds = time_steps(pair, mixtures, c, num_steps=num_steps)
+        measured |= {(mixture, c): each for mixture, each in zip(mixtures, seconds, strict=True)}
 
     def table(all_rows: bool) -> Table:
         values = {
-            (r, c): never_falling([measured[size, r, r if all_rows else 1, c] for size in block_sizes])
+            (r, c): never_falling([measured[_drafting(size, r if all_rows else 1, r), c] for size in block_sizes])
             for r, c in product(rows, contexts)
         }
         return tuple(tuple(tuple(values[r, c][b] for c in contexts) for r in rows) for b in range(len(block_sizes)))
@@ -164,6 +161,11 @@ def measure_costs(
         seconds=table(all_rows=True),
         one_drafts=table(all_rows=False),
     )
+
+
+def _drafting(block_size: int, num: int, rows: int) -> tuple[int, ...]:
+    """Block sizes of a batch of which `num` rows draft and the others decode plainly."""
+    return (block_size,) * num + (1,) * (rows - num)
 
 
 def never_falling(values: Sequence[float]) -> list[float]:

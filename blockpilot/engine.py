@@ -317,8 +317,8 @@ class Engine:
         Returns hidden [N, hidden], and the features where some row drafts.
         """
         num_rows, slots, positions = len(starts), (packing.rows + first_slot)[None], packing.positions(starts)[None]
-        length = max(start + size for start, size in zip(starts, packing.sizes, strict=True))
-        view = self._target_cache.view(slots, positions, slice(first_slot, first_slot + num_rows), length)
+        rows = slice(first_slot, first_slot + num_rows)
+        view = self._target_cache.view(slots, positions, rows, packing.length(starts))
         scored = self._target.score(tokens[None], positions, view, features=drafts, packing=packing)
         features = None if scored.features is None else _Known(scored.features, slots, positions)
         return scored.hidden[0], features
@@ -395,9 +395,8 @@ class Engine:
             blocks = Packing([packing.sizes[slot] for slot in drafting], self._device)
         starts = [self._rows[slot].anchor_position for slot in drafting]
         slots, positions = self._tensor(drafting), blocks.positions(starts)[None]
-        length = max(start + size for start, size in zip(starts, blocks.sizes, strict=True))
         rows = slice(0, len(drafting)) if blocks is packing else slots
-        view = self._draft_cache.view(slots[blocks.rows][None], positions, rows, length)
+        view = self._draft_cache.view(slots[blocks.rows][None], positions, rows, blocks.length(starts))
         anchors = self._tensor([self._rows[slot].tokens[-1] for slot in drafting])[blocks.rows]
         block = torch.where(blocks.offsets == 0, anchors, self._draft.options.mask_token_id)
         embedded = self._target.embed(block).to(self._draft.dtype)

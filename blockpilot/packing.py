@@ -8,6 +8,7 @@ Attention comes in through transformers' registry of attention functions. A call
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -37,11 +38,15 @@ class Packing:
         self.offsets = torch.arange(self.num_tokens, device=device) - self.per_token(self.firsts)
         """[N]: the place of every token in its row."""
         self._uniform = self.num_tokens == self.width * len(self.sizes)
-        columns = torch.arange(self.width, device=device)
-        last = torch.tensor([end - 1 for end in ends], device=device)
-        self._index = torch.minimum(torch.tensor(self.firsts, device=device)[:, None] + columns, last[:, None])
         self._narrow = _narrow_width(self.sizes) if device.type == "cpu" else self.width
         self._wide = torch.tensor([r for r, size in enumerate(self.sizes) if size > self._narrow], device=device)
+
+    @cached_property
+    def _index(self) -> Tensor:
+        """[R, width]: the token at every place of the padded rows."""
+        firsts, sizes = (torch.tensor(of_rows, device=self.rows.device) for of_rows in (self.firsts, self.sizes))
+        columns = torch.arange(self.width, device=self.rows.device)
+        return firsts[:, None] + torch.minimum(columns, sizes[:, None] - 1)
 
     def per_token(self, of_rows: Sequence[int]) -> Tensor:
         """A number of every row [R] as that of its tokens, [N]."""
@@ -50,6 +55,10 @@ class Packing:
     def positions(self, starts: Sequence[int]) -> Tensor:
         """[N]: those of rows that run on from starts [R]."""
         return self.per_token(starts) + self.offsets
+
+    def length(self, starts: Sequence[int]) -> int:
+        """One past the largest of the positions."""
+        return max(start + size for start, size in zip(starts, self.sizes, strict=True))
 
     def pad(self, packed: Tensor) -> Tensor:
         """[N, ...] -> [R, width, ...]; a row's padding repeats its last token."""

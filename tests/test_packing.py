@@ -76,7 +76,7 @@ def score(target: Target, tokens: list[list[int]], slots: list[int]) -> list[Ten
     ):
         packing = Packing([len(row) for row in part], CPU)
         packed = torch.tensor([token for row in part for token in row])
-        positions, length = packing.positions(starts), max(s + n for s, n in zip(starts, packing.sizes, strict=True))
+        positions, length = packing.positions(starts), packing.length(starts)
         view = cache.view(torch.tensor(slots)[packing.rows][None], positions[None], torch.tensor(slots), length)
         scored = target.score(packed[None], positions[None], view, features=True, packing=packing)
     assert scored.features is not None

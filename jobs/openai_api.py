@@ -408,21 +408,6 @@ class Answer:
             self.block_size = max(self.block_size, step.block_size)  # a step near the limit has a smaller one
 
 
-def usage(streams: Sequence[Stream], answers: Sequence[Answer]) -> dict[str, object]:
-    """OpenAI's counts and ours over all choices; what is not known is null: no block was chosen, or none verified."""
-    request = streams[0].request
-    num_prompt_tokens, num_tokens = len(request.prompt_ids), sum(answer.num_tokens for answer in answers)
-    num_steps = sum(answer.num_steps for answer in answers)
-    return {
-        "prompt_tokens": num_prompt_tokens,
-        "completion_tokens": num_tokens,
-        "total_tokens": num_prompt_tokens + num_tokens,
-        "block_size": request.block_size or max(answer.block_size for answer in answers) or None,
-        "num_steps": num_steps,
-        "acceptance_length": sum(answer.num_emitted for answer in answers) / num_steps if num_steps else None,
-    }
-
-
 async def merged(answers: Sequence[Answer]) -> AsyncGenerator[tuple[Answer, Piece | None], None]:
     """Pieces of all answers as they come, None at the end of each; cancels all when left early or when one fails."""
     events: asyncio.Queue[tuple[Answer, Piece | None] | Exception] = asyncio.Queue()
@@ -540,7 +525,19 @@ class Reply:
         return prompt if isinstance(prompt, str) else str(self.backend.pair.tokenizer.decode(prompt))
 
     def usage(self) -> dict[str, object]:
-        return usage(self.streams, self.answers)
+        """OpenAI's counts and ours over all choices; what is not known is null: no block chosen, or none verified."""
+        request = self.streams[0].request
+        num_prompt_tokens, num_tokens = len(request.prompt_ids), sum(answer.num_tokens for answer in self.answers)
+        num_steps = sum(answer.num_steps for answer in self.answers)
+        num_emitted = sum(answer.num_emitted for answer in self.answers)
+        return {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": num_tokens,
+            "total_tokens": num_prompt_tokens + num_tokens,
+            "block_size": request.block_size or max(answer.block_size for answer in self.answers) or None,
+            "num_steps": num_steps,
+            "acceptance_length": num_emitted / num_steps if num_steps else None,
+        }
 
     async def whole(self) -> dict[str, object]:
         """The response without a stream."""

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -32,12 +33,19 @@ def loop(tiny_pair: Pair) -> Iterator[EngineLoop]:
     loop.close()
 
 
-@pytest.fixture
-def client(loop: EngineLoop) -> Iterator[TestClient]:
+@contextmanager
+def client_of(loop: EngineLoop) -> Iterator[TestClient]:
+    """A client whose requests must have left the engine at the end."""
     with TestClient(make_app(Backend(loop)), raise_server_exceptions=False) as client:
         yield client
         assert loop.num_in_flight == 0
         assert (loop.engine.num_active, loop.engine.num_waiting) == (0, 0)
+
+
+@pytest.fixture
+def client(loop: EngineLoop) -> Iterator[TestClient]:
+    with client_of(loop) as client:
+        yield client
 
 
 def ask(client: TestClient, path: str, body: JsonObject) -> JsonObject:

@@ -5,12 +5,11 @@ from collections.abc import Iterator
 
 import pytest
 from fastapi.testclient import TestClient
-from test_openai_api import CHAT, COMPLETIONS, QUESTION, JsonObject, ask, check_error, events, text_of
+from test_openai_api import CHAT, COMPLETIONS, QUESTION, JsonObject, ask, check_error, client_of, events, text_of
 
 from blockpilot.engine import Engine
 from blockpilot.pairs import Pair
 from jobs.engine_loop import EngineLoop
-from jobs.openai_api import Backend, make_app
 
 PROMPTS: dict[str, JsonObject] = {CHAT: {"messages": QUESTION}, COMPLETIONS: {"prompt": "Once"}}
 
@@ -24,10 +23,8 @@ def loop(tiny_pair: Pair) -> Iterator[EngineLoop]:
 
 @pytest.fixture
 def client(loop: EngineLoop) -> Iterator[TestClient]:
-    with TestClient(make_app(Backend(loop)), raise_server_exceptions=False) as client:
+    with client_of(loop) as client:
         yield client
-        assert loop.num_in_flight == 0
-        assert loop.engine.idle
 
 
 def streamed(client: TestClient, path: str, body: JsonObject) -> tuple[list[JsonObject], JsonObject]:

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
@@ -34,9 +35,18 @@ class ClosedError(Exception):
 
 
 class EngineLoop:
-    """Runs `engine` until `close`. At most num_slots + max_queue requests are in flight."""
+    """Runs `engine` until `close`. At most num_slots + max_queue requests are in flight.
 
-    def __init__(self, engine: Engine, *, max_queue: int = 64) -> None:
+    `on_step` is told of every step and its seconds on the engine's thread, and of none (0 seconds) before it waits.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        max_queue: int = 64,
+        on_step: Callable[[Engine, Sequence[Step], float], None] = lambda engine, steps, seconds: None,
+    ) -> None:
         if max_queue < 0:
             raise ValueError(f"max_queue {max_queue}: must be at least 0")
         self.engine = engine
@@ -44,6 +54,7 @@ class EngineLoop:
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._open: set[Stream] = set()  # the event loops' view
         self._in_engine: dict[int, Stream] = {}  # by request id; the thread's view
+        self._on_step = on_step
         self._num_failures = 0
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -112,9 +123,11 @@ class EngineLoop:
         """Do the work that is waiting (with an idle engine, wait for some), then one step."""
         try:
             if self.engine.idle:
+                self._on_step(self.engine, (), 0.0)
                 self._work.get()()
             while not self._work.empty():
                 self._work.get()()
+            started = time.perf_counter()
             steps = self.engine.step()
         except Exception as error:
             log.exception("engine failed; %d requests are lost", len(self._in_engine))
@@ -125,6 +138,8 @@ class EngineLoop:
             self._num_failures = 0
         for step in steps:
             self._deliver(step)
+        if steps:
+            self._on_step(self.engine, steps, time.perf_counter() - started)
 
     def _add(self, stream: "Stream") -> None:
         if stream.closed:

@@ -1,7 +1,9 @@
 """The plots of sweeps and evaluations, as PNG files in memory."""
 
+import math
 from collections.abc import Mapping, Sequence
 from io import BytesIO
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -105,6 +107,24 @@ def cost_curves(costs: StepCosts) -> bytes:
             costs.block_sizes, relative, marker="o", markersize=4, label=f"{rows} rows" if rows > 1 else "1 row"
         )
     axes.legend(fontsize="small", title=costs.device, title_fontsize="small")
+    return _png(figure)
+
+
+def served(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    """A server's tokens a second at every load, and the first token's 99th percentile: a line for every mode."""
+    figure = Figure(figsize=WIDE, layout="constrained")
+    panels = figure.subplots(1, 2)
+    loads = list(dict.fromkeys(row["load"] for row in rows))
+    for mode in dict.fromkeys(row["mode"] for row in rows):
+        of_mode = {row["load"]: row for row in rows if row["mode"] == mode}
+        waits = [of_mode[load].get("first_token_s", {}).get("p99", math.nan) for load in loads]
+        speeds = [of_mode[load]["tokens_per_s"] for load in loads]
+        for axes, values in zip(panels, (speeds, waits), strict=True):
+            axes.plot(range(len(loads)), values, marker="o", markersize=4, label=mode)
+    for axes, label in zip(panels, ("tokens/s", "first token, p99, s"), strict=True):
+        axes.set_xticks(range(len(loads)), loads, fontsize="small")
+        axes.set_ylabel(label)
+    panels[0].legend(fontsize="small")
     return _png(figure)
 
 

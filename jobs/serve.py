@@ -1,170 +1,187 @@
-"""Serve a pair behind the OpenAI API: Ray Serve replicas of one engine each, block sizes chosen by a policy.
+"""Serve pairs behind the OpenAI API: Ray Serve replicas of one engine each, block sizes chosen by a policy.
 
-The policy is a file beside the models: another one is loaded in place (Serve's `user_config`), and the models
-and the requests in flight stay. SIGTERM and Ctrl-C stop taking requests, finish those in flight, and leave.
+One gateway speaks HTTP (gateway.py), each model has replicas of its own (decoder.py). A policy is a file beside the
+models: another one is loaded in place, and the models and the requests in flight stay. SIGTERM and Ctrl-C stop
+taking requests, finish those in flight, and leave.
+
+On a cluster that serves for good, `--write-config serve.yaml` writes what `serve deploy` takes.
 """
 
 import logging
+import os
 import signal
 import socket
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import torch
-from fastapi import FastAPI
+import tyro
+import yaml
 from pydantic import Field
 from ray import serve
 from ray.serve import Application
 from ray.serve.schema import LoggingConfig
 from rich.console import Console
 
-from blockpilot.costs import StepCosts, measured_up_to
-from blockpilot.engine import Engine
-from blockpilot.policy import FixedPolicy, LearnedPolicy, load_policy
+from blockpilot.pairs import target_slug
+from blockpilot.policy import load_policy
+from jobs.champions import copy_of
 from jobs.cluster import actor_options, connect, num_threads
 from jobs.config import Config, PairConfig, Resources, main
-from jobs.engine_loop import EngineLoop
-from jobs.openai_api import RETRY_AFTER_S, Backend, make_app
-from jobs.registry import Registry, model_name
+from jobs.decoder import CHAMPION, MAX_BLOCK_SIZE, Decoder
+from jobs.gateway import Gateway
+from jobs.openai_api import ApiKeys, Limits
+from jobs.openai_schema import RETRY_AFTER_S
+from jobs.registry import Registry, model_name, tracking_uri
 
 APP = "blockpilot"
-CHAMPION = "champion"
-MAX_BLOCK_SIZE = 32
-DEFAULT_MAX_LENGTH = 2048
-# Requests that a replica answers without decoding them: /health, refusals, 429s.
+API_KEY_VARIABLE = "BLOCKPILOT_API_KEY"
+# Requests that are answered without decoding them: /health, refusals, 429s.
 SPARE_REQUESTS = 32
 PORT_PATIENCE_S = 5
-COSTS_CONTEXT, COSTS_STEPS = 256, 3  # of step costs that have to be measured at the start
 
 
-class ServeConfig(Config):
-    """What to serve, with which policy, where, and how much at once."""
+class ModelConfig(Config):
+    """A pair to serve, with which policy, and how much at once."""
 
     pair: PairConfig = PairConfig()
     policy: str = CHAMPION
     """What picks the block size: "champion" of the registry, the directory of a policy, or one block size."""
-    host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 for all interfaces."""
-    port: int = Field(default=8000, ge=1, le=65535)
     resources: Resources = Resources()
-    """Of each replica; num_actors is the number of replicas."""
+    """Of each replica; num_actors is the number of replicas, or the least of them where max_replicas is larger."""
+    max_replicas: int = Field(default=1, ge=1)
+    """Replicas that are started as requests come in, and stopped, drained, when they are not needed."""
     num_slots: int = Field(default=8, ge=1)
     """Requests that a replica decodes together."""
     max_length: int | None = Field(default=None, ge=2)
     """Tokens of prompt and answer together; by default 2048, or the target's context if that is shorter."""
-    max_prefill_tokens: int = Field(default=512, ge=1)
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of an answer at most; by default only the context limits it."""
+    max_prefill_tokens: int = Field(default=256, ge=1)
     """Prompt tokens of a step: a longer prompt takes several, and streams go on in between."""
     max_queue: int = Field(default=64, ge=0)
     """Requests that wait at a replica for a slot; more are answered 429."""
+
+
+class ServeConfig(ModelConfig):
+    """What to serve, where, and to whom."""
+
+    others: Annotated[tuple[ModelConfig, ...], tyro.conf.Suppress] = ()
+    """Further models, asked for by name; in Python or in the file of --write-config."""
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 for all interfaces."""
+    port: int = Field(default=8000, ge=1, le=65535)
+    api_key_file: Path | None = None
+    """Keys that clients may use, one a line. Without it the variable BLOCKPILOT_API_KEY; without that, no key."""
+    max_body_bytes: int = Field(default=2**20, ge=1)
+    """Of a request; a longer one is answered 413."""
+    request_timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds from a request's arrival to its last token; it may ask for less (`timeout_s`)."""
+    registry_every_s: float = Field(default=20.0, gt=0)
+    """How often the registry is asked for a new champion."""
     drain_s: float = Field(default=120.0, ge=0)
-    """Seconds that requests in flight have to finish when the server stops."""
+    """Seconds that requests in flight have to finish when the server, or a replica, stops."""
+    logs_prompts: bool = False
+    """Write the text of prompts into the log, too."""
     output: Path = Path("runs/serve")
-    """Where the champion is copied to; all nodes of a cluster must see it."""
+    """Where champions are copied to; replicas of other machines make their own."""
+    write_config: Path | None = None
+    """Write this file for `serve deploy` instead of serving."""
 
-
-class Decoder:
-    """A replica: one pair, one engine, and the API over it."""
-
-    def __init__(
-        self,
-        pair: PairConfig,
-        *,
-        num_threads: int,
-        num_slots: int,
-        max_length: int | None,
-        max_prefill_tokens: int,
-        max_queue: int,
-    ) -> None:
-        torch.set_num_threads(num_threads)
-        loaded = pair.load()
-        engine = Engine(
-            loaded,
-            num_slots=num_slots,
-            max_length=max_length or min(DEFAULT_MAX_LENGTH, loaded.max_length),
-            max_block_size=MAX_BLOCK_SIZE,
-            max_prefill_tokens=max_prefill_tokens,
-        )
-        self._backend = Backend(EngineLoop(engine, max_queue=max_queue))
-        self._measured: StepCosts | None = None
-
-    def __serve_build_asgi_app__(self) -> FastAPI:
-        return make_app(self._backend)
-
-    def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Use `policy`, a block size or a directory, from the next prefill on.
-
-        Raises ValueError for a policy of another pair.
-        """
-        policy = user_config["policy"]
-        if isinstance(policy, int):
-            self._backend.set_policy(FixedPolicy(policy), f"block size {policy}")
-            return
-        learned = load_policy(policy)
-        learned.check(self._backend.pair)
-        self._backend.set_policy(learned, str(policy), self._costs_for(learned))
-
-    def _costs_for(self, policy: LearnedPolicy) -> StepCosts | None:
-        """Those that the policy was trained with, if they are of such a device; else measured here, once."""
-        if policy.costs is None:
-            return None
-        pair, num_slots, sizes = self._backend.pair, self._backend.loop.engine.num_slots, tuple(policy.candidates)
-        for costs in (policy.costs, self._measured):
-            if costs is not None and costs.fits(pair, sizes, num_slots):
-                return costs
-        self._measured = measured_up_to(pair, sizes, num_slots, COSTS_CONTEXT, num_steps=COSTS_STEPS)
-        return self._measured
-
-    def check_health(self) -> None:
-        """Raise if the engine is broken; Serve then replaces the replica."""
-        if not self._backend.loop.healthy:
-            raise RuntimeError("the engine is broken")
+    @property
+    def models(self) -> tuple[ModelConfig, ...]:
+        return (self, *self.others)
 
 
 def build_app(args: ServeConfig) -> Application:
     """The Serve application; joins Ray. Raises ValueError for what cannot be served."""
-    policy = find_policy(args)
+    names = [model.pair.models[0] for model in args.models]
+    slugs = [target_slug(name) for name in names]
+    if len(set(slugs)) < len(slugs):
+        raise ValueError(f"models {', '.join(names)}: each must have a name of its own")
+    for model in args.models:
+        find_policy(model, args.output)
+    keys = api_keys(args.api_key_file)
     connect()
-    resources = args.resources
-    deployment: serve.Deployment = serve.deployment(
-        num_replicas=resources.num_actors,
-        ray_actor_options=actor_options(resources.accelerator_type, resources.num_cpus),
-        user_config={"policy": policy},
-        max_ongoing_requests=args.num_slots + args.max_queue + SPARE_REQUESTS,
-        max_queued_requests=resources.num_actors * (args.num_slots + args.max_queue) + SPARE_REQUESTS,
-        backpressure_config={"status_code": 429, "retry_after_s": RETRY_AFTER_S},
-        graceful_shutdown_timeout_s=args.drain_s,
-        max_constructor_retry_count=1,  # the same models and policy would fail again
-    )(serve.ingress()(Decoder))
-    return deployment.bind(
-        args.pair,
-        num_threads=num_threads(resources.num_cpus),
-        num_slots=args.num_slots,
-        max_length=args.max_length,
-        max_prefill_tokens=args.max_prefill_tokens,
-        max_queue=args.max_queue,
+    return (
+        serve.deployment(
+            ray_actor_options={"num_cpus": 0},
+            max_ongoing_requests=sum(_capacity(model) for model in args.models) + SPARE_REQUESTS,
+            graceful_shutdown_timeout_s=args.drain_s,
+        )(serve.ingress()(Gateway))
+        .options(name="gateway")
+        .bind(
+            {name: _decoder(model, args) for name, model in zip(names, args.models, strict=True)},
+            dict(zip(slugs, names, strict=True)),
+            keys,
+            Limits(args.max_body_bytes, args.request_timeout_s),
+        )
     )
 
 
-def find_policy(config: ServeConfig) -> int | str:
+def _decoder(model: ModelConfig, args: ServeConfig) -> Application:
+    resources, in_replica = model.resources, model.num_slots + model.max_queue
+    replicas: dict[str, Any] = {"num_replicas": resources.num_actors}
+    if model.max_replicas > resources.num_actors:
+        bounds = {"min_replicas": resources.num_actors, "max_replicas": model.max_replicas}
+        replicas = {"autoscaling_config": bounds | {"target_ongoing_requests": model.num_slots}}
+    deployment: serve.Deployment = serve.deployment(
+        name=target_slug(model.pair.models[0]),
+        ray_actor_options=actor_options(resources.accelerator_type, resources.num_cpus),
+        user_config=policy_config(model, args),
+        max_ongoing_requests=in_replica + SPARE_REQUESTS,
+        max_queued_requests=_capacity(model) + SPARE_REQUESTS,
+        backpressure_config={"status_code": 429, "retry_after_s": RETRY_AFTER_S},
+        graceful_shutdown_timeout_s=args.drain_s,
+        max_constructor_retry_count=1,  # the same models and policy would fail again
+        **replicas,
+    )(Decoder)
+    return deployment.bind(
+        model.pair,
+        num_threads=num_threads(resources.num_cpus),
+        num_slots=model.num_slots,
+        max_length=model.max_length,
+        max_prefill_tokens=model.max_prefill_tokens,
+        max_queue=model.max_queue,
+        max_new_tokens=model.max_new_tokens,
+        logs_prompts=args.logs_prompts,
+    )
+
+
+def _capacity(model: ModelConfig) -> int:
+    """Requests that all its replicas hold at most."""
+    return max(model.resources.num_actors, model.max_replicas) * (model.num_slots + model.max_queue)
+
+
+# --- policies and keys ---
+
+
+def policy_config(model: ModelConfig, args: ServeConfig) -> dict[str, Any]:
+    """What a replica is told of its policy (Serve's user_config); a change of it is carried out in place."""
+    if model.policy == CHAMPION:
+        return {"policy": CHAMPION, "follow_s": args.registry_every_s, "folder": str(args.output.absolute())}
+    return {"policy": int(model.policy) if model.policy.isdecimal() else str(Path(model.policy).absolute())}
+
+
+def find_policy(model: ModelConfig, folder: Path) -> int | Path:
     """A block size, or the directory of a policy; ValueError if there is none or it is for other models."""
-    target, draft = config.pair.models
-    if config.policy.isdecimal():
-        if not 1 <= int(config.policy) <= MAX_BLOCK_SIZE:
-            raise ValueError(f"policy {config.policy}: a block size must be 1 to {MAX_BLOCK_SIZE}")
-        return int(config.policy)
-    directory = _champion(config, target) if config.policy == CHAMPION else Path(config.policy).absolute()
+    target, draft = model.pair.models
+    if model.policy.isdecimal():
+        if not 1 <= int(model.policy) <= MAX_BLOCK_SIZE:
+            raise ValueError(f"policy {model.policy}: a block size must be 1 to {MAX_BLOCK_SIZE}")
+        return int(model.policy)
+    directory = _champion(target, folder) if model.policy == CHAMPION else Path(model.policy).absolute()
     made_for = load_policy(directory).info.pair
     if (made_for.target, made_for.draft) != (target, draft):
         raise ValueError(
             f"policy {directory}: made for target {made_for.target} with draft {made_for.draft};"
             f" to be served: target {target} with draft {draft}"
         )
-    return str(directory)
+    return directory
 
 
-def _champion(config: ServeConfig, target: str) -> Path:
+def _champion(target: str, folder: Path) -> Path:
     registry = Registry.open()
     try:
         version = registry.champion(model_name(target))
@@ -173,7 +190,47 @@ def _champion(config: ServeConfig, target: str) -> Path:
             f"{error}. Make one with jobs/sweep.py, jobs/train.py and jobs/promote.py,"
             " or serve one block size with --policy 8"
         ) from None
-    return registry.download(version, config.output / f"{version.name}-{version.number}")
+    return copy_of(registry, version, folder)
+
+
+def api_keys(file: Path | None) -> ApiKeys:
+    """The keys of a file, one a line, else of the environment; ValueError for a file without any."""
+    if file is None:
+        key = os.environ.get(API_KEY_VARIABLE, "").strip()
+        return ApiKeys.of((key,) if key else ())
+    keys = tuple(line.strip() for line in file.read_text().splitlines() if line.strip())
+    if not keys:
+        raise ValueError(f"api_key_file {file}: has no key; one a line is needed")
+    return ApiKeys.of(keys)
+
+
+# --- a file for `serve deploy` ---
+
+
+def deploy_config(config: ServeConfig) -> dict[str, Any]:
+    """What `serve deploy` takes; the policies stand apart, since a change of them there is carried out in place."""
+    arguments = config.model_dump(mode="json", exclude={"host", "port", "write_config"}, exclude_defaults=True)
+    return {
+        "proxy_location": "EveryNode",
+        "http_options": {"host": config.host, "port": config.port},
+        "logging_config": {"encoding": "JSON", "enable_access_log": False},
+        "applications": [
+            {
+                "name": APP,
+                "route_prefix": "/",
+                "import_path": "jobs.serve:build_app",
+                "runtime_env": {"env_vars": {"MLFLOW_TRACKING_URI": tracking_uri()}},
+                "args": arguments,
+                "deployments": [
+                    {"name": target_slug(model.pair.models[0]), "user_config": policy_config(model, config)}
+                    for model in config.models
+                ],
+            }
+        ],
+    }
+
+
+# --- serving until a signal ---
 
 
 def start(config: ServeConfig) -> str:
@@ -181,10 +238,10 @@ def start(config: ServeConfig) -> str:
     app = build_app(config)
     _wait_for_port(config.host, config.port)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
-    serve.start(http_options={"host": config.host, "port": config.port}, logging_config=quiet)
+    to_files = LoggingConfig(encoding="JSON", enable_access_log=False)
+    serve.start(http_options={"host": config.host, "port": config.port}, logging_config=to_files)
     try:
-        serve.run(app, name=APP, route_prefix="/", logging_config=quiet)
+        serve.run(app, name=APP, route_prefix="/", logging_config=to_files)
     except RuntimeError as error:
         reason = _failure() or str(error)
         stop(drain_s=0)
@@ -230,7 +287,10 @@ def _try_port(host: str, port: int) -> str | None:
 
 
 def run(config: ServeConfig) -> None:
-    """Serve until SIGTERM or Ctrl-C."""
+    """Serve until SIGTERM or Ctrl-C, or write what `serve deploy` takes."""
+    if config.write_config is not None:
+        config.write_config.write_text(yaml.safe_dump(deploy_config(config), sort_keys=False))
+        return
     url = start(config)
     leave = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

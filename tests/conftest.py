@@ -1,6 +1,8 @@
 """A tiny random pair, in memory and on disk, for tests that need every code path but no language."""
 
 import os
+import subprocess
+import sys
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
@@ -97,3 +99,25 @@ def tiny_pair(tiny_pair_dirs: tuple[Path, Path]) -> Pair:
 def embedded_pair() -> Pair:
     """SmolLM2-135M-Instruct with its draft, fp32."""
     return load_pair("smollm2-135m")
+
+
+# --- an MLflow store ---
+
+CREATE = """
+import sys
+from jobs.registry import Registry
+with Registry.open(sys.argv[1]).log_run("run", experiment="create") as run:
+    run.log_metrics({"x": 1.0})
+"""
+NUM_CREATORS = 2
+
+
+@pytest.fixture(scope="session")
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A new sqlite store, made by several processes at once; a copy of it costs nothing."""
+    path = tmp_path_factory.mktemp("store") / "mlflow.db"
+    command = [sys.executable, "-c", CREATE, f"sqlite:///{path}"]
+    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(NUM_CREATORS)]
+    errors = [process.communicate(timeout=200)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0] * NUM_CREATORS, errors
+    return path

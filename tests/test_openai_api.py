@@ -1,29 +1,31 @@
 """The OpenAI API over a real engine with a tiny random pair, without Ray."""
 
-import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import Any
 
 import pytest
-from fastapi import FastAPI
+from api import (
+    CHAT,
+    COMPLETIONS,
+    QUESTION,
+    JsonObject,
+    ask,
+    check_error,
+    client_of,
+    events,
+    text_of,
+)
 from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from blockpilot.engine import Engine, Prefill, generate
+from blockpilot.engine import Engine, generate
 from blockpilot.pairs import Pair
-from blockpilot.policy import FixedPolicy
 from blockpilot.prompts import Message, Prompt
-from jobs.engine_loop import MAX_FAILURES, EngineLoop
-from jobs.openai_api import Backend, make_app
+from jobs.engine_loop import EngineLoop
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MAX_LENGTH = 300
-QUESTION = [{"role": "user", "content": "What is a block?"}]
-JsonObject = dict[str, Any]
 
 
 @pytest.fixture
@@ -33,37 +35,10 @@ def loop(tiny_pair: Pair) -> Iterator[EngineLoop]:
     loop.close()
 
 
-@contextmanager
-def client_of(loop: EngineLoop) -> Iterator[TestClient]:
-    """A client whose requests must have left the engine at the end."""
-    with TestClient(make_app(Backend(loop)), raise_server_exceptions=False) as client:
-        yield client
-        assert loop.num_in_flight == 0
-        assert (loop.engine.num_active, loop.engine.num_waiting) == (0, 0)
-
-
 @pytest.fixture
 def client(loop: EngineLoop) -> Iterator[TestClient]:
     with client_of(loop) as client:
         yield client
-
-
-def ask(client: TestClient, path: str, body: JsonObject) -> JsonObject:
-    response = client.post(path, json=body)
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
-def text_of(answer: JsonObject) -> str:
-    choice = answer["choices"][0]
-    return choice["message"]["content"] if "message" in choice else choice["text"]
-
-
-def events(text: str) -> list[JsonObject]:
-    """The objects of a finished stream."""
-    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
 
 
 def expected(pair: Pair, prompt_ids: tuple[int, ...], max_new_tokens: int, seed: int, temperature: float) -> str:
@@ -93,7 +68,10 @@ def test_models_and_health(client: TestClient, tiny_pair: Pair) -> None:
     assert client.get("/v1/models/target").json() == model  # by its slug
     assert client.get(f"/v1/models/{tiny_pair.id.target.lstrip('/')}x").status_code == 404
     health = client.get("/health").json()
-    assert (health["status"], health["num_active"]) == ("ok", 0)
+    found = health["models"][tiny_pair.id.target]
+    assert (health["status"], found["status"], found["num_active"]) == ("ok", "ok", 0)
+    assert (found["num_slots"], found["max_model_len"], found["capacity"]) == (4, MAX_LENGTH, 12)
+    assert found["cache_bytes"] > 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -290,19 +268,6 @@ def test_bad_prompts_are_refused(client: TestClient, prompt: object) -> None:
     assert param in ("prompt", "max_tokens") or param.startswith("prompt.")
 
 
-def check_error(answer: JsonObject, *param: str | None) -> JsonObject:
-    """Assert OpenAI's error shape, and the field it names."""
-    assert set(answer) == {"error"}
-    error = answer["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["message"]
-    assert "\n" not in error["message"]
-    if param:
-        assert (error["param"],) == param
-        assert str(param[0]).split(".")[0] in error["message"] or error["code"] == "context_length_exceeded"
-    return error
-
-
 def test_context_error_has_the_numbers(client: TestClient) -> None:
     body = {"model": "target", "prompt": [65] * 290, "max_tokens": 11}
     error = check_error(client.post(COMPLETIONS, json=body).json(), "max_tokens")
@@ -342,7 +307,8 @@ def test_routes_and_methods_that_are_not_there(client: TestClient) -> None:
         ("POST", "/v1/chat/completions/", 404),
         ("GET", CHAT, 405),
         ("DELETE", "/v1/models", 405),
-        ("GET", "/", 404),
+        ("POST", "/", 405),
+        ("GET", "/nothing", 404),
     ]:
         response = client.request(method, path)
         assert response.status_code == status
@@ -401,175 +367,3 @@ def test_no_request_can_make_the_server_fail(client: TestClient, path: str, chan
         assert response.status_code in (200, 400, 404), response.text
         if response.status_code != 200:
             check_error(response.json())
-
-
-# --- the life of a request, at the level of ASGI ---
-
-
-class Exchange:
-    """One HTTP request to an ASGI app, whose client may vanish."""
-
-    def __init__(self, app: FastAPI, path: str, body: JsonObject) -> None:
-        self.status, self.text, self.changed = 0, "", asyncio.Event()
-        self._inbox: asyncio.Queue[JsonObject] = asyncio.Queue()
-        self._inbox.put_nowait({"type": "http.request", "body": json.dumps(body).encode()})
-        scope = {
-            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1",
-            "method": "POST", "scheme": "http", "path": path, "raw_path": path.encode(), "query_string": b"",
-            "root_path": "", "headers": [(b"content-type", b"application/json")], "client": None, "server": None,
-        }  # fmt: skip
-        self.task = asyncio.create_task(app(scope, self._inbox.get, self._send))
-
-    async def _send(self, message: JsonObject) -> None:
-        self.status = message.get("status", self.status)
-        self.text += message.get("body", b"").decode()
-        self.changed.set()
-
-    async def until(self, text: str) -> None:
-        while text not in self.text:
-            self.changed.clear()
-            await self.changed.wait()
-
-    async def vanish(self) -> None:
-        self._inbox.put_nowait({"type": "http.disconnect"})
-        await self.task
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
-async def idle(loop: EngineLoop) -> None:
-    await until(lambda: loop.num_in_flight == 0 and loop.engine.idle)
-
-
-LONG = {"model": "target", "prompt": "Once", "max_tokens": 250, "temperature": 0}
-
-
-def test_a_vanished_client_frees_its_row_and_no_other(loop: EngineLoop, tiny_pair: Pair) -> None:
-    app = make_app(Backend(loop))
-    ids = tuple(tiny_pair.tokenizer("Once")["input_ids"])
-    want = expected(tiny_pair, ids, 250, seed=0, temperature=0.0)
-
-    async def scene() -> None:
-        stays = Exchange(app, COMPLETIONS, LONG)
-        streamed = Exchange(app, COMPLETIONS, LONG | {"stream": True})
-        plain = Exchange(app, COMPLETIONS, LONG)
-        await streamed.until("data: ")
-        assert loop.num_in_flight == 3
-        await plain.vanish()
-        await streamed.vanish()
-        assert "[DONE]" not in streamed.text
-        assert plain.status != 200
-        await until(lambda: (loop.num_in_flight, loop.engine.num_active) == (1, 1))
-        assert not stays.task.done()
-        await stays.task
-        assert json.loads(stays.text)["choices"][0]["text"] == want
-        await idle(loop)
-
-    asyncio.run(scene())
-
-
-def test_full_queue_is_429_at_once_and_recovers(tiny_pair: Pair) -> None:
-    loop = EngineLoop(Engine(tiny_pair, num_slots=1, max_length=MAX_LENGTH), max_queue=1)
-    app = make_app(Backend(loop))
-
-    async def scene() -> None:
-        taken = [Exchange(app, COMPLETIONS, LONG) for _ in range(2)]
-        await asyncio.sleep(0.05)
-        refused = Exchange(app, COMPLETIONS, LONG)
-        async with asyncio.timeout(1):
-            await refused.task
-        assert refused.status == 429
-        assert check_error(json.loads(refused.text))["type"] == "rate_limit_error"
-        await asyncio.gather(*(exchange.task for exchange in taken))
-        assert [exchange.status for exchange in taken] == [200, 200]
-        again = Exchange(app, COMPLETIONS, LONG | {"max_tokens": 1})
-        await again.task
-        assert again.status == 200
-
-    asyncio.run(scene())
-    loop.close()
-
-
-def test_retry_after_is_sent_with_429(tiny_pair: Pair) -> None:
-    loop = EngineLoop(Engine(tiny_pair, num_slots=1, max_length=MAX_LENGTH), max_queue=0)
-    with TestClient(make_app(Backend(loop))) as client, ThreadPoolExecutor(6) as pool:
-        answers = list(pool.map(lambda _: client.post(COMPLETIONS, json=LONG), range(6)))
-    loop.close()
-    refused = [answer for answer in answers if answer.status_code == 429]
-    assert 0 < len(refused) < 6
-    assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
-
-
-def failing_policy(prefill: Prefill) -> int:
-    raise RuntimeError("no choice")
-
-
-def test_engine_failure_is_500_for_those_in_flight_and_the_loop_goes_on(loop: EngineLoop) -> None:
-    app = make_app(Backend(loop))
-
-    async def scene() -> None:
-        streamed = Exchange(app, COMPLETIONS, LONG | {"stream": True})
-        await streamed.until("data: ")
-        plain = Exchange(app, COMPLETIONS, LONG)
-        await asyncio.sleep(0.05)
-        loop.set_policy(failing_policy)
-        fatal = Exchange(app, COMPLETIONS, LONG | {"stream": True})
-        await asyncio.gather(streamed.task, plain.task, fatal.task)
-        assert (plain.status, fatal.status) == (500, 500)
-        for answer in (plain.text, fatal.text):
-            assert check_error(json.loads(answer))["type"] == "server_error"
-        assert streamed.status == 200
-        assert "[DONE]" not in streamed.text
-        check_error(json.loads(streamed.text.split("data: ")[-1]))
-        await idle(loop)
-        loop.set_policy(FixedPolicy(3))
-        after = Exchange(app, COMPLETIONS, LONG)
-        await after.task
-        assert json.loads(after.text)["usage"]["block_size"] == 3
-
-    asyncio.run(scene())
-    assert loop.healthy
-
-
-def test_an_engine_that_fails_every_time_is_reported(client: TestClient, loop: EngineLoop) -> None:
-    loop.set_policy(failing_policy)
-    for _ in range(MAX_FAILURES):
-        assert client.post(COMPLETIONS, json=LONG).status_code == 500
-    assert client.get("/health").status_code == 503
-    loop.set_policy(None)
-    assert client.post(COMPLETIONS, json=LONG).status_code == 200
-    assert client.get("/health").json()["status"] == "ok"
-
-
-def test_closing_ends_requests_with_503(loop: EngineLoop) -> None:
-    app = make_app(Backend(loop))
-
-    async def scene() -> None:
-        running = Exchange(app, COMPLETIONS, LONG)
-        await asyncio.sleep(0.05)
-        await asyncio.to_thread(loop.close)
-        late = Exchange(app, COMPLETIONS, LONG)
-        await asyncio.gather(running.task, late.task)
-        assert (running.status, late.status) == (503, 503)
-
-    asyncio.run(scene())
-
-
-def test_a_request_given_up_at_once_leaves_nothing_behind(loop: EngineLoop) -> None:
-    app = make_app(Backend(loop))
-
-    async def scene() -> None:
-        exchange = Exchange(app, COMPLETIONS, LONG)
-        await exchange.vanish()
-        await idle(loop)
-
-    asyncio.run(scene())
-
-
-def test_negative_queue_is_refused(tiny_pair: Pair) -> None:
-    with pytest.raises(ValueError, match="max_queue -1"):
-        EngineLoop(Engine(tiny_pair, num_slots=1, max_length=64), max_queue=-1)

@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterator
 
 import pytest
+from api import CHAT, COMPLETIONS, QUESTION, JsonObject, ask, check_error, client_of, events, text_of
 from fastapi.testclient import TestClient
-from test_openai_api import CHAT, COMPLETIONS, QUESTION, JsonObject, ask, check_error, client_of, events, text_of
 
 from blockpilot.engine import Engine
 from blockpilot.pairs import Pair

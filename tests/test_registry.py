@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import NUM_CREATORS
 from policies import tiny_policy
 
 from blockpilot.pairs import PairId
@@ -22,26 +23,6 @@ MODEL = "blockpilot-smollm2-135m-instruct"
 PAIR = PairId(TARGET, "1", "draft", "2")
 GOOD = HeldOut(3.0, 2.8, 30.0, 28.0, 1.02, 1.12)
 ROOT = Path(__file__).parent.parent
-
-
-CREATE = """
-import sys
-from jobs.registry import Registry
-with Registry.open(sys.argv[1]).log_run("run", experiment="create") as run:
-    run.log_metrics({"x": 1.0})
-"""
-NUM_CREATORS = 2
-
-
-@pytest.fixture(scope="session")
-def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A new sqlite store, made by several processes at once; a copy of it costs nothing."""
-    path = tmp_path_factory.mktemp("store") / "mlflow.db"
-    command = [sys.executable, "-c", CREATE, f"sqlite:///{path}"]
-    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(NUM_CREATORS)]
-    errors = [process.communicate(timeout=200)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0] * NUM_CREATORS, errors
-    return path
 
 
 @pytest.fixture

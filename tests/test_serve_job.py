@@ -1,30 +1,27 @@
 """The serving job: its refusals, its replica without Ray, and the real thing by command with the openai client."""
 
-import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import openai
 import pytest
-from fastapi.testclient import TestClient
+import yaml
 from policies import tiny_policy
+from ray.serve.schema import ServeDeploySchema
+from servers import ROOT, Server, free_port, serving
 
 from blockpilot.pairs import Pair, PairId
 from blockpilot.policy import save_policy
 from jobs.config import ConfigError, PairConfig, Resources, main
+from jobs.openai_api import ApiKeys
 from jobs.registry import Registry, model_name
-from jobs.serve import Decoder, ServeConfig, find_policy, run
+from jobs.serve import ServeConfig, api_keys, find_policy, run
 
-ROOT = Path(__file__).parent.parent
 CHAT = {"messages": [{"role": "user", "content": "Once"}], "model": "target", "temperature": 0}
-START_TIMEOUT_S = 120
 
 
 # MLflow's own models use a part of SQLAlchemy that will go.
@@ -44,9 +41,9 @@ def write_policy(directory: Path, pair_id: PairId, vocab_size: int = 260) -> Pat
 
 
 def test_policy_may_be_a_block_size_or_a_directory(pair_config: PairConfig, tiny_pair: Pair, tmp_path: Path) -> None:
-    assert find_policy(ServeConfig(pair=pair_config, policy="8")) == 8
+    assert find_policy(ServeConfig(pair=pair_config, policy="8"), tmp_path) == 8
     directory = write_policy(tmp_path / "policy", tiny_pair.id)
-    assert find_policy(ServeConfig(pair=pair_config, policy=str(directory))) == str(directory)
+    assert find_policy(ServeConfig(pair=pair_config, policy=str(directory)), tmp_path) == directory
 
 
 def test_policy_of_other_models_is_refused_before_they_load(
@@ -54,7 +51,7 @@ def test_policy_of_other_models_is_refused_before_they_load(
 ) -> None:
     directory = write_policy(tmp_path, tiny_pair.id._replace(target="Qwen/Qwen3-4B"))
     with pytest.raises(ValueError, match=r"Qwen/Qwen3-4B.*to be served.*target") as error:
-        find_policy(ServeConfig(pair=pair_config, policy=str(directory)))
+        find_policy(ServeConfig(pair=pair_config, policy=str(directory)), tmp_path)
     assert tiny_pair.id.target in str(error.value)
 
 
@@ -62,9 +59,9 @@ def test_champion_comes_from_the_registry(
     pair_config: PairConfig, tiny_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
-    config = ServeConfig(pair=pair_config, output=tmp_path / "serve")
+    config = ServeConfig(pair=pair_config)
     with pytest.raises(ValueError, match=r"blockpilot-target@champion.*jobs/promote.py.*--policy 8"):
-        find_policy(config)
+        find_policy(config, tmp_path / "serve")
     registry = Registry.open()
     directory = write_policy(tmp_path / "policy", tiny_pair.id)
     with registry.log_run("train") as record:
@@ -73,9 +70,9 @@ def test_champion_comes_from_the_registry(
         )
     assert version.name == model_name(tiny_pair.id.target)
     registry.set_champion(version)
-    found = find_policy(config)
-    assert isinstance(found, str)
-    assert (Path(found) / "policy.json").read_bytes() == (directory / "policy.json").read_bytes()
+    found = find_policy(config, tmp_path / "serve")
+    assert isinstance(found, Path)
+    assert (found / "policy.json").read_bytes() == (directory / "policy.json").read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -86,6 +83,9 @@ def test_champion_comes_from_the_registry(
         (["--pair", "gpt-9"], "unknown pair 'gpt-9'"),
         (["--policy", "/no/such/policy"], "/no/such/policy/policy.json: no such file"),
         (["--target", "/no/such/target"], "both are needed"),
+        (["--policy", "8", "--api-key-file", "/no/such/keys"], "/no/such/keys"),
+        (["--policy", "8", "--max-body-bytes", "0"], "max_body_bytes"),
+        (["--policy", "8", "--request-timeout-s", "0"], "request_timeout_s"),
     ],
 )
 def test_bad_settings_end_in_one_line(
@@ -101,83 +101,23 @@ def test_bad_settings_end_in_one_line(
     assert message.count("\n") == 1
 
 
-@pytest.fixture
-def decoder(pair_config: PairConfig) -> Iterator[Decoder]:
-    """A replica as Serve makes it, in this process."""
-    decoder = Decoder(pair_config, num_threads=1, num_slots=2, max_length=200, max_prefill_tokens=64, max_queue=4)
-    decoder.reconfigure({"policy": 4})
-    yield decoder
-    decoder._backend.loop.close()
-
-
-def test_replica_swaps_its_policy_and_keeps_its_text(decoder: Decoder, tiny_pair: Pair, tmp_path: Path) -> None:
-    directory = write_policy(tmp_path / "policy", tiny_pair.id)
-    with TestClient(decoder.__serve_build_asgi_app__()) as client:
-        first = client.post("/v1/chat/completions", json=CHAT).json()
-        assert client.get("/health").json()["policy"] == "block size 4"
-        decoder.reconfigure({"policy": str(directory)})
-        second = client.post("/v1/chat/completions", json=CHAT).json()
-        assert client.get("/health").json()["policy"] == str(directory)
-    assert first["usage"]["block_size"] == 4
-    assert second["usage"]["block_size"] in (2, 3, 5)
-    assert second["choices"] == first["choices"]
-
-
-def test_replica_refuses_a_policy_of_another_revision_and_keeps_its_own(
-    decoder: Decoder, tiny_pair: Pair, tmp_path: Path
-) -> None:
-    other = write_policy(tmp_path, tiny_pair.id._replace(draft_revision="0123abcd"))
-    with pytest.raises(ValueError, match="0123abcd") as error:
-        decoder.reconfigure({"policy": str(other)})
-    assert tiny_pair.id.draft_revision in str(error.value)
-    with TestClient(decoder.__serve_build_asgi_app__()) as client:
-        assert client.post("/v1/chat/completions", json=CHAT).json()["usage"]["block_size"] == 4
-
-
-def test_broken_engine_fails_the_health_check(decoder: Decoder) -> None:
-    decoder.check_health()
-    decoder._backend.loop.close()
-    with pytest.raises(RuntimeError, match="broken"):
-        decoder.check_health()
-
-
 # --- by command, through Ray Serve ---
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture
-def server(tiny_pair_dirs: tuple[Path, Path], tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """`python jobs/serve.py` on the tiny pair with block size 3, ready; and its address."""
-    target, draft = tiny_pair_dirs
+def server(tiny_pair_dirs: tuple[Path, Path], tmp_path: Path) -> Iterator[Server]:
+    """`python jobs/serve.py` on the tiny pair with block size 3."""
+    target, draft = map(str, tiny_pair_dirs)
     port = free_port()
     settings = ["--policy", "3", "--port", str(port), "--num-slots", "4"]
     command = [sys.executable, str(ROOT / "jobs/serve.py"), "--target", target, "--draft", draft, *settings]
-    log = tmp_path / "log"
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, cwd=tmp_path, env=environment)
-    try:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while b"serving" not in log.read_bytes():
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.1)
-        yield process, f"http://127.0.0.1:{port}"
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-        process.wait(timeout=60)
+    with serving(command, tmp_path, port) as server:
+        yield server
 
 
 @pytest.mark.ray
-def test_served_to_the_openai_client_until_sigterm(server: tuple[subprocess.Popen[bytes], str]) -> None:
-    process, url = server
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0)
+def test_served_to_the_openai_client_until_sigterm(server: Server, tiny_pair: Pair) -> None:
+    client = openai.OpenAI(base_url=server.url, api_key="unused", max_retries=0)
     assert client.models.list().data[0].id == client.models.retrieve("target").id
     whole = client.chat.completions.create(**CHAT, max_tokens=40)
     assert whole.choices[0].message.content
@@ -205,11 +145,11 @@ def test_served_to_the_openai_client_until_sigterm(server: tuple[subprocess.Pope
 
     stream = client.completions.create(model="target", prompt="a", max_tokens=900, temperature=0, stream=True)
     next(stream)
-    assert httpx.get(f"{url}/health").json()["num_active"] == 1
+    name = tiny_pair.id.target
+    assert server.model(name)["num_active"] == 1
     stream.close()
-    time.sleep(0.5)  # the whole answer takes seconds
-    assert httpx.get(f"{url}/health").json()["num_active"] == 0
-    check_drain(process, client)
+    server.until(name, {"num_active": 0}, timeout_s=1)  # the whole answer takes seconds
+    check_drain(server.process, client)
 
 
 def check_drain(process: subprocess.Popen[bytes], client: openai.OpenAI) -> None:
@@ -228,3 +168,60 @@ def check_drain(process: subprocess.Popen[bytes], client: openai.OpenAI) -> None
 def test_resources_say_how_many_replicas() -> None:
     with pytest.raises(ConfigError, match="num_actors"):
         ServeConfig(policy="8", resources=Resources(num_actors=0))
+
+
+# --- settings ---
+
+
+def test_keys_come_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BLOCKPILOT_API_KEY", raising=False)
+    assert api_keys(None) == ApiKeys()
+    monkeypatch.setenv("BLOCKPILOT_API_KEY", " one ")
+    assert api_keys(None) == ApiKeys.of(("one",))
+    file = tmp_path / "keys"
+    file.write_text("two\n\n  three  \n")
+    assert api_keys(file) == ApiKeys.of(("two", "three"))
+    file.write_text("\n")
+    with pytest.raises(ValueError, match=r"keys: has no key; one a line"):
+        api_keys(file)
+
+
+def test_models_of_one_name_are_refused(pair_config: PairConfig) -> None:
+    one = ServeConfig(pair=pair_config, policy="2")
+    with pytest.raises(ValueError, match="each must have a name of its own"):
+        run(ServeConfig(pair=pair_config, policy="2", others=(one.models[0],)))
+
+
+def test_the_deploy_file_is_one_that_serve_takes(
+    pair_config: PairConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BLOCKPILOT_API_KEY", "a-secret-key")
+    file = tmp_path / "serve.yaml"
+    config = ServeConfig(pair=pair_config, policy="3", host="127.0.0.1", port=8123, num_slots=2, write_config=file)
+    run(config)
+    text = file.read_text()
+    assert "a-secret-key" not in text
+    written = ServeDeploySchema.model_validate(yaml.safe_load(text))
+    (app,) = written.applications
+    assert (written.http_options.host, written.http_options.port) == ("127.0.0.1", 8123)
+    assert app.import_path == "jobs.serve:build_app"
+    (deployment,) = app.deployments
+    assert (deployment.name, deployment.user_config) == ("target", {"policy": 3})
+    again = ServeConfig(**app.args)
+    assert again.models[0].pair == pair_config
+    assert (again.num_slots, again.policy) == (2, "3")
+
+
+def test_the_deploy_file_names_the_store_absolutely(
+    pair_config: PairConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.chdir(tmp_path)
+    run(ServeConfig(pair=pair_config, write_config=tmp_path / "serve.yaml"))
+    (app,) = yaml.safe_load((tmp_path / "serve.yaml").read_text())["applications"]
+    assert app["runtime_env"]["env_vars"]["MLFLOW_TRACKING_URI"] == f"sqlite:///{tmp_path / 'mlflow.db'}"
+    assert app["deployments"][0]["user_config"] == {
+        "policy": "champion",
+        "follow_s": 20.0,
+        "folder": str(tmp_path / "runs/serve"),
+    }

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import ray
 import uvicorn
+from api import app_of
 
 from blockpilot.engine import Engine
 from blockpilot.pairs import NAMED_PAIRS, Pair
@@ -21,7 +22,6 @@ from jobs import serve
 from jobs.config import PairConfig, main
 from jobs.engine_loop import EngineLoop
 from jobs.evaluate import EvaluateResult
-from jobs.openai_api import Backend, make_app
 from jobs.promote import PromoteResult
 from jobs.registry import Version, model_name
 from workflows import paper, smollm2_135m
@@ -201,7 +201,7 @@ def url(tiny_pair: Pair) -> Iterator[str]:
     """The API over real HTTP, without Ray Serve."""
     loop = EngineLoop(Engine(tiny_pair, num_slots=2, max_length=256), max_queue=4)
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(make_app(Backend(loop)), log_level="error"))
+    server = uvicorn.Server(uvicorn.Config(app_of(loop), log_level="error"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1"

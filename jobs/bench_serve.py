@@ -1,0 +1,278 @@
+"""Load a running server and measure what its clients see, by how block sizes are chosen.
+
+Modes take turns on one server, round by round with the same prompts: `auto` is what the server chooses, a number is
+that block size for every request (1 is plain decoding), and `bare:N` is the engine with block size N in this process,
+without any server, which tells what the serving itself costs. Every round of a closed loop begins and ends idle, so
+its tokens a second include the filling and the draining of the batch, alike for all modes.
+
+    python jobs/serve.py &
+    python jobs/bench_serve.py --concurrency 1 2 4 8 16 --modes auto 1 2 4 8
+"""
+
+import asyncio
+import json
+import os
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import numpy as np
+import torch
+from pydantic import Field, field_validator
+
+from blockpilot.engine import Engine, Request
+from blockpilot.files import write_bytes, write_text
+from blockpilot.pairs import Pair
+from blockpilot.prompts import Prompt, load_prompts
+from blockpilot.report import Interval, markdown, ratio_of_totals, with_range
+from blockpilot.verify import Sampling
+from jobs import figures
+from jobs.config import Config, PairConfig, main
+from jobs.http_load import Clients, Received
+
+API_KEY_VARIABLE = "BLOCKPILOT_API_KEY"
+BARE = "bare:"
+
+
+class BenchServeConfig(Config):
+    """Which server, which requests, and how many at a time."""
+
+    url: str = "http://127.0.0.1:8000/v1"
+    model: str | None = None
+    """By default the first one that the server has."""
+    prompts: tuple[str, ...] = ("demo",)
+    """Prompt sets by name, or files; as many of each."""
+    modes: tuple[str, ...] = ("auto", "1", "2", "4", "8")
+    """auto, block sizes, and bare:N; the others are compared with the first one."""
+    concurrency: tuple[int, ...] = (1, 4, 16)
+    """Clients of the closed loops."""
+    rates: tuple[float, ...] = ()
+    """Requests a second of open loops, which come after the closed ones."""
+    rounds: int = Field(default=3, ge=1)
+    """Of every mode at every concurrency and rate, each with other prompts."""
+    requests_per_client: int = Field(default=2, ge=1)
+    """In a round of a closed loop."""
+    num_requests: int = Field(default=32, ge=1)
+    """In a round of an open loop."""
+    max_tokens: int = Field(default=64, ge=2)
+    temperature: float = Field(default=0.0, ge=0)
+    first_token_slo_s: float = Field(default=5.0, gt=0)
+    """A request counts as good if its first token comes within this time,"""
+    token_slo_s: float = Field(default=0.2, gt=0)
+    """and the others within this time each."""
+    vanish: float = Field(default=0.0, ge=0, le=1)
+    """Share of the clients that leave before their answer is whole."""
+    pair: PairConfig = PairConfig()
+    """What bare:N runs."""
+    max_prefill_tokens: int = Field(default=256, ge=1)
+    """Of bare:N, as the server's."""
+    num_threads: int = Field(default=1, ge=1)
+    """Torch threads of bare:N."""
+    output: Path = Path("runs/bench_serve")
+
+    @field_validator("modes")
+    @classmethod
+    def _check_modes(cls, modes: tuple[str, ...]) -> tuple[str, ...]:
+        for mode in modes:
+            if mode != "auto" and not mode.removeprefix(BARE).isdecimal():
+                raise ValueError(f"mode {mode!r}: must be auto, a block size, or bare:N")
+        if not modes or len(set(modes)) < len(modes):
+            raise ValueError(f"modes {modes}: at least one is needed, and each once")
+        return modes
+
+
+class Round(NamedTuple):
+    """What one mode made of one round's requests."""
+
+    seconds: float
+    num_tokens: int
+    received: list[Received]
+
+
+class Level(NamedTuple):
+    """A load, and every mode's rounds under it."""
+
+    name: str
+    rounds: dict[str, list[Round]]
+
+
+# --- measuring ---
+
+
+async def measure(config: BenchServeConfig, prompts: Sequence[Prompt]) -> list[Level]:
+    """All loads; prints how far it is."""
+    async with Clients(config.url, os.environ.get(API_KEY_VARIABLE), vanish=config.vanish) as clients:
+        model = config.model or await _first_model(clients, config.url)
+        bench = _Bench(config, prompts, clients, model)
+        closed = [await bench.level(f"{num} clients", num, None) for num in config.concurrency]
+        return closed + [await bench.level(f"{rate:g} requests/s", None, rate) for rate in config.rates]
+
+
+async def _first_model(clients: Clients, url: str) -> str:
+    try:
+        return str((await clients.get("models"))["data"][0]["id"])
+    except (httpx.HTTPError, KeyError, ValueError) as error:
+        raise ValueError(f"{url}: no server that lists its models ({type(error).__name__}: {error})") from None
+
+
+class _Bench:
+    def __init__(self, config: BenchServeConfig, prompts: Sequence[Prompt], clients: Clients, model: str) -> None:
+        self._config, self._prompts, self._clients, self._model = config, prompts, clients, model
+        self._pair: Pair | None = None
+        if any(mode.startswith(BARE) for mode in config.modes):
+            torch.set_num_threads(config.num_threads)
+            self._pair = config.pair.load()
+
+    async def level(self, name: str, concurrency: int | None, rate: float | None) -> Level:
+        config = self._config
+        num = config.num_requests if concurrency is None else concurrency * config.requests_per_client
+        rounds: dict[str, list[Round]] = {mode: [] for mode in config.modes}
+        order = list(config.modes)
+        for number in range(config.rounds):
+            of_round = [self._prompts[(number * num + i) % len(self._prompts)] for i in range(num)]
+            for mode in order:
+                rounds[mode].append(await self._round(mode, of_round, concurrency, rate))
+            order = order[1:] + order[:1]
+            print(f"{name}: round {number + 1} of {config.rounds}", flush=True)
+        return Level(name, rounds)
+
+    async def _round(
+        self, mode: str, prompts: Sequence[Prompt], concurrency: int | None, rate: float | None
+    ) -> Round:
+        started = time.perf_counter()
+        if mode.startswith(BARE):
+            assert concurrency is not None
+            num_tokens = await asyncio.to_thread(self._decode, prompts, int(mode.removeprefix(BARE)), concurrency)
+            return Round(time.perf_counter() - started, num_tokens, [])
+        bodies = [self._body(prompt, mode) for prompt in prompts]
+        if concurrency is not None:
+            received = await self._clients.closed_loop(bodies, concurrency)
+        else:
+            received = await self._clients.open_loop(bodies, rate or 1.0)
+        return Round(time.perf_counter() - started, sum(each.num_tokens for each in received), received)
+
+    def _body(self, prompt: Prompt, mode: str) -> dict[str, Any]:
+        return {
+            "model": self._model,
+            "messages": [{"role": turn.role, "content": turn.content} for turn in prompt.messages],
+            "max_tokens": self._config.max_tokens,
+            "temperature": self._config.temperature,
+            "seed": 0,
+            "block_size": mode if mode == "auto" else int(mode),
+        }
+
+    def _decode(self, prompts: Sequence[Prompt], block_size: int, concurrency: int) -> int:
+        """The same in this process's engine: the next request joins when one ends."""
+        assert self._pair is not None
+        config, pair = self._config, self._pair
+        encoded = [prompt.encode(pair.tokenizer) for prompt in prompts]
+        longest = max(map(len, encoded)) + config.max_tokens
+        engine = Engine(pair, num_slots=concurrency, max_length=longest, max_prefill_tokens=config.max_prefill_tokens)
+        for ids in encoded:
+            sampling = Sampling(temperature=config.temperature)
+            engine.add(Request(ids, config.max_tokens, sampling, block_size, pair.stop_token_ids))
+        num_tokens = 0
+        while not engine.idle:
+            num_tokens += sum(len(step.tokens) for step in engine.step())
+        return num_tokens
+
+
+# --- reporting ---
+
+
+def tokens_per_s(rounds: Sequence[Round]) -> float:
+    return sum(each.num_tokens for each in rounds) / sum(each.seconds for each in rounds)
+
+
+def ratio(rounds: Sequence[Round], baseline: Sequence[Round]) -> Interval:
+    """Tokens a second over the baseline's, round by round with the same prompts."""
+    above = [ours.num_tokens / ours.seconds for ours in rounds]
+    below = [theirs.num_tokens / theirs.seconds for theirs in baseline]
+    return ratio_of_totals(above, below)
+
+
+def summary(config: BenchServeConfig, levels: Sequence[Level]) -> list[dict[str, Any]]:
+    """A row for every load and mode."""
+    return [
+        {"load": level.name, "mode": mode}
+        | {"tokens_per_s": tokens_per_s(rounds), "ratio": ratio(rounds, level.rounds[config.modes[0]])._asdict()}
+        | _seen_by_clients(config, rounds)
+        for level in levels
+        for mode, rounds in level.rounds.items()
+    ]
+
+
+def _seen_by_clients(config: BenchServeConfig, rounds: Sequence[Round]) -> dict[str, Any]:
+    received = [each for of_round in rounds for each in of_round.received]
+    if not received:
+        return {}
+    whole = [each for each in received if each.whole and each.arrivals]
+    soon = [each for each in whole if each.first_token_s <= config.first_token_slo_s]
+    good = [each for each in soon if each.token_s <= config.token_slo_s]
+    taus = [each.acceptance_length for each in whole if each.acceptance_length is not None]
+    return {
+        "first_token_s": _percentiles([each.first_token_s for each in whole]),
+        "token_s": _percentiles([each.token_s for each in whole]),
+        "gap_s": _percentiles([gap for each in whole for gap in each.gaps_s]),
+        "good_per_s": len(good) / sum(each.seconds for each in rounds),
+        "acceptance_length": float(np.mean(taus)) if taus else None,
+        "num_whole": len(whole),
+        "num_refused": sum(each.status == 429 for each in received),
+        "num_vanished": sum(each.vanished for each in received),
+        "num_failed": sum(not each.whole and not each.vanished and each.status != 429 for each in received),
+    }
+
+
+def _percentiles(values: Sequence[float]) -> dict[str, float]:
+    return {f"p{q}": float(np.percentile(values, q)) for q in (50, 90, 99)} if values else {}
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Markdown."""
+
+    def both(row: dict[str, Any], name: str) -> str:
+        found = row.get(name)
+        return f"{found['p50']:.2f} / {found['p99']:.2f}" if found else ""
+
+    def cells(row: dict[str, Any]) -> dict[str, str]:
+        failed = row.get("num_failed", 0) + row.get("num_refused", 0)
+        return {
+            "load": row["load"],
+            "mode": row["mode"],
+            "tokens/s": f"{row['tokens_per_s']:.1f}",
+            f"of {rows[0]['mode']}": with_range(Interval(**row["ratio"]), 2),
+            "first token s, p50 / p99": both(row, "first_token_s"),
+            "token s, p50 / p99": both(row, "token_s"),
+            "gap s, p50 / p99": both(row, "gap_s"),
+            "good/s": f"{row['good_per_s']:.2f}" if "good_per_s" in row else "",
+            "tau": f"{row['acceptance_length']:.2f}" if row.get("acceptance_length") else "",
+            "refused or failed": str(failed) if "num_failed" in row else "",
+        }
+
+    return markdown([cells(row) for row in rows])
+
+
+def run(config: BenchServeConfig) -> list[dict[str, Any]]:
+    """Print a table and, as the last line, JSON; write both and a plot. Raises ValueError without a server."""
+    if config.rates and any(mode.startswith(BARE) for mode in config.modes):
+        raise ValueError("modes: bare:N has no open loop; leave it or --rates out")
+    sets = [load_prompts(name) for name in config.prompts]
+    num = min(map(len, sets))
+    prompts = [prompt for of_set in sets for prompt in of_set[:num]]
+    random.Random(0).shuffle(prompts)
+    levels = asyncio.run(measure(config, prompts))
+    rows = summary(config, levels)
+    shown = table(rows)
+    write_text(config.output / "bench_serve.md", shown + "\n")
+    write_text(config.output / "bench_serve.json", json.dumps(rows) + "\n")
+    write_bytes(config.output / "bench_serve.png", figures.served(rows))
+    print(shown)
+    print(json.dumps({"output": str(config.output), "rows": rows}))
+    return rows
+
+
+if __name__ == "__main__":
+    main(BenchServeConfig, run)

@@ -1,0 +1,91 @@
+"""Follow a registry's champion: a thread that looks now and then, and has every new one put to use.
+
+Whatever goes wrong, the policy in use stays: a registry that does not answer, files that cannot be read, a champion
+made for other models. What went wrong is kept as `error` until a look finds all well. A copy of every champion stays
+on disk, so that a replica that starts while the registry is away has a policy, too.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from filelock import FileLock
+
+from jobs.registry import Registry, Version
+
+log = logging.getLogger("ray.serve.blockpilot")
+
+
+class ChampionWatch:
+    """The champion of a registered model, looked for at once (see `error`) and then every `every_s` seconds.
+
+    `use` gets each new champion's directory and version number, and raises ValueError for what it refuses; `tell`
+    gets the number of the version in use (0 for none) and the error after each look. Copies lie below `folder`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        every_s: float,
+        use: Callable[[Path, int], None],
+        tell: Callable[[int, str], None] = lambda number, error: None,
+    ) -> None:
+        self.name, self.error = name, ""
+        self.number = 0
+        self._folder, self._every_s, self._use, self._tell = folder, every_s, use, tell
+        self._registry: Registry | None = None
+        self._leave = threading.Event()
+        self.look()
+        threading.Thread(target=self._run, name="champion", daemon=True).start()
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._leave.set()
+
+    def _run(self) -> None:
+        while not self._leave.wait(self._every_s):
+            self.look()
+
+    def look(self) -> None:
+        """Put the champion to use if it is another one than before."""
+        error = ""
+        try:
+            self._registry = self._registry or Registry.open()
+            version = self._registry.champion(self.name)
+            if version.number != self.number:
+                self._use(copy_of(self._registry, version, self._folder), version.number)
+                self.number = version.number
+                log.info("new champion", extra={"policy": version.name, "version": version.number})
+        except (ValueError, OSError) as found:
+            self._registry = None
+            error = str(found)
+        if error and error != self.error:
+            log.warning("the policy stays as it is: %s", error)
+        self.error = error
+        self._tell(self.number, error)
+
+    def use_last_copy(self) -> bool:
+        """Put the latest champion to use that was copied before, for want of the registry; False if none fits."""
+        for directory in sorted(self._folder.glob(f"{self.name}-*-*"), key=_number, reverse=True):
+            try:
+                self._use(directory, _number(directory))
+            except (ValueError, OSError):
+                continue
+            self.number = _number(directory)
+            return True
+        return False
+
+
+def copy_of(registry: Registry, version: Version, folder: Path) -> Path:
+    """A version's files in a directory of their own below `folder`; copied once."""
+    directory = folder.absolute() / f"{version.name}-{(version.run_id or 'none')[:8]}-{version.number}"
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{directory}.lock"):  # replicas of one machine may share the folder
+        return directory if directory.exists() else registry.download(version, directory)
+
+
+def _number(directory: Path) -> int:
+    number = directory.name.rpartition("-")[2]
+    return int(number) if number.isdecimal() else 0

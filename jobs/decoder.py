@@ -1,0 +1,144 @@
+"""A replica of the server: one pair, one engine, and the policy that chooses its block sizes.
+
+The policy is a small file beside the models. Another one is put to use in place, by Serve's `user_config` or because
+the registry has a new champion; the models, and the requests in flight, stay.
+"""
+
+import os
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from blockpilot.costs import StepCosts, measured_up_to
+from blockpilot.engine import Engine
+from blockpilot.policy import FixedPolicy, LearnedPolicy, load_policy
+from jobs.champions import ChampionWatch
+from jobs.config import PairConfig
+from jobs.engine_loop import EngineLoop
+from jobs.openai_replies import Backend
+from jobs.openai_schema import ApiError, ChatRequest, CompletionRequest
+from jobs.registry import model_name
+from jobs.serve_metrics import DecoderMetrics
+
+CHAMPION = "champion"
+MAX_BLOCK_SIZE = 32
+DEFAULT_MAX_LENGTH = 2048
+COSTS_CONTEXT, COSTS_STEPS = 256, 3  # of step costs that have to be measured at the start
+Body = ChatRequest | CompletionRequest
+
+
+class Decoder:
+    """What Serve runs: answers bodies, and refuses them as values, since what is raised in a replica is a failure.
+
+    user_config: `policy`, a block size, a directory, or "champion"; of the champion also `follow_s`, how often to
+    look for another one, and `folder`, where it is copied to.
+    """
+
+    def __init__(
+        self,
+        pair: PairConfig,
+        *,
+        num_threads: int,
+        num_slots: int,
+        max_length: int | None,
+        max_prefill_tokens: int,
+        max_queue: int,
+        max_new_tokens: int | None,
+        logs_prompts: bool,
+    ) -> None:
+        torch.set_num_threads(num_threads)
+        loaded = pair.load()
+        engine = Engine(
+            loaded,
+            num_slots=num_slots,
+            max_length=max_length or min(DEFAULT_MAX_LENGTH, loaded.max_length),
+            max_block_size=MAX_BLOCK_SIZE,
+            max_prefill_tokens=max_prefill_tokens,
+        )
+        self._metrics = DecoderMetrics(loaded.id.target)
+        loop = EngineLoop(engine, max_queue=max_queue, on_step=self._metrics.on_step)
+        self._backend = Backend(
+            loop,
+            max_new_tokens=max_new_tokens,
+            on_answer=self._metrics.on_answer,
+            logs_prompts=logs_prompts,
+        )
+        self._measured: StepCosts | None = None
+        self._watch: ChampionWatch | None = None
+        self._has_policy = False
+
+    # --- requests ---
+
+    async def whole(self, body: Body) -> dict[str, Any] | ApiError:
+        """The response in one piece, or why there is none."""
+        try:
+            return await self._backend.whole(body)
+        except ApiError as error:
+            return error
+
+    async def chunks(self, body: Body) -> AsyncGenerator[dict[str, Any] | ApiError, None]:
+        """The objects of a streamed response; the last one may be why there are no more."""
+        try:
+            async for chunk in self._backend.chunks(body):
+                yield chunk
+        except ApiError as error:
+            yield error
+
+    async def status(self) -> dict[str, Any]:
+        """For /health."""
+        found = await self._backend.status()
+        followed = {} if self._watch is None else {"follows": self._watch.name, "error": self._watch.error or None}
+        return found | {"policy": found["policy"] | followed, "pid": os.getpid()}
+
+    def check_health(self) -> None:
+        """Raise if the engine is broken; Serve then replaces the replica."""
+        if not self._backend.loop.healthy:
+            raise RuntimeError("the engine is broken")
+
+    # --- policies ---
+
+    def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Use another policy from the next prefill on; raises ValueError for one that is not there or cannot be used.
+
+        At the start a champion that the registry cannot give is replaced by the last one that was copied.
+        """
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+        policy = user_config["policy"]
+        if policy != CHAMPION:
+            self._use(policy)
+            self._metrics.on_policy(0, kept=False)
+            return
+        name, folder = model_name(self._backend.model), Path(user_config["folder"])
+        watch = ChampionWatch(name, folder, user_config["follow_s"], self._use, self._tell)
+        if watch.error and not self._has_policy and not watch.use_last_copy():
+            watch.stop()
+            raise ValueError(watch.error)
+        self._watch = watch
+
+    def _tell(self, version: int, error: str) -> None:
+        self._metrics.on_policy(version, kept=bool(error))
+
+    def _use(self, policy: int | str | Path, version: int = 0) -> None:
+        if isinstance(policy, int):
+            self._backend.set_policy(FixedPolicy(policy), {"name": f"block size {policy}", "version": None})
+        else:
+            learned = load_policy(policy)
+            learned.check(self._backend.pair)
+            described = {"name": str(policy), "version": version or None}
+            self._backend.set_policy(learned, described, self._costs_for(learned))
+        self._has_policy = True
+
+    def _costs_for(self, policy: LearnedPolicy) -> StepCosts | None:
+        """Those that the policy was trained with, if they are of such a device; else measured here, once."""
+        if policy.costs is None:
+            return None
+        pair, num_slots, sizes = self._backend.pair, self._backend.loop.engine.num_slots, tuple(policy.candidates)
+        for costs in (policy.costs, self._measured):
+            if costs is not None and costs.fits(pair, sizes, num_slots):
+                return costs
+        self._measured = measured_up_to(pair, sizes, num_slots, COSTS_CONTEXT, num_steps=COSTS_STEPS)
+        return self._measured

@@ -1,0 +1,154 @@
+"""Clients of an OpenAI-compatible server: streamed chats in a closed or an open loop, and when their text came.
+
+In a closed loop every client sends its next request when it has the answer to the last one; in an open loop requests
+arrive by a Poisson process, whatever the server makes of them. A client that is told to come back later (429) does so
+in a closed loop; in an open one the request is lost.
+"""
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+CONNECT_S, ANSWER_S = 10.0, 600.0
+
+
+@dataclass
+class Received:
+    """One request, with times in seconds of one clock. Status 0: the connection failed."""
+
+    sent: float
+    status: int = 0
+    arrivals: list[float] = field(default_factory=list)
+    """Of every piece of text."""
+    num_tokens: int = 0
+    text: str = ""
+    acceptance_length: float | None = None
+    error: str = ""
+    """Why the answer is not whole."""
+    vanished: bool = False
+    retry_after_s: float = 1.0
+    """What a refusal asked for."""
+
+    @property
+    def whole(self) -> bool:
+        return self.status == 200 and not self.error and not self.vanished
+
+    @property
+    def first_token_s(self) -> float:
+        return self.arrivals[0] - self.sent
+
+    @property
+    def token_s(self) -> float:
+        """Seconds a token after the first."""
+        return (self.arrivals[-1] - self.arrivals[0]) / max(self.num_tokens - 1, 1)
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Between pieces of text."""
+        return [after - before for before, after in zip(self.arrivals, self.arrivals[1:], strict=False)]
+
+
+class Clients:
+    """Send bodies of /v1/chat/completions to `url` (which ends in /v1). `vanish` is the share that leaves early."""
+
+    def __init__(self, url: str, key: str | None = None, *, vanish: float = 0.0, seed: int = 0) -> None:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        timeout = httpx.Timeout(ANSWER_S, connect=CONNECT_S, pool=None)
+        self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout, limits=limits)
+        self._vanish, self._dice = vanish, random.Random(seed)
+
+    async def __aenter__(self) -> "Clients":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._http.aclose()
+
+    async def get(self, path: str) -> Any:
+        """The JSON of a GET below the server's root or, without a slash, below /v1."""
+        url = str(self._http.base_url.join(path)) if path.startswith("/") else path
+        response = await self._http.get(url)
+        return response.json()
+
+    async def closed_loop(self, bodies: Sequence[Mapping[str, Any]], num_clients: int) -> list[Received]:
+        """All bodies, by so many clients at a time; refused ones come again when the server says."""
+        waiting, received = iter(bodies), list[Received]()
+
+        async def client() -> None:
+            for body in waiting:
+                while True:
+                    answer = await self.send(body)
+                    received.append(answer)
+                    if answer.status != 429:
+                        break
+                    await asyncio.sleep(answer.retry_after_s)
+
+        await asyncio.gather(*(client() for _ in range(num_clients)))
+        return received
+
+    async def open_loop(self, bodies: Sequence[Mapping[str, Any]], rate: float) -> list[Received]:
+        """All bodies, `rate` a second on average."""
+        tasks = []
+        async with asyncio.TaskGroup() as group:
+            for body in bodies:
+                tasks.append(group.create_task(self.send(body)))
+                await asyncio.sleep(self._dice.expovariate(rate))
+        return [task.result() for task in tasks]
+
+    async def send(self, body: Mapping[str, Any]) -> Received:
+        """One request to its end, or to where its client loses patience."""
+        received = Received(time.perf_counter())
+        patience = self._dice.randint(1, 20) if self._dice.random() < self._vanish else None
+        request = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        try:
+            async with self._http.stream("POST", "chat/completions", json=request) as response:
+                received.status = response.status_code
+                if response.status_code == 200:
+                    await self._read(response, received, patience)
+                else:
+                    received.error = (await response.aread()).decode(errors="replace")[:500]
+                    received.retry_after_s = float(response.headers.get("retry-after", received.retry_after_s))
+        except httpx.HTTPError as error:
+            received.error = f"{type(error).__name__}: {error}"
+        return received
+
+    async def _read(self, response: httpx.Response, received: Received, patience: int | None) -> None:
+        ended = False
+        async with aclosing(_events(response)) as events:
+            async for event in events:
+                if event is None:
+                    ended = True
+                elif "error" in event:
+                    received.error = event["error"]["message"]
+                elif event["choices"]:
+                    _take(received, event["choices"][0])
+                else:
+                    received.num_tokens = event["usage"]["completion_tokens"]
+                    received.acceptance_length = event["usage"].get("acceptance_length")
+                if patience is not None and len(received.arrivals) >= patience:
+                    received.vanished = True
+                    return
+        if not ended and not received.error:
+            received.error = "the stream was cut"
+
+
+def _take(received: Received, choice: Mapping[str, Any]) -> None:
+    content = choice["delta"].get("content")
+    if content:
+        received.text += content
+        received.arrivals.append(time.perf_counter())
+
+
+async def _events(response: httpx.Response) -> AsyncGenerator[dict[str, Any] | None, None]:
+    """The objects of a stream; None for its regular end."""
+    async for line in response.aiter_lines():
+        if line.startswith("data: "):
+            data = line.removeprefix("data: ")
+            yield None if data == "[DONE]" else json.loads(data)

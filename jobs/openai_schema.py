@@ -1,0 +1,266 @@
+"""What clients send: the bodies of OpenAI's chat and completions endpoints, and errors in OpenAI's shape.
+
+What the API has and this server does not is refused by name, never ignored; null, and the value that changes
+nothing (such as best_of=1), are accepted. Extensions: `block_size`, `top_k` and `timeout_s` in a request,
+`stream_options.include_steps` in a stream's.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+RETRY_AFTER_S = 1
+MAX_STOPS = 4
+MAX_CHOICES = 8
+MAX_TOP_LOGPROBS, MAX_COMPLETION_LOGPROBS = 20, 5  # of chat and of completions, as OpenAI documents them
+DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI documents it
+
+# Fields of the API that are not built, and the value with which each changes nothing.
+NEUTRAL: Mapping[str, object] = {
+    "best_of": 1,
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "logprobs": False,
+    "store": False,
+}
+
+
+class ApiError(Exception):
+    """An answer other than 200, in OpenAI's error shape. Travels between processes."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(status, message, param, code)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def __str__(self) -> str:
+        return self.message
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Those that say what to do next."""
+        if self.status == 401:
+            return {"WWW-Authenticate": "Bearer"}
+        return {"Retry-After": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
+
+    def body(self) -> dict[str, object]:
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = "rate_limit_error" if self.status == 429 else kind
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+# --- requests ---
+
+
+class _Body(BaseModel):
+    """A JSON object; null means absent."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_null(cls, value: Any) -> Any:
+        return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+
+
+def _stop_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _block_size(value: Any) -> Any:
+    if value == "auto":
+        return None
+    if type(value) is not int or value < 1:
+        raise ValueError('must be "auto" or an integer of at least 1')
+    return value
+
+
+def _content_text(value: Any) -> Any:
+    """OpenAI's content is a string or a list of parts; text parts are joined by newlines."""
+    if not isinstance(value, list):
+        return value
+    for part in value:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ValueError('must be a string or a list of {"type": "text", "text": ...} parts')
+    return "\n".join(part["text"] for part in value)
+
+
+def _prompt(value: Any) -> Any:
+    is_ids = isinstance(value, list) and all(type(item) is int for item in value)
+    if not (isinstance(value, str) or is_ids):
+        raise ValueError("must be one string or one list of token ids")
+    return value
+
+
+class ChatMessage(_Body):
+    """One turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str, BeforeValidator(_content_text)]
+
+
+class StreamOptions(_Body):
+    """What a stream carries beside the text."""
+
+    include_usage: bool = False
+    include_steps: bool = False
+    """With every chunk its step: the block size, how many drafts were accepted, and the text of every token."""
+
+
+class GenerateRequest(_Body):
+    """Fields that both endpoints share."""
+
+    path: ClassVar[str]
+    prompt_field: ClassVar[str]
+
+    model: str
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float = Field(1.0, ge=0, le=2, allow_inf_nan=False)
+    top_p: float = Field(1.0, gt=0, le=1, allow_inf_nan=False)
+    top_k: int = Field(0, ge=0)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: Annotated[
+        list[Annotated[str, Field(min_length=1)]], BeforeValidator(_stop_list), Field(max_length=MAX_STOPS)
+    ] = []
+    block_size: Annotated[int | None, BeforeValidator(_block_size)] = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    timeout_s: float | None = Field(None, gt=0, allow_inf_nan=False)
+    user: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_neutral(cls, value: Any) -> Any:
+        return {k: v for k, v in value.items() if not _neutral(k, v)} if isinstance(value, dict) else value
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def include_steps(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_steps
+
+    @property
+    def num_tokens_asked(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def prompt_text(self) -> str:
+        """For a log."""
+        raise NotImplementedError
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """The likeliest tokens to tell with every token; None for no log probabilities at all."""
+        raise NotImplementedError
+
+
+class ChatRequest(GenerateRequest):
+    """POST /v1/chat/completions."""
+
+    path: ClassVar[str] = "/v1/chat/completions"
+    prompt_field: ClassVar[str] = "messages"
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _check_top_logprobs(cls, value: int | None, found: ValidationInfo) -> int | None:
+        if value is not None and not found.data.get("logprobs"):
+            raise ValueError("needs logprobs: true")
+        return value
+
+    @property
+    def num_tokens_asked(self) -> int | None:
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    @property
+    def prompt_text(self) -> str:
+        return "\n".join(f"{message.role}: {message.content}" for message in self.messages)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class CompletionRequest(GenerateRequest):
+    """POST /v1/completions."""
+
+    path: ClassVar[str] = "/v1/completions"
+    prompt_field: ClassVar[str] = "prompt"
+
+    prompt: Annotated[str | list[int], BeforeValidator(_prompt)]
+    logprobs: int | None = Field(None, ge=0, le=MAX_COMPLETION_LOGPROBS)
+    echo: bool = False
+
+    @field_validator("echo")
+    @classmethod
+    def _check_echo(cls, value: bool, found: ValidationInfo) -> bool:
+        if value and found.data.get("logprobs") is not None:
+            raise ValueError("is not supported together with logprobs")
+        return value
+
+    @property
+    def num_tokens_asked(self) -> int:
+        return self.max_tokens if self.max_tokens is not None else DEFAULT_COMPLETION_TOKENS
+
+    @property
+    def prompt_text(self) -> str:
+        return str(self.prompt)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+
+def _neutral(name: str, value: object) -> bool:
+    if name not in NEUTRAL:
+        return False
+    return value == NEUTRAL[name] and isinstance(value, bool) == isinstance(NEUTRAL[name], bool)
+
+
+BodyT = TypeVar("BodyT", bound=GenerateRequest)
+
+
+def parse(kind: type[BodyT], raw: bytes) -> BodyT:
+    """Read a request body; raises ApiError 400 that names the first field that is wrong."""
+    try:
+        return kind.model_validate_json(raw)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        path = ".".join(map(str, first["loc"])) or None
+        raise ApiError(400, _complaint(path, first), path, str(first["type"])) from None
+
+
+def _complaint(path: str | None, error: Mapping[str, Any]) -> str:
+    if path is None:
+        return f"request body: {error['msg']}"
+    if error["type"] == "missing":
+        return f"{path}: this field is required"
+    if error["type"] != "extra_forbidden":
+        message = error["msg"].removeprefix("Value error, ")
+        return f"{path}: {message} (got {short(error['input'])})"
+    if path in NEUTRAL:
+        return f"{path}: {short(error['input'])} is not supported; allowed: {json.dumps(NEUTRAL[path])}"
+    return f"{path}: this field is not supported"
+
+
+def short(value: object) -> str:
+    """As Python writes it, cut where it is long."""
+    shown = repr(value)
+    return shown if len(shown) <= 80 else shown[:77] + "..."

@@ -1,0 +1,91 @@
+"""What the server counts for Prometheus, through Ray: every node exports it on its metrics port.
+
+Serve adds the application, the deployment and the replica to each. `jobs/grafana.json` is a dashboard of them.
+"""
+
+from collections import Counter as CountBy
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from ray.serve.metrics import Counter, Gauge, Histogram
+
+from jobs.openai_api import Exchange
+
+if TYPE_CHECKING:  # the gateway needs no torch
+    from blockpilot.engine import Engine, Step
+    from jobs.openai_replies import Answered
+
+STEP_S = [0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0]
+M = TypeVar("M", Counter, Gauge, Histogram)
+LATENCY_S = [0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 600.0]
+
+
+class GatewayMetrics:
+    """Of the HTTP side: requests by model, path and status, and how long they took."""
+
+    def __init__(self) -> None:
+        labels = ("model", "path", "status")
+        self._requests = Counter("blockpilot_requests", "Requests answered, refused ones included.", labels)
+        self._seconds = Histogram("blockpilot_request_seconds", "From arrival to the end.", LATENCY_S, ("model",))
+
+    def on_exchange(self, exchange: Exchange) -> None:
+        model = exchange.model or "none"
+        self._requests.inc(1, {"model": model, "path": exchange.path, "status": str(exchange.status)})
+        if exchange.status == 200:
+            self._seconds.observe(exchange.seconds, {"model": model})
+
+
+class DecoderMetrics:
+    """Of one replica's engine."""
+
+    def __init__(self, model: str) -> None:
+        def of_model(metric: M) -> M:
+            metric.set_default_tags({"model": model})
+            return metric
+
+        own = ("model",)
+        self._active = of_model(Gauge("blockpilot_active_rows", "Requests that hold a slot.", own))
+        self._waiting = of_model(Gauge("blockpilot_waiting_requests", "Requests that wait for a slot.", own))
+        self._slots = of_model(Gauge("blockpilot_slots", "Requests that can be decoded together.", own))
+        self._version = of_model(Gauge("blockpilot_policy_version", "Of the champion in use; 0 for none.", own))
+        self._kept = of_model(Gauge("blockpilot_policy_kept", "1 while the registry's champion cannot be used.", own))
+        self._blocks = of_model(Counter("blockpilot_blocks", "Blocks verified, by size.", ("model", "block_size")))
+        self._tokens = of_model(Counter("blockpilot_tokens", "Tokens emitted.", own))
+        self._accepted = of_model(Counter("blockpilot_accepted_tokens", "Drafted tokens among them.", own))
+        self._verified = of_model(Counter("blockpilot_verified_tokens", "Tokens emitted by blocks.", own))
+        self._prompts = of_model(Counter("blockpilot_prompt_tokens", "Of prompts of requests that are over.", own))
+        self._step = of_model(Histogram("blockpilot_step_seconds", "Of a step of the whole batch.", STEP_S, own))
+        self._first = of_model(Histogram("blockpilot_first_token_seconds", "Until the first token.", LATENCY_S, own))
+        self._over = of_model(Counter("blockpilot_answers", "Requests that are over.", ("model", "outcome")))
+
+    def on_step(self, engine: "Engine", steps: "Sequence[Step]", seconds: float) -> None:
+        """A step of the engine, or none (0 seconds) since it became idle; on its thread."""
+        self._active.set(engine.num_active)
+        self._waiting.set(engine.num_waiting)
+        self._slots.set(engine.num_slots)
+        if seconds:
+            self._step.observe(seconds)
+        blocks = [step for step in steps if step.block_size]
+        _add(self._tokens, sum(len(step.tokens) for step in steps))
+        _add(self._verified, sum(len(step.tokens) for step in blocks))
+        _add(self._accepted, sum(step.num_accepted for step in blocks))
+        for size, num in CountBy(step.block_size for step in blocks).items():
+            self._blocks.inc(num, {"block_size": str(size)})
+
+    def on_answer(self, answered: "Answered") -> None:
+        """A request that is over."""
+        self._over.inc(1, {"outcome": answered.outcome})
+        _add(self._prompts, answered.num_prompt_tokens)
+        if answered.first_token_s is not None:
+            self._first.observe(answered.first_token_s)
+
+    def on_policy(self, version: int, kept: bool) -> None:
+        """The policy in use, and whether it is kept because the champion cannot be used."""
+        self._version.set(version)
+        self._kept.set(int(kept))
+
+
+def _add(counter: Counter, amount: int) -> None:
+    """Counters refuse to add nothing."""
+    if amount:
+        counter.inc(amount)

@@ -1,0 +1,113 @@
+"""The playground in a real browser: what it shows is what the server sent."""
+
+import re
+import shutil
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import uvicorn
+from api import app_of
+
+from blockpilot.engine import Engine, generate
+from blockpilot.pairs import Pair
+from blockpilot.prompts import Message, Prompt
+from jobs.engine_loop import EngineLoop
+from jobs.openai_api import ApiKeys
+
+playwright = pytest.importorskip("playwright.sync_api")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+KEY = "the-key"
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+
+
+@pytest.fixture(scope="module")
+def url(tiny_pair: Pair) -> Iterator[str]:
+    loop = EngineLoop(Engine(tiny_pair, num_slots=2, max_length=600), max_queue=4)
+    listener = socket.create_server(("127.0.0.1", 0))
+    app = app_of(loop, keys=ApiKeys.of((KEY,)))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
+    server.should_exit = True
+    thread.join(timeout=10)
+    loop.close()
+
+
+@pytest.fixture
+def page(url: str) -> Iterator["Page"]:
+    """The page in a browser; whatever it complains about fails the test."""
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1200, "height": 800})
+        complaints: list[str] = []
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.goto(url)
+        yield page
+        browser.close()
+    assert not complaints
+
+
+def log_in(page: "Page") -> None:
+    page.fill("#key", KEY)
+    page.dispatch_event("#key", "change")
+    page.wait_for_selector("#model option", state="attached")
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_both_answers_are_the_targets_own_and_their_blocks_are_coloured(
+    page: "Page", tiny_pair: Pair, together: bool, tmp_path: Path
+) -> None:
+    prompt = Prompt("test", (Message("user", "What is a block?"),))
+    steps = list(generate(tiny_pair, prompt.encode(tiny_pair.tokenizer), block_size=4, max_new_tokens=60))
+    want = tiny_pair.tokenizer.decode([t for step in steps for t in step.tokens], skip_special_tokens=True)
+    log_in(page)
+    page.fill("#prompt", "What is a block?")
+    page.fill("#tokens", "60")
+    page.select_option("#size", "4")
+    page.set_checked("#together", together)
+    page.click("#go")
+    page.wait_for_function("document.getElementById('verdict').textContent !== ''")
+    assert "The same text, bit for bit" in page.inner_text("#verdict")
+    for panel in ("#adaptive", "#plain"):
+        assert page.text_content(f"{panel} .text") == want
+        assert re.search(r"60 tokens, [\d.]+ tokens/s", page.inner_text(f"{panel} .figures"))
+    assert page.locator("#adaptive .accepted").count() == sum(step.num_accepted for step in steps)
+    assert page.locator("#adaptive .bonus").count() == sum(len(s.tokens) - s.num_accepted for s in steps[1:])
+    assert page.locator("#plain .accepted").count() == 0
+    assert "block size 4" in page.inner_text("#adaptive .figures")
+    assert f"{len(steps) - 1} steps" in page.inner_text("#adaptive .figures")
+    page.screenshot(path=tmp_path / "playground.png")
+    assert (tmp_path / "playground.png").stat().st_size > 10_000
+
+
+def test_errors_are_shown_and_a_stop_is_one(page: "Page") -> None:
+    page.wait_for_function("document.getElementById('verdict').textContent.includes('API key')")
+    log_in(page)
+    page.fill("#tokens", "100000")
+    page.click("#go")
+    page.wait_for_selector("#plain .error")
+    assert "100000" in page.inner_text("#adaptive .error")
+    page.fill("#tokens", "500")
+    page.select_option("#size", "2")
+    page.click("#go")
+    page.wait_for_selector("#adaptive .text span")
+    page.click("#stop")
+    page.wait_for_selector("#adaptive .error")
+    assert page.inner_text("#adaptive .error") == "stopped"
+    page.wait_for_function("!document.getElementById('go').disabled")
+
+
+def test_what_a_prompt_says_is_never_markup(page: "Page") -> None:
+    log_in(page)
+    page.fill("#prompt", "<img src=x onerror=alert(1)>")
+    page.fill("#tokens", "5")
+    page.click("#go")
+    page.wait_for_function("!document.getElementById('go').disabled")
+    assert page.locator("img").count() == 0

@@ -1,0 +1,207 @@
+"""A server through Ray with two models, and what happens when parts of it are killed, swapped or overrun."""
+
+import json
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from conftest import byte_tokenizer, tiny_draft, tiny_target
+from huggingface_hub import InferenceClient
+from servers import Server, configured
+
+from blockpilot.draft import save_draft
+
+KEY = "a-key-of-the-test"
+MODEL = {"num_slots": 4, "max_queue": 4, "policy": "3"}
+LONG = {"model": "target", "prompt": "a", "max_tokens": 800, "temperature": 0}
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(scope="module")
+def second_pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Another target than the tiny pair's, called `other`."""
+    import torch
+
+    root = tmp_path_factory.mktemp("second")
+    target = tiny_target(seed=5)
+    target.save_pretrained(root / "other")
+    byte_tokenizer().save_pretrained(root / "other")
+    save_draft(tiny_draft(target), root / "draft", dtype=torch.float32)
+    return {"target": str(root / "other"), "draft": str(root / "draft")}
+
+
+@pytest.fixture(scope="module")
+def server(
+    tiny_pair_dirs: tuple[Path, Path], second_pair: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    target, draft = map(str, tiny_pair_dirs)
+    config = MODEL | {"pair": {"target": target, "draft": draft}, "others": [{"pair": second_pair, "policy": "2"}]}
+    folder = tmp_path_factory.mktemp("server")
+    with configured(config, folder, BLOCKPILOT_API_KEY=KEY) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url, api_key=KEY, max_retries=0, timeout=120)
+
+
+@pytest.fixture
+def name(tiny_pair_dirs: tuple[Path, Path]) -> str:
+    return str(tiny_pair_dirs[0])
+
+
+def test_models_share_a_server_by_name(client: openai.OpenAI, second_pair: dict[str, str], name: str) -> None:
+    assert [model.id for model in client.models.list()] == [name, second_pair["target"]]
+    first, second = (
+        client.completions.create(model=model, prompt="a", max_tokens=20, temperature=0)
+        for model in ("target", "other")
+    )
+    assert first.choices[0].text != second.choices[0].text
+    assert (first.usage.model_dump()["block_size"], second.usage.model_dump()["block_size"]) == (3, 2)
+
+
+def test_without_the_key_nothing_is_answered(server: Server) -> None:
+    stranger = openai.OpenAI(base_url=server.url, api_key="another", max_retries=0)
+    with pytest.raises(openai.AuthenticationError):
+        stranger.models.list()
+    assert httpx.get(f"{server.root}/health").status_code == 200
+
+
+def test_another_client_works_unmodified(server: Server, client: openai.OpenAI) -> None:
+    other = InferenceClient(base_url=server.url, api_key=KEY)
+    messages = [{"role": "user", "content": "Once"}]
+    whole = other.chat_completion(messages, model="target", max_tokens=20, temperature=0)
+    streamed = other.chat_completion(messages, model="target", max_tokens=20, temperature=0, stream=True)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in streamed if chunk.choices)
+    ours = client.chat.completions.create(model="target", messages=messages, max_tokens=20, temperature=0)
+    assert text == whole.choices[0].message.content == ours.choices[0].message.content
+
+
+def test_a_killed_replica_ends_its_streams_with_an_error_and_its_whole_requests_are_put_again(
+    server: Server, client: openai.OpenAI, name: str
+) -> None:
+    want = client.completions.create(**LONG).choices[0].text
+    with ThreadPoolExecutor(2) as pool:
+        stream = client.completions.create(**LONG, stream=True)
+        first = next(stream)
+        whole = pool.submit(client.completions.create, **LONG)
+        pid = server.until(name, {"num_active": 2})["pid"]
+        os.kill(pid, signal.SIGKILL)
+        texts = [first.choices[0].text]
+        with pytest.raises(openai.APIError, match="replica with this request was lost"):
+            texts.extend(chunk.choices[0].text for chunk in stream)
+        assert len("".join(texts)) < len(want)
+        assert want.startswith("".join(texts))
+        assert whole.result(timeout=120).choices[0].text == want
+    after = server.until(name, {"num_in_flight": 0})
+    assert after["pid"] != pid
+    assert client.completions.create(**LONG | {"max_tokens": 5}).usage.completion_tokens == 5
+
+
+def test_a_full_queue_is_429_in_under_a_second_and_what_was_accepted_ends(server: Server, name: str) -> None:
+    """Four times as many as there are places, at once."""
+    headers = {"Authorization": f"Bearer {KEY}"}
+    body = LONG | {"max_tokens": 200}
+
+    def post(_: int) -> tuple[int, float, str | None]:
+        started = time.monotonic()
+        response = httpx.post(f"{server.url}/completions", json=body, headers=headers, timeout=120)
+        return response.status_code, time.monotonic() - started, response.headers.get("retry-after")
+
+    with ThreadPoolExecutor(32) as pool:
+        answers = list(pool.map(post, range(32)))
+    refused = [(seconds, retry) for status, seconds, retry in answers if status == 429]
+    assert [status for status, _, _ in answers].count(200) == 32 - len(refused)
+    assert 8 <= 32 - len(refused) <= 24
+    assert all(seconds < 1 for seconds, _ in refused), refused
+    assert {retry for _, retry in refused} == {"1"}
+    server.until(name, {"num_in_flight": 0})
+
+
+def test_clients_that_vanish_leave_no_rows(server: Server, name: str) -> None:
+
+    def leave(number: int) -> None:
+        body = json.dumps(LONG | {"stream": number % 2 == 0}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", int(server.root.rpartition(":")[2]))) as connection:
+            connection.sendall(head.encode() + body)
+            time.sleep(0.1 * number)
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(leave, range(6)))
+    server.until(name, {"num_in_flight": 0, "num_active": 0}, timeout_s=5)
+
+
+def test_metrics_of_requests_and_steps_come_through_ray(server: Server, client: openai.OpenAI) -> None:
+    client.completions.create(**LONG | {"max_tokens": 30})
+    wanted = {
+        "ray_blockpilot_requests_total", "ray_blockpilot_tokens_total", "ray_blockpilot_blocks_total",
+        "ray_blockpilot_accepted_tokens_total", "ray_blockpilot_step_seconds_bucket", "ray_blockpilot_slots",
+        "ray_blockpilot_first_token_seconds_bucket", "ray_blockpilot_policy_version",
+    }  # fmt: skip
+    text, deadline = "", time.monotonic() + 60
+    while not all(name in text for name in wanted):
+        assert time.monotonic() < deadline, sorted(name for name in wanted if name not in text)
+        time.sleep(1)
+        text = "".join(httpx.get(f"http://127.0.0.1:{port}/metrics").text for port in metrics_ports(server))
+    sizes = re.findall(r'ray_blockpilot_blocks_total\{[^}]*block_size="(\d+)"', text)
+    assert "3" in sizes
+    assert KEY not in text
+
+
+def metrics_ports(server: Server) -> list[int]:
+    """Of the Ray node that the server started, by its service discovery file."""
+    session = next(
+        Path(argument).parent
+        for pid in Path("/proc").glob("[0-9]*")
+        for argument in _arguments(pid)
+        if argument.endswith("prom_metrics_service_discovery.json")
+    )
+    found = json.loads((session / "prom_metrics_service_discovery.json").read_text())
+    return [int(address.rsplit(":", 1)[1]) for group in found for address in group["targets"]]
+
+
+def _arguments(process: Path) -> list[str]:
+    try:
+        return (process / "cmdline").read_text().split("\0")
+    except OSError:
+        return []
+
+
+def test_a_deadline_holds_through_the_server(client: openai.OpenAI, server: Server, name: str) -> None:
+    with pytest.raises(openai.InternalServerError, match=r"not complete after 0\.2 s") as error:
+        client.completions.create(**LONG, extra_body={"timeout_s": 0.2})
+    assert error.value.status_code == 504
+    server.until(name, {"num_in_flight": 0}, timeout_s=2)
+
+
+def test_one_seed_is_one_text_alone_and_in_a_crowd_at_every_block_size(client: openai.OpenAI) -> None:
+    body: dict[str, Any] = {"model": "target", "prompt": "Once", "max_tokens": 60, "temperature": 1, "seed": 11}
+    want = client.completions.create(**body).choices[0].text
+    stop = threading.Event()
+
+    def crowd(number: int) -> None:
+        while not stop.is_set():
+            client.completions.create(model="target", prompt="b" * (number + 3), max_tokens=50, seed=number)
+
+    with ThreadPoolExecutor(3) as pool:
+        for number in range(3):
+            pool.submit(crowd, number)
+        try:
+            for size in (1, 2, 5, 8, "auto"):
+                found = client.completions.create(**body, extra_body={"block_size": size})
+                assert found.choices[0].text == want
+        finally:
+            stop.set()

@@ -18,7 +18,7 @@ log = logging.getLogger("ray.serve.blockpilot")
 
 
 class ChampionWatch:
-    """The champion of a registered model, looked for at once (see `error`) and then every `every_s` seconds.
+    """The champion of a model in an MLflow store, looked for at once (see `error`) and then every `every_s` seconds.
 
     `use` gets each new champion's directory and version number, and raises ValueError for what it refuses; `tell`
     gets the number of the version in use (0 for none) and the error after each look. Copies lie below `folder`.
@@ -27,6 +27,7 @@ class ChampionWatch:
     def __init__(
         self,
         name: str,
+        store: str,
         folder: Path,
         every_s: float,
         use: Callable[[Path, int], None],
@@ -34,7 +35,7 @@ class ChampionWatch:
     ) -> None:
         self.name, self.error = name, ""
         self.number = 0
-        self._folder, self._every_s, self._use, self._tell = folder, every_s, use, tell
+        self._store, self._folder, self._every_s, self._use, self._tell = store, folder, every_s, use, tell
         self._registry: Registry | None = None
         self._leave = threading.Event()
         self.look()
@@ -52,7 +53,7 @@ class ChampionWatch:
         """Put the champion to use if it is another one than before."""
         error = ""
         try:
-            self._registry = self._registry or Registry.open()
+            self._registry = self._registry or Registry.open(self._store)
             version = self._registry.champion(self.name)
             if version.number != self.number:
                 self._use(copy_of(self._registry, version, self._folder), version.number)

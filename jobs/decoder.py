@@ -32,8 +32,8 @@ Body = ChatRequest | CompletionRequest
 class Decoder:
     """What Serve runs: answers bodies, and refuses them as values, since what is raised in a replica is a failure.
 
-    user_config: `policy`, a block size, a directory, or "champion"; of the champion also `follow_s`, how often to
-    look for another one, and `folder`, where it is copied to.
+    user_config: `policy`, a block size, a directory, or "champion"; of the champion also `store`, the MLflow
+    store, `follow_s`, how often to look for another one, and `folder`, where it is copied to.
     """
 
     def __init__(
@@ -112,8 +112,14 @@ class Decoder:
             self._use(policy)
             self._metrics.on_policy(0, kept=False)
             return
-        name, folder = model_name(self._backend.model), Path(user_config["folder"])
-        watch = ChampionWatch(name, folder, user_config["follow_s"], self._use, self._tell)
+        watch = ChampionWatch(
+            model_name(self._backend.model),
+            user_config["store"],
+            Path(user_config["folder"]),
+            user_config["follow_s"],
+            use=self._use,
+            tell=self._tell,
+        )
         if watch.error and not self._has_policy and not watch.use_last_copy():
             watch.stop()
             raise ValueError(watch.error)

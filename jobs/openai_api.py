@@ -154,7 +154,7 @@ class Deadline:
             async with asyncio.timeout_at(self._at):
                 return await work
         except TimeoutError:
-            message = f"the answer was not complete after {self._timeout_s:g} s"
+            message = f"timeout_s: the answer was not complete after {self._timeout_s:g} s"
             raise ApiError(504, message, "timeout_s", "deadline_exceeded") from None
 
 

@@ -160,7 +160,8 @@ def _capacity(model: ModelConfig) -> int:
 def policy_config(model: ModelConfig, args: ServeConfig) -> dict[str, Any]:
     """What a replica is told of its policy (Serve's user_config); a change of it is carried out in place."""
     if model.policy == CHAMPION:
-        return {"policy": CHAMPION, "follow_s": args.registry_every_s, "folder": str(args.output.absolute())}
+        folder = str(args.output.absolute())
+        return {"policy": CHAMPION, "store": tracking_uri(), "follow_s": args.registry_every_s, "folder": folder}
     return {"policy": int(model.policy) if model.policy.isdecimal() else str(Path(model.policy).absolute())}
 
 

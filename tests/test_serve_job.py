@@ -222,6 +222,7 @@ def test_the_deploy_file_names_the_store_absolutely(
     assert app["runtime_env"]["env_vars"]["MLFLOW_TRACKING_URI"] == f"sqlite:///{tmp_path / 'mlflow.db'}"
     assert app["deployments"][0]["user_config"] == {
         "policy": "champion",
+        "store": f"sqlite:///{tmp_path / 'mlflow.db'}",
         "follow_s": 20.0,
         "folder": str(tmp_path / "runs/serve"),
     }

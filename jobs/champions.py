@@ -20,8 +20,8 @@ log = logging.getLogger("ray.serve.blockpilot")
 class ChampionWatch:
     """The champion of a model in an MLflow store, looked for at once (see `error`) and then every `every_s` seconds.
 
-    `use` gets each new champion's directory and version number, and raises ValueError for what it refuses; `tell`
-    gets the number of the version in use (0 for none) and the error after each look. Copies lie below `folder`.
+    `use` gets each new champion's directory and version number, and raises ValueError for what it refuses. Copies lie
+    below `folder`.
     """
 
     def __init__(
@@ -31,11 +31,10 @@ class ChampionWatch:
         folder: Path,
         every_s: float,
         use: Callable[[Path, int], None],
-        tell: Callable[[int, str], None] = lambda number, error: None,
     ) -> None:
         self.name, self.error = name, ""
         self.number = 0
-        self._store, self._folder, self._every_s, self._use, self._tell = store, folder, every_s, use, tell
+        self._store, self._folder, self._every_s, self._use = store, folder, every_s, use
         self._registry: Registry | None = None
         self._leave = threading.Event()
         self.look()
@@ -65,7 +64,6 @@ class ChampionWatch:
         if error and error != self.error:
             log.warning("the policy stays as it is: %s", error)
         self.error = error
-        self._tell(self.number, error)
 
     def use_last_copy(self) -> bool:
         """Put the latest champion to use that was copied before, for want of the registry; False if none fits."""

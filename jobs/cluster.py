@@ -11,11 +11,12 @@ from ray.util import ActorPool
 from jobs.config import Resources
 
 
-def connect(include_dashboard: bool = False) -> None:
+def connect(include_dashboard: bool = False, metrics_port: int | None = None) -> None:
     """Join the cluster of `ray job submit` (or RAY_ADDRESS); otherwise start a local one for this process.
 
     A local cluster has at least four logical CPUs: Ray Train and Ray Data need a free one beside their workers.
-    Ray Train asks the dashboard whether its controller lives and complains every second where there is none.
+    Ray Train asks the dashboard whether its controller lives and complains every second where there is none. Such a
+    cluster exports its metrics on `metrics_port`, by default a free one, on all interfaces.
     """
     if ray.is_initialized():
         return
@@ -24,7 +25,13 @@ def connect(include_dashboard: bool = False) -> None:
         ray.init(log_to_driver=True)
     else:
         cpus = max(4, os.cpu_count() or 1)
-        ray.init(address="local", num_cpus=cpus, include_dashboard=include_dashboard, log_to_driver=True)
+        ray.init(
+            address="local",
+            num_cpus=cpus,
+            include_dashboard=include_dashboard,
+            log_to_driver=True,
+            _metrics_export_port=metrics_port,
+        )
 
 
 def num_threads(num_cpus: float) -> int:

@@ -57,17 +57,16 @@ class Decoder:
             max_block_size=MAX_BLOCK_SIZE,
             max_prefill_tokens=max_prefill_tokens,
         )
-        self._metrics = DecoderMetrics(loaded.id.target)
-        loop = EngineLoop(engine, max_queue=max_queue, on_step=self._metrics.on_step)
-        self._backend = Backend(
-            loop,
-            max_new_tokens=max_new_tokens,
-            on_answer=self._metrics.on_answer,
-            logs_prompts=logs_prompts,
-        )
         self._measured: StepCosts | None = None
         self._watch: ChampionWatch | None = None
         self._has_policy = False
+        metrics = DecoderMetrics(engine, self._policy_now)
+        self._backend = Backend(
+            EngineLoop(engine, max_queue=max_queue, on_step=metrics.on_step),
+            max_new_tokens=max_new_tokens,
+            on_answer=metrics.on_answer,
+            logs_prompts=logs_prompts,
+        )
 
     # --- requests ---
 
@@ -110,7 +109,6 @@ class Decoder:
         policy = user_config["policy"]
         if policy != CHAMPION:
             self._use(policy)
-            self._metrics.on_policy(0, kept=False)
             return
         watch = ChampionWatch(
             model_name(self._backend.model),
@@ -118,15 +116,15 @@ class Decoder:
             Path(user_config["folder"]),
             user_config["follow_s"],
             use=self._use,
-            tell=self._tell,
         )
         if watch.error and not self._has_policy and not watch.use_last_copy():
             watch.stop()
             raise ValueError(watch.error)
         self._watch = watch
 
-    def _tell(self, version: int, error: str) -> None:
-        self._metrics.on_policy(version, kept=bool(error))
+    def _policy_now(self) -> tuple[int, bool]:
+        """Version of the champion in use, 0 for none, and whether the registry's could not be used."""
+        return (0, False) if self._watch is None else (self._watch.number, bool(self._watch.error))
 
     def _use(self, policy: int | str | Path, version: int = 0) -> None:
         if isinstance(policy, int):

@@ -37,7 +37,7 @@ class ClosedError(Exception):
 class EngineLoop:
     """Runs `engine` until `close`. At most num_slots + max_queue requests are in flight.
 
-    `on_step` is told of every step and its seconds on the engine's thread, and of none (0 seconds) before it waits.
+    `on_step` is told of every step and its seconds, on the engine's thread.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class EngineLoop:
         engine: Engine,
         *,
         max_queue: int = 64,
-        on_step: Callable[[Engine, Sequence[Step], float], None] = lambda engine, steps, seconds: None,
+        on_step: Callable[[Sequence[Step], float], None] = lambda steps, seconds: None,
     ) -> None:
         if max_queue < 0:
             raise ValueError(f"max_queue {max_queue}: must be at least 0")
@@ -123,7 +123,6 @@ class EngineLoop:
         """Do the work that is waiting (with an idle engine, wait for some), then one step."""
         try:
             if self.engine.idle:
-                self._on_step(self.engine, (), 0.0)
                 self._work.get()()
             while not self._work.empty():
                 self._work.get()()
@@ -139,7 +138,7 @@ class EngineLoop:
         for step in steps:
             self._deliver(step)
         if steps:
-            self._on_step(self.engine, steps, time.perf_counter() - started)
+            self._on_step(steps, time.perf_counter() - started)
 
     def _add(self, stream: "Stream") -> None:
         if stream.closed:

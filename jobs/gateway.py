@@ -72,7 +72,7 @@ class RemoteModel:
 
     async def _answers(self, method: str, *arguments: object) -> AsyncGenerator[dict[str, Any], None]:
         """What a replica gives; all from another one, once, if it is lost before it gave anything."""
-        handle = self._handle.options(method, stream=method == "chunks")
+        handle = self._handle.options(method_name=method, stream=method == "chunks")
         for tries_left in (1, 0):
             response, given = handle.remote(*arguments), False
             try:

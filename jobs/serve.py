@@ -80,6 +80,8 @@ class ServeConfig(ModelConfig):
     """Seconds from a request's arrival to its last token; it may ask for less (`timeout_s`)."""
     registry_every_s: float = Field(default=20.0, gt=0)
     """How often the registry is asked for a new champion."""
+    metrics_port: int | None = Field(default=None, ge=1, le=65535)
+    """Of the Prometheus metrics (on all interfaces), where this command starts Ray; a cluster has one of its own."""
     drain_s: float = Field(default=120.0, ge=0)
     """Seconds that requests in flight have to finish when the server, or a replica, stops."""
     logs_prompts: bool = False
@@ -103,7 +105,7 @@ def build_app(args: ServeConfig) -> Application:
     for model in args.models:
         find_policy(model, args.output)
     keys = api_keys(args.api_key_file)
-    connect()
+    connect(metrics_port=args.metrics_port)
     return (
         serve.deployment(
             ray_actor_options={"num_cpus": 0},
@@ -210,7 +212,9 @@ def api_keys(file: Path | None) -> ApiKeys:
 
 def deploy_config(config: ServeConfig) -> dict[str, Any]:
     """What `serve deploy` takes; the policies stand apart, since a change of them there is carried out in place."""
-    arguments = config.model_dump(mode="json", exclude={"host", "port", "write_config"}, exclude_defaults=True)
+    arguments = config.model_dump(
+        mode="json", exclude={"host", "port", "metrics_port", "write_config"}, exclude_defaults=True
+    )
     return {
         "proxy_location": "EveryNode",
         "http_options": {"host": config.host, "port": config.port},
@@ -239,8 +243,9 @@ def start(config: ServeConfig) -> str:
     app = build_app(config)
     _wait_for_port(config.host, config.port)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    quiet = LoggingConfig(encoding="JSON", log_level="WARNING", enable_access_log=False)
     to_files = LoggingConfig(encoding="JSON", enable_access_log=False)
-    serve.start(http_options={"host": config.host, "port": config.port}, logging_config=to_files)
+    serve.start(http_options={"host": config.host, "port": config.port}, logging_config=quiet)
     try:
         serve.run(app, name=APP, route_prefix="/", logging_config=to_files)
     except RuntimeError as error:

@@ -3,8 +3,10 @@
 Serve adds the application, the deployment and the replica to each. `jobs/grafana.json` is a dashboard of them.
 """
 
+import threading
+import time
 from collections import Counter as CountBy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from ray.serve.metrics import Counter, Gauge, Histogram
@@ -16,6 +18,7 @@ if TYPE_CHECKING:  # the gateway needs no torch
     from jobs.openai_replies import Answered
 
 STEP_S = [0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0]
+GAUGES_EVERY_S = 2.0
 M = TypeVar("M", Counter, Gauge, Histogram)
 LATENCY_S = [0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 600.0]
 
@@ -36,14 +39,18 @@ class GatewayMetrics:
 
 
 class DecoderMetrics:
-    """Of one replica's engine."""
+    """Of one replica: what its engine does, step by step and, in gauges, now.
 
-    def __init__(self, model: str) -> None:
+    `policy` gives the version of the champion in use (0 for none) and whether it is kept for want of a better one.
+    """
+
+    def __init__(self, engine: "Engine", policy: Callable[[], tuple[int, bool]]) -> None:
         def of_model(metric: M) -> M:
-            metric.set_default_tags({"model": model})
+            metric.set_default_tags({"model": engine.pair.id.target})
             return metric
 
         own = ("model",)
+        self._engine, self._policy = engine, policy
         self._active = of_model(Gauge("blockpilot_active_rows", "Requests that hold a slot.", own))
         self._waiting = of_model(Gauge("blockpilot_waiting_requests", "Requests that wait for a slot.", own))
         self._slots = of_model(Gauge("blockpilot_slots", "Requests that can be decoded together.", own))
@@ -57,14 +64,11 @@ class DecoderMetrics:
         self._step = of_model(Histogram("blockpilot_step_seconds", "Of a step of the whole batch.", STEP_S, own))
         self._first = of_model(Histogram("blockpilot_first_token_seconds", "Until the first token.", LATENCY_S, own))
         self._over = of_model(Counter("blockpilot_answers", "Requests that are over.", ("model", "outcome")))
+        threading.Thread(target=self._keep_gauges, name="gauges", daemon=True).start()
 
-    def on_step(self, engine: "Engine", steps: "Sequence[Step]", seconds: float) -> None:
-        """A step of the engine, or none (0 seconds) since it became idle; on its thread."""
-        self._active.set(engine.num_active)
-        self._waiting.set(engine.num_waiting)
-        self._slots.set(engine.num_slots)
-        if seconds:
-            self._step.observe(seconds)
+    def on_step(self, steps: "Sequence[Step]", seconds: float) -> None:
+        """A step of the engine, on its thread."""
+        self._step.observe(seconds)
         blocks = [step for step in steps if step.block_size]
         _add(self._tokens, sum(len(step.tokens) for step in steps))
         _add(self._verified, sum(len(step.tokens) for step in blocks))
@@ -79,10 +83,16 @@ class DecoderMetrics:
         if answered.first_token_s is not None:
             self._first.observe(answered.first_token_s)
 
-    def on_policy(self, version: int, kept: bool) -> None:
-        """The policy in use, and whether it is kept because the champion cannot be used."""
-        self._version.set(version)
-        self._kept.set(int(kept))
+    def _keep_gauges(self) -> None:
+        """Ray exports a gauge once for each time that it is set."""
+        while True:
+            version, kept = self._policy()
+            self._active.set(self._engine.num_active)
+            self._waiting.set(self._engine.num_waiting)
+            self._slots.set(self._engine.num_slots)
+            self._version.set(version)
+            self._kept.set(int(kept))
+            time.sleep(GAUGES_EVERY_S)
 
 
 def _add(counter: Counter, amount: int) -> None:

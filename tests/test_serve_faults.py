@@ -5,6 +5,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,9 +17,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from api import events
 from conftest import byte_tokenizer, tiny_draft, tiny_target
-from huggingface_hub import InferenceClient
-from servers import Server, configured
+from servers import Server, configured, free_port
 
 from blockpilot.draft import save_draft
 
@@ -41,11 +43,20 @@ def second_pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
+def metrics_port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
 def server(
-    tiny_pair_dirs: tuple[Path, Path], second_pair: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+    tiny_pair_dirs: tuple[Path, Path],
+    second_pair: dict[str, str],
+    metrics_port: int,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Server]:
     target, draft = map(str, tiny_pair_dirs)
     config = MODEL | {"pair": {"target": target, "draft": draft}, "others": [{"pair": second_pair, "policy": "2"}]}
+    config |= {"metrics_port": metrics_port}
     folder = tmp_path_factory.mktemp("server")
     with configured(config, folder, BLOCKPILOT_API_KEY=KEY) as server:
         yield server
@@ -78,14 +89,30 @@ def test_without_the_key_nothing_is_answered(server: Server) -> None:
     assert httpx.get(f"{server.root}/health").status_code == 200
 
 
-def test_another_client_works_unmodified(server: Server, client: openai.OpenAI) -> None:
-    other = InferenceClient(base_url=server.url, api_key=KEY)
+HUGGING_FACE = """
+import sys
+from huggingface_hub import InferenceClient
+client = InferenceClient(base_url=sys.argv[1], api_key=sys.argv[2])
+asked = {"messages": [{"role": "user", "content": "Once"}], "model": "target", "max_tokens": 20, "temperature": 0}
+print(client.chat_completion(**asked).choices[0].message.content)
+print("".join(c.choices[0].delta.content or "" for c in client.chat_completion(**asked, stream=True) if c.choices))
+"""
+
+
+def test_other_clients_work_unmodified(server: Server, client: openai.OpenAI) -> None:
     messages = [{"role": "user", "content": "Once"}]
-    whole = other.chat_completion(messages, model="target", max_tokens=20, temperature=0)
-    streamed = other.chat_completion(messages, model="target", max_tokens=20, temperature=0, stream=True)
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in streamed if chunk.choices)
-    ours = client.chat.completions.create(model="target", messages=messages, max_tokens=20, temperature=0)
-    assert text == whole.choices[0].message.content == ours.choices[0].message.content
+    want = client.chat.completions.create(model="target", messages=messages, max_tokens=20, temperature=0)
+    text = want.choices[0].message.content
+    command = [sys.executable, "-c", HUGGING_FACE, server.url, KEY]
+    online = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    assert subprocess.check_output(command, text=True, env=online) == f"{text}\n{text}\n"
+
+    body = {"model": "target", "messages": messages, "max_tokens": 20, "temperature": 0}
+    curl = ["curl", "--silent", "--no-buffer", "-H", f"Authorization: Bearer {KEY}", f"{server.url}/chat/completions"]
+    whole = json.loads(subprocess.check_output([*curl, "-d", json.dumps(body)]))
+    assert whole["choices"][0]["message"]["content"] == text
+    streamed = events(subprocess.check_output([*curl, "-d", json.dumps(body | {"stream": True})], text=True))
+    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in streamed) == text
 
 
 def test_a_killed_replica_ends_its_streams_with_an_error_and_its_whole_requests_are_put_again(
@@ -144,40 +171,23 @@ def test_clients_that_vanish_leave_no_rows(server: Server, name: str) -> None:
     server.until(name, {"num_in_flight": 0, "num_active": 0}, timeout_s=5)
 
 
-def test_metrics_of_requests_and_steps_come_through_ray(server: Server, client: openai.OpenAI) -> None:
+def test_metrics_of_requests_and_steps_come_through_ray(
+    server: Server, client: openai.OpenAI, metrics_port: int
+) -> None:
     client.completions.create(**LONG | {"max_tokens": 30})
     wanted = {
         "ray_blockpilot_requests_total", "ray_blockpilot_tokens_total", "ray_blockpilot_blocks_total",
-        "ray_blockpilot_accepted_tokens_total", "ray_blockpilot_step_seconds_bucket", "ray_blockpilot_slots",
+        "ray_blockpilot_verified_tokens_total", "ray_blockpilot_step_seconds_bucket", "ray_blockpilot_slots",
         "ray_blockpilot_first_token_seconds_bucket", "ray_blockpilot_policy_version",
     }  # fmt: skip
     text, deadline = "", time.monotonic() + 60
     while not all(name in text for name in wanted):
         assert time.monotonic() < deadline, sorted(name for name in wanted if name not in text)
         time.sleep(1)
-        text = "".join(httpx.get(f"http://127.0.0.1:{port}/metrics").text for port in metrics_ports(server))
+        text = httpx.get(f"http://127.0.0.1:{metrics_port}/metrics").text
     sizes = re.findall(r'ray_blockpilot_blocks_total\{[^}]*block_size="(\d+)"', text)
     assert "3" in sizes
     assert KEY not in text
-
-
-def metrics_ports(server: Server) -> list[int]:
-    """Of the Ray node that the server started, by its service discovery file."""
-    session = next(
-        Path(argument).parent
-        for pid in Path("/proc").glob("[0-9]*")
-        for argument in _arguments(pid)
-        if argument.endswith("prom_metrics_service_discovery.json")
-    )
-    found = json.loads((session / "prom_metrics_service_discovery.json").read_text())
-    return [int(address.rsplit(":", 1)[1]) for group in found for address in group["targets"]]
-
-
-def _arguments(process: Path) -> list[str]:
-    try:
-        return (process / "cmdline").read_text().split("\0")
-    except OSError:
-        return []
 
 
 def test_a_deadline_holds_through_the_server(client: openai.OpenAI, server: Server, name: str) -> None:

@@ -1,8 +1,8 @@
-"""What decoding runs add up to: sums per method and group of prompts -> figures with intervals -> a table.
+"""What decoding runs add up to: sums per method and prompt -> figures with intervals -> a table.
 
-Runs are kept as sums and divided once, at the end: every figure is a ratio of two totals. All methods ran the
-same groups of prompts (a group is decoded together; one prompt, where requests run alone), so methods are
-compared on the same resamples of the groups: a paired bootstrap (Efron 1979), percentile intervals of 95%.
+Runs are kept as sums and divided once, at the end: every figure is a ratio of two totals. All methods ran the same
+prompts, so they are compared on the same resamples of the prompts: a paired bootstrap (Efron 1979), percentile
+intervals of 95%.
 """
 
 import math
@@ -21,13 +21,13 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over the requests of a run. "Later" leaves out the first engine step, which prefills."""
+    """Sums over the requests of a run. "Later" leaves out the steps in which some request's prompt was taken in."""
 
     num_requests: int
     num_tokens: int  # all that was emitted
-    total_s: float  # from the first request's arrival to the last one's end
+    total_s: float  # their shares of the engine's time
     num_later_tokens: int
-    num_later_steps: int  # of the engine, whatever its rows
+    num_later_steps: float  # their shares of the engine's steps
     later_s: float
     num_verified: int  # verify steps, of each row
     num_emitted: int  # tokens emitted by them: all but the prefill's
@@ -36,16 +36,16 @@ class Totals:
 
 
 class Run(NamedTuple):
-    """One method over one group of prompts, once."""
+    """One method over one prompt, once."""
 
     method: str
-    group: int
+    prompt: int
     repeat: int
     totals: Totals
 
 
 class Interval(NamedTuple):
-    """A figure of all groups and its 95% interval over groups; not a number where nothing was counted."""
+    """A figure of all prompts and its 95% interval over prompts; not a number where nothing was counted."""
 
     value: float
     low: float
@@ -77,31 +77,31 @@ class Figures:
 
 
 class Comparison:
-    """Runs of several methods over the same groups, with one set of resamples for all of them.
+    """Runs of several methods over the same prompts, with one set of resamples for all of them.
 
-    Raises ValueError when there are fewer than two groups or a method has not run what the first one has.
+    Raises ValueError when there are fewer than two prompts or a method has not run what the first one has.
     """
 
     def __init__(self, runs: Sequence[Run], *, num_resamples: int = NUM_RESAMPLES, seed: int = 0) -> None:
         done: dict[str, list[tuple[int, int]]] = {}
         for run in runs:
-            done.setdefault(run.method, []).append((run.group, run.repeat))
+            done.setdefault(run.method, []).append((run.prompt, run.repeat))
         self.methods = tuple(done)
         for method, places in done.items():
             if sorted(places) != sorted(set(done[self.methods[0]])):
-                raise ValueError(f"method {method!r} ran other groups or repeats than {self.methods[0]!r}")
-        groups = sorted({run.group for run in runs})
-        if len(groups) < 2:
-            raise ValueError(f"{len(groups)} groups of prompts: intervals need at least 2")
-        self._sums = {method: _sums([run for run in runs if run.method == method], groups) for method in done}
-        self._weights = resampling_weights(len(groups), num_resamples, seed)
+                raise ValueError(f"method {method!r} ran other prompts or repeats than {self.methods[0]!r}")
+        prompts = sorted({run.prompt for run in runs})
+        if len(prompts) < 2:
+            raise ValueError(f"{len(prompts)} prompts: intervals need at least 2")
+        self._sums = {method: _sums([run for run in runs if run.method == method], prompts) for method in done}
+        self._weights = resampling_weights(len(prompts), num_resamples, seed)
 
     def figure(self, name: str, method: str) -> Interval:
         """A figure of RATIOS for one method."""
         return interval(self._resampled(name, method))
 
     def ratio(self, name: str, method: str, baseline: str) -> Interval:
-        """A figure of one method over the same of another, paired by group."""
+        """A figure of one method over the same of another, paired by prompt."""
         with np.errstate(divide="ignore", invalid="ignore"):
             return interval(self._resampled(name, method) / self._resampled(name, baseline))
 
@@ -136,21 +136,21 @@ def ratio_of_totals(above: Sequence[float], below: Sequence[float]) -> Interval:
         return interval((weights @ np.array(above, dtype=float)) / (weights @ np.array(below, dtype=float)))
 
 
-def resampling_weights(num_groups: int, num_resamples: int, seed: int) -> Array:
-    """How often each group counts [1 + resamples, groups]; the first row has every group once: the figure itself."""
+def resampling_weights(num_prompts: int, num_resamples: int, seed: int) -> Array:
+    """How often each prompt counts [1 + resamples, prompts]; first every prompt once, which is the figure itself."""
     draws = np.random.default_rng(seed).multinomial(
-        num_groups, np.full(num_groups, 1 / num_groups), size=num_resamples
+        num_prompts, np.full(num_prompts, 1 / num_prompts), size=num_resamples
     )
-    return np.vstack([np.ones(num_groups), draws])
+    return np.vstack([np.ones(num_prompts), draws])
 
 
-def _sums(runs: Sequence[Run], groups: Sequence[int]) -> dict[str, Array]:
-    """For every field of Totals its sum over the repeats of each group, [groups]."""
-    place = {group: i for i, group in enumerate(groups)}
-    sums = {field.name: np.zeros(len(groups)) for field in fields(Totals)}
+def _sums(runs: Sequence[Run], prompts: Sequence[int]) -> dict[str, Array]:
+    """For every field of Totals its sum over the repeats of each prompt, [prompts]."""
+    place = {prompt: i for i, prompt in enumerate(prompts)}
+    sums = {field.name: np.zeros(len(prompts)) for field in fields(Totals)}
     for run in runs:
         for name, column in sums.items():
-            column[place[run.group]] += getattr(run.totals, name)
+            column[place[run.prompt]] += getattr(run.totals, name)
     return sums
 
 

@@ -5,8 +5,8 @@ means that learns nothing beforehand (EV), and an oracle, which knows each promp
 process runs them all (`jobs/evaluator.py`). Nothing is looked up in a sweep; a sweep, when given, only says which
 prompts are no longer held out and which fixed block size would have been chosen beforehand.
 
-Every group of prompts is on disk when it is done, and the same command goes on after a kill. The result is on disk
-before MLflow is told; where that cannot be reached, `--relog` tells it later.
+Every group of prompts, which share a queue, is on disk when it is done, and the same command goes on after a kill.
+The result is on disk before MLflow is told; where that cannot be reached, `--relog` tells it later.
 """
 
 import hashlib
@@ -81,7 +81,9 @@ class EvaluateConfig(Config):
     max_new_tokens: int = Field(default=128, ge=2)
     """Tokens of an answer at most."""
     concurrency: int = Field(default=1, ge=1)
-    """Prompts decoded together; 1 is one request at a time."""
+    """Requests decoded together; when one ends, the next one begins."""
+    waves: int = Field(default=4, ge=1)
+    """Prompts of a group, which share a queue, over the concurrency: the more, the less its end counts."""
     repeats: int = Field(default=1, ge=1)
     """Times that everything is run."""
     output: Path = Path("runs/evaluate")
@@ -135,7 +137,7 @@ class Plan(NamedTuple):
 
     prompts: tuple[Prompt, ...]
     groups: tuple[tuple[int, ...], ...]
-    """Places of the prompts that are decoded together; all of one set."""
+    """Places of the prompts that share a queue; all of one set."""
     sweep: Swept | None
     policies: dict[str, Path]
     version: Version | None  # of the policy, when it is a registered one
@@ -149,7 +151,7 @@ def run(config: EvaluateConfig) -> EvaluateResult:
         return _log(config.output, Registry.open())
     prompts, swept = read_inputs(config)
     registry = Registry.open()
-    plan = Plan(prompts, group(prompts, config.concurrency), swept, *find_policies(config, registry))
+    plan = Plan(prompts, group(prompts, config.concurrency * config.waves), swept, *find_policies(config, registry))
     _check_held_out(plan)
     work = _work(config, plan)
     connect()
@@ -171,21 +173,17 @@ def read_inputs(config: EvaluateConfig) -> tuple[tuple[Prompt, ...], Swept | Non
     config.pair.names()
     drawn = [p for name in config.prompts for p in load_prompts(name, config.num_prompts, config.shuffle_seed)]
     prompts = tuple({prompt.text: prompt for prompt in drawn}.values())
-    if len(group(prompts, config.concurrency)) < 2:
-        raise ValueError(
-            f"{len(prompts)} prompts {config.concurrency} at a time: intervals need at least two groups of prompts"
-        )
+    if len(prompts) < 2:
+        raise ValueError(f"{len(prompts)} prompts: intervals need at least two")
     return prompts, _read_sweeps(config, prompts) if config.sweep else None
 
 
-def group(prompts: Sequence[Prompt], concurrency: int) -> tuple[tuple[int, ...], ...]:
-    """Places of prompts to decode together, set by set."""
+def group(prompts: Sequence[Prompt], num: int) -> tuple[tuple[int, ...], ...]:
+    """Places of prompts that share a queue, so many at most, set by set."""
     by_set: dict[str, list[int]] = {}
     for place, prompt in enumerate(prompts):
         by_set.setdefault(prompt.set, []).append(place)
-    return tuple(
-        tuple(places[i : i + concurrency]) for places in by_set.values() for i in range(0, len(places), concurrency)
-    )
+    return tuple(tuple(places[i : i + num]) for places in by_set.values() for i in range(0, len(places), num))
 
 
 def _read_sweeps(config: EvaluateConfig, prompts: Sequence[Prompt]) -> Swept:
@@ -338,7 +336,7 @@ def _measure_all(call: Any, config: EvaluateConfig, work: Work, pair: PairId) ->
             if place not in done:
                 done[place] = call("measure", *place)
                 content = [run._asdict() | {"totals": asdict(run.totals)} for run in done[place]]
-                log.write(json.dumps(content) + "\n")
+                log.write(json.dumps({"place": place, "runs": content}) + "\n")
                 log.flush()
             yield from done[place]
             now = time.monotonic()
@@ -373,8 +371,12 @@ def _read_runs(file: Path, identity: str) -> dict[tuple[int, int], list[Run]]:
         return {}
     whole = lines[:-1]  # what follows the last newline is empty, or torn
     write_text(file, "".join(f"{line}\n" for line in (first, *whole)))
-    found = [[Run(**run | {"totals": Totals(**run["totals"])}) for run in json.loads(line)] for line in whole]
-    return {(runs[0].repeat, runs[0].group): runs for runs in found}
+    found = map(json.loads, whole)
+    return {tuple(each["place"]): [_read_run(run) for run in each["runs"]] for each in found}
+
+
+def _read_run(found: dict[str, Any]) -> Run:
+    return Run(**found | {"totals": Totals(**found["totals"])})
 
 
 # Reporting
@@ -386,8 +388,7 @@ def _save(config: EvaluateConfig, plan: Plan, setting: Setting, runs: Sequence[R
     best, chosen_on = _best_fixed(comparison, setting, plan.sweep)
     champion = plan.champion if CHAMPION in setting.block_sizes else None
     held_out = _held_out(comparison, method_name(best), champion) if POLICY in setting.block_sizes else None
-    sets = {number: plan.prompts[places[0]].set for number, places in enumerate(plan.groups)}
-    by_set = _by_set(config, runs, sets, setting, best)
+    by_set = _by_set(config, plan, runs, setting, best)
     figures = comparison.figures(AR)
     shown = bool(plan.sweep) or any(_training_prompts(directory) for directory in plan.policies.values())
     table = _describe(config, plan, setting, figures, by_set, best, chosen_on, held_out)
@@ -402,8 +403,7 @@ def _save(config: EvaluateConfig, plan: Plan, setting: Setting, runs: Sequence[R
         "figures": [{name: plain(value) for name, value in asdict(row).items()} for row in figures],
         "by_set": {name: {method: plain(ratio) for method, ratio in row.items()} for name, row in by_set.items()},
         "table": table,
-        "sets": [sets[number] for number in range(len(plan.groups))],
-        "prompts": [prompt.text for prompt in plan.prompts],
+        "prompts": [{"set": prompt.set, "text": prompt.text} for prompt in plan.prompts],
         "runs": [run._asdict() | {"totals": asdict(run.totals)} for run in runs],
     }
     write_text(config.output / RESULT_FILE, json.dumps(content, indent=1) + "\n")
@@ -485,17 +485,17 @@ def _held_out(comparison: Comparison, best_fixed: str, champion: int | None) -> 
 
 
 def _by_set(
-    config: EvaluateConfig, runs: Sequence[Run], sets: Mapping[int, str], setting: Setting, best: int
+    config: EvaluateConfig, plan: Plan, runs: Sequence[Run], setting: Setting, best: int
 ) -> dict[str, dict[str, Interval]]:
     """For every set, and for all of them, the speed of each method over that of the best fixed block size."""
-    names = list(dict.fromkeys(sets.values()))
-    of_sets = {name: [run for run in runs if sets[run.group] == name] for name in names}
+    names = list(dict.fromkeys(prompt.set for prompt in plan.prompts))
+    of_sets = {name: [run for run in runs if plan.prompts[run.prompt].set == name] for name in names}
     if len(names) > 1:
         of_sets["all"] = list(runs)
     return {
         name: {method: comparison.ratio("tokens_per_s", method, method_name(best)) for method in setting.block_sizes}
         for name, some in of_sets.items()
-        if len({run.group for run in some}) > 1
+        if len({run.prompt for run in some}) > 1
         for comparison in [Comparison(some, seed=config.seed)]
     }
 

@@ -1,8 +1,9 @@
 """The actor of jobs/evaluate.py: one pair, one engine, and every method that is measured.
 
-For each group of prompts, which are decoded together, all methods run one after the other in an order that rotates,
-so that drifts of the machine fall on all of them. The oracle comes last: it really decodes, too, but knows of each
-prompt what every block size gave on it a moment before, so it is a bound and no method.
+The prompts of a group queue for the slots of an engine, and the next one begins when one ends, as in a server. Every
+method has an engine of its own, and all take turns, a few steps each, so that a slow moment of the machine falls on
+all of them. The oracle comes after the others: it really decodes, too, but knows of each prompt what every block size
+gave on it a moment before, so it is a bound and no method.
 """
 
 import hashlib
@@ -19,7 +20,7 @@ from ray.exceptions import RayTaskError
 from blockpilot.costs import StepCosts, dtype_name, measured_up_to
 from blockpilot.engine import Engine, Policy, Request
 from blockpilot.forecast import EVController, StaticForecast
-from blockpilot.measure import Measured, decode_group
+from blockpilot.measure import Flow, Measured, in_turns
 from blockpilot.pairs import Pair, PairId
 from blockpilot.policy import CandidateSet, LearnedPolicy, load_policy
 from blockpilot.prompts import Prompt
@@ -32,6 +33,7 @@ from jobs.config import PairConfig
 
 AR, POLICY, RANDOM, EV, ORACLE = "AR", "policy", "random", "EV controller", "oracle (bound)"
 NUM_WARM_UP_TOKENS = 8
+STEPS_A_TURN = 8
 
 
 class Work(NamedTuple):
@@ -40,7 +42,7 @@ class Work(NamedTuple):
     pair: PairConfig
     prompts: tuple[Prompt, ...]
     groups: tuple[tuple[int, ...], ...]
-    """Places of the prompts that are decoded together."""
+    """Places of the prompts that share a queue."""
     policies: dict[str, Path]
     """Directories by the name of the method; the first one is `policy`."""
     block_sizes: tuple[int, ...] | None
@@ -87,23 +89,20 @@ class Evaluator:
         policies, left_out = self._load_policies(pair)
         self._prompt_ids = {prompt: _encode(prompt, pair) for prompt in work.prompts}
         longest = max(map(len, self._prompt_ids.values()))
-        self._engine = Engine(
-            pair,
-            num_slots=work.concurrency,
-            max_length=min(longest + work.max_new_tokens, pair.max_length),
-            max_block_size=MAX_BLOCK_SIZE,
-        )
-        for prompt in work.prompts:
-            self._check(prompt)
+        self._max_length = min(longest + work.max_new_tokens, pair.max_length)
+        self._pair = pair
         self._fixed = {method_name(size): size for size in (1, *self._block_sizes(pair, policies))}
         self._candidates = next(iter(policies.values())).candidates if policies else CandidateSet(self._sizes)
         self._policies: dict[str, Policy] = dict(policies)
         if EV in work.baselines:
             self._policies[EV] = EVController(CandidateSet(self._sizes))
         self._context = sum(map(len, self._prompt_ids.values())) // len(self._prompt_ids) + work.max_new_tokens // 2
-        self._engine.costs = self._costs = self._find_costs(pair)
-        for method in (m for m in self.methods if m != ORACLE):
-            self._decode(method, work.groups[0][:1], 0, NUM_WARM_UP_TOKENS)
+        self._costs = self._find_costs(pair)
+        self._engines = {method: self._new_engine(method) for method in self.methods}
+        for prompt in work.prompts:
+            self._check(prompt)
+        rotating = [method for method in self.methods if method != ORACLE]
+        self._decode(rotating, work.groups[0][:1], 0, NUM_WARM_UP_TOKENS)
         dtype = dtype_name(pair)
         sizes = {method: self._fixed.get(method) for method in self.methods}
         device = pair.target.device.type
@@ -121,32 +120,47 @@ class Evaluator:
         learned = [name for name in self._policies if name not in (EV, ORACLE)]
         return [*self._fixed, *baselines, *learned, *([ORACLE] if ORACLE in work.baselines else [])]
 
+    def _new_engine(self, method: str) -> Engine:
+        return Engine(
+            self._pair,
+            num_slots=self._work.concurrency,
+            max_length=self._max_length,
+            policy=self._policies.get(method),
+            costs=self._costs,
+            max_block_size=MAX_BLOCK_SIZE,
+        )
+
     def measure(self, repeat: int, group: int) -> list[Run]:
-        """Decode one group with every method, and compare the texts with AR's."""
+        """Decode one group with every method, and compare the texts with AR's; a run for each method and prompt."""
         places, methods = self._work.groups[group], [m for m in self.methods if m != ORACLE]
         start = (repeat + group) % len(methods)
-        measured = {
-            method: self._decode(method, places, repeat, self._work.max_new_tokens)
-            for method in methods[start:] + methods[:start]
-        }
+        measured = self._decode(methods[start:] + methods[:start], places, repeat, self._work.max_new_tokens)
         if ORACLE in self.methods:
-            self._policies[ORACLE] = self._hindsight({size: measured[name] for name, size in self._fixed.items()})
-            measured[ORACLE] = self._decode(ORACLE, places, repeat, self._work.max_new_tokens)
-        texts = measured[AR].outputs
-        return [Run(m, group, repeat, measured[m].totals(reference=texts)) for m in self.methods]
+            self._engines[ORACLE].policy = self._hindsight([measured[name] for name in self._fixed])
+            measured = measured | self._decode([ORACLE], places, repeat, self._work.max_new_tokens)
+        return [
+            Run(method, place, repeat, measured[method][i].totals(reference=measured[AR][i].output))
+            for method in self.methods
+            for i, place in enumerate(places)
+        ]
 
-    def _hindsight(self, measured: dict[int, Measured]) -> Policy:
+    def _hindsight(self, measured: Sequence[Sequence[Measured]]) -> Policy:
         """Forecasts the mean tokens a step that each request just had with every block size, request by request."""
-        sizes = CandidateSet(tuple(measured))
-        by_size = [list(map(_tau, of_size.outputs, of_size.block_sizes)) for of_size in measured.values()]
-        of_requests = iter(zip(*by_size, strict=True))  # the engine admits requests in their order
-        return lambda _: StaticForecast(sizes, next(of_requests))
+        sizes = CandidateSet(self._sizes)
+        of_requests = ([_tau(each) for each in of_request] for of_request in zip(*measured, strict=True))
+        return lambda _: StaticForecast(sizes, next(of_requests))  # the engine admits requests in their order
 
-    def _decode(self, method: str, places: Sequence[int], repeat: int, max_new_tokens: int) -> Measured:
-        self._engine.policy = self._policies.get(method)
+    def _decode(
+        self, methods: Sequence[str], places: Sequence[int], repeat: int, max_new_tokens: int
+    ) -> dict[str, list[Measured]]:
+        """The prompts at these places by every method, in turns that begin in this order."""
         prompts = [self._work.prompts[place] for place in places]
-        requests = [self._request(p, self._size(method, p, repeat), repeat, max_new_tokens) for p in prompts]
-        return decode_group(self._engine, requests)
+        flows = {}
+        for method in methods:
+            requests = [self._request(p, self._size(method, p, repeat), repeat, max_new_tokens) for p in prompts]
+            flows[method] = Flow(self._engines[method], requests)
+        in_turns(list(flows.values()), STEPS_A_TURN)
+        return {method: flow.results for method, flow in flows.items()}
 
     def _size(self, method: str, prompt: Prompt, repeat: int) -> int | None:
         if method != RANDOM:
@@ -158,7 +172,7 @@ class Evaluator:
         work, seed = self._work, self._work.seed + repeat
         key = prompt_ids(prompt, seed, work.temperature)[0]
         sampling = Sampling(temperature=work.temperature, top_p=work.top_p, seed=sampler_seed(seed, key))
-        return Request(self._prompt_ids[prompt], max_new_tokens, sampling, size, self._engine.pair.stop_token_ids)
+        return Request(self._prompt_ids[prompt], max_new_tokens, sampling, size, self._pair.stop_token_ids)
 
     # --- loading ---
 
@@ -191,14 +205,14 @@ class Evaluator:
 
     def _check(self, prompt: Prompt) -> None:
         try:
-            self._engine.check(self._request(prompt, 1, 0, self._work.max_new_tokens))
+            self._engines[AR].check(self._request(prompt, 1, 0, self._work.max_new_tokens))
         except ValueError as error:
             raise ValueError(f"prompt {prompt.text[:60]!r} of {prompt.set}: {error}") from None
 
 
-def _tau(output: tuple[int, ...], block_sizes: list[int]) -> float:
+def _tau(measured: Measured) -> float:
     """Tokens a step of one request, without the prefill's."""
-    return (len(output) - 1) / max(len(block_sizes), 1)
+    return (len(measured.output) - 1) / max(len(measured.block_sizes), 1)
 
 
 def method_name(block_size: int) -> str:

@@ -29,7 +29,7 @@ class Gateway:
     """What Serve runs. `models` are the decoders by the name of their target; `aliases` are further names."""
 
     def __init__(
-        self, models: Mapping[str, DeploymentHandle], aliases: Mapping[str, str], keys: ApiKeys, limits: Limits
+        self, models: Mapping[str, DeploymentHandle[Any]], aliases: Mapping[str, str], keys: ApiKeys, limits: Limits
     ) -> None:
         self._metrics = GatewayMetrics()
         self._app = make_app(
@@ -51,7 +51,7 @@ class Gateway:
 class RemoteModel:
     """A model whose replicas are elsewhere."""
 
-    def __init__(self, handle: DeploymentHandle) -> None:
+    def __init__(self, handle: DeploymentHandle[Any]) -> None:
         self._handle = handle
 
     async def whole(self, body: Body) -> dict[str, Any]:
@@ -94,7 +94,7 @@ class RemoteModel:
                 log.exception("a replica failed")
                 raise ApiError(500, f"internal error ({type(error).__name__})", code="engine_error") from None
             finally:
-                response.cancel()
+                response.cancel()  # type: ignore[no-untyped-call]
 
 
 async def _each(response: DeploymentResponse[Any] | DeploymentResponseGenerator[Any]) -> AsyncGenerator[Any, None]:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter as CountBy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ray.serve.metrics import Counter, Gauge, Histogram
 
@@ -27,7 +27,7 @@ class GatewayMetrics:
     """Of the HTTP side: requests by model, path and status, and how long they took."""
 
     def __init__(self) -> None:
-        labels = ("model", "path", "status")
+        labels: Any = ("model", "path", "status")  # Serve declares a tuple of one
         self._requests = Counter("blockpilot_requests", "Requests answered, refused ones included.", labels)
         self._seconds = Histogram("blockpilot_request_seconds", "From arrival to the end.", LATENCY_S, ("model",))
 
@@ -49,21 +49,22 @@ class DecoderMetrics:
             metric.set_default_tags({"model": engine.pair.id.target})
             return metric
 
-        own = ("model",)
+        own: Any = ("model",)
+        by_size, by_outcome = cast(Any, ("model", "block_size")), cast(Any, ("model", "outcome"))
         self._engine, self._policy = engine, policy
         self._active = of_model(Gauge("blockpilot_active_rows", "Requests that hold a slot.", own))
         self._waiting = of_model(Gauge("blockpilot_waiting_requests", "Requests that wait for a slot.", own))
         self._slots = of_model(Gauge("blockpilot_slots", "Requests that can be decoded together.", own))
         self._version = of_model(Gauge("blockpilot_policy_version", "Of the champion in use; 0 for none.", own))
         self._kept = of_model(Gauge("blockpilot_policy_kept", "1 while the registry's champion cannot be used.", own))
-        self._blocks = of_model(Counter("blockpilot_blocks", "Blocks verified, by size.", ("model", "block_size")))
+        self._blocks = of_model(Counter("blockpilot_blocks", "Blocks verified, by size.", by_size))
         self._tokens = of_model(Counter("blockpilot_tokens", "Tokens emitted.", own))
         self._accepted = of_model(Counter("blockpilot_accepted_tokens", "Drafted tokens among them.", own))
         self._verified = of_model(Counter("blockpilot_verified_tokens", "Tokens emitted by blocks.", own))
         self._prompts = of_model(Counter("blockpilot_prompt_tokens", "Of prompts of requests that are over.", own))
         self._step = of_model(Histogram("blockpilot_step_seconds", "Of a step of the whole batch.", STEP_S, own))
         self._first = of_model(Histogram("blockpilot_first_token_seconds", "Until the first token.", LATENCY_S, own))
-        self._over = of_model(Counter("blockpilot_answers", "Requests that are over.", ("model", "outcome")))
+        self._over = of_model(Counter("blockpilot_answers", "Requests that are over.", by_outcome))
         threading.Thread(target=self._keep_gauges, name="gauges", daemon=True).start()
 
     def on_step(self, steps: "Sequence[Step]", seconds: float) -> None:

@@ -18,7 +18,7 @@ from policies import tiny_policy
 from blockpilot.costs import StepCosts, device_name
 from blockpilot.engine import Engine, Prefill, Request, generate
 from blockpilot.examples import prompt_key
-from blockpilot.measure import Measured, decode_group
+from blockpilot.measure import Flow, Measured, in_turns
 from blockpilot.pairs import Pair, PairId
 from blockpilot.policy import save_policy
 from blockpilot.prompts import Message, Prompt, load_prompts
@@ -112,40 +112,48 @@ def requests(pair: Pair, texts: list[Prompt], block_size: int | None, temperatur
     return [Request(p.encode(pair.tokenizer), NUM_TOKENS, sampling, block_size, stops) for p in texts]
 
 
+def flown(engine: Engine, wanted: list[Request]) -> list[Measured]:
+    flow = Flow(engine, wanted)
+    in_turns([flow], 3)
+    return flow.results
+
+
 @pytest.mark.parametrize("block_size", [1, 2, 4])
-@pytest.mark.parametrize("num_together", [1, 3])
+@pytest.mark.parametrize(("num_requests", "num_slots"), [(1, 1), (3, 3), (4, 2), (3, 1)])
 def test_sums_are_those_of_single_runs(
-    tiny_pair: Pair, prompts: tuple[Path, list[Prompt]], block_size: int, num_together: int
+    tiny_pair: Pair, prompts: tuple[Path, list[Prompt]], block_size: int, num_requests: int, num_slots: int
 ) -> None:
-    texts = prompts[1][:num_together]
-    engine = Engine(tiny_pair, num_slots=num_together, max_length=256)
+    texts = prompts[1][:num_requests]
+    engine = Engine(tiny_pair, num_slots=num_slots, max_length=256)
     started = time.perf_counter()
-    measured = decode_group(engine, requests(tiny_pair, texts, block_size, temperature=1.0))
+    measured = flown(engine, requests(tiny_pair, texts, block_size, temperature=1.0))
     took = time.perf_counter() - started
-    alone = [
-        list(
-            generate(
-                tiny_pair,
-                prompt.encode(tiny_pair.tokenizer),
-                block_size=block_size,
-                max_new_tokens=NUM_TOKENS,
-                temperature=1.0,
-                seed=5,
-            )
-        )
-        for prompt in texts
-    ]
-    verified = [step for steps in alone for step in steps if step.block_size]
-    totals = measured.totals(reference=measured.outputs)
-    assert measured.outputs == [tuple(t for step in steps for t in step.tokens) for steps in alone]
-    assert totals.num_verified == len(verified)
-    assert totals.num_emitted == sum(len(step.tokens) for step in verified)
-    assert totals.num_tokens == totals.num_emitted + num_together
-    assert totals.sum_block_sizes == sum(step.block_size for step in verified)
-    assert totals.num_later_steps == max(len(steps) for steps in alone) - 2  # a step prefills and verifies, too
-    assert totals.num_later_tokens < totals.num_tokens
-    assert 0.5 * took < totals.total_s <= took
-    assert totals.later_s < totals.total_s
+    settings = {"block_size": block_size, "max_new_tokens": NUM_TOKENS, "temperature": 1.0, "seed": 5}
+    alone = [list(generate(tiny_pair, prompt.encode(tiny_pair.tokenizer), **settings)) for prompt in texts]  # type: ignore[arg-type]
+    for found, steps in zip(measured, alone, strict=True):
+        verified = [step for step in steps if step.block_size]
+        totals = found.totals(reference=found.output)
+        assert found.output == [t for step in steps for t in step.tokens]
+        assert totals.num_verified == len(verified)
+        assert totals.num_emitted == sum(len(step.tokens) for step in verified)
+        assert totals.num_tokens == totals.num_emitted + 1
+        assert totals.sum_block_sizes == sum(step.block_size for step in verified)
+        assert totals.num_later_tokens < totals.num_tokens
+        assert 0 < totals.later_s < totals.total_s
+    assert 0.5 * took < sum(each.total_s for each in measured) <= took
+
+
+def test_shares_add_up_to_the_steps(tiny_pair: Pair, prompts: tuple[Path, list[Prompt]]) -> None:
+    """Two slots, three requests of the same number of plain steps: the third begins when the first two have ended."""
+    engine = Engine(tiny_pair, num_slots=2, max_length=256)
+    wanted = requests(tiny_pair, prompts[1][:3], 1)
+    stay = [dataclasses.replace(request, stop_token_ids=frozenset()) for request in wanted]
+    first, second, third = flown(engine, stay)
+    assert [len(each.output) for each in (first, second, third)] == [NUM_TOKENS] * 3
+    # A step that takes in a prompt emits its first token, and the second.
+    assert first.num_later_steps == second.num_later_steps == (NUM_TOKENS - 2) / 2
+    assert third.num_later_steps == NUM_TOKENS - 2
+    assert third.num_later_tokens == first.num_later_tokens == NUM_TOKENS - 2
 
 
 def test_prefill_and_policy_are_inside_the_time_end_to_end(
@@ -156,19 +164,41 @@ def test_prefill_and_policy_are_inside_the_time_end_to_end(
         return 3
 
     engine = Engine(tiny_pair, num_slots=2, max_length=256, policy=slow)
-    measured = decode_group(engine, requests(tiny_pair, prompts[1][:2], None))
-    totals = measured.totals(reference=measured.outputs)
-    assert measured.step_s[0] >= 0.4
-    assert totals.total_s == pytest.approx(measured.step_s[0] + totals.later_s)
-    assert [sizes[0] for sizes in measured.block_sizes] == [3, 3]
+    measured = flown(engine, requests(tiny_pair, prompts[1][:2], None))
+    assert all(0.2 <= each.total_s - each.later_s < each.total_s for each in measured)
+    assert [each.block_sizes[0] for each in measured] == [3, 3]
+
+
+def test_a_prompt_that_takes_several_steps_pays_for_them(
+    tiny_pair: Pair, prompts: tuple[Path, list[Prompt]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(tiny_pair, num_slots=1, max_length=600, max_prefill_tokens=20)
+    clock = iter(range(10_000))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))  # every step takes one second
+    (measured,) = flown(engine, [Request(tuple(range(1, 101)), 2, block_size=1)])
+    assert (measured.total_s, measured.later_s) == (5, 0)  # five parts; the last one emits both tokens
+
+
+def test_flows_take_turns(tiny_pair: Pair, prompts: tuple[Path, list[Prompt]]) -> None:
+    turns: list[int] = []
+
+    class Told(Flow):
+        def step(self) -> None:
+            turns.append(id(self))
+            super().step()
+
+    wanted = [dataclasses.replace(r, stop_token_ids=frozenset()) for r in requests(tiny_pair, prompts[1][:1], 1)]
+    flows = [Told(Engine(tiny_pair, num_slots=1, max_length=256), wanted) for _ in range(2)]
+    in_turns(flows, 4)
+    one, other = map(id, flows)
+    num_steps = NUM_TOKENS - 1
+    assert turns[:12] == [one] * 4 + [other] * 4 + [one] * 4
+    assert turns.count(one) == turns.count(other) == num_steps
 
 
 def test_equal_texts_are_counted_whole() -> None:
-    measured = Measured([(1, 2), (3,), ()], [[2], [], []], [1.0], [3])
-    assert measured.totals([(1, 2), (3,), ()]).num_equal == 3
-    assert measured.totals([(1, 2, 3), (3,), (1,)]).num_equal == 1
-    with pytest.raises(ValueError, match="shorter"):
-        measured.totals([(1, 2)])
+    measured = Measured([1, 2], [2])
+    assert [measured.totals(other).num_equal for other in ([1, 2], [1], [1, 2, 3], [2, 1])] == [1, 0, 0, 0]
 
 
 # The actor, as the plain class it is
@@ -182,22 +212,22 @@ def plan_of(
     version: Version | None = None,
     champion: int | None = None,
 ) -> Plan:
-    groups = group(texts, config.concurrency)
+    groups = group(texts, config.concurrency * config.waves)
     return Plan(tuple(texts), groups, sweep, dict(policies or {}), version, champion)
 
 
 class Watched(Evaluator):
-    """The actor, with what it decoded in the order that it did."""
+    """The actor, with what it decoded: by method, in the order of their turns."""
 
     def __init__(self, config: EvaluateConfig, plan: Plan, costs: StepCosts | None = None) -> None:
         super().__init__(evaluate._work(config, plan)._replace(costs=costs), num_threads=1)
-        self.decoded: list[tuple[str, Measured]] = []
+        self.decoded: list[dict[str, list[Measured]]] = []
         self.setting = self.load()
         self.decoded.clear()
 
-    def _decode(self, method: str, *arguments: object) -> Measured:
-        measured = super()._decode(method, *arguments)  # type: ignore[arg-type]
-        self.decoded.append((method, measured))
+    def _decode(self, *arguments: object) -> dict[str, list[Measured]]:
+        measured = super()._decode(*arguments)  # type: ignore[arg-type]
+        self.decoded.append(measured)
         return measured
 
     def call(self, method: str, *arguments: int) -> list[Run]:
@@ -206,18 +236,21 @@ class Watched(Evaluator):
         return found
 
 
-@pytest.mark.parametrize(("concurrency", "temperature"), [(1, 0.0), (1, 1.0), (3, 0.0), (3, 1.0)])
+@pytest.mark.parametrize(
+    ("concurrency", "waves", "temperature"), [(1, 1, 0.0), (1, 2, 1.0), (3, 1, 0.0), (3, 1, 1.0), (2, 2, 0.0)]
+)
 def test_all_methods_decode_the_same_text_in_an_order_that_rotates(
     config: EvaluateConfig,
     prompts: tuple[Path, list[Prompt]],
     tiny_pair: Pair,
     tmp_path: Path,
     concurrency: int,
+    waves: int,
     temperature: float,
 ) -> None:
-    """In float32 the block size changes the speed only. The last of the groups of 3 has 2 prompts."""
+    """In float32 the block size changes the speed only. The last group is not full."""
     texts = prompts[1][:5]
-    config = changed(config, concurrency=concurrency, temperature=temperature, repeats=2)
+    config = changed(config, concurrency=concurrency, waves=waves, temperature=temperature, repeats=2)
     hidden = tiny_pair.target.config.hidden_size
     policies = {POLICY: write_policy(tmp_path / "a", tiny_pair)}
     for name, reads, sizes in (("by-answer", "prefill", (0, 0)), ("by-step", "step", (hidden, hidden))):
@@ -230,20 +263,22 @@ def test_all_methods_decode_the_same_text_in_an_order_that_rotates(
     rotating = [*FIXED, RANDOM, EV, *policies]
     methods = [*rotating, ORACLE]
     assert list(evaluator.setting.block_sizes.items()) == [*zip(methods, [*SIZES, *[None] * 6], strict=False)]
-    num_groups = -(-len(texts) // concurrency)
+    num_groups = -(-len(texts) // (concurrency * waves))
     places = [(repeat, number) for repeat in range(2) for number in range(num_groups)]
     runs = [run for place in places for run in evaluator.measure(*place)]
 
-    names = [method for method, _ in evaluator.decoded]
-    orders = [names[i : i + len(methods)] for i in range(0, len(names), len(methods))]
     starts = [(repeat + number) % len(rotating) for repeat, number in places]
-    assert orders == [[*rotating[s:], *rotating[:s], ORACLE] for s in starts]
-    assert [(run.repeat, run.group, run.method) for run in runs] == [(*p, m) for p in places for m in methods]
-    assert all(run.totals.num_equal == run.totals.num_requests for run in runs)
+    orders = [list(measured) for measured in evaluator.decoded]
+    assert orders == [order for s in starts for order in ([*rotating[s:], *rotating[:s]], [ORACLE])]
+    groups = group(texts, concurrency * waves)
+    assert [(run.repeat, run.prompt, run.method) for run in runs] == [
+        (repeat, place, method) for repeat, number in places for method in methods for place in groups[number]
+    ]
+    assert all(run.totals.num_equal == run.totals.num_requests == 1 for run in runs)
     assert sum(run.totals.num_requests for run in runs if run.method == AR) == 2 * len(texts)
 
     def sizes_of(method: str) -> list[list[list[int]]]:
-        return [measured.block_sizes for name, measured in evaluator.decoded if name == method]
+        return [[each.block_sizes for each in found[method]] for found in evaluator.decoded if method in found]
 
     assert sizes_of(POLICY) == sizes_of("B=3")  # with the ends that the limit cuts short
     within_an_answer = [set(answer[:-4]) for answers in sizes_of("by-step") for answer in answers]
@@ -256,6 +291,7 @@ def test_the_oracle_takes_the_size_with_most_tokens_per_cost_of_what_was_just_me
     """At a high temperature shared noise decides, and even a random draft is often right."""
     config = changed(config, temperature=5.0, max_new_tokens=24)
     seconds = (1.0, 1.41, 1.63, 1.83)  # no two rates are alike
+    config = changed(config, waves=1)
     evaluator = Watched(config, plan_of(config, prompts[1]), step_costs(tiny_pair.id, seconds))
     chosen = []
     for number in range(len(QUESTIONS)):
@@ -273,17 +309,17 @@ def test_the_oracle_chooses_for_each_request_of_a_group(
     config: EvaluateConfig, prompts: tuple[Path, list[Prompt]], tiny_pair: Pair
 ) -> None:
     """Where wide steps cost nothing, each takes its own best: nothing is given up for the batch."""
-    config = changed(config, temperature=5.0, max_new_tokens=24, concurrency=3)
+    config = changed(config, temperature=5.0, max_new_tokens=24, concurrency=3, waves=1)
     evaluator = Watched(config, plan_of(config, prompts[1]), step_costs(tiny_pair.id, (1, 1, 1, 1)))
     mixed = []
     for number in range(3):
         evaluator.decoded.clear()
         evaluator.measure(0, number)
-        measured = dict(evaluator.decoded)
-        for i, sizes in enumerate(measured[ORACLE].block_sizes):
-            num_steps = {method: len(measured[method].block_sizes[i]) for method in FIXED}
-            assert sizes == measured[min(num_steps, key=num_steps.__getitem__)].block_sizes[i]
-        mixed.append(len({sizes[0] for sizes in measured[ORACLE].block_sizes}) > 1)
+        measured = evaluator.decoded[0] | evaluator.decoded[1]
+        for i, found in enumerate(measured[ORACLE]):
+            num_steps = {method: len(measured[method][i].block_sizes) for method in FIXED}
+            assert found.block_sizes == measured[min(num_steps, key=num_steps.__getitem__)][i].block_sizes
+        mixed.append(len({found.block_sizes[0] for found in measured[ORACLE]}) > 1)
     assert any(mixed)
 
 
@@ -310,7 +346,8 @@ def test_repeats_draw_new_texts_only_when_sampling(
     for temperature in (0.0, 1.0):
         varied = changed(config, temperature=temperature)
         evaluator = Watched(varied, plan_of(varied, prompts[1]))
-        first, second = (evaluator._decode("B=2", (0,), repeat, NUM_TOKENS).outputs for repeat in range(2))
+        found = (evaluator._decode(["B=2"], (0,), repeat, NUM_TOKENS)["B=2"] for repeat in range(2))
+        (first,), (second,) = ([each.output for each in measured] for measured in found)
         assert (first == second) == (temperature == 0)
 
 
@@ -335,7 +372,7 @@ def test_costs_that_were_given_are_used_where_they_hold(
         assert measured != other
         assert measured.fits(tiny_pair, SIZES, 3)
         assert measured.contexts == (evaluator.setting.context,)
-        assert evaluator._engine.costs == measured
+        assert {engine.costs for engine in evaluator._engines.values()} == {measured}
 
 
 def test_a_prompt_longer_than_the_context_is_named(config: EvaluateConfig, tmp_path: Path) -> None:
@@ -368,7 +405,8 @@ def test_a_rival_made_for_a_draft_that_was_retrained_is_left_out(
     assert "@other" in reason
     assert tiny_pair.id.draft_revision in reason
     assert list(evaluator.setting.block_sizes) == [*FIXED, RANDOM, EV, POLICY, "rival", ORACLE]
-    assert [run.method for run in evaluator.measure(0, 0)] == list(evaluator.setting.block_sizes)
+    ran = dict.fromkeys(run.method for run in evaluator.measure(0, 0))
+    assert list(ran) == list(evaluator.setting.block_sizes)
 
 
 def test_default_block_sizes() -> None:
@@ -440,7 +478,7 @@ def lines_of(config: EvaluateConfig) -> list[str]:
 def test_what_was_measured_is_kept_and_a_torn_line_is_not(
     config: EvaluateConfig, prompts: tuple[Path, list[Prompt]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = changed(config, baselines=(), repeats=2, concurrency=2)
+    config = changed(config, baselines=(), repeats=2, concurrency=2, waves=1)
     plan = plan_of(config, prompts[1])
     evaluator, work = Watched(config, plan), evaluate._work(config, plan)
     pair = evaluator.setting.pair
@@ -450,7 +488,7 @@ def test_what_was_measured_is_kept_and_a_torn_line_is_not(
     kept = lines_of(config)
     assert len(kept) == 1 + 5
     with (config.output / "runs.jsonl").open("a") as file:
-        file.write(kept[-1].replace('"repeat": 1', '"repeat": 2')[:-30])
+        file.write(kept[-1].replace('"place": [1, 0]', '"place": [1, 1]')[:-30])
 
     decoded: list[tuple[int, ...]] = []
 
@@ -463,21 +501,29 @@ def test_what_was_measured_is_kept_and_a_torn_line_is_not(
     assert "evaluate: going on after 5 of 8 groups" in capsys.readouterr().out
     assert decoded == [(1, 1), (1, 2), (1, 3)]
     assert lines_of(config)[:6] == kept
-    every = [(repeat, number, method) for repeat in range(2) for number in range(4) for method in FIXED]
-    assert [(run.repeat, run.group, run.method) for run in runs] == every
-    assert runs[: 5 * 4] == found  # to the last digit of their seconds
+    groups = group(prompts[1], 2)
+    every = [(repeat, place, m) for repeat in range(2) for places in groups for m in FIXED for place in places]
+    assert [(run.repeat, run.prompt, run.method) for run in runs] == every
+    assert runs[: 5 * 4 * 2] == found  # to the last digit of their seconds
     # Killed before the result was written, it measures nothing again.
     assert list(evaluate._measure_all(pytest.fail, config, work, pair)) == runs
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"seed": 3}, {"temperature": 1.0}, {"max_new_tokens": 5}, {"concurrency": 2}, {"baselines": ("random",)}],
+    [
+        {"seed": 3},
+        {"temperature": 1.0},
+        {"max_new_tokens": 5},
+        {"concurrency": 2},
+        {"waves": 2},
+        {"baselines": ("random",)},
+    ],
 )
 def test_another_configuration_starts_anew(
     config: EvaluateConfig, prompts: tuple[Path, list[Prompt]], change: dict[str, object]
 ) -> None:
-    config = changed(config, baselines=())
+    config = changed(config, baselines=(), waves=1)
     plan = plan_of(config, prompts[1][:4])
     evaluator = Watched(config, plan)
     with pytest.raises(KilledError):
@@ -688,8 +734,7 @@ def refused(arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     [
         ("--prompts nope", "unknown prompt set 'nope': choose one of demo, "),
         ("--prompts gone.jsonl", "prompt file not found: gone.jsonl"),
-        ("--prompts demo --num-prompts 1", "1 prompts 1 at a time: intervals need at least two groups"),
-        ("--prompts demo --num-prompts 8 --concurrency 8", "8 prompts 8 at a time"),
+        ("--prompts demo --num-prompts 1", "1 prompts: intervals need at least two"),
         ("--prompts demo --pair nope", "unknown pair 'nope': named pairs are smollm2-135m, "),
         ("--prompts demo --target x", "target 'x' and draft None: both are needed"),
         ("--prompts demo --sweep nowhere", "nowhere: no such file"),
@@ -977,7 +1022,7 @@ def test_the_job_goes_on_after_a_kill_measures_records_and_tags(
     command = [
         *(sys.executable, "jobs/evaluate.py", "--prompts", *config.prompts, "--policy", "newest"),
         *("--target", str(config.pair.target), "--draft", str(config.pair.draft)),
-        *("--sweep", str(tmp_path / "sweep"), "--output", str(config.output), "--concurrency", "2"),
+        *("--sweep", str(tmp_path / "sweep"), "--output", str(config.output), "--concurrency", "2", "--waves", "1"),
         *("--max-new-tokens", str(NUM_TOKENS), "--block-sizes", "2", "4", "--temperature", "1", "--repeats", "2"),
         *("--rivals", "champion", str(old)),
     ]
@@ -1022,7 +1067,7 @@ def test_the_job_goes_on_after_a_kill_measures_records_and_tags(
     every = [(repeat, number, method) for repeat in range(2) for number in range(4) for method in methods]
     assert [(run["repeat"], run["group"], run["method"]) for run in result["runs"]] == every
     assert result["runs"][: 8 * len(before)] == [run for line in before for run in json.loads(line)]
-    assert sorted(result["prompts"]) == QUESTIONS
+    assert sorted(prompt["text"] for prompt in result["prompts"]) == QUESTIONS
     assert result["best_fixed"]["chosen_on"] == "the sweep's prompts"
     assert result["policy_version"]["number"] == version.number
     plain, policy = result["figures"][0], result["figures"][5]

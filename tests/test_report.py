@@ -36,8 +36,8 @@ TOTALS = Totals(
 FASTER = replace(TOTALS, num_tokens=40, total_s=4.0, num_verified=4, num_emitted=39, sum_block_sizes=64, num_equal=0)
 
 
-def run(method: str, group: int, totals: Totals = TOTALS, repeat: int = 0) -> Run:
-    return Run(method, group, repeat, totals)
+def run(method: str, prompt: int, totals: Totals = TOTALS, repeat: int = 0) -> Run:
+    return Run(method, prompt, repeat, totals)
 
 
 def test_figures_are_ratios_of_totals() -> None:
@@ -56,39 +56,39 @@ def test_figures_are_ratios_of_totals() -> None:
     assert plain.mean_block_size == 4
 
 
-def test_repeats_of_a_group_add_up() -> None:
+def test_repeats_of_a_prompt_add_up() -> None:
     twice = Comparison(
-        [run("AR", group, totals, repeat=r) for group in (0, 1) for r, totals in enumerate((TOTALS, FASTER))]
+        [run("AR", prompt, totals, repeat=r) for prompt in (0, 1) for r, totals in enumerate((TOTALS, FASTER))]
     )
-    assert twice.figure("tau", "AR") == pytest.approx((5.1, 5.1, 5.1))  # both groups are alike
+    assert twice.figure("tau", "AR") == pytest.approx((5.1, 5.1, 5.1))  # both prompts are alike
 
 
-def noisy_runs(num_groups: int, speedup: float, seed: int) -> list[Run]:
+def noisy_runs(num_prompts: int, speedup: float, seed: int) -> list[Run]:
     """Groups whose speed varies a lot, and a method that is faster by `speedup` in each, give or take 5%."""
     draw = random.Random(seed)
     runs = []
-    for group in range(num_groups):
+    for prompt in range(num_prompts):
         seconds = draw.uniform(0.2, 5)
         ours = seconds / (speedup * draw.uniform(0.95, 1.05))
         tokens = draw.randint(5, 60)
         slow = replace(TOTALS, total_s=seconds, num_tokens=tokens)
-        runs += [run("AR", group, slow), run("policy", group, replace(slow, total_s=ours))]
+        runs += [run("AR", prompt, slow), run("policy", prompt, replace(slow, total_s=ours))]
     return runs
 
 
 def slow_intervals(runs: list[Run], num_resamples: int, seed: int) -> tuple[tuple[float, float], tuple[float, float]]:
-    """95% intervals of tokens_per_s of "policy" and of its ratio to "AR", by drawing groups one by one."""
+    """95% intervals of tokens_per_s of "policy" and of its ratio to "AR", by drawing prompts one by one."""
     draw = random.Random(seed)
-    by_group = {(r.method, r.group): r.totals for r in runs}
-    groups = sorted({r.group for r in runs})
+    by_prompt = {(r.method, r.prompt): r.totals for r in runs}
+    prompts = sorted({r.prompt for r in runs})
 
     def speed(method: str, chosen: list[int]) -> float:
-        tokens = sum(by_group[method, g].num_tokens for g in chosen)
-        return tokens / sum(by_group[method, g].total_s for g in chosen)
+        tokens = sum(by_prompt[method, g].num_tokens for g in chosen)
+        return tokens / sum(by_prompt[method, g].total_s for g in chosen)
 
     speeds, ratios = [], []
     for _ in range(num_resamples):
-        chosen = [draw.choice(groups) for _ in groups]
+        chosen = [draw.choice(prompts) for _ in prompts]
         speeds.append(speed("policy", chosen))
         ratios.append(speed("policy", chosen) / speed("AR", chosen))
     low, high = int(0.025 * num_resamples), int(0.975 * num_resamples)
@@ -113,7 +113,7 @@ def test_pairing_makes_the_ratio_sharp() -> None:
 
 
 def test_intervals_cover_the_truth_about_95_times_in_100() -> None:
-    """100 experiments of 40 groups; a right 95% interval misses the true ratio 12 times or more once in 200."""
+    """100 experiments of 40 prompts; a right 95% interval misses the true ratio 12 times or more once in 200."""
     true_ratio = 1.2
     intervals = [
         Comparison(noisy_runs(40, true_ratio, seed), num_resamples=500).ratio("tokens_per_s", "policy", "AR")
@@ -133,7 +133,7 @@ def test_the_seed_decides_the_resamples() -> None:
     assert other.value == first.value
 
 
-def test_a_resample_draws_as_many_groups_as_there_are() -> None:
+def test_a_resample_draws_as_many_prompts_as_there_are() -> None:
     weights = resampling_weights(5, 200, seed=3)
     assert weights.shape == (201, 5)
     assert weights[0].tolist() == [1] * 5  # the figure itself
@@ -163,18 +163,18 @@ def test_what_was_never_counted_is_not_a_number() -> None:
     comparison = Comparison([run("AR", 0, nothing), run("AR", 1, nothing), run("B=2", 0), run("B=2", 1, nothing)])
     assert all(map(math.isnan, comparison.figure("tau", "AR")))
     assert all(map(math.isnan, comparison.ratio("tau", "B=2", "AR")))
-    assert comparison.figure("tau", "B=2") == Interval(2, 2, 2)  # of the resamples that hold group 0
+    assert comparison.figure("tau", "B=2") == Interval(2, 2, 2)  # of the resamples that hold prompt 0
     assert cells(comparison.figures("AR")[0])["tau"] == cells(comparison.figures("AR")[0])["B"] == "-"
 
 
 @pytest.mark.parametrize(
     ("runs", "message"),
     [
-        ([run("AR", 0)], "1 groups of prompts: intervals need at least 2"),
-        ([], "0 groups of prompts"),
-        ([run("AR", 0), run("AR", 1), run("B=2", 0)], "method 'B=2' ran other groups or repeats than 'AR'"),
-        ([run("AR", 0), run("AR", 1), run("B=2", 0), run("B=2", 1, repeat=1)], "'B=2' ran other groups or repeats"),
-        ([run("AR", 0), run("AR", 1), run("AR", 1)], "'AR' ran other groups or repeats"),
+        ([run("AR", 0)], "1 prompts: intervals need at least 2"),
+        ([], "0 prompts"),
+        ([run("AR", 0), run("AR", 1), run("B=2", 0)], "method 'B=2' ran other prompts or repeats than 'AR'"),
+        ([run("AR", 0), run("AR", 1), run("B=2", 0), run("B=2", 1, repeat=1)], "'B=2' ran other prompts or repeats"),
+        ([run("AR", 0), run("AR", 1), run("AR", 1)], "'AR' ran other prompts or repeats"),
     ],
 )
 def test_runs_that_cannot_be_compared_are_refused(runs: list[Run], message: str) -> None:

@@ -4,6 +4,7 @@ The policy is a small file beside the models. Another one is put to use in place
 the registry has a new champion; the models, and the requests in flight, stay.
 """
 
+import logging
 import os
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -12,7 +13,8 @@ from typing import Any
 import torch
 
 from blockpilot.costs import StepCosts, measured_up_to
-from blockpilot.engine import Engine
+from blockpilot.engine import Engine, cache_bytes
+from blockpilot.pairs import Pair
 from blockpilot.policy import FixedPolicy, LearnedPolicy, load_policy
 from jobs.champions import ChampionWatch
 from jobs.config import PairConfig
@@ -25,8 +27,10 @@ from jobs.serve_metrics import DecoderMetrics
 CHAMPION = "champion"
 MAX_BLOCK_SIZE = 32
 DEFAULT_MAX_LENGTH = 2048
+MEMORY_FILE = Path("/proc/meminfo")
 COSTS_CONTEXT, COSTS_STEPS = 256, 3  # of step costs that have to be measured at the start
 Body = ChatRequest | CompletionRequest
+log = logging.getLogger("ray.serve.blockpilot")
 
 
 class Decoder:
@@ -50,13 +54,17 @@ class Decoder:
     ) -> None:
         torch.set_num_threads(num_threads)
         loaded = pair.load()
+        length = max_length or min(DEFAULT_MAX_LENGTH, loaded.max_length)
+        check_memory(loaded, num_slots, length)
         engine = Engine(
             loaded,
             num_slots=num_slots,
-            max_length=max_length or min(DEFAULT_MAX_LENGTH, loaded.max_length),
+            max_length=length,
             max_block_size=MAX_BLOCK_SIZE,
             max_prefill_tokens=max_prefill_tokens,
         )
+        sizes = {"num_slots": num_slots, "max_length": length, "cache_bytes": engine.cache_bytes}
+        log.info("engine", extra={"model": loaded.id.target, **sizes})
         self._measured: StepCosts | None = None
         self._watch: ChampionWatch | None = None
         self._has_policy = False
@@ -146,3 +154,23 @@ class Decoder:
                 return costs
         self._measured = measured_up_to(pair, sizes, num_slots, COSTS_CONTEXT, num_steps=COSTS_STEPS)
         return self._measured
+
+
+def check_memory(pair: Pair, num_slots: int, max_length: int) -> None:
+    """Raise ValueError where the caches of so many slots do not fit into the memory that is left."""
+    needed, free = cache_bytes(pair, num_slots, max_length), _free_bytes(pair.target.device)
+    if free is not None and needed > free:
+        raise ValueError(
+            f"num_slots {num_slots} of {max_length} tokens: the caches take {needed / 2**30:.1f} GiB,"
+            f" {free / 2**30:.1f} GiB are free; fewer slots, or a smaller max_length, are needed"
+        )
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    """Of a GPU, or of a machine that tells as Linux does; None where it is not known."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    if not MEMORY_FILE.exists():
+        return None
+    lines = MEMORY_FILE.read_text().splitlines()
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)

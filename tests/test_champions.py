@@ -12,11 +12,12 @@ import pytest
 from fastapi.testclient import TestClient
 from policies import tiny_policy
 
+from blockpilot.engine import Engine, cache_bytes
 from blockpilot.pairs import Pair, PairId
 from blockpilot.policy import save_policy
 from jobs.champions import ChampionWatch
 from jobs.config import PairConfig
-from jobs.decoder import Decoder
+from jobs.decoder import Decoder, check_memory
 from jobs.openai_api import make_app
 from jobs.openai_schema import ApiError, ChatRequest, parse
 from jobs.registry import Registry, Version, model_name
@@ -201,6 +202,15 @@ def test_what_is_refused_comes_back_as_a_value(decoder: Decoder) -> None:
             assert (copy.status, copy.body()) == (400, refused.body())
 
     asyncio.run(scene())
+
+
+def test_caches_that_do_not_fit_are_refused_with_their_size(tiny_pair: Pair) -> None:
+    engine = Engine(tiny_pair, num_slots=3, max_length=100)
+    assert cache_bytes(tiny_pair, 3, 100) == engine.cache_bytes
+    check_memory(tiny_pair, 3, 100)
+    complaint = r"num_slots 100000000 of 1000 tokens: the caches take [\d.]+ GiB, [\d.]+ GiB are free"
+    with pytest.raises(ValueError, match=complaint):
+        check_memory(tiny_pair, 100_000_000, 1000)
 
 
 def test_a_policy_by_name_ends_the_watch(

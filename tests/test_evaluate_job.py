@@ -1064,9 +1064,10 @@ def test_the_job_goes_on_after_a_kill_measures_records_and_tags(
     result = json.loads((config.output / "evaluation.json").read_text())
     assert [row["method"] for row in result["figures"]] == methods
     assert [row["share_equal"] for row in result["figures"]] == [1.0] * 8
-    every = [(repeat, number, method) for repeat in range(2) for number in range(4) for method in methods]
-    assert [(run["repeat"], run["group"], run["method"]) for run in result["runs"]] == every
-    assert result["runs"][: 8 * len(before)] == [run for line in before for run in json.loads(line)]
+    groups = [(repeat, number) for repeat in range(2) for number in range(4)]
+    every = [(repeat, 2 * number + i, m) for repeat, number in groups for m in methods for i in range(2)]
+    assert [(run["repeat"], run["prompt"], run["method"]) for run in result["runs"]] == every
+    assert result["runs"][: 16 * len(before)] == [run for line in before for run in json.loads(line)["runs"]]
     assert sorted(prompt["text"] for prompt in result["prompts"]) == QUESTIONS
     assert result["best_fixed"]["chosen_on"] == "the sweep's prompts"
     assert result["policy_version"]["number"] == version.number

@@ -1,6 +1,7 @@
 """The OpenAI API over a real engine with a tiny random pair, without Ray."""
 
 import json
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -354,13 +355,36 @@ MESSAGES = st.lists(
 )
 
 
+@pytest.fixture
+def neighbour(client: TestClient) -> Iterator[None]:
+    """Another client that streams all the time; its texts are checked at the end."""
+    body = {"model": "target", "prompt": "Once", "max_tokens": 60, "seed": 3, "stream": True}
+    stop, texts = threading.Event(), list[str]()
+
+    def ask_again() -> None:
+        while not stop.is_set():
+            chunks = events(client.post(COMPLETIONS, json=body).text)
+            texts.append("".join(chunk["choices"][0]["text"] for chunk in chunks))
+
+    thread = threading.Thread(target=ask_again)
+    thread.start()
+    yield
+    stop.set()
+    thread.join()
+    alone = ask(client, COMPLETIONS, body | {"stream": False})
+    assert len(texts) > 3
+    assert set(texts) == {text_of(alone)}
+
+
 @given(
     st.sampled_from([CHAT, COMPLETIONS]),
     st.dictionaries(FIELDS, JSON | MESSAGES, max_size=4),
     st.binary(max_size=20),
 )
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_no_request_can_make_the_server_fail(client: TestClient, path: str, change: JsonObject, junk: bytes) -> None:
+def test_no_request_can_make_the_server_fail(
+    client: TestClient, neighbour: None, path: str, change: JsonObject, junk: bytes
+) -> None:
     valid = {"model": "target", "max_tokens": 2} | ({"messages": QUESTION} if path == CHAT else {"prompt": "x"})
     for raw in (json.dumps(valid | change).encode(), json.dumps(change).encode(), junk):
         response = client.post(path, content=raw)

@@ -8,6 +8,7 @@ a request costs can be told although it never runs alone.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 
 from blockpilot.engine import Engine, Request, Step
 from blockpilot.report import Totals
@@ -42,46 +43,61 @@ class Measured:
 
 
 class Flow:
-    """Requests that queue for the slots of an idle engine; the next one begins when one ends."""
+    """Requests that queue for the slots of an idle engine; the next one begins when one ends.
+
+    Until the last of them has ended they begin again and again, so that every one of them is decoded in a batch as
+    full as the slots allow: what comes twice takes its share of the time, and is not counted.
+    """
 
     def __init__(self, engine: Engine, requests: Sequence[Request]) -> None:
         self._engine = engine
-        self.measured = {engine.add(request): Measured() for request in requests}
+        self._measured = {engine.add(request): Measured() for request in requests}
+        self._again, self._fillers = cycle(requests), list[int]()
+        self._num_open = len(requests)
         self._untold_s = 0.0  # passed, and of no request yet
 
     @property
     def done(self) -> bool:
-        return self._engine.idle
+        return self._num_open == 0
 
     @property
     def results(self) -> list[Measured]:
         """In the order of the requests."""
-        return list(self.measured.values())
+        return list(self._measured.values())
 
     def step(self) -> None:
         """One step of the engine."""
+        while self._engine.num_waiting < self._engine.num_slots:
+            self._fillers.append(self._engine.add(next(self._again)))
         started = time.perf_counter()
         steps = self._engine.step()
-        seconds = time.perf_counter() - started + self._untold_s
+        self._share(steps, time.perf_counter() - started)
+        if self.done:
+            for request_id in self._fillers:
+                self._engine.cancel(request_id)
+
+    def _share(self, steps: Sequence[Step], seconds: float) -> None:
+        self._untold_s += seconds
         advanced = {step.request_id for step in steps}
         if not advanced:  # a part of a prompt was taken in
-            self._untold_s = seconds
             return
-        self._untold_s = 0.0
+        share_s, self._untold_s = self._untold_s / len(advanced), 0.0
         later = all(step.prefill is None for step in steps)
-        for request_id in advanced:
-            measured = self.measured[request_id]
-            measured.total_s += seconds / len(advanced)
-            measured.later_s += seconds / len(advanced) * later
+        for request_id in advanced & self._measured.keys():
+            measured = self._measured[request_id]
+            measured.total_s += share_s
+            measured.later_s += share_s * later
             measured.num_later_steps += later / len(advanced)
         for step in steps:
-            self._count(self.measured[step.request_id], step, later)
+            if step.request_id in self._measured:
+                self._count(self._measured[step.request_id], step, later)
 
     def _count(self, measured: Measured, step: Step, later: bool) -> None:
         measured.output += step.tokens
         measured.num_later_tokens += len(step.tokens) * later
         if step.block_size:
             measured.block_sizes.append(step.block_size)
+        self._num_open -= step.finish_reason is not None
 
 
 def in_turns(flows: Sequence[Flow], num_steps: int) -> None:

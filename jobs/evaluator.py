@@ -1,14 +1,15 @@
 """The actor of jobs/evaluate.py: one pair, one engine, and every method that is measured.
 
-The prompts of a group queue for the slots of an engine, and the next one begins when one ends, as in a server. Every
-method has an engine of its own, and all take turns, a few steps each, so that a slow moment of the machine falls on
-all of them. The oracle comes after the others: it really decodes, too, but knows of each prompt what every block size
-gave on it a moment before, so it is a bound and no method.
+The prompts of a group queue for the slots of an engine, and the next one begins when one ends, as in a busy server
+(`measure.py`). Every method has an engine of its own, and all take turns, a few steps each, so that a slow moment of
+the machine falls on all of them. The oracle comes after the others: it really decodes, too, but knows of each prompt
+what every block size gave on it a moment before, so it is a bound and no method.
 """
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -147,7 +148,7 @@ class Evaluator:
     def _hindsight(self, measured: Sequence[Sequence[Measured]]) -> Policy:
         """Forecasts the mean tokens a step that each request just had with every block size, request by request."""
         sizes = CandidateSet(self._sizes)
-        of_requests = ([_tau(each) for each in of_request] for of_request in zip(*measured, strict=True))
+        of_requests = cycle([[_tau(each) for each in of_request] for of_request in zip(*measured, strict=True)])
         return lambda _: StaticForecast(sizes, next(of_requests))  # the engine admits requests in their order
 
     def _decode(

@@ -54,7 +54,9 @@ class StudyConfig(Config):
     """Of each of the four sets of the evaluation."""
     loads: tuple[int, ...] = (1, 4, 16)
     """Requests at a time in the evaluations."""
-    max_new_tokens: int = Field(default=48, ge=2)
+    temperatures: tuple[float, ...] = TEMPERATURES
+    """Of the evaluations; two processes may have one each, on cores of their own."""
+    max_new_tokens: int = Field(default=64, ge=2)
     """Tokens of an evaluation's answers at most."""
 
     @property
@@ -188,7 +190,7 @@ def transfer_config(config: StudyConfig) -> EvaluateConfig:
 
 
 def evaluations(config: StudyConfig) -> Sequence[EvaluateConfig]:
-    return [evaluate_config(config, temperature, load) for temperature in TEMPERATURES for load in config.loads]
+    return [evaluate_config(config, temperature, load) for temperature in config.temperatures for load in config.loads]
 
 
 def run(config: StudyConfig) -> None:

@@ -190,7 +190,7 @@ def transfer_config(config: StudyConfig) -> EvaluateConfig:
 
 
 def evaluations(config: StudyConfig) -> Sequence[EvaluateConfig]:
-    return [evaluate_config(config, temperature, load) for temperature in config.temperatures for load in config.loads]
+    return [evaluate_config(config, each, load) for each in config.temperatures for load in config.loads]
 
 
 def run(config: StudyConfig) -> None:

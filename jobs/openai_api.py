@@ -18,6 +18,7 @@ from fastapi import APIRouter, Depends, FastAPI
 from fastapi import Request as HttpRequest
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from jobs.openai_schema import ApiError, ChatRequest, CompletionRequest, parse, short
 
@@ -109,12 +110,12 @@ class Api:
 
     async def respond(self, http: HttpRequest, kind: type[ChatRequest] | type[CompletionRequest]) -> Response:
         """The response; or its stream, once the first part is there. Raises ApiError."""
-        watch = _Watch(self.on_exchange, kind.path)
+        watch, deadline = _Watch(self.on_exchange, kind.path), Deadline(self.limits.timeout_s)
         try:
-            raw = await _read(http, self.limits.max_body_bytes)
-            body = parse(kind, raw)
+            body = parse(kind, await deadline.bound(_read(http, self.limits.max_body_bytes)))
             watch.model, model = self.find(body.model)
-            deadline = Deadline(min(body.timeout_s or self.limits.timeout_s, self.limits.timeout_s))
+            if body.timeout_s is not None and body.timeout_s < self.limits.timeout_s:
+                deadline = Deadline(body.timeout_s)
             if not body.stream:
                 response: Response = JSONResponse(await _unless_gone(http, deadline.bound(model.whole(body))))
                 watch.over(200)
@@ -123,6 +124,9 @@ class Api:
             first = await _unless_gone(http, deadline.bound(anext(chunks)))  # fails with a status of its own
         except ApiError as error:
             watch.over(error.status, error.code)
+            raise
+        except asyncio.CancelledError:
+            watch.over(GONE)
             raise
         except Exception:
             watch.over(500)
@@ -162,7 +166,7 @@ async def _events(
     first: dict[str, Any], chunks: AsyncGenerator[dict[str, Any], None], deadline: Deadline, watch: _Watch
 ) -> AsyncIterator[str]:
     """Server-sent events: the chunks and [DONE]; or an error event."""
-    status, code = GONE, None
+    status, code = GONE, None  # unless it comes to its end
     try:
         async with aclosing(chunks):
             yield _event(first)
@@ -173,6 +177,9 @@ async def _events(
     except ApiError as error:
         status, code = error.status, error.code
         yield _event(error.body())
+    except Exception:
+        status = 500
+        raise
     finally:
         watch.over(status, code)
 
@@ -186,12 +193,15 @@ async def _read(http: HttpRequest, limit: int) -> bytes:
     declared = http.headers.get("content-length", "")
     body = bytearray()
     if not (declared.isascii() and declared.isdecimal() and int(declared[:20]) > limit):
-        async for part in http.stream():
-            body += part
-            if len(body) > limit:
-                break
-        else:
-            return bytes(body)
+        try:
+            async for part in http.stream():
+                body += part
+                if len(body) > limit:
+                    break
+            else:
+                return bytes(body)
+        except ClientDisconnect:
+            raise ApiError(GONE, "the client closed the connection") from None
     raise ApiError(413, f"request body: more than {limit} bytes", code="request_too_large")
 
 

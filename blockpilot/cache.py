@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class SlotCache:
-    """Keys and values of `num_layers` layers, each [num_slots, length, num_heads, head_dim]."""
+    """Keys and values of `num_layers` layers, each [num_slots, num_heads, length, head_dim]."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class SlotCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (num_layers, num_slots, length, num_heads, head_dim)
+        shape = (num_layers, num_slots, num_heads, length, head_dim)
         # Zeros, not empty: masked columns are multiplied by zero, and garbage may hold NaN.
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
@@ -51,8 +51,8 @@ class SlotCache:
 
     def move(self, source: int, destination: int, length: int) -> None:
         """Copy the first `length` columns of slot `source` over slot `destination`."""
-        self.keys[:, destination, :length] = self.keys[:, source, :length]
-        self.values[:, destination, :length] = self.values[:, source, :length]
+        for entries in (self.keys, self.values):
+            entries[:, destination, :, :length] = entries[:, source, :, :length]
 
 
 class SlotView:
@@ -71,9 +71,6 @@ class SlotView:
     def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Store [R, heads, W, head_dim] and return both as [rows, heads, length, head_dim]."""
         all_keys, all_values = self._cache.keys[layer_idx], self._cache.values[layer_idx]
-        all_keys[self._slots, self._positions] = keys.transpose(1, 2)
-        all_values[self._slots, self._positions] = values.transpose(1, 2)
-        return (
-            all_keys[self._rows, : self.length].transpose(1, 2),
-            all_values[self._rows, : self.length].transpose(1, 2),
-        )
+        all_keys[self._slots, :, self._positions] = keys.transpose(1, 2)
+        all_values[self._slots, :, self._positions] = values.transpose(1, 2)
+        return all_keys[self._rows, :, : self.length], all_values[self._rows, :, : self.length]

@@ -77,7 +77,7 @@ def know(pair: Pair, texts: Sequence[Text], *, keep_context: bool = False) -> Kn
             kept.append(context)
         here = (last_of_prompt >= start) & (last_of_prompt < end)
         prefill_context[here] = context[here, last_of_prompt[here] - start]
-    keys, values = (tuple(x.transpose(1, 2) for x in of) for of in (draft_cache.keys, draft_cache.values))
+    keys, values = tuple(draft_cache.keys), tuple(draft_cache.values)
     every = torch.cat(kept, dim=1) if keep_context else None
     return KnownTexts(tuple(texts), tokens, keys, values, prefill_context, every)
 

@@ -8,7 +8,7 @@ a request costs can be told although it never runs alone.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import cycle
+from itertools import count, cycle
 
 from blockpilot.engine import Engine, Request, Step
 from blockpilot.report import Totals
@@ -54,6 +54,8 @@ class Flow:
         self._measured = {engine.add(request): Measured() for request in requests}
         self._again, self._fillers = cycle(requests), list[int]()
         self._num_open = len(requests)
+        self.num_tokens = 0
+        """Emitted so far, by what is counted and what is not."""
         self._untold_s = 0.0  # passed, and of no request yet
 
     @property
@@ -72,6 +74,7 @@ class Flow:
         started = time.perf_counter()
         steps = self._engine.step()
         self._share(steps, time.perf_counter() - started)
+        self.num_tokens += sum(len(step.tokens) for step in steps)
         if self.done:
             for request_id in self._fillers:
                 self._engine.cancel(request_id)
@@ -100,10 +103,14 @@ class Flow:
         self._num_open -= step.finish_reason is not None
 
 
-def in_turns(flows: Sequence[Flow], num_steps: int) -> None:
-    """Run all flows to their ends, so many steps of each at a time: a slow moment of the machine falls on all."""
-    while running := [flow for flow in flows if not flow.done]:
+def in_turns(flows: Sequence[Flow], num_tokens: int) -> None:
+    """Run all flows to their ends, so many tokens of each at a time: they end together, whatever a step of them
+    emits, and a slow moment of the machine falls on all.
+    """
+    for goal in count(num_tokens, num_tokens):
+        running = [flow for flow in flows if not flow.done]
+        if not running:
+            return
         for flow in running:
-            for _ in range(num_steps):
-                if not flow.done:
-                    flow.step()
+            while flow.num_tokens < goal and not flow.done:
+                flow.step()

@@ -1,7 +1,7 @@
 """The actor of jobs/evaluate.py: one pair, one engine, and every method that is measured.
 
 The prompts of a group queue for the slots of an engine, and the next one begins when one ends, as in a busy server
-(`measure.py`). Every method has an engine of its own, and all take turns, a few steps each, so that a slow moment of
+(`measure.py`). Every method has an engine of its own, and all take turns, a few tokens each, so that a slow moment of
 the machine falls on all of them. The oracle comes after the others: it really decodes, too, but knows of each prompt
 what every block size gave on it a moment before, so it is a bound and no method.
 """
@@ -34,7 +34,7 @@ from jobs.config import PairConfig
 
 AR, POLICY, RANDOM, EV, ORACLE = "AR", "policy", "random", "EV controller", "oracle (bound)"
 NUM_WARM_UP_TOKENS = 8
-STEPS_A_TURN = 8
+TOKENS_A_TURN = 8  # of each slot
 
 
 class Work(NamedTuple):
@@ -160,7 +160,7 @@ class Evaluator:
         for method in methods:
             requests = [self._request(p, self._size(method, p, repeat), repeat, max_new_tokens) for p in prompts]
             flows[method] = Flow(self._engines[method], requests)
-        in_turns(list(flows.values()), STEPS_A_TURN)
+        in_turns(list(flows.values()), TOKENS_A_TURN * self._work.concurrency)
         return {method: flow.results for method, flow in flows.items()}
 
     def _size(self, method: str, prompt: Prompt, repeat: int) -> int | None:

@@ -185,21 +185,23 @@ def test_a_prompt_that_takes_several_steps_pays_for_them(
     assert (measured.total_s, measured.later_s) == (5, 0)  # five parts; the last one emits both tokens
 
 
-def test_flows_take_turns(tiny_pair: Pair, prompts: tuple[Path, list[Prompt]]) -> None:
-    turns: list[int] = []
+def test_flows_take_turns_and_end_together(tiny_pair: Pair, prompts: tuple[Path, list[Prompt]]) -> None:
+    """One emits three tokens a step, the other one: they take turns of six."""
+    turns: list[str] = []
 
     class Told(Flow):
         def step(self) -> None:
-            turns.append(id(self))
+            before = self.num_tokens
             super().step()
+            turns.append(name[id(self)] * (self.num_tokens - before))
 
-    wanted = [dataclasses.replace(r, stop_token_ids=frozenset()) for r in requests(tiny_pair, prompts[1][:1], 1)]
-    flows = [Told(Engine(tiny_pair, num_slots=1, max_length=256), wanted) for _ in range(2)]
-    in_turns(flows, 4)
-    one, other = map(id, flows)
-    num_steps = NUM_TOKENS - 1
-    assert turns[:12] == [one] * 4 + [other] * 4 + [one] * 4
-    assert turns.count(one) == turns.count(other) == num_steps
+    stay = [dataclasses.replace(r, stop_token_ids=frozenset()) for r in requests(tiny_pair, prompts[1][:2], 1)]
+    plain, both = (Told(Engine(tiny_pair, num_slots=n, max_length=256), stay) for n in (1, 2))
+    name = {id(plain): "a", id(both): "b"}
+    in_turns([plain, both], 6)
+    assert turns[:11] == ["aa", *"aaaa", "bbbb", "bb", "a", *"aaa"]
+    assert {flow.done for flow in (plain, both)} == {True}
+    assert "".join(turns).rindex("b") > len("".join(turns)) // 2
 
 
 def test_equal_texts_are_counted_whole() -> None:

@@ -1,10 +1,12 @@
 """Replaying known texts against the engine that decodes them, on the real pair in fp32."""
 
+from itertools import chain
+
 import pytest
 import torch
 
 from blockpilot.blocks import emitted_along
-from blockpilot.engine import generate
+from blockpilot.engine import Engine, Request
 from blockpilot.pairs import Pair
 from blockpilot.prompts import Message, Prompt
 from blockpilot.replay import Text, accepted_everywhere, know, walk
@@ -15,26 +17,36 @@ MAX_NEW_TOKENS = 40
 CANDIDATES = 2, 3, 8
 
 
-def decoded(pair: Pair, asked: str, sampling: Sampling, block_size: int) -> tuple[Text, list[int]]:
-    """The text that the engine gives, and the tokens of each verify step."""
-    ids = Prompt("test", (Message("user", asked),)).encode(pair.tokenizer)
-    how = {"max_new_tokens": MAX_NEW_TOKENS, "temperature": sampling.temperature, "seed": sampling.seed}
-    steps = list(generate(pair, ids, block_size=block_size, **how))
-    tokens = [t for step in steps for t in step.tokens]
-    return Text((*ids, *tokens), len(ids), len(ids) + MAX_NEW_TOKENS, sampling), [len(s.tokens) for s in steps[1:]]
+def decoded(pair: Pair, sampling: Sampling, block_size: int) -> list[tuple[Text, list[int]]]:
+    """The texts that the engine gives, and the tokens of each verify step."""
+    prompts = [Prompt("test", (Message("user", asked),)).encode(pair.tokenizer) for asked in ASKED]
+    engine = Engine(pair, num_slots=len(ASKED), max_length=max(map(len, prompts)) + MAX_NEW_TOKENS)
+    steps: dict[int, list[tuple[int, ...]]] = {}
+    for ids in prompts:
+        steps[engine.add(Request(ids, MAX_NEW_TOKENS, sampling, block_size, pair.stop_token_ids))] = []
+    while not engine.idle:
+        for step in engine.step():
+            steps[step.request_id].append(step.tokens)
+    return [
+        (Text((*ids, *chain(*emitted)), len(ids), len(ids) + MAX_NEW_TOKENS, sampling), [len(e) for e in emitted[1:]])
+        for ids, emitted in zip(prompts, steps.values(), strict=True)
+    ]
+
+
+def texts_of(pair: Pair, sampling: Sampling) -> list[Text]:
+    return [text for text, _ in decoded(pair, sampling, block_size=1)]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_walk_takes_the_engines_steps(temperature: float, embedded_pair: Pair) -> None:
     sampling = Sampling(temperature, seed=5)
-    texts = [decoded(embedded_pair, asked, sampling, block_size=1)[0] for asked in ASKED]
+    texts = texts_of(embedded_pair, sampling)
     known = know(embedded_pair, texts)
     walked = walk(embedded_pair, known, CANDIDATES)
-    for i, asked in enumerate(ASKED):
-        for place, block_size in enumerate(CANDIDATES):
-            text, emitted = decoded(embedded_pair, asked, sampling, block_size)
-            assert text == texts[i]
-            assert walked[i][place] == emitted
+    for place, block_size in enumerate(CANDIDATES):
+        found = decoded(embedded_pair, sampling, block_size)
+        assert [text for text, _ in found] == texts
+        assert [of_text[place] for of_text in walked] == [emitted for _, emitted in found]
     assert max(n for of_text in walked for emitted in of_text for n in emitted) > 2
     for place, block_size in enumerate(CANDIDATES):
         everywhere = accepted_everywhere(embedded_pair, known, block_size)
@@ -42,7 +54,7 @@ def test_a_walk_takes_the_engines_steps(temperature: float, embedded_pair: Pair)
 
 
 def test_texts_are_scored_in_stretches(embedded_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = [decoded(embedded_pair, asked, Sampling(), block_size=1)[0] for asked in ASKED[:2]]
+    texts = texts_of(embedded_pair, Sampling())[:2]
     whole = know(embedded_pair, texts, keep_context=True)
     monkeypatch.setattr("blockpilot.replay.PREFILL_COLUMNS", 14)
     monkeypatch.setattr("blockpilot.replay.ANCHORS_AT_ONCE", 8)

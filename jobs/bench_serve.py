@@ -32,8 +32,8 @@ from blockpilot.verify import Sampling
 from jobs import figures
 from jobs.config import Config, PairConfig, main
 from jobs.http_load import Clients, Received
+from jobs.openai_api import API_KEY_VARIABLE
 
-API_KEY_VARIABLE = "BLOCKPILOT_API_KEY"
 BARE = "bare:"
 
 

@@ -20,16 +20,14 @@ from jobs.champions import ChampionWatch
 from jobs.config import PairConfig
 from jobs.engine_loop import EngineLoop
 from jobs.openai_replies import Backend
-from jobs.openai_schema import ApiError, ChatRequest, CompletionRequest
-from jobs.registry import model_name
+from jobs.openai_schema import ApiError, Body
+from jobs.registry import CHAMPION, model_name
 from jobs.serve_metrics import DecoderMetrics
 
-CHAMPION = "champion"
 MAX_BLOCK_SIZE = 32
 DEFAULT_MAX_LENGTH = 2048
 MEMORY_FILE = Path("/proc/meminfo")
 COSTS_CONTEXT, COSTS_STEPS = 256, 3  # of step costs that have to be measured at the start
-Body = ChatRequest | CompletionRequest
 log = logging.getLogger("ray.serve.blockpilot")
 
 

@@ -16,11 +16,10 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 from ray.serve.handle import DeploymentHandle, DeploymentResponse, DeploymentResponseGenerator
 
 from jobs.openai_api import ApiKeys, Exchange, Limits, make_app
-from jobs.openai_schema import ApiError, ChatRequest, CompletionRequest
+from jobs.openai_schema import ApiError, Body
 from jobs.serve_metrics import GatewayMetrics
 
 log = logging.getLogger("ray.serve.blockpilot")
-Body = ChatRequest | CompletionRequest
 LOST = (RayActorError, ReplicaUnavailableError)
 AWAY = (DeploymentUnavailableError, TaskCancelledError)
 

@@ -20,7 +20,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingRes
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from jobs.openai_schema import ApiError, ChatRequest, CompletionRequest, parse, short
+from jobs.openai_schema import ApiError, Body, ChatRequest, CompletionRequest, parse, short
 
 STATUS_PATIENCE_S = 5.0
 GONE = 499  # what web servers log for a client that closed the connection
@@ -29,7 +29,7 @@ PLAYGROUND_HEADERS = {  # nothing from elsewhere, and in no other page
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline';"
     " connect-src 'self'; frame-ancestors 'none'"
 }
-Body = ChatRequest | CompletionRequest
+API_KEY_VARIABLE = "BLOCKPILOT_API_KEY"
 T = TypeVar("T")
 
 

@@ -25,10 +25,9 @@ from blockpilot.prompts import Message, Prompt
 from blockpilot.text import TextStream
 from blockpilot.verify import Sampling
 from jobs.engine_loop import ClosedError, EngineError, EngineLoop, QueueFullError, Stream
-from jobs.openai_schema import ApiError, ChatRequest, CompletionRequest
+from jobs.openai_schema import ApiError, Body, ChatRequest, CompletionRequest
 
 log = logging.getLogger("ray.serve.blockpilot")  # Serve adds the id of the request
-Body = ChatRequest | CompletionRequest
 
 
 class Answered(NamedTuple):

@@ -234,6 +234,7 @@ def _neutral(name: str, value: object) -> bool:
     return value == NEUTRAL[name] and isinstance(value, bool) == isinstance(NEUTRAL[name], bool)
 
 
+Body = ChatRequest | CompletionRequest
 BodyT = TypeVar("BodyT", bound=GenerateRequest)
 
 

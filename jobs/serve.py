@@ -29,14 +29,13 @@ from blockpilot.policy import load_policy
 from jobs.champions import copy_of
 from jobs.cluster import actor_options, connect, num_threads
 from jobs.config import Config, PairConfig, Resources, main
-from jobs.decoder import CHAMPION, MAX_BLOCK_SIZE, Decoder
+from jobs.decoder import MAX_BLOCK_SIZE, Decoder
 from jobs.gateway import Gateway
-from jobs.openai_api import ApiKeys, Limits
+from jobs.openai_api import API_KEY_VARIABLE, ApiKeys, Limits
 from jobs.openai_schema import RETRY_AFTER_S
-from jobs.registry import Registry, model_name, tracking_uri
+from jobs.registry import CHAMPION, Registry, model_name, tracking_uri
 
 APP = "blockpilot"
-API_KEY_VARIABLE = "BLOCKPILOT_API_KEY"
 # Requests that are answered without decoding them: /health, refusals, 429s.
 SPARE_REQUESTS = 32
 PORT_PATIENCE_S = 5

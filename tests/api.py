@@ -2,10 +2,13 @@
 
 import asyncio
 import json
+import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import uvicorn
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
@@ -32,6 +35,18 @@ def client_of(loop: EngineLoop, **settings: Any) -> Iterator[TestClient]:
         yield client
         assert loop.num_in_flight == 0
         assert (loop.engine.num_active, loop.engine.num_waiting) == (0, 0)
+
+
+@contextmanager
+def over_http(app: FastAPI) -> Iterator[str]:
+    """The app over real HTTP, without Ray Serve; the address of its root."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    server.should_exit = True
+    thread.join(timeout=10)
 
 
 def ask(client: TestClient, path: str, body: JsonObject) -> JsonObject:

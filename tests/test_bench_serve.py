@@ -2,16 +2,13 @@
 
 import asyncio
 import json
-import socket
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
-from api import app_of, until
+from api import app_of, over_http, until
 
 from blockpilot.engine import Engine, generate
 from blockpilot.pairs import Pair
@@ -26,13 +23,8 @@ from jobs.http_load import Clients
 def served(pair: Pair, **sizes: int) -> Iterator[tuple[str, EngineLoop]]:
     """The API over real HTTP, without Ray Serve; its URL."""
     loop = EngineLoop(Engine(pair, num_slots=sizes.get("num_slots", 2), max_length=900), max_queue=sizes["max_queue"])
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app_of(loop), log_level="error"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1", loop
-    server.should_exit = True
-    thread.join(timeout=10)
+    with over_http(app_of(loop)) as root:
+        yield f"{root}/v1", loop
     loop.close()
 
 

@@ -2,15 +2,12 @@
 
 import re
 import shutil
-import socket
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import uvicorn
-from api import app_of
+from api import app_of, over_http
 
 from blockpilot.engine import Engine, generate
 from blockpilot.pairs import Pair
@@ -29,14 +26,8 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is install
 @pytest.fixture(scope="module")
 def url(embedded_pair: Pair) -> Iterator[str]:
     loop = EngineLoop(Engine(embedded_pair, num_slots=2, max_length=600), max_queue=4)
-    listener = socket.create_server(("127.0.0.1", 0))
-    app = app_of(loop, keys=ApiKeys.of((KEY,)))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
-    server.should_exit = True
-    thread.join(timeout=10)
+    with over_http(app_of(loop, keys=ApiKeys.of((KEY,)))) as root:
+        yield f"{root}/"
     loop.close()
 
 

@@ -2,17 +2,14 @@
 
 import importlib
 import re
-import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import ray
-import uvicorn
-from api import app_of
+from api import app_of, over_http
 
 from blockpilot.engine import Engine
 from blockpilot.pairs import NAMED_PAIRS, Pair
@@ -200,13 +197,8 @@ def test_bad_input_ends_the_demo_at_once(
 def url(tiny_pair: Pair) -> Iterator[str]:
     """The API over real HTTP, without Ray Serve."""
     loop = EngineLoop(Engine(tiny_pair, num_slots=2, max_length=256), max_queue=4)
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app_of(loop), log_level="error"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-    server.should_exit = True
-    thread.join(timeout=10)
+    with over_http(app_of(loop)) as root:
+        yield f"{root}/v1"
     loop.close()
 
 

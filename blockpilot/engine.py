@@ -2,8 +2,9 @@
 
 A step drafts a block for every row, lets the target score all blocks in one pass, and commits what the keyed sampler
 confirms (verify.py). Rows have their own lengths, block sizes, seeds and limits. The target sees the blocks side by
-side without padding (packing.py), the draft only those of rows that draft: a wide block costs its own tokens, not
-everybody's. Block size 1 is plain autoregressive decoding through the same code.
+side without padding (packing.py), and the prompts of new requests beside them; the draft sees only the blocks of rows
+that draft: a wide block costs its own tokens, not everybody's. Block size 1 is plain autoregressive decoding through
+the same code.
 
 State of a row: `tokens` are final; the target's cache holds all but the last one, the anchor; the draft's cache holds
 the projected context of the same positions.
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from blockpilot.forecast import Forecast, Reader, choose
-from blockpilot.packing import Packing
+from blockpilot.packing import Packing, SideBySide
 from blockpilot.pairs import Pair
 from blockpilot.target import Target
 from blockpilot.text import TextStream
@@ -119,6 +120,14 @@ class _Row:
     @property
     def next_block_size(self) -> int:
         return min(self.block_size, self.limit - len(self.tokens))
+
+
+class _Part(NamedTuple):
+    """Rows in slots that follow each other, and what of them goes through the target: tokens [N], packed."""
+
+    rows: list[_Row]
+    packing: Packing
+    tokens: Tensor
 
 
 class _Known(NamedTuple):
@@ -245,57 +254,95 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Step]:
-        """Take in prompts, as many tokens as one step may, and advance every other row by one block."""
-        steps = self._prefill(self._next_prefill())
-        if self._rows:
-            steps += self._decode()
-        return steps
+        """Advance every row that decodes by one block and take in prompts, as many tokens as one step may.
 
-    def _next_prefill(self) -> list[_Row]:
-        """Rows, in order, of which the last may fit one step's prefill in part only."""
-        batch = [] if self._partial is None else [self._partial]
-        self._partial = None
-        left = self.max_prefill_tokens - sum(len(row.tokens) - row.num_cached for row in batch)
-        while self._waiting and left > 0 and len(self._rows) + len(batch) < self.num_slots:
-            batch.append(self._waiting.popleft())
-            left -= len(batch[-1].tokens)
-        return batch
-
-    def _prefill(self, batch: list[_Row]) -> list[Step]:
-        """Take in prompts up to the step's limit; rows that are through emit their first token."""
-        if not batch:
+        Blocks and prompts go through the target in one pass, whose weights are read once for all.
+        """
+        blocks, prompts = self._next_blocks(), self._next_prompts()
+        parts = [part for part in (blocks, prompts) if part is not None]
+        if not parts:
             return []
-        starts = [row.num_cached for row in batch]
-        sizes = [len(row.tokens) - row.num_cached for row in batch]
-        sizes[-1] -= max(sum(sizes) - self.max_prefill_tokens, 0)
-        packing = Packing(sizes, self._device)
-        parts = zip(batch, starts, sizes, strict=True)
-        tokens = self._tensor([token for row, start, size in parts for token in row.tokens[start : start + size]])
-        first = len(self._rows)
-        hidden, features = self._score(tokens, packing, starts, first, any(row.drafts for row in batch))
+        hidden, features = self._score(parts)
         contexts = None
         if features is not None:
-            known = self._fuse(features)
-            self._extend(known)
-            contexts = known.values[0]
-        for row, size in zip(batch, sizes, strict=True):
-            row.num_cached += size
-        last = [start + size - 1 for start, size in zip(packing.firsts, sizes, strict=True)]
-        if batch[-1].num_cached < len(batch[-1].tokens):
-            self._partial = batch[-1]
-            batch, last = batch[:-1], last[:-1]
-        self._rows += batch
-        return self._begin(batch, hidden[last], None if contexts is None else contexts[last].float())
+            contexts = self._take_in(features, can_wait=prompts is None and parts[0].packing.width == 1)
+        num_blocks = 0 if blocks is None else blocks.packing.num_tokens
+        read, through = list(range(num_blocks)), list[_Row]()
+        if prompts is not None:
+            through, last = self._advance(prompts)
+            read += [num_blocks + i for i in last]
+        logits = self._target.logits(hidden[read])
+        steps = []
+        if blocks is not None:
+            steps += self._confirm(blocks, logits[:num_blocks], contexts)
+        if through:
+            last_contexts = None if contexts is None else contexts[read[num_blocks:]].float()
+            steps += self._begin(through, logits[num_blocks:].float(), last_contexts)
+        self._retire()
+        return steps
 
-    def _begin(self, rows: list[_Row], hidden: Tensor, contexts: Tensor | None) -> list[Step]:
-        """First tokens, and decisions of the policy, for rows whose prompts are through.
+    def _next_blocks(self) -> _Part | None:
+        """Anchors and drafted tokens of the rows that decode, for the size that each has in this step."""
+        if not self._rows:
+            return None
+        self._choose()
+        rows = list(self._rows)
+        packing = Packing([row.next_block_size for row in rows], [row.anchor_position for row in rows], self._device)
+        tokens = self._tensor([row.tokens[-1] for row in rows])[packing.rows]
+        if packing.width > 1:
+            self._catch_up()
+            self._draft_into(tokens, packing)
+        return _Part(rows, packing, tokens)
 
-        hidden [R, hidden] and the context vectors [R, draft hidden] are those of the last prompt tokens.
-        """
+    def _next_prompts(self) -> _Part | None:
+        """Prompts in order, of which the last may fit one step in part only."""
+        rows = [] if self._partial is None else [self._partial]
+        left = self.max_prefill_tokens - sum(len(row.tokens) - row.num_cached for row in rows)
+        while self._waiting and left > 0 and len(self._rows) + len(rows) < self.num_slots:
+            rows.append(self._waiting.popleft())
+            left -= len(rows[-1].tokens)
         if not rows:
-            return []
+            return None
+        sizes = [len(row.tokens) - row.num_cached for row in rows]
+        sizes[-1] += min(left, 0)
+        packing = Packing(sizes, [row.num_cached for row in rows], self._device)
+        tokens = [t for row, n in zip(rows, sizes, strict=True) for t in row.tokens[row.num_cached :][:n]]
+        return _Part(rows, packing, self._tensor(tokens))
+
+    def _score(self, parts: Sequence[_Part]) -> tuple[Tensor, _Known | None]:
+        """Run tokens of rows, whose slots follow each other from the first on, through the target.
+
+        Returns hidden [N, hidden], and the features where some row drafts.
+        """
+        together = SideBySide([part.packing for part in parts])
+        rows = [row for part in parts for row in part.rows]
+        slots, positions = together.rows[None], together.positions[None]
+        view = self._target_cache.view(slots, positions, slice(0, len(rows)), together.length)
+        tokens = torch.cat([part.tokens for part in parts])[None]
+        drafts = any(row.drafts for row in rows)
+        scored = self._target.score(tokens, positions, view, features=drafts, packing=together)
+        features = None if scored.features is None else _Known(scored.features, slots, positions)
+        return scored.hidden[0], features
+
+    def _advance(self, prompts: _Part) -> tuple[list[_Row], list[int]]:
+        """Note what of the prompts is cached now; returns rows that are through, and their last tokens' places."""
+        self._partial = None
+        sizes = prompts.packing.sizes
+        for row, size in zip(prompts.rows, sizes, strict=True):
+            row.num_cached += size
+        last = [first + size - 1 for first, size in zip(prompts.packing.firsts, sizes, strict=True)]
+        if prompts.rows[-1].num_cached == len(prompts.rows[-1].tokens):
+            return prompts.rows, last
+        self._partial = prompts.rows[-1]
+        return prompts.rows[:-1], last[:-1]
+
+    def _begin(self, rows: list[_Row], logits: Tensor, contexts: Tensor | None) -> list[Step]:
+        """First tokens, and decisions of the policy, for rows whose prompts are through and that decode from now on.
+
+        logits [R, vocab] and the context vectors [R, draft hidden] are those of the last prompt tokens.
+        """
+        self._rows += rows
         lengths = [len(row.tokens) for row in rows]
-        logits = self._target.logits(hidden).float()
         chosen = keyed_sample(logits, lengths, [row.request.sampling for row in rows]).tolist()
         anchors = self._target.embed(self._tensor(chosen))
         steps = []
@@ -306,22 +353,7 @@ class Engine:
             self._decide(row, prefill)
             step = _commit(row, [chosen[i]], 0, 0, prefill)
             steps.append(_with_logprobs(step, row, logits[i : i + 1]))
-        self._retire()
         return steps
-
-    def _score(
-        self, tokens: Tensor, packing: Packing, starts: list[int], first_slot: int, drafts: bool
-    ) -> tuple[Tensor, _Known | None]:
-        """Run packed tokens [N] of rows from `first_slot` on, which go on at `starts`, through the target.
-
-        Returns hidden [N, hidden], and the features where some row drafts.
-        """
-        num_rows, slots, positions = len(starts), (packing.rows + first_slot)[None], packing.positions(starts)[None]
-        rows = slice(first_slot, first_slot + num_rows)
-        view = self._target_cache.view(slots, positions, rows, packing.length(starts))
-        scored = self._target.score(tokens[None], positions, view, features=drafts, packing=packing)
-        features = None if scored.features is None else _Known(scored.features, slots, positions)
-        return scored.hidden[0], features
 
     def _decide(self, row: _Row, prefill: Prefill) -> None:
         """Set the block size of a row for good, or the forecast to choose from at every step."""
@@ -362,29 +394,23 @@ class Engine:
             anchors = self._target.embed(self._tensor([self._rows[i].tokens[-1] for i in index]))
             reader.read([self._rows[i].forecast for i in index], before, anchors)
 
-    def _decode(self) -> list[Step]:
-        self._choose()
-        rows = self._rows
-        sizes = [row.next_block_size for row in rows]
-        packing = Packing(sizes, self._device)
-        starts = [row.anchor_position for row in rows]
-        tokens = self._tensor([row.tokens[-1] for row in rows])[packing.rows]
-        if packing.width > 1:
-            self._catch_up()
-            self._draft_into(tokens, packing)
-        hidden, features = self._score(tokens, packing, starts, 0, any(row.drafts for row in rows))
-        logits = self._target.logits(hidden)
-        chosen = self._draw(logits, [range(1, size + 1) for size in sizes]).tolist()
-        contexts = None if features is None else self._take_in(features, packing.width == 1)
-        drafted = tokens.tolist()
-        steps = [
-            _with_logprobs(_verify(row, drafted[first + 1 : first + size], chosen[first : first + size]), row, scored)
-            for row, first, size, scored in zip(rows, packing.firsts, sizes, logits.split(sizes), strict=True)
-        ]
+    def _confirm(self, blocks: _Part, logits: Tensor, contexts: Tensor | None) -> list[Step]:
+        """Commit of every block what the target confirms: logits [N, vocab] of the blocks' tokens.
+
+        contexts [N or more, draft hidden] begin with the tokens' context vectors.
+        """
+        packing = blocks.packing
+        chosen = self._draw(logits, [range(1, size + 1) for size in packing.sizes]).tolist()
+        drafted = blocks.tokens.tolist()
+        steps = []
+        for row, first, size, scored in zip(
+            blocks.rows, packing.firsts, packing.sizes, logits.split(packing.sizes), strict=True
+        ):
+            step = _verify(row, drafted[first + 1 : first + size], chosen[first : first + size])
+            steps.append(_with_logprobs(step, row, scored))
         if contexts is not None:
             last = [first + step.num_accepted for first, step in zip(packing.firsts, steps, strict=True)]
             self._read(contexts, last)
-        self._retire()
         return steps
 
     def _draft_into(self, tokens: Tensor, packing: Packing) -> None:
@@ -392,11 +418,11 @@ class Engine:
         drafting = [slot for slot, size in enumerate(packing.sizes) if size > 1]
         blocks = packing
         if len(drafting) < len(self._rows):
-            blocks = Packing([packing.sizes[slot] for slot in drafting], self._device)
-        starts = [self._rows[slot].anchor_position for slot in drafting]
-        slots, positions = self._tensor(drafting), blocks.positions(starts)[None]
+            starts = [self._rows[slot].anchor_position for slot in drafting]
+            blocks = Packing([packing.sizes[slot] for slot in drafting], starts, self._device)
+        slots, positions = self._tensor(drafting), blocks.positions[None]
         rows = slice(0, len(drafting)) if blocks is packing else slots
-        view = self._draft_cache.view(slots[blocks.rows][None], positions, rows, blocks.length(starts))
+        view = self._draft_cache.view(slots[blocks.rows][None], positions, rows, blocks.length)
         anchors = self._tensor([self._rows[slot].tokens[-1] for slot in drafting])[blocks.rows]
         block = torch.where(blocks.offsets == 0, anchors, self._draft.options.mask_token_id)
         embedded = self._target.embed(block).to(self._draft.dtype)
@@ -416,14 +442,14 @@ class Engine:
             sampling += [row.request.sampling] * len(listed)
         return keyed_sample(logits, positions, sampling)
 
-    def _take_in(self, features: _Known, plain: bool) -> Tensor:
+    def _take_in(self, features: _Known, can_wait: bool) -> Tensor:
         """Give the draft what it will know of this step; returns the context vectors [N, hidden].
 
         Where nothing is drafted its cache can wait, and is cheaper to fill with several steps together.
         """
-        known = self._fuse(features)
+        known = features._replace(values=self._draft.fuse(features.values.to(self._draft.dtype)))
         self._pending.append(known)
-        if not plain or len(self._pending) >= min(MAX_PENDING, len(self._rows)):
+        if not can_wait or len(self._pending) >= min(MAX_PENDING, len(self._rows)):
             self._catch_up()
         return known.values[0]
 
@@ -432,14 +458,8 @@ class Engine:
         if self._pending:
             together = _Known(*(torch.cat(parts, dim=1) for parts in zip(*self._pending, strict=True)))
             self._pending.clear()
-            self._extend(together)
-
-    def _fuse(self, features: _Known) -> _Known:
-        return features._replace(values=self._draft.fuse(features.values.to(self._draft.dtype)))
-
-    def _extend(self, known: _Known) -> None:
-        view = self._draft_cache.view(known.slots, known.positions, slice(0, 0), 0)
-        self._draft.extend(known.values, known.positions, view)
+            view = self._draft_cache.view(together.slots, together.positions, slice(0, 0), 0)
+            self._draft.extend(together.values, together.positions, view)
 
     def _retire(self) -> None:
         """Drop finished rows, keeping slots dense: the last row moves into each hole."""

@@ -2,7 +2,8 @@
 
 Tokens of R rows lie side by side in one sequence [1, N, ...]: what a layer does token by token (projections, MLPs,
 experts, norms: nearly all of its work) costs N tokens, whatever the longest row is. Only attention needs the rows
-apart, so only its queries are padded, for the time of the kernel; every row then meets its own keys.
+apart, so only its queries are padded, for the time of the kernel; every row then meets its own keys. Rows that are
+much wider than others, prompts beside blocks, are a packing of their own in the same pass.
 
 Attention comes in through transformers' registry of attention functions. A call without a `packing` is stock sdpa.
 """
@@ -24,19 +25,23 @@ EXTRA_ROW = 12  # slots of padding that cost a CPU as much as one more row
 
 
 class Packing:
-    """Where the tokens of R rows lie: row r has sizes[r] of them, after those of the rows before it."""
+    """Where the tokens of R rows lie: row r has sizes[r] of them, from position starts[r] on."""
 
-    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+    def __init__(self, sizes: Sequence[int], starts: Sequence[int], device: torch.device) -> None:
         self.sizes = tuple(sizes)
         self.width = max(sizes)
         ends = list(accumulate(self.sizes))
         self.firsts = [end - size for end, size in zip(ends, self.sizes, strict=True)]
         self.num_tokens = ends[-1]
+        self.length = max(start + size for start, size in zip(starts, sizes, strict=True))
+        """One past the largest position."""
         rows = [row for row, size in enumerate(self.sizes) for _ in range(size)]
         self.rows = torch.tensor(rows, device=device)
         """[N]: the row of every token."""
-        self.offsets = torch.arange(self.num_tokens, device=device) - self.per_token(self.firsts)
+        self.offsets = torch.arange(self.num_tokens, device=device) - self._per_token(self.firsts)
         """[N]: the place of every token in its row."""
+        self.positions = self._per_token(starts) + self.offsets
+        """[N]"""
         self._uniform = self.num_tokens == self.width * len(self.sizes)
         self._narrow = _narrow_width(self.sizes) if device.type == "cpu" else self.width
         self._wide = torch.tensor([r for r, size in enumerate(self.sizes) if size > self._narrow], device=device)
@@ -48,17 +53,9 @@ class Packing:
         columns = torch.arange(self.width, device=self.rows.device)
         return firsts[:, None] + torch.minimum(columns, sizes[:, None] - 1)
 
-    def per_token(self, of_rows: Sequence[int]) -> Tensor:
+    def _per_token(self, of_rows: Sequence[int]) -> Tensor:
         """A number of every row [R] as that of its tokens, [N]."""
         return torch.tensor(of_rows, device=self.rows.device)[self.rows]
-
-    def positions(self, starts: Sequence[int]) -> Tensor:
-        """[N]: those of rows that run on from starts [R]."""
-        return self.per_token(starts) + self.offsets
-
-    def length(self, starts: Sequence[int]) -> int:
-        """One past the largest of the positions."""
-        return max(start + size for start, size in zip(starts, self.sizes, strict=True))
 
     def pad(self, packed: Tensor) -> Tensor:
         """[N, ...] -> [R, width, ...]; a row's padding repeats its last token."""
@@ -90,16 +87,46 @@ def _narrow_width(sizes: Sequence[int]) -> int:
     return min(sorted(set(sizes)), key=lambda w: len(sizes) * w + sum(size > w for size in sizes) * extra)
 
 
+class SideBySide:
+    """Packings one after the other in one pass, each attending by itself: blocks, and the wider prompts."""
+
+    def __init__(self, parts: Sequence[Packing]) -> None:
+        self.parts = tuple(parts)
+        self.length = max(part.length for part in parts)
+        self.positions = torch.cat([part.positions for part in parts])
+        """[N], of all tokens."""
+        firsts = accumulate((len(part.sizes) for part in parts[:-1]), initial=0)
+        self.rows = torch.cat([part.rows + first for part, first in zip(parts, firsts, strict=True)])
+        """[N]: the row of every token, counted over all parts."""
+
+    def pad(self, packed: Tensor) -> Tensor:
+        """[N, ...] -> [M, ...]: the padded rows of every part, one after the other."""
+        numbers = packed.split([part.num_tokens for part in self.parts])
+        return torch.cat([part.pad(of_part).flatten(0, 1) for part, of_part in zip(self.parts, numbers, strict=True)])
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+        """As `Packing.attend`, with a mask [1, 1, M, L] of the padded rows."""
+        attended, token, row, line = [], 0, 0, 0
+        for part in self.parts:
+            num_rows, num_lines = len(part.sizes), len(part.sizes) * part.width
+            keys, values = (kept[row : row + num_rows, :, : part.length] for kept in (key, value))
+            lines = mask[0, 0, line : line + num_lines, : part.length].unflatten(0, (num_rows, 1, part.width))
+            queries = query[:, :, token : token + part.num_tokens]
+            attended.append(part.attend(queries, keys, values, lines, scale))
+            token, row, line = token + part.num_tokens, row + num_rows, line + num_lines
+        return torch.cat(attended, dim=1)
+
+
 def packed_attention(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    packing: Packing | None = None,
+    packing: SideBySide | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """What a transformers model calls: `Packing.attend`, or stock sdpa for a call without a packing."""
+    """What a transformers model calls: `SideBySide.attend`, or stock sdpa for a call without a packing."""
     if packing is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     assert attention_mask is not None

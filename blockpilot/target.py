@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from blockpilot.cache import SlotCache, SlotView
-from blockpilot.packing import ATTENTION, Packing
+from blockpilot.packing import ATTENTION, SideBySide
 
 FAMILIES = ("llama", "qwen3", "qwen3_moe")
 
@@ -49,14 +49,14 @@ class Target:
         )
 
     def score(
-        self, tokens: Tensor, positions: Tensor, cache: SlotView, *, features: bool, packing: Packing | None = None
+        self, tokens: Tensor, positions: Tensor, cache: SlotView, *, features: bool, packing: SideBySide | None = None
     ) -> Scored:
         """Run tokens [R, W] at positions [R, W], storing their keys and values in `cache`.
 
         With a packing they are [1, N], and `cache` is read row by row.
         """
         columns = torch.arange(cache.length, device=tokens.device)
-        queries = positions if packing is None else packing.pad(positions[0])
+        queries = positions if packing is None else packing.pad(positions[0])[None]
         output = self.model.model(
             input_ids=tokens,
             position_ids=positions,

@@ -111,8 +111,8 @@ def propose(draft: DraftModel, features: Tensor, block: Tensor, anchors: list[in
     positions = torch.arange(CONTEXT).expand(rows, -1)
     draft.extend(context[:, :4], positions[:, :4], cache.view_rows(positions[:, :4], 4))
     draft.extend(context[:, 4:], positions[:, 4:], cache.view_rows(positions[:, 4:], CONTEXT))
-    packing = Packing(sizes, torch.device("cpu"))
-    packed, positions = block[packing.rows, packing.offsets][None], packing.positions(anchors)[None]
+    packing = Packing(sizes, anchors, torch.device("cpu"))
+    packed, positions = block[packing.rows, packing.offsets][None], packing.positions[None]
     view = cache.view(packing.rows[None], positions, slice(0, rows), int(positions.max()) + 1)
     return packing.pad(draft.propose(packed, positions, view, packing)[0])
 

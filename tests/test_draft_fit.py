@@ -116,7 +116,7 @@ def test_training_blocks_equal_the_drafting_path(tiny_pair: Pair) -> None:
             block = torch.tensor([[int(document.tokens[anchor]), *[draft.options.mask_token_id] * (BLOCK - 1)]])
             positions = anchor + torch.arange(BLOCK)[None]
             view = cache.view_rows(positions, anchor + BLOCK)
-            alone = draft.propose(loss.embedding[block], positions, view, Packing([BLOCK], block.device))
+            alone = draft.propose(loss.embedding[block], positions, view, Packing([BLOCK], [anchor], block.device))
             torch.testing.assert_close(trained[row, a], alone[0], rtol=1e-4, atol=1e-5)
 
 

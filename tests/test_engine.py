@@ -557,7 +557,7 @@ def test_setting_the_block_size_drops_the_forecast(tiny_pair: Pair) -> None:
     dropped, kept = watcher.forecasts
     engine.set_block_size(first, 3)
     told = dropped.num_steps, len(dropped.shown)
-    for _ in range(3):
+    for _ in range(4):
         sizes = {step.request_id: step.block_size for step in engine.step()}
         assert sizes[first] == 3
     assert (dropped.num_steps, len(dropped.shown)) == told
@@ -590,6 +590,7 @@ def test_costs_are_given_or_the_policys_and_may_change(tiny_pair: Pair) -> None:
 
     def first_size(engine: Engine) -> int:
         engine.add(Request(PROMPT, 30, stop_token_ids=NEVER))
+        engine.step()
         return engine.step()[-1].block_size
 
     assert first_size(Engine(tiny_pair, max_length=64, policy=policy())) == 1

@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from blockpilot.packing import Packing, grouped_attention
+from blockpilot.packing import Packing, SideBySide, grouped_attention
 from blockpilot.pairs import Pair
 from blockpilot.target import Target
 
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 @given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=6))
 def test_padding_and_back(sizes: list[int]) -> None:
-    packing = Packing(sizes, CPU)
+    packing = Packing(sizes, [10 * r for r in range(len(sizes))], CPU)
     tokens = torch.arange(sum(sizes))
     rows = tokens.split(sizes)
     padded = packing.pad(tokens)
@@ -26,9 +26,8 @@ def test_padding_and_back(sizes: list[int]) -> None:
         assert (row[len(of_row) :] == of_row[-1]).all()
     assert packing.pack(padded).equal(tokens)
     assert packing.firsts == [int(row[0]) for row in rows]
-    assert packing.positions([10 * r for r in range(len(sizes))]).tolist() == [
-        10 * r + i for r, size in enumerate(sizes) for i in range(size)
-    ]
+    assert packing.positions.tolist() == [10 * r + i for r, size in enumerate(sizes) for i in range(size)]
+    assert packing.length == max(10 * r + size for r, size in enumerate(sizes))
 
 
 @pytest.mark.parametrize("groups", [1, 3])
@@ -52,11 +51,12 @@ def test_grouped_queries_meet_their_own_keys(groups: int) -> None:
 def test_every_row_attends_as_alone(sizes: list[int]) -> None:
     """However much wider some rows are than others."""
     torch.manual_seed(len(sizes))
-    packing, length = Packing(sizes, CPU), 12
+    length = 12
+    starts = torch.randint(0, length - 9 + 1, (len(sizes),)).tolist()
+    packing = Packing(sizes, starts, CPU)
     query = torch.randn(1, 4, sum(sizes), 8)
     key, value = torch.randn(len(sizes), 2, length, 8), torch.randn(len(sizes), 2, length, 8)
-    starts = torch.randint(0, length - 9 + 1, (len(sizes),))
-    queries = packing.pad(packing.positions(starts.tolist()))
+    queries = packing.pad(packing.positions)
     mask = (torch.arange(length) <= queries[:, :, None])[:, None]
     found = packing.attend(query, key, value, mask, 0.3)
     for row, (first, size) in enumerate(zip(packing.firsts, sizes, strict=True)):
@@ -67,31 +67,40 @@ def test_every_row_attends_as_alone(sizes: list[int]) -> None:
         assert torch.allclose(found[:, first : first + size], own, atol=1e-5)
 
 
-def score(target: Target, tokens: list[list[int]], slots: list[int]) -> list[Tensor]:
+def pack(sizes: list[int], starts: list[int], num_apart: int) -> SideBySide:
+    """The last so many rows in a packing of their own."""
+    first = len(sizes) - num_apart
+    parts = (slice(0, first), slice(first, None))
+    return SideBySide([Packing(sizes[part], starts[part], CPU) for part in parts if sizes[part]])
+
+
+def score(target: Target, tokens: list[list[int]], slots: list[int], num_apart: int = 0) -> list[Tensor]:
     """Hidden states of every row, packed; the first two tokens of each are in the cache already."""
     cache = target.new_cache(8, 16)
     for starts, part in (
         ([0] * len(tokens), [row[:2] for row in tokens]),
         ([2] * len(tokens), [r[2:] for r in tokens]),
     ):
-        packing = Packing([len(row) for row in part], CPU)
+        packing = pack([len(row) for row in part], starts, num_apart)
         packed = torch.tensor([token for row in part for token in row])
-        positions, length = packing.positions(starts), packing.length(starts)
-        view = cache.view(torch.tensor(slots)[packing.rows][None], positions[None], torch.tensor(slots), length)
-        scored = target.score(packed[None], positions[None], view, features=True, packing=packing)
+        view = cache.view(
+            torch.tensor(slots)[packing.rows][None], packing.positions[None], torch.tensor(slots), packing.length
+        )
+        scored = target.score(packed[None], packing.positions[None], view, features=True, packing=packing)
     assert scored.features is not None
-    return list(torch.cat([scored.hidden, scored.features], dim=-1)[0].split(packing.sizes))
+    return list(torch.cat([scored.hidden, scored.features], dim=-1)[0].split([len(row) for row in part]))
 
 
 @torch.inference_mode()
 def test_packed_rows_are_those_of_rows_alone(tiny_pair: Pair) -> None:
-    """In any slots of the cache, beside rows of any length."""
+    """In any slots of the cache, beside rows of any length, in one packing or two."""
     target = Target(tiny_pair.target, (1, 3))
     tokens = [[1, 2, 3], [4, 5, 6, 7, 8, 9], [10, 11, 12, 13]]
-    together = score(target, tokens, [5, 0, 3])
-    for row, hidden in zip(tokens, together, strict=True):
-        (alone,) = score(target, [row], [0])
-        assert torch.allclose(hidden, alone, atol=1e-3)
+    for num_apart in (0, 1, 2):
+        together = score(target, tokens, [5, 0, 3], num_apart)
+        for row, hidden in zip(tokens, together, strict=True):
+            (alone,) = score(target, [row], [0])
+            assert torch.allclose(hidden, alone, atol=1e-3)
 
 
 @torch.inference_mode()

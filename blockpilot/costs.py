@@ -21,6 +21,7 @@ from blockpilot.files import Place, read_bytes
 from blockpilot.pairs import Pair, PairId
 
 COSTS_FILE = "costs.json"
+Array = NDArray[np.float64]
 Table = tuple[tuple[tuple[float, ...], ...], ...]
 
 
@@ -28,8 +29,9 @@ Table = tuple[tuple[tuple[float, ...], ...], ...]
 class StepCosts:
     """Seconds of a step, [block size][rows][context], each axis ascending; of one pair, dtype and device.
 
-    In `seconds` all rows draft blocks of that size, in `one_drafts` one row does and the others decode plainly. What
-    lies between is linear in the rows that draft: a draft pass costs something of its own, and so does every token.
+    In `seconds` all rows draft blocks of that size, in `one_drafts` one row does and the others decode plainly. Of
+    other steps the widest block says which of these to look at (attention pads to it), and the number of drafted
+    tokens how far it is from the one to the other.
     """
 
     pair: PairId
@@ -45,27 +47,21 @@ class StepCosts:
         """Seconds of a step, linear between what was measured and constant beyond it."""
         return self._between(self.seconds, block_size, rows, context)
 
-    def added_s(self, block_sizes: Sequence[int], rows: int, context: int) -> NDArray[np.float64]:
-        """Seconds [rows, K] by which drafting makes a step of so many rows longer, a drafting row's share of them.
-
-        Line d - 1 is for d rows that draft, column k for blocks of block_sizes[k].
+    def drafting_s(self, block_sizes: Sequence[int], rows: int, context: int) -> tuple[Array, Array]:
+        """Two [K]: seconds of a step in which one of the rows drafts, a block of block_sizes[k], and of every token
+        drafted beyond those if none of the other blocks is wider.
         """
-        plain = self.step_s(1, rows, context)
         one, every = (
-            np.array([self._between(table, size, rows, context) for size in block_sizes]) - plain
+            np.array([self._between(table, size, rows, context) for size in block_sizes])
             for table in (self.one_drafts, self.seconds)
         )
-        num = np.arange(1, rows + 1)[:, None]
-        if rows == 1:
-            return every[None]
-        added: NDArray[np.float64] = (one + (every - one) * (num - 1) / (rows - 1)) / num
-        return added
+        drafted = (rows - 1) * (np.array(block_sizes) - 1)
+        return (every, 0 * every) if rows == 1 else (one, (every - one) / np.maximum(drafted, 1))
 
     def mixed_s(self, sizes: Sequence[int], context: int) -> float:
         """Seconds of a step whose rows have these block sizes."""
-        drafting = [size for size in sizes if size > 1]
-        plain = self.step_s(1, len(sizes), context)
-        return plain + float(self.added_s(drafting, len(sizes), context)[len(drafting) - 1].sum() if drafting else 0)
+        first, each = self.drafting_s([max(sizes)], len(sizes), context)
+        return float(first[0] + each[0] * (sum(sizes) - len(sizes) - max(sizes) + 1))
 
     def _between(self, table: Table, block_size: int, rows: int, context: int) -> float:
         axes = [_weights(self.block_sizes, block_size), _weights(self.rows, rows), _weights(self.contexts, context)]

@@ -79,39 +79,36 @@ def choose(
     if costs is None:
         return [f.candidates[max(range(len(f.taus)), key=lambda k: (f.taus[k], -k))] for f in forecasts]
     options = [dict(zip(f.candidates, f.taus, strict=True)) for f in forecasts] + [{size: 1.0} for size in others]
-    sizes = sorted({size for of_row in options for size in of_row if size > 1})
-    if not sizes:
-        return [1] * len(forecasts)
-    never = -math.inf
-    plain = np.array([of_row.get(1, never) for of_row in options]).clip(min=-_NEVER)
-    drafting = np.array([[of_row.get(size, never) for size in sizes] for of_row in options]).clip(min=-(_NEVER**2))
-    plain_s, added_s = costs.step_s(1, len(options), context), costs.added_s(sizes, len(options), context)
-    chosen = _most_a_second(plain, drafting, plain_s, added_s)
-    return [1 if k < 0 else sizes[k] for k in chosen[: len(forecasts)].tolist()]
+    sizes = sorted({1}.union(*options))
+    tokens = np.array([[of_row.get(size, -math.inf) for size in sizes] for of_row in options]).clip(min=-_NEVER)
+    first_s, each_s = costs.drafting_s(sizes, len(options), context)
+    chosen = _most_a_second(tokens, np.array(sizes) - 1, first_s, each_s)
+    return [sizes[k] for k in chosen[: len(forecasts)].tolist()]
 
 
-def _most_a_second(plain: Array, drafting: Array, plain_s: float, added_s: Array) -> NDArray[np.int64]:
-    """Which option of every row [R] makes the most tokens in all over seconds in all; -1 for plain decoding.
+def _most_a_second(tokens: Array, drafted: NDArray[np.int64], first_s: Array, each_s: Array) -> NDArray[np.int64]:
+    """Which option of every row [R] makes the most tokens in all over seconds in all.
 
-    plain [R] and drafting [R, K] are tokens; drafting takes the seconds added_s [R, K], by how many rows draft (one
-    in the first line). A rate is reached if tokens less that many times the seconds come to nothing (Dinkelbach);
-    for a given rate and number of drafting rows, those draft that get the most out of it.
+    tokens [R, K] are those of every row's options, which draft drafted[k] tokens, ascending. A step whose widest
+    option is k takes first_s[k] if one row takes it, and each_s[k] for every further token drafted. A rate is reached
+    if tokens less that many times the seconds come to nothing (Dinkelbach); for a given rate and widest option rows
+    choose apart, and if none chose that option, the one does that loses the least by it.
     """
-    rows, rate = np.arange(len(plain)), 0.0
+    widest, rows = np.arange(len(drafted)), np.arange(len(tokens))
+    token_s, too_wide = each_s[:, None] * drafted, drafted > drafted[:, None]  # [widest, option]
+    rate = 0.0
     while True:
-        worth = drafting - rate * added_s[:, None]  # [number that drafts, row, option]
-        gains = worth.max(axis=2) - plain
-        order = np.argsort(-gains, axis=1, kind="stable")
-        sums = np.concatenate([[0.0], np.take_along_axis(gains, order, axis=1).cumsum(axis=1).diagonal()])
-        num = int(sums.argmax())
-        chosen = np.full(len(plain), -1)
-        who = order[num - 1, :num]
-        chosen[who] = worth[num - 1, who].argmax(axis=1)
-        tokens = np.where(chosen < 0, plain, drafting[rows, chosen]).sum()
-        seconds = plain_s + added_s[num - 1, chosen[who]].sum()
-        if tokens / seconds <= rate:
+        worth = np.where(too_wide, -(_NEVER**2), tokens[:, None] - rate * token_s)  # [row, widest, option]
+        options: NDArray[np.int64] = worth.argmax(axis=2)
+        loss = worth.max(axis=2) - worth[:, widest, widest]
+        options[loss.argmin(axis=0), widest] = widest  # a row that chose the widest loses nothing
+        emitted = tokens[rows[:, None], options].sum(axis=0)
+        seconds = first_s + each_s * (drafted[options].sum(axis=0) - drafted)
+        best = (emitted - rate * seconds).argmax()
+        if emitted[best] / seconds[best] <= rate:
+            chosen: NDArray[np.int64] = options[:, best]
             return chosen
-        rate = tokens / seconds
+        rate = emitted[best] / seconds[best]
 
 
 # A baseline that learns nothing beforehand

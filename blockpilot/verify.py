@@ -5,8 +5,10 @@ parameters, the seed, the absolute position). It carries no generator state, so 
 on its block size, on the batch it ran in, or on speculation at all, at any temperature: exactness is an equality.
 
 Sampling is the exponential race (equivalently Gumbel-max): token v wins with probability softmax(logits / T)[v] when
-it has the smallest E_v / p_v, E_v ~ Exp(1). The noise E_v is a hash of (seed, position, v), computed with wrapping
-int32 arithmetic and hence the same on every device.
+it has the smallest E_v / p_v, E_v ~ Exp(1). The noise E is a hash of (seed, position), computed with wrapping int64
+arithmetic and float64, hence the same on every device. Only what can win is ever computed: tokens arrive at random,
+NUM_ARRIVALS of them are drawn one by one, and all others, which are later than the last of those, are looked at only
+where they are likely enough to win nevertheless.
 
 Verification is DFlash's (arXiv 2602.06036): the target samples every position of the block, drafted tokens are
 accepted while they are equal, and the first that differs is replaced by the target's own, the bonus token.
@@ -18,8 +20,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-_MASK_64 = 2**64 - 1
+GROUP = 64  # tokens
+NUM_ARRIVALS = 256  # drawn one by one: more of them leave fewer tokens that may win after all
+ROUNDING = 1e-3  # of float32 scores, and much more
+_MASK_64, _GAMMA = 2**64 - 1, 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True)
@@ -48,14 +54,16 @@ def keyed_sample(logits: Tensor, positions: Sequence[int], sampling: Sequence[Sa
     `positions` holds the absolute position of the token that is drawn (one past the token that was scored) and
     `sampling` the parameters of the request it belongs to; both have N entries.
     """
-    tokens = logits.float().argmax(dim=-1)  # bfloat16 is several times slower on a CPU
+    logits = logits.float()  # bfloat16 is several times slower on a CPU
+    tokens = _argmax(_grouped(logits))
     drawn = [i for i, s in enumerate(sampling) if s.temperature > 0]
     if drawn:
         index = torch.tensor(drawn, device=logits.device)
-        chosen = [sampling[i] for i in drawn]
-        scores = truncated_scores(logits[index].float(), chosen)
-        scores -= log_exponential_noise([positions[i] for i in drawn], [s.seed for s in chosen], logits)
-        tokens[index] = scores.argmax(dim=-1)
+        scores = truncated_scores(
+            logits if len(drawn) == len(logits) else logits[index], [sampling[i] for i in drawn]
+        )
+        keys = torch.tensor([_key(sampling[i].seed, positions[i]) for i in drawn], device=logits.device)
+        tokens[index] = race(scores, tokens[index], keys)
     return tokens
 
 
@@ -78,42 +86,92 @@ def truncated_scores(logits: Tensor, sampling: Sequence[Sampling]) -> Tensor:
     return scores
 
 
-def log_exponential_noise(positions: Sequence[int], seeds: Sequence[int], like: Tensor) -> Tensor:
-    """log E for independent E ~ Exp(1), keyed by (seed, position, token): [N, V] float32 on `like`'s device."""
-    keys = [_key(seed, position) for seed, position in zip(seeds, positions, strict=True)]
-    first = torch.tensor([_as_int32(k & 0xFFFFFFFF) for k in keys], dtype=torch.int32, device=like.device)
-    second = torch.tensor([_as_int32(k >> 32) for k in keys], dtype=torch.int32, device=like.device)
-    bits = torch.arange(like.shape[-1], dtype=torch.int32, device=like.device) * _as_int32(0x9E3779B9)
-    bits = bits ^ first[:, None]
-    _mix(bits, 0x7FEB352D, 16)
-    bits += second[:, None]
-    _mix(bits, _as_int32(0x846CA68B), 15)
-    _mix(bits, 0x2C1B3C6D, 16)
-    # Unsigned 32 bits to (0, 1): small values keep float32's relative precision, and small E decide the race.
-    uniform = torch.where(bits < 0, bits.float() + 2.0**32, bits.float()).add_(0.5).mul_(2.0**-32)
-    return uniform.neg_().log1p_().neg_().log_()
+def race(scores: Tensor, likeliest: Tensor, keys: Tensor) -> Tensor:
+    """Winners [N] of E_v / exp(scores[v]): scores [N, V] float32, `likeliest` [N] a best one of each, keys [N] int64.
+
+    A Poisson process in which every token arrives at rate 1 gives the noise: E_v is the time of v's first arrival.
+    Its first arrivals are drawn; after them (`horizon`) a token that has not come has an Exp(1) of its own before it,
+    since the process has no memory.
+    """
+    arrived, times = arrivals(keys, scores.shape[-1])
+    horizon = times[:, -1]
+    early, place = (scores.gather(1, arrived) - times.log()).max(dim=1)
+    winners = arrived.gather(1, place[:, None])[:, 0]
+    lead = scores.gather(1, likeliest[:, None])[:, 0] - (horizon + own_times(keys, likeliest)).log()
+    bound = torch.maximum(early, lead) + horizon.log()  # of scores that no time after the horizon can make win
+    row, late = _at_least(_grouped(scores), (bound - ROUNDING).float())
+    values = scores[row, late] - (horizon[row] + own_times(keys[row], late)).log()
+    best = torch.full_like(early, -math.inf).scatter_reduce(0, row, values, "amax")
+    wins = (values == best[row]) & (values > early[row])
+    winners[row[wins]] = late[wins]
+    return winners
 
 
-def _mix(bits: Tensor, multiplier: int, shift: int) -> None:
-    """One round of a 32-bit finaliser, in place: bits ^= bits >> shift (logical); bits *= multiplier."""
-    bits ^= (bits >> shift) & ((1 << (32 - shift)) - 1)
-    bits *= multiplier
+def _grouped(scores: Tensor) -> Tensor:
+    """[N, V] -> [N, groups, GROUP]: the maximum is found many times faster than its place."""
+    short = -scores.shape[1] % GROUP
+    whole = functional.pad(scores, (0, short), value=-math.inf) if short else scores
+    return whole.view(len(scores), -1, GROUP)
+
+
+def _argmax(grouped: Tensor) -> Tensor:
+    """[N, groups, GROUP] -> [N]: the place of a maximum among the flattened groups."""
+    group = grouped.amax(dim=2).argmax(dim=1)
+    return group * GROUP + grouped[torch.arange(len(grouped), device=grouped.device), group].argmax(dim=1)
+
+
+def _at_least(grouped: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows and places of all that reach bound [N] of their row."""
+    row, group = (grouped.amax(dim=2) >= bound[:, None]).nonzero(as_tuple=True)
+    found, inside = (grouped[row, group] >= bound[row, None]).nonzero(as_tuple=True)
+    return row[found], group[found] * GROUP + inside
+
+
+def arrivals(keys: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Tokens and times [N, NUM_ARRIVALS] (int64, float64) of the first arrivals in the processes of keys [N]."""
+    numbers = torch.arange(NUM_ARRIVALS, device=keys.device)
+    gaps = _exponential(_uniform(keys[:, None], numbers)) / vocab_size
+    tokens = (_uniform(keys[:, None], numbers + NUM_ARRIVALS) * vocab_size).long().clamp_max(vocab_size - 1)
+    return tokens, gaps.cumsum(dim=1)
+
+
+def own_times(keys: Tensor, tokens: Tensor) -> Tensor:
+    """How long after the horizon each of the tokens arrives; keys and tokens have one shape."""
+    return _exponential(_uniform(keys, tokens + 2 * NUM_ARRIVALS))
+
+
+def _exponential(uniform: Tensor) -> Tensor:
+    return -torch.log1p(-uniform)
+
+
+def _uniform(keys: Tensor, numbers: Tensor) -> Tensor:
+    """Independent float64 of (0, 1) by key and number (splitmix64 as a counter-based generator)."""
+    bits = keys + numbers * _as_int64(_GAMMA)
+    for shift, multiplier in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        bits = (bits ^ _shifted(bits, shift)) * _as_int64(multiplier)
+    bits = bits ^ _shifted(bits, 31)
+    return (_shifted(bits, 12) + 0.5) * 2.0**-52
+
+
+def _shifted(bits: Tensor, by: int) -> Tensor:
+    """Logical right shift of int64."""
+    return (bits >> by) & ((1 << (64 - by)) - 1)
 
 
 def _key(seed: int, position: int) -> int:
-    """64 bits from (seed, position): two rounds of the splitmix64 finaliser."""
-    return _splitmix64(_splitmix64(seed & _MASK_64) ^ (position & _MASK_64))
+    """64 bits from (seed, position), as int64."""
+    return _as_int64(_splitmix64(_splitmix64(seed & _MASK_64) ^ (position & _MASK_64)))
 
 
 def _splitmix64(x: int) -> int:
-    x = (x + 0x9E3779B97F4A7C15) & _MASK_64
+    x = (x + _GAMMA) & _MASK_64
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK_64
     return x ^ (x >> 31)
 
 
-def _as_int32(x: int) -> int:
-    return x - 2**32 if x >= 2**31 else x
+def _as_int64(x: int) -> int:
+    return x - 2**64 if x >= 2**63 else x
 
 
 def count_accepted(drafted: Sequence[int], chosen: Sequence[int]) -> int:

@@ -45,22 +45,22 @@ def test_a_block_size_pays_by_what_it_costs() -> None:
     assert COSTS.speed_up(1, tau=1.0, rows=4, context=200) == pytest.approx(1.0)
 
 
-def test_rows_that_draft_share_what_they_add() -> None:
-    """Four rows: one that drafts adds 5 - 3, all four add 7 - 3; in between it is linear in their number."""
-    added = COSTS.added_s([1, 3, 5], 4, 100)
-    assert added.shape == (4, 3)
-    together = added * [[1], [2], [3], [4]]
-    assert together[:, 2] == pytest.approx([2, 2 + 2 / 3, 2 + 4 / 3, 4])
-    assert together[:, 1] == pytest.approx([1, 1 + 1 / 3, 1 + 2 / 3, 2])
-    assert together[:, 0] == pytest.approx([0] * 4)
-    assert COSTS.added_s([5], 1, 150).tolist() == [pytest.approx([4.0])]  # one row is all rows
+def test_what_one_row_drafts_and_what_every_token_more_costs() -> None:
+    """Four rows: one block of 5 takes 5 seconds, four of them 7, and have 12 drafted tokens more."""
+    first, each = COSTS.drafting_s([1, 3, 5], 4, 100)
+    assert first == pytest.approx([3, 4, 5])
+    assert each == pytest.approx([0, (5 - 4) / 6, (7 - 5) / 12])
+    first, each = COSTS.drafting_s([5], 1, 150)  # one row is all rows
+    assert (first, each) == (pytest.approx([5.5]), pytest.approx([0]))
 
 
-def test_a_mixed_step_is_a_plain_one_and_what_its_rows_add() -> None:
+def test_the_widest_block_and_the_tokens_say_what_a_mixed_step_costs() -> None:
     assert COSTS.mixed_s([1, 1, 1, 1], 100) == pytest.approx(3)
     assert COSTS.mixed_s([5, 1, 1, 1], 100) == pytest.approx(5)
     assert COSTS.mixed_s([5, 5, 5, 5], 100) == pytest.approx(7)
-    assert COSTS.mixed_s([1, 5, 3, 1], 100) == pytest.approx(3 + (2 + 2 / 3) / 2 + (1 + 1 / 3) / 2)
+    assert COSTS.mixed_s([3, 3, 3, 3], 100) == pytest.approx(5)
+    assert COSTS.mixed_s([1, 5, 3, 1], 100) == pytest.approx(5 + 2 * 2 / 12)
+    assert COSTS.mixed_s([5], 150) == pytest.approx(5.5)
 
 
 @pytest.mark.parametrize(("rows", "context"), [(2, 100), (4, 200), (3, 150)])

@@ -47,6 +47,9 @@ def plain_text(pair: Pair, prompt: Sequence[int], num: int, sampling: Sampling) 
     return tuple(tokens[len(prompt) :])
 
 
+PAD = 256
+
+
 class ScriptedDraft(DraftModel):
     """A draft that knows the text and errs where it is told to: acceptance becomes an oracle's business."""
 
@@ -54,6 +57,7 @@ class ScriptedDraft(DraftModel):
         """text[p] is the token at absolute position p; it drafts another one at positions in `wrong`."""
         self.embedding = pair.target.get_input_embeddings().weight.detach()
         self.text, self.wrong = list(text) + [0] * 64, wrong
+        assert not {PAD - 1, PAD} & {*text}  # the target's embedding of it is zero: no draft could mean it
         return self
 
     def propose(self, block: Tensor, positions: Tensor, cache: SlotView, packing: Packing) -> Tensor:
@@ -88,7 +92,7 @@ def oracle_steps(text: Sequence[int], start: int, block_size: int, wrong: frozen
 def test_every_block_size_emits_the_plain_text_at_every_acceptance(
     tiny_pair: Pair, temperature: float, wrong_every: int
 ) -> None:
-    sampling, num = Sampling(temperature, seed=11), 40
+    sampling, num = Sampling(temperature, seed=14), 40
     expected = plain_text(tiny_pair, PROMPT, num, sampling)
     text = PROMPT + expected
     wrong = frozenset(range(0, len(text), wrong_every))
@@ -101,7 +105,7 @@ def test_every_block_size_emits_the_plain_text_at_every_acceptance(
                 block_size=block_size,
                 max_new_tokens=num,
                 temperature=temperature,
-                seed=11,
+                seed=14,
                 stop_token_ids=NEVER,
             )
         )
@@ -181,8 +185,7 @@ def test_a_stop_string_ends_at_the_token_that_completes_it(tiny_pair: Pair) -> N
     expected = plain_text(tiny_pair, PROMPT, 30, Sampling(1.0, seed=4))
     pair = scripted_pair(tiny_pair, PROMPT + expected, NEVER)
     whole = tiny_pair.tokenizer.decode(expected)
-    printable = next(i for i in range(8, 29) if whole.isascii() or chr(expected[i] + 33).isprintable())
-    stop = tiny_pair.tokenizer.decode(expected[printable : printable + 1])
+    stop = next(char for char in whole[8:] if char.isascii() and char.isprintable() and char not in whole[:8])
     steps = list(
         generate(
             pair,

@@ -8,7 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from blockpilot.verify import Sampling, count_accepted, keyed_sample, log_exponential_noise, truncated_scores
+from blockpilot.verify import (
+    NUM_ARRIVALS,
+    Sampling,
+    arrivals,
+    count_accepted,
+    keyed_sample,
+    own_times,
+    race,
+    truncated_scores,
+)
 
 LOGITS = torch.tensor([1.0, 0.3, -0.7, 2.1, 0.0, -3.0, 1.4])
 
@@ -53,14 +62,50 @@ def test_draws_at_neighbouring_positions_and_seeds_are_independent() -> None:
         assert chisquare(counts.numpy(), (joint.flatten() / joint.sum() * num).numpy()).pvalue > 1e-4
 
 
-def test_noise_of_a_large_vocabulary_is_exponential_in_the_tail_that_decides() -> None:
-    """The smallest of V = 50,000 standard exponentials is exponential with mean 1 / V."""
+@pytest.mark.parametrize("spread", [0.0, 2.0, 6.0])
+def test_distribution_over_more_tokens_than_arrive(spread: float) -> None:
+    """From flat, where the first to arrive mostly wins, to peaked, where it mostly does not."""
+    vocab_size, num, num_bins = 20 * NUM_ARRIVALS, 6_000, 40
+    logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(3)) * spread
+    order = logits.argsort(descending=True)
+    probs = logits.softmax(0)[order].double()
+    bins = torch.empty(vocab_size, dtype=torch.int64)  # of about equal probability, by rank
+    bins[order] = ((probs.cumsum(0) - probs / 2) * num_bins).long().clamp_max(num_bins - 1)
+    expected = torch.zeros(num_bins, dtype=torch.float64).index_add_(0, bins[order], probs)
+    draws = [
+        keyed_sample(logits.expand(500, -1), range(i, i + 500), [Sampling(1.0)] * 500) for i in range(0, num, 500)
+    ]
+    found = torch.bincount(bins[torch.cat(draws)], minlength=num_bins).double()
+    likely = expected * num >= 5
+    counts, wanted = ([*x[likely].tolist(), float(x[~likely].sum())] for x in (found, expected * num))
+    keep = len(wanted) if wanted[-1] > 0 else -1
+    assert chisquare(counts[:keep], [w * sum(counts) / sum(wanted) for w in wanted[:keep]]).pvalue > 1e-4
+
+
+@given(st.integers(1, 3000), st.floats(0.0, 12.0), st.integers(0, 10**6))
+@settings(max_examples=40, deadline=None)
+def test_the_race_is_won_by_whom_a_look_at_all_times_says(vocab_size: int, spread: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn(4, vocab_size, generator=generator) * spread
+    scores[:, torch.rand(vocab_size, generator=generator) < 0.2] = -math.inf
+    scores[:, seed % vocab_size] = 1.0
+    keys = torch.tensor([seed, -seed, 7, 2**62 + seed])
+    found = race(scores, scores.argmax(dim=-1), keys)
+    arrived, times = arrivals(keys, vocab_size)
+    own = own_times(keys[:, None].expand(-1, vocab_size), torch.arange(vocab_size).expand(4, -1))
+    first = (times[:, -1:] + own).scatter_reduce(1, arrived, times, "amin")
+    assert found.equal((scores - first.log()).argmax(dim=-1))
+
+
+def test_arrivals_are_a_poisson_process_over_all_tokens() -> None:
     vocab_size, num = 50_000, 400
-    noise = log_exponential_noise(list(range(num)), [1] * num, torch.empty(1, vocab_size))
-    smallest = noise.double().exp().min(dim=1).values * vocab_size
-    quantiles = (1 - (-smallest).exp()).sort().values
-    uniform = (torch.arange(num) + 0.5) / num
-    assert (quantiles - uniform).abs().max() < 1.63 / math.sqrt(num)  # Kolmogorov-Smirnov, 1%
+    tokens, times = arrivals(torch.arange(num), vocab_size)
+    for seconds in (times[:, 0], times.diff(dim=1)[:, 100]):
+        quantiles = (1 - (-seconds * vocab_size).exp()).sort().values
+        uniform = (torch.arange(num) + 0.5) / num
+        assert (quantiles - uniform).abs().max() < 1.63 / math.sqrt(num)  # Kolmogorov-Smirnov, 1%
+    counts = torch.bincount(tokens.flatten() * 50 // vocab_size, minlength=50)
+    assert chisquare(counts.numpy()).pvalue > 1e-4
 
 
 def test_temperature_zero_is_greedy() -> None:

@@ -111,7 +111,7 @@ def _grouped(scores: Tensor) -> Tensor:
     """[N, V] -> [N, groups, GROUP]: the maximum is found many times faster than its place."""
     short = -scores.shape[1] % GROUP
     whole = functional.pad(scores, (0, short), value=-math.inf) if short else scores
-    return whole.view(len(scores), -1, GROUP)
+    return whole.reshape(len(scores), -1, GROUP)
 
 
 def _argmax(grouped: Tensor) -> Tensor:

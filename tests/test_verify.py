@@ -144,7 +144,7 @@ def slow_truncation(logits: list[float], sampling: Sampling) -> set[int]:
 
 @given(
     st.lists(st.integers(-40, 40), min_size=2, max_size=12, unique=True),
-    st.floats(0.05, 0.999) | st.just(1.0),  # nearer to 1 float32 cannot tell
+    st.floats(0.05, 0.999),  # nearer to 1, and below 1, float32 cannot tell
     st.integers(0, 14),
     st.floats(0.2, 2.0),
 )

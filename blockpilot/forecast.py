@@ -100,8 +100,9 @@ def _most_a_second(tokens: Array, drafted: NDArray[np.int64], first_s: Array, ea
     while True:
         worth = np.where(too_wide, -(_NEVER**2), tokens[:, None] - rate * token_s)  # [row, widest, option]
         options: NDArray[np.int64] = worth.argmax(axis=2)
+        nobody = widest[(options != widest).all(axis=0)]
         loss = worth.max(axis=2) - worth[:, widest, widest]
-        options[loss.argmin(axis=0), widest] = widest  # a row that chose the widest loses nothing
+        options[loss.argmin(axis=0)[nobody], nobody] = nobody
         emitted = tokens[rows[:, None], options].sum(axis=0)
         seconds = first_s + each_s * (drafted[options].sum(axis=0) - drafted)
         best = (emitted - rate * seconds).argmax()

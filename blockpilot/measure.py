@@ -7,7 +7,7 @@ a request costs can be told although it never runs alone.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count, cycle
 
 from blockpilot.engine import Engine, Request, Step
@@ -26,6 +26,10 @@ class Measured:
     num_later_steps: float = 0.0
     later_s: float = 0.0
 
+    def at_pace(self, pace: float) -> "Measured":
+        """What it would have been had the machine taken `pace` times as long."""
+        return replace(self, total_s=self.total_s * pace, later_s=self.later_s * pace)
+
     def totals(self, reference: Sequence[int]) -> Totals:
         """Sums; `reference` is the output that this one is compared with."""
         return Totals(
@@ -40,6 +44,11 @@ class Measured:
             sum_block_sizes=sum(self.block_sizes),
             num_equal=self.output == list(reference),
         )
+
+
+def total_s(measured: Sequence[Measured]) -> float:
+    """Of all of them."""
+    return sum(each.total_s for each in measured)
 
 
 class Flow:

@@ -2,8 +2,9 @@
 
 The prompts of a group queue for the slots of an engine, and the next one begins when one ends, as in a busy server
 (`measure.py`). Every method has an engine of its own, and all take turns, a few tokens each, so that a slow moment of
-the machine falls on all of them. The oracle comes after the others: it really decodes, too, but knows of each prompt
-what every block size gave on it a moment before, so it is a bound and no method.
+the machine falls on all of them. The oracle comes after the others, and AR once more beside it, which tells how fast
+the machine is by then. It really decodes, too, but knows of each prompt what every block size gave on it a moment
+before, so it is a bound and no method.
 """
 
 import hashlib
@@ -21,7 +22,7 @@ from ray.exceptions import RayTaskError
 from blockpilot.costs import StepCosts, dtype_name, measured_up_to
 from blockpilot.engine import Engine, Policy, Request
 from blockpilot.forecast import EVController, StaticForecast
-from blockpilot.measure import Flow, Measured, in_turns
+from blockpilot.measure import Flow, Measured, in_turns, total_s
 from blockpilot.pairs import Pair, PairId
 from blockpilot.policy import CandidateSet, LearnedPolicy, load_policy
 from blockpilot.prompts import Prompt
@@ -33,6 +34,7 @@ from jobs.cluster import actor_options, num_threads
 from jobs.config import PairConfig
 
 AR, POLICY, RANDOM, EV, ORACLE = "AR", "policy", "random", "EV controller", "oracle (bound)"
+METHOD_PREFIX = "B="  # of fixed block sizes
 NUM_WARM_UP_TOKENS = 8
 TOKENS_A_TURN = 8  # of each slot
 
@@ -138,7 +140,9 @@ class Evaluator:
         measured = self._decode(methods[start:] + methods[:start], places, repeat, self._work.max_new_tokens)
         if ORACLE in self.methods:
             self._engines[ORACLE].policy = self._hindsight([measured[name] for name in self._fixed])
-            measured = measured | self._decode([ORACLE], places, repeat, self._work.max_new_tokens)
+            later = self._decode([ORACLE, AR], places, repeat, self._work.max_new_tokens)
+            pace = total_s(measured[AR]) / total_s(later[AR])
+            measured = measured | {ORACLE: [each.at_pace(pace) for each in later[ORACLE]]}
         return [
             Run(method, place, repeat, measured[method][i].totals(reference=measured[AR][i].output))
             for method in self.methods
@@ -218,7 +222,7 @@ def _tau(measured: Measured) -> float:
 
 def method_name(block_size: int) -> str:
     """Of a fixed block size."""
-    return AR if block_size == 1 else f"B={block_size}"
+    return AR if block_size == 1 else f"{METHOD_PREFIX}{block_size}"
 
 
 def _encode(prompt: Prompt, pair: Pair) -> tuple[int, ...]:

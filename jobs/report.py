@@ -24,7 +24,7 @@ from blockpilot.report import Interval, with_range
 from blockpilot.sweep import Summary, least_cost
 from jobs import figures
 from jobs.config import Config, Place, absolute_in_submitted_job, main
-from jobs.evaluate import RESULT_FILE, read_figure, read_figures
+from jobs.evaluate_result import RESULT_FILE, read_figure, read_figures
 from jobs.evaluator import ORACLE, method_name
 from jobs.registry import Registry, kept_for_later
 from jobs.train import TRAINING_FILE

@@ -26,9 +26,9 @@ from blockpilot.records import Metadata, SweepRow, prompt_ids, write_rows
 from blockpilot.report import Comparison, Run, Totals
 from blockpilot.sweep import Summary, decode
 from blockpilot.verify import Sampling
-from jobs import evaluate
+from jobs import evaluate, evaluate_inputs, evaluate_result
 from jobs.config import PairConfig, main
-from jobs.evaluate import EvaluateConfig, Plan, Swept, find_policies, group
+from jobs.evaluate_inputs import EvaluateConfig, Plan, Swept, find_policies, group, read_inputs
 from jobs.evaluator import AR, EV, ORACLE, POLICY, RANDOM, Evaluator, Setting, default_block_sizes
 from jobs.registry import CHAMPION, Registry, Version, model_name
 
@@ -155,10 +155,10 @@ def test_shares_are_those_of_full_batches(
     stay = [dataclasses.replace(request, stop_token_ids=frozenset()) for request in wanted]
     measured = flown(engine, stay)
     assert [len(each.output) for each in measured] == [NUM_TOKENS] * 3
-    for each in measured:  # a step that takes in a prompt emits its first token, and the second
-        assert each.total_s == (NUM_TOKENS - 1) / 2
-        assert each.num_later_steps == each.later_s == (NUM_TOKENS - 2) / 2
-        assert each.num_later_tokens == NUM_TOKENS - 2
+    for each in measured:
+        assert each.total_s == NUM_TOKENS / 2
+        assert each.num_later_steps == each.later_s == (NUM_TOKENS - 1) / 2
+        assert each.num_later_tokens == NUM_TOKENS - 1
     assert engine.idle
 
 
@@ -182,11 +182,11 @@ def test_a_prompt_that_takes_several_steps_pays_for_them(
     clock = iter(range(10_000))
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))  # every step takes one second
     (measured,) = flown(engine, [Request(tuple(range(1, 101)), 2, block_size=1)])
-    assert (measured.total_s, measured.later_s) == (5, 0)  # five parts; the last one emits both tokens
+    assert (measured.total_s, measured.later_s) == (6, 1)  # five parts, of which the last emits a token, and a step
 
 
 def test_flows_take_turns_and_end_together(tiny_pair: Pair, prompts: tuple[Path, list[Prompt]]) -> None:
-    """One emits three tokens a step, the other one: they take turns of six."""
+    """One emits two tokens a step, the other one: they take turns of six."""
     turns: list[str] = []
 
     class Told(Flow):
@@ -199,9 +199,14 @@ def test_flows_take_turns_and_end_together(tiny_pair: Pair, prompts: tuple[Path,
     plain, both = (Told(Engine(tiny_pair, num_slots=n, max_length=256), stay) for n in (1, 2))
     name = {id(plain): "a", id(both): "b"}
     in_turns([plain, both], 6)
-    assert turns[:11] == ["aa", *"aaaa", "bbbb", "bb", "a", *"aaa"]
+    assert turns[:10] == [*"aaaaaa", "bb", "bb", "bb", "a"]
     assert {flow.done for flow in (plain, both)} == {True}
     assert "".join(turns).rindex("b") > len("".join(turns)) // 2
+
+
+def test_a_slower_machine_takes_its_time_from_all_parts() -> None:
+    measured = Measured([1, 2, 3], [2], total_s=4.0, num_later_tokens=2, num_later_steps=1.5, later_s=3.0)
+    assert measured.at_pace(0.5) == Measured([1, 2, 3], [2], 2.0, 2, 1.5, 1.5)
 
 
 def test_equal_texts_are_counted_whole() -> None:
@@ -277,7 +282,7 @@ def test_all_methods_decode_the_same_text_in_an_order_that_rotates(
 
     starts = [(repeat + number) % len(rotating) for repeat, number in places]
     orders = [list(measured) for measured in evaluator.decoded]
-    assert orders == [order for s in starts for order in ([*rotating[s:], *rotating[:s]], [ORACLE])]
+    assert orders == [order for s in starts for order in ([*rotating[s:], *rotating[:s]], [ORACLE, AR])]
     groups = group(texts, concurrency * waves)
     assert [(run.repeat, run.prompt, run.method) for run in runs] == [
         (repeat, place, method) for repeat, number in places for method in methods for place in groups[number]
@@ -286,7 +291,7 @@ def test_all_methods_decode_the_same_text_in_an_order_that_rotates(
     assert sum(run.totals.num_requests for run in runs if run.method == AR) == 2 * len(texts)
 
     def sizes_of(method: str) -> list[list[list[int]]]:
-        return [[each.block_sizes for each in found[method]] for found in evaluator.decoded if method in found]
+        return [[each.block_sizes for each in found[method]] for found in evaluator.decoded[::2]]
 
     assert sizes_of(POLICY) == sizes_of("B=3")  # with the ends that the limit cuts short
     within_an_answer = [set(answer[:-4]) for answers in sizes_of("by-step") for answer in answers]
@@ -607,13 +612,13 @@ def test_best_fixed_is_chosen_before_the_held_out_prompts_are_seen(tiny_pair: Pa
         return Swept(tiny_pair.id, (2, 4), taus)
 
     def chosen(taus: dict[int, float]) -> int:
-        return evaluate._best_fixed(measured, setting, swept(taus))[0]
+        return evaluate_result.best_fixed_of(measured, setting, swept(taus))[0]
 
     assert chosen({2: 1.5, 4: 2.0}) == 4  # 1.25 and 1.33 against 1
     assert chosen({2: 1.5, 4: 1.7}) == 2
     assert chosen({2: 1.1, 4: 1.2, 8: 9.0}) == 1  # 8 was not measured
-    assert evaluate._best_fixed(measured, setting, swept({2: 1.5}))[1] == "the sweep's prompts"
-    assert evaluate._best_fixed(measured, setting, None) == (2, "these prompts")
+    assert evaluate_result.best_fixed_of(measured, setting, swept({2: 1.5}))[1] == "the sweep's prompts"
+    assert evaluate_result.best_fixed_of(measured, setting, None) == (2, "these prompts")
 
 
 def test_taus_of_the_sweep_are_those_of_the_same_temperature(
@@ -631,7 +636,7 @@ def test_taus_of_the_sweep_are_those_of_the_same_temperature(
     write_rows(tmp_path / "hot" / "part.parquet", hot, metadata)
     config = changed(config, sweep=(str(tmp_path / "cold"), str(tmp_path / "hot")))
     for temperature, rows in ((0.0, swept_rows), (5.0, hot), (1.0, [*swept_rows, *hot])):
-        swept = evaluate._read_sweeps(changed(config, temperature=temperature), prompts[1])
+        swept = evaluate_inputs._read_sweeps(changed(config, temperature=temperature), prompts[1])
         assert swept == Swept(tiny_pair.id, CANDIDATES, Summary().add(rows).tau_curve)
 
 
@@ -645,7 +650,7 @@ def saved(
     texts = [Prompt(name, (Message("user", f"{name} {i}"),)) for i, name in enumerate(sets)]
     runs = [one(method, i, by_group[i]) for i in range(len(sets)) for method, by_group in speeds.items()]
     setting = setting_of(pair, *speeds)
-    evaluate._save(config, plan_of(config, texts, **plan), setting, runs)  # type: ignore[arg-type]
+    evaluate_result.save(config, plan_of(config, texts, **plan), setting, runs)  # type: ignore[arg-type]
     return (config.output / "table.md").read_text()
 
 
@@ -785,6 +790,18 @@ def test_bad_input_is_one_line(
     assert message.format(target=target, swept=first) in refused(given, monkeypatch, capsys)
 
 
+@pytest.mark.usefixtures("no_ray", "no_mlflow")
+def test_sweeps_are_of_one_pair(
+    config: EvaluateConfig, tmp_path: Path, swept_rows: list[SweepRow], metadata: Metadata
+) -> None:
+    """Of one name, but of another revision."""
+    other = dataclasses.replace(metadata, pair=metadata.pair._replace(draft_revision="another"))
+    for name, of_sweep in (("one", metadata), ("two", other)):
+        write_rows(tmp_path / name / "part.parquet", swept_rows, of_sweep)
+    with pytest.raises(ValueError, match=r"of one pair wanted, these are of .*another"):
+        read_inputs(changed(config, sweep=(str(tmp_path / "one"), str(tmp_path / "two"))))
+
+
 def test_a_submitted_job_needs_an_absolute_output(config: EvaluateConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
     with pytest.raises(ValueError, match="output x: must be absolute in a submitted job"):
@@ -883,6 +900,8 @@ def test_the_champion_is_measured_beside_every_other_policy(
     assert found("newest", rivals=()) == ([POLICY], 2, None)
     rival = write_policy(policy_dir.parent / "rival", tiny_pair)
     assert found("newest", rivals=(str(rival), CHAMPION)) == ([POLICY, "rival", CHAMPION], 2, 1)
+    namesake = write_policy(policy_dir.parent / "AR", tiny_pair)  # named like another method
+    assert found("newest", rivals=(str(namesake),)) == ([POLICY, str(namesake)], 2, None)
     registry.set_champion(second)
     assert found("newest") == ([POLICY], 2, None)
 
@@ -933,7 +952,7 @@ def measured(
     plan = plan_of(config, prompts[1][:3], policies, None, *numbers)
     evaluator = Watched(config, plan)
     runs = list(measure_all(evaluator.call, config, plan, evaluator.setting.pair))
-    evaluate._save(config, plan, evaluator.setting, runs)
+    evaluate_result.save(config, plan, evaluator.setting, runs)
     return config, version
 
 
@@ -941,7 +960,7 @@ def test_a_version_is_tagged_with_what_it_is_worth_beside_the_champion(
     measured: tuple[EvaluateConfig, Version], registry: Registry
 ) -> None:
     config, version = measured
-    result = evaluate._log(config.output, registry)
+    result = evaluate_result.log(config.output, registry)
     tagged = registry.version(version.name, version.number)
     assert tagged.held_out == result.held_out
     assert tagged.tags["heldout.run_id"] == result.run_id
@@ -968,7 +987,7 @@ def test_figures_of_prompts_that_may_have_been_swept_are_not_recorded_with_the_v
     assert stored["setting"]["shown_held_out"]  # by the prompts that the policy remembers
     stored["setting"]["shown_held_out"] = False
     file.write_text(json.dumps(stored))
-    result = evaluate._log(config.output, registry)
+    result = evaluate_result.log(config.output, registry)
     assert result.held_out is not None
     assert registry.version(version.name, version.number).held_out is None
     assert f"not recorded with version {version.number}: --sweep must show" in capsys.readouterr().out
@@ -985,7 +1004,7 @@ def test_a_store_that_is_lost_costs_no_result(
     with pytest.raises(
         ValueError, match=f"MLflow store .*The results are in {config.output}; --relog logs"
     ) as caught:
-        evaluate._log(config.output, registry)
+        evaluate_result.log(config.output, registry)
     assert "\n" not in str(caught.value)
     assert {path: path.read_bytes() for path in config.output.glob("*.*")} == written
     (tmp_path / "mlflow.db").write_bytes(whole)
@@ -1004,7 +1023,7 @@ def test_artifacts_that_cannot_be_stored_cost_no_result(
     shutil.rmtree(tmp_path / "mlartifacts")
     (tmp_path / "mlartifacts").write_text("no directory")
     with pytest.raises(ValueError, match=f"The results are in {config.output}; --relog logs them later"):
-        evaluate._log(config.output, registry)
+        evaluate_result.log(config.output, registry)
     (tmp_path / "mlartifacts").unlink()
     result = evaluate.run(changed(config, relog=True))
     assert registry.version(version.name, version.number).held_out == result.held_out

@@ -140,6 +140,7 @@ def test_equals_take_the_smallest() -> None:
     assert choose([wide], doubling, 50) == [1]
     assert choose([wide, flat], free, 50) == [2, 1]
     assert choose([wide, flat], None, 50) == [2, 1]
+    assert choose([flat, wide], free, 50) == [1, 2]  # whoever comes first
 
 
 def test_load_fades_speculation_out() -> None:

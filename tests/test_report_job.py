@@ -15,8 +15,8 @@ from blockpilot.prompts import Message, Prompt
 from blockpilot.records import SweepRow, write_rows
 from blockpilot.report import Run, Totals
 from blockpilot.sweep import least_cost
-from jobs import evaluate
-from jobs.evaluate import EvaluateConfig, Plan
+from jobs import evaluate_inputs, evaluate_result
+from jobs.evaluate_inputs import EvaluateConfig, Plan
 from jobs.evaluator import ORACLE, POLICY, Setting
 from jobs.registry import Registry
 from jobs.report import Ceiling, ReportConfig, run
@@ -43,7 +43,7 @@ def _store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def write_evaluation(folder: Path, temperature: float = 0.0) -> Path:
     """What jobs/evaluate.py leaves, for runs of these speeds on two sets of two prompts."""
     prompts = tuple(Prompt(name, (Message("user", f"<{name}> {i}"),)) for name in ("maths", "code") for i in range(2))
-    plan = Plan(prompts, evaluate.group(prompts, 1), None, {POLICY: folder}, None, None)
+    plan = Plan(prompts, evaluate_inputs.group(prompts, 1), None, {POLICY: folder}, None, None)
     methods = {name: {"AR": 1, "B=2": 2, "B=4": 4}.get(name) for name in SPEEDS}
     setting = Setting(PAIR, "float32", "cpu", 1, methods, COSTS, 64, {})
     runs = [
@@ -51,7 +51,7 @@ def write_evaluation(folder: Path, temperature: float = 0.0) -> Path:
         for number, (name, speed) in product(range(len(prompts)), SPEEDS.items())
     ]
     config = EvaluateConfig(prompts=("demo",), temperature=temperature, output=folder)
-    evaluate._save(config, plan, setting, runs)
+    evaluate_result.save(config, plan, setting, runs)
     return folder
 
 

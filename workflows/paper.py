@@ -17,7 +17,7 @@ from pydantic import Field
 from blockpilot.pairs import NAMED_PAIRS
 from jobs import serve
 from jobs.config import Config, PairConfig, Resources
-from jobs.evaluate import NEWEST, EvaluateConfig
+from jobs.evaluate_inputs import NEWEST, EvaluateConfig
 from jobs.promote import PromoteConfig
 from jobs.registry import model_name
 from jobs.serve import ServeConfig

@@ -9,6 +9,8 @@ from blockpilot.report import markdown
 from jobs import evaluate, promote, serve, sweep, train
 from jobs.cluster import connect
 from jobs.config import Config
+from jobs.evaluate_inputs import EvaluateConfig
+from jobs.evaluate_result import EvaluateResult
 
 
 class Pipeline(Config):
@@ -16,7 +18,7 @@ class Pipeline(Config):
 
     sweep: sweep.SweepConfig
     train: train.TrainConfig
-    evaluate: evaluate.EvaluateConfig
+    evaluate: EvaluateConfig
     promote: promote.PromoteConfig
     serve: serve.ServeConfig
 
@@ -44,7 +46,7 @@ class Stopwatch:
 class Learned(NamedTuple):
     """What came of the stages before serving."""
 
-    measured: evaluate.EvaluateResult
+    measured: EvaluateResult
     promotion: promote.PromoteResult
 
 

@@ -22,7 +22,7 @@ from jobs import evaluate, report, sweep, train
 from jobs.answers import AnswersConfig, AnswerWorker
 from jobs.cluster import connect, pooled
 from jobs.config import Config, PairConfig, Resources, main
-from jobs.evaluate import EvaluateConfig
+from jobs.evaluate_inputs import EvaluateConfig
 from jobs.report import ReportConfig
 from jobs.sweep import SweepConfig
 from jobs.train import TrainConfig

@@ -17,7 +17,7 @@ from pydantic import Field
 from blockpilot.prompts import Message, Prompt, load_prompts, save_prompts, split
 from jobs import serve
 from jobs.config import Config, PairConfig, Resources, main
-from jobs.evaluate import NEWEST, EvaluateConfig
+from jobs.evaluate_inputs import NEWEST, EvaluateConfig
 from jobs.promote import PromoteConfig
 from jobs.registry import model_name
 from jobs.serve import ServeConfig

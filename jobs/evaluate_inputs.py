@@ -1,0 +1,247 @@
+"""What jobs/evaluate.py is told, and what it makes of that before Ray starts: prompts, groups, policies.
+
+All that can be wrong with a configuration is found here, before a model is loaded.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import Field, field_validator
+
+from blockpilot.examples import prompt_key
+from blockpilot.pairs import PairId
+from blockpilot.policy import load_policy
+from blockpilot.prompts import Prompt, load_prompts
+from blockpilot.records import prompt_ids, read_parts
+from blockpilot.sweep import MAX_BLOCK_SIZE, Summary
+from jobs.config import Config, PairConfig, Place
+from jobs.evaluator import AR, EV, METHOD_PREFIX, ORACLE, POLICY, RANDOM
+from jobs.registry import CHAMPION, Registry, Version, model_name
+from jobs.train import PROMPTS_FILE
+
+NEWEST, NO_POLICY = "newest", "none"
+BASELINES = {"random": RANDOM, "ev": EV, "oracle": ORACLE}
+
+
+class EvaluateConfig(Config):
+    """Which methods to measure, on which prompts, and how."""
+
+    pair: PairConfig = PairConfig()
+    prompts: tuple[str, ...] = Field(min_length=1)
+    """Prompt sets by name, and files (.jsonl, .parquet, .txt); none that the policy has learned from."""
+    num_prompts: int | None = Field(default=None, ge=1)
+    """Prompts of each set and file; all of them by default."""
+    shuffle_seed: int = 0
+    """Draws which prompts of a set come first."""
+    policy: str = CHAMPION
+    """"champion" or "newest" of the registry, the directory of a policy, or "none"."""
+    rivals: tuple[str, ...] = (CHAMPION,)
+    """Policies to measure beside it: directories, and "champion" (left out where there is no other)."""
+    baselines: tuple[str, ...] = ("random", "ev", "oracle")
+    """What else to measure: random, ev, oracle; none by `--baselines` alone."""
+    block_sizes: tuple[int, ...] | None = None
+    """Fixed block sizes, ascending. Default: the policy's candidates, or quarters of the draft's trained one."""
+    sweep: tuple[Place, ...] = ()
+    """Sweeps that the policy learned from: their prompts are refused, and the best fixed block size is theirs."""
+    temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """0 is greedy."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus of the target's distribution; 1 is all of it."""
+    seed: int = Field(default=1, ge=-(2**62), lt=2**62)
+    """Seed of the sampler, another than the sweep's; each repeat adds one."""
+    max_new_tokens: int = Field(default=128, ge=2)
+    """Tokens of an answer at most."""
+    concurrency: int = Field(default=1, ge=1)
+    """Requests decoded together; when one ends, the next one begins."""
+    waves: int = Field(default=4, ge=1)
+    """Prompts of a group, which share a queue, over the concurrency: the more, the less its end counts."""
+    repeats: int = Field(default=1, ge=1)
+    """Times that everything is run."""
+    output: Path = Path("runs/evaluate")
+    """Directory of the result; an absolute path in a submitted job."""
+    accelerator_type: str | None = None
+    """Run on a GPU of this type. Otherwise a GPU where there are any."""
+    num_cpus: float = Field(default=1.0, gt=0)
+    """CPU cores; also torch threads (at least one)."""
+    relog: bool = False
+    """Measure nothing: tell MLflow of the finished evaluation in `output`."""
+
+    @field_validator("block_sizes")
+    @classmethod
+    def _check_block_sizes(cls, sizes: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if sizes is not None and (sorted(set(sizes)) != list(sizes) or not sizes or sizes[0] < 2):
+            raise ValueError(f"{sizes}: must be ascending and at least 2 (1 is AR, which is always measured)")
+        if sizes and sizes[-1] > MAX_BLOCK_SIZE:
+            raise ValueError(f"{sizes}: must be at most {MAX_BLOCK_SIZE}")
+        return sizes
+
+    @field_validator("baselines")
+    @classmethod
+    def _check_baselines(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if unknown := sorted(set(names) - set(BASELINES)):
+            raise ValueError(f"{unknown[0]!r}: must be of {', '.join(BASELINES)}")
+        return names
+
+
+class Swept(NamedTuple):
+    """What is used of sweeps."""
+
+    pair: PairId
+    candidates: tuple[int, ...]
+    taus: dict[int, float]
+
+
+class Plan(NamedTuple):
+    """What to do, checked before any model is loaded."""
+
+    prompts: tuple[Prompt, ...]
+    groups: tuple[tuple[int, ...], ...]
+    """Places of the prompts that share a queue; all of one set."""
+    sweep: Swept | None
+    policies: dict[str, Path]
+    version: Version | None  # of the policy, when it is a registered one
+    champion: int | None  # number of the version that is measured beside it
+
+
+def plan(config: EvaluateConfig, prompts: tuple[Prompt, ...], swept: Swept | None, registry: Registry) -> Plan:
+    """What to do with inputs that were read. Raises ValueError for policies that do not fit them."""
+    groups = group(prompts, config.concurrency * config.waves)
+    found = Plan(prompts, groups, swept, *find_policies(config, registry))
+    _check_held_out(found)
+    return found
+
+
+def read_inputs(config: EvaluateConfig) -> tuple[tuple[Prompt, ...], Swept | None]:
+    """The prompts, and the sweeps if there are any. Raises ValueError where they do not fit the configuration."""
+    config.pair.names()
+    drawn = [p for name in config.prompts for p in load_prompts(name, config.num_prompts, config.shuffle_seed)]
+    prompts = tuple({prompt.text: prompt for prompt in drawn}.values())
+    if len(prompts) < 2:
+        raise ValueError(f"{len(prompts)} prompts: intervals need at least two")
+    return prompts, _read_sweeps(config, prompts) if config.sweep else None
+
+
+def group(prompts: Sequence[Prompt], num: int) -> tuple[tuple[int, ...], ...]:
+    """Places of prompts that share a queue, so many at most, set by set."""
+    by_set: dict[str, list[int]] = {}
+    for place, prompt in enumerate(prompts):
+        by_set.setdefault(prompt.set, []).append(place)
+    return tuple(tuple(places[i : i + num]) for places in by_set.values() for i in range(0, len(places), num))
+
+
+def _read_sweeps(config: EvaluateConfig, prompts: Sequence[Prompt]) -> Swept:
+    texts, summary, fitting, pairs = {prompt.text for prompt in prompts}, Summary(), Summary(), set[PairId]()
+    for place in config.sweep:
+        for part in read_parts(place):
+            _check_names(f"sweep {place}", part.metadata.pair, config)
+            pairs.add(part.metadata.pair)
+            seen = [row for row in part.rows if row.prompt in texts]
+            if seen:
+                raise ValueError(
+                    f"{len(seen)} of {len(prompts)} prompts are in sweep {place} and so not held out; "
+                    f"the first: {seen[0].prompt_id} {seen[0].prompt[:60]!r}"
+                )
+            if config.seed <= part.metadata.config["seed"] < config.seed + config.repeats:
+                raise ValueError(
+                    f"seed {config.seed}: must be another than the sweep's {part.metadata.config['seed']}"
+                )
+            if config.block_sizes and not set(config.block_sizes) & set(part.metadata.candidates):
+                raise ValueError(
+                    f"block_sizes {config.block_sizes}: none is a candidate of the sweep {part.metadata.candidates}"
+                )
+            summary.add(part.rows)
+            fitting.add([row for row in part.rows if row.temperature == config.temperature])
+    if len(pairs) > 1:
+        raise ValueError(f"sweeps {config.sweep}: of one pair wanted, these are of {' and '.join(map(str, pairs))}")
+    metadata = part.metadata
+    taus = (fitting if fitting.num_rows else summary).tau_curve
+    return Swept(metadata.pair, tuple(metadata.candidates), taus)
+
+
+def _check_names(what: str, made_for: PairId, config: EvaluateConfig) -> None:
+    target, draft = config.pair.models
+    if (made_for.target, made_for.draft) != (target, draft):
+        raise ValueError(
+            f"{what}: made for target {made_for.target} with draft {made_for.draft}; "
+            f"to be evaluated: target {target} with draft {draft}"
+        )
+
+
+def find_policies(config: EvaluateConfig, registry: Registry) -> tuple[dict[str, Path], Version | None, int | None]:
+    """Directories of the policy and its rivals by the name of the method; the policy's version and the champion's.
+
+    Raises ValueError where there is no such policy or it is for other models.
+    """
+    if config.policy == NO_POLICY:
+        return {}, None, None
+    version = None
+    directory = Path(config.policy).absolute()
+    if config.policy in (CHAMPION, NEWEST):
+        version = _find_version(config, registry)
+        directory = _download(config, registry, version)
+    policies, champion = {POLICY: directory}, None
+    for rival in config.rivals:
+        if rival == CHAMPION:
+            found = _find_champion(config, registry)
+            if found is not None and found != version:
+                policies[CHAMPION], champion = _download(config, registry, found), found.number
+        else:
+            name = Path(rival).name
+            taken = name in (*policies, CHAMPION, AR, *BASELINES.values()) or name.startswith(METHOD_PREFIX)
+            policies[str(rival) if taken else name] = Path(rival).absolute()
+    for name, place in list(policies.items()):
+        try:
+            made_for = load_policy(place).info.pair
+        except ValueError as error:
+            if name != CHAMPION:
+                raise
+            print(f"evaluate: the champion is left out: {error}")
+            del policies[CHAMPION]
+            champion = None
+            continue
+        if name == POLICY:  # rivals of another pair are left out when it is loaded
+            _check_names(f"policy {place}", made_for, config)
+    return policies, version, champion
+
+
+def _download(config: EvaluateConfig, registry: Registry, version: Version) -> Path:
+    return registry.download(version, config.output / f"{version.name}-{version.number}")
+
+
+def _find_champion(config: EvaluateConfig, registry: Registry) -> Version | None:
+    try:
+        return registry.find_champion(model_name(config.pair.models[0]))
+    except ValueError:  # no such model
+        return None
+
+
+def _find_version(config: EvaluateConfig, registry: Registry) -> Version:
+    name = model_name(config.pair.models[0])
+    try:
+        if config.policy == CHAMPION:
+            return registry.champion(name)
+        return registry.versions(name)[-1]
+    except (ValueError, IndexError) as error:
+        reason = f"{name} has no versions" if isinstance(error, IndexError) else str(error)
+        raise ValueError(f"{reason}. Give the directory of a policy, or --policy {NO_POLICY}") from None
+
+
+def _check_held_out(plan: Plan) -> None:
+    """Raise ValueError where a policy remembers to have been trained on one of the prompts."""
+    for directory in plan.policies.values():
+        known = training_prompts(directory)
+        seen = [prompt for prompt in plan.prompts if prompt_key(prompt.text) in known]
+        if seen:
+            key = prompt_ids(seen[0], 0, 0.0)[0]
+            raise ValueError(
+                f"{len(seen)} of {len(plan.prompts)} prompts are among those that policy {directory} was trained on; "
+                f"the first: {key} {seen[0].text[:60]!r}"
+            )
+
+
+def training_prompts(directory: Path) -> set[str]:
+    """Keys of the prompts that a policy remembers to have been trained on."""
+    file = directory / PROMPTS_FILE
+    return set(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else set()

@@ -1,0 +1,227 @@
+"""What jobs/evaluate.py has measured: figures, table and conclusions, on disk and in MLflow."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib.metadata import version as package_version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from blockpilot.files import write_text
+from blockpilot.report import Comparison, Figures, Interval, Run, cells, fastest_block_size, markdown, with_range
+from jobs.evaluate_inputs import EvaluateConfig, Plan, Swept, training_prompts
+from jobs.evaluator import AR, ORACLE, POLICY, Setting, method_name
+from jobs.registry import CHAMPION, HeldOut, Registry, Version, kept_for_later
+
+RESULT_FILE, TABLE_FILE = "evaluation.json", "table.md"
+
+
+class EvaluateResult(NamedTuple):
+    """What was measured."""
+
+    figures: list[Figures]  # AR first, then block sizes ascending, baselines, policies, and the oracle
+    best_fixed: int
+    best_fixed_chosen_on: str
+    held_out: HeldOut | None  # None without a policy
+    table: str  # with caption and conclusions
+    output: Path
+    run_id: str
+
+
+def save(config: EvaluateConfig, plan: Plan, setting: Setting, runs: Sequence[Run]) -> None:
+    """Work out the figures and write them, with all that MLflow is to know."""
+    comparison = Comparison(runs, seed=config.seed)
+    best, chosen_on = best_fixed_of(comparison, setting, plan.sweep)
+    champion = plan.champion if CHAMPION in setting.block_sizes else None
+    held_out = _held_out(comparison, method_name(best), champion) if POLICY in setting.block_sizes else None
+    by_set = _by_set(config, plan, runs, setting, best)
+    figures = comparison.figures(AR)
+    shown = bool(plan.sweep) or any(training_prompts(directory) for directory in plan.policies.values())
+    table = _describe(config, plan, setting, figures, by_set, best, chosen_on, held_out, shown)
+    content = {
+        "config": config.model_dump(mode="json"),
+        "setting": setting._asdict()
+        | {"pair": setting.pair._asdict(), "costs": json.loads(setting.costs.to_json()), "shown_held_out": shown},
+        "versions": {name: package_version(name) for name in ("torch", "transformers")},
+        "policy_version": plan.version._asdict() if plan.version else None,
+        "best_fixed": {"block_size": best, "chosen_on": chosen_on},
+        "held_out": asdict(held_out) if held_out else None,
+        "figures": [{name: plain(value) for name, value in asdict(row).items()} for row in figures],
+        "by_set": {name: {method: plain(ratio) for method, ratio in row.items()} for name, row in by_set.items()},
+        "table": table,
+        "prompts": [{"set": prompt.set, "text": prompt.text} for prompt in plan.prompts],
+        "runs": [run._asdict() | {"totals": asdict(run.totals)} for run in runs],
+    }
+    write_text(config.output / RESULT_FILE, json.dumps(content, indent=1) + "\n")
+    write_text(config.output / TABLE_FILE, table + "\n")
+
+
+def log(output: Path, registry: Registry) -> EvaluateResult:
+    """Show the result that `output` holds, and tell MLflow of it."""
+    if not (output / RESULT_FILE).exists():
+        raise ValueError(f"output {output}: no {RESULT_FILE}, nothing to log")
+    found = json.loads((output / RESULT_FILE).read_text(encoding="utf-8"))
+    print(found["table"], flush=True)
+    figures = [read_figures(row) for row in found["figures"]]
+    held_out = HeldOut(**found["held_out"]) if found["held_out"] else None
+    version = Version(**found["policy_version"]) if found["policy_version"] else None
+    best = found["best_fixed"]
+    with kept_for_later(registry.uri, output), registry.log_run("evaluate") as record:
+        record.log_params(found["config"])
+        record.log_tags(found["setting"]["pair"] | {"best_fixed_block_size": best["block_size"]})
+        record.log_metrics(_metrics(figures))
+        record.log_table([cells(row) for row in figures], "table.json")
+        for name in (TABLE_FILE, RESULT_FILE):
+            record.log_artifact(output / name)
+        if version and held_out and found["setting"]["shown_held_out"]:
+            registry.log_held_out(version, held_out)
+            registry.tag_version(version, {"heldout.run_id": record.id})
+    if version and not found["setting"]["shown_held_out"]:
+        print(f"evaluate: not recorded with version {version.number}: --sweep must show the prompts held out")
+    return EvaluateResult(figures, best["block_size"], best["chosen_on"], held_out, found["table"], output, record.id)
+
+
+def plain(value: Any) -> Any:
+    """A figure for JSON, which has no NaN."""
+    if isinstance(value, Interval):
+        return {name: plain(part) for name, part in value._asdict().items()}
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def read_figures(row: Mapping[str, Any]) -> Figures:
+    """The inverse of `plain` for a method's row."""
+    return Figures(**{name: read_figure(value) for name, value in row.items()})
+
+
+def read_figure(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return Interval(**{name: read_figure(part) for name, part in value.items()})
+    return math.nan if value is None else value
+
+
+def best_fixed_of(comparison: Comparison, setting: Setting, sweep: Swept | None) -> tuple[int, str]:
+    """The fastest fixed block size (1 is AR), and on which prompts it was chosen.
+
+    With a sweep, by tau on its prompts over the seconds of a step here: the choice has not seen the held-out
+    prompts. Otherwise by what was measured on them.
+    """
+    fixed = {size: method for method, size in setting.block_sizes.items() if size is not None}
+    step_s = {size: comparison.figure("step_s", method).value for size, method in fixed.items()}
+    if sweep is not None:
+        return fastest_block_size({1: 1.0} | sweep.taus, step_s), "the sweep's prompts"
+    speed = {size: comparison.figure("tokens_per_s", method).value for size, method in fixed.items()}
+    return fastest_block_size(speed, dict.fromkeys(speed, 1.0)), "these prompts"
+
+
+def _held_out(comparison: Comparison, best_fixed: str, champion: int | None) -> HeldOut:
+    ratio = comparison.ratio("tokens_per_s", POLICY, best_fixed)
+    over = comparison.ratio("tokens_per_s", POLICY, CHAMPION) if champion else None
+    return HeldOut(
+        policy_tau=comparison.figure("tau", POLICY).value,
+        best_fixed_tau=comparison.figure("tau", best_fixed).value,
+        policy_speed=comparison.figure("tokens_per_s", POLICY).value,
+        best_fixed_speed=comparison.figure("tokens_per_s", best_fixed).value,
+        speed_ratio_low=ratio.low,
+        speed_ratio_high=ratio.high,
+        champion=champion or 0,
+        champion_ratio=over.value if over else 0.0,
+        champion_ratio_low=over.low if over else 0.0,
+        champion_ratio_high=over.high if over else 0.0,
+    )
+
+
+def _by_set(
+    config: EvaluateConfig, plan: Plan, runs: Sequence[Run], setting: Setting, best: int
+) -> dict[str, dict[str, Interval]]:
+    """For every set, and for all of them, the speed of each method over that of the best fixed block size."""
+    names = list(dict.fromkeys(prompt.set for prompt in plan.prompts))
+    of_sets = {name: [run for run in runs if plan.prompts[run.prompt].set == name] for name in names}
+    if len(names) > 1:
+        of_sets["all"] = list(runs)
+    return {
+        name: {method: comparison.ratio("tokens_per_s", method, method_name(best)) for method in setting.block_sizes}
+        for name, some in of_sets.items()
+        if len({run.prompt for run in some}) > 1
+        for comparison in [Comparison(some, seed=config.seed)]
+    }
+
+
+def _describe(
+    config: EvaluateConfig,
+    plan: Plan,
+    setting: Setting,
+    figures: Sequence[Figures],
+    by_set: Mapping[str, Mapping[str, Interval]],
+    best: int,
+    chosen_on: str,
+    held_out: HeldOut | None,
+    shown_held_out: bool,
+) -> str:
+    """Caption, tables and what follows from them."""
+    threads = f", {setting.num_threads} thread{'s' * (setting.num_threads > 1)}" if setting.device == "cpu" else ""
+    prompts = f"{len(plan.prompts)} {'held-out ' if shown_held_out else ''}prompts"
+    together = "one at a time" if config.concurrency == 1 else f"{config.concurrency} at a time"
+    times = "once" if config.repeats == 1 else f"{config.repeats} times"
+    caption = (
+        f"{setting.pair.target} with {setting.pair.draft}, {setting.dtype} on {setting.device}{threads}: "
+        f"{prompts}, {together}, {times}; {config.max_new_tokens} tokens at most, "
+        f"temperature {config.temperature:g}. In brackets: 95% intervals over prompts."
+    )
+    lines = [caption, "", markdown([cells(row) for row in figures]), ""]
+    lines.append(f"Best fixed block size: {best}{' (AR)' * (best == 1)}, chosen on {chosen_on}.")
+    compared = [m for m, size in setting.block_sizes.items() if size is None]
+    if len(by_set) > 1 and compared:
+        lines += ["", f"Speed over that of B={best}, by prompt set:", "", _set_table(by_set, compared), ""]
+    if held_out is not None:
+        ratio = held_out.policy_speed / held_out.best_fixed_speed
+        lines.append(
+            f"Policy over best fixed: {ratio:.3f} of its tokens/s "
+            f"({held_out.speed_ratio_low:.3f} to {held_out.speed_ratio_high:.3f}), "
+            f"{held_out.policy_tau / held_out.best_fixed_tau:.3f} of its tau."
+        )
+        lines += _beside(figures, held_out)
+    return "\n".join(lines)
+
+
+def _set_table(by_set: Mapping[str, Mapping[str, Interval]], methods: Sequence[str]) -> str:
+    return markdown(
+        [{"prompts": name, **{m: with_range(row[m], 3) for m in methods}} for name, row in by_set.items()]
+    )
+
+
+def _beside(figures: Sequence[Figures], held_out: HeldOut) -> list[str]:
+    """What the policy is worth beside the champion and the oracle."""
+    lines = []
+    if held_out.champion:
+        lines.append(
+            f"Policy over champion version {held_out.champion:g}: {held_out.champion_ratio:.3f} of its tokens/s "
+            f"({held_out.champion_ratio_low:.3f} to {held_out.champion_ratio_high:.3f})."
+        )
+    oracle = next((row.tokens_per_s.value for row in figures if row.method == ORACLE), None)
+    if oracle is not None:
+        fixed, policy = held_out.best_fixed_speed, held_out.policy_speed
+        captured = (
+            f"captures {(policy - fixed) / (oracle - fixed):.0%} of that" if oracle > fixed else "has none to capture"
+        )
+        lines.append(
+            f"Oracle, one block size for each prompt, known in hindsight: {oracle / fixed:.3f} of the best "
+            f"fixed tokens/s. The policy {captured}; its regret is {1 - policy / oracle:.1%} of them."
+        )
+    return lines
+
+
+def _metrics(figures: Sequence[Figures]) -> dict[str, float]:
+    """Names as MLflow allows them: 'B=4' -> 'B4.tau', 'B4.tau_low', ..."""
+    metrics: dict[str, float] = {}
+    for row in figures:
+        for name, value in asdict(row).items():
+            key = f"{row.method.translate(_NOT_IN_A_NAME)}.{name}"
+            if isinstance(value, Interval):
+                metrics |= {key: value.value, f"{key}_low": value.low, f"{key}_high": value.high}
+            elif not isinstance(value, str):
+                metrics[key] = value
+    return metrics
+
+
+_NOT_IN_A_NAME = str.maketrans("", "", "=()")

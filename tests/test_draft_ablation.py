@@ -33,7 +33,7 @@ def test_a_table_of_two_variants(tiny_pair_dirs: tuple[Path, Path], tmp_path: Pa
     prompts.write_text("".join(f"say the number {i}\n" for i in range(24)))
     arguments = f"""--target {tiny_pair_dirs[0]} --prompts {prompts} --held-out 0.3 --max-new-tokens 12
         --mask-token <mask> --target-layer-ids 1 3 --num-sampled 64 --num-anchors 4 --answers {tmp_path / "answers"}
-        --output {tmp_path / "ablation"} --variants base"""
+        --temperatures 0 --output {tmp_path / "ablation"} --variants base"""
     command = [sys.executable, str(ROOT / "workflows" / "draft_ablation.py"), *arguments.split(), "1 layer"]
     environment = {k: v for k, v in os.environ.items() if k not in ("MLFLOW_TRACKING_URI", "RAY_ADDRESS")}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)

@@ -138,15 +138,18 @@ def test_a_killed_replica_ends_its_streams_with_an_error_and_its_whole_requests_
 
 def test_a_full_queue_is_429_in_under_a_second_and_what_was_accepted_ends(server: Server, name: str) -> None:
     """Four times as many as there are places, at once."""
-    headers = {"Authorization": f"Bearer {KEY}"}
     body = LONG | {"max_tokens": 200}
+    limits = httpx.Limits(max_connections=32)
+    with (
+        httpx.Client(headers={"Authorization": f"Bearer {KEY}"}, timeout=120, limits=limits) as client,
+        ThreadPoolExecutor(32) as pool,
+    ):
 
-    def post(_: int) -> tuple[int, float, str | None]:
-        started = time.monotonic()
-        response = httpx.post(f"{server.url}/completions", json=body, headers=headers, timeout=120)
-        return response.status_code, time.monotonic() - started, response.headers.get("retry-after")
+        def post(_: int) -> tuple[int, float, str | None]:
+            started = time.monotonic()
+            response = client.post(f"{server.url}/completions", json=body)
+            return response.status_code, time.monotonic() - started, response.headers.get("retry-after")
 
-    with ThreadPoolExecutor(32) as pool:
         answers = list(pool.map(post, range(32)))
     refused = [(seconds, retry) for status, seconds, retry in answers if status == 429]
     assert [status for status, _, _ in answers].count(200) == 32 - len(refused)

@@ -36,7 +36,7 @@ from jobs.config import PairConfig
 AR, POLICY, RANDOM, EV, ORACLE = "AR", "policy", "random", "EV controller", "oracle (bound)"
 METHOD_PREFIX = "B="  # of fixed block sizes
 NUM_WARM_UP_TOKENS = 8
-TOKENS_A_TURN = 8  # of each slot
+TOKENS_A_TURN = 2  # of each slot: the shorter, the more alike is what the machine does to all methods
 
 
 class Work(NamedTuple):

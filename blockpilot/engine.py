@@ -267,16 +267,17 @@ class Engine:
         if features is not None:
             contexts = self._take_in(features, can_wait=prompts is None and parts[0].packing.width == 1)
         num_blocks = 0 if blocks is None else blocks.packing.num_tokens
-        read, through = list(range(num_blocks)), list[_Row]()
+        through, read = list[_Row](), hidden[:num_blocks]
         if prompts is not None:
-            through, last = self._advance(prompts)
-            read += [num_blocks + i for i in last]
-        logits = self._target.logits(hidden[read])
+            through, places = self._advance(prompts)
+            last = [num_blocks + place for place in places]
+            read = torch.cat([read, hidden[last]])
+        logits = self._target.logits(read)
         steps = []
         if blocks is not None:
             steps += self._confirm(blocks, logits[:num_blocks], contexts)
         if through:
-            last_contexts = None if contexts is None else contexts[read[num_blocks:]].float()
+            last_contexts = None if contexts is None else contexts[last].float()
             steps += self._begin(through, logits[num_blocks:].float(), last_contexts)
         self._retire()
         return steps

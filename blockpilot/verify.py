@@ -25,7 +25,13 @@ from torch.nn import functional
 GROUP = 64  # tokens
 NUM_ARRIVALS = 256  # drawn one by one: more of them leave fewer tokens that may win after all
 ROUNDING = 1e-3  # of float32 scores, and much more
-_MASK_64, _GAMMA = 2**64 - 1, 0x9E3779B97F4A7C15
+
+
+def _as_int64(x: int) -> int:
+    return x - 2**64 if x >= 2**63 else x
+
+
+_GAMMA = _as_int64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,8 @@ def keyed_sample(logits: Tensor, positions: Sequence[int], sampling: Sequence[Sa
         scores = truncated_scores(
             logits if len(drawn) == len(logits) else logits[index], [sampling[i] for i in drawn]
         )
-        keys = torch.tensor([_key(sampling[i].seed, positions[i]) for i in drawn], device=logits.device)
+        seeds, places = ([of_one[i] for i in drawn] for of_one in ([s.seed for s in sampling], positions))
+        keys = _keys(*(torch.tensor(numbers, device=logits.device) for numbers in (seeds, places)))
         tokens[index] = race(scores, tokens[index], keys)
     return tokens
 
@@ -146,32 +153,24 @@ def _exponential(uniform: Tensor) -> Tensor:
 
 def _uniform(keys: Tensor, numbers: Tensor) -> Tensor:
     """Independent float64 of (0, 1) by key and number (splitmix64 as a counter-based generator)."""
-    bits = keys + numbers * _as_int64(_GAMMA)
+    return (_shifted(_mixed(keys + numbers * _GAMMA), 12) + 0.5) * 2.0**-52
+
+
+def _keys(seeds: Tensor, positions: Tensor) -> Tensor:
+    """64 bits from (seed, position): two steps of splitmix64. All three are int64 [N]."""
+    return _mixed((_mixed(seeds + _GAMMA) ^ positions) + _GAMMA)
+
+
+def _mixed(bits: Tensor) -> Tensor:
+    """The finaliser of splitmix64."""
     for shift, multiplier in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         bits = (bits ^ _shifted(bits, shift)) * _as_int64(multiplier)
-    bits = bits ^ _shifted(bits, 31)
-    return (_shifted(bits, 12) + 0.5) * 2.0**-52
+    return bits ^ _shifted(bits, 31)
 
 
 def _shifted(bits: Tensor, by: int) -> Tensor:
     """Logical right shift of int64."""
     return (bits >> by) & ((1 << (64 - by)) - 1)
-
-
-def _key(seed: int, position: int) -> int:
-    """64 bits from (seed, position), as int64."""
-    return _as_int64(_splitmix64(_splitmix64(seed & _MASK_64) ^ (position & _MASK_64)))
-
-
-def _splitmix64(x: int) -> int:
-    x = (x + _GAMMA) & _MASK_64
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK_64
-    return x ^ (x >> 31)
-
-
-def _as_int64(x: int) -> int:
-    return x - 2**64 if x >= 2**63 else x
 
 
 def count_accepted(drafted: Sequence[int], chosen: Sequence[int]) -> int:

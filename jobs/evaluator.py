@@ -1,4 +1,4 @@
-"""The actor of jobs/evaluate.py: one pair, one engine, and every method that is measured.
+"""The actor of jobs/evaluate.py: one pair, and an engine for every method that is measured.
 
 The prompts of a group queue for the slots of an engine, and the next one begins when one ends, as in a busy server
 (`measure.py`). Every method has an engine of its own, and all take turns, a few tokens each, so that a slow moment of

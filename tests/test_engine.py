@@ -47,9 +47,6 @@ def plain_text(pair: Pair, prompt: Sequence[int], num: int, sampling: Sampling) 
     return tuple(tokens[len(prompt) :])
 
 
-PAD = 256
-
-
 class ScriptedDraft(DraftModel):
     """A draft that knows the text and errs where it is told to: acceptance becomes an oracle's business."""
 
@@ -57,7 +54,8 @@ class ScriptedDraft(DraftModel):
         """text[p] is the token at absolute position p; it drafts another one at positions in `wrong`."""
         self.embedding = pair.target.get_input_embeddings().weight.detach()
         self.text, self.wrong = list(text) + [0] * 64, wrong
-        assert not {PAD - 1, PAD} & {*text}  # the target's embedding of it is zero: no draft could mean it
+        pad = pair.target.config.pad_token_id
+        assert not {pad - 1, pad} & {*text}  # the target's embedding of it is zero: no draft could mean it
         return self
 
     def propose(self, block: Tensor, positions: Tensor, cache: SlotView, packing: Packing) -> Tensor:

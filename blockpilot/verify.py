@@ -83,7 +83,8 @@ def truncated_scores(logits: Tensor, sampling: Sequence[Sampling]) -> Tensor:
         return scores
     index = torch.tensor(cut, device=device)
     top_k = torch.tensor([sampling[i].top_k or vocab_size for i in cut], device=device)[:, None]
-    top_p = torch.tensor([sampling[i].top_p for i in cut], device=device)[:, None]
+    limits = [sampling[i].top_p if sampling[i].top_p < 1 else math.inf for i in cut]  # float32 sums reach 1 early
+    top_p = torch.tensor(limits, device=device)[:, None]
     ranked = scores[index].sort(dim=-1, descending=True).values
     ranked = ranked.masked_fill(torch.arange(vocab_size, device=device) >= top_k, -math.inf)
     probs = ranked.softmax(dim=-1)

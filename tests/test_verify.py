@@ -135,7 +135,7 @@ def slow_truncation(logits: list[float], sampling: Sampling) -> set[int]:
     weights = [math.exp(logits[i] / sampling.temperature) for i in order]
     kept, mass = set(), 0.0
     for token, weight in zip(order, weights, strict=True):
-        if mass >= sampling.top_p:
+        if mass >= sampling.top_p < 1:
             break
         kept.add(token)
         mass += weight / sum(weights)
@@ -144,7 +144,7 @@ def slow_truncation(logits: list[float], sampling: Sampling) -> set[int]:
 
 @given(
     st.lists(st.integers(-40, 40), min_size=2, max_size=12, unique=True),
-    st.floats(0.05, 0.999),  # nearer to 1, and below 1, float32 cannot tell
+    st.floats(0.05, 0.999) | st.just(1.0),  # between them float32 cannot tell
     st.integers(0, 14),
     st.floats(0.2, 2.0),
 )
@@ -155,6 +155,11 @@ def test_truncation_keeps_what_a_slow_loop_keeps(
     logits, sampling = [v / 8 for v in values], Sampling(temperature, top_p, top_k)
     scores = truncated_scores(torch.tensor([logits]), [sampling])[0]
     assert {i for i, s in enumerate(scores.tolist()) if s > -math.inf} == slow_truncation(logits, sampling)
+
+
+def test_top_p_of_1_keeps_tokens_that_a_float32_sum_does_not_see() -> None:
+    logits = torch.tensor([[0.0, -20.0, -21.0, -22.0]])
+    assert truncated_scores(logits, [Sampling(1.0, top_p=1.0, top_k=3)]).isfinite().tolist() == [[True] * 3 + [False]]
 
 
 @given(st.lists(st.integers(0, 2), max_size=8), st.lists(st.integers(0, 2), min_size=9, max_size=9))

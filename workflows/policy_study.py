@@ -34,7 +34,7 @@ NUM_PROMPTS = {"docstrings": 350, "signatures": 300, "chitchat": 350, "chatterbo
 CODE_SETS = ("docstrings", "signatures")
 HELD_OUT_CHITCHAT = 0.04
 CANDIDATES = (1, 2, 3, 4, 6, 8)
-FIRST_SEED, NUM_SEEDS, SEEDS_PER_FILE = 100_000, 1200, 200  # the draft's own prompts have seeds from 0
+FIRST_SEED, NUM_SEEDS, SEEDS_PER_FILE = 100_000, 800, 200  # the draft's own prompts have seeds from 0
 OPENINGS = (
     *("", "A shop sells", "", "How many", "Explain", "", "If", "Write a short"),
     *("", "A farmer has", "", "Calculate", "What is", "", "There are", "Summarize"),

@@ -21,6 +21,7 @@ from blockpilot.files import Place, read_bytes
 from blockpilot.pairs import Pair, PairId
 
 COSTS_FILE = "costs.json"
+CPU_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "avx512_f", "avx2")  # best first
 Array = NDArray[np.float64]
 Table = tuple[tuple[tuple[float, ...], ...], ...]
 
@@ -226,7 +227,12 @@ def dtype_name(pair: Pair) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """What the costs depend on: the GPU's name, or that it is a CPU and with how many threads."""
+    """What the costs depend on: the GPU's name, or the CPU's with its best instructions, and the number of threads.
+
+    One name may stand for CPUs with and without instructions for bfloat16, a factor of three apart.
+    """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{device.type}, {torch.get_num_threads()} threads"
+    cpu = torch.cpu.get_capabilities()
+    best = next((name for name in CPU_INSTRUCTIONS if cpu.get(name)), cpu.get("architecture"))
+    return f"{cpu.get('cpu_name', device.type)} ({best}), {torch.get_num_threads()} threads"

@@ -2,8 +2,9 @@
 
 Methods are plain decoding (AR), every fixed block size, a random one, learned policies, a controller by running
 means that learns nothing beforehand (EV), and an oracle, which knows each prompt's best size and is a bound. One
-process runs them all (`jobs/evaluator.py`). Nothing is looked up in a sweep; a sweep, when given, only says which
-prompts are no longer held out and which fixed block size would have been chosen beforehand.
+process runs them all (`jobs/evaluator.py`). Nothing is looked up in a sweep: what a policy keeps of those that it
+learned from, or a sweep that is given, only says which prompts are no longer held out and which fixed block size
+would have been chosen beforehand.
 
 Every group of prompts, which share a queue, is on disk when it is done, and the same command goes on after a kill.
 The result is on disk before MLflow is told; where that cannot be reached, `--relog` tells it later.
@@ -26,7 +27,7 @@ from jobs.cluster import connect
 from jobs.config import absolute_in_submitted_job, main
 from jobs.evaluate_inputs import BASELINES, EvaluateConfig, Plan, plan, read_inputs
 from jobs.evaluate_result import EvaluateResult, log, save
-from jobs.evaluator import Setting, Work, evaluator
+from jobs.evaluator import POLICY, Setting, Work, evaluator
 from jobs.registry import Registry
 
 RUNS_FILE = "runs.jsonl"
@@ -54,7 +55,8 @@ def run(config: EvaluateConfig) -> EvaluateResult:
 
 
 def _work(config: EvaluateConfig, plan: Plan) -> Work:
-    costs = join(config.sweep[0], COSTS_FILE) if config.sweep else ""
+    known = config.sweep[0] if config.sweep else plan.policies.get(POLICY)
+    costs = join(known, COSTS_FILE) if known else ""
     return Work(
         config.pair,
         plan.prompts,

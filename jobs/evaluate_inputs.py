@@ -3,7 +3,6 @@
 All that can be wrong with a configuration is found here, before a model is loaded.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -18,8 +17,8 @@ from blockpilot.records import prompt_ids, read_parts
 from blockpilot.sweep import MAX_BLOCK_SIZE, Summary
 from jobs.config import Config, PairConfig, Place
 from jobs.evaluator import AR, EV, METHOD_PREFIX, ORACLE, POLICY, RANDOM
+from jobs.learned_from import LearnedFrom
 from jobs.registry import CHAMPION, Registry, Version, model_name
-from jobs.train import PROMPTS_FILE
 
 NEWEST, NO_POLICY = "newest", "none"
 BASELINES = {"random": RANDOM, "ev": EV, "oracle": ORACLE}
@@ -44,7 +43,7 @@ class EvaluateConfig(Config):
     block_sizes: tuple[int, ...] | None = None
     """Fixed block sizes, ascending. Default: the policy's candidates, or quarters of the draft's trained one."""
     sweep: tuple[Place, ...] = ()
-    """Sweeps that the policy learned from: their prompts are refused, and the best fixed block size is theirs."""
+    """Sweeps whose prompts are refused, besides those that the policies know: the best fixed block size is theirs."""
     temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """0 is greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -103,6 +102,10 @@ class Plan(NamedTuple):
     policies: dict[str, Path]
     version: Version | None  # of the policy, when it is a registered one
     champion: int | None  # number of the version that is measured beside it
+
+    def learned_from(self, method: str) -> LearnedFrom:
+        """What a policy says that it has learned from; nothing if it does not or is not there."""
+        return LearnedFrom.read(self.policies[method]) if method in self.policies else LearnedFrom()
 
 
 def plan(config: EvaluateConfig, prompts: tuple[Prompt, ...], swept: Swept | None, registry: Registry) -> Plan:
@@ -230,8 +233,8 @@ def _find_version(config: EvaluateConfig, registry: Registry) -> Version:
 
 def _check_held_out(plan: Plan) -> None:
     """Raise ValueError where a policy remembers to have been trained on one of the prompts."""
-    for directory in plan.policies.values():
-        known = training_prompts(directory)
+    for method, directory in plan.policies.items():
+        known = plan.learned_from(method).prompts
         seen = [prompt for prompt in plan.prompts if prompt_key(prompt.text) in known]
         if seen:
             key = prompt_ids(seen[0], 0, 0.0)[0]
@@ -239,9 +242,3 @@ def _check_held_out(plan: Plan) -> None:
                 f"{len(seen)} of {len(plan.prompts)} prompts are among those that policy {directory} was trained on; "
                 f"the first: {key} {seen[0].text[:60]!r}"
             )
-
-
-def training_prompts(directory: Path) -> set[str]:
-    """Keys of the prompts that a policy remembers to have been trained on."""
-    file = directory / PROMPTS_FILE
-    return set(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else set()

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from blockpilot.files import write_text
 from blockpilot.report import Comparison, Figures, Interval, Run, cells, fastest_block_size, markdown, with_range
-from jobs.evaluate_inputs import EvaluateConfig, Plan, Swept, training_prompts
+from jobs.evaluate_inputs import EvaluateConfig, Plan
 from jobs.evaluator import AR, ORACLE, POLICY, Setting, method_name
 from jobs.registry import CHAMPION, HeldOut, Registry, Version, kept_for_later
 
@@ -32,12 +32,12 @@ class EvaluateResult(NamedTuple):
 def save(config: EvaluateConfig, plan: Plan, setting: Setting, runs: Sequence[Run]) -> None:
     """Work out the figures and write them, with all that MLflow is to know."""
     comparison = Comparison(runs, seed=config.seed)
-    best, chosen_on = best_fixed_of(comparison, setting, plan.sweep)
+    best, chosen_on = best_fixed_of(comparison, setting, *known_taus(plan, config.temperature))
     champion = plan.champion if CHAMPION in setting.block_sizes else None
     held_out = _held_out(comparison, method_name(best), champion) if POLICY in setting.block_sizes else None
     by_set = _by_set(config, plan, runs, setting, best)
     figures = comparison.figures(AR)
-    shown = bool(plan.sweep) or any(training_prompts(directory) for directory in plan.policies.values())
+    shown = bool(plan.sweep) or any(plan.learned_from(method).prompts for method in plan.policies)
     table = _describe(config, plan, setting, figures, by_set, best, chosen_on, held_out, shown)
     content = {
         "config": config.model_dump(mode="json"),
@@ -100,16 +100,25 @@ def read_figure(value: Any) -> Any:
     return math.nan if value is None else value
 
 
-def best_fixed_of(comparison: Comparison, setting: Setting, sweep: Swept | None) -> tuple[int, str]:
+def known_taus(plan: Plan, temperature: float) -> tuple[Mapping[int, float], str]:
+    """Tau of fixed block sizes before anything is measured, and on which prompts; none where nothing is known."""
+    if plan.sweep is not None:
+        return plan.sweep.taus, "the sweep's prompts"
+    return plan.learned_from(POLICY).taus.get(temperature, {}), "the policy's training prompts"
+
+
+def best_fixed_of(
+    comparison: Comparison, setting: Setting, taus: Mapping[int, float], chosen_on: str
+) -> tuple[int, str]:
     """The fastest fixed block size (1 is AR), and on which prompts it was chosen.
 
-    With a sweep, by tau on its prompts over the seconds of a step here: the choice has not seen the held-out
+    With taus known beforehand, by those over the seconds of a step here: the choice has not seen the held-out
     prompts. Otherwise by what was measured on them.
     """
     fixed = {size: method for method, size in setting.block_sizes.items() if size is not None}
-    step_s = {size: comparison.figure("step_s", method).value for size, method in fixed.items()}
-    if sweep is not None:
-        return fastest_block_size({1: 1.0} | sweep.taus, step_s), "the sweep's prompts"
+    if taus:
+        step_s = {size: comparison.figure("step_s", method).value for size, method in fixed.items()}
+        return fastest_block_size({1: 1.0} | dict(taus), step_s), chosen_on
     speed = {size: comparison.figure("tokens_per_s", method).value for size, method in fixed.items()}
     return fastest_block_size(speed, dict.fromkeys(speed, 1.0)), "these prompts"
 

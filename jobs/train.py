@@ -15,8 +15,8 @@ import json
 import math
 import random
 import shutil
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,15 +53,16 @@ from blockpilot.policy import (
     save_policy,
 )
 from blockpilot.records import MIN_PROB, Metadata, SweepRow, mismatch, read_parts
+from blockpilot.sweep import Summary
 from jobs.cluster import connect
 from jobs.config import Config, Place, absolute_in_submitted_job, main
+from jobs.learned_from import LearnedFrom
 from jobs.ray_train import report, saved_state, scaling_config, train
 from jobs.registry import Registry, Version, kept_for_later
 
 MIN_PROMPTS = 8
 NUM_SAMPLES = 2000  # held-back examples whose predictions are kept for the report
 TRAINING_FILE = "training.json"
-PROMPTS_FILE = "prompts.json"
 SEARCHED: dict[str, tuple[Any, ...]] = {
     "hidden": (64, 256, 512, 1024, 2048),
     "depth": (1, 2, 3),
@@ -168,6 +169,8 @@ class Dataset(NamedTuple):
     folder: Path
     """Of the examples."""
     rows: Index
+    taus: dict[float, dict[int, float]]
+    """Over all rows, by temperature and block size."""
 
 
 class Job(NamedTuple):
@@ -225,14 +228,15 @@ def read_dataset(config: TrainConfig, folder: Path) -> Dataset:
         raise ValueError(f"sweep {config.sweep[0]}: one candidate {metadata.candidates}; at least 2 are needed")
     candidates = _candidates(config, metadata)
     costs = _read_costs(config, metadata) if config.objective == "throughput" else None
-    digests: list[bytes] = []
-    index = write_examples(folder, _parts(config, metadata, digests), tuple(candidates), config.reads)
+    digests, totals = list[bytes](), defaultdict[float, Summary](Summary)
+    index = write_examples(folder, _parts(config, metadata, digests, totals), tuple(candidates), config.reads)
     if (num_prompts := len(set(index.prompts))) < MIN_PROMPTS:
         raise ValueError(f"sweep {config.sweep[0]}: {num_prompts} different prompts; needed: {MIN_PROMPTS}")
     context = costs.contexts[0] if costs else 0
     step_costs = costs.of_candidates(tuple(candidates), config.rows, context) if costs else [1.0] * len(candidates)
     digest = hashlib.sha256(metadata.to_json().encode() + b"".join(sorted(digests))).hexdigest()[:16]
-    data = Dataset(digest, metadata, candidates, costs, tuple(step_costs), folder, index)
+    taus = {temperature: of_rows.tau_curve for temperature, of_rows in totals.items()}
+    data = Dataset(digest, metadata, candidates, costs, tuple(step_costs), folder, index, taus)
     sizes = index.sizes
     Shape(
         config.inputs, metadata.vocab_size, sizes.context, sizes.anchor, sizes.candidates, config.hidden, config.depth
@@ -240,8 +244,10 @@ def read_dataset(config: TrainConfig, folder: Path) -> Dataset:
     return data
 
 
-def _parts(config: TrainConfig, metadata: Metadata, digests: list[bytes]) -> Iterator[list[SweepRow]]:
-    """The rows to train on, part by part; a digest of each goes into `digests`."""
+def _parts(
+    config: TrainConfig, metadata: Metadata, digests: list[bytes], totals: Mapping[float, Summary]
+) -> Iterator[list[SweepRow]]:
+    """The rows to train on, part by part; `digests` gets one of each, `totals` are by temperature."""
     seen: set[str] = set()
     for place in config.sweep:
         for part in read_parts(place):
@@ -252,6 +258,8 @@ def _parts(config: TrainConfig, metadata: Metadata, digests: list[bytes]) -> Ite
                 raise ValueError(f"sweep {place}: prompt {twice} is in another of the sweeps, too")
             seen.update(row.prompt_id for row in rows)
             digests += map(_digest, rows)
+            for row in rows:
+                totals[row.temperature].add([row])
             yield rows
     if not seen:
         raise ValueError(f"sweep {config.sweep[0]}: no rows are left without the sets {', '.join(config.leave_out)}")
@@ -427,7 +435,7 @@ def _save(config: TrainConfig, data: Dataset, job: Job, trials: Sequence[Trial],
     )
     policy = LearnedPolicy(info, network, data.costs)
     save_policy(policy, config.output)
-    write_text(config.output / PROMPTS_FILE, json.dumps(sorted(set(data.rows.prompts))))
+    LearnedFrom(frozenset(data.rows.prompts), data.taus).write(config.output)
     labels = Counter(job.task.labels(training.taus).tolist())
     content = {
         "params": config.model_dump(mode="json") | dataclasses.asdict(job.settings) | {"sweep_id": data.id},

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 import ray
+import torch
 from policies import tiny_policy
 
-from blockpilot.costs import StepCosts, device_name
+from blockpilot.costs import COSTS_FILE, StepCosts, device_name
 from blockpilot.engine import Engine, Prefill, Request, generate
 from blockpilot.examples import prompt_key
 from blockpilot.measure import Flow, Measured, in_turns
@@ -30,6 +31,7 @@ from jobs import evaluate, evaluate_inputs, evaluate_result
 from jobs.config import PairConfig, main
 from jobs.evaluate_inputs import EvaluateConfig, Plan, Swept, find_policies, group, read_inputs
 from jobs.evaluator import AR, EV, ORACLE, POLICY, RANDOM, Evaluator, Setting, default_block_sizes
+from jobs.learned_from import LearnedFrom
 from jobs.registry import CHAMPION, Registry, Version, model_name
 
 ROOT = Path(__file__).parent.parent
@@ -99,7 +101,7 @@ def policy_dir(tiny_pair: Pair, tmp_path: Path) -> Path:
 def step_costs(pair: PairId, seconds: Sequence[float], **changes: object) -> StepCosts:
     """Of SIZES, for up to three rows here."""
     table = tuple(((each,), (each,)) for each in seconds)
-    costs = StepCosts(pair, "float32", "cpu, 1 threads", SIZES, (1, 3), (32,), table, table)
+    costs = StepCosts(pair, "float32", device_name(torch.device("cpu")), SIZES, (1, 3), (32,), table, table)
     return dataclasses.replace(costs, **changes)  # type: ignore[arg-type]
 
 
@@ -365,13 +367,16 @@ def test_repeats_draw_new_texts_only_when_sampling(
 
 
 def test_costs_that_were_given_are_used_where_they_hold(
-    config: EvaluateConfig, prompts: tuple[Path, list[Prompt]], tiny_pair: Pair
+    config: EvaluateConfig, prompts: tuple[Path, list[Prompt]], tiny_pair: Pair, tmp_path: Path
 ) -> None:
     config = changed(config, concurrency=3)
     plan = plan_of(config, prompts[1][:4])
     given = step_costs(tiny_pair.id, (1, 1.2, 1.3, 1.4))
     assert given.device == device_name(tiny_pair.target.device)
     assert Watched(config, plan, given).setting.costs == given
+    (directory := tmp_path / "policy").mkdir()
+    (directory / COSTS_FILE).write_text(given.to_json())
+    assert evaluate._work(config, plan._replace(policies={POLICY: directory})).costs == given
     for other in (
         dataclasses.replace(given, pair=retrained(tiny_pair).id),
         dataclasses.replace(given, dtype="bfloat16"),
@@ -608,17 +613,27 @@ def test_best_fixed_is_chosen_before_the_held_out_prompts_are_seen(tiny_pair: Pa
     speed = {AR: 10.0, "B=2": 30.0, "B=4": 20.0, POLICY: 40.0}
     measured = comparison_of({AR: 1.0, "B=2": 1.2, "B=4": 1.5, POLICY: 0.1}, speed)
 
-    def swept(taus: dict[int, float]) -> Swept:
-        return Swept(tiny_pair.id, (2, 4), taus)
-
     def chosen(taus: dict[int, float]) -> int:
-        return evaluate_result.best_fixed_of(measured, setting, swept(taus))[0]
+        return evaluate_result.best_fixed_of(measured, setting, taus, "others")[0]
 
     assert chosen({2: 1.5, 4: 2.0}) == 4  # 1.25 and 1.33 against 1
     assert chosen({2: 1.5, 4: 1.7}) == 2
     assert chosen({2: 1.1, 4: 1.2, 8: 9.0}) == 1  # 8 was not measured
-    assert evaluate_result.best_fixed_of(measured, setting, swept({2: 1.5}))[1] == "the sweep's prompts"
-    assert evaluate_result.best_fixed_of(measured, setting, None) == (2, "these prompts")
+    assert evaluate_result.best_fixed_of(measured, setting, {2: 1.5}, "others")[1] == "others"
+    assert evaluate_result.best_fixed_of(measured, setting, {}, "others") == (2, "these prompts")
+
+
+def test_taus_known_beforehand_are_the_sweep_s_or_those_that_the_policy_keeps(
+    config: EvaluateConfig, prompts: tuple[Path, list[Prompt]], policy_dir: Path, tiny_pair: Pair
+) -> None:
+    LearnedFrom(frozenset({"key"}), {0.0: {2: 1.5, 4: 2.0}, 1.0: {2: 1.1}}).write(policy_dir)
+    plan = plan_of(config, prompts[1], {POLICY: policy_dir})
+    assert evaluate_result.known_taus(plan, 0.0) == ({2: 1.5, 4: 2.0}, "the policy's training prompts")
+    assert evaluate_result.known_taus(plan, 1.0)[0] == {2: 1.1}
+    assert evaluate_result.known_taus(plan, 0.5)[0] == {}
+    swept = plan._replace(sweep=Swept(tiny_pair.id, (2, 4), {2: 1.9}))
+    assert evaluate_result.known_taus(swept, 0.0) == ({2: 1.9}, "the sweep's prompts")
+    assert evaluate_result.known_taus(plan_of(config, prompts[1]), 0.0)[0] == {}
 
 
 def test_taus_of_the_sweep_are_those_of_the_same_temperature(
@@ -846,8 +861,8 @@ def test_prompts_that_a_policy_was_trained_on_are_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     rival = write_policy(tmp_path / "rival", tiny_pair)
-    (policy_dir / "prompts.json").write_text(json.dumps([prompt_key("something else")]))
-    (rival / "prompts.json").write_text(json.dumps([prompt_key(QUESTIONS[3]), prompt_key(QUESTIONS[5])]))
+    LearnedFrom(frozenset({prompt_key("something else")})).write(policy_dir)
+    LearnedFrom(frozenset({prompt_key(QUESTIONS[3]), prompt_key(QUESTIONS[5])})).write(rival)
     prompt = next(p for p in load_prompts(*config.prompts) if p.text in (QUESTIONS[3], QUESTIONS[5]))
     where = f"2 of 8 prompts are among those that policy {rival} was trained on"
     first = f"the first: {prompt_ids(prompt, 0, 0.0)[0]} {prompt.text!r}"
@@ -942,9 +957,8 @@ def measured(
     config: EvaluateConfig, prompts: tuple[Path, list[Prompt]], registry: Registry, tiny_pair: Pair, tmp_path: Path
 ) -> tuple[EvaluateConfig, Version]:
     """A finished evaluation of version 2, with version 1 as champion, of which MLflow knows nothing yet."""
-    trained_on = json.dumps([prompt_key("something else")])
     directories = [write_policy(tmp_path / str(size), tiny_pair, size) for size in (2, 3)]
-    (directories[1] / "prompts.json").write_text(trained_on)
+    LearnedFrom(frozenset({prompt_key("something else")})).write(directories[1])
     champion, version = (register(registry, directory, tiny_pair) for directory in directories)
     registry.set_champion(champion)
     config = changed(config, policy="newest")

@@ -63,12 +63,12 @@ def test_configurations_fit_together() -> None:
     assert (paper.head, paper.reads, paper.inputs, paper.hidden) == ("class", "prefill", ("probs",), 2048)
     assert prefill.reads == "prefill"
     assert no_code.leave_out == CODE_SETS
-    sweeps = tuple(sweep_config(config, temperature).output for temperature in (0.0, 1.0))
+    assert default.sweep == tuple(sweep_config(config, temperature).output for temperature in (0.0, 1.0))
     found = evaluations(config)
     assert {(each.temperature, each.concurrency) for each in found} == {(t, n) for t in (0, 1) for n in (1, 4, 16)}
     assert len({each.output for each in [*found, transfer_config(config)]}) == 7
     for each in [*found, transfer_config(config)]:
-        assert each.sweep == sweeps == default.sweep
+        assert each.sweep == ()  # what the policies keep says which prompts are held out
         assert each.seed != sweep_config(config, 0.0).seed
     assert set(default.candidates or ()) <= set(sweep_config(config, 0.0).candidates or ())
     assert Path(found[0].policy) == default.output

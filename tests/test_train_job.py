@@ -21,7 +21,9 @@ from blockpilot.examples import open_examples, prompt_key, read_index, split_exa
 from blockpilot.fit import Fit, FitSettings, Task, expect_the_mean, new_network, predict
 from blockpilot.policy import load_policy
 from blockpilot.records import Metadata, SweepRow, write_rows
+from blockpilot.sweep import Summary
 from jobs import train
+from jobs.learned_from import LEARNED_FROM_FILE, LearnedFrom
 from jobs.registry import Registry
 from jobs.train import Dataset, Split, TrainConfig, plan, read_dataset, run
 
@@ -470,8 +472,9 @@ def test_kills_change_nothing(start: Start, tmp_path: Path) -> None:
 def check_what_is_kept(folder: Path, rows: Sequence[SweepRow], losses: Sequence[dict[str, float]]) -> None:
     """The policy's directory, the MLflow run and the version tell what was learned from what."""
     sweep_id = dataset(folder, sweep=(str(folder / "sweep"),)).id
-    held = sorted(prompt_key(row.prompt) for row in rows)
-    assert json.loads((folder / "policy" / "prompts.json").read_text()) == held
+    learned_from = LearnedFrom.read(folder / "policy")
+    assert learned_from.prompts == {prompt_key(row.prompt) for row in rows}
+    assert learned_from.taus == {0.0: Summary().add(rows).tau_curve}
     found = json.loads((folder / "policy" / "training.json").read_text())
     assert found["params"]["sweep_id"] == load_policy(folder / "policy").info.training["sweep_id"] == sweep_id
     assert (found["num_epochs"], len(found["history"]), found["trials"]) == (30, 30, [])
@@ -504,7 +507,7 @@ def check_what_is_kept(folder: Path, rows: Sequence[SweepRow], losses: Sequence[
     downloaded = registry.download(version, folder / "downloaded")
     there = load_policy(downloaded).network.state_dict()
     assert all(torch.equal(there[name], t) for name, t in load_policy(folder / "policy").network.state_dict().items())
-    assert (downloaded / "prompts.json").exists()  # so that evaluate knows what was learned from
+    assert LearnedFrom.read(downloaded) == learned_from
 
 
 @pytest.mark.ray
@@ -518,7 +521,7 @@ def test_neither_a_full_disk_nor_a_lost_store_costs_a_search_or_its_policy(start
     kept = tmp_path / "policy" / "train" / f"trials-{train._run_name(config, data, job)}.json"
     kept.parent.mkdir(parents=True)
     kept.write_text(json.dumps({repr(settings): {"loss": 99.0, "epoch": 7}}))
-    (tmp_path / "policy" / "prompts.json").mkdir()  # where a file has to go
+    (tmp_path / "policy" / LEARNED_FROM_FILE).mkdir()  # where a file has to go
     output, store = tmp_path / "stdout", tmp_path / "mlflow.db"
     command = options(settings, sweep=str(tmp_path / "sweep"), output="policy", objective="tau", search=2)
 
@@ -528,7 +531,7 @@ def test_neither_a_full_disk_nor_a_lost_store_costs_a_search_or_its_policy(start
     assert "tried 3 of 3 settings" in output.read_text()
     assert "tried 1 of 3" not in output.read_text()
     assert "error: [Errno 21] Is a directory" in output.read_text()
-    (tmp_path / "policy" / "prompts.json").rmdir()
+    (tmp_path / "policy" / LEARNED_FROM_FILE).rmdir()
 
     process = start(*command)
     whole = store.read_bytes()

@@ -7,7 +7,8 @@ on three benchmarks and on held-out openings of conversations, greedily and at t
 beside the paper's policy, fixed block sizes, a controller by running means, and an oracle; and on code, without code
 among its training prompts.
 
-It takes hours on two cores (`--stages` picks some, what is done is kept).
+It takes hours on two cores (`--stages` picks some, what is done is kept). Evaluations need the policies only, and the
+report shows the sweeps where they are: another machine can go on where one stopped.
 """
 
 import hashlib
@@ -165,7 +166,6 @@ def evaluate_config(config: StudyConfig, temperature: float, load: int) -> Evalu
         num_prompts=config.num_prompts,
         policy=str(config.output / "policy-step"),
         rivals=(str(config.output / "policy-class"),),
-        sweep=tuple(map(config.sweep, TEMPERATURES)),
         max_new_tokens=config.max_new_tokens,
         temperature=temperature,
         concurrency=load,
@@ -183,7 +183,6 @@ def transfer_config(config: StudyConfig) -> EvaluateConfig:
         rivals=(str(config.output / "policy-step"),),
         baselines=(),
         block_sizes=(3, 4, 6),
-        sweep=tuple(map(config.sweep, TEMPERATURES)),
         max_new_tokens=config.max_new_tokens,
         output=config.output / "evaluate-transfer",
     )
@@ -210,7 +209,7 @@ def run(config: StudyConfig) -> None:
         evaluate.run(transfer_config(config))
     if "report" in config.stages:
         found = [each.output for each in (*evaluations(config), transfer_config(config))]
-        sweeps = tuple(map(config.sweep, TEMPERATURES))
+        sweeps = tuple(sweep for sweep in map(config.sweep, TEMPERATURES) if Path(sweep).exists())
         policy = config.output / "policy-step"
         report.run(
             ReportConfig(evaluations=tuple(found), sweeps=sweeps, policy=policy, output=config.output / "report")

@@ -1,0 +1,37 @@
+"""What a policy has learned from, in a file beside it: evaluations need no sweep to keep to held-out prompts."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from blockpilot.files import write_text
+
+LEARNED_FROM_FILE = "learned_from.json"
+
+
+class LearnedFrom(NamedTuple):
+    """Prompts that are no longer held out, and what fixed block sizes gave on them."""
+
+    prompts: frozenset[str] = frozenset()
+    """`prompt_key` of their texts."""
+    taus: Mapping[float, Mapping[int, float]] = {}
+    """Tau over all of these prompts by temperature and block size."""
+
+    def write(self, folder: Path) -> None:
+        """Write the file; it appears whole or not at all."""
+        content = {"prompts": sorted(self.prompts), "taus": self.taus}
+        write_text(folder / LEARNED_FROM_FILE, json.dumps(content) + "\n")
+
+    @staticmethod
+    def read(folder: Path) -> "LearnedFrom":
+        """The inverse of `write`; nothing where there is no such file."""
+        file = folder / LEARNED_FROM_FILE
+        if not file.exists():
+            return LearnedFrom()
+        found = json.loads(file.read_text(encoding="utf-8"))
+        taus = {
+            float(temperature): {int(size): tau for size, tau in curve.items()}
+            for temperature, curve in found["taus"].items()
+        }
+        return LearnedFrom(frozenset(found["prompts"]), taus)

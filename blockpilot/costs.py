@@ -21,7 +21,8 @@ from blockpilot.files import Place, read_bytes
 from blockpilot.pairs import Pair, PairId
 
 COSTS_FILE = "costs.json"
-CPU_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "avx512_f", "avx2")  # best first
+BFLOAT16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16")
+CPU_INSTRUCTIONS = (*BFLOAT16_INSTRUCTIONS, "avx512_f", "avx2")  # best first
 Array = NDArray[np.float64]
 Table = tuple[tuple[tuple[float, ...], ...], ...]
 

@@ -62,7 +62,7 @@ class StudyConfig(Config):
 
     @property
     def pair(self) -> PairConfig:
-        return PairConfig(dtype="bfloat16")
+        return PairConfig(dtype="fast")
 
     def prompts(self, temperature: float) -> Path:
         return self.output / f"train-T{temperature:g}.jsonl"

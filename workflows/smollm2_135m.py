@@ -51,7 +51,7 @@ class DemoConfig(Config):
 def pipeline(config: DemoConfig) -> Pipeline:
     """Every stage on one core or two of the machine."""
     output = config.output
-    fast = config.pair.model_copy(update={"dtype": "bfloat16"})
+    fast = config.pair.model_copy(update={"dtype": "fast"})
     exact = config.pair.model_copy(update={"dtype": "float32"})
     sweep = SweepConfig(
         pair=fast,

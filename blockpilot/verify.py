@@ -68,9 +68,9 @@ def keyed_sample(logits: Tensor, positions: Sequence[int], sampling: Sequence[Sa
         scores = truncated_scores(
             logits if len(drawn) == len(logits) else logits[index], [sampling[i] for i in drawn]
         )
-        seeds, places = ([of_one[i] for i in drawn] for of_one in ([s.seed for s in sampling], positions))
-        keys = _keys(*(torch.tensor(numbers, device=logits.device) for numbers in (seeds, places)))
-        tokens[index] = race(scores, tokens[index], keys)
+        seeds = torch.tensor([sampling[i].seed for i in drawn], device=logits.device)
+        places = torch.tensor([positions[i] for i in drawn], device=logits.device)
+        tokens[index] = race(scores, tokens[index], _keys(seeds, places))
     return tokens
 
 

@@ -8,7 +8,7 @@ import json
 import time
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise, product
 from typing import Any
 
@@ -73,6 +73,12 @@ class StepCosts:
         """Tokens per second at this acceptance length, divided by those of plain decoding."""
         return tau * self.step_s(1, rows, context) / self.step_s(block_size, rows, context)
 
+    def scaled(self, plain: float, drafting: float) -> "StepCosts":
+        """Costs of which steps that only decode plainly take `plain` times as long, and others `drafting` times."""
+        factors = np.array([plain if size == 1 else drafting for size in self.block_sizes])[:, None, None]
+        seconds, one_drafts = (_as_table(factors * np.array(each)) for each in (self.seconds, self.one_drafts))
+        return replace(self, seconds=seconds, one_drafts=one_drafts)
+
     def of_candidates(self, candidates: Sequence[int], rows: int, context: int) -> list[float]:
         """The cost of a step with each of them, in steps of plain decoding."""
         return [self.step_s(size, rows, context) / self.step_s(1, rows, context) for size in candidates]
@@ -111,7 +117,11 @@ def _table(name: str, values: Any, shape: tuple[int, ...]) -> Table:
     array = np.array(values)
     if array.shape != shape or array.dtype.kind not in "if" or not (np.isfinite(array) & (array > 0)).all():
         raise ValueError(f"{name} must be positive numbers of the shape {shape} of their axes")
-    return tuple(tuple(map(tuple, of_rows)) for of_rows in array.tolist())
+    return _as_table(array)
+
+
+def _as_table(array: Array) -> Table:
+    return tuple(tuple(map(tuple, of_size)) for of_size in array.tolist())
 
 
 def _weights(axis: Sequence[int], value: int) -> list[tuple[int, float]]:

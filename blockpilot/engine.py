@@ -97,6 +97,14 @@ class Step:
     logprobs: tuple[TokenLogprobs, ...] = ()
 
 
+class StepShape(NamedTuple):
+    """What a step took in: block sizes [R] of the rows that decode, their mean length, and tokens of prompts."""
+
+    sizes: tuple[int, ...] = ()
+    context: int = 0
+    num_prompt_tokens: int = 0
+
+
 @dataclass(eq=False)
 class _Row:
     request_id: int
@@ -144,10 +152,10 @@ class _Known(NamedTuple):
 class Engine:
     """Continuous batch of up to `num_slots` requests of at most `max_length` tokens (prompt and output).
 
-    Not thread-safe: one caller adds, cancels and steps. `policy` and `costs` may be replaced between steps. Costs
-    are what a policy's forecasts are weighed with, by default those that it carries; without any, steps cost alike.
-    A step takes in `max_prefill_tokens` tokens of prompts at most, so a long prompt takes several steps, and requests
-    that decode go on meanwhile.
+    Not thread-safe: one caller adds, cancels and steps. `policy` and `costs` may be replaced between steps. Costs are
+    what a policy's forecasts are weighed with, by default those that it carries; without any, steps cost alike.
+    `last_shape` tells what the last step took in. A step takes in `max_prefill_tokens` tokens of prompts at most, so
+    a long prompt takes several steps, and requests that decode go on meanwhile.
     """
 
     def __init__(
@@ -181,6 +189,7 @@ class Engine:
         self._waiting: deque[_Row] = deque()
         self._pending: list[_Known] = []
         self._next_id = 0
+        self.last_shape = StepShape()
 
     @property
     def num_active(self) -> int:
@@ -259,6 +268,7 @@ class Engine:
         Blocks and prompts go through the target in one pass, whose weights are read once for all.
         """
         blocks, prompts = self._next_blocks(), self._next_prompts()
+        self.last_shape = self._shape(blocks, prompts)
         parts = [part for part in (blocks, prompts) if part is not None]
         if not parts:
             return []
@@ -281,6 +291,17 @@ class Engine:
             steps += self._begin(through, logits[num_blocks:].float(), last_contexts)
         self._retire()
         return steps
+
+    def _shape(self, blocks: _Part | None, prompts: _Part | None) -> StepShape:
+        num_prompt_tokens = 0 if prompts is None else prompts.packing.num_tokens
+        if blocks is None:
+            return StepShape(num_prompt_tokens=num_prompt_tokens)
+        return StepShape(blocks.packing.sizes, self._mean_length, num_prompt_tokens)
+
+    @property
+    def _mean_length(self) -> int:
+        """Tokens of a row that decodes."""
+        return sum(len(row.tokens) for row in self._rows) // len(self._rows)
 
     def _next_blocks(self) -> _Part | None:
         """Anchors and drafted tokens of the rows that decode, for the size that each has in this step."""
@@ -375,8 +396,7 @@ class Engine:
         if not forecasts:
             return
         others = [row.next_block_size for row in self._rows if row.forecast is None]
-        context = sum(len(row.tokens) for row in self._rows) // len(self._rows)
-        chosen = iter(choose(forecasts, self.costs, context, others))
+        chosen = iter(choose(forecasts, self.costs, self._mean_length, others))
         for row in self._rows:
             if row.forecast is not None:
                 row.block_size = next(chosen)

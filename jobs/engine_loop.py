@@ -17,6 +17,7 @@ from typing import Self
 
 from blockpilot.costs import StepCosts
 from blockpilot.engine import Engine, Policy, Request, Step
+from blockpilot.live_costs import LiveCosts
 
 MAX_FAILURES = 3  # steps in a row that raise; then the engine is taken to be broken
 log = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class EngineLoop:
         if max_queue < 0:
             raise ValueError(f"max_queue {max_queue}: must be at least 0")
         self.engine = engine
+        self.live_costs = LiveCosts(engine)
         self.capacity = engine.num_slots + max_queue
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._open: set[Stream] = set()  # the event loops' view
@@ -92,11 +94,15 @@ class EngineLoop:
         return streams
 
     def set_policy(self, policy: Policy | None, costs: StepCosts | None = None) -> None:
-        """Use `policy` for the requests that are prefilled from the next step on, and `costs` from that step on."""
+        """Use `policy` for the requests that are prefilled from the next step on, and `costs` from that step on.
+
+        Costs are corrected by what steps take here.
+        """
         self._work.put(lambda: self._set_policy(policy, costs))
 
     def _set_policy(self, policy: Policy | None, costs: StepCosts | None) -> None:
-        self.engine.policy, self.engine.costs = policy, costs
+        self.engine.policy = policy
+        self.live_costs.use(costs)
 
     def close(self) -> None:
         """Stop after the present step; requests in flight end with ClosedError."""
@@ -127,7 +133,7 @@ class EngineLoop:
             while not self._work.empty():
                 self._work.get()()
             started = time.perf_counter()
-            steps = self.engine.step()
+            steps = self.live_costs.step()
         except Exception as error:
             log.exception("engine failed; %d requests are lost", len(self._in_engine))
             self._num_failures += 1

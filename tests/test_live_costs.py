@@ -1,0 +1,134 @@
+"""Costs that follow an engine's own steps: seconds are made up, the engine and its choices are real."""
+
+from collections import Counter
+from collections.abc import Callable
+from itertools import islice
+
+import pytest
+
+from blockpilot.costs import StepCosts
+from blockpilot.engine import Engine, Request, StepShape
+from blockpilot.forecast import StaticForecast
+from blockpilot.live_costs import FEWEST, FORGOTTEN_AFTER, HOPE, REFRESH_EVERY, LiveCosts
+from blockpilot.pairs import Pair, PairId
+from blockpilot.policy import CandidateSet
+
+ROWS = 2
+SIZES = CandidateSet((1, 4))
+World = Callable[[StepShape], float]
+
+
+def costs_of(drafting: float) -> StepCosts:
+    """Plain steps take a second, others `drafting`, however many rows."""
+    table = (((1.0,),), ((drafting,),))
+    return StepCosts(PairId("t", "1", "d", "2"), "float32", "cpu", (1, 4), (ROWS,), (64,), table, table)
+
+
+def in_use(pair: Pair, tau: float, costs: StepCosts | None) -> Engine:
+    """An engine whose rows are expected to emit tau tokens with a block of 4, and one without."""
+    policy = lambda prefill: StaticForecast(SIZES, [1.0, tau])  # noqa: E731
+    return Engine(pair, num_slots=ROWS, max_length=256, policy=policy, costs=costs)
+
+
+def drafted(live: LiveCosts, world: World, num: int) -> list[bool]:
+    """Which of so many steps that only decode drafted; two requests are always there, none near its end."""
+    engine, seen, emitted = live.engine, list[bool](), Counter[int]()
+    while len(seen) < num:
+        while engine.num_active < ROWS:
+            emitted[engine.add(Request((1, 2, 3), 200))] = 0
+            engine.step()
+            live.observe(world(engine.last_shape))
+        steps = engine.step()
+        live.observe(world(engine.last_shape))
+        if not engine.last_shape.num_prompt_tokens:
+            seen.append(max(engine.last_shape.sizes) > 1)
+        for step in steps:
+            emitted[step.request_id] += len(step.tokens)
+            if emitted[step.request_id] > 150 or step.finish_reason is not None:
+                engine.cancel(step.request_id)
+    return seen
+
+
+def takes(plain: float, drafting: float) -> World:
+    return lambda shape: plain if max(shape.sizes, default=1) == 1 else drafting
+
+
+def test_what_steps_really_take_turns_the_choice(tiny_pair: Pair) -> None:
+    """Measured alone a drafting step took 1.7 plain ones, which 1.6 tokens do not pay; here it takes 1.45."""
+    live = LiveCosts(in_use(tiny_pair, 1.6, costs_of(1.7)))
+    seen = drafted(live, takes(plain=1.2, drafting=1.75), 200)
+    assert not any(seen[:REFRESH_EVERY])
+    assert all(seen[REFRESH_EVERY:])
+    assert live.factors == pytest.approx((1.2, 1.75 / 1.7))
+    assert live.engine.costs is not None
+    assert live.engine.costs.of_candidates(SIZES, ROWS, 64) == pytest.approx([1, 1.75 / 1.2])
+
+
+def test_steps_that_take_what_was_measured_change_nothing(tiny_pair: Pair) -> None:
+    live = LiveCosts(in_use(tiny_pair, 3.0, costs_of(1.5)))
+    assert set(drafted(live, takes(plain=1.0, drafting=1.5), 200)) == {True}
+    assert live.factors == (HOPE, 1.0)  # plain steps were never seen, and even so hoped they do not pay
+
+
+def test_a_kind_that_was_given_up_is_tried_anew(tiny_pair: Pair) -> None:
+    """Drafting pays by what was measured and not here, until the machine changes."""
+    live = LiveCosts(in_use(tiny_pair, 1.6, costs_of(1.5)))
+    busy = drafted(live, takes(plain=1.0, drafting=2.0), FORGOTTEN_AFTER + 60)
+    assert 0 < sum(busy) <= 2 * (FEWEST + REFRESH_EVERY)
+    calm = drafted(live, takes(plain=1.0, drafting=1.2), FORGOTTEN_AFTER + 60)
+    assert all(calm[-50:])
+
+
+def test_a_kind_out_of_reach_is_never_tried(tiny_pair: Pair) -> None:
+    live = LiveCosts(in_use(tiny_pair, 1.2, costs_of(2.0)))
+    assert set(drafted(live, takes(plain=3.0, drafting=6.0), FORGOTTEN_AFTER + 60)) == {False}
+
+
+def test_a_stall_is_not_what_steps_take(tiny_pair: Pair) -> None:
+    live = LiveCosts(in_use(tiny_pair, 3.0, costs_of(1.5)))
+    times = iter(100.0 if i % 5 == 0 else 1.5 for i in range(1000))
+    drafted(live, lambda shape: next(times), 100)
+    assert live.factors[1] == pytest.approx(1.0)
+
+
+def test_steps_with_prompts_are_not_counted(tiny_pair: Pair) -> None:
+    live = LiveCosts(in_use(tiny_pair, 1.6, costs_of(1.7)))
+    drafted(live, lambda shape: 1000.0 if shape.num_prompt_tokens else takes(1.1, 1.9)(shape), 200)
+    assert live.factors == pytest.approx((1.1, 1.9 / 1.7))
+
+
+def test_other_costs_begin_anew(tiny_pair: Pair) -> None:
+    live = LiveCosts(in_use(tiny_pair, 1.6, costs_of(1.7)))
+    drafted(live, takes(plain=1.2, drafting=1.75), 100)
+    live.use(costs_of(1.9))
+    assert (live.engine.costs, live.factors) == (costs_of(1.9), (1.0, 1.0))
+    live.use(None)
+    assert set(drafted(live, takes(plain=1.0, drafting=9.0), 50)) == {True}  # steps cost alike
+    assert live.engine.costs is None
+
+
+def test_its_steps_are_timed_and_are_the_engines(tiny_pair: Pair) -> None:
+    request = Request((5, 6, 7), 60)
+    alone, timed = in_use(tiny_pair, 3.0, costs_of(1.5)), LiveCosts(in_use(tiny_pair, 3.0, costs_of(1.5)))
+    for engine in (alone, timed.engine):
+        engine.add(request)
+    steps = [step for _ in range(20) for step in timed.step()]
+    assert [step.tokens for step in steps] == [step.tokens for _ in range(20) for step in alone.step()]
+    assert 0 < timed.factors[1] < 1  # a second and a half is far more than the tiny pair takes
+
+
+def test_the_shape_of_a_step(tiny_pair: Pair) -> None:
+    engine = Engine(tiny_pair, num_slots=2, max_length=64, max_prefill_tokens=4)
+    assert engine.last_shape == StepShape()
+    engine.add(Request((1, 2, 3), 20, block_size=3))
+    engine.step()
+    assert engine.last_shape == StepShape(num_prompt_tokens=3)
+    engine.add(Request((1, 2, 3, 4, 5, 6), 20, block_size=2))
+    shapes = [engine.last_shape for _ in islice(iter(engine.step, None), 3)]
+    assert [shape.num_prompt_tokens for shape in shapes] == [4, 2, 0]
+    assert [shape.sizes for shape in shapes] == [(3,), (3,), (3, 2)]
+    assert shapes[0].context == 4
+    engine.cancel(0)
+    engine.cancel(1)
+    engine.step()
+    assert engine.last_shape == StepShape()

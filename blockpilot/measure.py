@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, cycle
 
-from blockpilot.engine import Engine, Request, Step
+from blockpilot.engine import Request, Step
+from blockpilot.live_costs import LiveCosts
 from blockpilot.report import Totals
 
 
@@ -55,12 +56,13 @@ class Flow:
     """Requests that queue for the slots of an idle engine; the next one begins when one ends.
 
     Until the last of them has ended they begin again and again, so that every one of them is decoded in a batch as
-    full as the slots allow: what comes twice takes its share of the time, and is not counted.
+    full as the slots allow: what comes twice takes its share of the time, and is not counted. Steps correct the costs
+    that the engine weighs forecasts with, as in a server.
     """
 
-    def __init__(self, engine: Engine, requests: Sequence[Request]) -> None:
-        self._engine = engine
-        self._measured = {engine.add(request): Measured() for request in requests}
+    def __init__(self, live: LiveCosts, requests: Sequence[Request]) -> None:
+        self._live, self._engine = live, live.engine
+        self._measured = {self._engine.add(request): Measured() for request in requests}
         self._again, self._fillers = cycle(requests), list[int]()
         self._num_open = len(requests)
         self.num_tokens = 0
@@ -82,7 +84,9 @@ class Flow:
             self._fillers.append(self._engine.add(next(self._again)))
         started = time.perf_counter()
         steps = self._engine.step()
-        self._share(steps, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        self._live.observe(seconds)
+        self._share(steps, seconds)
         self.num_tokens += sum(len(step.tokens) for step in steps)
         if self.done:
             for request_id in self._fillers:

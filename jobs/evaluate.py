@@ -20,7 +20,6 @@ from typing import Any
 
 from blockpilot.costs import COSTS_FILE, StepCosts
 from blockpilot.files import is_file, join, write_text
-from blockpilot.pairs import PairId
 from blockpilot.policy import INFO_FILE, WEIGHTS_FILE
 from blockpilot.report import Run, Totals
 from jobs.cluster import connect
@@ -48,7 +47,7 @@ def run(config: EvaluateConfig) -> EvaluateResult:
         setting: Setting = call("load")
         for name, reason in setting.left_out.items():
             print(f"evaluate: {name} is left out: {reason}")
-        runs = list(_measure_all(call, config, work, setting.pair))
+        runs = list(_measure_all(call, config, work, setting))
     save(config, planned, setting, runs)
     (config.output / RUNS_FILE).unlink()
     return log(config.output, registry)
@@ -74,11 +73,11 @@ def _work(config: EvaluateConfig, plan: Plan) -> Work:
     )
 
 
-def _measure_all(call: Any, config: EvaluateConfig, work: Work, pair: PairId) -> Iterator[Run]:
+def _measure_all(call: Any, config: EvaluateConfig, work: Work, setting: Setting) -> Iterator[Run]:
     """Every repeat of every group, one at a time, with a line of progress every few seconds; what an earlier process
     with the same settings has measured is read from its file.
     """
-    file, places, identity = config.output / RUNS_FILE, list(_places(config, work)), _identity(config, work, pair)
+    file, places, identity = config.output / RUNS_FILE, list(_places(config, work)), _identity(config, work, setting)
     done = _read_runs(file, identity)
     if done:
         print(f"evaluate: going on after {len(done)} of {len(places)} groups")
@@ -105,11 +104,12 @@ def _places(config: EvaluateConfig, work: Work) -> Iterator[tuple[int, int]]:
     return ((repeat, number) for repeat in range(config.repeats) for number in range(len(work.groups)))
 
 
-def _identity(config: EvaluateConfig, work: Work, pair: PairId) -> str:
+def _identity(config: EvaluateConfig, work: Work, setting: Setting) -> str:
     """A hash of all that the runs depend on."""
     settings = config.model_dump(mode="json", exclude={"output", "relog", "accelerator_type"})
+    found = setting.pair, setting.dtype, setting.device
     prompts = [(p.set, p.text) for p in work.prompts]
-    key = repr((settings, pair, list(work.policies), prompts, work.groups, work.costs))
+    key = repr((settings, found, list(work.policies), prompts, work.groups, work.costs))
     digest = hashlib.sha256(key.encode())
     for directory in work.policies.values():
         for name in (INFO_FILE, WEIGHTS_FILE):

@@ -37,7 +37,7 @@ def save(config: EvaluateConfig, plan: Plan, setting: Setting, runs: Sequence[Ru
     held_out = _held_out(comparison, method_name(best), champion) if POLICY in setting.block_sizes else None
     by_set = _by_set(config, plan, runs, setting, best)
     figures = comparison.figures(AR)
-    shown = bool(plan.sweep) or any(plan.learned_from(method).prompts for method in plan.policies)
+    shown = bool(plan.sweep or plan.learned_from(POLICY).prompts)
     table = _describe(config, plan, setting, figures, by_set, best, chosen_on, held_out, shown)
     content = {
         "config": config.model_dump(mode="json"),

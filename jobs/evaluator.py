@@ -22,6 +22,7 @@ from ray.exceptions import RayTaskError
 from blockpilot.costs import StepCosts, dtype_name, measured_up_to
 from blockpilot.engine import Engine, Policy, Request
 from blockpilot.forecast import EVController, StaticForecast
+from blockpilot.live_costs import LiveCosts
 from blockpilot.measure import Flow, Measured, in_turns, total_s
 from blockpilot.pairs import Pair, PairId
 from blockpilot.policy import CandidateSet, LearnedPolicy, load_policy
@@ -101,7 +102,7 @@ class Evaluator:
             self._policies[EV] = EVController(CandidateSet(self._sizes))
         self._context = sum(map(len, self._prompt_ids.values())) // len(self._prompt_ids) + work.max_new_tokens // 2
         self._costs = self._find_costs(pair)
-        self._engines = {method: self._new_engine(method) for method in self.methods}
+        self._engines = {method: LiveCosts(self._new_engine(method)) for method in self.methods}
         for prompt in work.prompts:
             self._check(prompt)
         rotating = [method for method in self.methods if method != ORACLE]
@@ -139,7 +140,7 @@ class Evaluator:
         start = (repeat + group) % len(methods)
         measured = self._decode(methods[start:] + methods[:start], places, repeat, self._work.max_new_tokens)
         if ORACLE in self.methods:
-            self._engines[ORACLE].policy = self._hindsight([measured[name] for name in self._fixed])
+            self._engines[ORACLE].engine.policy = self._hindsight([measured[name] for name in self._fixed])
             later = self._decode([ORACLE, AR], places, repeat, self._work.max_new_tokens)
             pace = total_s(measured[AR]) / total_s(later[AR])
             measured = measured | {ORACLE: [each.at_pace(pace) for each in later[ORACLE]]}
@@ -210,7 +211,7 @@ class Evaluator:
 
     def _check(self, prompt: Prompt) -> None:
         try:
-            self._engines[AR].check(self._request(prompt, 1, 0, self._work.max_new_tokens))
+            self._engines[AR].engine.check(self._request(prompt, 1, 0, self._work.max_new_tokens))
         except ValueError as error:
             raise ValueError(f"prompt {prompt.text[:60]!r} of {prompt.set}: {error}") from None
 

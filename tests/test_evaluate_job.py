@@ -16,9 +16,11 @@ import ray
 import torch
 from policies import tiny_policy
 
+from blockpilot import live_costs
 from blockpilot.costs import COSTS_FILE, StepCosts, device_name
 from blockpilot.engine import Engine, Prefill, Request, generate
 from blockpilot.examples import prompt_key
+from blockpilot.live_costs import WINDOW, LiveCosts
 from blockpilot.measure import Flow, Measured, in_turns
 from blockpilot.pairs import Pair, PairId
 from blockpilot.policy import save_policy
@@ -115,7 +117,7 @@ def requests(pair: Pair, texts: list[Prompt], block_size: int | None, temperatur
 
 
 def flown(engine: Engine, wanted: list[Request]) -> list[Measured]:
-    flow = Flow(engine, wanted)
+    flow = Flow(LiveCosts(engine), wanted)
     in_turns([flow], 3)
     return flow.results
 
@@ -198,7 +200,7 @@ def test_flows_take_turns_and_end_together(tiny_pair: Pair, prompts: tuple[Path,
             turns.append(name[id(self)] * (self.num_tokens - before))
 
     stay = [dataclasses.replace(r, stop_token_ids=frozenset()) for r in requests(tiny_pair, prompts[1][:2], 1)]
-    plain, both = (Told(Engine(tiny_pair, num_slots=n, max_length=256), stay) for n in (1, 2))
+    plain, both = (Told(LiveCosts(Engine(tiny_pair, num_slots=n, max_length=256)), stay) for n in (1, 2))
     name = {id(plain): "a", id(both): "b"}
     in_turns([plain, both], 6)
     assert turns[:10] == [*"aaaaaa", "bb", "bb", "bb", "a"]
@@ -300,6 +302,13 @@ def test_all_methods_decode_the_same_text_in_an_order_that_rotates(
     assert max(map(len, within_an_answer)) > 1
 
 
+@pytest.fixture
+def costs_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs that are made up for a test are not corrected by what steps really take."""
+    monkeypatch.setattr(live_costs, "FEWEST", WINDOW + 1)
+
+
+@pytest.mark.usefixtures("costs_as_given")
 def test_the_oracle_takes_the_size_with_most_tokens_per_cost_of_what_was_just_measured(
     config: EvaluateConfig, prompts: tuple[Path, list[Prompt]], tiny_pair: Pair
 ) -> None:
@@ -320,6 +329,7 @@ def test_the_oracle_takes_the_size_with_most_tokens_per_cost_of_what_was_just_me
     assert len(set(chosen)) > 1, chosen
 
 
+@pytest.mark.usefixtures("costs_as_given")
 def test_the_oracle_chooses_for_each_request_of_a_group(
     config: EvaluateConfig, prompts: tuple[Path, list[Prompt]], tiny_pair: Pair
 ) -> None:
@@ -390,7 +400,7 @@ def test_costs_that_were_given_are_used_where_they_hold(
         assert measured != other
         assert measured.fits(tiny_pair, SIZES, 3)
         assert measured.contexts == (evaluator.setting.context,)
-        assert {engine.costs for engine in evaluator._engines.values()} == {measured}
+        assert {live.engine.costs for live in evaluator._engines.values()} == {measured}
 
 
 def test_a_prompt_longer_than_the_context_is_named(config: EvaluateConfig, tmp_path: Path) -> None:
@@ -481,12 +491,15 @@ def killed_after(evaluator: Watched, num_groups: int) -> Callable[..., list[Run]
     return call
 
 
-def measure_all(call: Callable[..., list[Run]], config: EvaluateConfig, plan: Plan, pair: PairId) -> Iterator[Run]:
-    return evaluate._measure_all(call, config, evaluate._work(config, plan), pair)
+def measure_all(
+    evaluator: Watched, call: Callable[..., list[Run]], config: EvaluateConfig, plan: Plan
+) -> Iterator[Run]:
+    return evaluate._measure_all(call, config, evaluate._work(config, plan), evaluator.setting)
 
 
-def identity_of(config: EvaluateConfig, plan: Plan, pair: Pair) -> str:
-    return evaluate._identity(config, evaluate._work(config, plan), pair.id)
+def identity_of(config: EvaluateConfig, plan: Plan, pair: Pair, dtype: str = "float32", device: str = "cpu") -> str:
+    setting = setting_of(pair.id)._replace(dtype=dtype, device=device)
+    return evaluate._identity(config, evaluate._work(config, plan), setting)
 
 
 def lines_of(config: EvaluateConfig) -> list[str]:
@@ -499,10 +512,9 @@ def test_what_was_measured_is_kept_and_a_torn_line_is_not(
     config = changed(config, baselines=(), repeats=2, concurrency=2, waves=1)
     plan = plan_of(config, prompts[1])
     evaluator, work = Watched(config, plan), evaluate._work(config, plan)
-    pair = evaluator.setting.pair
     found: list[Run] = []
     with pytest.raises(KilledError):
-        found.extend(evaluate._measure_all(killed_after(evaluator, 5), config, work, pair))
+        found.extend(evaluate._measure_all(killed_after(evaluator, 5), config, work, evaluator.setting))
     kept = lines_of(config)
     assert len(kept) == 1 + 5
     with (config.output / "runs.jsonl").open("a") as file:
@@ -515,7 +527,7 @@ def test_what_was_measured_is_kept_and_a_torn_line_is_not(
         return evaluator.call(method, *place)
 
     capsys.readouterr()
-    runs = list(evaluate._measure_all(call, config, work, pair))
+    runs = list(evaluate._measure_all(call, config, work, evaluator.setting))
     assert "evaluate: going on after 5 of 8 groups" in capsys.readouterr().out
     assert decoded == [(1, 1), (1, 2), (1, 3)]
     assert lines_of(config)[:6] == kept
@@ -524,7 +536,7 @@ def test_what_was_measured_is_kept_and_a_torn_line_is_not(
     assert [(run.repeat, run.prompt, run.method) for run in runs] == every
     assert runs[: 5 * 4 * 2] == found  # to the last digit of their seconds
     # Killed before the result was written, it measures nothing again.
-    assert list(evaluate._measure_all(pytest.fail, config, work, pair)) == runs
+    assert list(evaluate._measure_all(pytest.fail, config, work, evaluator.setting)) == runs
 
 
 @pytest.mark.parametrize(
@@ -545,12 +557,12 @@ def test_another_configuration_starts_anew(
     plan = plan_of(config, prompts[1][:4])
     evaluator = Watched(config, plan)
     with pytest.raises(KilledError):
-        list(measure_all(killed_after(evaluator, 2), config, plan, evaluator.setting.pair))
+        list(measure_all(evaluator, killed_after(evaluator, 2), config, plan))
     other = changed(config, **change)
     plan = plan_of(other, prompts[1][:4])
     evaluator = Watched(other, plan)
     with pytest.raises(KilledError):
-        list(measure_all(killed_after(evaluator, 1), other, plan, evaluator.setting.pair))
+        list(measure_all(evaluator, killed_after(evaluator, 1), other, plan))
     assert len(lines_of(other)) == 1 + 1
 
 
@@ -573,7 +585,10 @@ def test_other_prompts_or_policies_start_anew(
     elsewhere = changed(config, output=tmp_path / "elsewhere", accelerator_type="H100")
     plan = plan_of(elsewhere, prompts[1], {POLICY: policy_dir})
     assert identity_of(elsewhere, plan, tiny_pair) == first
-    assert identity_of(config, plan_of(config, prompts[1], {POLICY: policy_dir}), retrained(tiny_pair)) != first
+    plan = plan_of(config, prompts[1], {POLICY: policy_dir})
+    assert identity_of(config, plan, retrained(tiny_pair)) != first
+    assert identity_of(config, plan, tiny_pair, dtype="bfloat16") != first
+    assert identity_of(config, plan, tiny_pair, device="cuda") != first
 
 
 def test_other_weights_start_anew(
@@ -965,7 +980,7 @@ def measured(
     policies, *numbers = find_policies(config, registry)
     plan = plan_of(config, prompts[1][:3], policies, None, *numbers)
     evaluator = Watched(config, plan)
-    runs = list(measure_all(evaluator.call, config, plan, evaluator.setting.pair))
+    runs = list(measure_all(evaluator, evaluator.call, config, plan))
     evaluate_result.save(config, plan, evaluator.setting, runs)
     return config, version
 

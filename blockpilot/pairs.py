@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from blockpilot.draft import DraftModel, load_draft, new_draft_config
+from blockpilot.few_rows import use_few_rows
 from blockpilot.target import check_family
 
 EMBEDDED_TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -127,6 +128,8 @@ def _pair(
     device: str | torch.device,
 ) -> Pair:
     draft = draft.to(device=device, dtype=target.dtype).eval().requires_grad_(False)
+    for model in (target, draft):
+        use_few_rows(model)
     return Pair(pair_id, target.to(device), draft, tokenizer)  # type: ignore[arg-type]
 
 

@@ -16,7 +16,6 @@ from blockpilot.cache import SlotCache, SlotView
 from blockpilot.packing import ATTENTION, SideBySide
 
 FAMILIES = ("llama", "qwen3", "qwen3_moe")
-FEW_ROWS = range(2, 6)  # for which a CPU's float32 product is two to four times faster turned round
 
 
 class Scored(NamedTuple):
@@ -74,9 +73,7 @@ class Target:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """LM head: [N, hidden] -> [N, vocab]."""
-        head = self.model.lm_head
-        turned = hidden.device.type == "cpu" and hidden.dtype == torch.float32 and len(hidden) in FEW_ROWS
-        logits: Tensor = (head.weight @ hidden.T).T.contiguous() if turned else head(hidden)
+        logits: Tensor = self.model.lm_head(hidden)
         return logits
 
     def embed(self, tokens: Tensor) -> Tensor:

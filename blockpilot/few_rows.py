@@ -19,10 +19,10 @@ class FewRowsLinear(nn.Linear):
         num_rows = input.shape[:-1].numel()
         if num_rows not in FEW_ROWS or input.device.type != "cpu" or input.dtype != torch.float32:
             return super().forward(input)
-        product: Tensor = (self.weight @ input.reshape(num_rows, -1).T).T
+        product = (self.weight @ input.reshape(num_rows, -1).T).T
         if self.bias is not None:
             product = product + self.bias
-        return product.contiguous().unflatten(0, input.shape[:-1])
+        return product.contiguous().view(*input.shape[:-1], -1)
 
 
 def use_few_rows(model: nn.Module) -> None:

@@ -26,7 +26,12 @@ def test_any_number_of_rows_has_the_product_of_a_plain_layer(shape: tuple[int, .
 
 def test_only_float32_on_a_cpu_is_turned_round(monkeypatch: pytest.MonkeyPatch) -> None:
     turned: list[torch.dtype] = []
-    monkeypatch.setattr(torch.Tensor, "unflatten", lambda product, *args: turned.append(product.dtype) or product)
+
+    def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        turned.append(left.dtype)
+        return torch.matmul(left, right)
+
+    monkeypatch.setattr(nn.Parameter, "__matmul__", product)
     for dtype in (torch.float32, torch.bfloat16):
         few = random_linear(bias=False, dtype=dtype)
         use_few_rows(few)

@@ -7,7 +7,7 @@ prompts are random tokens; block sizes take turns, so that a slow moment of the 
 import json
 import time
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise, product
 from typing import Any
@@ -31,9 +31,10 @@ Table = tuple[tuple[tuple[float, ...], ...], ...]
 class StepCosts:
     """Seconds of a step, [block size][rows][context], each axis ascending; of one pair, dtype and device.
 
-    In `seconds` all rows draft blocks of that size, in `one_drafts` one row does and the others decode plainly. Of
-    other steps the widest block says which of these to look at (attention pads to it), and the number of drafted
-    tokens how far it is from the one to the other.
+    In `seconds` all rows draft blocks of that size, in `one_drafts` one row does and the others decode plainly, in
+    `one_plain` it is the other way about (of two rows both draft). Rows of different sizes take longer than as many
+    tokens of rows that are all alike: of such a step the widest block says which costs to look at (attention pads to
+    it), and the number of drafted tokens where it lies between `one_drafts` and `one_plain`.
     """
 
     pair: PairId
@@ -44,30 +45,39 @@ class StepCosts:
     contexts: tuple[int, ...]
     seconds: Table
     one_drafts: Table
+    one_plain: Table
 
     def step_s(self, block_size: int, rows: int, context: int) -> float:
-        """Seconds of a step, linear between what was measured and constant beyond it."""
-        return self._between(self.seconds, block_size, rows, context)
+        """Seconds of a step of rows that are all alike, linear between what was measured and constant beyond it."""
+        return float(self.alike_s([block_size], rows, context)[0])
 
-    def drafting_s(self, block_sizes: Sequence[int], rows: int, context: int) -> tuple[Array, Array]:
+    def alike_s(self, block_sizes: Sequence[int], rows: int, context: int) -> Array:
+        """`step_s` of many block sizes, [K]."""
+        return self._between(self.seconds, block_sizes, rows, context)
+
+    def mixing_s(self, block_sizes: Sequence[int], rows: int, context: int) -> tuple[Array, Array]:
         """Two [K]: seconds of a step in which one of the rows drafts, a block of block_sizes[k], and of every token
         drafted beyond those if none of the other blocks is wider.
         """
-        one, every = (
-            np.array([self._between(table, size, rows, context) for size in block_sizes])
-            for table in (self.one_drafts, self.seconds)
-        )
-        drafted = (rows - 1) * (np.array(block_sizes) - 1)
-        return (every, 0 * every) if rows == 1 else (one, (every - one) / np.maximum(drafted, 1))
+        if rows == 1:
+            alike = self.alike_s(block_sizes, rows, context)
+            return alike, 0 * alike
+        one, most = (self._between(table, block_sizes, rows, context) for table in (self.one_drafts, self.one_plain))
+        num_rows = sum(_num_drafting(self.rows[r]) * of_r for r, of_r in _weights(self.rows, rows))
+        drafted = (num_rows - 1) * (np.array(block_sizes) - 1)
+        return one, (most - one).clip(min=0) / np.maximum(drafted, 1)
 
     def mixed_s(self, sizes: Sequence[int], context: int) -> float:
-        """Seconds of a step whose rows have these block sizes."""
-        first, each = self.drafting_s([max(sizes)], len(sizes), context)
-        return float(first[0] + each[0] * (sum(sizes) - len(sizes) - max(sizes) + 1))
+        """Seconds of a step whose rows have these block sizes; those that are all alike never take longer for it."""
+        widest, rows = max(sizes), len(sizes)
+        first, each = self.mixing_s([widest], rows, context)
+        mixed = float(first[0] + each[0] * (sum(sizes) - rows - widest + 1))
+        return mixed if min(sizes) < widest else min(mixed, self.step_s(widest, rows, context))
 
-    def _between(self, table: Table, block_size: int, rows: int, context: int) -> float:
-        axes = [_weights(self.block_sizes, block_size), _weights(self.rows, rows), _weights(self.contexts, context)]
-        return sum(table[b][r][c] * of_b * of_r * of_c for (b, of_b), (r, of_r), (c, of_c) in product(*axes))
+    def _between(self, table: Table, block_sizes: Sequence[int], rows: int, context: int) -> Array:
+        points = product(_weights(self.rows, rows), _weights(self.contexts, context))
+        by_size = sum(of_r * of_c * np.array([of_size[r][c] for of_size in table]) for (r, of_r), (c, of_c) in points)
+        return np.interp(block_sizes, self.block_sizes, by_size)
 
     def speed_up(self, block_size: int, tau: float, rows: int, context: int) -> float:
         """Tokens per second at this acceptance length, divided by those of plain decoding."""
@@ -76,8 +86,8 @@ class StepCosts:
     def scaled(self, plain: float, drafting: float) -> "StepCosts":
         """Costs of which steps that only decode plainly take `plain` times as long, and others `drafting` times."""
         factors = np.array([plain if size == 1 else drafting for size in self.block_sizes])[:, None, None]
-        seconds, one_drafts = (_as_table(factors * np.array(each)) for each in (self.seconds, self.one_drafts))
-        return replace(self, seconds=seconds, one_drafts=one_drafts)
+        seconds, one_drafts, one_plain = (_as_table(factors * np.array(getattr(self, name))) for name in _TABLES)
+        return replace(self, seconds=seconds, one_drafts=one_drafts, one_plain=one_plain)
 
     def of_candidates(self, candidates: Sequence[int], rows: int, context: int) -> list[float]:
         """The cost of a step with each of them, in steps of plain decoding."""
@@ -110,7 +120,7 @@ class StepCosts:
         return cls(**found | axes | tables | {"pair": PairId(**found["pair"])})
 
 
-_TABLES = ("seconds", "one_drafts")
+_TABLES = ("seconds", "one_drafts", "one_plain")
 
 
 def _table(name: str, values: Any, shape: tuple[int, ...]) -> Table:
@@ -148,13 +158,14 @@ def measure_costs(
             raise ValueError(f"{name} {tuple(axis)}: must be ascending numbers of at least 1")
     measured: dict[tuple[tuple[int, ...], int], float] = {}
     for r, c in product(rows, contexts):
-        mixtures = list(dict.fromkeys(_drafting(size, num, r) for size in block_sizes for num in (1, r)))
+        numbers = 1, _num_drafting(r), r
+        mixtures = list(dict.fromkeys(_drafting(size, num, r) for size in block_sizes for num in numbers))
         seconds = time_steps(pair, mixtures, c, num_steps=num_steps)
         measured |= {(mixture, c): each for mixture, each in zip(mixtures, seconds, strict=True)}
 
-    def table(all_rows: bool) -> Table:
+    def table(num_drafting: Callable[[int], int]) -> Table:
         values = {
-            (r, c): never_falling([measured[_drafting(size, r if all_rows else 1, r), c] for size in block_sizes])
+            (r, c): never_falling([measured[_drafting(size, num_drafting(r), r), c] for size in block_sizes])
             for r, c in product(rows, contexts)
         }
         return tuple(tuple(tuple(values[r, c][b] for c in contexts) for r in rows) for b in range(len(block_sizes)))
@@ -166,9 +177,15 @@ def measure_costs(
         tuple(block_sizes),
         tuple(rows),
         tuple(contexts),
-        seconds=table(all_rows=True),
-        one_drafts=table(all_rows=False),
+        seconds=table(lambda r: r),
+        one_drafts=table(lambda r: 1),
+        one_plain=table(_num_drafting),
     )
+
+
+def _num_drafting(rows: int) -> int:
+    """Rows that draft in `one_plain`."""
+    return min(max(2, rows - 1), rows)
 
 
 def _drafting(block_size: int, num: int, rows: int) -> tuple[int, ...]:

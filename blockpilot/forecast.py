@@ -81,13 +81,17 @@ def choose(
     options = [dict(zip(f.candidates, f.taus, strict=True)) for f in forecasts] + [{size: 1.0} for size in others]
     sizes = sorted({1}.union(*options))
     tokens = np.array([[of_row.get(size, -math.inf) for size in sizes] for of_row in options]).clip(min=-_NEVER)
-    first_s, each_s = costs.drafting_s(sizes, len(options), context)
-    chosen = _most_a_second(tokens, np.array(sizes) - 1, first_s, each_s)
+    chosen, rate = _most_a_second(tokens, np.array(sizes) - 1, *costs.mixing_s(sizes, len(options), context))
+    alike = tokens.sum(axis=0) / costs.alike_s(sizes, len(options), context)
+    if alike.max() > rate:
+        return [sizes[alike.argmax()]] * len(forecasts)
     return [sizes[k] for k in chosen[: len(forecasts)].tolist()]
 
 
-def _most_a_second(tokens: Array, drafted: NDArray[np.int64], first_s: Array, each_s: Array) -> NDArray[np.int64]:
-    """Which option of every row [R] makes the most tokens in all over seconds in all.
+def _most_a_second(
+    tokens: Array, drafted: NDArray[np.int64], first_s: Array, each_s: Array
+) -> tuple[NDArray[np.int64], float]:
+    """Which option of every row [R] makes the most tokens in all over seconds in all, and how many.
 
     tokens [R, K] are those of every row's options, which draft drafted[k] tokens, ascending. A step whose widest
     option is k takes first_s[k] if one row takes it, and each_s[k] for every further token drafted. A rate is reached
@@ -108,7 +112,7 @@ def _most_a_second(tokens: Array, drafted: NDArray[np.int64], first_s: Array, ea
         best = (emitted - rate * seconds).argmax()
         if emitted[best] / seconds[best] <= rate:
             chosen: NDArray[np.int64] = options[:, best]
-            return chosen
+            return chosen, rate
         rate = emitted[best] / seconds[best]
 
 

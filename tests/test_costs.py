@@ -1,5 +1,6 @@
 """Step costs: what is measured, what lies in between, and files that are not what they should be."""
 
+import dataclasses
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +22,7 @@ COSTS = StepCosts(
     contexts=(100, 200),
     seconds=(((1.0, 2.0), (3.0, 4.0)), ((5.0, 6.0), (7.0, 8.0))),
     one_drafts=(((1.0, 2.0), (3.0, 4.0)), ((4.0, 5.0), (5.0, 6.0))),
+    one_plain=(((1.0, 2.0), (3.0, 4.0)), ((5.0, 6.0), (7.4, 8.4))),
 )
 
 
@@ -46,21 +48,30 @@ def test_a_block_size_pays_by_what_it_costs() -> None:
 
 
 def test_what_one_row_drafts_and_what_every_token_more_costs() -> None:
-    """Four rows: one block of 5 takes 5 seconds, four of them 7, and have 12 drafted tokens more."""
-    first, each = COSTS.drafting_s([1, 3, 5], 4, 100)
+    """Four rows: one block of 5 takes 5 seconds, three of them, which have 8 drafted tokens more, take 7.4."""
+    first, each = COSTS.mixing_s([1, 3, 5], 4, 100)
     assert first == pytest.approx([3, 4, 5])
-    assert each == pytest.approx([0, (5 - 4) / 6, (7 - 5) / 12])
-    first, each = COSTS.drafting_s([5], 1, 150)  # one row is all rows
+    assert each == pytest.approx([0, (5.2 - 4) / 4, (7.4 - 5) / 8])
+    first, each = COSTS.mixing_s([5], 2, 100)  # of two rows both draft
+    assert (first, each) == (pytest.approx([4]), pytest.approx([1 / 4]))
+    first, each = COSTS.mixing_s([5], 1, 150)  # one row is all rows
     assert (first, each) == (pytest.approx([5.5]), pytest.approx([0]))
 
 
 def test_the_widest_block_and_the_tokens_say_what_a_mixed_step_costs() -> None:
     assert COSTS.mixed_s([1, 1, 1, 1], 100) == pytest.approx(3)
     assert COSTS.mixed_s([5, 1, 1, 1], 100) == pytest.approx(5)
-    assert COSTS.mixed_s([5, 5, 5, 5], 100) == pytest.approx(7)
-    assert COSTS.mixed_s([3, 3, 3, 3], 100) == pytest.approx(5)
-    assert COSTS.mixed_s([1, 5, 3, 1], 100) == pytest.approx(5 + 2 * 2 / 12)
+    assert COSTS.mixed_s([1, 5, 3, 1], 100) == pytest.approx(5 + 2 * 2.4 / 8)
+    assert COSTS.mixed_s([5, 5, 1, 5], 100) == pytest.approx(7.4)
     assert COSTS.mixed_s([5], 150) == pytest.approx(5.5)
+
+
+def test_rows_that_are_all_alike_are_cheaper_than_mixed_ones_of_fewer_tokens() -> None:
+    assert COSTS.mixed_s([5, 5, 5, 5], 100) == pytest.approx(7)
+    assert COSTS.mixed_s([5, 5, 5, 3], 100) == pytest.approx(5 + 10 * 2.4 / 8)
+    assert COSTS.mixed_s([3, 3, 3, 3], 100) == pytest.approx(5)
+    cheap = dataclasses.replace(COSTS, one_plain=COSTS.one_drafts)
+    assert cheap.mixed_s([5, 5, 5, 5], 100) == pytest.approx(5)  # never dearer than as many tokens of mixed rows
 
 
 @pytest.mark.parametrize(("rows", "context"), [(2, 100), (4, 200), (3, 150)])
@@ -124,7 +135,8 @@ def test_every_point_is_measured(tiny_pair: Pair) -> None:
     assert (costs.pair, costs.dtype) == (tiny_pair.id, "float32")
     assert all(s > 0 for of_size in costs.seconds for of_rows in of_size for s in of_rows)
     assert (len(costs.seconds), len(costs.seconds[0]), len(costs.seconds[0][0])) == (3, 2, 2)
-    assert [of_size[0] for of_size in costs.one_drafts] == [of_size[0] for of_size in costs.seconds]  # of one row
+    for mixed in (costs.one_drafts, costs.one_plain):
+        assert [of_size[0] for of_size in mixed] == [of_size[0] for of_size in costs.seconds]  # of one row
     assert costs.one_drafts[0][1] != costs.one_drafts[1][1] != costs.seconds[1][1]
 
 

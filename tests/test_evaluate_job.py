@@ -103,7 +103,7 @@ def policy_dir(tiny_pair: Pair, tmp_path: Path) -> Path:
 def step_costs(pair: PairId, seconds: Sequence[float], **changes: object) -> StepCosts:
     """Of SIZES, for up to three rows here."""
     table = tuple(((each,), (each,)) for each in seconds)
-    costs = StepCosts(pair, "float32", device_name(torch.device("cpu")), SIZES, (1, 3), (32,), table, table)
+    costs = StepCosts(pair, "float32", device_name(torch.device("cpu")), SIZES, (1, 3), (32,), table, table, table)
     return dataclasses.replace(costs, **changes)  # type: ignore[arg-type]
 
 

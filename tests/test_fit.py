@@ -261,7 +261,7 @@ def decided(kind: Kind, network: PolicyNetwork, rows: Sequence[SweepRow], exampl
     """The block sizes that the policy takes in use, one request after the other."""
     candidates = CandidateSet(tuple(CANDIDATES))
     seconds = tuple(((s,),) for s in SECONDS.tolist())
-    costs = StepCosts(PAIR, "float32", "cpu", candidates.sizes, (1,), (1,), seconds, seconds)
+    costs = StepCosts(PAIR, "float32", "cpu", candidates.sizes, (1,), (1,), seconds, seconds, seconds)
     used = costs if kind.objective == "throughput" else None
     info = PolicyInfo(PAIR, candidates, kind.head, kind.objective, kind.reads, network.shape, 1e-5)
     policy = LearnedPolicy(info, network, used)

@@ -25,11 +25,14 @@ def step_costs(
     block_sizes: Sequence[int],
     seconds: Sequence[Sequence[Sequence[float]]],
     of_one: Sequence[float] = (1, 1 / 3, 1 / 6),
+    of_most: Sequence[float] = (1, 2 / 3, 5 / 6),
 ) -> StepCosts:
-    """Costs of [block size][rows][context] at ROWS and CONTEXTS; one row that drafts adds a share of what all add."""
+    """Costs of [block size][rows][context] at ROWS and CONTEXTS; one row that drafts adds a share of what all of them
+    add, and so do all rows but one.
+    """
     every = np.array(seconds, dtype=float)
-    one = every[0] + (every - every[0]) * np.array(of_one)[:, None]
-    tables = [tuple(tuple(map(tuple, of_size)) for of_size in table.tolist()) for table in (every, one)]
+    one, most = (every[0] + (every - every[0]) * np.array(share)[:, None] for share in (of_one, of_most))
+    tables = [tuple(tuple(map(tuple, of_size)) for of_size in table.tolist()) for table in (every, one, most)]
     return StepCosts(PairId("t", "1", "d", "2"), "float32", "cpu", tuple(block_sizes), ROWS, CONTEXTS, *tables)
 
 
@@ -81,13 +84,13 @@ def forecasts_of(draw: st.DrawFn, taus: st.SearchStrategy[float]) -> StaticForec
 def cost_tables(values: st.SearchStrategy[float], block_sizes: Sequence[int]) -> st.SearchStrategy[StepCosts]:
     """At every load and context dearer, or no cheaper, the larger the blocks are."""
     shape = len(ROWS), len(CONTEXTS), len(block_sizes)
-    num, shares = math.prod(shape), st.lists(st.floats(0, 1), min_size=len(ROWS), max_size=len(ROWS))
+    num, shares = math.prod(shape), st.lists(st.floats(0, 1.5), min_size=len(ROWS), max_size=len(ROWS))
 
-    def costs(drawn: list[float], of_one: list[float]) -> StepCosts:
+    def costs(drawn: list[float], of_one: list[float], of_most: list[float]) -> StepCosts:
         ascending = np.sort(np.array(drawn).reshape(shape), axis=2)
-        return step_costs(block_sizes, ascending.transpose(2, 0, 1).tolist(), of_one)
+        return step_costs(block_sizes, ascending.transpose(2, 0, 1).tolist(), of_one, of_most)
 
-    return st.builds(costs, st.lists(values, min_size=num, max_size=num), shares)
+    return st.builds(costs, st.lists(values, min_size=num, max_size=num), shares, shares)
 
 
 @settings(deadline=None)
@@ -128,10 +131,19 @@ def test_rows_choose_apart() -> None:
 def test_a_draft_pass_wants_company() -> None:
     """Where most of what drafting adds is the pass itself, rows draft that would not alone."""
     row = StaticForecast(CandidateSet((1, 4)), [1.0, 2.0])
-    costs = step_costs((1, 4), [[[1.0] * 2] * 3, [[1.6] * 2] * 3], of_one=(1, 0.9, 0.8))
+    costs = step_costs((1, 4), [[[1.0] * 2] * 3, [[1.6] * 2] * 3], of_one=(1, 0.9, 0.8), of_most=(1, 0.95, 0.96))
     assert choose([row], costs, 50, others=[1] * 5) == [1]
     assert choose([row] * 6, costs, 50) == [4] * 6
     assert choose([row], costs, 50, others=[4] * 5) == [4]
+
+
+def test_rows_are_alike_where_mixing_costs_more_than_it_brings() -> None:
+    """The second row expects little of its drafts, and to leave it out would take longer than to have it draft."""
+    eager, other = (StaticForecast(CandidateSet((1, 2)), [1.0, tau]) for tau in (1.8, 1.05))
+    seconds, others = [[[1.0] * 2] * 3, [[1.4] * 2] * 3], [2]
+    even, dear = (step_costs((1, 2), seconds, of_one=(1, 0.7, most), of_most=(1, most, most)) for most in (0.8, 1.2))
+    assert choose([eager, other], even, 50, others) == [2, 1]
+    assert choose([eager, other], dear, 50, others) == [2, 2]
 
 
 def test_equals_take_the_smallest() -> None:

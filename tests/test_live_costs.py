@@ -21,7 +21,7 @@ World = Callable[[StepShape], float]
 def costs_of(drafting: float) -> StepCosts:
     """Plain steps take a second, others `drafting`, however many rows."""
     table = (((1.0,),), ((drafting,),))
-    return StepCosts(PairId("t", "1", "d", "2"), "float32", "cpu", (1, 4), (ROWS,), (64,), table, table)
+    return StepCosts(PairId("t", "1", "d", "2"), "float32", "cpu", (1, 4), (ROWS,), (64,), table, table, table)
 
 
 def in_use(pair: Pair, tau: float, costs: StepCosts | None) -> Engine:

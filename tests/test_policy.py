@@ -55,7 +55,7 @@ CONTEXT_SIZE, ANCHOR_SIZE = 6, 5
 CANDIDATES = CandidateSet((1, 2, 4, 8))
 PAIR = PairId("org/Target", "1111", "org/draft", "2222")
 SECONDS = (((1.0,), (2.0,)), ((1.5,), (4.0,)))
-COSTS = StepCosts(PAIR, "float32", "cpu", (1, 8), (1, 4), (32,), SECONDS, SECONDS)
+COSTS = StepCosts(PAIR, "float32", "cpu", (1, 8), (1, 4), (32,), SECONDS, SECONDS, SECONDS)
 STEP_INPUTS: tuple[Input, ...] = ("context", "anchor", "scalars")
 EVERY_INPUT: list[tuple[Input, ...]] = [
     ("probs",),

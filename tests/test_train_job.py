@@ -38,6 +38,7 @@ COSTS = StepCosts(
     contexts=(64,),
     seconds=tuple(((1 + 0.02 * size,), (1 + 0.2 * size,)) for size in WITH_PLAIN),
     one_drafts=tuple(((1 + 0.02 * size,), (1.1 + 0.1 * size,)) for size in WITH_PLAIN),
+    one_plain=tuple(((1 + 0.02 * size,), (1.1 + 0.1 * size,)) for size in WITH_PLAIN),
 )
 
 

@@ -5,6 +5,7 @@ prompts are random tokens; block sizes take turns, so that a slow moment of the 
 """
 
 import json
+import math
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -34,7 +35,8 @@ class StepCosts:
     In `seconds` all rows draft blocks of that size, in `one_drafts` one row does and the others decode plainly, in
     `one_plain` it is the other way about (of two rows both draft). Rows of different sizes take longer than as many
     tokens of rows that are all alike: of such a step the widest block says which costs to look at (attention pads to
-    it), and the number of drafted tokens where it lies between `one_drafts` and `one_plain`.
+    it), and the number of drafted tokens where it lies between `one_drafts` and `one_plain`. A token of a prompt that
+    joins the step adds `prompt_token_s`, whatever the rows do.
     """
 
     pair: PairId
@@ -46,6 +48,7 @@ class StepCosts:
     seconds: Table
     one_drafts: Table
     one_plain: Table
+    prompt_token_s: float = 0.0
 
     def step_s(self, block_size: int, rows: int, context: int) -> float:
         """Seconds of a step of rows that are all alike, linear between what was measured and constant beyond it."""
@@ -87,7 +90,10 @@ class StepCosts:
         """Costs of which steps that only decode plainly take `plain` times as long, and others `drafting` times."""
         factors = np.array([plain if size == 1 else drafting for size in self.block_sizes])[:, None, None]
         seconds, one_drafts, one_plain = (_as_table(factors * np.array(getattr(self, name))) for name in _TABLES)
-        return replace(self, seconds=seconds, one_drafts=one_drafts, one_plain=one_plain)
+        prompt_token_s = drafting * self.prompt_token_s  # in steps that are as wide
+        return replace(
+            self, seconds=seconds, one_drafts=one_drafts, one_plain=one_plain, prompt_token_s=prompt_token_s
+        )
 
     def of_candidates(self, candidates: Sequence[int], rows: int, context: int) -> list[float]:
         """The cost of a step with each of them, in steps of plain decoding."""
@@ -117,10 +123,14 @@ class StepCosts:
         block_sizes, rows, contexts = (tuple(found[name]) for name in ("block_sizes", "rows", "contexts"))
         axes = {"block_sizes": block_sizes, "rows": rows, "contexts": contexts}
         tables = {name: _table(name, found[name], tuple(map(len, axes.values()))) for name in _TABLES}
+        prompt_token_s = found["prompt_token_s"]
+        if type(prompt_token_s) not in (int, float) or not 0 <= prompt_token_s < math.inf:
+            raise ValueError(f"prompt_token_s {prompt_token_s!r}: must be a number of at least 0")
         return cls(**found | axes | tables | {"pair": PairId(**found["pair"])})
 
 
 _TABLES = ("seconds", "one_drafts", "one_plain")
+MIXTURES_OF_A_SIZE = len(_TABLES)
 
 
 def _table(name: str, values: Any, shape: tuple[int, ...]) -> Table:
@@ -158,7 +168,7 @@ def measure_costs(
             raise ValueError(f"{name} {tuple(axis)}: must be ascending numbers of at least 1")
     measured: dict[tuple[tuple[int, ...], int], float] = {}
     for r, c in product(rows, contexts):
-        numbers = 1, _num_drafting(r), r
+        numbers = 1, _num_drafting(r), r  # MIXTURES_OF_A_SIZE
         mixtures = list(dict.fromkeys(_drafting(size, num, r) for size in block_sizes for num in numbers))
         seconds = time_steps(pair, mixtures, c, num_steps=num_steps)
         measured |= {(mixture, c): each for mixture, each in zip(mixtures, seconds, strict=True)}
@@ -180,7 +190,21 @@ def measure_costs(
         seconds=table(lambda r: r),
         one_drafts=table(lambda r: 1),
         one_plain=table(_num_drafting),
+        prompt_token_s=_prompt_token_s(pair, contexts[0], measured[_drafting(1, 1, rows[0]), contexts[0]]),
     )
+
+
+def _prompt_token_s(pair: Pair, num_tokens: int, plain_s: float, num_prompts: int = 3) -> float:
+    """What each token of a prompt adds to a step: a plain one reads the weights as well, in `plain_s` seconds."""
+    engine = Engine(pair, num_slots=1, max_length=num_tokens + 1)
+    tokens = torch.randint(0, pair.vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(0))
+    seconds = []
+    for _ in range(num_prompts + 1):
+        engine.add(Request(tuple(tokens.tolist()), 1, block_size=2))
+        started = time.perf_counter()
+        engine.step()
+        seconds.append(time.perf_counter() - started)
+    return max(0.0, min(seconds[1:]) - plain_s) / num_tokens
 
 
 def _num_drafting(rows: int) -> int:
@@ -212,13 +236,13 @@ def time_steps(pair: Pair, mixtures: Sequence[Sequence[int]], context: int, *, n
 
     Raises ValueError for a context that leaves no room for the steps.
     """
-    num_rows, widest = len(mixtures[0]), max(max(sizes) for sizes in mixtures)
+    num_rows, widest = len(mixtures[0]), max(2, *(max(sizes) for sizes in mixtures))  # rows that could draft
     room = _room([max(sizes) for sizes in mixtures], num_steps)
     if context + room > pair.max_length:
         raise ValueError(f"context {context}: {room} tokens of steps must fit below {pair.max_length} with it")
     engine = Engine(pair, num_slots=num_rows, max_length=context + room, max_block_size=widest)
     prompts = torch.randint(0, pair.vocab_size, (num_rows, context), generator=torch.Generator().manual_seed(0))
-    ids = [engine.add(Request(tuple(prompt), room, block_size=max(2, widest))) for prompt in prompts.tolist()]
+    ids = [engine.add(Request(tuple(prompt), room, block_size=widest)) for prompt in prompts.tolist()]
     num_begun = 0
     while num_begun < num_rows:
         num_begun += sum(step.prefill is not None for step in engine.step())
@@ -245,7 +269,7 @@ def measured_up_to(
     """The costs of one context, as far as it has room, with 1, 2, 4, ... rows up to `rows`."""
     powers = sorted({min(2**i, rows) for i in range(rows.bit_length() + 1)})
     sizes = sorted({1, *block_sizes})
-    room = _room(2 * sizes, num_steps)
+    room = _room(MIXTURES_OF_A_SIZE * sizes, num_steps)
     return measure_costs(pair, sizes, powers, [max(1, min(context, pair.max_length - room))], num_steps=num_steps)
 
 

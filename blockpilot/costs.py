@@ -97,7 +97,8 @@ class StepCosts:
 
     def of_candidates(self, candidates: Sequence[int], rows: int, context: int) -> list[float]:
         """The cost of a step with each of them, in steps of plain decoding."""
-        return [self.step_s(size, rows, context) / self.step_s(1, rows, context) for size in candidates]
+        relative: list[float] = (self.alike_s(candidates, rows, context) / self.step_s(1, rows, context)).tolist()
+        return relative
 
     def fits(self, pair: Pair, block_sizes: Sequence[int], rows: int) -> bool:
         """Whether they hold for this pair where it is loaded, for these block sizes and so many rows."""
@@ -197,10 +198,10 @@ def measure_costs(
 def _prompt_token_s(pair: Pair, num_tokens: int, plain_s: float, num_prompts: int = 3) -> float:
     """What each token of a prompt adds to a step: a plain one reads the weights as well, in `plain_s` seconds."""
     engine = Engine(pair, num_slots=1, max_length=num_tokens + 1)
-    tokens = torch.randint(0, pair.vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(0))
+    (tokens,) = _random_prompts(pair, 1, num_tokens)
     seconds = []
     for _ in range(num_prompts + 1):
-        engine.add(Request(tuple(tokens.tolist()), 1, block_size=2))
+        engine.add(Request(tokens, 1, block_size=2))
         started = time.perf_counter()
         engine.step()
         seconds.append(time.perf_counter() - started)
@@ -241,8 +242,8 @@ def time_steps(pair: Pair, mixtures: Sequence[Sequence[int]], context: int, *, n
     if context + room > pair.max_length:
         raise ValueError(f"context {context}: {room} tokens of steps must fit below {pair.max_length} with it")
     engine = Engine(pair, num_slots=num_rows, max_length=context + room, max_block_size=widest)
-    prompts = torch.randint(0, pair.vocab_size, (num_rows, context), generator=torch.Generator().manual_seed(0))
-    ids = [engine.add(Request(tuple(prompt), room, block_size=widest)) for prompt in prompts.tolist()]
+    prompts = _random_prompts(pair, num_rows, context)
+    ids = [engine.add(Request(prompt, room, block_size=widest)) for prompt in prompts]
     num_begun = 0
     while num_begun < num_rows:
         num_begun += sum(step.prefill is not None for step in engine.step())
@@ -256,6 +257,11 @@ def time_steps(pair: Pair, mixtures: Sequence[Sequence[int]], context: int, *, n
             if turn:  # the first one of a shape pays for memory and kernels
                 of_mixture.append(time.perf_counter() - started)
     return [min(of_mixture) for of_mixture in seconds]
+
+
+def _random_prompts(pair: Pair, num: int, num_tokens: int) -> list[tuple[int, ...]]:
+    drawn = torch.randint(0, pair.vocab_size, (num, num_tokens), generator=torch.Generator().manual_seed(0))
+    return [tuple(prompt) for prompt in drawn.tolist()]
 
 
 def _room(widths: Sequence[int], num_steps: int) -> int:

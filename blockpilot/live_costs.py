@@ -39,12 +39,13 @@ class LiveCosts:
         self.factors = 1.0, 1.0
         """What plain and drafting steps take now, in what was measured of them."""
 
-    def step(self) -> list[Step]:
-        """`engine.step`; one that only decodes is a measurement."""
+    def step(self) -> tuple[list[Step], float]:
+        """`engine.step` and its seconds; one that only decodes is a measurement."""
         started = time.perf_counter()
         steps = self.engine.step()
-        self.observe(time.perf_counter() - started)
-        return steps
+        seconds = time.perf_counter() - started
+        self.observe(seconds)
+        return steps, seconds
 
     def observe(self, seconds: float) -> None:
         """Learn from the engine's last step."""

@@ -5,7 +5,6 @@ step's seconds are shared equally among the requests that it advanced: shares ad
 a request costs can be told although it never runs alone.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, cycle
@@ -82,10 +81,7 @@ class Flow:
         """One step of the engine."""
         while self._engine.num_waiting < self._engine.num_slots:
             self._fillers.append(self._engine.add(next(self._again)))
-        started = time.perf_counter()
-        steps = self._engine.step()
-        seconds = time.perf_counter() - started
-        self._live.observe(seconds)
+        steps, seconds = self._live.step()
         self._share(steps, seconds)
         self.num_tokens += sum(len(step.tokens) for step in steps)
         if self.done:

@@ -133,7 +133,7 @@ class EngineLoop:
             while not self._work.empty():
                 self._work.get()()
             started = time.perf_counter()
-            steps = self.live_costs.step()
+            steps, _ = self.live_costs.step()
         except Exception as error:
             log.exception("engine failed; %d requests are lost", len(self._in_engine))
             self._num_failures += 1

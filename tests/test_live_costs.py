@@ -112,7 +112,7 @@ def test_its_steps_are_timed_and_are_the_engines(tiny_pair: Pair) -> None:
     alone, timed = in_use(tiny_pair, 3.0, costs_of(1.5)), LiveCosts(in_use(tiny_pair, 3.0, costs_of(1.5)))
     for engine in (alone, timed.engine):
         engine.add(request)
-    steps = [step for _ in range(20) for step in timed.step()]
+    steps = [step for _ in range(20) for step in timed.step()[0]]
     assert [step.tokens for step in steps] == [step.tokens for _ in range(20) for step in alone.step()]
     assert 0 < timed.factors[1] < 1  # a second and a half is far more than the tiny pair takes
 

@@ -29,7 +29,6 @@ from jobs.evaluate_result import EvaluateResult, log, save
 from jobs.evaluator import POLICY, Setting, Work, evaluator
 from jobs.registry import Registry
 
-RUNS_FILE = "runs.jsonl"
 LINE_INTERVAL_S = 5  # between progress lines
 
 
@@ -49,7 +48,7 @@ def run(config: EvaluateConfig) -> EvaluateResult:
             print(f"evaluate: {name} is left out: {reason}")
         runs = list(_measure_all(call, config, work, setting))
     save(config, planned, setting, runs)
-    (config.output / RUNS_FILE).unlink()
+    _runs_file(config, work, setting).unlink()
     return log(config.output, registry)
 
 
@@ -77,14 +76,13 @@ def _measure_all(call: Any, config: EvaluateConfig, work: Work, setting: Setting
     """Every repeat of every group, one at a time, with a line of progress every few seconds; what an earlier process
     with the same settings has measured is read from its file.
     """
-    file, places, identity = config.output / RUNS_FILE, list(_places(config, work)), _identity(config, work, setting)
-    done = _read_runs(file, identity)
+    file, places = _runs_file(config, work, setting), list(_places(config, work))
+    done = _read_runs(file)
     if done:
         print(f"evaluate: going on after {len(done)} of {len(places)} groups")
-    else:
-        write_text(file, json.dumps({"identity": identity}) + "\n")
     started = last_line = time.monotonic()
     num_before = len(done)
+    config.output.mkdir(parents=True, exist_ok=True)
     with file.open("a", encoding="utf-8") as log:
         for number, place in enumerate(places, start=1):
             if place not in done:
@@ -104,6 +102,11 @@ def _places(config: EvaluateConfig, work: Work) -> Iterator[tuple[int, int]]:
     return ((repeat, number) for repeat in range(config.repeats) for number in range(len(work.groups)))
 
 
+def _runs_file(config: EvaluateConfig, work: Work, setting: Setting) -> Path:
+    """Where finished groups are until the result is written; other settings have files of their own."""
+    return config.output / f"runs-{_identity(config, work, setting)[:12]}.jsonl"
+
+
 def _identity(config: EvaluateConfig, work: Work, setting: Setting) -> str:
     """A hash of all that the runs depend on."""
     settings = config.model_dump(mode="json", exclude={"output", "relog", "accelerator_type"})
@@ -117,15 +120,12 @@ def _identity(config: EvaluateConfig, work: Work, setting: Setting) -> str:
     return digest.hexdigest()
 
 
-def _read_runs(file: Path, identity: str) -> dict[tuple[int, int], list[Run]]:
-    """Groups that are done, by (repeat, group); none in a file of other settings. A torn last line is left out."""
+def _read_runs(file: Path) -> dict[tuple[int, int], list[Run]]:
+    """Groups that are done, by (repeat, group). A torn last line is cut off."""
     if not file.exists():
         return {}
-    first, *lines = file.read_text(encoding="utf-8").split("\n")
-    if first != json.dumps({"identity": identity}):
-        return {}
-    whole = lines[:-1]  # what follows the last newline is empty, or torn
-    write_text(file, "".join(f"{line}\n" for line in (first, *whole)))
+    whole = file.read_text(encoding="utf-8").split("\n")[:-1]  # what follows the last newline is empty, or torn
+    write_text(file, "".join(f"{line}\n" for line in whole))
     found = map(json.loads, whole)
     return {tuple(each["place"]): [_read_run(run) for run in each["runs"]] for each in found}
 

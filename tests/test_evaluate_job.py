@@ -502,8 +502,8 @@ def identity_of(config: EvaluateConfig, plan: Plan, pair: Pair, dtype: str = "fl
     return evaluate._identity(config, evaluate._work(config, plan), setting)
 
 
-def lines_of(config: EvaluateConfig) -> list[str]:
-    return (config.output / "runs.jsonl").read_text().splitlines()
+def runs_file(evaluator: Watched, config: EvaluateConfig, plan: Plan) -> Path:
+    return evaluate._runs_file(config, evaluate._work(config, plan), evaluator.setting)
 
 
 def test_what_was_measured_is_kept_and_a_torn_line_is_not(
@@ -515,9 +515,10 @@ def test_what_was_measured_is_kept_and_a_torn_line_is_not(
     found: list[Run] = []
     with pytest.raises(KilledError):
         found.extend(evaluate._measure_all(killed_after(evaluator, 5), config, work, evaluator.setting))
-    kept = lines_of(config)
-    assert len(kept) == 1 + 5
-    with (config.output / "runs.jsonl").open("a") as file:
+    path = runs_file(evaluator, config, plan)
+    kept = path.read_text().splitlines()
+    assert len(kept) == 5
+    with path.open("a") as file:
         file.write(kept[-1].replace('"place": [1, 0]', '"place": [1, 1]')[:-30])
 
     decoded: list[tuple[int, ...]] = []
@@ -530,7 +531,7 @@ def test_what_was_measured_is_kept_and_a_torn_line_is_not(
     runs = list(evaluate._measure_all(call, config, work, evaluator.setting))
     assert "evaluate: going on after 5 of 8 groups" in capsys.readouterr().out
     assert decoded == [(1, 1), (1, 2), (1, 3)]
-    assert lines_of(config)[:6] == kept
+    assert path.read_text().splitlines()[:5] == kept
     groups = group(prompts[1], 2)
     every = [(repeat, place, m) for repeat in range(2) for places in groups for m in FIXED for place in places]
     assert [(run.repeat, run.prompt, run.method) for run in runs] == every
@@ -550,7 +551,7 @@ def test_what_was_measured_is_kept_and_a_torn_line_is_not(
         {"baselines": ("random",)},
     ],
 )
-def test_another_configuration_starts_anew(
+def test_another_configuration_starts_anew_and_leaves_what_was_done(
     config: EvaluateConfig, prompts: tuple[Path, list[Prompt]], change: dict[str, object]
 ) -> None:
     config = changed(config, baselines=(), waves=1)
@@ -558,12 +559,14 @@ def test_another_configuration_starts_anew(
     evaluator = Watched(config, plan)
     with pytest.raises(KilledError):
         list(measure_all(evaluator, killed_after(evaluator, 2), config, plan))
+    first = runs_file(evaluator, config, plan)
     other = changed(config, **change)
     plan = plan_of(other, prompts[1][:4])
     evaluator = Watched(other, plan)
     with pytest.raises(KilledError):
         list(measure_all(evaluator, killed_after(evaluator, 1), other, plan))
-    assert len(lines_of(other)) == 1 + 1
+    assert len(runs_file(evaluator, other, plan).read_text().splitlines()) == 1
+    assert len(first.read_text().splitlines()) == 2
 
 
 def test_other_prompts_or_policies_start_anew(
@@ -1088,17 +1091,22 @@ def test_the_job_goes_on_after_a_kill_measures_records_and_tags(
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes)
 
-    job, file = start(), config.output / "runs.jsonl"
+    def lines() -> list[str]:
+        """Whole lines of the file of groups that are done."""
+        return "".join(path.read_text() for path in config.output.glob("runs-*.jsonl")).split("\n")[:-1]
+
+    job = start()
     deadline = time.monotonic() + 200
-    while not (file.exists() and file.read_text().count("\n") > 2):
+    while len(lines()) < 2:
         assert job.poll() is None, job.communicate()[0]
         assert time.monotonic() < deadline, "nothing was measured in 200 s"
         time.sleep(0.01)
     job.kill()
     output, _ = job.communicate()
     assert f"evaluate: old is left out: policy made for target {tiny_pair.id.target}" in output
-    _, *before = file.read_text().splitlines()[: file.read_text().count("\n")]
+    before = lines()
     assert 2 <= len(before) < 8
+    (file,) = config.output.glob("runs-*.jsonl")
     with file.open("a") as torn:
         torn.write(before[0][:50])
 

@@ -98,7 +98,7 @@ def _base64(picture: bytes) -> str:
 
 def sections(config: ReportConfig) -> Iterable[Section]:
     """All parts, in order."""
-    evaluations = {_title(found): found for found in map(_read_evaluation, config.evaluations)}
+    evaluations = _read_evaluations(config.evaluations)
     for title, found in evaluations.items():
         yield Section(title, found["table"])
     yield from _compared(evaluations)
@@ -111,8 +111,14 @@ def sections(config: ReportConfig) -> Iterable[Section]:
 # --- evaluations ---
 
 
-def _read_evaluation(folder: Path) -> dict[str, Any]:
-    return _read(folder / RESULT_FILE, "evaluation", "figures")
+def _read_evaluations(folders: Sequence[Path]) -> dict[str, dict[str, Any]]:
+    """By title; those that differ in neither temperature nor load have their folders' names, too."""
+    found = {folder: _read(folder / RESULT_FILE, "evaluation", "figures") for folder in folders}
+    shared = Counter(map(_title, found.values()))
+    return {
+        _title(each) + (f" ({folder.name})" if shared[_title(each)] > 1 else ""): each
+        for folder, each in found.items()
+    }
 
 
 def _read(file: Path, what: str, field: str) -> dict[str, Any]:

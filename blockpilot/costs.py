@@ -5,7 +5,6 @@ prompts are random tokens; block sizes take turns, so that a slow moment of the 
 """
 
 import json
-import math
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -35,8 +34,7 @@ class StepCosts:
     In `seconds` all rows draft blocks of that size, in `one_drafts` one row does and the others decode plainly, in
     `one_plain` it is the other way about (of two rows both draft). Rows of different sizes take longer than as many
     tokens of rows that are all alike: of such a step the widest block says which costs to look at (attention pads to
-    it), and the number of drafted tokens where it lies between `one_drafts` and `one_plain`. A token of a prompt that
-    joins the step adds `prompt_token_s`, whatever the rows do.
+    it), and the number of drafted tokens where it lies between `one_drafts` and `one_plain`.
     """
 
     pair: PairId
@@ -48,7 +46,6 @@ class StepCosts:
     seconds: Table
     one_drafts: Table
     one_plain: Table
-    prompt_token_s: float = 0.0
 
     def step_s(self, block_size: int, rows: int, context: int) -> float:
         """Seconds of a step of rows that are all alike, linear between what was measured and constant beyond it."""
@@ -90,10 +87,7 @@ class StepCosts:
         """Costs of which steps that only decode plainly take `plain` times as long, and others `drafting` times."""
         factors = np.array([plain if size == 1 else drafting for size in self.block_sizes])[:, None, None]
         seconds, one_drafts, one_plain = (_as_table(factors * np.array(getattr(self, name))) for name in _TABLES)
-        prompt_token_s = drafting * self.prompt_token_s  # in steps that are as wide
-        return replace(
-            self, seconds=seconds, one_drafts=one_drafts, one_plain=one_plain, prompt_token_s=prompt_token_s
-        )
+        return replace(self, seconds=seconds, one_drafts=one_drafts, one_plain=one_plain)
 
     def of_candidates(self, candidates: Sequence[int], rows: int, context: int) -> list[float]:
         """The cost of a step with each of them, in steps of plain decoding."""
@@ -124,9 +118,6 @@ class StepCosts:
         block_sizes, rows, contexts = (tuple(found[name]) for name in ("block_sizes", "rows", "contexts"))
         axes = {"block_sizes": block_sizes, "rows": rows, "contexts": contexts}
         tables = {name: _table(name, found[name], tuple(map(len, axes.values()))) for name in _TABLES}
-        prompt_token_s = found["prompt_token_s"]
-        if type(prompt_token_s) not in (int, float) or not 0 <= prompt_token_s < math.inf:
-            raise ValueError(f"prompt_token_s {prompt_token_s!r}: must be a number of at least 0")
         return cls(**found | axes | tables | {"pair": PairId(**found["pair"])})
 
 
@@ -191,21 +182,7 @@ def measure_costs(
         seconds=table(lambda r: r),
         one_drafts=table(lambda r: 1),
         one_plain=table(_num_drafting),
-        prompt_token_s=_prompt_token_s(pair, contexts[0], measured[_drafting(1, 1, rows[0]), contexts[0]]),
     )
-
-
-def _prompt_token_s(pair: Pair, num_tokens: int, plain_s: float, num_prompts: int = 3) -> float:
-    """What each token of a prompt adds to a step: a plain one reads the weights as well, in `plain_s` seconds."""
-    engine = Engine(pair, num_slots=1, max_length=num_tokens + 1)
-    (tokens,) = _random_prompts(pair, 1, num_tokens)
-    seconds = []
-    for _ in range(num_prompts + 1):
-        engine.add(Request(tokens, 1, block_size=2))
-        started = time.perf_counter()
-        engine.step()
-        seconds.append(time.perf_counter() - started)
-    return max(0.0, min(seconds[1:]) - plain_s) / num_tokens
 
 
 def _num_drafting(rows: int) -> int:
@@ -242,8 +219,8 @@ def time_steps(pair: Pair, mixtures: Sequence[Sequence[int]], context: int, *, n
     if context + room > pair.max_length:
         raise ValueError(f"context {context}: {room} tokens of steps must fit below {pair.max_length} with it")
     engine = Engine(pair, num_slots=num_rows, max_length=context + room, max_block_size=widest)
-    prompts = _random_prompts(pair, num_rows, context)
-    ids = [engine.add(Request(prompt, room, block_size=widest)) for prompt in prompts]
+    prompts = torch.randint(0, pair.vocab_size, (num_rows, context), generator=torch.Generator().manual_seed(0))
+    ids = [engine.add(Request(tuple(prompt), room, block_size=widest)) for prompt in prompts.tolist()]
     num_begun = 0
     while num_begun < num_rows:
         num_begun += sum(step.prefill is not None for step in engine.step())
@@ -257,11 +234,6 @@ def time_steps(pair: Pair, mixtures: Sequence[Sequence[int]], context: int, *, n
             if turn:  # the first one of a shape pays for memory and kernels
                 of_mixture.append(time.perf_counter() - started)
     return [min(of_mixture) for of_mixture in seconds]
-
-
-def _random_prompts(pair: Pair, num: int, num_tokens: int) -> list[tuple[int, ...]]:
-    drawn = torch.randint(0, pair.vocab_size, (num, num_tokens), generator=torch.Generator().manual_seed(0))
-    return [tuple(prompt) for prompt in drawn.tolist()]
 
 
 def _room(widths: Sequence[int], num_steps: int) -> int:

@@ -267,8 +267,7 @@ class Engine:
 
         Blocks and prompts go through the target in one pass, whose weights are read once for all.
         """
-        prompts = self._next_prompts()
-        blocks = self._next_blocks(0 if prompts is None else prompts.packing.num_tokens)
+        blocks, prompts = self._next_blocks(), self._next_prompts()
         self.last_shape = self._shape(blocks, prompts)
         parts = [part for part in (blocks, prompts) if part is not None]
         if not parts:
@@ -304,11 +303,11 @@ class Engine:
         """Tokens of a row that decodes."""
         return sum(len(row.tokens) for row in self._rows) // len(self._rows)
 
-    def _next_blocks(self, num_prompt_tokens: int) -> _Part | None:
+    def _next_blocks(self) -> _Part | None:
         """Anchors and drafted tokens of the rows that decode, for the size that each has in this step."""
         if not self._rows:
             return None
-        self._choose(num_prompt_tokens)
+        self._choose()
         rows = list(self._rows)
         packing = Packing([row.next_block_size for row in rows], [row.anchor_position for row in rows], self._device)
         tokens = self._tensor([row.tokens[-1] for row in rows])[packing.rows]
@@ -391,13 +390,13 @@ class Engine:
             self._check_block_size(decided.candidates[-1], "the policy's largest block size")
             row.forecast = decided
 
-    def _choose(self, num_prompt_tokens: int) -> None:
-        """Set the block sizes of this step, which takes in tokens of prompts, too, where rows have a forecast."""
+    def _choose(self) -> None:
+        """Set the block sizes of this step for the rows that have a forecast."""
         forecasts = [row.forecast for row in self._rows if row.forecast is not None]
         if not forecasts:
             return
         others = [row.next_block_size for row in self._rows if row.forecast is None]
-        chosen = iter(choose(forecasts, self.costs, self._mean_length, others, num_prompt_tokens))
+        chosen = iter(choose(forecasts, self.costs, self._mean_length, others))
         for row in self._rows:
             if row.forecast is not None:
                 row.block_size = next(chosen)

@@ -67,17 +67,14 @@ class StaticForecast:
 
 
 def choose(
-    forecasts: Sequence[Forecast],
-    costs: "StepCosts | None",
-    context: int,
-    others: Sequence[int] = (),
-    num_prompt_tokens: int = 0,
+    forecasts: Sequence[Forecast], costs: "StepCosts | None", context: int, others: Sequence[int] = ()
 ) -> list[int]:
     """The block sizes of a step that are expected to make the most tokens a second of the whole batch.
 
     Of equals the smallest. `others` are the sizes of rows that do not choose; they are taken to emit one token.
-    `context` is the rows' mean length. Tokens of prompts that the step takes in make it longer whatever the rows do,
-    so that drafts are a smaller part of it. Without costs every step is taken to cost the same.
+    `context` is the rows' mean length. Prompts that the step takes in, too, do not matter: their seconds must be spent
+    anyway, so that a token saves what it would save in another step. Without costs every step is taken to cost the
+    same.
     """
     if not forecasts:
         return []
@@ -86,10 +83,8 @@ def choose(
     options = [dict(zip(f.candidates, f.taus, strict=True)) for f in forecasts] + [{size: 1.0} for size in others]
     sizes = sorted({1}.union(*options))
     tokens = np.array([[of_row.get(size, -math.inf) for size in sizes] for of_row in options]).clip(min=-_NEVER)
-    prompts_s = costs.prompt_token_s * num_prompt_tokens
-    first_s, each_s = costs.mixing_s(sizes, len(options), context)
-    chosen, rate = _most_a_second(tokens, np.array(sizes) - 1, prompts_s + first_s, each_s)
-    alike = tokens.sum(axis=0) / (prompts_s + costs.alike_s(sizes, len(options), context))
+    chosen, rate = _most_a_second(tokens, np.array(sizes) - 1, *costs.mixing_s(sizes, len(options), context))
+    alike = tokens.sum(axis=0) / costs.alike_s(sizes, len(options), context)
     if alike.max() > rate:
         return [sizes[alike.argmax()]] * len(forecasts)
     return [sizes[k] for k in chosen[: len(forecasts)].tolist()]

@@ -23,7 +23,6 @@ COSTS = StepCosts(
     seconds=(((1.0, 2.0), (3.0, 4.0)), ((5.0, 6.0), (7.0, 8.0))),
     one_drafts=(((1.0, 2.0), (3.0, 4.0)), ((4.0, 5.0), (5.0, 6.0))),
     one_plain=(((1.0, 2.0), (3.0, 4.0)), ((5.0, 6.0), (7.4, 8.4))),
-    prompt_token_s=0.25,
 )
 
 
@@ -89,7 +88,6 @@ def test_plain_and_drafting_steps_may_take_longer_by_factors_of_their_own() -> N
     scaled = COSTS.scaled(2.0, 3.0)
     for sizes, factor in (([1, 1], 2), ([5, 1], 3), ([5, 5], 3), ([5, 5, 1, 1], 3)):
         assert scaled.mixed_s(sizes, 150) == pytest.approx(factor * COSTS.mixed_s(sizes, 150))
-    assert scaled.prompt_token_s == 3 * 0.25
     assert COSTS.scaled(1.0, 1.0) == COSTS
 
 
@@ -108,10 +106,6 @@ def test_costs_survive_the_file(tmp_path: Path) -> None:
         {"one_drafts": [[["1", 2], [3, 4]]] * 2},
         {"one_drafts": [[[1, 2], [3, 0]]] * 2},
         {"extra": 1},
-        {"prompt_token_s": -1},
-        {"prompt_token_s": float("inf")},
-        {"prompt_token_s": True},
-        {"prompt_token_s": "0.1"},
         {"seconds": 3},
     ],
 )
@@ -144,12 +138,6 @@ def test_every_point_is_measured(tiny_pair: Pair) -> None:
     for mixed in (costs.one_drafts, costs.one_plain):
         assert [of_size[0] for of_size in mixed] == [of_size[0] for of_size in costs.seconds]  # of one row
     assert costs.one_drafts[0][1] != costs.one_drafts[1][1] != costs.seconds[1][1]
-    assert 0 <= costs.prompt_token_s < max(map(max, costs.seconds[0]))
-
-
-def test_a_token_of_a_long_prompt_adds_less_than_a_step(tiny_pair: Pair) -> None:
-    costs = measure_costs(tiny_pair, [1], [1], [tiny_pair.max_length - 100], num_steps=2)
-    assert 0 < costs.prompt_token_s < costs.step_s(1, 1, 1) / 10
 
 
 @pytest.mark.parametrize("axes", [([4, 2], [1], [8]), ([2], [0], [8]), ([2], [1], [])])

@@ -1,6 +1,5 @@
 """The engine's text is the target's own, whatever the block sizes, the batch and the acceptance."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -310,8 +309,7 @@ def test_plain_decoding_never_runs_the_draft(tiny_pair: Pair, monkeypatch: pytes
 # --- policies that give a forecast ---
 
 SIZES = CandidateSet((1, 2, 4, 7))
-# The wider a step and the more rows, the dearer; a prompt takes what half a step does.
-COSTS = dataclasses.replace(linear_costs(0.12), prompt_token_s=0.05)
+COSTS = linear_costs(0.12)  # the wider a step and the more rows, the dearer
 OTHER_PROMPT = tuple(range(70, 82))
 
 
@@ -390,8 +388,7 @@ class Replica:
         sizes: list[int] = []
         if choosing:
             context = sum(self.lengths[step.request_id] for step in decoded) // len(decoded)
-            joining = sum(len(self.requests[step.request_id].prompt_ids) for step in steps if step.block_size == 0)
-            sizes = choose([self.forecasts[step.request_id] for step in choosing], costs, context, others, joining)
+            sizes = choose([self.forecasts[step.request_id] for step in choosing], costs, context, others)
             rooms = [self.room(step.request_id) for step in choosing]
             assert [step.block_size for step in choosing] == [min(pair) for pair in zip(sizes, rooms, strict=True)]
         for step in decoded:

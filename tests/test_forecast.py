@@ -1,6 +1,5 @@
 """Choosing block sizes from forecasts, against all combinations there are; and running means as a forecast."""
 
-import dataclasses
 import math
 import random
 from collections.abc import Sequence
@@ -52,7 +51,6 @@ def rate(
     costs: StepCosts | None,
     context: int,
     others: Sequence[int],
-    num_prompt_tokens: int = 0,
 ) -> float:
     """Tokens a second of a step, rows that do not choose emitting one; without costs the tokens.
 
@@ -61,22 +59,16 @@ def rate(
     tokens = sum(f.taus[list(f.candidates).index(size)] for f, size in zip(forecasts, sizes, strict=True))
     if costs is None:
         return tokens
-    prompts_s = costs.prompt_token_s * num_prompt_tokens
-    return (tokens + len(others)) / (prompts_s + costs.mixed_s([*sizes, *others], context))
+    return (tokens + len(others)) / costs.mixed_s([*sizes, *others], context)
 
 
 def by_brute_force(
-    forecasts: Sequence[StaticForecast],
-    costs: StepCosts | None,
-    context: int,
-    others: Sequence[int],
-    num_prompt_tokens: int,
+    forecasts: Sequence[StaticForecast], costs: StepCosts | None, context: int, others: Sequence[int]
 ) -> list[int]:
     """Of all combinations with the highest rate the one with the smallest sizes."""
     every = list(product(*(forecast.candidates for forecast in forecasts)))
-    load = costs, context, others, num_prompt_tokens
-    highest = max(rate(sizes, forecasts, *load) for sizes in every)
-    best = [sizes for sizes in every if rate(sizes, forecasts, *load) == highest]
+    highest = max(rate(sizes, forecasts, costs, context, others) for sizes in every)
+    best = [sizes for sizes in every if rate(sizes, forecasts, costs, context, others) == highest]
     return list(min(best, key=sum))
 
 
@@ -107,16 +99,14 @@ def cost_tables(values: st.SearchStrategy[float], block_sizes: Sequence[int]) ->
     costs=cost_tables(st.floats(0.01, 10), (1, 4, 7)),
     context=st.integers(1, 200),
     others=st.lists(st.integers(1, 12), max_size=3),
-    num_prompt_tokens=st.integers(0, 20),
 )
 def test_the_choice_has_the_highest_rate(
-    forecasts: list[StaticForecast], costs: StepCosts, context: int, others: list[int], num_prompt_tokens: int
+    forecasts: list[StaticForecast], costs: StepCosts, context: int, others: list[int]
 ) -> None:
     """Any costs, also between and beyond what was measured. Rates are sums of a few numbers in another order."""
-    costs, load = dataclasses.replace(costs, prompt_token_s=0.3), (context, others, num_prompt_tokens)
-    chosen = choose(forecasts, costs, *load)
-    best = by_brute_force(forecasts, costs, *load)
-    found, expected = (rate(sizes, forecasts, costs, *load) for sizes in (chosen, best))
+    chosen = choose(forecasts, costs, context, others)
+    best = by_brute_force(forecasts, costs, context, others)
+    found, expected = (rate(sizes, forecasts, costs, context, others) for sizes in (chosen, best))
     assert found == pytest.approx(expected, rel=1e-9)
 
 
@@ -154,12 +144,6 @@ def test_rows_are_alike_where_mixing_costs_more_than_it_brings() -> None:
     even, dear = (step_costs((1, 2), seconds, of_one=(1, 0.7, most), of_most=(1, most, most)) for most in (0.8, 1.2))
     assert choose([eager, other], even, 50, others) == [2, 1]
     assert choose([eager, other], dear, 50, others) == [2, 2]
-
-
-def test_drafts_pay_beside_a_prompt_that_do_not_by_themselves() -> None:
-    row = StaticForecast(CandidateSet((1, 2, 4)), [1.0, 1.6, 2.4])
-    costs = dataclasses.replace(linear_costs(0.7), prompt_token_s=0.01)
-    assert [choose([row], costs, 50, num_prompt_tokens=num) for num in (0, 100, 500)] == [[1], [2], [4]]
 
 
 def test_equals_take_the_smallest() -> None:

@@ -72,9 +72,8 @@ def choose(
     """The block sizes of a step that are expected to make the most tokens a second of the whole batch.
 
     Of equals the smallest. `others` are the sizes of rows that do not choose; they are taken to emit one token.
-    `context` is the rows' mean length. Prompts that the step takes in, too, do not matter: their seconds must be spent
-    anyway, so that a token saves what it would save in another step. Without costs every step is taken to cost the
-    same.
+    `context` is the rows' mean length. Prompts that the step takes in, too, do not matter: their seconds are spent
+    anyway, and a token saves what it would save in another step. Without costs every step is taken to cost the same.
     """
     if not forecasts:
         return []

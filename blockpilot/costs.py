@@ -83,11 +83,17 @@ class StepCosts:
         """Tokens per second at this acceptance length, divided by those of plain decoding."""
         return tau * self.step_s(1, rows, context) / self.step_s(block_size, rows, context)
 
-    def scaled(self, plain: float, drafting: float) -> "StepCosts":
-        """Costs of which steps that only decode plainly take `plain` times as long, and others `drafting` times."""
-        factors = np.array([plain if size == 1 else drafting for size in self.block_sizes])[:, None, None]
-        seconds, one_drafts, one_plain = (_as_table(factors * np.array(getattr(self, name))) for name in _TABLES)
-        return replace(self, seconds=seconds, one_drafts=one_drafts, one_plain=one_plain)
+    def scaled(self, plain: float, alike: float, mixed: float) -> "StepCosts":
+        """Costs of which steps that only decode plainly take `plain` times as long, those of rows that draft alike
+        `alike` times, and others `mixed` times.
+        """
+
+        def times(table: Table, drafting: float) -> Table:
+            factors = np.array([plain if size == 1 else drafting for size in self.block_sizes])
+            return _as_table(factors[:, None, None] * np.array(table))
+
+        one_drafts, one_plain = times(self.one_drafts, mixed), times(self.one_plain, mixed)
+        return replace(self, seconds=times(self.seconds, alike), one_drafts=one_drafts, one_plain=one_plain)
 
     def of_candidates(self, candidates: Sequence[int], rows: int, context: int) -> list[float]:
         """The cost of a step with each of them, in steps of plain decoding."""

@@ -7,24 +7,27 @@ than measured and a drafting one 2 to 6%, so that the measured costs made drafti
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from statistics import median
 
 from blockpilot.costs import StepCosts
 from blockpilot.engine import Engine, Step
 
+PLAIN, ALIKE, MIXED = KINDS = "plain", "alike", "mixed"
 WINDOW = 32  # steps of a kind whose median ratio holds
 FEWEST = 8  # with less of a kind it is not known
 FORGOTTEN_AFTER = 512  # steps; a kind that was given up is then tried anew
-HOPE = 0.85  # how much less than measured, against the other kind, an unknown one is taken to cost
+HOPE = 0.85  # how much less than measured, against the others, plain steps or those that draft are taken to cost
 REFRESH_EVERY = 8  # steps
 
 
 class LiveCosts:
     """Steps an engine, and corrects the costs that it weighs forecasts with by the seconds of its steps.
 
-    Plain steps and those that draft have a factor each, the median of seconds over measured costs. A kind that was
-    not seen for long is hoped to cost a little less than the other one's factor says, so that it is tried where that
-    could matter: what is never tried is never known. `factors` may be read by any thread.
+    Plain steps, those whose rows draft alike, and those of rows of several sizes have a factor each, the median of
+    seconds over measured costs. Where plain steps, or any that draft, were not seen for long, they are hoped to cost
+    a little less than the others' factors say, so that they are tried where that could matter: what is never tried
+    is never known. `factors` may be read by any thread.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -34,10 +37,10 @@ class LiveCosts:
     def use(self, measured: StepCosts | None) -> None:
         """Correct these costs from now on; None: steps cost alike."""
         self.engine.costs = self._measured = measured
-        self._ratios: tuple[deque[tuple[int, float]], ...] = (deque(maxlen=WINDOW), deque(maxlen=WINDOW))
+        self._ratios = {kind: deque[tuple[int, float]](maxlen=WINDOW) for kind in KINDS}
         self._num_steps = 0
-        self.factors = 1.0, 1.0
-        """What plain and drafting steps take now, in what was measured of them."""
+        self.factors = dict.fromkeys(KINDS, 1.0)
+        """What steps take now, in what was measured of their kind."""
 
     def step(self) -> tuple[list[Step], float]:
         """`engine.step` and its seconds; one that only decodes is a measurement."""
@@ -54,14 +57,25 @@ class LiveCosts:
             return
         self._num_steps += 1
         ratio = seconds / self._measured.mixed_s(shape.sizes, shape.context)
-        self._ratios[max(shape.sizes) > 1].append((self._num_steps, ratio))
+        self._ratios[_kind(shape.sizes)].append((self._num_steps, ratio))
         if self._num_steps % REFRESH_EVERY == 0:
-            plain, drafting = map(self._factor, self._ratios)
-            hoped = HOPE * (plain or drafting or 1 / HOPE)
-            self.factors = plain or hoped, drafting or hoped
-            self.engine.costs = self._measured.scaled(*self.factors)
+            self.factors = self._known_or_hoped()
+            self.engine.costs = self._measured.scaled(**self.factors)
+
+    def _known_or_hoped(self) -> dict[str, float]:
+        plain, alike, mixed = (self._factor(self._ratios[kind]) for kind in KINDS)
+        hoped = HOPE * (plain or alike or mixed or 1 / HOPE)
+        drafting = alike or mixed or hoped
+        return {PLAIN: plain or hoped, ALIKE: drafting, MIXED: max(mixed or 0, drafting)}
 
     def _factor(self, ratios: deque[tuple[int, float]]) -> float | None:
         while ratios and ratios[0][0] <= self._num_steps - FORGOTTEN_AFTER:
             ratios.popleft()
         return median(ratio for _, ratio in ratios) if len(ratios) >= FEWEST else None
+
+
+def _kind(sizes: Sequence[int]) -> str:
+    widest = max(sizes)
+    if widest == 1:
+        return PLAIN
+    return ALIKE if min(sizes) == widest else MIXED

@@ -58,6 +58,8 @@ class BenchServeConfig(Config):
     num_requests: int = Field(default=32, ge=1)
     """In a round of an open loop."""
     max_tokens: int = Field(default=64, ge=2)
+    """Every answer has a limit of its own, from half of this to all of it: were they equal, plain decoding would end
+    all answers of a batch in one step, as no real load does."""
     temperature: float = Field(default=0.0, ge=0)
     first_token_slo_s: float = Field(default=5.0, gt=0)
     """A request counts as good if its first token comes within this time,"""
@@ -158,11 +160,14 @@ class _Bench:
         return {
             "model": self._model,
             "messages": [{"role": turn.role, "content": turn.content} for turn in prompt.messages],
-            "max_tokens": self._config.max_tokens,
+            "max_tokens": self._limit(prompt),
             "temperature": self._config.temperature,
             "seed": 0,
             "block_size": mode if mode == "auto" else int(mode),
         }
+
+    def _limit(self, prompt: Prompt) -> int:
+        return random.Random(prompt.text).randint(self._config.max_tokens // 2, self._config.max_tokens)
 
     def _decode(self, prompts: Sequence[Prompt], block_size: int, concurrency: int) -> int:
         """The same in this process's engine: the next request joins when one ends."""
@@ -171,9 +176,9 @@ class _Bench:
         encoded = [prompt.encode(pair.tokenizer) for prompt in prompts]
         longest = max(map(len, encoded)) + config.max_tokens
         engine = Engine(pair, num_slots=concurrency, max_length=longest, max_prefill_tokens=config.max_prefill_tokens)
-        for ids in encoded:
+        for prompt, ids in zip(prompts, encoded, strict=True):
             sampling = Sampling(temperature=config.temperature)
-            engine.add(Request(ids, config.max_tokens, sampling, block_size, pair.stop_token_ids))
+            engine.add(Request(ids, self._limit(prompt), sampling, block_size, pair.stop_token_ids))
         num_tokens = 0
         while not engine.idle:
             num_tokens += sum(len(step.tokens) for step in engine.step())

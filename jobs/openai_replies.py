@@ -85,7 +85,7 @@ class Backend:
             "device": device_name(self.pair.target.device),
             "dtype": dtype_name(self.pair),
             "policy": dict(self.policy),
-            "step_costs": dict(zip(("plain", "drafting"), loop.live_costs.factors, strict=True)),
+            "step_costs": loop.live_costs.factors,
             "num_in_flight": loop.num_in_flight,
             "num_active": engine.num_active,
             "capacity": loop.capacity,

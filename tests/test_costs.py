@@ -84,11 +84,11 @@ def test_candidates_cost_so_many_plain_steps(rows: int, context: int) -> None:
     assert COSTS.of_candidates([], rows, context) == []
 
 
-def test_plain_and_drafting_steps_may_take_longer_by_factors_of_their_own() -> None:
-    scaled = COSTS.scaled(2.0, 3.0)
-    for sizes, factor in (([1, 1], 2), ([5, 1], 3), ([5, 5], 3), ([5, 5, 1, 1], 3)):
+def test_kinds_of_steps_may_take_longer_by_factors_of_their_own() -> None:
+    scaled = COSTS.scaled(plain=2.0, alike=3.0, mixed=4.0)
+    for sizes, factor in (([1, 1], 2), ([5], 3), ([5, 5], 3), ([5, 1], 4), ([5, 5, 1, 1], 4)):
         assert scaled.mixed_s(sizes, 150) == pytest.approx(factor * COSTS.mixed_s(sizes, 150))
-    assert COSTS.scaled(1.0, 1.0) == COSTS
+    assert COSTS.scaled(1.0, 1.0, 1.0) == COSTS
 
 
 def test_costs_survive_the_file(tmp_path: Path) -> None:

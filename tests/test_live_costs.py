@@ -1,15 +1,26 @@
 """Costs that follow an engine's own steps: seconds are made up, the engine and its choices are real."""
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable
-from itertools import islice
+from itertools import cycle, islice
 
 import pytest
 
 from blockpilot.costs import StepCosts
 from blockpilot.engine import Engine, Request, StepShape
 from blockpilot.forecast import StaticForecast
-from blockpilot.live_costs import FEWEST, FORGOTTEN_AFTER, HOPE, REFRESH_EVERY, LiveCosts
+from blockpilot.live_costs import (
+    ALIKE,
+    FEWEST,
+    FORGOTTEN_AFTER,
+    HOPE,
+    KINDS,
+    MIXED,
+    PLAIN,
+    REFRESH_EVERY,
+    LiveCosts,
+)
 from blockpilot.pairs import Pair, PairId
 from blockpilot.policy import CandidateSet
 
@@ -24,15 +35,21 @@ def costs_of(drafting: float) -> StepCosts:
     return StepCosts(PairId("t", "1", "d", "2"), "float32", "cpu", (1, 4), (ROWS,), (64,), table, table, table)
 
 
-def in_use(pair: Pair, tau: float, costs: StepCosts | None) -> Engine:
-    """An engine whose rows are expected to emit tau tokens with a block of 4, and one without."""
-    policy = lambda prefill: StaticForecast(SIZES, [1.0, tau])  # noqa: E731
+def in_use(pair: Pair, tau: float, costs: StepCosts | None, second: float | None = None) -> Engine:
+    """An engine whose rows expect tau tokens of a block of 4 (every other one `second`), and one token without."""
+    taus = cycle((tau, second or tau))
+    policy = lambda prefill: StaticForecast(SIZES, [1.0, next(taus)])  # noqa: E731
     return Engine(pair, num_slots=ROWS, max_length=256, policy=policy, costs=costs)
 
 
 def drafted(live: LiveCosts, world: World, num: int) -> list[bool]:
-    """Which of so many steps that only decode drafted; two requests are always there, none near its end."""
-    engine, seen, emitted = live.engine, list[bool](), Counter[int]()
+    """Which of so many steps that only decode drafted."""
+    return [max(sizes) > 1 for sizes in sizes_of(live, world, num)]
+
+
+def sizes_of(live: LiveCosts, world: World, num: int) -> list[tuple[int, ...]]:
+    """Block sizes of so many steps that only decode; two requests are always there, none near its end."""
+    engine, seen, emitted = live.engine, list[tuple[int, ...]](), Counter[int]()
     while len(seen) < num:
         while engine.num_active < ROWS:
             emitted[engine.add(Request((1, 2, 3), 200))] = 0
@@ -41,7 +58,7 @@ def drafted(live: LiveCosts, world: World, num: int) -> list[bool]:
         steps = engine.step()
         live.observe(world(engine.last_shape))
         if not engine.last_shape.num_prompt_tokens:
-            seen.append(max(engine.last_shape.sizes) > 1)
+            seen.append(engine.last_shape.sizes)
         for step in steps:
             emitted[step.request_id] += len(step.tokens)
             if emitted[step.request_id] > 150 or step.finish_reason is not None:
@@ -59,15 +76,32 @@ def test_what_steps_really_take_turns_the_choice(tiny_pair: Pair) -> None:
     seen = drafted(live, takes(plain=1.2, drafting=1.75), 200)
     assert not any(seen[:REFRESH_EVERY])
     assert all(seen[REFRESH_EVERY:])
-    assert live.factors == pytest.approx((1.2, 1.75 / 1.7))
+    assert live.factors == pytest.approx({PLAIN: 1.2, ALIKE: 1.75 / 1.7, MIXED: 1.75 / 1.7})
     assert live.engine.costs is not None
     assert live.engine.costs.of_candidates(SIZES, ROWS, 64) == pytest.approx([1, 1.75 / 1.2])
+
+
+def test_rows_that_differ_have_a_factor_of_their_own(tiny_pair: Pair) -> None:
+    """One row would draft and the other would not, if mixed steps took no longer than measured."""
+    table, mixed = (((1.0,),), ((2.0,),)), (((1.0,),), ((1.4,),))
+    costs = dataclasses.replace(costs_of(2.0), seconds=table, one_drafts=mixed, one_plain=table)
+    live = LiveCosts(in_use(tiny_pair, 2.2, costs, second=1.1))
+
+    def world(shape: StepShape) -> float:
+        sizes = set(shape.sizes)
+        return 1.0 if sizes <= {1} else 2.0 if len(sizes) == 1 else 1.4 * 1.3
+
+    seen = [tuple(sorted(set(sizes))) for sizes in sizes_of(live, world, 200)]
+    assert set(seen[:REFRESH_EVERY]) == {(1, 4)}
+    assert live.factors[MIXED] == pytest.approx(1.3)
+    assert set(seen[-50:]) == {(1,)}
 
 
 def test_steps_that_take_what_was_measured_change_nothing(tiny_pair: Pair) -> None:
     live = LiveCosts(in_use(tiny_pair, 3.0, costs_of(1.5)))
     assert set(drafted(live, takes(plain=1.0, drafting=1.5), 200)) == {True}
-    assert live.factors == (HOPE, 1.0)  # plain steps were never seen, and even so hoped they do not pay
+    # Plain steps were never seen, and even so hoped they do not pay.
+    assert live.factors == {PLAIN: HOPE, ALIKE: 1, MIXED: 1}
 
 
 def test_a_kind_that_was_given_up_is_tried_anew(tiny_pair: Pair) -> None:
@@ -88,20 +122,20 @@ def test_a_stall_is_not_what_steps_take(tiny_pair: Pair) -> None:
     live = LiveCosts(in_use(tiny_pair, 3.0, costs_of(1.5)))
     times = iter(100.0 if i % 5 == 0 else 1.5 for i in range(1000))
     drafted(live, lambda shape: next(times), 100)
-    assert live.factors[1] == pytest.approx(1.0)
+    assert live.factors[ALIKE] == pytest.approx(1)
 
 
 def test_steps_with_prompts_are_not_counted(tiny_pair: Pair) -> None:
     live = LiveCosts(in_use(tiny_pair, 1.6, costs_of(1.7)))
     drafted(live, lambda shape: 1000.0 if shape.num_prompt_tokens else takes(1.1, 1.9)(shape), 200)
-    assert live.factors == pytest.approx((1.1, 1.9 / 1.7))
+    assert live.factors == pytest.approx({PLAIN: 1.1, ALIKE: 1.9 / 1.7, MIXED: 1.9 / 1.7})
 
 
 def test_other_costs_begin_anew(tiny_pair: Pair) -> None:
     live = LiveCosts(in_use(tiny_pair, 1.6, costs_of(1.7)))
     drafted(live, takes(plain=1.2, drafting=1.75), 100)
     live.use(costs_of(1.9))
-    assert (live.engine.costs, live.factors) == (costs_of(1.9), (1.0, 1.0))
+    assert (live.engine.costs, live.factors) == (costs_of(1.9), dict.fromkeys(KINDS, 1))
     live.use(None)
     assert set(drafted(live, takes(plain=1.0, drafting=9.0), 50)) == {True}  # steps cost alike
     assert live.engine.costs is None
@@ -114,7 +148,7 @@ def test_its_steps_are_timed_and_are_the_engines(tiny_pair: Pair) -> None:
         engine.add(request)
     steps = [step for _ in range(20) for step in timed.step()[0]]
     assert [step.tokens for step in steps] == [step.tokens for _ in range(20) for step in alone.step()]
-    assert 0 < timed.factors[1] < 1  # a second and a half is far more than the tiny pair takes
+    assert 0 < timed.factors[ALIKE] < 1  # a second and a half is far more than the tiny pair takes
 
 
 def test_the_shape_of_a_step(tiny_pair: Pair) -> None:

@@ -73,7 +73,8 @@ def test_models_and_health(client: TestClient, tiny_pair: Pair) -> None:
     assert (health["status"], found["status"], found["num_active"]) == ("ok", "ok", 0)
     assert (found["num_slots"], found["max_model_len"], found["capacity"]) == (4, MAX_LENGTH, 12)
     assert found["cache_bytes"] > 0
-    assert found["step_costs"] == {"plain": 1, "drafting": 1}  # nothing to correct without a policy that has costs
+    # Nothing to correct without a policy that has costs.
+    assert found["step_costs"] == {"plain": 1, "alike": 1, "mixed": 1}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

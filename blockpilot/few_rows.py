@@ -1,15 +1,17 @@
-"""Linear layers of a few rows, as decoding has them: on a CPU their float32 product is faster turned round.
+"""Linear layers of a few rows, as decoding has them: on a CPU their float32 product is often faster turned round.
 
-A product with two to five rows takes MKL longer than one with eight; with the weight as the left factor it takes
-hardly more than with one row. That is what a block of a single request needs, and what a few requests need that
-decode plainly: the layers of SmolLM2-135M take 54 ms with one row, 80, 98, 73 and 86 with two to five, turned round
-56, 63, 52 and 73 (AMD EPYC, AVX2, one thread); from six rows on it is the other way about.
+MKL takes longer for a product with two to five rows than for one with eight; with the weight as the left factor, and
+one row taken twice, it takes less. How far that goes depends on the layer's inputs. Microseconds of [576, 576],
+[1536, 576], [576, 1536] and [49152, 576], as they are and turned round (AMD EPYC, AVX2, one thread): with one row 127
+and 89, 341 and 225, 235 and 248, 10938 and 6821; with two 181 and 85, 543 and 221, 358 and 246, 23665 and 6763; with
+four 158 and 111, 416 and 299, 362 and 533, 17406 and 9734. From six rows on, or 2,880 inputs, it is the other way
+about.
 """
 
 import torch
 from torch import Tensor, nn
 
-FEW_ROWS = range(2, 6)
+FEW_ROWS = (1024, range(1, 6)), (2048, range(2, 3))  # inputs at most, and rows for which such layers are turned
 
 
 class FewRowsLinear(nn.Linear):
@@ -17,12 +19,17 @@ class FewRowsLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         num_rows = input.shape[:-1].numel()
-        if num_rows not in FEW_ROWS or input.device.type != "cpu" or input.dtype != torch.float32:
+        if input.device.type != "cpu" or input.dtype != torch.float32 or num_rows not in self._few_rows:
             return super().forward(input)
-        product = (self.weight @ input.reshape(num_rows, -1).T).T
+        rows = input.reshape(num_rows, -1).repeat(1 + (num_rows == 1), 1)
+        product = (self.weight @ rows.T).T[:num_rows]
         if self.bias is not None:
             product = product + self.bias
         return product.contiguous().view(*input.shape[:-1], -1)
+
+    @property
+    def _few_rows(self) -> range:
+        return next((rows for inputs, rows in FEW_ROWS if self.in_features <= inputs), range(0))
 
 
 def use_few_rows(model: nn.Module) -> None:

@@ -4,40 +4,51 @@ import pytest
 import torch
 from torch import nn
 
-from blockpilot.few_rows import FEW_ROWS, FewRowsLinear, use_few_rows
+from blockpilot.few_rows import FewRowsLinear, use_few_rows
 from blockpilot.pairs import Pair
 
 
-def random_linear(bias: bool, dtype: torch.dtype = torch.float32) -> nn.Linear:
+def random_linear(bias: bool, dtype: torch.dtype = torch.float32, inputs: int = 24) -> nn.Linear:
     torch.manual_seed(0)
-    return nn.Linear(24, 40, bias=bias, dtype=dtype).requires_grad_(False)
+    return nn.Linear(inputs, 40, bias=bias, dtype=dtype).requires_grad_(False)
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", [(), *((num,) for num in (1, *FEW_ROWS, FEW_ROWS.stop)), (1, 3), (2, 2), (3, 1, 1)])
-def test_any_number_of_rows_has_the_product_of_a_plain_layer(shape: tuple[int, ...], bias: bool) -> None:
-    plain, few = random_linear(bias), random_linear(bias)
+@pytest.mark.parametrize("inputs", [24, 1500, 3000])
+@pytest.mark.parametrize("shape", [(), *((num,) for num in range(1, 7)), (1, 3), (2, 2), (3, 1, 1)])
+def test_any_number_of_rows_has_the_product_of_a_plain_layer(shape: tuple[int, ...], bias: bool, inputs: int) -> None:
+    plain, few = random_linear(bias, inputs=inputs), random_linear(bias, inputs=inputs)
     use_few_rows(few)
-    rows = torch.randn(*shape, 24, generator=torch.Generator().manual_seed(1))
+    rows = torch.randn(*shape, inputs, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(few(rows), plain(rows))
     assert few(rows).shape == (*shape, 40)
     assert few(rows).is_contiguous()
 
 
-def test_only_float32_on_a_cpu_is_turned_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    turned: list[torch.dtype] = []
+@pytest.mark.parametrize(
+    ("inputs", "dtype", "turned_rows"),
+    [
+        (24, torch.float32, [1, 2, 3, 4, 5]),
+        (1500, torch.float32, [2]),
+        (3000, torch.float32, []),
+        (24, torch.bfloat16, []),
+    ],
+)
+def test_layers_are_turned_round_where_that_is_faster(
+    monkeypatch: pytest.MonkeyPatch, inputs: int, dtype: torch.dtype, turned_rows: list[int]
+) -> None:
+    turned: list[int] = []
 
     def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        turned.append(left.dtype)
+        turned.append(num)
         return torch.matmul(left, right)
 
     monkeypatch.setattr(nn.Parameter, "__matmul__", product)
-    for dtype in (torch.float32, torch.bfloat16):
-        few = random_linear(bias=False, dtype=dtype)
-        use_few_rows(few)
-        for num in (1, 3, 6):
-            few(torch.ones(num, 24, dtype=dtype))
-    assert turned == [torch.float32]
+    few = random_linear(bias=False, dtype=dtype, inputs=inputs)
+    use_few_rows(few)
+    for num in range(8):
+        few(torch.ones(num, inputs, dtype=dtype))
+    assert turned == turned_rows
 
 
 def test_plain_layers_of_a_model_are_replaced_and_keep_their_weights() -> None:

@@ -8,6 +8,8 @@ four 158 and 111, 416 and 299, 362 and 533, 17406 and 9734. From six rows on, or
 about.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor, nn
 
@@ -19,17 +21,21 @@ class FewRowsLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         num_rows = input.shape[:-1].numel()
-        if input.device.type != "cpu" or input.dtype != torch.float32 or num_rows not in self._few_rows:
+        if input.device.type != "cpu" or input.dtype != torch.float32 or num_rows not in few_rows(self.in_features):
             return super().forward(input)
-        rows = input.reshape(num_rows, -1).repeat(1 + (num_rows == 1), 1)
+        rows = input.reshape(num_rows, -1)
+        if num_rows == 1:
+            rows = rows.repeat(2, 1)
         product = (self.weight @ rows.T).T[:num_rows]
         if self.bias is not None:
             product = product + self.bias
         return product.contiguous().view(*input.shape[:-1], -1)
 
-    @property
-    def _few_rows(self) -> range:
-        return next((rows for inputs, rows in FEW_ROWS if self.in_features <= inputs), range(0))
+
+@cache
+def few_rows(num_inputs: int) -> range:
+    """Numbers of rows for which layers of so many inputs are turned round."""
+    return next((rows for inputs, rows in FEW_ROWS if num_inputs <= inputs), range(0))
 
 
 def use_few_rows(model: nn.Module) -> None:

@@ -46,9 +46,10 @@ def run(config: EvaluateConfig) -> EvaluateResult:
         setting: Setting = call("load")
         for name, reason in setting.left_out.items():
             print(f"evaluate: {name} is left out: {reason}")
-        runs = list(_measure_all(call, config, work, setting))
+        file = _runs_file(config, work, setting)
+        runs = list(_measure_all(call, config, work, file))
     save(config, planned, setting, runs)
-    _runs_file(config, work, setting).unlink()
+    file.unlink()
     return log(config.output, registry)
 
 
@@ -72,12 +73,11 @@ def _work(config: EvaluateConfig, plan: Plan) -> Work:
     )
 
 
-def _measure_all(call: Any, config: EvaluateConfig, work: Work, setting: Setting) -> Iterator[Run]:
+def _measure_all(call: Any, config: EvaluateConfig, work: Work, file: Path) -> Iterator[Run]:
     """Every repeat of every group, one at a time, with a line of progress every few seconds; what an earlier process
-    with the same settings has measured is read from its file.
+    with the same settings has measured is read from their file.
     """
-    file, places = _runs_file(config, work, setting), list(_places(config, work))
-    done = _read_runs(file)
+    places, done = list(_places(config, work)), _read_runs(file)
     if done:
         print(f"evaluate: going on after {len(done)} of {len(places)} groups")
     started = last_line = time.monotonic()

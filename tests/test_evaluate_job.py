@@ -494,7 +494,7 @@ def killed_after(evaluator: Watched, num_groups: int) -> Callable[..., list[Run]
 def measure_all(
     evaluator: Watched, call: Callable[..., list[Run]], config: EvaluateConfig, plan: Plan
 ) -> Iterator[Run]:
-    return evaluate._measure_all(call, config, evaluate._work(config, plan), evaluator.setting)
+    return evaluate._measure_all(call, config, evaluate._work(config, plan), runs_file(evaluator, config, plan))
 
 
 def identity_of(config: EvaluateConfig, plan: Plan, pair: Pair, dtype: str = "float32", device: str = "cpu") -> str:
@@ -512,10 +512,10 @@ def test_what_was_measured_is_kept_and_a_torn_line_is_not(
     config = changed(config, baselines=(), repeats=2, concurrency=2, waves=1)
     plan = plan_of(config, prompts[1])
     evaluator, work = Watched(config, plan), evaluate._work(config, plan)
+    path = runs_file(evaluator, config, plan)
     found: list[Run] = []
     with pytest.raises(KilledError):
-        found.extend(evaluate._measure_all(killed_after(evaluator, 5), config, work, evaluator.setting))
-    path = runs_file(evaluator, config, plan)
+        found.extend(evaluate._measure_all(killed_after(evaluator, 5), config, work, path))
     kept = path.read_text().splitlines()
     assert len(kept) == 5
     with path.open("a") as file:
@@ -528,7 +528,7 @@ def test_what_was_measured_is_kept_and_a_torn_line_is_not(
         return evaluator.call(method, *place)
 
     capsys.readouterr()
-    runs = list(evaluate._measure_all(call, config, work, evaluator.setting))
+    runs = list(evaluate._measure_all(call, config, work, path))
     assert "evaluate: going on after 5 of 8 groups" in capsys.readouterr().out
     assert decoded == [(1, 1), (1, 2), (1, 3)]
     assert path.read_text().splitlines()[:5] == kept
@@ -537,7 +537,7 @@ def test_what_was_measured_is_kept_and_a_torn_line_is_not(
     assert [(run.repeat, run.prompt, run.method) for run in runs] == every
     assert runs[: 5 * 4 * 2] == found  # to the last digit of their seconds
     # Killed before the result was written, it measures nothing again.
-    assert list(evaluate._measure_all(pytest.fail, config, work, evaluator.setting)) == runs
+    assert list(evaluate._measure_all(pytest.fail, config, work, path)) == runs
 
 
 @pytest.mark.parametrize(

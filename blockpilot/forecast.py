@@ -117,6 +117,34 @@ def _most_a_second(
         rate = emitted[best] / seconds[best]
 
 
+class TrackRecord:
+    """What came of drafted tokens that were expected to be accepted: of a request, or of all that a policy sees.
+
+    A policy meets other prompts than those that it has learned from. And what it expects too much of is drafted more
+    than what it expects too little of, so that even a policy that is right on average gets less than it expects.
+    """
+
+    def __init__(self, doubt: float, memory: float = math.inf, prior: "TrackRecord | None" = None) -> None:
+        """doubt: expected tokens after which the record weighs as much as `prior`, by default what is expected.
+        memory: steps of requests after which it fades.
+        """
+        self._doubt, self._keep, self._prior = doubt, 1 - 1 / memory, prior
+        self._expected = self._accepted = 0.0
+
+    @property
+    def ratio(self) -> float:
+        """Accepted over expected drafted tokens."""
+        before = 1.0 if self._prior is None else self._prior.ratio
+        return (self._doubt * before + self._accepted) / (self._doubt + self._expected)
+
+    def add(self, expected: float, accepted: float) -> None:
+        """Count a step of a request, in the prior, too; one that drafts nothing has zeros and lets the rest fade."""
+        self._expected = self._keep * self._expected + expected
+        self._accepted = self._keep * self._accepted + accepted
+        if self._prior is not None:
+            self._prior.add(expected, accepted)
+
+
 # A baseline that learns nothing beforehand
 
 

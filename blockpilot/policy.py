@@ -24,7 +24,7 @@ from torch import Tensor
 
 from blockpilot.costs import COSTS_FILE, StepCosts
 from blockpilot.files import write_text
-from blockpilot.forecast import Forecast
+from blockpilot.forecast import Forecast, TrackRecord
 from blockpilot.network import Features, Input, PolicyNetwork, Shape, no_probs, scalars, sparse_probs
 from blockpilot.pairs import PairId
 
@@ -36,6 +36,8 @@ WEIGHTS_FILE = "policy.safetensors"
 INFO_FILE = "policy.json"
 FORMAT = 2
 MAX_LOGIT = 8.0
+POLICY_DOUBT, REQUEST_DOUBT = 100.0, 30.0  # expected tokens; of TrackRecord
+MEMORY = 2000.0  # steps of requests
 
 Head = Literal["class", "tau"]
 Objective = Literal["tau", "throughput"]
@@ -120,7 +122,7 @@ class LearnedPolicy:
     """A block size (head `class`) or a forecast (head `tau`) for every prefill. Runs where its input lies.
 
     `costs` are the step costs that the objective "throughput" was trained with; those of the machine at hand are the
-    engine's business.
+    engine's business. `record` is what came of its forecasts wherever this object is used.
     """
 
     def __init__(self, info: PolicyInfo, network: PolicyNetwork, costs: StepCosts | None = None) -> None:
@@ -128,6 +130,7 @@ class LearnedPolicy:
             raise ValueError(f"objective {info.objective!r}: {'needs' if costs is None else 'has no'} step costs")
         self.info, self.costs = info, costs
         self.network = network.eval().requires_grad_(False)
+        self.record = TrackRecord(POLICY_DOUBT, MEMORY)
 
     @property
     def candidates(self) -> CandidateSet:
@@ -152,7 +155,7 @@ class LearnedPolicy:
         probs = no_probs(len(forecasts), contexts.device)
         taus = self._taus(self._run(Features(probs, contexts.float(), anchors.float(), scalars_of)))
         for forecast, of_one in zip(forecasts, taus, strict=True):
-            forecast.taus = of_one
+            forecast.expected = of_one
 
     def _run(self, features: Features) -> Tensor:
         device = features.scalars.device
@@ -206,16 +209,29 @@ def slot_gaps(candidates: Sequence[int]) -> Tensor:
 
 
 class LearnedForecast:
-    """What a learned policy expects of a request; predicted anew at every step if the policy reads them."""
+    """What a learned policy expects of a request, corrected by what came of it in this request and in all.
 
-    def __init__(self, policy: LearnedPolicy, scalars_of: Tensor, taus: tuple[float, ...]) -> None:
+    `expected` are the tokens of the next step with each candidate by the policy's word; one that reads every step
+    sets them anew.
+    """
+
+    def __init__(self, policy: LearnedPolicy, scalars_of: Tensor, expected: tuple[float, ...]) -> None:
         self.candidates = policy.candidates
         self.reader = policy if policy.info.reads == "step" else None
         self.scalars = scalars_of
-        self.taus = taus
+        self.expected = expected
+        self._record = TrackRecord(REQUEST_DOUBT, prior=policy.record)
+
+    @property
+    def taus(self) -> tuple[float, ...]:
+        ratio = self._record.ratio
+        return tuple(
+            min(1 + ratio * (tokens - 1), size) for size, tokens in zip(self.candidates, self.expected, strict=True)
+        )
 
     def observe(self, block_size: int, num_accepted: int) -> None:
-        pass
+        if block_size in self.candidates.sizes:  # the last block of an answer may be cut short
+            self._record.add(self.expected[self.candidates.sizes.index(block_size)] - 1, num_accepted)
 
 
 def _describe(pair: PairId, vocab_size: int) -> str:

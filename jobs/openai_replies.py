@@ -21,6 +21,7 @@ from jinja2 import TemplateError
 from blockpilot.costs import StepCosts, device_name, dtype_name
 from blockpilot.engine import Policy, Request, Step
 from blockpilot.pairs import Pair
+from blockpilot.policy import LearnedPolicy
 from blockpilot.prompts import Message, Prompt
 from blockpilot.text import TextStream
 from blockpilot.verify import Sampling
@@ -78,7 +79,7 @@ class Backend:
 
     async def status(self) -> dict[str, Any]:
         """What /health tells of the model."""
-        loop, engine = self.loop, self.loop.engine
+        loop, engine, policy = self.loop, self.loop.engine, self.loop.engine.policy
         return {
             "status": "ok" if loop.healthy else "failed",
             "draft": self.pair.id.draft,
@@ -86,6 +87,7 @@ class Backend:
             "dtype": dtype_name(self.pair),
             "policy": dict(self.policy),
             "step_costs": loop.live_costs.factors,
+            "accepted_over_expected": policy.record.ratio if isinstance(policy, LearnedPolicy) else None,
             "num_in_flight": loop.num_in_flight,
             "num_active": engine.num_active,
             "capacity": loop.capacity,

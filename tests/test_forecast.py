@@ -1,4 +1,4 @@
-"""Choosing block sizes from forecasts, against all combinations there are; and running means as a forecast."""
+"""Choosing block sizes from forecasts, against all combinations there are; track records; running means."""
 
 import math
 import random
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from blockpilot.costs import StepCosts
 from blockpilot.engine import Prefill
-from blockpilot.forecast import EVController, Forecast, RunningMeans, StaticForecast, choose
+from blockpilot.forecast import EVController, Forecast, RunningMeans, StaticForecast, TrackRecord, choose
 from blockpilot.pairs import PairId
 from blockpilot.policy import CandidateSet
 
@@ -172,6 +172,41 @@ def test_the_context_counts() -> None:
     costs = step_costs((1, 8), [[[1.0, 10.0]] * 3, [[3.0, 12.0]] * 3])
     assert choose([row], costs, 50) == [1]
     assert choose([row], costs, 100) == [8]
+
+
+# --- track records ---
+
+
+def test_a_record_weighs_evidence_against_doubt() -> None:
+    record = TrackRecord(doubt=10)
+    assert record.ratio == 1
+    record.add(5, 2)
+    assert record.ratio == pytest.approx(12 / 15)
+    record.add(5, 6)
+    assert record.ratio == pytest.approx(18 / 20)
+
+
+def test_a_record_fades_step_by_step() -> None:
+    """Also by steps that draft nothing: what was given up for its record is tried anew some day."""
+    record = TrackRecord(doubt=1, memory=4)
+    record.add(8, 0)
+    for num in range(1, 30):
+        record.add(0, 0)
+        assert record.ratio == pytest.approx(1 / (1 + 8 * 0.75**num))
+    assert record.ratio > 0.99
+
+
+def test_a_record_begins_where_its_prior_is_and_tells_it() -> None:
+    of_all = TrackRecord(doubt=4)
+    first = TrackRecord(doubt=6, prior=of_all)
+    first.add(4, 0)
+    assert of_all.ratio == pytest.approx(4 / 8)
+    assert first.ratio == pytest.approx(6 * (4 / 8) / 10)
+    second = TrackRecord(doubt=6, prior=of_all)
+    assert second.ratio == of_all.ratio
+    second.add(2, 2)
+    assert of_all.ratio == pytest.approx(6 / 10)
+    assert first.ratio == pytest.approx(6 * (6 / 10) / 10)  # it hears of the others by the prior
 
 
 # --- the EV controller ---

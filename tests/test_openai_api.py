@@ -20,6 +20,7 @@ from api import (
 from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from policies import tiny_policy
 
 from blockpilot.engine import Engine, generate
 from blockpilot.pairs import Pair
@@ -75,6 +76,18 @@ def test_models_and_health(client: TestClient, tiny_pair: Pair) -> None:
     assert found["cache_bytes"] > 0
     # Nothing to correct without a policy that has costs.
     assert found["step_costs"] == {"plain": 1, "alike": 1, "mixed": 1}
+    assert found["accepted_over_expected"] is None
+
+
+def test_health_tells_what_came_of_the_policys_forecasts(
+    client: TestClient, loop: EngineLoop, tiny_pair: Pair
+) -> None:
+    """This one always expects whole blocks."""
+    loop.set_policy(tiny_policy(tiny_pair.id, tiny_pair.vocab_size, (2, 4), head="tau", outputs=[2, 4]))
+    usage = ask(client, CHAT, {"model": "target", "messages": QUESTION, "max_tokens": 40, "seed": 1})["usage"]
+    found = client.get("/health").json()["models"][tiny_pair.id.target]
+    assert usage["acceptance_length"] < 3
+    assert 0 < found["accepted_over_expected"] < 1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

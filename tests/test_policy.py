@@ -3,10 +3,12 @@
 import dataclasses
 import json
 import math
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 
 from blockpilot.costs import StepCosts
 from blockpilot.engine import Prefill
+from blockpilot.forecast import choose
 from blockpilot.network import (
     FORMS,
     INPUTS,
@@ -387,6 +390,78 @@ def test_extreme_outputs_are_all_drafts_or_none() -> None:
 def test_gaps_add_up_to_the_drafts(sizes: list[int]) -> None:
     gaps = slot_gaps(sizes).tolist()
     assert [sum(gaps[: i + 1]) for i in range(len(sizes))] == [size - 1 for size in sizes]
+
+
+# --- what came of forecasts ---
+
+
+def learned_forecast(policy: LearnedPolicy, expected: tuple[float, ...]) -> LearnedForecast:
+    """A request of which the policy expects these tokens at every step."""
+    forecast = policy(random_prefill(0))
+    assert isinstance(forecast, LearnedForecast)
+    forecast.expected = expected
+    return forecast
+
+
+def test_forecasts_follow_what_came_of_them() -> None:
+    """Half of what was expected, in one request: it is expected to go on, and of another one somewhat."""
+    policy, expected = step_policy(), tuple(1 + 0.5 * (size - 1) for size in CANDIDATES)
+    one, other = (learned_forecast(policy, expected) for _ in range(2))
+    assert one.taus == pytest.approx(expected)
+    size = CANDIDATES[-1]
+    for _ in range(40):
+        one.observe(size, (size - 1) // 4)
+    ratios = [(np.array(forecast.taus)[1:] - 1) / (np.array(expected)[1:] - 1) for forecast in (one, other)]
+    assert all(np.ptp(each) == pytest.approx(0) for each in ratios)  # all candidates alike
+    accepted = (size - 1) // 4 / (0.5 * (size - 1))
+    assert accepted < ratios[0][0] < ratios[1][0] < 1
+    assert ratios[1][0] == pytest.approx(policy.record.ratio)
+    assert learned_forecast(policy, expected).taus == pytest.approx(other.taus)
+    assert learned_forecast(step_policy(), expected).taus == pytest.approx(expected)  # another policy knows nothing
+
+
+def test_no_more_is_expected_than_a_block_holds() -> None:
+    policy = step_policy()
+    forecast = learned_forecast(policy, (1.0, 1.9, 2.0, 3.0))
+    for _ in range(200):
+        forecast.observe(8, 7)
+    assert forecast.taus[:2] == (1, 2)  # 1.9 is 3 by the record
+    assert 3 < forecast.taus[2] <= 4
+    assert forecast.taus[3] == pytest.approx(8, rel=0.01)
+
+
+def test_a_block_that_was_cut_short_says_nothing() -> None:
+    policy = step_policy()
+    forecast = learned_forecast(policy, tuple(float(size) for size in CANDIDATES))
+    missing = next(size for size in range(2, CANDIDATES[-1]) if size not in CANDIDATES.sizes)
+    forecast.observe(missing, 0)
+    assert policy.record.ratio == 1
+
+
+@pytest.mark.parametrize("error", [0.6, 1.0, 1.6])
+def test_a_policy_that_errs_chooses_as_one_that_does_not(error: float) -> None:
+    """Half of the requests are worth drafting for; told what is a constant factor off, it learns which, by doing."""
+    sizes = tuple(CANDIDATES)
+    hazards = {True: 0.8, False: 0.25}
+    tokens = {easy: tuple(sum(p**k for k in range(size)) for size in sizes) for easy, p in hazards.items()}
+    seconds = tuple(((1 + 0.35 * (size - 1),),) for size in sizes)
+    costs = StepCosts(PAIR, "float32", "cpu", sizes, (1,), (1,), seconds, seconds, seconds)
+    best = {easy: max(sizes, key=lambda b: of[sizes.index(b)] / costs.step_s(b, 1, 1)) for easy, of in tokens.items()}
+    assert best[False] == 1 < best[True]
+    policy, draw = step_policy(), random.Random(0)
+    chosen: dict[bool, list[int]] = {True: [], False: []}
+    for request in range(120):
+        easy = request % 2 == 0
+        told = tuple(min(1 + error * (of - 1), size) for of, size in zip(tokens[easy], sizes, strict=True))
+        forecast = learned_forecast(policy, told)
+        for _ in range(50):
+            [size] = choose([forecast], costs, 1)
+            accepted = next((k for k in range(size - 1) if draw.random() > hazards[easy]), size - 1)
+            forecast.observe(size, accepted)
+            if request >= 60:
+                chosen[easy].append(size)
+    assert chosen[True].count(best[True]) > 0.6 * len(chosen[True])
+    assert chosen[False].count(1) > 0.9 * len(chosen[False])
 
 
 # --- reading every step ---

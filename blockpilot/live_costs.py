@@ -25,9 +25,10 @@ class LiveCosts:
     """Steps an engine, and corrects the costs that it weighs forecasts with by the seconds of its steps.
 
     Plain steps, those whose rows draft alike, and those of rows of several sizes have a factor each, the median of
-    seconds over measured costs. Where plain steps, or any that draft, were not seen for long, they are hoped to cost
-    a little less than the others' factors say, so that they are tried where that could matter: what is never tried
-    is never known. `factors` may be read by any thread.
+    seconds over measured costs. Where plain steps, or those that draft alike, were not seen for long, they are hoped
+    to cost a little less than the others' factors say, so that they are tried where that could matter: what is never
+    tried is never known. Mixed steps take no less than their costs times the factor of those alike. `factors` may be
+    read by any thread.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -65,8 +66,8 @@ class LiveCosts:
     def _known_or_hoped(self) -> dict[str, float]:
         plain, alike, mixed = (self._factor(self._ratios[kind]) for kind in KINDS)
         hoped = HOPE * (plain or alike or mixed or 1 / HOPE)
-        drafting = alike or mixed or hoped
-        return {PLAIN: plain or hoped, ALIKE: drafting, MIXED: max(mixed or 0, drafting)}
+        alike = alike or hoped
+        return {PLAIN: plain or hoped, ALIKE: alike, MIXED: max(mixed or 0, alike)}
 
     def _factor(self, ratios: deque[tuple[int, float]]) -> float | None:
         while ratios and ratios[0][0] <= self._num_steps - FORGOTTEN_AFTER:

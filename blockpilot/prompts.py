@@ -8,6 +8,7 @@ Blank lines are ignored; `set` defaults to the file's stem.
 
 import hashlib
 import json
+import random
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -103,6 +104,15 @@ def split(prompts: Iterable[Prompt], held_out: float, seed: int = 0) -> tuple[li
         position = int.from_bytes(_digest("split", seed, prompt.text)[:8], "big") / 2**64
         sides[position < held_out].append(prompt)
     return sides
+
+
+def answer_limit(prompt: Prompt, most: int) -> int:
+    """Tokens that an answer may have in a measurement of full batches: from half of `most` to all of it, by prompt.
+
+    Were the limits equal, plain decoding would end all answers of a batch in one step and take in the next prompts
+    together, as no real load does.
+    """
+    return random.Random(prompt.text).randint(max(1, most // 2), most)
 
 
 def _digest(purpose: str, seed: int, text: str) -> bytes:

@@ -26,7 +26,7 @@ from pydantic import Field, field_validator
 from blockpilot.engine import Engine, Request
 from blockpilot.files import write_bytes, write_text
 from blockpilot.pairs import Pair
-from blockpilot.prompts import Prompt, load_prompts
+from blockpilot.prompts import Prompt, answer_limit, load_prompts
 from blockpilot.report import Interval, markdown, ratio_of_totals, with_range
 from blockpilot.verify import Sampling
 from jobs import figures
@@ -58,8 +58,7 @@ class BenchServeConfig(Config):
     num_requests: int = Field(default=32, ge=1)
     """In a round of an open loop."""
     max_tokens: int = Field(default=64, ge=2)
-    """Every answer has a limit of its own, from half of this to all of it: were they equal, plain decoding would end
-    all answers of a batch in one step, as no real load does."""
+    """Every answer has a limit of its own, from half of this to all of it, by prompt."""
     temperature: float = Field(default=0.0, ge=0)
     first_token_slo_s: float = Field(default=5.0, gt=0)
     """A request counts as good if its first token comes within this time,"""
@@ -160,14 +159,11 @@ class _Bench:
         return {
             "model": self._model,
             "messages": [{"role": turn.role, "content": turn.content} for turn in prompt.messages],
-            "max_tokens": self._limit(prompt),
+            "max_tokens": answer_limit(prompt, self._config.max_tokens),
             "temperature": self._config.temperature,
             "seed": 0,
             "block_size": mode if mode == "auto" else int(mode),
         }
-
-    def _limit(self, prompt: Prompt) -> int:
-        return random.Random(prompt.text).randint(self._config.max_tokens // 2, self._config.max_tokens)
 
     def _decode(self, prompts: Sequence[Prompt], block_size: int, concurrency: int) -> int:
         """The same in this process's engine: the next request joins when one ends."""
@@ -178,7 +174,8 @@ class _Bench:
         engine = Engine(pair, num_slots=concurrency, max_length=longest, max_prefill_tokens=config.max_prefill_tokens)
         for prompt, ids in zip(prompts, encoded, strict=True):
             sampling = Sampling(temperature=config.temperature)
-            engine.add(Request(ids, self._limit(prompt), sampling, block_size, pair.stop_token_ids))
+            limit = answer_limit(prompt, config.max_tokens)
+            engine.add(Request(ids, limit, sampling, block_size, pair.stop_token_ids))
         num_tokens = 0
         while not engine.idle:
             num_tokens += sum(len(step.tokens) for step in engine.step())

@@ -50,8 +50,9 @@ class EvaluateConfig(Config):
     """Nucleus of the target's distribution; 1 is all of it."""
     seed: int = Field(default=1, ge=-(2**62), lt=2**62)
     """Seed of the sampler, another than the sweep's; each repeat adds one."""
-    max_new_tokens: int = Field(default=128, ge=2)
-    """Tokens of an answer at most."""
+    max_new_tokens: int = Field(default=128, ge=4)
+    """Tokens of an answer at most; where several are decoded together, every prompt has a limit of its own from half
+    of this."""
     concurrency: int = Field(default=1, ge=1)
     """Requests decoded together; when one ends, the next one begins."""
     waves: int = Field(default=4, ge=1)

@@ -171,10 +171,15 @@ def _describe(
     threads = f", {setting.num_threads} thread{'s' * (setting.num_threads > 1)}" if setting.device == "cpu" else ""
     prompts = f"{len(plan.prompts)} {'held-out ' if shown_held_out else ''}prompts"
     together = "one at a time" if config.concurrency == 1 else f"{config.concurrency} at a time"
+    limit = (
+        f"{config.max_new_tokens // 2} to {config.max_new_tokens}"
+        if config.concurrency > 1
+        else str(config.max_new_tokens)
+    )
     times = "once" if config.repeats == 1 else f"{config.repeats} times"
     caption = (
         f"{setting.pair.target} with {setting.pair.draft}, {setting.dtype} on {setting.device}{threads}: "
-        f"{prompts}, {together}, {times}; {config.max_new_tokens} tokens at most, "
+        f"{prompts}, {together}, {times}; {limit} tokens at most, "
         f"temperature {config.temperature:g}. In brackets: 95% intervals over prompts."
     )
     lines = [caption, "", markdown([cells(row) for row in figures]), ""]

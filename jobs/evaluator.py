@@ -26,7 +26,7 @@ from blockpilot.live_costs import LiveCosts
 from blockpilot.measure import Flow, Measured, in_turns, total_s
 from blockpilot.pairs import Pair, PairId
 from blockpilot.policy import CandidateSet, LearnedPolicy, load_policy
-from blockpilot.prompts import Prompt
+from blockpilot.prompts import Prompt, answer_limit
 from blockpilot.records import prompt_ids
 from blockpilot.report import Run
 from blockpilot.sweep import MAX_BLOCK_SIZE, sampler_seed
@@ -176,9 +176,10 @@ class Evaluator:
 
     def _request(self, prompt: Prompt, size: int | None, repeat: int, max_new_tokens: int) -> Request:
         work, seed = self._work, self._work.seed + repeat
+        limit = answer_limit(prompt, max_new_tokens) if work.concurrency > 1 else max_new_tokens
         key = prompt_ids(prompt, seed, work.temperature)[0]
         sampling = Sampling(temperature=work.temperature, top_p=work.top_p, seed=sampler_seed(seed, key))
-        return Request(self._prompt_ids[prompt], max_new_tokens, sampling, size, self._pair.stop_token_ids)
+        return Request(self._prompt_ids[prompt], limit, sampling, size, self._pair.stop_token_ids)
 
     # --- loading ---
 

@@ -365,6 +365,23 @@ def test_random_sizes_depend_on_seed_and_prompt_only(
     assert drawn(changed(config, seed=config.seed + 1), prompts[1]) == drawn(config, prompts[1], repeat=1) != sizes
 
 
+def test_answers_decoded_together_do_not_end_together(
+    config: EvaluateConfig, prompts: tuple[Path, list[Prompt]]
+) -> None:
+    """One at a time they are as long as is allowed; none of these ends by itself."""
+    lengths = {}
+    for concurrency in (1, 3):
+        varied = changed(config, concurrency=concurrency, max_new_tokens=NUM_TOKENS)
+        evaluator = Watched(varied, plan_of(varied, prompts[1]))
+        runs = evaluator.measure(0, 0)
+        lengths[concurrency] = {(run.prompt, run.totals.num_tokens) for run in runs}
+        assert len(lengths[concurrency]) == len({run.prompt for run in runs})  # by every method as long
+    assert {num for _, num in lengths[1]} == {NUM_TOKENS}
+    drawn = {num for _, num in lengths[3]}
+    assert len(drawn) > 1
+    assert drawn <= set(range(NUM_TOKENS // 2, NUM_TOKENS + 1))
+
+
 def test_repeats_draw_new_texts_only_when_sampling(
     config: EvaluateConfig, prompts: tuple[Path, list[Prompt]]
 ) -> None:
@@ -800,7 +817,7 @@ def refused(arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         ("--prompts demo --block-sizes 2 2", "(2, 2): must be ascending"),
         ("--prompts demo --block-sizes 33", "(33,): must be at most 32"),
         ("--prompts demo --baselines random luck", "'luck': must be of random, ev, oracle"),
-        ("--prompts demo --max-new-tokens 1", "max_new_tokens: Input should be greater than or equal to 2"),
+        ("--prompts demo --max-new-tokens 1", "max_new_tokens: Input should be greater than or equal to 4"),
         ("--prompts demo --temperature nan", "temperature: Input should be a finite number"),
     ],
 )
@@ -1119,7 +1136,7 @@ def test_the_job_goes_on_after_a_kill_measures_records_and_tags(
 
     table = (config.output / "table.md").read_text()
     assert table in output
-    settings = "8 held-out prompts, 2 at a time, 2 times; 12 tokens at most, temperature 1"
+    settings = "8 held-out prompts, 2 at a time, 2 times; 6 to 12 tokens at most, temperature 1"
     assert f"float32 on cpu, 1 thread: {settings}" in table
     names = [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("|")]
     methods = [AR, "B=2", "B=4", RANDOM, EV, POLICY, CHAMPION, ORACLE]

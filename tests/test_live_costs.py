@@ -3,7 +3,7 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Callable
-from itertools import cycle, islice
+from itertools import chain, cycle, islice, repeat
 
 import pytest
 
@@ -95,6 +95,24 @@ def test_rows_that_differ_have_a_factor_of_their_own(tiny_pair: Pair) -> None:
     assert set(seen[:REFRESH_EVERY]) == {(1, 4)}
     assert live.factors[MIXED] == pytest.approx(1.3)
     assert set(seen[-50:]) == {(1,)}
+
+
+def test_mixed_steps_do_not_say_what_rows_alike_take(tiny_pair: Pair) -> None:
+    """One of the first two rows drafts, which takes far longer than measured. Both of the next would do well to."""
+    mixed = (((1.0,),), ((1.2,),))
+    costs = dataclasses.replace(costs_of(1.5), one_drafts=mixed)
+    taus = chain((3.0, 1.0), repeat(1.6))
+    policy = lambda prefill: StaticForecast(SIZES, [1.0, next(taus)])  # noqa: E731
+    live = LiveCosts(Engine(tiny_pair, num_slots=ROWS, max_length=256, policy=policy, costs=costs))
+
+    def world(shape: StepShape) -> float:
+        sizes = set(shape.sizes)
+        return 1.0 if sizes <= {1} else 1.5 if len(sizes) == 1 else 2.0
+
+    seen = [tuple(sorted(set(sizes))) for sizes in sizes_of(live, world, 400)]
+    assert set(seen[:100]) == {(1, 4)}
+    assert live.factors[MIXED] == pytest.approx(2 / 1.2)
+    assert set(seen[-100:]) == {(4,)}
 
 
 def test_steps_that_take_what_was_measured_change_nothing(tiny_pair: Pair) -> None:

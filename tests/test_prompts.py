@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from blockpilot import prompt_sets
 from blockpilot.pairs import Pair
 from blockpilot.prompt_sets import PROMPT_SETS
-from blockpilot.prompts import Message, Prompt, load_prompts, save_prompts, split
+from blockpilot.prompts import Message, Prompt, answer_limit, load_prompts, save_prompts, split
 
 CONVERSATION = [
     {"role": "system", "content": "Be brief."},
@@ -301,3 +301,11 @@ def test_pinned_wheels_are_those_the_sets_name() -> None:
     listed = (Path(__file__).parent.parent / "requirements-prompts.txt").read_text().splitlines()
     pins = {line for line in listed if not line.startswith("#")}
     assert pins == {s.wheel for s in prompt_sets._SETS.values() if s.wheel is not None}
+
+
+def test_answers_have_limits_of_their_own() -> None:
+    some = [Prompt("some", (Message("user", f"text {i}"),)) for i in range(300)]
+    limits = [answer_limit(prompt, 10) for prompt in some]
+    assert set(limits) == set(range(5, 11))
+    assert [answer_limit(prompt, 10) for prompt in some[::-1]] == limits[::-1]
+    assert {answer_limit(prompt, 1) for prompt in some} == {1}

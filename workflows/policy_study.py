@@ -57,7 +57,7 @@ class StudyConfig(Config):
     """Requests at a time in the evaluations."""
     temperatures: tuple[float, ...] = TEMPERATURES
     """Of the evaluations; two processes may have one each, on cores of their own."""
-    max_new_tokens: int = Field(default=48, ge=2)
+    max_new_tokens: int = Field(default=48, ge=4)
     """Tokens of an evaluation's answers at most."""
 
     @property

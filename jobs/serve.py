@@ -58,7 +58,8 @@ class ModelConfig(Config):
     max_new_tokens: int | None = Field(default=None, ge=1)
     """Tokens of an answer at most; by default only the context limits it."""
     max_prefill_tokens: int = Field(default=256, ge=1)
-    """Prompt tokens of a step: a longer prompt takes several, and streams go on in between."""
+    """Prompt tokens of a step: a longer prompt takes several, and streams go on in between. Fewer make shorter gaps
+    between tokens and cost throughput (LOG.md)."""
     max_queue: int = Field(default=64, ge=0)
     """Requests that wait at a replica for a slot; more are answered 429."""
 

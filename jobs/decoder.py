@@ -6,6 +6,7 @@ the registry has a new champion; the models, and the requests in flight, stay.
 
 import logging
 import os
+import sys
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from jobs.serve_metrics import DecoderMetrics
 MAX_BLOCK_SIZE = 32
 DEFAULT_MAX_LENGTH = 2048
 MEMORY_FILE = Path("/proc/meminfo")
+SWITCH_INTERVAL_S = 0.0002  # the engine's thread takes the interpreter back that soon; Python's own are 5 ms
 COSTS_CONTEXT, COSTS_STEPS = 256, 3  # of step costs that have to be measured at the start
 log = logging.getLogger("ray.serve.blockpilot")
 
@@ -51,6 +53,7 @@ class Decoder:
         logs_prompts: bool,
     ) -> None:
         torch.set_num_threads(num_threads)
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         loaded = pair.load()
         length = max_length or min(DEFAULT_MAX_LENGTH, loaded.max_length)
         check_memory(loaded, num_slots, length)

@@ -8,7 +8,6 @@ Blank lines are ignored; `set` defaults to the file's stem.
 
 import hashlib
 import json
-import random
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -101,8 +100,7 @@ def split(prompts: Iterable[Prompt], held_out: float, seed: int = 0) -> tuple[li
         raise ValueError(f"held_out must be between 0 and 1, got {held_out}")
     sides: tuple[list[Prompt], list[Prompt]] = ([], [])
     for prompt in prompts:
-        position = int.from_bytes(_digest("split", seed, prompt.text)[:8], "big") / 2**64
-        sides[position < held_out].append(prompt)
+        sides[_share("split", seed, prompt.text) < held_out].append(prompt)
     return sides
 
 
@@ -112,7 +110,13 @@ def answer_limit(prompt: Prompt, most: int) -> int:
     Were the limits equal, plain decoding would end all answers of a batch in one step and take in the next prompts
     together, as no real load does.
     """
-    return random.Random(prompt.text).randint(max(1, most // 2), most)
+    least = max(1, most // 2)
+    return least + int(_share("limit", 0, prompt.text) * (most - least + 1))
+
+
+def _share(purpose: str, seed: int, text: str) -> float:
+    """A number in [0, 1) that is drawn by the text."""
+    return int.from_bytes(_digest(purpose, seed, text)[:4], "big") / 2**32
 
 
 def _digest(purpose: str, seed: int, text: str) -> bytes:

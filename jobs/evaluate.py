@@ -68,7 +68,7 @@ def _work(config: EvaluateConfig, plan: Plan) -> Work:
         config.temperature,
         config.top_p,
         config.seed,
-        config.max_new_tokens,
+        tuple(map(config.limit, plan.prompts)),
         config.concurrency,
     )
 
@@ -112,7 +112,7 @@ def _identity(config: EvaluateConfig, work: Work, setting: Setting) -> str:
     settings = config.model_dump(mode="json", exclude={"output", "relog", "accelerator_type"})
     found = setting.pair, setting.dtype, setting.device
     prompts = [(p.set, p.text) for p in work.prompts]
-    key = repr((settings, found, list(work.policies), prompts, work.groups, work.costs))
+    key = repr((settings, found, list(work.policies), prompts, work.groups, work.limits, work.costs))
     digest = hashlib.sha256(key.encode())
     for directory in work.policies.values():
         for name in (INFO_FILE, WEIGHTS_FILE):

@@ -12,7 +12,7 @@ from pydantic import Field, field_validator
 from blockpilot.examples import prompt_key
 from blockpilot.pairs import PairId
 from blockpilot.policy import load_policy
-from blockpilot.prompts import Prompt, load_prompts
+from blockpilot.prompts import Prompt, answer_limit, load_prompts
 from blockpilot.records import prompt_ids, read_parts
 from blockpilot.sweep import MAX_BLOCK_SIZE, Summary
 from jobs.config import Config, PairConfig, Place
@@ -67,6 +67,10 @@ class EvaluateConfig(Config):
     """CPU cores; also torch threads (at least one)."""
     relog: bool = False
     """Measure nothing: tell MLflow of the finished evaluation in `output`."""
+
+    def limit(self, prompt: Prompt) -> int:
+        """Tokens of a prompt's answer at most."""
+        return self.max_new_tokens if self.concurrency == 1 else answer_limit(prompt, self.max_new_tokens)
 
     @field_validator("block_sizes")
     @classmethod

@@ -26,7 +26,7 @@ from blockpilot.live_costs import LiveCosts
 from blockpilot.measure import Flow, Measured, in_turns, total_s
 from blockpilot.pairs import Pair, PairId
 from blockpilot.policy import CandidateSet, LearnedPolicy, load_policy
-from blockpilot.prompts import Prompt, answer_limit
+from blockpilot.prompts import Prompt
 from blockpilot.records import prompt_ids
 from blockpilot.report import Run
 from blockpilot.sweep import MAX_BLOCK_SIZE, sampler_seed
@@ -58,7 +58,8 @@ class Work(NamedTuple):
     temperature: float
     top_p: float
     seed: int
-    max_new_tokens: int
+    limits: tuple[int, ...]
+    """Tokens of each prompt's answer at most."""
     concurrency: int
 
 
@@ -93,18 +94,18 @@ class Evaluator:
         policies, left_out = self._load_policies(pair)
         self._prompt_ids = {prompt: _encode(prompt, pair) for prompt in work.prompts}
         longest = max(map(len, self._prompt_ids.values()))
-        self._max_length = min(longest + work.max_new_tokens, pair.max_length)
+        self._max_length = min(longest + max(work.limits), pair.max_length)
         self._pair = pair
         self._fixed = {method_name(size): size for size in (1, *self._block_sizes(pair, policies))}
         self._candidates = next(iter(policies.values())).candidates if policies else CandidateSet(self._sizes)
         self._policies: dict[str, Policy] = dict(policies)
         if EV in work.baselines:
             self._policies[EV] = EVController(CandidateSet(self._sizes))
-        self._context = sum(map(len, self._prompt_ids.values())) // len(self._prompt_ids) + work.max_new_tokens // 2
+        self._context = sum(map(len, self._prompt_ids.values())) // len(self._prompt_ids) + max(work.limits) // 2
         self._costs = self._find_costs(pair)
         self._engines = {method: LiveCosts(self._new_engine(method)) for method in self.methods}
-        for prompt in work.prompts:
-            self._check(prompt)
+        for place in range(len(work.prompts)):
+            self._check(place)
         rotating = [method for method in self.methods if method != ORACLE]
         self._decode(rotating, work.groups[0][:1], 0, NUM_WARM_UP_TOKENS)
         dtype = dtype_name(pair)
@@ -138,10 +139,10 @@ class Evaluator:
         """Decode one group with every method, and compare the texts with AR's; a run for each method and prompt."""
         places, methods = self._work.groups[group], [m for m in self.methods if m != ORACLE]
         start = (repeat + group) % len(methods)
-        measured = self._decode(methods[start:] + methods[:start], places, repeat, self._work.max_new_tokens)
+        measured = self._decode(methods[start:] + methods[:start], places, repeat)
         if ORACLE in self.methods:
             self._engines[ORACLE].engine.policy = self._hindsight([measured[name] for name in self._fixed])
-            later = self._decode([ORACLE, AR], places, repeat, self._work.max_new_tokens)
+            later = self._decode([ORACLE, AR], places, repeat)
             pace = total_s(measured[AR]) / total_s(later[AR])
             measured = measured | {ORACLE: [each.at_pace(pace) for each in later[ORACLE]]}
         return [
@@ -157,13 +158,12 @@ class Evaluator:
         return lambda _: StaticForecast(sizes, next(of_requests))  # the engine admits requests in their order
 
     def _decode(
-        self, methods: Sequence[str], places: Sequence[int], repeat: int, max_new_tokens: int
+        self, methods: Sequence[str], places: Sequence[int], repeat: int, at_most: int | None = None
     ) -> dict[str, list[Measured]]:
-        """The prompts at these places by every method, in turns that begin in this order."""
-        prompts = [self._work.prompts[place] for place in places]
+        """The prompts at these places by every method, in turns that begin in this order; so many tokens at most."""
         flows = {}
         for method in methods:
-            requests = [self._request(p, self._size(method, p, repeat), repeat, max_new_tokens) for p in prompts]
+            requests = [self._request(place, method, repeat, at_most) for place in places]
             flows[method] = Flow(self._engines[method], requests)
         in_turns(list(flows.values()), TOKENS_A_TURN * self._work.concurrency)
         return {method: flow.results for method, flow in flows.items()}
@@ -174,12 +174,18 @@ class Evaluator:
         digest = hashlib.sha256(f"random {self._work.seed + repeat} {prompt.text}".encode()).digest()
         return self._candidates[int.from_bytes(digest[:8], "big") % len(self._candidates)]
 
-    def _request(self, prompt: Prompt, size: int | None, repeat: int, max_new_tokens: int) -> Request:
+    def _request(self, place: int, method: str, repeat: int, at_most: int | None = None) -> Request:
         work, seed = self._work, self._work.seed + repeat
-        limit = answer_limit(prompt, max_new_tokens) if work.concurrency > 1 else max_new_tokens
+        prompt, limit = work.prompts[place], work.limits[place]
         key = prompt_ids(prompt, seed, work.temperature)[0]
         sampling = Sampling(temperature=work.temperature, top_p=work.top_p, seed=sampler_seed(seed, key))
-        return Request(self._prompt_ids[prompt], limit, sampling, size, self._pair.stop_token_ids)
+        return Request(
+            self._prompt_ids[prompt],
+            limit if at_most is None else min(limit, at_most),
+            sampling,
+            self._size(method, prompt, repeat),
+            self._pair.stop_token_ids,
+        )
 
     # --- loading ---
 
@@ -210,10 +216,11 @@ class Evaluator:
             return given
         return measured_up_to(pair, list(sizes), rows, self._context)
 
-    def _check(self, prompt: Prompt) -> None:
+    def _check(self, place: int) -> None:
         try:
-            self._engines[AR].engine.check(self._request(prompt, 1, 0, self._work.max_new_tokens))
+            self._engines[AR].engine.check(self._request(place, AR, 0))
         except ValueError as error:
+            prompt = self._work.prompts[place]
             raise ValueError(f"prompt {prompt.text[:60]!r} of {prompt.set}: {error}") from None
 
 

@@ -24,7 +24,7 @@ from blockpilot.live_costs import WINDOW, LiveCosts
 from blockpilot.measure import Flow, Measured, in_turns
 from blockpilot.pairs import Pair, PairId
 from blockpilot.policy import save_policy
-from blockpilot.prompts import Message, Prompt, load_prompts
+from blockpilot.prompts import Message, Prompt, answer_limit, load_prompts
 from blockpilot.records import Metadata, SweepRow, prompt_ids, write_rows
 from blockpilot.report import Comparison, Run, Totals
 from blockpilot.sweep import Summary, decode
@@ -1136,7 +1136,9 @@ def test_the_job_goes_on_after_a_kill_measures_records_and_tags(
 
     table = (config.output / "table.md").read_text()
     assert table in output
-    settings = "8 held-out prompts, 2 at a time, 2 times; 6 to 12 tokens at most, temperature 1"
+    limits = [answer_limit(prompt, 12) for prompt in load_prompts(config.prompts[0])]
+    range_ = f"{min(limits)} to {max(limits)}"
+    settings = f"8 held-out prompts, 2 at a time, 2 times; {range_} tokens at most, temperature 1"
     assert f"float32 on cpu, 1 thread: {settings}" in table
     names = [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("|")]
     methods = [AR, "B=2", "B=4", RANDOM, EV, POLICY, CHAMPION, ORACLE]

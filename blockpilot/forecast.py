@@ -118,31 +118,32 @@ def _most_a_second(
 
 
 class TrackRecord:
-    """What came of drafted tokens that were expected to be accepted: of a request, or of all that a policy sees.
+    """How much of what was expected came: a share, with a prior, which may be a record of more than this one.
 
-    A policy meets other prompts than those that it has learned from. And what it expects too much of is drafted more
+    Of drafted tokens that were expected to be accepted, for instance, in a request, or in all that a policy sees. A
+    policy meets other prompts than those that it has learned from. And what it expects too much of is drafted more
     than what it expects too little of, so that even a policy that is right on average gets less than it expects.
     """
 
-    def __init__(self, doubt: float, memory: float = math.inf, prior: "TrackRecord | None" = None) -> None:
-        """doubt: expected tokens after which the record weighs as much as `prior`, by default what is expected.
-        memory: steps of requests after which it fades.
+    def __init__(self, doubt: float, memory: float = math.inf, prior: "TrackRecord | float" = 1.0) -> None:
+        """doubt: what must be expected before the record weighs as much as `prior`, a record or its ratio.
+        memory: additions after which it fades.
         """
         self._doubt, self._keep, self._prior = doubt, 1 - 1 / memory, prior
-        self._expected = self._accepted = 0.0
+        self._expected = self._came = 0.0
 
     @property
     def ratio(self) -> float:
-        """Accepted over expected drafted tokens."""
-        before = 1.0 if self._prior is None else self._prior.ratio
-        return (self._doubt * before + self._accepted) / (self._doubt + self._expected)
+        """What came over what was expected."""
+        before = self._prior.ratio if isinstance(self._prior, TrackRecord) else self._prior
+        return (self._doubt * before + self._came) / (self._doubt + self._expected)
 
-    def add(self, expected: float, accepted: float) -> None:
-        """Count a step of a request, in the prior, too; one that drafts nothing has zeros and lets the rest fade."""
+    def add(self, expected: float, came: float) -> None:
+        """Count something, in the prior, too; where nothing was expected, with zeros, the rest fades."""
         self._expected = self._keep * self._expected + expected
-        self._accepted = self._keep * self._accepted + accepted
-        if self._prior is not None:
-            self._prior.add(expected, accepted)
+        self._came = self._keep * self._came + came
+        if isinstance(self._prior, TrackRecord):
+            self._prior.add(expected, came)
 
 
 # A baseline that learns nothing beforehand
@@ -156,26 +157,17 @@ class EVController:
     larger candidate, since slots that are never drafted teach nothing.
     """
 
-    PRIOR_STEPS = 4.0  # what all requests so far weigh against the one at hand, in steps
-    FIRST_GUESS = (3.0, 4.0)  # accepted of reached, before anything was seen
+    FIRST_GUESS = 0.75  # share accepted, before anything was seen
+    DOUBT = 4.0  # drafts reached: of the first guess, and of all requests so far beside the one at hand
     PROBE_EVERY = 16  # steps
 
     def __init__(self, candidates: "CandidateSet") -> None:
         self.candidates = candidates
-        num_slots = candidates[-1]
-        self._accepted = [self.FIRST_GUESS[0]] * num_slots
-        self._reached = [self.FIRST_GUESS[1]] * num_slots
+        self.records = [TrackRecord(self.DOUBT, prior=self.FIRST_GUESS) for _ in range(1, candidates[-1])]
+        """Accepted of reached drafts, by slot, from the first after the anchor."""
 
     def __call__(self, prefill: "Prefill") -> "RunningMeans":
         return RunningMeans(self)
-
-    def rate(self, slot: int) -> float:
-        """Share of the drafts reached at a slot (1 is the first after the anchor) that were accepted."""
-        return self._accepted[slot] / self._reached[slot]
-
-    def count(self, slot: int, accepted: bool) -> None:
-        self._accepted[slot] += accepted
-        self._reached[slot] += 1
 
 
 class RunningMeans:
@@ -185,15 +177,13 @@ class RunningMeans:
 
     def __init__(self, controller: EVController) -> None:
         self.candidates = controller.candidates
-        self._all = controller
-        self._accepted = [0] * controller.candidates[-1]
-        self._reached = [0] * controller.candidates[-1]
+        self._records = [TrackRecord(EVController.DOUBT, prior=of_all) for of_all in controller.records]
         self._num_steps = 0
         self._last = 1
 
     @property
     def taus(self) -> Sequence[float]:
-        chances = accumulate((self._rate(slot) for slot in range(1, self.candidates[-1])), lambda a, b: a * b)
+        chances = accumulate((record.ratio for record in self._records), lambda a, b: a * b)
         by_size = list(accumulate(chances, initial=1.0))  # [b - 1]: tokens of a step with block size b
         probed = self._probed()
         return [by_size[size - 1] if probed in (None, size) else -math.inf for size in self.candidates]
@@ -207,12 +197,6 @@ class RunningMeans:
     def observe(self, block_size: int, num_accepted: int) -> None:
         self._num_steps += 1
         self._last = block_size
-        for slot in range(1, min(num_accepted + 2, block_size)):
-            accepted = slot <= num_accepted
-            self._accepted[slot] += accepted
-            self._reached[slot] += 1
-            self._all.count(slot, accepted)
-
-    def _rate(self, slot: int) -> float:
-        prior = EVController.PRIOR_STEPS
-        return (self._accepted[slot] + prior * self._all.rate(slot)) / (self._reached[slot] + prior)
+        reached = min(num_accepted + 1, block_size - 1)
+        for slot, record in enumerate(self._records[:reached]):
+            record.add(1, slot < num_accepted)

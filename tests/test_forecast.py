@@ -229,7 +229,7 @@ def true_taus(hazards: Sequence[float], sizes: Sequence[int]) -> list[float]:
 def test_before_anything_was_seen_it_guesses() -> None:
     controller = EVController(SIZES)
     forecast = controller(PREFILL)
-    assert [controller.rate(slot) for slot in range(1, 8)] == [0.75] * 7
+    assert [record.ratio for record in controller.records] == [0.75] * 7
     assert forecast.taus == pytest.approx(true_taus([0.75] * 7, SIZES.sizes))
     assert forecast.reader is None
     assert EVController(CandidateSet((1,)))(PREFILL).taus == [1.0]
@@ -240,11 +240,11 @@ def test_what_a_step_teaches() -> None:
     controller = EVController(SIZES)
     forecast = controller(PREFILL)
     forecast.observe(4, 1)
-    assert [controller.rate(slot) for slot in range(1, 5)] == [4 / 5, 3 / 5, 3 / 4, 3 / 4]
+    assert [record.ratio for record in controller.records[:4]] == [4 / 5, 3 / 5, 3 / 4, 3 / 4]
     forecast.observe(4, 3)
-    assert [controller.rate(slot) for slot in range(1, 5)] == [5 / 6, 4 / 6, 4 / 5, 3 / 4]
+    assert [record.ratio for record in controller.records[:4]] == [5 / 6, 4 / 6, 4 / 5, 3 / 4]
     forecast.observe(1, 0)
-    assert [controller.rate(slot) for slot in range(1, 5)] == [5 / 6, 4 / 6, 4 / 5, 3 / 4]
+    assert [record.ratio for record in controller.records[:4]] == [5 / 6, 4 / 6, 4 / 5, 3 / 4]
     # The request's own two steps against four of all requests.
     mine = [(2 + 4 * 5 / 6) / 6, (1 + 4 * 4 / 6) / 6, (1 + 4 * 4 / 5) / 5]
     assert list(forecast.taus)[:3] == pytest.approx([1, 1 + mine[0], 1 + mine[0] * (1 + mine[1] * (1 + mine[2]))])
@@ -259,11 +259,11 @@ def test_rates_converge_to_what_is_accepted() -> None:
         forecast = controller(PREFILL)
         for _ in range(100):
             forecast.observe(8, accepted(hazards, 8, draw))
-    for slot, hazard in enumerate(hazards, 1):
-        reached = num_steps * math.prod(hazards[: slot - 1])
+    for slot, (hazard, record) in enumerate(zip(hazards, controller.records, strict=True)):
+        reached = num_steps * math.prod(hazards[:slot])
         # Four standard errors of a share, and the first guess that is never forgotten.
-        margin = 4 * math.sqrt(hazard * (1 - hazard) / reached) + EVController.FIRST_GUESS[1] / reached
-        assert controller.rate(slot) == pytest.approx(hazard, abs=margin)
+        margin = 4 * math.sqrt(hazard * (1 - hazard) / reached) + EVController.DOUBT / reached
+        assert record.ratio == pytest.approx(hazard, abs=margin)
     taus = controller(PREFILL).taus
     assert taus == pytest.approx(true_taus(hazards, SIZES.sizes), rel=0.05)
 

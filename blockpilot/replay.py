@@ -56,30 +56,38 @@ class KnownTexts(NamedTuple):
 
 @torch.inference_mode()
 def know(pair: Pair, texts: Sequence[Text], *, keep_context: bool = False) -> KnownTexts:
-    """Run the target over the texts, a stretch of columns at a time, and keep the draft's context of them."""
+    """Run the target over the texts, a stretch of columns at a time, and keep the draft's context of them.
+
+    A stretch takes the texts that reach it, so short ones cost no more beside long ones.
+    """
     target = Target(pair.target, pair.draft.options.target_layer_ids)
     device, draft = pair.target.device, pair.draft
+    lengths = torch.tensor([len(text.tokens) for text in texts], device=device)
     length = max(len(text.tokens) for text in texts)
     tokens = torch.tensor([[*text.tokens, *[0] * (length - len(text.tokens))] for text in texts], device=device)
     last_of_prompt = torch.tensor([text.num_prompt_tokens - 1 for text in texts], device=device)
     target_cache, draft_cache = target.new_cache(len(texts), length), draft.new_cache(len(texts), length)
+    shape = len(texts), length if keep_context else 0, draft.config.hidden_size
+    every = torch.zeros(shape, dtype=draft.dtype, device=device)
     prefill_context = torch.zeros(len(texts), draft.config.hidden_size, dtype=draft.dtype, device=device)
-    kept: list[Tensor] = []
-    stretch = -(-PREFILL_COLUMNS // len(texts))
-    for start in range(0, length, stretch):
-        end = min(start + stretch, length)
-        positions = torch.arange(start, end, device=device).expand(len(texts), -1)
-        scored = target.score(tokens[:, start:end], positions, target_cache.view_rows(positions, end), features=True)
+    start = 0
+    while start < length:
+        rows = (lengths > start).nonzero()[:, 0]
+        end = min(start - (-PREFILL_COLUMNS // len(rows)), length)
+        positions = torch.arange(start, end, device=device).expand(len(rows), -1)
+        views = [cache.view(rows[:, None], positions, rows, end) for cache in (target_cache, draft_cache)]
+        scored = target.score(tokens[rows, start:end], positions, views[0], features=True)
         assert scored.features is not None
         context = draft.fuse(scored.features.to(draft.dtype))
-        draft.extend(context, positions, draft_cache.view_rows(positions, end))
+        draft.extend(context, positions, views[1])
         if keep_context:
-            kept.append(context)
-        here = (last_of_prompt >= start) & (last_of_prompt < end)
-        prefill_context[here] = context[here, last_of_prompt[here] - start]
+            every[rows, start:end] = context
+        column = last_of_prompt[rows] - start
+        here = ((column >= 0) & (column < end - start)).nonzero()[:, 0]
+        prefill_context[rows[here]] = context[here, column[here]]
+        start = end
     keys, values = tuple(draft_cache.keys), tuple(draft_cache.values)
-    every = torch.cat(kept, dim=1) if keep_context else None
-    return KnownTexts(tuple(texts), tokens, keys, values, prefill_context, every)
+    return KnownTexts(tuple(texts), tokens, keys, values, prefill_context, every if keep_context else None)
 
 
 @torch.inference_mode()

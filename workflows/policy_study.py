@@ -51,6 +51,8 @@ class StudyConfig(Config):
     """What to run, in this order; each needs those before it."""
     num_actors: int = Field(default=2, ge=1)
     """Actors that sweep, a CPU core each."""
+    num_training_prompts: int = Field(default=1248, ge=3)
+    """Prompts to sweep, of those that are there (about 1,900): two thirds greedily, one third at temperature 1."""
     num_prompts: int = Field(default=64, ge=2)
     """Of each of the four sets of the evaluation."""
     loads: tuple[int, ...] = (1, 4, 16)
@@ -126,6 +128,7 @@ def sweep_config(config: StudyConfig, temperature: float) -> SweepConfig:
     return SweepConfig(
         pair=config.pair,
         prompts=(str(config.prompts(temperature)),),
+        num_prompts=config.num_training_prompts // 3 * (1 if temperature else 2),
         candidates=(1, 2, 3, 4, 5, 6, 7, 8),
         method="dense",
         temperature=temperature,

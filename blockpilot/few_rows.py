@@ -1,11 +1,12 @@
-"""Linear layers of a few rows, as decoding has them: on a CPU their float32 product is often faster turned round.
+"""Linear layers of a few rows, as decoding has them: on AMD CPUs their float32 product is often faster turned round.
 
-MKL takes longer for a product with two to five rows than for one with eight; with the weight as the left factor, and
-one row taken twice, it takes less. How far that goes depends on the layer's inputs. Microseconds of [576, 576],
+There MKL takes longer for a product with two to five rows than for one with eight; with the weight as the left factor,
+and one row taken twice, it takes less. How far that goes depends on the layer's inputs. Microseconds of [576, 576],
 [1536, 576], [576, 1536] and [49152, 576], as they are and turned round (AMD EPYC, AVX2, one thread): with one row 127
 and 89, 341 and 225, 235 and 248, 10938 and 6821; with two 181 and 85, 543 and 221, 358 and 246, 23665 and 6763; with
 four 158 and 111, 416 and 299, 362 and 533, 17406 and 9734. From six rows on, or 2,880 inputs, it is the other way
-about.
+about. For Intel's CPUs MKL has kernels for a few rows (Xeon, AVX-512, weights from memory): with one row 183 and 347,
+419 and 742, 341 and 613, 12202 and 29993, and from four rows on the two take as long.
 """
 
 from functools import cache
@@ -39,7 +40,9 @@ def few_rows(num_inputs: int) -> range:
 
 
 def use_few_rows(model: nn.Module) -> None:
-    """Let all plain linear layers of a model be FewRowsLinear, in place."""
+    """Let all plain linear layers of a model be FewRowsLinear, in place, on a CPU where that is faster."""
+    if "AMD" not in torch.cpu.get_capabilities().get("cpu_name", ""):
+        return
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = FewRowsLinear

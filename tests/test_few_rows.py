@@ -1,11 +1,18 @@
 """Linear layers turned round for a few rows, beside nn.Linear."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 from blockpilot.few_rows import FewRowsLinear, use_few_rows
-from blockpilot.pairs import Pair
+from blockpilot.pairs import load_pair
+
+
+@pytest.fixture(autouse=True)
+def amd(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"cpu_name": "AMD EPYC"})
 
 
 def random_linear(bias: bool, dtype: torch.dtype = torch.float32, inputs: int = 24) -> nn.Linear:
@@ -68,6 +75,16 @@ def test_plain_layers_of_a_model_are_replaced_and_keep_their_weights() -> None:
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
-def test_loaded_pairs_have_them(tiny_pair: Pair) -> None:
-    for model in (tiny_pair.target, tiny_pair.draft):
+@pytest.mark.parametrize("capabilities", [{"cpu_name": "Intel Xeon 2.50GHz"}, {"architecture": "aarch64"}])
+def test_other_cpus_keep_plain_layers(monkeypatch: pytest.MonkeyPatch, capabilities: dict[str, str]) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    layer = random_linear(bias=False)
+    use_few_rows(layer)
+    assert type(layer) is nn.Linear
+
+
+def test_loaded_pairs_have_them(tiny_pair_dirs: tuple[Path, Path]) -> None:
+    target, draft = tiny_pair_dirs
+    pair = load_pair(target=str(target), draft=str(draft))
+    for model in (pair.target, pair.draft):
         assert {type(module) for module in model.modules() if isinstance(module, nn.Linear)} == {FewRowsLinear}

@@ -1,6 +1,6 @@
 """Linear layers of a few rows, as decoding has them: on AMD CPUs their float32 product is often faster turned round.
 
-There MKL takes longer for a product with two to five rows than for one with eight; with the weight as the left factor,
+MKL takes longer there for a product with two to five rows than with eight; with the weight as the left factor,
 and one row taken twice, it takes less. How far that goes depends on the layer's inputs. Microseconds of [576, 576],
 [1536, 576], [576, 1536] and [49152, 576], as they are and turned round (AMD EPYC, AVX2, one thread): with one row 127
 and 89, 341 and 225, 235 and 248, 10938 and 6821; with two 181 and 85, 543 and 221, 358 and 246, 23665 and 6763; with

@@ -2,8 +2,9 @@
 
 Modes take turns on one server, round by round with the same prompts: `auto` is what the server chooses, a number is
 that block size for every request (1 is plain decoding), and `bare:N` is the engine with block size N in this process,
-without any server, which tells what the serving itself costs. Every round of a closed loop begins and ends idle, so
-its tokens a second include the filling and the draining of the batch, alike for all modes.
+without any server, which tells what the serving itself costs: its requests come as those of clients that take no
+time, during the step after the one that ended their last answer. Every round of a closed loop begins and ends idle,
+so its tokens a second include the filling and the draining of the batch, alike for all modes.
 
     python jobs/serve.py &
     python jobs/bench_serve.py --concurrency 1 2 4 8 16 --modes auto 1 2 4 8
@@ -14,6 +15,7 @@ import json
 import os
 import random
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -166,19 +168,32 @@ class _Bench:
         }
 
     def _decode(self, prompts: Sequence[Prompt], block_size: int, concurrency: int) -> int:
-        """The same in this process's engine: the next request joins when one ends."""
+        """The same in this process's engine: when one ends, the next request comes during the step that follows."""
         assert self._pair is not None
         config, pair = self._config, self._pair
         encoded = [prompt.encode(pair.tokenizer) for prompt in prompts]
         longest = max(map(len, encoded)) + config.max_tokens
         engine = Engine(pair, num_slots=concurrency, max_length=longest, max_prefill_tokens=config.max_prefill_tokens)
-        for prompt, ids in zip(prompts, encoded, strict=True):
-            sampling = Sampling(temperature=config.temperature)
-            limit = answer_limit(prompt, config.max_tokens)
-            engine.add(Request(ids, limit, sampling, block_size, pair.stop_token_ids))
-        num_tokens = 0
-        while not engine.idle:
-            num_tokens += sum(len(step.tokens) for step in engine.step())
+        requests = deque(
+            Request(
+                ids,
+                answer_limit(prompt, config.max_tokens),
+                Sampling(temperature=config.temperature),
+                block_size,
+                pair.stop_token_ids,
+            )
+            for prompt, ids in zip(prompts, encoded, strict=True)
+        )
+        num_tokens, num_sent, num_ended = 0, concurrency, 0
+        while requests or not engine.idle:
+            for _ in range(min(num_sent, len(requests))):
+                engine.add(requests.popleft())
+            num_sent = num_ended
+            steps = engine.step()
+            num_tokens += sum(len(step.tokens) for step in steps)
+            num_ended = sum(step.finish_reason is not None for step in steps)
+            if engine.idle:  # nothing to wait for
+                num_sent, num_ended = num_sent + num_ended, 0
         return num_tokens
 
 

@@ -5,10 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from blockpilot.examples import prompt_key
+from blockpilot.policy import load_policy
 from blockpilot.prompts import load_prompts
 from jobs.answers import AnswersConfig, load_counted
+from jobs.learned_from import LearnedFrom
 from workflows.policy_study import (
     CODE_SETS,
+    KEPT,
     NUM_PROMPTS,
     SEEN_BY_DRAFT,
     StudyConfig,
@@ -56,11 +60,11 @@ def test_held_out_conversations_are_held_out() -> None:
     assert not held_out & {prompt.text for prompt in unseen("chitchat", len(every))}
 
 
-def test_configurations_fit_together() -> None:
-    config = StudyConfig()
+def test_configurations_fit_together(tmp_path: Path) -> None:
+    config = StudyConfig(output=tmp_path)
     default, paper, prefill, no_code = policies(config).values()
     assert (default.head, default.reads, default.objective) == ("tau", "step", "throughput")
-    assert (paper.head, paper.reads, paper.inputs, paper.hidden) == ("class", "prefill", ("probs",), 2048)
+    assert (paper.head, paper.reads, paper.inputs, paper.hidden) == ("class", "prefill", ("probs",), 512)
     assert prefill.reads == "prefill"
     assert no_code.leave_out == CODE_SETS
     assert default.sweep == tuple(sweep_config(config, temperature).output for temperature in (0.0, 1.0))
@@ -71,6 +75,28 @@ def test_configurations_fit_together() -> None:
         assert each.sweep == ()  # what the policies keep says which prompts are held out
         assert each.seed != sweep_config(config, 0.0).seed
     assert set(default.candidates or ()) <= set(sweep_config(config, 0.0).candidates or ())
-    assert Path(found[0].policy) == default.output
-    assert [Path(place) for place in found[0].rivals] == [paper.output]
+    for of_policy in (default, paper, no_code):
+        of_policy.output.mkdir()
+    measured = evaluations(config)[0]
+    assert Path(measured.policy) == default.output
+    assert [Path(place) for place in measured.rivals] == [paper.output]
     assert Path(transfer_config(config).policy) == no_code.output
+
+
+@pytest.mark.parametrize("name", ["step", "class", "no-code"])
+def test_policies_of_the_repository_are_those_of_the_study(tmp_path: Path, name: str) -> None:
+    """Where none were trained, they are measured; none has learned from what it is measured on."""
+    config = StudyConfig(output=tmp_path)
+    folder = Path(config.policy(name))
+    assert folder.parent == KEPT
+    info, wanted = load_policy(folder).info, policies(config)[name]
+    assert (info.head, info.reads, tuple(info.network.inputs)) == (wanted.head, wanted.reads, wanted.inputs)
+    assert info.candidates == wanted.candidates
+    known = LearnedFrom.read(folder).prompts
+    assert len(known) > 500
+    try:
+        benchmarks = [p for each in ("gsm8k", "humaneval", "mt-bench", "mbpp") for p in load_prompts(each)]
+        measured = [*held_out_chitchat(), *benchmarks]
+    except ValueError as error:
+        pytest.skip(str(error))
+    assert not known & {prompt_key(prompt.text) for prompt in measured}

@@ -90,8 +90,8 @@ def test_policies_of_the_repository_are_those_of_the_study(tmp_path: Path, name:
     folder = Path(config.policy(name))
     assert folder.parent == KEPT
     info, wanted = load_policy(folder).info, policies(config)[name]
-    assert (info.head, info.reads, tuple(info.network.inputs)) == (wanted.head, wanted.reads, wanted.inputs)
-    assert info.candidates == wanted.candidates
+    assert (info.head, info.reads, tuple(info.shape.inputs)) == (wanted.head, wanted.reads, wanted.inputs)
+    assert info.candidates.sizes == wanted.candidates
     known = LearnedFrom.read(folder).prompts
     assert len(known) > 500
     try:

@@ -62,8 +62,8 @@ def know(pair: Pair, texts: Sequence[Text], *, keep_context: bool = False) -> Kn
     """
     target = Target(pair.target, pair.draft.options.target_layer_ids)
     device, draft = pair.target.device, pair.draft
-    lengths = torch.tensor([len(text.tokens) for text in texts], device=device)
-    length = max(len(text.tokens) for text in texts)
+    lengths = [len(text.tokens) for text in texts]
+    length = max(lengths)
     tokens = torch.tensor([[*text.tokens, *[0] * (length - len(text.tokens))] for text in texts], device=device)
     last_of_prompt = torch.tensor([text.num_prompt_tokens - 1 for text in texts], device=device)
     target_cache, draft_cache = target.new_cache(len(texts), length), draft.new_cache(len(texts), length)
@@ -72,14 +72,16 @@ def know(pair: Pair, texts: Sequence[Text], *, keep_context: bool = False) -> Kn
     prefill_context = torch.zeros(len(texts), draft.config.hidden_size, dtype=draft.dtype, device=device)
     start = 0
     while start < length:
-        rows = (lengths > start).nonzero()[:, 0]
+        rows = torch.tensor([i for i, of_text in enumerate(lengths) if of_text > start], device=device)
         end = min(start - (-PREFILL_COLUMNS // len(rows)), length)
         positions = torch.arange(start, end, device=device).expand(len(rows), -1)
-        views = [cache.view(rows[:, None], positions, rows, end) for cache in (target_cache, draft_cache)]
-        scored = target.score(tokens[rows, start:end], positions, views[0], features=True)
+        target_view, draft_view = (
+            cache.view(rows[:, None], positions, rows, end) for cache in (target_cache, draft_cache)
+        )
+        scored = target.score(tokens[rows, start:end], positions, target_view, features=True)
         assert scored.features is not None
         context = draft.fuse(scored.features.to(draft.dtype))
-        draft.extend(context, positions, views[1])
+        draft.extend(context, positions, draft_view)
         if keep_context:
             every[rows, start:end] = context
         column = last_of_prompt[rows] - start

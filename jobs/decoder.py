@@ -50,6 +50,7 @@ class Decoder:
         max_prefill_tokens: int,
         max_queue: int,
         max_new_tokens: int | None,
+        stream_interval_s: float,
         logs_prompts: bool,
     ) -> None:
         torch.set_num_threads(num_threads)
@@ -75,6 +76,7 @@ class Decoder:
             max_new_tokens=max_new_tokens,
             on_answer=metrics.on_answer,
             logs_prompts=logs_prompts,
+            stream_interval_s=stream_interval_s,
         )
 
     # --- requests ---

@@ -58,6 +58,8 @@ class Backend:
     """Of an answer, where the context leaves room for more."""
     on_answer: Callable[[Answered], None] = lambda answered: None
     logs_prompts: bool = False
+    stream_interval_s: float = 0.0
+    """Between two chunks of a stream: what comes sooner goes with the next step."""
 
     def set_policy(self, policy: Policy, described: Mapping[str, object], costs: StepCosts | None = None) -> None:
         """Choose block sizes by `policy` from the next prefill on; `costs` are what it weighs its forecasts with."""
@@ -179,7 +181,7 @@ class Token(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What a step adds to an answer; the text may lag behind the tokens."""
+    """What a step, or several at once, add to an answer; the text may lag behind the tokens."""
 
     text: str
     tokens: tuple[Token, ...] = ()
@@ -202,27 +204,47 @@ class ShownStep(NamedTuple):
 class Answer:
     """The text of one choice as its steps come, and what they add up to."""
 
-    def __init__(self, stream: Stream, pair: Pair, index: int, include_steps: bool = False) -> None:
+    def __init__(
+        self, stream: Stream, pair: Pair, index: int, *, interval_s: float = 0.0, include_steps: bool = False
+    ) -> None:
         self.index = index
         self.first_token: float | None = None  # when it came
-        self._stream, self._tokenizer, self._include_steps = stream, pair.tokenizer, include_steps
+        self._stream, self._tokenizer = stream, pair.tokenizer
+        self._interval_s, self._include_steps = interval_s, include_steps
         self._stop_token_ids = stream.request.stop_token_ids
         self._text = TextStream(pair.tokenizer, stream.request.stop_strings)
         self.finish_reason: str | None = None
         self.num_tokens = self.num_steps = self.num_emitted = self.block_size = 0
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
-        """One for each step and one at the end, possibly empty; cancels when left early."""
+        """One for each step or interval, and one at the end, possibly empty; cancels when left early."""
         with self._stream:
-            async for step in self._stream:
-                self._count(step)
-                shown = [token for token in step.tokens if token not in self._stop_token_ids]
-                if self._include_steps:
-                    texts = [self._text.push([token]) for token in shown]
+            if self._include_steps:
+                async for step in self._stream:
+                    self._count(step)
+                    texts = [self._text.push([token]) for token in self._shown(step)]
                     yield Piece("".join(texts), tuple(self._tokens(step)), ShownStep(step, texts))
-                else:
-                    yield Piece(self._text.push(shown), tuple(self._tokens(step)))
+            else:
+                async with aclosing(self._gathered()) as gathered:
+                    async for steps in gathered:
+                        shown = [token for step in steps for token in self._shown(step)]
+                        tokens = tuple(token for step in steps for token in self._tokens(step))
+                        yield Piece(self._text.push(shown), tokens)
         yield Piece(self._text.finish())
+
+    async def _gathered(self) -> AsyncGenerator[list[Step], None]:
+        """The steps, those that come within an interval with the next one. The first one comes alone."""
+        steps, due = list[Step](), 0.0
+        async for step in self._stream:
+            self._count(step)
+            steps.append(step)
+            now = time.monotonic()
+            if now >= due or step.finish_reason is not None:
+                yield steps
+                steps, due = [], now + self._interval_s
+
+    def _shown(self, step: Step) -> list[int]:
+        return [token for token in step.tokens if token not in self._stop_token_ids]
 
     def _tokens(self, step: Step) -> Iterator[Token]:
         for token, found in zip(step.tokens, step.logprobs, strict=bool(step.logprobs)):
@@ -332,7 +354,10 @@ class Reply:
     def __init__(self, backend: Backend, body: Body, streams: list[Stream]) -> None:
         self.backend, self.body, self.streams = backend, body, streams
         self.shape: Shape = ChatShape() if isinstance(body, ChatRequest) else CompletionShape()
-        self.answers = [Answer(stream, backend.pair, i, body.include_steps) for i, stream in enumerate(streams)]
+        self.answers = [
+            Answer(stream, backend.pair, i, interval_s=backend.stream_interval_s, include_steps=body.include_steps)
+            for i, stream in enumerate(streams)
+        ]
         self.head: dict[str, Any] = {
             "id": self.shape.id_prefix + uuid.uuid4().hex,
             "created": int(time.time()),

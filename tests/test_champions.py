@@ -56,6 +56,7 @@ def decoder(tiny_pair_dirs: tuple[Path, Path]) -> Iterator[Decoder]:
         max_prefill_tokens=64,
         max_queue=4,
         max_new_tokens=None,
+        stream_interval_s=0.0,
         logs_prompts=False,
     )
     yield decoder

@@ -166,6 +166,30 @@ def test_a_stream_can_show_its_steps(loop: EngineLoop, path: str, stops: bool) -
     assert not any("step" in choice for chunk in plain for choice in chunk["choices"])
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_stream_sends_what_comes_within_its_interval_together(loop: EngineLoop, path: str) -> None:
+    prompt = {"messages": QUESTION} if path == CHAT else {"prompt": "Once"}
+    body = {"model": "target", "max_tokens": 40, "temperature": 0, "block_size": 2, **prompt}
+    body["logprobs"] = True if path == CHAT else 0
+    rest = {"stream": True, "stream_options": {"include_usage": True}}
+    texts, num_chunks, usages = [], [], []
+    for interval_s in (0.0, 3600.0):
+        app = make_app({"target": Backend(loop, stream_interval_s=interval_s)})
+        with TestClient(app) as client:
+            *chunks, last = events(client.post(path, json=body | rest).text)
+        choices = [chunk["choices"][0] for chunk in chunks]
+        texts.append("".join(c["delta"].get("content", "") if path == CHAT else c["text"] for c in choices))
+        found = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+        tokens = [token for each in found for token in each["content" if path == CHAT else "tokens"]]
+        assert len(tokens) == last["usage"]["completion_tokens"] == 40
+        num_chunks.append(len(chunks))
+        usages.append(last["usage"])
+    assert texts[0] == texts[1]
+    assert usages[0] == usages[1]
+    # The first token, the others, half a character, the end.
+    assert num_chunks[1] <= 4 < usages[1]["num_steps"] < num_chunks[0]
+
+
 # --- what is kept of requests ---
 
 

@@ -82,11 +82,12 @@ def choose(
     options = [dict(zip(f.candidates, f.taus, strict=True)) for f in forecasts] + [{size: 1.0} for size in others]
     sizes = sorted({1}.union(*options))
     tokens = np.array([[of_row.get(size, -math.inf) for size in sizes] for of_row in options]).clip(min=-_NEVER)
-    chosen, rate = _most_a_second(tokens, np.array(sizes) - 1, *costs.mixing_s(sizes, len(options), context))
     alike = tokens.sum(axis=0) / costs.alike_s(sizes, len(options), context)
-    if alike.max() > rate:
-        return [sizes[alike.argmax()]] * len(forecasts)
-    return [sizes[k] for k in chosen[: len(forecasts)].tolist()]
+    best = [sizes[alike.argmax()]] * len(forecasts)
+    if len(options) == 1:
+        return best
+    chosen, rate = _most_a_second(tokens, np.array(sizes) - 1, *costs.mixing_s(sizes, len(options), context))
+    return best if alike.max() > rate else [sizes[k] for k in chosen[: len(forecasts)].tolist()]
 
 
 def _most_a_second(

@@ -197,6 +197,11 @@ class Engine:
         return len(self._rows) + (self._partial is not None)
 
     @property
+    def num_decoding(self) -> int:
+        """Requests whose prompts are through: the rows that the next step chooses block sizes for."""
+        return len(self._rows)
+
+    @property
     def num_waiting(self) -> int:
         """Requests that wait for a slot."""
         return len(self._waiting)

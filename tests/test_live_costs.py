@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain, cycle, islice, repeat
 
 import pytest
@@ -95,6 +95,33 @@ def test_rows_that_differ_have_a_factor_of_their_own(tiny_pair: Pair) -> None:
     assert set(seen[:REFRESH_EVERY]) == {(1, 4)}
     assert live.factors[MIXED] == pytest.approx(1.3)
     assert set(seen[-50:]) == {(1,)}
+
+
+def test_rows_between_those_measured_say_nothing_of_others(tiny_pair: Pair) -> None:
+    """Drafting takes 1.7 plain steps of two or four rows. Plain steps of three take a third longer than it seems."""
+    table = (((1.0,), (1.0,)), ((1.7,), (1.7,)))
+    two_and_four = {"rows": (2, 4), "seconds": table, "one_drafts": table, "one_plain": table}
+    policy = lambda prefill: StaticForecast(SIZES, [1.0, 1.6])  # noqa: E731
+    costs = dataclasses.replace(costs_of(1.7), **two_and_four)
+    live = LiveCosts(Engine(tiny_pair, num_slots=4, max_length=256, policy=policy, costs=costs))
+
+    def steps_of(num_rows: int, num: int) -> Iterator[bool]:
+        while live.engine.num_decoding < num_rows:
+            live.engine.add(Request((1, 2, 3), 250))
+            live.engine.step()
+        for _ in range(num):
+            live.engine.step()
+            sizes = live.engine.last_shape.sizes
+            live.observe(1.7 if max(sizes) > 1 else 1.3 if len(sizes) == 3 else 1.0)
+            yield max(sizes) > 1
+
+    assert not any(list(steps_of(2, 40))[-10:])  # drafting was tried meanwhile
+    of_three = list(steps_of(3, 40))
+    assert not any(of_three[:FEWEST])
+    assert all(of_three[FEWEST + REFRESH_EVERY :])
+    assert live.factors == pytest.approx({PLAIN: 1.3, ALIKE: 1, MIXED: 1})
+    assert not any(list(steps_of(4, 40))[1:])
+    assert live.factors[PLAIN] == 1
 
 
 def test_mixed_steps_do_not_say_what_rows_alike_take(tiny_pair: Pair) -> None:

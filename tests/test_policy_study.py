@@ -35,7 +35,7 @@ def skip_without(name: str) -> None:
             pytest.skip(f"{WHEELS[name]} is not installed")
 
 
-@pytest.mark.parametrize("name", NUM_PROMPTS)
+@pytest.mark.parametrize("name", SEEN_BY_DRAFT)
 def test_training_prompts_are_new_to_the_draft(name: str) -> None:
     """The draft saw what jobs/answers.py draws as NAME:COUNT with the model card's counts."""
     skip_without(name)
@@ -44,6 +44,19 @@ def test_training_prompts_are_new_to_the_draft(name: str) -> None:
     seen = load_counted(f"{name}:{SEEN_BY_DRAFT[name]}", AnswersConfig().seed)
     assert len(seen) == SEEN_BY_DRAFT[name]
     assert not {prompt.text for prompt in ours} & {prompt.text for prompt in seen}
+
+
+@pytest.mark.parametrize("name", sorted(NUM_PROMPTS.keys() - SEEN_BY_DRAFT))
+def test_of_a_benchmark_other_prompts_are_measured(tmp_path: Path, name: str) -> None:
+    try:
+        ours = {prompt.text for prompt in unseen(name, NUM_PROMPTS[name])}
+    except ValueError as error:
+        pytest.skip(str(error))
+    assert len(ours) == NUM_PROMPTS[name]
+    config = StudyConfig(output=tmp_path)
+    for each in (evaluations(config)[0], transfer_config(config)):
+        if name in each.prompts:
+            assert not ours & {prompt.text for prompt in load_prompts(name, each.num_prompts, each.shuffle_seed)}
 
 
 def test_the_model_card_says_what_the_draft_saw() -> None:
@@ -95,7 +108,8 @@ def test_policies_of_the_repository_are_those_of_the_study(tmp_path: Path, name:
     known = LearnedFrom.read(folder).prompts
     assert len(known) > 500
     try:
-        benchmarks = [p for each in ("gsm8k", "humaneval", "mt-bench", "mbpp") for p in load_prompts(each)]
+        names = ("gsm8k", "humaneval", "mt-bench", "mbpp")
+        benchmarks = [prompt for each in names for prompt in load_prompts(each, config.num_prompts)]
         measured = [*held_out_chitchat(), *benchmarks]
     except ValueError as error:
         pytest.skip(str(error))

@@ -2,10 +2,10 @@
 
 The policy learns from prompts that the draft was not trained on, since a draft accepts more of the answers that it
 knows: a policy that learned from those would expect too much. The embedded draft saw the first prompts of four sets
-(its model card says how many); the rest of them is left, and the target writes more by itself. The policy is measured
-on three benchmarks and on held-out openings of conversations, greedily and at temperature 1, alone and in batches,
-beside the paper's policy, fixed block sizes, a controller by running means, and an oracle; and on code, without code
-among its training prompts.
+(its model card says how many); the rest of them is left, the target writes more by itself, and three benchmarks have
+more prompts than are measured. The policy is measured on three benchmarks and on openings of conversations, all held
+out, greedily and at temperature 1, alone and in batches, beside the paper's policy, fixed block sizes, a controller by
+running means, and an oracle; and on code, without code among its training prompts.
 
 It takes hours on two cores (`--stages` picks some, what is done is kept). Evaluations need the policies only, those
 of `workflows/policies` where none were trained, and the report shows the sweeps where they are: another machine can
@@ -33,8 +33,12 @@ Stage = Literal["prompts", "sweep", "train", "evaluate", "transfer", "report"]
 STAGES: tuple[Stage, ...] = ("prompts", "sweep", "train", "evaluate", "transfer", "report")
 KEPT = Path(__file__).parent / "policies"
 SEEN_BY_DRAFT = {"docstrings": 1000, "signatures": 1500, "chitchat": 1000, "chatterbot": 400}
-NUM_PROMPTS = {"docstrings": 350, "signatures": 300, "chitchat": 350, "chatterbot": 200}
-CODE_SETS = ("docstrings", "signatures")
+NUM_MEASURED = 64  # of a benchmark, the first ones; of those, policies learn from others
+NUM_PROMPTS = {
+    **{"docstrings": 200, "signatures": 150, "chitchat": 300, "chatterbot": 150},
+    **{"gsm8k": 400, "humaneval": 100, "mbpp": 150},
+}
+CODE_SETS = ("docstrings", "signatures", "humaneval", "mbpp")
 HELD_OUT_CHITCHAT = 0.04
 CANDIDATES = (1, 2, 3, 4, 6)  # wider blocks cost a CPU more than they bring at any load
 FIRST_SEED, NUM_SEEDS, SEEDS_PER_FILE = 100_000, 800, 200  # the draft's own prompts have seeds from 0
@@ -53,9 +57,9 @@ class StudyConfig(Config):
     """What to run, in this order; each needs those before it."""
     num_actors: int = Field(default=2, ge=1)
     """Actors that sweep, a CPU core each."""
-    num_training_prompts: int = Field(default=1248, ge=3)
-    """Prompts to sweep, of those that are there (about 1,900): two thirds greedily, one third at temperature 1."""
-    num_prompts: int = Field(default=64, ge=2)
+    num_training_prompts: int = Field(default=2100, ge=3)
+    """Prompts to sweep, if so many are there: two thirds greedily, one third at temperature 1."""
+    num_prompts: int = Field(default=NUM_MEASURED, ge=2, le=NUM_MEASURED)
     """Of each of the four sets of the evaluation."""
     loads: tuple[int, ...] = (1, 4, 16)
     """Requests at a time in the evaluations."""
@@ -91,8 +95,8 @@ class StudyConfig(Config):
 
 
 def unseen(name: str, num: int) -> list[Prompt]:
-    """Prompts of a set beyond those that the draft saw; of chitchat, none that `held_out_chitchat` has."""
-    prompts = load_prompts(name)[SEEN_BY_DRAFT[name] :]
+    """Prompts of a set beyond those that the draft saw or that are measured (of chitchat `held_out_chitchat`)."""
+    prompts = load_prompts(name)[SEEN_BY_DRAFT.get(name, NUM_MEASURED) :]
     if name == "chitchat":
         prompts, _ = split(prompts, HELD_OUT_CHITCHAT)
     return prompts[:num]

@@ -3,9 +3,9 @@
 The policy learns from prompts that the draft was not trained on, since a draft accepts more of the answers that it
 knows: a policy that learned from those would expect too much. The embedded draft saw the first prompts of four sets
 (its model card says how many); the rest of them is left, the target writes more by itself, and three benchmarks have
-more prompts than are measured. The policy is measured on three benchmarks and on openings of conversations, all held
-out, greedily and at temperature 1, alone and in batches, beside the paper's policy, fixed block sizes, a controller by
-running means, and an oracle; and on code, without code among its training prompts.
+more prompts than are measured. The policy is measured on three benchmarks and on openings of conversations, all of
+them held out, greedily and at temperature 1, alone and in batches, beside the paper's policy, fixed block sizes, a
+controller by running means, and an oracle; and on code, without code among its training prompts.
 
 It takes hours on two cores (`--stages` picks some, what is done is kept). Evaluations need the policies only, those
 of `workflows/policies` where none were trained, and the report shows the sweeps where they are: another machine can

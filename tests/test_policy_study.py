@@ -9,7 +9,9 @@ from blockpilot.examples import prompt_key
 from blockpilot.policy import load_policy
 from blockpilot.prompts import load_prompts
 from jobs.answers import AnswersConfig, load_counted
+from jobs.evaluate_result import RESULT_FILE
 from jobs.learned_from import LearnedFrom
+from workflows import policy_study
 from workflows.policy_study import (
     CODE_SETS,
     KEPT,
@@ -17,6 +19,7 @@ from workflows.policy_study import (
     SEEN_BY_DRAFT,
     StudyConfig,
     evaluations,
+    finished,
     held_out_chitchat,
     policies,
     sweep_config,
@@ -94,6 +97,19 @@ def test_configurations_fit_together(tmp_path: Path) -> None:
     assert Path(measured.policy) == default.output
     assert [Path(place) for place in measured.rivals] == [paper.output]
     assert Path(transfer_config(config).policy) == no_code.output
+
+
+def test_evaluations_of_this_machine_go_before_those_of_the_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy_study, "KEPT_EVALUATIONS", tmp_path / "kept")
+    output = StudyConfig(output=tmp_path / "runs").evaluation(0.0, 4)
+    assert finished(output) is None
+    for folder in (tmp_path / "kept" / output.name, output):
+        folder.mkdir(parents=True)
+        assert finished(output) != folder  # begun, not finished
+        (folder / RESULT_FILE).touch()
+        assert finished(output) == folder
 
 
 @pytest.mark.parametrize("name", ["step", "class", "no-code"])

@@ -8,8 +8,8 @@ them held out, greedily and at temperature 1, alone and in batches, beside the p
 controller by running means, and an oracle; and on code, without code among its training prompts.
 
 It takes hours on two cores (`--stages` picks some, what is done is kept). Evaluations need the policies only, those
-of `workflows/policies` where none were trained, and the report shows the sweeps where they are: another machine can
-go on where one stopped.
+of `workflows/policies` where none were trained, and the report shows the sweeps that are there, and of evaluations
+that are not the figures of `workflows/evaluations`: another machine can go on where one stopped.
 """
 
 import hashlib
@@ -25,6 +25,7 @@ from jobs.answers import AnswersConfig, AnswerWorker
 from jobs.cluster import connect, pooled
 from jobs.config import Config, PairConfig, Resources, main
 from jobs.evaluate_inputs import EvaluateConfig
+from jobs.evaluate_result import RESULT_FILE
 from jobs.report import ReportConfig
 from jobs.sweep import SweepConfig
 from jobs.train import TrainConfig
@@ -32,6 +33,7 @@ from jobs.train import TrainConfig
 Stage = Literal["prompts", "sweep", "train", "evaluate", "transfer", "report"]
 STAGES: tuple[Stage, ...] = ("prompts", "sweep", "train", "evaluate", "transfer", "report")
 KEPT = Path(__file__).parent / "policies"
+KEPT_EVALUATIONS = Path(__file__).parent / "evaluations"
 SEEN_BY_DRAFT = {"docstrings": 1000, "signatures": 1500, "chitchat": 1000, "chatterbot": 400}
 NUM_MEASURED = 64  # of a benchmark, the first ones; of those, policies learn from others
 NUM_PROMPTS = {
@@ -210,6 +212,12 @@ def evaluations(config: StudyConfig) -> Sequence[EvaluateConfig]:
     return [evaluate_config(config, each, load) for each in config.temperatures for load in config.loads]
 
 
+def finished(output: Path) -> Path | None:
+    """Where the result of an evaluation is: its output, or the figures of it that the repository keeps."""
+    places = (output, KEPT_EVALUATIONS / output.name)
+    return next((place for place in places if (place / RESULT_FILE).exists()), None)
+
+
 def run(config: StudyConfig) -> None:
     """The stages that are wanted."""
     if "prompts" in config.stages:
@@ -227,7 +235,8 @@ def run(config: StudyConfig) -> None:
     if "transfer" in config.stages:
         evaluate.run(transfer_config(config))
     if "report" in config.stages:
-        found = [each.output for each in (*evaluations(config), transfer_config(config))]
+        measured = [each.output for each in (*evaluations(config), transfer_config(config))]
+        found = [place for output in measured for place in [finished(output)] if place]
         sweeps = tuple(sweep for sweep in map(config.sweep, TEMPERATURES) if Path(sweep).exists())
         policy = Path(config.policy("step"))
         report.run(

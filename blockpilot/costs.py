@@ -9,6 +9,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from itertools import pairwise, product
 from typing import Any
 
@@ -53,7 +54,7 @@ class StepCosts:
 
     def alike_s(self, block_sizes: Sequence[int], rows: int, context: int) -> Array:
         """`step_s` of many block sizes, [K]."""
-        return self._between(self.seconds, block_sizes, rows, context)
+        return self._between("seconds", block_sizes, rows, context)
 
     def mixing_s(self, block_sizes: Sequence[int], rows: int, context: int) -> tuple[Array, Array]:
         """Two [K]: seconds of a step in which one of the rows drafts, a block of block_sizes[k], and of every token
@@ -62,7 +63,7 @@ class StepCosts:
         if rows == 1:
             alike = self.alike_s(block_sizes, rows, context)
             return alike, 0 * alike
-        one, most = (self._between(table, block_sizes, rows, context) for table in (self.one_drafts, self.one_plain))
+        one, most = (self._between(table, block_sizes, rows, context) for table in ("one_drafts", "one_plain"))
         num_rows = sum(_num_drafting(self.rows[r]) * of_r for r, of_r in _weights(self.rows, rows))
         drafted = (num_rows - 1) * (np.array(block_sizes) - 1)
         return one, (most - one).clip(min=0) / np.maximum(drafted, 1)
@@ -74,10 +75,15 @@ class StepCosts:
         mixed = float(first[0] + each[0] * (sum(sizes) - rows - widest + 1))
         return mixed if min(sizes) < widest else min(mixed, self.step_s(widest, rows, context))
 
-    def _between(self, table: Table, block_sizes: Sequence[int], rows: int, context: int) -> Array:
+    def _between(self, table: str, block_sizes: Sequence[int], rows: int, context: int) -> Array:
         points = product(_weights(self.rows, rows), _weights(self.contexts, context))
-        by_size = sum(of_r * of_c * np.array([of_size[r][c] for of_size in table]) for (r, of_r), (c, of_c) in points)
+        by_size = sum(of_r * of_c * self._arrays[table][:, r, c] for (r, of_r), (c, of_c) in points)
         return np.interp(block_sizes, self.block_sizes, by_size)
+
+    @cached_property
+    def _arrays(self) -> dict[str, Array]:
+        """The tables, for choices before every step."""
+        return {name: np.array(getattr(self, name)) for name in _TABLES}
 
     def speed_up(self, block_size: int, tau: float, rows: int, context: int) -> float:
         """Tokens per second at this acceptance length, divided by those of plain decoding."""
@@ -88,12 +94,12 @@ class StepCosts:
         `alike` times, and others `mixed` times.
         """
 
-        def times(table: Table, drafting: float) -> Table:
+        def times(table: str, drafting: float) -> Table:
             factors = np.array([plain if size == 1 else drafting for size in self.block_sizes])
-            return _as_table(factors[:, None, None] * np.array(table))
+            return _as_table(factors[:, None, None] * self._arrays[table])
 
-        one_drafts, one_plain = times(self.one_drafts, mixed), times(self.one_plain, mixed)
-        return replace(self, seconds=times(self.seconds, alike), one_drafts=one_drafts, one_plain=one_plain)
+        one_drafts, one_plain = times("one_drafts", mixed), times("one_plain", mixed)
+        return replace(self, seconds=times("seconds", alike), one_drafts=one_drafts, one_plain=one_plain)
 
     def of_candidates(self, candidates: Sequence[int], rows: int, context: int) -> list[float]:
         """The cost of a step with each of them, in steps of plain decoding."""

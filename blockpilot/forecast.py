@@ -83,17 +83,18 @@ def choose(
     sizes = sorted({1}.union(*options))
     tokens = np.array([[of_row.get(size, -math.inf) for size in sizes] for of_row in options]).clip(min=-_NEVER)
     alike = tokens.sum(axis=0) / costs.alike_s(sizes, len(options), context)
-    best = [sizes[alike.argmax()]] * len(forecasts)
-    if len(options) == 1:
-        return best
-    chosen, rate = _most_a_second(tokens, np.array(sizes) - 1, *costs.mixing_s(sizes, len(options), context))
-    return best if alike.max() > rate else [sizes[k] for k in chosen[: len(forecasts)].tolist()]
+    best = int(alike.argmax())
+    chosen = [best] * len(options)
+    if len(options) > 1:
+        mixing_s = costs.mixing_s(sizes, len(options), context)
+        chosen = _most_a_second(tokens, np.array(sizes) - 1, *mixing_s, rate=float(alike[best])) or chosen
+    return [sizes[k] for k in chosen[: len(forecasts)]]
 
 
 def _most_a_second(
-    tokens: Array, drafted: NDArray[np.int64], first_s: Array, each_s: Array
-) -> tuple[NDArray[np.int64], float]:
-    """Which option of every row [R] makes the most tokens in all over seconds in all, and how many.
+    tokens: Array, drafted: NDArray[np.int64], first_s: Array, each_s: Array, rate: float
+) -> list[int] | None:
+    """Which option of every row [R] makes the most tokens in all over seconds in all; None if less than `rate`.
 
     tokens [R, K] are those of every row's options, which draft drafted[k] tokens, ascending. A step whose widest
     option is k takes first_s[k] if one row takes it, and each_s[k] for every further token drafted. A rate is reached
@@ -102,7 +103,7 @@ def _most_a_second(
     """
     widest, rows = np.arange(len(drafted)), np.arange(len(tokens))
     token_s, too_wide = each_s[:, None] * drafted, drafted > drafted[:, None]  # [widest, option]
-    rate = 0.0
+    chosen: list[int] | None = None
     while True:
         worth = np.where(too_wide, -(_NEVER**2), tokens[:, None] - rate * token_s)  # [row, widest, option]
         options: NDArray[np.int64] = worth.argmax(axis=2)
@@ -112,10 +113,10 @@ def _most_a_second(
         emitted = tokens[rows[:, None], options].sum(axis=0)
         seconds = first_s + each_s * (drafted[options].sum(axis=0) - drafted)
         best = (emitted - rate * seconds).argmax()
-        if emitted[best] / seconds[best] <= rate:
-            chosen: NDArray[np.int64] = options[:, best]
-            return chosen, rate
-        rate = emitted[best] / seconds[best]
+        found, reached = options[:, best].tolist(), emitted[best] / seconds[best]
+        if reached < rate or found == chosen:
+            return chosen
+        chosen, rate = found, reached
 
 
 class TrackRecord:

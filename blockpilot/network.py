@@ -158,7 +158,7 @@ class PolicyNetwork(nn.Module):
         """Features of B requests -> [B, num_outputs]."""
         hidden = self.bias.expand(len(features.scalars), -1)
         if "probs" in self.shape.inputs:
-            hidden = hidden + self._bags(features.probs)
+            hidden = hidden + self.bags(features.probs)
         if self.shape.num_dense:
             hidden = hidden + self.dense((self.dense_inputs(features) - self.mean) / self.std)
         hidden = self.dropout(torch.relu(hidden))
@@ -186,13 +186,63 @@ class PolicyNetwork(nn.Module):
             self.shift.copy_(targets.mean(dim=0))
             self.scale.copy_(targets.std(dim=0, correction=0))
 
-    def _bags(self, probs: SparseProbs) -> Tensor:
+    @torch.no_grad()
+    def folded(self) -> "FoldedNetwork":
+        """The same function in fewer operations."""
+        weight, bias = self.head.weight.double(), self.head.bias.double()
+        for layer in reversed(self.mix):
+            assert isinstance(layer, nn.Linear)
+            bias = bias + weight @ layer.bias.double()
+            weight = weight + weight @ layer.weight.double()
+        first, offset = None, self.bias.double()
+        if self.shape.num_dense:
+            first = self.dense.weight.double() / self.std.double()
+            offset = offset - first @ self.mean.double()
+            first = first.float()
+        scale = self.scale.double()
+        tail = (scale[:, None] * weight).float(), (scale * bias + self.shift.double()).float()
+        return FoldedNetwork(self, first, offset.float(), *tail)
+
+    def bags(self, probs: SparseProbs) -> Tensor:
+        """What the distributions add to the first layer: [B, hidden]."""
         weights = weigh(probs, self.shape.form, self.shape.vocab_size)
         rows = self.row_of_id[probs.ids]
         weights = torch.where(rows >= 0, weights, 0.0)
         return functional.embedding_bag(
             rows.clamp(min=0).long(), self.rows, probs.offsets, mode="sum", per_sample_weights=weights
         )
+
+
+@dataclass(frozen=True)
+class FoldedNetwork:
+    """A network as policies run it, before every step of a batch.
+
+    Nothing follows the layers after the first but the head: they are linear, here as in the paper, and become one
+    with it. Means and deviations go into the weights, too.
+    """
+
+    network: PolicyNetwork
+    first: Tensor | None
+    """[hidden, num_dense], of dense inputs as they are."""
+    offset: Tensor
+    """[hidden]"""
+    weight: Tensor
+    """[num_outputs, hidden]"""
+    bias: Tensor
+    """[num_outputs]"""
+
+    @property
+    def device(self) -> torch.device:
+        return self.bias.device
+
+    def __call__(self, features: Features) -> Tensor:
+        """Features of B requests -> [B, num_outputs]."""
+        hidden = self.offset
+        if self.first is not None:
+            hidden = functional.linear(self.network.dense_inputs(features), self.first, hidden)
+        if "probs" in self.network.shape.inputs:
+            hidden = hidden + self.network.bags(features.probs)
+        return functional.linear(hidden.relu(), self.weight, self.bias)
 
 
 def weigh(probs: SparseProbs, form: Form, vocab_size: int) -> Tensor:

@@ -14,6 +14,7 @@ costs that it was trained with, `costs.json`. Nothing is unpickled.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -25,7 +26,7 @@ from torch import Tensor
 from blockpilot.costs import COSTS_FILE, StepCosts
 from blockpilot.files import write_text
 from blockpilot.forecast import Forecast, TrackRecord
-from blockpilot.network import Features, Input, PolicyNetwork, Shape, no_probs, scalars, sparse_probs
+from blockpilot.network import Features, FoldedNetwork, Input, PolicyNetwork, Shape, no_probs, scalars, sparse_probs
 from blockpilot.pairs import PairId
 
 if TYPE_CHECKING:
@@ -130,6 +131,7 @@ class LearnedPolicy:
             raise ValueError(f"objective {info.objective!r}: {'needs' if costs is None else 'has no'} step costs")
         self.info, self.costs = info, costs
         self.network = network.eval().requires_grad_(False)
+        self._folded: FoldedNetwork | None = None
         self.record = TrackRecord(POLICY_DOUBT, MEMORY)
 
     @property
@@ -141,7 +143,7 @@ class LearnedPolicy:
         outputs = self._run(features)[0]
         if self.info.head == "class":
             return self.candidates[int(outputs.argmax())]
-        return LearnedForecast(self, features.scalars[0], self._taus(outputs[None])[0])
+        return LearnedForecast(self, features.scalars[0].tolist(), self._taus(outputs[None])[0])
 
     @torch.inference_mode()
     def outputs(self, prefill: "Prefill") -> Tensor:
@@ -151,18 +153,18 @@ class LearnedPolicy:
     @torch.inference_mode()
     def read(self, forecasts: Sequence["LearnedForecast"], contexts: Tensor, anchors: Tensor) -> None:
         """Predict the next steps of some requests: contexts [R, draft hidden], anchors [R, target hidden]."""
-        scalars_of = torch.stack([forecast.scalars for forecast in forecasts])
-        probs = no_probs(len(forecasts), contexts.device)
+        device = contexts.device
+        scalars_of = torch.tensor([forecast.scalars for forecast in forecasts], device=device)
+        probs = no_probs(len(forecasts), device)
         taus = self._taus(self._run(Features(probs, contexts.float(), anchors.float(), scalars_of)))
         for forecast, of_one in zip(forecasts, taus, strict=True):
             forecast.expected = of_one
 
     def _run(self, features: Features) -> Tensor:
         device = features.scalars.device
-        if self.network.bias.device != device:
-            self.network.to(device)
-        outputs: Tensor = self.network(features)
-        return outputs
+        if self._folded is None or self._folded.device != device:
+            self._folded = self.network.to(device).folded()
+        return self._folded(features)
 
     def _taus(self, outputs: Tensor) -> list[tuple[float, ...]]:
         """What is expected of each request: outputs [R, K] of a head `tau`."""
@@ -205,6 +207,12 @@ def expected_taus(outputs: Tensor, candidates: Sequence[int], reads: Reads) -> T
 
 def slot_gaps(candidates: Sequence[int]) -> Tensor:
     """Slots that each candidate has beyond those of the one before, [K] float32; the anchor is the first one's."""
+    return _gaps(tuple(candidates))
+
+
+@lru_cache
+@torch.inference_mode(False)
+def _gaps(candidates: tuple[int, ...]) -> Tensor:
     return torch.tensor([1, *candidates], dtype=torch.float32).diff()
 
 
@@ -215,7 +223,7 @@ class LearnedForecast:
     sets them anew.
     """
 
-    def __init__(self, policy: LearnedPolicy, scalars_of: Tensor, expected: tuple[float, ...]) -> None:
+    def __init__(self, policy: LearnedPolicy, scalars_of: Sequence[float], expected: tuple[float, ...]) -> None:
         self.candidates = policy.candidates
         self.reader = policy if policy.info.reads == "step" else None
         self.scalars = scalars_of

@@ -8,6 +8,7 @@ much wider than others, prompts beside blocks, are a packing of their own in the
 Attention comes in through transformers' registry of attention functions. A call without a `packing` is stock sdpa.
 """
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
@@ -21,7 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 ATTENTION = "blockpilot_packed"
-EXTRA_ROW = 12  # slots of padding that cost a CPU as much as one more row
+MOST_SCORES = 1 << 20  # of a batched product; more of them leave the caches
 
 
 class Packing:
@@ -43,15 +44,18 @@ class Packing:
         self.positions = self._per_token(starts) + self.offsets
         """[N]"""
         self._uniform = self.num_tokens == self.width * len(self.sizes)
-        self._narrow = _narrow_width(self.sizes) if device.type == "cpu" else self.width
-        self._wide = torch.tensor([r for r, size in enumerate(self.sizes) if size > self._narrow], device=device)
 
     @cached_property
-    def _index(self) -> Tensor:
-        """[R, width]: the token at every place of the padded rows."""
+    def _tokens(self) -> Tensor:
+        """[R * width]: the token at every place of the padded rows."""
         firsts, sizes = (torch.tensor(of_rows, device=self.rows.device) for of_rows in (self.firsts, self.sizes))
         columns = torch.arange(self.width, device=self.rows.device)
-        return firsts[:, None] + torch.minimum(columns, sizes[:, None] - 1)
+        return (firsts[:, None] + torch.minimum(columns, sizes[:, None] - 1)).flatten()
+
+    @cached_property
+    def _places(self) -> Tensor:
+        """[N]: the place of every token in the padded rows."""
+        return self.rows * self.width + self.offsets
 
     def _per_token(self, of_rows: Sequence[int]) -> Tensor:
         """A number of every row [R] as that of its tokens, [N]."""
@@ -59,32 +63,22 @@ class Packing:
 
     def pad(self, packed: Tensor) -> Tensor:
         """[N, ...] -> [R, width, ...]; a row's padding repeats its last token."""
-        return packed.unflatten(0, (len(self.sizes), self.width)) if self._uniform else packed[self._index]
+        places = packed if self._uniform else packed.index_select(0, self._tokens)
+        padded: Tensor = places.unflatten(0, (len(self.sizes), self.width))
+        return padded
 
     def pack(self, padded: Tensor) -> Tensor:
         """[R, width, ...] -> [N, ...]"""
-        return padded.flatten(0, 1) if self._uniform else padded[self.rows, self.offsets]
+        places = padded.flatten(0, 1)
+        return places if self._uniform else places.index_select(0, self._places)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
         """Packed query [1, heads, N, head_dim] -> [1, N, heads, head_dim].
 
-        key and value are [R, kv_heads, L, head_dim], mask [R, 1, width, L]. Where a few rows are much wider than the
-        others, all rows attend with their first tokens, and the wide ones again with all.
+        key and value are [R, kv_heads, L, head_dim], mask [R, 1, width, L].
         """
-        queries, narrow, wide = self.pad(query[0].transpose(0, 1)).transpose(1, 2), self._narrow, self._wide
-        attended = grouped_attention(queries[:, :, :narrow], key, value, mask[:, :, :narrow], scale)
-        if len(wide):
-            padded = torch.empty_like(queries)
-            padded[:, :, :narrow] = attended
-            padded[wide] = grouped_attention(queries[wide], key[wide], value[wide], mask[wide], scale)
-            attended = padded
-        return self.pack(attended.transpose(1, 2))[None]
-
-
-def _narrow_width(sizes: Sequence[int]) -> int:
-    """The width up to which padding all rows, and attending with the wider ones again, costs the least on a CPU."""
-    extra = max(sizes) + EXTRA_ROW
-    return min(sorted(set(sizes)), key=lambda w: len(sizes) * w + sum(size > w for size in sizes) * extra)
+        queries = self.pad(query[0].transpose(0, 1)).transpose(1, 2)
+        return self.pack(grouped_attention(queries, key, value, mask, scale).transpose(1, 2))[None]
 
 
 class SideBySide:
@@ -140,10 +134,38 @@ def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, s
     """
     groups, width = query.shape[1] // key.shape[1], query.shape[2]
     folded = query.unflatten(1, (key.shape[1], groups)).flatten(2, 3)
-    attended = functional.scaled_dot_product_attention(
-        folded, key, value, attn_mask=mask.repeat(1, 1, groups, 1), scale=scale
-    )
+    lines = mask.repeat(1, 1, groups, 1)
+    if _products_are_quicker(query):
+        num = max(1, MOST_SCORES // (query.shape[1] * width * key.shape[2]))
+        parts = zip(folded.split(num), key.split(num), value.split(num), lines.split(num), strict=True)
+        attended = torch.cat([_by_products(*part, scale=scale) for part in parts])
+    else:
+        attended = functional.scaled_dot_product_attention(folded, key, value, attn_mask=lines, scale=scale)
     apart: Tensor = attended.unflatten(2, (groups, width)).flatten(1, 2)
+    return apart
+
+
+def _products_are_quicker(query: Tensor) -> bool:
+    """Than the flash kernel of torch, which on a CPU takes two to three times as long in bfloat16 (LOG.md).
+
+    It has less to get ready where one row or two have a few queries [R, heads, W, head_dim].
+    """
+    cpu = query.device.type == "cpu" and query.dtype == torch.bfloat16
+    return cpu and not torch.is_grad_enabled() and (len(query) > 2 or query.shape[2] > 8)
+
+
+def _by_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Attention as transformers' eager one: query [R, kv_heads, M, head_dim], mask [R, 1, M, L] -> as query.
+
+    Scores are rounded to bfloat16 before their softmax, which moves a target's distribution no further from that of
+    float32 than the flash kernel does (LOG.md).
+    """
+    bias = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -math.inf)
+    bias = bias.expand(-1, key.shape[1], -1, -1).flatten(0, 1)
+    keys, values = (kept.contiguous().flatten(0, 1) for kept in (key, value))  # products copy others slowly
+    scores = torch.baddbmm(bias, query.flatten(0, 1), keys.transpose(1, 2), alpha=scale)
+    attended = torch.bmm(scores.softmax(dim=-1, dtype=torch.float32).to(values.dtype), values)
+    apart: Tensor = attended.unflatten(0, query.shape[:2])
     return apart
 
 

@@ -7,6 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from blockpilot import packing
 from blockpilot.packing import Packing, SideBySide, grouped_attention
 from blockpilot.pairs import Pair
 from blockpilot.target import Target
@@ -42,6 +43,24 @@ def test_grouped_queries_meet_their_own_keys(groups: int) -> None:
             scores = (query[row, head] @ key[row, head // groups].T * 0.3).masked_fill(~mask[row, 0], -torch.inf)
             expected = scores.softmax(dim=-1) @ value[row, head // groups]
             assert torch.allclose(found[row, head], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 3), (1, 12), (4, 1), (4, 3), (7, 12)])
+@torch.inference_mode()
+def test_bfloat16_attends_as_float32_up_to_its_rounding(
+    rows: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By whichever way is quicker there, to a part of a longer cache, some rows at a time."""
+    monkeypatch.setattr(packing, "MOST_SCORES", 300)
+    torch.manual_seed(rows * width)
+    query, cached = torch.randn(rows, 6, width, 64).bfloat16(), torch.randn(2, rows, 2, 40, 64).bfloat16()
+    mask = torch.rand(rows, 1, width, 30) < 0.7
+    mask[..., 0] = True
+    key, value = cached[:, :, :, :30]
+    found = grouped_attention(query, key, value, mask, 0.125)
+    expected = grouped_attention(query.float(), key.float(), value.float(), mask, 0.125)
+    assert found.dtype == torch.bfloat16
+    assert torch.allclose(found.float(), expected, atol=0.02, rtol=0.02)
 
 
 @settings(deadline=None)

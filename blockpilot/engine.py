@@ -103,6 +103,8 @@ class StepShape(NamedTuple):
     sizes: tuple[int, ...] = ()
     context: int = 0
     num_prompt_tokens: int = 0
+    num_chosen: int = 0
+    """Rows whose size was chosen for this step."""
 
 
 @dataclass(eq=False)
@@ -115,11 +117,8 @@ class _Row:
     num_cached: int = 0  # prompt tokens that went through the target, until all have
     block_size: int = 0
     forecast: Forecast | None = None
+    drafts: bool = True  # the draft knows its context
     finished: bool = False
-
-    @property
-    def drafts(self) -> bool:
-        return self.request.block_size != 1
 
     @property
     def anchor_position(self) -> int:
@@ -152,10 +151,12 @@ class _Known(NamedTuple):
 class Engine:
     """Continuous batch of up to `num_slots` requests of at most `max_length` tokens (prompt and output).
 
-    Not thread-safe: one caller adds, cancels and steps. `policy` and `costs` may be replaced between steps. Costs are
-    what a policy's forecasts are weighed with, by default those that it carries; without any, steps cost alike.
-    `last_shape` tells what the last step took in. A step takes in `max_prefill_tokens` tokens of prompts at most, so
-    a long prompt takes several steps, and requests that decode go on meanwhile.
+    Not thread-safe: one caller adds, cancels and steps. `policy` and `costs` may be replaced between steps. Costs
+    are what a policy's forecasts are weighed with, by default those that it carries; without any, steps cost alike.
+    `last_shape` tells what the last step took in. While `resting`, what a policy could choose for decodes plainly,
+    and such requests never draft later: what the draft would have to know of them is left out. A step takes in
+    `max_prefill_tokens` tokens of prompts at most, so a long prompt takes several steps, and requests that decode
+    go on meanwhile.
     """
 
     def __init__(
@@ -189,6 +190,7 @@ class Engine:
         self._waiting: deque[_Row] = deque()
         self._pending: list[_Known] = []
         self._next_id = 0
+        self.resting = False
         self.last_shape = StepShape()
 
     @property
@@ -240,7 +242,8 @@ class Engine:
         request_id, self._next_id = self._next_id, self._next_id + 1
         text = TextStream(self.pair.tokenizer, request.stop_strings) if request.stop_strings else None
         limit = min(len(request.prompt_ids) + request.max_new_tokens, self.max_length)
-        self._waiting.append(_Row(request_id, request, limit, list(request.prompt_ids), text))
+        row = _Row(request_id, request, limit, list(request.prompt_ids), text, drafts=request.block_size != 1)
+        self._waiting.append(row)
         return request_id
 
     def cancel(self, request_id: int) -> None:
@@ -256,14 +259,14 @@ class Engine:
         """From the next step on, verify blocks of this size for a request that holds a slot.
 
         Raises ValueError for a size out of range, for an id without a slot, and for a request that was added with
-        block size 1: the draft has not seen its context.
+        block size 1 or went through a rest: the draft has not seen its context.
         """
         self._check_block_size(block_size, "block_size")
         row = next((row for row in self._rows if row.request_id == request_id), None)
         if row is None:
             raise ValueError(f"request {request_id}: holds no slot")
         if block_size > 1 and not row.drafts:
-            raise ValueError(f"request {request_id}: was added with block size 1 and cannot draft")
+            raise ValueError(f"request {request_id}: decodes plainly and cannot draft any more")
         row.block_size, row.forecast = block_size, None
 
     @torch.inference_mode()
@@ -301,7 +304,8 @@ class Engine:
         num_prompt_tokens = 0 if prompts is None else prompts.packing.num_tokens
         if blocks is None:
             return StepShape(num_prompt_tokens=num_prompt_tokens)
-        return StepShape(blocks.packing.sizes, self._mean_length, num_prompt_tokens)
+        num_chosen = sum(row.forecast is not None for row in blocks.rows)
+        return StepShape(blocks.packing.sizes, self._mean_length, num_prompt_tokens, num_chosen)
 
     @property
     def _mean_length(self) -> int:
@@ -330,6 +334,7 @@ class Engine:
             left -= len(rows[-1].tokens)
         if not rows:
             return None
+        self._let_rest(rows)
         sizes = [len(row.tokens) - row.num_cached for row in rows]
         sizes[-1] += min(left, 0)
         packing = Packing(sizes, [row.num_cached for row in rows], self._device)
@@ -384,8 +389,8 @@ class Engine:
 
     def _decide(self, row: _Row, prefill: Prefill) -> None:
         """Set the block size of a row for good, or the forecast to choose from at every step."""
-        if row.request.block_size is not None:
-            row.block_size = row.request.block_size
+        if row.request.block_size is not None or not row.drafts:
+            row.block_size = row.request.block_size or 1
             return
         decided = self.pair.block_size if self.policy is None else self.policy(prefill)
         if isinstance(decided, int):
@@ -397,6 +402,7 @@ class Engine:
 
     def _choose(self) -> None:
         """Set the block sizes of this step for the rows that have a forecast."""
+        self._let_rest(self._rows)
         forecasts = [row.forecast for row in self._rows if row.forecast is not None]
         if not forecasts:
             return
@@ -405,6 +411,12 @@ class Engine:
         for row in self._rows:
             if row.forecast is not None:
                 row.block_size = next(chosen)
+
+    def _let_rest(self, rows: Sequence[_Row]) -> None:
+        """While resting, give up drafting for rows that a policy may choose for."""
+        for row in rows:
+            if self.resting and row.request.block_size is None and (row.forecast is not None or not row.block_size):
+                row.drafts, row.forecast, row.block_size = False, None, 1
 
     def _read(self, contexts: Tensor, last: list[int]) -> None:
         """Let policies that read every step see what the next starts from: contexts [N, hidden] of this one.

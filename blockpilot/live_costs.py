@@ -7,13 +7,14 @@ than measured and a drafting one 2 to 6%, so that the measured costs made drafti
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
 from statistics import median
 
 from blockpilot.costs import StepCosts
-from blockpilot.engine import Engine, Step
+from blockpilot.engine import Engine, Step, StepShape
+from blockpilot.rest import Rest
 
 PLAIN, ALIKE, MIXED = KINDS = "plain", "alike", "mixed"
+RESTING = "resting"  # plain steps of rows that never draft
 WINDOW = 32  # steps of a kind whose median ratio holds
 FEWEST = 8  # with less of a kind it is not known
 FORGOTTEN_AFTER = 512  # steps; a kind that was given up is then tried anew
@@ -45,16 +46,29 @@ class LiveCosts:
         self._ratios = defaultdict[tuple[str, int], deque[tuple[int, float]]](lambda: deque(maxlen=WINDOW))
         self._corrected = dict[int, tuple[dict[str, float], StepCosts]]()
         self._num_steps = 0
+        self._rest, self.engine.resting = Rest(), False
         self.factors = dict.fromkeys(KINDS, 1.0)
         """What steps take now, in what was measured of their kind."""
 
     def step(self) -> tuple[list[Step], float]:
-        """`engine.step` and its seconds; one that only decodes is a measurement."""
+        """`engine.step` and its seconds; one that only decodes is a measurement, and decides on rests (rest.py)."""
         started = time.perf_counter()
         steps = self.engine.step()
         seconds = time.perf_counter() - started
         self.observe(seconds)
+        self._rest_or_not(sum(len(step.tokens) for step in steps), seconds)
         return steps, seconds
+
+    def _rest_or_not(self, num_tokens: int, seconds: float) -> None:
+        shape = self.engine.last_shape
+        if self._measured is None:
+            return
+        if shape.sizes and not shape.num_prompt_tokens:
+            rows = len(shape.sizes)
+            known = (self._factor(kind, of) for kind in (RESTING, PLAIN, ALIKE) for of in (rows, ANY))
+            plain_s = self._measured.step_s(1, rows, shape.context) * next(filter(None, known), 1.0)
+            self._rest.observe(shape, num_tokens, seconds, plain_s)
+        self.engine.resting = self._rest.resting(self.engine.num_decoding)
 
     def observe(self, seconds: float) -> None:
         """Learn from the engine's last step, and prepare its next one."""
@@ -62,14 +76,14 @@ class LiveCosts:
             return
         shape = self.engine.last_shape
         if shape.sizes and not shape.num_prompt_tokens:
-            self._count(shape.sizes, seconds / self._measured.mixed_s(shape.sizes, shape.context))
+            self._count(shape, seconds / self._measured.mixed_s(shape.sizes, shape.context))
         if self._num_steps >= REFRESH_EVERY and (rows := self.engine.num_decoding):
             self.factors, self.engine.costs = self._correct(self._measured, rows)
 
-    def _count(self, sizes: Sequence[int], ratio: float) -> None:
+    def _count(self, shape: StepShape, ratio: float) -> None:
         assert self._measured is not None
         self._num_steps += 1
-        kind, rows = _kind(sizes), len(sizes)
+        kind, rows = _kind(shape), len(shape.sizes)
         self._ratios[kind, rows].append((self._num_steps, ratio))
         if rows in self._measured.rows:
             self._ratios[kind, ANY].append((self._num_steps, ratio))
@@ -96,8 +110,8 @@ class LiveCosts:
         return median(ratio for _, ratio in ratios) if len(ratios) >= FEWEST else None
 
 
-def _kind(sizes: Sequence[int]) -> str:
-    widest = max(sizes)
+def _kind(shape: StepShape) -> str:
+    widest = max(shape.sizes)
     if widest == 1:
-        return PLAIN
-    return ALIKE if min(sizes) == widest else MIXED
+        return PLAIN if shape.num_chosen else RESTING
+    return ALIKE if min(shape.sizes) == widest else MIXED

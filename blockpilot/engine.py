@@ -115,7 +115,7 @@ class _Row:
     tokens: list[int]
     text: TextStream | None
     num_cached: int = 0  # prompt tokens that went through the target, until all have
-    block_size: int = 0
+    block_size: int = 0  # until it is decided
     forecast: Forecast | None = None
     drafts: bool = True  # the draft knows its context
     finished: bool = False
@@ -242,7 +242,8 @@ class Engine:
         request_id, self._next_id = self._next_id, self._next_id + 1
         text = TextStream(self.pair.tokenizer, request.stop_strings) if request.stop_strings else None
         limit = min(len(request.prompt_ids) + request.max_new_tokens, self.max_length)
-        row = _Row(request_id, request, limit, list(request.prompt_ids), text, drafts=request.block_size != 1)
+        size = request.block_size
+        row = _Row(request_id, request, limit, list(request.prompt_ids), text, block_size=size or 0, drafts=size != 1)
         self._waiting.append(row)
         return request_id
 
@@ -388,9 +389,8 @@ class Engine:
         return steps
 
     def _decide(self, row: _Row, prefill: Prefill) -> None:
-        """Set the block size of a row for good, or the forecast to choose from at every step."""
-        if row.request.block_size is not None or not row.drafts:
-            row.block_size = row.request.block_size or 1
+        """Set the block size of a row for good, or the forecast to choose from at every step, unless it is known."""
+        if row.block_size:
             return
         decided = self.pair.block_size if self.policy is None else self.policy(prefill)
         if isinstance(decided, int):
@@ -414,8 +414,8 @@ class Engine:
 
     def _let_rest(self, rows: Sequence[_Row]) -> None:
         """While resting, give up drafting for rows that a policy may choose for."""
-        for row in rows:
-            if self.resting and row.request.block_size is None and (row.forecast is not None or not row.block_size):
+        for row in rows if self.resting else ():
+            if row.forecast is not None or not row.block_size:
                 row.drafts, row.forecast, row.block_size = False, None, 1
 
     def _read(self, contexts: Tensor, last: list[int]) -> None:

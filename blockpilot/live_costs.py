@@ -65,7 +65,7 @@ class LiveCosts:
             return
         if shape.sizes and not shape.num_prompt_tokens:
             rows = len(shape.sizes)
-            known = (self._factor(kind, of) for kind in (RESTING, PLAIN, ALIKE) for of in (rows, ANY))
+            known = (self._known(kind, rows) for kind in (RESTING, PLAIN, ALIKE))
             plain_s = self._measured.step_s(1, rows, shape.context) * next(filter(None, known), 1.0)
             self._rest.observe(shape, num_tokens, seconds, plain_s)
         self.engine.resting = self._rest.resting(self.engine.num_decoding)
@@ -98,10 +98,13 @@ class LiveCosts:
         return self._corrected[rows]
 
     def _known_or_hoped(self, rows: int) -> dict[str, float]:
-        plain, alike, mixed = (self._factor(kind, rows) or self._factor(kind, ANY) for kind in KINDS)
+        plain, alike, mixed = (self._known(kind, rows) for kind in KINDS)
         hoped = HOPE * (plain or alike or mixed or 1 / HOPE)
         alike = alike or hoped
         return {PLAIN: plain or hoped, ALIKE: alike, MIXED: max(mixed or 0, alike)}
+
+    def _known(self, kind: str, rows: int) -> float | None:
+        return self._factor(kind, rows) or self._factor(kind, ANY)
 
     def _factor(self, kind: str, rows: int) -> float | None:
         ratios = self._ratios[kind, rows]

@@ -7,22 +7,23 @@ steps tell, it rests: it decodes plainly for a while, and then tries again with 
 """
 
 import math
-from collections import defaultdict, deque
-from dataclasses import dataclass, field
+from collections import defaultdict
+from dataclasses import dataclass
 
 from blockpilot.engine import StepShape
 
-WINDOW = 64  # steps that say what being ready is worth
-GAIN = 0.03  # over plain decoding: less does not pay, since what prompts take longer is not in it
+WINDOW = 2048  # blocks (rows times steps) that say what being ready is worth; with fewer it depends on whose they are
+GAIN = 0.02  # over plain decoding: less does not pay, since what prompts take longer is not in it
 SHORTEST, LONGEST = 256, 4096  # steps of a rest; it doubles while trying again shows nothing new
 
 
 @dataclass
 class _Load:
-    """What is known at a number of rows; `plain_s` are what their steps would have taken for as many tokens."""
+    """What is known at a number of rows; `plain_s` is what plain steps would have taken for as many tokens."""
 
-    plain_s: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    num_blocks: int = 0
+    plain_s: float = 0.0
+    seconds: float = 0.0
     length: int = SHORTEST
     left: int = 0
     """Steps of the rest that are to come; 0 while awake."""
@@ -50,16 +51,18 @@ class Rest:
             return
         if shape.num_chosen < rows:
             return
-        load.plain_s.append(num_tokens / rows * plain_s)
-        load.seconds.append(seconds)
-        if len(load.seconds) < WINDOW:
-            return
-        if sum(load.plain_s) >= (1 + GAIN) * sum(load.seconds):
-            load.length = SHORTEST
-            return
-        load.left, load.length = load.length, min(2 * load.length, LONGEST)
-        load.plain_s.clear()
-        load.seconds.clear()
+        load.num_blocks += rows
+        load.plain_s += num_tokens / rows * plain_s
+        load.seconds += seconds
+        if load.num_blocks >= WINDOW:
+            self._loads[_load(rows)] = _judged(load)
+
+
+def _judged(load: _Load) -> _Load:
+    """A load after a full window: awake, or at rest, for twice as long as the last time if nothing paid since."""
+    if load.plain_s >= (1 + GAIN) * load.seconds:
+        return _Load()
+    return _Load(length=min(2 * load.length, LONGEST), left=load.length)
 
 
 def _load(rows: int) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
+import blockpilot.rest
 from blockpilot import live_costs
 from blockpilot.costs import StepCosts
 from blockpilot.draft import DraftModel
@@ -18,6 +19,7 @@ from blockpilot.verify import Sampling
 
 ROWS = 16
 PLAIN_S = 0.05
+NUM_STEPS = WINDOW // ROWS  # of a window
 ALL_CHOSEN = StepShape((2,) * ROWS, 100, 0, ROWS)
 AT_REST = StepShape((1,) * ROWS, 100)
 
@@ -31,9 +33,7 @@ def observe(rest: Rest, shape: StepShape, gain: float, num: int) -> None:
 
 def rested(rest: Rest, gain: float) -> int:
     """Steps of the next rest, to which a window of steps leads that show this gain; 0 if there is none."""
-    for _ in range(WINDOW):
-        if not rest.resting(ROWS):
-            observe(rest, ALL_CHOSEN, gain, 1)
+    observe(rest, ALL_CHOSEN, gain, NUM_STEPS)
     num = 0
     while rest.resting(ROWS):
         observe(rest, AT_REST, 1.0, 1)
@@ -43,7 +43,7 @@ def rested(rest: Rest, gain: float) -> int:
 
 def test_a_rest_follows_a_window_of_steps_that_show_too_little() -> None:
     rest = Rest()
-    observe(rest, ALL_CHOSEN, 1 + GAIN / 2, WINDOW - 1)
+    observe(rest, ALL_CHOSEN, 1 + GAIN / 2, NUM_STEPS - 1)
     assert not rest.resting(ROWS)
     observe(rest, ALL_CHOSEN, 1 + GAIN / 2, 1)
     assert rest.resting(ROWS)
@@ -51,9 +51,9 @@ def test_a_rest_follows_a_window_of_steps_that_show_too_little() -> None:
 
 def test_what_pays_goes_on() -> None:
     rest = Rest()
-    observe(rest, ALL_CHOSEN, 1 + 2 * GAIN, 10 * WINDOW)
+    observe(rest, ALL_CHOSEN, 1 + 2 * GAIN, 10 * NUM_STEPS)
     assert not rest.resting(ROWS)
-    observe(rest, ALL_CHOSEN, 0.9, WINDOW // 2)  # the window forgets what was before
+    observe(rest, ALL_CHOSEN, 0.9, NUM_STEPS)  # what was before is forgotten
     assert rest.resting(ROWS)
 
 
@@ -67,16 +67,18 @@ def test_rests_become_longer_until_drafting_pays_once() -> None:
 
 def test_only_steps_whose_sizes_are_all_chosen_count() -> None:
     rest = Rest()
-    observe(rest, ALL_CHOSEN._replace(num_chosen=ROWS - 1), 0.5, 3 * WINDOW)
-    observe(rest, AT_REST, 0.5, 3 * WINDOW)
+    observe(rest, ALL_CHOSEN._replace(num_chosen=ROWS - 1), 0.5, 3 * NUM_STEPS)
+    observe(rest, AT_REST, 0.5, 3 * NUM_STEPS)
     assert not rest.resting(ROWS)
 
 
 def test_every_load_rests_by_itself() -> None:
     rest = Rest()
-    observe(rest, ALL_CHOSEN, 1.0, WINDOW)
+    observe(rest, ALL_CHOSEN, 1.0, NUM_STEPS)
     assert [rows for rows in range(1, 33) if rest.resting(rows)] == list(range(12, 23))
-    observe(rest, StepShape((2,) * 4, 100, 0, 4), 0.9, 2 * SHORTEST)
+    observe(rest, StepShape((2,) * 4, 100, 0, 4), 0.9, WINDOW // 4 - 1)
+    assert not rest.resting(4)  # fewer rows need more steps
+    observe(rest, StepShape((2,) * 4, 100, 0, 4), 0.9, 1)
     assert rest.resting(ROWS)
     assert rest.resting(4)
     assert not rest.resting(1)
@@ -153,20 +155,21 @@ def test_a_long_prompt_that_began_in_a_rest_never_drafts(tiny_pair: Pair) -> Non
 
 def test_seconds_of_an_engines_own_steps_send_it_to_rest(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafting pays by what was measured. The clock says that it does not, however long a step really takes."""
-    clock = itertools.count()
+    clock, window = itertools.count(), 64
     monkeypatch.setattr(live_costs.time, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(blockpilot.rest, "WINDOW", window)
     table = (((1.0,),), ((1.0,),))
     costs = StepCosts(PairId("t", "1", "d", "2"), "float32", "cpu", (1, 4), (1,), (64,), table, table, table)
     engine = forecasting(tiny_pair, num_slots=1)
     engine.costs = costs
     live, seen = LiveCosts(engine), list[int]()
-    while len(seen) < WINDOW + SHORTEST + 2 * WINDOW:
+    while len(seen) < 2 * window + SHORTEST + 20:
         if engine.idle:
             engine.add(Request((1, 2, 3), 200))
         live.step()
         seen += engine.last_shape.sizes
     # Random weights: hardly a draft is accepted, so a step of a second emits little more than a token.
     first = seen.index(1)
-    assert WINDOW <= first < WINDOW + 5
+    assert window <= first < window + 5
     assert set(seen[first : first + SHORTEST]) == {1}
     assert 4 in seen[first + SHORTEST :]

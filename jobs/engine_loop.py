@@ -9,7 +9,6 @@ import asyncio
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
@@ -132,8 +131,7 @@ class EngineLoop:
                 self._work.get()()
             while not self._work.empty():
                 self._work.get()()
-            started = time.perf_counter()
-            steps, _ = self.live_costs.step()
+            steps, seconds = self.live_costs.step()
         except Exception as error:
             log.exception("engine failed; %d requests are lost", len(self._in_engine))
             self._num_failures += 1
@@ -144,7 +142,7 @@ class EngineLoop:
         for step in steps:
             self._deliver(step)
         if steps:
-            self._on_step(steps, time.perf_counter() - started)
+            self._on_step(steps, seconds)
 
     def _add(self, stream: "Stream") -> None:
         if stream.closed:

@@ -15,6 +15,7 @@ from jobs.evaluator import AR, ORACLE, POLICY, Setting, method_name
 from jobs.registry import CHAMPION, HeldOut, Registry, Version, kept_for_later
 
 RESULT_FILE, TABLE_FILE = "evaluation.json", "table.md"
+RUNS_FILE = "runs.json"  # what the figures were worked out from
 
 
 class EvaluateResult(NamedTuple):
@@ -50,9 +51,12 @@ def save(config: EvaluateConfig, plan: Plan, setting: Setting, runs: Sequence[Ru
         "figures": [{name: plain(value) for name, value in asdict(row).items()} for row in figures],
         "by_set": {name: {method: plain(ratio) for method, ratio in row.items()} for name, row in by_set.items()},
         "table": table,
+    }
+    measured = {
         "prompts": [{"set": prompt.set, "text": prompt.text} for prompt in plan.prompts],
         "runs": [run._asdict() | {"totals": asdict(run.totals)} for run in runs],
     }
+    write_text(config.output / RUNS_FILE, json.dumps(measured, indent=1) + "\n")
     write_text(config.output / RESULT_FILE, json.dumps(content, indent=1) + "\n")
     write_text(config.output / TABLE_FILE, table + "\n")
 
@@ -72,8 +76,9 @@ def log(output: Path, registry: Registry) -> EvaluateResult:
         record.log_tags(found["setting"]["pair"] | {"best_fixed_block_size": best["block_size"]})
         record.log_metrics(_metrics(figures))
         record.log_table([cells(row) for row in figures], "table.json")
-        for name in (TABLE_FILE, RESULT_FILE):
-            record.log_artifact(output / name)
+        for file in (output / name for name in (TABLE_FILE, RESULT_FILE, RUNS_FILE)):
+            if file.exists():  # a result may be kept without its runs
+                record.log_artifact(file)
         if version and held_out and found["setting"]["shown_held_out"]:
             registry.log_held_out(version, held_out)
             registry.tag_version(version, {"heldout.run_id": record.id})

@@ -89,6 +89,7 @@ class Backend:
             "dtype": dtype_name(self.pair),
             "policy": dict(self.policy),
             "step_costs": loop.live_costs.factors,
+            "resting": engine.resting,
             "accepted_over_expected": policy.record.ratio if isinstance(policy, LearnedPolicy) else None,
             "num_in_flight": loop.num_in_flight,
             "num_active": engine.num_active,

@@ -57,6 +57,7 @@ class DecoderMetrics:
         self._slots = of_model(Gauge("blockpilot_slots", "Requests that can be decoded together.", own))
         self._version = of_model(Gauge("blockpilot_policy_version", "Of the champion in use; 0 for none.", own))
         self._kept = of_model(Gauge("blockpilot_policy_kept", "1 while the registry's champion cannot be used.", own))
+        self._resting = of_model(Gauge("blockpilot_resting", "1 while drafting would not pay at this load.", own))
         self._blocks = of_model(Counter("blockpilot_blocks", "Blocks verified, by size.", by_size))
         self._tokens = of_model(Counter("blockpilot_tokens", "Tokens emitted.", own))
         self._accepted = of_model(Counter("blockpilot_accepted_tokens", "Drafted tokens among them.", own))
@@ -93,6 +94,7 @@ class DecoderMetrics:
             self._slots.set(self._engine.num_slots)
             self._version.set(version)
             self._kept.set(int(kept))
+            self._resting.set(int(self._engine.resting))
             time.sleep(GAUGES_EVERY_S)
 
 

@@ -1013,7 +1013,7 @@ def test_a_version_is_tagged_with_what_it_is_worth_beside_the_champion(
     tagged = registry.version(version.name, version.number)
     assert tagged.held_out == result.held_out
     assert tagged.tags["heldout.run_id"] == result.run_id
-    stored = json.loads((config.output / "evaluation.json").read_text())
+    stored = json.loads((config.output / "runs.json").read_text())
     speed = {}
     for method in (POLICY, CHAMPION):
         totals = [run["totals"] for run in stored["runs"] if run["method"] == method]
@@ -1149,14 +1149,16 @@ def test_the_job_goes_on_after_a_kill_measures_records_and_tags(
     assert [row["share_equal"] for row in result["figures"]] == [1.0] * 8
     groups = [(repeat, number) for repeat in range(2) for number in range(4)]
     every = [(repeat, 2 * number + i, m) for repeat, number in groups for m in methods for i in range(2)]
-    assert [(run["repeat"], run["prompt"], run["method"]) for run in result["runs"]] == every
-    assert result["runs"][: 16 * len(before)] == [run for line in before for run in json.loads(line)["runs"]]
-    assert sorted(prompt["text"] for prompt in result["prompts"]) == QUESTIONS
+    measured = json.loads((config.output / "runs.json").read_text())
+    runs = measured["runs"]
+    assert [(run["repeat"], run["prompt"], run["method"]) for run in runs] == every
+    assert runs[: 16 * len(before)] == [run for line in before for run in json.loads(line)["runs"]]
+    assert sorted(prompt["text"] for prompt in measured["prompts"]) == QUESTIONS
     assert result["best_fixed"]["chosen_on"] == "the sweep's prompts"
     assert result["policy_version"]["number"] == version.number
     plain, policy = result["figures"][0], result["figures"][5]
     assert (plain["tau"]["value"], plain["mean_block_size"]) == (1.0, 1.0)
-    totals = [run["totals"] for run in result["runs"] if run["method"] == POLICY]
+    totals = [run["totals"] for run in runs if run["method"] == POLICY]
     speed = sum(t["num_tokens"] for t in totals) / sum(t["total_s"] for t in totals)
     assert policy["tokens_per_s"]["value"] == pytest.approx(speed)
 
@@ -1170,4 +1172,4 @@ def test_the_job_goes_on_after_a_kill_measures_records_and_tags(
     assert logged.data.metrics["B2.tau"] == pytest.approx(result["figures"][1]["tau"]["value"])
     assert logged.data.params["concurrency"] == "2"
     artifacts = {item.path for item in registry._client.list_artifacts(tagged.tags["heldout.run_id"])}
-    assert artifacts == {"evaluation.json", "table.json", "table.md"}
+    assert artifacts == {"evaluation.json", "runs.json", "table.json", "table.md"}

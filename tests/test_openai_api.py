@@ -77,6 +77,7 @@ def test_models_and_health(client: TestClient, tiny_pair: Pair) -> None:
     # Nothing to correct without a policy that has costs.
     assert found["step_costs"] == {"plain": 1, "alike": 1, "mixed": 1}
     assert found["accepted_over_expected"] is None
+    assert found["resting"] is False
 
 
 def test_health_tells_what_came_of_the_policys_forecasts(

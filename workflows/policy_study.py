@@ -80,9 +80,13 @@ class StudyConfig(Config):
     def sweep(self, temperature: float) -> str:
         return str(self.output / f"sweep-T{temperature:g}")
 
+    def trained(self, name: str) -> Path:
+        """The directory of a policy that is trained here."""
+        return self.output / f"policy-{name}"
+
     def policy(self, name: str) -> str:
         """The directory of a policy that was trained here, or of the one that the repository keeps."""
-        trained = self.output / f"policy-{name}"
+        trained = self.trained(name)
         return str(trained if trained.exists() else KEPT / trained.name)
 
     @property
@@ -161,9 +165,7 @@ def sweep_config(config: StudyConfig, temperature: float) -> SweepConfig:
 def policies(config: StudyConfig) -> dict[str, TrainConfig]:
     """The default, the paper's, one that reads the prefill only, and one that has seen no code."""
     sweeps = tuple(map(config.sweep, TEMPERATURES))
-    default = TrainConfig(
-        sweep=sweeps, candidates=CANDIDATES, output=config.output / "policy-step", register_version=False
-    )
+    default = TrainConfig(sweep=sweeps, candidates=CANDIDATES, output=config.trained("step"), register_version=False)
     whole = {"reads": "prefill", "lr": 3e-4, "patience": 20, "epochs": 100, "batch_size": 32}
     # A quarter of the paper's width, from 1024 to 4096 of which it reports little difference: 7 MB, not 42.
     paper = {"head": "class", "inputs": ("probs",), "hidden": 512, "anneal": False, "dropout": 0.2}
@@ -174,7 +176,7 @@ def policies(config: StudyConfig) -> dict[str, TrainConfig]:
         "no-code": {"leave_out": CODE_SETS},
     }
     return {
-        name: TrainConfig(**default.model_dump() | change | {"output": config.output / f"policy-{name}"})
+        name: TrainConfig(**default.model_dump() | change | {"output": config.trained(name)})
         for name, change in changes.items()
     }
 

@@ -35,19 +35,20 @@ def test_any_number_of_rows_has_the_product_of_a_plain_layer(shape: tuple[int, .
 @pytest.mark.parametrize(
     ("inputs", "dtype", "turned_rows"),
     [
-        (24, torch.float32, [1, 2, 3, 4, 5]),
-        (1500, torch.float32, [2]),
+        (24, torch.float32, [(1, 2), (2, 2), (3, 4), (4, 4), (5, 5)]),
+        (1500, torch.float32, [(2, 2)]),
         (3000, torch.float32, []),
         (24, torch.bfloat16, []),
     ],
 )
 def test_layers_are_turned_round_where_that_is_faster(
-    monkeypatch: pytest.MonkeyPatch, inputs: int, dtype: torch.dtype, turned_rows: list[int]
+    monkeypatch: pytest.MonkeyPatch, inputs: int, dtype: torch.dtype, turned_rows: list[tuple[int, int]]
 ) -> None:
-    turned: list[int] = []
+    """Rows, and how many of them the product has."""
+    turned: list[tuple[int, int]] = []
 
     def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        turned.append(num)
+        turned.append((num, right.shape[1]))
         return torch.matmul(left, right)
 
     monkeypatch.setattr(nn.Parameter, "__matmul__", product)

@@ -8,6 +8,7 @@ import pytest
 from blockpilot.examples import prompt_key
 from blockpilot.policy import load_policy
 from blockpilot.prompts import load_prompts
+from jobs import report
 from jobs.answers import AnswersConfig, load_counted
 from jobs.evaluate_result import RESULT_FILE
 from jobs.learned_from import LearnedFrom
@@ -15,6 +16,7 @@ from workflows import policy_study
 from workflows.policy_study import (
     CODE_SETS,
     KEPT,
+    KEPT_EVALUATIONS,
     NUM_PROMPTS,
     SEEN_BY_DRAFT,
     StudyConfig,
@@ -22,6 +24,7 @@ from workflows.policy_study import (
     finished,
     held_out_chitchat,
     policies,
+    report_config,
     sweep_config,
     transfer_config,
     unseen,
@@ -110,6 +113,18 @@ def test_evaluations_of_this_machine_go_before_those_of_the_repository(
         assert finished(output) != folder  # begun, not finished
         (folder / RESULT_FILE).touch()
         assert finished(output) == folder
+
+
+def test_a_report_needs_neither_sweeps_nor_training_on_this_machine(tmp_path: Path) -> None:
+    config = StudyConfig(output=tmp_path)
+    shown = report_config(config)
+    assert {place.parent for place in shown.evaluations} == {KEPT_EVALUATIONS}
+    assert (shown.sweeps, shown.policy) == ((), None)
+    report.run(shown)
+    text = (shown.output / "report.html").read_text()
+    assert "T=0, 16 at a time" in text
+    config.trained("step").mkdir()
+    assert report_config(config).policy == config.trained("step")
 
 
 @pytest.mark.parametrize("name", ["step", "class", "no-code"])

@@ -220,6 +220,18 @@ def finished(output: Path) -> Path | None:
     return next((place for place in places if (place / RESULT_FILE).exists()), None)
 
 
+def report_config(config: StudyConfig) -> ReportConfig:
+    """All that there is: evaluations, measured here or kept, sweeps, and the policy if it was trained here."""
+    measured = [each.output for each in (*evaluations(config), transfer_config(config))]
+    policy = config.trained("step")
+    return ReportConfig(
+        evaluations=tuple(place for output in measured for place in [finished(output)] if place),
+        sweeps=tuple(sweep for sweep in map(config.sweep, TEMPERATURES) if Path(sweep).exists()),
+        policy=policy if policy.exists() else None,
+        output=config.output / "report",
+    )
+
+
 def run(config: StudyConfig) -> None:
     """The stages that are wanted."""
     if "prompts" in config.stages:
@@ -237,13 +249,7 @@ def run(config: StudyConfig) -> None:
     if "transfer" in config.stages:
         evaluate.run(transfer_config(config))
     if "report" in config.stages:
-        measured = [each.output for each in (*evaluations(config), transfer_config(config))]
-        found = [place for output in measured for place in [finished(output)] if place]
-        sweeps = tuple(sweep for sweep in map(config.sweep, TEMPERATURES) if Path(sweep).exists())
-        policy = Path(config.policy("step"))
-        report.run(
-            ReportConfig(evaluations=tuple(found), sweeps=sweeps, policy=policy, output=config.output / "report")
-        )
+        report.run(report_config(config))
 
 
 if __name__ == "__main__":

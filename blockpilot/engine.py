@@ -106,6 +106,11 @@ class StepShape(NamedTuple):
     num_chosen: int = 0
     """Rows whose size was chosen for this step."""
 
+    @property
+    def only_decodes(self) -> bool:
+        """Rows, and no prompts: its seconds are what costs tell of."""
+        return bool(self.sizes) and not self.num_prompt_tokens
+
 
 @dataclass(eq=False)
 class _Row:

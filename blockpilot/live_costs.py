@@ -63,7 +63,7 @@ class LiveCosts:
         shape = self.engine.last_shape
         if self._measured is None:
             return
-        if shape.sizes and not shape.num_prompt_tokens:
+        if shape.only_decodes:
             rows = len(shape.sizes)
             known = (self._known(kind, rows) for kind in (RESTING, PLAIN, ALIKE))
             plain_s = self._measured.step_s(1, rows, shape.context) * next(filter(None, known), 1.0)
@@ -75,7 +75,7 @@ class LiveCosts:
         if self._measured is None:
             return
         shape = self.engine.last_shape
-        if shape.sizes and not shape.num_prompt_tokens:
+        if shape.only_decodes:
             self._count(shape, seconds / self._measured.mixed_s(shape.sizes, shape.context))
         if self._num_steps >= REFRESH_EVERY and (rows := self.engine.num_decoding):
             self.factors, self.engine.costs = self._correct(self._measured, rows)

@@ -14,7 +14,6 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from blockpilot.report import Run, Totals
 from jobs.cluster import connect
 from jobs.config import absolute_in_submitted_job, main
 from jobs.evaluate_inputs import BASELINES, EvaluateConfig, Plan, plan, read_inputs
-from jobs.evaluate_result import EvaluateResult, log, save
+from jobs.evaluate_result import EvaluateResult, log, save, stored_run
 from jobs.evaluator import POLICY, Setting, Work, evaluator
 from jobs.registry import Registry
 
@@ -87,8 +86,7 @@ def _measure_all(call: Any, config: EvaluateConfig, work: Work, file: Path) -> I
         for number, place in enumerate(places, start=1):
             if place not in done:
                 done[place] = call("measure", *place)
-                content = [run._asdict() | {"totals": asdict(run.totals)} for run in done[place]]
-                log.write(json.dumps({"place": place, "runs": content}) + "\n")
+                log.write(json.dumps({"place": place, "runs": list(map(stored_run, done[place]))}) + "\n")
                 log.flush()
             yield from done[place]
             now = time.monotonic()

@@ -54,7 +54,7 @@ def save(config: EvaluateConfig, plan: Plan, setting: Setting, runs: Sequence[Ru
     }
     measured = {
         "prompts": [{"set": prompt.set, "text": prompt.text} for prompt in plan.prompts],
-        "runs": [run._asdict() | {"totals": asdict(run.totals)} for run in runs],
+        "runs": list(map(stored_run, runs)),
     }
     write_text(config.output / RUNS_FILE, json.dumps(measured, indent=1) + "\n")
     write_text(config.output / RESULT_FILE, json.dumps(content, indent=1) + "\n")
@@ -85,6 +85,11 @@ def log(output: Path, registry: Registry) -> EvaluateResult:
     if version and not found["setting"]["shown_held_out"]:
         print(f"evaluate: not recorded with version {version.number}: --sweep must show the prompts held out")
     return EvaluateResult(figures, best["block_size"], best["chosen_on"], held_out, found["table"], output, record.id)
+
+
+def stored_run(run: Run) -> dict[str, Any]:
+    """A run for JSON."""
+    return run._asdict() | {"totals": asdict(run.totals)}
 
 
 def plain(value: Any) -> Any:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from blockpilot.engine import StepShape
 
 WINDOW = 2048  # blocks (rows times steps) that say what being ready is worth; with fewer it depends on whose they are
+PLAIN_COUNTS = 4  # times as much says a block of a step in which no row drafts: that nothing is gained is no chance
 GAIN = 0.02  # over plain decoding: less does not pay, since what prompts take longer is not in it
 SHORTEST, LONGEST = 256, 4096  # steps of a rest; it doubles while trying again shows nothing new
 
@@ -21,7 +22,7 @@ SHORTEST, LONGEST = 256, 4096  # steps of a rest; it doubles while trying again 
 class _Load:
     """What is known at a number of rows; `plain_s` is what plain steps would have taken for as many tokens."""
 
-    num_blocks: int = 0
+    num_blocks: int = 0  # as evidence counts
     plain_s: float = 0.0
     seconds: float = 0.0
     length: int = SHORTEST
@@ -44,18 +45,18 @@ class Rest:
 
         While awake only steps count of which the policy chose all block sizes.
         """
-        rows = len(shape.sizes)
-        load = self._loads[_load(rows)]
+        rows, key = len(shape.sizes), _load(len(shape.sizes))
+        load = self._loads[key]
         if load.left:
             load.left -= 1
             return
         if shape.num_chosen < rows:
             return
-        load.num_blocks += rows
+        load.num_blocks += rows if max(shape.sizes) > 1 else PLAIN_COUNTS * rows
         load.plain_s += num_tokens / rows * plain_s
         load.seconds += seconds
         if load.num_blocks >= WINDOW:
-            self._loads[_load(rows)] = _judged(load)
+            self._loads[key] = _judged(load)
 
 
 def _judged(load: _Load) -> _Load:

@@ -14,7 +14,7 @@ from blockpilot.forecast import StaticForecast
 from blockpilot.live_costs import LiveCosts
 from blockpilot.pairs import Pair, PairId
 from blockpilot.policy import CandidateSet
-from blockpilot.rest import GAIN, LONGEST, SHORTEST, WINDOW, Rest
+from blockpilot.rest import GAIN, LONGEST, PLAIN_COUNTS, SHORTEST, WINDOW, Rest
 from blockpilot.verify import Sampling
 
 ROWS = 16
@@ -46,6 +46,15 @@ def test_a_rest_follows_a_window_of_steps_that_show_too_little() -> None:
     observe(rest, ALL_CHOSEN, 1 + GAIN / 2, NUM_STEPS - 1)
     assert not rest.resting(ROWS)
     observe(rest, ALL_CHOSEN, 1 + GAIN / 2, 1)
+    assert rest.resting(ROWS)
+
+
+def test_a_policy_that_never_drafts_is_found_out_sooner() -> None:
+    rest = Rest()
+    awake_and_plain = StepShape((1,) * ROWS, 100, 0, ROWS)
+    observe(rest, awake_and_plain, 0.97, NUM_STEPS // PLAIN_COUNTS - 1)
+    assert not rest.resting(ROWS)
+    observe(rest, awake_and_plain, 0.97, 1)
     assert rest.resting(ROWS)
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from blockpilot.engine import StepShape
 
-WINDOW = 2048  # blocks (rows times steps) that say what being ready is worth; with fewer it depends on whose they are
-PLAIN_COUNTS = 4  # times as much says a block of a step in which no row drafts: that nothing is gained is no chance
+WINDOW = 2048  # drafted blocks that say what being ready is worth; with fewer it depends on whose they are
+SHORTEST_WINDOW = 512  # blocks, if few of them or none are drafted: what plain ones gain is no chance
 GAIN = 0.02  # over plain decoding: less does not pay, since what prompts take longer is not in it
 SHORTEST, LONGEST = 256, 4096  # steps of a rest; it doubles while trying again shows nothing new
 
@@ -22,12 +22,21 @@ SHORTEST, LONGEST = 256, 4096  # steps of a rest; it doubles while trying again 
 class _Load:
     """What is known at a number of rows; `plain_s` is what plain steps would have taken for as many tokens."""
 
-    num_blocks: int = 0  # as evidence counts
+    num_blocks: int = 0  # rows times steps
+    num_drafted: int = 0  # of those, with drafted tokens
     plain_s: float = 0.0
     seconds: float = 0.0
     length: int = SHORTEST
     left: int = 0
     """Steps of the rest that are to come; 0 while awake."""
+
+    @property
+    def telling(self) -> bool:
+        """Whether chance has as small a part in the mean gain of these blocks as in that of WINDOW that all draft.
+
+        What varies is how many drafts are accepted, so the variance goes as num_drafted / num_blocks^2.
+        """
+        return self.num_blocks >= SHORTEST_WINDOW and self.num_blocks**2 >= WINDOW * self.num_drafted
 
 
 class Rest:
@@ -45,17 +54,19 @@ class Rest:
 
         While awake only steps count of which the policy chose all block sizes.
         """
-        rows, key = len(shape.sizes), _load(len(shape.sizes))
+        rows = len(shape.sizes)
+        key = _load(rows)
         load = self._loads[key]
         if load.left:
             load.left -= 1
             return
         if shape.num_chosen < rows:
             return
-        load.num_blocks += rows if max(shape.sizes) > 1 else PLAIN_COUNTS * rows
+        load.num_blocks += rows
+        load.num_drafted += sum(size > 1 for size in shape.sizes)
         load.plain_s += num_tokens / rows * plain_s
         load.seconds += seconds
-        if load.num_blocks >= WINDOW:
+        if load.telling:
             self._loads[key] = _judged(load)
 
 

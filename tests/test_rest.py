@@ -14,7 +14,7 @@ from blockpilot.forecast import StaticForecast
 from blockpilot.live_costs import LiveCosts
 from blockpilot.pairs import Pair, PairId
 from blockpilot.policy import CandidateSet
-from blockpilot.rest import GAIN, LONGEST, PLAIN_COUNTS, SHORTEST, WINDOW, Rest
+from blockpilot.rest import GAIN, LONGEST, SHORTEST, WINDOW, Rest
 from blockpilot.verify import Sampling
 
 ROWS = 16
@@ -49,12 +49,13 @@ def test_a_rest_follows_a_window_of_steps_that_show_too_little() -> None:
     assert rest.resting(ROWS)
 
 
-def test_a_policy_that_never_drafts_is_found_out_sooner() -> None:
-    rest = Rest()
-    awake_and_plain = StepShape((1,) * ROWS, 100, 0, ROWS)
-    observe(rest, awake_and_plain, 0.97, NUM_STEPS // PLAIN_COUNTS - 1)
+@pytest.mark.parametrize(("num_drafted", "num_steps"), [(0, 32), (4, 32), (8, 64), (9, 72), (16, 128)])
+def test_the_fewer_blocks_are_drafted_the_fewer_are_needed(num_drafted: int, num_steps: int) -> None:
+    """With a share p drafted, 2048 p blocks are as telling as 2048 that all draft: n^2 = 2048 p n; at least 512."""
+    rest, shape = Rest(), StepShape((2,) * num_drafted + (1,) * (ROWS - num_drafted), 100, 0, ROWS)
+    observe(rest, shape, 0.97, num_steps - 1)
     assert not rest.resting(ROWS)
-    observe(rest, awake_and_plain, 0.97, 1)
+    observe(rest, shape, 0.97, 1)
     assert rest.resting(ROWS)
 
 
@@ -167,6 +168,7 @@ def test_seconds_of_an_engines_own_steps_send_it_to_rest(tiny_pair: Pair, monkey
     clock, window = itertools.count(), 64
     monkeypatch.setattr(live_costs.time, "perf_counter", lambda: float(next(clock)))
     monkeypatch.setattr(blockpilot.rest, "WINDOW", window)
+    monkeypatch.setattr(blockpilot.rest, "SHORTEST_WINDOW", window // 4)
     table = (((1.0,),), ((1.0,),))
     costs = StepCosts(PairId("t", "1", "d", "2"), "float32", "cpu", (1, 4), (1,), (64,), table, table, table)
     engine = forecasting(tiny_pair, num_slots=1)

@@ -16,12 +16,12 @@ from blockpilot.prompts import Prompt, answer_limit, load_prompts
 from blockpilot.records import prompt_ids, read_parts
 from blockpilot.sweep import MAX_BLOCK_SIZE, Summary
 from jobs.config import Config, PairConfig, Place
-from jobs.evaluator import AR, EV, METHOD_PREFIX, ORACLE, POLICY, RANDOM
+from jobs.evaluator import AR, CONTROL, EV, METHOD_PREFIX, ORACLE, POLICY, RANDOM
 from jobs.learned_from import LearnedFrom
 from jobs.registry import CHAMPION, Registry, Version, model_name
 
 NEWEST, NO_POLICY = "newest", "none"
-BASELINES = {"random": RANDOM, "ev": EV, "oracle": ORACLE}
+BASELINES = {"control": CONTROL, "random": RANDOM, "ev": EV, "oracle": ORACLE}
 
 
 class EvaluateConfig(Config):
@@ -38,8 +38,8 @@ class EvaluateConfig(Config):
     """"champion" or "newest" of the registry, the directory of a policy, or "none"."""
     rivals: tuple[str, ...] = (CHAMPION,)
     """Policies to measure beside it: directories, and "champion" (left out where there is no other)."""
-    baselines: tuple[str, ...] = ("random", "ev", "oracle")
-    """What else to measure: random, ev, oracle; none by `--baselines` alone."""
+    baselines: tuple[str, ...] = ("control", "random", "ev", "oracle")
+    """What else to measure: control, random, ev, oracle; none by `--baselines` alone."""
     block_sizes: tuple[int, ...] | None = None
     """Fixed block sizes, ascending. Default: the policy's candidates, or quarters of the draft's trained one."""
     sweep: tuple[Place, ...] = ()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from blockpilot.files import write_text
 from blockpilot.report import Comparison, Figures, Interval, Run, cells, fastest_block_size, markdown, with_range
 from jobs.evaluate_inputs import EvaluateConfig, Plan
-from jobs.evaluator import AR, ORACLE, POLICY, Setting, method_name
+from jobs.evaluator import AR, CONTROL, ORACLE, POLICY, Setting, method_name
 from jobs.registry import CHAMPION, HeldOut, Registry, Version, kept_for_later
 
 RESULT_FILE, TABLE_FILE = "evaluation.json", "table.md"
@@ -153,13 +153,16 @@ def _held_out(comparison: Comparison, best_fixed: str, champion: int | None) -> 
 def _by_set(
     config: EvaluateConfig, plan: Plan, runs: Sequence[Run], setting: Setting, best: int
 ) -> dict[str, dict[str, Interval]]:
-    """For every set, and for all of them, the speed of each method over that of the best fixed block size."""
+    """For every set, and for all of them, the speed of each method over that of the best fixed block size; of the
+    control over that of AR.
+    """
+    fixed = {method: AR if method == CONTROL else method_name(best) for method in setting.block_sizes}
     names = list(dict.fromkeys(prompt.set for prompt in plan.prompts))
     of_sets = {name: [run for run in runs if plan.prompts[run.prompt].set == name] for name in names}
     if len(names) > 1:
         of_sets["all"] = list(runs)
     return {
-        name: {method: comparison.ratio("tokens_per_s", method, method_name(best)) for method in setting.block_sizes}
+        name: {method: comparison.ratio("tokens_per_s", method, baseline) for method, baseline in fixed.items()}
         for name, some in of_sets.items()
         if len({run.prompt for run in some}) > 1
         for comparison in [Comparison(some, seed=config.seed)]
@@ -193,7 +196,11 @@ def _describe(
     lines.append(f"Best fixed block size: {best}{' (AR)' * (best == 1)}, chosen on {chosen_on}.")
     compared = [m for m, size in setting.block_sizes.items() if size is None]
     if len(by_set) > 1 and compared:
-        lines += ["", f"Speed over that of B={best}, by prompt set:", "", _set_table(by_set, compared), ""]
+        of_control = f" ({CONTROL}: over AR's)" * (CONTROL in compared)
+        title = f"Speed over that of B={best}{of_control}, by prompt set:"
+        lines += ["", title, "", _set_table(by_set, compared), ""]
+    if CONTROL in compared:
+        lines.append(_clock(by_set))
     if held_out is not None:
         ratio = held_out.policy_speed / held_out.best_fixed_speed
         lines.append(
@@ -208,6 +215,17 @@ def _describe(
 def _set_table(by_set: Mapping[str, Mapping[str, Interval]], methods: Sequence[str]) -> str:
     return markdown(
         [{"prompts": name, **{m: with_range(row[m], 3) for m in methods}} for name, row in by_set.items()]
+    )
+
+
+def _clock(by_set: Mapping[str, Mapping[str, Interval]]) -> str:
+    """What the control tells; of all prompts, which come last."""
+    *of_sets, of_all = [row[CONTROL] for row in by_set.values()]
+    values = [ratio.value for ratio in of_sets]
+    by_sets = f"; by set {min(values):.3f} to {max(values):.3f}" if of_sets else ""
+    return (
+        f"Clock: {CONTROL}, which is the same work by another engine, made {with_range(of_all, 3)} of AR's "
+        f"tokens/s{by_sets}. What is less than that from 1 may be the machine, whatever its interval."
     )
 
 

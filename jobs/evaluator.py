@@ -4,7 +4,8 @@ The prompts of a group queue for the slots of an engine, and the next one begins
 (`measure.py`). Every method has an engine of its own, and all take turns, a few tokens each, so that a slow moment of
 the machine falls on all of them. The oracle comes after the others, and AR once more beside it, which tells how fast
 the machine is by then. It really decodes, too, but knows of each prompt what every block size gave on it a moment
-before, so it is a bound and no method.
+before, so it is a bound and no method. The control does what AR does with an engine of its own: what it takes more or
+less is the clock's, of which intervals over prompts know nothing.
 """
 
 import hashlib
@@ -35,6 +36,7 @@ from jobs.cluster import actor_options, num_threads
 from jobs.config import PairConfig
 
 AR, POLICY, RANDOM, EV, ORACLE = "AR", "policy", "random", "EV controller", "oracle (bound)"
+CONTROL = "AR again"
 METHOD_PREFIX = "B="  # of fixed block sizes
 NUM_WARM_UP_TOKENS = 8
 TOKENS_A_TURN = 2  # of each slot: the shorter, the more alike is what the machine does to all methods
@@ -51,7 +53,7 @@ class Work(NamedTuple):
     """Directories by the name of the method; the first one is `policy`."""
     block_sizes: tuple[int, ...] | None
     baselines: tuple[str, ...]
-    """Of RANDOM, EV and ORACLE."""
+    """Of CONTROL, RANDOM, EV and ORACLE."""
     costs: StepCosts | None
     """Used where they were measured on such a device; measured anew otherwise."""
     swept: PairId | None
@@ -71,7 +73,7 @@ class Setting(NamedTuple):
     device: str
     num_threads: int
     block_sizes: dict[str, int | None]
-    """By method; None where it is chosen for a request or a step."""
+    """By method; None where it is chosen for a request or a step, and of the control."""
     costs: StepCosts
     context: int
     """Mean length of the texts in the middle of their answers."""
@@ -121,7 +123,7 @@ class Evaluator:
     def methods(self) -> list[str]:
         """In the order of the report."""
         work = self._work
-        baselines = [name for name in (RANDOM, EV) if name in work.baselines]
+        baselines = [name for name in (CONTROL, RANDOM, EV) if name in work.baselines]
         learned = [name for name in self._policies if name not in (EV, ORACLE)]
         return [*self._fixed, *baselines, *learned, *([ORACLE] if ORACLE in work.baselines else [])]
 
@@ -169,6 +171,8 @@ class Evaluator:
         return {method: flow.results for method, flow in flows.items()}
 
     def _size(self, method: str, prompt: Prompt, repeat: int) -> int | None:
+        if method == CONTROL:
+            return 1
         if method != RANDOM:
             return self._fixed.get(method)
         digest = hashlib.sha256(f"random {self._work.seed + repeat} {prompt.text}".encode()).digest()

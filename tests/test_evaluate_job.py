@@ -32,7 +32,7 @@ from blockpilot.verify import Sampling
 from jobs import evaluate, evaluate_inputs, evaluate_result
 from jobs.config import PairConfig, main
 from jobs.evaluate_inputs import EvaluateConfig, Plan, Swept, find_policies, group, read_inputs
-from jobs.evaluator import AR, EV, ORACLE, POLICY, RANDOM, Evaluator, Setting, default_block_sizes
+from jobs.evaluator import AR, CONTROL, EV, ORACLE, POLICY, RANDOM, Evaluator, Setting, default_block_sizes
 from jobs.learned_from import LearnedFrom
 from jobs.registry import CHAMPION, Registry, Version, model_name
 
@@ -277,9 +277,9 @@ def test_all_methods_decode_the_same_text_in_an_order_that_rotates(
         save_policy(learned, policies[name])
     even = step_costs(tiny_pair.id, (1, 1.5, 2, 2.5))  # a draft pays if it is right half of the time
     evaluator = Watched(config, plan_of(config, texts, policies), even)
-    rotating = [*FIXED, RANDOM, EV, *policies]
+    rotating = [*FIXED, CONTROL, RANDOM, EV, *policies]
     methods = [*rotating, ORACLE]
-    assert list(evaluator.setting.block_sizes.items()) == [*zip(methods, [*SIZES, *[None] * 6], strict=False)]
+    assert list(evaluator.setting.block_sizes.items()) == [*zip(methods, [*SIZES, *[None] * 7], strict=False)]
     num_groups = -(-len(texts) // (concurrency * waves))
     places = [(repeat, number) for repeat in range(2) for number in range(num_groups)]
     runs = [run for place in places for run in evaluator.measure(*place)]
@@ -297,6 +297,7 @@ def test_all_methods_decode_the_same_text_in_an_order_that_rotates(
     def sizes_of(method: str) -> list[list[list[int]]]:
         return [[each.block_sizes for each in found[method]] for found in evaluator.decoded[::2]]
 
+    assert sizes_of(CONTROL) == sizes_of(AR)
     assert sizes_of(POLICY) == sizes_of("B=3")  # with the ends that the limit cuts short
     within_an_answer = [set(answer[:-4]) for answers in sizes_of("by-step") for answer in answers]
     assert max(map(len, within_an_answer)) > 1
@@ -449,7 +450,7 @@ def test_a_rival_made_for_a_draft_that_was_retrained_is_left_out(
     assert reason.startswith(f"policy made for target {tiny_pair.id.target}@")
     assert "@other" in reason
     assert tiny_pair.id.draft_revision in reason
-    assert list(evaluator.setting.block_sizes) == [*FIXED, RANDOM, EV, POLICY, "rival", ORACLE]
+    assert list(evaluator.setting.block_sizes) == [*FIXED, CONTROL, RANDOM, EV, POLICY, "rival", ORACLE]
     ran = dict.fromkeys(run.method for run in evaluator.measure(0, 0))
     assert list(ran) == list(evaluator.setting.block_sizes)
 
@@ -758,6 +759,22 @@ def test_speeds_by_prompt_set(config: EvaluateConfig, tiny_pair: Pair) -> None:
     assert by_set["a"]["B=2"]["value"] == 1
 
 
+def test_the_control_tells_what_the_clock_is_worth(config: EvaluateConfig, tiny_pair: Pair) -> None:
+    """It is compared with AR, whose work it does, and not with the best fixed block size."""
+    speeds = {AR: [10] * 4, "B=2": [20] * 4, CONTROL: [10.2, 10.2, 9.9, 9.9], POLICY: [20] * 4}
+    lines = saved(config, speeds, tiny_pair.id, "aabb").splitlines()
+    everywhere = (4 / 10) / (2 / 10.2 + 2 / 9.9)
+    (clock,) = [line for line in lines if line.startswith("Clock")]
+    assert f"{CONTROL}, which is the same work by another engine, made {everywhere:.3f} (0.990 to" in clock
+    assert "; by set 0.990 to 1.020." in clock
+    start = lines.index("Speed over that of B=2 (AR again: over AR's), by prompt set:") + 2
+    assert lines[start].split("|")[2].strip() == CONTROL
+    assert lines[start + 2].split("|")[2].strip() == "1.020 (1.020 to 1.020)"
+    assert "Clock" not in saved(config, {AR: [10] * 2, "B=2": [20] * 2}, tiny_pair.id, "aa")
+    alone = saved(config, {AR: [10] * 2, CONTROL: [9] * 2}, tiny_pair.id, "aa")
+    assert "made 0.900 (0.900 to 0.900) of AR's tokens/s. What" in alone
+
+
 # Bad input: one line, before Ray, and before MLflow where the policy is not at fault
 
 
@@ -1023,7 +1040,7 @@ def test_a_version_is_tagged_with_what_it_is_worth_beside_the_champion(
     assert (figures.champion, figures.policy_speed) == (1, pytest.approx(speed[POLICY]))
     assert figures.champion_ratio == pytest.approx(speed[POLICY] / speed[CHAMPION])
     assert figures.champion_ratio_low <= figures.champion_ratio <= figures.champion_ratio_high
-    assert [row.method for row in result.figures] == [*FIXED, RANDOM, EV, POLICY, CHAMPION, ORACLE]
+    assert [row.method for row in result.figures] == [*FIXED, CONTROL, RANDOM, EV, POLICY, CHAMPION, ORACLE]
     assert f"Policy over champion version 1: {figures.champion_ratio:.3f} of its tokens/s" in result.table
 
 
@@ -1141,22 +1158,22 @@ def test_the_job_goes_on_after_a_kill_measures_records_and_tags(
     settings = f"8 held-out prompts, 2 at a time, 2 times; {range_} tokens at most, temperature 1"
     assert f"float32 on cpu, 1 thread: {settings}" in table
     names = [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("|")]
-    methods = [AR, "B=2", "B=4", RANDOM, EV, POLICY, CHAMPION, ORACLE]
+    methods = [AR, "B=2", "B=4", CONTROL, RANDOM, EV, POLICY, CHAMPION, ORACLE]
     assert names[2:] == methods
 
     result = json.loads((config.output / "evaluation.json").read_text())
     assert [row["method"] for row in result["figures"]] == methods
-    assert [row["share_equal"] for row in result["figures"]] == [1.0] * 8
+    assert [row["share_equal"] for row in result["figures"]] == [1.0] * 9
     groups = [(repeat, number) for repeat in range(2) for number in range(4)]
     every = [(repeat, 2 * number + i, m) for repeat, number in groups for m in methods for i in range(2)]
     measured = json.loads((config.output / "runs.json").read_text())
     runs = measured["runs"]
     assert [(run["repeat"], run["prompt"], run["method"]) for run in runs] == every
-    assert runs[: 16 * len(before)] == [run for line in before for run in json.loads(line)["runs"]]
+    assert runs[: 18 * len(before)] == [run for line in before for run in json.loads(line)["runs"]]
     assert sorted(prompt["text"] for prompt in measured["prompts"]) == QUESTIONS
     assert result["best_fixed"]["chosen_on"] == "the sweep's prompts"
     assert result["policy_version"]["number"] == version.number
-    plain, policy = result["figures"][0], result["figures"][5]
+    plain, policy = result["figures"][0], result["figures"][6]
     assert (plain["tau"]["value"], plain["mean_block_size"]) == (1.0, 1.0)
     totals = [run["totals"] for run in runs if run["method"] == POLICY]
     speed = sum(t["num_tokens"] for t in totals) / sum(t["total_s"] for t in totals)

@@ -20,7 +20,7 @@ from blockpilot import live_costs
 from blockpilot.costs import COSTS_FILE, StepCosts, device_name
 from blockpilot.engine import Engine, Prefill, Request, generate
 from blockpilot.examples import prompt_key
-from blockpilot.live_costs import WINDOW, LiveCosts
+from blockpilot.live_costs import LiveCosts
 from blockpilot.measure import Flow, Measured, in_turns
 from blockpilot.pairs import Pair, PairId
 from blockpilot.policy import save_policy
@@ -306,7 +306,7 @@ def test_all_methods_decode_the_same_text_in_an_order_that_rotates(
 @pytest.fixture
 def costs_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """Costs that are made up for a test are not corrected by what steps really take."""
-    monkeypatch.setattr(live_costs, "FEWEST", WINDOW + 1)
+    monkeypatch.setattr(live_costs, "REFRESH_EVERY", 10**9)
 
 
 @pytest.mark.usefixtures("costs_as_given")
@@ -394,6 +394,7 @@ def test_repeats_draw_new_texts_only_when_sampling(
         assert (first == second) == (temperature == 0)
 
 
+@pytest.mark.usefixtures("costs_as_given")
 def test_costs_that_were_given_are_used_where_they_hold(
     config: EvaluateConfig, prompts: tuple[Path, list[Prompt]], tiny_pair: Pair, tmp_path: Path
 ) -> None:
@@ -833,7 +834,7 @@ def refused(arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         ("--prompts demo --block-sizes 4 2", "(4, 2): must be ascending"),
         ("--prompts demo --block-sizes 2 2", "(2, 2): must be ascending"),
         ("--prompts demo --block-sizes 33", "(33,): must be at most 32"),
-        ("--prompts demo --baselines random luck", "'luck': must be of random, ev, oracle"),
+        ("--prompts demo --baselines random luck", "'luck': must be of control, random, ev, oracle"),
         ("--prompts demo --max-new-tokens 1", "max_new_tokens: Input should be greater than or equal to 4"),
         ("--prompts demo --temperature nan", "temperature: Input should be a finite number"),
     ],

@@ -1,26 +1,19 @@
 """Costs that follow an engine's own steps: seconds are made up, the engine and its choices are real."""
 
 import dataclasses
+import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import chain, cycle, islice, repeat
 
 import pytest
 
+from blockpilot import pace
 from blockpilot.costs import StepCosts
 from blockpilot.engine import Engine, Request, StepShape
 from blockpilot.forecast import StaticForecast
-from blockpilot.live_costs import (
-    ALIKE,
-    FEWEST,
-    FORGOTTEN_AFTER,
-    HOPE,
-    KINDS,
-    MIXED,
-    PLAIN,
-    REFRESH_EVERY,
-    LiveCosts,
-)
+from blockpilot.live_costs import ALIKE, KINDS, MIXED, PLAIN, REFRESH_EVERY, LiveCosts
 from blockpilot.pairs import Pair, PairId
 from blockpilot.policy import CandidateSet
 
@@ -75,10 +68,21 @@ def test_what_steps_really_take_turns_the_choice(tiny_pair: Pair) -> None:
     live = LiveCosts(in_use(tiny_pair, 1.6, costs_of(1.7)))
     seen = drafted(live, takes(plain=1.2, drafting=1.75), 200)
     assert not any(seen[:REFRESH_EVERY])
-    assert all(seen[REFRESH_EVERY:])
-    assert live.factors == pytest.approx({PLAIN: 1.2, ALIKE: 1.75 / 1.7, MIXED: 1.75 / 1.7})
+    assert sum(seen[50:]) > 140
+    assert live.factors[ALIKE] == pytest.approx(1.75 / 1.7, rel=0.01)
+    assert live.factors[PLAIN] == pytest.approx(1.2, rel=0.1)  # hoped, since it is seldom tried
     assert live.engine.costs is not None
-    assert live.engine.costs.of_candidates(SIZES, ROWS, 64) == pytest.approx([1, 1.75 / 1.2])
+    assert live.engine.costs.of_candidates(SIZES, ROWS, 64)[1] < 1.6
+
+
+@pytest.mark.parametrize("pays", [False, True])
+def test_a_pace_that_changes_turns_no_choice(tiny_pair: Pair, pays: bool) -> None:
+    """Drafting pays by a tenth, or costs as much, whatever else the machine does meanwhile."""
+    drafting = 1.6 / 1.1 if pays else 1.6 * 1.1
+    live = LiveCosts(in_use(tiny_pair, 1.6, costs_of(drafting)))
+    paces = (math.exp(0.4 * math.sin(i / 30)) for i in itertools.count())
+    seen = drafted(live, lambda shape: next(paces) * (drafting if max(shape.sizes, default=1) > 1 else 1), 300)
+    assert seen.count(pays) > 270
 
 
 def test_rows_that_differ_have_a_factor_of_their_own(tiny_pair: Pair) -> None:
@@ -93,11 +97,11 @@ def test_rows_that_differ_have_a_factor_of_their_own(tiny_pair: Pair) -> None:
 
     seen = [tuple(sorted(set(sizes))) for sizes in sizes_of(live, world, 200)]
     assert set(seen[:REFRESH_EVERY]) == {(1, 4)}
-    assert live.factors[MIXED] == pytest.approx(1.3)
-    assert set(seen[-50:]) == {(1,)}
+    assert live.factors[MIXED] > 1.1 * live.factors[PLAIN]
+    assert seen[-100:].count((1,)) > 90
 
 
-def test_rows_between_those_measured_say_nothing_of_others(tiny_pair: Pair) -> None:
+def test_rows_between_those_measured_say_little_of_others(tiny_pair: Pair) -> None:
     """Drafting takes 1.7 plain steps of two or four rows. Plain steps of three take a third longer than it seems."""
     table = (((1.0,), (1.0,)), ((1.7,), (1.7,)))
     two_and_four = {"rows": (2, 4), "seconds": table, "one_drafts": table, "one_plain": table}
@@ -115,13 +119,11 @@ def test_rows_between_those_measured_say_nothing_of_others(tiny_pair: Pair) -> N
             live.observe(1.7 if max(sizes) > 1 else 1.3 if len(sizes) == 3 else 1.0)
             yield max(sizes) > 1
 
-    assert not any(list(steps_of(2, 40))[-10:])  # drafting was tried meanwhile
-    of_three = list(steps_of(3, 40))
-    assert not any(of_three[:FEWEST])
-    assert all(of_three[FEWEST + REFRESH_EVERY :])
-    assert live.factors == pytest.approx({PLAIN: 1.3, ALIKE: 1, MIXED: 1})
-    assert not any(list(steps_of(4, 40))[1:])
-    assert live.factors[PLAIN] == 1
+    assert sum(list(steps_of(2, 60))[20:]) < 10
+    assert sum(list(steps_of(3, 60))[20:]) > 30
+    assert live.factors[PLAIN] > 1.1 * live.factors[ALIKE]
+    assert sum(list(steps_of(4, 60))[20:]) < 10
+    assert live.factors[PLAIN] < 1.07 * live.factors[ALIKE]
 
 
 def test_mixed_steps_do_not_say_what_rows_alike_take(tiny_pair: Pair) -> None:
@@ -138,42 +140,44 @@ def test_mixed_steps_do_not_say_what_rows_alike_take(tiny_pair: Pair) -> None:
 
     seen = [tuple(sorted(set(sizes))) for sizes in sizes_of(live, world, 400)]
     assert set(seen[:100]) == {(1, 4)}
-    assert live.factors[MIXED] == pytest.approx(2 / 1.2)
-    assert set(seen[-100:]) == {(4,)}
+    assert live.factors[MIXED] > 1.1 * live.factors[ALIKE]
+    assert seen[-100:].count((4,)) > 90
 
 
 def test_steps_that_take_what_was_measured_change_nothing(tiny_pair: Pair) -> None:
     live = LiveCosts(in_use(tiny_pair, 3.0, costs_of(1.5)))
     assert set(drafted(live, takes(plain=1.0, drafting=1.5), 200)) == {True}
     # Plain steps were never seen, and even so hoped they do not pay.
-    assert live.factors == {PLAIN: HOPE, ALIKE: 1, MIXED: 1}
+    assert 0.8 < live.factors[PLAIN] < 0.9
+    assert live.factors[ALIKE] == live.factors[MIXED] == pytest.approx(1)
 
 
-def test_a_kind_that_was_given_up_is_tried_anew(tiny_pair: Pair) -> None:
+def test_a_kind_that_was_given_up_is_tried_anew(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafting pays by what was measured and not here, until the machine changes."""
+    monkeypatch.setattr(pace, "FADING", fading := 200)
     live = LiveCosts(in_use(tiny_pair, 1.6, costs_of(1.5)))
-    busy = drafted(live, takes(plain=1.0, drafting=2.0), FORGOTTEN_AFTER + 60)
-    assert 0 < sum(busy) <= 2 * (FEWEST + REFRESH_EVERY)
-    calm = drafted(live, takes(plain=1.0, drafting=1.2), FORGOTTEN_AFTER + 60)
+    busy = drafted(live, takes(plain=1.0, drafting=2.0), 2 * fading)
+    assert 0 < sum(busy) < fading / 10
+    calm = drafted(live, takes(plain=1.0, drafting=1.2), 2 * fading)
     assert all(calm[-50:])
 
 
 def test_a_kind_out_of_reach_is_never_tried(tiny_pair: Pair) -> None:
     live = LiveCosts(in_use(tiny_pair, 1.2, costs_of(2.0)))
-    assert set(drafted(live, takes(plain=3.0, drafting=6.0), FORGOTTEN_AFTER + 60)) == {False}
+    assert set(drafted(live, takes(plain=3.0, drafting=6.0), 300)) == {False}
 
 
 def test_a_stall_is_not_what_steps_take(tiny_pair: Pair) -> None:
     live = LiveCosts(in_use(tiny_pair, 3.0, costs_of(1.5)))
     times = iter(100.0 if i % 5 == 0 else 1.5 for i in range(1000))
     drafted(live, lambda shape: next(times), 100)
-    assert live.factors[ALIKE] == pytest.approx(1)
+    assert live.factors[ALIKE] == pytest.approx(1, rel=0.15)
 
 
 def test_steps_with_prompts_are_not_counted(tiny_pair: Pair) -> None:
     live = LiveCosts(in_use(tiny_pair, 1.6, costs_of(1.7)))
     drafted(live, lambda shape: 1000.0 if shape.num_prompt_tokens else takes(1.1, 1.9)(shape), 200)
-    assert live.factors == pytest.approx({PLAIN: 1.1, ALIKE: 1.9 / 1.7, MIXED: 1.9 / 1.7})
+    assert live.factors == pytest.approx({PLAIN: 1.1, ALIKE: 1.1, MIXED: 1.1}, rel=0.15)
 
 
 def test_other_costs_begin_anew(tiny_pair: Pair) -> None:

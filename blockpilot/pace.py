@@ -18,11 +18,11 @@ import numpy as np
 PLAIN, ALIKE, MIXED, RESTING = "plain", "alike", "mixed", "resting"
 """Steps of rows that could draft and do not, that draft blocks of one size, of several; of rows that never draft."""
 
-FIRST_LEVEL, LEVEL_STEP, NOISE = 3.0, 0.03, 0.1  # standard deviations, the second from step to step
+FIRST_LEVEL, LEVEL_STEP, NOISE = 3.0, 0.05, 0.1  # standard deviations, the second from step to step
 OUTLIER = 3.0  # standard deviations: what is further off counts as much as this
-FADING = 1024  # steps after which 1/e is left of what was known of offsets
+FADING = 4096  # steps after which 1/e is left of what was known of offsets
 # Variances of what the offsets of a kind are made of: one each of what kinds have in common, one of their own.
-_IN_COMMON, _OWN = 0.1**2, {PLAIN: 0.03**2, RESTING: 0.03**2, ALIKE: 0.05**2, MIXED: 0.1**2}
+_IN_COMMON, _OWN = 0.2**2, {PLAIN: 0.03**2, RESTING: 0.03**2, ALIKE: 0.05**2, MIXED: 0.2**2}
 _DRAFTING = {PLAIN: False, RESTING: False, ALIKE: True, MIXED: True}
 
 

@@ -29,8 +29,8 @@ def relative(found: Pace, kind: str = ALIKE, rows: int = 4) -> float:
 def prior(a: tuple[str, int], b: tuple[str, int]) -> float:
     """Covariance of two offsets, by the words of pace.py."""
     shared = (a[0] in (PLAIN, RESTING)) == (b[0] in (PLAIN, RESTING))
-    own = {PLAIN: 0.03, RESTING: 0.03, ALIKE: 0.05, MIXED: 0.1}[a[0]] ** 2 * (a[0] == b[0])
-    return (0.01 * shared + own) * (1 if a[1] == b[1] else 0.5)
+    own = {PLAIN: 0.03, RESTING: 0.03, ALIKE: 0.05, MIXED: 0.2}[a[0]] ** 2 * (a[0] == b[0])
+    return (0.04 * shared + own) * (1 if a[1] == b[1] else 0.5)
 
 
 def test_it_is_the_regression_that_sees_all_steps_at_once() -> None:
@@ -77,7 +77,7 @@ def test_a_pace_that_changes_for_all_kinds_says_nothing_of_one() -> None:
 def wandering(offset: float, num: int) -> Iterator[tuple[str, int, float]]:
     """Steps in which plain and drafting ones take turns while the pace wanders; the latter take this much longer."""
     draws = np.random.default_rng(1)
-    level = np.cumsum(draws.normal(0, LEVEL_STEP, num))
+    level = np.cumsum(draws.normal(0, 0.03, num))
     for kind, at in islice(zip(cycle([PLAIN, PLAIN, ALIKE]), level, strict=False), num):
         yield kind, 4, math.exp(at + offset * (kind == ALIKE) + draws.normal(0, NOISE))
 
@@ -119,20 +119,20 @@ def regret(seed: int, num: int = 600) -> float:
 
 
 def test_choices_by_it_lose_little() -> None:
-    """At random they would lose 5%, and by the median ratio of the last 32 steps of each kind 1.5%."""
-    assert np.mean([regret(seed) for seed in range(40)]) < 0.006
+    """At random they would lose 6%, and always drafting, or never, as much."""
+    assert np.mean([regret(seed) for seed in range(40)]) < 0.01
 
 
 def test_hope_is_for_what_is_not_known() -> None:
     fresh = Pace(16)
     both = after([(PLAIN, 4, 1.0), (ALIKE, 4, 1.0)] * 50)
     later = after([(PLAIN, 4, 1.0), (ALIKE, 4, 1.0)] * 50 + [(PLAIN, 4, 1.0)] * 500)
-    much_later = after([(PLAIN, 4, 1.0), (ALIKE, 4, 1.0)] * 50 + [(PLAIN, 4, 1.0)] * 50 * FADING)
+    much_later = after([(PLAIN, 4, 1.0), (ALIKE, 4, 1.0)] * 50 + [(PLAIN, 4, 1.0)] * 10 * FADING)
 
     def hope(found: Pace) -> float:
         return found.hoped(ALIKE, 4, beside=PLAIN) / found.factor(ALIKE, 4)
 
-    assert hope(fresh) == pytest.approx(math.exp(-math.sqrt(0.02 + 0.03**2 + 0.05**2)))
+    assert hope(fresh) == pytest.approx(math.exp(-math.sqrt(0.08 + 0.03**2 + 0.05**2)))
     assert hope(fresh) < hope(later) < hope(both) < 1
     assert hope(fresh) == pytest.approx(hope(much_later), abs=0.03)
     assert fresh.hoped(ALIKE, 4, beside=ALIKE) == fresh.factor(ALIKE, 4)

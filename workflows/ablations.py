@@ -124,7 +124,7 @@ def _key(name: str, seed: int, data: Mapping[str, Dataset]) -> str:
 
 
 def row(name: str, fits: list[dict[str, float]]) -> dict[str, str]:
-    """What is told of a variant: means over seeds, and the gain's interval over the prompts of all."""
+    """What is told of a variant: means over seeds, of the ends of the intervals over prompts, too."""
 
     def mean(field: str) -> float:
         return statistics.mean(each[field] for each in fits)

@@ -6,10 +6,11 @@ had at all: by the best block size for each prompt, known in hindsight, and by t
 
 import base64
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -153,6 +154,7 @@ def _compared(evaluations: Mapping[str, Mapping[str, Any]]) -> Iterable[Section]
         "Measured on held-out prompts; 95% intervals over prompts. The oracle chooses in hindsight and is a bound.",
         pictures={"speed_ups.png": figures.speed_ups(speeds, "times plain decoding")},
     )
+    yield from _together(evaluations, speeds)
     yield Section(
         "The paper's table",
         "arXiv 2606.31315 on an H100, with other models and drafts. Its released files choose for each prompt the "
@@ -177,6 +179,32 @@ def _compared(evaluations: Mapping[str, Mapping[str, Any]]) -> Iterable[Section]
     first = next(iter(evaluations.values()))
     costs = StepCosts.from_fields(dict(first["setting"]["costs"]))
     yield Section("What a step costs", costs.device, pictures={"cost_curves.png": figures.cost_curves(costs)})
+
+
+def _together(
+    evaluations: Mapping[str, Mapping[str, Any]], speeds: Mapping[str, Mapping[str, Interval]]
+) -> Iterable[Section]:
+    """What every method makes of several loads and temperatures, for a pair and prompt sets that several share."""
+    alike = defaultdict[Any, list[str]](list)
+    for title, found in evaluations.items():
+        alike[found["setting"]["pair"]["target"], *found["by_set"]].append(title)
+    for titles in alike.values():
+        if len(titles) > 1:
+            yield Section(
+                "One choice for all of these",
+                "Times plain decoding, and the geometric mean. A fixed block size is one for all of them, unless the "
+                "load is known beforehand.",
+                table=[
+                    _mean_row(method, {title: speeds[title][method].value for title in titles})
+                    for method in speeds[titles[0]]
+                    if all(method in speeds[title] for title in titles)
+                ],
+            )
+
+
+def _mean_row(method: str, speeds: Mapping[str, float]) -> dict[str, str]:
+    each = {title: f"{speed:.2f}" for title, speed in speeds.items()}
+    return {"method": method, **each, "geometric mean": f"{geometric_mean(speeds.values()):.3f}"}
 
 
 def _paper_row(title: str, fixed: tuple[float, float], learned: tuple[float, float]) -> dict[str, str]:

@@ -109,6 +109,28 @@ def test_headroom_is_worked_out_from_the_ratios(tmp_path: Path) -> None:
     assert shown.groups() == (f"{policy:.3f}", f"{oracle:.3f}", share)
 
 
+def test_methods_are_compared_over_evaluations_of_the_same_prompts(tmp_path: Path) -> None:
+    """At T=1 B=4 makes 0.7 of plain decoding: B=2 is the better choice for both."""
+    folders = [write_evaluation(tmp_path / f"e{t}", t) for t in (0.0, 1.0)]
+    file = folders[1] / "evaluation.json"
+    found = json.loads(file.read_text())
+    for figures in found["figures"]:
+        figures["speedup"]["value"] *= {"B=4": 0.5}.get(figures["method"], 1.0)
+    file.write_text(json.dumps(found))
+    text = words(run(ReportConfig(evaluations=tuple(folders), output=tmp_path / "report")).read_text())
+    shown = {
+        m: (x, y, mean) for m, x, y, mean in re.findall(r"(B=\d|policy) (\d\.\d\d) (\d\.\d\d) (\d\.\d{3})", text)
+    }
+    assert set(shown) == {"B=2", "B=4", POLICY}
+    for x, y, mean in shown.values():
+        assert float(mean) == pytest.approx((float(x) * float(y)) ** 0.5, abs=0.01)
+    assert float(shown["B=4"][1]) == pytest.approx(float(shown["B=4"][0]) / 2, abs=0.01)
+    assert float(shown["B=4"][2]) < 1 < float(shown["B=2"][2])
+    alone = words(run(ReportConfig(evaluations=tuple(folders[:1]), output=tmp_path / "alone")).read_text())
+    assert "One choice for all of these" in text
+    assert "One choice for all of these" not in alone
+
+
 def test_ceilings_are_those_of_a_slow_search() -> None:
     """Three anchors, two candidates: every sequence of choices is tried."""
     accepted, costs = [[0, 0, 0], [1, 0, 2]], [1.0, 1.4]

@@ -208,7 +208,8 @@ def _describe(
             f"({held_out.speed_ratio_low:.3f} to {held_out.speed_ratio_high:.3f}), "
             f"{held_out.policy_tau / held_out.best_fixed_tau:.3f} of its tau."
         )
-        lines += _beside(figures, held_out)
+        of_all = list(by_set.values())[-1]
+        lines += _beside(of_all.get(ORACLE), held_out)
     return "\n".join(lines)
 
 
@@ -229,23 +230,24 @@ def _clock(by_set: Mapping[str, Mapping[str, Interval]]) -> str:
     )
 
 
-def _beside(figures: Sequence[Figures], held_out: HeldOut) -> list[str]:
-    """What the policy is worth beside the champion and the oracle."""
+def _beside(oracle: Interval | None, held_out: HeldOut) -> list[str]:
+    """What the policy is worth beside the champion and the oracle, whose speed is over the best fixed size's."""
     lines = []
     if held_out.champion:
         lines.append(
             f"Policy over champion version {held_out.champion:g}: {held_out.champion_ratio:.3f} of its tokens/s "
             f"({held_out.champion_ratio_low:.3f} to {held_out.champion_ratio_high:.3f})."
         )
-    oracle = next((row.tokens_per_s.value for row in figures if row.method == ORACLE), None)
     if oracle is not None:
-        fixed, policy = held_out.best_fixed_speed, held_out.policy_speed
+        policy = held_out.policy_speed / held_out.best_fixed_speed
         captured = (
-            f"captures {(policy - fixed) / (oracle - fixed):.0%} of that" if oracle > fixed else "has none to capture"
+            f"The policy captures {(policy - 1) / (oracle.value - 1):.0%} of what that is above 1"
+            if oracle.low > 1
+            else "That is not above 1 beyond its interval: there is nothing to capture"
         )
         lines.append(
-            f"Oracle, one block size for each prompt, known in hindsight: {oracle / fixed:.3f} of the best "
-            f"fixed tokens/s. The policy {captured}; its regret is {1 - policy / oracle:.1%} of them."
+            f"Oracle, one block size for each prompt, known in hindsight: {with_range(oracle, 3)} of the best "
+            f"fixed tokens/s. {captured}; the policy's regret is {1 - policy / oracle.value:.1%} of the oracle's."
         )
     return lines
 

@@ -65,10 +65,14 @@ def calibration(
 
 
 def speed_ups(groups: Mapping[str, Mapping[str, Interval]], label: str) -> bytes:
-    """Bars with intervals: a panel for every group, a bar for every method."""
-    figure = Figure(figsize=(3.2 * len(groups), 3.6), layout="constrained")
-    panels = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]
-    for axes, (title, methods) in zip(panels, groups.items(), strict=True):
+    """Bars with intervals: a panel for every group, three in a line, and a bar for every method."""
+    columns = min(len(groups), 3)
+    lines = math.ceil(len(groups) / columns)
+    figure = Figure(figsize=(3.2 * columns, 3.6 * lines), layout="constrained")
+    panels = figure.subplots(lines, columns, sharey=True, squeeze=False)
+    for unused in panels.flat[len(groups) :]:
+        unused.remove()
+    for axes, (title, methods) in zip(panels.flat, groups.items(), strict=False):
         names, values = list(methods), list(methods.values())
         heights = [value.value for value in values]
         below = [max(value.value - value.low, 0) for value in values]
@@ -77,7 +81,8 @@ def speed_ups(groups: Mapping[str, Mapping[str, Interval]], label: str) -> bytes
         axes.set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize="small")
         axes.axhline(1, color="black", linewidth=0.8)
         axes.set_title(title, fontsize="small")
-    panels[0].set_ylabel(label)
+    for first in panels[:, 0]:
+        first.set_ylabel(label)
     return _png(figure)
 
 

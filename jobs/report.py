@@ -171,8 +171,9 @@ def _compared(evaluations: Mapping[str, Mapping[str, Any]]) -> Iterable[Section]
         yield Section(
             "What choosing is worth",
             "Tokens a second over those of the best fixed block size, which was chosen on the training prompts, by "
-            "set; and how much of the oracle's headroom the policy captures. AR again does the work of AR: how far "
-            "it is from 1 is the clock's noise, which the intervals do not hold.",
+            "set; and how much of the oracle's headroom the policy captures, where there is some beyond the "
+            "interval. AR again does the work of AR: how far it is from 1 is the clock's noise, which the intervals "
+            "do not hold.",
             table=[_headroom(name, row) for name, row in rows.items() if "policy" in row],
             pictures={"over_best_fixed.png": figures.over_best_fixed(rows, shown)},
         )
@@ -218,12 +219,12 @@ def _certain(value: float) -> Interval:
 
 def _headroom(name: str, row: Mapping[str, Interval]) -> dict[str, str]:
     policy, oracle = row["policy"], row.get(ORACLE)
-    room = oracle.value - 1 if oracle else 0.0
+    share = f"{(policy.value - 1) / (oracle.value - 1):.0%}" if oracle and oracle.low > 1 else "-"
     return {
         "prompts": name,
         "policy": with_range(policy, 3),
         "oracle (bound)": with_range(oracle, 3) if oracle else "-",
-        "share of the headroom": f"{(policy.value - 1) / room:.0%}" if room > 0 else "-",
+        "share of the headroom": share,
         "AR again over AR": with_range(row[CONTROL], 3) if CONTROL in row else "-",
     }
 

@@ -718,8 +718,8 @@ def test_the_table_says_what_the_policy_is_worth(config: EvaluateConfig, tiny_pa
         "Best fixed block size: 2, chosen on these prompts.",
         "Policy over best fixed: 1.200 of its tokens/s (1.200 to 1.200), 1.000 of its tau.",
         "Policy over champion version 4: 1.091 of its tokens/s (1.091 to 1.091).",
-        "Oracle, one block size for each prompt, known in hindsight: 1.500 of the best fixed tokens/s. "
-        "The policy captures 40% of that; its regret is 20.0% of them.",
+        "Oracle, one block size for each prompt, known in hindsight: 1.500 (1.500 to 1.500) of the best fixed "
+        "tokens/s. The policy captures 40% of what that is above 1; the policy's regret is 20.0% of the oracle's.",
     ]
     assert "by prompt set" not in table
     result = json.loads((config.output / "evaluation.json").read_text())
@@ -728,10 +728,13 @@ def test_the_table_says_what_the_policy_is_worth(config: EvaluateConfig, tiny_pa
     assert (result["held_out"]["champion"], result["held_out"]["champion_ratio"]) == (4, pytest.approx(24 / 22))
 
 
-def test_without_headroom_there_is_nothing_to_capture(config: EvaluateConfig, tiny_pair: Pair) -> None:
-    speeds = {AR: 10, "B=2": 20, POLICY: 19, ORACLE: 20}
-    table = saved(config, {m: [s] * 2 for m, s in speeds.items()}, tiny_pair.id, "aa")
-    assert "The policy has none to capture; its regret is 5.0% of them." in table
+@pytest.mark.parametrize("of_oracle", [[20, 20, 20], [18, 20, 40]])
+def test_without_certain_headroom_there_is_nothing_to_capture(
+    config: EvaluateConfig, tiny_pair: Pair, of_oracle: list[float]
+) -> None:
+    speeds = {AR: [10] * 3, "B=2": [20] * 3, POLICY: [19] * 3, ORACLE: of_oracle}
+    table = saved(config, speeds, tiny_pair.id, "aaa")
+    assert "That is not above 1 beyond its interval: there is nothing to capture; the policy's regret is" in table
     assert "champion" not in table
 
 

@@ -9,7 +9,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
-from pathlib import Path
+from pathlib import Path, PurePath
 from statistics import geometric_mean
 from typing import Any, NamedTuple
 
@@ -103,8 +103,8 @@ def sections(config: ReportConfig) -> Iterable[Section]:
     for title, found in evaluations.items():
         yield Section(title, found["table"])
     yield from _compared(evaluations)
-    for place in config.sweeps:
-        yield _of_sweep(place)
+    for place, label in zip(config.sweeps, _labels(config.sweeps), strict=True):
+        yield _of_sweep(place, label)
     if config.policy is not None:
         yield from _of_policy(config.policy)
 
@@ -114,12 +114,26 @@ def sections(config: ReportConfig) -> Iterable[Section]:
 
 def _read_evaluations(folders: Sequence[Path]) -> dict[str, dict[str, Any]]:
     """By title; those that differ in neither temperature nor load have their folders' names, too."""
-    found = {folder: _read(folder / RESULT_FILE, "evaluation", "figures") for folder in folders}
-    shared = Counter(map(_title, found.values()))
+    found = [_read(folder / RESULT_FILE, "evaluation", "figures") for folder in folders]
+    shared = Counter(map(_title, found))
+    labels = _labels(list(map(str, folders)))
     return {
-        _title(each) + (f" ({folder.name})" if shared[_title(each)] > 1 else ""): each
-        for folder, each in found.items()
+        _title(each) + (f" ({label})" if shared[_title(each)] > 1 else ""): each
+        for label, each in zip(labels, found, strict=True)
     }
+
+
+def _labels(places: Sequence[str]) -> list[str]:
+    """The last parts of paths, as few as tell them apart. Raises ValueError if one is given twice."""
+    for place, times in Counter(places).items():
+        if times > 1:
+            raise ValueError(f"{place} is given {times} times: a report shows a result once")
+    parts = [PurePath(place).parts for place in places]
+    for num in range(1, max(map(len, parts), default=0)):
+        labels = [str(PurePath(*each[-num:])) for each in parts]
+        if len(set(labels)) == len(places):
+            return labels
+    return list(places)
 
 
 def _read(file: Path, what: str, field: str) -> dict[str, Any]:
@@ -299,7 +313,7 @@ class SweepTotals:
         }
 
 
-def _of_sweep(place: Place) -> Section:
+def _of_sweep(place: Place, label: str) -> Section:
     costs = StepCosts.read(join(place, COSTS_FILE)) if is_file(join(place, COSTS_FILE)) else None
     totals: SweepTotals | None = None
     for part in read_parts(place):
@@ -309,11 +323,11 @@ def _of_sweep(place: Place) -> Section:
     assert totals is not None, "read_parts gives at least one part"
     pair, dtype = totals.metadata.pair, totals.metadata.dtype
     return Section(
-        f"Sweep {Path(place).name}",
+        f"Sweep {label}",
         f"{pair.target} with {pair.draft}, {dtype}. Ceilings are gains over the best fixed block size in hindsight, "
         "noise included, by the measured costs of a step: no policy can have more.",
         table=totals.table,
-        pictures=totals.pictures(Path(place).name),
+        pictures=totals.pictures(label.replace("/", "-")),
     )
 
 

@@ -95,6 +95,27 @@ def test_evaluations_that_differ_in_nothing_else_are_told_apart_by_their_folders
     assert "T=1, one request at a time: all" in text
 
 
+def test_folders_of_one_name_are_told_apart_by_what_they_are_in(tmp_path: Path) -> None:
+    """Neither an evaluation nor a sweep's pictures take the place of the other's."""
+    for place in ("monday", "friday"):
+        (tmp_path / place).mkdir()
+    evaluations = tuple(write_evaluation(tmp_path / place / "e") for place in ("monday", "friday"))
+    sweeps = tuple(write_sweep(tmp_path / place / "swept", synthetic_rows(20, 0)) for place in ("monday", "friday"))
+    page = run(ReportConfig(evaluations=evaluations, sweeps=sweeps, output=tmp_path / "report"))
+    text = words(page.read_text())
+    for place in ("monday", "friday"):
+        assert f"T=0, one request at a time ({place}/e): all" in text
+        assert f"Sweep {place}/swept" in text
+        assert (page.parent / f"{place}-swept-tau_curves.png").exists()
+
+
+def test_a_result_that_is_given_twice_is_refused(tmp_path: Path) -> None:
+    folder = write_evaluation(tmp_path / "e")
+    with pytest.raises(ValueError, match=r"e is given 2 times"):
+        run(ReportConfig(evaluations=(folder, folder), output=tmp_path / "report"))
+    assert not (tmp_path / "report").exists()
+
+
 def test_headroom_is_worked_out_from_the_ratios(tmp_path: Path) -> None:
     folder = write_evaluation(tmp_path / "e")
     found = json.loads((folder / "evaluation.json").read_text())

@@ -102,6 +102,9 @@ class Shape:
             raise ValueError(f"inputs {self.inputs}: must be some of {INPUTS}, in this order")
         if self.form not in FORMS:
             raise ValueError(f"form {self.form!r}: must be one of {', '.join(FORMS)}")
+        for name in ("vocab_size", "context_size", "anchor_size", "num_outputs", "hidden", "depth"):
+            if type(getattr(self, name)) is not int:
+                raise ValueError(f"{name} {getattr(self, name)!r}: must be a whole number")
         if not 1 <= self.depth <= MAX_DEPTH:
             raise ValueError(f"depth {self.depth}: must be 1 to {MAX_DEPTH}")
         for name in ("vocab_size", "num_outputs", "hidden"):

@@ -168,33 +168,38 @@ class _Bench:
         }
 
     def _decode(self, prompts: Sequence[Prompt], block_size: int, concurrency: int) -> int:
-        """The same in this process's engine: when one ends, the next request comes during the step that follows."""
+        """The same by this process's engine; returns the number of tokens."""
         assert self._pair is not None
         config, pair = self._config, self._pair
-        encoded = [prompt.encode(pair.tokenizer) for prompt in prompts]
-        longest = max(map(len, encoded)) + config.max_tokens
-        engine = Engine(pair, num_slots=concurrency, max_length=longest, max_prefill_tokens=config.max_prefill_tokens)
-        requests = deque(
+        requests = [
             Request(
-                ids,
+                prompt.encode(pair.tokenizer),
                 answer_limit(prompt, config.max_tokens),
                 Sampling(temperature=config.temperature),
                 block_size,
                 pair.stop_token_ids,
             )
-            for prompt, ids in zip(prompts, encoded, strict=True)
-        )
-        num_tokens, num_sent, num_ended = 0, concurrency, 0
-        while requests or not engine.idle:
-            for _ in range(min(num_sent, len(requests))):
-                engine.add(requests.popleft())
-            num_sent = num_ended
-            steps = engine.step()
-            num_tokens += sum(len(step.tokens) for step in steps)
-            num_ended = sum(step.finish_reason is not None for step in steps)
-            if engine.idle:  # nothing to wait for
-                num_sent, num_ended = num_sent + num_ended, 0
-        return num_tokens
+            for prompt in prompts
+        ]
+        longest = max(len(request.prompt_ids) for request in requests) + config.max_tokens
+        engine = Engine(pair, num_slots=concurrency, max_length=longest, max_prefill_tokens=config.max_prefill_tokens)
+        return _closed_loop(engine, requests, concurrency)
+
+
+def _closed_loop(engine: Engine, requests: Sequence[Request], concurrency: int) -> int:
+    """Clients without a server: when a request ends, the next comes during the step after. Returns tokens."""
+    waiting = deque(requests)
+    num_tokens, num_sent, num_ended = 0, concurrency, 0
+    while waiting or not engine.idle:
+        for _ in range(min(num_sent, len(waiting))):
+            engine.add(waiting.popleft())
+        num_sent = num_ended
+        steps = engine.step()
+        num_tokens += sum(len(step.tokens) for step in steps)
+        num_ended = sum(step.finish_reason is not None for step in steps)
+        if engine.idle:  # nothing to wait for
+            num_sent, num_ended = num_sent + num_ended, 0
+    return num_tokens
 
 
 # --- reporting ---

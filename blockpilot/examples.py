@@ -145,7 +145,8 @@ def write_examples(
     Raises ValueError for rows of different sizes, and for policies that read every step where no steps are recorded.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / INDEX_FILE).unlink(missing_ok=True)
+    for name in (INDEX_FILE, *_COLUMNS):
+        (folder / name).unlink(missing_ok=True)  # not cut short: who has mapped the old ones keeps them
     known: list[tuple[str, str, str]] = []
     sizes: set[Sizes] = set()
     num_examples, num_entries = 0, 0

@@ -9,9 +9,9 @@ from test_fit import CANDIDATES, PAIR, metadata, synthetic_rows
 from blockpilot.costs import COSTS_FILE, StepCosts
 from blockpilot.records import write_rows
 from jobs.train import TrainConfig
-from workflows.ablations import AblationsConfig, run, variants
+from workflows.ablations import AblationsConfig, Datasets, run, variants
 
-CHOSEN = ("input top_k", "every step: scalars")
+CHOSEN = ("input top_k", "k=1: B=4..6, tau", "every step: scalars")
 
 
 def a_sweep(folder: Path) -> str:
@@ -38,6 +38,17 @@ def test_unknown_variants_are_refused(tmp_path: Path) -> None:
         run(config)
 
 
+def test_fits_that_differ_in_seed_or_network_read_the_same_examples(tmp_path: Path) -> None:
+    """Written anew beside a fit that reads them, they were lost to it."""
+    sweep = (a_sweep(tmp_path / "sweep"),)
+    data, base = Datasets(tmp_path), TrainConfig(sweep=sweep, reads="prefill", head="class", inputs=("probs",))
+    first = data.of(base)
+    assert data.of(base.model_copy(update={"seed": 1, "hidden": 64, "num_prompts": 20})) is first
+    others = [{"objective": "tau"}, {"candidates": (4, 6)}, {"reads": "step", "head": "tau", "inputs": ("context",)}]
+    folders = {data.of(base.model_copy(update=change)).folder for change in others}
+    assert len({first.folder, *folders}) == 4
+
+
 @pytest.mark.ray
 def test_fits_are_kept_and_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -52,10 +63,10 @@ def test_fits_are_kept_and_compared(
     assert [line.split("|")[1].strip() for line in table.splitlines()[2:]] == list(CHOSEN)
     assert table + "\n" == (tmp_path / "out" / "table.md").read_text()
     fits = json.loads((tmp_path / "out" / "fits.json").read_text())
-    assert len(fits) == 4
+    assert len(fits) == 6
     assert all(fit["gain_low"] <= fit["gain"] <= fit["gain_high"] for fit in fits.values())
     assert all(fit["oracle"] >= fit["best_fixed"] for fit in fits.values())
     before = capsys.readouterr().out
-    assert before.count("to come") == 4
+    assert before.count("to come") == 6
     assert run(config) == table
     assert "to come" not in capsys.readouterr().out  # nothing was fitted again

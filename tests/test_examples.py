@@ -161,6 +161,13 @@ def test_the_index_names_every_row(rows: list[SweepRow], tmp_path: Path) -> None
     assert len(open_examples(tmp_path)) == 12
 
 
+def test_who_reads_examples_keeps_them_while_they_are_written_anew(rows: list[SweepRow], tmp_path: Path) -> None:
+    """As another training with the same output does; columns are mapped, and cutting those short is a bus error."""
+    before = written(tmp_path, rows, "step")
+    written(tmp_path, rows[:2], "step", (2, 4))
+    check(before, expected(rows, "step", CANDIDATES))
+
+
 def test_rows_without_steps_are_passed_over(rows: list[SweepRow], tmp_path: Path) -> None:
     """An answer may be too short for a recorded step; its row is known all the same."""
     nothing = {"step_places": [], "step_contexts": b"", "step_embeddings": b""}

@@ -76,51 +76,63 @@ def run(config: AblationsConfig) -> str:
     """Fit every variant that is not there yet; returns the table. Raises ValueError for unknown variants."""
     absolute_in_submitted_job(config.output, "output")
     base = TrainConfig(sweep=config.sweep, output=config.output)
-    data = {reads: _dataset(config, base, reads) for reads in ("prefill", "step")}
-    every = variants(tuple(data["prefill"].candidates), config.num_prompts)
+    data = Datasets(config.output.absolute())
+    of_all = data.of(base)
+    every = variants(tuple(of_all.metadata.candidates), config.num_prompts)
     if unknown := [name for name in config.variants or () if name not in every]:
         raise ValueError(f"variants {unknown[0]!r}: must be of {', '.join(every)}")
-    connect()
-    file = config.output / "fits.json"
-    known: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    chosen = {name: every[name] for name in config.variants or every}
-    jobs = {
-        (name, seed): base.model_copy(update=changes | {"seed": seed})
-        for name, changes in chosen.items()
-        for seed in range(config.seeds)
+    names = {
+        name: [f"{name}, seed {seed}, sweep {of_all.id}" for seed in range(config.seeds)]
+        for name in config.variants or every
     }
-    waiting = [(key, _key(*key, data), settings) for key, settings in jobs.items() if _key(*key, data) not in known]
-    task: Any = ray.remote(num_cpus=1)(_fit)
-    running: dict[Any, str] = {}
-    while waiting or running:
-        while waiting and len(running) < config.max_running:
-            (name, seed), key, settings = waiting.pop(0)
-            running[task.remote(settings, data[settings.reads])] = key
-            print(f"ablations: {name}, seed {seed}; {len(waiting)} to come", flush=True)
-        (done,), _ = ray.wait(list(running))
-        fitted: Fitted = ray.get(done)
-        known[running.pop(done)] = {"epoch": fitted.epoch, "loss": fitted.loss, **fitted.report._asdict()}
-        write_text(file, json.dumps(known, indent=1))
-    text = markdown([row(name, [known[_key(name, s, data)] for s in range(config.seeds)]) for name in chosen])
+    jobs = {
+        fit_name: base.model_copy(update=every[name] | {"seed": seed})
+        for name, of_seeds in names.items()
+        for seed, fit_name in enumerate(of_seeds)
+    }
+    fits = _fit_all(jobs, data, config.max_running, config.output / "fits.json")
+    text = markdown([row(name, [fits[fit_name] for fit_name in of_seeds]) for name, of_seeds in names.items()])
     write_text(config.output / "table.md", text + "\n")
     print(f"\n{text}")
     return text
 
 
-def _dataset(config: AblationsConfig, base: TrainConfig, reads: str) -> Dataset:
-    head = {"reads": reads, "inputs": ("context",)}
-    return read_dataset(base.model_copy(update=head), config.output.absolute() / f"examples-{reads}")
+class Datasets:
+    """Examples by what they are made of, written once: fits that run together read the same files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._known = dict[str, Dataset]()
+
+    def of(self, config: TrainConfig) -> Dataset:
+        sizes = "-".join(map(str, config.candidates or ()))
+        name = f"examples-{config.reads}-{config.objective}-{sizes or 'all'}"
+        if name not in self._known:
+            self._known[name] = read_dataset(config, self.folder / name)
+        return self._known[name]
+
+
+def _fit_all(jobs: Mapping[str, TrainConfig], data: Datasets, max_running: int, file: Path) -> dict[str, Any]:
+    """Reports of all fits; those in `file` are not repeated, and each that ends is added to it."""
+    known: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    waiting = [name for name in jobs if name not in known]
+    connect()
+    task: Any = ray.remote(num_cpus=1)(_fit)
+    running: dict[Any, str] = {}
+    while waiting or running:
+        while waiting and len(running) < max_running:
+            name = waiting.pop(0)
+            running[task.remote(jobs[name], data.of(jobs[name]))] = name
+            print(f"ablations: {name}; {len(waiting)} to come", flush=True)
+        (done,), _ = ray.wait(list(running))
+        fitted: Fitted = ray.get(done)
+        known[running.pop(done)] = {"epoch": fitted.epoch, "loss": fitted.loss, **fitted.report._asdict()}
+        write_text(file, json.dumps(known, indent=1))
+    return known
 
 
 def _fit(config: TrainConfig, data: Dataset) -> Fitted:
-    """One fit; another candidate set or objective has examples of its own."""
-    if config.candidates is not None or config.objective == "tau":
-        data = read_dataset(config, data.folder.with_name(f"examples-{config.objective}-{config.candidates}"))
     return fit(plan(config, data))
-
-
-def _key(name: str, seed: int, data: Mapping[str, Dataset]) -> str:
-    return f"{name}, seed {seed}, sweep {data['prefill'].id}"
 
 
 def row(name: str, fits: list[dict[str, float]]) -> dict[str, str]:

@@ -77,6 +77,11 @@ def test_the_page_holds_everything_it_needs(tmp_path: Path) -> None:
     assert sorted(inside) == sorted(files.values())
     assert all(picture.startswith(b"\x89PNG") for picture in inside)
     assert {"speed_ups.png", "over_best_fixed.png", "cost_curves.png", "swept-tau_curves.png"} <= set(files)
+    assert re.findall(r"<pre>(\| \w+)", page) == 2 * [
+        "| method",
+        "| prompts",
+    ]  # sentences wrap
+    assert page.count("<pre>") == 4
     text = words(page)
     assert "T=0, one request at a time" in text
     assert "T=1, one request at a time" in text

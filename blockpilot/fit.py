@@ -15,7 +15,7 @@ choice of width (LOG.md).
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
@@ -44,7 +44,7 @@ class FitSettings:
     """Token ids that the first layer knows on `probs`, those with the most mass; it grows with them."""
     hidden: int = 256
     depth: int = 2
-    epochs: int = 15
+    epochs: int = 8
     batch_size: int = 512
     lr: float = 1e-3
     anneal: bool = True
@@ -53,6 +53,8 @@ class FitSettings:
     weight_decay: float = 0.05
     patience: int | None = None
     """Stop after so many epochs without a lower validation loss and keep the best; None: keep the last."""
+    shrink: float = 0.2
+    """Share of what a head `tau` expects apart from the mean of the training examples that it is not believed."""
     seed: int = 0
 
 
@@ -129,19 +131,31 @@ def new_network(train: Examples, vocab_size: int, settings: FitSettings) -> Poli
     return network
 
 
-def expect_the_mean(network: PolicyNetwork, train: Examples, task: Task) -> None:
-    """Make a network with a head `tau` expect the means of the training examples, whatever it reads.
+def fitted_network(
+    weights: Mapping[str, Tensor], train: Examples, vocab_size: int, settings: FitSettings, task: Task
+) -> PolicyNetwork:
+    """The network that a fit's weights make, a head `tau` with its forecasts shrunk."""
+    network = new_network(train, vocab_size, settings)
+    network.load_state_dict(weights)
+    if task.head == "tau":
+        shrink(network, train, task, settings.shrink)
+    return network.eval()
 
-    What is left is the best fixed block size at every load: what to fall back to where nothing else can be shown.
+
+@torch.no_grad()
+def shrink(network: PolicyNetwork, train: Examples, task: Task, share: float) -> None:
+    """Take the outputs of a head `tau` a share of the way to what the mean of the training examples would need.
+
+    Forecasts vary more than what they forecast, and more so on prompts of other kinds. With a share of 1 the network
+    expects the mean whatever it reads: what is left is the best fixed block size at every load.
     """
     means = train.taus.mean(dim=0)
     if task.reads == "step":
         gaps = slot_gaps(task.candidates)
         means = (means.diff(prepend=torch.ones(1)) / gaps.clamp(min=1)).clamp(1e-3, 1 - 1e-3).logit()
-    with torch.no_grad():
-        network.head.weight.zero_()
-        network.head.bias.zero_()
-    network.shift.copy_(means)
+    for parameter in network.head.parameters():
+        parameter.mul_(1 - share)
+    network.shift.lerp_(means.to(network.shift), share)
 
 
 @contextmanager

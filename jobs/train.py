@@ -30,14 +30,7 @@ from torch import Tensor
 from blockpilot.costs import COSTS_FILE, StepCosts
 from blockpilot.examples import Examples, Index, split_examples, write_examples
 from blockpilot.files import is_file, is_folder, join, write_text
-from blockpilot.fit import (
-    Fit,
-    FitSettings,
-    Task,
-    expect_the_mean,
-    new_network,
-    predict,
-)
+from blockpilot.fit import Fit, FitSettings, Task, fitted_network, new_network, predict, shrink
 from blockpilot.lookup import LookupReport, lookup_report
 from blockpilot.network import Form, Input, Shape
 from blockpilot.policy import (
@@ -124,6 +117,8 @@ class TrainConfig(Config):
     """Stop after so many epochs without a lower validation loss; None runs all epochs and keeps the last."""
     validation: float = Field(default=0.2, gt=0, lt=1)
     """Share of the prompts held back to stop early and to report."""
+    shrink: float = Field(default=_DEFAULT.shrink, ge=0, lt=1)
+    """How far what a head `tau` expects is drawn to the mean of the training examples, 0: not at all."""
     seed: int = Field(default=_DEFAULT.seed, ge=0)
     """Of the split, the initial weights, the order of examples, dropout and the search."""
     search: int = Field(default=0, ge=0)
@@ -364,7 +359,7 @@ def fit(job: Job) -> Fitted:
     fitted = Fit(network, training, validation, job.settings, job.task)
     while not fitted.done:
         fitted.run_epoch()
-    network.load_state_dict(fitted.best)
+    network = fitted_network(fitted.best, training, job.vocab_size, job.settings, job.task)
     return Fitted(fitted.best_loss, fitted.best_epoch, lookup_report(network, job.task, training, validation))
 
 
@@ -406,12 +401,11 @@ def _same(sums: Tensor) -> Tensor:
 def _save(config: TrainConfig, data: Dataset, job: Job, trials: Sequence[Trial], state: dict[str, Any]) -> None:
     """Write the policy of the best epoch, what the held-back rows say of it, and all that MLflow is to know."""
     training, validation = split_examples(data.folder, *job.split)
-    network = new_network(training, job.vocab_size, job.settings)
-    network.load_state_dict(state["best"])
+    network = fitted_network(state["best"], training, job.vocab_size, job.settings, job.task)
     found = lookup_report(network, job.task, training, validation)
     fell_back = config.fall_back and config.head == "tau" and not found.claims_gain
     if fell_back:
-        expect_the_mean(network, training, job.task)
+        shrink(network, training, job.task, 1.0)
     provenance = {
         "sweep_id": data.id,
         "num_train_examples": len(training),

@@ -23,9 +23,10 @@ from blockpilot.fit import (
     Task,
     batches,
     evaluate,
-    expect_the_mean,
+    fitted_network,
     new_network,
     predict,
+    shrink,
     train_epoch,
 )
 from blockpilot.forecast import Forecast, choose
@@ -227,9 +228,7 @@ def of_kind(kind: Kind, num_rows: int, seed: int, signal: bool = True) -> list[S
 
 def trained(train: Examples, validation: Examples, settings: FitSettings, task: Task) -> PolicyNetwork:
     fit = run_fit(train, validation, settings, task)
-    network = new_network(train, VOCAB_SIZE, settings)
-    network.load_state_dict(fit.best_weights())
-    return network.eval()
+    return fitted_network(fit.best_weights(), train, VOCAB_SIZE, settings, task)
 
 
 def run_fit(train: Examples, validation: Examples, settings: FitSettings, task: Task) -> Fit:
@@ -363,6 +362,36 @@ def test_a_network_that_sees_nothing_learns_the_mean(reads: Reads, make: Make) -
     for taus in task.taus(predict(network, examples))[:5]:
         assert taus[0] == 1
         torch.testing.assert_close(taus, mean, rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize("name", ["tau by context", "step by context and anchor"])
+def test_shrunk_forecasts_lie_between_what_was_learned_and_the_mean(name: str, make: Make) -> None:
+    """Of a step in logits: what every further slot's share of the mean is the logistic of."""
+    kind = KINDS[name]
+    examples = make(of_kind(kind, 60, 0), kind.reads)
+    whole, weights = kind.task(), new_network(examples, VOCAB_SIZE, kind.settings).state_dict()
+    settings = dataclasses.replace(kind.settings, shrink=0.3)
+    learned, shrunk, mean = (
+        fitted_network(weights, examples, VOCAB_SIZE, dataclasses.replace(settings, shrink=share), whole)
+        for share in (0.0, 0.3, 1.0)
+    )
+    outputs, between, of_mean = (predict(network, examples) for network in (learned, shrunk, mean))
+    assert outputs.std(dim=0).min() > 1e-3
+    torch.testing.assert_close(between, 0.7 * outputs + 0.3 * of_mean, rtol=1e-4, atol=1e-4)
+    expected = examples.taus.mean(dim=0).expand_as(of_mean)
+    torch.testing.assert_close(whole.taus(of_mean), expected, rtol=1e-2, atol=1e-2)
+    features = examples.features
+    torch.testing.assert_close(shrunk.folded()(features), between, rtol=1e-4, atol=1e-4)
+
+
+def test_a_class_is_not_shrunk(make: Make) -> None:
+    kind = KINDS["class by probs"]
+    examples = make(of_kind(kind, 60, 0), kind.reads)
+    weights = new_network(examples, VOCAB_SIZE, kind.settings).state_dict()
+    network = fitted_network(
+        weights, examples, VOCAB_SIZE, dataclasses.replace(kind.settings, shrink=0.9), kind.task()
+    )
+    assert weights_equal(network.state_dict(), weights)
 
 
 def test_the_loss_of_an_answer_weighs_candidates_alike() -> None:
@@ -758,7 +787,7 @@ def test_the_same_choice_everywhere_is_that_fixed_size(make: Make) -> None:
     kind = KINDS["step by context and anchor"]
     examples = make(synthetic_rows(40, 0, signal=False), "step")
     network = new_network(examples, VOCAB_SIZE, kind.settings)
-    expect_the_mean(network, examples, kind.task())
+    shrink(network, examples, kind.task(), 1.0)
     report = lookup_report(network, kind.task(), examples, examples)
     fixed = [rate_of(walked(examples, kind.task(), lambda _, c=c: c)) for c in range(4)]  # type: ignore[misc]
     assert report.policy == pytest.approx(fixed[int(kind.task().chosen(predict(network, examples))[0])], rel=1e-6)

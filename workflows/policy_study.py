@@ -42,7 +42,7 @@ NUM_PROMPTS = {
 }
 CODE_SETS = ("docstrings", "signatures", "humaneval", "mbpp")
 HELD_OUT_CHITCHAT = 0.04
-CANDIDATES = (1, 2, 3, 4, 6)  # wider blocks cost a CPU more than they bring at any load
+CANDIDATES = (1, 2, 3, 4, 6, 8)
 FIRST_SEED, NUM_SEEDS, SEEDS_PER_FILE = 100_000, 800, 200  # the draft's own prompts have seeds from 0
 OPENINGS = (
     *("", "A shop sells", "", "How many", "Explain", "", "If", "Write a short"),

@@ -50,6 +50,7 @@ def variants(sizes: tuple[int, ...], num_prompts: tuple[int, ...]) -> dict[str, 
     found["every step: scalars"] = STEP | {"inputs": ("scalars",)}
     found |= {f"every step, width {width}": STEP | {"hidden": width} for width in (64, 1024)}
     found["every step, constant rate"] = STEP | {"anneal": False}
+    found |= {f"every step, shrunk by {share:g}": STEP | {"shrink": share} for share in (0.0, 0.4)}
     found |= {f"paper's, {num} prompts": PAPER | {"num_prompts": num} for num in num_prompts}
     found |= {f"every step, {num} prompts": STEP | {"num_prompts": num} for num in num_prompts}
     return found

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from blockpilot.engine import StepShape
 
 WINDOW = 2048  # drafted blocks that say what being ready is worth; with fewer it depends on whose they are
-SHORTEST_WINDOW = 512  # blocks, if few of them or none are drafted: what plain ones gain is no chance
+SHORTEST_WINDOW = 512  # blocks before anything is decided
 GAIN = 0.02  # over plain decoding: less does not pay, since what prompts take longer is not in it
+CHANCE = 0.08  # three standard deviations of the gain that WINDOW drafted blocks show, by whose they are
 SHORTEST, LONGEST = 256, 4096  # steps of a rest; it doubles while trying again shows nothing new
 
 
@@ -31,12 +32,28 @@ class _Load:
     """Steps of the rest that are to come; 0 while awake."""
 
     @property
-    def telling(self) -> bool:
-        """Whether chance has as small a part in the mean gain of these blocks as in that of WINDOW that all draft.
+    def evidence(self) -> float:
+        """Drafted blocks whose mean gain is as certain as that of these blocks.
 
         What varies is how many drafts are accepted, so the variance goes as num_drafted / num_blocks^2.
         """
-        return self.num_blocks >= SHORTEST_WINDOW and self.num_blocks**2 >= WINDOW * self.num_drafted
+        return self.num_blocks**2 / self.num_drafted if self.num_drafted else math.inf
+
+    @property
+    def gain(self) -> float:
+        """Over plain decoding, of these blocks."""
+        return self.plain_s / self.seconds - 1
+
+    @property
+    def pays_too_little(self) -> bool:
+        """As surely as after a whole window: what has shown less yet must have gained that much less."""
+        doubt = CHANCE * max(0.0, math.sqrt(WINDOW / self.evidence) - 1)
+        return self.num_blocks >= SHORTEST_WINDOW and self.gain < GAIN - doubt
+
+    @property
+    def over(self) -> bool:
+        """Whether these blocks say all that a window can."""
+        return self.num_blocks >= SHORTEST_WINDOW and self.evidence >= WINDOW
 
 
 class Rest:
@@ -66,15 +83,10 @@ class Rest:
         load.num_drafted += sum(size > 1 for size in shape.sizes)
         load.plain_s += num_tokens / rows * plain_s
         load.seconds += seconds
-        if load.telling:
-            self._loads[key] = _judged(load)
-
-
-def _judged(load: _Load) -> _Load:
-    """A load after a full window: awake, or at rest, for twice as long as the last time if nothing paid since."""
-    if load.plain_s >= (1 + GAIN) * load.seconds:
-        return _Load()
-    return _Load(length=min(2 * load.length, LONGEST), left=load.length)
+        if load.pays_too_little:  # at rest, for twice as long as the last time if nothing paid since
+            self._loads[key] = _Load(length=min(2 * load.length, LONGEST), left=load.length)
+        elif load.over:
+            self._loads[key] = _Load()
 
 
 def _load(rows: int) -> int:

@@ -14,7 +14,7 @@ from blockpilot.forecast import StaticForecast
 from blockpilot.live_costs import LiveCosts
 from blockpilot.pairs import Pair, PairId
 from blockpilot.policy import CandidateSet
-from blockpilot.rest import GAIN, LONGEST, SHORTEST, WINDOW, Rest
+from blockpilot.rest import GAIN, LONGEST, SHORTEST, SHORTEST_WINDOW, WINDOW, Rest
 from blockpilot.verify import Sampling
 
 ROWS = 16
@@ -31,9 +31,18 @@ def observe(rest: Rest, shape: StepShape, gain: float, num: int) -> None:
         rest.observe(shape, num_tokens, num_tokens / len(shape.sizes) * PLAIN_S / gain, PLAIN_S)
 
 
+def steps_until_rest(rest: Rest, shape: StepShape, gain: float) -> int:
+    """How many steps lead to a rest, of a window at most."""
+    for num in range(NUM_STEPS):
+        if rest.resting(ROWS):
+            return num
+        observe(rest, shape, gain, 1)
+    return NUM_STEPS
+
+
 def rested(rest: Rest, gain: float) -> int:
-    """Steps of the next rest, to which a window of steps leads that show this gain; 0 if there is none."""
-    observe(rest, ALL_CHOSEN, gain, NUM_STEPS)
+    """Steps of the next rest, to which steps lead that show this gain; 0 if a window of them leads to none."""
+    steps_until_rest(rest, ALL_CHOSEN, gain)
     num = 0
     while rest.resting(ROWS):
         observe(rest, AT_REST, 1.0, 1)
@@ -41,11 +50,11 @@ def rested(rest: Rest, gain: float) -> int:
     return num
 
 
-def test_a_rest_follows_a_window_of_steps_that_show_too_little() -> None:
+@pytest.mark.parametrize(("gain", "num_blocks"), [(0.0199, 2048), (0.01, 1632), (-0.03, 784), (-0.5, 512)])
+def test_the_less_is_gained_the_sooner_it_is_certain(gain: float, num_blocks: int) -> None:
+    """2% is asked for, and 8% (sqrt(2048 / n) - 1) less of n blocks: n is 2048 / 1.125^2 where 1% is gained."""
     rest = Rest()
-    observe(rest, ALL_CHOSEN, 1 + GAIN / 2, NUM_STEPS - 1)
-    assert not rest.resting(ROWS)
-    observe(rest, ALL_CHOSEN, 1 + GAIN / 2, 1)
+    assert steps_until_rest(rest, ALL_CHOSEN, 1 + gain) == num_blocks / ROWS
     assert rest.resting(ROWS)
 
 
@@ -53,9 +62,7 @@ def test_a_rest_follows_a_window_of_steps_that_show_too_little() -> None:
 def test_the_fewer_blocks_are_drafted_the_fewer_are_needed(num_drafted: int, num_steps: int) -> None:
     """With a share p drafted, 2048 p blocks are as telling as 2048 that all draft: n^2 = 2048 p n; at least 512."""
     rest, shape = Rest(), StepShape((2,) * num_drafted + (1,) * (ROWS - num_drafted), 100, 0, ROWS)
-    observe(rest, shape, 0.97, num_steps - 1)
-    assert not rest.resting(ROWS)
-    observe(rest, shape, 0.97, 1)
+    assert steps_until_rest(rest, shape, 1 + GAIN - 1e-4) == num_steps
     assert rest.resting(ROWS)
 
 
@@ -86,7 +93,7 @@ def test_every_load_rests_by_itself() -> None:
     rest = Rest()
     observe(rest, ALL_CHOSEN, 1.0, NUM_STEPS)
     assert [rows for rows in range(1, 33) if rest.resting(rows)] == list(range(12, 23))
-    observe(rest, StepShape((2,) * 4, 100, 0, 4), 0.9, WINDOW // 4 - 1)
+    observe(rest, StepShape((2,) * 4, 100, 0, 4), 0.9, SHORTEST_WINDOW // 4 - 1)
     assert not rest.resting(4)  # fewer rows need more steps
     observe(rest, StepShape((2,) * 4, 100, 0, 4), 0.9, 1)
     assert rest.resting(ROWS)
@@ -181,6 +188,6 @@ def test_seconds_of_an_engines_own_steps_send_it_to_rest(tiny_pair: Pair, monkey
         seen += engine.last_shape.sizes
     # Random weights: hardly a draft is accepted, so a step of a second emits little more than a token.
     first = seen.index(1)
-    assert window <= first < window + 5
+    assert window // 4 <= first < window + 5
     assert set(seen[first : first + SHORTEST]) == {1}
     assert 4 in seen[first + SHORTEST :]

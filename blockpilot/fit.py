@@ -132,10 +132,9 @@ def new_network(train: Examples, vocab_size: int, settings: FitSettings) -> Poli
 
 
 def fitted_network(
-    weights: Mapping[str, Tensor], train: Examples, vocab_size: int, settings: FitSettings, task: Task
+    network: PolicyNetwork, weights: Mapping[str, Tensor], train: Examples, settings: FitSettings, task: Task
 ) -> PolicyNetwork:
-    """The network that a fit's weights make, a head `tau` with its forecasts shrunk."""
-    network = new_network(train, vocab_size, settings)
+    """The network with a fit's weights, a head `tau` with its forecasts shrunk."""
     network.load_state_dict(weights)
     if task.head == "tau":
         shrink(network, train, task, settings.shrink)

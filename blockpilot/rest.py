@@ -48,12 +48,12 @@ class _Load:
     def pays_too_little(self) -> bool:
         """As surely as after a whole window: what has shown less yet must have gained that much less."""
         doubt = CHANCE * max(0.0, math.sqrt(WINDOW / self.evidence) - 1)
-        return self.num_blocks >= SHORTEST_WINDOW and self.gain < GAIN - doubt
+        return self.gain < GAIN - doubt
 
     @property
     def over(self) -> bool:
         """Whether these blocks say all that a window can."""
-        return self.num_blocks >= SHORTEST_WINDOW and self.evidence >= WINDOW
+        return self.evidence >= WINDOW
 
 
 class Rest:
@@ -83,6 +83,8 @@ class Rest:
         load.num_drafted += sum(size > 1 for size in shape.sizes)
         load.plain_s += num_tokens / rows * plain_s
         load.seconds += seconds
+        if load.num_blocks < SHORTEST_WINDOW:
+            return
         if load.pays_too_little:  # at rest, for twice as long as the last time if nothing paid since
             self._loads[key] = _Load(length=min(2 * load.length, LONGEST), left=load.length)
         elif load.over:

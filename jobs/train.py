@@ -359,7 +359,7 @@ def fit(job: Job) -> Fitted:
     fitted = Fit(network, training, validation, job.settings, job.task)
     while not fitted.done:
         fitted.run_epoch()
-    network = fitted_network(fitted.best, training, job.vocab_size, job.settings, job.task)
+    network = fitted_network(network, fitted.best, training, job.settings, job.task)
     return Fitted(fitted.best_loss, fitted.best_epoch, lookup_report(network, job.task, training, validation))
 
 
@@ -401,7 +401,8 @@ def _same(sums: Tensor) -> Tensor:
 def _save(config: TrainConfig, data: Dataset, job: Job, trials: Sequence[Trial], state: dict[str, Any]) -> None:
     """Write the policy of the best epoch, what the held-back rows say of it, and all that MLflow is to know."""
     training, validation = split_examples(data.folder, *job.split)
-    network = fitted_network(state["best"], training, job.vocab_size, job.settings, job.task)
+    network = new_network(training, job.vocab_size, job.settings)
+    network = fitted_network(network, state["best"], training, job.settings, job.task)
     found = lookup_report(network, job.task, training, validation)
     fell_back = config.fall_back and config.head == "tau" and not found.claims_gain
     if fell_back:

@@ -228,7 +228,7 @@ def of_kind(kind: Kind, num_rows: int, seed: int, signal: bool = True) -> list[S
 
 def trained(train: Examples, validation: Examples, settings: FitSettings, task: Task) -> PolicyNetwork:
     fit = run_fit(train, validation, settings, task)
-    return fitted_network(fit.best_weights(), train, VOCAB_SIZE, settings, task)
+    return fitted_network(new_network(train, VOCAB_SIZE, settings), fit.best_weights(), train, settings, task)
 
 
 def run_fit(train: Examples, validation: Examples, settings: FitSettings, task: Task) -> Fit:
@@ -370,10 +370,10 @@ def test_shrunk_forecasts_lie_between_what_was_learned_and_the_mean(name: str, m
     kind = KINDS[name]
     examples = make(of_kind(kind, 60, 0), kind.reads)
     whole, weights = kind.task(), new_network(examples, VOCAB_SIZE, kind.settings).state_dict()
-    settings = dataclasses.replace(kind.settings, shrink=0.3)
+    networks = [new_network(examples, VOCAB_SIZE, kind.settings) for _ in range(3)]
     learned, shrunk, mean = (
-        fitted_network(weights, examples, VOCAB_SIZE, dataclasses.replace(settings, shrink=share), whole)
-        for share in (0.0, 0.3, 1.0)
+        fitted_network(network, weights, examples, dataclasses.replace(kind.settings, shrink=share), whole)
+        for network, share in zip(networks, (0.0, 0.3, 1.0), strict=True)
     )
     outputs, between, of_mean = (predict(network, examples) for network in (learned, shrunk, mean))
     assert outputs.std(dim=0).min() > 1e-3
@@ -387,10 +387,12 @@ def test_shrunk_forecasts_lie_between_what_was_learned_and_the_mean(name: str, m
 def test_a_class_is_not_shrunk(make: Make) -> None:
     kind = KINDS["class by probs"]
     examples = make(of_kind(kind, 60, 0), kind.reads)
-    weights = new_network(examples, VOCAB_SIZE, kind.settings).state_dict()
-    network = fitted_network(
-        weights, examples, VOCAB_SIZE, dataclasses.replace(kind.settings, shrink=0.9), kind.task()
+    network, settings = (
+        new_network(examples, VOCAB_SIZE, kind.settings),
+        dataclasses.replace(kind.settings, shrink=0.9),
     )
+    weights = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    network = fitted_network(network, weights, examples, settings, kind.task())
     assert weights_equal(network.state_dict(), weights)
 
 

@@ -29,7 +29,9 @@ from blockpilot.records import Metadata, SweepRow, prompt_ids, write_rows
 from blockpilot.report import Comparison, Run, Totals
 from blockpilot.sweep import Summary, decode
 from blockpilot.verify import Sampling
-from jobs import evaluate, evaluate_inputs, evaluate_result
+from jobs import evaluate
+from jobs import evaluate_inputs
+from jobs import evaluate_result
 from jobs.config import PairConfig, main
 from jobs.evaluate_inputs import EvaluateConfig, Plan, Swept, find_policies, group, read_inputs
 from jobs.evaluator import AR, CONTROL, EV, ORACLE, POLICY, RANDOM, Evaluator, Setting, default_block_sizes

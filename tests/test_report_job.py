@@ -15,7 +15,8 @@ from blockpilot.prompts import Message, Prompt
 from blockpilot.records import SweepRow, write_rows
 from blockpilot.report import Run, Totals
 from blockpilot.sweep import least_cost
-from jobs import evaluate_inputs, evaluate_result
+from jobs import evaluate_inputs
+from jobs import evaluate_result
 from jobs.evaluate_inputs import EvaluateConfig, Plan
 from jobs.evaluator import ORACLE, POLICY, Setting
 from jobs.registry import Registry

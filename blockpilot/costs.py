@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from blockpilot.engine import Engine, Request
-from blockpilot.files import Place, read_bytes
+from blockpilot.storage import Place, read_bytes
 from blockpilot.pairs import Pair, PairId
 
 COSTS_FILE = "costs.json"

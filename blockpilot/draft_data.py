@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from blockpilot.engine import Engine, Request
-from blockpilot.files import whole
+from blockpilot.storage import whole
 from blockpilot.pairs import Pair
 from blockpilot.prompts import Prompt
 from blockpilot.target import Target

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from blockpilot.files import write_text
+from blockpilot.storage import write_text
 from blockpilot.network import SCALARS, Features, SparseProbs, scalars
 from blockpilot.policy import Reads
 from blockpilot.records import SweepRow, vectors

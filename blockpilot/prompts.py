@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
 
-from blockpilot.files import write_text
+from blockpilot.storage import write_text
 from blockpilot.prompt_sets import PROMPT_SETS, read_set
 
 ROLES = ("system", "user", "assistant")

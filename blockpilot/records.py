@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from blockpilot.files import Place, file_names, is_file, is_folder, join, located, write_bytes
+from blockpilot.storage import Place, file_names, is_file, is_folder, join, located, write_bytes
 from blockpilot.pairs import PairId
 from blockpilot.prompts import Prompt
 

@@ -17,7 +17,7 @@ from pydantic import Field
 from transformers.utils.logging import disable_progress_bar
 
 from blockpilot.draft_data import AnswerSource, generate_answers, write_answers, write_prompts
-from blockpilot.files import remove_unfinished, write_text
+from blockpilot.storage import remove_unfinished, write_text
 from blockpilot.pairs import EMBEDDED_TARGET, Pair, target_only
 from blockpilot.prompts import Prompt, load_prompts, split
 from blockpilot.verify import Sampling

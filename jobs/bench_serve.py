@@ -26,7 +26,7 @@ import torch
 from pydantic import Field, field_validator
 
 from blockpilot.engine import Engine, Request
-from blockpilot.files import write_bytes, write_text
+from blockpilot.storage import write_bytes, write_text
 from blockpilot.pairs import Pair
 from blockpilot.prompts import Prompt, answer_limit, load_prompts
 from blockpilot.report import Interval, markdown, ratio_of_totals, with_range

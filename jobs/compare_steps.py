@@ -13,7 +13,7 @@ import torch
 from pydantic import Field, field_validator
 
 from blockpilot.costs import StepCosts, measure_costs, time_steps
-from blockpilot.files import write_text
+from blockpilot.storage import write_text
 from blockpilot.report import markdown
 from blockpilot.sweep import MAX_BLOCK_SIZE
 from jobs.config import Config, PairConfig, main

@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from transformers.utils.logging import disable_progress_bar
 
 from blockpilot.costs import BFLOAT16_INSTRUCTIONS
-from blockpilot.files import is_uri
+from blockpilot.storage import is_uri
 from blockpilot.pairs import NAMED_PAIRS, Pair, check_pair_names, load_pair
 
 Place = Annotated[str, BeforeValidator(os.fspath)]  # a local path, or a URI such as s3://bucket/sweep

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from blockpilot.costs import COSTS_FILE, StepCosts
-from blockpilot.files import is_file, join, write_text
+from blockpilot.storage import is_file, join, write_text
 from blockpilot.policy import INFO_FILE, WEIGHTS_FILE
 from blockpilot.report import Run, Totals
 from jobs.cluster import connect

@@ -8,7 +8,7 @@ from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from blockpilot.files import write_text
+from blockpilot.storage import write_text
 from blockpilot.report import Comparison, Figures, Interval, Run, cells, fastest_block_size, markdown, with_range
 from jobs.evaluate_inputs import EvaluateConfig, Plan
 from jobs.evaluator import AR, CONTROL, ORACLE, POLICY, Setting, method_name

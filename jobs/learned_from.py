@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from blockpilot.files import write_text
+from blockpilot.storage import write_text
 
 LEARNED_FROM_FILE = "learned_from.json"
 

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from blockpilot.blocks import emitted_along
 from blockpilot.draft_data import Answer, generate_answers
-from blockpilot.files import write_text
+from blockpilot.storage import write_text
 from blockpilot.pairs import Pair
 from blockpilot.prompts import Prompt, load_prompts, split
 from blockpilot.replay import Text, accepted_everywhere, know

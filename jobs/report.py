@@ -18,7 +18,7 @@ from jinja2 import Environment
 from pydantic import Field
 
 from blockpilot.costs import COSTS_FILE, StepCosts
-from blockpilot.files import is_file, join, write_bytes, write_text
+from blockpilot.storage import is_file, join, write_bytes, write_text
 from blockpilot.potential import Table, potential
 from blockpilot.records import Metadata, SweepRow, read_parts
 from blockpilot.report import Interval, with_range

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from blockpilot.files import Place, delete, file_names, is_file, join, read_bytes, remove_unfinished, write_text
+from blockpilot.storage import Place, delete, file_names, is_file, join, read_bytes, remove_unfinished, write_text
 from blockpilot.prompts import Message, Prompt
 from blockpilot.records import Metadata, SweepRow, difference, mismatch, read_file, write_rows
 from blockpilot.sweep import Reject

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from blockpilot.costs import COSTS_FILE, StepCosts
 from blockpilot.examples import Examples, Index, split_examples, write_examples
-from blockpilot.files import is_file, is_folder, join, write_text
+from blockpilot.storage import is_file, is_folder, join, write_text
 from blockpilot.fit import Fit, FitSettings, Task, fitted_network, new_network, predict, shrink
 from blockpilot.lookup import LookupReport, lookup_report
 from blockpilot.network import Form, Input, Shape

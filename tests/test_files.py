@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from blockpilot.files import file_names, remove_unfinished, write_text
+from blockpilot.storage import file_names, remove_unfinished, write_text
 
 
 def test_an_error_leaves_the_file_as_it_was(tmp_path: Path) -> None:

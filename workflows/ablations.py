@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from pydantic import Field
 
-from blockpilot.files import write_text
+from blockpilot.storage import write_text
 from blockpilot.network import FORMS
 from blockpilot.report import markdown
 from jobs.cluster import connect

@@ -10,7 +10,7 @@ from typing import Any
 
 from blockpilot.draft import load_draft
 from blockpilot.draft_fit import Weighting
-from blockpilot.files import write_text
+from blockpilot.storage import write_text
 from blockpilot.report import markdown
 from jobs import train_draft
 from jobs.config import main

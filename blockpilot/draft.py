@@ -25,9 +25,9 @@ from transformers.models.qwen3.modeling_qwen3 import (
     apply_rotary_pos_emb,
 )
 
-from blockpilot.cache import SlotCache, SlotView
-from blockpilot.packing import Packing, grouped_attention
-from blockpilot.target import head_dim
+from blockpilot.models.cache import SlotCache, SlotView
+from blockpilot.models.packing import Packing, grouped_attention
+from blockpilot.models.target import head_dim
 
 ARCHITECTURE = "DFlashDraftModel"
 # Options of newer checkpoints and the values that leave the network as it is here.

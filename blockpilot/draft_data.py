@@ -24,7 +24,7 @@ from blockpilot.engine import Engine, Request
 from blockpilot.storage import whole
 from blockpilot.pairs import Pair
 from blockpilot.prompts import Prompt
-from blockpilot.target import Target
+from blockpilot.models.target import Target
 from blockpilot.verify import Sampling
 
 ANSWER_SCHEMA = pa.schema(

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from blockpilot.forecast import Forecast, Reader, choose
-from blockpilot.packing import Packing, SideBySide
+from blockpilot.models.packing import Packing, SideBySide
 from blockpilot.pairs import Pair
-from blockpilot.target import Target
+from blockpilot.models.target import Target
 from blockpilot.text import TextStream
 from blockpilot.verify import Sampling, count_accepted, keyed_sample
 

@@ -27,8 +27,8 @@ from transformers import (
 )
 
 from blockpilot.draft import DraftModel, load_draft, new_draft_config
-from blockpilot.few_rows import use_few_rows
-from blockpilot.target import check_family
+from blockpilot.models.kernels import use_few_rows
+from blockpilot.models.target import check_family
 
 EMBEDDED_TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
 EMBEDDED_DRAFT = "blockpilot/SmolLM2-135M-Instruct-DFlash-b8"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from blockpilot.blocks import ANCHORS_PER_ROW, Blocks, KnownContext, draft_blocks
 from blockpilot.pairs import Pair
-from blockpilot.target import Target
+from blockpilot.models.target import Target
 from blockpilot.verify import Sampling, keyed_sample
 
 PREFILL_COLUMNS = 1024  # of all texts of a group, scored by the target in one pass

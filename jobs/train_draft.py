@@ -45,7 +45,7 @@ from blockpilot.draft_fit import (
 )
 from blockpilot.pairs import check_fit, load_target, target_directory
 from blockpilot.prompts import Prompt
-from blockpilot.target import Target, check_family
+from blockpilot.models.target import Target, check_family
 from jobs import answers
 from jobs import measure_draft as measure_job
 from jobs.answers import AnswersConfig, AnswerShards

@@ -12,7 +12,7 @@ from blockpilot.draft_data import Document
 from blockpilot.engine import generate
 from blockpilot.pairs import Pair
 from blockpilot.prompts import Message, Prompt
-from blockpilot.target import Target
+from blockpilot.models.target import Target
 
 MAX_NEW_TOKENS = 40
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import Qwen3Config
 
 from blockpilot.draft import DraftModel, default_layer_ids, load_draft, parse_options, save_draft
-from blockpilot.packing import Packing
+from blockpilot.models.packing import Packing
 
 BLOCK, CONTEXT, MASK_ID = 5, 11, 7
 

@@ -42,10 +42,10 @@ from blockpilot.draft_fit import (
     start_from_target,
 )
 from blockpilot.engine import generate
-from blockpilot.packing import Packing
+from blockpilot.models.packing import Packing
 from blockpilot.pairs import Pair
 from blockpilot.prompts import Message, Prompt
-from blockpilot.target import Target
+from blockpilot.models.target import Target
 from blockpilot.verify import Sampling
 
 BLOCK = 4

@@ -9,11 +9,11 @@ from test_forecast import linear_costs
 from torch import Tensor
 
 import blockpilot as bp
-from blockpilot.cache import SlotView
+from blockpilot.models.cache import SlotView
 from blockpilot.draft import DraftModel
 from blockpilot.engine import Engine, Policy, Prefill, Request, Step, generate
 from blockpilot.forecast import EVController, Forecast, StaticForecast, choose
-from blockpilot.packing import Packing
+from blockpilot.models.packing import Packing
 from blockpilot.pairs import Pair
 from blockpilot.policy import CandidateSet, LearnedForecast, LearnedPolicy
 from blockpilot.replay import KnownTexts, Text, know

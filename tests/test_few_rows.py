@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from blockpilot.few_rows import FewRowsLinear, use_few_rows
+from blockpilot.models.kernels import FewRowsLinear, use_few_rows
 from blockpilot.pairs import load_pair
 
 

@@ -7,10 +7,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from blockpilot import packing
-from blockpilot.packing import Packing, SideBySide, grouped_attention
+from blockpilot.models import packing
+from blockpilot.models.packing import Packing, SideBySide, grouped_attention
 from blockpilot.pairs import Pair
-from blockpilot.target import Target
+from blockpilot.models.target import Target
 
 CPU = torch.device("cpu")
 

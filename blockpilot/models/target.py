@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from blockpilot.cache import SlotCache, SlotView
-from blockpilot.packing import ATTENTION, SideBySide
+from blockpilot.models.cache import SlotCache, SlotView
+from blockpilot.models.packing import ATTENTION, SideBySide
 
 FAMILIES = ("llama", "qwen3", "qwen3_moe")
 

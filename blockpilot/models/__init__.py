@@ -1,0 +1,1 @@
+"""What runs on the device: the target, its cache, packed rows, linear kernels."""

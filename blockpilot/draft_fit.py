@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from blockpilot.blocks import Batch, at, collate, draft_batch, emitted_along, possible_anchors, slots
-from blockpilot.draft import DraftModel
+from blockpilot.drafts.blocks import Batch, at, collate, draft_batch, emitted_along, possible_anchors, slots
+from blockpilot.drafts.dflash import DraftModel
 from blockpilot.draft_data import Corpus, Document
 
 GAMMA_PER_BLOCK_SIZE = 0.5  # gamma 4 at B=8; the paper has 7 at B=16

@@ -26,7 +26,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from blockpilot.draft import DraftModel, load_draft, new_draft_config
+from blockpilot.drafts.dflash import DraftModel, load_draft, new_draft_config
 from blockpilot.models.kernels import use_few_rows
 from blockpilot.models.target import check_family
 

@@ -13,7 +13,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from blockpilot.blocks import ANCHORS_PER_ROW, Blocks, KnownContext, draft_blocks
+from blockpilot.drafts.blocks import ANCHORS_PER_ROW, Blocks, KnownContext, draft_blocks
 from blockpilot.pairs import Pair
 from blockpilot.models.target import Target
 from blockpilot.verify import Sampling, keyed_sample

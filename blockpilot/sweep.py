@@ -19,7 +19,7 @@ import torch
 from jinja2 import TemplateError
 from torch import Tensor
 
-from blockpilot.blocks import emitted_along
+from blockpilot.drafts.blocks import emitted_along
 from blockpilot.engine import Engine, Prefill, Request, Step
 from blockpilot.pairs import Pair
 from blockpilot.policy import CandidateSet

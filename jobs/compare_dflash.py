@@ -14,7 +14,7 @@ from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 
-from blockpilot.draft import save_draft
+from blockpilot.drafts.dflash import save_draft
 from blockpilot.engine import generate
 from blockpilot.pairs import Pair
 from blockpilot.prompts import load_prompts

@@ -15,7 +15,7 @@ from pydantic import Field, field_validator
 from rich.console import Console
 from rich.table import Table
 
-from blockpilot.blocks import emitted_along
+from blockpilot.drafts.blocks import emitted_along
 from blockpilot.draft_data import Answer, generate_answers
 from blockpilot.storage import write_text
 from blockpilot.pairs import Pair

@@ -20,7 +20,7 @@ from pydantic import Field
 from transformers import AutoConfig, AutoTokenizer, Qwen3Config
 from transformers.utils.logging import disable_progress_bar
 
-from blockpilot.draft import DraftModel, load_draft, new_draft_config, parse_options, save_draft
+from blockpilot.drafts.dflash import DraftModel, load_draft, new_draft_config, parse_options, save_draft
 from blockpilot.draft_data import (
     Corpus,
     FeatureSource,

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from blockpilot.blocks import collate, draft_batch, emitted_along, possible_anchors
-from blockpilot.draft import save_draft
+from blockpilot.drafts.blocks import collate, draft_batch, emitted_along, possible_anchors
+from blockpilot.drafts.dflash import save_draft
 from blockpilot.draft_data import Document
 from blockpilot.engine import generate
 from blockpilot.pairs import Pair

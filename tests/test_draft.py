@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen3Config
 
-from blockpilot.draft import DraftModel, default_layer_ids, load_draft, parse_options, save_draft
+from blockpilot.drafts.dflash import DraftModel, default_layer_ids, load_draft, parse_options, save_draft
 from blockpilot.models.packing import Packing
 
 BLOCK, CONTEXT, MASK_ID = 5, 11, 7

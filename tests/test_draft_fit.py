@@ -10,8 +10,8 @@ import pytest
 import torch
 from conftest import tiny_draft
 
-from blockpilot.blocks import Batch, Blocks, block_mask, collate, draft_batch
-from blockpilot.draft import DraftModel
+from blockpilot.drafts.blocks import Batch, Blocks, block_mask, collate, draft_batch
+from blockpilot.drafts.dflash import DraftModel
 from blockpilot.draft_data import (
     Answer,
     AnswerSource,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import blockpilot as bp
 from blockpilot.models.cache import SlotView
-from blockpilot.draft import DraftModel
+from blockpilot.drafts.dflash import DraftModel
 from blockpilot.engine import Engine, Policy, Prefill, Request, Step, generate
 from blockpilot.forecast import EVController, Forecast, StaticForecast, choose
 from blockpilot.models.packing import Packing

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockpilot.blocks import emitted_along
+from blockpilot.drafts.blocks import emitted_along
 from blockpilot.costs import StepCosts
 from blockpilot.engine import Prefill
 from blockpilot.examples import Examples, open_examples, write_examples

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from blockpilot import pairs
-from blockpilot.draft import DraftModel, new_draft_config, save_draft
+from blockpilot.drafts.dflash import DraftModel, new_draft_config, save_draft
 from blockpilot.engine import generate
 from blockpilot.pairs import (
     NAMED_PAIRS,

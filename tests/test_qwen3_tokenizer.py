@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from blockpilot.draft import DraftModel, new_draft_config, save_draft
+from blockpilot.drafts.dflash import DraftModel, new_draft_config, save_draft
 from blockpilot.pairs import Pair, load_pair
 from blockpilot.prompts import Message, Prompt
 from blockpilot.sweep import decode, replay

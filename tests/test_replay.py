@@ -5,7 +5,7 @@ from itertools import chain
 import pytest
 import torch
 
-from blockpilot.blocks import emitted_along
+from blockpilot.drafts.blocks import emitted_along
 from blockpilot.engine import Engine, Request
 from blockpilot.pairs import Pair
 from blockpilot.prompts import Message, Prompt

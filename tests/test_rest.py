@@ -8,7 +8,7 @@ import pytest
 import blockpilot.rest
 from blockpilot import live_costs
 from blockpilot.costs import StepCosts
-from blockpilot.draft import DraftModel
+from blockpilot.drafts.dflash import DraftModel
 from blockpilot.engine import Engine, Request, StepShape
 from blockpilot.forecast import StaticForecast
 from blockpilot.live_costs import LiveCosts

@@ -21,7 +21,7 @@ from api import events
 from conftest import byte_tokenizer, tiny_draft, tiny_target
 from servers import Server, configured, free_port
 
-from blockpilot.draft import save_draft
+from blockpilot.drafts.dflash import save_draft
 
 KEY = "a-key-of-the-test"
 MODEL = {"num_slots": 4, "max_queue": 4, "policy": "3"}

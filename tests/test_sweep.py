@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from blockpilot.blocks import emitted_along
+from blockpilot.drafts.blocks import emitted_along
 from blockpilot.engine import Engine, Step, generate
 from blockpilot.pairs import Pair
 from blockpilot.prompts import Message, Prompt, load_prompts

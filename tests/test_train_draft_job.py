@@ -17,7 +17,7 @@ from processes import descendants
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from blockpilot.draft import DraftModel, new_draft_config, save_draft
+from blockpilot.drafts.dflash import DraftModel, new_draft_config, save_draft
 from blockpilot.draft_data import (
     Answer,
     AnswerSource,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from blockpilot.draft import load_draft
+from blockpilot.drafts.dflash import load_draft
 from blockpilot.draft_fit import Weighting
 from blockpilot.storage import write_text
 from blockpilot.report import markdown

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from blockpilot.draft import DraftModel
+from blockpilot.drafts.dflash import DraftModel
 from blockpilot.draft_data import Document
 
 ANCHORS_PER_ROW = 8

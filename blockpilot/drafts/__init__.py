@@ -1,0 +1,1 @@
+"""What proposes: the DFlash network, its checkpoint format, blocks at many anchors."""

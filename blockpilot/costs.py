@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from blockpilot.engine import Engine, Request
 from blockpilot.storage import Place, read_bytes
-from blockpilot.pairs import Pair, PairId
+from blockpilot.pairs.loading import Pair, PairId
 
 COSTS_FILE = "costs.json"
 BFLOAT16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16")

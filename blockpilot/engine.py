@@ -20,7 +20,7 @@ from torch import Tensor
 
 from blockpilot.forecast import Forecast, Reader, choose
 from blockpilot.models.packing import Packing, SideBySide
-from blockpilot.pairs import Pair
+from blockpilot.pairs.loading import Pair
 from blockpilot.models.target import Target
 from blockpilot.text import TextStream
 from blockpilot.verify import Sampling, count_accepted, keyed_sample

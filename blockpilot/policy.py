@@ -27,11 +27,11 @@ from blockpilot.costs import COSTS_FILE, StepCosts
 from blockpilot.storage import write_text
 from blockpilot.forecast import Forecast, TrackRecord
 from blockpilot.network import Features, FoldedNetwork, Input, PolicyNetwork, Shape, no_probs, scalars, sparse_probs
-from blockpilot.pairs import PairId
+from blockpilot.pairs.loading import PairId
 
 if TYPE_CHECKING:
     from blockpilot.engine import Prefill
-    from blockpilot.pairs import Pair
+    from blockpilot.pairs.loading import Pair
 
 WEIGHTS_FILE = "policy.safetensors"
 INFO_FILE = "policy.json"

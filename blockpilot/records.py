@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from blockpilot.storage import Place, file_names, is_file, is_folder, join, located, write_bytes
-from blockpilot.pairs import PairId
+from blockpilot.pairs.loading import PairId
 from blockpilot.prompts import Prompt
 
 METADATA_KEY = b"blockpilot"

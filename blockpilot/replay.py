@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from blockpilot.drafts.blocks import ANCHORS_PER_ROW, Blocks, KnownContext, draft_blocks
-from blockpilot.pairs import Pair
+from blockpilot.pairs.loading import Pair
 from blockpilot.models.target import Target
 from blockpilot.verify import Sampling, keyed_sample
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from blockpilot.drafts.blocks import emitted_along
 from blockpilot.engine import Engine, Prefill, Request, Step
-from blockpilot.pairs import Pair
+from blockpilot.pairs.loading import Pair
 from blockpilot.policy import CandidateSet
 from blockpilot.prompts import Prompt
 from blockpilot.records import MIN_PROB, SweepRow, prompt_ids

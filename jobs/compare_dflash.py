@@ -16,7 +16,7 @@ from rich.table import Table
 
 from blockpilot.drafts.dflash import save_draft
 from blockpilot.engine import generate
-from blockpilot.pairs import Pair
+from blockpilot.pairs.loading import Pair
 from blockpilot.prompts import load_prompts
 from jobs.config import Config, PairConfig, main
 

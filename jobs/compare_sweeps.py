@@ -14,7 +14,7 @@ from pydantic import Field, field_validator
 from rich.console import Console
 from rich.table import Table
 
-from blockpilot.pairs import Pair
+from blockpilot.pairs.loading import Pair
 from blockpilot.prompts import Prompt, load_prompts
 from blockpilot.records import SweepRow
 from blockpilot.sweep import candidates_around, check_candidates, decode, replay

@@ -15,7 +15,7 @@ import torch
 
 from blockpilot.costs import StepCosts, measured_up_to
 from blockpilot.engine import Engine, cache_bytes
-from blockpilot.pairs import Pair
+from blockpilot.pairs.loading import Pair
 from blockpilot.policy import FixedPolicy, LearnedPolicy, load_policy
 from jobs.champions import ChampionWatch
 from jobs.config import PairConfig

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from pydantic import Field, field_validator
 
 from blockpilot.examples import prompt_key
-from blockpilot.pairs import PairId
+from blockpilot.pairs.loading import PairId
 from blockpilot.policy import load_policy
 from blockpilot.prompts import Prompt, answer_limit, load_prompts
 from blockpilot.records import prompt_ids, read_parts

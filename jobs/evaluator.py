@@ -25,7 +25,7 @@ from blockpilot.engine import Engine, Policy, Request
 from blockpilot.forecast import EVController, StaticForecast
 from blockpilot.live_costs import LiveCosts
 from blockpilot.measure import Flow, Measured, in_turns, total_s
-from blockpilot.pairs import Pair, PairId
+from blockpilot.pairs.loading import Pair, PairId
 from blockpilot.policy import CandidateSet, LearnedPolicy, load_policy
 from blockpilot.prompts import Prompt
 from blockpilot.records import prompt_ids

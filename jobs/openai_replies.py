@@ -20,7 +20,7 @@ from jinja2 import TemplateError
 
 from blockpilot.costs import StepCosts, device_name, dtype_name
 from blockpilot.engine import Policy, Request, Step
-from blockpilot.pairs import Pair
+from blockpilot.pairs.loading import Pair
 from blockpilot.policy import LearnedPolicy
 from blockpilot.prompts import Message, Prompt
 from blockpilot.text import TextStream

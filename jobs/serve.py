@@ -24,7 +24,7 @@ from ray.serve import Application
 from ray.serve.schema import LoggingConfig
 from rich.console import Console
 
-from blockpilot.pairs import target_slug
+from blockpilot.pairs.loading import target_slug
 from blockpilot.policy import load_policy
 from jobs.champions import copy_of
 from jobs.cluster import actor_options, connect, num_threads

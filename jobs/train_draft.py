@@ -43,7 +43,7 @@ from blockpilot.draft_fit import (
     frequent_tokens,
     start_from_target,
 )
-from blockpilot.pairs import check_fit, load_target, target_directory
+from blockpilot.pairs.loading import check_fit, load_target, target_directory
 from blockpilot.prompts import Prompt
 from blockpilot.models.target import Target, check_family
 from jobs import answers

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from blockpilot.drafts.dflash import DraftModel, new_draft_config, save_draft
-from blockpilot.pairs import Pair, load_pair
+from blockpilot.pairs.loading import Pair, load_pair
 
 MASK_ID, EOS_ID = 258, 257
 CHAT_TEMPLATE = (

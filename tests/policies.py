@@ -6,7 +6,7 @@ import torch
 
 from blockpilot.costs import StepCosts
 from blockpilot.network import Input, PolicyNetwork, Shape
-from blockpilot.pairs import PairId
+from blockpilot.pairs.loading import PairId
 from blockpilot.policy import CandidateSet, Head, LearnedPolicy, PolicyInfo, Reads, Scalar
 from blockpilot.records import MIN_PROB
 

@@ -11,7 +11,7 @@ import pytest
 from api import app_of, over_http, until
 
 from blockpilot.engine import Engine, generate
-from blockpilot.pairs import Pair
+from blockpilot.pairs.loading import Pair
 from blockpilot.prompts import load_prompts
 from jobs.bench_serve import BenchServeConfig, run
 from jobs.config import ConfigError, PairConfig

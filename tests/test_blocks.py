@@ -10,7 +10,7 @@ from blockpilot.drafts.blocks import collate, draft_batch, emitted_along, possib
 from blockpilot.drafts.dflash import save_draft
 from blockpilot.draft_data import Document
 from blockpilot.engine import generate
-from blockpilot.pairs import Pair
+from blockpilot.pairs.loading import Pair
 from blockpilot.prompts import Message, Prompt
 from blockpilot.models.target import Target
 

@@ -13,7 +13,7 @@ from fastapi.testclient import TestClient
 from policies import tiny_policy
 
 from blockpilot.engine import Engine, cache_bytes
-from blockpilot.pairs import Pair, PairId
+from blockpilot.pairs.loading import Pair, PairId
 from blockpilot.policy import save_policy
 from jobs.champions import ChampionWatch
 from jobs.config import PairConfig

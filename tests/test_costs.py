@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from blockpilot.costs import StepCosts, measure_costs, never_falling
 from blockpilot.engine import Engine, Request
-from blockpilot.pairs import Pair, PairId
+from blockpilot.pairs.loading import Pair, PairId
 
 COSTS = StepCosts(
     PairId("t", "1", "d", "2"),

@@ -14,7 +14,7 @@ from blockpilot.drafts.dflash import DraftModel
 from blockpilot.engine import Engine, Policy, Prefill, Request, Step, generate
 from blockpilot.forecast import EVController, Forecast, StaticForecast, choose
 from blockpilot.models.packing import Packing
-from blockpilot.pairs import Pair
+from blockpilot.pairs.loading import Pair
 from blockpilot.policy import CandidateSet, LearnedForecast, LearnedPolicy
 from blockpilot.replay import KnownTexts, Text, know
 from blockpilot.verify import Sampling

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from blockpilot.engine import Engine, Prefill, Request, Step
-from blockpilot.pairs import Pair
+from blockpilot.pairs.loading import Pair
 from blockpilot.policy import CandidateSet
 from blockpilot.verify import Sampling
 

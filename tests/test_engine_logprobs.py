@@ -5,7 +5,7 @@ import torch
 from test_engine import NEVER, PROMPT, run
 
 from blockpilot.engine import Engine, Request
-from blockpilot.pairs import Pair
+from blockpilot.pairs.loading import Pair
 from blockpilot.verify import Sampling
 
 

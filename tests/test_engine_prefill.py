@@ -6,7 +6,7 @@ from test_engine import NEVER, PROMPT, plain_text, run, text_of
 
 from blockpilot.engine import Engine, Prefill, Request
 from blockpilot.forecast import StaticForecast
-from blockpilot.pairs import Pair
+from blockpilot.pairs.loading import Pair
 from blockpilot.policy import CandidateSet
 from blockpilot.verify import Sampling
 

@@ -22,7 +22,7 @@ from blockpilot.engine import Engine, Prefill, Request, generate
 from blockpilot.examples import prompt_key
 from blockpilot.live_costs import LiveCosts
 from blockpilot.measure import Flow, Measured, in_turns
-from blockpilot.pairs import Pair, PairId
+from blockpilot.pairs.loading import Pair, PairId
 from blockpilot.policy import save_policy
 from blockpilot.prompts import Message, Prompt, answer_limit, load_prompts
 from blockpilot.records import Metadata, SweepRow, prompt_ids, write_rows

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from blockpilot.models.kernels import FewRowsLinear, use_few_rows
-from blockpilot.pairs import load_pair
+from blockpilot.pairs.loading import load_pair
 
 
 @pytest.fixture(autouse=True)

@@ -32,7 +32,7 @@ from blockpilot.fit import (
 from blockpilot.forecast import Forecast, choose
 from blockpilot.lookup import decode, hindsight, lookup_report
 from blockpilot.network import Input, PolicyNetwork, no_probs
-from blockpilot.pairs import PairId
+from blockpilot.pairs.loading import PairId
 from blockpilot.policy import (
     CandidateSet,
     Head,

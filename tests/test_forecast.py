@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from blockpilot.costs import StepCosts
 from blockpilot.engine import Prefill
 from blockpilot.forecast import EVController, Forecast, RunningMeans, StaticForecast, TrackRecord, choose
-from blockpilot.pairs import PairId
+from blockpilot.pairs.loading import PairId
 from blockpilot.policy import CandidateSet
 
 PREFILL = Prefill(torch.zeros(4), None, 3)

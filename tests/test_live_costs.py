@@ -14,7 +14,7 @@ from blockpilot.costs import StepCosts
 from blockpilot.engine import Engine, Request, StepShape
 from blockpilot.forecast import StaticForecast
 from blockpilot.live_costs import ALIKE, KINDS, MIXED, PLAIN, REFRESH_EVERY, LiveCosts
-from blockpilot.pairs import Pair, PairId
+from blockpilot.pairs.loading import Pair, PairId
 from blockpilot.policy import CandidateSet
 
 ROWS = 2

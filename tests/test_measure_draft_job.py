@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from blockpilot.engine import generate
-from blockpilot.pairs import load_pair
+from blockpilot.pairs.loading import load_pair
 from blockpilot.prompts import load_prompts, split
 from blockpilot.report import Interval
 from jobs.config import ConfigError, PairConfig

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from policies import tiny_policy
 
 from blockpilot.engine import Engine, generate
-from blockpilot.pairs import Pair
+from blockpilot.pairs.loading import Pair
 from blockpilot.prompts import Message, Prompt
 from jobs.engine_loop import EngineLoop
 

@@ -8,7 +8,7 @@ from api import CHAT, COMPLETIONS, QUESTION, JsonObject, ask, check_error, clien
 from fastapi.testclient import TestClient
 
 from blockpilot.engine import Engine
-from blockpilot.pairs import Pair
+from blockpilot.pairs.loading import Pair
 from jobs.engine_loop import EngineLoop
 
 PROMPTS: dict[str, JsonObject] = {CHAT: {"messages": QUESTION}, COMPLETIONS: {"prompt": "Once"}}

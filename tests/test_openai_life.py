@@ -10,7 +10,7 @@ from api import COMPLETIONS, LONG, Exchange, app_of, check_error, client_of, idl
 from fastapi.testclient import TestClient
 
 from blockpilot.engine import Engine, Prefill, generate
-from blockpilot.pairs import Pair
+from blockpilot.pairs.loading import Pair
 from blockpilot.policy import FixedPolicy
 from jobs.engine_loop import MAX_FAILURES, EngineLoop
 from jobs.openai_api import GONE, Limits

@@ -9,7 +9,7 @@ from api import CHAT, COMPLETIONS, QUESTION, JsonObject, ask, check_error, clien
 from fastapi.testclient import TestClient
 
 from blockpilot.engine import Engine
-from blockpilot.pairs import Pair
+from blockpilot.pairs.loading import Pair
 from jobs.engine_loop import EngineLoop
 from jobs.openai_api import ApiKeys, Limits, make_app
 from jobs.openai_replies import Answered, Backend

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from blockpilot.models import packing
 from blockpilot.models.packing import Packing, SideBySide, grouped_attention
-from blockpilot.pairs import Pair
+from blockpilot.pairs.loading import Pair
 from blockpilot.models.target import Target
 
 CPU = torch.device("cpu")

@@ -18,10 +18,10 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from blockpilot import pairs
+from blockpilot.pairs.loading import loading as pairs
 from blockpilot.drafts.dflash import DraftModel, new_draft_config, save_draft
 from blockpilot.engine import generate
-from blockpilot.pairs import (
+from blockpilot.pairs.loading import (
     NAMED_PAIRS,
     Pair,
     check_pair_names,

@@ -10,7 +10,7 @@ import pytest
 from api import app_of, over_http
 
 from blockpilot.engine import Engine, generate
-from blockpilot.pairs import Pair
+from blockpilot.pairs.loading import Pair
 from blockpilot.prompts import Message, Prompt
 from jobs.engine_loop import EngineLoop
 from jobs.openai_api import ApiKeys

@@ -36,7 +36,7 @@ from blockpilot.network import (
     sparse_probs,
     weigh,
 )
-from blockpilot.pairs import Pair, PairId
+from blockpilot.pairs.loading import Pair, PairId
 from blockpilot.policy import (
     CandidateSet,
     FixedPolicy,

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from blockpilot import prompt_sets
-from blockpilot.pairs import Pair
+from blockpilot.pairs.loading import Pair
 from blockpilot.prompt_sets import PROMPT_SETS
 from blockpilot.prompts import Message, Prompt, answer_limit, load_prompts, save_prompts, split
 

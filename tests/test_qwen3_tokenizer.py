@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from blockpilot.drafts.dflash import DraftModel, new_draft_config, save_draft
-from blockpilot.pairs import Pair, load_pair
+from blockpilot.pairs.loading import Pair, load_pair
 from blockpilot.prompts import Message, Prompt
 from blockpilot.sweep import decode, replay
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blockpilot.pairs import PairId
+from blockpilot.pairs.loading import PairId
 from blockpilot.prompts import Message, Prompt
 from blockpilot.records import (
     METADATA_KEY,

@@ -12,7 +12,7 @@ import torch
 from conftest import NUM_CREATORS
 from policies import tiny_policy
 
-from blockpilot.pairs import PairId
+from blockpilot.pairs.loading import PairId
 from blockpilot.policy import LearnedPolicy, load_policy, save_policy
 from jobs.promote import PromoteConfig
 from jobs.promote import run as promote

@@ -12,7 +12,7 @@ from blockpilot.drafts.dflash import DraftModel
 from blockpilot.engine import Engine, Request, StepShape
 from blockpilot.forecast import StaticForecast
 from blockpilot.live_costs import LiveCosts
-from blockpilot.pairs import Pair, PairId
+from blockpilot.pairs.loading import Pair, PairId
 from blockpilot.policy import CandidateSet
 from blockpilot.rest import GAIN, LONGEST, SHORTEST, SHORTEST_WINDOW, WINDOW, Rest
 from blockpilot.verify import Sampling

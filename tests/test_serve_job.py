@@ -14,7 +14,7 @@ from policies import tiny_policy
 from ray.serve.schema import ServeDeploySchema
 from servers import ROOT, Server, free_port, serving
 
-from blockpilot.pairs import Pair, PairId
+from blockpilot.pairs.loading import Pair, PairId
 from blockpilot.policy import save_policy
 from jobs.config import ConfigError, PairConfig, Resources, main
 from jobs.openai_api import ApiKeys

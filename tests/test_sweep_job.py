@@ -21,7 +21,7 @@ import ray
 from processes import descendants
 from ray.cluster_utils import Cluster
 
-from blockpilot.pairs import Pair
+from blockpilot.pairs.loading import Pair
 from blockpilot.prompts import Prompt
 from blockpilot.records import Metadata, SweepRow, read_file, read_rows, read_sweep, write_rows
 from blockpilot.sweep import Summary, replay

@@ -30,7 +30,7 @@ from blockpilot.draft_data import (
     write_features,
 )
 from blockpilot.draft_fit import DraftFit, frequent_tokens
-from blockpilot.pairs import load_pair
+from blockpilot.pairs.loading import load_pair
 from blockpilot.prompts import load_prompts
 from jobs import answers
 from jobs.config import ConfigError

@@ -12,7 +12,7 @@ import ray
 from api import app_of, over_http
 
 from blockpilot.engine import Engine
-from blockpilot.pairs import NAMED_PAIRS, Pair
+from blockpilot.pairs.loading import NAMED_PAIRS, Pair
 from blockpilot.policy import check_reads
 from blockpilot.prompts import load_prompts
 from jobs import serve

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from blockpilot.pairs import NAMED_PAIRS
+from blockpilot.pairs.loading import NAMED_PAIRS
 from jobs import serve
 from jobs.config import Config, PairConfig, Resources
 from jobs.evaluate_inputs import NEWEST, EvaluateConfig

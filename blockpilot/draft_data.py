@@ -23,7 +23,7 @@ from torch import Tensor
 from blockpilot.engine import Engine, Request
 from blockpilot.storage import whole
 from blockpilot.pairs.loading import Pair
-from blockpilot.prompts import Prompt
+from blockpilot.prompts.files import Prompt
 from blockpilot.models.target import Target
 from blockpilot.verify import Sampling
 

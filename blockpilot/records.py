@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from blockpilot.storage import Place, file_names, is_file, is_folder, join, located, write_bytes
 from blockpilot.pairs.loading import PairId
-from blockpilot.prompts import Prompt
+from blockpilot.prompts.files import Prompt
 
 METADATA_KEY = b"blockpilot"
 MIN_PROB = 1e-5  # prefill_probs below it are summed into tail_mass

@@ -23,7 +23,7 @@ from blockpilot.drafts.blocks import emitted_along
 from blockpilot.engine import Engine, Prefill, Request, Step
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy import CandidateSet
-from blockpilot.prompts import Prompt
+from blockpilot.prompts.files import Prompt
 from blockpilot.records import MIN_PROB, SweepRow, prompt_ids
 from blockpilot.replay import KnownTexts, Text, accepted_everywhere, know, walk
 from blockpilot.verify import Sampling

@@ -28,7 +28,7 @@ from pydantic import Field, field_validator
 from blockpilot.engine import Engine, Request
 from blockpilot.storage import write_bytes, write_text
 from blockpilot.pairs.loading import Pair
-from blockpilot.prompts import Prompt, answer_limit, load_prompts
+from blockpilot.prompts.files import Prompt, answer_limit, load_prompts
 from blockpilot.report import Interval, markdown, ratio_of_totals, with_range
 from blockpilot.verify import Sampling
 from jobs import figures

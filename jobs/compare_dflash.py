@@ -17,7 +17,7 @@ from rich.table import Table
 from blockpilot.drafts.dflash import save_draft
 from blockpilot.engine import generate
 from blockpilot.pairs.loading import Pair
-from blockpilot.prompts import load_prompts
+from blockpilot.prompts.files import load_prompts
 from jobs.config import Config, PairConfig, main
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from blockpilot.pairs.loading import Pair
-from blockpilot.prompts import Prompt, load_prompts
+from blockpilot.prompts.files import Prompt, load_prompts
 from blockpilot.records import SweepRow
 from blockpilot.sweep import candidates_around, check_candidates, decode, replay
 from jobs.config import Config, PairConfig, main

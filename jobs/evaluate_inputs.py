@@ -12,7 +12,7 @@ from pydantic import Field, field_validator
 from blockpilot.examples import prompt_key
 from blockpilot.pairs.loading import PairId
 from blockpilot.policy import load_policy
-from blockpilot.prompts import Prompt, answer_limit, load_prompts
+from blockpilot.prompts.files import Prompt, answer_limit, load_prompts
 from blockpilot.records import prompt_ids, read_parts
 from blockpilot.sweep import MAX_BLOCK_SIZE, Summary
 from jobs.config import Config, PairConfig, Place

@@ -27,7 +27,7 @@ from blockpilot.live_costs import LiveCosts
 from blockpilot.measure import Flow, Measured, in_turns, total_s
 from blockpilot.pairs.loading import Pair, PairId
 from blockpilot.policy import CandidateSet, LearnedPolicy, load_policy
-from blockpilot.prompts import Prompt
+from blockpilot.prompts.files import Prompt
 from blockpilot.records import prompt_ids
 from blockpilot.report import Run
 from blockpilot.sweep import MAX_BLOCK_SIZE, sampler_seed

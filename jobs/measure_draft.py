@@ -19,7 +19,7 @@ from blockpilot.drafts.blocks import emitted_along
 from blockpilot.draft_data import Answer, generate_answers
 from blockpilot.storage import write_text
 from blockpilot.pairs.loading import Pair
-from blockpilot.prompts import Prompt, load_prompts, split
+from blockpilot.prompts.files import Prompt, load_prompts, split
 from blockpilot.replay import Text, accepted_everywhere, know
 from blockpilot.report import Interval, ratio_of_totals
 from blockpilot.sweep import check_candidates

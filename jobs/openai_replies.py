@@ -22,7 +22,7 @@ from blockpilot.costs import StepCosts, device_name, dtype_name
 from blockpilot.engine import Policy, Request, Step
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy import LearnedPolicy
-from blockpilot.prompts import Message, Prompt
+from blockpilot.prompts.files import Message, Prompt
 from blockpilot.text import TextStream
 from blockpilot.verify import Sampling
 from jobs.engine_loop import ClosedError, EngineError, EngineLoop, QueueFullError, Stream

@@ -28,7 +28,7 @@ from rich.table import Table
 from blockpilot.costs import COSTS_FILE, StepCosts, dtype_name, measure_costs
 from blockpilot.storage import is_file, join, write_bytes, write_text
 from blockpilot.pairs.loading import Pair
-from blockpilot.prompts import Prompt, load_prompts
+from blockpilot.prompts.files import Prompt, load_prompts
 from blockpilot.records import Metadata, mismatch, prompt_ids
 from blockpilot.sweep import (
     MAX_BLOCK_SIZE,

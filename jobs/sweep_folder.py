@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from blockpilot.storage import Place, delete, file_names, is_file, join, read_bytes, remove_unfinished, write_text
-from blockpilot.prompts import Message, Prompt
+from blockpilot.prompts.files import Message, Prompt
 from blockpilot.records import Metadata, SweepRow, difference, mismatch, read_file, write_rows
 from blockpilot.sweep import Reject
 

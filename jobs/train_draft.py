@@ -44,7 +44,7 @@ from blockpilot.draft_fit import (
     start_from_target,
 )
 from blockpilot.pairs.loading import check_fit, load_target, target_directory
-from blockpilot.prompts import Prompt
+from blockpilot.prompts.files import Prompt
 from blockpilot.models.target import Target, check_family
 from jobs import answers
 from jobs import measure_draft as measure_job

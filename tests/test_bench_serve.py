@@ -12,7 +12,7 @@ from api import app_of, over_http, until
 
 from blockpilot.engine import Engine, generate
 from blockpilot.pairs.loading import Pair
-from blockpilot.prompts import load_prompts
+from blockpilot.prompts.files import load_prompts
 from jobs.bench_serve import BenchServeConfig, run
 from jobs.config import ConfigError, PairConfig
 from jobs.engine_loop import EngineLoop

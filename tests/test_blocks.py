@@ -11,7 +11,7 @@ from blockpilot.drafts.dflash import save_draft
 from blockpilot.draft_data import Document
 from blockpilot.engine import generate
 from blockpilot.pairs.loading import Pair
-from blockpilot.prompts import Message, Prompt
+from blockpilot.prompts.files import Message, Prompt
 from blockpilot.models.target import Target
 
 MAX_NEW_TOKENS = 40

@@ -44,7 +44,7 @@ from blockpilot.draft_fit import (
 from blockpilot.engine import generate
 from blockpilot.models.packing import Packing
 from blockpilot.pairs.loading import Pair
-from blockpilot.prompts import Message, Prompt
+from blockpilot.prompts.files import Message, Prompt
 from blockpilot.models.target import Target
 from blockpilot.verify import Sampling
 

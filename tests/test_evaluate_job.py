@@ -24,7 +24,7 @@ from blockpilot.live_costs import LiveCosts
 from blockpilot.measure import Flow, Measured, in_turns
 from blockpilot.pairs.loading import Pair, PairId
 from blockpilot.policy import save_policy
-from blockpilot.prompts import Message, Prompt, answer_limit, load_prompts
+from blockpilot.prompts.files import Message, Prompt, answer_limit, load_prompts
 from blockpilot.records import Metadata, SweepRow, prompt_ids, write_rows
 from blockpilot.report import Comparison, Run, Totals
 from blockpilot.sweep import Summary, decode

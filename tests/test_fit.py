@@ -45,7 +45,7 @@ from blockpilot.policy import (
     slot_gaps,
 )
 from blockpilot.potential import Table, potential
-from blockpilot.prompts import Message, Prompt
+from blockpilot.prompts.files import Message, Prompt
 from blockpilot.records import Metadata, SweepRow, prompt_ids, validate
 from blockpilot.report import resampling_weights
 

@@ -24,7 +24,7 @@ from policies import tiny_policy
 
 from blockpilot.engine import Engine, generate
 from blockpilot.pairs.loading import Pair
-from blockpilot.prompts import Message, Prompt
+from blockpilot.prompts.files import Message, Prompt
 from jobs.engine_loop import EngineLoop
 
 MAX_LENGTH = 300

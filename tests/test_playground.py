@@ -11,7 +11,7 @@ from api import app_of, over_http
 
 from blockpilot.engine import Engine, generate
 from blockpilot.pairs.loading import Pair
-from blockpilot.prompts import Message, Prompt
+from blockpilot.prompts.files import Message, Prompt
 from jobs.engine_loop import EngineLoop
 from jobs.openai_api import ApiKeys
 

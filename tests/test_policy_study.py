@@ -7,7 +7,7 @@ import pytest
 
 from blockpilot.examples import prompt_key
 from blockpilot.policy import load_policy
-from blockpilot.prompts import load_prompts
+from blockpilot.prompts.files import load_prompts
 from jobs import report
 from jobs.answers import AnswersConfig, load_counted
 from jobs.evaluate_result import RESULT_FILE

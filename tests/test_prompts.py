@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from blockpilot import prompt_sets
+from blockpilot.prompts.files import sets as prompt_sets
 from blockpilot.pairs.loading import Pair
-from blockpilot.prompt_sets import PROMPT_SETS
-from blockpilot.prompts import Message, Prompt, answer_limit, load_prompts, save_prompts, split
+from blockpilot.prompts.sets import PROMPT_SETS
+from blockpilot.prompts.files import Message, Prompt, answer_limit, load_prompts, save_prompts, split
 
 CONVERSATION = [
     {"role": "system", "content": "Be brief."},
@@ -280,9 +280,9 @@ def test_wheel_of_benchmarks_is_read_from_its_stored_requests(
 def test_set_without_wheel_or_hub_names_the_remedy() -> None:
     """Offline in a process of its own, since `datasets` reads the setting once."""
     code = (
-        "import blockpilot.prompt_sets as s\n"
+        "import blockpilot.prompts.sets as s\n"
         "s._installed = lambda wheel: False\n"
-        "from blockpilot.prompts import load_prompts\n"
+        "from blockpilot.prompts.files import load_prompts\n"
         "for name in ('gsm8k', 'asdiv'):\n"
         "    try: load_prompts(name)\n"
         "    except ValueError as error: print(error)\n"

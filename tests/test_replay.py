@@ -8,7 +8,7 @@ import torch
 from blockpilot.drafts.blocks import emitted_along
 from blockpilot.engine import Engine, Request
 from blockpilot.pairs.loading import Pair
-from blockpilot.prompts import Message, Prompt
+from blockpilot.prompts.files import Message, Prompt
 from blockpilot.replay import Text, accepted_everywhere, know, walk
 from blockpilot.verify import Sampling
 

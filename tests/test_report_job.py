@@ -11,7 +11,7 @@ import pytest
 from test_fit import CANDIDATES, PAIR, metadata, synthetic_rows
 
 from blockpilot.costs import COSTS_FILE, StepCosts
-from blockpilot.prompts import Message, Prompt
+from blockpilot.prompts.files import Message, Prompt
 from blockpilot.records import SweepRow, write_rows
 from blockpilot.report import Run, Totals
 from blockpilot.sweep import least_cost

@@ -22,7 +22,7 @@ from processes import descendants
 from ray.cluster_utils import Cluster
 
 from blockpilot.pairs.loading import Pair
-from blockpilot.prompts import Prompt
+from blockpilot.prompts.files import Prompt
 from blockpilot.records import Metadata, SweepRow, read_file, read_rows, read_sweep, write_rows
 from blockpilot.sweep import Summary, replay
 from jobs.config import ConfigError, PairConfig, main

@@ -31,7 +31,7 @@ from blockpilot.draft_data import (
 )
 from blockpilot.draft_fit import DraftFit, frequent_tokens
 from blockpilot.pairs.loading import load_pair
-from blockpilot.prompts import load_prompts
+from blockpilot.prompts.files import load_prompts
 from jobs import answers
 from jobs.config import ConfigError
 from jobs.train_draft import (

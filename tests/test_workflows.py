@@ -14,7 +14,7 @@ from api import app_of, over_http
 from blockpilot.engine import Engine
 from blockpilot.pairs.loading import NAMED_PAIRS, Pair
 from blockpilot.policy import check_reads
-from blockpilot.prompts import load_prompts
+from blockpilot.prompts.files import load_prompts
 from jobs import serve
 from jobs.config import PairConfig, main
 from jobs.engine_loop import EngineLoop

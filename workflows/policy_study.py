@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from blockpilot.prompts import Prompt, load_prompts, save_prompts, split
+from blockpilot.prompts.files import Prompt, load_prompts, save_prompts, split
 from jobs import evaluate, report, sweep, train
 from jobs.answers import AnswersConfig, AnswerWorker
 from jobs.cluster import connect, pooled

@@ -14,7 +14,7 @@ import torch
 from openai import OpenAI
 from pydantic import Field
 
-from blockpilot.prompts import Message, Prompt, load_prompts, save_prompts, split
+from blockpilot.prompts.files import Message, Prompt, load_prompts, save_prompts, split
 from jobs import serve
 from jobs.config import Config, PairConfig, Resources, main
 from jobs.evaluate_inputs import NEWEST, EvaluateConfig

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
 
 from blockpilot.storage import write_text
-from blockpilot.prompt_sets import PROMPT_SETS, read_set
+from blockpilot.prompts.sets import PROMPT_SETS, read_set
 
 ROLES = ("system", "user", "assistant")
 FILE_SUFFIXES = (".jsonl", ".parquet", ".txt")

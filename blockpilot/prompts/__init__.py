@@ -1,0 +1,1 @@
+"""Prompts: named sets and files."""

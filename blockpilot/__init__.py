@@ -7,7 +7,7 @@ for step in bp.generate(pair, prompt_ids, block_size=8):
     print(step.tokens, step.num_accepted)
 """
 
-from blockpilot.costs import StepCosts
+from blockpilot.control.price import StepCosts
 from blockpilot.engine import Engine, Policy, Prefill, Request, Step, generate
 from blockpilot.pairs.loading import NAMED_PAIRS, Pair, PairId, load_pair
 from blockpilot.policy import CandidateSet, FixedPolicy, LearnedPolicy, load_policy, save_policy

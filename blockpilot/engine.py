@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from blockpilot.forecast import Forecast, Reader, choose
+from blockpilot.control.choose import Forecast, Reader, choose
 from blockpilot.models.packing import Packing, SideBySide
 from blockpilot.pairs.loading import Pair
 from blockpilot.models.target import Target
@@ -26,7 +26,7 @@ from blockpilot.text import TextStream
 from blockpilot.verify import Sampling, count_accepted, keyed_sample
 
 if TYPE_CHECKING:
-    from blockpilot.costs import StepCosts
+    from blockpilot.control.price import StepCosts
 
 MAX_PREFILL_TOKENS = 8192  # of prompts in one step, unless told otherwise
 MAX_PENDING = 8  # plain steps that the draft's cache is filled with together

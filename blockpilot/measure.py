@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count, cycle
 
 from blockpilot.engine import Request, Step
-from blockpilot.live_costs import LiveCosts
+from blockpilot.control.live import LiveCosts
 from blockpilot.report import Totals
 
 

@@ -23,9 +23,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from blockpilot.costs import COSTS_FILE, StepCosts
+from blockpilot.control.price import COSTS_FILE, StepCosts
 from blockpilot.storage import write_text
-from blockpilot.forecast import Forecast, TrackRecord
+from blockpilot.control.choose import Forecast, TrackRecord
 from blockpilot.network import Features, FoldedNetwork, Input, PolicyNetwork, Shape, no_probs, scalars, sparse_probs
 from blockpilot.pairs.loading import PairId
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from pydantic import Field, field_validator
 
-from blockpilot.costs import StepCosts, measure_costs, time_steps
+from blockpilot.control.price import StepCosts, measure_costs, time_steps
 from blockpilot.storage import write_text
 from blockpilot.report import markdown
 from blockpilot.sweep import MAX_BLOCK_SIZE

@@ -14,7 +14,7 @@ import tyro
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from transformers.utils.logging import disable_progress_bar
 
-from blockpilot.costs import BFLOAT16_INSTRUCTIONS
+from blockpilot.control.price import BFLOAT16_INSTRUCTIONS
 from blockpilot.storage import is_uri
 from blockpilot.pairs.loading import NAMED_PAIRS, Pair, check_pair_names, load_pair
 

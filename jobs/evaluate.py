@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from blockpilot.costs import COSTS_FILE, StepCosts
+from blockpilot.control.price import COSTS_FILE, StepCosts
 from blockpilot.storage import is_file, join, write_text
 from blockpilot.policy import INFO_FILE, WEIGHTS_FILE
 from blockpilot.report import Run, Totals

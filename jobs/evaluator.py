@@ -20,10 +20,10 @@ import torch
 from jinja2 import TemplateError
 from ray.exceptions import RayTaskError
 
-from blockpilot.costs import StepCosts, dtype_name, measured_up_to
+from blockpilot.control.price import StepCosts, dtype_name, measured_up_to
 from blockpilot.engine import Engine, Policy, Request
-from blockpilot.forecast import EVController, StaticForecast
-from blockpilot.live_costs import LiveCosts
+from blockpilot.control.choose import EVController, StaticForecast
+from blockpilot.control.live import LiveCosts
 from blockpilot.measure import Flow, Measured, in_turns, total_s
 from blockpilot.pairs.loading import Pair, PairId
 from blockpilot.policy import CandidateSet, LearnedPolicy, load_policy

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from blockpilot.costs import StepCosts
+from blockpilot.control.price import StepCosts
 from blockpilot.report import Interval
 
 SMALL, WIDE = (5.0, 3.2), (9.0, 3.6)

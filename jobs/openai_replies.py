@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 
-from blockpilot.costs import StepCosts, device_name, dtype_name
+from blockpilot.control.price import StepCosts, device_name, dtype_name
 from blockpilot.engine import Policy, Request, Step
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy import LearnedPolicy

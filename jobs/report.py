@@ -17,7 +17,7 @@ import numpy as np
 from jinja2 import Environment
 from pydantic import Field
 
-from blockpilot.costs import COSTS_FILE, StepCosts
+from blockpilot.control.price import COSTS_FILE, StepCosts
 from blockpilot.storage import is_file, join, write_bytes, write_text
 from blockpilot.potential import Table, potential
 from blockpilot.records import Metadata, SweepRow, read_parts

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from blockpilot.costs import COSTS_FILE, StepCosts, dtype_name, measure_costs
+from blockpilot.control.price import COSTS_FILE, StepCosts, dtype_name, measure_costs
 from blockpilot.storage import is_file, join, write_bytes, write_text
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt, load_prompts

@@ -27,7 +27,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from blockpilot.costs import COSTS_FILE, StepCosts
+from blockpilot.control.price import COSTS_FILE, StepCosts
 from blockpilot.examples import Examples, Index, split_examples, write_examples
 from blockpilot.storage import is_file, is_folder, join, write_text
 from blockpilot.fit import Fit, FitSettings, Task, fitted_network, new_network, predict, shrink

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from blockpilot.costs import StepCosts
+from blockpilot.control.price import StepCosts
 from blockpilot.network import Input, PolicyNetwork, Shape
 from blockpilot.pairs.loading import PairId
 from blockpilot.policy import CandidateSet, Head, LearnedPolicy, PolicyInfo, Reads, Scalar

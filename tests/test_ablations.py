@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from test_fit import CANDIDATES, PAIR, metadata, synthetic_rows
 
-from blockpilot.costs import COSTS_FILE, StepCosts
+from blockpilot.control.price import COSTS_FILE, StepCosts
 from blockpilot.records import write_rows
 from jobs.train import TrainConfig
 from workflows.ablations import AblationsConfig, Datasets, run, variants

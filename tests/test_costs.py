@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockpilot.costs import StepCosts, measure_costs, never_falling
+from blockpilot.control.price import StepCosts, measure_costs, never_falling
 from blockpilot.engine import Engine, Request
 from blockpilot.pairs.loading import Pair, PairId
 

@@ -12,7 +12,7 @@ import blockpilot as bp
 from blockpilot.models.cache import SlotView
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.engine import Engine, Policy, Prefill, Request, Step, generate
-from blockpilot.forecast import EVController, Forecast, StaticForecast, choose
+from blockpilot.control.choose import EVController, Forecast, StaticForecast, choose
 from blockpilot.models.packing import Packing
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy import CandidateSet, LearnedForecast, LearnedPolicy

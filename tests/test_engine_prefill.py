@@ -5,7 +5,7 @@ import torch
 from test_engine import NEVER, PROMPT, plain_text, run, text_of
 
 from blockpilot.engine import Engine, Prefill, Request
-from blockpilot.forecast import StaticForecast
+from blockpilot.control.choose import StaticForecast
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy import CandidateSet
 from blockpilot.verify import Sampling

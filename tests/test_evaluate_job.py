@@ -16,11 +16,11 @@ import ray
 import torch
 from policies import tiny_policy
 
-from blockpilot import live_costs
-from blockpilot.costs import COSTS_FILE, StepCosts, device_name
+from blockpilot.control import live as live_costs
+from blockpilot.control.price import COSTS_FILE, StepCosts, device_name
 from blockpilot.engine import Engine, Prefill, Request, generate
 from blockpilot.examples import prompt_key
-from blockpilot.live_costs import LiveCosts
+from blockpilot.control.live import LiveCosts
 from blockpilot.measure import Flow, Measured, in_turns
 from blockpilot.pairs.loading import Pair, PairId
 from blockpilot.policy import save_policy

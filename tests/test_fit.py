@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from blockpilot.drafts.blocks import emitted_along
-from blockpilot.costs import StepCosts
+from blockpilot.control.price import StepCosts
 from blockpilot.engine import Prefill
 from blockpilot.examples import Examples, open_examples, write_examples
 from blockpilot.fit import (
@@ -29,7 +29,7 @@ from blockpilot.fit import (
     shrink,
     train_epoch,
 )
-from blockpilot.forecast import Forecast, choose
+from blockpilot.control.choose import Forecast, choose
 from blockpilot.lookup import decode, hindsight, lookup_report
 from blockpilot.network import Input, PolicyNetwork, no_probs
 from blockpilot.pairs.loading import PairId

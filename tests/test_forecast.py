@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blockpilot.costs import StepCosts
+from blockpilot.control.price import StepCosts
 from blockpilot.engine import Prefill
-from blockpilot.forecast import EVController, Forecast, RunningMeans, StaticForecast, TrackRecord, choose
+from blockpilot.control.choose import EVController, Forecast, RunningMeans, StaticForecast, TrackRecord, choose
 from blockpilot.pairs.loading import PairId
 from blockpilot.policy import CandidateSet
 

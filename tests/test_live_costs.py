@@ -9,11 +9,11 @@ from itertools import chain, cycle, islice, repeat
 
 import pytest
 
-from blockpilot import pace
-from blockpilot.costs import StepCosts
+from blockpilot.control import pace
+from blockpilot.control.price import StepCosts
 from blockpilot.engine import Engine, Request, StepShape
-from blockpilot.forecast import StaticForecast
-from blockpilot.live_costs import ALIKE, KINDS, MIXED, PLAIN, REFRESH_EVERY, LiveCosts
+from blockpilot.control.choose import StaticForecast
+from blockpilot.control.live import ALIKE, KINDS, MIXED, PLAIN, REFRESH_EVERY, LiveCosts
 from blockpilot.pairs.loading import Pair, PairId
 from blockpilot.policy import CandidateSet
 

@@ -7,7 +7,7 @@ from itertools import cycle, islice
 import numpy as np
 import pytest
 
-from blockpilot.pace import ALIKE, FADING, FIRST_LEVEL, LEVEL_STEP, MIXED, NOISE, PLAIN, RESTING, Pace
+from blockpilot.control.pace import ALIKE, FADING, FIRST_LEVEL, LEVEL_STEP, MIXED, NOISE, PLAIN, RESTING, Pace
 
 Seen = Sequence[tuple[str, int, float]]
 KINDS = (PLAIN, ALIKE, MIXED, RESTING)

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from blockpilot.costs import StepCosts
+from blockpilot.control.price import StepCosts
 from blockpilot.engine import Prefill
-from blockpilot.forecast import choose
+from blockpilot.control.choose import choose
 from blockpilot.network import (
     FORMS,
     INPUTS,

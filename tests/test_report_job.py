@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from test_fit import CANDIDATES, PAIR, metadata, synthetic_rows
 
-from blockpilot.costs import COSTS_FILE, StepCosts
+from blockpilot.control.price import COSTS_FILE, StepCosts
 from blockpilot.prompts.files import Message, Prompt
 from blockpilot.records import SweepRow, write_rows
 from blockpilot.report import Run, Totals

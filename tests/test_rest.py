@@ -5,16 +5,16 @@ from collections.abc import Iterator
 
 import pytest
 
-import blockpilot.rest
-from blockpilot import live_costs
-from blockpilot.costs import StepCosts
+import blockpilot.control.backoff
+from blockpilot.control import live as live_costs
+from blockpilot.control.price import StepCosts
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.engine import Engine, Request, StepShape
-from blockpilot.forecast import StaticForecast
-from blockpilot.live_costs import LiveCosts
+from blockpilot.control.choose import StaticForecast
+from blockpilot.control.live import LiveCosts
 from blockpilot.pairs.loading import Pair, PairId
 from blockpilot.policy import CandidateSet
-from blockpilot.rest import GAIN, LONGEST, SHORTEST, SHORTEST_WINDOW, WINDOW, Rest
+from blockpilot.control.backoff import GAIN, LONGEST, SHORTEST, SHORTEST_WINDOW, WINDOW, Rest
 from blockpilot.verify import Sampling
 
 ROWS = 16
@@ -174,8 +174,8 @@ def test_seconds_of_an_engines_own_steps_send_it_to_rest(tiny_pair: Pair, monkey
     """Drafting pays by what was measured. The clock says that it does not, however long a step really takes."""
     clock, window = itertools.count(), 64
     monkeypatch.setattr(live_costs.time, "perf_counter", lambda: float(next(clock)))
-    monkeypatch.setattr(blockpilot.rest, "WINDOW", window)
-    monkeypatch.setattr(blockpilot.rest, "SHORTEST_WINDOW", window // 4)
+    monkeypatch.setattr(blockpilot.control.backoff, "WINDOW", window)
+    monkeypatch.setattr(blockpilot.control.backoff, "SHORTEST_WINDOW", window // 4)
     table = (((1.0,),), ((1.0,),))
     costs = StepCosts(PairId("t", "1", "d", "2"), "float32", "cpu", (1, 4), (1,), (64,), table, table, table)
     engine = forecasting(tiny_pair, num_slots=1)

@@ -16,7 +16,7 @@ import torch
 from processes import descendants
 from test_fit import CANDIDATES, NUM_PLACES, PAIR, VOCAB_SIZE, metadata, synthetic_rows
 
-from blockpilot.costs import StepCosts
+from blockpilot.control.price import StepCosts
 from blockpilot.examples import open_examples, prompt_key, read_index, split_examples, write_examples
 from blockpilot.fit import Fit, FitSettings, Task, fitted_network, new_network, predict, shrink
 from blockpilot.policy import load_policy

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from blockpilot.costs import StepCosts
+    from blockpilot.control.price import StepCosts
     from blockpilot.engine import Prefill
     from blockpilot.policy import CandidateSet
 

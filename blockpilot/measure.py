@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, cycle
 
-from blockpilot.engine import Request, Step
+from blockpilot.engine.engine import Request, Step
 from blockpilot.control.live import LiveCosts
 from blockpilot.report import Totals
 

@@ -30,7 +30,7 @@ from blockpilot.network import Features, FoldedNetwork, Input, PolicyNetwork, Sh
 from blockpilot.pairs.loading import PairId
 
 if TYPE_CHECKING:
-    from blockpilot.engine import Prefill
+    from blockpilot.engine.engine import Prefill
     from blockpilot.pairs.loading import Pair
 
 WEIGHTS_FILE = "policy.safetensors"

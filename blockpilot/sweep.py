@@ -20,13 +20,13 @@ from jinja2 import TemplateError
 from torch import Tensor
 
 from blockpilot.drafts.blocks import emitted_along
-from blockpilot.engine import Engine, Prefill, Request, Step
+from blockpilot.engine.engine import Engine, Prefill, Request, Step
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy import CandidateSet
 from blockpilot.prompts.files import Prompt
 from blockpilot.records import MIN_PROB, SweepRow, prompt_ids
 from blockpilot.replay import KnownTexts, Text, accepted_everywhere, know, walk
-from blockpilot.verify import Sampling
+from blockpilot.engine.sampling import Sampling
 
 MAX_BLOCK_SIZE = 32
 

@@ -20,7 +20,7 @@ from blockpilot.draft_data import AnswerSource, generate_answers, write_answers,
 from blockpilot.storage import remove_unfinished, write_text
 from blockpilot.pairs.loading import EMBEDDED_TARGET, Pair, target_only
 from blockpilot.prompts.files import Prompt, load_prompts, split
-from blockpilot.verify import Sampling
+from blockpilot.engine.sampling import Sampling
 from jobs.cluster import connect, num_threads, pooled, show_progress
 from jobs.config import Config, Resources, absolute_in_submitted_job, main
 

@@ -25,12 +25,12 @@ import numpy as np
 import torch
 from pydantic import Field, field_validator
 
-from blockpilot.engine import Engine, Request
+from blockpilot.engine.engine import Engine, Request
 from blockpilot.storage import write_bytes, write_text
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt, answer_limit, load_prompts
 from blockpilot.report import Interval, markdown, ratio_of_totals, with_range
-from blockpilot.verify import Sampling
+from blockpilot.engine.sampling import Sampling
 from jobs import figures
 from jobs.config import Config, PairConfig, main
 from jobs.http_load import Clients, Received

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from blockpilot.drafts.dflash import save_draft
-from blockpilot.engine import generate
+from blockpilot.engine.engine import generate
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import load_prompts
 from jobs.config import Config, PairConfig, main

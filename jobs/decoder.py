@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from blockpilot.control.price import StepCosts, measured_up_to
-from blockpilot.engine import Engine, cache_bytes
+from blockpilot.engine.engine import Engine, cache_bytes
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy import FixedPolicy, LearnedPolicy, load_policy
 from jobs.champions import ChampionWatch

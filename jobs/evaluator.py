@@ -21,7 +21,7 @@ from jinja2 import TemplateError
 from ray.exceptions import RayTaskError
 
 from blockpilot.control.price import StepCosts, dtype_name, measured_up_to
-from blockpilot.engine import Engine, Policy, Request
+from blockpilot.engine.engine import Engine, Policy, Request
 from blockpilot.control.choose import EVController, StaticForecast
 from blockpilot.control.live import LiveCosts
 from blockpilot.measure import Flow, Measured, in_turns, total_s
@@ -31,7 +31,7 @@ from blockpilot.prompts.files import Prompt
 from blockpilot.records import prompt_ids
 from blockpilot.report import Run
 from blockpilot.sweep import MAX_BLOCK_SIZE, sampler_seed
-from blockpilot.verify import Sampling
+from blockpilot.engine.sampling import Sampling
 from jobs.cluster import actor_options, num_threads
 from jobs.config import PairConfig
 

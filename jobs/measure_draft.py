@@ -23,7 +23,7 @@ from blockpilot.prompts.files import Prompt, load_prompts, split
 from blockpilot.replay import Text, accepted_everywhere, know
 from blockpilot.report import Interval, ratio_of_totals
 from blockpilot.sweep import check_candidates
-from blockpilot.verify import Sampling
+from blockpilot.engine.sampling import Sampling
 from jobs.cluster import connect, num_threads, pooled
 from jobs.config import Config, PairConfig, Resources, absolute_in_submitted_job, main
 

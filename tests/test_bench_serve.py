@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from api import app_of, over_http, until
 
-from blockpilot.engine import Engine, generate
+from blockpilot.engine.engine import Engine, generate
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import load_prompts
 from jobs.bench_serve import BenchServeConfig, run

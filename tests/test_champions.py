@@ -12,7 +12,7 @@ import pytest
 from fastapi.testclient import TestClient
 from policies import tiny_policy
 
-from blockpilot.engine import Engine, cache_bytes
+from blockpilot.engine.engine import Engine, cache_bytes
 from blockpilot.pairs.loading import Pair, PairId
 from blockpilot.policy import save_policy
 from jobs.champions import ChampionWatch

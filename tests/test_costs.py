@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blockpilot.control.price import StepCosts, measure_costs, never_falling
-from blockpilot.engine import Engine, Request
+from blockpilot.engine.engine import Engine, Request
 from blockpilot.pairs.loading import Pair, PairId
 
 COSTS = StepCosts(

@@ -41,12 +41,12 @@ from blockpilot.draft_fit import (
     sample_vocabulary,
     start_from_target,
 )
-from blockpilot.engine import generate
+from blockpilot.engine.engine import generate
 from blockpilot.models.packing import Packing
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Message, Prompt
 from blockpilot.models.target import Target
-from blockpilot.verify import Sampling
+from blockpilot.engine.sampling import Sampling
 
 BLOCK = 4
 ANSWERED = AnswerSource("tiny", "revision")

@@ -11,13 +11,13 @@ from torch import Tensor
 import blockpilot as bp
 from blockpilot.models.cache import SlotView
 from blockpilot.drafts.dflash import DraftModel
-from blockpilot.engine import Engine, Policy, Prefill, Request, Step, generate
+from blockpilot.engine.engine import Engine, Policy, Prefill, Request, Step, generate
 from blockpilot.control.choose import EVController, Forecast, StaticForecast, choose
 from blockpilot.models.packing import Packing
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy import CandidateSet, LearnedForecast, LearnedPolicy
 from blockpilot.replay import KnownTexts, Text, know
-from blockpilot.verify import Sampling
+from blockpilot.engine.sampling import Sampling
 
 PROMPT = tuple(range(40, 59))
 NEVER: frozenset[int] = frozenset()
@@ -38,7 +38,7 @@ def run(engine: Engine, requests: Sequence[Request]) -> list[list[Step]]:
 
 def plain_text(pair: Pair, prompt: Sequence[int], num: int, sampling: Sampling) -> tuple[int, ...]:
     """One token at a time by the stock model, without any cache of ours; T = 0 by argmax, T > 0 by the key."""
-    from blockpilot.verify import keyed_sample
+    from blockpilot.engine.sampling import keyed_sample
 
     tokens = list(prompt)
     for _ in range(num):

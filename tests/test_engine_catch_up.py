@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from blockpilot.engine import Engine, Prefill, Request, Step
+from blockpilot.engine.engine import Engine, Prefill, Request, Step
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy import CandidateSet
-from blockpilot.verify import Sampling
+from blockpilot.engine.sampling import Sampling
 
 CANDIDATES = CandidateSet((1, 2, 4))
 PROMPTS = [tuple(range(10 + i, 20 + 2 * i)) for i in range(6)]
@@ -50,7 +50,7 @@ def test_steps_are_those_of_an_engine_that_never_waits(
         return [(s.request_id, s.tokens, s.block_size, s.num_accepted, s.finish_reason) for s in steps]
 
     waiting = run(tiny_pair, drafting, num_slots)
-    monkeypatch.setattr("blockpilot.engine.MAX_PENDING", 1)
+    monkeypatch.setattr("blockpilot.engine.engine.MAX_PENDING", 1)
     assert told(waiting) == told(run(tiny_pair, drafting, num_slots))
     assert {s.block_size for s in waiting} >= ({1, 4} if drafting else {1})
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from test_engine import NEVER, PROMPT, run
 
-from blockpilot.engine import Engine, Request
+from blockpilot.engine.engine import Engine, Request
 from blockpilot.pairs.loading import Pair
-from blockpilot.verify import Sampling
+from blockpilot.engine.sampling import Sampling
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

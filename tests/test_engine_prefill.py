@@ -4,11 +4,11 @@ import pytest
 import torch
 from test_engine import NEVER, PROMPT, plain_text, run, text_of
 
-from blockpilot.engine import Engine, Prefill, Request
+from blockpilot.engine.engine import Engine, Prefill, Request
 from blockpilot.control.choose import StaticForecast
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy import CandidateSet
-from blockpilot.verify import Sampling
+from blockpilot.engine.sampling import Sampling
 
 LONG = tuple(range(10, 70))
 

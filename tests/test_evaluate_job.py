@@ -18,7 +18,7 @@ from policies import tiny_policy
 
 from blockpilot.control import live as live_costs
 from blockpilot.control.price import COSTS_FILE, StepCosts, device_name
-from blockpilot.engine import Engine, Prefill, Request, generate
+from blockpilot.engine.engine import Engine, Prefill, Request, generate
 from blockpilot.examples import prompt_key
 from blockpilot.control.live import LiveCosts
 from blockpilot.measure import Flow, Measured, in_turns
@@ -28,7 +28,7 @@ from blockpilot.prompts.files import Message, Prompt, answer_limit, load_prompts
 from blockpilot.records import Metadata, SweepRow, prompt_ids, write_rows
 from blockpilot.report import Comparison, Run, Totals
 from blockpilot.sweep import Summary, decode
-from blockpilot.verify import Sampling
+from blockpilot.engine.sampling import Sampling
 from jobs import evaluate
 from jobs import evaluate_inputs
 from jobs import evaluate_result

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from blockpilot.drafts.blocks import emitted_along
 from blockpilot.control.price import StepCosts
-from blockpilot.engine import Prefill
+from blockpilot.engine.engine import Prefill
 from blockpilot.examples import Examples, open_examples, write_examples
 from blockpilot.fit import (
     Fit,

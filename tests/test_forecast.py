@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blockpilot.control.price import StepCosts
-from blockpilot.engine import Prefill
+from blockpilot.engine.engine import Prefill
 from blockpilot.control.choose import EVController, Forecast, RunningMeans, StaticForecast, TrackRecord, choose
 from blockpilot.pairs.loading import PairId
 from blockpilot.policy import CandidateSet

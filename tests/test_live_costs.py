@@ -11,7 +11,7 @@ import pytest
 
 from blockpilot.control import pace
 from blockpilot.control.price import StepCosts
-from blockpilot.engine import Engine, Request, StepShape
+from blockpilot.engine.engine import Engine, Request, StepShape
 from blockpilot.control.choose import StaticForecast
 from blockpilot.control.live import ALIKE, KINDS, MIXED, PLAIN, REFRESH_EVERY, LiveCosts
 from blockpilot.pairs.loading import Pair, PairId

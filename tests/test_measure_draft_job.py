@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from blockpilot.engine import generate
+from blockpilot.engine.engine import generate
 from blockpilot.pairs.loading import load_pair
 from blockpilot.prompts.files import load_prompts, split
 from blockpilot.report import Interval

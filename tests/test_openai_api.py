@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from policies import tiny_policy
 
-from blockpilot.engine import Engine, generate
+from blockpilot.engine.engine import Engine, generate
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Message, Prompt
 from jobs.engine_loop import EngineLoop

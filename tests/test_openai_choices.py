@@ -7,7 +7,7 @@ import pytest
 from api import CHAT, COMPLETIONS, QUESTION, JsonObject, ask, check_error, client_of, events, text_of
 from fastapi.testclient import TestClient
 
-from blockpilot.engine import Engine
+from blockpilot.engine.engine import Engine
 from blockpilot.pairs.loading import Pair
 from jobs.engine_loop import EngineLoop
 

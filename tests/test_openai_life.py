@@ -9,7 +9,7 @@ import pytest
 from api import COMPLETIONS, LONG, Exchange, app_of, check_error, client_of, idle, until
 from fastapi.testclient import TestClient
 
-from blockpilot.engine import Engine, Prefill, generate
+from blockpilot.engine.engine import Engine, Prefill, generate
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy import FixedPolicy
 from jobs.engine_loop import MAX_FAILURES, EngineLoop

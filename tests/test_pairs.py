@@ -20,7 +20,7 @@ from transformers import (
 
 from blockpilot.pairs.loading import loading as pairs
 from blockpilot.drafts.dflash import DraftModel, new_draft_config, save_draft
-from blockpilot.engine import generate
+from blockpilot.engine.engine import generate
 from blockpilot.pairs.loading import (
     NAMED_PAIRS,
     Pair,

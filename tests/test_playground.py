@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from api import app_of, over_http
 
-from blockpilot.engine import Engine, generate
+from blockpilot.engine.engine import Engine, generate
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Message, Prompt
 from jobs.engine_loop import EngineLoop

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from blockpilot.control.price import StepCosts
-from blockpilot.engine import Prefill
+from blockpilot.engine.engine import Prefill
 from blockpilot.control.choose import choose
 from blockpilot.network import (
     FORMS,

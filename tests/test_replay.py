@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from blockpilot.drafts.blocks import emitted_along
-from blockpilot.engine import Engine, Request
+from blockpilot.engine.engine import Engine, Request
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Message, Prompt
 from blockpilot.replay import Text, accepted_everywhere, know, walk
-from blockpilot.verify import Sampling
+from blockpilot.engine.sampling import Sampling
 
 ASKED = "Count from one to twenty in words.", "Name three fruits.", "What is the capital of France?"
 MAX_NEW_TOKENS = 40

@@ -9,13 +9,13 @@ import blockpilot.control.backoff
 from blockpilot.control import live as live_costs
 from blockpilot.control.price import StepCosts
 from blockpilot.drafts.dflash import DraftModel
-from blockpilot.engine import Engine, Request, StepShape
+from blockpilot.engine.engine import Engine, Request, StepShape
 from blockpilot.control.choose import StaticForecast
 from blockpilot.control.live import LiveCosts
 from blockpilot.pairs.loading import Pair, PairId
 from blockpilot.policy import CandidateSet
 from blockpilot.control.backoff import GAIN, LONGEST, SHORTEST, SHORTEST_WINDOW, WINDOW, Rest
-from blockpilot.verify import Sampling
+from blockpilot.engine.sampling import Sampling
 
 ROWS = 16
 PLAIN_S = 0.05

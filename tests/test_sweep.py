@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from blockpilot.drafts.blocks import emitted_along
-from blockpilot.engine import Engine, Step, generate
+from blockpilot.engine.engine import Engine, Step, generate
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Message, Prompt, load_prompts
 from blockpilot.records import MIN_PROB, Metadata, SweepRow, prompt_ids, read_rows, validate, vectors, write_rows

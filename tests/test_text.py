@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from blockpilot.text import TextStream
+from blockpilot.engine.detokenize import TextStream
 
 CORPUS = [
     "the cat sat on the mat, the end",

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from blockpilot.verify import (
+from blockpilot.engine.sampling import (
     NUM_ARRIVALS,
     Sampling,
     arrivals,

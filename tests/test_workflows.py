@@ -11,7 +11,7 @@ import pytest
 import ray
 from api import app_of, over_http
 
-from blockpilot.engine import Engine
+from blockpilot.engine.engine import Engine
 from blockpilot.pairs.loading import NAMED_PAIRS, Pair
 from blockpilot.policy import check_reads
 from blockpilot.prompts.files import load_prompts

@@ -16,7 +16,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from blockpilot.control.price import StepCosts
-    from blockpilot.engine import Prefill
+    from blockpilot.engine.engine import Prefill
     from blockpilot.policy import CandidateSet
 
 

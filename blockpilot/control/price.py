@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from blockpilot.engine import Engine, Request
+from blockpilot.engine.engine import Engine, Request
 from blockpilot.storage import Place, read_bytes
 from blockpilot.pairs.loading import Pair, PairId
 

@@ -22,8 +22,8 @@ from blockpilot.control.choose import Forecast, Reader, choose
 from blockpilot.models.packing import Packing, SideBySide
 from blockpilot.pairs.loading import Pair
 from blockpilot.models.target import Target
-from blockpilot.text import TextStream
-from blockpilot.verify import Sampling, count_accepted, keyed_sample
+from blockpilot.engine.detokenize import TextStream
+from blockpilot.engine.sampling import Sampling, count_accepted, keyed_sample
 
 if TYPE_CHECKING:
     from blockpilot.control.price import StepCosts

@@ -1,0 +1,1 @@
+"""Tokens: the batched engine, the keyed sampler, text as it comes."""

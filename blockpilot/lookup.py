@@ -18,7 +18,7 @@ from torch import Tensor
 from blockpilot.examples import Examples
 from blockpilot.fit import Task, predict
 from blockpilot.network import PolicyNetwork
-from blockpilot.potential import NUM_ROUNDS, Array, Table, gain
+from blockpilot.evaluation.oracle import NUM_ROUNDS, Array, Table, gain
 
 
 class LookupReport(NamedTuple):

@@ -29,7 +29,7 @@ from blockpilot.engine.engine import Engine, Request
 from blockpilot.storage import write_bytes, write_text
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt, answer_limit, load_prompts
-from blockpilot.report import Interval, markdown, ratio_of_totals, with_range
+from blockpilot.evaluation.statistics import Interval, markdown, ratio_of_totals, with_range
 from blockpilot.engine.sampling import Sampling
 from jobs import figures
 from jobs.config import Config, PairConfig, main

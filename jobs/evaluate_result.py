@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from blockpilot.storage import write_text
-from blockpilot.report import Comparison, Figures, Interval, Run, cells, fastest_block_size, markdown, with_range
+from blockpilot.evaluation.statistics import Comparison, Figures, Interval, Run, cells, fastest_block_size, markdown, with_range
 from jobs.evaluate_inputs import EvaluateConfig, Plan
 from jobs.evaluator import AR, CONTROL, ORACLE, POLICY, Setting, method_name
 from jobs.registry import CHAMPION, HeldOut, Registry, Version, kept_for_later

@@ -24,12 +24,12 @@ from blockpilot.control.price import StepCosts, dtype_name, measured_up_to
 from blockpilot.engine.engine import Engine, Policy, Request
 from blockpilot.control.choose import EVController, StaticForecast
 from blockpilot.control.live import LiveCosts
-from blockpilot.measure import Flow, Measured, in_turns, total_s
+from blockpilot.evaluation.measurement import Flow, Measured, in_turns, total_s
 from blockpilot.pairs.loading import Pair, PairId
 from blockpilot.policy import CandidateSet, LearnedPolicy, load_policy
 from blockpilot.prompts.files import Prompt
 from blockpilot.records import prompt_ids
-from blockpilot.report import Run
+from blockpilot.evaluation.statistics import Run
 from blockpilot.sweep import MAX_BLOCK_SIZE, sampler_seed
 from blockpilot.engine.sampling import Sampling
 from jobs.cluster import actor_options, num_threads

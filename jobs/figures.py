@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from blockpilot.control.price import StepCosts
-from blockpilot.report import Interval
+from blockpilot.evaluation.statistics import Interval
 
 SMALL, WIDE = (5.0, 3.2), (9.0, 3.6)
 NUM_BINS = 10  # of predictions, by quantile

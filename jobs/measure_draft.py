@@ -21,7 +21,7 @@ from blockpilot.storage import write_text
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt, load_prompts, split
 from blockpilot.replay import Text, accepted_everywhere, know
-from blockpilot.report import Interval, ratio_of_totals
+from blockpilot.evaluation.statistics import Interval, ratio_of_totals
 from blockpilot.sweep import check_candidates
 from blockpilot.engine.sampling import Sampling
 from jobs.cluster import connect, num_threads, pooled

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from pydantic import Field
 
 from blockpilot.pairs.loading import NAMED_PAIRS, PairId
-from blockpilot.report import Interval, with_range
+from blockpilot.evaluation.statistics import Interval, with_range
 from jobs.config import DEFAULT_PAIR, Config, main
 from jobs.registry import HeldOut, Registry, Version, model_name
 

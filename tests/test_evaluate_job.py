@@ -21,12 +21,12 @@ from blockpilot.control.price import COSTS_FILE, StepCosts, device_name
 from blockpilot.engine.engine import Engine, Prefill, Request, generate
 from blockpilot.examples import prompt_key
 from blockpilot.control.live import LiveCosts
-from blockpilot.measure import Flow, Measured, in_turns
+from blockpilot.evaluation.measurement import Flow, Measured, in_turns
 from blockpilot.pairs.loading import Pair, PairId
 from blockpilot.policy import save_policy
 from blockpilot.prompts.files import Message, Prompt, answer_limit, load_prompts
 from blockpilot.records import Metadata, SweepRow, prompt_ids, write_rows
-from blockpilot.report import Comparison, Run, Totals
+from blockpilot.evaluation.statistics import Comparison, Run, Totals
 from blockpilot.sweep import Summary, decode
 from blockpilot.engine.sampling import Sampling
 from jobs import evaluate

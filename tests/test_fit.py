@@ -44,10 +44,10 @@ from blockpilot.policy import (
     expected_taus,
     slot_gaps,
 )
-from blockpilot.potential import Table, potential
+from blockpilot.evaluation.oracle import Table, potential
 from blockpilot.prompts.files import Message, Prompt
 from blockpilot.records import Metadata, SweepRow, prompt_ids, validate
-from blockpilot.report import resampling_weights
+from blockpilot.evaluation.statistics import resampling_weights
 
 CANDIDATES = [2, 4, 6, 8]
 VOCAB_SIZE = 64

@@ -11,7 +11,7 @@ import pytest
 from blockpilot.engine.engine import generate
 from blockpilot.pairs.loading import load_pair
 from blockpilot.prompts.files import load_prompts, split
-from blockpilot.report import Interval
+from blockpilot.evaluation.statistics import Interval
 from jobs.config import ConfigError, PairConfig
 from jobs.measure_draft import DraftWorker, Measured, MeasureDraftConfig, Task, prompts_of, run, tables
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from blockpilot.potential import Table, gain, oracle, potential
+from blockpilot.evaluation.oracle import Table, gain, oracle, potential
 
 Array = NDArray[np.float64]
 

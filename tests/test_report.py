@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from blockpilot.report import (
+from blockpilot.evaluation.statistics import (
     Comparison,
     Figures,
     Interval,

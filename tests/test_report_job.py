@@ -13,7 +13,7 @@ from test_fit import CANDIDATES, PAIR, metadata, synthetic_rows
 from blockpilot.control.price import COSTS_FILE, StepCosts
 from blockpilot.prompts.files import Message, Prompt
 from blockpilot.records import SweepRow, write_rows
-from blockpilot.report import Run, Totals
+from blockpilot.evaluation.statistics import Run, Totals
 from blockpilot.sweep import least_cost
 from jobs import evaluate_inputs
 from jobs import evaluate_result

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from blockpilot.storage import write_text
 from blockpilot.network import FORMS
-from blockpilot.report import markdown
+from blockpilot.evaluation.statistics import markdown
 from jobs.cluster import connect
 from jobs.config import Config, Place, absolute_in_submitted_job, main
 from jobs.train import Dataset, Fitted, TrainConfig, fit, plan, read_dataset

@@ -11,7 +11,7 @@ from typing import Any
 from blockpilot.drafts.dflash import load_draft
 from blockpilot.draft_fit import Weighting
 from blockpilot.storage import write_text
-from blockpilot.report import markdown
+from blockpilot.evaluation.statistics import markdown
 from jobs import train_draft
 from jobs.config import main
 from jobs.train_draft import TrainDraftConfig, TrainDraftResult

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from blockpilot.report import markdown
+from blockpilot.evaluation.statistics import markdown
 from jobs import evaluate, promote, serve, sweep, train
 from jobs.cluster import connect
 from jobs.config import Config

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from blockpilot.report import Interval, interval, resampling_weights
+from blockpilot.evaluation.statistics import Interval, interval, resampling_weights
 
 Array = NDArray[np.float64]
 Columns = NDArray[np.int64]

@@ -11,7 +11,7 @@ from itertools import count, cycle
 
 from blockpilot.engine.engine import Request, Step
 from blockpilot.control.live import LiveCosts
-from blockpilot.report import Totals
+from blockpilot.evaluation.statistics import Totals
 
 
 @dataclass

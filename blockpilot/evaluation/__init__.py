@@ -1,0 +1,1 @@
+"""Interleaved measurement, intervals over prompts, and the oracle as a bound."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from blockpilot.storage import write_text
 from blockpilot.network import SCALARS, Features, SparseProbs, scalars
 from blockpilot.policy import Reads
-from blockpilot.records import SweepRow, vectors
+from blockpilot.sweep.rows import SweepRow, vectors
 
 INDEX_FILE = "index.json"
 _COLUMNS: dict[str, Any] = {

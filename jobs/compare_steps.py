@@ -15,7 +15,7 @@ from pydantic import Field, field_validator
 from blockpilot.control.price import StepCosts, measure_costs, time_steps
 from blockpilot.storage import write_text
 from blockpilot.evaluation.statistics import markdown
-from blockpilot.sweep import MAX_BLOCK_SIZE
+from blockpilot.sweep.sweep import MAX_BLOCK_SIZE
 from jobs.config import Config, PairConfig, main
 
 

@@ -16,8 +16,8 @@ from rich.table import Table
 
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt, load_prompts
-from blockpilot.records import SweepRow
-from blockpilot.sweep import candidates_around, check_candidates, decode, replay
+from blockpilot.sweep.rows import SweepRow
+from blockpilot.sweep.sweep import candidates_around, check_candidates, decode, replay
 from jobs.config import Config, PairConfig, main
 
 Sweep = Callable[[Sequence[Prompt]], list[SweepRow]]

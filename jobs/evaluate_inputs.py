@@ -13,8 +13,8 @@ from blockpilot.examples import prompt_key
 from blockpilot.pairs.loading import PairId
 from blockpilot.policy import load_policy
 from blockpilot.prompts.files import Prompt, answer_limit, load_prompts
-from blockpilot.records import prompt_ids, read_parts
-from blockpilot.sweep import MAX_BLOCK_SIZE, Summary
+from blockpilot.sweep.rows import prompt_ids, read_parts
+from blockpilot.sweep.sweep import MAX_BLOCK_SIZE, Summary
 from jobs.config import Config, PairConfig, Place
 from jobs.evaluator import AR, CONTROL, EV, METHOD_PREFIX, ORACLE, POLICY, RANDOM
 from jobs.learned_from import LearnedFrom

@@ -28,9 +28,9 @@ from blockpilot.evaluation.measurement import Flow, Measured, in_turns, total_s
 from blockpilot.pairs.loading import Pair, PairId
 from blockpilot.policy import CandidateSet, LearnedPolicy, load_policy
 from blockpilot.prompts.files import Prompt
-from blockpilot.records import prompt_ids
+from blockpilot.sweep.rows import prompt_ids
 from blockpilot.evaluation.statistics import Run
-from blockpilot.sweep import MAX_BLOCK_SIZE, sampler_seed
+from blockpilot.sweep.sweep import MAX_BLOCK_SIZE, sampler_seed
 from blockpilot.engine.sampling import Sampling
 from jobs.cluster import actor_options, num_threads
 from jobs.config import PairConfig

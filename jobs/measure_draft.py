@@ -1,7 +1,7 @@
 """Measure a draft: tau by prompt set, temperature and block size, on prompts it was not trained on.
 
 The target answers each prompt once. What the draft would be accepted at every anchor of that text follows from the
-draft alone, so all block sizes come out of the one text, without decoding it again (blockpilot/replay.py).
+draft alone, so all block sizes come out of the one text, without decoding it again (blockpilot/sweep/replay.py).
 """
 
 import json
@@ -20,9 +20,9 @@ from blockpilot.draft_data import Answer, generate_answers
 from blockpilot.storage import write_text
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt, load_prompts, split
-from blockpilot.replay import Text, accepted_everywhere, know
+from blockpilot.sweep.replay import Text, accepted_everywhere, know
 from blockpilot.evaluation.statistics import Interval, ratio_of_totals
-from blockpilot.sweep import check_candidates
+from blockpilot.sweep.sweep import check_candidates
 from blockpilot.engine.sampling import Sampling
 from jobs.cluster import connect, num_threads, pooled
 from jobs.config import Config, PairConfig, Resources, absolute_in_submitted_job, main

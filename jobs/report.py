@@ -20,9 +20,9 @@ from pydantic import Field
 from blockpilot.control.price import COSTS_FILE, StepCosts
 from blockpilot.storage import is_file, join, write_bytes, write_text
 from blockpilot.evaluation.oracle import Table, potential
-from blockpilot.records import Metadata, SweepRow, read_parts
+from blockpilot.sweep.rows import Metadata, SweepRow, read_parts
 from blockpilot.evaluation.statistics import Interval, with_range
-from blockpilot.sweep import Summary, least_cost
+from blockpilot.sweep.sweep import Summary, least_cost
 from jobs import figures
 from jobs.config import Config, Place, absolute_in_submitted_job, main
 from jobs.evaluate_result import RESULT_FILE, read_figure, read_figures

@@ -29,8 +29,8 @@ from blockpilot.control.price import COSTS_FILE, StepCosts, dtype_name, measure_
 from blockpilot.storage import is_file, join, write_bytes, write_text
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt, load_prompts
-from blockpilot.records import Metadata, mismatch, prompt_ids
-from blockpilot.sweep import (
+from blockpilot.sweep.rows import Metadata, mismatch, prompt_ids
+from blockpilot.sweep.sweep import (
     MAX_BLOCK_SIZE,
     Outcome,
     Reject,

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from blockpilot.storage import Place, delete, file_names, is_file, join, read_bytes, remove_unfinished, write_text
 from blockpilot.prompts.files import Message, Prompt
-from blockpilot.records import Metadata, SweepRow, difference, mismatch, read_file, write_rows
-from blockpilot.sweep import Reject
+from blockpilot.sweep.rows import Metadata, SweepRow, difference, mismatch, read_file, write_rows
+from blockpilot.sweep.sweep import Reject
 
 CONFIG_FILE = "config.json"
 REJECTS_FILE = "rejects.jsonl"

@@ -45,8 +45,8 @@ from blockpilot.policy import (
     load_policy,
     save_policy,
 )
-from blockpilot.records import MIN_PROB, Metadata, SweepRow, mismatch, read_parts
-from blockpilot.sweep import Summary
+from blockpilot.sweep.rows import MIN_PROB, Metadata, SweepRow, mismatch, read_parts
+from blockpilot.sweep.sweep import Summary
 from jobs.cluster import connect
 from jobs.config import Config, Place, absolute_in_submitted_job, main
 from jobs.learned_from import LearnedFrom

@@ -8,7 +8,7 @@ from blockpilot.control.price import StepCosts
 from blockpilot.network import Input, PolicyNetwork, Shape
 from blockpilot.pairs.loading import PairId
 from blockpilot.policy import CandidateSet, Head, LearnedPolicy, PolicyInfo, Reads, Scalar
-from blockpilot.records import MIN_PROB
+from blockpilot.sweep.rows import MIN_PROB
 
 
 def tiny_policy(

@@ -7,7 +7,7 @@ import pytest
 from test_fit import CANDIDATES, PAIR, metadata, synthetic_rows
 
 from blockpilot.control.price import COSTS_FILE, StepCosts
-from blockpilot.records import write_rows
+from blockpilot.sweep.rows import write_rows
 from jobs.train import TrainConfig
 from workflows.ablations import AblationsConfig, Datasets, run, variants
 

@@ -16,7 +16,7 @@ from blockpilot.control.choose import EVController, Forecast, StaticForecast, ch
 from blockpilot.models.packing import Packing
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy import CandidateSet, LearnedForecast, LearnedPolicy
-from blockpilot.replay import KnownTexts, Text, know
+from blockpilot.sweep.replay import KnownTexts, Text, know
 from blockpilot.engine.sampling import Sampling
 
 PROMPT = tuple(range(40, 59))

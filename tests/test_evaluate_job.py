@@ -25,9 +25,9 @@ from blockpilot.evaluation.measurement import Flow, Measured, in_turns
 from blockpilot.pairs.loading import Pair, PairId
 from blockpilot.policy import save_policy
 from blockpilot.prompts.files import Message, Prompt, answer_limit, load_prompts
-from blockpilot.records import Metadata, SweepRow, prompt_ids, write_rows
+from blockpilot.sweep.rows import Metadata, SweepRow, prompt_ids, write_rows
 from blockpilot.evaluation.statistics import Comparison, Run, Totals
-from blockpilot.sweep import Summary, decode
+from blockpilot.sweep.sweep import Summary, decode
 from blockpilot.engine.sampling import Sampling
 from jobs import evaluate
 from jobs import evaluate_inputs

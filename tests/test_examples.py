@@ -25,7 +25,7 @@ from blockpilot.examples import (
 )
 from blockpilot.network import scalars
 from blockpilot.policy import Reads
-from blockpilot.records import SweepRow, validate
+from blockpilot.sweep.rows import SweepRow, validate
 
 READS: tuple[Reads, ...] = ("prefill", "step")
 

@@ -46,7 +46,7 @@ from blockpilot.policy import (
 )
 from blockpilot.evaluation.oracle import Table, potential
 from blockpilot.prompts.files import Message, Prompt
-from blockpilot.records import Metadata, SweepRow, prompt_ids, validate
+from blockpilot.sweep.rows import Metadata, SweepRow, prompt_ids, validate
 from blockpilot.evaluation.statistics import resampling_weights
 
 CANDIDATES = [2, 4, 6, 8]

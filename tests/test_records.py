@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from blockpilot.pairs.loading import PairId
 from blockpilot.prompts.files import Message, Prompt
-from blockpilot.records import (
+from blockpilot.sweep.rows import (
     METADATA_KEY,
     SCHEMA,
     Metadata,

@@ -9,7 +9,7 @@ from blockpilot.drafts.blocks import emitted_along
 from blockpilot.engine.engine import Engine, Request
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Message, Prompt
-from blockpilot.replay import Text, accepted_everywhere, know, walk
+from blockpilot.sweep.replay import Text, accepted_everywhere, know, walk
 from blockpilot.engine.sampling import Sampling
 
 ASKED = "Count from one to twenty in words.", "Name three fruits.", "What is the capital of France?"
@@ -56,9 +56,9 @@ def test_a_walk_takes_the_engines_steps(temperature: float, embedded_pair: Pair)
 def test_texts_are_scored_in_stretches(embedded_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = texts_of(embedded_pair, Sampling())[:2]
     whole = know(embedded_pair, texts, keep_context=True)
-    monkeypatch.setattr("blockpilot.replay.PREFILL_COLUMNS", 14)
-    monkeypatch.setattr("blockpilot.replay.ANCHORS_AT_ONCE", 8)
-    monkeypatch.setattr("blockpilot.replay.HEAD_ROWS", 3)
+    monkeypatch.setattr("blockpilot.sweep.replay.PREFILL_COLUMNS", 14)
+    monkeypatch.setattr("blockpilot.sweep.replay.ANCHORS_AT_ONCE", 8)
+    monkeypatch.setattr("blockpilot.sweep.replay.HEAD_ROWS", 3)
     cut = know(embedded_pair, texts, keep_context=True)
     assert whole.context is not None
     assert cut.context is not None

@@ -12,9 +12,9 @@ from test_fit import CANDIDATES, PAIR, metadata, synthetic_rows
 
 from blockpilot.control.price import COSTS_FILE, StepCosts
 from blockpilot.prompts.files import Message, Prompt
-from blockpilot.records import SweepRow, write_rows
+from blockpilot.sweep.rows import SweepRow, write_rows
 from blockpilot.evaluation.statistics import Run, Totals
-from blockpilot.sweep import least_cost
+from blockpilot.sweep.sweep import least_cost
 from jobs import evaluate_inputs
 from jobs import evaluate_result
 from jobs.evaluate_inputs import EvaluateConfig, Plan

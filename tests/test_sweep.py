@@ -13,8 +13,8 @@ from blockpilot.drafts.blocks import emitted_along
 from blockpilot.engine.engine import Engine, Step, generate
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Message, Prompt, load_prompts
-from blockpilot.records import MIN_PROB, Metadata, SweepRow, prompt_ids, read_rows, validate, vectors, write_rows
-from blockpilot.sweep import (
+from blockpilot.sweep.rows import MIN_PROB, Metadata, SweepRow, prompt_ids, read_rows, validate, vectors, write_rows
+from blockpilot.sweep.sweep import (
     Outcome,
     Summary,
     candidates_around,
@@ -297,7 +297,7 @@ def test_texts_that_differ_are_told(parrot: Pair, monkeypatch: pytest.MonkeyPatc
             return [dataclasses.replace(s, tokens=(0,) * len(s.tokens)) if s.block_size > 2 else s for s in steps]
 
     truth = decode(parrot, prompts(1), [1, 2], max_new_tokens=9).rows[0]
-    monkeypatch.setattr("blockpilot.sweep.Engine", Rounding)
+    monkeypatch.setattr("blockpilot.sweep.sweep.Engine", Rounding)
     assert decode(parrot, prompts(1), [1, 2], max_new_tokens=9).rows[0].texts_agree
     (row,) = decode(parrot, prompts(1), [1, 2, 4], max_new_tokens=9).rows
     assert not row.texts_agree

@@ -23,8 +23,8 @@ from ray.cluster_utils import Cluster
 
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt
-from blockpilot.records import Metadata, SweepRow, read_file, read_rows, read_sweep, write_rows
-from blockpilot.sweep import Summary, replay
+from blockpilot.sweep.rows import Metadata, SweepRow, read_file, read_rows, read_sweep, write_rows
+from blockpilot.sweep.sweep import Summary, replay
 from jobs.config import ConfigError, PairConfig, main
 from jobs.sweep import SweepConfig, _open, plots, run
 from jobs.sweep_folder import Shard, SweepFolder

@@ -20,8 +20,8 @@ from blockpilot.control.price import StepCosts
 from blockpilot.examples import open_examples, prompt_key, read_index, split_examples, write_examples
 from blockpilot.fit import Fit, FitSettings, Task, fitted_network, new_network, predict, shrink
 from blockpilot.policy import load_policy
-from blockpilot.records import Metadata, SweepRow, write_rows
-from blockpilot.sweep import Summary
+from blockpilot.sweep.rows import Metadata, SweepRow, write_rows
+from blockpilot.sweep.sweep import Summary
 from jobs import train
 from jobs.learned_from import LEARNED_FROM_FILE, LearnedFrom
 from jobs.registry import Registry
@@ -137,7 +137,7 @@ class TestRefuses:
         rows = synthetic_rows(10, 0)
         rows[3] = dataclasses.replace(rows[3], taus=[float("nan"), *rows[3].taus[1:]])
         with monkeypatch.context() as unchecked:
-            unchecked.setattr("blockpilot.records._validate_all", lambda *_: None)
+            unchecked.setattr("blockpilot.sweep.rows._validate_all", lambda *_: None)
             write_sweep(Path("sweep"), rows)
         assert "tau of block size 2 is nan" in refused()
 

@@ -4,7 +4,7 @@ The paper's averages at T=0: DFlash 3.03x, tau 4.48; its policy 3.25x, tau 4.82 
 target is gated on the hub: `hf auth login` first.
 """
 
-from blockpilot.sweep import candidates_around
+from blockpilot.sweep.sweep import candidates_around
 from jobs.config import main
 from workflows import paper
 from workflows.pipeline import Pipeline

@@ -3,7 +3,7 @@
 The paper's averages at T=0: DFlash(16) 3.99x, tau 6.31; its policy 4.17x, tau 6.59 (read out of the label runs).
 """
 
-from blockpilot.sweep import candidates_around
+from blockpilot.sweep.sweep import candidates_around
 from jobs.config import main
 from workflows import paper
 from workflows.pipeline import Pipeline

@@ -3,7 +3,7 @@
 The paper's averages at T=0: DFlash(16) 4.42x, tau 6.13; its policy 4.66x, tau 6.46 (read out of the label runs).
 """
 
-from blockpilot.sweep import candidates_around
+from blockpilot.sweep.sweep import candidates_around
 from jobs.config import main
 from workflows import paper
 from workflows.pipeline import Pipeline

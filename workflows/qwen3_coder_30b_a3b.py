@@ -4,7 +4,7 @@ A mixture of experts pays for every drafted token with more experts read, so pla
 The paper's averages at T=0: DFlash(16) 3.86x, tau 5.68; its policy 4.12x, tau 6.05 (read out of the label runs).
 """
 
-from blockpilot.sweep import candidates_around
+from blockpilot.sweep.sweep import candidates_around
 from jobs.config import main
 from workflows import paper
 from workflows.pipeline import Pipeline

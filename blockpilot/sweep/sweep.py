@@ -24,8 +24,8 @@ from blockpilot.engine.engine import Engine, Prefill, Request, Step
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy import CandidateSet
 from blockpilot.prompts.files import Prompt
-from blockpilot.records import MIN_PROB, SweepRow, prompt_ids
-from blockpilot.replay import KnownTexts, Text, accepted_everywhere, know, walk
+from blockpilot.sweep.rows import MIN_PROB, SweepRow, prompt_ids
+from blockpilot.sweep.replay import KnownTexts, Text, accepted_everywhere, know, walk
 from blockpilot.engine.sampling import Sampling
 
 MAX_BLOCK_SIZE = 32

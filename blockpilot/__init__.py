@@ -10,7 +10,7 @@ for step in bp.generate(pair, prompt_ids, block_size=8):
 from blockpilot.control.price import StepCosts
 from blockpilot.engine.engine import Engine, Policy, Prefill, Request, Step, generate
 from blockpilot.pairs.loading import NAMED_PAIRS, Pair, PairId, load_pair
-from blockpilot.policy import CandidateSet, FixedPolicy, LearnedPolicy, load_policy, save_policy
+from blockpilot.policy.learned import CandidateSet, FixedPolicy, LearnedPolicy, load_policy, save_policy
 from blockpilot.engine.sampling import Sampling
 
 __all__ = [

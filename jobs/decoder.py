@@ -16,7 +16,7 @@ import torch
 from blockpilot.control.price import StepCosts, measured_up_to
 from blockpilot.engine.engine import Engine, cache_bytes
 from blockpilot.pairs.loading import Pair
-from blockpilot.policy import FixedPolicy, LearnedPolicy, load_policy
+from blockpilot.policy.learned import FixedPolicy, LearnedPolicy, load_policy
 from jobs.champions import ChampionWatch
 from jobs.config import PairConfig
 from jobs.engine_loop import EngineLoop

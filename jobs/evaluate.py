@@ -19,7 +19,7 @@ from typing import Any
 
 from blockpilot.control.price import COSTS_FILE, StepCosts
 from blockpilot.storage import is_file, join, write_text
-from blockpilot.policy import INFO_FILE, WEIGHTS_FILE
+from blockpilot.policy.learned import INFO_FILE, WEIGHTS_FILE
 from blockpilot.evaluation.statistics import Run, Totals
 from jobs.cluster import connect
 from jobs.config import absolute_in_submitted_job, main

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from pydantic import Field, field_validator
 
-from blockpilot.examples import prompt_key
+from blockpilot.policy.dataset import prompt_key
 from blockpilot.pairs.loading import PairId
-from blockpilot.policy import load_policy
+from blockpilot.policy.learned import load_policy
 from blockpilot.prompts.files import Prompt, answer_limit, load_prompts
 from blockpilot.sweep.rows import prompt_ids, read_parts
 from blockpilot.sweep.sweep import MAX_BLOCK_SIZE, Summary

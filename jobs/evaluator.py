@@ -26,7 +26,7 @@ from blockpilot.control.choose import EVController, StaticForecast
 from blockpilot.control.live import LiveCosts
 from blockpilot.evaluation.measurement import Flow, Measured, in_turns, total_s
 from blockpilot.pairs.loading import Pair, PairId
-from blockpilot.policy import CandidateSet, LearnedPolicy, load_policy
+from blockpilot.policy.learned import CandidateSet, LearnedPolicy, load_policy
 from blockpilot.prompts.files import Prompt
 from blockpilot.sweep.rows import prompt_ids
 from blockpilot.evaluation.statistics import Run

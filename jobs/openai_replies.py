@@ -21,7 +21,7 @@ from jinja2 import TemplateError
 from blockpilot.control.price import StepCosts, device_name, dtype_name
 from blockpilot.engine.engine import Policy, Request, Step
 from blockpilot.pairs.loading import Pair
-from blockpilot.policy import LearnedPolicy
+from blockpilot.policy.learned import LearnedPolicy
 from blockpilot.prompts.files import Message, Prompt
 from blockpilot.engine.detokenize import TextStream
 from blockpilot.engine.sampling import Sampling

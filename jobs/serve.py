@@ -25,7 +25,7 @@ from ray.serve.schema import LoggingConfig
 from rich.console import Console
 
 from blockpilot.pairs.loading import target_slug
-from blockpilot.policy import load_policy
+from blockpilot.policy.learned import load_policy
 from jobs.champions import copy_of
 from jobs.cluster import actor_options, connect, num_threads
 from jobs.config import Config, PairConfig, Resources, main

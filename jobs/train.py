@@ -1,7 +1,7 @@
 """Train: the rows of sweeps -> a policy, through Ray Train, recorded in MLflow and registered as a new version.
 
 Rows are checked, split by prompt and written to flat files before Ray Train starts; its workers map those, so nobody
-holds all rows in memory (`blockpilot/examples.py`). `--search` first tries so many other networks and learning rates
+holds all rows in memory (`blockpilot/policy/dataset.py`). `--search` first tries so many other networks and learning rates
 as Ray tasks and goes on with the one whose held-back loss is the lowest. A killed worker costs the epochs since the
 last checkpoint, a killed driver nothing more: the same command goes on, and the result depends on neither.
 
@@ -28,12 +28,12 @@ from pydantic import Field
 from torch import Tensor
 
 from blockpilot.control.price import COSTS_FILE, StepCosts
-from blockpilot.examples import Examples, Index, split_examples, write_examples
+from blockpilot.policy.dataset import Examples, Index, split_examples, write_examples
 from blockpilot.storage import is_file, is_folder, join, write_text
-from blockpilot.fit import Fit, FitSettings, Task, fitted_network, new_network, predict, shrink
-from blockpilot.lookup import LookupReport, lookup_report
-from blockpilot.network import Form, Input, Shape
-from blockpilot.policy import (
+from blockpilot.policy.training import Fit, FitSettings, Task, fitted_network, new_network, predict, shrink
+from blockpilot.policy.offline import LookupReport, lookup_report
+from blockpilot.policy.network import Form, Input, Shape
+from blockpilot.policy.learned import (
     FORMAT,
     CandidateSet,
     Head,

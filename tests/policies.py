@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from blockpilot.control.price import StepCosts
-from blockpilot.network import Input, PolicyNetwork, Shape
+from blockpilot.policy.network import Input, PolicyNetwork, Shape
 from blockpilot.pairs.loading import PairId
-from blockpilot.policy import CandidateSet, Head, LearnedPolicy, PolicyInfo, Reads, Scalar
+from blockpilot.policy.learned import CandidateSet, Head, LearnedPolicy, PolicyInfo, Reads, Scalar
 from blockpilot.sweep.rows import MIN_PROB
 
 

@@ -14,7 +14,7 @@ from policies import tiny_policy
 
 from blockpilot.engine.engine import Engine, cache_bytes
 from blockpilot.pairs.loading import Pair, PairId
-from blockpilot.policy import save_policy
+from blockpilot.policy.learned import save_policy
 from jobs.champions import ChampionWatch
 from jobs.config import PairConfig
 from jobs.decoder import Decoder, check_memory

@@ -15,7 +15,7 @@ from blockpilot.engine.engine import Engine, Policy, Prefill, Request, Step, gen
 from blockpilot.control.choose import EVController, Forecast, StaticForecast, choose
 from blockpilot.models.packing import Packing
 from blockpilot.pairs.loading import Pair
-from blockpilot.policy import CandidateSet, LearnedForecast, LearnedPolicy
+from blockpilot.policy.learned import CandidateSet, LearnedForecast, LearnedPolicy
 from blockpilot.sweep.replay import KnownTexts, Text, know
 from blockpilot.engine.sampling import Sampling
 

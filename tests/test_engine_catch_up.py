@@ -6,7 +6,7 @@ import pytest
 
 from blockpilot.engine.engine import Engine, Prefill, Request, Step
 from blockpilot.pairs.loading import Pair
-from blockpilot.policy import CandidateSet
+from blockpilot.policy.learned import CandidateSet
 from blockpilot.engine.sampling import Sampling
 
 CANDIDATES = CandidateSet((1, 2, 4))

@@ -7,7 +7,7 @@ from test_engine import NEVER, PROMPT, plain_text, run, text_of
 from blockpilot.engine.engine import Engine, Prefill, Request
 from blockpilot.control.choose import StaticForecast
 from blockpilot.pairs.loading import Pair
-from blockpilot.policy import CandidateSet
+from blockpilot.policy.learned import CandidateSet
 from blockpilot.engine.sampling import Sampling
 
 LONG = tuple(range(10, 70))

@@ -19,11 +19,11 @@ from policies import tiny_policy
 from blockpilot.control import live as live_costs
 from blockpilot.control.price import COSTS_FILE, StepCosts, device_name
 from blockpilot.engine.engine import Engine, Prefill, Request, generate
-from blockpilot.examples import prompt_key
+from blockpilot.policy.dataset import prompt_key
 from blockpilot.control.live import LiveCosts
 from blockpilot.evaluation.measurement import Flow, Measured, in_turns
 from blockpilot.pairs.loading import Pair, PairId
-from blockpilot.policy import save_policy
+from blockpilot.policy.learned import save_policy
 from blockpilot.prompts.files import Message, Prompt, answer_limit, load_prompts
 from blockpilot.sweep.rows import Metadata, SweepRow, prompt_ids, write_rows
 from blockpilot.evaluation.statistics import Comparison, Run, Totals

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_fit import ANCHOR_SIZE, CANDIDATES, CONTEXT_SIZE, NUM_PLACES, VOCAB_SIZE, metadata, synthetic_rows
 
-from blockpilot.examples import (
+from blockpilot.policy.dataset import (
     Examples,
     Sizes,
     held_out_prompts,
@@ -23,8 +23,8 @@ from blockpilot.examples import (
     split_examples,
     write_examples,
 )
-from blockpilot.network import scalars
-from blockpilot.policy import Reads
+from blockpilot.policy.network import scalars
+from blockpilot.policy.learned import Reads
 from blockpilot.sweep.rows import SweepRow, validate
 
 READS: tuple[Reads, ...] = ("prefill", "step")

@@ -15,8 +15,8 @@ from torch import Tensor
 from blockpilot.drafts.blocks import emitted_along
 from blockpilot.control.price import StepCosts
 from blockpilot.engine.engine import Prefill
-from blockpilot.examples import Examples, open_examples, write_examples
-from blockpilot.fit import (
+from blockpilot.policy.dataset import Examples, open_examples, write_examples
+from blockpilot.policy.training import (
     Fit,
     FitSettings,
     Sums,
@@ -30,10 +30,10 @@ from blockpilot.fit import (
     train_epoch,
 )
 from blockpilot.control.choose import Forecast, choose
-from blockpilot.lookup import decode, hindsight, lookup_report
-from blockpilot.network import Input, PolicyNetwork, no_probs
+from blockpilot.policy.offline import decode, hindsight, lookup_report
+from blockpilot.policy.network import Input, PolicyNetwork, no_probs
 from blockpilot.pairs.loading import PairId
-from blockpilot.policy import (
+from blockpilot.policy.learned import (
     CandidateSet,
     Head,
     LearnedForecast,
@@ -675,7 +675,7 @@ def test_the_support_is_bounded(data: Data) -> None:
 
 def test_scales_are_those_of_some_of_the_rows(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, (train, _) = KINDS["tau by context"], data["tau by context"]
-    monkeypatch.setattr("blockpilot.fit.STANDARDISE_ROWS", 7)
+    monkeypatch.setattr("blockpilot.policy.training.STANDARDISE_ROWS", 7)
     network = new_network(train, VOCAB_SIZE, kind.settings)
     assert torch.equal(network.shift, new_network(train, VOCAB_SIZE, kind.settings).shift)
     assert not torch.allclose(network.shift, train.taus.mean(dim=0))
@@ -688,7 +688,7 @@ def test_predictions_do_not_depend_on_the_batch(data: Data, monkeypatch: pytest.
     for name in BOTH:
         network = trained(*data[name], dataclasses.replace(KINDS[name].settings, epochs=1), KINDS[name].task())
         whole = predict(network, data[name][1])
-        monkeypatch.setattr("blockpilot.fit.PREDICT_ROWS", 7)
+        monkeypatch.setattr("blockpilot.policy.training.PREDICT_ROWS", 7)
         torch.testing.assert_close(predict(network, data[name][1]), whole)
         assert predict(network, data[name][1].take(torch.arange(0))).shape == (0, 4)
         monkeypatch.undo()

@@ -15,7 +15,7 @@ from blockpilot.control.price import StepCosts
 from blockpilot.engine.engine import Prefill
 from blockpilot.control.choose import EVController, Forecast, RunningMeans, StaticForecast, TrackRecord, choose
 from blockpilot.pairs.loading import PairId
-from blockpilot.policy import CandidateSet
+from blockpilot.policy.learned import CandidateSet
 
 PREFILL = Prefill(torch.zeros(4), None, 3)
 ROWS, CONTEXTS = (1, 3, 6), (50, 100)

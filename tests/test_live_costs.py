@@ -15,7 +15,7 @@ from blockpilot.engine.engine import Engine, Request, StepShape
 from blockpilot.control.choose import StaticForecast
 from blockpilot.control.live import ALIKE, KINDS, MIXED, PLAIN, REFRESH_EVERY, LiveCosts
 from blockpilot.pairs.loading import Pair, PairId
-from blockpilot.policy import CandidateSet
+from blockpilot.policy.learned import CandidateSet
 
 ROWS = 2
 SIZES = CandidateSet((1, 4))

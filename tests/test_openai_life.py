@@ -11,7 +11,7 @@ from fastapi.testclient import TestClient
 
 from blockpilot.engine.engine import Engine, Prefill, generate
 from blockpilot.pairs.loading import Pair
-from blockpilot.policy import FixedPolicy
+from blockpilot.policy.learned import FixedPolicy
 from jobs.engine_loop import MAX_FAILURES, EngineLoop
 from jobs.openai_api import GONE, Limits
 from jobs.openai_api import Exchange as Told

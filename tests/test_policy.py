@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from blockpilot.control.price import StepCosts
 from blockpilot.engine.engine import Prefill
 from blockpilot.control.choose import choose
-from blockpilot.network import (
+from blockpilot.policy.network import (
     FORMS,
     INPUTS,
     MAX_DEPTH,
@@ -37,7 +37,7 @@ from blockpilot.network import (
     weigh,
 )
 from blockpilot.pairs.loading import Pair, PairId
-from blockpilot.policy import (
+from blockpilot.policy.learned import (
     CandidateSet,
     FixedPolicy,
     Head,

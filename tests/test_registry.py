@@ -13,7 +13,7 @@ from conftest import NUM_CREATORS
 from policies import tiny_policy
 
 from blockpilot.pairs.loading import PairId
-from blockpilot.policy import LearnedPolicy, load_policy, save_policy
+from blockpilot.policy.learned import LearnedPolicy, load_policy, save_policy
 from jobs.promote import PromoteConfig
 from jobs.promote import run as promote
 from jobs.registry import HeldOut, Registry, Version, model_name, tracking_uri

@@ -13,7 +13,7 @@ from blockpilot.engine.engine import Engine, Request, StepShape
 from blockpilot.control.choose import StaticForecast
 from blockpilot.control.live import LiveCosts
 from blockpilot.pairs.loading import Pair, PairId
-from blockpilot.policy import CandidateSet
+from blockpilot.policy.learned import CandidateSet
 from blockpilot.control.backoff import GAIN, LONGEST, SHORTEST, SHORTEST_WINDOW, WINDOW, Rest
 from blockpilot.engine.sampling import Sampling
 

@@ -15,7 +15,7 @@ from ray.serve.schema import ServeDeploySchema
 from servers import ROOT, Server, free_port, serving
 
 from blockpilot.pairs.loading import Pair, PairId
-from blockpilot.policy import save_policy
+from blockpilot.policy.learned import save_policy
 from jobs.config import ConfigError, PairConfig, Resources, main
 from jobs.openai_api import ApiKeys
 from jobs.registry import Registry, model_name

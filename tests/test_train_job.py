@@ -17,9 +17,9 @@ from processes import descendants
 from test_fit import CANDIDATES, NUM_PLACES, PAIR, VOCAB_SIZE, metadata, synthetic_rows
 
 from blockpilot.control.price import StepCosts
-from blockpilot.examples import open_examples, prompt_key, read_index, split_examples, write_examples
-from blockpilot.fit import Fit, FitSettings, Task, fitted_network, new_network, predict, shrink
-from blockpilot.policy import load_policy
+from blockpilot.policy.dataset import open_examples, prompt_key, read_index, split_examples, write_examples
+from blockpilot.policy.training import Fit, FitSettings, Task, fitted_network, new_network, predict, shrink
+from blockpilot.policy.learned import load_policy
 from blockpilot.sweep.rows import Metadata, SweepRow, write_rows
 from blockpilot.sweep.sweep import Summary
 from jobs import train

@@ -13,7 +13,7 @@ from api import app_of, over_http
 
 from blockpilot.engine.engine import Engine
 from blockpilot.pairs.loading import NAMED_PAIRS, Pair
-from blockpilot.policy import check_reads
+from blockpilot.policy.learned import check_reads
 from blockpilot.prompts.files import load_prompts
 from jobs import serve
 from jobs.config import PairConfig, main

@@ -16,7 +16,7 @@ import ray
 from pydantic import Field
 
 from blockpilot.storage import write_text
-from blockpilot.network import FORMS
+from blockpilot.policy.network import FORMS
 from blockpilot.evaluation.statistics import markdown
 from jobs.cluster import connect
 from jobs.config import Config, Place, absolute_in_submitted_job, main

@@ -17,7 +17,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from blockpilot.control.price import StepCosts
     from blockpilot.engine.engine import Prefill
-    from blockpilot.policy import CandidateSet
+    from blockpilot.policy.learned import CandidateSet
 
 
 Array = NDArray[np.float64]

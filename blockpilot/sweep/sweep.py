@@ -22,7 +22,7 @@ from torch import Tensor
 from blockpilot.drafts.blocks import emitted_along
 from blockpilot.engine.engine import Engine, Prefill, Request, Step
 from blockpilot.pairs.loading import Pair
-from blockpilot.policy import CandidateSet
+from blockpilot.policy.learned import CandidateSet
 from blockpilot.prompts.files import Prompt
 from blockpilot.sweep.rows import MIN_PROB, SweepRow, prompt_ids
 from blockpilot.sweep.replay import KnownTexts, Text, accepted_everywhere, know, walk

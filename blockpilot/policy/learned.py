@@ -26,7 +26,7 @@ from torch import Tensor
 from blockpilot.control.price import COSTS_FILE, StepCosts
 from blockpilot.storage import write_text
 from blockpilot.control.choose import Forecast, TrackRecord
-from blockpilot.network import Features, FoldedNetwork, Input, PolicyNetwork, Shape, no_probs, scalars, sparse_probs
+from blockpilot.policy.network import Features, FoldedNetwork, Input, PolicyNetwork, Shape, no_probs, scalars, sparse_probs
 from blockpilot.pairs.loading import PairId
 
 if TYPE_CHECKING:

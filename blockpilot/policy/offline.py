@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blockpilot.examples import Examples
-from blockpilot.fit import Task, predict
-from blockpilot.network import PolicyNetwork
+from blockpilot.policy.dataset import Examples
+from blockpilot.policy.training import Task, predict
+from blockpilot.policy.network import PolicyNetwork
 from blockpilot.evaluation.oracle import NUM_ROUNDS, Array, Table, gain
 
 

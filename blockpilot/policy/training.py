@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from blockpilot.examples import Examples
-from blockpilot.network import Form, Input, PolicyNetwork, Shape
-from blockpilot.policy import MAX_LOGIT, Head, Objective, Reads, expected_taus, slot_gaps
+from blockpilot.policy.dataset import Examples
+from blockpilot.policy.network import Form, Input, PolicyNetwork, Shape
+from blockpilot.policy.learned import MAX_LOGIT, Head, Objective, Reads, expected_taus, slot_gaps
 
 PREDICT_ROWS = 1024
 STANDARDISE_ROWS = 4096  # of the training rows, to take means and deviations from

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from blockpilot.storage import write_text
-from blockpilot.network import SCALARS, Features, SparseProbs, scalars
-from blockpilot.policy import Reads
+from blockpilot.policy.network import SCALARS, Features, SparseProbs, scalars
+from blockpilot.policy.learned import Reads
 from blockpilot.sweep.rows import SweepRow, vectors
 
 INDEX_FILE = "index.json"

@@ -16,7 +16,7 @@ import torch
 from pydantic import Field
 from transformers.utils.logging import disable_progress_bar
 
-from blockpilot.draft_data import AnswerSource, generate_answers, write_answers, write_prompts
+from blockpilot.draft_training.answers import AnswerSource, generate_answers, write_answers, write_prompts
 from blockpilot.storage import remove_unfinished, write_text
 from blockpilot.pairs.loading import EMBEDDED_TARGET, Pair, target_only
 from blockpilot.prompts.files import Prompt, load_prompts, split

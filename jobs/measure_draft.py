@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from blockpilot.drafts.blocks import emitted_along
-from blockpilot.draft_data import Answer, generate_answers
+from blockpilot.draft_training.answers import Answer, generate_answers
 from blockpilot.storage import write_text
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt, load_prompts, split

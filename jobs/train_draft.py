@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoTokenizer, Qwen3Config
 from transformers.utils.logging import disable_progress_bar
 
 from blockpilot.drafts.dflash import DraftModel, load_draft, new_draft_config, parse_options, save_draft
-from blockpilot.draft_data import (
+from blockpilot.draft_training.answers import (
     Corpus,
     FeatureSource,
     Shard,
@@ -33,7 +33,7 @@ from blockpilot.draft_data import (
     target_features,
     write_features,
 )
-from blockpilot.draft_fit import (
+from blockpilot.draft_training.training import (
     BlockLoss,
     DraftFit,
     DraftFitSettings,

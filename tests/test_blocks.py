@@ -8,7 +8,7 @@ import torch
 
 from blockpilot.drafts.blocks import collate, draft_batch, emitted_along, possible_anchors
 from blockpilot.drafts.dflash import save_draft
-from blockpilot.draft_data import Document
+from blockpilot.draft_training.answers import Document
 from blockpilot.engine.engine import generate
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Message, Prompt

@@ -12,7 +12,7 @@ from conftest import tiny_draft
 
 from blockpilot.drafts.blocks import Batch, Blocks, block_mask, collate, draft_batch
 from blockpilot.drafts.dflash import DraftModel
-from blockpilot.draft_data import (
+from blockpilot.draft_training.answers import (
     Answer,
     AnswerSource,
     Document,
@@ -29,7 +29,7 @@ from blockpilot.draft_data import (
     write_features,
     write_prompts,
 )
-from blockpilot.draft_fit import (
+from blockpilot.draft_training.training import (
     BlockLoss,
     DraftFit,
     DraftFitSettings,

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from blockpilot.drafts.dflash import DraftModel, new_draft_config, save_draft
-from blockpilot.draft_data import (
+from blockpilot.draft_training.answers import (
     Answer,
     AnswerSource,
     Features,
@@ -29,7 +29,7 @@ from blockpilot.draft_data import (
     write_answers,
     write_features,
 )
-from blockpilot.draft_fit import DraftFit, frequent_tokens
+from blockpilot.draft_training.training import DraftFit, frequent_tokens
 from blockpilot.pairs.loading import load_pair
 from blockpilot.prompts.files import load_prompts
 from jobs import answers

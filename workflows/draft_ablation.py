@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from blockpilot.drafts.dflash import load_draft
-from blockpilot.draft_fit import Weighting
+from blockpilot.draft_training.training import Weighting
 from blockpilot.storage import write_text
 from blockpilot.evaluation.statistics import markdown
 from jobs import train_draft

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from blockpilot.drafts.dflash import DraftModel
-from blockpilot.draft_data import Document
+from blockpilot.draft_training.answers import Document
 
 ANCHORS_PER_ROW = 8
 

@@ -21,8 +21,8 @@ from blockpilot.storage import remove_unfinished, write_text
 from blockpilot.pairs.loading import EMBEDDED_TARGET, Pair, target_only
 from blockpilot.prompts.files import Prompt, load_prompts, split
 from blockpilot.engine.sampling import Sampling
-from jobs.cluster import connect, num_threads, pooled, show_progress
-from jobs.config import Config, Resources, absolute_in_submitted_job, main
+from jobs.common.cluster import connect, num_threads, pooled, show_progress
+from jobs.common.config import Config, Resources, absolute_in_submitted_job, main
 
 TRAINING_PROMPTS = ("asdiv", "signatures", "docstrings", "chitchat:3000", "chatterbot", "writingbench")
 OWN_PROMPTS = "own-prompts"

@@ -31,8 +31,8 @@ from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt, answer_limit, load_prompts
 from blockpilot.evaluation.statistics import Interval, markdown, ratio_of_totals, with_range
 from blockpilot.engine.sampling import Sampling
-from jobs import figures
-from jobs.config import Config, PairConfig, main
+from jobs.common import figures
+from jobs.common.config import Config, PairConfig, main
 from jobs.http_load import Clients, Received
 from jobs.openai_api import API_KEY_VARIABLE
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from jobs.registry import Registry, Version
+from jobs.common.registry import Registry, Version
 
 log = logging.getLogger("ray.serve.blockpilot")
 

@@ -18,7 +18,7 @@ from blockpilot.drafts.dflash import save_draft
 from blockpilot.engine.engine import generate
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import load_prompts
-from jobs.config import Config, PairConfig, main
+from jobs.common.config import Config, PairConfig, main
 
 
 class CompareConfig(Config):

@@ -16,7 +16,7 @@ from blockpilot.control.price import StepCosts, measure_costs, time_steps
 from blockpilot.storage import write_text
 from blockpilot.evaluation.statistics import markdown
 from blockpilot.sweep.sweep import MAX_BLOCK_SIZE
-from jobs.config import Config, PairConfig, main
+from jobs.common.config import Config, PairConfig, main
 
 
 class CompareStepsConfig(Config):

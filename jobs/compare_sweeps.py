@@ -18,7 +18,7 @@ from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt, load_prompts
 from blockpilot.sweep.rows import SweepRow
 from blockpilot.sweep.sweep import candidates_around, check_candidates, decode, replay
-from jobs.config import Config, PairConfig, main
+from jobs.common.config import Config, PairConfig, main
 
 Sweep = Callable[[Sequence[Prompt]], list[SweepRow]]
 

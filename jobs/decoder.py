@@ -18,11 +18,11 @@ from blockpilot.engine.engine import Engine, cache_bytes
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.learned import FixedPolicy, LearnedPolicy, load_policy
 from jobs.champions import ChampionWatch
-from jobs.config import PairConfig
+from jobs.common.config import PairConfig
 from jobs.engine_loop import EngineLoop
 from jobs.openai_replies import Backend
 from jobs.openai_schema import ApiError, Body
-from jobs.registry import CHAMPION, model_name
+from jobs.common.registry import CHAMPION, model_name
 from jobs.serve_metrics import DecoderMetrics
 
 MAX_BLOCK_SIZE = 32

@@ -21,12 +21,12 @@ from blockpilot.control.price import COSTS_FILE, StepCosts
 from blockpilot.storage import is_file, join, write_text
 from blockpilot.policy.learned import INFO_FILE, WEIGHTS_FILE
 from blockpilot.evaluation.statistics import Run, Totals
-from jobs.cluster import connect
-from jobs.config import absolute_in_submitted_job, main
+from jobs.common.cluster import connect
+from jobs.common.config import absolute_in_submitted_job, main
 from jobs.evaluate_inputs import BASELINES, EvaluateConfig, Plan, plan, read_inputs
 from jobs.evaluate_result import EvaluateResult, log, save, stored_run
 from jobs.evaluator import POLICY, Setting, Work, evaluator
-from jobs.registry import Registry
+from jobs.common.registry import Registry
 
 LINE_INTERVAL_S = 5  # between progress lines
 

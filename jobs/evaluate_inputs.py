@@ -15,10 +15,10 @@ from blockpilot.policy.learned import load_policy
 from blockpilot.prompts.files import Prompt, answer_limit, load_prompts
 from blockpilot.sweep.rows import prompt_ids, read_parts
 from blockpilot.sweep.sweep import MAX_BLOCK_SIZE, Summary
-from jobs.config import Config, PairConfig, Place
+from jobs.common.config import Config, PairConfig, Place
 from jobs.evaluator import AR, CONTROL, EV, METHOD_PREFIX, ORACLE, POLICY, RANDOM
-from jobs.learned_from import LearnedFrom
-from jobs.registry import CHAMPION, Registry, Version, model_name
+from jobs.common.learned_from import LearnedFrom
+from jobs.common.registry import CHAMPION, Registry, Version, model_name
 
 NEWEST, NO_POLICY = "newest", "none"
 BASELINES = {"control": CONTROL, "random": RANDOM, "ev": EV, "oracle": ORACLE}

@@ -12,7 +12,7 @@ from blockpilot.storage import write_text
 from blockpilot.evaluation.statistics import Comparison, Figures, Interval, Run, cells, fastest_block_size, markdown, with_range
 from jobs.evaluate_inputs import EvaluateConfig, Plan
 from jobs.evaluator import AR, CONTROL, ORACLE, POLICY, Setting, method_name
-from jobs.registry import CHAMPION, HeldOut, Registry, Version, kept_for_later
+from jobs.common.registry import CHAMPION, HeldOut, Registry, Version, kept_for_later
 
 RESULT_FILE, TABLE_FILE = "evaluation.json", "table.md"
 RUNS_FILE = "runs.json"  # what the figures were worked out from

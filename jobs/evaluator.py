@@ -32,8 +32,8 @@ from blockpilot.sweep.rows import prompt_ids
 from blockpilot.evaluation.statistics import Run
 from blockpilot.sweep.sweep import MAX_BLOCK_SIZE, sampler_seed
 from blockpilot.engine.sampling import Sampling
-from jobs.cluster import actor_options, num_threads
-from jobs.config import PairConfig
+from jobs.common.cluster import actor_options, num_threads
+from jobs.common.config import PairConfig
 
 AR, POLICY, RANDOM, EV, ORACLE = "AR", "policy", "random", "EV controller", "oracle (bound)"
 CONTROL = "AR again"

@@ -24,8 +24,8 @@ from blockpilot.sweep.replay import Text, accepted_everywhere, know
 from blockpilot.evaluation.statistics import Interval, ratio_of_totals
 from blockpilot.sweep.sweep import check_candidates
 from blockpilot.engine.sampling import Sampling
-from jobs.cluster import connect, num_threads, pooled
-from jobs.config import Config, PairConfig, Resources, absolute_in_submitted_job, main
+from jobs.common.cluster import connect, num_threads, pooled
+from jobs.common.config import Config, PairConfig, Resources, absolute_in_submitted_job, main
 
 RESULT_FILE = "draft.json"
 

@@ -13,8 +13,8 @@ from pydantic import Field
 
 from blockpilot.pairs.loading import NAMED_PAIRS, PairId
 from blockpilot.evaluation.statistics import Interval, with_range
-from jobs.config import DEFAULT_PAIR, Config, main
-from jobs.registry import HeldOut, Registry, Version, model_name
+from jobs.common.config import DEFAULT_PAIR, Config, main
+from jobs.common.registry import HeldOut, Registry, Version, model_name
 
 
 class PromoteConfig(Config):

@@ -47,11 +47,11 @@ from blockpilot.policy.learned import (
 )
 from blockpilot.sweep.rows import MIN_PROB, Metadata, SweepRow, mismatch, read_parts
 from blockpilot.sweep.sweep import Summary
-from jobs.cluster import connect
-from jobs.config import Config, Place, absolute_in_submitted_job, main
-from jobs.learned_from import LearnedFrom
-from jobs.ray_train import report, saved_state, scaling_config, train
-from jobs.registry import Registry, Version, kept_for_later
+from jobs.common.cluster import connect
+from jobs.common.config import Config, Place, absolute_in_submitted_job, main
+from jobs.common.learned_from import LearnedFrom
+from jobs.common.ray_train import report, saved_state, scaling_config, train
+from jobs.common.registry import Registry, Version, kept_for_later
 
 MIN_PROMPTS = 8
 NUM_SAMPLES = 2000  # held-back examples whose predictions are kept for the report

@@ -49,11 +49,11 @@ from blockpilot.models.target import Target, check_family
 from jobs import answers
 from jobs import measure_draft as measure_job
 from jobs.answers import AnswersConfig, AnswerShards
-from jobs.cluster import num_threads, pooled, show_progress
-from jobs.config import PairConfig, absolute_in_submitted_job, main
+from jobs.common.cluster import num_threads, pooled, show_progress
+from jobs.common.config import PairConfig, absolute_in_submitted_job, main
 from jobs.measure_draft import Measured, MeasureDraftConfig
-from jobs.ray_train import recorded, report, saved_state, scaling_config, train
-from jobs.registry import Registry
+from jobs.common.ray_train import recorded, report, saved_state, scaling_config, train
+from jobs.common.registry import Registry
 
 _DEFAULT = DraftFitSettings()
 

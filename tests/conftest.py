@@ -105,7 +105,7 @@ def embedded_pair() -> Pair:
 
 CREATE = """
 import sys
-from jobs.registry import Registry
+from jobs.common.registry import Registry
 with Registry.open(sys.argv[1]).log_run("run", experiment="create") as run:
     run.log_metrics({"x": 1.0})
 """

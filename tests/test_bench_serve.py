@@ -14,7 +14,7 @@ from blockpilot.engine.engine import Engine, generate
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import load_prompts
 from jobs.bench_serve import BenchServeConfig, run
-from jobs.config import ConfigError, PairConfig
+from jobs.common.config import ConfigError, PairConfig
 from jobs.engine_loop import EngineLoop
 from jobs.http_load import Clients
 

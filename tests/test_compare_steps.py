@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jobs.compare_steps import CompareStepsConfig, parse, run
-from jobs.config import PairConfig
+from jobs.common.config import PairConfig
 
 
 def test_mixtures_are_measured_and_predicted(

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from jobs.config import pick_dtype
+from jobs.common.config import pick_dtype
 
 
 @pytest.mark.parametrize(

@@ -32,11 +32,11 @@ from blockpilot.engine.sampling import Sampling
 from jobs import evaluate
 from jobs import evaluate_inputs
 from jobs import evaluate_result
-from jobs.config import PairConfig, main
+from jobs.common.config import PairConfig, main
 from jobs.evaluate_inputs import EvaluateConfig, Plan, Swept, find_policies, group, read_inputs
 from jobs.evaluator import AR, CONTROL, EV, ORACLE, POLICY, RANDOM, Evaluator, Setting, default_block_sizes
-from jobs.learned_from import LearnedFrom
-from jobs.registry import CHAMPION, Registry, Version, model_name
+from jobs.common.learned_from import LearnedFrom
+from jobs.common.registry import CHAMPION, Registry, Version, model_name
 
 ROOT = Path(__file__).parent.parent
 QUESTIONS = [f"question {i}?" for i in range(8)]

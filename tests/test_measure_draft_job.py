@@ -12,7 +12,7 @@ from blockpilot.engine.engine import generate
 from blockpilot.pairs.loading import load_pair
 from blockpilot.prompts.files import load_prompts, split
 from blockpilot.evaluation.statistics import Interval
-from jobs.config import ConfigError, PairConfig
+from jobs.common.config import ConfigError, PairConfig
 from jobs.measure_draft import DraftWorker, Measured, MeasureDraftConfig, Task, prompts_of, run, tables
 
 ROOT = Path(__file__).parent.parent

@@ -11,7 +11,7 @@ from blockpilot.prompts.files import load_prompts
 from jobs import report
 from jobs.answers import AnswersConfig, load_counted
 from jobs.evaluate_result import RESULT_FILE
-from jobs.learned_from import LearnedFrom
+from jobs.common.learned_from import LearnedFrom
 from workflows import policy_study
 from workflows.policy_study import (
     CODE_SETS,

@@ -127,9 +127,9 @@ def _closure() -> Iterator[str]:
 @pytest.mark.parametrize(
     ("module", "line", "contract"),
     [
-        ("blockpilot", "import jobs.config", "Imports go down"),
+        ("blockpilot", "import jobs.common.config", "Imports go down"),
         ("blockpilot", "import ray", "blockpilot is a library"),
-        ("jobs", "import mlflow", "Only jobs.registry knows MLflow"),
+        ("jobs", "import mlflow", "Only jobs.common.registry knows MLflow"),
     ],
 )
 def test_import_contracts_hold_and_notice_a_breach(tmp_path: Path, module: str, line: str, contract: str) -> None:

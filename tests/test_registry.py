@@ -16,7 +16,7 @@ from blockpilot.pairs.loading import PairId
 from blockpilot.policy.learned import LearnedPolicy, load_policy, save_policy
 from jobs.promote import PromoteConfig
 from jobs.promote import run as promote
-from jobs.registry import HeldOut, Registry, Version, model_name, tracking_uri
+from jobs.common.registry import HeldOut, Registry, Version, model_name, tracking_uri
 
 TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
 MODEL = "blockpilot-smollm2-135m-instruct"

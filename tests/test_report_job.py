@@ -19,7 +19,7 @@ from jobs import evaluate_inputs
 from jobs import evaluate_result
 from jobs.evaluate_inputs import EvaluateConfig, Plan
 from jobs.evaluator import ORACLE, POLICY, Setting
-from jobs.registry import Registry
+from jobs.common.registry import Registry
 from jobs.report import Ceiling, ReportConfig, run
 
 SIZES = (1, *CANDIDATES)

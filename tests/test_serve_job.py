@@ -16,9 +16,9 @@ from servers import ROOT, Server, free_port, serving
 
 from blockpilot.pairs.loading import Pair, PairId
 from blockpilot.policy.learned import save_policy
-from jobs.config import ConfigError, PairConfig, Resources, main
+from jobs.common.config import ConfigError, PairConfig, Resources, main
 from jobs.openai_api import ApiKeys
-from jobs.registry import Registry, model_name
+from jobs.common.registry import Registry, model_name
 from jobs.serve import ServeConfig, api_keys, find_policy, run
 
 CHAT = {"messages": [{"role": "user", "content": "Once"}], "model": "target", "temperature": 0}

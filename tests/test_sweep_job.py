@@ -25,7 +25,7 @@ from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt
 from blockpilot.sweep.rows import Metadata, SweepRow, read_file, read_rows, read_sweep, write_rows
 from blockpilot.sweep.sweep import Summary, replay
-from jobs.config import ConfigError, PairConfig, main
+from jobs.common.config import ConfigError, PairConfig, main
 from jobs.sweep import SweepConfig, _open, plots, run
 from jobs.sweep_folder import Shard, SweepFolder
 
@@ -387,7 +387,7 @@ def test_killed_at_any_moment_and_continued(config: SweepConfig, expected: dict[
 POISON = "question 9?"
 POISONED_JOB = """
 import os, jobs.sweep
-from jobs.config import main
+from jobs.common.config import main
 
 class SweepWorker(jobs.sweep.SweepWorker):
     def sweep(self, prompts, *settings):
@@ -429,8 +429,8 @@ def counts(row: SweepRow) -> object:
 
 FULL_DISK_JOB = """
 import resource
-from jobs.cluster import connect
-from jobs.config import main
+from jobs.common.cluster import connect
+from jobs.common.config import main
 from jobs.sweep import SweepConfig, run
 
 connect()  # Ray's own processes are not limited

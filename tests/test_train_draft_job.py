@@ -33,7 +33,7 @@ from blockpilot.draft_training.training import DraftFit, frequent_tokens
 from blockpilot.pairs.loading import load_pair
 from blockpilot.prompts.files import load_prompts
 from jobs import answers
-from jobs.config import ConfigError
+from jobs.common.config import ConfigError
 from jobs.train_draft import (
     TrainDraftConfig,
     block_loss,

@@ -23,8 +23,8 @@ from blockpilot.policy.learned import load_policy
 from blockpilot.sweep.rows import Metadata, SweepRow, write_rows
 from blockpilot.sweep.sweep import Summary
 from jobs import train
-from jobs.learned_from import LEARNED_FROM_FILE, LearnedFrom
-from jobs.registry import Registry
+from jobs.common.learned_from import LEARNED_FROM_FILE, LearnedFrom
+from jobs.common.registry import Registry
 from jobs.train import Dataset, Split, TrainConfig, plan, read_dataset, run
 
 ROOT = Path(__file__).parent.parent

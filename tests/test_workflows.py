@@ -16,11 +16,11 @@ from blockpilot.pairs.loading import NAMED_PAIRS, Pair
 from blockpilot.policy.learned import check_reads
 from blockpilot.prompts.files import load_prompts
 from jobs import serve
-from jobs.config import PairConfig, main
+from jobs.common.config import PairConfig, main
 from jobs.engine_loop import EngineLoop
 from jobs.evaluate_result import EvaluateResult
 from jobs.promote import PromoteResult
-from jobs.registry import Version, model_name
+from jobs.common.registry import Version, model_name
 from workflows import paper, smollm2_135m
 from workflows.pipeline import Learned, Pipeline, Stopwatch, to_serve
 from workflows.smollm2_135m import DemoConfig

@@ -13,7 +13,7 @@ from blockpilot.draft_training.training import Weighting
 from blockpilot.storage import write_text
 from blockpilot.evaluation.statistics import markdown
 from jobs import train_draft
-from jobs.config import main
+from jobs.common.config import main
 from jobs.train_draft import TrainDraftConfig, TrainDraftResult
 
 VARIANTS: dict[str, dict[str, Any]] = {

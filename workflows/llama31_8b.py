@@ -5,7 +5,7 @@ target is gated on the hub: `hf auth login` first.
 """
 
 from blockpilot.sweep.sweep import candidates_around
-from jobs.config import main
+from jobs.common.config import main
 from workflows import paper
 from workflows.pipeline import Pipeline
 

@@ -16,10 +16,10 @@ from pydantic import Field
 
 from blockpilot.pairs.loading import NAMED_PAIRS
 from jobs import serve
-from jobs.config import Config, PairConfig, Resources
+from jobs.common.config import Config, PairConfig, Resources
 from jobs.evaluate_inputs import NEWEST, EvaluateConfig
 from jobs.promote import PromoteConfig
-from jobs.registry import model_name
+from jobs.common.registry import model_name
 from jobs.serve import ServeConfig
 from jobs.sweep import SweepConfig
 from jobs.train import TrainConfig

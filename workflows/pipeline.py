@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from blockpilot.evaluation.statistics import markdown
 from jobs import evaluate, promote, serve, sweep, train
-from jobs.cluster import connect
-from jobs.config import Config
+from jobs.common.cluster import connect
+from jobs.common.config import Config
 from jobs.evaluate_inputs import EvaluateConfig
 from jobs.evaluate_result import EvaluateResult
 

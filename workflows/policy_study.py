@@ -22,8 +22,8 @@ from pydantic import Field
 from blockpilot.prompts.files import Prompt, load_prompts, save_prompts, split
 from jobs import evaluate, report, sweep, train
 from jobs.answers import AnswersConfig, AnswerWorker
-from jobs.cluster import connect, pooled
-from jobs.config import Config, PairConfig, Resources, main
+from jobs.common.cluster import connect, pooled
+from jobs.common.config import Config, PairConfig, Resources, main
 from jobs.evaluate_inputs import EvaluateConfig
 from jobs.evaluate_result import RESULT_FILE
 from jobs.report import ReportConfig

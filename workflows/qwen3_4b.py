@@ -4,7 +4,7 @@ The paper's averages at T=0: DFlash(16) 3.99x, tau 6.31; its policy 4.17x, tau 6
 """
 
 from blockpilot.sweep.sweep import candidates_around
-from jobs.config import main
+from jobs.common.config import main
 from workflows import paper
 from workflows.pipeline import Pipeline
 

@@ -4,7 +4,7 @@ The paper's averages at T=0: DFlash(16) 4.42x, tau 6.13; its policy 4.66x, tau 6
 """
 
 from blockpilot.sweep.sweep import candidates_around
-from jobs.config import main
+from jobs.common.config import main
 from workflows import paper
 from workflows.pipeline import Pipeline
 

@@ -18,8 +18,8 @@ import ray.train
 import ray.train.torch
 import torch
 
-from jobs.cluster import actor_options
-from jobs.registry import Registry, Run
+from jobs.common.cluster import actor_options
+from jobs.common.registry import Registry, Run
 
 STATE_FILE = "state.pt"
 State = dict[str, Any]

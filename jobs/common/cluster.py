@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from ray.util import ActorPool
 
-from jobs.config import Resources
+from jobs.common.config import Resources
 
 
 def connect(include_dashboard: bool = False, metrics_port: int | None = None) -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from filelock import FileLock
 
 from blockpilot.pairs.loading import target_slug
-from jobs.config import in_submitted_job
+from jobs.common.config import in_submitted_job
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -1,0 +1,1 @@
+"""What jobs share: configuration, cluster, registry, figures."""

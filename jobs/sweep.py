@@ -43,7 +43,7 @@ from blockpilot.sweep.sweep import (
 from jobs.common import figures
 from jobs.common.cluster import actor_options, connect, num_threads
 from jobs.common.config import Config, PairConfig, Place, Resources, absolute_in_submitted_job, main
-from jobs.sweep_folder import REJECTS_FILE, Shard, SweepFolder, digest
+from jobs.sweeping.folder import REJECTS_FILE, Shard, SweepFolder, digest
 
 PATIENCE_S = 30  # without a loaded pair, before saying what the job waits for
 LINE_INTERVAL_S = 5  # between progress lines when nobody watches a terminal

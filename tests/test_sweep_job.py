@@ -27,7 +27,7 @@ from blockpilot.sweep.rows import Metadata, SweepRow, read_file, read_rows, read
 from blockpilot.sweep.sweep import Summary, replay
 from jobs.common.config import ConfigError, PairConfig, main
 from jobs.sweep import SweepConfig, _open, plots, run
-from jobs.sweep_folder import Shard, SweepFolder
+from jobs.sweeping.folder import Shard, SweepFolder
 
 ROOT = Path(__file__).parent.parent
 RAY = str(Path(sys.executable).with_name("ray"))

@@ -2,7 +2,7 @@
 
 Methods are plain decoding (AR), every fixed block size, a random one, learned policies, a controller by running
 means that learns nothing beforehand (EV), and an oracle, which knows each prompt's best size and is a bound. One
-process runs them all (`jobs/evaluator.py`). Nothing is looked up in a sweep: what a policy keeps of those that it
+process runs them all (`jobs/evaluation/actor.py`). Nothing is looked up in a sweep: what a policy keeps of those that it
 learned from, or a sweep that is given, only says which prompts are no longer held out and which fixed block size
 would have been chosen beforehand.
 
@@ -23,9 +23,9 @@ from blockpilot.policy.learned import INFO_FILE, WEIGHTS_FILE
 from blockpilot.evaluation.statistics import Run, Totals
 from jobs.common.cluster import connect
 from jobs.common.config import absolute_in_submitted_job, main
-from jobs.evaluate_inputs import BASELINES, EvaluateConfig, Plan, plan, read_inputs
-from jobs.evaluate_result import EvaluateResult, log, save, stored_run
-from jobs.evaluator import POLICY, Setting, Work, evaluator
+from jobs.evaluation.inputs import BASELINES, EvaluateConfig, Plan, plan, read_inputs
+from jobs.evaluation.result import EvaluateResult, log, save, stored_run
+from jobs.evaluation.actor import POLICY, Setting, Work, evaluator
 from jobs.common.registry import Registry
 
 LINE_INTERVAL_S = 5  # between progress lines

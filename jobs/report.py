@@ -25,8 +25,8 @@ from blockpilot.evaluation.statistics import Interval, with_range
 from blockpilot.sweep.sweep import Summary, least_cost
 from jobs.common import figures
 from jobs.common.config import Config, Place, absolute_in_submitted_job, main
-from jobs.evaluate_result import RESULT_FILE, read_figure, read_figures
-from jobs.evaluator import CONTROL, ORACLE, method_name
+from jobs.evaluation.result import RESULT_FILE, read_figure, read_figures
+from jobs.evaluation.actor import CONTROL, ORACLE, method_name
 from jobs.common.registry import Registry, kept_for_later
 from jobs.train import TRAINING_FILE
 

@@ -30,11 +30,11 @@ from blockpilot.evaluation.statistics import Comparison, Run, Totals
 from blockpilot.sweep.sweep import Summary, decode
 from blockpilot.engine.sampling import Sampling
 from jobs import evaluate
-from jobs import evaluate_inputs
-from jobs import evaluate_result
+from jobs.evaluation import inputs as evaluate_inputs
+from jobs.evaluation import result as evaluate_result
 from jobs.common.config import PairConfig, main
-from jobs.evaluate_inputs import EvaluateConfig, Plan, Swept, find_policies, group, read_inputs
-from jobs.evaluator import AR, CONTROL, EV, ORACLE, POLICY, RANDOM, Evaluator, Setting, default_block_sizes
+from jobs.evaluation.inputs import EvaluateConfig, Plan, Swept, find_policies, group, read_inputs
+from jobs.evaluation.actor import AR, CONTROL, EV, ORACLE, POLICY, RANDOM, Evaluator, Setting, default_block_sizes
 from jobs.common.learned_from import LearnedFrom
 from jobs.common.registry import CHAMPION, Registry, Version, model_name
 
@@ -250,7 +250,7 @@ class Watched(Evaluator):
         return measured
 
     def call(self, method: str, *arguments: int) -> list[Run]:
-        """As `jobs.evaluator.evaluator` gives it to the job."""
+        """As `jobs.evaluation.actor.evaluator` gives it to the job."""
         found: list[Run] = getattr(self, method)(*arguments)
         return found
 

@@ -10,7 +10,7 @@ from blockpilot.policy.learned import load_policy
 from blockpilot.prompts.files import load_prompts
 from jobs import report
 from jobs.answers import AnswersConfig, load_counted
-from jobs.evaluate_result import RESULT_FILE
+from jobs.evaluation.result import RESULT_FILE
 from jobs.common.learned_from import LearnedFrom
 from workflows import policy_study
 from workflows.policy_study import (

@@ -15,10 +15,10 @@ from blockpilot.prompts.files import Message, Prompt
 from blockpilot.sweep.rows import SweepRow, write_rows
 from blockpilot.evaluation.statistics import Run, Totals
 from blockpilot.sweep.sweep import least_cost
-from jobs import evaluate_inputs
-from jobs import evaluate_result
-from jobs.evaluate_inputs import EvaluateConfig, Plan
-from jobs.evaluator import ORACLE, POLICY, Setting
+from jobs.evaluation import inputs as evaluate_inputs
+from jobs.evaluation import result as evaluate_result
+from jobs.evaluation.inputs import EvaluateConfig, Plan
+from jobs.evaluation.actor import ORACLE, POLICY, Setting
 from jobs.common.registry import Registry
 from jobs.report import Ceiling, ReportConfig, run
 

@@ -18,7 +18,7 @@ from blockpilot.prompts.files import load_prompts
 from jobs import serve
 from jobs.common.config import PairConfig, main
 from jobs.engine_loop import EngineLoop
-from jobs.evaluate_result import EvaluateResult
+from jobs.evaluation.result import EvaluateResult
 from jobs.promote import PromoteResult
 from jobs.common.registry import Version, model_name
 from workflows import paper, smollm2_135m

@@ -17,7 +17,7 @@ from pydantic import Field
 from blockpilot.pairs.loading import NAMED_PAIRS
 from jobs import serve
 from jobs.common.config import Config, PairConfig, Resources
-from jobs.evaluate_inputs import NEWEST, EvaluateConfig
+from jobs.evaluation.inputs import NEWEST, EvaluateConfig
 from jobs.promote import PromoteConfig
 from jobs.common.registry import model_name
 from jobs.serve import ServeConfig

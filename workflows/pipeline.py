@@ -9,8 +9,8 @@ from blockpilot.evaluation.statistics import markdown
 from jobs import evaluate, promote, serve, sweep, train
 from jobs.common.cluster import connect
 from jobs.common.config import Config
-from jobs.evaluate_inputs import EvaluateConfig
-from jobs.evaluate_result import EvaluateResult
+from jobs.evaluation.inputs import EvaluateConfig
+from jobs.evaluation.result import EvaluateResult
 
 
 class Pipeline(Config):

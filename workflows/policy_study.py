@@ -24,8 +24,8 @@ from jobs import evaluate, report, sweep, train
 from jobs.answers import AnswersConfig, AnswerWorker
 from jobs.common.cluster import connect, pooled
 from jobs.common.config import Config, PairConfig, Resources, main
-from jobs.evaluate_inputs import EvaluateConfig
-from jobs.evaluate_result import RESULT_FILE
+from jobs.evaluation.inputs import EvaluateConfig
+from jobs.evaluation.result import RESULT_FILE
 from jobs.report import ReportConfig
 from jobs.sweep import SweepConfig
 from jobs.train import TrainConfig

@@ -17,7 +17,7 @@ from pydantic import Field
 from blockpilot.prompts.files import Message, Prompt, load_prompts, save_prompts, split
 from jobs import serve
 from jobs.common.config import Config, PairConfig, Resources, main
-from jobs.evaluate_inputs import NEWEST, EvaluateConfig
+from jobs.evaluation.inputs import NEWEST, EvaluateConfig
 from jobs.promote import PromoteConfig
 from jobs.common.registry import model_name
 from jobs.serve import ServeConfig

@@ -16,7 +16,7 @@ from blockpilot.prompts.files import Prompt, answer_limit, load_prompts
 from blockpilot.sweep.rows import prompt_ids, read_parts
 from blockpilot.sweep.sweep import MAX_BLOCK_SIZE, Summary
 from jobs.common.config import Config, PairConfig, Place
-from jobs.evaluator import AR, CONTROL, EV, METHOD_PREFIX, ORACLE, POLICY, RANDOM
+from jobs.evaluation.actor import AR, CONTROL, EV, METHOD_PREFIX, ORACLE, POLICY, RANDOM
 from jobs.common.learned_from import LearnedFrom
 from jobs.common.registry import CHAMPION, Registry, Version, model_name
 

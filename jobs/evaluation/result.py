@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from blockpilot.storage import write_text
 from blockpilot.evaluation.statistics import Comparison, Figures, Interval, Run, cells, fastest_block_size, markdown, with_range
-from jobs.evaluate_inputs import EvaluateConfig, Plan
-from jobs.evaluator import AR, CONTROL, ORACLE, POLICY, Setting, method_name
+from jobs.evaluation.inputs import EvaluateConfig, Plan
+from jobs.evaluation.actor import AR, CONTROL, ORACLE, POLICY, Setting, method_name
 from jobs.common.registry import CHAMPION, HeldOut, Registry, Version, kept_for_later
 
 RESULT_FILE, TABLE_FILE = "evaluation.json", "table.md"

@@ -34,7 +34,7 @@ from blockpilot.engine.sampling import Sampling
 from jobs.common import figures
 from jobs.common.config import Config, PairConfig, main
 from jobs.http_load import Clients, Received
-from jobs.openai_api import API_KEY_VARIABLE
+from jobs.serving.api import API_KEY_VARIABLE
 
 BARE = "bare:"
 

@@ -12,9 +12,9 @@ import uvicorn
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from jobs.engine_loop import EngineLoop
-from jobs.openai_api import make_app
-from jobs.openai_replies import Backend
+from jobs.serving.engine_loop import EngineLoop
+from jobs.serving.api import make_app
+from jobs.serving.replies import Backend
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 QUESTION = [{"role": "user", "content": "What is a block?"}]

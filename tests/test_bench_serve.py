@@ -15,7 +15,7 @@ from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import load_prompts
 from jobs.bench_serve import BenchServeConfig, run
 from jobs.common.config import ConfigError, PairConfig
-from jobs.engine_loop import EngineLoop
+from jobs.serving.engine_loop import EngineLoop
 from jobs.http_load import Clients
 
 

@@ -15,11 +15,11 @@ from policies import tiny_policy
 from blockpilot.engine.engine import Engine, cache_bytes
 from blockpilot.pairs.loading import Pair, PairId
 from blockpilot.policy.learned import save_policy
-from jobs.champions import ChampionWatch
+from jobs.serving.champions import ChampionWatch
 from jobs.common.config import PairConfig
-from jobs.decoder import Decoder, check_memory
-from jobs.openai_api import make_app
-from jobs.openai_schema import ApiError, ChatRequest, parse
+from jobs.serving.replica import Decoder, check_memory
+from jobs.serving.api import make_app
+from jobs.serving.schema import ApiError, ChatRequest, parse
 from jobs.common.registry import Registry, Version, model_name
 
 CHAT = {"messages": [{"role": "user", "content": "Once"}], "model": "target", "temperature": 0, "max_tokens": 20}

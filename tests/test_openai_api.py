@@ -25,7 +25,7 @@ from policies import tiny_policy
 from blockpilot.engine.engine import Engine, generate
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Message, Prompt
-from jobs.engine_loop import EngineLoop
+from jobs.serving.engine_loop import EngineLoop
 
 MAX_LENGTH = 300
 

@@ -9,7 +9,7 @@ from fastapi.testclient import TestClient
 
 from blockpilot.engine.engine import Engine
 from blockpilot.pairs.loading import Pair
-from jobs.engine_loop import EngineLoop
+from jobs.serving.engine_loop import EngineLoop
 
 PROMPTS: dict[str, JsonObject] = {CHAT: {"messages": QUESTION}, COMPLETIONS: {"prompt": "Once"}}
 

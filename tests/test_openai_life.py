@@ -12,9 +12,9 @@ from fastapi.testclient import TestClient
 from blockpilot.engine.engine import Engine, Prefill, generate
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.learned import FixedPolicy
-from jobs.engine_loop import MAX_FAILURES, EngineLoop
-from jobs.openai_api import GONE, Limits
-from jobs.openai_api import Exchange as Told
+from jobs.serving.engine_loop import MAX_FAILURES, EngineLoop
+from jobs.serving.api import GONE, Limits
+from jobs.serving.api import Exchange as Told
 
 MAX_LENGTH = 300
 

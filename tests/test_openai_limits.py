@@ -10,10 +10,10 @@ from fastapi.testclient import TestClient
 
 from blockpilot.engine.engine import Engine
 from blockpilot.pairs.loading import Pair
-from jobs.engine_loop import EngineLoop
-from jobs.openai_api import ApiKeys, Limits, make_app
-from jobs.openai_replies import Answered, Backend
-from jobs.openai_schema import ApiError
+from jobs.serving.engine_loop import EngineLoop
+from jobs.serving.api import ApiKeys, Limits, make_app
+from jobs.serving.replies import Answered, Backend
+from jobs.serving.schema import ApiError
 
 SHORT = {"model": "target", "prompt": "Once", "max_tokens": 20, "temperature": 0}
 

@@ -12,8 +12,8 @@ from api import app_of, over_http
 from blockpilot.engine.engine import Engine, generate
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Message, Prompt
-from jobs.engine_loop import EngineLoop
-from jobs.openai_api import ApiKeys
+from jobs.serving.engine_loop import EngineLoop
+from jobs.serving.api import ApiKeys
 
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -17,7 +17,7 @@ from servers import ROOT, Server, free_port, serving
 from blockpilot.pairs.loading import Pair, PairId
 from blockpilot.policy.learned import save_policy
 from jobs.common.config import ConfigError, PairConfig, Resources, main
-from jobs.openai_api import ApiKeys
+from jobs.serving.api import ApiKeys
 from jobs.common.registry import Registry, model_name
 from jobs.serve import ServeConfig, api_keys, find_policy, run
 

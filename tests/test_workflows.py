@@ -17,7 +17,7 @@ from blockpilot.policy.learned import check_reads
 from blockpilot.prompts.files import load_prompts
 from jobs import serve
 from jobs.common.config import PairConfig, main
-from jobs.engine_loop import EngineLoop
+from jobs.serving.engine_loop import EngineLoop
 from jobs.evaluation.result import EvaluateResult
 from jobs.promote import PromoteResult
 from jobs.common.registry import Version, model_name

@@ -15,9 +15,9 @@ from ray.exceptions import RayActorError, RayError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse, DeploymentResponseGenerator
 
-from jobs.openai_api import ApiKeys, Exchange, Limits, make_app
-from jobs.openai_schema import ApiError, Body
-from jobs.serve_metrics import GatewayMetrics
+from jobs.serving.api import ApiKeys, Exchange, Limits, make_app
+from jobs.serving.schema import ApiError, Body
+from jobs.serving.metrics import GatewayMetrics
 
 log = logging.getLogger("ray.serve.blockpilot")
 LOST = (RayActorError, ReplicaUnavailableError)

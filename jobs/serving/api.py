@@ -20,7 +20,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingRes
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from jobs.openai_schema import ApiError, Body, ChatRequest, CompletionRequest, parse, short
+from jobs.serving.schema import ApiError, Body, ChatRequest, CompletionRequest, parse, short
 
 STATUS_PATIENCE_S = 5.0
 GONE = 499  # what web servers log for a client that closed the connection

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ray.serve.metrics import Counter, Gauge, Histogram
 
-from jobs.openai_api import Exchange
+from jobs.serving.api import Exchange
 
 if TYPE_CHECKING:  # the gateway needs no torch
     from blockpilot.engine.engine import Engine, Step
-    from jobs.openai_replies import Answered
+    from jobs.serving.replies import Answered
 
 STEP_S = [0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0]
 GAUGES_EVERY_S = 2.0

@@ -25,8 +25,8 @@ from blockpilot.policy.learned import LearnedPolicy
 from blockpilot.prompts.files import Message, Prompt
 from blockpilot.engine.detokenize import TextStream
 from blockpilot.engine.sampling import Sampling
-from jobs.engine_loop import ClosedError, EngineError, EngineLoop, QueueFullError, Stream
-from jobs.openai_schema import ApiError, Body, ChatRequest, CompletionRequest
+from jobs.serving.engine_loop import ClosedError, EngineError, EngineLoop, QueueFullError, Stream
+from jobs.serving.schema import ApiError, Body, ChatRequest, CompletionRequest
 
 log = logging.getLogger("ray.serve.blockpilot")  # Serve adds the id of the request
 

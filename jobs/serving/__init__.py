@@ -1,0 +1,1 @@
+"""Parts of jobs/serve.py."""

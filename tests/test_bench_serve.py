@@ -13,10 +13,10 @@ from api import app_of, over_http, until
 from blockpilot.engine.engine import Engine, generate
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import load_prompts
-from jobs.bench_serve import BenchServeConfig, run
+from jobs.bench.server import BenchServeConfig, run
 from jobs.common.config import ConfigError, PairConfig
 from jobs.serving.engine_loop import EngineLoop
-from jobs.http_load import Clients
+from jobs.bench.http_load import Clients
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.compare_steps import CompareStepsConfig, parse, run
+from jobs.bench.steps import CompareStepsConfig, parse, run
 from jobs.common.config import PairConfig
 
 

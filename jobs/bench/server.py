@@ -7,7 +7,7 @@ time, during the step after the one that ended their last answer. Every round of
 so its tokens a second include the filling and the draining of the batch, alike for all modes.
 
     python jobs/serve.py &
-    python jobs/bench_serve.py --concurrency 1 2 4 8 16 --modes auto 1 2 4 8
+    python jobs/bench/server.py --concurrency 1 2 4 8 16 --modes auto 1 2 4 8
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from blockpilot.evaluation.statistics import Interval, markdown, ratio_of_totals
 from blockpilot.engine.sampling import Sampling
 from jobs.common import figures
 from jobs.common.config import Config, PairConfig, main
-from jobs.http_load import Clients, Received
+from jobs.bench.http_load import Clients, Received
 from jobs.serving.api import API_KEY_VARIABLE
 
 BARE = "bare:"

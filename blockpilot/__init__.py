@@ -9,9 +9,9 @@ for step in bp.generate(pair, prompt_ids, block_size=8):
 
 from blockpilot.control.price import StepCosts
 from blockpilot.engine.engine import Engine, Policy, Prefill, Request, Step, generate
+from blockpilot.engine.sampling import Sampling
 from blockpilot.pairs.loading import NAMED_PAIRS, Pair, PairId, load_pair
 from blockpilot.policy.learned import CandidateSet, FixedPolicy, LearnedPolicy, load_policy, save_policy
-from blockpilot.engine.sampling import Sampling
 
 __all__ = [
     "NAMED_PAIRS",

@@ -2,9 +2,9 @@
 
 Methods are plain decoding (AR), every fixed block size, a random one, learned policies, a controller by running
 means that learns nothing beforehand (EV), and an oracle, which knows each prompt's best size and is a bound. One
-process runs them all (`jobs/evaluation/actor.py`). Nothing is looked up in a sweep: what a policy keeps of those that it
-learned from, or a sweep that is given, only says which prompts are no longer held out and which fixed block size
-would have been chosen beforehand.
+process runs them all (`jobs/evaluation/actor.py`). Nothing is looked up in a sweep: what a policy keeps of those
+that it learned from, or a sweep that is given, only says which prompts are no longer held out and which fixed block
+size would have been chosen beforehand.
 
 Every group of prompts, which share a queue, is on disk when it is done, and the same command goes on after a kill.
 The result is on disk before MLflow is told; where that cannot be reached, `--relog` tells it later.
@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from blockpilot.control.price import COSTS_FILE, StepCosts
-from blockpilot.storage import is_file, join, write_text
-from blockpilot.policy.learned import INFO_FILE, WEIGHTS_FILE
 from blockpilot.evaluation.statistics import Run, Totals
+from blockpilot.policy.learned import INFO_FILE, WEIGHTS_FILE
+from blockpilot.storage import is_file, join, write_text
 from jobs.common.cluster import connect
 from jobs.common.config import absolute_in_submitted_job, main
+from jobs.common.registry import Registry
+from jobs.evaluation.actor import POLICY, Setting, Work, evaluator
 from jobs.evaluation.inputs import BASELINES, EvaluateConfig, Plan, plan, read_inputs
 from jobs.evaluation.result import EvaluateResult, log, save, stored_run
-from jobs.evaluation.actor import POLICY, Setting, Work, evaluator
-from jobs.common.registry import Registry
 
 LINE_INTERVAL_S = 5  # between progress lines
 

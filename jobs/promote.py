@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from pydantic import Field
 
-from blockpilot.pairs.loading import NAMED_PAIRS, PairId
 from blockpilot.evaluation.statistics import Interval, with_range
+from blockpilot.pairs.loading import NAMED_PAIRS, PairId
 from jobs.common.config import DEFAULT_PAIR, Config, main
 from jobs.common.registry import HeldOut, Registry, Version, model_name
 

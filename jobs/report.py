@@ -18,16 +18,16 @@ from jinja2 import Environment
 from pydantic import Field
 
 from blockpilot.control.price import COSTS_FILE, StepCosts
-from blockpilot.storage import is_file, join, write_bytes, write_text
 from blockpilot.evaluation.oracle import Table, potential
-from blockpilot.sweep.rows import Metadata, SweepRow, read_parts
 from blockpilot.evaluation.statistics import Interval, with_range
+from blockpilot.storage import is_file, join, write_bytes, write_text
+from blockpilot.sweep.rows import Metadata, SweepRow, read_parts
 from blockpilot.sweep.sweep import Summary, least_cost
 from jobs.common import figures
 from jobs.common.config import Config, Place, absolute_in_submitted_job, main
-from jobs.evaluation.result import RESULT_FILE, read_figure, read_figures
-from jobs.evaluation.actor import CONTROL, ORACLE, method_name
 from jobs.common.registry import Registry, kept_for_later
+from jobs.evaluation.actor import CONTROL, ORACLE, method_name
+from jobs.evaluation.result import RESULT_FILE, read_figure, read_figures
 from jobs.train import TRAINING_FILE
 
 PAGE_FILE = "report.html"
@@ -88,7 +88,7 @@ def write(output: Path, parts: Sequence[Section]) -> None:
     for part in parts:
         for name, picture in part.pictures.items():
             write_bytes(output / name, picture)
-    template = resources.files("jobs").joinpath(TEMPLATE).read_text(encoding="utf-8")
+    template = resources.files("jobs.common").joinpath(TEMPLATE).read_text(encoding="utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     write_text(output / PAGE_FILE, environment.from_string(template).render(sections=parts, base64=_base64))
 

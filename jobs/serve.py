@@ -26,14 +26,14 @@ from rich.console import Console
 
 from blockpilot.pairs.loading import target_slug
 from blockpilot.policy.learned import load_policy
-from jobs.serving.champions import copy_of
 from jobs.common.cluster import actor_options, connect, num_threads
 from jobs.common.config import Config, PairConfig, Resources, main
-from jobs.serving.replica import MAX_BLOCK_SIZE, Decoder
-from jobs.serving.gateway import Gateway
-from jobs.serving.api import API_KEY_VARIABLE, ApiKeys, Limits
-from jobs.serving.schema import RETRY_AFTER_S
 from jobs.common.registry import CHAMPION, Registry, model_name, tracking_uri
+from jobs.serving.api import API_KEY_VARIABLE, ApiKeys, Limits
+from jobs.serving.champions import copy_of
+from jobs.serving.gateway import Gateway
+from jobs.serving.replica import MAX_BLOCK_SIZE, Decoder
+from jobs.serving.schema import RETRY_AFTER_S
 
 APP = "blockpilot"
 # Requests that are answered without decoding them: /health, refusals, 429s.

@@ -26,9 +26,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from blockpilot.control.price import COSTS_FILE, StepCosts, dtype_name, measure_costs
-from blockpilot.storage import is_file, join, write_bytes, write_text
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt, load_prompts
+from blockpilot.storage import is_file, join, write_bytes, write_text
 from blockpilot.sweep.rows import Metadata, mismatch, prompt_ids
 from blockpilot.sweep.sweep import (
     MAX_BLOCK_SIZE,

@@ -1,9 +1,9 @@
 """Train: the rows of sweeps -> a policy, through Ray Train, recorded in MLflow and registered as a new version.
 
 Rows are checked, split by prompt and written to flat files before Ray Train starts; its workers map those, so nobody
-holds all rows in memory (`blockpilot/policy/dataset.py`). `--search` first tries so many other networks and learning rates
-as Ray tasks and goes on with the one whose held-back loss is the lowest. A killed worker costs the epochs since the
-last checkpoint, a killed driver nothing more: the same command goes on, and the result depends on neither.
+holds all rows in memory (`blockpilot/policy/dataset.py`). `--search` first tries so many other networks and learning
+rates as Ray tasks and goes on with the one whose held-back loss is the lowest. A killed worker costs the epochs since
+the last checkpoint, a killed driver nothing more: the same command goes on, and the result depends on neither.
 
 Everything is on disk before MLflow is told. Where it cannot be reached, `--relog` tells it later.
 """
@@ -29,10 +29,6 @@ from torch import Tensor
 
 from blockpilot.control.price import COSTS_FILE, StepCosts
 from blockpilot.policy.dataset import Examples, Index, split_examples, write_examples
-from blockpilot.storage import is_file, is_folder, join, write_text
-from blockpilot.policy.training import Fit, FitSettings, Task, fitted_network, new_network, predict, shrink
-from blockpilot.policy.offline import LookupReport, lookup_report
-from blockpilot.policy.network import Form, Input, Shape
 from blockpilot.policy.learned import (
     FORMAT,
     CandidateSet,
@@ -45,6 +41,10 @@ from blockpilot.policy.learned import (
     load_policy,
     save_policy,
 )
+from blockpilot.policy.network import Form, Input, Shape
+from blockpilot.policy.offline import LookupReport, lookup_report
+from blockpilot.policy.training import Fit, FitSettings, Task, fitted_network, new_network, predict, shrink
+from blockpilot.storage import is_file, is_folder, join, write_text
 from blockpilot.sweep.rows import MIN_PROB, Metadata, SweepRow, mismatch, read_parts
 from blockpilot.sweep.sweep import Summary
 from jobs.common.cluster import connect

@@ -20,7 +20,6 @@ from pydantic import Field
 from transformers import AutoConfig, AutoTokenizer, Qwen3Config
 from transformers.utils.logging import disable_progress_bar
 
-from blockpilot.drafts.dflash import DraftModel, load_draft, new_draft_config, parse_options, save_draft
 from blockpilot.draft_training.answers import (
     Corpus,
     FeatureSource,
@@ -43,17 +42,18 @@ from blockpilot.draft_training.training import (
     frequent_tokens,
     start_from_target,
 )
+from blockpilot.drafts.dflash import DraftModel, load_draft, new_draft_config, parse_options, save_draft
+from blockpilot.models.target import Target, check_family
 from blockpilot.pairs.loading import check_fit, load_target, target_directory
 from blockpilot.prompts.files import Prompt
-from blockpilot.models.target import Target, check_family
 from jobs import answers
 from jobs import measure_draft as measure_job
 from jobs.answers import AnswersConfig, AnswerShards
 from jobs.common.cluster import num_threads, pooled, show_progress
 from jobs.common.config import PairConfig, absolute_in_submitted_job, main
-from jobs.measure_draft import Measured, MeasureDraftConfig
 from jobs.common.ray_train import recorded, report, saved_state, scaling_config, train
 from jobs.common.registry import Registry
+from jobs.measure_draft import Measured, MeasureDraftConfig
 
 _DEFAULT = DraftFitSettings()
 

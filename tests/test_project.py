@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from ray.autoscaler._private.util import prepare_config, validate_config
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[1]
 PIN = re.compile(r"([A-Za-z0-9._-]+)==([0-9][A-Za-z0-9.]*)")
 # torch's build depends on the machine; the project itself is installed from the working tree.
 UNPINNED = {"torch", "blockpilot"}
@@ -137,9 +137,10 @@ def test_import_contracts_hold_and_notice_a_breach(tmp_path: Path, module: str, 
     assert before.returncode == 0, before.stdout
 
     for package in ("blockpilot", "jobs", "workflows"):
-        (tmp_path / package).mkdir()
-        for source in (ROOT / package).glob("*.py"):
-            (tmp_path / package / source.name).write_text(source.read_text())
+        for source in (ROOT / package).rglob("*.py"):
+            copy = tmp_path / source.relative_to(ROOT)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_text(source.read_text())
     (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
     (tmp_path / module / "breach.py").write_text(line + "\n")
     after = _lint_imports(tmp_path, tmp_path)

@@ -15,9 +15,9 @@ from typing import Any
 import ray
 from pydantic import Field
 
-from blockpilot.storage import write_text
-from blockpilot.policy.network import FORMS
 from blockpilot.evaluation.statistics import markdown
+from blockpilot.policy.network import FORMS
+from blockpilot.storage import write_text
 from jobs.common.cluster import connect
 from jobs.common.config import Config, Place, absolute_in_submitted_job, main
 from jobs.train import Dataset, Fitted, TrainConfig, fit, plan, read_dataset

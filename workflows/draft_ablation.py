@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from blockpilot.drafts.dflash import load_draft
 from blockpilot.draft_training.training import Weighting
-from blockpilot.storage import write_text
+from blockpilot.drafts.dflash import load_draft
 from blockpilot.evaluation.statistics import markdown
+from blockpilot.storage import write_text
 from jobs import train_draft
 from jobs.common.config import main
 from jobs.train_draft import TrainDraftConfig, TrainDraftResult

@@ -17,9 +17,9 @@ from pydantic import Field
 from blockpilot.pairs.loading import NAMED_PAIRS
 from jobs import serve
 from jobs.common.config import Config, PairConfig, Resources
+from jobs.common.registry import model_name
 from jobs.evaluation.inputs import NEWEST, EvaluateConfig
 from jobs.promote import PromoteConfig
-from jobs.common.registry import model_name
 from jobs.serve import ServeConfig
 from jobs.sweep import SweepConfig
 from jobs.train import TrainConfig

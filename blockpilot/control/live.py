@@ -7,10 +7,10 @@ than measured and a drafting one 2 to 6%, so that the measured costs made drafti
 
 import time
 
+from blockpilot.control.backoff import Rest
+from blockpilot.control.pace import ALIKE, MIXED, PLAIN, RESTING, Pace
 from blockpilot.control.price import StepCosts
 from blockpilot.engine.engine import Engine, Step, StepShape
-from blockpilot.control.pace import ALIKE, MIXED, PLAIN, RESTING, Pace
-from blockpilot.control.backoff import Rest
 
 KINDS = PLAIN, ALIKE, MIXED
 REFRESH_EVERY = 2  # steps

@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 
 from blockpilot.engine.engine import Engine, Request
-from blockpilot.storage import Place, read_bytes
 from blockpilot.pairs.loading import Pair, PairId
+from blockpilot.storage import Place, read_bytes
 
 COSTS_FILE = "costs.json"
 BFLOAT16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16")

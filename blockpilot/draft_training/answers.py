@@ -21,11 +21,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from blockpilot.engine.engine import Engine, Request
-from blockpilot.storage import whole
+from blockpilot.engine.sampling import Sampling
+from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt
-from blockpilot.models.target import Target
-from blockpilot.engine.sampling import Sampling
+from blockpilot.storage import whole
 
 ANSWER_SCHEMA = pa.schema(
     [

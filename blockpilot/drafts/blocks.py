@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from blockpilot.drafts.dflash import DraftModel
 from blockpilot.draft_training.answers import Document
+from blockpilot.drafts.dflash import DraftModel
 
 ANCHORS_PER_ROW = 8
 

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from blockpilot.control.choose import Forecast, Reader, choose
-from blockpilot.models.packing import Packing, SideBySide
-from blockpilot.pairs.loading import Pair
-from blockpilot.models.target import Target
 from blockpilot.engine.detokenize import TextStream
 from blockpilot.engine.sampling import Sampling, count_accepted, keyed_sample
+from blockpilot.models.packing import Packing, SideBySide
+from blockpilot.models.target import Target
+from blockpilot.pairs.loading import Pair
 
 if TYPE_CHECKING:
     from blockpilot.control.price import StepCosts

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, cycle
 
-from blockpilot.engine.engine import Request, Step
 from blockpilot.control.live import LiveCosts
+from blockpilot.engine.engine import Request, Step
 from blockpilot.evaluation.statistics import Totals
 
 

@@ -32,7 +32,7 @@ from blockpilot.models.target import check_family
 
 EMBEDDED_TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
 EMBEDDED_DRAFT = "blockpilot/SmolLM2-135M-Instruct-DFlash-b8"
-EMBEDDED_DRAFT_DIRECTORY = Path(__file__).parent / "data" / "smollm2_135m_dflash_b8"
+EMBEDDED_DRAFT_DIRECTORY = Path(__file__).parents[1] / "data" / "smollm2_135m_dflash_b8"
 NAMED_PAIRS = {
     "smollm2-135m": (EMBEDDED_TARGET, EMBEDDED_DRAFT),
     "qwen3-4b": ("Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16"),

@@ -18,9 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from blockpilot.storage import write_text
-from blockpilot.policy.network import SCALARS, Features, SparseProbs, scalars
 from blockpilot.policy.learned import Reads
+from blockpilot.policy.network import SCALARS, Features, SparseProbs, scalars
+from blockpilot.storage import write_text
 from blockpilot.sweep.rows import SweepRow, vectors
 
 INDEX_FILE = "index.json"

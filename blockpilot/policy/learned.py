@@ -23,11 +23,20 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from blockpilot.control.price import COSTS_FILE, StepCosts
-from blockpilot.storage import write_text
 from blockpilot.control.choose import Forecast, TrackRecord
-from blockpilot.policy.network import Features, FoldedNetwork, Input, PolicyNetwork, Shape, no_probs, scalars, sparse_probs
+from blockpilot.control.price import COSTS_FILE, StepCosts
 from blockpilot.pairs.loading import PairId
+from blockpilot.policy.network import (
+    Features,
+    FoldedNetwork,
+    Input,
+    PolicyNetwork,
+    Shape,
+    no_probs,
+    scalars,
+    sparse_probs,
+)
+from blockpilot.storage import write_text
 
 if TYPE_CHECKING:
     from blockpilot.engine.engine import Prefill

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blockpilot.policy.dataset import Examples
-from blockpilot.policy.training import Task, predict
-from blockpilot.policy.network import PolicyNetwork
 from blockpilot.evaluation.oracle import NUM_ROUNDS, Array, Table, gain
+from blockpilot.policy.dataset import Examples
+from blockpilot.policy.network import PolicyNetwork
+from blockpilot.policy.training import Task, predict
 
 
 class LookupReport(NamedTuple):

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from blockpilot.policy.dataset import Examples
-from blockpilot.policy.network import Form, Input, PolicyNetwork, Shape
 from blockpilot.policy.learned import MAX_LOGIT, Head, Objective, Reads, expected_taus, slot_gaps
+from blockpilot.policy.network import Form, Input, PolicyNetwork, Shape
 
 PREDICT_ROWS = 1024
 STANDARDISE_ROWS = 4096  # of the training rows, to take means and deviations from

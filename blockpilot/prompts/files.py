@@ -16,8 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
 
-from blockpilot.storage import write_text
 from blockpilot.prompts.sets import PROMPT_SETS, read_set
+from blockpilot.storage import write_text
 
 ROLES = ("system", "user", "assistant")
 FILE_SUFFIXES = (".jsonl", ".parquet", ".txt")

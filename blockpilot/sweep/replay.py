@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from blockpilot.drafts.blocks import ANCHORS_PER_ROW, Blocks, KnownContext, draft_blocks
-from blockpilot.pairs.loading import Pair
-from blockpilot.models.target import Target
 from blockpilot.engine.sampling import Sampling, keyed_sample
+from blockpilot.models.target import Target
+from blockpilot.pairs.loading import Pair
 
 PREFILL_COLUMNS = 1024  # of all texts of a group, scored by the target in one pass
 HEAD_ROWS = 512  # of the LM head at once: their logits take 4 * vocabulary bytes each

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from blockpilot.drafts.blocks import emitted_along
 from blockpilot.engine.engine import Engine, Prefill, Request, Step
+from blockpilot.engine.sampling import Sampling
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.learned import CandidateSet
 from blockpilot.prompts.files import Prompt
-from blockpilot.sweep.rows import MIN_PROB, SweepRow, prompt_ids
 from blockpilot.sweep.replay import KnownTexts, Text, accepted_everywhere, know, walk
-from blockpilot.engine.sampling import Sampling
+from blockpilot.sweep.rows import MIN_PROB, SweepRow, prompt_ids
 
 MAX_BLOCK_SIZE = 32
 

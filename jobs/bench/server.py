@@ -26,14 +26,14 @@ import torch
 from pydantic import Field, field_validator
 
 from blockpilot.engine.engine import Engine, Request
-from blockpilot.storage import write_bytes, write_text
+from blockpilot.engine.sampling import Sampling
+from blockpilot.evaluation.statistics import Interval, markdown, ratio_of_totals, with_range
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt, answer_limit, load_prompts
-from blockpilot.evaluation.statistics import Interval, markdown, ratio_of_totals, with_range
-from blockpilot.engine.sampling import Sampling
+from blockpilot.storage import write_bytes, write_text
+from jobs.bench.http_load import Clients, Received
 from jobs.common import figures
 from jobs.common.config import Config, PairConfig, main
-from jobs.bench.http_load import Clients, Received
 from jobs.serving.api import API_KEY_VARIABLE
 
 BARE = "bare:"

@@ -15,8 +15,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from transformers.utils.logging import disable_progress_bar
 
 from blockpilot.control.price import BFLOAT16_INSTRUCTIONS
-from blockpilot.storage import is_uri
 from blockpilot.pairs.loading import NAMED_PAIRS, Pair, check_pair_names, load_pair
+from blockpilot.storage import is_uri
 
 Place = Annotated[str, BeforeValidator(os.fspath)]  # a local path, or a URI such as s3://bucket/sweep
 DEFAULT_PAIR = "smollm2-135m"

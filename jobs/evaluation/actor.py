@@ -20,18 +20,18 @@ import torch
 from jinja2 import TemplateError
 from ray.exceptions import RayTaskError
 
-from blockpilot.control.price import StepCosts, dtype_name, measured_up_to
-from blockpilot.engine.engine import Engine, Policy, Request
 from blockpilot.control.choose import EVController, StaticForecast
 from blockpilot.control.live import LiveCosts
+from blockpilot.control.price import StepCosts, dtype_name, measured_up_to
+from blockpilot.engine.engine import Engine, Policy, Request
+from blockpilot.engine.sampling import Sampling
 from blockpilot.evaluation.measurement import Flow, Measured, in_turns, total_s
+from blockpilot.evaluation.statistics import Run
 from blockpilot.pairs.loading import Pair, PairId
 from blockpilot.policy.learned import CandidateSet, LearnedPolicy, load_policy
 from blockpilot.prompts.files import Prompt
 from blockpilot.sweep.rows import prompt_ids
-from blockpilot.evaluation.statistics import Run
 from blockpilot.sweep.sweep import MAX_BLOCK_SIZE, sampler_seed
-from blockpilot.engine.sampling import Sampling
 from jobs.common.cluster import actor_options, num_threads
 from jobs.common.config import PairConfig
 

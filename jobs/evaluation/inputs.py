@@ -9,16 +9,16 @@ from typing import NamedTuple
 
 from pydantic import Field, field_validator
 
-from blockpilot.policy.dataset import prompt_key
 from blockpilot.pairs.loading import PairId
+from blockpilot.policy.dataset import prompt_key
 from blockpilot.policy.learned import load_policy
 from blockpilot.prompts.files import Prompt, answer_limit, load_prompts
 from blockpilot.sweep.rows import prompt_ids, read_parts
 from blockpilot.sweep.sweep import MAX_BLOCK_SIZE, Summary
 from jobs.common.config import Config, PairConfig, Place
-from jobs.evaluation.actor import AR, CONTROL, EV, METHOD_PREFIX, ORACLE, POLICY, RANDOM
 from jobs.common.learned_from import LearnedFrom
 from jobs.common.registry import CHAMPION, Registry, Version, model_name
+from jobs.evaluation.actor import AR, CONTROL, EV, METHOD_PREFIX, ORACLE, POLICY, RANDOM
 
 NEWEST, NO_POLICY = "newest", "none"
 BASELINES = {"control": CONTROL, "random": RANDOM, "ev": EV, "oracle": ORACLE}

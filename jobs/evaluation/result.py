@@ -8,11 +8,20 @@ from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from blockpilot.evaluation.statistics import (
+    Comparison,
+    Figures,
+    Interval,
+    Run,
+    cells,
+    fastest_block_size,
+    markdown,
+    with_range,
+)
 from blockpilot.storage import write_text
-from blockpilot.evaluation.statistics import Comparison, Figures, Interval, Run, cells, fastest_block_size, markdown, with_range
-from jobs.evaluation.inputs import EvaluateConfig, Plan
-from jobs.evaluation.actor import AR, CONTROL, ORACLE, POLICY, Setting, method_name
 from jobs.common.registry import CHAMPION, HeldOut, Registry, Version, kept_for_later
+from jobs.evaluation.actor import AR, CONTROL, ORACLE, POLICY, Setting, method_name
+from jobs.evaluation.inputs import EvaluateConfig, Plan
 
 RESULT_FILE, TABLE_FILE = "evaluation.json", "table.md"
 RUNS_FILE = "runs.json"  # what the figures were worked out from

@@ -14,9 +14,9 @@ from functools import partial
 from types import TracebackType
 from typing import Self
 
+from blockpilot.control.live import LiveCosts
 from blockpilot.control.price import StepCosts
 from blockpilot.engine.engine import Engine, Policy, Request, Step
-from blockpilot.control.live import LiveCosts
 
 MAX_FAILURES = 3  # steps in a row that raise; then the engine is taken to be broken
 log = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 from ray.serve.handle import DeploymentHandle, DeploymentResponse, DeploymentResponseGenerator
 
 from jobs.serving.api import ApiKeys, Exchange, Limits, make_app
-from jobs.serving.schema import ApiError, Body
 from jobs.serving.metrics import GatewayMetrics
+from jobs.serving.schema import ApiError, Body
 
 log = logging.getLogger("ray.serve.blockpilot")
 LOST = (RayActorError, ReplicaUnavailableError)

@@ -17,13 +17,13 @@ from blockpilot.control.price import StepCosts, measured_up_to
 from blockpilot.engine.engine import Engine, cache_bytes
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.learned import FixedPolicy, LearnedPolicy, load_policy
-from jobs.serving.champions import ChampionWatch
 from jobs.common.config import PairConfig
+from jobs.common.registry import CHAMPION, model_name
+from jobs.serving.champions import ChampionWatch
 from jobs.serving.engine_loop import EngineLoop
+from jobs.serving.metrics import DecoderMetrics
 from jobs.serving.replies import Backend
 from jobs.serving.schema import ApiError, Body
-from jobs.common.registry import CHAMPION, model_name
-from jobs.serving.metrics import DecoderMetrics
 
 MAX_BLOCK_SIZE = 32
 DEFAULT_MAX_LENGTH = 2048

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 from jinja2 import TemplateError
 
 from blockpilot.control.price import StepCosts, device_name, dtype_name
+from blockpilot.engine.detokenize import TextStream
 from blockpilot.engine.engine import Policy, Request, Step
+from blockpilot.engine.sampling import Sampling
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.learned import LearnedPolicy
 from blockpilot.prompts.files import Message, Prompt
-from blockpilot.engine.detokenize import TextStream
-from blockpilot.engine.sampling import Sampling
 from jobs.serving.engine_loop import ClosedError, EngineError, EngineLoop, QueueFullError, Stream
 from jobs.serving.schema import ApiError, Body, ChatRequest, CompletionRequest
 

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from blockpilot.storage import Place, delete, file_names, is_file, join, read_bytes, remove_unfinished, write_text
 from blockpilot.prompts.files import Message, Prompt
+from blockpilot.storage import Place, delete, file_names, is_file, join, read_bytes, remove_unfinished, write_text
 from blockpilot.sweep.rows import Metadata, SweepRow, difference, mismatch, read_file, write_rows
 from blockpilot.sweep.sweep import Reject
 

@@ -1,0 +1,119 @@
+"""Talking to the API in tests: the app over an engine loop, its objects, and requests whose client may vanish."""
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from jobs.serving.api import make_app
+from jobs.serving.engine_loop import EngineLoop
+from jobs.serving.replies import Backend
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+QUESTION = [{"role": "user", "content": "What is a block?"}]
+LONG = {"model": "target", "prompt": "Once", "max_tokens": 250, "temperature": 0}
+JsonObject = dict[str, Any]
+
+
+def app_of(loop: EngineLoop, **settings: Any) -> FastAPI:
+    """The API over one loop, whose model is also known as `target`."""
+    backend = Backend(loop)
+    return make_app({backend.model: backend}, aliases={"target": backend.model}, **settings)
+
+
+@contextmanager
+def client_of(loop: EngineLoop, **settings: Any) -> Iterator[TestClient]:
+    """A client whose requests must have left the engine at the end."""
+    with TestClient(app_of(loop, **settings), raise_server_exceptions=False) as client:
+        yield client
+        assert loop.num_in_flight == 0
+        assert (loop.engine.num_active, loop.engine.num_waiting) == (0, 0)
+
+
+@contextmanager
+def over_http(app: FastAPI) -> Iterator[str]:
+    """The app over real HTTP, without Ray Serve; the address of its root."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    server.should_exit = True
+    thread.join(timeout=10)
+
+
+def ask(client: TestClient, path: str, body: JsonObject) -> JsonObject:
+    response = client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def text_of(answer: JsonObject) -> str:
+    choice = answer["choices"][0]
+    return choice["message"]["content"] if "message" in choice else choice["text"]
+
+
+def events(text: str) -> list[JsonObject]:
+    """The objects of a finished stream."""
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def check_error(answer: JsonObject, *param: str | None) -> JsonObject:
+    """Assert OpenAI's error shape, and the field it names."""
+    assert set(answer) == {"error"}
+    error = answer["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert "\n" not in error["message"]
+    if param:
+        assert (error["param"],) == param
+        assert str(param[0]).split(".")[0] in error["message"] or error["code"] == "context_length_exceeded"
+    return error
+
+
+class Exchange:
+    """One HTTP request to an ASGI app, whose client may vanish."""
+
+    def __init__(self, app: FastAPI, path: str, body: JsonObject) -> None:
+        self.status, self.text, self.changed = 0, "", asyncio.Event()
+        self._inbox: asyncio.Queue[JsonObject] = asyncio.Queue()
+        self._inbox.put_nowait({"type": "http.request", "body": json.dumps(body).encode()})
+        scope = {
+            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1",
+            "method": "POST", "scheme": "http", "path": path, "raw_path": path.encode(), "query_string": b"",
+            "root_path": "", "headers": [(b"content-type", b"application/json")], "client": None, "server": None,
+        }  # fmt: skip
+        self.task = asyncio.create_task(app(scope, self._inbox.get, self._send))
+
+    async def _send(self, message: JsonObject) -> None:
+        self.status = message.get("status", self.status)
+        self.text += message.get("body", b"").decode()
+        self.changed.set()
+
+    async def until(self, text: str) -> None:
+        while text not in self.text:
+            self.changed.clear()
+            await self.changed.wait()
+
+    async def vanish(self) -> None:
+        self._inbox.put_nowait({"type": "http.disconnect"})
+        await self.task
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def idle(loop: EngineLoop) -> None:
+    await until(lambda: loop.num_in_flight == 0 and loop.engine.idle)

@@ -1,0 +1,84 @@
+"""Servers that run as a user runs them, in a process of their own, for tests that talk to them over HTTP."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+ROOT = Path(__file__).parents[2]
+START_TIMEOUT_S = 120
+RUN = "import json, sys; from jobs.serve import ServeConfig, run; run(ServeConfig(**json.loads(sys.argv[1])))"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class Server:
+    """One that answers at `root`."""
+
+    process: subprocess.Popen[bytes]
+    root: str
+    log: Path
+
+    @property
+    def url(self) -> str:
+        """For OpenAI clients."""
+        return f"{self.root}/v1"
+
+    def model(self, name: str) -> dict[str, Any]:
+        """What /health tells of a model."""
+        found: dict[str, Any] = httpx.get(f"{self.root}/health", timeout=30).json()["models"][name]
+        return found
+
+    def until(self, name: str, wanted: Mapping[str, object], timeout_s: float = 30) -> dict[str, Any]:
+        """What /health tells of a model once it has these values; AssertionError if that takes too long."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            found = self.model(name)
+            if all(found.get(key) == value for key, value in wanted.items()):
+                return found
+            assert time.monotonic() < deadline, f"{found}, wanted: {dict(wanted)}\n{self.log.read_text()}"
+            time.sleep(0.1)
+
+
+@contextmanager
+def serving(command: list[str], folder: Path, port: int, **variables: str) -> Iterator[Server]:
+    """The server of a command, from the moment that it answers until SIGTERM; `variables` are of its environment."""
+    log = folder / f"server-{port}.log"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | variables
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, cwd=folder, env=environment)
+    try:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while b"serving" not in log.read_bytes():
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        yield Server(process, f"http://127.0.0.1:{port}", log)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        process.wait(timeout=60)
+
+
+@contextmanager
+def configured(config: Mapping[str, Any], folder: Path, **variables: str) -> Iterator[Server]:
+    """The server of a configuration, by its fields as JSON."""
+    port = free_port()
+    command = [sys.executable, "-c", RUN, json.dumps({**config, "port": port})]
+    with serving(command, folder, port, **variables) as server:
+        yield server

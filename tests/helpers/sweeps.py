@@ -1,0 +1,114 @@
+"""Synthetic rows of a dense sweep, whose best candidate and depth are known functions of what is recorded."""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from blockpilot.drafts.blocks import emitted_along
+from blockpilot.pairs.loading import PairId
+from blockpilot.prompts.files import Message, Prompt
+from blockpilot.sweep.rows import Metadata, SweepRow, prompt_ids
+
+CANDIDATES = [2, 4, 6, 8]
+VOCAB_SIZE = 64
+CONTEXT_SIZE, ANCHOR_SIZE = 8, 6
+NUM_ANCHORS, NUM_PLACES = 40, 8  # of every synthetic row; places are those whose step is recorded
+LEADS, TRAILS = 0.9, 0.1  # chance that a draft is right at all: of the row's best candidate, and of the others
+PAIR = PairId("org/Target-1B", "rev-t", "org/draft", "rev-d")
+
+
+def metadata(**changes: object) -> Metadata:
+    plain = Metadata({"seed": 0}, PAIR, "float32", VOCAB_SIZE, 8, CANDIDATES, {}, "unknown")
+    return dataclasses.replace(plain, **changes)  # type: ignore[arg-type]
+
+
+# --- synthetic rows ---
+#
+# A row has a best candidate, whose drafts are often right where those of the others seldom are: the heaviest in its
+# probs, the largest of the first four entries of its context. An anchor has a depth, the number of drafts that are
+# right if any are: one less than the candidate that is the largest in the sum of its context and its embedding.
+
+
+def heaviest(ids: list[int], probs: list[float]) -> tuple[int, float]:
+    """The known function: ids belong to candidates in turn, the heaviest candidate wins. With its lead."""
+    mass = [sum(p for i, p in zip(ids, probs, strict=True) if i % 4 == c) for c in range(4)]
+    order = sorted(range(4), key=lambda c: mass[c])
+    return order[-1], mass[order[-1]] - mass[order[-2]]
+
+
+def _distribution(generator: torch.Generator) -> tuple[list[int], list[float]]:
+    """Six random ids with probabilities that one candidate wins clearly."""
+    while True:
+        ids = sorted(torch.randperm(VOCAB_SIZE, generator=generator)[:6].tolist())
+        weights = torch.rand(6, generator=generator) ** 2 + 1e-3
+        probs: list[float] = (weights / weights.sum()).tolist()
+        if heaviest(ids, probs)[1] > 0.1:
+            return ids, probs
+
+
+def _context(best: int, generator: torch.Generator) -> Tensor:
+    """[CONTEXT_SIZE] random values, of the first four the best candidate's by far the largest."""
+    context = torch.randn(CONTEXT_SIZE, generator=generator)
+    context[best] = context[:4].max() + 1
+    return context
+
+
+def _vectors_of_steps(generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """(contexts, embeddings, index of the candidate that says the depth) of every anchor."""
+    contexts = torch.randn(NUM_ANCHORS, CONTEXT_SIZE, generator=generator)
+    embeddings = torch.randn(NUM_ANCHORS, ANCHOR_SIZE, generator=generator)
+    largest = (contexts[:, :4] + embeddings[:, :4]).argmax(dim=1)
+    contexts[torch.arange(NUM_ANCHORS), largest] += 1
+    return contexts, embeddings, largest
+
+
+def synthetic_rows(num_rows: int, seed: int, signal: bool = True, trails: float = TRAILS) -> list[SweepRow]:
+    """Rows of a dense sweep. Without a signal what is best and how deep does not depend on what is known."""
+    generator = torch.Generator().manual_seed(seed)
+    return [_row(f"prompt {seed} {i}", generator, signal, trails) for i in range(num_rows)]
+
+
+def _row(text: str, generator: torch.Generator, signal: bool, trails: float) -> SweepRow:
+    ids, probs = _distribution(generator)
+    best = heaviest(ids, probs)[0]
+    context = _context(best, generator)
+    contexts, embeddings, largest = _vectors_of_steps(generator)
+    if not signal:
+        best = int(torch.randint(0, 4, (1,), generator=generator))
+        largest = torch.randint(0, 4, (NUM_ANCHORS,), generator=generator)
+    depths = torch.tensor(CANDIDATES)[largest] - 1
+    room = torch.arange(NUM_ANCHORS - 1, -1, -1)  # drafts that the length of the answer leaves
+    accepted: list[list[int]] = []
+    for c, block_size in enumerate(CANDIDATES):
+        right = torch.rand(NUM_ANCHORS, generator=generator) < (LEADS if c == best else trails)
+        accepted.append((right * depths.clamp(max=block_size - 1).minimum(room)).tolist())
+    emitted = [emitted_along(of_candidate) for of_candidate in accepted]
+    full = NUM_ANCHORS - CANDIDATES[-1] + 1
+    places = torch.randint(full - NUM_PLACES + 1, (1,), generator=generator) + torch.arange(NUM_PLACES)
+    prompt = Prompt("synthetic", (Message("user", text),))
+    return SweepRow(
+        prompt_id=prompt_ids(prompt, 0, 0.0)[0],
+        prompt_set="synthetic",
+        prompt=text,
+        num_prompt_tokens=3,
+        output_tokens=torch.randint(0, VOCAB_SIZE, (NUM_ANCHORS + 1,), generator=generator).tolist(),
+        finish_reason="length",
+        candidates=CANDIDATES,
+        taus=[NUM_ANCHORS / len(steps) for steps in emitted],
+        num_steps=[len(steps) for steps in emitted],
+        emitted_histograms=[
+            [steps.count(n) for n in range(b + 1)] for b, steps in zip(CANDIDATES, emitted, strict=True)
+        ],
+        accepted=accepted,
+        texts_agree=True,
+        probs_ids=ids,
+        probs=probs,
+        tail_mass=0.0,
+        context=context.tolist(),
+        step_places=places.tolist(),
+        step_contexts=contexts[places].half().numpy().tobytes(),
+        step_embeddings=embeddings[places].half().numpy().tobytes(),
+        seed=0,
+        temperature=0.0,
+    )

@@ -1,0 +1,52 @@
+"""A tiny random target and draft with a tokenizer of bytes."""
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from blockpilot.drafts.dflash import DraftModel, new_draft_config
+
+MASK_ID, EOS_ID = 258, 257
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes as tokens 0..255, then <pad>, <eos>, <mask>, <unused>."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {char: i for i, char in enumerate(alphabet)}
+    vocab |= {"<pad>": 256, "<eos>": EOS_ID, "<mask>": MASK_ID, "<unused>": 259}
+    backend = Tokenizer(models.BPE(vocab, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<pad>", "<eos>", "<mask>", "<unused>"])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", chat_template=CHAT_TEMPLATE
+    )
+
+
+def tiny_target(seed: int = 0) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=260,
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=EOS_ID,
+        pad_token_id=256,
+        initializer_range=0.2,
+    )
+    return LlamaForCausalLM(config)
+
+
+def tiny_draft(target: LlamaForCausalLM, block_size: int = 4, seed: int = 1) -> DraftModel:
+    torch.manual_seed(seed)
+    config = new_draft_config(target.config, num_layers=2, block_size=block_size, mask_token_id=MASK_ID)
+    return DraftModel(config)

@@ -1,0 +1,124 @@
+"""The load tool against a real server over HTTP: what it counts, and what it says of a server that is not well."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blockpilot.engine.engine import Engine, generate
+from blockpilot.pairs.loading import Pair
+from blockpilot.prompts.files import load_prompts
+from helpers.api import app_of, over_http, until
+from jobs.bench.http_load import Clients
+from jobs.bench.server import BenchServeConfig, run
+from jobs.common.config import ConfigError, PairConfig
+from jobs.serving.engine_loop import EngineLoop
+
+
+@contextmanager
+def served(pair: Pair, **sizes: int) -> Iterator[tuple[str, EngineLoop]]:
+    """The API over real HTTP, without Ray Serve; its URL."""
+    loop = EngineLoop(Engine(pair, num_slots=sizes.get("num_slots", 2), max_length=900), max_queue=sizes["max_queue"])
+    with over_http(app_of(loop)) as root:
+        yield f"{root}/v1", loop
+    loop.close()
+
+
+def config(url: str, pair_dirs: tuple[Path, Path], output: Path, **values: Any) -> BenchServeConfig:
+    target, draft = map(str, pair_dirs)
+    pair = PairConfig(target=target, draft=draft)
+    small = {"rounds": 2, "concurrency": (1, 3), "max_tokens": 16, "requests_per_client": 2, "prompts": ("demo",)}
+    return BenchServeConfig(url=url, pair=pair, output=output, **small | values)
+
+
+def test_modes_take_turns_and_their_tokens_are_counted(
+    tiny_pair: Pair, tiny_pair_dirs: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with served(tiny_pair, max_queue=8) as (url, loop):
+        rows = run(config(url, tiny_pair_dirs, tmp_path, modes=("auto", "1", "3", "bare:3"), rates=()))
+        assert loop.num_in_flight == 0
+    assert [(row["load"], row["mode"]) for row in rows] == [
+        (load, mode) for load in ("1 clients", "3 clients") for mode in ("auto", "1", "3", "bare:3")
+    ]
+    for row in rows:
+        assert row["tokens_per_s"] > 0
+        if row["mode"] == "auto":
+            assert (row["ratio"]["value"], row["ratio"]["low"], row["ratio"]["high"]) == (1, 1, 1)
+        if not row["mode"].startswith("bare"):
+            assert row["num_whole"] == (4 if row["load"] == "1 clients" else 12)
+            assert row["num_failed"] == row["num_refused"] == row["num_vanished"] == 0
+            assert 0 < row["first_token_s"]["p50"] <= row["first_token_s"]["p99"]
+            assert row["acceptance_length"] == 1 if row["mode"] == "1" else row["acceptance_length"] >= 1
+    out = capsys.readouterr().out.splitlines()
+    assert json.loads(out[-1])["rows"] == json.loads((tmp_path / "bench_serve.json").read_text()) == rows
+    assert (tmp_path / "bench_serve.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "bench_serve.md").read_text().strip() in "\n".join(out)
+
+
+def test_what_clients_receive_is_the_targets_text(tiny_pair: Pair) -> None:
+    prompt = load_prompts("demo")[0]
+    body = {"model": "target", "max_tokens": 12, "temperature": 0}
+    body["messages"] = [{"role": turn.role, "content": turn.content} for turn in prompt.messages]
+
+    async def scene(url: str) -> None:
+        async with Clients(url) as clients:
+            (received,) = await clients.closed_loop([body], 1)
+        steps = generate(tiny_pair, prompt.encode(tiny_pair.tokenizer), block_size=1, max_new_tokens=12)
+        tokens = [token for step in steps for token in step.tokens]
+        assert received.text == tiny_pair.tokenizer.decode(tokens, skip_special_tokens=True)
+        assert (received.num_tokens, received.whole) == (len(tokens), True)
+        assert received.arrivals == sorted(received.arrivals)
+
+    with served(tiny_pair, max_queue=1) as (url, _):
+        asyncio.run(scene(url))
+
+
+def test_an_open_loop_loses_what_is_refused_and_a_closed_one_comes_again(
+    tiny_pair: Pair, tiny_pair_dirs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    with served(tiny_pair, num_slots=1, max_queue=0) as (url, _):
+        rows = run(
+            config(
+                url, tiny_pair_dirs, tmp_path, modes=("1",), rounds=1, concurrency=(3,), requests_per_client=1,
+                rates=(1000.0,), num_requests=5, max_tokens=200,
+            )
+        )  # fmt: skip
+    closed, opened = rows
+    assert (closed["num_whole"], closed["num_refused"] > 0) == (3, True)
+    assert opened["num_whole"] + opened["num_refused"] == 5
+    assert opened["num_refused"] > 0
+
+
+def test_clients_that_vanish_are_told_apart_and_leave_nothing(
+    tiny_pair: Pair, tiny_pair_dirs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    with served(tiny_pair, max_queue=8) as (url, loop):
+        changes = {"modes": ("1",), "vanish": 1.0, "concurrency": (2,), "max_tokens": 400}
+        (row,) = run(config(url, tiny_pair_dirs, tmp_path, **changes))
+        asyncio.run(until(lambda: loop.num_in_flight == 0 and loop.engine.idle))
+    assert (row["num_vanished"] + row["num_whole"], row["num_failed"]) == (8, 0)  # some answers are short
+    assert row["num_vanished"] >= 6
+
+
+@pytest.mark.parametrize(
+    ("values", "complaint"),
+    [
+        ({"modes": ("fast",)}, "mode 'fast': must be auto, a block size, or bare:N"),
+        ({"modes": ("bare:x",)}, "mode 'bare:x'"),
+        ({"modes": ()}, "at least one is needed"),
+        ({"modes": ("1", "1")}, "each once"),
+        ({"vanish": 1.5}, "vanish"),
+    ],
+)
+def test_bad_settings_are_refused(values: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        BenchServeConfig(**values)
+
+
+def test_no_server_is_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"127\.0\.0\.1:9/v1: no server that lists its models"):
+        run(BenchServeConfig(url="http://127.0.0.1:9/v1", modes=("1",), output=tmp_path))

@@ -1,0 +1,409 @@
+"""The OpenAI API over a real engine with a tiny random pair, without Ray."""
+
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from fastapi.testclient import TestClient
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from blockpilot.engine.engine import Engine, generate
+from blockpilot.pairs.loading import Pair
+from blockpilot.prompts.files import Message, Prompt
+from helpers.api import (
+    CHAT,
+    COMPLETIONS,
+    QUESTION,
+    JsonObject,
+    ask,
+    check_error,
+    client_of,
+    events,
+    text_of,
+)
+from helpers.policies import tiny_policy
+from jobs.serving.engine_loop import EngineLoop
+
+MAX_LENGTH = 300
+
+
+@pytest.fixture
+def loop(tiny_pair: Pair) -> Iterator[EngineLoop]:
+    loop = EngineLoop(Engine(tiny_pair, num_slots=4, max_length=MAX_LENGTH), max_queue=8)
+    yield loop
+    loop.close()
+
+
+@pytest.fixture
+def client(loop: EngineLoop) -> Iterator[TestClient]:
+    with client_of(loop) as client:
+        yield client
+
+
+def expected(pair: Pair, prompt_ids: tuple[int, ...], max_new_tokens: int, seed: int, temperature: float) -> str:
+    """The text of one-token-at-a-time decoding, by the library alone."""
+    steps = generate(
+        pair,
+        prompt_ids,
+        block_size=1,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+    )
+    return str(pair.tokenizer.decode([t for s in steps for t in s.tokens], skip_special_tokens=True))
+
+
+def question_ids(pair: Pair) -> tuple[int, ...]:
+    return Prompt("test", (Message("user", QUESTION[0]["content"]),)).encode(pair.tokenizer)
+
+
+def test_models_and_health(client: TestClient, tiny_pair: Pair) -> None:
+    (model,) = client.get("/v1/models").json()["data"]
+    assert (model["id"], model["object"], model["max_model_len"]) == (
+        tiny_pair.id.target,
+        "model",
+        MAX_LENGTH,
+    )
+    assert client.get("/v1/models/target").json() == model  # by its slug
+    assert client.get(f"/v1/models/{tiny_pair.id.target.lstrip('/')}x").status_code == 404
+    health = client.get("/health").json()
+    found = health["models"][tiny_pair.id.target]
+    assert (health["status"], found["status"], found["num_active"]) == ("ok", "ok", 0)
+    assert (found["num_slots"], found["max_model_len"], found["capacity"]) == (4, MAX_LENGTH, 12)
+    assert found["cache_bytes"] > 0
+    # Nothing to correct without a policy that has costs.
+    assert found["step_costs"] == {"plain": 1, "alike": 1, "mixed": 1}
+    assert found["accepted_over_expected"] is None
+    assert found["resting"] is False
+
+
+def test_health_tells_what_came_of_the_policys_forecasts(
+    client: TestClient, loop: EngineLoop, tiny_pair: Pair
+) -> None:
+    """This one always expects whole blocks."""
+    loop.set_policy(tiny_policy(tiny_pair.id, tiny_pair.vocab_size, (2, 4), head="tau", outputs=[2, 4]))
+    usage = ask(client, CHAT, {"model": "target", "messages": QUESTION, "max_tokens": 40, "seed": 1})["usage"]
+    found = client.get("/health").json()["models"][tiny_pair.id.target]
+    assert usage["acceptance_length"] < 3
+    assert 0 < found["accepted_over_expected"] < 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_chat_gives_the_text_of_plain_decoding_at_every_block_size(
+    client: TestClient, tiny_pair: Pair, temperature: float
+) -> None:
+    want = expected(tiny_pair, question_ids(tiny_pair), 40, seed=7, temperature=temperature)
+    body = {"model": "target", "messages": QUESTION, "max_tokens": 40, "seed": 7, "temperature": temperature}
+    for block_size in ("auto", 1, 2, 3, 5, 8, 12):
+        answer = ask(client, CHAT, body | {"block_size": block_size})
+        assert answer["choices"][0]["message"] == {"role": "assistant", "content": want, "refusal": None}
+        used = tiny_pair.block_size if block_size == "auto" else block_size
+        assert answer["usage"]["block_size"] == used
+
+
+def test_completion_of_a_string_and_of_its_tokens(client: TestClient, tiny_pair: Pair) -> None:
+    ids = tuple(tiny_pair.tokenizer("Once upon")["input_ids"])
+    want = expected(tiny_pair, ids, 30, seed=-5, temperature=1.0)
+    body = {"model": tiny_pair.id.target, "max_tokens": 30, "seed": -5}
+    for prompt in ("Once upon", list(ids)):
+        answer = ask(client, COMPLETIONS, body | {"prompt": prompt})
+        assert answer["choices"][0]["text"] == want
+        assert (answer["object"], answer["model"], answer["seed"]) == (
+            "text_completion",
+            tiny_pair.id.target,
+            -5,
+        )
+
+
+def test_usage_adds_up(client: TestClient, tiny_pair: Pair) -> None:
+    body = {"model": "target", "messages": QUESTION, "max_completion_tokens": 21, "temperature": 0}
+    answer = ask(client, CHAT, body)
+    usage = answer["usage"]
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert usage["prompt_tokens"] == len(question_ids(tiny_pair))
+    assert usage["completion_tokens"] == 21
+    assert usage["total_tokens"] == usage["prompt_tokens"] + 21
+    assert usage["acceptance_length"] == 20 / usage["num_steps"]  # the first token comes from the prefill
+    one = ask(client, CHAT, body | {"max_completion_tokens": 1})["usage"]
+    assert (one["num_steps"], one["block_size"], one["acceptance_length"]) == (0, None, None)
+
+
+def test_default_lengths(client: TestClient, tiny_pair: Pair) -> None:
+    """A completion has 16 tokens, as OpenAI documents; a chat answer may fill the context."""
+    completion = ask(client, COMPLETIONS, {"model": "target", "prompt": "x", "temperature": 0})
+    assert completion["usage"]["completion_tokens"] == 16
+    once = [{"role": "user", "content": "Once"}]
+    chat = ask(client, CHAT, {"model": "target", "messages": once, "temperature": 0})
+    assert chat["usage"]["total_tokens"] == MAX_LENGTH
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("stops", [False, True])
+def test_stream_has_the_same_text(client: TestClient, path: str, stops: bool) -> None:
+    prompt = {"messages": QUESTION} if path == CHAT else {"prompt": "Once"}
+    body = {"model": "target", "max_tokens": 60, "temperature": 0, **prompt}
+    if stops:
+        body["stop"] = text_of(ask(client, path, body))[20:23]
+    whole = ask(client, path, body)
+    response = client.post(path, json=body | {"stream": True, "stream_options": {"include_usage": True}})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *chunks, last, usage = events(response.text)
+    pieces = [c["choices"][0] for c in [*chunks, last]]
+    if path == CHAT:
+        assert [p["delta"].get("role") for p in pieces] == ["assistant"] + [None] * (len(pieces) - 1)
+    shown = "".join(p["delta"].get("content", "") if path == CHAT else p["text"] for p in pieces)
+    assert shown == text_of(whole)
+    assert len(shown) >= 10
+    finish_reason = "stop" if stops else "length"
+    assert [p["finish_reason"] for p in pieces] == [None] * len(chunks) + [finish_reason]
+    assert whole["choices"][0]["finish_reason"] == finish_reason
+    assert (usage["choices"], usage["usage"]) == ([], whole["usage"])
+    assert {c["usage"] for c in chunks} == {None}
+    assert len({c["id"] for c in chunks}) == 1
+    assert "usage" not in events(client.post(path, json=body | {"stream": True}).text)[-1]
+
+
+def test_stop_string_ends_the_text_before_it(client: TestClient) -> None:
+    body = {"model": "target", "messages": QUESTION, "max_tokens": 60, "temperature": 0}
+    text = text_of(ask(client, CHAT, body))
+    stop = text[10:13]
+    for block_size in (1, 4, 9):
+        answer = ask(client, CHAT, body | {"stop": [stop, "never"], "block_size": block_size})
+        assert text_of(answer) == text[: text.index(stop)]
+        assert answer["choices"][0]["finish_reason"] == "stop"
+        assert answer["usage"]["completion_tokens"] < 60
+
+
+def test_without_a_seed_answers_differ_and_tell_their_seed(client: TestClient) -> None:
+    body = {"model": "target", "prompt": "Once", "max_tokens": 30}
+    first, second = ask(client, COMPLETIONS, body), ask(client, COMPLETIONS, body)
+    assert first["seed"] != second["seed"]
+    assert first["choices"] != second["choices"]
+    assert ask(client, COMPLETIONS, body | {"seed": first["seed"]})["choices"] == first["choices"]
+
+
+def test_same_text_alone_and_in_a_crowd(client: TestClient, loop: EngineLoop) -> None:
+    """More requests than slots, mixed block sizes: they share batches and do not show it."""
+
+    def body(i: int) -> JsonObject:
+        return {"model": "target", "prompt": "abc" * (1 + i), "max_tokens": 20 + 3 * i, "seed": i}
+
+    alone = [ask(client, COMPLETIONS, body(i) | {"block_size": 1})["choices"] for i in range(10)]
+    seen: list[int] = []
+    loop.set_policy(lambda prefill: seen.append(loop.engine.num_active) or 1 + prefill.num_prompt_tokens % 7)
+    with ThreadPoolExecutor(10) as pool:
+        crowd = list(pool.map(lambda i: ask(client, COMPLETIONS, body(i))["choices"], range(10)))
+    assert crowd == alone
+    assert max(seen) > 1, "the requests never shared a batch"
+
+
+def test_text_parts_and_developer_role(client: TestClient) -> None:
+    def text(messages: list[JsonObject]) -> str:
+        body = {"model": "target", "messages": messages, "max_tokens": 12, "seed": 1}
+        return ask(client, CHAT, body)["choices"][0]["message"]["content"]
+
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert text([{"role": "user", "content": parts}]) == text([{"role": "user", "content": "a\nb"}])
+    user = {"role": "user", "content": "hi"}
+    system = text([{"role": "system", "content": "Be brief."}, user])
+    assert text([{"role": "developer", "content": "Be brief."}, user]) == system != text([user])
+
+
+# --- bad input ---
+
+BAD_FIELDS: list[tuple[JsonObject, int, str | None]] = [
+    ({"model": "gpt-9"}, 404, "model"),
+    ({"model": None}, 400, "model"),
+    ({"model": 5}, 400, "model"),
+    ({"messages": None}, 400, "messages"),
+    ({"messages": []}, 400, "messages"),
+    ({"messages": "hello"}, 400, "messages"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages.0.role"),
+    ({"messages": [{"role": "user"}]}, 400, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": "x" * MAX_LENGTH}]}, 400, "messages"),
+    ({"prompt": "x"}, 400, "prompt"),
+    ({"max_tokens": 0}, 400, "max_tokens"),
+    ({"max_tokens": MAX_LENGTH}, 400, "max_tokens"),
+    ({"max_tokens": 10**30}, 400, "max_tokens"),
+    ({"max_tokens": "5"}, 400, "max_tokens"),
+    ({"max_tokens": 1.5}, 400, "max_tokens"),
+    ({"max_completion_tokens": True}, 400, "max_completion_tokens"),
+    ({"temperature": -0.1}, 400, "temperature"),
+    ({"temperature": 2.1}, 400, "temperature"),
+    ({"temperature": "1"}, 400, "temperature"),
+    ({"top_p": 0}, 400, "top_p"),
+    ({"top_p": 1.01}, 400, "top_p"),
+    ({"top_k": -1}, 400, "top_k"),
+    ({"seed": 2**63}, 400, "seed"),
+    ({"seed": -(2**63) - 1}, 400, "seed"),
+    ({"seed": 1.0}, 400, "seed"),
+    ({"stop": ["a"] * 5}, 400, "stop"),
+    ({"stop": [""]}, 400, "stop.0"),
+    ({"stop": [1]}, 400, "stop.0"),
+    ({"block_size": 0}, 400, "block_size"),
+    ({"block_size": 33}, 400, "block_size"),
+    ({"block_size": "fast"}, 400, "block_size"),
+    ({"block_size": True}, 400, "block_size"),
+    ({"stream": "yes"}, 400, "stream"),
+    ({"stream_options": {"include_obfuscation": True}}, 400, "stream_options.include_obfuscation"),
+    ({"n": 0}, 400, "n"),
+    ({"n": 9}, 400, "n"),
+    ({"n": True}, 400, "n"),
+    ({"best_of": 2}, 400, "best_of"),
+    ({"logprobs": 2}, 400, "logprobs"),
+    ({"top_logprobs": 2}, 400, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": -1}, 400, "top_logprobs"),
+    ({"echo": True}, 400, "echo"),
+    ({"frequency_penalty": 0.5}, 400, "frequency_penalty"),
+    ({"tools": []}, 400, "tools"),
+    ({"response_format": {"type": "json_object"}}, 400, "response_format"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "status", "param"), BAD_FIELDS, ids=lambda v: str(v)[:50])
+def test_bad_chat_fields_are_refused_by_name(
+    client: TestClient, change: JsonObject, status: int, param: str | None
+) -> None:
+    response = client.post(CHAT, json={"model": "target", "messages": QUESTION} | change)
+    assert response.status_code == status
+    check_error(response.json(), param)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    ["", [], ["a", "b"], [[1, 2]], [1, "a"], [True], [260], [-1], [2**70], 5, {}, "x" * 300, [1] * 285],
+)
+def test_bad_prompts_are_refused(client: TestClient, prompt: object) -> None:
+    response = client.post(COMPLETIONS, json={"model": "target", "prompt": prompt})
+    assert response.status_code == 400
+    param = check_error(response.json())["param"]
+    assert param in ("prompt", "max_tokens") or param.startswith("prompt.")
+
+
+def test_context_error_has_the_numbers(client: TestClient) -> None:
+    body = {"model": "target", "prompt": [65] * 290, "max_tokens": 11}
+    error = check_error(client.post(COMPLETIONS, json=body).json(), "max_tokens")
+    assert all(number in error["message"] for number in ("300", "290", "11"))
+    assert ask(client, COMPLETIONS, body | {"max_tokens": 10})["usage"]["total_tokens"] <= 300
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b"\xff\xfe{}",
+        b'{"model": "\xc3\x28"}',
+        b'{"model": "\\ud800"}',
+        b'{"temperature": NaN, "model": "target", "prompt": "x"}',
+        b'{"temperature": 1e999, "model": "target", "prompt": "x"}',
+        b'{"seed": ' + b"9" * 5000 + b"}",
+        b"[" * 100_000,
+        b'{"a":' * 50_000,
+        b"model=target",
+    ],
+    ids=lambda raw: repr(raw[:20]),
+)
+def test_bodies_that_are_no_json_object(client: TestClient, raw: bytes) -> None:
+    for path in (CHAT, COMPLETIONS):
+        response = client.post(path, content=raw)
+        assert response.status_code == 400
+        check_error(response.json())
+
+
+def test_routes_and_methods_that_are_not_there(client: TestClient) -> None:
+    for method, path, status in [
+        ("GET", "/v1/embeddings", 404),
+        ("POST", "/v1/chat/completions/", 404),
+        ("GET", CHAT, 405),
+        ("DELETE", "/v1/models", 405),
+        ("POST", "/", 405),
+        ("GET", "/nothing", 404),
+    ]:
+        response = client.request(method, path)
+        assert response.status_code == status
+        assert path in check_error(response.json())["message"]
+    assert client.get(CHAT).headers["allow"] == "POST"
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just("auto"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+FIELDS = st.sampled_from(
+    [
+        "model",
+        "messages",
+        "prompt",
+        "max_tokens",
+        "max_completion_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "seed",
+        "stop",
+        "block_size",
+        "stream",
+        "stream_options",
+        "user",
+        "n",
+        "logprobs",
+        "echo",
+        "best_of",
+        "tools",
+        "logit_bias",
+        "metadata",
+        "\ud7ff",
+        "🙂",
+    ]
+)
+MESSAGES = st.lists(
+    st.fixed_dictionaries({}, optional={"role": JSON | st.just("user"), "content": JSON, "name": JSON}),
+    max_size=2,
+)
+
+
+@pytest.fixture
+def neighbour(client: TestClient) -> Iterator[None]:
+    """Another client that streams all the time; its texts are checked at the end."""
+    body = {"model": "target", "prompt": "Once", "max_tokens": 60, "seed": 3, "stream": True}
+    stop, texts = threading.Event(), list[str]()
+
+    def ask_again() -> None:
+        while not stop.is_set():
+            chunks = events(client.post(COMPLETIONS, json=body).text)
+            texts.append("".join(chunk["choices"][0]["text"] for chunk in chunks))
+
+    thread = threading.Thread(target=ask_again)
+    thread.start()
+    yield
+    stop.set()
+    thread.join()
+    alone = ask(client, COMPLETIONS, body | {"stream": False})
+    assert len(texts) > 3
+    assert set(texts) == {text_of(alone)}
+
+
+@given(
+    st.sampled_from([CHAT, COMPLETIONS]),
+    st.dictionaries(FIELDS, JSON | MESSAGES, max_size=4),
+    st.binary(max_size=20),
+)
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_request_can_make_the_server_fail(
+    client: TestClient, neighbour: None, path: str, change: JsonObject, junk: bytes
+) -> None:
+    valid = {"model": "target", "max_tokens": 2} | ({"messages": QUESTION} if path == CHAT else {"prompt": "x"})
+    for raw in (json.dumps(valid | change).encode(), json.dumps(change).encode(), junk):
+        response = client.post(path, content=raw)
+        assert response.status_code in (200, 400, 404), response.text
+        if response.status_code != 200:
+            check_error(response.json())

@@ -1,0 +1,145 @@
+"""Several choices, log probabilities and echo: every choice is the text of its own seed."""
+
+import math
+from collections.abc import Iterator
+
+import pytest
+from fastapi.testclient import TestClient
+
+from blockpilot.engine.engine import Engine
+from blockpilot.pairs.loading import Pair
+from helpers.api import CHAT, COMPLETIONS, QUESTION, JsonObject, ask, check_error, client_of, events, text_of
+from jobs.serving.engine_loop import EngineLoop
+
+PROMPTS: dict[str, JsonObject] = {CHAT: {"messages": QUESTION}, COMPLETIONS: {"prompt": "Once"}}
+
+
+@pytest.fixture
+def loop(tiny_pair: Pair) -> Iterator[EngineLoop]:
+    loop = EngineLoop(Engine(tiny_pair, num_slots=4, max_length=300), max_queue=2)
+    yield loop
+    loop.close()
+
+
+@pytest.fixture
+def client(loop: EngineLoop) -> Iterator[TestClient]:
+    with client_of(loop) as client:
+        yield client
+
+
+def streamed(client: TestClient, path: str, body: JsonObject) -> tuple[list[JsonObject], JsonObject]:
+    """All choices of a stream's chunks, and its usage."""
+    *chunks, usage = events(
+        client.post(path, json=body | {"stream": True, "stream_options": {"include_usage": True}}).text
+    )
+    return [choice for chunk in chunks for choice in chunk["choices"]], usage["usage"]
+
+
+def shown(path: str, choices: list[JsonObject], index: int) -> str:
+    mine = [choice for choice in choices if choice["index"] == index]
+    return "".join(c["delta"].get("content", "") if path == CHAT else c["text"] for c in mine)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("seed", [5, 2**63 - 2])
+def test_choices_are_those_of_following_seeds(client: TestClient, path: str, seed: int) -> None:
+    body = {"model": "target", "max_tokens": 25, "seed": seed, **PROMPTS[path]}
+    alone = []
+    for i in range(3):
+        wrapped = (seed + i + 2**63) % 2**64 - 2**63
+        alone.append(ask(client, path, body | {"seed": wrapped}))
+    together = ask(client, path, body | {"n": 3})
+    assert [choice["index"] for choice in together["choices"]] == [0, 1, 2]
+    texts = [text_of({"choices": [choice]}) for choice in together["choices"]]
+    assert texts == [text_of(answer) for answer in alone]
+    assert len(set(texts)) == 3
+    usage = together["usage"]
+    for name in ("completion_tokens", "num_steps"):
+        assert usage[name] == sum(answer["usage"][name] for answer in alone)
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert usage["acceptance_length"] == pytest.approx((usage["completion_tokens"] - 3) / usage["num_steps"])
+
+    choices, streamed_usage = streamed(client, path, body | {"n": 3})
+    assert [shown(path, choices, i) for i in range(3)] == texts
+    assert streamed_usage == usage
+    for i in range(3):
+        mine = [choice for choice in choices if choice["index"] == i]
+        assert [c["finish_reason"] for c in mine[:-1]] == [None] * (len(mine) - 1)
+        assert mine[-1]["finish_reason"] == alone[i]["choices"][0]["finish_reason"]
+        assert path != CHAT or [c["delta"].get("role") for c in mine] == ["assistant"] + [None] * (len(mine) - 1)
+
+
+def test_all_choices_or_none(client: TestClient, loop: EngineLoop) -> None:
+    """Six places: a request for seven choices takes none of them."""
+    refused = client.post(COMPLETIONS, json={"model": "target", "prompt": "x", "n": 7})
+    assert refused.status_code == 429
+    check_error(refused.json())
+    assert loop.num_in_flight == 0
+    assert len(ask(client, COMPLETIONS, {"model": "target", "prompt": "x", "n": 6})["choices"]) == 6
+
+
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_chat_log_probabilities(client: TestClient, block_size: int) -> None:
+    body = {"model": "target", "max_tokens": 20, "seed": 1, "block_size": block_size, **PROMPTS[CHAT]}
+    body |= {"logprobs": True, "top_logprobs": 3}
+    (choice,) = ask(client, CHAT, body)["choices"]
+    content = choice["logprobs"]["content"]
+    assert len(content) == 20
+    for token in content:
+        assert set(token) == {"token", "logprob", "bytes", "top_logprobs"}
+        values = [each["logprob"] for each in token["top_logprobs"]]
+        assert len(values) == 3
+        assert values == sorted(values, reverse=True)
+        assert values[0] >= token["logprob"]
+        assert sum(map(math.exp, values)) <= 1 + 1e-5
+        assert token["bytes"] is None or bytes(token["bytes"]).decode() == token["token"]
+    choices, _ = streamed(client, CHAT, body)
+    pieces = [token for each in choices if each["logprobs"] for token in each["logprobs"]["content"]]
+    assert [token["token"] for token in pieces] == [token["token"] for token in content]
+    assert [token["logprob"] for token in pieces] == pytest.approx([token["logprob"] for token in content], abs=1e-4)
+    without = ask(client, CHAT, body | {"logprobs": False, "top_logprobs": None})
+    assert without["choices"][0]["logprobs"] is None
+    none = ask(client, CHAT, body | {"top_logprobs": None})["choices"][0]["logprobs"]["content"]
+    assert {len(token["top_logprobs"]) for token in none} == {0}
+
+
+def test_completion_log_probabilities(client: TestClient) -> None:
+    body = {"model": "target", "max_tokens": 20, "temperature": 0, "logprobs": 2, **PROMPTS[COMPLETIONS]}
+    (choice,) = ask(client, COMPLETIONS, body)["choices"]
+    found = choice["logprobs"]
+    assert {len(column) for column in found.values()} == {20}
+    offsets = [sum(map(len, found["tokens"][:i])) for i in range(20)]
+    assert found["text_offset"] == offsets
+    for token, logprob, top in zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True):
+        assert max(top.values()) == pytest.approx(top.get(token, logprob))  # greedy: the likeliest is taken
+    choices, _ = streamed(client, COMPLETIONS, body)
+    pieces = [each["logprobs"] for each in choices if each["logprobs"]]
+    for name in ("tokens", "text_offset"):
+        assert [value for piece in pieces for value in piece[name]] == found[name]
+
+
+def test_echo_repeats_the_prompt(client: TestClient, tiny_pair: Pair) -> None:
+    body = {"model": "target", "max_tokens": 10, "temperature": 0}
+    text = text_of(ask(client, COMPLETIONS, body | {"prompt": "Once"}))
+    assert text_of(ask(client, COMPLETIONS, body | {"prompt": "Once", "echo": True})) == "Once" + text
+    ids = tiny_pair.tokenizer("Once")["input_ids"]
+    assert text_of(ask(client, COMPLETIONS, body | {"prompt": ids, "echo": True})) == "Once" + text
+    choices, _ = streamed(client, COMPLETIONS, body | {"prompt": "Once", "echo": True, "n": 2})
+    assert [shown(COMPLETIONS, choices, i) for i in range(2)] == ["Once" + text] * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"logprobs": 6}, "logprobs"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"top_logprobs": 1}, "top_logprobs"),
+        ({"best_of": 3}, "best_of"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(client: TestClient, change: JsonObject, param: str) -> None:
+    response = client.post(COMPLETIONS, json={"model": "target", "prompt": "x"} | change)
+    assert response.status_code == 400
+    check_error(response.json(), param)

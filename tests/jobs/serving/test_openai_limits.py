@@ -1,0 +1,221 @@
+"""Who may ask, how much, and of which model; and the steps that a stream can show."""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from blockpilot.engine.engine import Engine
+from blockpilot.pairs.loading import Pair
+from helpers.api import CHAT, COMPLETIONS, QUESTION, JsonObject, ask, check_error, client_of, events, text_of
+from jobs.serving.api import ApiKeys, Limits, make_app
+from jobs.serving.engine_loop import EngineLoop
+from jobs.serving.replies import Answered, Backend
+from jobs.serving.schema import ApiError
+
+SHORT = {"model": "target", "prompt": "Once", "max_tokens": 20, "temperature": 0}
+
+
+@pytest.fixture
+def loop(tiny_pair: Pair) -> Iterator[EngineLoop]:
+    loop = EngineLoop(Engine(tiny_pair, num_slots=2, max_length=300), max_queue=2)
+    yield loop
+    loop.close()
+
+
+# --- keys ---
+
+
+@pytest.mark.parametrize(
+    ("header", "complaint"),
+    [
+        (None, "an API key is needed"),
+        ("Bearer", "an API key is needed"),
+        ("Bearer ", "an API key is needed"),
+        ("Bearer first-ke", "unknown API key"),
+        ("Bearer first-key2", "unknown API key"),
+        ("Bearer FIRST-KEY", "unknown API key"),
+        ("Basic first-key", "unknown API key"),
+        ("first-key", "an API key is needed"),
+        ("Bearer \xe9\xff", "unknown API key"),
+    ],
+)
+def test_without_one_of_the_keys_nothing_is_answered(loop: EngineLoop, header: str | None, complaint: str) -> None:
+    with client_of(loop, keys=ApiKeys.of(("first-key", "second-key"))) as client:
+        headers = {} if header is None else {"Authorization": header.encode("latin-1")}
+        for response in (
+            client.post(COMPLETIONS, json=SHORT, headers=headers),
+            client.post(CHAT, content=b"{", headers=headers),
+            client.get("/v1/models", headers=headers),
+            client.get("/v1/models/target", headers=headers),
+        ):
+            assert response.status_code == 401
+            assert response.headers["www-authenticate"] == "Bearer"
+            error = check_error(response.json())
+            assert (error["code"], complaint in error["message"]) == ("invalid_api_key", True)
+
+
+def test_each_key_opens_and_health_and_the_page_need_none(loop: EngineLoop) -> None:
+    with client_of(loop, keys=ApiKeys.of(("first-key", "second-key"))) as client:
+        for header in ("Bearer first-key", "bearer second-key"):
+            response = client.post(COMPLETIONS, json=SHORT, headers={"Authorization": header})
+            assert response.status_code == 200
+        assert client.get("/health").status_code == 200
+        assert client.get("/").status_code == 200
+
+
+def test_keys_are_not_kept() -> None:
+    assert "first-key" not in repr(ApiKeys.of(("first-key",)))
+
+
+# --- sizes ---
+
+
+def test_a_body_beyond_the_limit_is_refused(loop: EngineLoop) -> None:
+    with client_of(loop, limits=Limits(max_body_bytes=200)) as client:
+        for content in (b"x" * 201, (part for part in [b"x" * 150, b"x" * 100])):
+            response = client.post(COMPLETIONS, content=content)
+            assert response.status_code == 413
+            assert "200 bytes" in check_error(response.json())["message"]
+        exact = b'{"model": "target", "prompt": "Once", "max_tokens": 1}'.ljust(200)
+        assert client.post(COMPLETIONS, content=exact).status_code == 200
+
+
+def test_answers_are_no_longer_than_the_server_gives(loop: EngineLoop) -> None:
+    backend = Backend(loop, max_new_tokens=30)
+    with TestClient(make_app({"target": backend})) as client:
+        refused = client.post(CHAT, json={"model": "target", "messages": QUESTION, "max_tokens": 31})
+        assert refused.status_code == 400
+        error = check_error(refused.json(), "max_tokens")
+        assert all(number in error["message"] for number in ("31", "30"))
+        answer = ask(client, CHAT, {"model": "target", "messages": QUESTION, "temperature": 0})
+        assert answer["usage"]["completion_tokens"] == 30
+
+
+# --- models ---
+
+
+class Elsewhere:
+    """A model that cannot be reached."""
+
+    async def whole(self, body: object) -> JsonObject:
+        raise ApiError(503, "the replica with this request was lost", code="replica_lost")
+
+    async def chunks(self, body: object) -> Any:
+        raise ApiError(503, "the replica with this request was lost", code="replica_lost")
+        yield
+
+    async def status(self) -> JsonObject:
+        raise ApiError(503, "nobody there")
+
+
+def test_models_are_asked_for_by_name_and_one_that_is_lost_does_not_take_the_others_along(loop: EngineLoop) -> None:
+    app = make_app({"here": Backend(loop), "there/model": Elsewhere()}, aliases={"model": "there/model"})
+    with TestClient(app) as client:
+        assert ask(client, COMPLETIONS, SHORT | {"model": "here"})["usage"]["completion_tokens"] == 20
+        for name in ("there/model", "model"):
+            for stream in (False, True):
+                lost = client.post(COMPLETIONS, json=SHORT | {"model": name, "stream": stream})
+                assert lost.status_code == 503
+                assert lost.headers["retry-after"] == "1"
+                assert check_error(lost.json())["type"] == "server_error"
+        unknown = client.post(COMPLETIONS, json=SHORT | {"model": "nowhere"})
+        assert unknown.status_code == 404
+        message = check_error(unknown.json(), "model")["message"]
+        assert "'here'" in message
+        assert "'there/model'" in message
+        listed = client.get("/v1/models").json()["data"]
+        assert [model["id"] for model in listed] == ["here", "there/model"]
+        assert [model.get("max_model_len") for model in listed] == [300, None]
+        health = client.get("/health")
+        assert health.status_code == 503
+        found = health.json()
+        assert (found["status"], found["models"]["here"]["status"]) == ("failed", "ok")
+        assert found["models"]["there/model"]["status"] == "nobody there"
+
+
+# --- steps ---
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_stream_can_show_its_steps(loop: EngineLoop, path: str, stops: bool) -> None:
+    prompt = {"messages": QUESTION} if path == CHAT else {"prompt": "Once"}
+    body = {"model": "target", "max_tokens": 40, "temperature": 0, "block_size": 4, **prompt}
+    with client_of(loop) as client:
+        if stops:
+            body["stop"] = text_of(ask(client, path, body))[15:18]
+        whole = ask(client, path, body)
+        options = {"include_steps": True, "include_usage": True}
+        *chunks, usage = events(client.post(path, json=body | {"stream": True, "stream_options": options}).text)
+        plain = events(client.post(path, json=body | {"stream": True}).text)
+    choices = [chunk["choices"][0] for chunk in chunks]
+    steps = [choice["step"] for choice in choices if "step" in choice]
+    assert [step["block_size"] for step in steps][:2] == [0, 4]
+    assert len(steps) == usage["usage"]["num_steps"] + 1
+    assert all(step["num_accepted"] <= len(step["texts"]) <= step["num_accepted"] + 1 for step in steps)
+    shown = "".join(choice["delta"].get("content", "") if path == CHAT else choice["text"] for choice in choices)
+    assert shown == text_of(whole)
+    for choice in choices:
+        if "step" in choice:
+            assert "".join(choice["step"]["texts"]) == (
+                choice["delta"]["content"] if path == CHAT else choice["text"]
+            )
+    assert not any("step" in choice for chunk in plain for choice in chunk["choices"])
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_stream_sends_what_comes_within_its_interval_together(loop: EngineLoop, path: str) -> None:
+    prompt = {"messages": QUESTION} if path == CHAT else {"prompt": "Once"}
+    body = {"model": "target", "max_tokens": 40, "temperature": 0, "block_size": 2, **prompt}
+    body["logprobs"] = True if path == CHAT else 0
+    rest = {"stream": True, "stream_options": {"include_usage": True}}
+    texts, num_chunks, usages = [], [], []
+    for interval_s in (0.0, 3600.0):
+        app = make_app({"target": Backend(loop, stream_interval_s=interval_s)})
+        with TestClient(app) as client:
+            *chunks, last = events(client.post(path, json=body | rest).text)
+        choices = [chunk["choices"][0] for chunk in chunks]
+        texts.append("".join(c["delta"].get("content", "") if path == CHAT else c["text"] for c in choices))
+        found = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+        tokens = [token for each in found for token in each["content" if path == CHAT else "tokens"]]
+        assert len(tokens) == last["usage"]["completion_tokens"] == 40
+        num_chunks.append(len(chunks))
+        usages.append(last["usage"])
+    assert texts[0] == texts[1]
+    assert usages[0] == usages[1]
+    # The first token, the others, half a character, the end.
+    assert num_chunks[1] <= 4 < usages[1]["num_steps"] < num_chunks[0]
+
+
+# --- what is kept of requests ---
+
+
+@pytest.mark.parametrize("logs_prompts", [False, True])
+def test_what_is_logged_has_ids_and_counts_but_no_text_unless_asked(
+    loop: EngineLoop, caplog: pytest.LogCaptureFixture, logs_prompts: bool
+) -> None:
+    told: list[Answered] = []
+    backend = Backend(loop, on_answer=told.append, logs_prompts=logs_prompts)
+    with caplog.at_level(logging.INFO, "ray.serve.blockpilot"), TestClient(make_app({"target": backend})) as client:
+        answer = ask(client, CHAT, {"model": "target", "messages": [{"role": "user", "content": "secret"}]})
+        events(client.post(COMPLETIONS, json=SHORT | {"stream": True, "n": 2}).text)
+        assert client.post(COMPLETIONS, json=SHORT | {"prompt": "secret", "max_tokens": 0}).status_code == 400
+    first, second = (vars(record) for record in caplog.records if record.message == "answered")
+    assert first["response_id"] == answer["id"]
+    assert first["num_tokens"] == answer["usage"]["completion_tokens"]
+    assert (second["num_choices"], second["outcome"], second["endpoint"]) == (2, "finished", COMPLETIONS)
+    assert 0 < second["first_token_s"] <= second["seconds"]
+    assert ("secret" in repr([vars(record) for record in caplog.records])) is logs_prompts
+    assert [answered.num_tokens for answered in told] == [first["num_tokens"], second["num_tokens"]]
+
+
+def test_the_page_asks_nobody_else(loop: EngineLoop) -> None:
+    with client_of(loop) as client:
+        page = client.get("/")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "connect-src 'self'" in page.headers["content-security-policy"]
+    for outside in ("http://", "https://", "//cdn", "innerHTML"):
+        assert outside not in page.text

@@ -1,0 +1,221 @@
+"""A server through Ray with two models, and what happens when parts of it are killed, swapped or overrun."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from blockpilot.drafts.dflash import save_draft
+from helpers.api import events
+from helpers.servers import Server, configured, free_port
+from helpers.tiny import byte_tokenizer, tiny_draft, tiny_target
+
+KEY = "a-key-of-the-test"
+MODEL = {"num_slots": 4, "max_queue": 4, "policy": "3"}
+LONG = {"model": "target", "prompt": "a", "max_tokens": 800, "temperature": 0}
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(scope="module")
+def second_pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Another target than the tiny pair's, called `other`."""
+    import torch
+
+    root = tmp_path_factory.mktemp("second")
+    target = tiny_target(seed=5)
+    target.save_pretrained(root / "other")
+    byte_tokenizer().save_pretrained(root / "other")
+    save_draft(tiny_draft(target), root / "draft", dtype=torch.float32)
+    return {"target": str(root / "other"), "draft": str(root / "draft")}
+
+
+@pytest.fixture(scope="module")
+def metrics_port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def server(
+    tiny_pair_dirs: tuple[Path, Path],
+    second_pair: dict[str, str],
+    metrics_port: int,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Server]:
+    target, draft = map(str, tiny_pair_dirs)
+    config = MODEL | {"pair": {"target": target, "draft": draft}, "others": [{"pair": second_pair, "policy": "2"}]}
+    config |= {"metrics_port": metrics_port}
+    folder = tmp_path_factory.mktemp("server")
+    with configured(config, folder, BLOCKPILOT_API_KEY=KEY) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url, api_key=KEY, max_retries=0, timeout=120)
+
+
+@pytest.fixture
+def name(tiny_pair_dirs: tuple[Path, Path]) -> str:
+    return str(tiny_pair_dirs[0])
+
+
+def test_models_share_a_server_by_name(client: openai.OpenAI, second_pair: dict[str, str], name: str) -> None:
+    assert [model.id for model in client.models.list()] == [name, second_pair["target"]]
+    first, second = (
+        client.completions.create(model=model, prompt="a", max_tokens=20, temperature=0)
+        for model in ("target", "other")
+    )
+    assert first.choices[0].text != second.choices[0].text
+    assert (first.usage.model_dump()["block_size"], second.usage.model_dump()["block_size"]) == (3, 2)
+
+
+def test_without_the_key_nothing_is_answered(server: Server) -> None:
+    stranger = openai.OpenAI(base_url=server.url, api_key="another", max_retries=0)
+    with pytest.raises(openai.AuthenticationError):
+        stranger.models.list()
+    assert httpx.get(f"{server.root}/health").status_code == 200
+
+
+HUGGING_FACE = """
+import sys
+from huggingface_hub import InferenceClient
+client = InferenceClient(base_url=sys.argv[1], api_key=sys.argv[2])
+asked = {"messages": [{"role": "user", "content": "Once"}], "model": "target", "max_tokens": 20, "temperature": 0}
+print(client.chat_completion(**asked).choices[0].message.content)
+print("".join(c.choices[0].delta.content or "" for c in client.chat_completion(**asked, stream=True) if c.choices))
+"""
+
+
+def test_other_clients_work_unmodified(server: Server, client: openai.OpenAI) -> None:
+    messages = [{"role": "user", "content": "Once"}]
+    want = client.chat.completions.create(model="target", messages=messages, max_tokens=20, temperature=0)
+    text = want.choices[0].message.content
+    command = [sys.executable, "-c", HUGGING_FACE, server.url, KEY]
+    online = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    assert subprocess.check_output(command, text=True, env=online) == f"{text}\n{text}\n"
+
+    body = {"model": "target", "messages": messages, "max_tokens": 20, "temperature": 0}
+    curl = ["curl", "--silent", "--no-buffer", "-H", f"Authorization: Bearer {KEY}", f"{server.url}/chat/completions"]
+    whole = json.loads(subprocess.check_output([*curl, "-d", json.dumps(body)]))
+    assert whole["choices"][0]["message"]["content"] == text
+    streamed = events(subprocess.check_output([*curl, "-d", json.dumps(body | {"stream": True})], text=True))
+    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in streamed) == text
+
+
+def test_a_killed_replica_ends_its_streams_with_an_error_and_its_whole_requests_are_put_again(
+    server: Server, client: openai.OpenAI, name: str
+) -> None:
+    want = client.completions.create(**LONG).choices[0].text
+    with ThreadPoolExecutor(2) as pool:
+        stream = client.completions.create(**LONG, stream=True)
+        first = next(stream)
+        whole = pool.submit(client.completions.create, **LONG)
+        pid = server.until(name, {"num_active": 2})["pid"]
+        os.kill(pid, signal.SIGKILL)
+        texts = [first.choices[0].text]
+        with pytest.raises(openai.APIError, match="replica with this request was lost"):
+            texts.extend(chunk.choices[0].text for chunk in stream)
+        assert len("".join(texts)) < len(want)
+        assert want.startswith("".join(texts))
+        assert whole.result(timeout=120).choices[0].text == want
+    after = server.until(name, {"num_in_flight": 0})
+    assert after["pid"] != pid
+    assert client.completions.create(**LONG | {"max_tokens": 5}).usage.completion_tokens == 5
+
+
+def test_a_full_queue_is_429_in_under_a_second_and_what_was_accepted_ends(server: Server, name: str) -> None:
+    """Four times as many as there are places, at once."""
+    body = LONG | {"max_tokens": 200}
+    limits = httpx.Limits(max_connections=32)
+    with (
+        httpx.Client(headers={"Authorization": f"Bearer {KEY}"}, timeout=120, limits=limits) as client,
+        ThreadPoolExecutor(32) as pool,
+    ):
+
+        def post(_: int) -> tuple[int, float, str | None]:
+            started = time.monotonic()
+            response = client.post(f"{server.url}/completions", json=body)
+            return response.status_code, time.monotonic() - started, response.headers.get("retry-after")
+
+        answers = list(pool.map(post, range(32)))
+    refused = [(seconds, retry) for status, seconds, retry in answers if status == 429]
+    assert [status for status, _, _ in answers].count(200) == 32 - len(refused)
+    assert 8 <= 32 - len(refused) <= 24
+    assert all(seconds < 1 for seconds, _ in refused), refused
+    assert {retry for _, retry in refused} == {"1"}
+    server.until(name, {"num_in_flight": 0})
+
+
+def test_clients_that_vanish_leave_no_rows(server: Server, name: str) -> None:
+
+    def leave(number: int) -> None:
+        body = json.dumps(LONG | {"stream": number % 2 == 0}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", int(server.root.rpartition(":")[2]))) as connection:
+            connection.sendall(head.encode() + body)
+            time.sleep(0.1 * number)
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(leave, range(6)))
+    server.until(name, {"num_in_flight": 0, "num_active": 0}, timeout_s=5)
+
+
+def test_metrics_of_requests_and_steps_come_through_ray(
+    server: Server, client: openai.OpenAI, metrics_port: int
+) -> None:
+    client.completions.create(**LONG | {"max_tokens": 30})
+    wanted = {
+        "ray_blockpilot_requests_total", "ray_blockpilot_tokens_total", "ray_blockpilot_blocks_total",
+        "ray_blockpilot_verified_tokens_total", "ray_blockpilot_step_seconds_bucket", "ray_blockpilot_slots",
+        "ray_blockpilot_first_token_seconds_bucket", "ray_blockpilot_policy_version", "blocks of 3",
+    }  # fmt: skip
+    found, text, deadline = set[str](), "", time.monotonic() + 60
+    while missing := wanted - found:  # processes export apart, every few seconds
+        assert time.monotonic() < deadline, sorted(missing)
+        time.sleep(1)
+        text = httpx.get(f"http://127.0.0.1:{metrics_port}/metrics").text
+        found = {name for name in wanted if name in text}
+        sizes = re.findall(r'ray_blockpilot_blocks_total\{[^}]*block_size="(\d+)"', text)
+        found |= {f"blocks of {size}" for size in sizes}
+    assert KEY not in text
+
+
+def test_a_deadline_holds_through_the_server(client: openai.OpenAI, server: Server, name: str) -> None:
+    with pytest.raises(openai.InternalServerError, match=r"not complete after 0\.2 s") as error:
+        client.completions.create(**LONG, extra_body={"timeout_s": 0.2})
+    assert error.value.status_code == 504
+    server.until(name, {"num_in_flight": 0}, timeout_s=2)
+
+
+def test_one_seed_is_one_text_alone_and_in_a_crowd_at_every_block_size(client: openai.OpenAI) -> None:
+    body: dict[str, Any] = {"model": "target", "prompt": "Once", "max_tokens": 60, "temperature": 1, "seed": 11}
+    want = client.completions.create(**body).choices[0].text
+    stop = threading.Event()
+
+    def crowd(number: int) -> None:
+        while not stop.is_set():
+            client.completions.create(model="target", prompt="b" * (number + 3), max_tokens=50, seed=number)
+
+    with ThreadPoolExecutor(3) as pool:
+        for number in range(3):
+            pool.submit(crowd, number)
+        try:
+            for size in (1, 2, 5, 8, "auto"):
+                found = client.completions.create(**body, extra_body={"block_size": size})
+                assert found.choices[0].text == want
+        finally:
+            stop.set()

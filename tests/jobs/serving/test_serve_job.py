@@ -1,0 +1,228 @@
+"""The serving job: its refusals, its replica without Ray, and the real thing by command with the openai client."""
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+import yaml
+from ray.serve.schema import ServeDeploySchema
+
+from blockpilot.pairs.loading import Pair, PairId
+from blockpilot.policy.learned import save_policy
+from helpers.policies import tiny_policy
+from helpers.servers import ROOT, Server, free_port, serving
+from jobs.common.config import ConfigError, PairConfig, Resources, main
+from jobs.common.registry import Registry, model_name
+from jobs.serve import ServeConfig, api_keys, find_policy, run
+from jobs.serving.api import ApiKeys
+
+CHAT = {"messages": [{"role": "user", "content": "Once"}], "model": "target", "temperature": 0}
+
+
+# MLflow's own models use a part of SQLAlchemy that will go.
+pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
+
+
+@pytest.fixture
+def pair_config(tiny_pair_dirs: tuple[Path, Path]) -> PairConfig:
+    target, draft = tiny_pair_dirs
+    return PairConfig(target=str(target), draft=str(draft))
+
+
+def write_policy(directory: Path, pair_id: PairId, vocab_size: int = 260) -> Path:
+    """A policy of random weights with the candidates 2, 3 and 5."""
+    save_policy(tiny_policy(pair_id, vocab_size, (2, 3, 5)), directory)
+    return directory
+
+
+def test_policy_may_be_a_block_size_or_a_directory(pair_config: PairConfig, tiny_pair: Pair, tmp_path: Path) -> None:
+    assert find_policy(ServeConfig(pair=pair_config, policy="8"), tmp_path) == 8
+    directory = write_policy(tmp_path / "policy", tiny_pair.id)
+    assert find_policy(ServeConfig(pair=pair_config, policy=str(directory)), tmp_path) == directory
+
+
+def test_policy_of_other_models_is_refused_before_they_load(
+    pair_config: PairConfig, tiny_pair: Pair, tmp_path: Path
+) -> None:
+    directory = write_policy(tmp_path, tiny_pair.id._replace(target="Qwen/Qwen3-4B"))
+    with pytest.raises(ValueError, match=r"Qwen/Qwen3-4B.*to be served.*target") as error:
+        find_policy(ServeConfig(pair=pair_config, policy=str(directory)), tmp_path)
+    assert tiny_pair.id.target in str(error.value)
+
+
+def test_champion_comes_from_the_registry(
+    pair_config: PairConfig, tiny_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
+    config = ServeConfig(pair=pair_config)
+    with pytest.raises(ValueError, match=r"blockpilot-target@champion.*jobs/promote.py.*--policy 8"):
+        find_policy(config, tmp_path / "serve")
+    registry = Registry.open()
+    directory = write_policy(tmp_path / "policy", tiny_pair.id)
+    with registry.log_run("train") as record:
+        version = registry.register_policy(
+            directory, target=tiny_pair.id.target, run_id=record.id, tags={"draft": tiny_pair.id.draft}
+        )
+    assert version.name == model_name(tiny_pair.id.target)
+    registry.set_champion(version)
+    found = find_policy(config, tmp_path / "serve")
+    assert isinstance(found, Path)
+    assert (found / "policy.json").read_bytes() == (directory / "policy.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--policy", "0"], "policy 0: a block size must be 1 to 32"),
+        (["--policy", "33"], "policy 33: a block size must be 1 to 32"),
+        (["--pair", "gpt-9"], "unknown pair 'gpt-9'"),
+        (["--policy", "/no/such/policy"], "/no/such/policy/policy.json: no such file"),
+        (["--target", "/no/such/target"], "both are needed"),
+        (["--policy", "8", "--api-key-file", "/no/such/keys"], "/no/such/keys"),
+        (["--policy", "8", "--max-body-bytes", "0"], "max_body_bytes"),
+        (["--policy", "8", "--request-timeout-s", "0"], "request_timeout_s"),
+    ],
+)
+def test_bad_settings_end_in_one_line(
+    arguments: list[str], complaint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["serve.py", *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        main(ServeConfig, run)
+    assert exit_.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ")
+    assert complaint in message
+    assert message.count("\n") == 1
+
+
+# --- by command, through Ray Serve ---
+
+
+@pytest.fixture
+def server(tiny_pair_dirs: tuple[Path, Path], tmp_path: Path) -> Iterator[Server]:
+    """`python jobs/serve.py` on the tiny pair with block size 3."""
+    target, draft = map(str, tiny_pair_dirs)
+    port = free_port()
+    settings = ["--policy", "3", "--port", str(port), "--num-slots", "4"]
+    command = [sys.executable, str(ROOT / "jobs/serve.py"), "--target", target, "--draft", draft, *settings]
+    with serving(command, tmp_path, port) as server:
+        yield server
+
+
+@pytest.mark.ray
+def test_served_to_the_openai_client_until_sigterm(server: Server, tiny_pair: Pair) -> None:
+    client = openai.OpenAI(base_url=server.url, api_key="unused", max_retries=0)
+    assert client.models.list().data[0].id == client.models.retrieve("target").id
+    whole = client.chat.completions.create(**CHAT, max_tokens=40)
+    assert whole.choices[0].message.content
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == 40
+    assert whole.usage.model_dump()["block_size"] == 3
+
+    options = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 40}
+    chunks = list(client.chat.completions.create(**CHAT, **options, extra_body={"block_size": 5}))
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage.model_dump()["block_size"] == 5
+
+    completion = client.completions.create(model="target", prompt="Once", max_tokens=5, temperature=0)
+    assert completion.choices[0].finish_reason == "length"
+    both = client.chat.completions.create(**CHAT, n=2, max_tokens=40, logprobs=True, top_logprobs=2)
+    assert [choice.message.content for choice in both.choices] == [whole.choices[0].message.content] * 2
+    assert all(len(token.top_logprobs) == 2 for token in both.choices[0].logprobs.content)
+    with pytest.raises(openai.BadRequestError, match=r"presence_penalty: 1\.0 is not supported; allowed: 0"):
+        client.chat.completions.create(**CHAT, presence_penalty=1.0)
+    with pytest.raises(openai.NotFoundError, match="gpt-9"):
+        client.chat.completions.create(**CHAT | {"model": "gpt-9"})
+    with pytest.raises(openai.NotFoundError):
+        client.embeddings.create(model="target", input="x")
+
+    stream = client.completions.create(model="target", prompt="a", max_tokens=900, temperature=0, stream=True)
+    next(stream)
+    name = tiny_pair.id.target
+    assert server.model(name)["num_active"] == 1
+    stream.close()
+    server.until(name, {"num_active": 0}, timeout_s=1)  # the whole answer takes seconds
+    check_drain(server.process, client)
+
+
+def check_drain(process: subprocess.Popen[bytes], client: openai.OpenAI) -> None:
+    """A stream that is under way at SIGTERM runs to its end, and then the process leaves with status 0."""
+    stream = client.completions.create(
+        model="target", prompt="a", max_tokens=900, temperature=0, stream=True, extra_body={"block_size": 1}
+    )
+    next(stream)
+    timer = threading.Timer(0.2, process.send_signal, [signal.SIGTERM])
+    timer.start()
+    *_, last = stream
+    assert last.choices[0].finish_reason == "length"
+    assert process.wait(timeout=60) == 0
+
+
+def test_resources_say_how_many_replicas() -> None:
+    with pytest.raises(ConfigError, match="num_actors"):
+        ServeConfig(policy="8", resources=Resources(num_actors=0))
+
+
+# --- settings ---
+
+
+def test_keys_come_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BLOCKPILOT_API_KEY", raising=False)
+    assert api_keys(None) == ApiKeys()
+    monkeypatch.setenv("BLOCKPILOT_API_KEY", " one ")
+    assert api_keys(None) == ApiKeys.of(("one",))
+    file = tmp_path / "keys"
+    file.write_text("two\n\n  three  \n")
+    assert api_keys(file) == ApiKeys.of(("two", "three"))
+    file.write_text("\n")
+    with pytest.raises(ValueError, match=r"keys: has no key; one a line"):
+        api_keys(file)
+
+
+def test_models_of_one_name_are_refused(pair_config: PairConfig) -> None:
+    one = ServeConfig(pair=pair_config, policy="2")
+    with pytest.raises(ValueError, match="each must have a name of its own"):
+        run(ServeConfig(pair=pair_config, policy="2", others=(one.models[0],)))
+
+
+def test_the_deploy_file_is_one_that_serve_takes(
+    pair_config: PairConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BLOCKPILOT_API_KEY", "a-secret-key")
+    file = tmp_path / "serve.yaml"
+    config = ServeConfig(pair=pair_config, policy="3", host="127.0.0.1", port=8123, num_slots=2, write_config=file)
+    run(config)
+    text = file.read_text()
+    assert "a-secret-key" not in text
+    written = ServeDeploySchema.model_validate(yaml.safe_load(text))
+    (app,) = written.applications
+    assert (written.http_options.host, written.http_options.port) == ("127.0.0.1", 8123)
+    assert app.import_path == "jobs.serve:build_app"
+    (deployment,) = app.deployments
+    assert (deployment.name, deployment.user_config) == ("target", {"policy": 3})
+    again = ServeConfig(**app.args)
+    assert again.models[0].pair == pair_config
+    assert (again.num_slots, again.policy) == (2, "3")
+
+
+def test_the_deploy_file_names_the_store_absolutely(
+    pair_config: PairConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.chdir(tmp_path)
+    run(ServeConfig(pair=pair_config, write_config=tmp_path / "serve.yaml"))
+    (app,) = yaml.safe_load((tmp_path / "serve.yaml").read_text())["applications"]
+    assert app["runtime_env"]["env_vars"]["MLFLOW_TRACKING_URI"] == f"sqlite:///{tmp_path / 'mlflow.db'}"
+    assert app["deployments"][0]["user_config"] == {
+        "policy": "champion",
+        "store": f"sqlite:///{tmp_path / 'mlflow.db'}",
+        "follow_s": 20.0,
+        "folder": str(tmp_path / "runs/serve"),
+    }

@@ -1,0 +1,533 @@
+"""The sweep job as a user runs it: by command, killed at any moment, continued, submitted to a cluster."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from blockpilot.pairs.loading import Pair
+from blockpilot.prompts.files import Prompt
+from blockpilot.sweep.rows import Metadata, SweepRow, read_file, read_rows, read_sweep, write_rows
+from blockpilot.sweep.sweep import Summary, replay
+from helpers.processes import descendants
+from jobs.common.config import ConfigError, PairConfig, main
+from jobs.sweep import SweepConfig, _open, plots, run
+from jobs.sweeping.folder import Shard, SweepFolder
+
+ROOT = Path(__file__).parents[2]
+RAY = str(Path(sys.executable).with_name("ray"))
+CANDIDATES = (1, 2, 4)
+SETTINGS = {"max_new_tokens": 24, "temperature": 0.7, "seed": 3}
+TOO_LONG = "x" * 1100  # the tiny target's context is 1024
+
+
+@pytest.fixture(scope="module")
+def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "questions.jsonl"
+    texts = [f"question {i}?" for i in range(15)] + [TOO_LONG]
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    return path
+
+
+@pytest.fixture
+def config(tiny_pair_dirs: tuple[Path, Path], prompt_file: Path, tmp_path: Path) -> SweepConfig:
+    target, draft = tiny_pair_dirs
+    return SweepConfig(
+        pair=PairConfig(target=str(target), draft=str(draft)),
+        prompts=(str(prompt_file),),
+        candidates=CANDIDATES,
+        prompts_per_shard=2,
+        output=str(tmp_path / "sweep"),
+        cost_rows=(),
+        **SETTINGS,
+    )
+
+
+def command(config: SweepConfig) -> list[str]:
+    """The arguments that make `config`."""
+    assert config.pair.target is not None
+    assert config.pair.draft is not None
+    return [
+        *("--target", config.pair.target, "--draft", config.pair.draft),
+        *("--prompts", *config.prompts, "--candidates", *map(str, CANDIDATES)),
+        *("--max-new-tokens", "24", "--temperature", "0.7", "--seed", "3", "--prompts-per-shard", "2"),
+        *("--output", config.output, "--max-attempts", "2", "--cost-rows"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(
+    tiny_pair: Pair, prompt_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[SweepRow]]:
+    """Part name -> rows, replayed here, shard by shard, with nobody being killed."""
+    output = str(tmp_path_factory.mktemp("expected"))
+    config = SweepConfig(prompts=(str(prompt_file),), prompts_per_shard=2, output=output, **SETTINGS)
+    shards, folder = _open(config)
+    return {s.part: replay(tiny_pair, prompts(folder, s), CANDIDATES, **SETTINGS).rows for s in shards}
+
+
+def prompts(folder: SweepFolder, shard: Shard) -> list[Prompt]:
+    return folder.prompts(shard, range(len(shard.prompts)))
+
+
+def texts(folder: SweepFolder, shard: Shard) -> list[str]:
+    return [prompt.text for prompt in prompts(folder, shard)]
+
+
+# Bad input: one line, before Ray starts
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--prompts nope", "unknown prompt set 'nope': choose one of demo, "),
+        ("--prompts gone.jsonl", "prompt file not found: gone.jsonl"),
+        ("--prompts {bad}", "bad.jsonl, line 2: not JSON"),
+        ("--pair nope", "unknown pair 'nope': named pairs are smollm2-135m, "),
+        ("--target x", "target 'x' and draft None: both are needed"),
+    ],
+)
+def test_bad_input_is_one_line(
+    arguments: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "fine"}\n{"prompt": \n')
+    given = arguments.format(bad=tmp_path / "bad.jsonl").split()
+    monkeypatch.setattr(sys, "argv", ["sweep.py", "--output", str(tmp_path / "out"), *given])
+    with pytest.raises(SystemExit) as exited:
+        main(SweepConfig, run)
+    error = capsys.readouterr().err
+    assert exited.value.code == 2
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert message in error
+    assert not ray.is_initialized()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("candidates", (), "at least one"),
+        ("candidates", (3, 2), "larger than the one before"),
+        ("candidates", (0, 2), "0 is not a block size"),
+        ("candidates", (2, 33), "at most 32"),
+        ("temperature", -0.1, "greater than or equal to 0"),
+        ("temperature", float("nan"), "finite"),
+        ("top_p", 0.0, "greater than 0"),
+        ("top_p", 1.1, "less than or equal to 1"),
+        ("seed", 2**63, "less than"),
+        ("max_new_tokens", 1, "greater than or equal to 2"),
+        ("prompts", (), "at least 1 item"),
+        ("num_prompts", 0, "greater than or equal to 1"),
+        ("prompts_per_shard", 0, "greater than or equal to 1"),
+    ],
+)
+def test_bad_settings_are_refused(field: str, value: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SweepConfig(**{field: value})
+
+
+def test_a_submitted_job_needs_an_absolute_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    with pytest.raises(ValueError, match="output runs/x: must be absolute in a submitted job"):
+        run(SweepConfig(output="runs/x"))
+
+
+def test_the_output_may_be_a_uri(
+    config: SweepConfig, tiny_pair: Pair, expected: dict[str, list[SweepRow]], tmp_path: Path
+) -> None:
+    config = config.model_copy(update={"output": f"file://{tmp_path}/by-uri"})
+    shards, folder = _open(config)
+    identity, size = folder.identity, tiny_pair.vocab_size
+    metadata = Metadata(identity, tiny_pair.id, "float32", size, tiny_pair.block_size, [*CANDIDATES], {}, "")
+    for shard in shards:
+        folder.write(shard, expected[shard.part], metadata)
+    folder.write_rejects([])
+    assert [row for rows in folder.parts() for row in rows] == [row for rows in expected.values() for row in rows]
+    assert read_rows(config.output) == read_rows(tmp_path / "by-uri")
+    assert left(config) == {shard.part: [TOO_LONG] for shard in shards if TOO_LONG in texts(folder, shard)}
+    with pytest.raises(ValueError, match="nosuch://x"):
+        _open(config.model_copy(update={"output": "nosuch://x"}))
+
+
+def test_plots_are_pictures(expected: dict[str, list[SweepRow]]) -> None:
+    summary = Summary().add([row for rows in expected.values() for row in rows])
+    for picture in plots(summary, block_size=4).values():
+        assert picture.startswith(b"\x89PNG")
+
+
+# Shards and the output directory
+
+
+def test_shards_hold_every_prompt_once_in_order(config: SweepConfig, prompt_file: Path) -> None:
+    twice = config.model_copy(update={"prompts": (str(prompt_file), "demo", str(prompt_file)), "num_prompts": 7})
+    shards, folder = _open(twice)
+    found = [text for shard in shards for text in texts(folder, shard)]
+    assert len(found) == len(set(found)) == 14
+    assert [len(shard.prompts) for shard in shards] == [2] * 7
+    assert [shard.part for shard in shards] == sorted({shard.part for shard in shards})
+    assert [shard.number for shard in shards] == list(range(7))
+    assert _open(twice)[0] == shards
+    reseeded, other = _open(twice.model_copy(update={"seed": 4, "output": config.output + "4"}))
+    assert [texts(other, shard) for shard in reseeded] == [texts(folder, shard) for shard in shards]
+    assert not {shard.part for shard in reseeded} & {shard.part for shard in shards}
+
+
+@pytest.fixture
+def opened(config: SweepConfig) -> tuple[list[Shard], SweepFolder]:
+    return _open(config)
+
+
+@pytest.fixture
+def metadata(opened: tuple[list[Shard], SweepFolder], tiny_pair: Pair) -> Metadata:
+    size, identity = tiny_pair.vocab_size, opened[1].identity
+    return Metadata(identity, tiny_pair.id, "float32", size, tiny_pair.block_size, [*CANDIDATES], {}, "")
+
+
+def left(config: SweepConfig) -> dict[str, list[str]]:
+    """What the same command would still do: part name -> texts."""
+    shards, folder = _open(config)
+    found = {shard.part: [p.text for p in folder.prompts(shard, folder.left(shard))] for shard in shards}
+    return {part: texts for part, texts in found.items() if texts}
+
+
+def test_a_folder_knows_what_is_left(
+    config: SweepConfig,
+    opened: tuple[list[Shard], SweepFolder],
+    metadata: Metadata,
+    expected: dict[str, list[SweepRow]],
+) -> None:
+    shards, folder = opened
+    assert left(config) == {shard.part: texts(folder, shard) for shard in shards}
+    first, second, third = shards[:3]
+    folder.write(first, expected[first.part], metadata)
+    folder.write(second, expected[second.part][1:], metadata)  # one of its two
+    assert next(iter(left(config).items())) == (second.part, texts(folder, second)[:1])
+    folder.write(second, expected[second.part][:1], metadata)
+    assert next(iter(left(config))) == third.part
+    assert read_sweep(folder.rows).rows == expected[first.part] + expected[second.part]
+
+
+def test_a_damaged_part_is_done_again(
+    config: SweepConfig,
+    opened: tuple[list[Shard], SweepFolder],
+    metadata: Metadata,
+    expected: dict[str, list[SweepRow]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shards, folder = opened
+    for shard in shards:
+        folder.write(shard, expected[shard.part], metadata)
+    (with_long,) = (shard for shard in shards if TOO_LONG in texts(folder, shard))
+    damaged = next(shard for shard in shards if shard != with_long)
+    part = Path(folder.rows) / damaged.part
+    part.write_bytes(part.read_bytes()[:-50])
+    (part.parent / f".{damaged.part}.123.tmp").write_bytes(b"of a writer that was killed")
+    assert left(config) == {damaged.part: texts(folder, damaged), with_long.part: [TOO_LONG]}
+    assert f"decoding again what was in {part}: not a readable" in capsys.readouterr().out
+    assert [file.name for file in sorted(part.parent.iterdir())] == [shard.part for shard in shards]
+
+
+def test_a_folder_of_another_sweep_is_refused(
+    config: SweepConfig,
+    opened: tuple[list[Shard], SweepFolder],
+    metadata: Metadata,
+    expected: dict[str, list[SweepRow]],
+) -> None:
+    _open(config.model_copy(update={"temperature": 0.5}))  # no rows are there yet: nothing to lose
+    shards, folder = _open(config)
+    folder.write(shards[0], expected[shards[0].part], metadata)
+    for field, value in {
+        "temperature": 0.5,
+        "candidates": (1, 2),
+        "method": "dense",
+        "pair": PairConfig(name="smollm2-135m"),
+        "num_prompts": 5,
+        "prompts_per_shard": 3,
+    }.items():
+        other = config.model_copy(update={field: value})
+        with pytest.raises(ValueError, match=rf"holds another sweep \(there and here: {field}"):
+            run(other)
+    elsewhere = config.model_copy(update={"slots": 3, "max_attempts": 7, "cost_rows": (1,)})
+    assert _open(elsewhere)[1].identity == folder.identity
+    assert not ray.is_initialized()
+
+
+def test_a_changed_prompt_file_is_another_sweep(
+    config: SweepConfig, tiny_pair: Pair, metadata: Metadata, tmp_path: Path
+) -> None:
+    path = tmp_path / "questions.txt"
+    path.write_text("one\ntwo\n")
+    config = config.model_copy(update={"prompts": (str(path),)})
+    (shard,), folder = _open(config)
+    rows = replay(tiny_pair, prompts(folder, shard), CANDIDATES, **SETTINGS).rows
+    folder.write(shard, rows, dataclasses.replace(metadata, config=folder.identity))
+    path.write_text("one\nthree\n")
+    with pytest.raises(ValueError, match=r"holds another sweep \(there and here: prompts_digest"):
+        run(config)
+
+
+def test_rows_of_another_pair_do_not_join(
+    config: SweepConfig,
+    opened: tuple[list[Shard], SweepFolder],
+    metadata: Metadata,
+    expected: dict[str, list[SweepRow]],
+) -> None:
+    (first, second, *_), folder = opened
+    folder.write(first, expected[first.part], metadata)
+    again = SweepFolder(config.output, folder.identity)
+    assert again.left(first) == ()
+    retrained = dataclasses.replace(metadata, pair=metadata.pair._replace(draft_revision="new"))
+    with pytest.raises(ValueError, match=r"another pair or precision \(pair.draft_revision: '.*' and 'new'\)"):
+        again.write(second, expected[second.part], retrained)
+
+
+def test_files_that_are_not_ours_are_refused(
+    config: SweepConfig,
+    opened: tuple[list[Shard], SweepFolder],
+    metadata: Metadata,
+    expected: dict[str, list[SweepRow]],
+) -> None:
+    (first, *_), folder = opened
+    folder.write(first, expected[first.part], metadata)
+    write_rows(f"{folder.rows}/part-00099-x.parquet", expected[first.part], metadata)
+    with pytest.raises(ValueError, match=r"rows/part-00099-x\.parquet is no part of this sweep"):
+        run(config)
+    Path(config.output, "config.json").unlink()
+    with pytest.raises(ValueError, match=r"holds rows, but config\.json is not readable"):
+        run(config)
+
+
+# Whole runs
+
+
+def sweep_process(
+    config: SweepConfig, *, script: Path = ROOT / "jobs" / "sweep.py", address: str | None = None
+) -> subprocess.Popen[str]:
+    """The job as a user starts it, in the project's directory; on the cluster at `address` if there is one."""
+    return subprocess.Popen(
+        [sys.executable, str(script), *command(config)],
+        cwd=ROOT,
+        env=environment() | ({"RAY_ADDRESS": address} if address else {}),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def environment() -> dict[str, str]:
+    mine = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return mine | {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": path}
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    return output
+
+
+def wait_for(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "nothing happened for a minute"
+        time.sleep(0.01)
+
+
+def parts(config: SweepConfig) -> list[Path]:
+    return sorted(Path(config.output, "rows").glob("*.parquet"))
+
+
+def assert_complete(config: SweepConfig, expected: dict[str, list[SweepRow]]) -> None:
+    """Row for row what an undisturbed run writes; only what cannot be swept is set aside."""
+    assert {part.name: read_file(part).rows for part in parts(config)} == expected
+    assert read_rows(config.output) == [row for rows in expected.values() for row in rows]
+    (reject,) = map(json.loads, Path(config.output, "rejects.jsonl").read_text().splitlines())
+    assert reject["prompt"] == TOO_LONG
+    assert "tokens: at most" in reject["error"]
+
+
+@pytest.mark.ray
+def test_killed_at_any_moment_and_continued(config: SweepConfig, expected: dict[str, list[SweepRow]]) -> None:
+    process = sweep_process(config)
+    wait_for(lambda: parts(config), process)
+    (worker,) = descendants(process.pid, "ray::SweepWorker")
+    os.kill(worker, signal.SIGKILL)
+    before = len(parts(config))
+    wait_for(lambda: len(parts(config)) > before + 1, process)
+    process.kill()
+    log, _ = process.communicate()
+    assert "again, its worker died" in log
+    kept = {part: part.stat().st_mtime_ns for part in parts(config)}
+    assert before < len(kept) < len(expected)
+
+    log = finish(sweep_process(config))
+    assert_complete(config, expected)
+    assert {part: part.stat().st_mtime_ns for part in kept} == kept  # what was finished was not done again
+    assert f"15 rows in {config.output}" in log
+    assert "1 prompts set aside" in log
+
+
+POISON = "question 9?"
+POISONED_JOB = """
+import os, jobs.sweep
+from jobs.common.config import main
+
+class SweepWorker(jobs.sweep.SweepWorker):
+    def sweep(self, prompts, *settings):
+        if any(prompt.text == "question 9?" for prompt in prompts):
+            os._exit(1)
+        return super().sweep(prompts, *settings)
+
+jobs.sweep.SweepWorker = SweepWorker
+main(jobs.sweep.SweepConfig, jobs.sweep.run)
+"""
+
+
+@pytest.mark.ray
+def test_a_prompt_that_kills_its_workers_is_set_aside(
+    config: SweepConfig, expected: dict[str, list[SweepRow]], tmp_path: Path
+) -> None:
+    (tmp_path / "poisoned.py").write_text(POISONED_JOB)
+    log = finish(sweep_process(config, script=tmp_path / "poisoned.py"))
+    shards, folder = _open(config)
+    (poisoned,) = (shard for shard in shards if POISON in texts(folder, shard))
+    assert f"trying {poisoned.part} again, its worker died" in log
+    assert f"looking for what fails in {poisoned.part}, its worker died" in log
+    found = {part.name: read_file(part).rows for part in parts(config)}
+    beside = found.pop(poisoned.part)  # swept alone: the same up to the rounding of another batch
+    assert found == {part: rows for part, rows in expected.items() if part != poisoned.part}
+    assert [counts(row) for row in beside] == [counts(r) for r in expected[poisoned.part] if r.prompt != POISON]
+    rejects = [json.loads(line) for line in Path(config.output, "rejects.jsonl").read_text().splitlines()]
+    assert {reject["prompt"]: reject["error"].split(" (")[0] for reject in rejects} == {
+        POISON: "its worker died",
+        TOO_LONG: next(reject["error"].split(" (")[0] for reject in rejects if reject["prompt"] == TOO_LONG),
+    }
+    # The same command would try the rejects again, and only them.
+    assert sorted(text for of_part in left(config).values() for text in of_part) == sorted([POISON, TOO_LONG])
+
+
+def counts(row: SweepRow) -> object:
+    return row.prompt_id, row.output_tokens, row.emitted_histograms
+
+
+FULL_DISK_JOB = """
+import resource
+from jobs.common.cluster import connect
+from jobs.common.config import main
+from jobs.sweep import SweepConfig, run
+
+connect()  # Ray's own processes are not limited
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+main(SweepConfig, run)
+"""
+
+
+@pytest.mark.ray
+def test_a_disk_that_is_full_costs_nothing_that_was_finished(
+    config: SweepConfig, expected: dict[str, list[SweepRow]], tmp_path: Path
+) -> None:
+    process = sweep_process(config)
+    wait_for(lambda: parts(config), process)
+    process.kill()
+    process.communicate()
+    kept = {part: part.stat().st_mtime_ns for part in parts(config)}
+    (tmp_path / "full.py").write_text(FULL_DISK_JOB)
+    failing = sweep_process(config, script=tmp_path / "full.py")
+    log, _ = failing.communicate(timeout=120)
+    assert failing.returncode == 2
+    assert "error: [Errno 27] File too large" in log
+    assert {part: part.stat().st_mtime_ns for part in parts(config)} == kept
+    finish(sweep_process(config))
+    assert_complete(config, expected)
+
+
+@pytest.mark.ray
+def test_a_lost_node_costs_no_prompt(config: SweepConfig, expected: dict[str, list[SweepRow]]) -> None:
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "dashboard_port": free_ports()[0]})
+    try:
+        node = cluster.add_node(num_cpus=1)
+        process = sweep_process(config, address=cluster.address)
+        wait_for(lambda: parts(config), process)
+        cluster.remove_node(node, allow_graceful=False)
+        cluster.add_node(num_cpus=1)
+        assert "again, its worker died" in finish(process)
+        assert_complete(config, expected)
+    finally:
+        cluster.shutdown()
+
+
+@pytest.fixture
+def cluster() -> Iterator[str]:
+    """Address of the jobs API of a head node of our own."""
+    folder = tempfile.mkdtemp(prefix="bp")  # short, for Ray puts sockets below it
+    gcs, dashboard, client, agent = free_ports()
+    address = f"http://127.0.0.1:{dashboard}"
+    command = [RAY, "start", "--head", "--block", "--num-cpus", "4", "--temp-dir", folder, "--port", str(gcs)]
+    command += ["--dashboard-port", str(dashboard), "--dashboard-agent-listen-port", str(agent)]
+    command += ["--ray-client-server-port", str(client)]
+    head = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not (answers(f"{address}/api/version") and answers(f"http://127.0.0.1:{agent}/api/healthz")):
+        assert head.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    yield address
+    head.terminate()  # with --block it takes its processes along
+    head.wait(timeout=60)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def free_ports() -> list[int]:
+    """Four ports below those that Ray gives to its workers (10002 to 19999)."""
+    sockets: list[socket.socket] = []
+    for port in random.sample(range(6000, 10000), k=200):
+        with contextlib.suppress(OSError):
+            sockets.append(socket.create_server(("127.0.0.1", port)))
+        if len(sockets) == 4:
+            break
+    ports = [opened.getsockname()[1] for opened in sockets]
+    for opened in sockets:
+        opened.close()
+    return ports
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@pytest.mark.ray
+def test_a_submitted_job_writes_the_same(
+    config: SweepConfig, expected: dict[str, list[SweepRow]], cluster: str
+) -> None:
+    job = [sys.executable, "jobs/sweep.py", *command(config)]
+    done = subprocess.run(
+        [RAY, "job", "submit", "--address", cluster, "--working-dir", ".", "--", *job],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_complete(config, expected)

@@ -1,0 +1,280 @@
+"""The draft job: a target without a draft gets one, by the command a user types; a kill changes nothing."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from mlflow import MlflowClient
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from blockpilot.draft_training.answers import (
+    Answer,
+    AnswerSource,
+    Features,
+    FeatureSource,
+    Shard,
+    StoredCorpus,
+    answer_source,
+    write_answers,
+    write_features,
+)
+from blockpilot.draft_training.training import DraftFit, frequent_tokens
+from blockpilot.drafts.dflash import DraftModel, new_draft_config, save_draft
+from blockpilot.pairs.loading import load_pair
+from blockpilot.prompts.files import load_prompts
+from helpers.processes import descendants
+from helpers.tiny import MASK_ID
+from jobs import answers
+from jobs.common.config import ConfigError
+from jobs.train_draft import (
+    TrainDraftConfig,
+    block_loss,
+    check_answers,
+    mask_token_id,
+    run,
+    write_shard_features,
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.txt"
+    path.write_text("".join(f"say the number {i}\n" for i in range(24)))
+    return path
+
+
+def config(target: Path, path: Path, **changes: object) -> TrainDraftConfig:
+    values: dict[str, object] = {
+        "target": str(target),
+        "prompts": (str(path),),
+        "held_out": 0.3,
+        "mask_token": "<mask>",
+        "answers": path.parent / "answers",
+        "output": path.parent / "draft",
+    }
+    return TrainDraftConfig(**values | changes)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mask_token": "<nope>"}, "mask_token '<nope>': not in the vocabulary"),
+        ({"target_layer_ids": (1, 6)}, "target_layer_ids 6: must be 0 to 5"),
+        ({"prompts": ("nowhere",)}, "unknown prompt set 'nowhere'"),
+        ({"prompts": ("demo:many",)}, "prompts 'demo:many': must be NAME or NAME:COUNT"),
+        ({"test_prompts": ("demo:0",)}, "number of prompts must be at least 1, got 0"),
+        ({"held_out": 1e-9}, "24 in all leave none for training or held out"),
+        ({"start": "nowhere"}, "draft nowhere: no config.json there"),
+    ],
+)
+def test_bad_input_is_refused_before_ray_starts(
+    change: dict[str, object],
+    message: str,
+    tiny_pair_dirs: tuple[Path, Path],
+    prompts: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("jobs.answers.connect", lambda **_: pytest.fail("Ray started"))
+    with pytest.raises(ValueError, match=message.replace("(", "\\(")):
+        run(config(tiny_pair_dirs[0], prompts, **change))
+
+
+def test_a_target_of_an_unknown_family_is_refused(tmp_path: Path, prompts: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(ValueError, match="target family 'gpt2': supported are llama, qwen3, qwen3_moe"):
+        run(config(tmp_path, prompts))
+
+
+def test_a_start_of_another_shape_or_target_is_refused(
+    tiny_pair_dirs: tuple[Path, Path], prompts: Path, tmp_path: Path
+) -> None:
+    target = AutoConfig.from_pretrained(tiny_pair_dirs[0])
+    save_draft(DraftModel(new_draft_config(target, num_layers=1, block_size=4, mask_token_id=0)), tmp_path / "start")
+    with pytest.raises(ValueError, match=r"start .*: a draft of block size 4, 1 layers, .* asks for block size 8, 3"):
+        run(config(tiny_pair_dirs[0], prompts, start=str(tmp_path / "start")))
+    target.vocab_size += 1
+    save_draft(DraftModel(new_draft_config(target, num_layers=1, block_size=4, mask_token_id=0)), tmp_path / "start")
+    with pytest.raises(ValueError, match="draft does not fit target: vocabulary"):
+        run(config(tiny_pair_dirs[0], prompts, start=str(tmp_path / "start")))
+
+
+def test_bad_values_are_refused_by_the_configuration(tiny_pair_dirs: tuple[Path, Path], prompts: Path) -> None:
+    with pytest.raises(ConfigError, match=r"block_size: Input should be greater than or equal to 2 \(got 1\)"):
+        config(tiny_pair_dirs[0], prompts, block_size=1)
+
+
+def test_held_out_prompts_are_never_trained_on(tiny_pair_dirs: tuple[Path, Path], prompts: Path) -> None:
+    plan = answers.plan(config(tiny_pair_dirs[0], prompts, prompts_per_shard=4), ())
+    texts = [{prompt.text for shard in side for prompt in shard.prompts} for side in plan]
+    assert texts[0].isdisjoint(texts[1])
+    assert len(texts[0] | texts[1]) == 24
+    assert min(map(len, texts)) >= 3
+
+
+def test_prompts_that_differ_by_case_and_punctuation_are_asked_once(
+    tiny_pair_dirs: tuple[Path, Path], prompts: Path
+) -> None:
+    with prompts.open("a") as lines:
+        lines.write("Say the number 3!\n")
+    plan = answers.plan(config(tiny_pair_dirs[0], prompts), ())
+    assert sum(len(shard.prompts) for side in plan for shard in side) == 24
+
+
+def test_answers_are_kept_when_only_later_turns_change(tiny_pair_dirs: tuple[Path, Path], tmp_path: Path) -> None:
+    prompts = tmp_path / "chat.jsonl"
+    names = []
+    for follow_ups in ([], ["And why?"]):
+        lines = ({"prompt": f"question {i}", "follow_ups": follow_ups} for i in range(40))
+        prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        plan = answers.plan(config(tiny_pair_dirs[0], prompts), ())
+        names.append([shard.path.name for side in plan for shard in side])
+    assert names[0] == names[1]
+
+
+def test_more_prompt_sets_leave_the_shards_of_the_present_ones(
+    tiny_pair_dirs: tuple[Path, Path], prompts: Path
+) -> None:
+    before = answers.plan(config(tiny_pair_dirs[0], prompts), ())
+    after = answers.plan(config(tiny_pair_dirs[0], prompts, prompts=(str(prompts), "demo")), ())
+    assert set(before.train) < set(after.train)
+    assert set(before.held_out) < set(after.held_out)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "revisions", "message"),
+    [
+        ([1, 2, 3, 4], ("a", "b"), "answers of several targets, revisions a, b"),
+        ([1, 2, 3], ("a", "a"), "no answer of 2 tokens or more"),
+        ([1, 2, 3, 512], ("a", "a"), "mask_token '<mask>': in use in .*parquet"),
+    ],
+)
+def test_answers_that_cannot_be_trained_on_are_refused(
+    tokens: list[int], revisions: tuple[str, str], message: str, tiny_pair_dirs: tuple[Path, Path], prompts: Path
+) -> None:
+    training = config(tiny_pair_dirs[0], prompts)
+    plan = answers.plan(training, ())
+    mask = mask_token_id(training)
+    for side, revision in zip(plan, revisions, strict=True):
+        for shard in side:
+            shard.path.parent.mkdir(parents=True)
+            answer = Answer("test", [mask if token == 512 else token for token in tokens], 2, 0.0, 0)
+            write_answers(shard.path, [answer], AnswerSource("tiny", revision))
+    with pytest.raises(ValueError, match=message):
+        check_answers(training, plan)
+
+
+def test_features_of_another_revision_are_refused(tiny_pair_dirs: tuple[Path, Path], prompts: Path) -> None:
+    training = config(tiny_pair_dirs[0], prompts, num_layers=2, target_layer_ids=(1, 3))
+    plan = answers.plan(training, ())
+    for side in plan:
+        for shard in side:
+            features = training.answers / "features-1-3" / side[0].path.parent.name / f"{shard.path.stem}.safetensors"
+            for path in (shard.path, features):
+                path.parent.mkdir(parents=True, exist_ok=True)
+            write_answers(shard.path, [Answer("test", [1, 2, 3, 4], 2, 0.0, 0)], AnswerSource("tiny", "a"))
+            write_features(features, Features(torch.zeros(4, 96), torch.zeros(4, 48)), FeatureSource("b", (1, 3)))
+    with pytest.raises(ValueError, match=r"target_revision='b'.*expected revision a and layers"):
+        write_shard_features(training, plan)
+
+
+@pytest.mark.ray
+def test_a_killed_worker_changes_nothing(tiny_pair_dirs: tuple[Path, Path], prompts: Path, tmp_path: Path) -> None:
+    """The command with its training worker killed gives the draft of plain `DraftFit` on the same answers."""
+    training = config(
+        target_that_never_writes_masks(tiny_pair_dirs[0], tmp_path / "target"),
+        prompts,
+        prompts_per_shard=8,
+        num_own_prompts=24,
+        temperatures=(0.0, 0.2),
+        num_layers=2,
+        block_size=4,
+        max_new_tokens=24,
+        epochs=6,
+        batch_size=2,
+        checkpoint_every=16,
+        autocast=False,
+        num_sampled=64,
+    )
+    command = [sys.executable, str(ROOT / "jobs" / "train_draft.py")]
+    for name in training.model_fields_set - {"autocast"}:
+        value = getattr(training, name)
+        command += [f"--{name.replace('_', '-')}", *map(str, value if isinstance(value, tuple) else (value,))]
+    environment = {k: v for k, v in os.environ.items() if k not in ("MLFLOW_TRACKING_URI", "RAY_ADDRESS")}
+    with (tmp_path / "log").open("w") as log:
+        job = subprocess.Popen(
+            [*command, "--no-autocast"], cwd=tmp_path, env=environment, stdout=log, stderr=subprocess.STDOUT
+        )
+    try:
+        kill_training_worker(job, training.output)
+        assert job.wait(200) == 0, (tmp_path / "log").read_text()[-3000:]
+    finally:
+        job.kill()
+    found = load_file(training.output / "draft" / "model.safetensors")
+    expected, losses = plainly_trained(training)
+    assert all(torch.equal(found[name], weight.bfloat16()) for name, weight in expected.items())
+    assert logged_losses(tmp_path / "mlflow.db") == pytest.approx(losses)
+    pair = load_pair(target=training.target, draft=str(training.output / "draft"))
+    assert pair.block_size == 4
+    assert "tau at T=0" in (tmp_path / "log").read_text()
+
+
+def target_that_never_writes_masks(tiny: Path, directory: Path) -> Path:
+    """The tiny target with a mask token that is never likely; it writes any other token sooner or later."""
+    shutil.copytree(tiny, directory)
+    weights = load_file(directory / "model.safetensors")
+    weights["model.embed_tokens.weight"][MASK_ID] *= 1e-3
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def plainly_trained(training: TrainDraftConfig) -> tuple[dict[str, torch.Tensor], dict[int, float]]:
+    """The weights and the loss curve of `DraftFit` on the job's own answers, in this process and in one go."""
+    shards = sorted((training.answers / "train").glob("*.parquet"))
+    assert {answer_source(path).target for path in shards} == {training.target}
+    [features] = training.answers.glob("features-*")
+    # The job's order of shards is that of its plan, by prompt set and then by number.
+    files = sorted((training.answers / "own-prompts").glob("*.jsonl"))
+    own = [p for path in files if path.stat().st_size for p in load_prompts(str(path))]
+    plan = answers.plan(training, own)
+    corpus = StoredCorpus([Shard(s.path, features / "train" / f"{s.path.stem}.safetensors") for s in plan.train])
+    frequent = frequent_tokens([answer.tokens for answer in corpus.answers])
+    fit = DraftFit(block_loss(training, corpus.answers[0].tokens), corpus, frequent, training.settings)
+    losses, total = {}, None
+    for sums in fit.steps():
+        total = sums if total is None else total + sums
+        if fit.step % training.checkpoint_every == 0 or fit.step == fit.num_steps:
+            losses[fit.step], total = total.metrics("train")["train_loss"], None
+    assert len(losses) > 3
+    draft: dict[str, torch.Tensor] = fit.state_dict()["draft"]
+    return draft, losses
+
+
+def logged_losses(store: Path) -> dict[int, float]:
+    """Step -> training loss in the one run of an MLflow store, each step once."""
+    client = MlflowClient(f"sqlite:///{store}")
+    [run] = client.search_runs([e.experiment_id for e in client.search_experiments()])
+    history = client.get_metric_history(run.info.run_id, "train_loss")
+    assert len({metric.step for metric in history}) == len(history)
+    return {metric.step: metric.value for metric in history}
+
+
+def kill_training_worker(job: "subprocess.Popen[bytes]", output: Path) -> None:
+    """kill -9 the worker once a checkpoint is on disk."""
+    deadline = time.monotonic() + 150
+    while time.monotonic() < deadline and job.poll() is None:
+        if list(output.glob("train/*/checkpoint_*/state.pt")):
+            for pid in descendants(job.pid, "ray::RayTrainWorker"):
+                os.kill(pid, signal.SIGKILL)
+                return
+        time.sleep(0.05)
+    raise AssertionError("no checkpoint and worker to kill")

@@ -1,0 +1,593 @@
+"""The train job: bad sweeps are refused before Ray starts; no kill and no lost store changes or loses the policy."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from blockpilot.control.price import StepCosts
+from blockpilot.policy.dataset import open_examples, prompt_key, read_index, split_examples, write_examples
+from blockpilot.policy.learned import load_policy
+from blockpilot.policy.training import Fit, FitSettings, Task, fitted_network, new_network, predict, shrink
+from blockpilot.sweep.rows import Metadata, SweepRow, write_rows
+from blockpilot.sweep.sweep import Summary
+from helpers.processes import descendants
+from helpers.sweeps import CANDIDATES, NUM_PLACES, PAIR, VOCAB_SIZE, metadata, synthetic_rows
+from jobs import train
+from jobs.common.learned_from import LEARNED_FROM_FILE, LearnedFrom
+from jobs.common.registry import Registry
+from jobs.train import Dataset, Split, TrainConfig, plan, read_dataset, run
+
+ROOT = Path(__file__).parents[2]
+WITH_PLAIN = (1, *CANDIDATES)
+COSTS = StepCosts(
+    PAIR,
+    "float32",
+    "cpu, 1 threads",
+    WITH_PLAIN,
+    rows=(1, 4),
+    contexts=(64,),
+    seconds=tuple(((1 + 0.02 * size,), (1 + 0.2 * size,)) for size in WITH_PLAIN),
+    one_drafts=tuple(((1 + 0.02 * size,), (1.1 + 0.1 * size,)) for size in WITH_PLAIN),
+    one_plain=tuple(((1 + 0.02 * size,), (1.1 + 0.1 * size,)) for size in WITH_PLAIN),
+)
+
+
+def write_sweep(
+    folder: Path, rows: Sequence[SweepRow], made_by: Metadata | None = None, part: str = "part-0"
+) -> None:
+    write_rows(folder / "rows" / f"{part}.parquet", rows, made_by or metadata())
+
+
+def write_costs(folder: Path, **changes: object) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "costs.json").write_text(dataclasses.replace(COSTS, **changes).to_json())  # type: ignore[arg-type]
+
+
+def cut(row: SweepRow, num: int) -> SweepRow:
+    """The row with its first candidates only."""
+    lists = ("candidates", "taus", "num_steps", "emitted_histograms", "accepted")
+    return dataclasses.replace(row, **{name: getattr(row, name)[:num] for name in lists})
+
+
+def not_dense(row: SweepRow) -> SweepRow:
+    """As a sweep by `replay` records it."""
+    return dataclasses.replace(row, accepted=[], step_places=[], step_contexts=b"", step_embeddings=b"")
+
+
+# --- bad input ---
+
+
+@pytest.fixture
+def no_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Bad input must be found before a cluster or a store is asked for."""
+
+    def started(**_: object) -> None:
+        raise AssertionError("started Ray or MLflow")
+
+    monkeypatch.setattr("jobs.train.connect", started)
+    monkeypatch.setattr("jobs.train.Registry.open", started)
+    monkeypatch.chdir(tmp_path)
+
+
+def refused(**config: object) -> str:
+    with pytest.raises(ValueError, match=r".") as caught:
+        run(TrainConfig(**{"sweep": ("sweep",), "objective": "tau", **config}))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.usefixtures("no_ray")
+class TestRefuses:
+    def test_missing_sweep(self) -> None:
+        assert "sweep nowhere: no such" in refused(sweep=("nowhere",))
+        write_sweep(Path("sweep"), synthetic_rows(10, 0))
+        assert "sweep nowhere: no such" in refused(sweep=("sweep", "nowhere"))
+
+    def test_empty_directory(self) -> None:
+        Path("sweep").mkdir()
+        assert "no Parquet files in sweep" in refused()
+
+    def test_too_few_prompts(self) -> None:
+        rows = synthetic_rows(20, 0)
+        write_sweep(Path("sweep"), [dataclasses.replace(row, prompt=f"p{i % 7}") for i, row in enumerate(rows)])
+        assert "7 different prompts; needed: 8" in refused()
+
+    def test_one_candidate(self) -> None:
+        write_sweep(Path("sweep"), [cut(row, 1) for row in synthetic_rows(10, 0)], metadata(candidates=[2]))
+        assert "one candidate [2]" in refused()
+
+    def test_mixed_pairs_in_one_sweep(self) -> None:
+        write_sweep(Path("sweep"), synthetic_rows(10, 0))
+        other = metadata(pair=PAIR._replace(draft="org/other-draft"))
+        write_sweep(Path("sweep"), synthetic_rows(10, 1), other, "part-1")
+        message = refused()
+        assert "pair.draft: 'org/draft' and 'org/other-draft'" in message
+
+    def test_sweeps_of_different_pairs(self) -> None:
+        write_sweep(Path("sweep"), synthetic_rows(10, 0))
+        other = metadata(pair=PAIR._replace(draft_revision="retrained"))
+        write_sweep(Path("other"), synthetic_rows(10, 1), other)
+        message = refused(sweep=("sweep", "other"))
+        assert "sweep and other: made for different pairs or candidates" in message
+        assert "pair.draft_revision: 'rev-d' and 'retrained'" in message
+
+    def test_sweeps_of_different_candidates(self) -> None:
+        write_sweep(Path("sweep"), synthetic_rows(10, 0))
+        write_sweep(Path("other"), [cut(row, 3) for row in synthetic_rows(10, 1)], metadata(candidates=[2, 4, 6]))
+        assert "(candidates: [2, 4, 6, 8] and [2, 4, 6])" in refused(sweep=("sweep", "other"))
+
+    def test_the_same_prompt_in_two_sweeps(self) -> None:
+        rows = synthetic_rows(20, 0)
+        write_sweep(Path("sweep"), rows[:12])
+        write_sweep(Path("other"), rows[11:])
+        message = f"sweep other: prompt {rows[11].prompt_id} is in another of the sweeps"
+        assert message in refused(sweep=("sweep", "other"))
+
+    def test_tau_that_is_no_number(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        rows = synthetic_rows(10, 0)
+        rows[3] = dataclasses.replace(rows[3], taus=[float("nan"), *rows[3].taus[1:]])
+        with monkeypatch.context() as unchecked:
+            unchecked.setattr("blockpilot.sweep.rows._validate_all", lambda *_: None)
+            write_sweep(Path("sweep"), rows)
+        assert "tau of block size 2 is nan" in refused()
+
+    def test_candidates_that_are_not_there(self) -> None:
+        write_sweep(Path("sweep"), synthetic_rows(10, 0))
+        assert "candidates (2, 3, 4): 3 is none of the sweep's [2, 4, 6, 8]" in refused(candidates=(2, 3, 4))
+        assert "candidates (4, 2): each must be larger" in refused(candidates=(4, 2))
+        assert "candidates (4,): at least 2 are needed" in refused(candidates=(4,))
+
+    def test_what_no_policy_can_be(self) -> None:
+        """Before the sweep is even looked for."""
+        assert "head 'class' with reads 'step': must be 'tau'" in refused(head="class")
+        assert "input 'probs' with reads 'step'" in refused(inputs=("probs", "context"))
+        assert "input 'anchor' with reads 'prefill'" in refused(reads="prefill", inputs=("context", "anchor"))
+
+    def test_inputs_in_disorder(self) -> None:
+        write_sweep(Path("sweep"), synthetic_rows(10, 0))
+        for inputs in ((), ("scalars", "context"), ("context", "context")):
+            assert "must be some of ('probs', 'context', 'anchor', 'scalars'), in this order" in refused(
+                inputs=inputs
+            )
+
+    @pytest.mark.parametrize("inputs", [("anchor",), ("context",), ("scalars",)])
+    def test_steps_of_a_sweep_that_is_not_dense(self, inputs: tuple[str, ...]) -> None:
+        write_sweep(Path("sweep"), [not_dense(row) for row in synthetic_rows(10, 0)])
+        message = refused(inputs=inputs)
+        assert "none of 10 rows has a recorded step: sweep with --method dense, or read the prefill" in message
+
+    def test_context_of_a_sweep_that_does_not_draft(self) -> None:
+        rows = [dataclasses.replace(not_dense(row), context=[]) for row in synthetic_rows(10, 0)]
+        write_sweep(Path("sweep"), rows)
+        message = refused(reads="prefill", inputs=("probs", "context"))
+        assert "context is not known, a dense sweep that drafts records it" in message
+
+    def test_throughput_without_the_costs_of_steps(self) -> None:
+        write_sweep(Path("sweep"), synthetic_rows(10, 0))
+        message = refused(objective="throughput")
+        assert "sweep sweep: no costs.json for objective 'throughput'" in message
+        assert "--objective tau" in message
+        (Path("sweep") / "costs.json").write_text("{}")
+        assert "sweep/costs.json: not the step costs of a pair" in refused(objective="throughput")
+
+    @pytest.mark.parametrize("change", [{"pair": PAIR._replace(draft_revision="old")}, {"dtype": "bfloat16"}])
+    def test_throughput_with_the_costs_of_another_pair(self, change: dict[str, object]) -> None:
+        write_sweep(Path("sweep"), synthetic_rows(10, 0))
+        write_costs(Path("sweep"), **change)
+        message = refused(objective="throughput")
+        assert message.startswith("sweep/costs.json: costs of ")
+        assert "draft_revision='rev-d'), float32" in message
+        assert str(next(iter(change.values()))) in message
+
+    def test_leaving_everything_out(self) -> None:
+        write_sweep(Path("sweep"), synthetic_rows(10, 0))
+        assert "no rows are left without the sets other, synthetic" in refused(leave_out=("other", "synthetic"))
+
+    def test_relative_output_in_a_submitted_job(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+        assert "runs/policy: must be absolute" in refused()
+
+
+def run_job(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """The job as a user runs it, in a folder where nothing is set up."""
+    command = [sys.executable, ROOT / "jobs" / "train.py", *map(str, arguments)]
+    return subprocess.run(
+        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=100, check=False
+    )
+
+
+def environment() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k not in ("MLFLOW_TRACKING_URI", "RAY_ADDRESS")}
+
+
+def test_command_line_error_is_one_line(tmp_path: Path) -> None:
+    done = run_job(tmp_path, "--sweep", "nowhere")
+    assert done.returncode == 2
+    assert done.stderr == "error: sweep nowhere: no such file or directory\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_to_log(tmp_path: Path) -> None:
+    (tmp_path / "policy").mkdir()
+    done = run_job(tmp_path, "--relog", "--output", "policy")
+    assert (done.returncode, done.stderr) == (2, "error: output policy: no training.json, nothing to log\n")
+
+
+# --- what is learned from ---
+
+
+@pytest.fixture
+def sweeps(tmp_path: Path) -> tuple[str, str]:
+    """Two sweeps of one pair, with other settings and sets; the second one's first part is of a set of its own."""
+    rows = [dataclasses.replace(row, temperature=1.0) for row in synthetic_rows(18, 1)]
+    write_sweep(tmp_path / "one", synthetic_rows(24, 0))
+    write_costs(tmp_path / "one")
+    others = [dataclasses.replace(row, prompt_set="other") for row in rows[:8]]
+    write_sweep(tmp_path / "two", others, metadata(config={"seed": 0, "temperature": 1.0}))
+    later = metadata(config={"seed": 0, "temperature": 1.0}, git_commit="later")
+    write_sweep(tmp_path / "two", rows[8:], later, "part-1")
+    return str(tmp_path / "one"), str(tmp_path / "two")
+
+
+def dataset(folder: Path, **config: object) -> Dataset:
+    return read_dataset(TrainConfig(**config), folder / "examples")  # type: ignore[arg-type]
+
+
+def of_prefill(**config: object) -> dict[str, object]:
+    return {"reads": "prefill", "head": "class", "inputs": ("probs",), "objective": "tau", **config}
+
+
+def test_rows_of_several_sweeps_come_together(sweeps: tuple[str, str], tmp_path: Path) -> None:
+    data = dataset(tmp_path, sweep=sweeps)
+    assert data.rows.num_examples == (24 + 18) * NUM_PLACES
+    assert Counter(data.rows.sets) == {"synthetic": 24 + 10, "other": 8}
+    assert set(data.rows.prompts) == {prompt_key(f"prompt {s} {i}") for s, n in ((0, 24), (1, 18)) for i in range(n)}
+    training, validation = split_examples(data.folder, *Split(0.25, 0, None))
+    assert len(training) + len(validation) == data.rows.num_examples
+    assert len(set(held := validation.rows[validation.index].tolist())) == round(0.25 * 42)
+    assert not set(held) & set(training.rows[training.index].tolist())
+
+
+def test_plain_decoding_is_a_candidate_when_cost_counts(sweeps: tuple[str, str], tmp_path: Path) -> None:
+    data = dataset(tmp_path, sweep=sweeps, rows=4)
+    assert tuple(data.candidates) == WITH_PLAIN
+    assert data.costs == COSTS
+    assert data.step_costs == pytest.approx([(1 + 0.2 * size) / 1.2 for size in WITH_PLAIN])
+    alone = dataset(tmp_path, sweep=sweeps, rows=1).step_costs
+    assert alone == pytest.approx([(1 + 0.02 * size) / 1.02 for size in WITH_PLAIN])
+    assert (open_examples(data.folder).taus[:, 0] == 1).all()
+    paper = dataset(tmp_path, sweep=sweeps, objective="tau")
+    assert (tuple(paper.candidates), paper.costs) == (tuple(CANDIDATES), None)
+    assert len(set(paper.step_costs)) == 1
+
+
+def test_some_of_the_candidates(sweeps: tuple[str, str], tmp_path: Path) -> None:
+    data = dataset(tmp_path, sweep=sweeps[:1], **of_prefill(candidates=(2, 8)))
+    assert tuple(data.candidates) == (2, 8)
+    rows = sorted(synthetic_rows(24, 0), key=lambda row: row.prompt_id)
+    wanted = torch.tensor([[row.taus[0], row.taus[3]] for row in rows])
+    torch.testing.assert_close(open_examples(data.folder).taus, wanted, rtol=0, atol=1e-6)
+    steps = dataset(tmp_path, sweep=sweeps[:1], candidates=(4, 8), objective="tau")
+    wanted = torch.tensor([[row.accepted[1][p], row.accepted[3][p]] for row in rows for p in row.step_places]) + 1
+    assert torch.equal(open_examples(steps.folder).taus, wanted.float())
+    assert tuple(dataset(tmp_path, sweep=sweeps[:1], candidates=(2, 4)).candidates) == (1, 2, 4)
+
+
+def test_sets_that_are_left_out(sweeps: tuple[str, str], tmp_path: Path) -> None:
+    whole = dataset(tmp_path, sweep=sweeps)
+    data = dataset(tmp_path, sweep=sweeps, leave_out=("other", "unknown"))
+    assert data.rows.num_examples == (24 + 10) * NUM_PLACES
+    assert set(data.rows.sets) == {"synthetic"}
+    assert data.id != whole.id
+
+
+def test_some_of_the_prompts(sweeps: tuple[str, str], tmp_path: Path) -> None:
+    """What is held back stays the same, and fewer prompts are among more."""
+    folder = dataset(tmp_path, sweep=sweeps).folder
+    splits = {num: split_examples(folder, *Split(0.25, 0, num)) for num in (5, 20, 1000, None)}
+    rows = {num: set(training.rows[training.index].tolist()) for num, (training, _) in splits.items()}
+    assert [len(some) for some in rows.values()] == [5, 20, 32, 32]
+    assert rows[5] < rows[20] < rows[None]
+    assert [len(training) for training, _ in splits.values()] == [n * NUM_PLACES for n in (5, 20, 32, 32)]
+    assert {tuple(held.index.tolist()) for _, held in splits.values()} == {tuple(splits[None][1].index.tolist())}
+    other = split_examples(folder, *Split(0.25, 1, None))[1]
+    assert other.index.tolist() != splits[None][1].index.tolist()
+
+
+def test_the_order_of_parts_does_not_matter(tmp_path: Path) -> None:
+    rows = synthetic_rows(30, 0)
+    write_sweep(tmp_path / "one", rows)
+    for i, some in enumerate((rows[20:], rows[:20])):
+        write_sweep(tmp_path / "two", some, part=f"part-{i}")
+    first, second = (
+        dataset(tmp_path / name, sweep=(str(tmp_path / name),), objective="tau") for name in ("one", "two")
+    )
+    assert first.id == second.id
+    for ours, theirs in zip(*(split_examples(d.folder, *Split(0.2, 0, 15)) for d in (first, second)), strict=True):
+        assert torch.equal(ours.taus, theirs.taus)
+        assert torch.equal(ours.features.context, theirs.features.context)
+    write_sweep(tmp_path / "two", rows[1:20], part="part-1")
+    assert dataset(tmp_path / "two", sweep=(str(tmp_path / "two"),), objective="tau").id != first.id
+
+
+@pytest.mark.parametrize("change", ["places", "contexts", "accepted"])
+def test_other_steps_are_another_sweep(tmp_path: Path, change: str) -> None:
+    """A training that was killed must not go on with the checkpoint of other examples."""
+    rows = synthetic_rows(10, 0)
+    write_sweep(tmp_path / "sweep", rows)
+    first = dataset(tmp_path, sweep=(str(tmp_path / "sweep"),), objective="tau")
+    taus = open_examples(first.folder).taus.clone(), open_examples(first.folder).context.clone()
+    places, half = rows[0].step_places, NUM_PLACES // 2
+    one = {
+        "places": {
+            "step_places": places[:half],
+            "step_contexts": rows[0].step_contexts[: len(rows[0].step_contexts) // 2],
+            "step_embeddings": rows[0].step_embeddings[: len(rows[0].step_embeddings) // 2],
+        },
+        "contexts": {"step_contexts": rows[1].step_contexts},
+        "accepted": {"accepted": [[1 - min(n, 1) for n in of_candidate] for of_candidate in rows[0].accepted]},
+    }[change]
+    write_sweep(tmp_path / "sweep", [dataclasses.replace(rows[0], **one), *rows[1:]])
+    other = dataset(tmp_path, sweep=(str(tmp_path / "sweep"),), objective="tau")
+    now = open_examples(other.folder).taus, open_examples(other.folder).context
+    assert not all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(taus, now, strict=True))
+    assert other.id != first.id
+
+
+def test_a_run_is_named_by_what_its_result_depends_on(sweeps: tuple[str, str], tmp_path: Path) -> None:
+    """Ray Train goes on with a run of the same name."""
+
+    def name(**changes: object) -> str:
+        config = TrainConfig(**{"sweep": sweeps, **changes})  # type: ignore[arg-type]
+        data = read_dataset(config, tmp_path / "examples")
+        return train._run_name(config, data, train.plan(config, data))
+
+    first = name()
+    assert name(output=tmp_path / "x", max_failures=9, checkpoint_every=1, num_cpus=0.5, search=2) == first
+    changes: list[dict[str, object]] = [
+        *({field: value} for field, value in {"hidden": 8, "depth": 3, "epochs": 3, "batch_size": 9}.items()),
+        *({field: value} for field, value in {"lr": 0.1, "dropout": 0.1, "patience": 2, "seed": 2}.items()),
+        *({field: value} for field, value in {"anneal": False, "weight_decay": 0.0, "validation": 0.3}.items()),
+        *({field: value} for field, value in {"num_prompts": 9, "num_workers": 2, "rows": 4}.items()),
+        *({field: value} for field, value in {"candidates": (2, 4), "leave_out": ("other",)}.items()),
+        *(
+            {field: value}
+            for field, value in {"sweep": sweeps[:1], "objective": "tau", "inputs": ("anchor",)}.items()
+        ),
+        {"reads": "prefill", "inputs": ("context",)},
+        {"reads": "prefill", "inputs": ("context",), "head": "class"},
+        {"reads": "prefill", "inputs": ("probs",), "form": "log"},
+        {"reads": "prefill", "inputs": ("probs",), "max_support": 5},
+    ]
+    assert len({first, *(name(**change) for change in changes)}) == 1 + len(changes)
+
+
+# --- whole runs ---
+
+CHECKPOINTS = "policy/train/*/checkpoint_*/state.pt"
+Job = subprocess.Popen[str]
+Start = Callable[..., Job]
+
+
+def options(settings: FitSettings, **more: object) -> list[str]:
+    """The command line of these settings."""
+    arguments = []
+    for name, value in (dataclasses.asdict(settings) | more).items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            arguments.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            arguments += [f"--{flag}", *map(str, value if isinstance(value, tuple) else [value])]
+    return arguments
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts the train job; everything that it says goes to the file `stdout`."""
+    jobs = []
+
+    def start_job(*arguments: str) -> Job:
+        with (tmp_path / "stdout").open("w") as out:
+            command = [sys.executable, str(ROOT / "jobs" / "train.py"), *arguments]
+            job = subprocess.Popen(
+                command, cwd=tmp_path, env=environment(), stdout=out, stderr=subprocess.STDOUT, text=True
+            )
+        jobs.append(job)
+        return job
+
+    yield start_job
+    for job in jobs:
+        if job.poll() is None:
+            job.terminate()
+            job.wait(30)
+
+
+def wait_until(condition: Callable[[], object], job: Job) -> None:
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert job.poll() is None, "ended before it came to that"
+        assert time.monotonic() < deadline, "nothing in 300 s"
+        time.sleep(0.05)
+
+
+def wait_for_checkpoint(folder: Path, job: Job) -> None:
+    """Returns when there is one that was not there before."""
+    before = set(folder.glob(CHECKPOINTS))
+    wait_until(lambda: set(folder.glob(CHECKPOINTS)) - before, job)
+
+
+@pytest.mark.ray
+def test_kills_change_nothing(start: Start, tmp_path: Path) -> None:
+    """Two data-parallel workers, one killed, then the driver killed: in the end the policy of plain `Fit`."""
+    rows = synthetic_rows(240, 0)
+    write_sweep(tmp_path / "sweep", rows[:100])
+    write_sweep(tmp_path / "sweep", rows[100:], metadata(git_commit="later"), "part-1")
+    write_costs(tmp_path / "sweep")
+    settings = FitSettings(hidden=64, epochs=30, batch_size=64, lr=3e-4, dropout=0.0, shrink=0.05)
+    command = options(settings, sweep="sweep", output="policy", num_workers=2, checkpoint_every=5)
+    job = start(*command)
+    wait_for_checkpoint(tmp_path, job)
+    workers = descendants(job.pid, "RayTrainWorker")
+    assert len(workers) == 2
+    os.kill(workers[1], signal.SIGKILL)
+    wait_for_checkpoint(tmp_path, job)
+    job.kill()
+    job.wait(30)
+    job = start(*command)
+    output = tmp_path / "stdout"
+    assert job.wait(300) == 0, output.read_text()
+
+    num_train, num_held = 192 * NUM_PLACES, 48 * NUM_PLACES
+    assert f"{num_train} examples, {num_held} held back; 30 epochs" in output.read_text()
+    assert "registered as blockpilot-target-1b version 1" in output.read_text()
+    policy = load_policy(tmp_path / "policy")
+    assert policy.costs == COSTS
+    assert not (tmp_path / "policy" / "train").exists()  # no checkpoints left behind
+
+    folder = tmp_path / "examples"
+    write_examples(folder, [rows], WITH_PLAIN, "step")
+    training, validation = split_examples(folder, *Split(0.2, 0, None))
+    costs = torch.tensor(COSTS.of_candidates(WITH_PLAIN, rows=1, context=64))
+    task = Task("tau", "step", "throughput", WITH_PLAIN, costs)
+    fit = Fit(new_network(training, VOCAB_SIZE, settings), training, validation, settings, task)
+    losses = [fit.run_epoch().metrics for _ in range(30)]
+    assert fit.done
+    # 720 steps of Adam; gradients are summed in another order over two ranks.
+    network = new_network(training, VOCAB_SIZE, settings)
+    expected = fitted_network(network, fit.best_weights(), training, settings, task)
+    torch.testing.assert_close(
+        predict(policy.network, validation), predict(expected, validation), rtol=0.01, atol=0.01
+    )
+
+    check_what_is_kept(tmp_path, rows, losses)
+
+
+def check_what_is_kept(folder: Path, rows: Sequence[SweepRow], losses: Sequence[dict[str, float]]) -> None:
+    """The policy's directory, the MLflow run and the version tell what was learned from what."""
+    sweep_id = dataset(folder, sweep=(str(folder / "sweep"),)).id
+    learned_from = LearnedFrom.read(folder / "policy")
+    assert learned_from.prompts == {prompt_key(row.prompt) for row in rows}
+    assert learned_from.taus == {0.0: Summary().add(rows).tau_curve}
+    found = json.loads((folder / "policy" / "training.json").read_text())
+    assert found["params"]["sweep_id"] == load_policy(folder / "policy").info.training["sweep_id"] == sweep_id
+    assert (found["num_epochs"], len(found["history"]), found["trials"]) == (30, 30, [])
+    num_train, num_held = found["num_examples"]
+    assert found["balance"].keys() == set(map(str, WITH_PLAIN))
+    assert sum(found["balance"].values()) == num_train
+    assert max(found["balance"], key=found["balance"].get) != "1"
+    sample = found["sample"]
+    assert set(sample["sets"]) == {"synthetic"}
+    for taus in (sample["predicted"], sample["measured"]):
+        assert len(taus) == len(sample["sets"]) == num_held
+        assert all(1 <= tau <= size for of_step in taus for tau, size in zip(of_step, WITH_PLAIN, strict=True))
+
+    registry = Registry.open(f"sqlite:///{folder}/mlflow.db")
+    (version,) = registry.versions("blockpilot-target-1b")
+    assert version.tags.items() >= {**PAIR._asdict(), "candidates": "1,2,4,6,8", "sweep_id": sweep_id}.items()
+    kind = {"head": "tau", "reads": "step", "objective": "throughput", "input": "context,anchor,scalars"}
+    assert version.tags.items() >= kind.items()
+    assert version.run_id is not None
+    for name in losses[0]:
+        history = registry._client.get_metric_history(version.run_id, name)
+        assert [point.step for point in history] == list(range(1, 31))  # each epoch once, despite the kills
+        assert [point.value for point in history] == pytest.approx([of[name] for of in losses], rel=1e-2)
+    recorded = registry._client.get_run(version.run_id)
+    assert recorded.info.status == "FINISHED"
+    assert recorded.data.tags["sweep_id"] == sweep_id
+    assert (recorded.data.params["epochs"], recorded.data.params["num_workers"]) == ("30", "2")
+    assert recorded.data.metrics["lookup_policy"] == pytest.approx(found["report"]["policy"])
+    assert [item.path for item in registry._client.list_artifacts(version.run_id)] == ["training.json"]
+    downloaded = registry.download(version, folder / "downloaded")
+    there = load_policy(downloaded).network.state_dict()
+    assert all(torch.equal(there[name], t) for name, t in load_policy(folder / "policy").network.state_dict().items())
+    assert LearnedFrom.read(downloaded) == learned_from
+
+
+@pytest.mark.ray
+def test_neither_a_full_disk_nor_a_lost_store_costs_a_search_or_its_policy(start: Start, tmp_path: Path) -> None:
+    """Trials that are finished are kept, the lowest loss wins, and what could not be written or logged is later."""
+    write_sweep(tmp_path / "sweep", synthetic_rows(60, 0))
+    settings = FitSettings("class", "prefill", ("probs",), hidden=32, epochs=10, batch_size=16, lr=1e-3, patience=5)
+    config = TrainConfig(**dataclasses.asdict(settings), sweep=(str(tmp_path / "sweep"),), objective="tau")
+    data = read_dataset(config, tmp_path / "examples")
+    job = train.plan(config, data)
+    kept = tmp_path / "policy" / "train" / f"trials-{train._run_name(config, data, job)}.json"
+    kept.parent.mkdir(parents=True)
+    kept.write_text(json.dumps({repr(settings): {"loss": 99.0, "epoch": 7}}))
+    (tmp_path / "policy" / LEARNED_FROM_FILE).mkdir()  # where a file has to go
+    output, store = tmp_path / "stdout", tmp_path / "mlflow.db"
+    command = options(settings, sweep=str(tmp_path / "sweep"), output="policy", objective="tau", search=2)
+
+    process = start(*command)
+    assert process.wait(300) == 2
+    assert "tried 2 of 3 settings" in output.read_text()
+    assert "tried 3 of 3 settings" in output.read_text()
+    assert "tried 1 of 3" not in output.read_text()
+    assert "error: [Errno 21] Is a directory" in output.read_text()
+    (tmp_path / "policy" / LEARNED_FROM_FILE).rmdir()
+
+    process = start(*command)
+    whole = store.read_bytes()
+    wait_until(lambda: "Started a local Ray instance" in output.read_text(), process)
+    store.write_bytes(b"no database any more " * 1000)
+    assert process.wait(300) == 2
+    assert "tried" not in output.read_text()
+    *_, error = output.read_text().splitlines()
+    assert error.startswith(f"error: MLflow store sqlite:///{store}: ")
+    assert error.endswith("The results are in policy; --relog logs them later")
+    policy = load_policy(tmp_path / "policy")
+    written = (tmp_path / "policy" / "training.json").read_bytes()
+
+    store.write_bytes(whole)
+    done = run_job(tmp_path, "--relog", "--output", "policy")
+    assert done.returncode == 0, done.stderr
+    assert "policy in policy, registered as blockpilot-target-1b version 1" in done.stdout
+    assert (tmp_path / "policy" / "training.json").read_bytes() == written
+    found = json.loads(written)
+    given, *drawn = found["trials"]
+    assert (given["loss"], given["epochs"], given["hidden"]) == (99, 7, 32)
+    assert len(drawn) == 2
+    assert all(0 < trial["loss"] < 3 for trial in drawn)
+    best = min(drawn, key=lambda trial: trial["loss"])
+    assert {name: found["params"][name] for name in train.SEARCHED} == {name: best[name] for name in train.SEARCHED}
+    assert (policy.info.shape.hidden, policy.info.shape.depth) == (best["hidden"], best["depth"])
+    assert policy.info.training["best_epoch"] == best["epochs"]
+    assert min(epoch["validation_loss"] for epoch in found["history"]) == pytest.approx(best["loss"], rel=1e-3)
+
+    registry = Registry.open(f"sqlite:///{store}")
+    (version,) = registry.versions("blockpilot-target-1b")
+    assert version.run_id is not None
+    recorded = registry._client.get_run(version.run_id)
+    assert recorded.info.status == "FINISHED"
+    assert recorded.data.params["hidden"] == str(best["hidden"])
+    assert recorded.data.tags["sweep_id"] == version.tags["sweep_id"] == data.id
+    losses = registry._client.get_metric_history(version.run_id, "validation_loss")
+    assert [point.value for point in losses] == [epoch["validation_loss"] for epoch in found["history"]]
+    artifacts = {item.path for item in registry._client.list_artifacts(version.run_id)}
+    assert artifacts == {"training.json", "trials.json"}
+    assert read_index(data.folder).prompt_ids  # ours, which nobody removed
+
+
+def test_a_policy_without_a_gain_takes_the_best_fixed_size_at_every_load(tmp_path: Path) -> None:
+    """Whatever it reads, it expects the means of the training examples."""
+    rows = synthetic_rows(40, 3, signal=False)
+    write_sweep(tmp_path / "sweep", rows)
+    data = dataset(tmp_path, sweep=(str(tmp_path / "sweep"),), objective="tau")
+    config = TrainConfig(sweep=(str(tmp_path / "sweep"),), objective="tau", hidden=8)
+    job = plan(config, data)
+    training, _ = split_examples(job.folder, *job.split)
+    network = new_network(training, job.vocab_size, job.settings)
+    shrink(network, training, job.task, 1.0)
+    expected = job.task.taus(predict(network, training))
+    torch.testing.assert_close(expected, training.taus.mean(dim=0).expand_as(expected), rtol=1e-2, atol=1e-2)
+    assert len(job.task.chosen(predict(network, training)).unique()) == 1

@@ -1,0 +1,132 @@
+"""Rows packed side by side: nothing is lost or mixed up, and the target computes what it does for rows apart."""
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from blockpilot.models import packing
+from blockpilot.models.packing import Packing, SideBySide, grouped_attention
+from blockpilot.models.target import Target
+from blockpilot.pairs.loading import Pair
+from helpers.tiny import tiny_target
+
+CPU = torch.device("cpu")
+
+
+@given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=6))
+def test_padding_and_back(sizes: list[int]) -> None:
+    packing = Packing(sizes, [10 * r for r in range(len(sizes))], CPU)
+    tokens = torch.arange(sum(sizes))
+    rows = tokens.split(sizes)
+    padded = packing.pad(tokens)
+    assert padded.shape == (len(sizes), max(sizes))
+    for row, of_row in zip(padded, rows, strict=True):
+        assert row[: len(of_row)].equal(of_row)
+        assert (row[len(of_row) :] == of_row[-1]).all()
+    assert packing.pack(padded).equal(tokens)
+    assert packing.firsts == [int(row[0]) for row in rows]
+    assert packing.positions.tolist() == [10 * r + i for r, size in enumerate(sizes) for i in range(size)]
+    assert packing.length == max(10 * r + size for r, size in enumerate(sizes))
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_grouped_queries_meet_their_own_keys(groups: int) -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, heads, width, 8) for heads, width in ((2 * groups, 3), (2, 5), (2, 5)))
+    mask = torch.rand(2, 1, 3, 5) < 0.7
+    mask[..., 0] = True
+    found = grouped_attention(query, key, value, mask, 0.3)
+    for row in range(2):
+        for head in range(2 * groups):
+            scores = (query[row, head] @ key[row, head // groups].T * 0.3).masked_fill(~mask[row, 0], -torch.inf)
+            expected = scores.softmax(dim=-1) @ value[row, head // groups]
+            assert torch.allclose(found[row, head], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 3), (1, 12), (4, 1), (4, 3), (7, 12)])
+@torch.inference_mode()
+def test_bfloat16_attends_as_float32_up_to_its_rounding(
+    rows: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By whichever way is quicker there, to a part of a longer cache, some rows at a time."""
+    monkeypatch.setattr(packing, "MOST_SCORES", 300)
+    torch.manual_seed(rows * width)
+    query, cached = torch.randn(rows, 6, width, 64).bfloat16(), torch.randn(2, rows, 2, 40, 64).bfloat16()
+    mask = torch.rand(rows, 1, width, 30) < 0.7
+    mask[..., 0] = True
+    key, value = cached[:, :, :, :30]
+    found = grouped_attention(query, key, value, mask, 0.125)
+    expected = grouped_attention(query.float(), key.float(), value.float(), mask, 0.125)
+    assert found.dtype == torch.bfloat16
+    assert torch.allclose(found.float(), expected, atol=0.02, rtol=0.02)
+
+
+@settings(deadline=None)
+@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=24))
+@example(sizes=[9] + [1] * 23)
+@example(sizes=[1] * 8 + [8, 2] * 4)
+def test_every_row_attends_as_alone(sizes: list[int]) -> None:
+    """However much wider some rows are than others."""
+    torch.manual_seed(len(sizes))
+    length = 12
+    starts = torch.randint(0, length - 9 + 1, (len(sizes),)).tolist()
+    packing = Packing(sizes, starts, CPU)
+    query = torch.randn(1, 4, sum(sizes), 8)
+    key, value = torch.randn(len(sizes), 2, length, 8), torch.randn(len(sizes), 2, length, 8)
+    queries = packing.pad(packing.positions)
+    mask = (torch.arange(length) <= queries[:, :, None])[:, None]
+    found = packing.attend(query, key, value, mask, 0.3)
+    for row, (first, size) in enumerate(zip(packing.firsts, sizes, strict=True)):
+        one = slice(row, row + 1)
+        own = grouped_attention(
+            query[:, :, first : first + size], key[one], value[one], mask[one, :, :size], 0.3
+        ).transpose(1, 2)
+        assert torch.allclose(found[:, first : first + size], own, atol=1e-5)
+
+
+def pack(sizes: list[int], starts: list[int], num_apart: int) -> SideBySide:
+    """The last so many rows in a packing of their own."""
+    first = len(sizes) - num_apart
+    parts = (slice(0, first), slice(first, None))
+    return SideBySide([Packing(sizes[part], starts[part], CPU) for part in parts if sizes[part]])
+
+
+def score(target: Target, tokens: list[list[int]], slots: list[int], num_apart: int = 0) -> list[Tensor]:
+    """Hidden states of every row, packed; the first two tokens of each are in the cache already."""
+    cache = target.new_cache(8, 16)
+    for starts, part in (
+        ([0] * len(tokens), [row[:2] for row in tokens]),
+        ([2] * len(tokens), [r[2:] for r in tokens]),
+    ):
+        packing = pack([len(row) for row in part], starts, num_apart)
+        packed = torch.tensor([token for row in part for token in row])
+        view = cache.view(
+            torch.tensor(slots)[packing.rows][None], packing.positions[None], torch.tensor(slots), packing.length
+        )
+        scored = target.score(packed[None], packing.positions[None], view, features=True, packing=packing)
+    assert scored.features is not None
+    return list(torch.cat([scored.hidden, scored.features], dim=-1)[0].split([len(row) for row in part]))
+
+
+@torch.inference_mode()
+def test_packed_rows_are_those_of_rows_alone(tiny_pair: Pair) -> None:
+    """In any slots of the cache, beside rows of any length, in one packing or two."""
+    target = Target(tiny_pair.target, (1, 3))
+    tokens = [[1, 2, 3], [4, 5, 6, 7, 8, 9], [10, 11, 12, 13]]
+    for num_apart in (0, 1, 2):
+        together = score(target, tokens, [5, 0, 3], num_apart)
+        for row, hidden in zip(tokens, together, strict=True):
+            (alone,) = score(target, [row], [0])
+            assert torch.allclose(hidden, alone, atol=1e-3)
+
+
+@torch.inference_mode()
+def test_the_stock_model_computes_as_before() -> None:
+    """Its own forward pass and padded batches go through the same attention without a packing."""
+    stock, ours = tiny_target(), tiny_target()
+    Target(ours, (1,))
+    tokens, mask = torch.tensor([[5, 6, 7, 8], [256, 256, 9, 10]]), torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
+    found, expected = (model(tokens, attention_mask=mask).logits for model in (ours, stock))
+    assert found[mask.bool()].equal(expected[mask.bool()])

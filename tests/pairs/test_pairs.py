@@ -1,0 +1,252 @@
+"""Loading pairs: the embedded one, the other families, and what is refused."""
+
+import json
+import multiprocessing
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from tokenizers import pre_tokenizers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from blockpilot.drafts.dflash import DraftModel, new_draft_config, save_draft
+from blockpilot.engine.engine import generate
+from blockpilot.pairs.loading import (
+    NAMED_PAIRS,
+    Pair,
+    check_pair_names,
+    converted,
+    directory_revision,
+    load_pair,
+    target_slug,
+)
+from blockpilot.pairs.loading import loading as pairs
+from helpers.tiny import MASK_ID, byte_tokenizer, tiny_draft, tiny_target
+
+SMALL = {
+    "vocab_size": 260,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "eos_token_id": 257,
+}
+OF_FAMILY: dict[str, dict[str, int]] = {
+    "llama": {},
+    "qwen3": {"head_dim": 16},
+    "qwen3_moe": {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+}
+
+
+def save_pair(model: PreTrainedModel, directory: Path) -> dict[str, str]:
+    """Write target and a fresh draft; returns the arguments of load_pair."""
+    model.save_pretrained(directory / "target")
+    byte_tokenizer().save_pretrained(directory / "target")
+    config = new_draft_config(model.config, num_layers=2, block_size=4, mask_token_id=MASK_ID)
+    save_draft(DraftModel(config), directory / "draft", dtype=torch.float32)
+    return {"target": str(directory / "target"), "draft": str(directory / "draft")}
+
+
+@pytest.mark.parametrize("family", OF_FAMILY)
+def test_families_load_and_decode_exactly(family: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SMALL, **OF_FAMILY[family])).eval()
+    pair = load_pair(**save_pair(model, tmp_path))
+    prompt = torch.randint(0, 250, (1, 9))
+    expected = model.generate(prompt, max_new_tokens=16, do_sample=False)[0, 9:].tolist()
+    for block_size in (1, 3, 8):
+        steps = generate(pair, prompt[0].tolist(), block_size=block_size, max_new_tokens=16)
+        assert [t for step in steps for t in step.tokens] == expected
+
+
+def test_the_embedded_target_is_smollm2(embedded_pair: Pair) -> None:
+    assert embedded_pair.vocab_size == 49152
+    assert embedded_pair.stop_token_ids == {2}
+    assert embedded_pair.id.target == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    ids = embedded_pair.tokenizer("In 2024, it cost $15.", add_special_tokens=False)["input_ids"]
+    pieces = [embedded_pair.tokenizer.decode([i]) for i in ids]
+    assert pieces == ["In", " ", "2", "0", "2", "4", ",", " it", " cost", " $", "1", "5", "."]
+    prompt = embedded_pair.tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}],
+        add_generation_prompt=True,
+        return_dict=False,
+    )
+    tokens = [t for step in generate(embedded_pair, prompt, max_new_tokens=16) for t in step.tokens]
+    assert "Paris" in embedded_pair.tokenizer.decode(tokens)
+
+
+# --- conversion from GGUF ---
+
+
+def write_gguf(model: LlamaForCausalLM, path: Path) -> None:
+    """As llama.cpp writes a llama: its own names, and rotary halves interleaved in q and k."""
+    config, writer = model.config, gguf.GGUFWriter(path, "llama")
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    specials = ["<pad>", "<eos>", "<mask>"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([*alphabet, *specials, "ab"])
+    writer.add_token_types([1] * 256 + [3] * 3 + [1])
+    writer.add_token_merges(["a b"])
+    for add, token in [
+        (writer.add_bos_token_id, 257),
+        (writer.add_eos_token_id, 257),
+        (writer.add_unk_token_id, 256),
+        (writer.add_pad_token_id, 256),
+    ]:
+        add(token)
+    writer.add_chat_template("{{ messages[0]['content'] }}")
+    names = {v: k for k, v in pairs._GGUF_NAMES.items()}
+    names |= {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight":
+            continue
+        stem = name.removesuffix(".weight")
+        if stem.startswith("model.layers."):
+            layer, part = stem.removeprefix("model.layers.").split(".", 1)
+            kind = names[part]
+            if kind in heads:
+                rows, columns = weight.shape
+                weight = weight.view(heads[kind], 2, -1, columns).transpose(1, 2).reshape(rows, columns)
+            stem = f"blk.{layer}.{kind}"
+        else:
+            stem = names[stem]
+        writer.add_tensor(f"{stem}.weight", weight.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_conversion_gives_the_same_model(tmp_path: Path) -> None:
+    model = tiny_target().eval()
+    write_gguf(model, tmp_path / "tiny.gguf")
+    again = LlamaForCausalLM.from_pretrained(converted(tmp_path / "tiny.gguf", tmp_path / "cache"))
+    tokens = torch.arange(20)[None]
+    assert torch.equal(again(tokens).logits, model(tokens).logits)
+
+
+def _convert(gguf_file: str, cache_dir: str, queue: "multiprocessing.Queue[str]") -> None:
+    queue.put(str(converted(Path(gguf_file), Path(cache_dir))))
+
+
+def test_two_processes_convert_at_once(tmp_path: Path) -> None:
+    write_gguf(tiny_target(), tmp_path / "tiny.gguf")
+    context = multiprocessing.get_context("fork")
+    queue: multiprocessing.Queue[str] = context.Queue()
+    arguments = (str(tmp_path / "tiny.gguf"), str(tmp_path / "cache"), queue)
+    workers = [context.Process(target=_convert, args=arguments) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    found = {queue.get(timeout=60) for _ in workers}
+    for worker in workers:
+        worker.join()
+    [directory] = found
+    assert [e.name for e in (tmp_path / "cache").iterdir()] == [Path(directory).name]  # nothing half-written stays
+    assert LlamaForCausalLM.from_pretrained(directory).config.vocab_size == 260
+
+
+def test_a_killed_conversion_is_not_taken_for_a_whole_one(tmp_path: Path) -> None:
+    write_gguf(tiny_target(), tmp_path / "tiny.gguf")
+    (tmp_path / ".converting-killed").mkdir()
+    (tmp_path / ".converting-killed" / "config.json").write_text("{")
+    directory = converted(tmp_path / "tiny.gguf", tmp_path)
+    assert json.loads((directory / "config.json").read_text())["model_type"] == "llama"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("nope", None, None), "unknown pair 'nope': named pairs are smollm2-135m"),
+        (("smollm2-135m", "x", None), "give a name, or both models"),
+        ((None, "x", None), "both are needed"),
+        ((None, None, None), "both are needed"),
+    ],
+)
+def test_bad_names_are_refused(arguments: tuple[str | None, str | None, str | None], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_pair_names(*arguments)
+
+
+def test_missing_models_are_named(tiny_pair_dirs: tuple[Path, Path]) -> None:
+    target, draft = map(str, tiny_pair_dirs)
+    with pytest.raises(ValueError, match="target '/nowhere'"):
+        load_pair(target="/nowhere", draft=draft)
+    with pytest.raises(ValueError, match="draft 'no/where'"):
+        load_pair(target=target, draft="no/where")
+    with pytest.raises(ValueError, match="dtype 'float8'"):
+        load_pair(target=target, draft=draft, dtype="float8")
+
+
+def test_an_unsupported_family_is_refused(tmp_path: Path, tiny_pair_dirs: tuple[Path, Path]) -> None:
+    Qwen2ForCausalLM(Qwen2Config(**SMALL)).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="target family 'qwen2': supported are llama, qwen3, qwen3_moe"):
+        load_pair(target=str(tmp_path), draft=str(tiny_pair_dirs[1]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": 96, "head_dim": 12}, "hidden size 96, the target's is 48"),
+        ({"vocab_size": 300}, "vocabulary 300, the target's is 260"),
+        ({"num_target_layers": 7}, "number of target layers 7, the target's is 6"),
+        ({"dflash_config": {"mask_token_id": 258, "target_layer_ids": [1, 6]}}, "target layer 6: must be 0 to 5"),
+        ({"dflash_config": {"mask_token_id": 260, "target_layer_ids": [1, 2]}}, "mask token 260: must be 0 to 259"),
+    ],
+)
+def test_a_draft_that_does_not_fit_is_refused(
+    change: dict[str, object], message: str, tmp_path: Path, tiny_pair_dirs: tuple[Path, Path]
+) -> None:
+    config = tiny_draft(tiny_target()).config
+    for name, value in change.items():
+        setattr(config, name, value)
+    save_draft(DraftModel(config), tmp_path)
+    with pytest.raises(ValueError, match=message):
+        load_pair(target=str(tiny_pair_dirs[0]), draft=str(tmp_path))
+
+
+def test_a_revision_changes_with_the_weights(tmp_path: Path) -> None:
+    draft = tiny_draft(tiny_target())
+    save_draft(draft, tmp_path)
+    before = directory_revision(tmp_path)
+    with torch.no_grad():
+        draft.norm.weight[0] += 1
+    save_draft(draft, tmp_path)
+    assert directory_revision(tmp_path) != before
+
+
+@pytest.mark.parametrize(
+    ("target", "slug"),
+    [
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2-135m-instruct"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b-instruct"),
+        ("/models/My Model", "my-model"),
+    ],
+)
+def test_slugs(target: str, slug: str) -> None:
+    assert target_slug(target) == slug
+
+
+def test_named_pairs_are_the_published_ones() -> None:
+    assert NAMED_PAIRS["qwen3-4b"] == ("Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16")

@@ -1,0 +1,794 @@
+"""Policies: the sparse network is the dense one, and a directory is loaded as saved or refused by name."""
+
+import dataclasses
+import json
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from blockpilot.control.choose import choose
+from blockpilot.control.price import StepCosts
+from blockpilot.engine.engine import Prefill
+from blockpilot.pairs.loading import Pair, PairId
+from blockpilot.policy.learned import (
+    CandidateSet,
+    FixedPolicy,
+    Head,
+    LearnedForecast,
+    LearnedPolicy,
+    Objective,
+    PolicyInfo,
+    Reads,
+    check_reads,
+    expected_taus,
+    load_policy,
+    save_policy,
+    slot_gaps,
+)
+from blockpilot.policy.network import (
+    FORMS,
+    INPUTS,
+    MAX_DEPTH,
+    SCALARS,
+    TOP_K,
+    Features,
+    Form,
+    Input,
+    PolicyNetwork,
+    Shape,
+    SparseProbs,
+    no_probs,
+    scalars,
+    sparse_probs,
+    weigh,
+)
+
+VOCAB_SIZE, HIDDEN, THRESHOLD = 50, 16, 0.01
+CONTEXT_SIZE, ANCHOR_SIZE = 6, 5
+CANDIDATES = CandidateSet((1, 2, 4, 8))
+PAIR = PairId("org/Target", "1111", "org/draft", "2222")
+SECONDS = (((1.0,), (2.0,)), ((1.5,), (4.0,)))
+COSTS = StepCosts(PAIR, "float32", "cpu", (1, 8), (1, 4), (32,), SECONDS, SECONDS, SECONDS)
+STEP_INPUTS: tuple[Input, ...] = ("context", "anchor", "scalars")
+EVERY_INPUT: list[tuple[Input, ...]] = [
+    ("probs",),
+    ("context",),
+    ("anchor",),
+    ("scalars",),
+    ("probs", "context"),
+    STEP_INPUTS,
+    INPUTS,
+]
+
+
+def shape_of(inputs: tuple[Input, ...] = ("probs",), **changes: Any) -> Shape:
+    plain = Shape(inputs, VOCAB_SIZE, CONTEXT_SIZE, ANCHOR_SIZE, len(CANDIDATES), HIDDEN)
+    return dataclasses.replace(plain, **changes)
+
+
+def random_network(shape: Shape, support: list[int] | None = None, seed: int = 0) -> PolicyNetwork:
+    """With random parameters, means and deviations; it knows every other token id unless told."""
+    torch.manual_seed(seed)
+    ids = list(range(0, VOCAB_SIZE, 2)) if support is None else support
+    network = PolicyNetwork(shape, torch.tensor(ids if "probs" in shape.inputs else [], dtype=torch.int64))
+    for name, values in (*network.named_parameters(), *network.named_buffers()):
+        if name in ("rows", "bias", "mean", "shift"):
+            nn.init.normal_(values)
+        if name in ("std", "scale"):
+            nn.init.uniform_(values, 0.5, 2)
+    return network.eval()
+
+
+def random_policy(
+    head: Head = "class",
+    reads: Reads = "prefill",
+    inputs: tuple[Input, ...] = ("probs",),
+    objective: Objective = "tau",
+    seed: int = 0,
+) -> LearnedPolicy:
+    training = {"seed": seed, "sweep_id": "abc"}
+    info = PolicyInfo(PAIR, CANDIDATES, head, objective, reads, shape_of(inputs), THRESHOLD, training)
+    return LearnedPolicy(info, random_network(info.shape, seed=seed), COSTS if objective == "throughput" else None)
+
+
+def step_policy(seed: int = 0) -> LearnedPolicy:
+    return random_policy("tau", "step", STEP_INPUTS, seed=seed)
+
+
+def random_prefill(seed: int) -> Prefill:
+    generator = torch.Generator().manual_seed(seed)
+    logits, context, anchor = (torch.randn(n, generator=generator) for n in (VOCAB_SIZE, CONTEXT_SIZE, ANCHOR_SIZE))
+    return Prefill(3 * logits, context, 5 + seed, temperature=seed / 10, anchor=anchor)
+
+
+def features_of(prefill: Prefill) -> Features:
+    """A batch of one, as a policy makes it."""
+    assert prefill.context is not None
+    assert prefill.anchor is not None
+    probs = sparse_probs(prefill.probs, THRESHOLD)
+    values = torch.tensor([scalars(probs.probs, prefill.num_prompt_tokens, prefill.temperature)])
+    return Features(probs, prefill.context[None], prefill.anchor[None], values)
+
+
+def batch_of(parts: list[Features]) -> Features:
+    lengths = torch.tensor([len(p.probs.ids) for p in parts])
+    ids, values = (torch.cat([getattr(p.probs, name) for p in parts]) for name in ("ids", "probs"))
+    probs = SparseProbs(ids, values, lengths.cumsum(0) - lengths)
+    dense = (torch.cat([getattr(p, name) for p in parts]) for name in ("context", "anchor", "scalars"))
+    return Features(probs, *dense)
+
+
+def dense_weights(probs: Tensor, form: Form) -> Tensor:
+    """The slow oracle: a form of one whole thresholded distribution [V]."""
+    if form == "softmax":
+        return probs
+    if form == "normalised":
+        return probs / math.sqrt(sum(p * p for p in probs.tolist()))
+    if form == "softmax_twice":
+        again = torch.softmax(probs.double(), dim=0)
+        zero = 1 / probs.double().exp().sum()  # what an entry of probability zero becomes
+        return (again - zero).float()
+    if form == "log":
+        return torch.tensor([max(math.log(p) + 12, 0.0) if p > 0 else 0.0 for p in probs.tolist()])
+    assert form == "top_k"
+    least = sorted(probs.tolist(), reverse=True)[TOP_K - 1]
+    return torch.where(probs >= least, probs, 0.0)
+
+
+def dense_oracle(network: PolicyNetwork, prefill: Prefill) -> Tensor:
+    """The network written down with dense layers and one request: outputs [K]."""
+    shape = network.shape
+    with torch.no_grad():
+        hidden = network.bias.clone()
+        if "probs" in shape.inputs:
+            first = torch.zeros(HIDDEN, VOCAB_SIZE)
+            for row, token in enumerate(network.support.tolist()):
+                first[:, token] = network.rows[row]
+            probs = torch.softmax(prefill.logits, dim=0)
+            hidden += first @ dense_weights(torch.where(probs >= THRESHOLD, probs, 0.0), shape.form)
+        values: list[float] = []
+        if "context" in shape.inputs:
+            values += prefill.context.tolist()  # type: ignore[union-attr]
+        if "anchor" in shape.inputs:
+            values += prefill.anchor.tolist()  # type: ignore[union-attr]
+        if "scalars" in shape.inputs:
+            probs = torch.softmax(prefill.logits, dim=0)
+            entropy = -sum(p * math.log(p) for p in probs.tolist() if p >= THRESHOLD)
+            values += [entropy, math.log(prefill.num_prompt_tokens), prefill.temperature]
+        for i, value in enumerate(values):
+            hidden += network.dense.weight[:, i] * (value - network.mean[i]) / network.std[i]
+        hidden = torch.relu(hidden)
+        for layer in network.mix:
+            hidden = hidden + layer.weight @ hidden + layer.bias  # type: ignore[operator]
+        outputs: Tensor = (network.head.weight @ hidden + network.head.bias) * network.scale + network.shift
+        return outputs
+
+
+# --- candidate sets ---
+
+
+@pytest.mark.parametrize("sizes", [(), (0,), (-1, 2), (2, 2), (4, 2), (1.0, 2), (True, 2), ("1",)])
+def test_candidate_set_refuses(sizes: tuple[Any, ...]) -> None:
+    with pytest.raises(ValueError, match="candidates"):
+        CandidateSet(sizes)
+
+
+def test_candidate_set_is_a_sequence() -> None:
+    assert list(CANDIDATES) == [1, 2, 4, 8]
+    assert (len(CANDIDATES), CANDIDATES[2]) == (4, 4)
+
+
+def test_fixed_policy() -> None:
+    assert FixedPolicy(6)(random_prefill(0)) == 6
+    with pytest.raises(ValueError, match="0"):
+        FixedPolicy(0)
+
+
+# --- the network ---
+
+
+# The same sums of at most 50 float32 products as the oracle's, in another order; entries are of order 1 to 10.
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    form=st.sampled_from(FORMS),
+    support=st.sets(st.integers(0, VOCAB_SIZE - 1), min_size=1).map(sorted),
+    seed=st.integers(0, 2**31),
+    sharpness=st.floats(0.1, 20),
+)
+def test_sparse_network_is_the_dense_one(form: Form, support: list[int], seed: int, sharpness: float) -> None:
+    network = random_network(shape_of(form=form), support, seed)
+    prefill = random_prefill(seed % 1000)
+    prefill = prefill._replace(logits=prefill.logits * sharpness / 3)
+    torch.testing.assert_close(network(features_of(prefill))[0], dense_oracle(network, prefill), **CLOSE)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("inputs", EVERY_INPUT, ids="+".join)
+def test_every_input_is_read_and_standardised(inputs: tuple[Input, ...], depth: int) -> None:
+    network = random_network(shape_of(inputs, depth=depth))
+    assert len(network.mix) == depth - 1
+    for seed in range(5):
+        prefill = random_prefill(seed)
+        torch.testing.assert_close(network(features_of(prefill))[0], dense_oracle(network, prefill), **CLOSE)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_form_is_that_of_each_distribution_alone(form: Form) -> None:
+    """Distributions of 0, 1, few and many entries side by side; the oracle sees the whole vocabulary of each."""
+    generator = torch.Generator().manual_seed(3)
+    whole = torch.softmax(4 * torch.randn(6, VOCAB_SIZE, generator=generator), dim=1)
+    whole[0] = 0
+    whole[1] = torch.where(whole[1] == whole[1].max(), whole[1], 0.0)
+    whole[4] = torch.softmax(0.1 * torch.randn(VOCAB_SIZE, generator=generator), dim=0)  # above the threshold: all
+    whole = torch.where(whole >= THRESHOLD, whole, 0.0)
+    lengths = (whole > 0).sum(dim=1)
+    assert lengths.tolist()[:2] == [0, 1]
+    assert max(lengths) > TOP_K > min(lengths[2:])
+    ids = whole.nonzero()[:, 1]
+    batch = SparseProbs(ids, whole[whole > 0], lengths.cumsum(0) - lengths)
+    found = torch.zeros_like(whole)
+    found[whole > 0] = weigh(batch, form, VOCAB_SIZE)
+    expected = torch.stack([dense_weights(one, form) if one.any() else torch.zeros(VOCAB_SIZE) for one in whole])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("inputs", [("probs",), INPUTS], ids="+".join)
+@pytest.mark.parametrize("form", FORMS)
+def test_requests_of_a_batch_are_independent(inputs: tuple[Input, ...], form: Form) -> None:
+    network = random_network(shape_of(inputs, form=form))
+    parts = [features_of(random_prefill(seed)) for seed in range(4)]
+    parts[2] = parts[2]._replace(probs=no_probs(1, torch.device("cpu")))
+    alone = torch.cat([network(part) for part in parts])
+    torch.testing.assert_close(network(batch_of(parts)), alone)
+
+
+def test_token_ids_without_a_row_count_nothing() -> None:
+    prefill = random_prefill(0)
+    unknown = [i for i in range(VOCAB_SIZE) if prefill.probs[i] < THRESHOLD]
+    network = random_network(shape_of(), unknown)
+    nothing = features_of(prefill)._replace(probs=no_probs(1, torch.device("cpu")))
+    torch.testing.assert_close(network(features_of(prefill)), network(nothing), rtol=0, atol=0)
+
+
+def test_standardise_takes_means_and_deviations() -> None:
+    network = random_network(shape_of(STEP_INPUTS))
+    batch = batch_of([features_of(random_prefill(seed)) for seed in range(9)])
+    batch.context[:, 2] = 7.0  # never varies
+    targets = torch.stack([torch.ones(9), *torch.randn(3, 9)], dim=1)
+    network.standardise(batch, targets)
+    columns = [*batch.context.T.tolist(), *batch.anchor.T.tolist(), *batch.scalars.T.tolist()]
+    for i, column in enumerate(columns):
+        mean = sum(column) / 9
+        spread = math.sqrt(sum((x - mean) ** 2 for x in column) / 9)
+        assert float(network.mean[i]) == pytest.approx(mean, rel=1e-5, abs=1e-6)
+        assert float(network.std[i]) == pytest.approx(1.0 if i == 2 else spread, rel=1e-5)
+    outputs = network(batch)
+    assert outputs[:, 0].tolist() == [1.0] * 9  # a target that is always the same is predicted exactly
+    plain = (outputs - targets.mean(dim=0))[:, 1:] / targets.std(dim=0, correction=0)[1:]
+    network.shift.zero_()
+    network.scale.fill_(1)
+    torch.testing.assert_close(plain, network(batch)[:, 1:], rtol=1e-4, atol=1e-5)
+
+
+def test_scalars_of_a_request() -> None:
+    probs = torch.tensor([0.5, 0.25])
+    expected = [0.5 * math.log(2) + 0.25 * math.log(4), math.log(12), 0.7]
+    assert scalars(probs, 12, 0.7) == pytest.approx(expected)
+    assert len(SCALARS) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"inputs": ()}, "inputs"),
+        ({"inputs": ("context", "probs")}, "in this order"),
+        ({"inputs": ("probs", "probs")}, "inputs"),
+        ({"inputs": ("logits",)}, "logits"),
+        ({"form": "cubed"}, "form 'cubed'"),
+        ({"depth": 0}, "depth 0"),
+        ({"depth": MAX_DEPTH + 1}, "depth 9"),
+        ({"vocab_size": 0}, "vocab_size 0"),
+        ({"num_outputs": 0}, "num_outputs 0"),
+        ({"hidden": 0}, "hidden 0"),
+        ({"inputs": ("context",), "context_size": 0}, "context is not known"),
+        ({"inputs": ("anchor",), "anchor_size": 0}, "anchor is not known"),
+    ],
+)
+def test_impossible_shapes_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        shape_of(**changes)
+
+
+# --- what heads make of outputs ---
+
+
+def test_class_head_chooses_the_largest_logit() -> None:
+    policy = random_policy("class", inputs=("probs", "context"))
+    chosen = set()
+    for seed in range(30):
+        prefill = random_prefill(seed)
+        decided = policy(prefill)
+        assert decided == CANDIDATES[int(dense_oracle(policy.network, prefill).argmax())]
+        chosen.add(decided)
+    assert len(chosen) > 1
+
+
+def test_equal_logits_choose_the_smallest() -> None:
+    policy = random_policy("class")
+    for values in (policy.network.head.weight, policy.network.head.bias, policy.network.shift):
+        nn.init.zeros_(values)
+    assert policy(random_prefill(0)) == 1
+
+
+@pytest.mark.parametrize(("reads", "inputs"), [("prefill", ("probs", "context", "scalars")), ("step", STEP_INPUTS)])
+def test_tau_head_gives_a_forecast(reads: Reads, inputs: tuple[Input, ...]) -> None:
+    policy = random_policy("tau", reads, inputs)
+    taus = []
+    for seed in range(20):
+        prefill = random_prefill(seed)
+        forecast = policy(prefill)
+        assert isinstance(forecast, LearnedForecast)
+        assert forecast.candidates == CANDIDATES
+        assert forecast.reader is (policy if reads == "step" else None)
+        expected = expected_taus(dense_oracle(policy.network, prefill)[None], tuple(CANDIDATES), reads)[0]
+        torch.testing.assert_close(torch.tensor(forecast.taus), expected, **CLOSE)
+        assert policy.outputs(prefill).shape == (len(CANDIDATES),)
+        taus.append(forecast.taus)
+    assert len(set(taus)) > 1
+
+
+candidate_sets = st.sets(st.integers(1, 32), min_size=1, max_size=8).map(sorted)
+
+
+@settings(deadline=None)
+@given(sizes=candidate_sets, data=st.data())
+def test_expected_taus_of_a_step_ascend_within_the_block(sizes: list[int], data: st.DataObject) -> None:
+    values = st.lists(st.floats(-1e6, 1e6, width=32), min_size=len(sizes), max_size=len(sizes))
+    outputs = torch.tensor([data.draw(values), data.draw(values)])
+    for taus in expected_taus(outputs, sizes, "step").tolist():
+        assert taus == sorted(taus)
+        assert all(1 <= tau <= size for tau, size in zip(taus, sizes, strict=True))
+        assert sizes[0] > 1 or taus[0] == 1.0
+
+
+@settings(deadline=None)
+@given(sizes=candidate_sets, data=st.data())
+def test_expected_taus_of_an_answer_are_the_outputs_within_the_block(sizes: list[int], data: st.DataObject) -> None:
+    outputs = data.draw(st.lists(st.floats(-1e6, 1e6, width=32), min_size=len(sizes), max_size=len(sizes)))
+    (taus,) = expected_taus(torch.tensor([outputs]), sizes, "prefill").tolist()
+    assert taus == [min(max(x, 1.0), float(size)) for x, size in zip(outputs, sizes, strict=True)]
+
+
+def test_a_share_of_half_takes_half_of_every_gap() -> None:
+    assert expected_taus(torch.zeros(1, 4), (1, 2, 4, 8), "step").tolist() == [[1.0, 1.5, 2.5, 4.5]]
+    assert expected_taus(torch.zeros(1, 2), (3, 4), "step").tolist() == [[2.0, 2.5]]
+
+
+def test_extreme_outputs_are_all_drafts_or_none() -> None:
+    """But for sigmoid(8) of them: beyond it outputs are cut off, in training too."""
+    none, every = (expected_taus(torch.full((1, 4), x), tuple(CANDIDATES), "step")[0] for x in (-100.0, 100.0))
+    miss = 1 / (1 + math.exp(8))
+    torch.testing.assert_close(none, torch.tensor([1 + miss * (size - 1) for size in CANDIDATES]))
+    torch.testing.assert_close(every, torch.tensor([size - miss * (size - 1) for size in CANDIDATES]))
+
+
+@settings(deadline=None)
+@given(candidate_sets)
+def test_gaps_add_up_to_the_drafts(sizes: list[int]) -> None:
+    gaps = slot_gaps(sizes).tolist()
+    assert [sum(gaps[: i + 1]) for i in range(len(sizes))] == [size - 1 for size in sizes]
+
+
+# --- what came of forecasts ---
+
+
+def learned_forecast(policy: LearnedPolicy, expected: tuple[float, ...]) -> LearnedForecast:
+    """A request of which the policy expects these tokens at every step."""
+    forecast = policy(random_prefill(0))
+    assert isinstance(forecast, LearnedForecast)
+    forecast.expected = expected
+    return forecast
+
+
+def test_forecasts_follow_what_came_of_them() -> None:
+    """Half of what was expected, in one request: it is expected to go on, and of another one somewhat."""
+    policy, expected = step_policy(), tuple(1 + 0.5 * (size - 1) for size in CANDIDATES)
+    one, other = (learned_forecast(policy, expected) for _ in range(2))
+    assert one.taus == pytest.approx(expected)
+    size = CANDIDATES[-1]
+    for _ in range(40):
+        one.observe(size, (size - 1) // 4)
+    ratios = [(np.array(forecast.taus)[1:] - 1) / (np.array(expected)[1:] - 1) for forecast in (one, other)]
+    assert all(np.ptp(each) == pytest.approx(0) for each in ratios)  # all candidates alike
+    accepted = (size - 1) // 4 / (0.5 * (size - 1))
+    assert accepted < ratios[0][0] < ratios[1][0] < 1
+    assert ratios[1][0] == pytest.approx(policy.record.ratio)
+    assert learned_forecast(policy, expected).taus == pytest.approx(other.taus)
+    assert learned_forecast(step_policy(), expected).taus == pytest.approx(expected)  # another policy knows nothing
+
+
+def test_no_more_is_expected_than_a_block_holds() -> None:
+    policy = step_policy()
+    forecast = learned_forecast(policy, (1.0, 1.9, 2.0, 3.0))
+    for _ in range(200):
+        forecast.observe(8, 7)
+    assert forecast.taus[:2] == (1, 2)  # 1.9 is 3 by the record
+    assert 3 < forecast.taus[2] <= 4
+    assert forecast.taus[3] == pytest.approx(8, rel=0.01)
+
+
+def test_a_block_that_was_cut_short_says_nothing() -> None:
+    policy = step_policy()
+    forecast = learned_forecast(policy, tuple(float(size) for size in CANDIDATES))
+    missing = next(size for size in range(2, CANDIDATES[-1]) if size not in CANDIDATES.sizes)
+    forecast.observe(missing, 0)
+    assert policy.record.ratio == 1
+
+
+@pytest.mark.parametrize("error", [0.6, 1.0, 1.6])
+def test_a_policy_that_errs_chooses_as_one_that_does_not(error: float) -> None:
+    """Half of the requests are worth drafting for; told what is a constant factor off, it learns which, by doing."""
+    sizes = tuple(CANDIDATES)
+    hazards = {True: 0.8, False: 0.25}
+    tokens = {easy: tuple(sum(p**k for k in range(size)) for size in sizes) for easy, p in hazards.items()}
+    seconds = tuple(((1 + 0.35 * (size - 1),),) for size in sizes)
+    costs = StepCosts(PAIR, "float32", "cpu", sizes, (1,), (1,), seconds, seconds, seconds)
+    best = {easy: max(sizes, key=lambda b: of[sizes.index(b)] / costs.step_s(b, 1, 1)) for easy, of in tokens.items()}
+    assert best[False] == 1 < best[True]
+    policy, draw = step_policy(), random.Random(0)
+    chosen: dict[bool, list[int]] = {True: [], False: []}
+    for request in range(120):
+        easy = request % 2 == 0
+        told = tuple(min(1 + error * (of - 1), size) for of, size in zip(tokens[easy], sizes, strict=True))
+        forecast = learned_forecast(policy, told)
+        for _ in range(50):
+            [size] = choose([forecast], costs, 1)
+            accepted = next((k for k in range(size - 1) if draw.random() > hazards[easy]), size - 1)
+            forecast.observe(size, accepted)
+            if request >= 60:
+                chosen[easy].append(size)
+    assert chosen[True].count(best[True]) > 0.6 * len(chosen[True])
+    assert chosen[False].count(1) > 0.9 * len(chosen[False])
+
+
+# --- reading every step ---
+
+
+def test_reading_several_is_reading_each() -> None:
+    policy = step_policy()
+    prefills = [random_prefill(seed) for seed in range(5)]
+    contexts, anchors = torch.randn(5, CONTEXT_SIZE), torch.randn(5, ANCHOR_SIZE)
+    together, alone = ([policy(prefill) for prefill in prefills] for _ in range(2))
+    before = [f.taus for f in together]  # type: ignore[union-attr]
+    policy.read(together, contexts, anchors)  # type: ignore[arg-type]
+    for i, (one, other, prefill) in enumerate(zip(together, alone, prefills, strict=True)):
+        assert isinstance(one, LearnedForecast)
+        assert isinstance(other, LearnedForecast)
+        policy.read([other], contexts[i : i + 1], anchors[i : i + 1])
+        assert one.taus == pytest.approx(other.taus, rel=1e-5)
+        assert one.taus != before[i]
+        # The scalars stay those of the request's prefill.
+        then = prefill._replace(context=contexts[i], anchor=anchors[i])
+        expected = expected_taus(dense_oracle(policy.network, then)[None], tuple(CANDIDATES), "step")[0]
+        torch.testing.assert_close(torch.tensor(one.taus), expected, **CLOSE)
+
+
+def test_reading_what_the_prefill_showed_changes_nothing() -> None:
+    policy, prefill = step_policy(), random_prefill(3)
+    forecast = policy(prefill)
+    assert isinstance(forecast, LearnedForecast)
+    assert prefill.context is not None
+    assert prefill.anchor is not None
+    before = forecast.taus
+    policy.read([forecast], prefill.context[None].half(), prefill.anchor[None].half())
+    assert forecast.taus == pytest.approx(before, rel=1e-2)  # of half precision
+    policy.read([forecast], prefill.context[None], prefill.anchor[None])
+    assert forecast.taus == before
+
+
+# --- refusals ---
+
+
+def test_policy_refuses_another_vocabulary() -> None:
+    with pytest.raises(ValueError, match=r"51.*50"):
+        random_policy()(random_prefill(0)._replace(logits=torch.zeros(51)))
+
+
+@pytest.mark.parametrize("name", ["context", "anchor"])
+@pytest.mark.parametrize(("vector", "found"), [(None, "no vector"), (torch.zeros(3), "size 3")])
+def test_policy_refuses_vectors_of_another_draft(name: str, vector: Tensor | None, found: str) -> None:
+    size = {"context": CONTEXT_SIZE, "anchor": ANCHOR_SIZE}[name]
+    prefill = random_prefill(0)._replace(**{name: vector})
+    with pytest.raises(ValueError, match=f"{name}: {found}; the policy's has size {size}"):
+        step_policy()(prefill)
+    assert random_policy("class")(prefill) in tuple(CANDIDATES)  # which does not read them
+
+
+@pytest.mark.parametrize(
+    ("reads", "head", "inputs", "message"),
+    [
+        ("step", "class", ("context",), "head 'class' with reads 'step'"),
+        ("step", "tau", ("probs", "context"), "input 'probs' with reads 'step'"),
+        ("prefill", "tau", ("anchor",), "input 'anchor' with reads 'prefill'"),
+        ("prefill", "class", ("probs", "anchor"), "input 'anchor' with reads 'prefill'"),
+    ],
+)
+def test_what_cannot_be_read_or_predicted(reads: Reads, head: Head, inputs: tuple[Input, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_reads(reads, head, inputs)
+    with pytest.raises(ValueError, match=message):
+        random_policy(head, reads, inputs)
+
+
+@pytest.mark.parametrize("head", ["class", "tau"])
+def test_what_a_prefill_allows(head: Head) -> None:
+    check_reads("prefill", head, ("probs", "context", "scalars"))
+    check_reads("step", "tau", STEP_INPUTS)
+
+
+@pytest.mark.parametrize("name", ["head", "objective", "reads"])
+def test_info_refuses_words_it_does_not_know(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} 'best'"):
+        dataclasses.replace(random_policy().info, **{name: "best"})
+
+
+def test_info_refuses_outputs_of_other_candidates() -> None:
+    with pytest.raises(ValueError, match="4 outputs for 2 candidates"):
+        dataclasses.replace(random_policy().info, candidates=CandidateSet((1, 2)))
+
+
+def test_costs_belong_to_throughput() -> None:
+    policy, dear = random_policy("tau"), random_policy("tau", objective="throughput")
+    with pytest.raises(ValueError, match="objective 'throughput': needs step costs"):
+        LearnedPolicy(dear.info, dear.network)
+    with pytest.raises(ValueError, match="objective 'tau': has no step costs"):
+        LearnedPolicy(policy.info, policy.network, COSTS)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_policy_follows_its_input_to_the_gpu() -> None:
+    prefill = random_prefill(0)
+    assert prefill.context is not None
+    assert prefill.anchor is not None
+    there = prefill._replace(
+        logits=prefill.logits.cuda(), context=prefill.context.cuda(), anchor=prefill.anchor.cuda()
+    )
+    policy = random_policy(inputs=("probs", "context", "scalars"))
+    on_cpu = policy(prefill)
+    assert policy(there) == on_cpu
+    assert policy.network.rows.is_cuda
+    reader = step_policy()
+    here, moved = reader(prefill), reader(there)
+    assert isinstance(here, LearnedForecast)
+    assert isinstance(moved, LearnedForecast)
+    assert moved.taus == pytest.approx(here.taus, rel=1e-3)
+    moved.expected = ()
+    reader.read([moved], there.context[None], there.anchor[None])  # type: ignore[index]
+    assert moved.taus == pytest.approx(here.taus, rel=1e-3)
+
+
+# --- which pair ---
+
+
+def policy_of(pair: PairId, vocab_size: int) -> LearnedPolicy:
+    shape = shape_of(vocab_size=vocab_size)
+    info = PolicyInfo(pair, CANDIDATES, "class", "tau", "prefill", shape, THRESHOLD)
+    return LearnedPolicy(info, PolicyNetwork(shape, torch.tensor([1])))
+
+
+def test_check_accepts_its_own_pair(tiny_pair: Pair) -> None:
+    policy_of(tiny_pair.id, tiny_pair.vocab_size).check(tiny_pair)
+
+
+@pytest.mark.parametrize("part", PairId._fields)
+def test_check_names_both_pairs(tiny_pair: Pair, part: str) -> None:
+    other = tiny_pair.id._replace(**{part: "another"})
+    with pytest.raises(ValueError, match="policy made for") as caught:
+        policy_of(other, tiny_pair.vocab_size).check(tiny_pair)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert all(word in message for word in (*other, *tiny_pair.id))
+
+
+def test_check_names_both_vocabularies(tiny_pair: Pair) -> None:
+    with pytest.raises(ValueError, match=rf"vocabulary 77.*vocabulary {tiny_pair.vocab_size}"):
+        policy_of(tiny_pair.id, 77).check(tiny_pair)
+
+
+# --- directories ---
+
+KINDS: dict[str, tuple[Head, Reads, tuple[Input, ...], Objective]] = {
+    "class": ("class", "prefill", ("probs",), "tau"),
+    "class by throughput": ("class", "prefill", ("probs", "scalars"), "throughput"),
+    "tau": ("tau", "prefill", ("probs", "context", "scalars"), "tau"),
+    "tau by throughput": ("tau", "prefill", ("context",), "throughput"),
+    "step": ("tau", "step", STEP_INPUTS, "tau"),
+    "step by throughput": ("tau", "step", ("anchor",), "throughput"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_round_trip(kind: str, tmp_path: Path) -> None:
+    head, reads, inputs, objective = KINDS[kind]
+    policy = random_policy(head, reads, inputs, objective, seed=3)
+    save_policy(policy, tmp_path / "p")
+    loaded = load_policy(tmp_path / "p")
+    assert (loaded.info, loaded.costs) == (policy.info, policy.costs)
+    for seed in range(10):
+        prefill = random_prefill(seed)
+        assert torch.equal(loaded.outputs(prefill), policy.outputs(prefill))
+        one, other = loaded(prefill), policy(prefill)
+        assert one == other if head == "class" else one.taus == other.taus  # type: ignore[union-attr]
+    costs = ["costs.json"] if objective == "throughput" else []
+    assert sorted(f.name for f in (tmp_path / "p").iterdir()) == [*costs, "policy.json", "policy.safetensors"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("depth", [1, 3])
+def test_forms_and_depths_round_trip(form: Form, depth: int, tmp_path: Path) -> None:
+    shape = shape_of(("probs", "scalars"), form=form, depth=depth)
+    info = dataclasses.replace(random_policy().info, shape=shape)
+    save_policy(policy := LearnedPolicy(info, random_network(shape)), tmp_path)
+    loaded = load_policy(tmp_path)
+    assert loaded.info.shape == shape
+    assert torch.equal(loaded.outputs(random_prefill(1)), policy.outputs(random_prefill(1)))
+
+
+def test_saving_again_replaces(tmp_path: Path) -> None:
+    save_policy(random_policy(objective="throughput", seed=1), tmp_path)
+    save_policy(random_policy(seed=2), tmp_path)
+    assert torch.equal(load_policy(tmp_path).network.rows, random_policy(seed=2).network.rows)
+    assert not (tmp_path / "costs.json").exists()  # of the one before
+
+
+def edit_json(**changes: Any) -> Callable[[Path], None]:
+    """An edit of policy.json; a value of None removes the field."""
+
+    def edit(folder: Path) -> None:
+        fields = json.loads((folder / "policy.json").read_text()) | changes
+        kept = {name: value for name, value in fields.items() if value is not None}
+        (folder / "policy.json").write_text(json.dumps(kept))
+
+    return edit
+
+
+def edit_shape(**changes: Any) -> Callable[[Path], None]:
+    """An edit of the network's shape in policy.json; a value of None removes the field."""
+
+    def edit(folder: Path) -> None:
+        fields = json.loads((folder / "policy.json").read_text())["network"] | changes
+        edit_json(network={name: value for name, value in fields.items() if value is not None})(folder)
+
+    return edit
+
+
+def edit_tensors(change: Callable[[dict[str, Tensor]], Any]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        tensors = load_file(folder / "policy.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "policy.safetensors")
+
+    return edit
+
+
+def truncate(name: str) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[: len(content) // 2])
+
+    return edit
+
+
+PAIR_FIELDS = PAIR._asdict()
+FAULTS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
+    "no json": (lambda d: (d / "policy.json").unlink(), ["policy.json", "no such file"]),
+    "no weights": (lambda d: (d / "policy.safetensors").unlink(), ["policy.safetensors", "no such file"]),
+    "no costs": (lambda d: (d / "costs.json").unlink(), ["costs.json"]),
+    "half json": (truncate("policy.json"), ["policy.json", "JSON"]),
+    "half weights": (truncate("policy.safetensors"), ["policy.safetensors"]),
+    "half costs": (truncate("costs.json"), ["costs.json", "not the step costs"]),
+    "json list": (lambda d: (d / "policy.json").write_text("[]"), ["policy.json", "list"]),
+    "missing field": (edit_json(candidates=None), ["policy.json", "missing", "'candidates'"]),
+    "missing shape": (edit_json(network=None), ["policy.json", "missing", "'network'"]),
+    "unknown field": (edit_json(colour="red"), ["policy.json", "unknown", "'colour'"]),
+    "other format": (edit_json(format=1), ["policy.json", "'format'", "is 1;", "knows 2", "train anew"]),
+    "other objective": (edit_json(objective="price"), ["policy.json", "objective", "'price'"]),
+    "other head": (edit_json(head="rank"), ["policy.json", "head", "'rank'"]),
+    "other reads": (edit_json(reads="token"), ["policy.json", "reads", "'token'"]),
+    "reads what is not known": (edit_json(reads="step"), ["policy.json", "'probs'", "'step'"]),
+    "head of no step": (edit_json(reads="step", head="class"), ["policy.json", "'class'", "'step'"]),
+    "bad candidates": (edit_json(candidates=[4, 2, 1, 8]), ["policy.json", "'candidates'"]),
+    "no candidates": (edit_json(candidates=7), ["policy.json", "'candidates'"]),
+    "fewer candidates": (edit_json(candidates=[1, 2]), ["policy.json", "4 outputs for 2 candidates"]),
+    "bad vocabulary": (edit_shape(vocab_size="50"), ["policy.json", "vocab_size", "'50'", "whole number"]),
+    "half a depth": (edit_shape(depth=1.5), ["policy.json", "depth", "1.5", "whole number"]),
+    "wide as true": (edit_shape(hidden=True), ["policy.json", "hidden", "True", "whole number"]),
+    "bad threshold": (edit_json(threshold=1.5), ["policy.json", "'threshold'", "1.5"]),
+    "bad training": (edit_json(training=[1]), ["policy.json", "'training'"]),
+    "half a pair": (edit_json(pair={"target": "x"}), ["policy.json", "'pair'", "draft_revision"]),
+    "pair of numbers": (edit_json(pair=dict.fromkeys(PAIR_FIELDS, 1)), ["policy.json", "'pair'"]),
+    "shape without inputs": (edit_shape(inputs=None), ["policy.json", "inputs"]),
+    "shape without a width": (edit_shape(context_size=None), ["policy.json", "context_size"]),
+    "shape with more": (edit_shape(colour="red"), ["policy.json", "colour"]),
+    "shape that is a list": (edit_json(network=[1]), ["policy.json"]),
+    "unordered inputs": (edit_shape(inputs=["context", "probs"]), ["policy.json", "inputs"]),
+    "other form": (edit_shape(form="cubed"), ["policy.json", "form", "'cubed'"]),
+    "other outputs": (
+        lambda d: (edit_shape(num_outputs=2)(d), edit_json(candidates=[1, 2])(d)),
+        ["policy.safetensors", "(4,)", "needed", "(2,)"],
+    ),
+    "deeper": (edit_shape(depth=3), ["policy.safetensors", "missing", "'mix.1"]),
+    "flatter": (edit_shape(depth=1), ["policy.safetensors", "unknown", "'mix.0"]),
+    "wider": (edit_shape(hidden=32), ["policy.safetensors", "(25, 32)"]),
+    "other context": (edit_shape(context_size=7), ["policy.safetensors", "'mean'", "(7,)"]),
+    "fewer inputs": (edit_shape(inputs=["probs"]), ["policy.safetensors", "unknown", "'dense.weight'"]),
+    "smaller vocabulary": (edit_shape(vocab_size=40), ["policy.safetensors", "'support'", "40"]),
+    "missing tensor": (edit_tensors(lambda t: t.pop("mix.0.weight")), ["policy.safetensors", "'mix.0.weight'"]),
+    "missing bias": (edit_tensors(lambda t: t.pop("bias")), ["policy.safetensors", "'bias'"]),
+    "missing scale": (edit_tensors(lambda t: t.pop("scale")), ["policy.safetensors", "'scale'"]),
+    "missing mean": (edit_tensors(lambda t: t.pop("mean")), ["policy.safetensors", "'mean'"]),
+    "unknown tensor": (edit_tensors(lambda t: t.update(x=torch.ones(1))), ["policy.safetensors", "'x'"]),
+    "not finite": (
+        edit_tensors(lambda t: t["rows"].fill_(float("nan"))),
+        ["policy.safetensors", "'rows'", "finite"],
+    ),
+    "other dtype": (
+        edit_tensors(lambda t: t.update(rows=t["rows"].half())),
+        ["policy.safetensors", "'rows'", "float16"],
+    ),
+    "unordered support": (
+        edit_tensors(lambda t: t.update(support=t["support"].flip(0))),
+        ["policy.safetensors", "'support'"],
+    ),
+    "empty support": (
+        edit_tensors(lambda t: t.update(support=t["support"][:0])),
+        ["policy.safetensors", "'support' is empty"],
+    ),
+    "support of numbers": (
+        edit_tensors(lambda t: t.update(support=t["support"].float())),
+        ["policy.safetensors", "'support'", "int64"],
+    ),
+    "no support": (edit_tensors(lambda t: t.pop("support")), ["policy.safetensors", "'support'"]),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_damage_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    save_policy(random_policy("tau", inputs=("probs", "context"), objective="throughput"), tmp_path)
+    damage, words = FAULTS[name]
+    damage(tmp_path)
+    with pytest.raises(ValueError, match=r"policy\.|costs\.json") as caught:
+        load_policy(tmp_path)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("objective", ["tau", "throughput"])
+def test_interrupted_save_is_not_loaded(
+    objective: Objective, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_policy(random_policy(objective=objective, seed=1), tmp_path)
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pathlib.Path.replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save_policy(random_policy(objective=objective, seed=2), tmp_path)
+    with pytest.raises(ValueError, match=r"policy\.json: no such file"):
+        load_policy(tmp_path)

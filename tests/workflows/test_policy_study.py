@@ -1,0 +1,147 @@
+"""The study of policies: nothing that is measured was trained on, by the draft or by the policy."""
+
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from blockpilot.policy.dataset import prompt_key
+from blockpilot.policy.learned import load_policy
+from blockpilot.prompts.files import load_prompts
+from jobs import report
+from jobs.answers import AnswersConfig, load_counted
+from jobs.common.learned_from import LearnedFrom
+from jobs.evaluation.result import RESULT_FILE
+from workflows import policy_study
+from workflows.policy_study import (
+    CODE_SETS,
+    KEPT,
+    KEPT_EVALUATIONS,
+    NUM_PROMPTS,
+    SEEN_BY_DRAFT,
+    StudyConfig,
+    evaluations,
+    finished,
+    held_out_chitchat,
+    policies,
+    report_config,
+    sweep_config,
+    transfer_config,
+    unseen,
+)
+
+WHEELS = {"chitchat": "chitchat-dataset", "chatterbot": "chatterbot-corpus"}
+
+
+def skip_without(name: str) -> None:
+    if name in WHEELS:
+        try:
+            metadata.distribution(WHEELS[name])
+        except metadata.PackageNotFoundError:
+            pytest.skip(f"{WHEELS[name]} is not installed")
+
+
+@pytest.mark.parametrize("name", SEEN_BY_DRAFT)
+def test_training_prompts_are_new_to_the_draft(name: str) -> None:
+    """The draft saw what jobs/answers.py draws as NAME:COUNT with the model card's counts."""
+    skip_without(name)
+    ours = unseen(name, NUM_PROMPTS[name])
+    assert len(ours) == NUM_PROMPTS[name]
+    seen = load_counted(f"{name}:{SEEN_BY_DRAFT[name]}", AnswersConfig().seed)
+    assert len(seen) == SEEN_BY_DRAFT[name]
+    assert not {prompt.text for prompt in ours} & {prompt.text for prompt in seen}
+
+
+@pytest.mark.parametrize("name", sorted(NUM_PROMPTS.keys() - SEEN_BY_DRAFT))
+def test_of_a_benchmark_other_prompts_are_measured(tmp_path: Path, name: str) -> None:
+    try:
+        ours = {prompt.text for prompt in unseen(name, NUM_PROMPTS[name])}
+    except ValueError as error:
+        pytest.skip(str(error))
+    assert len(ours) == NUM_PROMPTS[name]
+    config = StudyConfig(output=tmp_path)
+    for each in (evaluations(config)[0], transfer_config(config)):
+        if name in each.prompts:
+            assert not ours & {prompt.text for prompt in load_prompts(name, each.num_prompts, each.shuffle_seed)}
+
+
+def test_the_model_card_says_what_the_draft_saw() -> None:
+    card = Path(__file__).parents[2] / "blockpilot" / "data" / "smollm2_135m_dflash_b8" / "README.md"
+    for name, count in SEEN_BY_DRAFT.items():
+        assert f" {name}:{count} " in card.read_text()
+
+
+def test_held_out_conversations_are_held_out() -> None:
+    skip_without("chitchat")
+    held_out = {prompt.text for prompt in held_out_chitchat()}
+    every = load_prompts("chitchat")
+    assert len(held_out) >= StudyConfig().num_prompts
+    assert not held_out & {prompt.text for prompt in unseen("chitchat", len(every))}
+
+
+def test_configurations_fit_together(tmp_path: Path) -> None:
+    config = StudyConfig(output=tmp_path)
+    default, paper, prefill, no_code = policies(config).values()
+    assert (default.head, default.reads, default.objective) == ("tau", "step", "throughput")
+    assert (paper.head, paper.reads, paper.inputs, paper.hidden) == ("class", "prefill", ("probs",), 512)
+    assert prefill.reads == "prefill"
+    assert no_code.leave_out == CODE_SETS
+    assert default.sweep == tuple(sweep_config(config, temperature).output for temperature in (0.0, 1.0))
+    found = evaluations(config)
+    assert {(each.temperature, each.concurrency) for each in found} == {(t, n) for t in (0, 1) for n in (1, 4, 16)}
+    assert len({each.output for each in [*found, transfer_config(config)]}) == 7
+    for each in [*found, transfer_config(config)]:
+        assert each.sweep == ()  # what the policies keep says which prompts are held out
+        assert each.seed != sweep_config(config, 0.0).seed
+    assert set(default.candidates or ()) <= set(sweep_config(config, 0.0).candidates or ())
+    for of_policy in (default, paper, no_code):
+        of_policy.output.mkdir()
+    measured = evaluations(config)[0]
+    assert Path(measured.policy) == default.output
+    assert [Path(place) for place in measured.rivals] == [paper.output]
+    assert Path(transfer_config(config).policy) == no_code.output
+
+
+def test_evaluations_of_this_machine_go_before_those_of_the_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy_study, "KEPT_EVALUATIONS", tmp_path / "kept")
+    output = StudyConfig(output=tmp_path / "runs").evaluation(0.0, 4)
+    assert finished(output) is None
+    for folder in (tmp_path / "kept" / output.name, output):
+        folder.mkdir(parents=True)
+        assert finished(output) != folder  # begun, not finished
+        (folder / RESULT_FILE).touch()
+        assert finished(output) == folder
+
+
+def test_a_report_needs_neither_sweeps_nor_training_on_this_machine(tmp_path: Path) -> None:
+    config = StudyConfig(output=tmp_path)
+    shown = report_config(config)
+    assert {place.parent for place in shown.evaluations} == {KEPT_EVALUATIONS}
+    assert (shown.sweeps, shown.policy) == ((), None)
+    report.run(shown)
+    text = (shown.output / "report.html").read_text()
+    assert "T=0, 16 at a time" in text
+    config.trained("step").mkdir()
+    assert report_config(config).policy == config.trained("step")
+
+
+@pytest.mark.parametrize("name", ["step", "class", "no-code"])
+def test_policies_of_the_repository_are_those_of_the_study(tmp_path: Path, name: str) -> None:
+    """Where none were trained, they are measured; none has learned from what it is measured on."""
+    config = StudyConfig(output=tmp_path)
+    folder = Path(config.policy(name))
+    assert folder.parent == KEPT
+    info, wanted = load_policy(folder).info, policies(config)[name]
+    assert (info.head, info.reads, tuple(info.shape.inputs)) == (wanted.head, wanted.reads, wanted.inputs)
+    assert info.candidates.sizes == wanted.candidates
+    known = LearnedFrom.read(folder).prompts
+    assert len(known) > 500
+    try:
+        names = ("gsm8k", "humaneval", "mt-bench", "mbpp")
+        benchmarks = [prompt for each in names for prompt in load_prompts(each, config.num_prompts)]
+        measured = [*held_out_chitchat(), *benchmarks]
+    except ValueError as error:
+        pytest.skip(str(error))
+    assert not known & {prompt_key(prompt.text) for prompt in measured}

@@ -1,0 +1,233 @@
+"""Workflows build stages that fit together; the demo's own parts do what it prints."""
+
+import importlib
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+from blockpilot.engine.engine import Engine
+from blockpilot.pairs.loading import NAMED_PAIRS, Pair
+from blockpilot.policy.learned import check_reads
+from blockpilot.prompts.files import load_prompts
+from helpers.api import app_of, over_http
+from jobs import serve
+from jobs.common.config import PairConfig, main
+from jobs.common.registry import Version, model_name
+from jobs.evaluation.result import EvaluateResult
+from jobs.promote import PromoteResult
+from jobs.serving.engine_loop import EngineLoop
+from workflows import paper, smollm2_135m
+from workflows.pipeline import Learned, Pipeline, Stopwatch, to_serve
+from workflows.smollm2_135m import DemoConfig
+
+HUB_WORKFLOWS = {
+    "qwen3_4b": "qwen3-4b",
+    "qwen3_8b": "qwen3-8b",
+    "llama31_8b": "llama31-8b",
+    "qwen3_coder_30b_a3b": "qwen3-coder-30b-a3b",
+}
+
+
+def hub_pipeline(module: str, config: paper.PaperConfig) -> Pipeline:
+    built = importlib.import_module(f"workflows.{module}").pipeline(config)
+    assert isinstance(built, Pipeline)
+    return built
+
+
+def all_pipelines(output: Path) -> Iterator[tuple[str, Pipeline]]:
+    yield "smollm2-135m", smollm2_135m.pipeline(DemoConfig(output=output))
+    for module, pair in HUB_WORKFLOWS.items():
+        yield pair, hub_pipeline(module, paper.PaperConfig(output=output, temperature=1.0))
+
+
+def test_every_named_pair_has_a_workflow() -> None:
+    files = {path.stem for path in Path(smollm2_135m.__file__).parent.glob("*.py")}
+    others = {"__init__", "pipeline", "paper", "draft_ablation", "policy_study", "ablations"}
+    assert files - others == {"smollm2_135m", *HUB_WORKFLOWS}
+    assert {"smollm2-135m", *HUB_WORKFLOWS.values()} == set(NAMED_PAIRS)
+
+
+def test_stages_fit_together(tmp_path: Path) -> None:
+    """Each reads what the one before it wrote, of one pair; nothing is written elsewhere."""
+    for name, stages in all_pipelines(tmp_path):
+        names = [stage.pair.names() for stage in (stages.sweep, stages.evaluate, stages.serve)]
+        assert names == [(name, None, None)] * 3
+        assert stages.train.sweep == stages.evaluate.sweep == (stages.sweep.output,)
+        assert stages.evaluate.policy == "newest"
+        assert stages.promote.model == model_name(NAMED_PAIRS[name][0])
+        assert stages.serve.policy == "champion"
+        assert stages.sweep.temperature == stages.evaluate.temperature
+        assert stages.sweep.seed != stages.evaluate.seed
+        assert not set(stages.sweep.prompts) & set(stages.evaluate.prompts)
+        outputs = [stages.sweep.output, stages.train.output, stages.evaluate.output, stages.serve.output]
+        assert all(Path(output).is_relative_to(tmp_path) for output in outputs)
+        assert len(set(outputs)) == 4
+
+
+def test_a_sweep_records_what_its_policy_learns_from(tmp_path: Path) -> None:
+    for name, stages in all_pipelines(tmp_path):
+        kind = stages.train
+        check_reads(kind.reads, kind.head, kind.inputs)
+        assert kind.reads == "prefill" or stages.sweep.method == "dense", name
+        assert kind.objective == "tau" or stages.sweep.cost_rows, name
+
+
+def test_hub_workflows_train_the_papers_policy(tmp_path: Path) -> None:
+    """arXiv 2606.31315, section 4."""
+    for module in HUB_WORKFLOWS:
+        train = hub_pipeline(module, paper.PaperConfig(output=tmp_path)).train
+        assert (train.head, train.reads, train.inputs, train.form) == ("class", "prefill", ("probs",), "softmax")
+        assert (train.hidden, train.depth, train.epochs, train.lr, train.patience) == (2048, 2, 100, 1e-5, None)
+        assert (train.anneal, train.weight_decay) == (False, 0)  # Adam
+
+
+def learned(champion: int | None) -> Learned:
+    version = Version("blockpilot-x", 2, None, {})
+    measured = EvaluateResult([], 6, "the sweep's prompts", None, "the table", Path("out"), "run")
+    return Learned(measured, PromoteResult(version, champion == 2, "a reason", champion))
+
+
+def test_without_a_champion_the_best_fixed_block_size_is_served(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stages = smollm2_135m.pipeline(DemoConfig(output=tmp_path, port=1234))
+    for champion in (1, 2):
+        assert to_serve(stages, learned(champion)) == stages.serve
+    assert capsys.readouterr().out == ""
+    served = to_serve(stages, learned(None))
+    assert served.policy == "6"
+    assert served.model_copy(update={"policy": "champion"}) == stages.serve
+    assert "no champion yet: serving block size 6" in capsys.readouterr().out
+
+
+def test_candidates_lie_around_the_drafts_block_size(tmp_path: Path) -> None:
+    for module, pair in HUB_WORKFLOWS.items():
+        candidates = hub_pipeline(module, paper.PaperConfig(output=tmp_path)).sweep.candidates
+        assert candidates is not None
+        named = re.search(r"-b(\d+)$", NAMED_PAIRS[pair][1])
+        trained = int(named.group(1)) if named else {"llama31-8b": 10, "qwen3-coder-30b-a3b": 16}[pair]
+        around = tuple(range(trained - 2, trained + 3))
+        assert candidates == ((1, *around) if pair == "qwen3-coder-30b-a3b" else around)
+
+
+def test_hub_workflows_run_where_they_are_told_to(tmp_path: Path) -> None:
+    config = paper.PaperConfig(output=tmp_path, gpu="H200", num_gpus=3, temperature=1.0, num_prompts=5)
+    stages = hub_pipeline("qwen3_4b", config)
+    assert (stages.sweep.resources.accelerator_type, stages.sweep.resources.num_actors) == ("H200", 3)
+    assert stages.train.accelerator_type == stages.evaluate.accelerator_type == "H200"
+    assert stages.serve.resources.accelerator_type == "H200"
+    assert (stages.sweep.temperature, stages.evaluate.num_prompts) == (1.0, 5)
+    assert {stage.pair.dtype for stage in (stages.sweep, stages.evaluate, stages.serve)} == {"bfloat16"}
+
+
+def test_stopwatch_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
+    watch = Stopwatch()
+    for name, seconds in (("one", 0.05), ("two", 0.1)):
+        with watch.stage(name):
+            time.sleep(seconds)
+    assert list(watch.seconds) == ["one", "two"]
+    assert watch.seconds["one"] >= 0.05
+    assert watch.seconds["two"] >= 0.1
+    watch.seconds = {"one": 1.4, "two": 1.4}
+    assert [line.split() for line in watch.table().splitlines()[2:]] == [
+        ["|", "one", "|", "1", "|"],
+        ["|", "two", "|", "1", "|"],
+        ["|", "all", "|", "3", "|"],
+    ]
+    assert capsys.readouterr().out == "\n--- one ---\n\n--- two ---\n"
+
+
+# The demo
+
+
+def test_the_demo_holds_prompts_out(tmp_path: Path) -> None:
+    config = DemoConfig(output=tmp_path)
+    smollm2_135m.split_prompts(config)
+    stages = smollm2_135m.pipeline(config)
+    train, held_out = (load_prompts(name) for stage in (stages.sweep, stages.evaluate) for name in stage.prompts)
+    assert sorted(p.text for p in train + held_out) == sorted(p.text for p in load_prompts("demo"))
+    assert not {p.text for p in train} & {p.text for p in held_out}
+    assert len(train) >= config.num_training_prompts
+    assert len(held_out) >= config.num_prompts
+    written = [(tmp_path / name).read_bytes() for name in ("train.jsonl", "held_out.jsonl")]
+    smollm2_135m.split_prompts(config)
+    assert [(tmp_path / name).read_bytes() for name in ("train.jsonl", "held_out.jsonl")] == written
+
+
+def test_the_demo_measures_fast_and_serves_exactly(tmp_path: Path) -> None:
+    stages = smollm2_135m.pipeline(DemoConfig(output=tmp_path, port=1234))
+    assert (stages.sweep.pair.dtype, stages.evaluate.pair.dtype, stages.serve.pair.dtype) == (
+        "fast",
+        "fast",
+        "float32",
+    )
+    assert stages.serve.port == 1234
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--candidates 4 2", "candidates"),
+        ("--candidates 0 2", "candidates"),
+        ("--prompts nope", "unknown prompt set 'nope'"),
+        ("--pair nope", "unknown pair 'nope'"),
+        ("--held-out 1", "held_out"),
+    ],
+)
+def test_bad_input_ends_the_demo_at_once(
+    arguments: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["smollm2_135m.py", "--output", str(tmp_path), *arguments.split()])
+    with pytest.raises(SystemExit) as exited:
+        main(DemoConfig, smollm2_135m.run)
+    error = capsys.readouterr().err
+    assert exited.value.code == 2
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert message in error
+    assert not ray.is_initialized()
+
+
+@pytest.fixture
+def url(tiny_pair: Pair) -> Iterator[str]:
+    """The API over real HTTP, without Ray Serve."""
+    loop = EngineLoop(Engine(tiny_pair, num_slots=2, max_length=256), max_queue=4)
+    with over_http(app_of(loop)) as root:
+        yield f"{root}/v1"
+    loop.close()
+
+
+def test_the_answer_that_is_asked_for_is_the_targets_own(
+    url: str, tiny_pair_dirs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, draft = tiny_pair_dirs
+    pair = PairConfig(target=str(target), draft=str(draft))
+    answer = smollm2_135m.ask(url, "what?", 20)
+    out = capsys.readouterr().out
+    assert answer
+    assert f"what? (block_size: auto)\n> {answer}\nusage: " in out
+    assert "'acceptance_length'" in out
+    assert smollm2_135m.ask(url, "what?", 20, 3) == answer
+    assert "'block_size': 3" in capsys.readouterr().out
+    assert smollm2_135m.plain_answer(pair, "what?", 20) == answer
+    assert smollm2_135m.plain_answer(pair, "what else?", 20) != answer
+
+
+def test_a_served_answer_that_is_not_the_targets_own_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The check at the end of the demo can fail."""
+    monkeypatch.setattr(smollm2_135m, "learn", lambda stages, watch: learned(champion=1))
+    monkeypatch.setattr(serve, "start", lambda config: "url")
+    monkeypatch.setattr(serve, "stop", lambda: None)
+    monkeypatch.setattr(smollm2_135m, "ask", lambda *_: "served")
+    monkeypatch.setattr(smollm2_135m, "plain_answer", lambda *_: "plain")
+    with pytest.raises(
+        RuntimeError, match="block size auto: 'served'; one token at a time the target writes 'plain'"
+    ):
+        smollm2_135m.run(DemoConfig(output=tmp_path))

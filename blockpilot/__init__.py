@@ -7,11 +7,14 @@ for step in bp.generate(pair, prompt_ids, block_size=8):
     print(step.tokens, step.num_accepted)
 """
 
+from blockpilot.control.baselines import FixedPolicy
 from blockpilot.control.price import StepCosts
-from blockpilot.engine.engine import Engine, Policy, Prefill, Request, Step, generate
-from blockpilot.engine.sampling import Sampling
-from blockpilot.pairs.loading import NAMED_PAIRS, Pair, PairId, load_pair
-from blockpilot.policy.learned import CandidateSet, FixedPolicy, LearnedPolicy, load_policy, save_policy
+from blockpilot.engine.engine import Engine, generate
+from blockpilot.pairs.loading import Pair, load_pair
+from blockpilot.pairs.table import NAMED_PAIRS
+from blockpilot.policy.learned import LearnedPolicy
+from blockpilot.policy.store import load_policy, save_policy
+from blockpilot.types import CandidateSet, PairId, Policy, Prefill, Request, Sampling, Step
 
 __all__ = [
     "NAMED_PAIRS",

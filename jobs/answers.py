@@ -17,10 +17,11 @@ from pydantic import Field
 from transformers.utils.logging import disable_progress_bar
 
 from blockpilot.draft_training.answers import AnswerSource, generate_answers, write_answers, write_prompts
-from blockpilot.engine.sampling import Sampling
-from blockpilot.pairs.loading import EMBEDDED_TARGET, Pair, target_only
+from blockpilot.pairs.loading import Pair, target_only
+from blockpilot.pairs.table import EMBEDDED_TARGET
 from blockpilot.prompts.files import Prompt, load_prompts, split
 from blockpilot.storage import remove_unfinished, write_text
+from blockpilot.types import Sampling
 from jobs.common.cluster import connect, num_threads, pooled, show_progress
 from jobs.common.config import Config, Resources, absolute_in_submitted_job, main
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from blockpilot.control.price import COSTS_FILE, StepCosts
 from blockpilot.evaluation.statistics import Run, Totals
-from blockpilot.policy.learned import INFO_FILE, WEIGHTS_FILE
+from blockpilot.policy.store import INFO_FILE, WEIGHTS_FILE
 from blockpilot.storage import is_file, join, write_text
 from jobs.common.cluster import connect
 from jobs.common.config import absolute_in_submitted_job, main

@@ -16,14 +16,13 @@ from rich.console import Console
 from rich.table import Table
 
 from blockpilot.draft_training.answers import Answer, generate_answers
-from blockpilot.drafts.blocks import emitted_along
-from blockpilot.engine.sampling import Sampling
 from blockpilot.evaluation.statistics import Interval, ratio_of_totals
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt, load_prompts, split
 from blockpilot.storage import write_text
-from blockpilot.sweep.replay import Text, accepted_everywhere, know
+from blockpilot.sweep.replay import Text, accepted_everywhere, emitted_along, know
 from blockpilot.sweep.sweep import check_candidates
+from blockpilot.types import Sampling
 from jobs.common.cluster import connect, num_threads, pooled
 from jobs.common.config import Config, PairConfig, Resources, absolute_in_submitted_job, main
 

@@ -12,7 +12,8 @@ from typing import NamedTuple
 from pydantic import Field
 
 from blockpilot.evaluation.statistics import Interval, with_range
-from blockpilot.pairs.loading import NAMED_PAIRS, PairId
+from blockpilot.pairs.table import NAMED_PAIRS
+from blockpilot.types import PairId
 from jobs.common.config import DEFAULT_PAIR, Config, main
 from jobs.common.registry import HeldOut, Registry, Version, model_name
 

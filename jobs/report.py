@@ -22,7 +22,7 @@ from blockpilot.evaluation.oracle import Table, potential
 from blockpilot.evaluation.statistics import Interval, with_range
 from blockpilot.storage import is_file, join, write_bytes, write_text
 from blockpilot.sweep.rows import Metadata, SweepRow, read_parts
-from blockpilot.sweep.sweep import Summary, least_cost
+from blockpilot.sweep.summary import Summary, least_cost
 from jobs.common import figures
 from jobs.common.config import Config, Place, absolute_in_submitted_job, main
 from jobs.common.registry import Registry, kept_for_later

@@ -24,8 +24,8 @@ from ray.serve import Application
 from ray.serve.schema import LoggingConfig
 from rich.console import Console
 
-from blockpilot.pairs.loading import target_slug
-from blockpilot.policy.learned import load_policy
+from blockpilot.pairs.table import target_slug
+from blockpilot.policy.store import load_policy
 from jobs.common.cluster import actor_options, connect, num_threads
 from jobs.common.config import Config, PairConfig, Resources, main
 from jobs.common.registry import CHAMPION, Registry, model_name, tracking_uri

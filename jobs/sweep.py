@@ -25,16 +25,18 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from blockpilot.control.price import COSTS_FILE, StepCosts, dtype_name, measure_costs
+from blockpilot.control.price import COSTS_FILE, StepCosts
+from blockpilot.engine.timing import measure_costs
+from blockpilot.models.device import dtype_name
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt, load_prompts
 from blockpilot.storage import is_file, join, write_bytes, write_text
 from blockpilot.sweep.rows import Metadata, mismatch, prompt_ids
+from blockpilot.sweep.summary import Summary
 from blockpilot.sweep.sweep import (
     MAX_BLOCK_SIZE,
     Outcome,
     Reject,
-    Summary,
     candidates_around,
     check_candidates,
     decode,
@@ -195,7 +197,7 @@ class SweepWorker:
         return Metadata(
             config=identity,
             pair=pair.id,
-            dtype=dtype_name(pair),
+            dtype=dtype_name(pair.target.dtype),
             vocab_size=pair.vocab_size,
             block_size=pair.block_size,
             candidates=candidates,

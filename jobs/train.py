@@ -29,24 +29,15 @@ from torch import Tensor
 
 from blockpilot.control.price import COSTS_FILE, StepCosts
 from blockpilot.policy.dataset import Examples, Index, split_examples, write_examples
-from blockpilot.policy.learned import (
-    FORMAT,
-    CandidateSet,
-    Head,
-    LearnedPolicy,
-    Objective,
-    PolicyInfo,
-    Reads,
-    check_reads,
-    load_policy,
-    save_policy,
-)
+from blockpilot.policy.learned import Head, LearnedPolicy, Objective, PolicyInfo, Reads, check_reads
 from blockpilot.policy.network import Form, Input, Shape
 from blockpilot.policy.offline import LookupReport, lookup_report
+from blockpilot.policy.store import FORMAT, load_policy, save_policy
 from blockpilot.policy.training import Fit, FitSettings, Task, fitted_network, new_network, predict, shrink
 from blockpilot.storage import is_file, is_folder, join, write_text
 from blockpilot.sweep.rows import MIN_PROB, Metadata, SweepRow, mismatch, read_parts
-from blockpilot.sweep.sweep import Summary
+from blockpilot.sweep.summary import Summary
+from blockpilot.types import CandidateSet
 from jobs.common.cluster import connect
 from jobs.common.config import Config, Place, absolute_in_submitted_job, main
 from jobs.common.learned_from import LearnedFrom

@@ -42,7 +42,9 @@ from blockpilot.draft_training.training import (
     frequent_tokens,
     start_from_target,
 )
-from blockpilot.drafts.dflash import DraftModel, load_draft, new_draft_config, parse_options, save_draft
+from blockpilot.drafts.checkpoint import load_draft, new_draft_config, save_draft
+from blockpilot.drafts.dflash import DraftModel
+from blockpilot.drafts.options import parse_options
 from blockpilot.models.target import Target, check_family
 from blockpilot.pairs.loading import check_fit, load_target, target_directory
 from blockpilot.prompts.files import Prompt

@@ -15,7 +15,7 @@ import pytest
 import ray
 import torch
 
-from blockpilot.drafts.dflash import save_draft
+from blockpilot.drafts.checkpoint import save_draft
 from blockpilot.pairs.loading import Pair, load_pair
 from helpers.stores import CREATE, NUM_CREATORS
 from helpers.tiny import byte_tokenizer, tiny_draft, tiny_target

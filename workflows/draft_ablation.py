@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from blockpilot.draft_training.training import Weighting
-from blockpilot.drafts.dflash import load_draft
+from blockpilot.drafts.checkpoint import load_draft
 from blockpilot.evaluation.statistics import markdown
 from blockpilot.storage import write_text
 from jobs import train_draft

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from blockpilot.pairs.loading import NAMED_PAIRS
+from blockpilot.pairs.table import NAMED_PAIRS
 from jobs import serve
 from jobs.common.config import Config, PairConfig, Resources
 from jobs.common.registry import model_name

@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass
 
-from blockpilot.engine.engine import StepShape
+from blockpilot.types import StepShape
 
 WINDOW = 2048  # drafted blocks that say what being ready is worth; with fewer it depends on whose they are
 SHORTEST_WINDOW = 512  # blocks before anything is decided

@@ -10,7 +10,8 @@ import time
 from blockpilot.control.backoff import Rest
 from blockpilot.control.pace import ALIKE, MIXED, PLAIN, RESTING, Pace
 from blockpilot.control.price import StepCosts
-from blockpilot.engine.engine import Engine, Step, StepShape
+from blockpilot.engine.engine import Engine
+from blockpilot.types import Step, StepShape
 
 KINDS = PLAIN, ALIKE, MIXED
 REFRESH_EVERY = 2  # steps

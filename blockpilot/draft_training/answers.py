@@ -20,12 +20,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from blockpilot.engine.engine import Engine, Request
-from blockpilot.engine.sampling import Sampling
+from blockpilot.engine.engine import Engine
 from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt
 from blockpilot.storage import whole
+from blockpilot.types import Request, Sampling
 
 ANSWER_SCHEMA = pa.schema(
     [

@@ -27,8 +27,9 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from blockpilot.draft_training.answers import Corpus, Document
-from blockpilot.drafts.blocks import Batch, at, collate, draft_batch, emitted_along, possible_anchors, slots
+from blockpilot.draft_training.batches import Batch, at, collate, draft_batch, possible_anchors, slots
 from blockpilot.drafts.dflash import DraftModel
+from blockpilot.sweep.replay import emitted_along
 
 GAMMA_PER_BLOCK_SIZE = 0.5  # gamma 4 at B=8; the paper has 7 at B=16
 DPACE_ALPHA = 0.5  # smoothing of the confidences, the paper's

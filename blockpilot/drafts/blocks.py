@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
-from blockpilot.draft_training.answers import Document
 from blockpilot.drafts.dflash import DraftModel
 
 ANCHORS_PER_ROW = 8
@@ -87,76 +86,3 @@ def block_mask(blocks: Blocks, num_columns: int) -> Tensor:
     before = columns < blocks.anchors[:, block, None]
     own = (block[:, None] == block) & (offset < blocks.sizes[:, block])[:, None]
     return torch.cat([before, own], dim=2)
-
-
-class Batch(NamedTuple):
-    """N documents padded to S tokens, with A anchors each; `valid` is false for anchors that only fill up."""
-
-    tokens: Tensor  # [N, S] int64
-    lengths: Tensor  # [N]
-    features: Tensor  # [N, S, F]
-    hidden: Tensor  # [N, S, hidden]: of the target, before its LM head
-    anchors: Tensor  # [N, A] positions
-    valid: Tensor  # [N, A] bool
-
-
-def collate(documents: Sequence[Document], anchors: Sequence[Tensor]) -> Batch:
-    """Pad documents and their anchors (positions, one tensor a document)."""
-    lengths = torch.tensor([len(d.tokens) for d in documents])
-    num_anchors = torch.tensor([len(a) for a in anchors])
-    return Batch(
-        _padded([d.tokens for d in documents]),
-        lengths,
-        _padded([d.features for d in documents]),
-        _padded([d.hidden for d in documents]),
-        _padded(anchors),
-        torch.arange(int(num_anchors.max())) < num_anchors[:, None],
-    )
-
-
-def _padded(rows: Sequence[Tensor]) -> Tensor:
-    return nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
-
-
-def possible_anchors(document: Document) -> Tensor:
-    """Positions of the answer that have at least one token after them, in order."""
-    return torch.arange(document.num_prompt_tokens, max(document.num_prompt_tokens, len(document.tokens) - 1))
-
-
-def slots(batch: Batch, block_size: int) -> tuple[Tensor, Tensor]:
-    """Positions [N, A, B-1] of the slots 1 .. B-1, and which of them lie inside their document."""
-    offsets = torch.arange(1, block_size, device=batch.tokens.device)
-    positions = batch.anchors[:, :, None] + offsets
-    inside = (positions < batch.lengths[:, None, None]) & batch.valid[:, :, None]
-    return positions.clamp_max(batch.tokens.shape[1] - 1), inside
-
-
-def at(values: Tensor, positions: Tensor) -> Tensor:
-    """values [N, S, ...] at positions [N, A, K] -> [N, A, K, ...]."""
-    rows = torch.arange(len(values), device=values.device)[:, None, None]
-    return values[rows, positions]
-
-
-def draft_batch(draft: DraftModel, embedding: Tensor, batch: Batch, block_size: int) -> Tensor:
-    """Hidden states [N, A, B, hidden] of the blocks at every anchor of a batch.
-
-    A document's anchors are spread over rows of ANCHORS_PER_ROW: what is masked is computed all the same.
-    """
-    num_documents, num_anchors = batch.anchors.shape
-    rows_each = -(-num_anchors // ANCHORS_PER_ROW)
-    anchors = functional.pad(batch.anchors, (0, rows_each * ANCHORS_PER_ROW - num_anchors))
-    tokens = batch.tokens.gather(1, anchors).view(-1, ANCHORS_PER_ROW)
-    anchors = anchors.view(-1, ANCHORS_PER_ROW)
-    blocks = Blocks(anchors, tokens, torch.full_like(anchors, block_size), (block_size,) * ANCHORS_PER_ROW)
-    hidden = draft_blocks(draft, embedding, KnownContext.of(draft, batch.features, rows_each), blocks)
-    return hidden.view(num_documents, -1, block_size, hidden.shape[-1])[:, :num_anchors]
-
-
-def emitted_along(num_accepted: Sequence[int]) -> list[int]:
-    """Tokens of each step that decodes a text, given the drafts accepted at each of its anchors, in order."""
-    emitted: list[int] = []
-    position = 0
-    while position < len(num_accepted):
-        emitted.append(min(num_accepted[position] + 1, len(num_accepted) - position))
-        position += emitted[-1]
-    return emitted

@@ -8,14 +8,10 @@ all of the context, which ends strictly before the anchor. Sliding-window layers
 The directory format is the published one: config.json (architectures DFlashDraftModel) and safetensors.
 """
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import (
@@ -25,14 +21,9 @@ from transformers.models.qwen3.modeling_qwen3 import (
     apply_rotary_pos_emb,
 )
 
+from blockpilot.drafts.options import parse_options
 from blockpilot.models.cache import SlotCache, SlotView
 from blockpilot.models.packing import Packing, grouped_attention
-from blockpilot.models.target import head_dim
-
-ARCHITECTURE = "DFlashDraftModel"
-# Options of newer checkpoints and the values that leave the network as it is here.
-_NEUTRAL = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None}
-_NEWER = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 
 
 class KeyValueStore(Protocol):
@@ -41,16 +32,6 @@ class KeyValueStore(Protocol):
     def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Both are [R, heads, tokens, head_dim]."""
         ...
-
-
-@dataclass(frozen=True)
-class DraftOptions:
-    """What a DFlash checkpoint says beyond Qwen3Config."""
-
-    block_size: int
-    mask_token_id: int
-    target_layer_ids: tuple[int, ...]
-    num_target_layers: int
 
 
 class DraftAttention(nn.Module):
@@ -222,115 +203,3 @@ class DraftModel(nn.Module):
         sliding = (self.config.layer_types or [])[layer_idx] == "sliding_attention"
         causal = getattr(self.config, "is_causal", None)
         return sliding if causal is None else bool(causal), self.config.sliding_window if sliding else None
-
-
-def default_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
-    """DFlash's choice of target layers: evenly spaced from the second to the fourth-last."""
-    if num_draft_layers == 1:
-        return (num_target_layers // 2,)
-    span = num_target_layers - 4
-    return tuple(round(1 + i * span / (num_draft_layers - 1)) for i in range(num_draft_layers))
-
-
-def parse_options(config: Qwen3Config) -> DraftOptions:
-    """DFlash's own options; raises ValueError naming what is missing or not supported."""
-    own: dict[str, Any] = getattr(config, "dflash_config", None) or {}
-
-    def option(name: str) -> Any:
-        return own.get(name, getattr(config, name, None))
-
-    architectures = config.architectures or [ARCHITECTURE]
-    if ARCHITECTURE not in architectures:
-        raise ValueError(f"draft architecture {architectures}: supported is {ARCHITECTURE}")
-    for name, neutral in _NEUTRAL.items():
-        if option(name) not in (None, neutral):
-            raise ValueError(f"draft option {name} = {option(name)}: not supported (only {neutral})")
-    for name in _NEWER:
-        if option(name) is not None:
-            raise ValueError(f"draft option {name} = {option(name)}: not supported")
-    required = ("block_size", "mask_token_id", "num_target_layers")
-    missing = [name for name in required if option(name) is None]
-    if missing:
-        raise ValueError(f"draft config.json lacks {', '.join(missing)}")
-    layers = option("target_layer_ids")
-    num_target_layers = int(option("num_target_layers"))
-    return DraftOptions(
-        block_size=int(option("block_size")),
-        mask_token_id=int(option("mask_token_id")),
-        target_layer_ids=tuple(layers or default_layer_ids(num_target_layers, config.num_hidden_layers)),
-        num_target_layers=num_target_layers,
-    )
-
-
-def load_draft(directory: Path) -> DraftModel:
-    """Read a DFlash checkpoint directory (fp32 or as stored); ValueError says what is wrong with it.
-
-    Only config.json and safetensors are read: no code of the checkpoint runs.
-    """
-    try:
-        raw = json.loads((directory / "config.json").read_text())
-    except FileNotFoundError:
-        raise ValueError(f"draft {directory}: no config.json there") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"draft {directory / 'config.json'}: not JSON ({error})") from None
-    model = DraftModel(Qwen3Config.from_dict(raw))
-    weights: dict[str, Tensor] = {}
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"draft {directory}: no .safetensors file there")
-    for file in files:
-        weights |= load_file(file)
-    expected = {name: parameter.shape for name, parameter in model.state_dict().items()}
-    wrong = sorted(expected.keys() ^ weights.keys()) or sorted(
-        name for name, shape in expected.items() if weights[name].shape != shape
-    )
-    if wrong:
-        raise ValueError(f"draft {directory}: weights do not fit config.json at {', '.join(wrong[:3])}")
-    model.load_state_dict(weights)
-    return model
-
-
-def save_draft(model: DraftModel, directory: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write the published format: config.json, and weights of `dtype` in model.safetensors."""
-    directory.mkdir(parents=True, exist_ok=True)
-    weights = {name: value.detach().to("cpu", dtype).contiguous() for name, value in model.state_dict().items()}
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    stored = {"architectures": [ARCHITECTURE], "dtype": str(dtype).removeprefix("torch.")}
-    config = model.config.to_dict() | stored
-    (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-
-
-def new_draft_config(
-    target_config: Any,
-    *,
-    num_layers: int,
-    block_size: int,
-    mask_token_id: int,
-    target_layer_ids: Sequence[int] | None = None,
-    intermediate_size: int | None = None,
-) -> Qwen3Config:
-    """Configuration of a fresh draft for a target: its widths, heads and rotary base, `num_layers` deep."""
-    num_target_layers = target_config.num_hidden_layers
-    layer_ids = target_layer_ids or default_layer_ids(num_target_layers, num_layers)
-    heads = target_config.num_attention_heads
-    own: dict[str, Any] = {
-        "block_size": block_size,
-        "num_target_layers": num_target_layers,
-        "dflash_config": {"mask_token_id": mask_token_id, "target_layer_ids": list(layer_ids)},
-    }
-    return Qwen3Config(
-        architectures=[ARCHITECTURE],
-        vocab_size=target_config.vocab_size,
-        hidden_size=target_config.hidden_size,
-        intermediate_size=intermediate_size or target_config.intermediate_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=heads,
-        num_key_value_heads=target_config.num_key_value_heads,
-        head_dim=head_dim(target_config),
-        max_position_embeddings=target_config.max_position_embeddings,
-        rms_norm_eps=target_config.rms_norm_eps,
-        rope_parameters=dict(target_config.rope_parameters),
-        attention_bias=False,
-        tie_word_embeddings=False,
-        **own,
-    )

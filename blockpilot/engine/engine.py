@@ -11,105 +11,35 @@ the projected context of the same positions.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from blockpilot.control.choose import Forecast, Reader, choose
+from blockpilot.control.choose import choose
+from blockpilot.control.price import StepCosts
 from blockpilot.engine.detokenize import TextStream
-from blockpilot.engine.sampling import Sampling, count_accepted, keyed_sample
+from blockpilot.engine.sampling import count_accepted, keyed_sample
 from blockpilot.models.packing import Packing, SideBySide
 from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
-
-if TYPE_CHECKING:
-    from blockpilot.control.price import StepCosts
+from blockpilot.types import (
+    FinishReason,
+    Forecast,
+    Policy,
+    Prefill,
+    Reader,
+    Request,
+    Sampling,
+    Step,
+    StepShape,
+    TokenLogprobs,
+)
 
 MAX_PREFILL_TOKENS = 8192  # of prompts in one step, unless told otherwise
 MAX_PENDING = 8  # plain steps that the draft's cache is filled with together
-FinishReason = Literal["stop", "length"]
-
-
-class Prefill(NamedTuple):
-    """What is known of a request after its prompt, and all that a policy sees.
-
-    logits [vocab] float32 of the target at the last prompt token; context [draft hidden] float32, the draft's fused
-    context vector there; anchor [target hidden], the target's embedding of the token drawn from the logits. The last
-    two are None for a request that never drafts.
-    """
-
-    logits: Tensor
-    context: Tensor | None
-    num_prompt_tokens: int
-    temperature: float = 0.0
-    anchor: Tensor | None = None
-
-    @property
-    def probs(self) -> Tensor:
-        """prefill_probs: the target's predictive distribution after the prompt, [vocab]."""
-        return self.logits.softmax(dim=-1)
-
-
-Policy = Callable[[Prefill], int | Forecast]
-"""A block size for the whole request, or a forecast from which every step's is chosen at the load it meets."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """One sequence to decode. block_size None lets the policy choose after prefill; 1 never drafts.
-
-    num_logprobs: how many of the likeliest tokens come with every emitted one, and its own; None for nothing.
-    """
-
-    prompt_ids: tuple[int, ...]
-    max_new_tokens: int
-    sampling: Sampling = field(default=Sampling())
-    block_size: int | None = None
-    stop_token_ids: frozenset[int] = frozenset()
-    stop_strings: tuple[str, ...] = ()
-    num_logprobs: int | None = None
-
-
-class TokenLogprobs(NamedTuple):
-    """Log probabilities of an emitted token and of the likeliest ones, by the target alone (temperature 1)."""
-
-    logprob: float
-    likeliest: tuple[tuple[int, float], ...]
-
-
-@dataclass(frozen=True)
-class Step:
-    """What one step made final for one request.
-
-    block_size 0 marks the prefill, which emits the first token without verifying a block and carries `prefill`.
-    num_accepted counts the drafted tokens among `tokens`. logprobs are those of `tokens`, where they were asked for.
-    """
-
-    request_id: int
-    tokens: tuple[int, ...]
-    block_size: int
-    num_accepted: int
-    finish_reason: FinishReason | None
-    prefill: Prefill | None = None
-    logprobs: tuple[TokenLogprobs, ...] = ()
-
-
-class StepShape(NamedTuple):
-    """What a step took in: block sizes [R] of the rows that decode, their mean length, and tokens of prompts."""
-
-    sizes: tuple[int, ...] = ()
-    context: int = 0
-    num_prompt_tokens: int = 0
-    num_chosen: int = 0
-    """Rows whose size was chosen for this step."""
-
-    @property
-    def only_decodes(self) -> bool:
-        """Rows, and no prompts: its seconds are what costs tell of."""
-        return bool(self.sizes) and not self.num_prompt_tokens
 
 
 @dataclass(eq=False)
@@ -171,7 +101,7 @@ class Engine:
         num_slots: int = 8,
         max_length: int = 2048,
         policy: Policy | None = None,
-        costs: "StepCosts | None" = None,
+        costs: StepCosts | None = None,
         max_block_size: int = 32,
         max_prefill_tokens: int = MAX_PREFILL_TOKENS,
     ) -> None:
@@ -595,7 +525,7 @@ def generate(
     *,
     block_size: int | None = None,
     policy: Policy | None = None,
-    costs: "StepCosts | None" = None,
+    costs: StepCosts | None = None,
     max_new_tokens: int = 128,
     temperature: float = 0.0,
     top_p: float = 1.0,

@@ -16,11 +16,12 @@ accepted while they are equal, and the first that differs is replaced by the tar
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from blockpilot.types import Sampling
 
 GROUP = 64  # tokens
 NUM_ARRIVALS = 256  # drawn one by one: more of them leave fewer tokens that may win after all
@@ -32,26 +33,6 @@ def _as_int64(x: int) -> int:
 
 
 _GAMMA = _as_int64(0x9E3779B97F4A7C15)
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How a request's tokens are drawn. temperature 0 is greedy; top_p 1 and top_k 0 are off; seed is an int64."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature {self.temperature}: must be a finite number, at least 0")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p {self.top_p}: must be above 0 and at most 1")
-        if self.top_k < 0:
-            raise ValueError(f"top_k {self.top_k}: must be at least 0 (0 is off)")
-        if not -(2**63) <= self.seed < 2**63:
-            raise ValueError(f"seed {self.seed}: must fit in a signed 64-bit integer")
 
 
 def keyed_sample(logits: Tensor, positions: Sequence[int], sampling: Sequence[Sampling]) -> Tensor:

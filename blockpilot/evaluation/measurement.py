@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from itertools import count, cycle
 
 from blockpilot.control.live import LiveCosts
-from blockpilot.engine.engine import Request, Step
 from blockpilot.evaluation.statistics import Totals
+from blockpilot.types import Request, Step
 
 
 @dataclass

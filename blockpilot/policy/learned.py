@@ -11,21 +11,17 @@ A policy travels as a directory: `policy.safetensors`, `policy.json`, and for th
 costs that it was trained with, `costs.json`. Nothing is unpickled.
 """
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from blockpilot.control.choose import Forecast, TrackRecord
-from blockpilot.control.price import COSTS_FILE, StepCosts
-from blockpilot.pairs.loading import PairId
+from blockpilot.control.calibration import TrackRecord
+from blockpilot.control.price import StepCosts
+from blockpilot.pairs.loading import Pair
 from blockpilot.policy.network import (
     Features,
     FoldedNetwork,
@@ -36,15 +32,8 @@ from blockpilot.policy.network import (
     scalars,
     sparse_probs,
 )
-from blockpilot.storage import write_text
+from blockpilot.types import CandidateSet, Forecast, PairId, Prefill
 
-if TYPE_CHECKING:
-    from blockpilot.engine.engine import Prefill
-    from blockpilot.pairs.loading import Pair
-
-WEIGHTS_FILE = "policy.safetensors"
-INFO_FILE = "policy.json"
-FORMAT = 2
 MAX_LOGIT = 8.0
 POLICY_DOUBT, REQUEST_DOUBT = 100.0, 30.0  # expected tokens; of TrackRecord
 MEMORY = 2000.0  # steps of requests
@@ -53,44 +42,6 @@ Head = Literal["class", "tau"]
 Objective = Literal["tau", "throughput"]
 Reads = Literal["prefill", "step"]
 Scalar = str | int | float | bool | None
-
-
-@dataclass(frozen=True)
-class CandidateSet:
-    """The block sizes a policy may choose, smallest first; an output of the policy is an index into it."""
-
-    sizes: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if not self.sizes:
-            raise ValueError("candidates (): at least one block size is needed")
-        for size in self.sizes:
-            if type(size) is not int or size < 1:
-                raise ValueError(f"candidates {self.sizes}: {size!r} is not a block size; allowed: integers >= 1")
-        if any(b <= a for a, b in zip(self.sizes, self.sizes[1:], strict=False)):
-            raise ValueError(f"candidates {self.sizes}: each must be larger than the one before")
-
-    def __len__(self) -> int:
-        return len(self.sizes)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.sizes)
-
-    def __getitem__(self, index: int) -> int:
-        return self.sizes[index]
-
-
-@dataclass(frozen=True)
-class FixedPolicy:
-    """The same block size for every request."""
-
-    block_size: int
-
-    def __post_init__(self) -> None:
-        CandidateSet((self.block_size,))
-
-    def __call__(self, prefill: "Prefill") -> int:
-        return self.block_size
 
 
 @dataclass(frozen=True)
@@ -147,7 +98,7 @@ class LearnedPolicy:
     def candidates(self) -> CandidateSet:
         return self.info.candidates
 
-    def __call__(self, prefill: "Prefill") -> "int | Forecast":
+    def __call__(self, prefill: Prefill) -> int | Forecast:
         features = self._features(prefill)
         outputs = self._run(features)[0]
         if self.info.head == "class":
@@ -155,7 +106,7 @@ class LearnedPolicy:
         return LearnedForecast(self, features.scalars[0].tolist(), self._taus(outputs[None])[0])
 
     @torch.inference_mode()
-    def outputs(self, prefill: "Prefill") -> Tensor:
+    def outputs(self, prefill: Prefill) -> Tensor:
         """The network's outputs [K]. Raises ValueError for another vocabulary, or vectors of another size."""
         return self._run(self._features(prefill))[0]
 
@@ -179,7 +130,7 @@ class LearnedPolicy:
         """What is expected of each request: outputs [R, K] of a head `tau`."""
         return [tuple(row) for row in expected_taus(outputs, tuple(self.candidates), self.info.reads).tolist()]
 
-    def _features(self, prefill: "Prefill") -> Features:
+    def _features(self, prefill: Prefill) -> Features:
         shape, device = self.info.shape, prefill.logits.device
         if prefill.logits.shape != (shape.vocab_size,):
             raise ValueError(f"logits {tuple(prefill.logits.shape)}: the policy's vocabulary is {shape.vocab_size}")
@@ -196,7 +147,7 @@ class LearnedPolicy:
         context, anchor = (nothing if x is None else x.float() for x in (prefill.context, prefill.anchor))
         return Features(probs, context[None], anchor[None], torch.tensor([values], device=device))
 
-    def check(self, pair: "Pair") -> None:
+    def check(self, pair: Pair) -> None:
         """Raise ValueError, naming both, unless `pair` is the one the policy was trained for."""
         if (self.info.pair, self.info.shape.vocab_size) != (pair.id, pair.vocab_size):
             made_for = _describe(self.info.pair, self.info.shape.vocab_size)
@@ -259,120 +210,3 @@ def _describe(pair: PairId, vocab_size: int) -> str:
 
 
 # --- save and load ---
-
-
-def save_policy(policy: LearnedPolicy, directory: str | Path) -> None:
-    """Write the policy; a directory without `policy.json` (written last) is an unfinished one."""
-    folder = Path(directory)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in (INFO_FILE, COSTS_FILE):
-        (folder / name).unlink(missing_ok=True)
-    tensors = {name: t.detach().cpu().contiguous() for name, t in policy.network.state_dict().items()}
-    save_file(tensors | {"support": policy.network.support.cpu()}, folder / WEIGHTS_FILE)
-    if policy.costs is not None:
-        write_text(folder / COSTS_FILE, policy.costs.to_json())
-    info = policy.info
-    fields = {
-        "format": FORMAT,
-        "head": info.head,
-        "objective": info.objective,
-        "reads": info.reads,
-        "pair": info.pair._asdict(),
-        "candidates": list(info.candidates),
-        "threshold": info.threshold,
-        "network": asdict(info.shape),
-        "training": dict(info.training),
-    }
-    write_text(folder / INFO_FILE, json.dumps(fields, indent=2) + "\n")
-
-
-def load_policy(directory: str | Path) -> LearnedPolicy:
-    """Read what `save_policy` wrote. Raises ValueError that names the file and the wrong field."""
-    folder = Path(directory)
-    info = _read_info(folder / INFO_FILE)
-    costs = StepCosts.read(str(folder / COSTS_FILE)) if info.objective == "throughput" else None
-    return LearnedPolicy(info, _read_network(folder / WEIGHTS_FILE, info.shape), costs)
-
-
-def _read_info(path: Path) -> PolicyInfo:
-    fields = _read_json(path)
-    if fields.get("format") != FORMAT:
-        raise ValueError(
-            f"{path}: field 'format' is {fields.get('format')!r}; this version knows {FORMAT}: train anew"
-        )
-    expected = {"format", "head", "objective", "reads", "pair", "candidates", "threshold", "network", "training"}
-    if odd := sorted(expected ^ set(fields)):
-        raise ValueError(f"{path}: {'unknown' if odd[0] in fields else 'missing'} field {odd[0]!r}")
-    pair, threshold = fields["pair"], fields["threshold"]
-    if not isinstance(pair, dict) or set(pair) != set(PairId._fields) or not _all_str(pair.values()):
-        raise ValueError(f"{path}: field 'pair' must hold the strings {', '.join(PairId._fields)}, got {pair!r}")
-    if type(threshold) is not float or not 0 <= threshold < 1:
-        raise ValueError(f"{path}: field 'threshold' must be a number in [0, 1), got {threshold!r}")
-    if not isinstance(fields["training"], dict):
-        raise ValueError(f"{path}: field 'training' must be an object, got {fields['training']!r}")
-    try:
-        candidates = CandidateSet(tuple(fields["candidates"]))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: field 'candidates': {error}") from None
-    try:
-        shape = Shape(**fields["network"] | {"inputs": tuple(fields["network"]["inputs"])})
-        kind = fields["head"], fields["objective"], fields["reads"]
-        return PolicyInfo(PairId(**pair), candidates, *kind, shape, threshold, fields["training"])
-    except (TypeError, ValueError, KeyError) as error:
-        raise ValueError(f"{path}: {error}") from None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file (a policy is {INFO_FILE} and {WEIGHTS_FILE})") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: not readable as JSON ({error})") from None
-    if not isinstance(fields, dict):
-        raise ValueError(f"{path}: a JSON object is needed, got {type(fields).__name__}")
-    return fields
-
-
-def _all_str(values: Any) -> bool:
-    return all(isinstance(value, str) for value in values)
-
-
-def _read_network(path: Path, shape: Shape) -> PolicyNetwork:
-    try:
-        tensors = load_file(path)
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file") from None
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path}: not a readable safetensors file ({error})") from None
-    network = PolicyNetwork(shape, _read_support(path, tensors, shape))
-    for name, wanted in network.state_dict().items():
-        _check_tensor(path, name, tensors.get(name), wanted)
-    if unknown := sorted(set(tensors) - set(network.state_dict())):
-        raise ValueError(f"{path}: unknown tensor {unknown[0]!r}")
-    network.load_state_dict(tensors)
-    return network
-
-
-def _read_support(path: Path, tensors: dict[str, Tensor], shape: Shape) -> Tensor:
-    """Take the support out of `tensors`; ValueError unless increasing and inside the vocabulary."""
-    support = tensors.pop("support", None)
-    if support is None or support.dtype != torch.int64 or support.dim() != 1:
-        raise ValueError(f"{path}: tensor 'support' must hold int64 token ids")
-    if "probs" in shape.inputs and support.numel() == 0:
-        raise ValueError(f"{path}: tensor 'support' is empty")
-    inside = not support.numel() or (int(support[0]) >= 0 and int(support[-1]) < shape.vocab_size)
-    if bool((support.diff() <= 0).any()) or not inside:
-        raise ValueError(f"{path}: tensor 'support' must be increasing ids below {shape.vocab_size}")
-    return support
-
-
-def _check_tensor(path: Path, name: str, got: Tensor | None, wanted: Tensor) -> None:
-    if got is None:
-        raise ValueError(f"{path}: missing tensor {name!r}")
-    if got.shape != wanted.shape or got.dtype != wanted.dtype:
-        raise ValueError(
-            f"{path}: tensor {name!r} is {got.dtype} {tuple(got.shape)}; needed: {wanted.dtype} {tuple(wanted.shape)}"
-        )
-    if not bool(got.isfinite().all()):
-        raise ValueError(f"{path}: tensor {name!r} holds values that are not finite")

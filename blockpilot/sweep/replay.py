@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from blockpilot.drafts.blocks import ANCHORS_PER_ROW, Blocks, KnownContext, draft_blocks
-from blockpilot.engine.sampling import Sampling, keyed_sample
+from blockpilot.engine.sampling import keyed_sample
 from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
+from blockpilot.types import Sampling
 
 PREFILL_COLUMNS = 1024  # of all texts of a group, scored by the target in one pass
 HEAD_ROWS = 512  # of the LM head at once: their logits take 4 * vocabulary bytes each
@@ -183,3 +184,13 @@ def _draw(pair: Pair, known: KnownTexts, hidden: Tensor, positions: Tensor, row:
 
 def _embedding(pair: Pair) -> Tensor:
     return cast(Tensor, pair.target.get_input_embeddings().weight)
+
+
+def emitted_along(num_accepted: Sequence[int]) -> list[int]:
+    """Tokens of each step that decodes a text, given the drafts accepted at each of its anchors, in order."""
+    emitted: list[int] = []
+    position = 0
+    while position < len(num_accepted):
+        emitted.append(min(num_accepted[position] + 1, len(num_accepted) - position))
+        position += emitted[-1]
+    return emitted

@@ -19,9 +19,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from blockpilot.pairs.loading import PairId
 from blockpilot.prompts.files import Prompt
 from blockpilot.storage import Place, file_names, is_file, is_folder, join, located, write_bytes
+from blockpilot.types import PairId
 
 METADATA_KEY = b"blockpilot"
 MIN_PROB = 1e-5  # prefill_probs below it are summed into tail_mass

@@ -14,7 +14,7 @@ from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 
-from blockpilot.drafts.dflash import save_draft
+from blockpilot.drafts.checkpoint import save_draft
 from blockpilot.engine.engine import generate
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import load_prompts

@@ -25,12 +25,12 @@ import numpy as np
 import torch
 from pydantic import Field, field_validator
 
-from blockpilot.engine.engine import Engine, Request
-from blockpilot.engine.sampling import Sampling
+from blockpilot.engine.engine import Engine
 from blockpilot.evaluation.statistics import Interval, markdown, ratio_of_totals, with_range
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt, answer_limit, load_prompts
 from blockpilot.storage import write_bytes, write_text
+from blockpilot.types import Request, Sampling
 from jobs.bench.http_load import Clients, Received
 from jobs.common import figures
 from jobs.common.config import Config, PairConfig, main

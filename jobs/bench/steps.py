@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from pydantic import Field, field_validator
 
-from blockpilot.control.price import StepCosts, measure_costs, time_steps
+from blockpilot.control.price import StepCosts
+from blockpilot.engine.timing import measure_costs, time_steps
 from blockpilot.evaluation.statistics import markdown
 from blockpilot.storage import write_text
 from blockpilot.sweep.sweep import MAX_BLOCK_SIZE

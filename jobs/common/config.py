@@ -14,8 +14,9 @@ import tyro
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from transformers.utils.logging import disable_progress_bar
 
-from blockpilot.control.price import BFLOAT16_INSTRUCTIONS
-from blockpilot.pairs.loading import NAMED_PAIRS, Pair, check_pair_names, load_pair
+from blockpilot.models.device import BFLOAT16_INSTRUCTIONS
+from blockpilot.pairs.loading import Pair, load_pair
+from blockpilot.pairs.table import NAMED_PAIRS, check_pair_names
 from blockpilot.storage import is_uri
 
 Place = Annotated[str, BeforeValidator(os.fspath)]  # a local path, or a URI such as s3://bucket/sweep

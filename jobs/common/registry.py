@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from filelock import FileLock
 
-from blockpilot.pairs.loading import target_slug
+from blockpilot.pairs.table import target_slug
 from jobs.common.config import in_submitted_job
 
 if TYPE_CHECKING:

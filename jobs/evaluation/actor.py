@@ -20,18 +20,21 @@ import torch
 from jinja2 import TemplateError
 from ray.exceptions import RayTaskError
 
-from blockpilot.control.choose import EVController, StaticForecast
+from blockpilot.control.baselines import EVController, StaticForecast
 from blockpilot.control.live import LiveCosts
-from blockpilot.control.price import StepCosts, dtype_name, measured_up_to
-from blockpilot.engine.engine import Engine, Policy, Request
-from blockpilot.engine.sampling import Sampling
+from blockpilot.control.price import StepCosts
+from blockpilot.engine.engine import Engine
+from blockpilot.engine.timing import hold_here, measured_up_to
 from blockpilot.evaluation.measurement import Flow, Measured, in_turns, total_s
 from blockpilot.evaluation.statistics import Run
-from blockpilot.pairs.loading import Pair, PairId
-from blockpilot.policy.learned import CandidateSet, LearnedPolicy, load_policy
+from blockpilot.models.device import dtype_name
+from blockpilot.pairs.loading import Pair
+from blockpilot.policy.learned import LearnedPolicy
+from blockpilot.policy.store import load_policy
 from blockpilot.prompts.files import Prompt
 from blockpilot.sweep.rows import prompt_ids
 from blockpilot.sweep.sweep import MAX_BLOCK_SIZE, sampler_seed
+from blockpilot.types import CandidateSet, PairId, Policy, Request, Sampling
 from jobs.common.cluster import actor_options, num_threads
 from jobs.common.config import PairConfig
 
@@ -110,7 +113,7 @@ class Evaluator:
             self._check(place)
         rotating = [method for method in self.methods if method != ORACLE]
         self._decode(rotating, work.groups[0][:1], 0, NUM_WARM_UP_TOKENS)
-        dtype = dtype_name(pair)
+        dtype = dtype_name(pair.target.dtype)
         sizes = {method: self._fixed.get(method) for method in self.methods}
         device = pair.target.device.type
         return Setting(pair.id, dtype, device, torch.get_num_threads(), sizes, self._costs, self._context, left_out)
@@ -216,7 +219,7 @@ class Evaluator:
     def _find_costs(self, pair: Pair) -> StepCosts:
         """Those given, if they are of this pair on such a device with as many rows; else measured now."""
         given, rows, sizes = self._work.costs, self._work.concurrency, {*self._sizes, *self._candidates}
-        if given is not None and given.fits(pair, list(sizes), rows):
+        if given is not None and hold_here(given, pair, list(sizes), rows):
             return given
         return measured_up_to(pair, list(sizes), rows, self._context)
 

@@ -9,12 +9,13 @@ from typing import NamedTuple
 
 from pydantic import Field, field_validator
 
-from blockpilot.pairs.loading import PairId
 from blockpilot.policy.dataset import prompt_key
-from blockpilot.policy.learned import load_policy
+from blockpilot.policy.store import load_policy
 from blockpilot.prompts.files import Prompt, answer_limit, load_prompts
 from blockpilot.sweep.rows import prompt_ids, read_parts
-from blockpilot.sweep.sweep import MAX_BLOCK_SIZE, Summary
+from blockpilot.sweep.summary import Summary
+from blockpilot.sweep.sweep import MAX_BLOCK_SIZE
+from blockpilot.types import PairId
 from jobs.common.config import Config, PairConfig, Place
 from jobs.common.learned_from import LearnedFrom
 from jobs.common.registry import CHAMPION, Registry, Version, model_name

@@ -16,7 +16,8 @@ from typing import Self
 
 from blockpilot.control.live import LiveCosts
 from blockpilot.control.price import StepCosts
-from blockpilot.engine.engine import Engine, Policy, Request, Step
+from blockpilot.engine.engine import Engine
+from blockpilot.types import Policy, Request, Step
 
 MAX_FAILURES = 3  # steps in a row that raise; then the engine is taken to be broken
 log = logging.getLogger(__name__)

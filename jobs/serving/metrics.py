@@ -14,7 +14,8 @@ from ray.serve.metrics import Counter, Gauge, Histogram
 from jobs.serving.api import Exchange
 
 if TYPE_CHECKING:  # the gateway needs no torch
-    from blockpilot.engine.engine import Engine, Step
+    from blockpilot.engine.engine import Engine
+    from blockpilot.types import Step
     from jobs.serving.replies import Answered
 
 STEP_S = [0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0]

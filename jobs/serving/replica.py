@@ -13,10 +13,13 @@ from typing import Any
 
 import torch
 
-from blockpilot.control.price import StepCosts, measured_up_to
+from blockpilot.control.baselines import FixedPolicy
+from blockpilot.control.price import StepCosts
 from blockpilot.engine.engine import Engine, cache_bytes
+from blockpilot.engine.timing import hold_here, measured_up_to
 from blockpilot.pairs.loading import Pair
-from blockpilot.policy.learned import FixedPolicy, LearnedPolicy, load_policy
+from blockpilot.policy.learned import LearnedPolicy
+from blockpilot.policy.store import load_policy
 from jobs.common.config import PairConfig
 from jobs.common.registry import CHAMPION, model_name
 from jobs.serving.champions import ChampionWatch
@@ -153,7 +156,7 @@ class Decoder:
             return None
         pair, num_slots, sizes = self._backend.pair, self._backend.loop.engine.num_slots, tuple(policy.candidates)
         for costs in (policy.costs, self._measured):
-            if costs is not None and costs.fits(pair, sizes, num_slots):
+            if costs is not None and hold_here(costs, pair, sizes, num_slots):
                 return costs
         self._measured = measured_up_to(pair, sizes, num_slots, COSTS_CONTEXT, num_steps=COSTS_STEPS)
         return self._measured

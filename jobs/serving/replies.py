@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 
-from blockpilot.control.price import StepCosts, device_name, dtype_name
+from blockpilot.control.price import StepCosts
 from blockpilot.engine.detokenize import TextStream
-from blockpilot.engine.engine import Policy, Request, Step
-from blockpilot.engine.sampling import Sampling
+from blockpilot.models.device import device_name, dtype_name
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.learned import LearnedPolicy
 from blockpilot.prompts.files import Message, Prompt
+from blockpilot.types import Policy, Request, Sampling, Step
 from jobs.serving.engine_loop import ClosedError, EngineError, EngineLoop, QueueFullError, Stream
 from jobs.serving.schema import ApiError, Body, ChatRequest, CompletionRequest
 
@@ -86,7 +86,7 @@ class Backend:
             "status": "ok" if loop.healthy else "failed",
             "draft": self.pair.id.draft,
             "device": device_name(self.pair.target.device),
-            "dtype": dtype_name(self.pair),
+            "dtype": dtype_name(self.pair.target.dtype),
             "policy": dict(self.policy),
             "step_costs": loop.live_costs.factors,
             "resting": engine.resting,

@@ -8,14 +8,13 @@ import pytest
 import blockpilot.control.backoff
 from blockpilot.control import live as live_costs
 from blockpilot.control.backoff import GAIN, LONGEST, SHORTEST, SHORTEST_WINDOW, WINDOW, Rest
-from blockpilot.control.choose import StaticForecast
+from blockpilot.control.baselines import StaticForecast
 from blockpilot.control.live import LiveCosts
 from blockpilot.control.price import StepCosts
 from blockpilot.drafts.dflash import DraftModel
-from blockpilot.engine.engine import Engine, Request, StepShape
-from blockpilot.engine.sampling import Sampling
-from blockpilot.pairs.loading import Pair, PairId
-from blockpilot.policy.learned import CandidateSet
+from blockpilot.engine.engine import Engine
+from blockpilot.pairs.loading import Pair
+from blockpilot.types import CandidateSet, PairId, Request, Sampling, StepShape
 
 ROWS = 16
 PLAIN_S = 0.05

@@ -11,10 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blockpilot.control.choose import EVController, Forecast, RunningMeans, StaticForecast, TrackRecord, choose
+from blockpilot.control.baselines import EVController, RunningMeans, StaticForecast
+from blockpilot.control.calibration import TrackRecord
+from blockpilot.control.choose import choose
 from blockpilot.control.price import StepCosts
-from blockpilot.engine.engine import Prefill
-from blockpilot.policy.learned import CandidateSet
+from blockpilot.types import CandidateSet, Forecast, Prefill
 from helpers.costs import CONTEXTS, ROWS, linear_costs, step_costs
 
 PREFILL = Prefill(torch.zeros(4), None, 3)

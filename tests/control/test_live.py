@@ -10,12 +10,12 @@ from itertools import chain, cycle, islice, repeat
 import pytest
 
 from blockpilot.control import pace
-from blockpilot.control.choose import StaticForecast
+from blockpilot.control.baselines import StaticForecast
 from blockpilot.control.live import ALIKE, KINDS, MIXED, PLAIN, REFRESH_EVERY, LiveCosts
 from blockpilot.control.price import StepCosts
-from blockpilot.engine.engine import Engine, Request, StepShape
-from blockpilot.pairs.loading import Pair, PairId
-from blockpilot.policy.learned import CandidateSet
+from blockpilot.engine.engine import Engine
+from blockpilot.pairs.loading import Pair
+from blockpilot.types import CandidateSet, PairId, Request, StepShape
 
 ROWS = 2
 SIZES = CandidateSet((1, 4))

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockpilot.control.price import StepCosts, measure_costs, never_falling
-from blockpilot.engine.engine import Engine, Request
-from blockpilot.pairs.loading import Pair, PairId
+from blockpilot.control.price import StepCosts
+from blockpilot.engine.engine import Engine
+from blockpilot.engine.timing import measure_costs, never_falling
+from blockpilot.pairs.loading import Pair
+from blockpilot.types import PairId, Request
 
 COSTS = StepCosts(
     PairId("t", "1", "d", "2"),

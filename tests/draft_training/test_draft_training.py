@@ -26,6 +26,7 @@ from blockpilot.draft_training.answers import (
     write_features,
     write_prompts,
 )
+from blockpilot.draft_training.batches import Batch, collate, draft_batch
 from blockpilot.draft_training.training import (
     BlockLoss,
     DraftFit,
@@ -38,14 +39,14 @@ from blockpilot.draft_training.training import (
     sample_vocabulary,
     start_from_target,
 )
-from blockpilot.drafts.blocks import Batch, Blocks, block_mask, collate, draft_batch
+from blockpilot.drafts.blocks import Blocks, block_mask
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.engine.engine import generate
-from blockpilot.engine.sampling import Sampling
 from blockpilot.models.packing import Packing
 from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Message, Prompt
+from blockpilot.types import Sampling
 from helpers.tiny import tiny_draft
 
 BLOCK = 4

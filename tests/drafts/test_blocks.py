@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from blockpilot.draft_training.answers import Document
-from blockpilot.drafts.blocks import collate, draft_batch, emitted_along, possible_anchors
-from blockpilot.drafts.dflash import save_draft
+from blockpilot.draft_training.batches import collate, draft_batch, possible_anchors
+from blockpilot.drafts.checkpoint import save_draft
 from blockpilot.engine.engine import generate
 from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Message, Prompt
+from blockpilot.sweep.replay import emitted_along
 
 MAX_NEW_TOKENS = 40
 

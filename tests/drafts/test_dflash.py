@@ -12,7 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen3Config
 
-from blockpilot.drafts.dflash import DraftModel, default_layer_ids, load_draft, parse_options, save_draft
+from blockpilot.drafts.checkpoint import load_draft, save_draft
+from blockpilot.drafts.dflash import DraftModel
+from blockpilot.drafts.options import default_layer_ids, parse_options
 from blockpilot.models.packing import Packing
 
 BLOCK, CONTEXT, MASK_ID = 5, 11, 7

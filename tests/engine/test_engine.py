@@ -7,15 +7,16 @@ import torch
 from torch import Tensor
 
 import blockpilot as bp
-from blockpilot.control.choose import EVController, Forecast, StaticForecast, choose
+from blockpilot.control.baselines import EVController, StaticForecast
+from blockpilot.control.choose import choose
 from blockpilot.drafts.dflash import DraftModel
-from blockpilot.engine.engine import Engine, Policy, Prefill, Request, Step, generate
-from blockpilot.engine.sampling import Sampling
+from blockpilot.engine.engine import Engine, generate
 from blockpilot.models.cache import SlotView
 from blockpilot.models.packing import Packing
 from blockpilot.pairs.loading import Pair
-from blockpilot.policy.learned import CandidateSet, LearnedForecast, LearnedPolicy
+from blockpilot.policy.learned import LearnedForecast, LearnedPolicy
 from blockpilot.sweep.replay import KnownTexts, Text, know
+from blockpilot.types import CandidateSet, Forecast, Policy, Prefill, Request, Sampling, Step
 from helpers.costs import linear_costs
 from helpers.engines import NEVER, PROMPT, plain_text, run, text_of
 from helpers.policies import tiny_policy

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from blockpilot.engine.engine import Engine, Prefill, Request, Step
-from blockpilot.engine.sampling import Sampling
+from blockpilot.engine.engine import Engine
 from blockpilot.pairs.loading import Pair
-from blockpilot.policy.learned import CandidateSet
+from blockpilot.types import CandidateSet, Prefill, Request, Sampling, Step
 
 CANDIDATES = CandidateSet((1, 2, 4))
 PROMPTS = [tuple(range(10 + i, 20 + 2 * i)) for i in range(6)]

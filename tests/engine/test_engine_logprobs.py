@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from blockpilot.engine.engine import Engine, Request
-from blockpilot.engine.sampling import Sampling
+from blockpilot.engine.engine import Engine
 from blockpilot.pairs.loading import Pair
+from blockpilot.types import Request, Sampling
 from helpers.engines import NEVER, PROMPT, run
 
 

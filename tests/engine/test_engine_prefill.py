@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from blockpilot.control.choose import StaticForecast
-from blockpilot.engine.engine import Engine, Prefill, Request
-from blockpilot.engine.sampling import Sampling
+from blockpilot.control.baselines import StaticForecast
+from blockpilot.engine.engine import Engine
 from blockpilot.pairs.loading import Pair
-from blockpilot.policy.learned import CandidateSet
+from blockpilot.types import CandidateSet, Prefill, Request, Sampling
 from helpers.engines import NEVER, PROMPT, plain_text, run, text_of
 
 LONG = tuple(range(10, 70))

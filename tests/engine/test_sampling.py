@@ -10,7 +10,6 @@ from scipy.stats import chisquare
 
 from blockpilot.engine.sampling import (
     NUM_ARRIVALS,
-    Sampling,
     arrivals,
     count_accepted,
     keyed_sample,
@@ -18,6 +17,7 @@ from blockpilot.engine.sampling import (
     race,
     truncated_scores,
 )
+from blockpilot.types import Sampling
 
 LOGITS = torch.tensor([1.0, 0.3, -0.7, 2.1, 0.0, -3.0, 1.4])
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from blockpilot.control.price import StepCosts
-from blockpilot.pairs.loading import PairId
+from blockpilot.types import PairId
 
 ROWS, CONTEXTS = (1, 3, 6), (50, 100)
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
-from blockpilot.engine.engine import Engine, Request, Step
-from blockpilot.engine.sampling import Sampling
+from blockpilot.engine.engine import Engine
 from blockpilot.pairs.loading import Pair
+from blockpilot.types import Request, Sampling, Step
 
 PROMPT = tuple(range(40, 59))
 NEVER: frozenset[int] = frozenset()

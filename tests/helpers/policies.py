@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from blockpilot.control.price import StepCosts
-from blockpilot.pairs.loading import PairId
-from blockpilot.policy.learned import CandidateSet, Head, LearnedPolicy, PolicyInfo, Reads, Scalar
+from blockpilot.policy.learned import Head, LearnedPolicy, PolicyInfo, Reads, Scalar
 from blockpilot.policy.network import Input, PolicyNetwork, Shape
 from blockpilot.sweep.rows import MIN_PROB
+from blockpilot.types import CandidateSet, PairId
 
 
 def tiny_policy(

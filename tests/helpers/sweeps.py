@@ -5,10 +5,10 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from blockpilot.drafts.blocks import emitted_along
-from blockpilot.pairs.loading import PairId
 from blockpilot.prompts.files import Message, Prompt
+from blockpilot.sweep.replay import emitted_along
 from blockpilot.sweep.rows import Metadata, SweepRow, prompt_ids
+from blockpilot.types import PairId
 
 CANDIDATES = [2, 4, 6, 8]
 VOCAB_SIZE = 64

@@ -4,7 +4,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from blockpilot.drafts.dflash import DraftModel, new_draft_config
+from blockpilot.drafts.checkpoint import new_draft_config
+from blockpilot.drafts.dflash import DraftModel
 
 MASK_ID, EOS_ID = 258, 257
 CHAT_TEMPLATE = (

@@ -17,17 +17,20 @@ import torch
 
 from blockpilot.control import live as live_costs
 from blockpilot.control.live import LiveCosts
-from blockpilot.control.price import COSTS_FILE, StepCosts, device_name
-from blockpilot.engine.engine import Engine, Prefill, Request, generate
-from blockpilot.engine.sampling import Sampling
+from blockpilot.control.price import COSTS_FILE, StepCosts
+from blockpilot.engine.engine import Engine, generate
+from blockpilot.engine.timing import hold_here
 from blockpilot.evaluation.measurement import Flow, Measured, in_turns
 from blockpilot.evaluation.statistics import Comparison, Run, Totals
-from blockpilot.pairs.loading import Pair, PairId
+from blockpilot.models.device import device_name
+from blockpilot.pairs.loading import Pair
 from blockpilot.policy.dataset import prompt_key
-from blockpilot.policy.learned import save_policy
+from blockpilot.policy.store import save_policy
 from blockpilot.prompts.files import Message, Prompt, answer_limit, load_prompts
 from blockpilot.sweep.rows import Metadata, SweepRow, prompt_ids, write_rows
-from blockpilot.sweep.sweep import Summary, decode
+from blockpilot.sweep.summary import Summary
+from blockpilot.sweep.sweep import decode
+from blockpilot.types import PairId, Prefill, Request, Sampling
 from helpers.policies import tiny_policy
 from jobs import evaluate
 from jobs.common.config import PairConfig, main
@@ -419,7 +422,7 @@ def test_costs_that_were_given_are_used_where_they_hold(
         evaluator = Watched(config, plan, other)
         measured = evaluator.setting.costs
         assert measured != other
-        assert measured.fits(tiny_pair, SIZES, 3)
+        assert hold_here(measured, tiny_pair, SIZES, 3)
         assert measured.contexts == (evaluator.setting.context,)
         assert {live.engine.costs for live in evaluator._engines.values()} == {measured}
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from blockpilot.pairs.loading import PairId
-from blockpilot.policy.learned import LearnedPolicy, load_policy, save_policy
+from blockpilot.policy.learned import LearnedPolicy
+from blockpilot.policy.store import load_policy, save_policy
+from blockpilot.types import PairId
 from helpers.policies import tiny_policy
 from helpers.stores import NUM_CREATORS
 from jobs.common.registry import HeldOut, Registry, Version, model_name, tracking_uri

@@ -13,7 +13,7 @@ from blockpilot.control.price import COSTS_FILE, StepCosts
 from blockpilot.evaluation.statistics import Run, Totals
 from blockpilot.prompts.files import Message, Prompt
 from blockpilot.sweep.rows import SweepRow, write_rows
-from blockpilot.sweep.sweep import least_cost
+from blockpilot.sweep.summary import least_cost
 from helpers.sweeps import CANDIDATES, PAIR, metadata, synthetic_rows
 from jobs.common.registry import Registry
 from jobs.evaluation import inputs as evaluate_inputs

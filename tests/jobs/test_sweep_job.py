@@ -23,7 +23,8 @@ from ray.cluster_utils import Cluster
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt
 from blockpilot.sweep.rows import Metadata, SweepRow, read_file, read_rows, read_sweep, write_rows
-from blockpilot.sweep.sweep import Summary, replay
+from blockpilot.sweep.summary import Summary
+from blockpilot.sweep.sweep import replay
 from helpers.processes import descendants
 from jobs.common.config import ConfigError, PairConfig, main
 from jobs.sweep import SweepConfig, _open, plots, run

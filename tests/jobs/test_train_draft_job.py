@@ -27,7 +27,8 @@ from blockpilot.draft_training.answers import (
     write_features,
 )
 from blockpilot.draft_training.training import DraftFit, frequent_tokens
-from blockpilot.drafts.dflash import DraftModel, new_draft_config, save_draft
+from blockpilot.drafts.checkpoint import new_draft_config, save_draft
+from blockpilot.drafts.dflash import DraftModel
 from blockpilot.pairs.loading import load_pair
 from blockpilot.prompts.files import load_prompts
 from helpers.processes import descendants

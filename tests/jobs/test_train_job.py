@@ -16,10 +16,10 @@ import torch
 
 from blockpilot.control.price import StepCosts
 from blockpilot.policy.dataset import open_examples, prompt_key, read_index, split_examples, write_examples
-from blockpilot.policy.learned import load_policy
+from blockpilot.policy.store import load_policy
 from blockpilot.policy.training import Fit, FitSettings, Task, fitted_network, new_network, predict, shrink
 from blockpilot.sweep.rows import Metadata, SweepRow, write_rows
-from blockpilot.sweep.sweep import Summary
+from blockpilot.sweep.summary import Summary
 from helpers.processes import descendants
 from helpers.sweeps import CANDIDATES, NUM_PLACES, PAIR, VOCAB_SIZE, metadata, synthetic_rows
 from jobs import train

@@ -17,18 +17,13 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from blockpilot.drafts.dflash import DraftModel, new_draft_config, save_draft
+from blockpilot.drafts.checkpoint import new_draft_config, save_draft
+from blockpilot.drafts.dflash import DraftModel
 from blockpilot.engine.engine import generate
-from blockpilot.pairs.loading import (
-    NAMED_PAIRS,
-    Pair,
-    check_pair_names,
-    converted,
-    directory_revision,
-    load_pair,
-    target_slug,
-)
-from blockpilot.pairs.loading import loading as pairs
+from blockpilot.pairs import embedded
+from blockpilot.pairs.embedded import converted
+from blockpilot.pairs.loading import Pair, directory_revision, load_pair
+from blockpilot.pairs.table import NAMED_PAIRS, check_pair_names, target_slug
 from helpers.tiny import MASK_ID, byte_tokenizer, tiny_draft, tiny_target
 
 SMALL = {
@@ -115,7 +110,7 @@ def write_gguf(model: LlamaForCausalLM, path: Path) -> None:
     ]:
         add(token)
     writer.add_chat_template("{{ messages[0]['content'] }}")
-    names = {v: k for k, v in pairs._GGUF_NAMES.items()}
+    names = {v: k for k, v in embedded._GGUF_NAMES.items()}
     names |= {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     for name, weight in model.state_dict().items():

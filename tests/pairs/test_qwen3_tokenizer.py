@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from blockpilot.drafts.dflash import DraftModel, new_draft_config, save_draft
+from blockpilot.drafts.checkpoint import new_draft_config, save_draft
+from blockpilot.drafts.dflash import DraftModel
 from blockpilot.pairs.loading import Pair, load_pair
 from blockpilot.prompts.files import Message, Prompt
 from blockpilot.sweep.sweep import decode, replay

@@ -16,13 +16,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from blockpilot.control.baselines import FixedPolicy
 from blockpilot.control.choose import choose
 from blockpilot.control.price import StepCosts
-from blockpilot.engine.engine import Prefill
-from blockpilot.pairs.loading import Pair, PairId
+from blockpilot.pairs.loading import Pair
 from blockpilot.policy.learned import (
-    CandidateSet,
-    FixedPolicy,
     Head,
     LearnedForecast,
     LearnedPolicy,
@@ -31,8 +29,6 @@ from blockpilot.policy.learned import (
     Reads,
     check_reads,
     expected_taus,
-    load_policy,
-    save_policy,
     slot_gaps,
 )
 from blockpilot.policy.network import (
@@ -52,6 +48,8 @@ from blockpilot.policy.network import (
     sparse_probs,
     weigh,
 )
+from blockpilot.policy.store import load_policy, save_policy
+from blockpilot.types import CandidateSet, PairId, Prefill
 
 VOCAB_SIZE, HIDDEN, THRESHOLD = 50, 16, 0.01
 CONTEXT_SIZE, ANCHOR_SIZE = 6, 5

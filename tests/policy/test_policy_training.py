@@ -12,14 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockpilot.control.choose import Forecast, choose
+from blockpilot.control.choose import choose
 from blockpilot.control.price import StepCosts
-from blockpilot.engine.engine import Prefill
 from blockpilot.evaluation.oracle import Table, potential
 from blockpilot.evaluation.statistics import resampling_weights
 from blockpilot.policy.dataset import Examples, open_examples, write_examples
 from blockpilot.policy.learned import (
-    CandidateSet,
     Head,
     LearnedForecast,
     LearnedPolicy,
@@ -45,6 +43,7 @@ from blockpilot.policy.training import (
     train_epoch,
 )
 from blockpilot.sweep.rows import SweepRow, validate
+from blockpilot.types import CandidateSet, Forecast, Prefill
 from helpers.sweeps import (
     ANCHOR_SIZE,
     CANDIDATES,

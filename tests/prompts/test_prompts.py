@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from blockpilot.pairs.loading import Pair
+from blockpilot.prompts import sets as prompt_sets
 from blockpilot.prompts.files import Message, Prompt, answer_limit, load_prompts, save_prompts, split
-from blockpilot.prompts.files import sets as prompt_sets
 from blockpilot.prompts.sets import PROMPT_SETS
 
 CONVERSATION = [

@@ -5,12 +5,11 @@ from itertools import chain
 import pytest
 import torch
 
-from blockpilot.drafts.blocks import emitted_along
-from blockpilot.engine.engine import Engine, Request
-from blockpilot.engine.sampling import Sampling
+from blockpilot.engine.engine import Engine
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Message, Prompt
-from blockpilot.sweep.replay import Text, accepted_everywhere, know, walk
+from blockpilot.sweep.replay import Text, accepted_everywhere, emitted_along, know, walk
+from blockpilot.types import Request, Sampling
 
 ASKED = "Count from one to twenty in words.", "Name three fruits.", "What is the capital of France?"
 MAX_NEW_TOKENS = 40

@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blockpilot.pairs.loading import PairId
 from blockpilot.prompts.files import Message, Prompt
 from blockpilot.sweep.rows import (
     METADATA_KEY,
@@ -34,6 +33,7 @@ from blockpilot.sweep.rows import (
     vectors,
     write_rows,
 )
+from blockpilot.types import PairId
 
 METADATA = Metadata(
     config={"temperature": 0.5, "prompts": ["demo"], "pair": {"name": "smollm2-135m"}},

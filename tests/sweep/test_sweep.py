@@ -9,21 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from blockpilot.drafts.blocks import emitted_along
-from blockpilot.engine.engine import Engine, Step, generate
+from blockpilot.engine.engine import Engine, generate
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Message, Prompt, load_prompts
+from blockpilot.sweep.replay import emitted_along
 from blockpilot.sweep.rows import MIN_PROB, Metadata, SweepRow, prompt_ids, read_rows, validate, vectors, write_rows
-from blockpilot.sweep.sweep import (
-    Outcome,
-    Summary,
-    candidates_around,
-    check_candidates,
-    decode,
-    fewest_steps,
-    replay,
-    sampler_seed,
-)
+from blockpilot.sweep.summary import Summary, fewest_steps
+from blockpilot.sweep.sweep import Outcome, candidates_around, check_candidates, decode, replay, sampler_seed
+from blockpilot.types import Step
 
 MASK_ID = 258
 

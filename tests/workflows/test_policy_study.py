@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from blockpilot.policy.dataset import prompt_key
-from blockpilot.policy.learned import load_policy
+from blockpilot.policy.store import load_policy
 from blockpilot.prompts.files import load_prompts
 from jobs import report
 from jobs.answers import AnswersConfig, load_counted

@@ -11,7 +11,8 @@ import pytest
 import ray
 
 from blockpilot.engine.engine import Engine
-from blockpilot.pairs.loading import NAMED_PAIRS, Pair
+from blockpilot.pairs.loading import Pair
+from blockpilot.pairs.table import NAMED_PAIRS
 from blockpilot.policy.learned import check_reads
 from blockpilot.prompts.files import load_prompts
 from helpers.api import app_of, over_http

@@ -12,8 +12,9 @@ import pytest
 from fastapi.testclient import TestClient
 
 from blockpilot.engine.engine import Engine, cache_bytes
-from blockpilot.pairs.loading import Pair, PairId
-from blockpilot.policy.learned import save_policy
+from blockpilot.pairs.loading import Pair
+from blockpilot.policy.store import save_policy
+from blockpilot.types import PairId
 from helpers.policies import tiny_policy
 from jobs.common.config import PairConfig
 from jobs.common.registry import Registry, Version, model_name

@@ -8,9 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from fastapi.testclient import TestClient
 
-from blockpilot.engine.engine import Engine, Prefill, generate
+from blockpilot.control.baselines import FixedPolicy
+from blockpilot.engine.engine import Engine, generate
 from blockpilot.pairs.loading import Pair
-from blockpilot.policy.learned import FixedPolicy
+from blockpilot.types import Prefill
 from helpers.api import COMPLETIONS, LONG, Exchange, app_of, check_error, client_of, idle, until
 from jobs.serving.api import GONE, Limits
 from jobs.serving.api import Exchange as Told

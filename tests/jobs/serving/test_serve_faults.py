@@ -18,7 +18,7 @@ import httpx
 import openai
 import pytest
 
-from blockpilot.drafts.dflash import save_draft
+from blockpilot.drafts.checkpoint import save_draft
 from helpers.api import events
 from helpers.servers import Server, configured, free_port
 from helpers.tiny import byte_tokenizer, tiny_draft, tiny_target

@@ -12,8 +12,9 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from blockpilot.pairs.loading import Pair, PairId
-from blockpilot.policy.learned import save_policy
+from blockpilot.pairs.loading import Pair
+from blockpilot.policy.store import save_policy
+from blockpilot.types import PairId
 from helpers.policies import tiny_policy
 from helpers.servers import ROOT, Server, free_port, serving
 from jobs.common.config import ConfigError, PairConfig, Resources, main

@@ -1,0 +1,89 @@
+"""The DFlash checkpoint format, as published: config.json (architectures DFlashDraftModel) and safetensors."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import Qwen3Config
+
+from blockpilot.drafts.dflash import DraftModel
+from blockpilot.drafts.options import ARCHITECTURE, default_layer_ids
+from blockpilot.models.target import head_dim
+
+
+def load_draft(directory: Path) -> DraftModel:
+    """Read a DFlash checkpoint directory (fp32 or as stored); ValueError says what is wrong with it.
+
+    Only config.json and safetensors are read: no code of the checkpoint runs.
+    """
+    try:
+        raw = json.loads((directory / "config.json").read_text())
+    except FileNotFoundError:
+        raise ValueError(f"draft {directory}: no config.json there") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"draft {directory / 'config.json'}: not JSON ({error})") from None
+    model = DraftModel(Qwen3Config.from_dict(raw))
+    weights: dict[str, Tensor] = {}
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"draft {directory}: no .safetensors file there")
+    for file in files:
+        weights |= load_file(file)
+    expected = {name: parameter.shape for name, parameter in model.state_dict().items()}
+    wrong = sorted(expected.keys() ^ weights.keys()) or sorted(
+        name for name, shape in expected.items() if weights[name].shape != shape
+    )
+    if wrong:
+        raise ValueError(f"draft {directory}: weights do not fit config.json at {', '.join(wrong[:3])}")
+    model.load_state_dict(weights)
+    return model
+
+
+def save_draft(model: DraftModel, directory: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write the published format: config.json, and weights of `dtype` in model.safetensors."""
+    directory.mkdir(parents=True, exist_ok=True)
+    weights = {name: value.detach().to("cpu", dtype).contiguous() for name, value in model.state_dict().items()}
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    stored = {"architectures": [ARCHITECTURE], "dtype": str(dtype).removeprefix("torch.")}
+    config = model.config.to_dict() | stored
+    (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def new_draft_config(
+    target_config: Any,
+    *,
+    num_layers: int,
+    block_size: int,
+    mask_token_id: int,
+    target_layer_ids: Sequence[int] | None = None,
+    intermediate_size: int | None = None,
+) -> Qwen3Config:
+    """Configuration of a fresh draft for a target: its widths, heads and rotary base, `num_layers` deep."""
+    num_target_layers = target_config.num_hidden_layers
+    layer_ids = target_layer_ids or default_layer_ids(num_target_layers, num_layers)
+    heads = target_config.num_attention_heads
+    own: dict[str, Any] = {
+        "block_size": block_size,
+        "num_target_layers": num_target_layers,
+        "dflash_config": {"mask_token_id": mask_token_id, "target_layer_ids": list(layer_ids)},
+    }
+    return Qwen3Config(
+        architectures=[ARCHITECTURE],
+        vocab_size=target_config.vocab_size,
+        hidden_size=target_config.hidden_size,
+        intermediate_size=intermediate_size or target_config.intermediate_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=target_config.num_key_value_heads,
+        head_dim=head_dim(target_config),
+        max_position_embeddings=target_config.max_position_embeddings,
+        rms_norm_eps=target_config.rms_norm_eps,
+        rope_parameters=dict(target_config.rope_parameters),
+        attention_bias=False,
+        tie_word_embeddings=False,
+        **own,
+    )

@@ -1,0 +1,120 @@
+"""Seconds of a step of this pair on this device, taken by an engine whose rows really decode."""
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise, product
+
+import torch
+
+from blockpilot.control.price import MIXTURES_OF_A_SIZE, StepCosts, Table, num_drafting
+from blockpilot.engine.engine import Engine
+from blockpilot.models.device import device_name, dtype_name
+from blockpilot.pairs.loading import Pair
+from blockpilot.types import Request
+
+
+def hold_here(costs: StepCosts, pair: Pair, block_sizes: Sequence[int], rows: int) -> bool:
+    """Whether costs are of this pair where it is loaded, and cover these block sizes and so many rows."""
+    here = pair.id, dtype_name(pair.target.dtype), device_name(pair.target.device)
+    return costs.cover(block_sizes, rows) and (costs.pair, costs.dtype, costs.device) == here
+
+
+def measure_costs(
+    pair: Pair, block_sizes: Sequence[int], rows: Sequence[int], contexts: Sequence[int], *, num_steps: int = 7
+) -> StepCosts:
+    """Seconds of the fastest of `num_steps` steps at every point of the grid; axes ascend.
+
+    What the others take longer is the machine's other business, and so is a larger block that seems to cost less than
+    a smaller one: both then have their mean.
+
+    Raises ValueError for an axis that does not ascend or a context that leaves no room for the steps.
+    """
+    for name, axis in (("block_sizes", block_sizes), ("rows", rows), ("contexts", contexts)):
+        if not axis or axis[0] < 1 or any(a >= b for a, b in pairwise(axis)):
+            raise ValueError(f"{name} {tuple(axis)}: must be ascending numbers of at least 1")
+    measured: dict[tuple[tuple[int, ...], int], float] = {}
+    for r, c in product(rows, contexts):
+        numbers = 1, num_drafting(r), r  # MIXTURES_OF_A_SIZE
+        mixtures = list(dict.fromkeys(_drafting(size, num, r) for size in block_sizes for num in numbers))
+        seconds = time_steps(pair, mixtures, c, num_steps=num_steps)
+        measured |= {(mixture, c): each for mixture, each in zip(mixtures, seconds, strict=True)}
+
+    def table(num_drafting: Callable[[int], int]) -> Table:
+        values = {
+            (r, c): never_falling([measured[_drafting(size, num_drafting(r), r), c] for size in block_sizes])
+            for r, c in product(rows, contexts)
+        }
+        return tuple(tuple(tuple(values[r, c][b] for c in contexts) for r in rows) for b in range(len(block_sizes)))
+
+    return StepCosts(
+        pair.id,
+        dtype_name(pair.target.dtype),
+        device_name(pair.target.device),
+        tuple(block_sizes),
+        tuple(rows),
+        tuple(contexts),
+        seconds=table(lambda r: r),
+        one_drafts=table(lambda r: 1),
+        one_plain=table(num_drafting),
+    )
+
+
+def _drafting(block_size: int, num: int, rows: int) -> tuple[int, ...]:
+    """Block sizes of a batch of which `num` rows draft and the others decode plainly."""
+    return (block_size,) * num + (1,) * (rows - num)
+
+
+def never_falling(values: Sequence[float]) -> list[float]:
+    """The nearest sequence that never falls, by least squares (isotonic regression: pool adjacent violators)."""
+    pools: list[tuple[float, int]] = []  # sum and number of neighbours with one mean
+    for value in values:
+        pool = (value, 1)
+        while pools and pools[-1][0] / pools[-1][1] > pool[0] / pool[1]:
+            before = pools.pop()
+            pool = (before[0] + pool[0], before[1] + pool[1])
+        pools.append(pool)
+    return [total / num for total, num in pools for _ in range(num)]
+
+
+def time_steps(pair: Pair, mixtures: Sequence[Sequence[int]], context: int, *, num_steps: int = 7) -> list[float]:
+    """Seconds of the fastest of `num_steps` steps with each mixture, the block sizes of as many rows.
+
+    All rows begin with `context` tokens, and the mixtures take turns.
+
+    Raises ValueError for a context that leaves no room for the steps.
+    """
+    num_rows, widest = len(mixtures[0]), max(2, *(max(sizes) for sizes in mixtures))  # rows that could draft
+    room = _room([max(sizes) for sizes in mixtures], num_steps)
+    if context + room > pair.max_length:
+        raise ValueError(f"context {context}: {room} tokens of steps must fit below {pair.max_length} with it")
+    engine = Engine(pair, num_slots=num_rows, max_length=context + room, max_block_size=widest)
+    prompts = torch.randint(0, pair.vocab_size, (num_rows, context), generator=torch.Generator().manual_seed(0))
+    ids = [engine.add(Request(tuple(prompt), room, block_size=widest)) for prompt in prompts.tolist()]
+    num_begun = 0
+    while num_begun < num_rows:
+        num_begun += sum(step.prefill is not None for step in engine.step())
+    seconds: list[list[float]] = [[] for _ in mixtures]
+    for turn in range(num_steps + 1):
+        for sizes, of_mixture in zip(mixtures, seconds, strict=True):
+            for request_id, size in zip(ids, sizes, strict=True):
+                engine.set_block_size(request_id, size)
+            started = time.perf_counter()
+            engine.step()
+            if turn:  # the first one of a shape pays for memory and kernels
+                of_mixture.append(time.perf_counter() - started)
+    return [min(of_mixture) for of_mixture in seconds]
+
+
+def _room(widths: Sequence[int], num_steps: int) -> int:
+    """Tokens that a row may emit in steps of these widths, the warm-up's included."""
+    return (num_steps + 1) * sum(widths) + max(widths) + 2
+
+
+def measured_up_to(
+    pair: Pair, block_sizes: Sequence[int], rows: int, context: int, *, num_steps: int = 7
+) -> StepCosts:
+    """The costs of one context, as far as it has room, with 1, 2, 4, ... rows up to `rows`."""
+    powers = sorted({min(2**i, rows) for i in range(rows.bit_length() + 1)})
+    sizes = sorted({1, *block_sizes})
+    room = _room(MIXTURES_OF_A_SIZE * sizes, num_steps)
+    return measure_costs(pair, sizes, powers, [max(1, min(context, pair.max_length - room))], num_steps=num_steps)

@@ -1,0 +1,23 @@
+"""Names of what the seconds of a step depend on: the dtype, and the GPU, or the CPU with its instructions."""
+
+import torch
+
+BFLOAT16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16")
+CPU_INSTRUCTIONS = (*BFLOAT16_INSTRUCTIONS, "avx512_f", "avx2")  # best first
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """float32, bfloat16, ..."""
+    return str(dtype).removeprefix("torch.")
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or the CPU's with its best instructions, and the number of threads.
+
+    One name may stand for CPUs with and without instructions for bfloat16, a factor of three apart.
+    """
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpu = torch.cpu.get_capabilities()
+    best = next((name for name in CPU_INSTRUCTIONS if cpu.get(name)), cpu.get("architecture"))
+    return f"{cpu.get('cpu_name', device.type)} ({best}), {torch.get_num_threads()} threads"

@@ -1,0 +1,33 @@
+"""The table of pairs: a new backbone is a line of NAMED_PAIRS."""
+
+import re
+from pathlib import Path
+
+EMBEDDED_TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+EMBEDDED_DRAFT = "blockpilot/SmolLM2-135M-Instruct-DFlash-b8"
+
+
+NAMED_PAIRS = {
+    "smollm2-135m": (EMBEDDED_TARGET, EMBEDDED_DRAFT),
+    "qwen3-4b": ("Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16"),
+    "qwen3-8b": ("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16"),
+    "llama31-8b": ("meta-llama/Llama-3.1-8B-Instruct", "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"),
+    "qwen3-coder-30b-a3b": ("Qwen/Qwen3-Coder-30B-A3B-Instruct", "z-lab/Qwen3-Coder-30B-A3B-DFlash"),
+}
+
+
+def check_pair_names(name: str | None, target: str | None, draft: str | None) -> None:
+    """Raise ValueError unless exactly a known pair name, or both a target and a draft, are given."""
+    if name is not None and (target or draft):
+        raise ValueError(f"pair {name!r} with target {target!r} and draft {draft!r}: give a name, or both models")
+    if name is None and not (target and draft):
+        raise ValueError(f"target {target!r} and draft {draft!r}: both are needed")
+    if name is not None and name not in NAMED_PAIRS:
+        raise ValueError(f"unknown pair {name!r}: named pairs are {', '.join(NAMED_PAIRS)}")
+
+
+def target_slug(target: str) -> str:
+    """The part of a target's name that the registry uses: 'Qwen/Qwen3-4B' -> 'qwen3-4b'."""
+    return re.sub(r"[^a-z0-9.]+", "-", Path(target).name.lower()).strip("-")

@@ -1,0 +1,173 @@
+"""Plain data that every package speaks of: requests and steps, pairs and candidates. Imports nothing of ours."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a request's tokens are drawn. temperature 0 is greedy; top_p 1 and top_k 0 are off; seed is an int64."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature {self.temperature}: must be a finite number, at least 0")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p {self.top_p}: must be above 0 and at most 1")
+        if self.top_k < 0:
+            raise ValueError(f"top_k {self.top_k}: must be at least 0 (0 is off)")
+        if not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"seed {self.seed}: must fit in a signed 64-bit integer")
+
+
+class PairId(NamedTuple):
+    """What a policy is made for: names and revisions (a hub commit, or a hash of the local files)."""
+
+    target: str
+    target_revision: str
+    draft: str
+    draft_revision: str
+
+
+@dataclass(frozen=True)
+class CandidateSet:
+    """The block sizes a policy may choose, smallest first; an output of the policy is an index into it."""
+
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.sizes:
+            raise ValueError("candidates (): at least one block size is needed")
+        for size in self.sizes:
+            if type(size) is not int or size < 1:
+                raise ValueError(f"candidates {self.sizes}: {size!r} is not a block size; allowed: integers >= 1")
+        if any(b <= a for a, b in zip(self.sizes, self.sizes[1:], strict=False)):
+            raise ValueError(f"candidates {self.sizes}: each must be larger than the one before")
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.sizes)
+
+    def __getitem__(self, index: int) -> int:
+        return self.sizes[index]
+
+
+FinishReason = Literal["stop", "length"]
+
+
+class Prefill(NamedTuple):
+    """What is known of a request after its prompt, and all that a policy sees.
+
+    logits [vocab] float32 of the target at the last prompt token; context [draft hidden] float32, the draft's fused
+    context vector there; anchor [target hidden], the target's embedding of the token drawn from the logits. The last
+    two are None for a request that never drafts.
+    """
+
+    logits: Tensor
+    context: Tensor | None
+    num_prompt_tokens: int
+    temperature: float = 0.0
+    anchor: Tensor | None = None
+
+    @property
+    def probs(self) -> Tensor:
+        """prefill_probs: the target's predictive distribution after the prompt, [vocab]."""
+        return self.logits.softmax(dim=-1)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sequence to decode. block_size None lets the policy choose after prefill; 1 never drafts.
+
+    num_logprobs: how many of the likeliest tokens come with every emitted one, and its own; None for nothing.
+    """
+
+    prompt_ids: tuple[int, ...]
+    max_new_tokens: int
+    sampling: Sampling = field(default=Sampling())
+    block_size: int | None = None
+    stop_token_ids: frozenset[int] = frozenset()
+    stop_strings: tuple[str, ...] = ()
+    num_logprobs: int | None = None
+
+
+class TokenLogprobs(NamedTuple):
+    """Log probabilities of an emitted token and of the likeliest ones, by the target alone (temperature 1)."""
+
+    logprob: float
+    likeliest: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step made final for one request.
+
+    block_size 0 marks the prefill, which emits the first token without verifying a block and carries `prefill`.
+    num_accepted counts the drafted tokens among `tokens`. logprobs are those of `tokens`, where they were asked for.
+    """
+
+    request_id: int
+    tokens: tuple[int, ...]
+    block_size: int
+    num_accepted: int
+    finish_reason: FinishReason | None
+    prefill: Prefill | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+class StepShape(NamedTuple):
+    """What a step took in: block sizes [R] of the rows that decode, their mean length, and tokens of prompts."""
+
+    sizes: tuple[int, ...] = ()
+    context: int = 0
+    num_prompt_tokens: int = 0
+    num_chosen: int = 0
+    """Rows whose size was chosen for this step."""
+
+    @property
+    def only_decodes(self) -> bool:
+        """Rows, and no prompts: its seconds are what costs tell of."""
+        return bool(self.sizes) and not self.num_prompt_tokens
+
+
+class Reader(Protocol):
+    """A policy that predicts every step anew."""
+
+    def read(self, forecasts: Sequence[Any], contexts: Tensor, anchors: Tensor) -> None:
+        """Set the taus of some of its forecasts for their next step.
+
+        contexts [R, draft hidden] are the context vectors of the positions before the anchors, anchors
+        [R, target hidden] the target's embeddings of the anchors.
+        """
+
+
+class Forecast(Protocol):
+    """What is expected of one request, from its prefill to its end."""
+
+    @property
+    def candidates(self) -> CandidateSet: ...
+
+    @property
+    def reader(self) -> Reader | None:
+        """What predicts every step of the request anew; None where nothing does."""
+
+    @property
+    def taus(self) -> Sequence[float]:
+        """Tokens that the next step is expected to emit with each candidate, the bonus token included."""
+
+    def observe(self, block_size: int, num_accepted: int) -> None:
+        """Learn from a step of the request."""
+
+
+Policy = Callable[[Prefill], int | Forecast]
+"""A block size for the whole request, or a forecast from which every step's is chosen at the load it meets."""

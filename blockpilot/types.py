@@ -7,6 +7,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
+MAX_BLOCK_SIZE = 32
+"""Of a candidate, and of an engine unless told otherwise."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -114,6 +117,7 @@ class Step:
 
     block_size 0 marks the prefill, which emits the first token without verifying a block and carries `prefill`.
     num_accepted counts the drafted tokens among `tokens`. logprobs are those of `tokens`, where they were asked for.
+    texts are what each of `tokens` adds to the text of a request with stop strings; it ends before the stop string.
     """
 
     request_id: int
@@ -123,13 +127,13 @@ class Step:
     finish_reason: FinishReason | None
     prefill: Prefill | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    texts: tuple[str, ...] = ()
 
 
 class StepShape(NamedTuple):
-    """What a step took in: block sizes [R] of the rows that decode, their mean length, and tokens of prompts."""
+    """What a step takes in: block sizes [R] of the rows that decode, and tokens of prompts."""
 
     sizes: tuple[int, ...] = ()
-    context: int = 0
     num_prompt_tokens: int = 0
     num_chosen: int = 0
     """Rows whose size was chosen for this step."""

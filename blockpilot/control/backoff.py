@@ -1,9 +1,9 @@
-"""When to stop being ready to draft.
+"""Exponential back-off from speculation: plain decoding while drafting does not pay.
 
 A request that may draft takes longer even while it does not: the draft takes in its prompt (3% of that on the
 embedded pair), and every step computes and reads what the next could be drafted from (3% of a plain step of 16 rows).
-Plain decoding pays neither. So where a batch is hardly faster than that, which the tokens and seconds of its own
-steps tell, it rests: it decodes plainly for a while, and then tries again with the requests that come.
+So where a batch is hardly faster than plain decoding, by the tokens and seconds of its own steps, it backs off, and
+tries again later with the requests that come.
 """
 
 import math
@@ -11,12 +11,6 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from blockpilot.types import StepShape
-
-WINDOW = 2048  # drafted blocks that say what being ready is worth; with fewer it depends on whose they are
-SHORTEST_WINDOW = 512  # blocks before anything is decided
-GAIN = 0.02  # over plain decoding: less does not pay, since what prompts take longer is not in it
-CHANCE = 0.08  # three standard deviations of the gain that WINDOW drafted blocks show, by whose they are
-SHORTEST, LONGEST = 256, 4096  # steps of a rest; it doubles while trying again shows nothing new
 
 
 @dataclass
@@ -27,9 +21,10 @@ class _Load:
     num_drafted: int = 0  # of those, with drafted tokens
     plain_s: float = 0.0
     seconds: float = 0.0
-    length: int = SHORTEST
-    left: int = 0
-    """Steps of the rest that are to come; 0 while awake."""
+    next_length: int = 0
+    """Steps of the next back-off; 0 for the shortest."""
+    steps_left: int = 0
+    """Of the present back-off; 0 while speculating."""
 
     @property
     def evidence(self) -> float:
@@ -44,38 +39,44 @@ class _Load:
         """Over plain decoding, of these blocks."""
         return self.plain_s / self.seconds - 1
 
-    @property
-    def pays_too_little(self) -> bool:
-        """As surely as after a whole window: what has shown less yet must have gained that much less."""
-        doubt = CHANCE * max(0.0, math.sqrt(WINDOW / self.evidence) - 1)
-        return self.gain < GAIN - doubt
 
-    @property
-    def over(self) -> bool:
-        """Whether these blocks say all that a window can."""
-        return self.evidence >= WINDOW
+class Backoff:
+    """Decides for every load (numbers of rows that are alike to a factor of 1.4) whether to speculate.
 
+    window: blocks of evidence that say what speculating is worth; with fewer it depends on whose they are.
+    min_blocks: before anything is decided. min_gain: over plain decoding; less does not pay, since what prompts take
+    longer is not in it. deviation: three standard deviations of the gain that `window` blocks show.
+    shortest, longest: steps of a back-off, which doubles while trying again shows nothing new.
+    """
 
-class Rest:
-    """Decides at every load (numbers of rows that are alike to a factor of 1.4) whether to rest."""
-
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        *,
+        window: int = 2048,
+        min_blocks: int = 512,
+        min_gain: float = 0.02,
+        deviation: float = 0.08,
+        shortest: int = 256,
+        longest: int = 4096,
+    ) -> None:
+        self._window, self._min_blocks = window, min_blocks
+        self._min_gain, self._deviation = min_gain, deviation
+        self._shortest, self._longest = shortest, longest
         self._loads = defaultdict[int, _Load](_Load)
 
-    def resting(self, rows: int) -> bool:
-        """Whether the next step, of so many rows, is one of a rest."""
-        return rows > 0 and self._loads[_load(rows)].left > 0
+    def active(self, rows: int) -> bool:
+        """Whether the next step, of so many rows, decodes plainly."""
+        return rows > 0 and self._loads[_load(rows)].steps_left > 0
 
     def observe(self, shape: StepShape, num_tokens: int, seconds: float, plain_s: float) -> None:
-        """Learn from a step without prompts, which emitted so many tokens and would have taken plain_s at rest.
+        """Learn from a step without prompts, which emitted so many tokens and would have taken plain_s backed off.
 
-        While awake only steps count of which the policy chose all block sizes.
+        While speculating only steps count of which the policy chose all block sizes.
         """
         rows = len(shape.sizes)
-        key = _load(rows)
-        load = self._loads[key]
-        if load.left:
-            load.left -= 1
+        load = self._loads[_load(rows)]
+        if load.steps_left:
+            load.steps_left -= 1
             return
         if shape.num_chosen < rows:
             return
@@ -83,12 +84,18 @@ class Rest:
         load.num_drafted += sum(size > 1 for size in shape.sizes)
         load.plain_s += num_tokens / rows * plain_s
         load.seconds += seconds
-        if load.num_blocks < SHORTEST_WINDOW:
+        if load.num_blocks < self._min_blocks:
             return
-        if load.pays_too_little:  # at rest, for twice as long as the last time if nothing paid since
-            self._loads[key] = _Load(length=min(2 * load.length, LONGEST), left=load.length)
-        elif load.over:
-            self._loads[key] = _Load()
+        if self._pays_too_little(load):
+            length = load.next_length or self._shortest
+            self._loads[_load(rows)] = _Load(next_length=min(2 * length, self._longest), steps_left=length)
+        elif load.evidence >= self._window:
+            self._loads[_load(rows)] = _Load()
+
+    def _pays_too_little(self, load: _Load) -> bool:
+        """As surely as after a whole window: what has shown less yet must have gained that much less."""
+        doubt = self._deviation * max(0.0, math.sqrt(self._window / load.evidence) - 1)
+        return load.gain < self._min_gain - doubt
 
 
 def _load(rows: int) -> int:

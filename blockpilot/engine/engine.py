@@ -1,97 +1,92 @@
 """The batched decoding engine: requests share one batch of slots, each with its own block size.
 
-A step drafts a block for every row, lets the target score all blocks in one pass, and commits what the keyed sampler
-confirms (verify.py). Rows have their own lengths, block sizes, seeds and limits. The target sees the blocks side by
-side without padding (packing.py), and the prompts of new requests beside them; the draft sees only the blocks of rows
-that draft: a wide block costs its own tokens, not everybody's. Block size 1 is plain autoregressive decoding through
-the same code.
+A step drafts a block for every row that drafts, lets the target score all blocks in one pass, and commits what the
+keyed sampler confirms (sampling.py). Rows have their own lengths, block sizes, seeds and limits. The target sees the
+blocks side by side without padding (models/packing.py), and the prompts of new requests beside them; the draft sees
+only the blocks of rows that draft. Block size 1 is plain autoregressive decoding through the same code.
 
-State of a row: `tokens` are final; the target's cache holds all but the last one, the anchor; the draft's cache holds
-the projected context of the same positions.
+How much a row drafts is the controller's business (control/controller.py).
 """
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from blockpilot.control.choose import choose
-from blockpilot.control.price import StepCosts
+from blockpilot.control.baselines import FixedPolicy
+from blockpilot.control.controller import Controller, read
 from blockpilot.engine.detokenize import TextStream
-from blockpilot.engine.sampling import count_accepted, keyed_sample
+from blockpilot.engine.drafting import Drafter
+from blockpilot.engine.rows import Row
+from blockpilot.engine.sampling import keyed_sample
 from blockpilot.models.packing import Packing, SideBySide
 from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
-from blockpilot.types import (
-    FinishReason,
-    Forecast,
-    Policy,
-    Prefill,
-    Reader,
-    Request,
-    Sampling,
-    Step,
-    StepShape,
-    TokenLogprobs,
-)
+from blockpilot.types import MAX_BLOCK_SIZE, Policy, Prefill, Request, Sampling, Step, StepShape
 
-MAX_PREFILL_TOKENS = 8192  # of prompts in one step, unless told otherwise
-MAX_PENDING = 8  # plain steps that the draft's cache is filled with together
+MAX_PREFILL_TOKENS = 8192
 
 
-@dataclass(eq=False)
-class _Row:
-    request_id: int
-    request: Request
-    limit: int
-    tokens: list[int]
-    text: TextStream | None
-    num_cached: int = 0  # prompt tokens that went through the target, until all have
-    block_size: int = 0  # until it is decided
-    forecast: Forecast | None = None
-    drafts: bool = True  # the draft knows its context
-    finished: bool = False
+class Part(NamedTuple):
+    """Rows in neighbouring slots, and what of them goes through the target: tokens [N], packed."""
 
-    @property
-    def anchor_position(self) -> int:
-        return len(self.tokens) - 1
-
-    @property
-    def next_block_size(self) -> int:
-        return min(self.block_size, self.limit - len(self.tokens))
-
-
-class _Part(NamedTuple):
-    """Rows in slots that follow each other, and what of them goes through the target: tokens [N], packed."""
-
-    rows: list[_Row]
+    rows: list[Row]
     packing: Packing
     tokens: Tensor
 
 
-class _Known(NamedTuple):
-    """What the draft is to know of some tokens, and where its cache keeps it.
+class Work(NamedTuple):
+    """What a step takes in: the blocks of rows that decode, and prompts, whose last one may be cut."""
 
-    values [1, N, ...] are the target's features, or the context vectors that the draft makes of them.
+    blocks: Part | None
+    prompts: Part | None
+
+    @property
+    def parts(self) -> list[Part]:
+        return [part for part in self if part is not None]
+
+    @property
+    def num_block_tokens(self) -> int:
+        return self.blocks.packing.num_tokens if self.blocks is not None else 0
+
+    @property
+    def prompt_ends(self) -> dict[Row, int]:
+        """Rows whose prompt ends in this step, and where in the step's tokens its last one lies."""
+        if self.prompts is None:
+            return {}
+        packing = self.prompts.packing
+        placed = zip(self.prompts.rows, packing.firsts, packing.sizes, strict=True)
+        return {row: self.num_block_tokens + first + n - 1 for row, first, n in placed if n == row.num_uncached}
+
+    @property
+    def shape(self) -> StepShape:
+        return StepShape(
+            sizes=self.blocks.packing.sizes if self.blocks is not None else (),
+            num_prompt_tokens=self.prompts.packing.num_tokens if self.prompts is not None else 0,
+            num_chosen=sum(row.forecast is not None for row in self.blocks.rows) if self.blocks is not None else 0,
+        )
+
+
+class StepScores(NamedTuple):
+    """What the target says of a step's tokens [N].
+
+    logits [M, vocab]: of the blocks' tokens, then of the last token of every prompt that ends. contexts [N, hidden]:
+    the draft's context vectors; None where no row may draft.
     """
 
-    values: Tensor
-    slots: Tensor  # [1, N]
-    positions: Tensor  # [1, N]
+    logits: Tensor
+    contexts: Tensor | None
 
 
 class Engine:
     """Continuous batch of up to `num_slots` requests of at most `max_length` tokens (prompt and output).
 
-    Not thread-safe: one caller adds, cancels and steps. `policy` and `costs` may be replaced between steps. Costs
-    are what a policy's forecasts are weighed with, by default those that it carries; without any, steps cost alike.
-    `last_shape` tells what the last step took in. While `resting`, what a policy could choose for decodes plainly,
-    and such requests never draft later: what the draft would have to know of them is left out. A step takes in
-    `max_prefill_tokens` tokens of prompts at most, so a long prompt takes several steps, and requests that decode
-    go on meanwhile.
+    Not thread-safe: one caller adds, cancels and steps. Block sizes are those that `policy` chooses, by default the
+    draft's trained one; a `controller` stands for a policy together with what it is weighed with, and may be replaced
+    between steps. A step takes in `max_prefill_tokens` tokens of prompts at most, so a long prompt takes several
+    steps, and requests that decode go on meanwhile.
     """
 
     def __init__(
@@ -101,8 +96,8 @@ class Engine:
         num_slots: int = 8,
         max_length: int = 2048,
         policy: Policy | None = None,
-        costs: StepCosts | None = None,
-        max_block_size: int = 32,
+        controller: Controller | None = None,
+        max_block_size: int = MAX_BLOCK_SIZE,
         max_prefill_tokens: int = MAX_PREFILL_TOKENS,
     ) -> None:
         for name, value in (("num_slots", num_slots), ("max_prefill_tokens", max_prefill_tokens)):
@@ -110,23 +105,20 @@ class Engine:
                 raise ValueError(f"{name} {value}: must be at least 1")
         if not 2 <= max_length <= pair.max_length:
             raise ValueError(f"max_length {max_length}: must be 2 to {pair.max_length}, the target's context")
+        if policy is not None and controller is not None:
+            raise ValueError("policy and controller: give one, a controller has a policy of its own")
         self.pair = pair
-        self.policy = policy
-        self.costs: StepCosts | None = getattr(policy, "costs", None) if costs is None else costs
+        self.controller = controller or Controller(policy or FixedPolicy(pair.block_size))
         self.num_slots, self.max_length, self.max_block_size = num_slots, max_length, max_block_size
         self.max_prefill_tokens = max_prefill_tokens
-        self._target = Target(pair.target, pair.draft.options.target_layer_ids)
-        self._draft = pair.draft
         self._device = pair.target.device
-        self._target_cache = self._target.new_cache(num_slots, max_length)
-        self._draft_cache = self._draft.new_cache(num_slots, max_length)
-        self._rows: list[_Row] = []  # those that decode, by slot
-        self._partial: _Row | None = None  # one whose prompt is taken in, in the slot after theirs
-        self._waiting: deque[_Row] = deque()
-        self._pending: list[_Known] = []
+        self._target = Target(pair.target, pair.draft.options.target_layer_ids)
+        self._cache = self._target.new_cache(num_slots, max_length)
+        self._drafter = Drafter(pair.draft, self._target, num_slots, max_length)
+        self._rows: list[Row] = []  # those that decode, by slot
+        self._partial: Row | None = None  # the one whose prompt is taken in by parts, in the slot after theirs
+        self._waiting: deque[Row] = deque()
         self._next_id = 0
-        self.resting = False
-        self.last_shape = StepShape()
 
     @property
     def num_active(self) -> int:
@@ -150,24 +142,23 @@ class Engine:
     @property
     def cache_bytes(self) -> int:
         """Memory of both caches; fixed for the engine's life."""
-        return self._target_cache.num_bytes + self._draft_cache.num_bytes
+        return self._cache.num_bytes + self._drafter.cache.num_bytes
 
     def check(self, request: Request) -> None:
         """Raise ValueError for a request that this engine cannot serve."""
-        num_prompt_tokens = len(request.prompt_ids)
+        num_prompt_tokens, vocab_size = len(request.prompt_ids), self.pair.vocab_size
         if num_prompt_tokens == 0:
             raise ValueError("prompt is empty: at least 1 token is needed")
         if num_prompt_tokens >= self.max_length:
             raise ValueError(
                 f"prompt of {num_prompt_tokens} tokens: at most {self.max_length - 1} leave room for an answer"
             )
-        outside = [t for t in request.prompt_ids if not 0 <= t < self.pair.vocab_size]
-        if outside:
-            raise ValueError(f"prompt token {outside[0]}: must be 0 to {self.pair.vocab_size - 1}")
+        if outside := [t for t in request.prompt_ids if not 0 <= t < vocab_size]:
+            raise ValueError(f"prompt token {outside[0]}: must be 0 to {vocab_size - 1}")
         if request.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens {request.max_new_tokens}: must be at least 1")
-        if request.num_logprobs is not None and not 0 <= request.num_logprobs <= self.pair.vocab_size:
-            raise ValueError(f"num_logprobs {request.num_logprobs}: must be 0 to {self.pair.vocab_size}")
+        if request.num_logprobs is not None and not 0 <= request.num_logprobs <= vocab_size:
+            raise ValueError(f"num_logprobs {request.num_logprobs}: must be 0 to {vocab_size}")
         if request.block_size is not None:
             self._check_block_size(request.block_size, "block_size")
 
@@ -177,8 +168,8 @@ class Engine:
         request_id, self._next_id = self._next_id, self._next_id + 1
         text = TextStream(self.pair.tokenizer, request.stop_strings) if request.stop_strings else None
         limit = min(len(request.prompt_ids) + request.max_new_tokens, self.max_length)
-        size = request.block_size
-        row = _Row(request_id, request, limit, list(request.prompt_ids), text, block_size=size or 0, drafts=size != 1)
+        row = Row(request_id, request, limit, list(request.prompt_ids), text)
+        row.block_size, row.can_draft = request.block_size or 0, request.block_size != 1
         self._waiting.append(row)
         return request_id
 
@@ -192,120 +183,178 @@ class Engine:
         self._retire()
 
     def set_block_size(self, request_id: int, block_size: int) -> None:
-        """From the next step on, verify blocks of this size for a request that holds a slot.
+        """Verify blocks of this size for a request that decodes, from the next step on.
 
-        Raises ValueError for a size out of range, for an id without a slot, and for a request that was added with
-        block size 1 or went through a rest: the draft has not seen its context.
+        Raises ValueError for a size out of range, for an id that does not decode, and for a request whose context the
+        draft has not seen: one that was added with block size 1, or met a back-off.
         """
         self._check_block_size(block_size, "block_size")
         row = next((row for row in self._rows if row.request_id == request_id), None)
         if row is None:
             raise ValueError(f"request {request_id}: holds no slot")
-        if block_size > 1 and not row.drafts:
+        if block_size > 1 and not row.can_draft:
             raise ValueError(f"request {request_id}: decodes plainly and cannot draft any more")
         row.block_size, row.forecast = block_size, None
 
     @torch.inference_mode()
     def step(self) -> list[Step]:
-        """Advance every row that decodes by one block and take in prompts, as many tokens as one step may.
+        """Advance every row that decodes by one block, and take in as many prompt tokens as a step may.
 
-        Blocks and prompts go through the target in one pass, whose weights are read once for all.
+        One pass of the target over blocks and prompts together, whose weights are read once for all, and at most one
+        pass of the draft.
         """
-        blocks, prompts = self._next_blocks(), self._next_prompts()
-        self.last_shape = self._shape(blocks, prompts)
-        parts = [part for part in (blocks, prompts) if part is not None]
-        if not parts:
+        self.controller.begin()
+        work = self._schedule()
+        if not work.parts:
             return []
-        hidden, features = self._score(parts)
-        contexts = None
-        if features is not None:
-            contexts = self._take_in(features, can_wait=prompts is None and parts[0].packing.width == 1)
-        num_blocks = 0 if blocks is None else blocks.packing.num_tokens
-        through, read = list[_Row](), hidden[:num_blocks]
-        if prompts is not None:
-            through, places = self._advance(prompts)
-            last = [num_blocks + place for place in places]
-            read = torch.cat([read, hidden[last]])
-        logits = self._target.logits(read)
-        steps = []
-        if blocks is not None:
-            steps += self._confirm(blocks, logits[:num_blocks], contexts)
-        if through:
-            last_contexts = None if contexts is None else contexts[last].float()
-            steps += self._begin(through, logits[num_blocks:].float(), last_contexts)
+        shape = work.shape
+        self._draft(work.blocks)
+        scores = self._score(work)
+        steps = self._commit(work, scores)
         self._retire()
+        self.controller.finish(shape, sum(len(step.tokens) for step in steps), self.num_decoding)
         return steps
 
-    def _shape(self, blocks: _Part | None, prompts: _Part | None) -> StepShape:
-        num_prompt_tokens = 0 if prompts is None else prompts.packing.num_tokens
-        if blocks is None:
-            return StepShape(num_prompt_tokens=num_prompt_tokens)
-        num_chosen = sum(row.forecast is not None for row in blocks.rows)
-        return StepShape(blocks.packing.sizes, self._mean_length, num_prompt_tokens, num_chosen)
+    # --- schedule ---
 
-    @property
-    def _mean_length(self) -> int:
-        """Tokens of a row that decodes."""
-        return sum(len(row.tokens) for row in self._rows) // len(self._rows)
+    def _schedule(self) -> Work:
+        """The rows that decode, with the block size of each, and the prompts that go in beside them."""
+        return Work(self._schedule_blocks(), self._schedule_prompts())
 
-    def _next_blocks(self) -> _Part | None:
-        """Anchors and drafted tokens of the rows that decode, for the size that each has in this step."""
+    def _schedule_blocks(self) -> Part | None:
+        """Blocks of the rows that decode: their anchors, and room for the drafted tokens."""
         if not self._rows:
             return None
-        self._choose()
         rows = list(self._rows)
+        self._choose_sizes(rows)
         packing = Packing([row.next_block_size for row in rows], [row.anchor_position for row in rows], self._device)
-        tokens = self._tensor([row.tokens[-1] for row in rows])[packing.rows]
-        if packing.width > 1:
-            self._catch_up()
-            self._draft_into(tokens, packing)
-        return _Part(rows, packing, tokens)
+        return Part(rows, packing, self._tensor([row.tokens[-1] for row in rows])[packing.rows])
 
-    def _next_prompts(self) -> _Part | None:
-        """Prompts in order, of which the last may fit one step in part only."""
+    def _choose_sizes(self, rows: Sequence[Row]) -> None:
+        """Set this step's block sizes of the rows that have a forecast."""
+        if not self.controller.speculates:
+            for row in rows:
+                row.stop_drafting()
+        choosing = [(row, row.forecast) for row in rows if row.forecast is not None]
+        others = [row.next_block_size for row in rows if row.forecast is None]
+        sizes = self.controller.sizes([forecast for _, forecast in choosing], others)
+        for (row, _), size in zip(choosing, sizes, strict=True):
+            row.block_size = size
+
+    def _schedule_prompts(self) -> Part | None:
+        """Prompts in the order of the requests, as many tokens as a step may take: the last one may be cut."""
         rows = [] if self._partial is None else [self._partial]
-        left = self.max_prefill_tokens - sum(len(row.tokens) - row.num_cached for row in rows)
+        left = self.max_prefill_tokens - sum(row.num_uncached for row in rows)
         while self._waiting and left > 0 and len(self._rows) + len(rows) < self.num_slots:
             rows.append(self._waiting.popleft())
-            left -= len(rows[-1].tokens)
+            left -= rows[-1].num_uncached
         if not rows:
             return None
-        self._let_rest(rows)
-        sizes = [len(row.tokens) - row.num_cached for row in rows]
+        if not self.controller.speculates:
+            for row in rows:
+                row.stop_drafting()
+        sizes = [row.num_uncached for row in rows]
         sizes[-1] += min(left, 0)
         packing = Packing(sizes, [row.num_cached for row in rows], self._device)
         tokens = [t for row, n in zip(rows, sizes, strict=True) for t in row.tokens[row.num_cached :][:n]]
-        return _Part(rows, packing, self._tensor(tokens))
+        return Part(rows, packing, self._tensor(tokens))
 
-    def _score(self, parts: Sequence[_Part]) -> tuple[Tensor, _Known | None]:
-        """Run tokens of rows, whose slots follow each other from the first on, through the target.
+    # --- draft and score ---
 
-        Returns hidden [N, hidden], and the features where some row drafts.
+    def _draft(self, blocks: Part | None) -> None:
+        """Fill in the drafted tokens of the blocks, in one pass of the draft over the rows that draft."""
+        if blocks is None or blocks.packing.width == 1:
+            return
+        sizes = blocks.packing.sizes
+        slots = [slot for slot, size in enumerate(sizes) if size > 1]
+        rows = [blocks.rows[slot] for slot in slots]
+        anchors = self._tensor([row.tokens[-1] for row in rows])
+        starts = [row.anchor_position for row in rows]
+        hidden = self._drafter.propose(slots, [sizes[slot] for slot in slots], starts, anchors)
+        offsets = [range(1, sizes[slot]) for slot in slots]
+        blocks.tokens[blocks.packing.after_first] = self._draw(self._target.logits(hidden), rows, offsets)
+
+    def _draw(self, logits: Tensor, rows: Sequence[Row], offsets: Sequence[range]) -> Tensor:
+        """Tokens [M] drawn from logits [M, vocab], each so far after its row's anchor as `offsets` [R] list.
+
+        Draft and target draw a position's token with the same key: where their distributions agree, so do the tokens,
+        at any temperature (coupling by shared randomness, arXiv 2408.07978).
         """
-        together = SideBySide([part.packing for part in parts])
-        rows = [row for part in parts for row in part.rows]
-        slots, positions = together.rows[None], together.positions[None]
-        view = self._target_cache.view(slots, positions, slice(0, len(rows)), together.length)
-        tokens = torch.cat([part.tokens for part in parts])[None]
-        drafts = any(row.drafts for row in rows)
-        scored = self._target.score(tokens, positions, view, features=drafts, packing=together)
-        features = None if scored.features is None else _Known(scored.features, slots, positions)
-        return scored.hidden[0], features
+        positions = [row.anchor_position + i for row, listed in zip(rows, offsets, strict=True) for i in listed]
+        sampling = [row.request.sampling for row, listed in zip(rows, offsets, strict=True) for _ in listed]
+        return keyed_sample(logits, positions, sampling)
 
-    def _advance(self, prompts: _Part) -> tuple[list[_Row], list[int]]:
-        """Note what of the prompts is cached now; returns rows that are through, and their last tokens' places."""
-        self._partial = None
-        sizes = prompts.packing.sizes
-        for row, size in zip(prompts.rows, sizes, strict=True):
-            row.num_cached += size
-        last = [first + size - 1 for first, size in zip(prompts.packing.firsts, sizes, strict=True)]
-        if prompts.rows[-1].num_cached == len(prompts.rows[-1].tokens):
-            return prompts.rows, last
-        self._partial = prompts.rows[-1]
-        return prompts.rows[:-1], last[:-1]
+    def _score(self, work: Work) -> StepScores:
+        """One pass of the target over all parts, whose slots follow each other from the first on.
 
-    def _begin(self, rows: list[_Row], logits: Tensor, contexts: Tensor | None) -> list[Step]:
-        """First tokens, and decisions of the policy, for rows whose prompts are through and that decode from now on.
+        The draft's cache is kept up with every row where any may draft.
+        """
+        packing = SideBySide([part.packing for part in work.parts])
+        rows = [row for part in work.parts for row in part.rows]
+        tokens = torch.cat([part.tokens for part in work.parts])[None]
+        slots, positions = packing.rows, packing.positions
+        view = self._cache.view(slots[None], positions[None], slice(0, len(rows)), packing.length)
+        may_draft = any(row.can_draft for row in rows)
+        scored = self._target.score(tokens, positions[None], view, features=may_draft, packing=packing)
+        contexts = None
+        if scored.features is not None:
+            contexts = self._drafter.keep_up(scored.features, slots, positions)
+        num, ends = work.num_block_tokens, list(work.prompt_ends.values())
+        hidden = scored.hidden[0]
+        read_from = torch.cat([hidden[:num], hidden[ends]]) if ends else hidden[:num]
+        return StepScores(self._target.logits(read_from), contexts)
+
+    # --- commit and retire ---
+
+    def _commit(self, work: Work, scores: StepScores) -> list[Step]:
+        """Make final what the target confirms of every block, and begin the answers of prompts that are through."""
+        num, ends = work.num_block_tokens, work.prompt_ends
+        steps = []
+        if work.blocks is not None:
+            steps += self._verify(work.blocks, scores.logits[:num], scores.contexts)
+        if work.prompts is not None:
+            for row, size in zip(work.prompts.rows, work.prompts.packing.sizes, strict=True):
+                row.num_cached += size
+            last = work.prompts.rows[-1]
+            self._partial = None if last in ends else last
+        if ends:
+            contexts = None if scores.contexts is None else scores.contexts[list(ends.values())].float()
+            steps += self._begin(list(ends), scores.logits[num:].float(), contexts)
+        return steps
+
+    def _verify(self, blocks: Part, logits: Tensor, contexts: Tensor | None) -> list[Step]:
+        """Steps of the rows that decode: logits [N, vocab] of their blocks' tokens.
+
+        contexts [N or more, draft hidden] begin with those tokens' context vectors.
+        """
+        packing = blocks.packing
+        chosen = self._draw(logits, blocks.rows, [range(1, size + 1) for size in packing.sizes]).tolist()
+        drafted, steps, last = blocks.tokens.tolist(), [], []
+        for row, first, size, scored in zip(
+            blocks.rows, packing.firsts, packing.sizes, logits.split(packing.sizes), strict=True
+        ):
+            steps.append(row.verify(drafted[first + 1 : first + size], chosen[first : first + size], scored))
+            last.append(first + steps[-1].num_accepted)
+        if contexts is not None:
+            self._read_forecasts(blocks.rows, contexts, last)
+        return steps
+
+    def _read_forecasts(self, rows: Sequence[Row], contexts: Tensor, last: Sequence[int]) -> None:
+        """Let policies that read every step see what the next one starts from.
+
+        contexts [N, draft hidden] are this step's; last [R] is the place of each row's last final token among them.
+        """
+        reading = [
+            (row, place, row.forecast)
+            for row, place in zip(rows, last, strict=True)
+            if row.forecast is not None and row.forecast.reader is not None and not row.finished
+        ]
+        if reading:
+            anchors = self._target.embed(self._tensor([row.tokens[-1] for row, _, _ in reading]))
+            read([forecast for _, _, forecast in reading], contexts[[place for _, place, _ in reading]], anchors)
+
+    def _begin(self, rows: list[Row], logits: Tensor, contexts: Tensor | None) -> list[Step]:
+        """First tokens, and decisions of the policy, of rows that decode from now on.
 
         logits [R, vocab] and the context vectors [R, draft hidden] are those of the last prompt tokens.
         """
@@ -316,18 +365,17 @@ class Engine:
         steps = []
         for i, row in enumerate(rows):
             prefill = Prefill(logits[i], None, lengths[i], row.request.sampling.temperature)
-            if contexts is not None and row.drafts:
+            if contexts is not None and row.can_draft:
                 prefill = prefill._replace(context=contexts[i], anchor=anchors[i])
             self._decide(row, prefill)
-            step = _commit(row, [chosen[i]], 0, 0, prefill)
-            steps.append(_with_logprobs(step, row, logits[i : i + 1]))
+            steps.append(row.commit([chosen[i]], logits[i : i + 1], prefill=prefill))
         return steps
 
-    def _decide(self, row: _Row, prefill: Prefill) -> None:
-        """Set the block size of a row for good, or the forecast to choose from at every step, unless it is known."""
+    def _decide(self, row: Row, prefill: Prefill) -> None:
+        """Set a row's block size for good, or the forecast to choose from at every step, unless it is fixed."""
         if row.block_size:
             return
-        decided = self.pair.block_size if self.policy is None else self.policy(prefill)
+        decided = self.controller.decide(prefill)
         if isinstance(decided, int):
             self._check_block_size(decided, "the policy's block size")
             row.block_size = decided
@@ -335,109 +383,8 @@ class Engine:
             self._check_block_size(decided.candidates[-1], "the policy's largest block size")
             row.forecast = decided
 
-    def _choose(self) -> None:
-        """Set the block sizes of this step for the rows that have a forecast."""
-        self._let_rest(self._rows)
-        forecasts = [row.forecast for row in self._rows if row.forecast is not None]
-        if not forecasts:
-            return
-        others = [row.next_block_size for row in self._rows if row.forecast is None]
-        chosen = iter(choose(forecasts, self.costs, self._mean_length, others))
-        for row in self._rows:
-            if row.forecast is not None:
-                row.block_size = next(chosen)
-
-    def _let_rest(self, rows: Sequence[_Row]) -> None:
-        """While resting, give up drafting for rows that a policy may choose for."""
-        for row in rows if self.resting else ():
-            if row.forecast is not None or not row.block_size:
-                row.drafts, row.forecast, row.block_size = False, None, 1
-
-    def _read(self, contexts: Tensor, last: list[int]) -> None:
-        """Let policies that read every step see what the next starts from: contexts [N, hidden] of this one.
-
-        last [R] is the place of each row's last final token among them.
-        """
-        readers: dict[Reader, list[int]] = {}
-        for i, row in enumerate(self._rows):
-            if row.forecast is not None and row.forecast.reader is not None and not row.finished:
-                readers.setdefault(row.forecast.reader, []).append(i)
-        for reader, index in readers.items():
-            before = contexts[[last[i] for i in index]]
-            anchors = self._target.embed(self._tensor([self._rows[i].tokens[-1] for i in index]))
-            reader.read([self._rows[i].forecast for i in index], before, anchors)
-
-    def _confirm(self, blocks: _Part, logits: Tensor, contexts: Tensor | None) -> list[Step]:
-        """Commit of every block what the target confirms: logits [N, vocab] of the blocks' tokens.
-
-        contexts [N or more, draft hidden] begin with the tokens' context vectors.
-        """
-        packing = blocks.packing
-        chosen = self._draw(logits, [range(1, size + 1) for size in packing.sizes]).tolist()
-        drafted = blocks.tokens.tolist()
-        steps = []
-        for row, first, size, scored in zip(
-            blocks.rows, packing.firsts, packing.sizes, logits.split(packing.sizes), strict=True
-        ):
-            step = _verify(row, drafted[first + 1 : first + size], chosen[first : first + size])
-            steps.append(_with_logprobs(step, row, scored))
-        if contexts is not None:
-            last = [first + step.num_accepted for first, step in zip(packing.firsts, steps, strict=True)]
-            self._read(contexts, last)
-        return steps
-
-    def _draft_into(self, tokens: Tensor, packing: Packing) -> None:
-        """Put the draft's tokens into the slots 1 .. of the packed blocks [N], in place."""
-        drafting = [slot for slot, size in enumerate(packing.sizes) if size > 1]
-        blocks = packing
-        if len(drafting) < len(self._rows):
-            starts = [self._rows[slot].anchor_position for slot in drafting]
-            blocks = Packing([packing.sizes[slot] for slot in drafting], starts, self._device)
-        slots, positions = self._tensor(drafting), blocks.positions[None]
-        rows = slice(0, len(drafting)) if blocks is packing else slots
-        view = self._draft_cache.view(slots[blocks.rows][None], positions, rows, blocks.length)
-        anchors = self._tensor([self._rows[slot].tokens[-1] for slot in drafting])[blocks.rows]
-        block = torch.where(blocks.offsets == 0, anchors, self._draft.options.mask_token_id)
-        embedded = self._target.embed(block).to(self._draft.dtype)
-        hidden = self._draft.propose(embedded[None], positions, view, blocks)[0]
-        logits = self._target.logits(hidden[_drafts(blocks, self._device)])
-        tokens[_drafts(packing, self._device)] = self._draw(logits, [range(1, size) for size in packing.sizes])
-
-    def _draw(self, logits: Tensor, offsets: Sequence[range]) -> Tensor:
-        """Tokens [M] drawn from logits [M, vocab], each so far after its row's anchor as `offsets` [R] list.
-
-        Draft and target draw a position's token with the same key: where their distributions agree, so do the tokens,
-        at any temperature (coupling by shared randomness, arXiv 2408.07978).
-        """
-        positions, sampling = [], []
-        for row, listed in zip(self._rows, offsets, strict=True):
-            positions += [row.anchor_position + offset for offset in listed]
-            sampling += [row.request.sampling] * len(listed)
-        return keyed_sample(logits, positions, sampling)
-
-    def _take_in(self, features: _Known, can_wait: bool) -> Tensor:
-        """Give the draft what it will know of this step; returns the context vectors [N, hidden].
-
-        Where nothing is drafted its cache can wait, and is cheaper to fill with several steps together.
-        """
-        known = features._replace(values=self._draft.fuse(features.values.to(self._draft.dtype)))
-        self._pending.append(known)
-        if not can_wait or len(self._pending) >= min(MAX_PENDING, len(self._rows)):
-            self._catch_up()
-        return known.values[0]
-
-    def _catch_up(self) -> None:
-        """Give the draft all that was put off."""
-        if self._pending:
-            together = _Known(*(torch.cat(parts, dim=1) for parts in zip(*self._pending, strict=True)))
-            self._pending.clear()
-            view = self._draft_cache.view(together.slots, together.positions, slice(0, 0), 0)
-            self._draft.extend(together.values, together.positions, view)
-
     def _retire(self) -> None:
         """Drop finished rows, keeping slots dense: the last row moves into each hole."""
-        if any(row.finished for row in self._rows):
-            self._catch_up()
         before = len(self._rows)
         for slot in reversed(range(before)):
             if not self._rows[slot].finished:
@@ -450,67 +397,15 @@ class Engine:
             self._move(before, len(self._rows), self._partial.num_cached)
 
     def _move(self, source: int, destination: int, length: int) -> None:
-        for cache in (self._target_cache, self._draft_cache):
+        for cache in (self._cache, self._drafter.cache):
             cache.move(source, destination, length)
 
     def _check_block_size(self, block_size: int, name: str) -> None:
         if not 1 <= block_size <= self.max_block_size:
             raise ValueError(f"{name} {block_size}: must be 1 to {self.max_block_size}")
 
-    def _tensor(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+    def _tensor(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, device=self._device)
-
-
-def _drafts(packing: Packing, device: torch.device) -> Tensor:
-    """Where the drafted tokens of packed blocks lie: all but the anchors."""
-    places = (range(first + 1, first + size) for first, size in zip(packing.firsts, packing.sizes, strict=True))
-    return torch.tensor([place for of_block in places for place in of_block], device=device)
-
-
-def _verify(row: _Row, drafted: list[int], chosen: list[int]) -> Step:
-    """Emit the accepted prefix of `drafted` and the bonus token; both are the target's own choices."""
-    block_size, num_accepted = len(chosen), count_accepted(drafted, chosen)
-    if row.forecast is not None:
-        row.forecast.observe(block_size, num_accepted)
-    return _commit(row, chosen[: num_accepted + 1], block_size, num_accepted, None)
-
-
-def _commit(row: _Row, tokens: list[int], block_size: int, num_accepted: int, prefill: Prefill | None) -> Step:
-    """Append tokens up to the first that ends the request."""
-    emitted: list[int] = []
-    reason: FinishReason | None = None
-    for token in tokens:
-        row.tokens.append(token)
-        emitted.append(token)
-        if _stops(row, token):
-            reason = "stop"
-            break
-    if reason is None and len(row.tokens) >= row.limit:
-        reason = "length"
-    row.finished = reason is not None
-    return Step(row.request_id, tuple(emitted), block_size, min(num_accepted, len(emitted)), reason, prefill)
-
-
-def _with_logprobs(step: Step, row: _Row, logits: Tensor) -> Step:
-    """The step with log probabilities, if its request wants them; logits [n, vocab] begin with its first token's."""
-    num = row.request.num_logprobs
-    if num is None:
-        return step
-    scores = logits[: len(step.tokens)].float().log_softmax(dim=-1)
-    of_tokens = scores.gather(1, torch.tensor(step.tokens, device=scores.device)[:, None])[:, 0].tolist()
-    top = scores.topk(num, dim=-1)
-    pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-    likeliest = (tuple(zip(tokens, values, strict=True)) for tokens, values in pairs)
-    return replace(step, logprobs=tuple(map(TokenLogprobs, of_tokens, likeliest)))
-
-
-def _stops(row: _Row, token: int) -> bool:
-    if token in row.request.stop_token_ids:
-        return True
-    if row.text is None:
-        return False
-    row.text.push([token])
-    return row.text.stopped
 
 
 def cache_bytes(pair: Pair, num_slots: int, max_length: int) -> int:
@@ -525,7 +420,6 @@ def generate(
     *,
     block_size: int | None = None,
     policy: Policy | None = None,
-    costs: StepCosts | None = None,
     max_new_tokens: int = 128,
     temperature: float = 0.0,
     top_p: float = 1.0,
@@ -544,7 +438,7 @@ def generate(
         stop_strings,
     )
     max_length = max(2, min(len(request.prompt_ids) + max_new_tokens, pair.max_length))
-    engine = Engine(pair, num_slots=1, max_length=max_length, policy=policy, costs=costs)
+    engine = Engine(pair, num_slots=1, max_length=max_length, policy=policy)
     engine.add(request)
     while not engine.idle:
         yield from engine.step()

@@ -57,6 +57,12 @@ class Packing:
         """[N]: the place of every token in the padded rows."""
         return self.rows * self.width + self.offsets
 
+    @cached_property
+    def after_first(self) -> Tensor:
+        """[N - R]: all tokens but the first of every row: of blocks, the drafted ones."""
+        spans = zip(self.firsts, self.sizes, strict=True)
+        return torch.tensor([i for first, n in spans for i in range(first + 1, first + n)], device=self.rows.device)
+
     def _per_token(self, of_rows: Sequence[int]) -> Tensor:
         """A number of every row [R] as that of its tokens, [N]."""
         return torch.tensor(of_rows, device=self.rows.device)[self.rows]

@@ -7,10 +7,11 @@ from itertools import cycle, islice
 import numpy as np
 import pytest
 
-from blockpilot.control.pace import ALIKE, FADING, FIRST_LEVEL, LEVEL_STEP, MIXED, NOISE, PLAIN, RESTING, Pace
+from blockpilot.control.pace import ALIKE, BACKED_OFF, FIRST_LEVEL, LEVEL_STEP, MIXED, NOISE, PLAIN, Pace
 
 Seen = Sequence[tuple[str, int, float]]
-KINDS = (PLAIN, ALIKE, MIXED, RESTING)
+KINDS = (PLAIN, ALIKE, MIXED, BACKED_OFF)
+FADING = 4096  # the default
 
 
 def after(seen: Seen, most_rows: int = 16) -> Pace:
@@ -28,8 +29,8 @@ def relative(found: Pace, kind: str = ALIKE, rows: int = 4) -> float:
 
 def prior(a: tuple[str, int], b: tuple[str, int]) -> float:
     """Covariance of two offsets, by the words of pace.py."""
-    shared = (a[0] in (PLAIN, RESTING)) == (b[0] in (PLAIN, RESTING))
-    own = {PLAIN: 0.03, RESTING: 0.03, ALIKE: 0.05, MIXED: 0.2}[a[0]] ** 2 * (a[0] == b[0])
+    shared = (a[0] in (PLAIN, BACKED_OFF)) == (b[0] in (PLAIN, BACKED_OFF))
+    own = {PLAIN: 0.03, BACKED_OFF: 0.03, ALIKE: 0.05, MIXED: 0.2}[a[0]] ** 2 * (a[0] == b[0])
     return (0.04 * shared + own) * (1 if a[1] == b[1] else 0.5)
 
 
@@ -50,19 +51,22 @@ def test_it_is_the_regression_that_sees_all_steps_at_once() -> None:
 
     steps = list(enumerate(places, start=1))
     between = np.array([[covariance(a, i, b, j) for j, b in steps] for i, a in steps]) + NOISE**2 * np.eye(60)
-    for kind in (PLAIN, ALIKE, MIXED, RESTING):
+    for kind in (PLAIN, ALIKE, MIXED, BACKED_OFF):
         for rows in (1, 4, 8, 16):
             with_all = np.array([covariance((kind, rows), 60, b, j) for j, b in steps])
             assert math.log(found.factor(kind, rows)) == pytest.approx(
                 with_all @ np.linalg.solve(between, logs), abs=1e-6
             )
             apart = np.array(
-                [covariance((kind, rows), 60, b, j, 0) - covariance((RESTING, rows), 60, b, j, 0) for j, b in steps]
+                [
+                    covariance((kind, rows), 60, b, j, 0) - covariance((BACKED_OFF, rows), 60, b, j, 0)
+                    for j, b in steps
+                ]
             )
-            at_first = prior((kind, rows), (kind, rows)) + prior((RESTING, rows), (RESTING, rows))
-            at_first -= 2 * prior((kind, rows), (RESTING, rows))
+            at_first = prior((kind, rows), (kind, rows)) + prior((BACKED_OFF, rows), (BACKED_OFF, rows))
+            at_first -= 2 * prior((kind, rows), (BACKED_OFF, rows))
             left = at_first - apart @ np.linalg.solve(between, apart)
-            hoped = found.hoped(kind, rows, beside=RESTING)
+            hoped = found.optimistic(kind, rows, beside=BACKED_OFF)
             assert math.log(found.factor(kind, rows) / hoped) == pytest.approx(math.sqrt(left), abs=1e-6)
 
 
@@ -89,8 +93,8 @@ def test_kinds_that_take_turns_are_told_apart_whatever_the_pace(offset: float) -
 
 def test_a_change_of_the_pace_is_followed_within_a_few_steps() -> None:
     """As by longer texts, which no measured cost knows of."""
-    found = after([(RESTING, 16, 1.0)] * 100 + [(RESTING, 16, 1.4)] * 12)
-    assert found.factor(RESTING, 16) == pytest.approx(1.4, rel=0.03)
+    found = after([(BACKED_OFF, 16, 1.0)] * 100 + [(BACKED_OFF, 16, 1.4)] * 12)
+    assert found.factor(BACKED_OFF, 16) == pytest.approx(1.4, rel=0.03)
 
 
 def test_a_stall_is_not_what_steps_take() -> None:
@@ -112,7 +116,7 @@ def regret(seed: int, num: int = 600) -> float:
     noise = draws.normal(0, 0.09, num) * draws.choice([1, 3], num, p=[0.95, 0.05])
     for at in level + noise:
         found.observe(kind, 1, math.exp(at + offset * (kind == ALIKE)))
-        plain_s, drafting_s = (found.hoped(each, 1, beside=kind) for each in (PLAIN, ALIKE))
+        plain_s, drafting_s = (found.optimistic(each, 1, beside=kind) for each in (PLAIN, ALIKE))
         kind = ALIKE if math.log(drafting_s / plain_s) < advantage else PLAIN
         lost += abs(advantage - offset) * ((kind == ALIKE) != (advantage > offset))
     return lost / num
@@ -130,12 +134,12 @@ def test_hope_is_for_what_is_not_known() -> None:
     much_later = after([(PLAIN, 4, 1.0), (ALIKE, 4, 1.0)] * 50 + [(PLAIN, 4, 1.0)] * 10 * FADING)
 
     def hope(found: Pace) -> float:
-        return found.hoped(ALIKE, 4, beside=PLAIN) / found.factor(ALIKE, 4)
+        return found.optimistic(ALIKE, 4, beside=PLAIN) / found.factor(ALIKE, 4)
 
     assert hope(fresh) == pytest.approx(math.exp(-math.sqrt(0.08 + 0.03**2 + 0.05**2)))
     assert hope(fresh) < hope(later) < hope(both) < 1
     assert hope(fresh) == pytest.approx(hope(much_later), abs=0.03)
-    assert fresh.hoped(ALIKE, 4, beside=ALIKE) == fresh.factor(ALIKE, 4)
+    assert fresh.optimistic(ALIKE, 4, beside=ALIKE) == fresh.factor(ALIKE, 4)
 
 
 def test_what_was_found_of_a_kind_fades() -> None:

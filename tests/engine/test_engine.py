@@ -9,6 +9,7 @@ from torch import Tensor
 import blockpilot as bp
 from blockpilot.control.baselines import EVController, StaticForecast
 from blockpilot.control.choose import choose
+from blockpilot.control.controller import Controller
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.engine.engine import Engine, generate
 from blockpilot.models.cache import SlotView
@@ -322,7 +323,7 @@ def scripted_requests(pair: Pair, sampling: Sampling, num: int = 40) -> tuple[Pa
 def test_forecasts_never_change_the_text(tiny_pair: Pair, kind: str, temperature: float, num_slots: int) -> None:
     """One after the other, and in a batch with rows of fixed size, in fp32: the target's own text, token by token."""
     pair, requests = scripted_requests(tiny_pair, Sampling(temperature, seed=5))
-    engine = Engine(pair, num_slots=num_slots, max_length=128, policy=KINDS[kind](pair), costs=COSTS)
+    engine = Engine(pair, num_slots=num_slots, max_length=128, controller=Controller(KINDS[kind](pair), COSTS))
     steps = run(engine, requests)
     for request, of_request in zip(requests, steps, strict=True):
         expected = plain_text(tiny_pair, request.prompt_ids, request.max_new_tokens, request.sampling)
@@ -362,8 +363,7 @@ class Replica:
         assert [step.block_size for step in decoded if step.request_id not in self.forecasts] == others
         sizes: list[int] = []
         if choosing:
-            context = sum(self.lengths[step.request_id] for step in decoded) // len(decoded)
-            sizes = choose([self.forecasts[step.request_id] for step in choosing], costs, context, others)
+            sizes = choose([self.forecasts[step.request_id] for step in choosing], costs, others)
             rooms = [self.room(step.request_id) for step in choosing]
             assert [step.block_size for step in choosing] == [min(pair) for pair in zip(sizes, rooms, strict=True)]
         for step in decoded:
@@ -378,7 +378,7 @@ class Replica:
 def test_every_step_has_the_sizes_of_its_load(tiny_pair: Pair, num_slots: int, costs: bp.StepCosts | None) -> None:
     """Rows join and leave: each step's choice is that of `choose` for the rows that there are, at their lengths."""
     pair, requests = scripted_requests(tiny_pair, Sampling())
-    engine = Engine(pair, num_slots=num_slots, max_length=128, policy=KINDS["static"](pair), costs=costs)
+    engine = Engine(pair, num_slots=num_slots, max_length=128, controller=Controller(KINDS["static"](pair), costs))
     replica, seen = Replica(requests), []
     for request in requests:
         engine.add(request)
@@ -393,7 +393,7 @@ def test_running_means_see_every_step(tiny_pair: Pair, num_slots: int) -> None:
     """A controller that is told the engine's steps afterwards chooses the same sizes."""
     pair, requests = scripted_requests(tiny_pair, Sampling())
     controller = EVController(SIZES)
-    engine = Engine(pair, num_slots=num_slots, max_length=128, policy=EVController(SIZES), costs=COSTS)
+    engine = Engine(pair, num_slots=num_slots, max_length=128, controller=Controller(EVController(SIZES), COSTS))
     replica, seen = Replica(requests), []
     for request in requests:
         engine.add(request)
@@ -411,7 +411,7 @@ def test_a_reading_policy_chooses_by_what_a_replay_shows(tiny_pair: Pair) -> Non
     """One row: each step's size is that of a prediction from the replayed context and the anchor's embedding."""
     pair, requests = scripted_requests(tiny_pair, Sampling(0.9, seed=5))
     policy = reading_policy(pair)
-    engine = Engine(pair, num_slots=1, max_length=128, policy=policy, costs=COSTS)
+    engine = Engine(pair, num_slots=1, max_length=128, controller=Controller(policy, COSTS))
     [steps] = run(engine, requests[:1])
     known = known_text(pair, PROMPT, text_of(steps))
     assert known.context is not None
@@ -422,7 +422,7 @@ def test_a_reading_policy_chooses_by_what_a_replay_shows(tiny_pair: Pair) -> Non
     for step in steps[1:]:
         embedding = pair.target.get_input_embeddings()(known.tokens[0, anchor])
         policy.read([forecast], known.context[0, anchor - 1][None], embedding[None])
-        (size,) = choose([forecast], COSTS, anchor + 1)
+        (size,) = choose([forecast], COSTS)
         assert step.block_size == min(size, len(PROMPT) + 40 - anchor - 1)
         sizes.append(size)
         anchor += len(step.tokens)
@@ -570,10 +570,10 @@ def test_costs_are_given_or_the_policys_and_may_change(tiny_pair: Pair) -> None:
         return engine.step()[-1].block_size
 
     assert first_size(Engine(tiny_pair, max_length=64, policy=policy())) == 1
-    assert first_size(Engine(tiny_pair, max_length=64, policy=policy(), costs=cheap)) == 7
+    assert first_size(Engine(tiny_pair, max_length=64, controller=Controller(policy(), cheap))) == 7
     engine = Engine(tiny_pair, max_length=64, policy=KINDS["static"](tiny_pair))
     assert first_size(engine) == 7
-    engine.costs = dear
+    engine.controller = Controller(engine.controller.policy, dear)
     assert engine.step()[-1].block_size == 1
 
 

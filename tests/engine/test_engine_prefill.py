@@ -114,3 +114,20 @@ def test_forecasts_wait_for_the_whole_prompt(tiny_pair: Pair) -> None:
     for request, steps in zip(requests, run(engine, requests), strict=True):
         assert text_of(steps) == plain_text(tiny_pair, request.prompt_ids, request.max_new_tokens, Sampling())
         assert {step.block_size for step in steps[1:-2]} == {3}  # the limit cuts the last ones short
+
+
+def test_a_policy_sees_the_prefill(tiny_pair: Pair) -> None:
+    """Temperature and anchor are there for it, and the anchor is the first token's embedding."""
+    seen: list[Prefill] = []
+
+    def policy(prefill: Prefill) -> int:
+        seen.append(prefill)
+        return 2
+
+    engine = Engine(tiny_pair, num_slots=1, max_length=64, policy=policy)
+    engine.add(Request(PROMPT, 8, Sampling(temperature=0.7, seed=3)))
+    first = engine.step()[0]
+    assert seen[0].temperature == 0.7
+    embedding = tiny_pair.target.get_input_embeddings().weight[first.tokens[0]]
+    assert seen[0].anchor is not None
+    assert seen[0].anchor.equal(embedding)

@@ -1,0 +1,53 @@
+"""What an engine asks before a step, and tells after it: one object decides who drafts, and how much.
+
+The engine knows nothing of costs, back-offs or track records. A controller holds the policy and all adaptive state:
+another policy, or a fresh start, is another controller.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from blockpilot.control.choose import choose
+from blockpilot.control.price import StepCosts
+from blockpilot.types import Forecast, Policy, Prefill, Reader, StepShape
+
+
+class Controller:
+    """Block sizes by a policy; forecasts are weighed with fixed step costs.
+
+    Costs are by default those that the policy carries; without any, every step is taken to cost the same.
+    """
+
+    def __init__(self, policy: Policy, costs: StepCosts | None = None) -> None:
+        self.policy = policy
+        self.costs: StepCosts | None = getattr(policy, "costs", None) if costs is None else costs
+
+    @property
+    def speculates(self) -> bool:
+        """Whether rows may draft in the next step. Those that meet a False decode plainly to their end."""
+        return True
+
+    def begin(self) -> None:
+        """Called when a step begins."""
+
+    def decide(self, prefill: Prefill) -> int | Forecast:
+        """The block size of a request, or the forecast that every step's is chosen from."""
+        return self.policy(prefill)
+
+    def sizes(self, forecasts: Sequence[Forecast], others: Sequence[int]) -> list[int]:
+        """Block sizes of the next step for the rows with forecasts; `others` are those of the other rows."""
+        return choose(forecasts, self.costs, others)
+
+    def finish(self, shape: StepShape, num_tokens: int, num_rows: int) -> None:
+        """Called when a step ends: what it took in, the tokens that it emitted, and the rows of the next one."""
+
+
+def read(forecasts: Sequence[Forecast], contexts: Tensor, anchors: Tensor) -> None:
+    """Let the readers of forecasts predict the next steps: contexts [R, draft hidden], anchors [R, target hidden]."""
+    by_reader: dict[Reader, list[int]] = {}
+    for i, forecast in enumerate(forecasts):
+        if forecast.reader is not None:
+            by_reader.setdefault(forecast.reader, []).append(i)
+    for reader, index in by_reader.items():
+        reader.read([forecasts[i] for i in index], contexts[index], anchors[index])

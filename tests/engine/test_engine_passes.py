@@ -1,0 +1,150 @@
+"""A step of the engine is one pass of the target, and one of the draft where a row drafts: no other pass is made."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from blockpilot.control.baselines import EVController, StaticForecast
+from blockpilot.engine.engine import Engine
+from blockpilot.pairs.loading import Pair
+from blockpilot.policy.learned import LearnedPolicy
+from blockpilot.types import CandidateSet, Policy, Request, Sampling, Step
+from helpers.costs import linear_costs
+from helpers.engines import NEVER, PROMPT
+from helpers.passes import Passes, counting
+from helpers.policies import tiny_policy
+
+SIZES = CandidateSet((1, 2, 4, 7))
+LONG = tuple(range(10, 70))
+
+
+def request(num: int, block_size: int | None, prompt: Sequence[int] = PROMPT, **options: float) -> Request:
+    return Request(tuple(prompt), num, Sampling(**options), block_size, NEVER)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def passes(tiny_pair: Pair) -> Iterator[Callable[[], Passes]]:
+    with counting(tiny_pair) as since_last:
+        yield since_last
+
+
+def step(engine: Engine, passes: Callable[[], Passes]) -> list[Step]:
+    """One step, whose passes are those that its rows need."""
+    was_idle = engine.idle
+    assert passes() == (0, 0)
+    steps = engine.step()
+    drafted = any(step.block_size > 1 for step in steps)
+    assert passes() == (int(not was_idle), int(drafted))
+    return steps
+
+
+def run(engine: Engine, requests: Sequence[Request], passes: Callable[[], Passes]) -> list[list[Step]]:
+    for of_one in requests:
+        engine.add(of_one)
+    steps = []
+    while not engine.idle:
+        steps.append(step(engine, passes))
+    return steps
+
+
+def sizes(steps: Sequence[Step]) -> list[int]:
+    return sorted(step.block_size for step in steps)
+
+
+def test_plain_rows_take_one_pass_of_the_target_and_none_of_the_draft(
+    tiny_pair: Pair, passes: Callable[[], Passes]
+) -> None:
+    engine = Engine(tiny_pair, num_slots=3, max_length=64)
+    steps = run(engine, [request(9 + i, 1, PROMPT[i:]) for i in range(5)], passes)
+    assert {size for of_step in steps for size in sizes(of_step)} == {0, 1}
+
+
+def test_drafting_rows_take_one_pass_of_each_model(tiny_pair: Pair, passes: Callable[[], Passes]) -> None:
+    engine = Engine(tiny_pair, num_slots=3, max_length=64)
+    steps = run(engine, [request(9 + i, 3 + i, PROMPT[i:], temperature=1.0) for i in range(3)], passes)
+    assert sizes(steps[1]) == [3, 4, 5]
+
+
+def test_mixed_rows_take_one_pass_of_each_model(tiny_pair: Pair, passes: Callable[[], Passes]) -> None:
+    """Of different sizes, beside rows that never draft and rows that stopped drafting."""
+    engine = Engine(tiny_pair, num_slots=4, max_length=64)
+    ids = [engine.add(request(20, size)) for size in (1, 3, 6, 4)]
+    step(engine, passes)
+    engine.set_block_size(ids[3], 1)
+    assert sizes(step(engine, passes)) == [1, 1, 3, 6]
+    engine.set_block_size(ids[3], 2)
+    assert sizes(step(engine, passes)) == [1, 2, 3, 6]
+    run(engine, [], passes)
+
+
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_a_prompt_shares_the_pass_of_rows_that_decode(
+    tiny_pair: Pair, passes: Callable[[], Passes], block_size: int
+) -> None:
+    engine = Engine(tiny_pair, num_slots=3, max_length=64)
+    engine.add(request(20, block_size))
+    step(engine, passes)
+    beside = [block_size]
+    for size in (1, 4):
+        engine.add(request(20, size, PROMPT[5:]))
+        assert sizes(step(engine, passes)) == [0, *sorted(beside)]
+        beside.append(size)
+    run(engine, [], passes)
+
+
+@pytest.mark.parametrize("block_size", [1, 4])
+@pytest.mark.parametrize("alone", [True, False])
+def test_every_part_of_a_long_prompt_takes_one_pass(
+    tiny_pair: Pair, passes: Callable[[], Passes], block_size: int, alone: bool
+) -> None:
+    engine = Engine(tiny_pair, num_slots=2, max_length=128, max_prefill_tokens=len(PROMPT))
+    if not alone:
+        engine.add(request(40, block_size))
+        step(engine, passes)
+    steps = run(engine, [request(5, block_size, LONG)], passes)
+    num_parts = -(-len(LONG) // len(PROMPT))
+    assert [0 in sizes(of_step) for of_step in steps[:num_parts]] == [False] * (num_parts - 1) + [True]
+
+
+def reading_policy(pair: Pair) -> LearnedPolicy:
+    """Untrained, with large weights: what it expects differs from step to step."""
+    hidden = pair.draft.config.hidden_size, pair.target.config.hidden_size
+    policy = tiny_policy(pair.id, pair.vocab_size, SIZES.sizes, head="tau", reads="step", sizes=hidden)
+    policy.network.head.weight.mul_(20)
+    policy.network.head.bias.sub_(3)
+    return policy
+
+
+POLICIES: dict[str, Callable[[Pair], Policy]] = {
+    "reading": reading_policy,
+    "running means": lambda pair: EVController(SIZES),
+    "static": lambda pair: lambda prefill: StaticForecast(SIZES, (1.0, 1.7, 2.4, 2.8)),
+    "plain": lambda pair: lambda prefill: StaticForecast(SIZES, (1.0, 0.5, 0.5, 0.5)),
+}
+
+
+@pytest.mark.parametrize("kind", POLICIES)
+def test_a_policy_adds_no_pass(tiny_pair: Pair, passes: Callable[[], Passes], kind: str) -> None:
+    """Nor does one that reads every step; rows join and leave, and their prompts come in parts."""
+    engine = Engine(
+        tiny_pair,
+        num_slots=3,
+        max_length=128,
+        policy=POLICIES[kind](tiny_pair),
+        costs=linear_costs(0.12),
+        max_prefill_tokens=15,
+    )
+    requests = [request(12 + 3 * i, (None, None, None, 1, 3)[i % 5], LONG[: 9 + 4 * i]) for i in range(7)]
+    steps = run(engine, requests, passes)
+    free = {i for i, of_one in enumerate(requests) if of_one.block_size is None}
+    chosen = {of_one.block_size for of_step in steps for of_one in of_step if of_one.request_id in free}
+    assert chosen >= ({0, 1} if kind == "plain" else {0, 1, 2, 4} if kind == "reading" else {0, 4})
+
+
+def test_an_idle_engine_makes_no_pass(tiny_pair: Pair, passes: Callable[[], Passes]) -> None:
+    engine = Engine(tiny_pair, num_slots=2, max_length=64)
+    assert step(engine, passes) == []
+    run(engine, [request(4, 3)], passes)
+    assert step(engine, passes) == []
+    engine.cancel(engine.add(request(4, 3)))
+    assert step(engine, passes) == []

@@ -1,0 +1,457 @@
+"""Whatever is asked of an engine, in whatever order, its texts are those of one-token-at-a-time decoding."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from blockpilot.control.baselines import EVController, FixedPolicy, StaticForecast
+from blockpilot.drafts.dflash import DraftModel
+from blockpilot.engine.engine import Engine
+from blockpilot.pairs.loading import Pair
+from blockpilot.policy.learned import LearnedPolicy
+from blockpilot.types import CandidateSet, FinishReason, Policy, Request, Sampling, Step
+from helpers.costs import linear_costs
+from helpers.engines import NEVER, plain_text
+from helpers.passes import Passes, counting
+from helpers.policies import tiny_policy
+
+# --- adapter: what changes how an engine drafts while it runs ---
+#
+# The tests reach the adaptive parts of an engine through these functions only. One replaces the policy that chooses
+# for requests without a block size of their own; one makes such requests decode plainly, as a server under load does;
+# one sets the block size of a request that decodes. They do not touch what a request asks for: its text.
+
+SIZES = CandidateSet((1, 2, 4, 7))
+COSTS = linear_costs(0.12)  # the wider a step and the more rows, the dearer
+
+
+def reading_policy(pair: Pair) -> LearnedPolicy:
+    """Untrained, with large weights: what it expects differs from step to step."""
+    hidden = pair.draft.config.hidden_size, pair.target.config.hidden_size
+    policy = tiny_policy(pair.id, pair.vocab_size, SIZES.sizes, head="tau", reads="step", sizes=hidden)
+    policy.network.head.weight.mul_(20)
+    policy.network.head.bias.sub_(3)
+    return policy
+
+
+POLICIES: dict[str, Callable[[Pair], Policy | None]] = {
+    "none": lambda pair: None,
+    "fixed 1": lambda pair: FixedPolicy(1),
+    "fixed 6": lambda pair: FixedPolicy(6),
+    "reading": reading_policy,
+    "running means": lambda pair: EVController(SIZES),
+    "static": lambda pair: lambda prefill: StaticForecast(SIZES, (1.0, 1.7, 2.4, 2.8)),
+}
+
+
+def use_policy(engine: Engine, kind: str) -> None:
+    engine.policy, engine.costs = POLICIES[kind](engine.pair), COSTS
+
+
+def stop_drafting(engine: Engine, on: bool) -> None:
+    engine.resting = on
+
+
+def set_block_size(engine: Engine, request_id: int, block_size: int) -> bool:
+    """Returns false where the request cannot draft any more; other errors are raised."""
+    try:
+        engine.set_block_size(request_id, block_size)
+    except ValueError as error:
+        if "cannot draft" not in str(error):
+            raise
+        return False
+    return True
+
+
+# --- the pair and its texts ---
+
+MAX_LENGTH, MAX_NEW_TOKENS, MAX_PROMPT_TOKENS = 48, 20, 40  # some requests reach the first
+SAMPLINGS = (Sampling(), Sampling(1.0, seed=1), Sampling(1.0, seed=2))
+
+
+class KnowingDraft(DraftModel):
+    """A draft that recognises the texts it was told by position and anchor, and errs at some positions.
+
+    Two texts with the same token at one position look alike to it: it may draft the other one's tokens.
+    """
+
+    def know(self, embedding: Tensor) -> "KnowingDraft":
+        self.embedding, self.texts = embedding, dict[tuple[int, int], Sequence[int]]()
+        return self
+
+    def remember(self, text: Sequence[int]) -> None:
+        for place in enumerate(text):
+            self.texts[place] = text
+
+    def forward(self, block: Tensor, positions: Tensor, *rest: Any, **named: Any) -> Tensor:
+        hidden = super().forward(block, positions, *rest, **named)
+        same = (block[0][:, None] == self.embedding).all(dim=2).int().argmax(dim=1).tolist()
+        tokens: list[int] = []
+        text: Sequence[int] = ()
+        for position, token in zip(positions[0].tolist(), same, strict=True):
+            if token != self.options.mask_token_id:
+                text = self.texts.get((position, token), ())
+            right = text[position] if position < len(text) else 0
+            tokens.append((right + (position % 5 == 0 or position % 7 == 3)) % 256)
+        # Tied embeddings: the LM head's best match of a scaled embedding is its own token.
+        normed = self.embedding / self.embedding.norm(dim=1, keepdim=True).square().clamp(min=1e-6)
+        return (normed[torch.tensor(tokens)] * 1e3)[None].to(hidden.dtype)
+
+
+def prompt(num_tokens: int) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(num_tokens)
+    return tuple(torch.randint(0, 256, (num_tokens,), generator=generator).tolist())
+
+
+class World:
+    """The tiny pair with a draft that knows its texts, and these texts."""
+
+    def __init__(self, pair: Pair) -> None:
+        self._stock = pair
+        embedding = pair.target.get_input_embeddings().weight.detach()
+        draft = KnowingDraft(pair.draft.config).eval().requires_grad_(False).know(embedding)
+        self.pair = Pair(pair.id, pair.target, draft, pair.tokenizer)
+        self._draft, self._texts = draft, dict[tuple[int, Sampling], tuple[int, ...]]()
+
+    def text(self, num_prompt_tokens: int, sampling: Sampling) -> tuple[int, ...]:
+        key = num_prompt_tokens, sampling
+        if key not in self._texts:
+            with torch.inference_mode():
+                self._texts[key] = plain_text(self._stock, prompt(num_prompt_tokens), MAX_NEW_TOKENS, sampling)
+        self._draft.remember((*prompt(num_prompt_tokens), *self._texts[key]))
+        return self._texts[key]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        decoded = self.pair.tokenizer.decode(
+            list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(decoded, str)
+        return decoded
+
+    def ended(self, request: Request) -> tuple[tuple[int, ...], FinishReason]:
+        """The text of a request, up to what ends it."""
+        room = min(request.max_new_tokens, MAX_LENGTH - len(request.prompt_ids))
+        text = self.text(len(request.prompt_ids), request.sampling)[:room]
+        for num, token in enumerate(text, 1):
+            shown = self.decode(text[:num])
+            if token in request.stop_token_ids or any(stop in shown for stop in request.stop_strings):
+                return text[:num], "stop"
+        return text, "length"
+
+
+# --- requests and engines under test ---
+
+
+@dataclass
+class Running:
+    """A request in the engine, and what its steps must be."""
+
+    request: Request
+    text: tuple[int, ...]
+    reason: FinishReason
+    block_size: int | None
+    tokens: list[int] = field(default_factory=list)
+
+    def take(self, step: Step) -> None:
+        """Check a step of it."""
+        num, begins = len(step.tokens), not self.tokens
+        assert num > 0
+        assert (step.block_size == 0) == (step.prefill is not None) == begins
+        if begins:
+            assert (num, step.num_accepted) == (1, 0)
+        else:
+            assert num <= step.block_size
+            if self.block_size is not None:
+                room = min(self.request.max_new_tokens, MAX_LENGTH - len(self.request.prompt_ids)) - len(self.tokens)
+                assert step.block_size == min(self.block_size, room)
+            bonus = num - step.num_accepted
+            assert bonus == 1 or (bonus == 0 and step.finish_reason is not None)
+        self.tokens += step.tokens
+        assert tuple(self.tokens) == self.text[: len(self.tokens)]
+        ended = len(self.tokens) == len(self.text)
+        assert step.finish_reason == (self.reason if ended else None)
+
+
+class Trial:
+    """An engine that is asked for one thing after the other, and checked after each."""
+
+    def __init__(self, world: World, passes: Callable[[], Passes], num_slots: int, max_prefill_tokens: int) -> None:
+        self.world, self._passes = world, passes
+        self.engine = Engine(
+            world.pair, num_slots=num_slots, max_length=MAX_LENGTH, max_prefill_tokens=max_prefill_tokens
+        )
+        self.running: dict[int, Running] = {}
+        self.num_added = 0
+        self.drafting = True
+        self.plain: set[int] = set()  # requests that ran while the engine did not draft
+
+    @property
+    def decoding(self) -> list[int]:
+        return [i for i, running in self.running.items() if running.tokens]
+
+    def step(self) -> None:
+        decoding = self.decoding
+        self._passes()
+        steps = self.engine.step()
+        assert self._passes() == (bool(self.running), any(step.block_size > 1 for step in steps))
+        assert sorted(step.request_id for step in steps if step.block_size) == sorted(decoding)
+        assert len({step.request_id for step in steps}) == len(steps)
+        if not self.drafting:
+            self.plain |= self.running.keys()
+        for step in steps:
+            self.running[step.request_id].take(step)
+            if step.finish_reason is not None:
+                del self.running[step.request_id]
+        self.check()
+
+    def check(self) -> None:
+        engine = self.engine
+        assert engine.num_active <= engine.num_slots
+        assert engine.num_active + engine.num_waiting == len(self.running)
+        assert engine.num_decoding == len(self.decoding)
+        assert engine.idle == (not self.running)
+
+    def drain(self) -> None:
+        for _ in range(1000):
+            if not self.running:
+                break
+            self.step()
+        self.check()
+        assert self.engine.step() == []
+
+
+# --- what may be asked ---
+
+
+@dataclass(frozen=True)
+class Add:
+    num_prompt_tokens: int
+    max_new_tokens: int
+    sampling: Sampling
+    block_size: int | None
+    stop: tuple[str, int] | None
+    """The token, or a string of the text, from this place of the text on."""
+
+    def do(self, trial: Trial) -> None:
+        text = trial.world.text(self.num_prompt_tokens, self.sampling)
+        kind, place = self.stop or ("none", 0)
+        request = Request(
+            prompt(self.num_prompt_tokens),
+            self.max_new_tokens,
+            self.sampling,
+            self.block_size,
+            frozenset(text[place : place + 1]) if kind == "token" else NEVER,
+            (readable(trial.world.decode(text[place:])),) if kind == "string" else (),
+        )
+        trial.running[trial.engine.add(request)] = Running(request, *trial.world.ended(request), self.block_size)
+        trial.num_added += 1
+
+
+def readable(text: str) -> str:
+    """The first one or two characters in sequence that are ASCII; a letter if there are none."""
+    for i, char in enumerate(text):
+        if char.isascii():
+            return text[i : i + 2] if text[i : i + 2].isascii() else char
+    return "e"
+
+
+@dataclass(frozen=True)
+class Cancel:
+    which: int
+
+    def do(self, trial: Trial) -> None:
+        request_id = self.which % (trial.num_added + 1)  # some have ended, one never was
+        trial.engine.cancel(request_id)
+        trial.running.pop(request_id, None)
+
+
+@dataclass(frozen=True)
+class Advance:
+    num_steps: int
+
+    def do(self, trial: Trial) -> None:
+        for _ in range(self.num_steps):
+            trial.step()
+
+
+@dataclass(frozen=True)
+class UsePolicy:
+    kind: str
+
+    def do(self, trial: Trial) -> None:
+        use_policy(trial.engine, self.kind)
+
+
+@dataclass(frozen=True)
+class Draft:
+    on: bool
+
+    def do(self, trial: Trial) -> None:
+        trial.drafting = self.on
+        stop_drafting(trial.engine, not self.on)
+
+
+@dataclass(frozen=True)
+class SetBlockSize:
+    which: int
+    block_size: int
+
+    def do(self, trial: Trial) -> None:
+        if not trial.decoding:
+            return
+        request_id = trial.decoding[self.which % len(trial.decoding)]
+        running = trial.running[request_id]
+        never = running.request.block_size == 1 and self.block_size > 1
+        if set_block_size(trial.engine, request_id, self.block_size):
+            assert not never
+            running.block_size = self.block_size
+        else:
+            assert self.block_size > 1
+            assert never or request_id in trial.plain
+
+
+BLOCK_SIZES = st.integers(1, 8)
+ADD = st.builds(
+    Add,
+    st.integers(1, MAX_PROMPT_TOKENS),
+    st.integers(1, MAX_NEW_TOKENS),
+    st.sampled_from(SAMPLINGS),
+    st.none() | BLOCK_SIZES,
+    st.none() | st.tuples(st.sampled_from(["token", "string"]), st.integers(0, MAX_NEW_TOKENS - 1)),
+)
+ADVANCE = st.builds(Advance, st.integers(1, 4))
+OPERATIONS = st.one_of(
+    ADD,
+    ADVANCE,
+    st.builds(Cancel, st.integers(0, 50)),
+    ADVANCE,
+    st.builds(SetBlockSize, st.integers(0, 2), BLOCK_SIZES),
+    ADD,
+    st.builds(UsePolicy, st.sampled_from(list(POLICIES))),
+    ADVANCE,
+    st.builds(Draft, st.booleans()),
+)
+
+
+def test_texts_are_plain_whatever_is_asked_in_whatever_order(tiny_pair: Pair) -> None:
+    """Requests come, end, stop and are cancelled; policies, drafting and block sizes change under them."""
+    world = World(tiny_pair)
+
+    @settings(max_examples=30, deadline=None, derandomize=True, database=None)
+    @given(st.lists(OPERATIONS, min_size=15, max_size=40), st.integers(2, 3), st.sampled_from([8, 3, 100]))
+    def check(operations: list[Any], num_slots: int, max_prefill_tokens: int) -> None:
+        trial = Trial(world, passes, num_slots, max_prefill_tokens)
+        for operation in operations:
+            operation.do(trial)
+            trial.check()
+        trial.drain()
+
+    with counting(world.pair) as passes:
+        check()
+
+
+# --- drafting after plain decoding ---
+
+
+def proposals(draft: DraftModel, run: Callable[[], list[Step]]) -> tuple[list[Step], Tensor]:
+    """The steps of one step of the engine, and the hidden states [N, hidden] of what was drafted in it."""
+    seen: list[Tensor] = []
+    hook = draft.register_forward_hook(lambda module, args, hidden: seen.append(hidden[0].clone()))
+    try:
+        steps = run()
+    finally:
+        hook.remove()
+    return steps, torch.cat(seen) if seen else torch.zeros(0, draft.config.hidden_size)
+
+
+@pytest.mark.parametrize("num_plain_steps", [1, 5, 13])
+def test_a_row_that_decoded_plainly_drafts_as_if_it_always_had(tiny_pair: Pair, num_plain_steps: int) -> None:
+    """Beside neighbours, one of which ends meanwhile: from the same anchor, the same drafts are as often right.
+
+    At this temperature the tiny draft is right now and then. Its hidden states, of which few tokens tell, are
+    compared too: they depend on all of the context.
+    """
+    sampling, block_size, num = Sampling(6.0, seed=4), 4, 60
+    requests = [Request(prompt(n), num, sampling, block_size, NEVER) for n in (7, 12, 20)]
+    fresh: list[dict[int, tuple[int, Tensor]]] = []
+    for request in requests:
+        engine, at = Engine(tiny_pair, num_slots=1, max_length=128), dict[int, tuple[int, Tensor]]()
+        engine.add(request)
+        [first] = engine.step()
+        emitted = len(first.tokens)
+        while not engine.idle:
+            [step], hidden = proposals(tiny_pair.draft, engine.step)
+            at[emitted] = step.num_accepted, hidden
+            emitted += len(step.tokens)
+        fresh.append(at)
+
+    engine = Engine(tiny_pair, num_slots=4, max_length=128)
+    leaves = engine.add(Request(prompt(9), 4, sampling, block_size, NEVER))
+    ids = [engine.add(request) for request in requests]
+    emitted_by = dict.fromkeys([leaves, *ids], 0)
+
+    def advance() -> tuple[list[Step], Tensor]:
+        steps, hidden = proposals(tiny_pair.draft, engine.step)
+        for step in steps:
+            emitted_by[step.request_id] += len(step.tokens)
+        return steps, hidden
+
+    advance()
+    for request_id in emitted_by:
+        assert set_block_size(engine, request_id, 1)
+    for _ in range(num_plain_steps):
+        steps, _ = advance()
+        assert {step.block_size for step in steps} == {1}
+    compared = accepted = 0
+    for request_id, at in zip(ids, fresh, strict=True):  # each drafts on alone, from where both had an anchor
+        while emitted_by[request_id] not in at:
+            advance()
+        assert set_block_size(engine, request_id, block_size)
+        for _ in range(6):
+            expected = at.get(emitted_by[request_id])
+            assert expected is not None
+            steps, hidden = advance()
+            [step] = [step for step in steps if step.request_id == request_id]
+            assert step.num_accepted == expected[0]
+            torch.testing.assert_close(hidden, expected[1], rtol=1e-3, atol=1e-3)
+            compared, accepted = compared + 1, accepted + step.num_accepted
+        assert set_block_size(engine, request_id, 1)
+    assert compared == 18
+    assert accepted > 0
+
+
+def test_the_real_draft_accepts_as_much_after_plain_decoding(embedded_pair: Pair) -> None:
+    """The numbers of accepted drafts, from the switch on, are those of an engine that drafted all along."""
+    ids = embedded_pair.tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Count from one to ten in words."}],
+        add_generation_prompt=True,
+        return_dict=False,
+    )
+    request = Request(tuple(ids), 32, block_size=6, stop_token_ids=NEVER)
+
+    def run(plain_until: int) -> tuple[list[int], list[int]]:
+        """Tokens emitted before, and drafts accepted in, every step; plain until so many tokens are there."""
+        engine, before, accepted, emitted = Engine(embedded_pair, num_slots=1, max_length=128), [], [], 0
+        request_id = engine.add(request)
+        while not engine.idle:
+            [step] = engine.step()
+            before.append(emitted)
+            accepted.append(step.num_accepted)
+            emitted += len(step.tokens)
+            if step.finish_reason is None:
+                set_block_size(engine, request_id, 1 if emitted < plain_until else 6)
+        return before, accepted
+
+    before, accepted = run(0)
+    switch = before[len(before) // 3]
+    plain_before, plain_accepted = run(switch)
+    at = plain_before.index(switch)
+    assert at == switch > 2
+    assert plain_accepted[at:] == accepted[len(before) // 3 :]
+    assert sum(plain_accepted[:at]) == 0 < sum(plain_accepted[at:])

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from blockpilot.control.baselines import EVController, StaticForecast
+from blockpilot.control.controller import Controller
 from blockpilot.engine.engine import Engine
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.learned import LearnedPolicy
@@ -130,8 +131,7 @@ def test_a_policy_adds_no_pass(tiny_pair: Pair, passes: Callable[[], Passes], ki
         tiny_pair,
         num_slots=3,
         max_length=128,
-        policy=POLICIES[kind](tiny_pair),
-        costs=linear_costs(0.12),
+        controller=Controller(POLICIES[kind](tiny_pair), linear_costs(0.12)),
         max_prefill_tokens=15,
     )
     requests = [request(12 + 3 * i, (None, None, None, 1, 3)[i % 5], LONG[: 9 + 4 * i]) for i in range(7)]

@@ -16,6 +16,7 @@ from blockpilot.engine.engine import Engine
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.learned import LearnedPolicy
 from blockpilot.types import CandidateSet, FinishReason, Policy, Request, Sampling, Step
+from helpers.controllers import Switch
 from helpers.costs import linear_costs
 from helpers.engines import NEVER, plain_text
 from helpers.passes import Passes, counting
@@ -40,8 +41,7 @@ def reading_policy(pair: Pair) -> LearnedPolicy:
     return policy
 
 
-POLICIES: dict[str, Callable[[Pair], Policy | None]] = {
-    "none": lambda pair: None,
+POLICIES: dict[str, Callable[[Pair], Policy]] = {
     "fixed 1": lambda pair: FixedPolicy(1),
     "fixed 6": lambda pair: FixedPolicy(6),
     "reading": reading_policy,
@@ -51,11 +51,15 @@ POLICIES: dict[str, Callable[[Pair], Policy | None]] = {
 
 
 def use_policy(engine: Engine, kind: str) -> None:
-    engine.policy, engine.costs = POLICIES[kind](engine.pair), COSTS
+    assert isinstance(engine.controller, Switch)
+    backs_off = engine.controller.backs_off
+    engine.controller = Switch(POLICIES[kind](engine.pair), COSTS)
+    engine.controller.backs_off = backs_off
 
 
 def stop_drafting(engine: Engine, on: bool) -> None:
-    engine.resting = on
+    assert isinstance(engine.controller, Switch)
+    engine.controller.backs_off = on
 
 
 def set_block_size(engine: Engine, request_id: int, block_size: int) -> bool:
@@ -184,7 +188,11 @@ class Trial:
     def __init__(self, world: World, passes: Callable[[], Passes], num_slots: int, max_prefill_tokens: int) -> None:
         self.world, self._passes = world, passes
         self.engine = Engine(
-            world.pair, num_slots=num_slots, max_length=MAX_LENGTH, max_prefill_tokens=max_prefill_tokens
+            world.pair,
+            num_slots=num_slots,
+            max_length=MAX_LENGTH,
+            max_prefill_tokens=max_prefill_tokens,
+            controller=Switch(FixedPolicy(world.pair.block_size)),
         )
         self.running: dict[int, Running] = {}
         self.num_added = 0

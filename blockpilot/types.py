@@ -126,10 +126,9 @@ class Step:
 
 
 class StepShape(NamedTuple):
-    """What a step took in: block sizes [R] of the rows that decode, their mean length, and tokens of prompts."""
+    """What a step took in: block sizes [R] of the rows that decode, and tokens of prompts."""
 
     sizes: tuple[int, ...] = ()
-    context: int = 0
     num_prompt_tokens: int = 0
     num_chosen: int = 0
     """Rows whose size was chosen for this step."""

@@ -18,13 +18,11 @@ Array = NDArray[np.float64]
 _NEVER = 1e5  # tokens: what no row emits
 
 
-def choose(
-    forecasts: Sequence[Forecast], costs: StepCosts | None, context: int, others: Sequence[int] = ()
-) -> list[int]:
+def choose(forecasts: Sequence[Forecast], costs: StepCosts | None, others: Sequence[int] = ()) -> list[int]:
     """The block sizes of a step that are expected to make the most tokens a second of the whole batch.
 
     Of equals the smallest. `others` are the sizes of rows that do not choose; they are taken to emit one token.
-    `context` is the rows' mean length. Prompts that the step takes in, too, do not matter: their seconds are spent
+    Prompts that the step takes in, too, do not matter: their seconds are spent
     anyway, and a token saves what it would save in another step. Without costs every step is taken to cost the same.
     """
     if not forecasts:
@@ -34,11 +32,11 @@ def choose(
     options = [dict(zip(f.candidates, f.taus, strict=True)) for f in forecasts] + [{size: 1.0} for size in others]
     sizes = sorted({1}.union(*options))
     tokens = np.array([[of_row.get(size, -math.inf) for size in sizes] for of_row in options]).clip(min=-_NEVER)
-    alike = tokens.sum(axis=0) / costs.alike_s(sizes, len(options), context)
+    alike = tokens.sum(axis=0) / costs.alike_s(sizes, len(options))
     best = int(alike.argmax())
     chosen = [best] * len(options)
     if len(options) > 1:
-        mixing_s = costs.mixing_s(sizes, len(options), context)
+        mixing_s = costs.mixing_s(sizes, len(options))
         chosen = _most_a_second(tokens, np.array(sizes) - 1, *mixing_s, rate=float(alike[best])) or chosen
     return [sizes[k] for k in chosen[: len(forecasts)]]
 

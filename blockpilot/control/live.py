@@ -56,7 +56,7 @@ class LiveCosts:
             return
         if shape.only_decodes:
             rows = len(shape.sizes)
-            plain_s = self._measured.step_s(1, rows, shape.context) * self._pace.factor(RESTING, rows)
+            plain_s = self._measured.step_s(1, rows) * self._pace.factor(RESTING, rows)
             self._rest.observe(shape, num_tokens, seconds, plain_s)
         self.engine.resting = self._rest.resting(self.engine.num_decoding)
 
@@ -66,7 +66,7 @@ class LiveCosts:
             return
         shape = self.engine.last_shape
         if shape.only_decodes:
-            self._count(shape, seconds / self._measured.mixed_s(shape.sizes, shape.context))
+            self._count(shape, seconds / self._measured.mixed_s(shape.sizes))
         if self._num_steps >= REFRESH_EVERY and (rows := self.engine.num_decoding):
             self.factors, self.engine.costs = self._correct(self._measured, rows)
 

@@ -241,12 +241,7 @@ class Engine:
         if blocks is None:
             return StepShape(num_prompt_tokens=num_prompt_tokens)
         num_chosen = sum(row.forecast is not None for row in blocks.rows)
-        return StepShape(blocks.packing.sizes, self._mean_length, num_prompt_tokens, num_chosen)
-
-    @property
-    def _mean_length(self) -> int:
-        """Tokens of a row that decodes."""
-        return sum(len(row.tokens) for row in self._rows) // len(self._rows)
+        return StepShape(blocks.packing.sizes, num_prompt_tokens, num_chosen)
 
     def _next_blocks(self) -> _Part | None:
         """Anchors and drafted tokens of the rows that decode, for the size that each has in this step."""
@@ -342,7 +337,7 @@ class Engine:
         if not forecasts:
             return
         others = [row.next_block_size for row in self._rows if row.forecast is None]
-        chosen = iter(choose(forecasts, self.costs, self._mean_length, others))
+        chosen = iter(choose(forecasts, self.costs, others))
         for row in self._rows:
             if row.forecast is not None:
                 row.block_size = next(chosen)

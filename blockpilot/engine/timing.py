@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from itertools import pairwise, product
+from itertools import pairwise
 
 import torch
 
@@ -20,7 +20,7 @@ def hold_here(costs: StepCosts, pair: Pair, block_sizes: Sequence[int], rows: in
 
 
 def measure_costs(
-    pair: Pair, block_sizes: Sequence[int], rows: Sequence[int], contexts: Sequence[int], *, num_steps: int = 7
+    pair: Pair, block_sizes: Sequence[int], rows: Sequence[int], context: int, *, num_steps: int = 7
 ) -> StepCosts:
     """Seconds of the fastest of `num_steps` steps at every point of the grid; axes ascend.
 
@@ -29,22 +29,22 @@ def measure_costs(
 
     Raises ValueError for an axis that does not ascend or a context that leaves no room for the steps.
     """
-    for name, axis in (("block_sizes", block_sizes), ("rows", rows), ("contexts", contexts)):
+    for name, axis in (("block_sizes", block_sizes), ("rows", rows)):
         if not axis or axis[0] < 1 or any(a >= b for a, b in pairwise(axis)):
             raise ValueError(f"{name} {tuple(axis)}: must be ascending numbers of at least 1")
-    measured: dict[tuple[tuple[int, ...], int], float] = {}
-    for r, c in product(rows, contexts):
+    if context < 1:
+        raise ValueError(f"context {context}: must be at least 1")
+    measured: dict[tuple[int, ...], float] = {}
+    for r in rows:
         numbers = 1, num_drafting(r), r  # MIXTURES_OF_A_SIZE
         mixtures = list(dict.fromkeys(_drafting(size, num, r) for size in block_sizes for num in numbers))
-        seconds = time_steps(pair, mixtures, c, num_steps=num_steps)
-        measured |= {(mixture, c): each for mixture, each in zip(mixtures, seconds, strict=True)}
+        measured |= zip(mixtures, time_steps(pair, mixtures, context, num_steps=num_steps), strict=True)
 
     def table(num_drafting: Callable[[int], int]) -> Table:
-        values = {
-            (r, c): never_falling([measured[_drafting(size, num_drafting(r), r), c] for size in block_sizes])
-            for r, c in product(rows, contexts)
-        }
-        return tuple(tuple(tuple(values[r, c][b] for c in contexts) for r in rows) for b in range(len(block_sizes)))
+        of_rows = (
+            never_falling([measured[_drafting(size, num_drafting(r), r)] for size in block_sizes]) for r in rows
+        )
+        return tuple(zip(*of_rows, strict=True))
 
     return StepCosts(
         pair.id,
@@ -52,7 +52,7 @@ def measure_costs(
         device_name(pair.target.device),
         tuple(block_sizes),
         tuple(rows),
-        tuple(contexts),
+        context,
         seconds=table(lambda r: r),
         one_drafts=table(lambda r: 1),
         one_plain=table(num_drafting),
@@ -113,8 +113,8 @@ def _room(widths: Sequence[int], num_steps: int) -> int:
 def measured_up_to(
     pair: Pair, block_sizes: Sequence[int], rows: int, context: int, *, num_steps: int = 7
 ) -> StepCosts:
-    """The costs of one context, as far as it has room, with 1, 2, 4, ... rows up to `rows`."""
+    """The costs of a context, as far as it has room, with 1, 2, 4, ... rows up to `rows`."""
     powers = sorted({min(2**i, rows) for i in range(rows.bit_length() + 1)})
     sizes = sorted({1, *block_sizes})
     room = _room(MIXTURES_OF_A_SIZE * sizes, num_steps)
-    return measure_costs(pair, sizes, powers, [max(1, min(context, pair.max_length - room))], num_steps=num_steps)
+    return measure_costs(pair, sizes, powers, max(1, min(context, pair.max_length - room)), num_steps=num_steps)

@@ -19,8 +19,8 @@ from blockpilot.types import CandidateSet, PairId, Request, Sampling, StepShape
 ROWS = 16
 PLAIN_S = 0.05
 NUM_STEPS = WINDOW // ROWS  # of a window
-ALL_CHOSEN = StepShape((2,) * ROWS, 100, 0, ROWS)
-AT_REST = StepShape((1,) * ROWS, 100)
+ALL_CHOSEN = StepShape((2,) * ROWS, 0, ROWS)
+AT_REST = StepShape((1,) * ROWS)
 
 
 def observe(rest: Rest, shape: StepShape, gain: float, num: int) -> None:
@@ -60,7 +60,7 @@ def test_the_less_is_gained_the_sooner_it_is_certain(gain: float, num_blocks: in
 @pytest.mark.parametrize(("num_drafted", "num_steps"), [(0, 32), (4, 32), (8, 64), (9, 72), (16, 128)])
 def test_the_fewer_blocks_are_drafted_the_fewer_are_needed(num_drafted: int, num_steps: int) -> None:
     """With a share p drafted, 2048 p blocks are as telling as 2048 that all draft: n^2 = 2048 p n; at least 512."""
-    rest, shape = Rest(), StepShape((2,) * num_drafted + (1,) * (ROWS - num_drafted), 100, 0, ROWS)
+    rest, shape = Rest(), StepShape((2,) * num_drafted + (1,) * (ROWS - num_drafted), 0, ROWS)
     assert steps_until_rest(rest, shape, 1 + GAIN - 1e-4) == num_steps
     assert rest.resting(ROWS)
 
@@ -92,9 +92,9 @@ def test_every_load_rests_by_itself() -> None:
     rest = Rest()
     observe(rest, ALL_CHOSEN, 1.0, NUM_STEPS)
     assert [rows for rows in range(1, 33) if rest.resting(rows)] == list(range(12, 23))
-    observe(rest, StepShape((2,) * 4, 100, 0, 4), 0.9, SHORTEST_WINDOW // 4 - 1)
+    observe(rest, StepShape((2,) * 4, 0, 4), 0.9, SHORTEST_WINDOW // 4 - 1)
     assert not rest.resting(4)  # fewer rows need more steps
-    observe(rest, StepShape((2,) * 4, 100, 0, 4), 0.9, 1)
+    observe(rest, StepShape((2,) * 4, 0, 4), 0.9, 1)
     assert rest.resting(ROWS)
     assert rest.resting(4)
     assert not rest.resting(1)
@@ -175,8 +175,8 @@ def test_seconds_of_an_engines_own_steps_send_it_to_rest(tiny_pair: Pair, monkey
     monkeypatch.setattr(live_costs.time, "perf_counter", lambda: float(next(clock)))
     monkeypatch.setattr(blockpilot.control.backoff, "WINDOW", window)
     monkeypatch.setattr(blockpilot.control.backoff, "SHORTEST_WINDOW", window // 4)
-    table = (((1.0,),), ((1.0,),))
-    costs = StepCosts(PairId("t", "1", "d", "2"), "float32", "cpu", (1, 4), (1,), (64,), table, table, table)
+    table = ((1.0,), (1.0,))
+    costs = StepCosts(PairId("t", "1", "d", "2"), "float32", "cpu", (1, 4), (1,), 64, table, table, table)
     engine = forecasting(tiny_pair, num_slots=1)
     engine.costs = costs
     live, seen = LiveCosts(engine), list[int]()

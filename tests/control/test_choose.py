@@ -16,7 +16,7 @@ from blockpilot.control.calibration import TrackRecord
 from blockpilot.control.choose import choose
 from blockpilot.control.price import StepCosts
 from blockpilot.types import CandidateSet, Forecast, Prefill
-from helpers.costs import CONTEXTS, ROWS, linear_costs, step_costs
+from helpers.costs import ROWS, linear_costs, step_costs
 
 PREFILL = Prefill(torch.zeros(4), None, 3)
 # --- against all combinations ---
@@ -26,7 +26,6 @@ def rate(
     sizes: Sequence[int],
     forecasts: Sequence[StaticForecast],
     costs: StepCosts | None,
-    context: int,
     others: Sequence[int],
 ) -> float:
     """Tokens a second of a step, rows that do not choose emitting one; without costs the tokens.
@@ -36,16 +35,14 @@ def rate(
     tokens = sum(f.taus[list(f.candidates).index(size)] for f, size in zip(forecasts, sizes, strict=True))
     if costs is None:
         return tokens
-    return (tokens + len(others)) / costs.mixed_s([*sizes, *others], context)
+    return (tokens + len(others)) / costs.mixed_s([*sizes, *others])
 
 
-def by_brute_force(
-    forecasts: Sequence[StaticForecast], costs: StepCosts | None, context: int, others: Sequence[int]
-) -> list[int]:
+def by_brute_force(forecasts: Sequence[StaticForecast], costs: StepCosts | None, others: Sequence[int]) -> list[int]:
     """Of all combinations with the highest rate the one with the smallest sizes."""
     every = list(product(*(forecast.candidates for forecast in forecasts)))
-    highest = max(rate(sizes, forecasts, costs, context, others) for sizes in every)
-    best = [sizes for sizes in every if rate(sizes, forecasts, costs, context, others) == highest]
+    highest = max(rate(sizes, forecasts, costs, others) for sizes in every)
+    best = [sizes for sizes in every if rate(sizes, forecasts, costs, others) == highest]
     return list(min(best, key=sum))
 
 
@@ -59,13 +56,13 @@ def forecasts_of(draw: st.DrawFn, taus: st.SearchStrategy[float]) -> StaticForec
 
 
 def cost_tables(values: st.SearchStrategy[float], block_sizes: Sequence[int]) -> st.SearchStrategy[StepCosts]:
-    """At every load and context dearer, or no cheaper, the larger the blocks are."""
-    shape = len(ROWS), len(CONTEXTS), len(block_sizes)
+    """At every load dearer, or no cheaper, the larger the blocks are."""
+    shape = len(ROWS), len(block_sizes)
     num, shares = math.prod(shape), st.lists(st.floats(0, 1.5), min_size=len(ROWS), max_size=len(ROWS))
 
     def costs(drawn: list[float], of_one: list[float], of_most: list[float]) -> StepCosts:
-        ascending = np.sort(np.array(drawn).reshape(shape), axis=2)
-        return step_costs(block_sizes, ascending.transpose(2, 0, 1).tolist(), of_one, of_most)
+        ascending = np.sort(np.array(drawn).reshape(shape), axis=1)
+        return step_costs(block_sizes, ascending.T.tolist(), of_one, of_most)
 
     return st.builds(costs, st.lists(values, min_size=num, max_size=num), shares, shares)
 
@@ -74,81 +71,79 @@ def cost_tables(values: st.SearchStrategy[float], block_sizes: Sequence[int]) ->
 @given(
     forecasts=st.lists(forecasts_of(st.floats(1, 9)), min_size=1, max_size=3),
     costs=cost_tables(st.floats(0.01, 10), (1, 4, 7)),
-    context=st.integers(1, 200),
     others=st.lists(st.integers(1, 12), max_size=3),
 )
 def test_the_choice_has_the_highest_rate(
-    forecasts: list[StaticForecast], costs: StepCosts, context: int, others: list[int]
+    forecasts: list[StaticForecast], costs: StepCosts, others: list[int]
 ) -> None:
     """Any costs, also between and beyond what was measured. Rates are sums of a few numbers in another order."""
-    chosen = choose(forecasts, costs, context, others)
-    best = by_brute_force(forecasts, costs, context, others)
-    found, expected = (rate(sizes, forecasts, costs, context, others) for sizes in (chosen, best))
+    chosen = choose(forecasts, costs, others)
+    best = by_brute_force(forecasts, costs, others)
+    found, expected = (rate(sizes, forecasts, costs, others) for sizes in (chosen, best))
     assert found == pytest.approx(expected, rel=1e-9)
 
 
 def test_without_costs_every_row_takes_its_longest() -> None:
     one = StaticForecast(CandidateSet((1, 2, 4)), [1.0, 1.5, 1.2])
     other = StaticForecast(CandidateSet((2, 4, 8)), [1.5, 2.5, 2.5])
-    assert choose([one, other], None, 10) == [2, 4]
-    assert choose([one, other], None, 10, others=[1, 16]) == [2, 4]
-    assert choose([other], None, 10) == [4]
-    assert choose([], linear_costs(1.0), 10, others=[4]) == []
+    assert choose([one, other], None) == [2, 4]
+    assert choose([one, other], None, others=[1, 16]) == [2, 4]
+    assert choose([other], None) == [4]
+    assert choose([], linear_costs(1.0), others=[4]) == []
 
 
 def test_rows_choose_apart() -> None:
     """One row's long block costs its neighbours nothing."""
     easy, hard = (StaticForecast(CandidateSet((1, 4, 8)), taus) for taus in ([1.0, 3.8, 7.0], [1.0, 1.1, 1.2]))
     costs = linear_costs(0.1)
-    assert choose([easy, hard], costs, 50) == [8, 1]
-    assert choose([hard, easy, hard, easy], costs, 50) == [1, 8, 1, 8]
-    assert choose([hard], costs, 50, others=[8]) == [1]
+    assert choose([easy, hard], costs) == [8, 1]
+    assert choose([hard, easy, hard, easy], costs) == [1, 8, 1, 8]
+    assert choose([hard], costs, others=[8]) == [1]
 
 
 def test_a_draft_pass_wants_company() -> None:
     """Where most of what drafting adds is the pass itself, rows draft that would not alone."""
     row = StaticForecast(CandidateSet((1, 4)), [1.0, 2.0])
-    costs = step_costs((1, 4), [[[1.0] * 2] * 3, [[1.6] * 2] * 3], of_one=(1, 0.9, 0.8), of_most=(1, 0.95, 0.96))
-    assert choose([row], costs, 50, others=[1] * 5) == [1]
-    assert choose([row] * 6, costs, 50) == [4] * 6
-    assert choose([row], costs, 50, others=[4] * 5) == [4]
+    costs = step_costs((1, 4), [[1.0] * 3, [1.6] * 3], of_one=(1, 0.9, 0.8), of_most=(1, 0.95, 0.96))
+    assert choose([row], costs, others=[1] * 5) == [1]
+    assert choose([row] * 6, costs) == [4] * 6
+    assert choose([row], costs, others=[4] * 5) == [4]
 
 
 def test_rows_are_alike_where_mixing_costs_more_than_it_brings() -> None:
     """The second row expects little of its drafts, and to leave it out would take longer than to have it draft."""
     eager, other = (StaticForecast(CandidateSet((1, 2)), [1.0, tau]) for tau in (1.8, 1.05))
-    seconds, others = [[[1.0] * 2] * 3, [[1.4] * 2] * 3], [2]
+    seconds, others = [[1.0] * 3, [1.4] * 3], [2]
     even, dear = (step_costs((1, 2), seconds, of_one=(1, 0.7, most), of_most=(1, most, most)) for most in (0.8, 1.2))
-    assert choose([eager, other], even, 50, others) == [2, 1]
-    assert choose([eager, other], dear, 50, others) == [2, 2]
+    assert choose([eager, other], even, others) == [2, 1]
+    assert choose([eager, other], dear, others) == [2, 2]
 
 
 def test_equals_take_the_smallest() -> None:
-    free, doubling = linear_costs(0.0), step_costs((1, 2), [[[1.0] * 2] * 3, [[2.0] * 2] * 3])
+    free, doubling = linear_costs(0.0), step_costs((1, 2), [[1.0] * 3, [2.0] * 3])
     wide, flat = StaticForecast(CandidateSet((1, 2)), [1.0, 2.0]), StaticForecast(CandidateSet((1, 2)), [1.0, 1.0])
-    assert choose([wide], doubling, 50) == [1]
-    assert choose([wide, flat], free, 50) == [2, 1]
-    assert choose([wide, flat], None, 50) == [2, 1]
-    assert choose([flat, wide], free, 50) == [1, 2]  # whoever comes first
+    assert choose([wide], doubling) == [1]
+    assert choose([wide, flat], free) == [2, 1]
+    assert choose([wide, flat], None) == [2, 1]
+    assert choose([flat, wide], free) == [1, 2]  # whoever comes first
 
 
 def test_load_fades_speculation_out() -> None:
     """What a slot costs grows with the rows: the more of them, the narrower the step, down to plain decoding."""
     row = StaticForecast(CandidateSet((1, 2, 4, 8)), [1.0, 1.6, 2.2, 2.6])
     costs = linear_costs(0.12)
-    sizes = [set(choose([row] * num, costs, 60)) for num in range(1, 7)]
+    sizes = [set(choose([row] * num, costs)) for num in range(1, 7)]
     assert all(len(of_load) == 1 for of_load in sizes)
     widths = [max(of_load) for of_load in sizes]
     assert widths == sorted(widths, reverse=True)
     assert (widths[0], widths[-1]) == (4, 1)
 
 
-def test_the_context_counts() -> None:
+def test_a_dear_target_makes_drafts_cheap() -> None:
     """Where the target's own pass is dear, drafts are cheap beside it."""
     row = StaticForecast(CandidateSet((1, 8)), [1.0, 2.0])
-    costs = step_costs((1, 8), [[[1.0, 10.0]] * 3, [[3.0, 12.0]] * 3])
-    assert choose([row], costs, 50) == [1]
-    assert choose([row], costs, 100) == [8]
+    assert choose([row], step_costs((1, 8), [[1.0] * 3, [3.0] * 3])) == [1]
+    assert choose([row], step_costs((1, 8), [[10.0] * 3, [12.0] * 3])) == [8]
 
 
 # --- track records ---
@@ -257,7 +252,7 @@ def test_rates_converge_to_what_is_accepted() -> None:
 def test_it_finds_the_best_size(hazards: list[float], per_slot: float, best: int) -> None:
     """A request of 200 steps after 20 others, each step chosen by what was seen before it."""
     costs = linear_costs(per_slot)
-    by_truth = [tau / costs.step_s(size, 1, 50) for tau, size in zip(true_taus(hazards, SIZES), SIZES, strict=True)]
+    by_truth = [tau / costs.step_s(size, 1) for tau, size in zip(true_taus(hazards, SIZES), SIZES, strict=True)]
     assert SIZES[by_truth.index(max(by_truth))] == best  # by a twentieth:
     assert sorted(by_truth)[-2] < 0.95 * max(by_truth)
     draw, controller = random.Random(1), EVController(SIZES)
@@ -265,7 +260,7 @@ def test_it_finds_the_best_size(hazards: list[float], per_slot: float, best: int
     for _ in range(21):
         forecast, chosen = controller(PREFILL), []
         for _ in range(200):
-            (size,) = choose([forecast], costs, 50)
+            (size,) = choose([forecast], costs)
             forecast.observe(size, accepted(hazards, size, draw))
             chosen.append(size)
     unprobed = [size for i, size in enumerate(chosen) if i % EVController.PROBE_EVERY != EVController.PROBE_EVERY - 1]
@@ -287,9 +282,9 @@ def test_every_so_often_the_next_larger_size_is_tried(size: int, probed: list[in
         assert probes(forecast) == (probed if due else [])
         if due and probed:  # whatever it costs, and whatever its neighbours are
             costs = linear_costs(50.0)
-            assert choose([forecast], costs, 50) == probed
+            assert choose([forecast], costs) == probed
             neighbour: Forecast = StaticForecast(SIZES, [1.0, 1.1, 1.2, 1.3])
-            assert choose([neighbour, forecast], costs, 50, others=[1])[1:] == probed
+            assert choose([neighbour, forecast], costs, others=[1])[1:] == probed
         forecast.observe(size, 0)
 
 
@@ -299,7 +294,7 @@ def test_a_probe_leaves_its_neighbours_their_choice() -> None:
         forecast.observe(1, 0)
     assert probes(forecast) == [2]
     easy: Forecast = StaticForecast(SIZES, [1.0, 1.9, 3.7, 7.0])
-    assert choose([easy, forecast, easy], linear_costs(0.1), 50) == [8, 2, 8]
+    assert choose([easy, forecast, easy], linear_costs(0.1)) == [8, 2, 8]
 
 
 def test_a_probe_is_one_step() -> None:
@@ -307,7 +302,7 @@ def test_a_probe_is_one_step() -> None:
     forecast, costs = EVController(SIZES)(PREFILL), linear_costs(1.0)
     chosen = []
     for _ in range(3 * EVController.PROBE_EVERY):
-        (size,) = choose([forecast], costs, 50)
+        (size,) = choose([forecast], costs)
         chosen.append(size)
         forecast.observe(size, 0)
     assert [i for i, size in enumerate(chosen) if size > 1] == [15, 31, 47]

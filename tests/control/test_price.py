@@ -21,75 +21,74 @@ COSTS = StepCosts(
     "cpu, 1 threads",
     block_sizes=(1, 5),
     rows=(2, 4),
-    contexts=(100, 200),
-    seconds=(((1.0, 2.0), (3.0, 4.0)), ((5.0, 6.0), (7.0, 8.0))),
-    one_drafts=(((1.0, 2.0), (3.0, 4.0)), ((4.0, 5.0), (5.0, 6.0))),
-    one_plain=(((1.0, 2.0), (3.0, 4.0)), ((5.0, 6.0), (7.4, 8.4))),
+    context=100,
+    seconds=((1.0, 3.0), (5.0, 7.0)),
+    one_drafts=((1.0, 3.0), (4.0, 5.0)),
+    one_plain=((1.0, 3.0), (5.0, 7.4)),
 )
 
 
 @pytest.mark.parametrize(
     ("point", "seconds"),
     [
-        ((1, 2, 100), 1.0),
-        ((5, 4, 200), 8.0),
-        ((3, 2, 100), 3.0),
-        ((1, 3, 100), 2.0),
-        ((1, 2, 150), 1.5),
-        ((3, 3, 150), 4.5),
-        ((9, 1, 1000), 6.0),  # constant beyond what was measured
+        ((1, 2), 1.0),
+        ((5, 4), 7.0),
+        ((3, 2), 3.0),
+        ((1, 3), 2.0),
+        ((3, 3), 4.0),
+        ((9, 1), 5.0),  # constant beyond what was measured
     ],
 )
-def test_costs_are_linear_between_what_was_measured(point: tuple[int, int, int], seconds: float) -> None:
+def test_costs_are_linear_between_what_was_measured(point: tuple[int, int], seconds: float) -> None:
     assert COSTS.step_s(*point) == pytest.approx(seconds)
 
 
 def test_a_block_size_pays_by_what_it_costs() -> None:
-    assert COSTS.speed_up(5, tau=3.0, rows=2, context=100) == pytest.approx(3.0 * 1.0 / 5.0)
-    assert COSTS.speed_up(1, tau=1.0, rows=4, context=200) == pytest.approx(1.0)
+    assert COSTS.speed_up(5, tau=3.0, rows=2) == pytest.approx(3.0 * 1.0 / 5.0)
+    assert COSTS.speed_up(1, tau=1.0, rows=4) == pytest.approx(1.0)
 
 
 def test_what_one_row_drafts_and_what_every_token_more_costs() -> None:
     """Four rows: one block of 5 takes 5 seconds, three of them, which have 8 drafted tokens more, take 7.4."""
-    first, each = COSTS.mixing_s([1, 3, 5], 4, 100)
+    first, each = COSTS.mixing_s([1, 3, 5], 4)
     assert first == pytest.approx([3, 4, 5])
     assert each == pytest.approx([0, (5.2 - 4) / 4, (7.4 - 5) / 8])
-    first, each = COSTS.mixing_s([5], 2, 100)  # of two rows both draft
+    first, each = COSTS.mixing_s([5], 2)  # of two rows both draft
     assert (first, each) == (pytest.approx([4]), pytest.approx([1 / 4]))
-    first, each = COSTS.mixing_s([5], 1, 150)  # one row is all rows
-    assert (first, each) == (pytest.approx([5.5]), pytest.approx([0]))
+    first, each = COSTS.mixing_s([5], 1)  # one row is all rows
+    assert (first, each) == (pytest.approx([5]), pytest.approx([0]))
 
 
 def test_the_widest_block_and_the_tokens_say_what_a_mixed_step_costs() -> None:
-    assert COSTS.mixed_s([1, 1, 1, 1], 100) == pytest.approx(3)
-    assert COSTS.mixed_s([5, 1, 1, 1], 100) == pytest.approx(5)
-    assert COSTS.mixed_s([1, 5, 3, 1], 100) == pytest.approx(5 + 2 * 2.4 / 8)
-    assert COSTS.mixed_s([5, 5, 1, 5], 100) == pytest.approx(7.4)
-    assert COSTS.mixed_s([5], 150) == pytest.approx(5.5)
+    assert COSTS.mixed_s([1, 1, 1, 1]) == pytest.approx(3)
+    assert COSTS.mixed_s([5, 1, 1, 1]) == pytest.approx(5)
+    assert COSTS.mixed_s([1, 5, 3, 1]) == pytest.approx(5 + 2 * 2.4 / 8)
+    assert COSTS.mixed_s([5, 5, 1, 5]) == pytest.approx(7.4)
+    assert COSTS.mixed_s([5]) == pytest.approx(5)
 
 
 def test_rows_that_are_all_alike_are_cheaper_than_mixed_ones_of_fewer_tokens() -> None:
-    assert COSTS.mixed_s([5, 5, 5, 5], 100) == pytest.approx(7)
-    assert COSTS.mixed_s([5, 5, 5, 3], 100) == pytest.approx(5 + 10 * 2.4 / 8)
-    assert COSTS.mixed_s([3, 3, 3, 3], 100) == pytest.approx(5)
+    assert COSTS.mixed_s([5, 5, 5, 5]) == pytest.approx(7)
+    assert COSTS.mixed_s([5, 5, 5, 3]) == pytest.approx(5 + 10 * 2.4 / 8)
+    assert COSTS.mixed_s([3, 3, 3, 3]) == pytest.approx(5)
     cheap = dataclasses.replace(COSTS, one_plain=COSTS.one_drafts)
-    assert cheap.mixed_s([5, 5, 5, 5], 100) == pytest.approx(5)  # never dearer than as many tokens of mixed rows
+    assert cheap.mixed_s([5, 5, 5, 5]) == pytest.approx(5)  # never dearer than as many tokens of mixed rows
 
 
-@pytest.mark.parametrize(("rows", "context"), [(2, 100), (4, 200), (3, 150)])
-def test_candidates_cost_so_many_plain_steps(rows: int, context: int) -> None:
+@pytest.mark.parametrize("rows", [2, 4, 3])
+def test_candidates_cost_so_many_plain_steps(rows: int) -> None:
     """Also those that were not measured, and in any order."""
-    plain = COSTS.step_s(1, rows, context)
-    found = COSTS.of_candidates([1, 3, 5, 2], rows, context)
+    plain = COSTS.step_s(1, rows)
+    found = COSTS.of_candidates([1, 3, 5, 2], rows)
     assert found[0] == 1
-    assert [cost * plain for cost in found] == pytest.approx([COSTS.step_s(b, rows, context) for b in (1, 3, 5, 2)])
-    assert COSTS.of_candidates([], rows, context) == []
+    assert [cost * plain for cost in found] == pytest.approx([COSTS.step_s(b, rows) for b in (1, 3, 5, 2)])
+    assert COSTS.of_candidates([], rows) == []
 
 
 def test_kinds_of_steps_may_take_longer_by_factors_of_their_own() -> None:
     scaled = COSTS.scaled(plain=2.0, alike=3.0, mixed=4.0)
     for sizes, factor in (([1, 1], 2), ([5], 3), ([5, 5], 3), ([5, 1], 4), ([5, 5, 1, 1], 4)):
-        assert scaled.mixed_s(sizes, 150) == pytest.approx(factor * COSTS.mixed_s(sizes, 150))
+        assert scaled.mixed_s(sizes) == pytest.approx(factor * COSTS.mixed_s(sizes))
     assert COSTS.scaled(1.0, 1.0, 1.0) == COSTS
 
 
@@ -98,15 +97,37 @@ def test_costs_survive_the_file(tmp_path: Path) -> None:
     assert StepCosts.read(tmp_path / "costs.json") == COSTS
 
 
+def as_before(contexts: list[int]) -> str:
+    """A file of tables [block size][rows][context], as it was written once."""
+    found = json.loads(COSTS.to_json())
+    del found["context"]
+    tables = {
+        name: [[[each] * len(contexts) for each in of_size] for of_size in found[name]]
+        for name in ("seconds", "one_drafts", "one_plain")
+    }
+    return json.dumps(found | tables | {"contexts": contexts})
+
+
+def test_an_old_file_of_one_context_is_read(tmp_path: Path) -> None:
+    (tmp_path / "costs.json").write_text(as_before([100]))
+    assert StepCosts.read(tmp_path / "costs.json") == COSTS
+
+
+def test_an_old_file_of_several_contexts_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "costs.json").write_text(as_before([100, 200]))
+    with pytest.raises(ValueError, match=r"costs\.json: .*contexts \[100, 200\].*measure them at one"):
+        StepCosts.read(tmp_path / "costs.json")
+
+
 @pytest.mark.parametrize(
     "change",
     [
         {"pair": None},
         {"rows": [2]},
-        {"seconds": [[[1, 2], [3]]] * 2},
-        {"seconds": [[[1, 2], [3, float("nan")]]] * 2},
-        {"one_drafts": [[["1", 2], [3, 4]]] * 2},
-        {"one_drafts": [[[1, 2], [3, 0]]] * 2},
+        {"seconds": [[1, 2], [3]]},
+        {"seconds": [[1, 2], [3, float("nan")]]},
+        {"one_drafts": [["1", 2], [3, 4]]},
+        {"one_drafts": [[1, 2], [3, 0]]},
         {"extra": 1},
         {"seconds": 3},
     ],
@@ -133,24 +154,26 @@ def test_noise_is_no_discount(values: list[float]) -> None:
 
 
 def test_every_point_is_measured(tiny_pair: Pair) -> None:
-    costs = measure_costs(tiny_pair, [1, 4, 6], [1, 3], [10, 20], num_steps=2)
+    costs = measure_costs(tiny_pair, [1, 4, 6], [1, 3], 10, num_steps=2)
     assert (costs.pair, costs.dtype) == (tiny_pair.id, "float32")
-    assert all(s > 0 for of_size in costs.seconds for of_rows in of_size for s in of_rows)
-    assert (len(costs.seconds), len(costs.seconds[0]), len(costs.seconds[0][0])) == (3, 2, 2)
+    assert all(s > 0 for of_size in costs.seconds for s in of_size)
+    assert (len(costs.seconds), len(costs.seconds[0]), costs.context) == (3, 2, 10)
     for mixed in (costs.one_drafts, costs.one_plain):
         assert [of_size[0] for of_size in mixed] == [of_size[0] for of_size in costs.seconds]  # of one row
     assert costs.one_drafts[0][1] != costs.one_drafts[1][1] != costs.seconds[1][1]
 
 
-@pytest.mark.parametrize("axes", [([4, 2], [1], [8]), ([2], [0], [8]), ([2], [1], [])])
-def test_axes_ascend(axes: tuple[list[int], list[int], list[int]], tiny_pair: Pair) -> None:
+@pytest.mark.parametrize("axes", [([4, 2], [1]), ([2], [0]), ([2], [])])
+def test_axes_ascend(axes: tuple[list[int], list[int]], tiny_pair: Pair) -> None:
     with pytest.raises(ValueError, match="ascending"):
-        measure_costs(tiny_pair, *axes)
+        measure_costs(tiny_pair, *axes, 8)
 
 
 def test_steps_must_fit(tiny_pair: Pair) -> None:
     with pytest.raises(ValueError, match="must fit below"):
-        measure_costs(tiny_pair, [2], [1], [tiny_pair.max_length - 2])
+        measure_costs(tiny_pair, [2], [1], tiny_pair.max_length - 2)
+    with pytest.raises(ValueError, match="context 0: must be at least 1"):
+        measure_costs(tiny_pair, [2], [1], 0)
 
 
 def test_a_running_request_changes_its_block_size(tiny_pair: Pair) -> None:

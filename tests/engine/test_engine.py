@@ -362,8 +362,7 @@ class Replica:
         assert [step.block_size for step in decoded if step.request_id not in self.forecasts] == others
         sizes: list[int] = []
         if choosing:
-            context = sum(self.lengths[step.request_id] for step in decoded) // len(decoded)
-            sizes = choose([self.forecasts[step.request_id] for step in choosing], costs, context, others)
+            sizes = choose([self.forecasts[step.request_id] for step in choosing], costs, others)
             rooms = [self.room(step.request_id) for step in choosing]
             assert [step.block_size for step in choosing] == [min(pair) for pair in zip(sizes, rooms, strict=True)]
         for step in decoded:
@@ -422,7 +421,7 @@ def test_a_reading_policy_chooses_by_what_a_replay_shows(tiny_pair: Pair) -> Non
     for step in steps[1:]:
         embedding = pair.target.get_input_embeddings()(known.tokens[0, anchor])
         policy.read([forecast], known.context[0, anchor - 1][None], embedding[None])
-        (size,) = choose([forecast], COSTS, anchor + 1)
+        (size,) = choose([forecast], COSTS)
         assert step.block_size == min(size, len(PROMPT) + 40 - anchor - 1)
         sizes.append(size)
         anchor += len(step.tokens)

@@ -285,7 +285,7 @@ class SweepTotals:
         self._loads = {1: [1.0] * len(candidates)}
         self._ways = {"by tau": self._loads[1]}
         if costs is not None:
-            self._loads = {rows: costs.of_candidates(candidates, rows, costs.contexts[0]) for rows in costs.rows}
+            self._loads = {rows: costs.of_candidates(candidates, rows) for rows in costs.rows}
             self._ways |= {f"by tokens/s, {n} row{'s' * (n > 1)}": each for n, each in self._loads.items()}
         self.by_set: dict[str, Summary] = {}
         self._ceilings: dict[tuple[int, str], Ceiling] = {}

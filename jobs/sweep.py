@@ -90,7 +90,7 @@ class SweepConfig(Config):
     """Tries of a shard that fails or whose worker dies, before it is halved to find the prompt that does it."""
     cost_rows: tuple[int, ...] = (1, 8)
     """Active rows to measure the seconds of a step with, at every candidate; none by `--cost-rows` alone."""
-    cost_contexts: tuple[int, ...] = Field(default=(256,), min_length=1)
+    cost_context: int = Field(default=256, ge=1)
     """Tokens of context to measure them at."""
 
     @field_validator("candidates")
@@ -170,7 +170,7 @@ def _identity(config: SweepConfig, shards: Sequence[Shard]) -> dict[str, Any]:
     """The settings that rows depend on, and the prompts behind the names of sets and files."""
     elsewhere = {
         *("output", "resources", "slots", "text_block_size", "max_attempts"),
-        *("cost_rows", "cost_contexts"),
+        *("cost_rows", "cost_context"),
     }
     return config.model_dump(mode="json", exclude=elsewhere) | {
         "prompts_digest": digest(key for shard in shards for key in shard.ids)
@@ -222,7 +222,7 @@ class SweepWorker:
         """Seconds of a step for plain decoding and every candidate."""
         assert self._pair is not None
         block_sizes = sorted({1, *self._candidates})
-        return measure_costs(self._pair, block_sizes, self._config.cost_rows, self._config.cost_contexts)
+        return measure_costs(self._pair, block_sizes, self._config.cost_rows, self._config.cost_context)
 
 
 class _Pool:
@@ -424,12 +424,12 @@ def _print(summary: Summary, metadata: Metadata, method: str, costs: StepCosts |
     for size, tau in summary.tau_curve.items():
         best = summary.best_counts[size]
         trained = " (trained)" if size == metadata.block_size else ""
-        gains = [costs.speed_up(size, tau, rows, costs.contexts[0]) for rows in costs.rows] if costs else []
+        gains = [costs.speed_up(size, tau, rows) for rows in costs.rows] if costs else []
         cells = f"{tau:.3f}", f"{best}", f"{best / summary.num_rows:.0%}", *(f"{gain:.2f}" for gain in gains)
         table.add_row(f"{size}{trained}", *cells)
     Console().print(table)
     if costs:
-        print(f"times AR: tau over the measured cost of a step at {costs.contexts[0]} tokens ({costs.device})")
+        print(f"times AR: tau over the measured cost of a step at {costs.context} tokens ({costs.device})")
     near = ", ".join(f"{summary.share_within(d, metadata.block_size):.0%} {words}" for d, words in DISTANCES.items())
     print(f"best block size: {near}")
     if summary.ceiling is not None:

@@ -218,8 +218,7 @@ def read_dataset(config: TrainConfig, folder: Path) -> Dataset:
     index = write_examples(folder, _parts(config, metadata, digests, totals), tuple(candidates), config.reads)
     if (num_prompts := len(set(index.prompts))) < MIN_PROMPTS:
         raise ValueError(f"sweep {config.sweep[0]}: {num_prompts} different prompts; needed: {MIN_PROMPTS}")
-    context = costs.contexts[0] if costs else 0
-    step_costs = costs.of_candidates(tuple(candidates), config.rows, context) if costs else [1.0] * len(candidates)
+    step_costs = costs.of_candidates(tuple(candidates), config.rows) if costs else [1.0] * len(candidates)
     digest = hashlib.sha256(metadata.to_json().encode() + b"".join(sorted(digests))).hexdigest()[:16]
     taus = {temperature: of_rows.tau_curve for temperature, of_rows in totals.items()}
     data = Dataset(digest, metadata, candidates, costs, tuple(step_costs), folder, index, taus)

@@ -158,7 +158,7 @@ def sweep_config(config: StudyConfig, temperature: float) -> SweepConfig:
         output=config.sweep(temperature),
         resources=Resources(num_actors=config.num_actors),
         cost_rows=(1, 2, 4, 8, 16),
-        cost_contexts=(192,),
+        cost_context=192,
     )
 
 

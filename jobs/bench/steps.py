@@ -72,18 +72,18 @@ def run(config: CompareStepsConfig) -> list[MixedStep]:
     for num_rows, mixtures in sorted(by_rows.items()):
         sizes = [parse(mixture) for mixture in mixtures]
         known = sorted({1, *(size for of_one in sizes for size in of_one)})
-        costs = measure_costs(pair, known, [num_rows], [config.context], num_steps=config.num_steps)
+        costs = measure_costs(pair, known, [num_rows], config.context, num_steps=config.num_steps)
         plain, *seconds = time_steps(pair, [[1] * num_rows, *sizes], config.context, num_steps=config.num_steps)
         for mixture, of_one, each in zip(mixtures, sizes, seconds, strict=True):
-            found.append(MixedStep(mixture, each / plain, predicted(costs, of_one, config.context)))
+            found.append(MixedStep(mixture, each / plain, predicted(costs, of_one)))
     print(markdown([_cells(step) for step in found]))
     write_text(config.output, json.dumps([step._asdict() for step in found]) + "\n")
     return found
 
 
-def predicted(costs: StepCosts, sizes: list[int], context: int) -> float:
+def predicted(costs: StepCosts, sizes: list[int]) -> float:
     """A step of these block sizes over a plain one."""
-    return costs.mixed_s(sizes, context) / costs.step_s(1, len(sizes), context)
+    return costs.mixed_s(sizes) / costs.step_s(1, len(sizes))
 
 
 def _cells(step: MixedStep) -> dict[str, str]:

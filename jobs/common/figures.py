@@ -107,7 +107,7 @@ def cost_curves(costs: StepCosts) -> bytes:
     """What a step costs by its block size, in steps of plain decoding: a line for every number of rows."""
     figure, axes = _new(SMALL, "block size", "cost of a step, plain = 1")
     for rows in costs.rows:
-        relative = costs.of_candidates(costs.block_sizes, rows, costs.contexts[0])
+        relative = costs.of_candidates(costs.block_sizes, rows)
         axes.plot(
             costs.block_sizes, relative, marker="o", markersize=4, label=f"{rows} rows" if rows > 1 else "1 row"
         )

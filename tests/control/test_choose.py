@@ -139,12 +139,11 @@ def test_load_fades_speculation_out() -> None:
     assert (widths[0], widths[-1]) == (4, 1)
 
 
-def test_the_context_counts() -> None:
+def test_a_dear_target_makes_drafts_cheap() -> None:
     """Where the target's own pass is dear, drafts are cheap beside it."""
     row = StaticForecast(CandidateSet((1, 8)), [1.0, 2.0])
-    costs = step_costs((1, 8), [[[1.0, 10.0]] * 3, [[3.0, 12.0]] * 3])
-    assert choose([row], costs) == [1]
-    assert choose([row], costs) == [8]
+    assert choose([row], step_costs((1, 8), [[1.0] * 3, [3.0] * 3])) == [1]
+    assert choose([row], step_costs((1, 8), [[10.0] * 3, [12.0] * 3])) == [8]
 
 
 # --- track records ---

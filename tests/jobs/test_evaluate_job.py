@@ -107,8 +107,8 @@ def policy_dir(tiny_pair: Pair, tmp_path: Path) -> Path:
 
 def step_costs(pair: PairId, seconds: Sequence[float], **changes: object) -> StepCosts:
     """Of SIZES, for up to three rows here."""
-    table = tuple(((each,), (each,)) for each in seconds)
-    costs = StepCosts(pair, "float32", device_name(torch.device("cpu")), SIZES, (1, 3), (32,), table, table, table)
+    table = tuple((each, each) for each in seconds)
+    costs = StepCosts(pair, "float32", device_name(torch.device("cpu")), SIZES, (1, 3), 32, table, table, table)
     return dataclasses.replace(costs, **changes)  # type: ignore[arg-type]
 
 
@@ -423,7 +423,7 @@ def test_costs_that_were_given_are_used_where_they_hold(
         measured = evaluator.setting.costs
         assert measured != other
         assert hold_here(measured, tiny_pair, SIZES, 3)
-        assert measured.contexts == (evaluator.setting.context,)
+        assert measured.context == evaluator.setting.context
         assert {live.engine.costs for live in evaluator._engines.values()} == {measured}
 
 

@@ -29,10 +29,10 @@ COSTS = StepCosts(
     "cpu, 1 threads",
     SIZES,
     (1, 4),
-    (64,),
-    tuple(((1.0 + 0.1 * b,), (4.0 + 2.0 * b,)) for b in SIZES),
-    tuple(((1.0 + 0.1 * b,), (5.0 + 1.0 * b,)) for b in SIZES),
-    tuple(((1.0 + 0.1 * b,), (4.5 + 1.5 * b,)) for b in SIZES),
+    64,
+    tuple((1.0 + 0.1 * b, 4.0 + 2.0 * b) for b in SIZES),
+    tuple((1.0 + 0.1 * b, 5.0 + 1.0 * b) for b in SIZES),
+    tuple((1.0 + 0.1 * b, 4.5 + 1.5 * b) for b in SIZES),
 )
 SPEEDS = {"AR": 10.0, "B=2": 12.0, "B=4": 14.0, POLICY: 14.5, ORACLE: 15.0}
 

@@ -35,10 +35,10 @@ COSTS = StepCosts(
     "cpu, 1 threads",
     WITH_PLAIN,
     rows=(1, 4),
-    contexts=(64,),
-    seconds=tuple(((1 + 0.02 * size,), (1 + 0.2 * size,)) for size in WITH_PLAIN),
-    one_drafts=tuple(((1 + 0.02 * size,), (1.1 + 0.1 * size,)) for size in WITH_PLAIN),
-    one_plain=tuple(((1 + 0.02 * size,), (1.1 + 0.1 * size,)) for size in WITH_PLAIN),
+    context=64,
+    seconds=tuple((1 + 0.02 * size, 1 + 0.2 * size) for size in WITH_PLAIN),
+    one_drafts=tuple((1 + 0.02 * size, 1.1 + 0.1 * size) for size in WITH_PLAIN),
+    one_plain=tuple((1 + 0.02 * size, 1.1 + 0.1 * size) for size in WITH_PLAIN),
 )
 
 
@@ -457,7 +457,7 @@ def test_kills_change_nothing(start: Start, tmp_path: Path) -> None:
     folder = tmp_path / "examples"
     write_examples(folder, [rows], WITH_PLAIN, "step")
     training, validation = split_examples(folder, *Split(0.2, 0, None))
-    costs = torch.tensor(COSTS.of_candidates(WITH_PLAIN, rows=1, context=64))
+    costs = torch.tensor(COSTS.of_candidates(WITH_PLAIN, rows=1))
     task = Task("tau", "step", "throughput", WITH_PLAIN, costs)
     fit = Fit(new_network(training, VOCAB_SIZE, settings), training, validation, settings, task)
     losses = [fit.run_epoch().metrics for _ in range(30)]

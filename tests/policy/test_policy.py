@@ -55,8 +55,8 @@ VOCAB_SIZE, HIDDEN, THRESHOLD = 50, 16, 0.01
 CONTEXT_SIZE, ANCHOR_SIZE = 6, 5
 CANDIDATES = CandidateSet((1, 2, 4, 8))
 PAIR = PairId("org/Target", "1111", "org/draft", "2222")
-SECONDS = (((1.0,), (2.0,)), ((1.5,), (4.0,)))
-COSTS = StepCosts(PAIR, "float32", "cpu", (1, 8), (1, 4), (32,), SECONDS, SECONDS, SECONDS)
+SECONDS = ((1.0, 2.0), (1.5, 4.0))
+COSTS = StepCosts(PAIR, "float32", "cpu", (1, 8), (1, 4), 32, SECONDS, SECONDS, SECONDS)
 STEP_INPUTS: tuple[Input, ...] = ("context", "anchor", "scalars")
 EVERY_INPUT: list[tuple[Input, ...]] = [
     ("probs",),
@@ -442,9 +442,9 @@ def test_a_policy_that_errs_chooses_as_one_that_does_not(error: float) -> None:
     sizes = tuple(CANDIDATES)
     hazards = {True: 0.8, False: 0.25}
     tokens = {easy: tuple(sum(p**k for k in range(size)) for size in sizes) for easy, p in hazards.items()}
-    seconds = tuple(((1 + 0.35 * (size - 1),),) for size in sizes)
-    costs = StepCosts(PAIR, "float32", "cpu", sizes, (1,), (1,), seconds, seconds, seconds)
-    best = {easy: max(sizes, key=lambda b: of[sizes.index(b)] / costs.step_s(b, 1, 1)) for easy, of in tokens.items()}
+    seconds = tuple((1 + 0.35 * (size - 1),) for size in sizes)
+    costs = StepCosts(PAIR, "float32", "cpu", sizes, (1,), 1, seconds, seconds, seconds)
+    best = {easy: max(sizes, key=lambda b: of[sizes.index(b)] / costs.step_s(b, 1)) for easy, of in tokens.items()}
     assert best[False] == 1 < best[True]
     policy, draw = step_policy(), random.Random(0)
     chosen: dict[bool, list[int]] = {True: [], False: []}
@@ -453,7 +453,7 @@ def test_a_policy_that_errs_chooses_as_one_that_does_not(error: float) -> None:
         told = tuple(min(1 + error * (of - 1), size) for of, size in zip(tokens[easy], sizes, strict=True))
         forecast = learned_forecast(policy, told)
         for _ in range(50):
-            [size] = choose([forecast], costs, 1)
+            [size] = choose([forecast], costs)
             accepted = next((k for k in range(size - 1) if draw.random() > hazards[easy]), size - 1)
             forecast.observe(size, accepted)
             if request >= 60:

@@ -165,8 +165,8 @@ def prefill_of(row: SweepRow) -> Prefill:
 def decided(kind: Kind, network: PolicyNetwork, rows: Sequence[SweepRow], examples: Examples) -> list[int]:
     """The block sizes that the policy takes in use, one request after the other."""
     candidates = CandidateSet(tuple(CANDIDATES))
-    seconds = tuple(((s,),) for s in SECONDS.tolist())
-    costs = StepCosts(PAIR, "float32", "cpu", candidates.sizes, (1,), (1,), seconds, seconds, seconds)
+    seconds = tuple((s,) for s in SECONDS.tolist())
+    costs = StepCosts(PAIR, "float32", "cpu", candidates.sizes, (1,), 1, seconds, seconds, seconds)
     used = costs if kind.objective == "throughput" else None
     info = PolicyInfo(PAIR, candidates, kind.head, kind.objective, kind.reads, network.shape, 1e-5)
     policy = LearnedPolicy(info, network, used)
@@ -177,11 +177,11 @@ def decided(kind: Kind, network: PolicyNetwork, rows: Sequence[SweepRow], exampl
         features = examples.features
         for context, anchor in zip(features.context, features.anchor, strict=True):
             policy.read([forecast], context[None], anchor[None])
-            found += choose([forecast], used, 1)
+            found += choose([forecast], used)
         return found
     for row in sorted(rows, key=lambda row: row.prompt_id):
         made: int | Forecast = policy(prefill_of(row))
-        found.append(made if isinstance(made, int) else choose([made], used, 1)[0])
+        found.append(made if isinstance(made, int) else choose([made], used)[0])
     return found
 
 

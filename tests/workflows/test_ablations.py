@@ -16,8 +16,8 @@ CHOSEN = ("input top_k", "k=1: B=4..6, tau", "every step: scalars")
 
 def a_sweep(folder: Path) -> str:
     write_rows(folder / "rows" / "part-0.parquet", synthetic_rows(40, 0), metadata())
-    seconds = tuple(((1.0 + 0.1 * b,),) for b in (1, *CANDIDATES))
-    costs = StepCosts(PAIR, "float32", "cpu, 1 threads", (1, *CANDIDATES), (1,), (64,), seconds, seconds, seconds)
+    seconds = tuple((1.0 + 0.1 * b,) for b in (1, *CANDIDATES))
+    costs = StepCosts(PAIR, "float32", "cpu, 1 threads", (1, *CANDIDATES), (1,), 64, seconds, seconds, seconds)
     (folder / COSTS_FILE).write_text(costs.to_json())
     return str(folder)
 

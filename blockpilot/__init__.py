@@ -7,7 +7,7 @@ for step in bp.generate(pair, prompt_ids, block_size=8):
     print(step.tokens, step.num_accepted)
 """
 
-from blockpilot.control.baselines import FixedPolicy
+from blockpilot.control.controller import FixedPolicy
 from blockpilot.control.price import StepCosts
 from blockpilot.engine.engine import Engine, generate
 from blockpilot.pairs.loading import Pair, load_pair

@@ -26,7 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from blockpilot.control.price import COSTS_FILE, StepCosts
-from blockpilot.engine.timing import measure_costs
+from blockpilot.evaluation.step_costs import measure_costs
 from blockpilot.models.device import dtype_name
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt, load_prompts

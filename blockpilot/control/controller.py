@@ -5,12 +5,13 @@ another policy, or a fresh start, is another controller.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from blockpilot.control.choose import choose
 from blockpilot.control.price import StepCosts
-from blockpilot.types import Forecast, Policy, Prefill, Reader, StepShape
+from blockpilot.types import CandidateSet, Forecast, Policy, Prefill, Reader, StepShape
 
 
 class Controller:
@@ -51,3 +52,16 @@ def read(forecasts: Sequence[Forecast], contexts: Tensor, anchors: Tensor) -> No
             by_reader.setdefault(forecast.reader, []).append(i)
     for reader, index in by_reader.items():
         reader.read([forecasts[i] for i in index], contexts[index], anchors[index])
+
+
+@dataclass(frozen=True)
+class FixedPolicy:
+    """The same block size for every request."""
+
+    block_size: int
+
+    def __post_init__(self) -> None:
+        CandidateSet((self.block_size,))
+
+    def __call__(self, prefill: Prefill) -> int:
+        return self.block_size

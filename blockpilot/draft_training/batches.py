@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from blockpilot.draft_training.answers import Document
-from blockpilot.drafts.blocks import ANCHORS_PER_ROW, Blocks, KnownContext, draft_blocks
 from blockpilot.drafts.dflash import DraftModel
+from blockpilot.sweep.blocks import ANCHORS_PER_ROW, Blocks, KnownContext, draft_blocks
 
 
 class Batch(NamedTuple):

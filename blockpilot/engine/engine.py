@@ -15,8 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from blockpilot.control.baselines import FixedPolicy
-from blockpilot.control.controller import Controller, read
+from blockpilot.control.controller import Controller, FixedPolicy, read
 from blockpilot.engine.detokenize import TextStream
 from blockpilot.engine.drafting import Drafter
 from blockpilot.engine.rows import Row

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, cycle
 
-from blockpilot.control.live import LiveCosts
+from blockpilot.adaptive.live import LiveCosts
 from blockpilot.evaluation.statistics import Totals
 from blockpilot.types import Request, Step
 

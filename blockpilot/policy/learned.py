@@ -19,7 +19,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from blockpilot.control.calibration import TrackRecord
+from blockpilot.adaptive.calibration import TrackRecord
 from blockpilot.control.price import StepCosts
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.network import (

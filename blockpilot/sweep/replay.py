@@ -13,10 +13,10 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from blockpilot.drafts.blocks import ANCHORS_PER_ROW, Blocks, KnownContext, draft_blocks
 from blockpilot.engine.sampling import keyed_sample
 from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
+from blockpilot.sweep.blocks import ANCHORS_PER_ROW, Blocks, KnownContext, draft_blocks
 from blockpilot.types import Sampling
 
 PREFILL_COLUMNS = 1024  # of all texts of a group, scored by the target in one pass

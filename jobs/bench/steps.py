@@ -13,8 +13,8 @@ import torch
 from pydantic import Field, field_validator
 
 from blockpilot.control.price import StepCosts
-from blockpilot.engine.timing import measure_costs, time_steps
 from blockpilot.evaluation.statistics import markdown
+from blockpilot.evaluation.step_costs import measure_costs, time_steps
 from blockpilot.storage import write_text
 from blockpilot.sweep.sweep import MAX_BLOCK_SIZE
 from jobs.common.config import Config, PairConfig, main

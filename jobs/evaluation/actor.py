@@ -20,13 +20,13 @@ import torch
 from jinja2 import TemplateError
 from ray.exceptions import RayTaskError
 
-from blockpilot.control.baselines import EVController, StaticForecast
-from blockpilot.control.live import LiveCosts
+from blockpilot.adaptive.live import LiveCosts
 from blockpilot.control.price import StepCosts
 from blockpilot.engine.engine import Engine
-from blockpilot.engine.timing import hold_here, measured_up_to
+from blockpilot.evaluation.baselines import EVController, StaticForecast
 from blockpilot.evaluation.measurement import Flow, Measured, in_turns, total_s
 from blockpilot.evaluation.statistics import Run
+from blockpilot.evaluation.step_costs import hold_here, measured_up_to
 from blockpilot.models.device import dtype_name
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.learned import LearnedPolicy

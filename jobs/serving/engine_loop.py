@@ -14,7 +14,7 @@ from functools import partial
 from types import TracebackType
 from typing import Self
 
-from blockpilot.control.live import LiveCosts
+from blockpilot.adaptive.live import LiveCosts
 from blockpilot.control.price import StepCosts
 from blockpilot.engine.engine import Engine
 from blockpilot.types import Policy, Request, Step

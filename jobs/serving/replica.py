@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from blockpilot.control.baselines import FixedPolicy
+from blockpilot.control.controller import FixedPolicy
 from blockpilot.control.price import StepCosts
 from blockpilot.engine.engine import Engine, cache_bytes
-from blockpilot.engine.timing import hold_here, measured_up_to
+from blockpilot.evaluation.step_costs import hold_here, measured_up_to
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.learned import LearnedPolicy
 from blockpilot.policy.store import load_policy

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blockpilot.control.baselines import EVController, RunningMeans, StaticForecast
-from blockpilot.control.calibration import TrackRecord
+from blockpilot.adaptive.calibration import TrackRecord
 from blockpilot.control.choose import choose
 from blockpilot.control.price import StepCosts
+from blockpilot.evaluation.baselines import EVController, RunningMeans, StaticForecast
 from blockpilot.types import CandidateSet, Forecast, Prefill
 from helpers.costs import ROWS, linear_costs, step_costs
 

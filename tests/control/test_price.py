@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from blockpilot.control.price import StepCosts
 from blockpilot.engine.engine import Engine
-from blockpilot.engine.timing import measure_costs, never_falling
+from blockpilot.evaluation.step_costs import measure_costs, never_falling
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import PairId, Request
 

@@ -39,13 +39,13 @@ from blockpilot.draft_training.training import (
     sample_vocabulary,
     start_from_target,
 )
-from blockpilot.drafts.blocks import Blocks, block_mask
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.engine.engine import generate
 from blockpilot.models.packing import Packing
 from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Message, Prompt
+from blockpilot.sweep.blocks import Blocks, block_mask
 from blockpilot.types import Sampling
 from helpers.tiny import tiny_draft
 

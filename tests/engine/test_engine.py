@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 import blockpilot as bp
-from blockpilot.control.baselines import EVController, StaticForecast
 from blockpilot.control.choose import choose
 from blockpilot.control.controller import Controller
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.engine.engine import Engine, generate
+from blockpilot.evaluation.baselines import EVController, StaticForecast
 from blockpilot.models.cache import SlotView
 from blockpilot.models.packing import Packing
 from blockpilot.pairs.loading import Pair

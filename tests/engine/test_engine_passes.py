@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from blockpilot.control.baselines import EVController, StaticForecast
 from blockpilot.control.controller import Controller
 from blockpilot.engine.engine import Engine
+from blockpilot.evaluation.baselines import EVController, StaticForecast
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.learned import LearnedPolicy
 from blockpilot.types import CandidateSet, Policy, Request, Sampling, Step

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from blockpilot.control.baselines import StaticForecast
 from blockpilot.engine.engine import Engine
+from blockpilot.evaluation.baselines import StaticForecast
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import CandidateSet, Prefill, Request, Sampling
 from helpers.engines import NEVER, PROMPT, plain_text, run, text_of

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from blockpilot.control.baselines import EVController, FixedPolicy, StaticForecast
+from blockpilot.control.controller import FixedPolicy
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.engine.engine import Engine
+from blockpilot.evaluation.baselines import EVController, StaticForecast
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.learned import LearnedPolicy
 from blockpilot.types import CandidateSet, FinishReason, Policy, Request, Sampling, Step

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
-from blockpilot.control.backoff import Backoff
+from blockpilot.adaptive.backoff import Backoff
+from blockpilot.adaptive.live import LiveController
+from blockpilot.adaptive.pace import Pace
 from blockpilot.control.controller import Controller
-from blockpilot.control.live import LiveController
-from blockpilot.control.pace import Pace
 from blockpilot.control.price import StepCosts
 from blockpilot.types import Policy, StepShape
 

@@ -15,13 +15,13 @@ import pytest
 import ray
 import torch
 
+from blockpilot.adaptive.live import LiveCosts
 from blockpilot.control import live as live_costs
-from blockpilot.control.live import LiveCosts
 from blockpilot.control.price import COSTS_FILE, StepCosts
 from blockpilot.engine.engine import Engine, generate
-from blockpilot.engine.timing import hold_here
 from blockpilot.evaluation.measurement import Flow, Measured, in_turns
 from blockpilot.evaluation.statistics import Comparison, Run, Totals
+from blockpilot.evaluation.step_costs import hold_here
 from blockpilot.models.device import device_name
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.dataset import prompt_key

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from blockpilot.control.baselines import FixedPolicy
 from blockpilot.control.choose import choose
+from blockpilot.control.controller import FixedPolicy
 from blockpilot.control.price import StepCosts
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.learned import (

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from fastapi.testclient import TestClient
 
-from blockpilot.control.baselines import FixedPolicy
+from blockpilot.control.controller import FixedPolicy
 from blockpilot.engine.engine import Engine, generate
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import Prefill

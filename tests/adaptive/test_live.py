@@ -9,11 +9,12 @@ from itertools import chain, cycle, repeat
 
 import pytest
 
-from blockpilot.control.baselines import FixedPolicy, StaticForecast
-from blockpilot.control.live import ALIKE, KINDS, MIXED, PLAIN, LiveController
-from blockpilot.control.pace import Pace
+from blockpilot.adaptive.live import ALIKE, KINDS, MIXED, PLAIN, LiveController
+from blockpilot.adaptive.pace import Pace
+from blockpilot.control.controller import FixedPolicy
 from blockpilot.control.price import StepCosts
 from blockpilot.engine.engine import Engine
+from blockpilot.evaluation.baselines import StaticForecast
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import CandidateSet, PairId, Policy, Request, StepShape
 from helpers.controllers import Switch, World

@@ -7,7 +7,7 @@ from itertools import cycle, islice
 import numpy as np
 import pytest
 
-from blockpilot.control.pace import ALIKE, BACKED_OFF, FIRST_LEVEL, LEVEL_STEP, MIXED, NOISE, PLAIN, Pace
+from blockpilot.adaptive.pace import ALIKE, BACKED_OFF, FIRST_LEVEL, LEVEL_STEP, MIXED, NOISE, PLAIN, Pace
 
 Seen = Sequence[tuple[str, int, float]]
 KINDS = (PLAIN, ALIKE, MIXED, BACKED_OFF)

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from blockpilot.control.backoff import Backoff
-from blockpilot.control.baselines import StaticForecast
-from blockpilot.control.live import LiveController
+from blockpilot.adaptive.backoff import Backoff
+from blockpilot.adaptive.live import LiveController
 from blockpilot.control.price import StepCosts
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.engine.engine import Engine
+from blockpilot.evaluation.baselines import StaticForecast
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import CandidateSet, PairId, Request, Sampling, StepShape
 from helpers.controllers import Switch

@@ -8,9 +8,9 @@ than measured and a drafting one 2 to 6%, so that the measured costs made drafti
 import time
 from collections.abc import Callable, Mapping
 
-from blockpilot.control.backoff import Backoff
+from blockpilot.adaptive.backoff import Backoff
+from blockpilot.adaptive.pace import ALIKE, BACKED_OFF, MIXED, PLAIN, Pace
 from blockpilot.control.controller import Controller
-from blockpilot.control.pace import ALIKE, BACKED_OFF, MIXED, PLAIN, Pace
 from blockpilot.control.price import StepCosts
 from blockpilot.types import Policy, StepShape
 

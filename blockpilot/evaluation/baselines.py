@@ -1,11 +1,10 @@
-"""Baselines that learn nothing beforehand: a fixed block size, and running means as in llama-server-like runtimes."""
+"""Baselines that learn nothing beforehand: the same forecast for every step, and running means of acceptance."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
-from blockpilot.control.calibration import TrackRecord
+from blockpilot.adaptive.calibration import TrackRecord
 from blockpilot.types import CandidateSet, Prefill
 
 
@@ -73,16 +72,3 @@ class RunningMeans:
         reached = min(num_accepted + 1, block_size - 1)
         for slot, record in enumerate(self._records[:reached]):
             record.add(1, slot < num_accepted)
-
-
-@dataclass(frozen=True)
-class FixedPolicy:
-    """The same block size for every request."""
-
-    block_size: int
-
-    def __post_init__(self) -> None:
-        CandidateSet((self.block_size,))
-
-    def __call__(self, prefill: Prefill) -> int:
-        return self.block_size

@@ -1,14 +1,9 @@
 """Linear layers of a few rows, as decoding has them: on AMD CPUs their float32 product is often faster turned round.
 
 MKL takes longer there for a product with two to five rows than with eight; with the weight as the left factor, and
-one of an odd number of rows taken twice, it takes less. How far that goes depends on the layer's inputs.
-Microseconds of [576, 576], [1536, 576], [576, 1536] and [49152, 576], as they are and turned round (AMD EPYC, AVX2,
-one thread): with one row 127 and 89, 341 and 225, 235 and 248, 10938 and 6821; with two 181 and 85, 543 and 221,
-358 and 246, 23665 and 6763; with four 158 and 111, 416 and 299, 362 and 533, 17406 and 9734. From six rows on, or
-2,880 inputs, it is the other way about. Three rows as they are, turned, and turned as four (another such CPU): 180,
-153 and 130; 542, 393 and 326; 399, 455 and 348; 33490, 20633 and 13265. For Intel's CPUs MKL has kernels for a few
-rows (Xeon, AVX-512, weights from memory): with one row 183 and 347, 419 and 742, 341 and 613, 12202 and 29993, and
-from four rows on the two take as long.
+one of an odd number of rows taken twice, it takes less. How far that goes depends on the layer's inputs. Microseconds
+of [49152, 576] as it is and turned (AMD EPYC, AVX2, one thread): 10938 and 6821 with one row, 23665 and 6763 with two,
+17406 and 9734 with four; from six rows on it is the other way about, and on Intel's CPUs always.
 """
 
 from functools import cache

@@ -20,7 +20,7 @@ METHODS = {
 LOADS = [(temperature, rows) for temperature in (0, 1) for rows in (1, 4, 16)]
 
 
-def figures(temperature: int, rows: int) -> dict:
+def figures(temperature: int, rows: int) -> dict[str, dict[str, float]]:
     file = EVALUATIONS / f"evaluate-T{temperature}-load{rows}" / "evaluation.json"
     return {row["method"]: row["speedup"] for row in json.loads(file.read_text())["figures"]}
 
@@ -30,10 +30,10 @@ figure, axes = plt.subplots(figsize=(9, 3.4))
 width = 0.8 / len(METHODS)
 for i, (method, (colour, label)) in enumerate(METHODS.items()):
     found = [figures(*load)[method] for load in LOADS]
-    values = [speed["value"] for speed in found]
+    gains = [speed["value"] - 1 for speed in found]
     errors = [[s["value"] - s["low"] for s in found], [s["high"] - s["value"] for s in found]]
     places = [load + (i - len(METHODS) / 2 + 0.5) * width for load in range(len(LOADS))]
-    axes.bar(places, values, width, color=colour, label=label, yerr=errors, error_kw={"elinewidth": 0.8, "ecolor": "#555"})
+    axes.bar(places, gains, width, bottom=1, color=colour, label=label, yerr=errors, error_kw={"elinewidth": 0.8})
 axes.axhline(1, color="#333", linewidth=0.8)
 axes.set_xticks(range(len(LOADS)), [f"{rows} at a time\nT={temperature}" for temperature, rows in LOADS])
 axes.set_ylim(0.5, 1.7)

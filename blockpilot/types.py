@@ -89,6 +89,7 @@ class Prefill(NamedTuple):
 class Request:
     """One sequence to decode. block_size None lets the policy choose after prefill; 1 never drafts.
 
+    policy: chooses for this request in place of the engine's.
     num_logprobs: how many of the likeliest tokens come with every emitted one, and its own; None for nothing.
     """
 
@@ -99,6 +100,7 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()
     stop_strings: tuple[str, ...] = ()
     num_logprobs: int | None = None
+    policy: "Policy | None" = None
 
 
 class TokenLogprobs(NamedTuple):

@@ -322,7 +322,8 @@ class Engine:
         """Set the block size of a row for good, or the forecast to choose from at every step, unless it is known."""
         if row.block_size:
             return
-        decided = self.pair.block_size if self.policy is None else self.policy(prefill)
+        policy = row.request.policy or self.policy
+        decided = self.pair.block_size if policy is None else policy(prefill)
         if isinstance(decided, int):
             self._check_block_size(decided, "the policy's block size")
             row.block_size = decided

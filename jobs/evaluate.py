@@ -106,7 +106,7 @@ def _runs_file(config: EvaluateConfig, work: Work, setting: Setting) -> Path:
 
 
 def _identity(config: EvaluateConfig, work: Work, setting: Setting) -> str:
-    """A hash of all that the runs depend on."""
+    """A hash of all that the runs depend on but the machine's moments; its device by its full name."""
     settings = config.model_dump(mode="json", exclude={"output", "relog", "accelerator_type"})
     found = setting.pair, setting.dtype, setting.device
     prompts = [(p.set, p.text) for p in work.prompts]

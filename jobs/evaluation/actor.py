@@ -6,12 +6,15 @@ the machine falls on all of them. The oracle comes after the others, and AR once
 the machine is by then. It really decodes, too, but knows of each prompt what every block size gave on it a moment
 before, so it is a bound and no method. The control does what AR does with an engine of its own: what it takes more or
 less is the clock's, of which intervals over prompts know nothing.
+
+A group's runs depend on the work, the models and the machine of the moment, and on no other group: what adapts while
+decoding (a policy's record of its forecasts, the controller's running means, costs corrected by the seconds of steps,
+back-off) starts afresh with every group. So an evaluation that was interrupted measures what a whole one does.
 """
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +30,7 @@ from blockpilot.engine.engine import Engine
 from blockpilot.engine.timing import hold_here, measured_up_to
 from blockpilot.evaluation.measurement import Flow, Measured, in_turns, total_s
 from blockpilot.evaluation.statistics import Run
-from blockpilot.models.device import dtype_name
+from blockpilot.models.device import device_name, dtype_name
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.learned import LearnedPolicy
 from blockpilot.policy.store import load_policy
@@ -74,7 +77,7 @@ class Setting(NamedTuple):
     pair: PairId
     dtype: str
     device: str
-    num_threads: int
+    """Full name, with the threads of a CPU."""
     block_sizes: dict[str, int | None]
     """By method; None where it is chosen for a request or a step, and of the control."""
     costs: StepCosts
@@ -103,20 +106,20 @@ class Evaluator:
         self._pair = pair
         self._fixed = {method_name(size): size for size in (1, *self._block_sizes(pair, policies))}
         self._candidates = next(iter(policies.values())).candidates if policies else CandidateSet(self._sizes)
-        self._policies: dict[str, Policy] = dict(policies)
-        if EV in work.baselines:
-            self._policies[EV] = EVController(CandidateSet(self._sizes))
+        self._policies = policies
         self._context = sum(map(len, self._prompt_ids.values())) // len(self._prompt_ids) + max(work.limits) // 2
         self._costs = self._find_costs(pair)
-        self._engines = {method: LiveCosts(self._new_engine(method)) for method in self.methods}
+        self._hindsight = dict[int, Policy]()  # the oracle's, by place
+        self._engines = {method: LiveCosts(self._new_engine()) for method in self.methods}
+        self._reset()
         for place in range(len(work.prompts)):
             self._check(place)
         rotating = [method for method in self.methods if method != ORACLE]
         self._decode(rotating, work.groups[0][:1], 0, NUM_WARM_UP_TOKENS)
         dtype = dtype_name(pair.target.dtype)
         sizes = {method: self._fixed.get(method) for method in self.methods}
-        device = pair.target.device.type
-        return Setting(pair.id, dtype, device, torch.get_num_threads(), sizes, self._costs, self._context, left_out)
+        device = device_name(pair.target.device)
+        return Setting(pair.id, dtype, device, sizes, self._costs, self._context, left_out)
 
     @property
     def _sizes(self) -> tuple[int, ...]:
@@ -127,26 +130,34 @@ class Evaluator:
         """In the order of the report."""
         work = self._work
         baselines = [name for name in (CONTROL, RANDOM, EV) if name in work.baselines]
-        learned = [name for name in self._policies if name not in (EV, ORACLE)]
-        return [*self._fixed, *baselines, *learned, *([ORACLE] if ORACLE in work.baselines else [])]
+        return [*self._fixed, *baselines, *self._policies, *([ORACLE] if ORACLE in work.baselines else [])]
 
-    def _new_engine(self, method: str) -> Engine:
+    def _new_engine(self) -> Engine:
         return Engine(
             self._pair,
             num_slots=self._work.concurrency,
             max_length=self._max_length,
-            policy=self._policies.get(method),
-            costs=self._costs,
             max_block_size=MAX_BLOCK_SIZE,
         )
 
+    def _reset(self) -> None:
+        """Make every engine and policy adapt afresh, as if nothing had been decoded."""
+        for policy in self._policies.values():
+            policy.forget()
+        controllers = {EV: EVController(CandidateSet(self._sizes))}
+        for method, live in self._engines.items():
+            live.engine.policy = self._policies.get(method, controllers.get(method))
+            live.use(self._costs)
+
     def measure(self, repeat: int, group: int) -> list[Run]:
         """Decode one group with every method, and compare the texts with AR's; a run for each method and prompt."""
+        self._reset()
         places, methods = self._work.groups[group], [m for m in self.methods if m != ORACLE]
         start = (repeat + group) % len(methods)
         measured = self._decode(methods[start:] + methods[:start], places, repeat)
         if ORACLE in self.methods:
-            self._engines[ORACLE].engine.policy = self._hindsight([measured[name] for name in self._fixed])
+            of_requests = zip(*(measured[name] for name in self._fixed), strict=True)
+            self._hindsight = {place: self._just_had(each) for place, each in zip(places, of_requests, strict=True)}
             later = self._decode([ORACLE, AR], places, repeat)
             pace = total_s(measured[AR]) / total_s(later[AR])
             measured = measured | {ORACLE: [each.at_pace(pace) for each in later[ORACLE]]}
@@ -156,11 +167,10 @@ class Evaluator:
             for i, place in enumerate(places)
         ]
 
-    def _hindsight(self, measured: Sequence[Sequence[Measured]]) -> Policy:
-        """Forecasts the mean tokens a step that each request just had with every block size, request by request."""
-        sizes = CandidateSet(self._sizes)
-        of_requests = cycle([[_tau(each) for each in of_request] for of_request in zip(*measured, strict=True)])
-        return lambda _: StaticForecast(sizes, next(of_requests))  # the engine admits requests in their order
+    def _just_had(self, measured: Sequence[Measured]) -> Policy:
+        """Forecasts for one request the mean tokens a step that it just had with every block size."""
+        forecast = StaticForecast(CandidateSet(self._sizes), list(map(_tau, measured)))
+        return lambda prefill: forecast
 
     def _decode(
         self, methods: Sequence[str], places: Sequence[int], repeat: int, at_most: int | None = None
@@ -192,6 +202,7 @@ class Evaluator:
             sampling,
             self._size(method, prompt, repeat),
             self._pair.stop_token_ids,
+            policy=self._hindsight[place] if method == ORACLE else None,
         )
 
     # --- loading ---

@@ -190,14 +190,13 @@ def _describe(
     shown_held_out: bool,
 ) -> str:
     """Caption, tables and what follows from them."""
-    threads = f", {setting.num_threads} thread{'s' * (setting.num_threads > 1)}" if setting.device == "cpu" else ""
     prompts = f"{len(plan.prompts)} {'held-out ' if shown_held_out else ''}prompts"
     together = "one at a time" if config.concurrency == 1 else f"{config.concurrency} at a time"
     limits = sorted({config.limit(prompt) for prompt in plan.prompts})
     limit = str(limits[0]) if len(limits) == 1 else f"{limits[0]} to {limits[-1]}"
     times = "once" if config.repeats == 1 else f"{config.repeats} times"
     caption = (
-        f"{setting.pair.target} with {setting.pair.draft}, {setting.dtype} on {setting.device}{threads}: "
+        f"{setting.pair.target} with {setting.pair.draft}, {setting.dtype} on {setting.device}: "
         f"{prompts}, {together}, {times}; {limit} tokens at most, "
         f"temperature {config.temperature:g}. In brackets: 95% intervals over prompts."
     )

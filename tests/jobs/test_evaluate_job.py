@@ -1,6 +1,7 @@
 """Evaluation: what is timed, that every method really decodes, what is refused, and the job as a user runs it."""
 
 import dataclasses
+import itertools
 import json
 import os
 import shutil
@@ -354,6 +355,56 @@ def test_the_oracle_chooses_for_each_request_of_a_group(
     assert any(mixed)
 
 
+def test_the_oracles_hindsight_is_of_the_request(
+    config: EvaluateConfig, prompts: tuple[Path, list[Prompt]], tiny_pair: Pair
+) -> None:
+    """In whatever order requests are admitted, each comes with the taus that its own prompt just had."""
+    config = changed(config, temperature=5.0, max_new_tokens=24, concurrency=3, waves=1)
+    evaluator = Watched(config, plan_of(config, prompts[1]), step_costs(tiny_pair.id, (1, 1, 1, 1)))
+    runs = evaluator.measure(0, 0)
+    every = set()
+    for place in reversed(group(prompts[1], 3)[0]):
+        policy = evaluator._request(place, ORACLE, 0).policy
+        assert policy is not None
+        forecast = policy(Prefill(torch.zeros(4), None, 3))
+        had = {run.method: run.totals for run in runs if run.prompt == place}
+        assert list(forecast.taus) == [had[m].num_emitted / had[m].num_verified for m in FIXED]  # type: ignore[union-attr]
+        every.add(tuple(forecast.taus))  # type: ignore[union-attr]
+    assert len(every) > 1
+
+
+@pytest.mark.parametrize("concurrency", [1, 2])
+def test_a_group_does_not_depend_on_those_before_it(
+    config: EvaluateConfig,
+    prompts: tuple[Path, list[Prompt]],
+    tiny_pair: Pair,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    concurrency: int,
+) -> None:
+    """On a machine of which every step takes a second, a group that is measured after a kill is what it would be."""
+    clock = itertools.count()
+    monkeypatch.setattr(live_costs.time, "perf_counter", lambda: float(next(clock)))
+    config = changed(config, temperature=5.0, max_new_tokens=40, concurrency=concurrency, waves=2)
+    hidden = tiny_pair.target.config.hidden_size
+    learned = tiny_policy(tiny_pair.id, tiny_pair.vocab_size, SIZES, head="tau", reads="step", sizes=(hidden, hidden))
+    learned.network.head.weight *= 30
+    save_policy(learned, tmp_path / "policy")
+    costs = step_costs(tiny_pair.id, (1, 1.3, 1.6, 1.9))
+
+    def decoded(*numbers: int) -> dict[str, list[list[int]]]:
+        evaluator = Watched(config, plan_of(config, prompts[1], {POLICY: tmp_path / "policy"}), costs)
+        for number in numbers:
+            evaluator.decoded.clear()
+            evaluator.measure(0, number)
+        first, then = evaluator.decoded
+        return {method: [each.block_sizes for each in found] for method, found in (first | then).items()}
+
+    alone = decoded(1)
+    assert decoded(0, 1) == alone
+    assert all(len({size for of_one in alone[method] for size in of_one}) > 1 for method in (POLICY, EV))
+
+
 def test_random_sizes_depend_on_seed_and_prompt_only(
     config: EvaluateConfig, prompts: tuple[Path, list[Prompt]], policy_dir: Path
 ) -> None:
@@ -407,7 +458,8 @@ def test_costs_that_were_given_are_used_where_they_hold(
     plan = plan_of(config, prompts[1][:4])
     given = step_costs(tiny_pair.id, (1, 1.2, 1.3, 1.4))
     assert given.device == device_name(tiny_pair.target.device)
-    assert Watched(config, plan, given).setting.costs == given
+    setting = Watched(config, plan, given).setting
+    assert (setting.costs, setting.device) == (given, device_name(tiny_pair.target.device))
     (directory := tmp_path / "policy").mkdir()
     (directory / COSTS_FILE).write_text(given.to_json())
     assert evaluate._work(config, plan._replace(policies={POLICY: directory})).costs == given
@@ -647,7 +699,7 @@ def one(method: str, number: int, tokens_per_s: float, step_s: float = 1.0) -> R
 
 def setting_of(pair: PairId, *methods: str) -> Setting:
     sizes = {m: 1 if m == AR else int(m[2:]) if m.startswith("B=") else None for m in methods}
-    return Setting(pair, "float32", "cpu", 1, sizes, step_costs(pair, (1, 1, 1, 1)), 30, {})
+    return Setting(pair, "float32", "cpu", sizes, step_costs(pair, (1, 1, 1, 1)), 30, {})
 
 
 def test_best_fixed_is_chosen_before_the_held_out_prompts_are_seen(tiny_pair: Pair) -> None:
@@ -716,7 +768,7 @@ def test_the_table_says_what_the_policy_is_worth(config: EvaluateConfig, tiny_pa
     table = saved(config, {m: [s] * 3 for m, s in speeds.items()}, tiny_pair.id, "aaa", champion=4)
     caption, conclusions = table.splitlines()[0], table.splitlines()[-4:]
     assert caption == (
-        f"{tiny_pair.id.target} with {tiny_pair.id.draft}, float32 on cpu, 1 thread: 3 prompts, one at a time, once; "
+        f"{tiny_pair.id.target} with {tiny_pair.id.draft}, float32 on cpu: 3 prompts, one at a time, once; "
         "12 tokens at most, temperature 0. In brackets: 95% intervals over prompts."
     )
     assert conclusions == [
@@ -1165,7 +1217,7 @@ def test_the_job_goes_on_after_a_kill_measures_records_and_tags(
     limits = [answer_limit(prompt, 12) for prompt in load_prompts(config.prompts[0])]
     range_ = f"{min(limits)} to {max(limits)}"
     settings = f"8 held-out prompts, 2 at a time, 2 times; {range_} tokens at most, temperature 1"
-    assert f"float32 on cpu, 1 thread: {settings}" in table
+    assert f", 1 threads: {settings}" in table
     names = [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("|")]
     methods = [AR, "B=2", "B=4", CONTROL, RANDOM, EV, POLICY, CHAMPION, ORACLE]
     assert names[2:] == methods

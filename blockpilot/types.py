@@ -62,6 +62,9 @@ class CandidateSet:
         return self.sizes[index]
 
 
+MAX_BLOCK_SIZE = 32
+"""Of any draft, sweep or engine; a larger one would cost more than any draft brings."""
+
 FinishReason = Literal["stop", "length"]
 
 

@@ -26,6 +26,7 @@ from blockpilot.models.packing import Packing, SideBySide
 from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import (
+    MAX_BLOCK_SIZE,
     FinishReason,
     Forecast,
     Policy,
@@ -102,7 +103,7 @@ class Engine:
         max_length: int = 2048,
         policy: Policy | None = None,
         costs: StepCosts | None = None,
-        max_block_size: int = 32,
+        max_block_size: int = MAX_BLOCK_SIZE,
         max_prefill_tokens: int = MAX_PREFILL_TOKENS,
     ) -> None:
         for name, value in (("num_slots", num_slots), ("max_prefill_tokens", max_prefill_tokens)):

@@ -15,7 +15,7 @@ from blockpilot.types import Request, Step
 
 
 @dataclass
-class Measured:
+class RequestTiming:
     """One request: its output, and its shares of the engine's steps. "Later" are those that took in no prompt."""
 
     output: list[int] = field(default_factory=list)
@@ -26,7 +26,7 @@ class Measured:
     num_later_steps: float = 0.0
     later_s: float = 0.0
 
-    def at_pace(self, pace: float) -> "Measured":
+    def at_pace(self, pace: float) -> "RequestTiming":
         """What it would have been had the machine taken `pace` times as long."""
         return replace(self, total_s=self.total_s * pace, later_s=self.later_s * pace)
 
@@ -46,7 +46,7 @@ class Measured:
         )
 
 
-def total_s(measured: Sequence[Measured]) -> float:
+def total_s(measured: Sequence[RequestTiming]) -> float:
     """Of all of them."""
     return sum(each.total_s for each in measured)
 
@@ -61,7 +61,7 @@ class Flow:
 
     def __init__(self, live: LiveCosts, requests: Sequence[Request]) -> None:
         self._live, self._engine = live, live.engine
-        self._measured = {self._engine.add(request): Measured() for request in requests}
+        self._measured = {self._engine.add(request): RequestTiming() for request in requests}
         self._again, self._fillers = cycle(requests), list[int]()
         self._num_open = len(requests)
         self.num_tokens = 0
@@ -73,7 +73,7 @@ class Flow:
         return self._num_open == 0
 
     @property
-    def results(self) -> list[Measured]:
+    def results(self) -> list[RequestTiming]:
         """In the order of the requests."""
         return list(self._measured.values())
 
@@ -104,7 +104,7 @@ class Flow:
             if step.request_id in self._measured:
                 self._count(self._measured[step.request_id], step, later)
 
-    def _count(self, measured: Measured, step: Step, later: bool) -> None:
+    def _count(self, measured: RequestTiming, step: Step, later: bool) -> None:
         measured.output += step.tokens
         measured.num_later_tokens += len(step.tokens) * later
         if step.block_size:

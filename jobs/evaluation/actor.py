@@ -21,25 +21,24 @@ from typing import Any, NamedTuple
 import ray
 import torch
 from jinja2 import TemplateError
-from ray.exceptions import RayTaskError
 
 from blockpilot.control.baselines import EVController, StaticForecast
 from blockpilot.control.live import LiveCosts
 from blockpilot.control.price import StepCosts
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.timing import hold_here, measured_up_to
-from blockpilot.evaluation.measurement import Flow, Measured, in_turns, total_s
-from blockpilot.evaluation.statistics import Run
+from blockpilot.evaluation.measurement import Flow, RequestTiming, in_turns, total_s
+from blockpilot.evaluation.statistics import MethodRun
 from blockpilot.models.device import device_name, dtype_name
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.learned import LearnedPolicy
 from blockpilot.policy.store import load_policy
 from blockpilot.prompts.files import Prompt
 from blockpilot.sweep.rows import prompt_ids
-from blockpilot.sweep.sweep import MAX_BLOCK_SIZE, sampler_seed
+from blockpilot.sweep.sweep import sampler_seed
 from blockpilot.types import CandidateSet, PairId, Policy, Request, Sampling
-from jobs.common.cluster import actor_options, num_threads
-from jobs.common.config import PairConfig
+from jobs.common.cluster import new_actor, num_threads, result
+from jobs.common.config import PairConfig, Resources
 
 AR, POLICY, RANDOM, EV, ORACLE = "AR", "policy", "random", "EV controller", "oracle (bound)"
 CONTROL = "AR again"
@@ -137,7 +136,6 @@ class Evaluator:
             self._pair,
             num_slots=self._work.concurrency,
             max_length=self._max_length,
-            max_block_size=MAX_BLOCK_SIZE,
         )
 
     def _reset(self) -> None:
@@ -149,7 +147,7 @@ class Evaluator:
             live.engine.policy = self._policies.get(method, controllers.get(method))
             live.use(self._costs)
 
-    def measure(self, repeat: int, group: int) -> list[Run]:
+    def measure(self, repeat: int, group: int) -> list[MethodRun]:
         """Decode one group with every method, and compare the texts with AR's; a run for each method and prompt."""
         self._reset()
         places, methods = self._work.groups[group], [m for m in self.methods if m != ORACLE]
@@ -162,19 +160,19 @@ class Evaluator:
             pace = total_s(measured[AR]) / total_s(later[AR])
             measured = measured | {ORACLE: [each.at_pace(pace) for each in later[ORACLE]]}
         return [
-            Run(method, place, repeat, measured[method][i].totals(reference=measured[AR][i].output))
+            MethodRun(method, place, repeat, measured[method][i].totals(reference=measured[AR][i].output))
             for method in self.methods
             for i, place in enumerate(places)
         ]
 
-    def _just_had(self, measured: Sequence[Measured]) -> Policy:
+    def _just_had(self, measured: Sequence[RequestTiming]) -> Policy:
         """Forecasts for one request the mean tokens a step that it just had with every block size."""
         forecast = StaticForecast(CandidateSet(self._sizes), list(map(_tau, measured)))
         return lambda prefill: forecast
 
     def _decode(
         self, methods: Sequence[str], places: Sequence[int], repeat: int, at_most: int | None = None
-    ) -> dict[str, list[Measured]]:
+    ) -> dict[str, list[RequestTiming]]:
         """The prompts at these places by every method, in turns that begin in this order; so many tokens at most."""
         flows = {}
         for method in methods:
@@ -242,7 +240,7 @@ class Evaluator:
             raise ValueError(f"prompt {prompt.text[:60]!r} of {prompt.set}: {error}") from None
 
 
-def _tau(measured: Measured) -> float:
+def _tau(measured: RequestTiming) -> float:
     """Tokens a step of one request, without the prefill's."""
     return (len(measured.output) - 1) / max(len(measured.block_sizes), 1)
 
@@ -265,19 +263,10 @@ def default_block_sizes(trained: int) -> tuple[int, ...]:
 
 
 @contextmanager
-def evaluator(work: Work, accelerator_type: str | None, num_cpus: float) -> Iterator[Callable[..., Any]]:
+def evaluator(work: Work, resources: Resources) -> Iterator[Callable[..., Any]]:
     """Start the actor; yields a function that calls one of its methods and raises the actor's own ValueErrors."""
-    options = actor_options(accelerator_type, num_cpus)
-    remote: Any = ray.remote(Evaluator)
-    actor = remote.options(**options).remote(work, num_threads(num_cpus))
-
-    def call(method: str, *arguments: object) -> Any:
-        try:
-            return ray.get(getattr(actor, method).remote(*arguments))
-        except RayTaskError as error:
-            raise (error.cause if isinstance(error.cause, ValueError) else error) from None
-
+    actor = new_actor(Evaluator, resources, work, num_threads(resources.num_cpus))
     try:
-        yield call
+        yield lambda method, *arguments: result(getattr(actor, method).remote(*arguments))
     finally:
         ray.kill(actor)

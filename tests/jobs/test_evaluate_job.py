@@ -21,8 +21,8 @@ from blockpilot.control.live import LiveCosts
 from blockpilot.control.price import COSTS_FILE, StepCosts
 from blockpilot.engine.engine import Engine, generate
 from blockpilot.engine.timing import hold_here
-from blockpilot.evaluation.measurement import Flow, Measured, in_turns
-from blockpilot.evaluation.statistics import Comparison, Run, Totals
+from blockpilot.evaluation.measurement import Flow, RequestTiming, in_turns
+from blockpilot.evaluation.statistics import Comparison, MethodRun, Totals
 from blockpilot.models.device import device_name
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.dataset import prompt_key
@@ -122,7 +122,7 @@ def requests(pair: Pair, texts: list[Prompt], block_size: int | None, temperatur
     return [Request(p.encode(pair.tokenizer), NUM_TOKENS, sampling, block_size, stops) for p in texts]
 
 
-def flown(engine: Engine, wanted: list[Request]) -> list[Measured]:
+def flown(engine: Engine, wanted: list[Request]) -> list[RequestTiming]:
     flow = Flow(LiveCosts(engine), wanted)
     in_turns([flow], 3)
     return flow.results
@@ -215,12 +215,12 @@ def test_flows_take_turns_and_end_together(tiny_pair: Pair, prompts: tuple[Path,
 
 
 def test_a_slower_machine_takes_its_time_from_all_parts() -> None:
-    measured = Measured([1, 2, 3], [2], total_s=4.0, num_later_tokens=2, num_later_steps=1.5, later_s=3.0)
-    assert measured.at_pace(0.5) == Measured([1, 2, 3], [2], 2.0, 2, 1.5, 1.5)
+    measured = RequestTiming([1, 2, 3], [2], total_s=4.0, num_later_tokens=2, num_later_steps=1.5, later_s=3.0)
+    assert measured.at_pace(0.5) == RequestTiming([1, 2, 3], [2], 2.0, 2, 1.5, 1.5)
 
 
 def test_equal_texts_are_counted_whole() -> None:
-    measured = Measured([1, 2], [2])
+    measured = RequestTiming([1, 2], [2])
     assert [measured.totals(other).num_equal for other in ([1, 2], [1], [1, 2, 3], [2, 1])] == [1, 0, 0, 0]
 
 
@@ -244,18 +244,18 @@ class Watched(Evaluator):
 
     def __init__(self, config: EvaluateConfig, plan: Plan, costs: StepCosts | None = None) -> None:
         super().__init__(evaluate._work(config, plan)._replace(costs=costs), num_threads=1)
-        self.decoded: list[dict[str, list[Measured]]] = []
+        self.decoded: list[dict[str, list[RequestTiming]]] = []
         self.setting = self.load()
         self.decoded.clear()
 
-    def _decode(self, *arguments: object) -> dict[str, list[Measured]]:
+    def _decode(self, *arguments: object) -> dict[str, list[RequestTiming]]:
         measured = super()._decode(*arguments)  # type: ignore[arg-type]
         self.decoded.append(measured)
         return measured
 
-    def call(self, method: str, *arguments: int) -> list[Run]:
+    def call(self, method: str, *arguments: int) -> list[MethodRun]:
         """As `jobs.evaluation.actor.evaluator` gives it to the job."""
-        found: list[Run] = getattr(self, method)(*arguments)
+        found: list[MethodRun] = getattr(self, method)(*arguments)
         return found
 
 
@@ -555,11 +555,11 @@ class KilledError(Exception):
     pass
 
 
-def killed_after(evaluator: Watched, num_groups: int) -> Callable[..., list[Run]]:
+def killed_after(evaluator: Watched, num_groups: int) -> Callable[..., list[MethodRun]]:
     """`evaluator.call`, which stops the process so to speak after some groups."""
     left = iter(range(num_groups))
 
-    def call(method: str, *place: int) -> list[Run]:
+    def call(method: str, *place: int) -> list[MethodRun]:
         if next(left, None) is None:
             raise KilledError
         return evaluator.call(method, *place)
@@ -568,8 +568,8 @@ def killed_after(evaluator: Watched, num_groups: int) -> Callable[..., list[Run]
 
 
 def measure_all(
-    evaluator: Watched, call: Callable[..., list[Run]], config: EvaluateConfig, plan: Plan
-) -> Iterator[Run]:
+    evaluator: Watched, call: Callable[..., list[MethodRun]], config: EvaluateConfig, plan: Plan
+) -> Iterator[MethodRun]:
     return evaluate._measure_all(call, config, evaluate._work(config, plan), runs_file(evaluator, config, plan))
 
 
@@ -589,7 +589,7 @@ def test_what_was_measured_is_kept_and_a_torn_line_is_not(
     plan = plan_of(config, prompts[1])
     evaluator, work = Watched(config, plan), evaluate._work(config, plan)
     path = runs_file(evaluator, config, plan)
-    found: list[Run] = []
+    found: list[MethodRun] = []
     with pytest.raises(KilledError):
         found.extend(evaluate._measure_all(killed_after(evaluator, 5), config, work, path))
     kept = path.read_text().splitlines()
@@ -599,7 +599,7 @@ def test_what_was_measured_is_kept_and_a_torn_line_is_not(
 
     decoded: list[tuple[int, ...]] = []
 
-    def call(method: str, *place: int) -> list[Run]:
+    def call(method: str, *place: int) -> list[MethodRun]:
         decoded.append(place)
         return evaluator.call(method, *place)
 
@@ -689,12 +689,12 @@ def comparison_of(step_s: dict[str, float], tokens_per_s: dict[str, float]) -> C
     return Comparison([one(method, number, tokens_per_s[method], step_s[method]) for method, number in methods])
 
 
-def one(method: str, number: int, tokens_per_s: float, step_s: float = 1.0) -> Run:
+def one(method: str, number: int, tokens_per_s: float, step_s: float = 1.0) -> MethodRun:
     """A prompt of 100 tokens at these speeds."""
     later = {"num_later_tokens": 8, "num_later_steps": 10, "later_s": 10 * step_s}
     counts = {"num_verified": 10, "num_emitted": 20, "sum_block_sizes": 20, "num_equal": 1}
     total_s = 100 / tokens_per_s
-    return Run(method, number, 0, Totals(num_requests=1, num_tokens=100, total_s=total_s, **later, **counts))  # type: ignore[arg-type]
+    return MethodRun(method, number, 0, Totals(num_requests=1, num_tokens=100, total_s=total_s, **later, **counts))  # type: ignore[arg-type]
 
 
 def setting_of(pair: PairId, *methods: str) -> Setting:

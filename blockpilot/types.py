@@ -7,9 +7,6 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
-MAX_BLOCK_SIZE = 32
-"""Of a candidate, and of an engine unless told otherwise."""
-
 
 @dataclass(frozen=True)
 class Sampling:
@@ -65,6 +62,9 @@ class CandidateSet:
         return self.sizes[index]
 
 
+MAX_BLOCK_SIZE = 32
+"""Of any draft, sweep or engine; a larger one would cost more than any draft brings."""
+
 FinishReason = Literal["stop", "length"]
 
 
@@ -92,6 +92,7 @@ class Prefill(NamedTuple):
 class Request:
     """One sequence to decode. block_size None lets the policy choose after prefill; 1 never drafts.
 
+    policy: chooses for this request in place of the engine's.
     num_logprobs: how many of the likeliest tokens come with every emitted one, and its own; None for nothing.
     """
 
@@ -102,6 +103,7 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()
     stop_strings: tuple[str, ...] = ()
     num_logprobs: int | None = None
+    policy: "Policy | None" = None
 
 
 class TokenLogprobs(NamedTuple):

@@ -22,8 +22,9 @@ from blockpilot.pairs.table import EMBEDDED_TARGET
 from blockpilot.prompts.files import Prompt, load_prompts, split
 from blockpilot.storage import remove_unfinished, write_text
 from blockpilot.types import Sampling
-from jobs.common.cluster import connect, num_threads, pooled, show_progress
+from jobs.common.cluster import connect, num_threads, pooled
 from jobs.common.config import Config, Resources, absolute_in_submitted_job, main
+from jobs.common.progress import Progress, show_progress
 
 TRAINING_PROMPTS = ("asdiv", "signatures", "docstrings", "chitchat:3000", "chatterbot", "writingbench")
 OWN_PROMPTS = "own-prompts"
@@ -196,8 +197,9 @@ def write_own_prompts(config: AnswersConfig) -> list[Prompt]:
     seeds = [range(i, min(i + size, config.num_own_prompts)) for i in range(0, config.num_own_prompts, size)]
     files = [folder / f"part-{config.seed}-{part.start:06d}-{len(part)}.jsonl" for part in seeds]
     missing = [(path, part) for path, part in zip(files, seeds, strict=True) if not path.exists()]
-    for done, count in enumerate(pooled(AnswerWorker, config, missing, "write_prompts", config.resources), start=1):
-        print(f"own prompts: {done}/{len(missing)} files, {count} prompts in this one", flush=True)
+    progress = Progress("own prompts", len(missing), "files")
+    for count in pooled(AnswerWorker, config, missing, "write_prompts", config.resources):
+        progress.advance(words=f"{count} prompts in the last one")
     return [prompt for path in files if path.stat().st_size for prompt in load_prompts(str(path), None, config.seed)]
 
 

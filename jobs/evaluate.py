@@ -12,23 +12,21 @@ The result is on disk before MLflow is told; where that cannot be reached, `--re
 
 import hashlib
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from blockpilot.control.price import COSTS_FILE, StepCosts
-from blockpilot.evaluation.statistics import Run, Totals
+from blockpilot.evaluation.statistics import MethodRun, Totals
 from blockpilot.policy.store import INFO_FILE, WEIGHTS_FILE
 from blockpilot.storage import is_file, join, write_text
 from jobs.common.cluster import connect
-from jobs.common.config import absolute_in_submitted_job, main
+from jobs.common.config import Resources, absolute_in_submitted_job, main
+from jobs.common.progress import Progress
 from jobs.common.registry import Registry
 from jobs.evaluation.actor import POLICY, Setting, Work, evaluator
 from jobs.evaluation.inputs import BASELINES, EvaluateConfig, Plan, plan, read_inputs
 from jobs.evaluation.result import EvaluateResult, log, save, stored_run
-
-LINE_INTERVAL_S = 5  # between progress lines
 
 
 def run(config: EvaluateConfig) -> EvaluateResult:
@@ -41,7 +39,8 @@ def run(config: EvaluateConfig) -> EvaluateResult:
     planned = plan(config, prompts, swept, registry)
     work = _work(config, planned)
     connect()
-    with evaluator(work, config.accelerator_type, config.num_cpus) as call:
+    resources = Resources(accelerator_type=config.accelerator_type, num_cpus=config.num_cpus)
+    with evaluator(work, resources) as call:
         setting: Setting = call("load")
         for name, reason in setting.left_out.items():
             print(f"evaluate: {name} is left out: {reason}")
@@ -72,28 +71,23 @@ def _work(config: EvaluateConfig, plan: Plan) -> Work:
     )
 
 
-def _measure_all(call: Any, config: EvaluateConfig, work: Work, file: Path) -> Iterator[Run]:
+def _measure_all(call: Any, config: EvaluateConfig, work: Work, file: Path) -> Iterator[MethodRun]:
     """Every repeat of every group, one at a time, with a line of progress every few seconds; what an earlier process
     with the same settings has measured is read from their file.
     """
     places, done = list(_places(config, work)), _read_runs(file)
     if done:
         print(f"evaluate: going on after {len(done)} of {len(places)} groups")
-    started = last_line = time.monotonic()
-    num_before = len(done)
+    progress = Progress("evaluate", len(places), "groups", len(done))
     config.output.mkdir(parents=True, exist_ok=True)
     with file.open("a", encoding="utf-8") as log:
-        for number, place in enumerate(places, start=1):
+        for place in places:
             if place not in done:
                 done[place] = call("measure", *place)
                 log.write(json.dumps({"place": place, "runs": list(map(stored_run, done[place]))}) + "\n")
                 log.flush()
+                progress.advance()
             yield from done[place]
-            now = time.monotonic()
-            if now - last_line >= LINE_INTERVAL_S or number == len(places):
-                left = (now - started) / max(number - num_before, 1) * (len(places) - number)
-                print(f"evaluate: {number}/{len(places)} groups, {left:.0f} s left", flush=True)
-                last_line = now
 
 
 def _places(config: EvaluateConfig, work: Work) -> Iterator[tuple[int, int]]:
@@ -106,7 +100,7 @@ def _runs_file(config: EvaluateConfig, work: Work, setting: Setting) -> Path:
 
 
 def _identity(config: EvaluateConfig, work: Work, setting: Setting) -> str:
-    """A hash of all that the runs depend on."""
+    """A hash of all that the runs depend on but the machine's moments; its device by its full name."""
     settings = config.model_dump(mode="json", exclude={"output", "relog", "accelerator_type"})
     found = setting.pair, setting.dtype, setting.device
     prompts = [(p.set, p.text) for p in work.prompts]
@@ -118,7 +112,7 @@ def _identity(config: EvaluateConfig, work: Work, setting: Setting) -> str:
     return digest.hexdigest()
 
 
-def _read_runs(file: Path) -> dict[tuple[int, int], list[Run]]:
+def _read_runs(file: Path) -> dict[tuple[int, int], list[MethodRun]]:
     """Groups that are done, by (repeat, group). A torn last line is cut off."""
     if not file.exists():
         return {}
@@ -128,8 +122,8 @@ def _read_runs(file: Path) -> dict[tuple[int, int], list[Run]]:
     return {tuple(each["place"]): [_read_run(run) for run in each["runs"]] for each in found}
 
 
-def _read_run(found: dict[str, Any]) -> Run:
-    return Run(**found | {"totals": Totals(**found["totals"])})
+def _read_run(found: dict[str, Any]) -> MethodRun:
+    return MethodRun(**found | {"totals": Totals(**found["totals"])})
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ draft alone, so all block sizes come out of the one text, without decoding it ag
 """
 
 import json
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +24,7 @@ from blockpilot.sweep.sweep import check_candidates
 from blockpilot.types import Sampling
 from jobs.common.cluster import connect, num_threads, pooled
 from jobs.common.config import Config, PairConfig, Resources, absolute_in_submitted_job, main
+from jobs.common.progress import Progress
 
 RESULT_FILE = "draft.json"
 
@@ -97,11 +97,10 @@ def run(config: MeasureDraftConfig) -> list[Measured]:
 def measure(config: MeasureDraftConfig, tasks: Sequence[Task]) -> list[Measured]:
     """Measure and print, in the order of the tasks."""
     found: list[Measured] = []
-    started = time.monotonic()
+    progress = Progress("measured", len(tasks), "sets and temperatures")
     for measured in pooled(DraftWorker, config, tasks, "measure", config.resources):
         found += measured
-        seconds = time.monotonic() - started
-        print(f"measured: {measured[0].prompt_set} at T={measured[0].temperature:g}, {seconds:.0f} s", flush=True)
+        progress.advance()
     order = {(task.name, task.temperature): i for i, task in enumerate(tasks)}
     found.sort(key=lambda m: (order[m.prompt_set, m.temperature], m.block_size))
     for table in tables(found):

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from pydantic import Field
 
-from blockpilot.evaluation.statistics import Interval, with_range
+from blockpilot.evaluation.statistics import Interval
+from blockpilot.evaluation.tables import with_range
 from blockpilot.pairs.table import NAMED_PAIRS
 from blockpilot.types import PairId
 from jobs.common.config import DEFAULT_PAIR, Config, main

@@ -19,7 +19,8 @@ from pydantic import Field
 
 from blockpilot.control.price import COSTS_FILE, StepCosts
 from blockpilot.evaluation.oracle import Table, potential
-from blockpilot.evaluation.statistics import Interval, with_range
+from blockpilot.evaluation.statistics import Interval
+from blockpilot.evaluation.tables import with_range
 from blockpilot.storage import is_file, join, write_bytes, write_text
 from blockpilot.sweep.rows import Metadata, SweepRow, read_parts
 from blockpilot.sweep.summary import Summary, least_cost

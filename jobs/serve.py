@@ -26,13 +26,14 @@ from rich.console import Console
 
 from blockpilot.pairs.table import target_slug
 from blockpilot.policy.store import load_policy
+from blockpilot.types import MAX_BLOCK_SIZE
 from jobs.common.cluster import actor_options, connect, num_threads
 from jobs.common.config import Config, PairConfig, Resources, main
 from jobs.common.registry import CHAMPION, Registry, model_name, tracking_uri
 from jobs.serving.api import API_KEY_VARIABLE, ApiKeys, Limits
 from jobs.serving.champions import copy_of
 from jobs.serving.gateway import Gateway
-from jobs.serving.replica import MAX_BLOCK_SIZE, Decoder
+from jobs.serving.replica import Decoder
 from jobs.serving.schema import RETRY_AFTER_S
 
 APP = "blockpilot"
@@ -173,18 +174,12 @@ def policy_config(model: ModelConfig, args: ServeConfig) -> dict[str, Any]:
 
 def find_policy(model: ModelConfig, folder: Path) -> int | Path:
     """A block size, or the directory of a policy; ValueError if there is none or it is for other models."""
-    target, draft = model.pair.models
     if model.policy.isdecimal():
         if not 1 <= int(model.policy) <= MAX_BLOCK_SIZE:
             raise ValueError(f"policy {model.policy}: a block size must be 1 to {MAX_BLOCK_SIZE}")
         return int(model.policy)
-    directory = _champion(target, folder) if model.policy == CHAMPION else Path(model.policy).absolute()
-    made_for = load_policy(directory).info.pair
-    if (made_for.target, made_for.draft) != (target, draft):
-        raise ValueError(
-            f"policy {directory}: made for target {made_for.target} with draft {made_for.draft};"
-            f" to be served: target {target} with draft {draft}"
-        )
+    directory = _champion(model.pair.models[0], folder) if model.policy == CHAMPION else Path(model.policy).absolute()
+    model.pair.check_made_for(f"policy {directory}", load_policy(directory).info.pair)
     return directory
 
 

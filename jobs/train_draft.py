@@ -51,8 +51,9 @@ from blockpilot.prompts.files import Prompt
 from jobs import answers
 from jobs import measure_draft as measure_job
 from jobs.answers import AnswersConfig, AnswerShards
-from jobs.common.cluster import num_threads, pooled, show_progress
+from jobs.common.cluster import num_threads, pooled
 from jobs.common.config import PairConfig, absolute_in_submitted_job, main
+from jobs.common.progress import show_progress
 from jobs.common.ray_train import recorded, report, saved_state, scaling_config, train
 from jobs.common.registry import Registry
 from jobs.measure_draft import Measured, MeasureDraftConfig

@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from pydantic import Field
 
-from blockpilot.evaluation.statistics import markdown
+from blockpilot.evaluation.tables import markdown
 from blockpilot.policy.network import FORMS
 from blockpilot.storage import write_text
 from jobs.common.cluster import connect

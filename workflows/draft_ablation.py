@@ -10,7 +10,7 @@ from typing import Any
 
 from blockpilot.draft_training.training import Weighting
 from blockpilot.drafts.checkpoint import load_draft
-from blockpilot.evaluation.statistics import markdown
+from blockpilot.evaluation.tables import markdown
 from blockpilot.storage import write_text
 from jobs import train_draft
 from jobs.common.config import main

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from blockpilot.evaluation.statistics import markdown
+from blockpilot.evaluation.tables import markdown
 from jobs import evaluate, promote, serve, sweep, train
 from jobs.common.cluster import connect
 from jobs.common.config import Config

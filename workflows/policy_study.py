@@ -157,7 +157,7 @@ def sweep_config(config: StudyConfig, temperature: float) -> SweepConfig:
         slots=32,
         output=config.sweep(temperature),
         resources=Resources(num_actors=config.num_actors),
-        cost_rows=(1, 2, 4, 8, 16),
+        cost_rows=16,
         cost_context=192,
     )
 

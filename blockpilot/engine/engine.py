@@ -374,7 +374,7 @@ class Engine:
         """Set a row's block size for good, or the forecast to choose from at every step, unless it is fixed."""
         if row.block_size:
             return
-        decided = self.controller.decide(prefill)
+        decided = (row.request.policy or self.controller.decide)(prefill)
         if isinstance(decided, int):
             self._check_block_size(decided, "the policy's block size")
             row.block_size = decided

@@ -5,17 +5,18 @@ step's seconds are shared equally among the requests that it advanced: shares ad
 a request costs can be told although it never runs alone.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, cycle
 
-from blockpilot.adaptive.live import LiveCosts
+from blockpilot.engine.engine import Engine
 from blockpilot.evaluation.statistics import Totals
 from blockpilot.types import Request, Step
 
 
 @dataclass
-class Measured:
+class RequestTiming:
     """One request: its output, and its shares of the engine's steps. "Later" are those that took in no prompt."""
 
     output: list[int] = field(default_factory=list)
@@ -26,7 +27,7 @@ class Measured:
     num_later_steps: float = 0.0
     later_s: float = 0.0
 
-    def at_pace(self, pace: float) -> "Measured":
+    def at_pace(self, pace: float) -> "RequestTiming":
         """What it would have been had the machine taken `pace` times as long."""
         return replace(self, total_s=self.total_s * pace, later_s=self.later_s * pace)
 
@@ -46,7 +47,7 @@ class Measured:
         )
 
 
-def total_s(measured: Sequence[Measured]) -> float:
+def total_s(measured: Sequence[RequestTiming]) -> float:
     """Of all of them."""
     return sum(each.total_s for each in measured)
 
@@ -55,13 +56,12 @@ class Flow:
     """Requests that queue for the slots of an idle engine; the next one begins when one ends.
 
     Until the last of them has ended they begin again and again, so that every one of them is decoded in a batch as
-    full as the slots allow: what comes twice takes its share of the time, and is not counted. Steps correct the costs
-    that the engine weighs forecasts with, as in a server.
+    full as the slots allow: what comes twice takes its share of the time, and is not counted.
     """
 
-    def __init__(self, live: LiveCosts, requests: Sequence[Request]) -> None:
-        self._live, self._engine = live, live.engine
-        self._measured = {self._engine.add(request): Measured() for request in requests}
+    def __init__(self, engine: Engine, requests: Sequence[Request]) -> None:
+        self._engine = engine
+        self._measured = {self._engine.add(request): RequestTiming() for request in requests}
         self._again, self._fillers = cycle(requests), list[int]()
         self._num_open = len(requests)
         self.num_tokens = 0
@@ -73,7 +73,7 @@ class Flow:
         return self._num_open == 0
 
     @property
-    def results(self) -> list[Measured]:
+    def results(self) -> list[RequestTiming]:
         """In the order of the requests."""
         return list(self._measured.values())
 
@@ -81,8 +81,9 @@ class Flow:
         """One step of the engine."""
         while self._engine.num_waiting < self._engine.num_slots:
             self._fillers.append(self._engine.add(next(self._again)))
-        steps, seconds = self._live.step()
-        self._share(steps, seconds)
+        started = time.perf_counter()
+        steps = self._engine.step()
+        self._share(steps, time.perf_counter() - started)
         self.num_tokens += sum(len(step.tokens) for step in steps)
         if self.done:
             for request_id in self._fillers:
@@ -104,7 +105,7 @@ class Flow:
             if step.request_id in self._measured:
                 self._count(self._measured[step.request_id], step, later)
 
-    def _count(self, measured: Measured, step: Step, later: bool) -> None:
+    def _count(self, measured: RequestTiming, step: Step, later: bool) -> None:
         measured.output += step.tokens
         measured.num_later_tokens += len(step.tokens) * later
         if step.block_size:

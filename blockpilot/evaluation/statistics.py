@@ -1,4 +1,4 @@
-"""What decoding runs add up to: sums per method and prompt -> figures with intervals -> a table.
+"""What decoding runs add up to: sums per method and prompt -> figures with intervals (`tables.py` prints them).
 
 Runs are kept as sums and divided once, at the end: every figure is a ratio of two totals. All methods ran the same
 prompts, so they are compared on the same resamples of the prompts: a paired bootstrap (Efron 1979), percentile
@@ -35,7 +35,7 @@ class Totals:
     num_equal: int  # requests whose tokens are those of the reference method
 
 
-class Run(NamedTuple):
+class MethodRun(NamedTuple):
     """One method over one prompt, once."""
 
     method: str
@@ -82,7 +82,7 @@ class Comparison:
     Raises ValueError when there are fewer than two prompts or a method has not run what the first one has.
     """
 
-    def __init__(self, runs: Sequence[Run], *, num_resamples: int = NUM_RESAMPLES, seed: int = 0) -> None:
+    def __init__(self, runs: Sequence[MethodRun], *, num_resamples: int = NUM_RESAMPLES, seed: int = 0) -> None:
         done: dict[str, list[tuple[int, int]]] = {}
         for run in runs:
             done.setdefault(run.method, []).append((run.prompt, run.repeat))
@@ -144,7 +144,7 @@ def resampling_weights(num_prompts: int, num_resamples: int, seed: int) -> Array
     return np.vstack([np.ones(num_prompts), draws])
 
 
-def _sums(runs: Sequence[Run], prompts: Sequence[int]) -> dict[str, Array]:
+def _sums(runs: Sequence[MethodRun], prompts: Sequence[int]) -> dict[str, Array]:
     """For every field of Totals its sum over the repeats of each prompt, [prompts]."""
     place = {prompt: i for i, prompt in enumerate(prompts)}
     sums = {field.name: np.zeros(len(prompts)) for field in fields(Totals)}
@@ -172,39 +172,3 @@ def fastest_block_size(tau: Mapping[int, float], step_s: Mapping[int, float]) ->
     if not both:
         raise ValueError(f"block sizes {sorted(tau)} and {sorted(step_s)}: none is in both")
     return max(both, key=lambda size: tau[size] / step_s[size])
-
-
-# Text
-
-
-def cells(row: Figures) -> dict[str, str]:
-    """A method's figures by column, to be read."""
-    return {
-        "method": row.method,
-        "B": _number(row.mean_block_size, 2).removesuffix(".00"),
-        "tau": with_range(row.tau, 2),
-        "tokens/s": with_range(row.tokens_per_s, 1),
-        "decode only": _number(row.decode_tokens_per_s.value, 1),
-        "speed-up": with_range(row.speedup, 2),
-        "same text": f"{math.floor(row.share_equal * 1000) / 10:g}%",  # 100% only if all are
-    }
-
-
-def markdown(rows: Sequence[Mapping[str, str]]) -> str:
-    """Rows with the same keys as a Markdown table that is also aligned as plain text."""
-    names = list(rows[0])
-    lines = [names, *([row[name] for name in names] for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(names))]
-    text = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |" for line in lines]
-    return "\n".join([text[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *text[1:]])
-
-
-def _number(value: float, digits: int) -> str:
-    return "-" if math.isnan(value) else f"{value:.{digits}f}"
-
-
-def with_range(interval: Interval, digits: int) -> str:
-    """A figure with its interval, to be read."""
-    if math.isnan(interval.value):
-        return "-"
-    return f"{interval.value:.{digits}f} ({interval.low:.{digits}f} to {interval.high:.{digits}f})"

@@ -1,9 +1,9 @@
 """Linear layers of a few rows, as decoding has them: on AMD CPUs their float32 product is often faster turned round.
 
 MKL takes longer there for a product with two to five rows than with eight; with the weight as the left factor, and
-one of an odd number of rows taken twice, it takes less. How far that goes depends on the layer's inputs. Microseconds
-of [49152, 576] as it is and turned (AMD EPYC, AVX2, one thread): 10938 and 6821 with one row, 23665 and 6763 with two,
-17406 and 9734 with four; from six rows on it is the other way about, and on Intel's CPUs always.
+one of an odd number of rows taken twice, it takes less. How far that goes depends on the layer's inputs.
+Microseconds of [49152, 576] as it is and turned (AMD EPYC, AVX2, one thread): 10938 and 6821 with one row, 23665 and
+6763 with two, 17406 and 9734 with four; from six rows on it is the other way about, and on Intel's CPUs always.
 """
 
 from functools import cache

@@ -92,6 +92,10 @@ class LearnedPolicy:
         self.info, self.costs = info, costs
         self.network = network.eval().requires_grad_(False)
         self._folded: FoldedNetwork | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Start a new record of what came of forecasts."""
         self.record = TrackRecord(POLICY_DOUBT, MEMORY)
 
     @property

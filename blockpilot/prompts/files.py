@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
 
 from blockpilot.prompts.sets import PROMPT_SETS, read_set
-from blockpilot.storage import write_text
+from blockpilot.storage import Place, write_text
 
 ROLES = ("system", "user", "assistant")
 FILE_SUFFIXES = (".jsonl", ".parquet", ".txt")
@@ -54,6 +54,17 @@ class Prompt:
             return self.messages[0].content
         return "\n\n".join(f"{m.role}: {m.content}" for m in self.messages)
 
+    def to_json(self) -> str:
+        """One line of JSON, which `load_prompts` reads, too."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, line: str) -> "Prompt":
+        """Inverse of `to_json`, unchecked."""
+        found = json.loads(line)
+        messages = tuple(Message(**message) for message in found["messages"])
+        return cls(found["set"], messages, tuple(found["follow_ups"]))
+
     def encode(self, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
         """Token ids up to where the answer starts: by the chat template, or of `text` if there is none.
 
@@ -82,13 +93,9 @@ def load_prompts(name_or_path: str, num: int | None = None, seed: int = 0) -> li
     return sorted(prompts, key=lambda prompt: _digest("order", seed, prompt.text))[:num]
 
 
-def save_prompts(path: str | Path, prompts: Iterable[Prompt]) -> None:
+def save_prompts(path: Place, prompts: Iterable[Prompt]) -> None:
     """Write a .jsonl file that `load_prompts` reads."""
-    lines = (
-        json.dumps({"set": p.set, "messages": [asdict(m) for m in p.messages], "follow_ups": list(p.follow_ups)})
-        for p in prompts
-    )
-    write_text(path, "".join(f"{line}\n" for line in lines))
+    write_text(path, "".join(f"{prompt.to_json()}\n" for prompt in prompts))
 
 
 def split(prompts: Iterable[Prompt], held_out: float, seed: int = 0) -> tuple[list[Prompt], list[Prompt]]:

@@ -286,11 +286,6 @@ def read_sweep(places: Place | Iterable[Place]) -> Sweep:
     return Sweep([row for part in parts for row in part.rows], parts[0].metadata)
 
 
-def read_rows(places: Place | Iterable[Place]) -> list[SweepRow]:
-    """The rows of `read_sweep`."""
-    return read_sweep(places).rows
-
-
 def part_files(places: Place | Iterable[Place]) -> list[str]:
     """The Parquet files meant by `places`, a folder's in order of name; ValueError when there are none."""
     given = [os.fspath(places)] if isinstance(places, str | os.PathLike) else [os.fspath(place) for place in places]

@@ -24,9 +24,7 @@ from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt
 from blockpilot.sweep.replay import KnownTexts, Text, accepted_everywhere, emitted_along, know, walk
 from blockpilot.sweep.rows import MIN_PROB, SweepRow, prompt_ids
-from blockpilot.types import CandidateSet, Prefill, Request, Sampling, Step
-
-MAX_BLOCK_SIZE = 32
+from blockpilot.types import MAX_BLOCK_SIZE, CandidateSet, Prefill, Request, Sampling, Step
 
 
 class Reject(NamedTuple):
@@ -74,7 +72,7 @@ class _Steps(NamedTuple):
 
 
 @dataclass
-class _Run:
+class _CandidateRun:
     """One prompt under one candidate: its text, the tokens that each verify step emitted, and if the sweep is dense
     the drafts accepted at every anchor.
     """
@@ -120,11 +118,11 @@ class _Job:
         reject = Reject(self.prompt_id, self.prompt.set, self.prompt.text, error)
         return [reject, *(reject._replace(prompt_id=i, error=f"an earlier turn: {error}") for i in self.later_ids)]
 
-    def text(self, answer: _Run, limit: int) -> Text:
+    def text(self, answer: _CandidateRun, limit: int) -> Text:
         tokens = (*self.prompt_ids, *answer.tokens)
         return Text(tokens, len(self.prompt_ids), limit, self.sampling)
 
-    def row(self, runs: Sequence[_Run]) -> SweepRow:
+    def row(self, runs: Sequence[_CandidateRun]) -> SweepRow:
         prefill = runs[-1].prefill  # the widest candidate: if any drafts and shows the context vector, it does
         assert prefill is not None
         probs = prefill.probs
@@ -152,7 +150,7 @@ class _Job:
         )
 
 
-_Result = list[_Run] | str  # a run for every candidate, or why there is none
+_Result = list[_CandidateRun] | str  # a run for every candidate, or why there is none
 _Method = Callable[[Sequence[_Job]], list[_Result]]
 
 
@@ -246,8 +244,8 @@ def _decode(
     fitting = [len(job.prompt_ids) for job in jobs if len(job.prompt_ids) < pair.max_length]
     max_length = min(max(fitting, default=1) + max_new_tokens, pair.max_length)
     engine = Engine(pair, num_slots=num_slots, max_length=max_length, max_block_size=candidates[-1])
-    results: list[_Result] = [job.error or [_Run(size) for size in candidates] for job in jobs]
-    running: dict[int, _Run] = {}
+    results: list[_Result] = [job.error or [_CandidateRun(size) for size in candidates] for job in jobs]
+    running: dict[int, _CandidateRun] = {}
     # Candidate by candidate, not prompt by prompt: a step is as wide as its widest row.
     for place, block_size in enumerate(candidates):
         for index, job in enumerate(jobs):
@@ -297,12 +295,12 @@ def _replay(
 
 
 def _replay_group(
-    pair: Pair, known: KnownTexts, answers: Sequence[_Run], candidates: Sequence[int], dense: bool
-) -> Iterator[list[_Run]]:
+    pair: Pair, known: KnownTexts, answers: Sequence[_CandidateRun], candidates: Sequence[int], dense: bool
+) -> Iterator[list[_CandidateRun]]:
     """The runs of every candidate on each text, decoded as `answers`."""
     drafting = [size for size in candidates if size > 1]
     num_steps = [len(answer.tokens) - 1 for answer in answers]  # of plain decoding
-    plain = [_Measured([1] * n, [0] * n if dense else []) for n in num_steps]
+    plain = [_StepCounts([1] * n, [0] * n if dense else []) for n in num_steps]
     found = _dense(pair, known, drafting) if dense else _walk(pair, known, drafting)
     for answer, context, of_one, of_others in zip(answers, known.prefill_context, plain, found, strict=True):
         assert answer.prefill is not None
@@ -313,7 +311,7 @@ def _replay_group(
         ]
 
 
-def _known_before_steps(pair: Pair, known: KnownTexts, place: int, widest: _Run, num_samples: int) -> _Steps:
+def _known_before_steps(pair: Pair, known: KnownTexts, place: int, widest: _CandidateRun, num_samples: int) -> _Steps:
     """Context vector and anchor of some steps in a row; none of those that the limit of the text cuts short."""
     assert known.context is not None
     text, num_steps = known.texts[place], len(widest.tokens) - 1
@@ -330,19 +328,19 @@ def _float16(values: Tensor) -> bytes:
     return values.detach().to("cpu", torch.float16).numpy().astype("<f2").tobytes()
 
 
-class _Measured(NamedTuple):
+class _StepCounts(NamedTuple):
     emitted: list[int]
     accepted: list[int]
 
 
-def _walk(pair: Pair, known: KnownTexts, candidates: Sequence[int]) -> list[list[_Measured]]:
-    return [[_Measured(emitted, []) for emitted in of_text] for of_text in walk(pair, known, candidates)]
+def _walk(pair: Pair, known: KnownTexts, candidates: Sequence[int]) -> list[list[_StepCounts]]:
+    return [[_StepCounts(emitted, []) for emitted in of_text] for of_text in walk(pair, known, candidates)]
 
 
-def _dense(pair: Pair, known: KnownTexts, candidates: Sequence[int]) -> list[list[_Measured]]:
+def _dense(pair: Pair, known: KnownTexts, candidates: Sequence[int]) -> list[list[_StepCounts]]:
     by_candidate = [accepted_everywhere(pair, known, size) for size in candidates]
     return [
-        [_Measured(emitted_along(accepted), accepted) for accepted in of_text]
+        [_StepCounts(emitted_along(accepted), accepted) for accepted in of_text]
         for of_text in zip(*by_candidate, strict=True)
     ]
 

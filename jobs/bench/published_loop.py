@@ -21,7 +21,7 @@ from blockpilot.prompts.files import load_prompts
 from jobs.common.config import Config, PairConfig, main
 
 
-class CompareConfig(Config):
+class PublishedLoopConfig(Config):
     """What both loops decode."""
 
     pair: PairConfig = PairConfig()
@@ -36,22 +36,22 @@ class CompareConfig(Config):
     """The draft is written here once, as the package reads it."""
 
 
-class Totals(NamedTuple):
+class LoopTotals(NamedTuple):
     """Of one loop at one block size."""
 
     num_tokens: int = 0
     seconds: float = 0.0
     texts: tuple[tuple[int, ...], ...] = ()
 
-    def plus(self, tokens: tuple[int, ...], seconds: float) -> "Totals":
-        return Totals(self.num_tokens + len(tokens), self.seconds + seconds, (*self.texts, tokens))
+    def plus(self, tokens: tuple[int, ...], seconds: float) -> "LoopTotals":
+        return LoopTotals(self.num_tokens + len(tokens), self.seconds + seconds, (*self.texts, tokens))
 
     @property
     def speed(self) -> float:
         return self.num_tokens / self.seconds
 
 
-def run(config: CompareConfig) -> dict[int, float]:
+def run(config: PublishedLoopConfig) -> dict[int, float]:
     """Print both loops' tokens/s; returns block size -> ratio (ours over theirs)."""
     if importlib.util.find_spec("dflash") is None:
         raise ValueError("package dflash is not installed: pip install --no-deps dflash==0.1.0")
@@ -81,8 +81,8 @@ def _their_draft(pair: Pair, directory: Path) -> Any:
 
 
 def _decode_in_turns(
-    config: CompareConfig, pair: Pair, theirs: Any, prompt_ids: list[tuple[int, ...]], block_size: int
-) -> tuple[Totals, Totals]:
+    config: PublishedLoopConfig, pair: Pair, theirs: Any, prompt_ids: list[tuple[int, ...]], block_size: int
+) -> tuple[LoopTotals, LoopTotals]:
     from dflash.model import dflash_generate
 
     def published(ids: tuple[int, ...]) -> tuple[int, ...]:
@@ -100,7 +100,7 @@ def _decode_in_turns(
         steps = generate(pair, ids, block_size=block_size, max_new_tokens=config.max_new_tokens)
         return tuple(token for step in steps for token in step.tokens)
 
-    totals = {ours: Totals(), published: Totals()}
+    totals = {ours: LoopTotals(), published: LoopTotals()}
     for loop in totals:
         loop(prompt_ids[0])  # warm-up
     for number, ids in enumerate(prompt_ids):
@@ -112,4 +112,4 @@ def _decode_in_turns(
 
 
 if __name__ == "__main__":
-    main(CompareConfig, run)
+    main(PublishedLoopConfig, run)

@@ -26,7 +26,8 @@ import torch
 from pydantic import Field, field_validator
 
 from blockpilot.engine.engine import Engine
-from blockpilot.evaluation.statistics import Interval, markdown, ratio_of_totals, with_range
+from blockpilot.evaluation.statistics import Interval, ratio_of_totals
+from blockpilot.evaluation.tables import markdown, with_range
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt, answer_limit, load_prompts
 from blockpilot.storage import write_bytes, write_text

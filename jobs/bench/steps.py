@@ -13,14 +13,14 @@ import torch
 from pydantic import Field, field_validator
 
 from blockpilot.control.price import StepCosts
-from blockpilot.evaluation.statistics import markdown
 from blockpilot.evaluation.step_costs import measure_costs, time_steps
+from blockpilot.evaluation.tables import markdown
 from blockpilot.storage import write_text
-from blockpilot.sweep.sweep import MAX_BLOCK_SIZE
+from blockpilot.types import MAX_BLOCK_SIZE
 from jobs.common.config import Config, PairConfig, main
 
 
-class CompareStepsConfig(Config):
+class StepsConfig(Config):
     """Which steps of which pair."""
 
     pair: PairConfig = PairConfig()
@@ -61,7 +61,7 @@ def parse(mixture: str) -> list[int]:
     return sorted(sizes, reverse=True)
 
 
-def run(config: CompareStepsConfig) -> list[MixedStep]:
+def run(config: StepsConfig) -> list[MixedStep]:
     """Measure, print and write."""
     torch.set_num_threads(config.num_threads)
     pair = config.pair.load()
@@ -95,4 +95,4 @@ def _cells(step: MixedStep) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    main(CompareStepsConfig, run)
+    main(StepsConfig, run)

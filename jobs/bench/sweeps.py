@@ -23,7 +23,7 @@ from jobs.common.config import Config, PairConfig, main
 Sweep = Callable[[Sequence[Prompt]], list[SweepRow]]
 
 
-class CompareConfig(Config):
+class SweepsConfig(Config):
     """What all of them sweep."""
 
     pair: PairConfig = PairConfig()
@@ -52,7 +52,7 @@ class CompareConfig(Config):
         return methods
 
 
-class Cost(NamedTuple):
+class MethodCost(NamedTuple):
     """Of one method over all prompts."""
 
     seconds: float
@@ -60,7 +60,7 @@ class Cost(NamedTuple):
     num_rows: int
 
 
-def run(config: CompareConfig) -> dict[str, Cost]:
+def run(config: SweepsConfig) -> dict[str, MethodCost]:
     """Print and return seconds by method."""
     prompts = load_prompts(config.prompts, config.num_prompts)
     torch.set_num_threads(config.num_threads)
@@ -78,14 +78,13 @@ def run(config: CompareConfig) -> dict[str, Cost]:
             seconds[name] += time.perf_counter() - started
         order = order[1:] + order[:1]
         print(f"{min(start + config.prompts_per_shard, len(prompts))}/{len(prompts)} prompts", flush=True)
-    costs = {
-        name: Cost(seconds[name], _num_equal(rows[config.methods[0]], rows[name]), len(rows[name])) for name in sweeps
-    }
+    first = rows[config.methods[0]]
+    costs = {name: MethodCost(seconds[name], _num_equal(first, rows[name]), len(rows[name])) for name in sweeps}
     _print(config, pair, candidates, costs)
     return costs
 
 
-def _sweep(config: CompareConfig, pair: Pair, candidates: Sequence[int], name: str) -> Sweep:
+def _sweep(config: SweepsConfig, pair: Pair, candidates: Sequence[int], name: str) -> Sweep:
     settings: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "temperature": config.temperature}
     if name == "loop":
         return partial(_loop, pair, candidates, settings)
@@ -116,7 +115,7 @@ def _counts(rows: Sequence[SweepRow]) -> set[tuple[str, int, tuple[int, ...]]]:
     }
 
 
-def _print(config: CompareConfig, pair: Pair, candidates: Sequence[int], costs: dict[str, Cost]) -> None:
+def _print(config: SweepsConfig, pair: Pair, candidates: Sequence[int], costs: dict[str, MethodCost]) -> None:
     first = next(iter(costs.values()))
     title = f"{pair.id.draft}, {pair.target.dtype}, T={config.temperature:g}, block sizes {candidates}"
     table = Table("method", "seconds", f"times {config.methods[0]}", "equal counts", title=title)
@@ -128,4 +127,4 @@ def _print(config: CompareConfig, pair: Pair, candidates: Sequence[int], costs: 
 
 
 if __name__ == "__main__":
-    main(CompareConfig, run)
+    main(SweepsConfig, run)

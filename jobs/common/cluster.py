@@ -1,11 +1,11 @@
 """Joining a Ray cluster, and what to ask of it."""
 
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import ray
+from ray.exceptions import RayTaskError
 from ray.util import ActorPool
 
 from jobs.common.config import Resources
@@ -42,12 +42,14 @@ def num_threads(num_cpus: float) -> int:
 def actor_options(accelerator_type: str | None, num_cpus: float) -> dict[str, Any]:
     """Options of an actor that holds a pair: one GPU where there are any, else CPU cores.
 
-    Raises ValueError when `accelerator_type` is asked for and a cluster of fixed size has none of it.
+    Raises ValueError for an `accelerator_type` or CPU cores that a cluster of fixed size does not have.
     """
-    resources = ray.cluster_resources()
+    resources, may_grow = ray.cluster_resources(), bool(os.environ.get("RAY_ADDRESS"))
+    if num_cpus > resources.get("CPU", 0) and not may_grow:
+        raise ValueError(f"num_cpus {num_cpus:g}: this machine has {resources.get('CPU', 0):g}")
     if accelerator_type is not None:
         known = sorted(k.split(":", 1)[1] for k in resources if k.startswith("accelerator_type:"))
-        if accelerator_type not in known and not os.environ.get("RAY_ADDRESS"):  # a cluster may grow
+        if accelerator_type not in known and not may_grow:
             raise ValueError(
                 f"accelerator_type {accelerator_type!r}: the cluster has {', '.join(known) or 'no accelerators'}"
             )
@@ -58,23 +60,36 @@ def actor_options(accelerator_type: str | None, num_cpus: float) -> dict[str, An
     return {"num_cpus": num_cpus, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": threads}}}
 
 
+def new_actor(worker: Callable[..., object], resources: Resources, *arguments: object, **options: object) -> Any:
+    """An actor `worker(*arguments)` that holds these resources, as soon as the cluster has them."""
+    remote: Any = ray.remote(worker)
+    held = actor_options(resources.accelerator_type, resources.num_cpus)
+    return remote.options(**held, **options).remote(*arguments)
+
+
+def cause_of(error: RayTaskError) -> Exception:
+    """What to raise for an actor's error: its own ValueError, which is bad input, or else all that Ray knows."""
+    return error.cause if isinstance(error.cause, ValueError) else error
+
+
+def result(reference: Any) -> Any:
+    """What an actor's method has returned; raises the actor's own ValueErrors."""
+    try:
+        return ray.get(reference)
+    except RayTaskError as error:
+        raise cause_of(error) from None
+
+
 def pooled(
     worker: Callable[[Any], object], argument: Any, tasks: Sequence[Any], method: str, resources: Resources
 ) -> Iterator[Any]:
     """Results of `worker(argument).method(task)` as they come, from actors that are restarted when they are lost."""
     if not tasks:
         return
-    options = actor_options(resources.accelerator_type, resources.num_cpus)
-    actor: Any = ray.remote(worker)
-    actor = actor.options(**options, max_restarts=-1, max_task_retries=3)
-    pool: Any = ActorPool([actor.remote(argument) for _ in range(min(resources.num_actors, len(tasks)))])
-    yield from pool.map_unordered(lambda a, task: getattr(a, method).remote(task), tasks)
-
-
-def show_progress(what: str, written: Iterator[int], num_shards: int) -> None:
-    """Show how far the writing of shards is, to its end; `written` has the tokens of each, as they come."""
-    num_tokens, started = 0, time.monotonic()
-    for done, count in enumerate(written, start=1):
-        num_tokens += count
-        speed = num_tokens / (time.monotonic() - started)
-        print(f"{what}: {done}/{num_shards} shards, {num_tokens:,} tokens, {speed:.0f} tokens/s", flush=True)
+    retries = {"max_restarts": -1, "max_task_retries": 3}
+    num_actors = min(resources.num_actors, len(tasks))
+    pool: Any = ActorPool([new_actor(worker, resources, argument, **retries) for _ in range(num_actors)])
+    try:
+        yield from pool.map_unordered(lambda a, task: getattr(a, method).remote(task), tasks)
+    except RayTaskError as error:
+        raise cause_of(error) from None

@@ -18,6 +18,7 @@ from blockpilot.models.device import BFLOAT16_INSTRUCTIONS
 from blockpilot.pairs.loading import Pair, load_pair
 from blockpilot.pairs.table import NAMED_PAIRS, check_pair_names
 from blockpilot.storage import is_uri
+from blockpilot.types import PairId
 
 Place = Annotated[str, BeforeValidator(os.fspath)]  # a local path, or a URI such as s3://bucket/sweep
 DEFAULT_PAIR = "smollm2-135m"
@@ -74,6 +75,15 @@ class PairConfig(Config):
         """Names of target and draft; raises ValueError as `names` does."""
         name, target, draft = self.names()
         return NAMED_PAIRS[name] if name is not None else (str(target), str(draft))
+
+    def check_made_for(self, what: str, made_for: PairId) -> None:
+        """Raise ValueError, naming both, unless `what` was made for models of these names."""
+        target, draft = self.models
+        if (made_for.target, made_for.draft) != (target, draft):
+            raise ValueError(
+                f"{what}: made for target {made_for.target} with draft {made_for.draft}; "
+                f"this pair is target {target} with draft {draft}"
+            )
 
     def load(self) -> Pair:
         """Load target, draft and tokenizer onto the device."""

@@ -6,37 +6,40 @@ the machine falls on all of them. The oracle comes after the others, and AR once
 the machine is by then. It really decodes, too, but knows of each prompt what every block size gave on it a moment
 before, so it is a bound and no method. The control does what AR does with an engine of its own: what it takes more or
 less is the clock's, of which intervals over prompts know nothing.
+
+A group's runs depend on the work, the models and the machine of the moment, and on no other group: what adapts while
+decoding (a policy's record of its forecasts, the controller's running means, costs corrected by the seconds of steps,
+back-off) starts afresh with every group. So an evaluation that was interrupted measures what a whole one does.
 """
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
 import torch
 from jinja2 import TemplateError
-from ray.exceptions import RayTaskError
 
-from blockpilot.adaptive.live import LiveCosts
+from blockpilot.adaptive.live import LiveController
+from blockpilot.control.controller import FixedPolicy
 from blockpilot.control.price import StepCosts
 from blockpilot.engine.engine import Engine
 from blockpilot.evaluation.baselines import EVController, StaticForecast
-from blockpilot.evaluation.measurement import Flow, Measured, in_turns, total_s
-from blockpilot.evaluation.statistics import Run
+from blockpilot.evaluation.measurement import Flow, RequestTiming, in_turns, total_s
+from blockpilot.evaluation.statistics import MethodRun
 from blockpilot.evaluation.step_costs import hold_here, measured_up_to
-from blockpilot.models.device import dtype_name
+from blockpilot.models.device import device_name, dtype_name
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.learned import LearnedPolicy
 from blockpilot.policy.store import load_policy
 from blockpilot.prompts.files import Prompt
 from blockpilot.sweep.rows import prompt_ids
-from blockpilot.sweep.sweep import MAX_BLOCK_SIZE, sampler_seed
+from blockpilot.sweep.sweep import sampler_seed
 from blockpilot.types import CandidateSet, PairId, Policy, Request, Sampling
-from jobs.common.cluster import actor_options, num_threads
-from jobs.common.config import PairConfig
+from jobs.common.cluster import new_actor, num_threads, result
+from jobs.common.config import PairConfig, Resources
 
 AR, POLICY, RANDOM, EV, ORACLE = "AR", "policy", "random", "EV controller", "oracle (bound)"
 CONTROL = "AR again"
@@ -74,7 +77,7 @@ class Setting(NamedTuple):
     pair: PairId
     dtype: str
     device: str
-    num_threads: int
+    """Full name, with the threads of a CPU."""
     block_sizes: dict[str, int | None]
     """By method; None where it is chosen for a request or a step, and of the control."""
     costs: StepCosts
@@ -103,20 +106,20 @@ class Evaluator:
         self._pair = pair
         self._fixed = {method_name(size): size for size in (1, *self._block_sizes(pair, policies))}
         self._candidates = next(iter(policies.values())).candidates if policies else CandidateSet(self._sizes)
-        self._policies: dict[str, Policy] = dict(policies)
-        if EV in work.baselines:
-            self._policies[EV] = EVController(CandidateSet(self._sizes))
+        self._policies = policies
         self._context = sum(map(len, self._prompt_ids.values())) // len(self._prompt_ids) + max(work.limits) // 2
         self._costs = self._find_costs(pair)
-        self._engines = {method: LiveCosts(self._new_engine(method)) for method in self.methods}
+        self._hindsight = dict[int, Policy]()  # the oracle's, by place
+        self._engines = {method: self._new_engine() for method in self.methods}
+        self._reset()
         for place in range(len(work.prompts)):
             self._check(place)
         rotating = [method for method in self.methods if method != ORACLE]
         self._decode(rotating, work.groups[0][:1], 0, NUM_WARM_UP_TOKENS)
         dtype = dtype_name(pair.target.dtype)
         sizes = {method: self._fixed.get(method) for method in self.methods}
-        device = pair.target.device.type
-        return Setting(pair.id, dtype, device, torch.get_num_threads(), sizes, self._costs, self._context, left_out)
+        device = device_name(pair.target.device)
+        return Setting(pair.id, dtype, device, sizes, self._costs, self._context, left_out)
 
     @property
     def _sizes(self) -> tuple[int, ...]:
@@ -127,44 +130,47 @@ class Evaluator:
         """In the order of the report."""
         work = self._work
         baselines = [name for name in (CONTROL, RANDOM, EV) if name in work.baselines]
-        learned = [name for name in self._policies if name not in (EV, ORACLE)]
-        return [*self._fixed, *baselines, *learned, *([ORACLE] if ORACLE in work.baselines else [])]
+        return [*self._fixed, *baselines, *self._policies, *([ORACLE] if ORACLE in work.baselines else [])]
 
-    def _new_engine(self, method: str) -> Engine:
-        return Engine(
-            self._pair,
-            num_slots=self._work.concurrency,
-            max_length=self._max_length,
-            policy=self._policies.get(method),
-            costs=self._costs,
-            max_block_size=MAX_BLOCK_SIZE,
-        )
+    def _new_engine(self) -> Engine:
+        return Engine(self._pair, num_slots=self._work.concurrency, max_length=self._max_length)
 
-    def measure(self, repeat: int, group: int) -> list[Run]:
+    def _reset(self) -> None:
+        """Make every engine and policy adapt afresh, as if nothing had been decoded."""
+        for learned in self._policies.values():
+            learned.forget()
+        policies: dict[str, Policy] = {EV: EVController(CandidateSet(self._sizes)), **self._policies}
+        fixed = FixedPolicy(self._pair.block_size)  # of methods whose requests bring their own size or policy
+        for method, engine in self._engines.items():
+            policy = policies.get(method, fixed)
+            engine.controller = LiveController(policy, self._costs, num_slots=engine.num_slots)
+
+    def measure(self, repeat: int, group: int) -> list[MethodRun]:
         """Decode one group with every method, and compare the texts with AR's; a run for each method and prompt."""
+        self._reset()
         places, methods = self._work.groups[group], [m for m in self.methods if m != ORACLE]
         start = (repeat + group) % len(methods)
         measured = self._decode(methods[start:] + methods[:start], places, repeat)
         if ORACLE in self.methods:
-            self._engines[ORACLE].engine.policy = self._hindsight([measured[name] for name in self._fixed])
+            of_requests = zip(*(measured[name] for name in self._fixed), strict=True)
+            self._hindsight = {place: self._just_had(each) for place, each in zip(places, of_requests, strict=True)}
             later = self._decode([ORACLE, AR], places, repeat)
             pace = total_s(measured[AR]) / total_s(later[AR])
             measured = measured | {ORACLE: [each.at_pace(pace) for each in later[ORACLE]]}
         return [
-            Run(method, place, repeat, measured[method][i].totals(reference=measured[AR][i].output))
+            MethodRun(method, place, repeat, measured[method][i].totals(reference=measured[AR][i].output))
             for method in self.methods
             for i, place in enumerate(places)
         ]
 
-    def _hindsight(self, measured: Sequence[Sequence[Measured]]) -> Policy:
-        """Forecasts the mean tokens a step that each request just had with every block size, request by request."""
-        sizes = CandidateSet(self._sizes)
-        of_requests = cycle([[_tau(each) for each in of_request] for of_request in zip(*measured, strict=True)])
-        return lambda _: StaticForecast(sizes, next(of_requests))  # the engine admits requests in their order
+    def _just_had(self, measured: Sequence[RequestTiming]) -> Policy:
+        """Forecasts for one request the mean tokens a step that it just had with every block size."""
+        forecast = StaticForecast(CandidateSet(self._sizes), list(map(_tau, measured)))
+        return lambda prefill: forecast
 
     def _decode(
         self, methods: Sequence[str], places: Sequence[int], repeat: int, at_most: int | None = None
-    ) -> dict[str, list[Measured]]:
+    ) -> dict[str, list[RequestTiming]]:
         """The prompts at these places by every method, in turns that begin in this order; so many tokens at most."""
         flows = {}
         for method in methods:
@@ -192,6 +198,7 @@ class Evaluator:
             sampling,
             self._size(method, prompt, repeat),
             self._pair.stop_token_ids,
+            policy=self._hindsight[place] if method == ORACLE else None,
         )
 
     # --- loading ---
@@ -225,13 +232,13 @@ class Evaluator:
 
     def _check(self, place: int) -> None:
         try:
-            self._engines[AR].engine.check(self._request(place, AR, 0))
+            self._engines[AR].check(self._request(place, AR, 0))
         except ValueError as error:
             prompt = self._work.prompts[place]
             raise ValueError(f"prompt {prompt.text[:60]!r} of {prompt.set}: {error}") from None
 
 
-def _tau(measured: Measured) -> float:
+def _tau(measured: RequestTiming) -> float:
     """Tokens a step of one request, without the prefill's."""
     return (len(measured.output) - 1) / max(len(measured.block_sizes), 1)
 
@@ -254,19 +261,10 @@ def default_block_sizes(trained: int) -> tuple[int, ...]:
 
 
 @contextmanager
-def evaluator(work: Work, accelerator_type: str | None, num_cpus: float) -> Iterator[Callable[..., Any]]:
+def evaluator(work: Work, resources: Resources) -> Iterator[Callable[..., Any]]:
     """Start the actor; yields a function that calls one of its methods and raises the actor's own ValueErrors."""
-    options = actor_options(accelerator_type, num_cpus)
-    remote: Any = ray.remote(Evaluator)
-    actor = remote.options(**options).remote(work, num_threads(num_cpus))
-
-    def call(method: str, *arguments: object) -> Any:
-        try:
-            return ray.get(getattr(actor, method).remote(*arguments))
-        except RayTaskError as error:
-            raise (error.cause if isinstance(error.cause, ValueError) else error) from None
-
+    actor = new_actor(Evaluator, resources, work, num_threads(resources.num_cpus))
     try:
-        yield call
+        yield lambda method, *arguments: result(getattr(actor, method).remote(*arguments))
     finally:
         ray.kill(actor)

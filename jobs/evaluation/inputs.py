@@ -14,8 +14,7 @@ from blockpilot.policy.store import load_policy
 from blockpilot.prompts.files import Prompt, answer_limit, load_prompts
 from blockpilot.sweep.rows import prompt_ids, read_parts
 from blockpilot.sweep.summary import Summary
-from blockpilot.sweep.sweep import MAX_BLOCK_SIZE
-from blockpilot.types import PairId
+from blockpilot.types import MAX_BLOCK_SIZE, PairId
 from jobs.common.config import Config, PairConfig, Place
 from jobs.common.learned_from import LearnedFrom
 from jobs.common.registry import CHAMPION, Registry, Version, model_name
@@ -144,7 +143,7 @@ def _read_sweeps(config: EvaluateConfig, prompts: Sequence[Prompt]) -> Swept:
     texts, summary, fitting, pairs = {prompt.text for prompt in prompts}, Summary(), Summary(), set[PairId]()
     for place in config.sweep:
         for part in read_parts(place):
-            _check_names(f"sweep {place}", part.metadata.pair, config)
+            config.pair.check_made_for(f"sweep {place}", part.metadata.pair)
             pairs.add(part.metadata.pair)
             seen = [row for row in part.rows if row.prompt in texts]
             if seen:
@@ -167,15 +166,6 @@ def _read_sweeps(config: EvaluateConfig, prompts: Sequence[Prompt]) -> Swept:
     metadata = part.metadata
     taus = (fitting if fitting.num_rows else summary).tau_curve
     return Swept(metadata.pair, tuple(metadata.candidates), taus)
-
-
-def _check_names(what: str, made_for: PairId, config: EvaluateConfig) -> None:
-    target, draft = config.pair.models
-    if (made_for.target, made_for.draft) != (target, draft):
-        raise ValueError(
-            f"{what}: made for target {made_for.target} with draft {made_for.draft}; "
-            f"to be evaluated: target {target} with draft {draft}"
-        )
 
 
 def find_policies(config: EvaluateConfig, registry: Registry) -> tuple[dict[str, Path], Version | None, int | None]:
@@ -211,7 +201,7 @@ def find_policies(config: EvaluateConfig, registry: Registry) -> tuple[dict[str,
             champion = None
             continue
         if name == POLICY:  # rivals of another pair are left out when it is loaded
-            _check_names(f"policy {place}", made_for, config)
+            config.pair.check_made_for(f"policy {place}", made_for)
     return policies, version, champion
 
 

@@ -8,16 +8,8 @@ from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from blockpilot.evaluation.statistics import (
-    Comparison,
-    Figures,
-    Interval,
-    Run,
-    cells,
-    fastest_block_size,
-    markdown,
-    with_range,
-)
+from blockpilot.evaluation.statistics import Comparison, Figures, Interval, MethodRun, fastest_block_size
+from blockpilot.evaluation.tables import cells, markdown, with_range
 from blockpilot.storage import write_text
 from jobs.common.registry import CHAMPION, HeldOut, Registry, Version, kept_for_later
 from jobs.evaluation.actor import AR, CONTROL, ORACLE, POLICY, Setting, method_name
@@ -39,7 +31,7 @@ class EvaluateResult(NamedTuple):
     run_id: str
 
 
-def save(config: EvaluateConfig, plan: Plan, setting: Setting, runs: Sequence[Run]) -> None:
+def save(config: EvaluateConfig, plan: Plan, setting: Setting, runs: Sequence[MethodRun]) -> None:
     """Work out the figures and write them, with all that MLflow is to know."""
     comparison = Comparison(runs, seed=config.seed)
     best, chosen_on = best_fixed_of(comparison, setting, *known_taus(plan, config.temperature))
@@ -96,7 +88,7 @@ def log(output: Path, registry: Registry) -> EvaluateResult:
     return EvaluateResult(figures, best["block_size"], best["chosen_on"], held_out, found["table"], output, record.id)
 
 
-def stored_run(run: Run) -> dict[str, Any]:
+def stored_run(run: MethodRun) -> dict[str, Any]:
     """A run for JSON."""
     return run._asdict() | {"totals": asdict(run.totals)}
 
@@ -160,7 +152,7 @@ def _held_out(comparison: Comparison, best_fixed: str, champion: int | None) -> 
 
 
 def _by_set(
-    config: EvaluateConfig, plan: Plan, runs: Sequence[Run], setting: Setting, best: int
+    config: EvaluateConfig, plan: Plan, runs: Sequence[MethodRun], setting: Setting, best: int
 ) -> dict[str, dict[str, Interval]]:
     """For every set, and for all of them, the speed of each method over that of the best fixed block size; of the
     control over that of AR.
@@ -190,14 +182,13 @@ def _describe(
     shown_held_out: bool,
 ) -> str:
     """Caption, tables and what follows from them."""
-    threads = f", {setting.num_threads} thread{'s' * (setting.num_threads > 1)}" if setting.device == "cpu" else ""
     prompts = f"{len(plan.prompts)} {'held-out ' if shown_held_out else ''}prompts"
     together = "one at a time" if config.concurrency == 1 else f"{config.concurrency} at a time"
     limits = sorted({config.limit(prompt) for prompt in plan.prompts})
     limit = str(limits[0]) if len(limits) == 1 else f"{limits[0]} to {limits[-1]}"
     times = "once" if config.repeats == 1 else f"{config.repeats} times"
     caption = (
-        f"{setting.pair.target} with {setting.pair.draft}, {setting.dtype} on {setting.device}{threads}: "
+        f"{setting.pair.target} with {setting.pair.draft}, {setting.dtype} on {setting.device}: "
         f"{prompts}, {together}, {times}; {limit} tokens at most, "
         f"temperature {config.temperature:g}. In brackets: 95% intervals over prompts."
     )

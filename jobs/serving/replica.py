@@ -28,7 +28,6 @@ from jobs.serving.metrics import DecoderMetrics
 from jobs.serving.replies import Backend
 from jobs.serving.schema import ApiError, Body
 
-MAX_BLOCK_SIZE = 32
 DEFAULT_MAX_LENGTH = 2048
 MEMORY_FILE = Path("/proc/meminfo")
 SWITCH_INTERVAL_S = 0.0002  # the engine's thread takes the interpreter back that soon; Python's own are 5 ms
@@ -65,7 +64,6 @@ class Decoder:
             loaded,
             num_slots=num_slots,
             max_length=length,
-            max_block_size=MAX_BLOCK_SIZE,
             max_prefill_tokens=max_prefill_tokens,
         )
         sizes = {"num_slots": num_slots, "max_length": length, "cache_bytes": engine.cache_bytes}

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from blockpilot.prompts.files import Message, Prompt
+from blockpilot.prompts.files import Prompt, save_prompts
 from blockpilot.storage import Place, delete, file_names, is_file, join, read_bytes, remove_unfinished, write_text
 from blockpilot.sweep.rows import Metadata, SweepRow, difference, mismatch, read_file, write_rows
 from blockpilot.sweep.sweep import Reject
@@ -27,7 +27,7 @@ PROMPTS_FOLDER = "prompts"
 ROWS_FOLDER = "rows"
 
 
-class Shard(NamedTuple):
+class SweepShard(NamedTuple):
     """Prompts whose rows share a part file: for each of them the ids of its rows, one a turn."""
 
     number: int
@@ -55,7 +55,7 @@ class SweepFolder:
         self.place, self.rows, self.identity = str(place), join(str(place), ROWS_FOLDER), identity
         self.metadata: Metadata | None = None  # of the rows there, once some were read or written
 
-    def check(self, shards: Sequence[Shard]) -> None:
+    def check(self, shards: Sequence[SweepShard]) -> None:
         """Raise ValueError, naming the difference, for a directory that holds rows of another sweep."""
         found = set(file_names(self.rows, ".parquet"))
         if found:
@@ -63,7 +63,7 @@ class SweepFolder:
         if foreign := found - {shard.part for shard in shards}:
             raise ValueError(f"output {self.place}: {ROWS_FOLDER}/{min(foreign)} is no part of this sweep")
 
-    def open(self, shards: Sequence[Shard], prompts: Sequence[Prompt]) -> None:
+    def open(self, shards: Sequence[SweepShard], prompts: Sequence[Prompt]) -> None:
         """Make the directory ready for these shards, whose prompts follow one another; removes what a kill left."""
         self.check(shards)
         remove_unfinished(self.place)
@@ -72,20 +72,19 @@ class SweepFolder:
         for shard in shards:
             chosen = prompts[start : start + len(shard.prompts)]
             start += len(shard.prompts)
-            lines = (json.dumps(_to_json(prompt), ensure_ascii=False) + "\n" for prompt in chosen)
-            write_text(self._prompts_file(shard), "".join(lines))
+            save_prompts(self._prompts_file(shard), chosen)
 
-    def left(self, shard: Shard) -> tuple[int, ...]:
+    def left(self, shard: SweepShard) -> tuple[int, ...]:
         """Places of a shard's prompts that lack a row."""
         done = {row.prompt_id for row in self.read(shard)}
         return tuple(i for i, of_prompt in enumerate(shard.prompts) if not done.issuperset(of_prompt))
 
-    def prompts(self, shard: Shard, places: Sequence[int]) -> list[Prompt]:
+    def prompts(self, shard: SweepShard, places: Sequence[int]) -> list[Prompt]:
         """Some of a shard's prompts."""
         lines = read_bytes(self._prompts_file(shard)).decode().split("\n")
-        return [_from_json(json.loads(lines[i])) for i in places]
+        return [Prompt.from_json(lines[i]) for i in places]
 
-    def read(self, shard: Shard) -> list[SweepRow]:
+    def read(self, shard: SweepShard) -> list[SweepRow]:
         """Rows of a shard's part; none if it is missing or damaged, for then it is decoded again."""
         part = join(self.rows, shard.part)
         if not is_file(part):
@@ -98,7 +97,7 @@ class SweepFolder:
         self.metadata = self.metadata or sweep.metadata
         return [row for row in sweep.rows if row.prompt_id in shard.ids]
 
-    def write(self, shard: Shard, rows: Sequence[SweepRow], metadata: Metadata) -> None:
+    def write(self, shard: SweepShard, rows: Sequence[SweepRow], metadata: Metadata) -> None:
         """Write the part of a shard anew: the rows it had and the new ones, in the order of the prompts."""
         if not rows:
             return
@@ -122,7 +121,7 @@ class SweepFolder:
         for name in file_names(self.rows, ".parquet"):
             yield read_file(join(self.rows, name)).rows
 
-    def _prompts_file(self, shard: Shard) -> str:
+    def _prompts_file(self, shard: SweepShard) -> str:
         return join(self.place, PROMPTS_FOLDER, f"{Path(shard.part).stem}.jsonl")
 
     def _check_config(self) -> None:
@@ -134,13 +133,3 @@ class SweepFolder:
             ) from None
         if found := difference(stored, self.identity):
             raise ValueError(f"output {self.place}: holds another sweep (there and here: {found})")
-
-
-def _to_json(prompt: Prompt) -> dict[str, Any]:
-    messages = [{"role": m.role, "content": m.content} for m in prompt.messages]
-    return {"set": prompt.set, "messages": messages, "follow_ups": prompt.follow_ups}
-
-
-def _from_json(value: dict[str, Any]) -> Prompt:
-    messages = tuple(Message(**message) for message in value["messages"])
-    return Prompt(value["set"], messages, tuple(value["follow_ups"]))

@@ -1,6 +1,7 @@
 """The engine's text is the target's own, whatever the block sizes, the batch and the acceptance."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 import blockpilot as bp
 from blockpilot.control.choose import choose
-from blockpilot.control.controller import Controller
+from blockpilot.control.controller import Controller, FixedPolicy
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.engine.engine import Engine, generate
 from blockpilot.evaluation.baselines import EVController, StaticForecast
@@ -554,6 +555,14 @@ def test_a_forecast_beyond_the_engines_blocks_is_an_error(tiny_pair: Pair) -> No
     engine.add(Request(PROMPT, 9))
     with pytest.raises(ValueError, match="the policy's largest block size 7: must be 1 to 6"):
         engine.step()
+
+
+def test_a_policy_of_the_request_comes_before_the_engines(tiny_pair: Pair) -> None:
+    engine = Engine(tiny_pair, num_slots=3, max_length=64, policy=FixedPolicy(2))
+    own = Request(tuple(PROMPT), 9, policy=FixedPolicy(4))
+    of_requests = run(engine, [Request(tuple(PROMPT), 9), own, replace(own, block_size=3)])
+    assert [steps[1].block_size for steps in of_requests] == [2, 4, 3]
+    assert len({text_of(steps) for steps in of_requests}) == 1
 
 
 def test_costs_are_given_or_the_policys_and_may_change(tiny_pair: Pair) -> None:

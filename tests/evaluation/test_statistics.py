@@ -11,15 +11,14 @@ from blockpilot.evaluation.statistics import (
     Comparison,
     Figures,
     Interval,
-    Run,
+    MethodRun,
     Totals,
-    cells,
     fastest_block_size,
     interval,
-    markdown,
     ratio_of_totals,
     resampling_weights,
 )
+from blockpilot.evaluation.tables import cells, markdown
 
 TOTALS = Totals(
     num_requests=1,
@@ -36,8 +35,8 @@ TOTALS = Totals(
 FASTER = replace(TOTALS, num_tokens=40, total_s=4.0, num_verified=4, num_emitted=39, sum_block_sizes=64, num_equal=0)
 
 
-def run(method: str, prompt: int, totals: Totals = TOTALS, repeat: int = 0) -> Run:
-    return Run(method, prompt, repeat, totals)
+def run(method: str, prompt: int, totals: Totals = TOTALS, repeat: int = 0) -> MethodRun:
+    return MethodRun(method, prompt, repeat, totals)
 
 
 def test_figures_are_ratios_of_totals() -> None:
@@ -63,7 +62,7 @@ def test_repeats_of_a_prompt_add_up() -> None:
     assert twice.figure("tau", "AR") == pytest.approx((5.1, 5.1, 5.1))  # both prompts are alike
 
 
-def noisy_runs(num_prompts: int, speedup: float, seed: int) -> list[Run]:
+def noisy_runs(num_prompts: int, speedup: float, seed: int) -> list[MethodRun]:
     """Groups whose speed varies a lot, and a method that is faster by `speedup` in each, give or take 5%."""
     draw = random.Random(seed)
     runs = []
@@ -76,7 +75,9 @@ def noisy_runs(num_prompts: int, speedup: float, seed: int) -> list[Run]:
     return runs
 
 
-def slow_intervals(runs: list[Run], num_resamples: int, seed: int) -> tuple[tuple[float, float], tuple[float, float]]:
+def slow_intervals(
+    runs: list[MethodRun], num_resamples: int, seed: int
+) -> tuple[tuple[float, float], tuple[float, float]]:
     """95% intervals of tokens_per_s of "policy" and of its ratio to "AR", by drawing prompts one by one."""
     draw = random.Random(seed)
     by_prompt = {(r.method, r.prompt): r.totals for r in runs}
@@ -177,7 +178,7 @@ def test_what_was_never_counted_is_not_a_number() -> None:
         ([run("AR", 0), run("AR", 1), run("AR", 1)], "'AR' ran other prompts or repeats"),
     ],
 )
-def test_runs_that_cannot_be_compared_are_refused(runs: list[Run], message: str) -> None:
+def test_runs_that_cannot_be_compared_are_refused(runs: list[MethodRun], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Comparison(runs)
 

@@ -1,6 +1,8 @@
 """Evaluation: what is timed, that every method really decodes, what is refused, and the job as a user runs it."""
 
 import dataclasses
+import functools
+import itertools
 import json
 import os
 import shutil
@@ -15,12 +17,12 @@ import pytest
 import ray
 import torch
 
-from blockpilot.adaptive.live import LiveCosts
-from blockpilot.control import live as live_costs
+from blockpilot.adaptive.live import LiveController
+from blockpilot.control.controller import Controller
 from blockpilot.control.price import COSTS_FILE, StepCosts
 from blockpilot.engine.engine import Engine, generate
-from blockpilot.evaluation.measurement import Flow, Measured, in_turns
-from blockpilot.evaluation.statistics import Comparison, Run, Totals
+from blockpilot.evaluation.measurement import Flow, RequestTiming, in_turns
+from blockpilot.evaluation.statistics import Comparison, MethodRun, Totals
 from blockpilot.evaluation.step_costs import hold_here
 from blockpilot.models.device import device_name
 from blockpilot.pairs.loading import Pair
@@ -36,6 +38,7 @@ from jobs import evaluate
 from jobs.common.config import PairConfig, main
 from jobs.common.learned_from import LearnedFrom
 from jobs.common.registry import CHAMPION, Registry, Version, model_name
+from jobs.evaluation import actor
 from jobs.evaluation import inputs as evaluate_inputs
 from jobs.evaluation import result as evaluate_result
 from jobs.evaluation.actor import AR, CONTROL, EV, ORACLE, POLICY, RANDOM, Evaluator, Setting, default_block_sizes
@@ -121,8 +124,8 @@ def requests(pair: Pair, texts: list[Prompt], block_size: int | None, temperatur
     return [Request(p.encode(pair.tokenizer), NUM_TOKENS, sampling, block_size, stops) for p in texts]
 
 
-def flown(engine: Engine, wanted: list[Request]) -> list[Measured]:
-    flow = Flow(LiveCosts(engine), wanted)
+def flown(engine: Engine, wanted: list[Request]) -> list[RequestTiming]:
+    flow = Flow(engine, wanted)
     in_turns([flow], 3)
     return flow.results
 
@@ -205,7 +208,7 @@ def test_flows_take_turns_and_end_together(tiny_pair: Pair, prompts: tuple[Path,
             turns.append(name[id(self)] * (self.num_tokens - before))
 
     stay = [dataclasses.replace(r, stop_token_ids=frozenset()) for r in requests(tiny_pair, prompts[1][:2], 1)]
-    plain, both = (Told(LiveCosts(Engine(tiny_pair, num_slots=n, max_length=256)), stay) for n in (1, 2))
+    plain, both = (Told(Engine(tiny_pair, num_slots=n, max_length=256), stay) for n in (1, 2))
     name = {id(plain): "a", id(both): "b"}
     in_turns([plain, both], 6)
     assert turns[:10] == [*"aaaaaa", "bb", "bb", "bb", "a"]
@@ -214,12 +217,12 @@ def test_flows_take_turns_and_end_together(tiny_pair: Pair, prompts: tuple[Path,
 
 
 def test_a_slower_machine_takes_its_time_from_all_parts() -> None:
-    measured = Measured([1, 2, 3], [2], total_s=4.0, num_later_tokens=2, num_later_steps=1.5, later_s=3.0)
-    assert measured.at_pace(0.5) == Measured([1, 2, 3], [2], 2.0, 2, 1.5, 1.5)
+    measured = RequestTiming([1, 2, 3], [2], total_s=4.0, num_later_tokens=2, num_later_steps=1.5, later_s=3.0)
+    assert measured.at_pace(0.5) == RequestTiming([1, 2, 3], [2], 2.0, 2, 1.5, 1.5)
 
 
 def test_equal_texts_are_counted_whole() -> None:
-    measured = Measured([1, 2], [2])
+    measured = RequestTiming([1, 2], [2])
     assert [measured.totals(other).num_equal for other in ([1, 2], [1], [1, 2, 3], [2, 1])] == [1, 0, 0, 0]
 
 
@@ -243,18 +246,18 @@ class Watched(Evaluator):
 
     def __init__(self, config: EvaluateConfig, plan: Plan, costs: StepCosts | None = None) -> None:
         super().__init__(evaluate._work(config, plan)._replace(costs=costs), num_threads=1)
-        self.decoded: list[dict[str, list[Measured]]] = []
+        self.decoded: list[dict[str, list[RequestTiming]]] = []
         self.setting = self.load()
         self.decoded.clear()
 
-    def _decode(self, *arguments: object) -> dict[str, list[Measured]]:
+    def _decode(self, *arguments: object) -> dict[str, list[RequestTiming]]:
         measured = super()._decode(*arguments)  # type: ignore[arg-type]
         self.decoded.append(measured)
         return measured
 
-    def call(self, method: str, *arguments: int) -> list[Run]:
+    def call(self, method: str, *arguments: int) -> list[MethodRun]:
         """As `jobs.evaluation.actor.evaluator` gives it to the job."""
-        found: list[Run] = getattr(self, method)(*arguments)
+        found: list[MethodRun] = getattr(self, method)(*arguments)
         return found
 
 
@@ -311,7 +314,7 @@ def test_all_methods_decode_the_same_text_in_an_order_that_rotates(
 @pytest.fixture
 def costs_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """Costs that are made up for a test are not corrected by what steps really take."""
-    monkeypatch.setattr(live_costs, "REFRESH_EVERY", 10**9)
+    monkeypatch.setattr(actor, "LiveController", lambda policy, costs, num_slots: Controller(policy, costs))
 
 
 @pytest.mark.usefixtures("costs_as_given")
@@ -352,6 +355,57 @@ def test_the_oracle_chooses_for_each_request_of_a_group(
             assert found.block_sizes == measured[min(num_steps, key=num_steps.__getitem__)][i].block_sizes
         mixed.append(len({found.block_sizes[0] for found in measured[ORACLE]}) > 1)
     assert any(mixed)
+
+
+def test_the_oracles_hindsight_is_of_the_request(
+    config: EvaluateConfig, prompts: tuple[Path, list[Prompt]], tiny_pair: Pair
+) -> None:
+    """In whatever order requests are admitted, each comes with the taus that its own prompt just had."""
+    config = changed(config, temperature=5.0, max_new_tokens=24, concurrency=3, waves=1)
+    evaluator = Watched(config, plan_of(config, prompts[1]), step_costs(tiny_pair.id, (1, 1, 1, 1)))
+    runs = evaluator.measure(0, 0)
+    every = set()
+    for place in reversed(group(prompts[1], 3)[0]):
+        policy = evaluator._request(place, ORACLE, 0).policy
+        assert policy is not None
+        forecast = policy(Prefill(torch.zeros(4), None, 3))
+        had = {run.method: run.totals for run in runs if run.prompt == place}
+        assert list(forecast.taus) == [had[m].num_emitted / had[m].num_verified for m in FIXED]  # type: ignore[union-attr]
+        every.add(tuple(forecast.taus))  # type: ignore[union-attr]
+    assert len(every) > 1
+
+
+@pytest.mark.parametrize("concurrency", [1, 2])
+def test_a_group_does_not_depend_on_those_before_it(
+    config: EvaluateConfig,
+    prompts: tuple[Path, list[Prompt]],
+    tiny_pair: Pair,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    concurrency: int,
+) -> None:
+    """On a machine of which every step takes a second, a group that is measured after a kill is what it would be."""
+    ticks = itertools.count()
+    timed = functools.partial(LiveController, clock=lambda: float(next(ticks)))
+    monkeypatch.setattr(actor, "LiveController", timed)
+    config = changed(config, temperature=5.0, max_new_tokens=40, concurrency=concurrency, waves=2)
+    hidden = tiny_pair.target.config.hidden_size
+    learned = tiny_policy(tiny_pair.id, tiny_pair.vocab_size, SIZES, head="tau", reads="step", sizes=(hidden, hidden))
+    learned.network.head.weight *= 30
+    save_policy(learned, tmp_path / "policy")
+    costs = step_costs(tiny_pair.id, (1, 1.3, 1.6, 1.9))
+
+    def decoded(*numbers: int) -> dict[str, list[list[int]]]:
+        evaluator = Watched(config, plan_of(config, prompts[1], {POLICY: tmp_path / "policy"}), costs)
+        for number in numbers:
+            evaluator.decoded.clear()
+            evaluator.measure(0, number)
+        first, then = evaluator.decoded
+        return {method: [each.block_sizes for each in found] for method, found in (first | then).items()}
+
+    alone = decoded(1)
+    assert decoded(0, 1) == alone
+    assert all(len({size for of_one in alone[method] for size in of_one}) > 1 for method in (POLICY, EV))
 
 
 def test_random_sizes_depend_on_seed_and_prompt_only(
@@ -407,7 +461,8 @@ def test_costs_that_were_given_are_used_where_they_hold(
     plan = plan_of(config, prompts[1][:4])
     given = step_costs(tiny_pair.id, (1, 1.2, 1.3, 1.4))
     assert given.device == device_name(tiny_pair.target.device)
-    assert Watched(config, plan, given).setting.costs == given
+    setting = Watched(config, plan, given).setting
+    assert (setting.costs, setting.device) == (given, device_name(tiny_pair.target.device))
     (directory := tmp_path / "policy").mkdir()
     (directory / COSTS_FILE).write_text(given.to_json())
     assert evaluate._work(config, plan._replace(policies={POLICY: directory})).costs == given
@@ -424,7 +479,7 @@ def test_costs_that_were_given_are_used_where_they_hold(
         assert measured != other
         assert hold_here(measured, tiny_pair, SIZES, 3)
         assert measured.context == evaluator.setting.context
-        assert {live.engine.costs for live in evaluator._engines.values()} == {measured}
+        assert {engine.controller.costs for engine in evaluator._engines.values()} == {measured}
 
 
 def test_a_prompt_longer_than_the_context_is_named(config: EvaluateConfig, tmp_path: Path) -> None:
@@ -503,11 +558,11 @@ class KilledError(Exception):
     pass
 
 
-def killed_after(evaluator: Watched, num_groups: int) -> Callable[..., list[Run]]:
+def killed_after(evaluator: Watched, num_groups: int) -> Callable[..., list[MethodRun]]:
     """`evaluator.call`, which stops the process so to speak after some groups."""
     left = iter(range(num_groups))
 
-    def call(method: str, *place: int) -> list[Run]:
+    def call(method: str, *place: int) -> list[MethodRun]:
         if next(left, None) is None:
             raise KilledError
         return evaluator.call(method, *place)
@@ -516,8 +571,8 @@ def killed_after(evaluator: Watched, num_groups: int) -> Callable[..., list[Run]
 
 
 def measure_all(
-    evaluator: Watched, call: Callable[..., list[Run]], config: EvaluateConfig, plan: Plan
-) -> Iterator[Run]:
+    evaluator: Watched, call: Callable[..., list[MethodRun]], config: EvaluateConfig, plan: Plan
+) -> Iterator[MethodRun]:
     return evaluate._measure_all(call, config, evaluate._work(config, plan), runs_file(evaluator, config, plan))
 
 
@@ -537,7 +592,7 @@ def test_what_was_measured_is_kept_and_a_torn_line_is_not(
     plan = plan_of(config, prompts[1])
     evaluator, work = Watched(config, plan), evaluate._work(config, plan)
     path = runs_file(evaluator, config, plan)
-    found: list[Run] = []
+    found: list[MethodRun] = []
     with pytest.raises(KilledError):
         found.extend(evaluate._measure_all(killed_after(evaluator, 5), config, work, path))
     kept = path.read_text().splitlines()
@@ -547,7 +602,7 @@ def test_what_was_measured_is_kept_and_a_torn_line_is_not(
 
     decoded: list[tuple[int, ...]] = []
 
-    def call(method: str, *place: int) -> list[Run]:
+    def call(method: str, *place: int) -> list[MethodRun]:
         decoded.append(place)
         return evaluator.call(method, *place)
 
@@ -637,17 +692,17 @@ def comparison_of(step_s: dict[str, float], tokens_per_s: dict[str, float]) -> C
     return Comparison([one(method, number, tokens_per_s[method], step_s[method]) for method, number in methods])
 
 
-def one(method: str, number: int, tokens_per_s: float, step_s: float = 1.0) -> Run:
+def one(method: str, number: int, tokens_per_s: float, step_s: float = 1.0) -> MethodRun:
     """A prompt of 100 tokens at these speeds."""
     later = {"num_later_tokens": 8, "num_later_steps": 10, "later_s": 10 * step_s}
     counts = {"num_verified": 10, "num_emitted": 20, "sum_block_sizes": 20, "num_equal": 1}
     total_s = 100 / tokens_per_s
-    return Run(method, number, 0, Totals(num_requests=1, num_tokens=100, total_s=total_s, **later, **counts))  # type: ignore[arg-type]
+    return MethodRun(method, number, 0, Totals(num_requests=1, num_tokens=100, total_s=total_s, **later, **counts))  # type: ignore[arg-type]
 
 
 def setting_of(pair: PairId, *methods: str) -> Setting:
     sizes = {m: 1 if m == AR else int(m[2:]) if m.startswith("B=") else None for m in methods}
-    return Setting(pair, "float32", "cpu", 1, sizes, step_costs(pair, (1, 1, 1, 1)), 30, {})
+    return Setting(pair, "float32", "cpu", sizes, step_costs(pair, (1, 1, 1, 1)), 30, {})
 
 
 def test_best_fixed_is_chosen_before_the_held_out_prompts_are_seen(tiny_pair: Pair) -> None:
@@ -716,7 +771,7 @@ def test_the_table_says_what_the_policy_is_worth(config: EvaluateConfig, tiny_pa
     table = saved(config, {m: [s] * 3 for m, s in speeds.items()}, tiny_pair.id, "aaa", champion=4)
     caption, conclusions = table.splitlines()[0], table.splitlines()[-4:]
     assert caption == (
-        f"{tiny_pair.id.target} with {tiny_pair.id.draft}, float32 on cpu, 1 thread: 3 prompts, one at a time, once; "
+        f"{tiny_pair.id.target} with {tiny_pair.id.draft}, float32 on cpu: 3 prompts, one at a time, once; "
         "12 tokens at most, temperature 0. In brackets: 95% intervals over prompts."
     )
     assert conclusions == [
@@ -1165,7 +1220,7 @@ def test_the_job_goes_on_after_a_kill_measures_records_and_tags(
     limits = [answer_limit(prompt, 12) for prompt in load_prompts(config.prompts[0])]
     range_ = f"{min(limits)} to {max(limits)}"
     settings = f"8 held-out prompts, 2 at a time, 2 times; {range_} tokens at most, temperature 1"
-    assert f"float32 on cpu, 1 thread: {settings}" in table
+    assert f", 1 threads: {settings}" in table
     names = [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("|")]
     methods = [AR, "B=2", "B=4", CONTROL, RANDOM, EV, POLICY, CHAMPION, ORACLE]
     assert names[2:] == methods

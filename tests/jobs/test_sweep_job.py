@@ -22,13 +22,14 @@ from ray.cluster_utils import Cluster
 
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt
-from blockpilot.sweep.rows import Metadata, SweepRow, read_file, read_rows, read_sweep, write_rows
+from blockpilot.sweep.rows import Metadata, SweepRow, read_file, read_sweep, write_rows
 from blockpilot.sweep.summary import Summary
 from blockpilot.sweep.sweep import replay
 from helpers.processes import descendants
 from jobs.common.config import ConfigError, PairConfig, main
-from jobs.sweep import SweepConfig, _open, plots, run
-from jobs.sweeping.folder import Shard, SweepFolder
+from jobs.sweep import SweepConfig, _open, run
+from jobs.sweeping.folder import SweepFolder, SweepShard
+from jobs.sweeping.screen import plots
 
 ROOT = Path(__file__).parents[2]
 RAY = str(Path(sys.executable).with_name("ray"))
@@ -54,7 +55,7 @@ def config(tiny_pair_dirs: tuple[Path, Path], prompt_file: Path, tmp_path: Path)
         candidates=CANDIDATES,
         prompts_per_shard=2,
         output=str(tmp_path / "sweep"),
-        cost_rows=(),
+        cost_rows=0,
         **SETTINGS,
     )
 
@@ -67,7 +68,7 @@ def command(config: SweepConfig) -> list[str]:
         *("--target", config.pair.target, "--draft", config.pair.draft),
         *("--prompts", *config.prompts, "--candidates", *map(str, CANDIDATES)),
         *("--max-new-tokens", "24", "--temperature", "0.7", "--seed", "3", "--prompts-per-shard", "2"),
-        *("--output", config.output, "--max-attempts", "2", "--cost-rows"),
+        *("--output", config.output, "--max-attempts", "2", "--cost-rows", "0"),
     ]
 
 
@@ -82,11 +83,11 @@ def expected(
     return {s.part: replay(tiny_pair, prompts(folder, s), CANDIDATES, **SETTINGS).rows for s in shards}
 
 
-def prompts(folder: SweepFolder, shard: Shard) -> list[Prompt]:
+def prompts(folder: SweepFolder, shard: SweepShard) -> list[Prompt]:
     return folder.prompts(shard, range(len(shard.prompts)))
 
 
-def texts(folder: SweepFolder, shard: Shard) -> list[str]:
+def texts(folder: SweepFolder, shard: SweepShard) -> list[str]:
     return [prompt.text for prompt in prompts(folder, shard)]
 
 
@@ -160,7 +161,7 @@ def test_the_output_may_be_a_uri(
         folder.write(shard, expected[shard.part], metadata)
     folder.write_rejects([])
     assert [row for rows in folder.parts() for row in rows] == [row for rows in expected.values() for row in rows]
-    assert read_rows(config.output) == read_rows(tmp_path / "by-uri")
+    assert read_sweep(config.output).rows == read_sweep(tmp_path / "by-uri").rows
     assert left(config) == {shard.part: [TOO_LONG] for shard in shards if TOO_LONG in texts(folder, shard)}
     with pytest.raises(ValueError, match="nosuch://x"):
         _open(config.model_copy(update={"output": "nosuch://x"}))
@@ -190,12 +191,12 @@ def test_shards_hold_every_prompt_once_in_order(config: SweepConfig, prompt_file
 
 
 @pytest.fixture
-def opened(config: SweepConfig) -> tuple[list[Shard], SweepFolder]:
+def opened(config: SweepConfig) -> tuple[list[SweepShard], SweepFolder]:
     return _open(config)
 
 
 @pytest.fixture
-def metadata(opened: tuple[list[Shard], SweepFolder], tiny_pair: Pair) -> Metadata:
+def metadata(opened: tuple[list[SweepShard], SweepFolder], tiny_pair: Pair) -> Metadata:
     size, identity = tiny_pair.vocab_size, opened[1].identity
     return Metadata(identity, tiny_pair.id, "float32", size, tiny_pair.block_size, [*CANDIDATES], {}, "")
 
@@ -209,7 +210,7 @@ def left(config: SweepConfig) -> dict[str, list[str]]:
 
 def test_a_folder_knows_what_is_left(
     config: SweepConfig,
-    opened: tuple[list[Shard], SweepFolder],
+    opened: tuple[list[SweepShard], SweepFolder],
     metadata: Metadata,
     expected: dict[str, list[SweepRow]],
 ) -> None:
@@ -226,7 +227,7 @@ def test_a_folder_knows_what_is_left(
 
 def test_a_damaged_part_is_done_again(
     config: SweepConfig,
-    opened: tuple[list[Shard], SweepFolder],
+    opened: tuple[list[SweepShard], SweepFolder],
     metadata: Metadata,
     expected: dict[str, list[SweepRow]],
     capsys: pytest.CaptureFixture[str],
@@ -246,7 +247,7 @@ def test_a_damaged_part_is_done_again(
 
 def test_a_folder_of_another_sweep_is_refused(
     config: SweepConfig,
-    opened: tuple[list[Shard], SweepFolder],
+    opened: tuple[list[SweepShard], SweepFolder],
     metadata: Metadata,
     expected: dict[str, list[SweepRow]],
 ) -> None:
@@ -264,7 +265,7 @@ def test_a_folder_of_another_sweep_is_refused(
         other = config.model_copy(update={field: value})
         with pytest.raises(ValueError, match=rf"holds another sweep \(there and here: {field}"):
             run(other)
-    elsewhere = config.model_copy(update={"slots": 3, "max_attempts": 7, "cost_rows": (1,)})
+    elsewhere = config.model_copy(update={"slots": 3, "max_attempts": 7, "cost_rows": 1})
     assert _open(elsewhere)[1].identity == folder.identity
     assert not ray.is_initialized()
 
@@ -285,7 +286,7 @@ def test_a_changed_prompt_file_is_another_sweep(
 
 def test_rows_of_another_pair_do_not_join(
     config: SweepConfig,
-    opened: tuple[list[Shard], SweepFolder],
+    opened: tuple[list[SweepShard], SweepFolder],
     metadata: Metadata,
     expected: dict[str, list[SweepRow]],
 ) -> None:
@@ -300,7 +301,7 @@ def test_rows_of_another_pair_do_not_join(
 
 def test_files_that_are_not_ours_are_refused(
     config: SweepConfig,
-    opened: tuple[list[Shard], SweepFolder],
+    opened: tuple[list[SweepShard], SweepFolder],
     metadata: Metadata,
     expected: dict[str, list[SweepRow]],
 ) -> None:
@@ -358,7 +359,7 @@ def parts(config: SweepConfig) -> list[Path]:
 def assert_complete(config: SweepConfig, expected: dict[str, list[SweepRow]]) -> None:
     """Row for row what an undisturbed run writes; only what cannot be swept is set aside."""
     assert {part.name: read_file(part).rows for part in parts(config)} == expected
-    assert read_rows(config.output) == [row for rows in expected.values() for row in rows]
+    assert read_sweep(config.output).rows == [row for rows in expected.values() for row in rows]
     (reject,) = map(json.loads, Path(config.output, "rejects.jsonl").read_text().splitlines())
     assert reject["prompt"] == TOO_LONG
     assert "tokens: at most" in reject["error"]

@@ -27,7 +27,6 @@ from blockpilot.sweep.rows import (
     part_files,
     prompt_ids,
     read_parts,
-    read_rows,
     read_sweep,
     validate,
     vectors,
@@ -128,7 +127,7 @@ def test_any_measured_row_survives(
     )
     path = tmp_path_factory.mktemp("rows") / "part.parquet"
     write_rows(path, [row], dataclasses.replace(METADATA, candidates=[5]))
-    assert read_rows(path) == [row]
+    assert read_sweep(path).rows == [row]
 
 
 @settings(deadline=None)
@@ -143,7 +142,7 @@ def test_any_recorded_steps_survive(tmp_path_factory: pytest.TempPathFactory, da
     row = make_row(**STEPS | steps)
     path = tmp_path_factory.mktemp("rows") / "part.parquet"
     write_rows(path, [row, make_row("b")], METADATA)
-    read, without = read_rows(path)
+    read, without = read_sweep(path).rows
     assert (read, without.step_places) == (row, [])
     assert vectors(read.step_contexts, len(places)).tolist() == np.reshape(contexts, (-1, 2)).tolist()
     assert vectors(read.step_embeddings, len(places)).tolist() == np.reshape(embeddings, (-1, 3)).tolist()
@@ -213,7 +212,7 @@ def test_impossible_rows_are_refused_when_read(tmp_path: Path, message: str) -> 
     schema = SCHEMA.with_metadata({METADATA_KEY: METADATA.to_json()})
     pq.write_table(pa.table(columns, schema=schema), tmp_path / "foreign.parquet")
     with pytest.raises(ValueError, match=f"foreign.parquet: row 'a': {message}"):
-        read_rows(tmp_path)
+        read_sweep(tmp_path)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.99])
@@ -223,7 +222,7 @@ def test_truncated_files_are_refused(tmp_path: Path, share: float) -> None:
     whole = path.read_bytes()
     path.write_bytes(whole[: int(share * len(whole))])
     with pytest.raises(ValueError, match=r"part\.parquet: not a readable Parquet file"):
-        read_rows(path)
+        read_sweep(path)
 
 
 def test_files_of_others_are_refused(tmp_path: Path) -> None:
@@ -238,7 +237,7 @@ def test_files_of_others_are_refused(tmp_path: Path) -> None:
         (pa.table(columns, schema=SCHEMA.with_metadata({METADATA_KEY: '{"config": {}}'})), "candidates"),
     ]:
         pq.write_table(table, path)
-        for read in (read_rows, every_part):
+        for read in (read_sweep, every_part):
             with pytest.raises(ValueError, match=f"part.parquet: .*{message}"):
                 read(path)
 
@@ -254,7 +253,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
             write_rows(path, many, METADATA)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert [row.prompt_id for row in read_rows(path)] == ["old"]
+    assert [row.prompt_id for row in read_sweep(path).rows] == ["old"]
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -262,9 +261,9 @@ def test_part_files_are_read_in_order_of_name(tmp_path: Path) -> None:
     for name, ids in [("rows/part-2", "e"), ("rows/part-0", "ab"), ("rows/part-1", "dc")]:
         write_rows(tmp_path / f"{name}.parquet", [make_row(i) for i in ids], METADATA)
     (tmp_path / "config.json").write_text("{}")
-    assert "".join(row.prompt_id for row in read_rows(tmp_path)) == "abdce"
+    assert "".join(row.prompt_id for row in read_sweep(tmp_path).rows) == "abdce"
     two = [tmp_path / "rows/part-2.parquet", tmp_path / "rows/part-0.parquet"]
-    assert "".join(row.prompt_id for row in read_rows(two)) == "eab"
+    assert "".join(row.prompt_id for row in read_sweep(two).rows) == "eab"
 
 
 def test_parts_are_read_one_by_one(tmp_path: Path) -> None:
@@ -286,7 +285,7 @@ def every_part(places: object) -> list[Sweep]:
     return list(read_parts(places))  # type: ignore[arg-type]
 
 
-READERS = pytest.mark.parametrize("read", [read_sweep, read_rows, every_part])
+READERS = pytest.mark.parametrize("read", [read_sweep, every_part])
 Read = Callable[[object], object]
 
 
@@ -337,7 +336,7 @@ def test_a_sweep_may_be_continued_by_newer_code(tmp_path: Path) -> None:
     newer = dataclasses.replace(METADATA, versions={"torch": "3"}, git_commit="def")
     write_rows(tmp_path / "a.parquet", [make_row("a")], METADATA)
     write_rows(tmp_path / "b.parquet", [make_row("b")], newer)
-    assert len(read_rows(tmp_path)) == 2
+    assert len(read_sweep(tmp_path).rows) == 2
 
 
 @READERS

@@ -13,7 +13,7 @@ from blockpilot.engine.engine import Engine, generate
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Message, Prompt, load_prompts
 from blockpilot.sweep.replay import emitted_along
-from blockpilot.sweep.rows import MIN_PROB, Metadata, SweepRow, prompt_ids, read_rows, validate, vectors, write_rows
+from blockpilot.sweep.rows import MIN_PROB, Metadata, SweepRow, prompt_ids, read_sweep, validate, vectors, write_rows
 from blockpilot.sweep.summary import Summary, fewest_steps
 from blockpilot.sweep.sweep import Outcome, candidates_around, check_candidates, decode, replay, sampler_seed
 from blockpilot.types import Step
@@ -132,7 +132,7 @@ def test_a_dense_sweep_shows_what_is_known_before_its_steps(
     assert len({tuple(row.step_places) for row in rows}) > 1
     metadata = Metadata({}, tiny_pair.id, "float32", tiny_pair.vocab_size, 4, candidates, {}, "")
     write_rows(tmp_path / "rows.parquet", rows, metadata)
-    assert read_rows(tmp_path) == rows
+    assert read_sweep(tmp_path).rows == rows
 
 
 def test_how_many_steps_are_shown(tiny_pair: Pair) -> None:
@@ -278,7 +278,7 @@ def test_without_a_drafting_candidate_there_is_no_context(parrot: Pair, tmp_path
     assert (row.context, row.taus) == ([], [1.0])
     metadata = Metadata({}, parrot.id, "float32", parrot.vocab_size, parrot.block_size, [1], {}, "")
     write_rows(tmp_path / "rows.parquet", [row], metadata)
-    assert read_rows(tmp_path) == [row]
+    assert read_sweep(tmp_path).rows == [row]
 
 
 def test_texts_that_differ_are_told(parrot: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

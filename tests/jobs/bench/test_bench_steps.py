@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.bench.steps import CompareStepsConfig, parse, run
+from jobs.bench.steps import StepsConfig, parse, run
 from jobs.common.config import PairConfig
 
 
@@ -13,7 +13,7 @@ def test_mixtures_are_measured_and_predicted(
     tiny_pair_dirs: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target, draft = map(str, tiny_pair_dirs)
-    config = CompareStepsConfig(
+    config = StepsConfig(
         pair=PairConfig(target=target, draft=draft),
         mixtures=("4x1,1x2", "4,4,1", "2"),
         context=16,

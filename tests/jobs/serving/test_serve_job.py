@@ -51,7 +51,7 @@ def test_policy_of_other_models_is_refused_before_they_load(
     pair_config: PairConfig, tiny_pair: Pair, tmp_path: Path
 ) -> None:
     directory = write_policy(tmp_path, tiny_pair.id._replace(target="Qwen/Qwen3-4B"))
-    with pytest.raises(ValueError, match=r"Qwen/Qwen3-4B.*to be served.*target") as error:
+    with pytest.raises(ValueError, match=r"Qwen/Qwen3-4B.*this pair is.*target") as error:
         find_policy(ServeConfig(pair=pair_config, policy=str(directory)), tmp_path)
     assert tiny_pair.id.target in str(error.value)
 

@@ -1,0 +1,37 @@
+"""Progress of a job as lines of text, for terminals and logs alike."""
+
+import time
+from collections.abc import Iterator
+
+LINE_INTERVAL_S = 5
+
+
+class Progress:
+    """A line every few seconds, and one at the end: what is done, how fast, and the seconds left."""
+
+    def __init__(self, what: str, total: int, unit: str, done: int = 0) -> None:
+        """done: how many of `total` were done before; they count for the line, not for the speed."""
+        self._what, self._total, self._unit = what, total, unit
+        self._before = self._done = done
+        self._started = self._last_line = time.monotonic()
+
+    def advance(self, num: int = 1, words: str = "") -> None:
+        """Count what has just ended; `words` stand at the end of the line."""
+        self._done += num
+        now = time.monotonic()
+        if now - self._last_line < LINE_INTERVAL_S and self._done < self._total:
+            return
+        self._last_line = now
+        rate = (self._done - self._before) / max(now - self._started, 1e-9)
+        left_s = (self._total - self._done) / rate if rate else 0.0
+        parts = [f"{self._done}/{self._total} {self._unit}", f"{left_s:.0f} s left", f"{rate:.2f} a second", words]
+        print(f"{self._what}: {', '.join(filter(None, parts))}", flush=True)
+
+
+def show_progress(what: str, written: Iterator[int], num_shards: int) -> None:
+    """Show how far the writing of shards is, to its end; `written` has the tokens of each, as they come."""
+    progress, num_tokens, started = Progress(what, num_shards, "shards"), 0, time.monotonic()
+    for count in written:
+        num_tokens += count
+        speed = num_tokens / (time.monotonic() - started)
+        progress.advance(words=f"{num_tokens:,} tokens, {speed:.0f} tokens/s")

@@ -1,0 +1,41 @@
+"""What the user sees of a finished sweep: a table, and plots."""
+
+from rich.console import Console
+from rich.table import Table
+
+from blockpilot.control.price import StepCosts
+from blockpilot.sweep.rows import Metadata
+from blockpilot.sweep.summary import Summary
+from jobs.common import figures
+
+DISTANCES = {0: "the trained one", 1: "within 1 of it", 2: "within 2"}
+
+
+def show(summary: Summary, metadata: Metadata, method: str, costs: StepCosts | None) -> None:
+    """Print the table of block sizes and what follows from it."""
+    title = f"{metadata.pair.target} with {metadata.pair.draft}, {metadata.dtype}, {method}"
+    loads = [f"times AR, rows={rows}" for rows in costs.rows] if costs else []
+    table = Table("block size", "tau", "best for", "share", *loads, title=title)
+    for size, tau in summary.tau_curve.items():
+        best = summary.best_counts[size]
+        trained = " (trained)" if size == metadata.block_size else ""
+        gains = [costs.speed_up(size, tau, rows) for rows in costs.rows] if costs else []
+        cells = f"{tau:.3f}", f"{best}", f"{best / summary.num_rows:.0%}", *(f"{gain:.2f}" for gain in gains)
+        table.add_row(f"{size}{trained}", *cells)
+    Console().print(table)
+    if costs:
+        print(f"times AR: tau over the measured cost of a step at {costs.context} tokens ({costs.device})")
+    near = ", ".join(f"{summary.share_within(d, metadata.block_size):.0%} {words}" for d, words in DISTANCES.items())
+    print(f"best block size: {near}")
+    if summary.ceiling is not None:
+        print(f"tau of a choice that knows the best candidate at every step: {summary.ceiling:.3f}")
+    if summary.num_disagreements:
+        print(f"{summary.num_disagreements} prompts: texts differ between block sizes ({metadata.dtype} rounding)")
+
+
+def plots(summary: Summary, block_size: int) -> dict[str, bytes]:
+    """The tau curve and how often each candidate is the best, as PNG files by name."""
+    return {
+        "tau_curve.png": figures.tau_curves({"all": summary.tau_curve}, block_size, summary.ceiling),
+        "best_block_sizes.png": figures.best_sizes({"by tau": summary.best_counts}, block_size),
+    }

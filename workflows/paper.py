@@ -10,6 +10,7 @@ Unlike the paper's files, every method really decodes the benchmarks, and the be
 the policy.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,7 +42,7 @@ class PublishedFigures(NamedTuple):
 class PaperPair(NamedTuple):
     """Candidates of a pair, and what the paper reports of its draft's own block size and of its policy."""
 
-    candidates: tuple[int, ...]
+    candidates: Sequence[int]
     dflash: PublishedFigures
     policy: PublishedFigures
 
@@ -88,7 +89,7 @@ class PaperConfig(Config):
 def pipeline(config: PaperConfig) -> Pipeline:
     """The protocol's configurations for the pair."""
     pair = PairConfig(name=config.pair, dtype="bfloat16")
-    candidates = PAPER_PAIRS[config.pair].candidates
+    candidates = tuple(PAPER_PAIRS[config.pair].candidates)
     output = config.output / config.pair
     return Pipeline(
         sweep=SweepConfig(

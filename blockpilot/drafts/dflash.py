@@ -27,7 +27,7 @@ from blockpilot.models.packing import Packing, grouped_attention
 
 
 class KeyValueStore(Protocol):
-    """What attention needs of a cache: store a layer's keys and values, get back all that may be attended to."""
+    """Cache that attention writes to: stores a layer's keys and values, returns all that may be attended to."""
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Both are [R, heads, tokens, head_dim]."""
@@ -166,7 +166,7 @@ class DraftModel(nn.Module):
     ) -> Tensor:
         """Embedded blocks [R, W, hidden] -> hidden states [R, W, hidden] for the target's LM head.
 
-        Slot j of the output predicts the token at slot j itself; masks holds a layer's mask [R, 1, W, keys] each.
+        Output j predicts the token at position j itself; masks holds one [R, 1, W, keys] for each layer.
         With a packing blocks and positions are [1, N, ...].
         """
         rotary = self.rotary_emb(block, positions)

@@ -1,11 +1,9 @@
-"""The DFlash draft network (arXiv 2602.06036): a block of tokens in one pass, and its checkpoint format.
+"""DFlash draft network (arXiv 2602.06036): proposes a block of tokens in one pass.
 
 A Qwen3-style decoder stack without embeddings or LM head (both are the target's). Its context is the target's hidden
 states at chosen layers, fused by `fc` and `hidden_norm`; every layer projects that context with its own k_proj and
 v_proj. Queries come only from the block [anchor, MASK x (B-1)]: attention is bidirectional inside the block and sees
 all of the context, which ends strictly before the anchor. Sliding-window layers are causal.
-
-The directory format is the published one: config.json (architectures DFlashDraftModel) and safetensors.
 """
 
 from collections.abc import Sequence
@@ -84,7 +82,7 @@ class DraftAttention(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """Pre-norm attention and SwiGLU."""
+    """Pre-norm decoder layer: attention, then SwiGLU."""
 
     def __init__(self, config: Qwen3Config, layer_idx: int) -> None:
         super().__init__()
@@ -107,7 +105,7 @@ class DraftLayer(nn.Module):
 
 
 class DraftModel(nn.Module):
-    """The draft network. Parameter names are those of the published checkpoints."""
+    """DFlash network; its parameters are named as in the published checkpoints."""
 
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__()
@@ -145,7 +143,7 @@ class DraftModel(nn.Module):
         return context
 
     def extend(self, context: Tensor, positions: Tensor, cache: KeyValueStore) -> None:
-        """Put context vectors [R, W, hidden] at positions [R, W] into the cache of every layer."""
+        """Store the keys and values of context vectors [R, W, hidden] at positions [R, W] in every layer's cache."""
         rotary = self.rotary_emb(context, positions)
         for layer_idx in range(len(self.layers)):
             keys, values = self.project(layer_idx, context, rotary)

@@ -284,11 +284,7 @@ def _work(task: DraftTask) -> None:
     torch.set_num_threads(num_threads(config.resources.num_cpus))
     corpus, held_out = (corpus_of(config, shards) for shards in task.data)
     corpus = corpus.sample(config.max_answers or len(corpus), config.seed)
-    start = block_loss(config, corpus.answers[0].tokens)
-    # The buffers are the target's weights, which never change.
-    loss = ray.train.torch.prepare_model(start, parallel_strategy_kwargs={"broadcast_buffers": False})
-    frequent = frequent_tokens([answer.tokens for answer in corpus.answers])
-    fit = DraftFit(loss, corpus, frequent, config.fit, seed=config.seed, rank=rank, world_size=world_size)
+    fit = _new_fit(config, corpus, rank, world_size)
     if saved is not None:
         fit.load_state_dict(saved)
     record = Registry.open(task.tracking_uri).run(task.run_id) if rank == 0 else None
@@ -308,6 +304,15 @@ def _work(task: DraftTask) -> None:
             record.log_metrics(metrics, step=fit.step)
         report(metrics, fit.state_dict() if record else None)
         started, total = time.monotonic(), None
+
+
+def _new_fit(config: TrainDraftConfig, corpus: Corpus, rank: int, world_size: int) -> DraftFit:
+    """The fit of a worker, at step 0."""
+    start = block_loss(config, corpus.answers[0].tokens)
+    # The buffers are the target's weights, which never change.
+    loss = ray.train.torch.prepare_model(start, parallel_strategy_kwargs={"broadcast_buffers": False})
+    frequent = frequent_tokens([answer.tokens for answer in corpus.answers])
+    return DraftFit(loss, corpus, frequent, config.fit, seed=config.seed, rank=rank, world_size=world_size)
 
 
 def corpus_of(config: TrainDraftConfig, shards: Sequence[FeatureShard]) -> Corpus:

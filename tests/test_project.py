@@ -201,7 +201,7 @@ def test_public_names_are_importable_and_documented(name: str) -> None:
     value = getattr(blockpilot, name)
     if isinstance(value, type) or inspect.isfunction(value):
         assert (value.__doc__ or "").strip(), name
-        assert not (value.__doc__ or "").startswith(f"{name}("), f"{name}: only the docstring of a dataclass's fields"
+        assert not (value.__doc__ or "").startswith(f"{name}("), f"{name}: a generated docstring"
 
 
 def test_packages_say_in_one_line_what_they_hold() -> None:

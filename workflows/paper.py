@@ -142,7 +142,7 @@ def pipeline(config: PaperConfig) -> Pipeline:
 
 
 def run(config: PaperConfig) -> None:
-    """All stages, and the server if it is wanted."""
+    """Run all stages, and the server where `serve` asks for it."""
     stages, watch = pipeline(config), Stopwatch()
     learn(stages, watch)
     _, dflash, policy = PAPER_PAIRS[config.pair]

@@ -248,7 +248,7 @@ def plainly_trained(training: TrainDraftConfig) -> tuple[dict[str, torch.Tensor]
         [FeatureShard(s.path, features / "train" / f"{s.path.stem}.safetensors") for s in plan.train]
     )
     frequent = frequent_tokens([answer.tokens for answer in corpus.answers])
-    fit = DraftFit(block_loss(training, corpus.answers[0].tokens), corpus, frequent, training.fit)
+    fit = DraftFit(block_loss(training, corpus.answers[0].tokens), corpus, frequent, training.fit, seed=training.seed)
     losses, total = {}, None
     for sums in fit.steps():
         total = sums if total is None else total + sums

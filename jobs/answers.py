@@ -1,8 +1,8 @@
 """Have a target answer prompts: the data that its draft is trained on.
 
 Ray actors with the target write Parquet shards, those of held-out prompts apart. A finished shard is never written
-again, so the same command continues an interrupted run, and one with more prompts adds to what is there. The target
-can write prompts, too (`--num-own-prompts`), for where no prompts of the right kind are at hand.
+again, so the same command continues an interrupted run, and one with more prompts adds shards. The target can write
+prompts, too (`--num-own-prompts`), where none of the right kind are at hand.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from jobs.common.progress import Progress, show_progress
 
 TRAINING_PROMPTS = ("asdiv", "signatures", "docstrings", "chitchat:3000", "chatterbot", "writingbench")
 OWN_PROMPTS = "own-prompts"
-# How the user's turn begins in prompts of the target's own. Nothing, most often; the rest asks for kinds of answer
+# First words of the user's turn in prompts of the target's own. Half are empty; the others ask for kinds of answer
 # that a small model would rarely ask for by itself.
 OPENINGS = (
     *("", "Write a Python function", "", "Explain", "", "A shop sells", "", "Write a short"),
@@ -38,14 +38,14 @@ OPENINGS = (
 
 
 class AnswersConfig(Config):
-    """Which target answers which prompts."""
+    """Target, prompts and sampling of the answers."""
 
     target: str = EMBEDDED_TARGET
     """Target by hub id or local directory."""
     prompts: tuple[str, ...] = Field(default=TRAINING_PROMPTS, min_length=1)
     """Training prompt sets and files, NAME or NAME:COUNT. Never a benchmark's test set."""
     num_own_prompts: int = Field(default=0, ge=0)
-    """Prompts that the target is asked to write itself, besides; some are left out as unfit."""
+    """Prompts that the target writes itself, besides; unfit ones are left out."""
     held_out: float = Field(default=0.04, gt=0, lt=1)
     """Share of the prompts that is never trained on, chosen by a hash of their text."""
     max_prompt_tokens: int = Field(default=500, ge=1)
@@ -53,19 +53,19 @@ class AnswersConfig(Config):
     max_new_tokens: int = Field(default=192, ge=2)
     """Tokens of an answer at most."""
     temperatures: tuple[float, ...] = Field(default=(0.0, 0.0, 1.0), min_length=1)
-    """Of the answers, taken in turn."""
+    """Temperatures of the answers, in turn."""
     prompts_per_shard: int = Field(default=256, ge=1)
-    """Prompts answered together; what a lost worker loses."""
+    """Prompts answered together, and lost with their worker."""
     seed: int = Field(default=0, ge=0)
-    """Of the choice of prompts, of the split and of the answers."""
+    """Seed of the choice of prompts, of the split and of the answers."""
     resources: Resources = Resources()
-    """Of the actors."""
+    """Resources of the actors."""
     answers: Path = Path("runs/answers")
     """Directory of the shards: `train/`, `held_out/`, and the target's own prompts."""
 
 
-class Shard(NamedTuple):
-    """Prompts answered together, with the file their answers go to."""
+class AnswerShard(NamedTuple):
+    """Prompts answered together, their sampling, and the file of their answers."""
 
     path: Path
     prompts: tuple[Prompt, ...]
@@ -73,21 +73,23 @@ class Shard(NamedTuple):
 
 
 class AnswerShards(NamedTuple):
-    """Shards by side."""
+    """Shards to train on, and held-out ones."""
 
-    train: tuple[Shard, ...]
-    held_out: tuple[Shard, ...]
+    train: tuple[AnswerShard, ...]
+    held_out: tuple[AnswerShard, ...]
 
 
 def run(config: AnswersConfig) -> AnswerShards:
-    """Write what is missing; raises ValueError for bad input before Ray starts."""
+    """Write the shards that are missing; raises ValueError for bad input before Ray starts."""
     absolute_in_submitted_job(config.answers, "answers")
     plan(config, own=())
     remove_unfinished(config.answers)
     connect(include_dashboard=True)
     own = write_own_prompts(config) if config.num_own_prompts else []
     shards = plan(config, own)
-    train = random.Random(config.seed).sample(shards.train, len(shards.train))  # a part of the run has of every set
+    train = random.Random(config.seed).sample(
+        shards.train, len(shards.train)
+    )  # an unfinished run has some of every set
     missing = [shard for shard in (*shards.held_out, *train) if not shard.path.exists()]
     show_progress("answers", pooled(AnswerWorker, config, missing, "answer", config.resources), len(missing))
     return shards
@@ -99,35 +101,33 @@ def run(config: AnswersConfig) -> AnswerShards:
 def plan(config: AnswersConfig, own: Sequence[Prompt]) -> AnswerShards:
     """Shards of all prompts, each text once.
 
-    Shards are cut set by set, so that another set leaves the shards of the present ones as they are.
+    Shards are cut set by set, so another set leaves those of the present sets as they are. Raises ValueError for
+    prompts that leave nothing to train on or nothing held out.
     """
     seen: set[str] = set()
-    sides: tuple[list[Shard], list[Shard]] = ([], [])
-    for name in config.prompts:
-        _plan_set(config, load_counted(name, config.seed), seen, sides)
-    _plan_set(config, own, seen, sides)
-    if not sides[0] or not sides[1]:
+    shards = AnswerShards((), ())
+    for prompts in (*(load_counted(name, config.seed) for name in config.prompts), own):
+        train, held_out = split(_unseen(prompts, seen), config.held_out, config.seed)
+        shards = AnswerShards(
+            (*shards.train, *_cut(config, "train", train)), (*shards.held_out, *_cut(config, "held_out", held_out))
+        )
+    if not all(shards):
         raise ValueError(
             f"prompts {' '.join(config.prompts)}: {len(seen)} in all leave none for training or held out"
         )
-    return AnswerShards(tuple(sides[0]), tuple(sides[1]))
+    return shards
 
 
-def _plan_set(
-    config: AnswersConfig, prompts: Sequence[Prompt], seen: set[str], sides: tuple[list[Shard], list[Shard]]
-) -> None:
-    fresh = []
+def _unseen(prompts: Sequence[Prompt], seen: set[str]) -> list[Prompt]:
+    """Prompts whose text is not in `seen`, which they join."""
+    unseen = []
     for prompt in prompts:
         # Greetings differ by case and punctuation only; one of each is enough.
         key = "".join(filter(str.isalnum, prompt.text.lower()))
         if key not in seen:
             seen.add(key)
-            fresh.append(prompt)
-    for folder, side, chosen in zip(
-        ("train", "held_out"), sides, split(fresh, config.held_out, config.seed), strict=True
-    ):
-        size = config.prompts_per_shard
-        side += [_shard(config, folder, chosen, start) for start in range(0, len(chosen), size)]
+            unseen.append(prompt)
+    return unseen
 
 
 def load_counted(name: str, seed: int) -> list[Prompt]:
@@ -140,24 +140,29 @@ def load_counted(name: str, seed: int) -> list[Prompt]:
     return load_prompts(base, int(count), seed)
 
 
-def _shard(config: AnswersConfig, folder: str, prompts: Sequence[Prompt], start: int) -> Shard:
-    chosen = tuple(prompts[start : start + config.prompts_per_shard])
-    sampling = tuple(
-        Sampling(config.temperatures[i % len(config.temperatures)], seed=config.seed + i)
-        for i in range(start, start + len(chosen))
-    )
-    asked = [(prompt.set, [(m.role, m.content) for m in prompt.messages]) for prompt in chosen]  # a first turn only
-    key = repr((config.target, config.max_prompt_tokens, config.max_new_tokens, asked, sampling))
-    digest = hashlib.sha256(key.encode()).hexdigest()[:12]
-    name = f"{chosen[0].set}-{start:06d}-{digest}.parquet"
-    return Shard(config.answers.absolute() / folder / name, chosen, sampling)
+def _cut(config: AnswersConfig, folder: str, prompts: Sequence[Prompt]) -> list[AnswerShard]:
+    """Shards of a side of one set. A file's name holds all that its answers depend on."""
+    shards = []
+    for start in range(0, len(prompts), config.prompts_per_shard):
+        chosen = tuple(prompts[start : start + config.prompts_per_shard])
+        sampling = tuple(
+            Sampling(config.temperatures[i % len(config.temperatures)], seed=config.seed + i)
+            for i in range(start, start + len(chosen))
+        )
+        # Only the first turn is asked.
+        asked = [(prompt.set, [(m.role, m.content) for m in prompt.messages]) for prompt in chosen]
+        key = repr((config.target, config.max_prompt_tokens, config.max_new_tokens, asked, sampling))
+        digest = hashlib.sha256(key.encode()).hexdigest()[:12]
+        path = config.answers.absolute() / folder / f"{chosen[0].set}-{start:06d}-{digest}.parquet"
+        shards.append(AnswerShard(path, chosen, sampling))
+    return shards
 
 
 # --- the workers ---
 
 
 class AnswerWorker:
-    """A Ray actor with the target in bf16: text is data here, not a promise."""
+    """Ray actor with the target in bf16. Answers are training data here, so exactness is not needed."""
 
     openings: Sequence[str] = OPENINGS
 
@@ -168,7 +173,7 @@ class AnswerWorker:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self.pair: Pair = target_only(config.target, dtype="bfloat16", device=device)
 
-    def answer(self, shard: Shard) -> int:
+    def answer(self, shard: AnswerShard) -> int:
         """Write a shard; returns the number of answer tokens."""
         config = self.config
         answers = generate_answers(
@@ -182,7 +187,7 @@ class AnswerWorker:
         return sum(len(answer.tokens) - answer.num_prompt_tokens for answer in answers)
 
     def write_prompts(self, task: tuple[Path, range]) -> int:
-        """Write a file with the prompts of some seeds; returns how many."""
+        """Write a file of prompts, one a seed at most; returns their number."""
         path, seeds = task
         texts = write_prompts(self.pair, seeds, self.openings)
         lines = (json.dumps({"prompt": text, "set": OWN_PROMPTS}, ensure_ascii=False) + "\n" for text in texts)
@@ -191,7 +196,7 @@ class AnswerWorker:
 
 
 def write_own_prompts(config: AnswersConfig) -> list[Prompt]:
-    """The target's own prompts, file by file; what is there is kept."""
+    """Prompts of the target's own, written file by file; files that exist are kept."""
     folder = config.answers.absolute() / OWN_PROMPTS
     size = config.prompts_per_shard
     seeds = [range(i, min(i + size, config.num_own_prompts)) for i in range(0, config.num_own_prompts, size)]

@@ -1,7 +1,7 @@
 """Measure a draft: tau by prompt set, temperature and block size, on prompts it was not trained on.
 
-The target answers each prompt once. What the draft would be accepted at every anchor of that text follows from the
-draft alone, so all block sizes come out of the one text, without decoding it again (blockpilot/sweep/replay.py).
+The target answers each prompt once. How many drafted tokens are accepted at every anchor of that text follows from
+the draft alone, so one text gives tau for all block sizes, without decoding it again (blockpilot/sweep/replay.py).
 """
 
 import json
@@ -30,17 +30,17 @@ RESULT_FILE = "draft.json"
 
 
 class MeasureDraftConfig(Config):
-    """Which draft, on which prompts."""
+    """Draft, prompts and sampling of a measurement."""
 
     pair: PairConfig = PairConfig(dtype="bfloat16")
     prompts: tuple[str, ...] = ("chitchat", "gsm8k", "humaneval", "mt-bench")
     """Prompt sets by name, and files."""
     num_prompts: int = Field(default=64, ge=2)
-    """Of each set and file."""
+    """Prompts of each set and file."""
     held_out: float | None = Field(default=None, gt=0, lt=1)
     """Only the prompts that a training with this `held_out` (and seed 0) leaves aside; for training sets."""
     block_sizes: tuple[int, ...] | None = None
-    """Ascending. By default the trained one."""
+    """Block sizes, ascending; by default the trained one."""
     temperatures: tuple[float, ...] = Field(default=(0.0, 1.0), min_length=1)
     """0 is greedy."""
     max_prompt_tokens: int = Field(default=1000, ge=1)
@@ -62,7 +62,7 @@ class MeasureDraftConfig(Config):
         return sizes
 
 
-class Measured(NamedTuple):
+class TauFigure(NamedTuple):
     """Tau of one block size on prompts of one set at one temperature."""
 
     prompt_set: str
@@ -73,19 +73,19 @@ class Measured(NamedTuple):
     tau: Interval
 
 
-class Task(NamedTuple):
-    """Prompts of one set, to be answered at one temperature."""
+class MeasureTask(NamedTuple):
+    """Prompts of one set, and the temperature of their answers."""
 
     name: str
     prompts: tuple[Prompt, ...]
     temperature: float
 
 
-def run(config: MeasureDraftConfig) -> list[Measured]:
-    """Print and write the figures; raises ValueError for bad input before Ray starts."""
+def run(config: MeasureDraftConfig) -> list[TauFigure]:
+    """Measure, print and write the figures; raises ValueError for bad input before Ray starts."""
     absolute_in_submitted_job(config.output, "output")
     config.pair.names()
-    tasks = [Task(name, prompts_of(config, name), t) for name in config.prompts for t in config.temperatures]
+    tasks = [MeasureTask(name, prompts_of(config, name), t) for name in config.prompts for t in config.temperatures]
     connect()
     found = measure(config, tasks)
     rows = [m._asdict() | {"tau": m.tau._asdict()} for m in found]
@@ -94,9 +94,9 @@ def run(config: MeasureDraftConfig) -> list[Measured]:
     return found
 
 
-def measure(config: MeasureDraftConfig, tasks: Sequence[Task]) -> list[Measured]:
-    """Measure and print, in the order of the tasks."""
-    found: list[Measured] = []
+def measure(config: MeasureDraftConfig, tasks: Sequence[MeasureTask]) -> list[TauFigure]:
+    """Measure the tasks on Ray actors and print the tables; figures come in the order of the tasks."""
+    found: list[TauFigure] = []
     progress = Progress("measured", len(tasks), "sets and temperatures")
     for measured in pooled(DraftWorker, config, tasks, "measure", config.resources):
         found += measured
@@ -109,6 +109,7 @@ def measure(config: MeasureDraftConfig, tasks: Sequence[Task]) -> list[Measured]
 
 
 def prompts_of(config: MeasureDraftConfig, name: str) -> tuple[Prompt, ...]:
+    """The prompts of a set or file to measure on; raises ValueError for fewer than 2."""
     prompts = load_prompts(name)
     if config.held_out is not None:
         prompts = split(prompts, config.held_out)[1]
@@ -117,15 +118,15 @@ def prompts_of(config: MeasureDraftConfig, name: str) -> tuple[Prompt, ...]:
     return tuple(prompts[: config.num_prompts])
 
 
-def tables(found: Sequence[Measured]) -> list[Table]:
-    """One for each temperature: a row for every block size, a column for every set, and their plain mean."""
+def tables(found: Sequence[TauFigure]) -> list[Table]:
+    """Tables by temperature: a row for each block size, a column for each set, and their unweighted mean."""
     return [
         _table([m for m in found if m.temperature == temperature], f"tau at T={temperature:g}")
         for temperature in sorted({m.temperature for m in found})
     ]
 
 
-def _table(found: Sequence[Measured], title: str) -> Table:
+def _table(found: Sequence[TauFigure], title: str) -> Table:
     names = list(dict.fromkeys(m.prompt_set for m in found))
     numbers = {m.prompt_set: m.num_prompts for m in found}
     shown = Table("B", *(f"{name} ({numbers[name]})" for name in names), "mean", title=title)
@@ -141,13 +142,13 @@ def _cell(tau: Interval) -> str:
 
 
 class DraftWorker:
-    """A Ray actor with the pair."""
+    """Ray actor with the pair."""
 
     def __init__(self, config: MeasureDraftConfig) -> None:
         torch.set_num_threads(num_threads(config.resources.num_cpus))
         self.config, self.pair = config, config.pair.load()
 
-    def measure(self, task: Task) -> list[Measured]:
+    def measure(self, task: MeasureTask) -> list[TauFigure]:
         """Tau of every block size on the prompts of a task."""
         config, pair = self.config, self.pair
         sampling = [Sampling(task.temperature, seed=config.seed + i) for i in range(len(task.prompts))]
@@ -168,7 +169,7 @@ class DraftWorker:
                 emitted[size].append(len(accepted))
                 steps[size].append(len(emitted_along(accepted)))
         return [
-            Measured(
+            TauFigure(
                 task.name,
                 task.temperature,
                 size,

@@ -9,6 +9,7 @@ import functools
 import hashlib
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -20,28 +21,20 @@ from pydantic import Field
 from transformers import AutoConfig, AutoTokenizer, Qwen3Config
 from transformers.utils.logging import disable_progress_bar
 
-from blockpilot.draft_training.answers import (
+from blockpilot.draft_training.answers import answer_source, read_answers
+from blockpilot.draft_training.features import (
     Corpus,
+    FeatureShard,
     FeatureSource,
-    Shard,
     StoredCorpus,
     StreamedCorpus,
-    answer_source,
     feature_source,
-    read_answers,
     target_features,
     write_features,
 )
-from blockpilot.draft_training.training import (
-    BlockLoss,
-    DraftFit,
-    DraftFitSettings,
-    Sums,
-    Validation,
-    Weighting,
-    frequent_tokens,
-    start_from_target,
-)
+from blockpilot.draft_training.loss import BlockLoss, LossSums, frequent_tokens
+from blockpilot.draft_training.start import start_from_target
+from blockpilot.draft_training.training import DraftFit, DraftFitSettings, Validation
 from blockpilot.drafts.checkpoint import load_draft, new_draft_config, save_draft
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.options import parse_options
@@ -56,38 +49,26 @@ from jobs.common.config import PairConfig, absolute_in_submitted_job, main
 from jobs.common.progress import show_progress
 from jobs.common.ray_train import recorded, report, saved_state, scaling_config, train
 from jobs.common.registry import Registry
-from jobs.measure_draft import Measured, MeasureDraftConfig
-
-_DEFAULT = DraftFitSettings()
+from jobs.measure_draft import MeasureDraftConfig, TauFigure
 
 
 class TrainDraftConfig(AnswersConfig):
-    """Which target, on which prompts, and the shape and training of its draft."""
+    """Target, prompts, and the shape and training of the draft."""
 
     block_size: int = Field(default=8, ge=2)
-    """Slots of a training block, anchor included."""
+    """Positions of a training block, anchor included."""
     num_layers: int = Field(default=3, ge=1)
     """Decoder layers of the draft."""
     target_layer_ids: tuple[int, ...] | None = None
     """Target layers the draft reads, 0 is the first; by default as many as the draft has, evenly spaced."""
     mask_token: str = "<empty_output>"
-    """A token of the target's vocabulary that text never holds."""
+    """Token of the target's vocabulary that no text holds."""
     start: str = "target"
     """Initial weights: the target's last layers and final norm where their shapes fit (`target`), `random`, or those
     of a draft directory of the same shape."""
 
-    epochs: int = Field(default=_DEFAULT.epochs, ge=1)
-    batch_size: int = Field(default=_DEFAULT.batch_size, ge=1)
-    num_anchors: int = Field(default=_DEFAULT.num_anchors, ge=1)
-    lr: float = Field(default=_DEFAULT.lr, gt=0)
-    weighting: Weighting = _DEFAULT.weighting
-    """How the slots of a block are weighted: a fixed decay, or D-PACE, by the draft's present confidences."""
-    distill: float = Field(default=_DEFAULT.distill, ge=0, le=1)
-    """Share of the loss that is taken against the target's distribution instead of the answer's token."""
-    num_sampled: int = Field(default=1024, ge=0)
-    """Rare rows of the LM head in a step's loss; 0 scores the whole vocabulary."""
-    autocast: bool = True
-    """Multiply in bfloat16."""
+    fit: DraftFitSettings = DraftFitSettings()
+
     stream_features: bool = False
     """Compute the target's features when a document is read, instead of once for all onto the disk."""
     checkpoint_every: int = Field(default=200, ge=1)
@@ -108,33 +89,28 @@ class TrainDraftConfig(AnswersConfig):
     output: Path = Path("runs/draft")
     """Directory of checkpoints and of the exported draft (`draft/`)."""
 
-    @property
-    def settings(self) -> DraftFitSettings:
-        names = set(DraftFitSettings.__dataclass_fields__) & set(type(self).model_fields)
-        return DraftFitSettings(**{name: getattr(self, name) for name in names})
-
 
 class TrainDraftResult(NamedTuple):
-    """The exported draft, the metrics of its last validation, tau on prompts it never saw, and the MLflow run."""
+    """Exported draft, metrics of its last validation, tau on prompts that it never saw, and the MLflow run."""
 
     draft: Path
     metrics: dict[str, float]
-    measured: tuple[Measured, ...]
+    measured: tuple[TauFigure, ...]
     run_id: str
 
 
-class Data(NamedTuple):
-    """Shards with features, by side."""
+class DraftShards(NamedTuple):
+    """Shards with features: to train on, and held out."""
 
-    train: tuple[Shard, ...]
-    held_out: tuple[Shard, ...]
+    train: tuple[FeatureShard, ...]
+    held_out: tuple[FeatureShard, ...]
 
 
-class Task(NamedTuple):
-    """What a training worker needs."""
+class DraftTask(NamedTuple):
+    """Input of every training worker; `run_id` is that of the MLflow run."""
 
     config: TrainDraftConfig
-    data: Data
+    data: DraftShards
     tracking_uri: str
     run_id: str
 
@@ -142,6 +118,7 @@ class Task(NamedTuple):
 def run(config: TrainDraftConfig) -> TrainDraftResult:
     """Answer, train, export and measure; raises ValueError for bad input before any training."""
     absolute_in_submitted_job(config.output, "output")
+    config.fit.check()
     check_draft_shape(config)
     test_prompts = [p for name in config.test_prompts for p in answers.load_counted(name, config.seed)]
     registry = Registry.open()
@@ -151,8 +128,8 @@ def run(config: TrainDraftConfig) -> TrainDraftResult:
     scaling = scaling_config(config.num_workers, config.resources.accelerator_type, config.resources.num_cpus)
     storage, name = config.output.absolute() / "train", _run_name(config, written)
     with recorded(registry, "train_draft", storage, name) as record:
-        record.log_params(config.model_dump(mode="json"))
-        task = Task(config, data, registry.uri, record.id)
+        record.log_params(config.model_dump(mode="json", exclude={"fit"}) | asdict(config.fit))
+        task = DraftTask(config, data, registry.uri, record.id)
         state, metrics = train(functools.partial(_work, task), scaling, storage, name, config.max_failures)
         draft = fresh_draft(config)
         draft.load_state_dict(state["draft"])
@@ -206,7 +183,7 @@ def check_answers(config: TrainDraftConfig, written: AnswerShards) -> None:
 
 
 def fresh_draft(config: TrainDraftConfig) -> DraftModel:
-    """The untrained draft: its weights depend on the seed, or on the draft to start from, only.
+    """The untrained draft; its weights depend only on the seed or on the draft to start from.
 
     Raises ValueError for a draft of another shape or target.
     """
@@ -229,7 +206,7 @@ def _shape(config: Qwen3Config) -> str:
 
 
 def draft_config(config: TrainDraftConfig) -> Qwen3Config:
-    """Shape of the draft."""
+    """Configuration of the draft's network."""
     return new_draft_config(
         AutoConfig.from_pretrained(target_directory(config.target)),
         num_layers=config.num_layers,
@@ -243,14 +220,14 @@ def draft_config(config: TrainDraftConfig) -> Qwen3Config:
 
 
 class FeatureWorker:
-    """A Ray actor with the target in bf16."""
+    """Ray actor with the target in bf16."""
 
     def __init__(self, config: TrainDraftConfig) -> None:
         torch.set_num_threads(num_threads(config.resources.num_cpus))
         self.target, self.revision = feature_target(config)
 
-    def write(self, shard: Shard) -> int:
-        """Write the features of a shard; returns their number of tokens."""
+    def write(self, shard: FeatureShard) -> int:
+        """Write the features of a shard; returns the number of its tokens."""
         written_by = answer_source(shard.answers).target_revision
         if written_by != self.revision:
             raise ValueError(f"{shard.answers}: answers of revision {written_by}, the target is {self.revision} now")
@@ -267,11 +244,14 @@ def feature_target(config: TrainDraftConfig) -> tuple[Target, str]:
     return Target(model, parse_options(draft_config(config)).target_layer_ids), revision
 
 
-def write_shard_features(config: TrainDraftConfig, written: AnswerShards) -> Data:
-    """Have the features of every shard on disk, unless they are streamed. Those for other layers lie elsewhere."""
+def write_shard_features(config: TrainDraftConfig, written: AnswerShards) -> DraftShards:
+    """Write the features of every shard that lacks them, unless they are streamed; each set of layers has a folder.
+
+    Raises ValueError for features of another revision or of other layers.
+    """
     layer_ids = parse_options(draft_config(config)).target_layer_ids
     folder = config.answers.absolute() / f"features-{'-'.join(map(str, layer_ids))}"
-    data = Data(*(tuple(_with_features(shard.path, folder) for shard in side) for side in written))
+    data = DraftShards(*(tuple(_with_features(shard.path, folder) for shard in side) for side in written))
     if config.stream_features:
         return data
     missing = [shard for side in data for shard in side if not shard.features.exists()]
@@ -283,33 +263,29 @@ def write_shard_features(config: TrainDraftConfig, written: AnswerShards) -> Dat
     return data
 
 
-def _with_features(answers_path: Path, folder: Path) -> Shard:
-    return Shard(answers_path, folder / answers_path.parent.name / f"{answers_path.stem}.safetensors")
+def _with_features(answers_path: Path, folder: Path) -> FeatureShard:
+    return FeatureShard(answers_path, folder / answers_path.parent.name / f"{answers_path.stem}.safetensors")
 
 
 # --- training ---
 
 
 def _run_name(config: TrainDraftConfig, written: AnswerShards) -> str:
-    """Ray Train goes on with a run of the same name, so the name holds all that the result depends on."""
+    """Name that holds all that the result depends on: Ray Train continues a run of the same name."""
     shape = config.block_size, config.num_layers, config.target_layer_ids, config.start
     data = [(shard.path, answer_source(shard.path)) for shard in written.train]
-    key = repr((config.settings, shape, config.num_workers, config.max_answers, data))
+    key = repr((config.fit, config.seed, shape, config.num_workers, config.max_answers, data))
     return f"draft-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
 
-def _work(task: Task) -> None:
-    """What every Ray Train worker does."""
+def _work(task: DraftTask) -> None:
+    """Fit the draft in a Ray Train worker, with a validation and a checkpoint every `checkpoint_every` steps."""
     config, context, saved = task.config, ray.train.get_context(), saved_state()
     rank, world_size = context.get_world_rank(), context.get_world_size()
     torch.set_num_threads(num_threads(config.resources.num_cpus))
     corpus, held_out = (corpus_of(config, shards) for shards in task.data)
     corpus = corpus.sample(config.max_answers or len(corpus), config.seed)
-    start = block_loss(config, corpus.answers[0].tokens)
-    # The buffers are the target's weights, the same everywhere and for ever.
-    loss = ray.train.torch.prepare_model(start, parallel_strategy_kwargs={"broadcast_buffers": False})
-    frequent = frequent_tokens([answer.tokens for answer in corpus.answers])
-    fit = DraftFit(loss, corpus, frequent, config.settings, rank=rank, world_size=world_size)
+    fit = _new_fit(config, corpus, rank, world_size)
     if saved is not None:
         fit.load_state_dict(saved)
     record = Registry.open(task.tracking_uri).run(task.run_id) if rank == 0 else None
@@ -331,8 +307,17 @@ def _work(task: Task) -> None:
         started, total = time.monotonic(), None
 
 
-def corpus_of(config: TrainDraftConfig, shards: Sequence[Shard]) -> Corpus:
-    """The documents of some shards, with stored features or streamed ones."""
+def _new_fit(config: TrainDraftConfig, corpus: Corpus, rank: int, world_size: int) -> DraftFit:
+    """The fit of a worker, at step 0."""
+    start = block_loss(config, corpus.answers[0].tokens)
+    # The buffers are the target's weights, which never change.
+    loss = ray.train.torch.prepare_model(start, parallel_strategy_kwargs={"broadcast_buffers": False})
+    frequent = frequent_tokens([answer.tokens for answer in corpus.answers])
+    return DraftFit(loss, corpus, frequent, config.fit, seed=config.seed, rank=rank, world_size=world_size)
+
+
+def corpus_of(config: TrainDraftConfig, shards: Sequence[FeatureShard]) -> Corpus:
+    """Documents of some shards, with stored or streamed features."""
     if not config.stream_features:
         return StoredCorpus(shards)
     answers = [answer for shard in shards for answer in read_answers(shard.answers)]
@@ -340,20 +325,20 @@ def corpus_of(config: TrainDraftConfig, shards: Sequence[Shard]) -> Corpus:
 
 
 def block_loss(config: TrainDraftConfig, text: Sequence[int]) -> BlockLoss:
-    """The draft at its start, with its loss; `text` (token ids) is an example of what it will see."""
+    """The untrained draft with its loss; `text` (token ids) is an example of its data."""
     disable_progress_bar()
     model, _, _ = load_target(target_directory(config.target), torch.bfloat16)
     modules = model.get_input_embeddings(), model.get_output_embeddings()
     embedding, head = (cast(torch.Tensor, module.weight).detach() for module in modules)
-    if not config.autocast:
+    if not config.fit.autocast:
         embedding, head = embedding.float(), head.float()
     draft = fresh_draft(config)
     if config.start == "target":
         start_from_target(draft, model, text)
-    return BlockLoss(draft, embedding, head, weighting=config.weighting, distill=config.distill)
+    return BlockLoss(draft, embedding, head, weighting=config.fit.weighting, distill=config.fit.distill)
 
 
-def _metrics(fit: DraftFit, total: Sums, validation: Validation) -> dict[str, float]:
+def _metrics(fit: DraftFit, total: LossSums, validation: Validation) -> dict[str, float]:
     progress = {"learning_rate": fit.learning_rate, "epoch": fit.epoch}
     return total.metrics("train") | validation.metrics() | progress
 
@@ -361,17 +346,17 @@ def _metrics(fit: DraftFit, total: Sums, validation: Validation) -> dict[str, fl
 def _describe(fit: DraftFit, first_step: int, metrics: dict[str, float]) -> str:
     prefix = "validation_tau_T"
     tau = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
-    told = ", ".join(f"{value:.3f} at T={temperature}" for temperature, value in tau.items())
+    taus = ", ".join(f"{value:.3f} at T={temperature}" for temperature, value in tau.items())
     return (
         f"step {fit.step}/{fit.num_steps} (from {first_step}): loss {metrics['train_loss']:.3f}, "
-        f"held-out {metrics['validation_loss']:.3f}, tau {told}, {metrics['blocks_per_s']:.0f} blocks/s"
+        f"held-out {metrics['validation_loss']:.3f}, tau {taus}, {metrics['blocks_per_s']:.0f} blocks/s"
     )
 
 
 # --- the result ---
 
 
-def measure_draft(config: TrainDraftConfig, directory: Path, prompts: Sequence[Prompt]) -> tuple[Measured, ...]:
+def measure_draft(config: TrainDraftConfig, directory: Path, prompts: Sequence[Prompt]) -> tuple[TauFigure, ...]:
     """Tau of the exported draft at its block size, by prompt set and temperature."""
     if not config.num_test_prompts:
         return ()
@@ -386,7 +371,7 @@ def measure_draft(config: TrainDraftConfig, directory: Path, prompts: Sequence[P
     )
     temperatures = sorted(set(config.temperatures))
     tasks = [
-        measure_job.Task(name, tuple(chosen[: config.num_test_prompts]), temperature)
+        measure_job.MeasureTask(name, tuple(chosen[: config.num_test_prompts]), temperature)
         for name, chosen in by_set.items()
         for temperature in temperatures
     ]

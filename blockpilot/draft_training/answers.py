@@ -1,27 +1,18 @@
-"""Training data of a draft: answers that the target itself wrote, and its features of every token.
+"""Training data of a draft: answers that the target itself wrote, as Parquet files of ANSWER_SCHEMA.
 
-A shard is a Parquet file of answers (ANSWER_SCHEMA) and, for the layers that a draft reads, a safetensors file with
-the target's features of all its tokens. Both are written whole or not at all.
+DFlash trains on the target's own answers (arXiv 2602.06036, section 4). The target can write the prompts, too
+(Magpie, arXiv 2406.08464).
 """
 
 import json
-import random
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from copy import copy
-from itertools import accumulate
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
 from blockpilot.engine.engine import Engine
-from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt
 from blockpilot.storage import whole
@@ -36,29 +27,6 @@ ANSWER_SCHEMA = pa.schema(
         ("seed", pa.int64()),
     ]
 )
-
-
-class Shard(NamedTuple):
-    """The two files of a shard."""
-
-    answers: Path
-    features: Path
-
-
-class Features(NamedTuple):
-    """What the target computes at S tokens, bf16: its chosen layers side by side, and the input of its LM head."""
-
-    features: Tensor  # [S, F]
-    hidden: Tensor  # [S, hidden]
-
-
-class Document(NamedTuple):
-    """A prompt with the target's answer: tokens [S] int64, and the target's Features of every token."""
-
-    tokens: Tensor
-    num_prompt_tokens: int
-    features: Tensor
-    hidden: Tensor
 
 
 class Answer(NamedTuple):
@@ -80,7 +48,10 @@ def generate_answers(
     max_prompt_tokens: int,
     num_slots: int = 32,
 ) -> list[Answer]:
-    """Answers of the target to the prompts, in order; longer prompts than `max_prompt_tokens` are left out."""
+    """Answers of the target, each with the sampling beside its prompt.
+
+    They come in the order of the prompts; prompts longer than `max_prompt_tokens` are left out.
+    """
     answers = []
     for prompt, drawn in zip(prompts, sampling, strict=True):
         ids = prompt.encode(pair.tokenizer)
@@ -103,7 +74,7 @@ def write_prompts(
     max_new_tokens: int = 96,
     num_slots: int = 32,
 ) -> list[str]:
-    """User turns that the target writes itself, one a seed at most (Magpie, arXiv 2406.08464).
+    """User turns that the target writes itself, at most one for each seed (Magpie, arXiv 2406.08464).
 
     A chat model continues its template from where the user's turn begins, here with one of `openings` in turn.
     Turns that do not end within `max_new_tokens`, hold special tokens or are shorter than three words are left out.
@@ -132,7 +103,7 @@ def write_prompts(
 def _generate(
     pair: Pair, requests: Sequence[tuple[list[int], Sampling]], max_new_tokens: int, num_slots: int
 ) -> list[list[int]]:
-    """What the target writes after each (token ids, sampling), in order, without drafts."""
+    """Tokens that the target writes after each (token ids, sampling), in order, decoded without drafts."""
     longest = max((len(ids) for ids, _ in requests), default=1)
     engine = Engine(pair, num_slots=num_slots, max_length=min(longest + max_new_tokens, pair.max_length))
     written: dict[int, list[int]] = {}
@@ -145,31 +116,8 @@ def _generate(
     return list(written.values())
 
 
-@torch.inference_mode()
-def target_features(target: Target, answers: Sequence[Answer], batch_size: int = 8) -> Features:
-    """What the target computes at every token of every answer, one answer after the other."""
-    width = target.model.config.hidden_size
-    none = Features(torch.empty(0, len(target.layer_ids) * width), torch.empty(0, width))
-    found = [none] * len(answers)
-    by_length = sorted(range(len(answers)), key=lambda i: len(answers[i].tokens))
-    for start in range(0, len(by_length), batch_size):
-        chosen = by_length[start : start + batch_size]
-        rows = [answers[i].tokens for i in chosen]
-        longest = max(len(row) for row in rows)
-        padded = [row + [0] * (longest - len(row)) for row in rows]
-        tokens = torch.tensor(padded, device=target.model.device)
-        positions = torch.arange(longest, device=tokens.device).expand(len(rows), -1)
-        view = target.new_cache(len(rows), longest).view_rows(positions, longest)
-        scored = target.score(tokens, positions, view, features=True)
-        assert scored.features is not None
-        for i, row, of_row, hidden_row in zip(chosen, rows, scored.features, scored.hidden, strict=True):
-            found[i] = Features(of_row[: len(row)].cpu(), hidden_row[: len(row)].cpu())
-    features, hidden = (torch.cat(tensors).to(torch.bfloat16) for tensors in zip(none, *found, strict=True))
-    return Features(features, hidden)
-
-
 class AnswerSource(NamedTuple):
-    """Who answered: a target's name and its revision."""
+    """Name and revision of the target that wrote some answers."""
 
     target: str
     target_revision: str
@@ -184,7 +132,7 @@ def write_answers(path: Path, answers: Sequence[Answer], source: AnswerSource) -
 
 
 def answer_source(path: Path) -> AnswerSource:
-    """Who wrote a Parquet shard, out of its metadata; raises ValueError where it does not say."""
+    """Source in the metadata of a Parquet file of answers; raises ValueError where there is none."""
     metadata = pq.read_schema(path).metadata or {}
     if b"source" not in metadata:
         raise ValueError(f"{path}: does not say which target wrote these answers")
@@ -192,117 +140,8 @@ def answer_source(path: Path) -> AnswerSource:
 
 
 def read_answers(path: Path) -> list[Answer]:
-    """The answers of a Parquet shard; raises ValueError for another schema."""
+    """Answers of a Parquet file; raises ValueError for another schema."""
     table = pq.read_table(path)
     if not table.schema.equals(ANSWER_SCHEMA):
         raise ValueError(f"{path}: columns {table.column_names}, expected {ANSWER_SCHEMA.names}")
     return [Answer(**row) for row in table.to_pylist()]
-
-
-class FeatureSource(NamedTuple):
-    """Where features came from: a revision of the target, and which of its layers."""
-
-    target_revision: str
-    layer_ids: tuple[int, ...]
-
-
-def write_features(path: Path, features: Features, source: FeatureSource) -> None:
-    """Write the features of a shard with where they came from, whole or not at all."""
-    tensors = {name: tensor.contiguous() for name, tensor in features._asdict().items()}
-    with whole(path) as unfinished:
-        save_file(tensors, unfinished, metadata={"source": json.dumps(source)})
-
-
-def feature_source(path: Path) -> FeatureSource:
-    """Where a shard's features came from, out of the file's header; raises ValueError where it does not say."""
-    with safe_open(path, framework="pt") as file:
-        metadata = file.metadata() or {}
-    if "source" not in metadata:
-        raise ValueError(f"{path}: does not say which target and layers its features came from")
-    revision, layer_ids = json.loads(metadata["source"])
-    return FeatureSource(revision, tuple(layer_ids))
-
-
-class Corpus(ABC):
-    """Documents to train on: answers in memory, and a way to their features."""
-
-    def __init__(self, answers: Sequence[Answer]) -> None:
-        self.answers = list(answers)
-
-    def __len__(self) -> int:
-        return len(self.answers)
-
-    def __iter__(self) -> Iterator[Document]:
-        return (document for i in range(len(self)) for document in self.read([i]))
-
-    def read(self, indices: Sequence[int]) -> list[Document]:
-        """The documents at these places."""
-        found = self._features(indices)
-        return [
-            Document(torch.tensor(self.answers[i].tokens), self.answers[i].num_prompt_tokens, *features)
-            for i, features in zip(indices, found, strict=True)
-        ]
-
-    def sample(self, num: int, seed: int = 0) -> Self:
-        """A corpus of `num` of these documents, drawn at random, in their order; of all if there are not so many."""
-        return self._chosen(sorted(random.Random(seed).sample(range(len(self)), min(num, len(self)))))
-
-    @abstractmethod
-    def _features(self, indices: Sequence[int]) -> list[Features]: ...
-
-    def _chosen(self, indices: Sequence[int]) -> Self:
-        chosen = copy(self)
-        chosen.answers = [self.answers[i] for i in indices]
-        return chosen
-
-
-class StoredCorpus(Corpus):
-    """Features stay on disk until a document is read."""
-
-    def __init__(self, shards: Sequence[Shard]) -> None:
-        answers, self._places = [], list[tuple[Any, int]]()  # of each answer: file and first row there
-        for shard in shards:
-            of_shard = read_answers(shard.answers)
-            ends = list(accumulate((len(answer.tokens) for answer in of_shard), initial=0))
-            file = _open_features(shard.features, ends[-1])
-            self._places += [(file, start) for start in ends[:-1]]
-            answers += of_shard
-        super().__init__(answers)
-
-    def _features(self, indices: Sequence[int]) -> list[Features]:
-        return [self._stored(*self._places[i], len(self.answers[i].tokens)) for i in indices]
-
-    @staticmethod
-    def _stored(file: Any, start: int, num_tokens: int) -> Features:
-        return Features(*(file.get_slice(name)[start : start + num_tokens] for name in Features._fields))
-
-    def _chosen(self, indices: Sequence[int]) -> Self:
-        chosen = super()._chosen(indices)
-        chosen._places = [self._places[i] for i in indices]
-        return chosen
-
-
-class StreamedCorpus(Corpus):
-    """Features are computed when a document is read."""
-
-    def __init__(self, answers: Sequence[Answer], target: Target) -> None:
-        super().__init__(answers)
-        self._target = target
-
-    def _features(self, indices: Sequence[int]) -> list[Features]:
-        answers = [self.answers[i] for i in indices]
-        found = target_features(self._target, answers, batch_size=len(answers))
-        lengths = [len(answer.tokens) for answer in answers]
-        return [Features(*parts) for parts in zip(*(tensor.split(lengths) for tensor in found), strict=True)]
-
-
-def _open_features(path: Path, num_tokens: int) -> Any:
-    """A memory-mapped file of features; raises ValueError unless it holds exactly those of `num_tokens` tokens."""
-    try:
-        file: Any = safe_open(path, framework="pt")
-        rows = [file.get_slice(name).get_shape()[0] for name in Features._fields]
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path}: not the features of a shard ({error})") from None
-    if set(rows) != {num_tokens}:
-        raise ValueError(f"{path}: {rows[0]} rows for {num_tokens} tokens")
-    return file

@@ -1,4 +1,4 @@
-"""Documents and random anchors of a training step, and the draft's blocks at all of them in one pass."""
+"""Batches of documents with anchors, and one draft pass over the blocks at all of them."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,27 +7,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from blockpilot.draft_training.answers import Document
+from blockpilot.draft_training.features import Document
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.sweep.blocks import ANCHORS_PER_ROW, Blocks, KnownContext, draft_blocks
 
 
-class Batch(NamedTuple):
-    """N documents padded to S tokens, with A anchors each; `valid` is false for anchors that only fill up."""
+class DraftBatch(NamedTuple):
+    """N documents padded to S tokens, with A anchors each; `valid` is false for anchors that are padding."""
 
     tokens: Tensor  # [N, S] int64
     lengths: Tensor  # [N]
     features: Tensor  # [N, S, F]
-    hidden: Tensor  # [N, S, hidden]: of the target, before its LM head
+    hidden: Tensor  # [N, S, hidden] of the target, before its LM head
     anchors: Tensor  # [N, A] positions
     valid: Tensor  # [N, A] bool
 
 
-def collate(documents: Sequence[Document], anchors: Sequence[Tensor]) -> Batch:
+def collate(documents: Sequence[Document], anchors: Sequence[Tensor]) -> DraftBatch:
     """Pad documents and their anchors (positions, one tensor a document)."""
     lengths = torch.tensor([len(d.tokens) for d in documents])
     num_anchors = torch.tensor([len(a) for a in anchors])
-    return Batch(
+    return DraftBatch(
         _padded([d.tokens for d in documents]),
         lengths,
         _padded([d.features for d in documents]),
@@ -46,8 +46,14 @@ def possible_anchors(document: Document) -> Tensor:
     return torch.arange(document.num_prompt_tokens, max(document.num_prompt_tokens, len(document.tokens) - 1))
 
 
-def slots(batch: Batch, block_size: int) -> tuple[Tensor, Tensor]:
-    """Positions [N, A, B-1] of the slots 1 .. B-1, and which of them lie inside their document."""
+def draw_anchors(document: Document, num_anchors: int, generator: torch.Generator) -> Tensor:
+    """Up to `num_anchors` distinct random anchors of a document."""
+    anchors = possible_anchors(document)
+    return anchors[torch.randperm(len(anchors), generator=generator)[:num_anchors]]
+
+
+def drafted_positions(batch: DraftBatch, block_size: int) -> tuple[Tensor, Tensor]:
+    """Positions [N, A, B-1] that the blocks draft, and which of them lie inside their document."""
     offsets = torch.arange(1, block_size, device=batch.tokens.device)
     positions = batch.anchors[:, :, None] + offsets
     inside = (positions < batch.lengths[:, None, None]) & batch.valid[:, :, None]
@@ -60,10 +66,10 @@ def at(values: Tensor, positions: Tensor) -> Tensor:
     return values[rows, positions]
 
 
-def draft_batch(draft: DraftModel, embedding: Tensor, batch: Batch, block_size: int) -> Tensor:
+def draft_batch(draft: DraftModel, embedding: Tensor, batch: DraftBatch, block_size: int) -> Tensor:
     """Hidden states [N, A, B, hidden] of the blocks at every anchor of a batch.
 
-    A document's anchors are spread over rows of ANCHORS_PER_ROW: what is masked is computed all the same.
+    A document's anchors are spread over rows of ANCHORS_PER_ROW blocks, since masked products are computed, too.
     """
     num_documents, num_anchors = batch.anchors.shape
     rows_each = -(-num_anchors // ANCHORS_PER_ROW)

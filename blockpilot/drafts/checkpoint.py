@@ -1,4 +1,4 @@
-"""The DFlash checkpoint format, as published: config.json (architectures DFlashDraftModel) and safetensors."""
+"""DFlash checkpoint format as published (arXiv 2602.06036): config.json (DFlashDraftModel) and safetensors."""
 
 import json
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ from blockpilot.models.target import head_dim
 
 
 def load_draft(directory: Path) -> DraftModel:
-    """Read a DFlash checkpoint directory (fp32 or as stored); ValueError says what is wrong with it.
+    """Read a DFlash checkpoint directory into fp32 weights; raises ValueError, saying what is wrong with it.
 
-    Only config.json and safetensors are read: no code of the checkpoint runs.
+    Only config.json and safetensors are read; no code of the checkpoint runs.
     """
     try:
         raw = json.loads((directory / "config.json").read_text())

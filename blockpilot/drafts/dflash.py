@@ -1,11 +1,9 @@
-"""The DFlash draft network (arXiv 2602.06036): a block of tokens in one pass, and its checkpoint format.
+"""DFlash draft network (arXiv 2602.06036): proposes a block of tokens in one pass.
 
 A Qwen3-style decoder stack without embeddings or LM head (both are the target's). Its context is the target's hidden
 states at chosen layers, fused by `fc` and `hidden_norm`; every layer projects that context with its own k_proj and
 v_proj. Queries come only from the block [anchor, MASK x (B-1)]: attention is bidirectional inside the block and sees
 all of the context, which ends strictly before the anchor. Sliding-window layers are causal.
-
-The directory format is the published one: config.json (architectures DFlashDraftModel) and safetensors.
 """
 
 from collections.abc import Sequence
@@ -27,7 +25,7 @@ from blockpilot.models.packing import Packing, grouped_attention
 
 
 class KeyValueStore(Protocol):
-    """What attention needs of a cache: store a layer's keys and values, get back all that may be attended to."""
+    """Cache that attention writes to: stores a layer's keys and values, returns all that may be attended to."""
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Both are [R, heads, tokens, head_dim]."""
@@ -84,7 +82,7 @@ class DraftAttention(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """Pre-norm attention and SwiGLU."""
+    """Pre-norm decoder layer: attention, then SwiGLU."""
 
     def __init__(self, config: Qwen3Config, layer_idx: int) -> None:
         super().__init__()
@@ -107,7 +105,7 @@ class DraftLayer(nn.Module):
 
 
 class DraftModel(nn.Module):
-    """The draft network. Parameter names are those of the published checkpoints."""
+    """DFlash network; its parameters are named as in the published checkpoints."""
 
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__()
@@ -127,16 +125,9 @@ class DraftModel(nn.Module):
     def new_cache(self, num_slots: int, length: int) -> SlotCache:
         """An empty cache of projected context: `num_slots` rows of `length` columns."""
         config = self.config
-        heads = int(config.num_key_value_heads or config.num_attention_heads)
-        device = self.fc.weight.device
+        heads, device = int(config.num_key_value_heads or config.num_attention_heads), self.fc.weight.device
         return SlotCache(
-            config.num_hidden_layers,
-            num_slots,
-            length,
-            heads,
-            config.head_dim,
-            dtype=self.dtype,
-            device=device,
+            config.num_hidden_layers, num_slots, length, heads, config.head_dim, dtype=self.dtype, device=device
         )
 
     def fuse(self, features: Tensor) -> Tensor:
@@ -145,7 +136,7 @@ class DraftModel(nn.Module):
         return context
 
     def extend(self, context: Tensor, positions: Tensor, cache: KeyValueStore) -> None:
-        """Put context vectors [R, W, hidden] at positions [R, W] into the cache of every layer."""
+        """Store the keys and values of context vectors [R, W, hidden] at positions [R, W] in every layer's cache."""
         rotary = self.rotary_emb(context, positions)
         for layer_idx in range(len(self.layers)):
             keys, values = self.project(layer_idx, context, rotary)
@@ -166,7 +157,7 @@ class DraftModel(nn.Module):
     ) -> Tensor:
         """Embedded blocks [R, W, hidden] -> hidden states [R, W, hidden] for the target's LM head.
 
-        Slot j of the output predicts the token at slot j itself; masks holds a layer's mask [R, 1, W, keys] each.
+        Output j predicts the token at position j itself; masks holds one [R, 1, W, keys] for each layer.
         With a packing blocks and positions are [1, N, ...].
         """
         rotary = self.rotary_emb(block, positions)

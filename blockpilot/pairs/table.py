@@ -1,20 +1,25 @@
-"""The table of pairs: a new backbone is a line of NAMED_PAIRS."""
+"""Pairs by name: a new backbone is one line of NAMED_PAIRS."""
 
 import re
 from pathlib import Path
+from typing import NamedTuple
+
+
+class NamedPair(NamedTuple):
+    """Hub ids of a target and its draft."""
+
+    target: str
+    draft: str
+
 
 EMBEDDED_TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
-
-
 EMBEDDED_DRAFT = "blockpilot/SmolLM2-135M-Instruct-DFlash-b8"
-
-
 NAMED_PAIRS = {
-    "smollm2-135m": (EMBEDDED_TARGET, EMBEDDED_DRAFT),
-    "qwen3-4b": ("Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16"),
-    "qwen3-8b": ("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16"),
-    "llama31-8b": ("meta-llama/Llama-3.1-8B-Instruct", "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"),
-    "qwen3-coder-30b-a3b": ("Qwen/Qwen3-Coder-30B-A3B-Instruct", "z-lab/Qwen3-Coder-30B-A3B-DFlash"),
+    "smollm2-135m": NamedPair(EMBEDDED_TARGET, EMBEDDED_DRAFT),
+    "qwen3-4b": NamedPair("Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16"),
+    "qwen3-8b": NamedPair("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16"),
+    "llama31-8b": NamedPair("meta-llama/Llama-3.1-8B-Instruct", "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"),
+    "qwen3-coder-30b-a3b": NamedPair("Qwen/Qwen3-Coder-30B-A3B-Instruct", "z-lab/Qwen3-Coder-30B-A3B-DFlash"),
 }
 
 
@@ -29,5 +34,5 @@ def check_pair_names(name: str | None, target: str | None, draft: str | None) ->
 
 
 def target_slug(target: str) -> str:
-    """The part of a target's name that the registry uses: 'Qwen/Qwen3-4B' -> 'qwen3-4b'."""
+    """Name of a target in the registry, from its hub id or path: 'Qwen/Qwen3-4B' -> 'qwen3-4b'."""
     return re.sub(r"[^a-z0-9.]+", "-", Path(target).name.lower()).strip("-")

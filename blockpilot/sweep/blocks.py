@@ -1,7 +1,7 @@
-"""Blocks at many anchors of known texts, side by side in one draft pass: what training scores and a replay walks.
+"""Blocks at many anchors of known texts, side by side in one draft pass, for training and replay.
 
-A row holds the blocks of one text, one after the other. Each sees the context strictly before its own anchor and
-itself, never another block.
+A row holds the blocks of one text, one after the other. Each sees itself and the context
+strictly before its own anchor, never another block.
 """
 
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ ANCHORS_PER_ROW = 8
 
 
 class Blocks(NamedTuple):
-    """A blocks in each of R rows. Block a is `widths[a]` slots wide in every row, of which sizes [R, A] are its own.
+    """A blocks in each of R rows. Block a takes `widths[a]` positions of a row, of which sizes [R, A] are its own.
 
-    The slots beyond a block's size are padding: nobody attends to them.
+    Positions beyond a block's size are padding that no other position attends to.
     """
 
     anchors: Tensor  # [R, A] positions
@@ -27,8 +27,8 @@ class Blocks(NamedTuple):
     sizes: Tensor  # [R, A]
     widths: tuple[int, ...]
 
-    def slots(self) -> tuple[Tensor, Tensor]:
-        """Block and offset in its block of every slot of a row: two [sum(widths)]."""
+    def layout(self) -> tuple[Tensor, Tensor]:
+        """Block, and offset in that block, of every position of a row: two [sum(widths)]."""
         device = self.anchors.device
         block = torch.arange(len(self.widths), device=device)
         offset = torch.cat([torch.arange(width, device=device) for width in self.widths])
@@ -36,7 +36,7 @@ class Blocks(NamedTuple):
 
 
 class KnownContext:
-    """The draft's key/value store for known texts: of all context, followed by the blocks' own.
+    """Key/value store of the draft for known texts: those of all context, then the blocks' own.
 
     keys and values hold a tensor [N, heads, S, head_dim] for every layer; a text serves `rows_each` rows of blocks.
     """
@@ -65,8 +65,8 @@ class KnownContext:
 
 
 def draft_blocks(draft: DraftModel, embedding: Tensor, context: KnownContext, blocks: Blocks) -> Tensor:
-    """Hidden states [R, sum(widths), hidden] of all slots; embedding [vocab, hidden] is the target's."""
-    block, offset = blocks.slots()
+    """Hidden states [R, sum(widths), hidden] of all positions; embedding [vocab, hidden] is the target's."""
+    block, offset = blocks.layout()
     tokens = torch.where(offset == 0, blocks.tokens[:, block], draft.options.mask_token_id)
     positions = blocks.anchors[:, block] + offset
     columns = torch.arange(context.num_columns, device=positions.device).expand(len(positions), -1)
@@ -79,9 +79,9 @@ def draft_blocks(draft: DraftModel, embedding: Tensor, context: KnownContext, bl
 def block_mask(blocks: Blocks, num_columns: int) -> Tensor:
     """Block-diffusion mask [R, sum(widths), num_columns + sum(widths)].
 
-    A slot sees the context strictly before its own anchor, and the slots of its own block.
+    A position sees the context strictly before its own anchor, and the positions of its own block.
     """
-    block, offset = blocks.slots()
+    block, offset = blocks.layout()
     columns = torch.arange(num_columns, device=block.device)
     before = columns < blocks.anchors[:, block, None]
     own = (block[:, None] == block) & (offset < blocks.sizes[:, block])[:, None]

@@ -4,7 +4,7 @@ The keyed sampler makes a request's text the same for every block size, so the t
 and what a step emits follows from the draft alone: draft at the anchor, compare with the text, jump. Replaying gives
 what the engine counts, at any temperature (bit for bit where arithmetic is exact enough to give equal tokens: fp32).
 
-The LM head runs slot by slot over the blocks that are right so far, so a block costs about tau of its rows.
+The LM head runs position by position over the blocks that are right so far, so a block costs about tau of its rows.
 """
 
 from collections.abc import Sequence
@@ -150,7 +150,7 @@ def _accepted_everywhere(pair: Pair, known: KnownTexts, block_size: int) -> list
 def count_accepted(pair: Pair, known: KnownTexts, hidden: Tensor, blocks: Blocks) -> Tensor:
     """Drafted tokens of every block that equal the text up to the first that does not: [R, A].
 
-    hidden [R, sum(widths), hidden] are the blocks' slots; row r's text is known.texts[r].
+    hidden [R, sum(widths), hidden] are of the blocks' positions; row r's text is known.texts[r].
     """
     accepted = torch.zeros_like(blocks.anchors)
     lengths = torch.tensor([len(text.tokens) for text in known.texts], device=accepted.device)

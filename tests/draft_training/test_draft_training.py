@@ -12,33 +12,26 @@ import torch
 from blockpilot.draft_training.answers import (
     Answer,
     AnswerSource,
-    Document,
-    Features,
-    FeatureSource,
-    Shard,
-    StoredCorpus,
-    StreamedCorpus,
     answer_source,
     generate_answers,
     read_answers,
-    target_features,
     write_answers,
-    write_features,
     write_prompts,
 )
-from blockpilot.draft_training.batches import Batch, collate, draft_batch
-from blockpilot.draft_training.training import (
-    BlockLoss,
-    DraftFit,
-    DraftFitSettings,
-    dpace_weights,
-    draw_anchors,
-    epoch_batches,
-    frequent_tokens,
-    learning_rate_factor,
-    sample_vocabulary,
-    start_from_target,
+from blockpilot.draft_training.batches import DraftBatch, collate, draft_batch, draw_anchors
+from blockpilot.draft_training.features import (
+    Document,
+    FeatureShard,
+    FeatureSource,
+    StoredCorpus,
+    StreamedCorpus,
+    TargetFeatures,
+    target_features,
+    write_features,
 )
+from blockpilot.draft_training.loss import BlockLoss, dpace_weights, frequent_tokens, sample_vocabulary
+from blockpilot.draft_training.start import start_from_target
+from blockpilot.draft_training.training import DraftFit, DraftFitSettings, epoch_batches, learning_rate_factor
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.engine.engine import generate
 from blockpilot.models.packing import Packing
@@ -66,7 +59,7 @@ def documents(num: int = 6, width: int = 48, seed: int = 0) -> list[Document]:
     return found
 
 
-def batch_of(shard: list[Document], num_anchors: int, seed: int = 0) -> Batch:
+def batch_of(shard: list[Document], num_anchors: int, seed: int = 0) -> DraftBatch:
     """A float32 batch with random anchors."""
     generator = torch.Generator().manual_seed(seed)
     batch = collate(shard, [draw_anchors(document, num_anchors, generator) for document in shard])
@@ -78,11 +71,11 @@ def loss_of(pair: Pair, draft: DraftModel | None = None, **options: Any) -> Bloc
     return BlockLoss(draft or tiny_draft(pair.target), weight, weight, **options)
 
 
-def write_shard(path: Path, shard: list[Document]) -> Shard:
-    files = Shard(path, path.with_suffix(".safetensors"))
+def write_shard(path: Path, shard: list[Document]) -> FeatureShard:
+    files = FeatureShard(path, path.with_suffix(".safetensors"))
     write_answers(path, [Answer("test", d.tokens.tolist(), d.num_prompt_tokens, 0.0, 0) for d in shard], ANSWERED)
     features, hidden = (torch.cat(tensors) for tensors in zip(*((d.features, d.hidden) for d in shard), strict=True))
-    write_features(files.features, Features(features, hidden), SOURCE)
+    write_features(files.features, TargetFeatures(features, hidden), SOURCE)
     return files
 
 
@@ -90,12 +83,12 @@ def test_block_mask_equals_a_slow_loop() -> None:
     anchors, sizes, num_context = torch.tensor([[2, 5], [0, 3]]), torch.tensor([[2, 4], [1, 3]]), 7
     blocks = Blocks(anchors, torch.zeros(2, 2), sizes, widths=(2, 4))
     mask = block_mask(blocks, num_context)
-    slots = [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (1, 3)]  # (block, offset) of the six slots of a row
+    places = [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (1, 3)]  # (block, offset) of the six positions of a row
     for row in range(2):
-        for query, (block, _) in enumerate(slots):
+        for query, (block, _) in enumerate(places):
             for column in range(num_context):
                 assert bool(mask[row, query, column]) == bool(column < anchors[row, block])
-            for key, (other, offset) in enumerate(slots):
+            for key, (other, offset) in enumerate(places):
                 expected = other == block and offset < sizes[row, block]
                 assert bool(mask[row, query, num_context + key]) == bool(expected)
 
@@ -145,21 +138,21 @@ def test_the_loss_equals_a_slow_loop(weighting: str, distill: float, tiny_pair: 
     total = weight = 0.0
     for row, document in enumerate(shard):
         for a, anchor in enumerate(batch.anchors[row].tolist()):
-            slots = range(1, min(BLOCK, len(document.tokens) - anchor))
-            logits = [drafted[row, a, slot] @ loss.head.T for slot in slots]
-            labels = [int(document.tokens[anchor + slot]) for slot in slots]
+            offsets = range(1, min(BLOCK, len(document.tokens) - anchor))
+            logits = [drafted[row, a, offset] @ loss.head.T for offset in offsets]
+            labels = [int(document.tokens[anchor + offset]) for offset in offsets]
             hard = [-float(found.log_softmax(0)[label]) for found, label in zip(logits, labels, strict=True)]
-            of_target = [document.hidden[anchor + slot - 1].float() @ loss.head.T for slot in slots]
+            of_target = [document.hidden[anchor + offset - 1].float() @ loss.head.T for offset in offsets]
             soft = [
                 -float((wanted.softmax(0) * found.log_softmax(0)).sum())
                 for found, wanted in zip(logits, of_target, strict=True)
             ]
-            for slot in slots:
-                w = math.exp(-(slot - 1) / (0.5 * BLOCK))
+            for offset in offsets:
+                w = math.exp(-(offset - 1) / (0.5 * BLOCK))
                 if weighting == "dpace":
                     smoothed = [0.5 * math.exp(-value) + 0.5 for value in hard]
-                    w = sum(math.prod(smoothed[:k]) for k in range(slot, len(smoothed) + 1))
-                total += w * ((1 - distill) * hard[slot - 1] + distill * soft[slot - 1])
+                    w = sum(math.prod(smoothed[:k]) for k in range(offset, len(smoothed) + 1))
+                total += w * ((1 - distill) * hard[offset - 1] + distill * soft[offset - 1])
                 weight += w
             right = [int(found.argmax()) == label for found, label in zip(logits, labels, strict=True)]
             assert scores.num_accepted[row, a] == [*right, False].index(False)
@@ -167,7 +160,7 @@ def test_the_loss_equals_a_slow_loop(weighting: str, distill: float, tiny_pair: 
 
 
 def test_dpace_weights_of_a_case_worked_by_hand() -> None:
-    """Confidences .5 and .25 smooth to .75 and .625: weights .75 + .46875 and .46875; slots outside weigh nothing."""
+    """Confidences .5 and .25 smooth to .75 and .625: weights .75 + .46875 and .46875, outside nothing."""
     losses = -torch.tensor([0.5, 0.25]).log()
     inside = torch.tensor([[[True, True, False]]])
     torch.testing.assert_close(dpace_weights(losses, inside), torch.tensor([[[1.21875, 0.46875, 0.0]]]))
@@ -229,10 +222,12 @@ def test_starting_from_the_targets_layers(tiny_pair: Pair) -> None:
 
 
 def settings(**changes: int) -> DraftFitSettings:
-    return DraftFitSettings(**{"epochs": 4, "batch_size": 2, "num_anchors": 4, "num_sampled": 64} | changes)
+    return DraftFitSettings(
+        **{"epochs": 4, "batch_size": 2, "num_anchors": 4, "num_sampled": 64, "autocast": False} | changes
+    )
 
 
-def fit_on(pair: Pair, shards: list[Shard], how: DraftFitSettings, **kwargs: int) -> DraftFit:
+def fit_on(pair: Pair, shards: list[FeatureShard], how: DraftFitSettings, **kwargs: int) -> DraftFit:
     corpus = StoredCorpus(shards)
     return DraftFit(loss_of(pair), corpus, frequent_tokens([a.tokens for a in corpus.answers]), how, **kwargs)
 
@@ -267,6 +262,13 @@ def test_too_few_documents_are_refused(tiny_pair: Pair, tmp_path: Path) -> None:
         fit_on(tiny_pair, shards, settings(batch_size=8))
 
 
+@pytest.mark.parametrize("change", [{"epochs": 0}, {"lr": 0.0}, {"distill": 1.5}, {"num_sampled": -1}])
+def test_settings_out_of_range_are_refused_by_name(change: dict[str, float]) -> None:
+    [name] = change
+    with pytest.raises(ValueError, match=f"{name} {change[name]}: must be"):
+        replace(DraftFitSettings(), **change).check()
+
+
 def test_an_epoch_visits_every_document_once_and_batches_alike_lengths() -> None:
     lengths = [i % 50 for i in range(100)]
     batches = list(epoch_batches(lengths, 4, seed=1, epoch=0))
@@ -281,7 +283,7 @@ def test_validation_walks_the_text_as_decoding_would(tiny_pair: Pair, tmp_path: 
     """Tau from one pass over all anchors equals the steps of the engine on the same answers."""
     prompts = [Prompt("test", (Message("user", text),)) for text in ("abc", "the cat", "12 + 3", "why")]
     answers = generate_answers(tiny_pair, prompts, [Sampling()] * 4, max_new_tokens=20, max_prompt_tokens=64)
-    files = Shard(tmp_path / "0.parquet", tmp_path / "0.safetensors")
+    files = FeatureShard(tmp_path / "0.parquet", tmp_path / "0.safetensors")
     write_answers(files.answers, answers, ANSWERED)
     write_features(files.features, features_of(tiny_pair, answers), SOURCE)
     draft = tiny_draft(tiny_pair.target)
@@ -300,13 +302,13 @@ def test_validation_walks_the_text_as_decoding_would(tiny_pair: Pair, tmp_path: 
     assert fit.validate(corpus).tau == {0.0: pytest.approx(emitted / len(steps), rel=0.02)}
 
 
-def features_of(pair: Pair, answers: list[Answer]) -> Features:
+def features_of(pair: Pair, answers: list[Answer]) -> TargetFeatures:
     return target_features(Target(pair.target, pair.draft.options.target_layer_ids), answers)
 
 
 def test_features_of_another_shard_are_noticed(tmp_path: Path) -> None:
     shard = write_shard(tmp_path / "0.parquet", documents(3))
-    write_features(shard.features, Features(torch.zeros(7, 96), torch.zeros(7, 48)), SOURCE)
+    write_features(shard.features, TargetFeatures(torch.zeros(7, 96), torch.zeros(7, 48)), SOURCE)
     with pytest.raises(ValueError, match="7 rows for 54 tokens"):
         StoredCorpus([shard])
 
@@ -327,7 +329,7 @@ def test_a_corpus_reads_what_was_written(tmp_path: Path) -> None:
 def test_a_streamed_corpus_equals_the_stored_one(tiny_pair: Pair, tmp_path: Path) -> None:
     prompts = [Prompt("test", (Message("user", text),)) for text in ("abc", "the cat", "12 + 3")]
     answers = generate_answers(tiny_pair, prompts, [Sampling()] * 3, max_new_tokens=8, max_prompt_tokens=64)
-    files = Shard(tmp_path / "0.parquet", tmp_path / "0.safetensors")
+    files = FeatureShard(tmp_path / "0.parquet", tmp_path / "0.safetensors")
     write_answers(files.answers, answers, ANSWERED)
     write_features(files.features, features_of(tiny_pair, answers), SOURCE)
     stored = StoredCorpus([files]).read([2, 0])
@@ -366,7 +368,7 @@ def test_a_draft_learns_to_be_accepted(tiny_pair: Pair, tmp_path: Path) -> None:
     answers = generate_answers(
         tiny_pair, prompts, [Sampling()] * 4, max_new_tokens=24, max_prompt_tokens=64, num_slots=4
     )
-    files = Shard(tmp_path / "0.parquet", tmp_path / "0.safetensors")
+    files = FeatureShard(tmp_path / "0.parquet", tmp_path / "0.safetensors")
     write_answers(files.answers, answers, ANSWERED)
     write_features(files.features, features_of(tiny_pair, answers), SOURCE)
 

@@ -13,7 +13,7 @@ from blockpilot.evaluation.statistics import Interval
 from blockpilot.pairs.loading import load_pair
 from blockpilot.prompts.files import load_prompts, split
 from jobs.common.config import ConfigError, PairConfig
-from jobs.measure_draft import DraftWorker, Measured, MeasureDraftConfig, Task, prompts_of, run, tables
+from jobs.measure_draft import DraftWorker, MeasureDraftConfig, MeasureTask, TauFigure, prompts_of, run, tables
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,7 +34,7 @@ def config(tiny_pair_dirs: tuple[Path, Path], tmp_path: Path) -> MeasureDraftCon
 
 
 def test_figures_are_those_of_decoding(config: MeasureDraftConfig) -> None:
-    task = Task("sums", tuple(load_prompts(config.prompts[0], 4)), 1.0)
+    task = MeasureTask("sums", tuple(load_prompts(config.prompts[0], 4)), 1.0)
     found = {m.block_size: m for m in DraftWorker(config).measure(task)}
     pair = load_pair(target=config.pair.target, draft=config.pair.draft)
     for block_size in (2, 4):
@@ -102,7 +102,7 @@ def test_block_sizes_are_a_candidate_set() -> None:
 
 def test_a_table_for_each_temperature_has_the_mean_of_the_sets() -> None:
     values = {("a", 0.0): 2.0, ("b", 0.0): 2.0, ("c", 0.0): 3.5, ("a", 1.0): 1.5}
-    found = [Measured(name, t, 8, 64, 100, Interval(tau, tau, tau)) for (name, t), tau in values.items()]
+    found = [TauFigure(name, t, 8, 64, 100, Interval(tau, tau, tau)) for (name, t), tau in values.items()]
     greedy, sampled = tables(found)
     assert [str(column.header) for column in greedy.columns] == ["B", "a (64)", "b (64)", "c (64)", "mean"]
     assert [list(column.cells) for column in greedy.columns][-1] == ["2.50"]

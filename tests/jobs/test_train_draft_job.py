@@ -15,18 +15,16 @@ from mlflow import MlflowClient
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from blockpilot.draft_training.answers import (
-    Answer,
-    AnswerSource,
-    Features,
+from blockpilot.draft_training.answers import Answer, AnswerSource, answer_source, write_answers
+from blockpilot.draft_training.features import (
+    FeatureShard,
     FeatureSource,
-    Shard,
     StoredCorpus,
-    answer_source,
-    write_answers,
+    TargetFeatures,
     write_features,
 )
-from blockpilot.draft_training.training import DraftFit, frequent_tokens
+from blockpilot.draft_training.loss import frequent_tokens
+from blockpilot.draft_training.training import DraftFit, DraftFitSettings
 from blockpilot.drafts.checkpoint import new_draft_config, save_draft
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.pairs.loading import load_pair
@@ -75,6 +73,7 @@ def config(target: Path, path: Path, **changes: object) -> TrainDraftConfig:
         ({"prompts": ("demo:many",)}, "prompts 'demo:many': must be NAME or NAME:COUNT"),
         ({"test_prompts": ("demo:0",)}, "number of prompts must be at least 1, got 0"),
         ({"held_out": 1e-9}, "24 in all leave none for training or held out"),
+        ({"fit": DraftFitSettings(epochs=0)}, "epochs 0: must be at least 1"),
         ({"start": "nowhere"}, "draft nowhere: no config.json there"),
     ],
 )
@@ -183,7 +182,9 @@ def test_features_of_another_revision_are_refused(tiny_pair_dirs: tuple[Path, Pa
             for path in (shard.path, features):
                 path.parent.mkdir(parents=True, exist_ok=True)
             write_answers(shard.path, [Answer("test", [1, 2, 3, 4], 2, 0.0, 0)], AnswerSource("tiny", "a"))
-            write_features(features, Features(torch.zeros(4, 96), torch.zeros(4, 48)), FeatureSource("b", (1, 3)))
+            write_features(
+                features, TargetFeatures(torch.zeros(4, 96), torch.zeros(4, 48)), FeatureSource("b", (1, 3))
+            )
     with pytest.raises(ValueError, match=r"target_revision='b'.*expected revision a and layers"):
         write_shard_features(training, plan)
 
@@ -200,21 +201,17 @@ def test_a_killed_worker_changes_nothing(tiny_pair_dirs: tuple[Path, Path], prom
         num_layers=2,
         block_size=4,
         max_new_tokens=24,
-        epochs=6,
-        batch_size=2,
+        fit=DraftFitSettings(epochs=6, batch_size=2, num_sampled=64, autocast=False),
         checkpoint_every=16,
-        autocast=False,
-        num_sampled=64,
     )
     command = [sys.executable, str(ROOT / "jobs" / "train_draft.py")]
-    for name in training.model_fields_set - {"autocast"}:
+    command += ["--epochs", "6", "--batch-size", "2", "--num-sampled", "64", "--no-autocast"]
+    for name in training.model_fields_set - {"fit"}:
         value = getattr(training, name)
         command += [f"--{name.replace('_', '-')}", *map(str, value if isinstance(value, tuple) else (value,))]
     environment = {k: v for k, v in os.environ.items() if k not in ("MLFLOW_TRACKING_URI", "RAY_ADDRESS")}
     with (tmp_path / "log").open("w") as log:
-        job = subprocess.Popen(
-            [*command, "--no-autocast"], cwd=tmp_path, env=environment, stdout=log, stderr=subprocess.STDOUT
-        )
+        job = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=subprocess.STDOUT)
     try:
         kill_training_worker(job, training.output)
         assert job.wait(200) == 0, (tmp_path / "log").read_text()[-3000:]
@@ -247,9 +244,11 @@ def plainly_trained(training: TrainDraftConfig) -> tuple[dict[str, torch.Tensor]
     files = sorted((training.answers / "own-prompts").glob("*.jsonl"))
     own = [p for path in files if path.stat().st_size for p in load_prompts(str(path))]
     plan = answers.plan(training, own)
-    corpus = StoredCorpus([Shard(s.path, features / "train" / f"{s.path.stem}.safetensors") for s in plan.train])
+    corpus = StoredCorpus(
+        [FeatureShard(s.path, features / "train" / f"{s.path.stem}.safetensors") for s in plan.train]
+    )
     frequent = frequent_tokens([answer.tokens for answer in corpus.answers])
-    fit = DraftFit(block_loss(training, corpus.answers[0].tokens), corpus, frequent, training.settings)
+    fit = DraftFit(block_loss(training, corpus.answers[0].tokens), corpus, frequent, training.fit, seed=training.seed)
     losses, total = {}, None
     for sums in fit.steps():
         total = sums if total is None else total + sums

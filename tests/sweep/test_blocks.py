@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from blockpilot.draft_training.answers import Document
 from blockpilot.draft_training.batches import collate, draft_batch, possible_anchors
+from blockpilot.draft_training.features import Document
 from blockpilot.drafts.checkpoint import save_draft
 from blockpilot.engine.engine import generate
 from blockpilot.models.target import Target

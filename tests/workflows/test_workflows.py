@@ -1,6 +1,5 @@
 """Workflows build stages that fit together; the demo's own parts do what it prints."""
 
-import importlib
 import re
 import sys
 import time
@@ -23,34 +22,31 @@ from jobs.evaluation.result import EvaluateResult
 from jobs.promote import PromoteResult
 from jobs.serving.engine_loop import EngineLoop
 from workflows import paper, smollm2_135m
+from workflows.paper import PaperConfig
 from workflows.pipeline import Learned, Pipeline, Stopwatch, to_serve
 from workflows.smollm2_135m import DemoConfig
 
-HUB_WORKFLOWS = {
-    "qwen3_4b": "qwen3-4b",
-    "qwen3_8b": "qwen3-8b",
-    "llama31_8b": "llama31-8b",
-    "qwen3_coder_30b_a3b": "qwen3-coder-30b-a3b",
-}
-
-
-def hub_pipeline(module: str, config: paper.PaperConfig) -> Pipeline:
-    built = importlib.import_module(f"workflows.{module}").pipeline(config)
-    assert isinstance(built, Pipeline)
-    return built
+HUB_PAIRS = tuple(name for name in NAMED_PAIRS if name != "smollm2-135m")
 
 
 def all_pipelines(output: Path) -> Iterator[tuple[str, Pipeline]]:
     yield "smollm2-135m", smollm2_135m.pipeline(DemoConfig(output=output))
-    for module, pair in HUB_WORKFLOWS.items():
-        yield pair, hub_pipeline(module, paper.PaperConfig(output=output, temperature=1.0))
+    for pair in HUB_PAIRS:
+        yield pair, paper.pipeline(PaperConfig(pair=pair, output=output, temperature=1.0))
 
 
 def test_every_named_pair_has_a_workflow() -> None:
-    files = {path.stem for path in Path(smollm2_135m.__file__).parent.glob("*.py")}
-    others = {"__init__", "pipeline", "paper", "draft_ablation", "policy_study", "ablations"}
-    assert files - others == {"smollm2_135m", *HUB_WORKFLOWS}
-    assert {"smollm2-135m", *HUB_WORKFLOWS.values()} == set(NAMED_PAIRS)
+    assert set(paper.PAPER_PAIRS) == set(HUB_PAIRS)
+
+
+def test_a_pair_that_is_not_the_papers_is_refused_with_the_names_allowed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["paper.py", "--pair", "smollm2-135m"])
+    with pytest.raises(SystemExit) as exited:
+        main(PaperConfig, paper.run)
+    assert exited.value.code == 2
+    assert capsys.readouterr().err == f"error: pair: must be one of {', '.join(HUB_PAIRS)} (got 'smollm2-135m')\n"
 
 
 def test_stages_fit_together(tmp_path: Path) -> None:
@@ -60,7 +56,7 @@ def test_stages_fit_together(tmp_path: Path) -> None:
         assert names == [(name, None, None)] * 3
         assert stages.train.sweep == stages.evaluate.sweep == (stages.sweep.output,)
         assert stages.evaluate.policy == "newest"
-        assert stages.promote.model == model_name(NAMED_PAIRS[name][0])
+        assert stages.promote.model == model_name(NAMED_PAIRS[name].target)
         assert stages.serve.policy == "champion"
         assert stages.sweep.temperature == stages.evaluate.temperature
         assert stages.sweep.seed != stages.evaluate.seed
@@ -78,10 +74,10 @@ def test_a_sweep_records_what_its_policy_learns_from(tmp_path: Path) -> None:
         assert kind.objective == "tau" or stages.sweep.cost_rows, name
 
 
-def test_hub_workflows_train_the_papers_policy(tmp_path: Path) -> None:
+def test_hub_pairs_train_the_papers_policy(tmp_path: Path) -> None:
     """arXiv 2606.31315, section 4."""
-    for module in HUB_WORKFLOWS:
-        train = hub_pipeline(module, paper.PaperConfig(output=tmp_path)).train
+    for pair in HUB_PAIRS:
+        train = paper.pipeline(PaperConfig(pair=pair, output=tmp_path)).train
         assert (train.head, train.reads, train.inputs, train.form) == ("class", "prefill", ("probs",), "softmax")
         assert (train.hidden, train.depth, train.epochs, train.lr, train.patience) == (2048, 2, 100, 1e-5, None)
         assert (train.anneal, train.weight_decay) == (False, 0)  # Adam
@@ -107,18 +103,17 @@ def test_without_a_champion_the_best_fixed_block_size_is_served(
 
 
 def test_candidates_lie_around_the_drafts_block_size(tmp_path: Path) -> None:
-    for module, pair in HUB_WORKFLOWS.items():
-        candidates = hub_pipeline(module, paper.PaperConfig(output=tmp_path)).sweep.candidates
+    for pair in HUB_PAIRS:
+        candidates = paper.pipeline(PaperConfig(pair=pair, output=tmp_path)).sweep.candidates
         assert candidates is not None
-        named = re.search(r"-b(\d+)$", NAMED_PAIRS[pair][1])
+        named = re.search(r"-b(\d+)$", NAMED_PAIRS[pair].draft)
         trained = int(named.group(1)) if named else {"llama31-8b": 10, "qwen3-coder-30b-a3b": 16}[pair]
         around = tuple(range(trained - 2, trained + 3))
         assert candidates == ((1, *around) if pair == "qwen3-coder-30b-a3b" else around)
 
 
-def test_hub_workflows_run_where_they_are_told_to(tmp_path: Path) -> None:
-    config = paper.PaperConfig(output=tmp_path, gpu="H200", num_gpus=3, temperature=1.0, num_prompts=5)
-    stages = hub_pipeline("qwen3_4b", config)
+def test_the_papers_protocol_runs_where_it_is_told_to(tmp_path: Path) -> None:
+    stages = paper.pipeline(PaperConfig(output=tmp_path, gpu="H200", num_gpus=3, temperature=1.0, num_prompts=5))
     assert (stages.sweep.resources.accelerator_type, stages.sweep.resources.num_actors) == ("H200", 3)
     assert stages.train.accelerator_type == stages.evaluate.accelerator_type == "H200"
     assert stages.serve.resources.accelerator_type == "H200"

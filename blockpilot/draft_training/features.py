@@ -1,0 +1,178 @@
+"""Features of the target at every token of its answers: what a draft reads and learns from, stored or streamed.
+
+A shard is a Parquet file of answers and, for the layers that a draft reads, a safetensors file with the features of
+all its tokens. A corpus gives the documents of many shards one by one.
+"""
+
+import json
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from copy import copy
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from blockpilot.draft_training.answers import Answer, read_answers
+from blockpilot.models.target import Target
+from blockpilot.storage import whole
+
+
+class FeatureShard(NamedTuple):
+    """The two files of a shard."""
+
+    answers: Path
+    features: Path
+
+
+class TargetFeatures(NamedTuple):
+    """Hidden states of the target at S tokens, bf16: of its chosen layers side by side, and before its LM head."""
+
+    features: Tensor  # [S, F]
+    hidden: Tensor  # [S, hidden]
+
+
+class Document(NamedTuple):
+    """A prompt with the target's answer: tokens [S] int64, and the target's features of every token."""
+
+    tokens: Tensor
+    num_prompt_tokens: int
+    features: Tensor
+    hidden: Tensor
+
+
+@torch.inference_mode()
+def target_features(target: Target, answers: Sequence[Answer], batch_size: int = 8) -> TargetFeatures:
+    """Features of every token of every answer, one answer after the other."""
+    width = target.model.config.hidden_size
+    none = TargetFeatures(torch.empty(0, len(target.layer_ids) * width), torch.empty(0, width))
+    found = [none] * len(answers)
+    by_length = sorted(range(len(answers)), key=lambda i: len(answers[i].tokens))
+    for start in range(0, len(by_length), batch_size):
+        chosen = by_length[start : start + batch_size]
+        rows = [answers[i].tokens for i in chosen]
+        longest = max(len(row) for row in rows)
+        padded = [row + [0] * (longest - len(row)) for row in rows]
+        tokens = torch.tensor(padded, device=target.model.device)
+        positions = torch.arange(longest, device=tokens.device).expand(len(rows), -1)
+        view = target.new_cache(len(rows), longest).view_rows(positions, longest)
+        scored = target.score(tokens, positions, view, features=True)
+        assert scored.features is not None
+        for i, row, of_row, hidden_row in zip(chosen, rows, scored.features, scored.hidden, strict=True):
+            found[i] = TargetFeatures(of_row[: len(row)].cpu(), hidden_row[: len(row)].cpu())
+    features, hidden = (torch.cat(tensors).to(torch.bfloat16) for tensors in zip(none, *found, strict=True))
+    return TargetFeatures(features, hidden)
+
+
+class FeatureSource(NamedTuple):
+    """Revision of the target that features are of, and which of its layers."""
+
+    target_revision: str
+    layer_ids: tuple[int, ...]
+
+
+def write_features(path: Path, features: TargetFeatures, source: FeatureSource) -> None:
+    """Write the features of a shard with their source in the header, whole or not at all."""
+    tensors = {name: tensor.contiguous() for name, tensor in features._asdict().items()}
+    with whole(path) as unfinished:
+        save_file(tensors, unfinished, metadata={"source": json.dumps(source)})
+
+
+def feature_source(path: Path) -> FeatureSource:
+    """Source in the header of a file of features; raises ValueError where there is none."""
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata() or {}
+    if "source" not in metadata:
+        raise ValueError(f"{path}: does not say which target and layers its features came from")
+    revision, layer_ids = json.loads(metadata["source"])
+    return FeatureSource(revision, tuple(layer_ids))
+
+
+class Corpus(ABC):
+    """Documents to train on: the answers in memory, the features read or computed on demand."""
+
+    def __init__(self, answers: Sequence[Answer]) -> None:
+        self.answers = list(answers)
+
+    def __len__(self) -> int:
+        return len(self.answers)
+
+    def __iter__(self) -> Iterator[Document]:
+        return (document for i in range(len(self)) for document in self.read([i]))
+
+    def read(self, indices: Sequence[int]) -> list[Document]:
+        """Documents by index, in the order of the indices."""
+        found = self._features(indices)
+        return [
+            Document(torch.tensor(self.answers[i].tokens), self.answers[i].num_prompt_tokens, *features)
+            for i, features in zip(indices, found, strict=True)
+        ]
+
+    def sample(self, num: int, seed: int = 0) -> Self:
+        """Corpus of `num` documents (or all, if there are fewer), drawn at random and kept in order."""
+        return self._chosen(sorted(random.Random(seed).sample(range(len(self)), min(num, len(self)))))
+
+    @abstractmethod
+    def _features(self, indices: Sequence[int]) -> list[TargetFeatures]: ...
+
+    def _chosen(self, indices: Sequence[int]) -> Self:
+        chosen = copy(self)
+        chosen.answers = [self.answers[i] for i in indices]
+        return chosen
+
+
+class StoredCorpus(Corpus):
+    """Documents whose features stay on disk until they are read."""
+
+    def __init__(self, shards: Sequence[FeatureShard]) -> None:
+        answers, self._places = [], list[tuple[Any, int]]()  # of each answer: file and first row there
+        for shard in shards:
+            of_shard = read_answers(shard.answers)
+            ends = list(accumulate((len(answer.tokens) for answer in of_shard), initial=0))
+            file = _open_features(shard.features, ends[-1])
+            self._places += [(file, start) for start in ends[:-1]]
+            answers += of_shard
+        super().__init__(answers)
+
+    def _features(self, indices: Sequence[int]) -> list[TargetFeatures]:
+        return [self._stored(*self._places[i], len(self.answers[i].tokens)) for i in indices]
+
+    @staticmethod
+    def _stored(file: Any, start: int, num_tokens: int) -> TargetFeatures:
+        return TargetFeatures(*(file.get_slice(name)[start : start + num_tokens] for name in TargetFeatures._fields))
+
+    def _chosen(self, indices: Sequence[int]) -> Self:
+        chosen = super()._chosen(indices)
+        chosen._places = [self._places[i] for i in indices]
+        return chosen
+
+
+class StreamedCorpus(Corpus):
+    """Documents whose features are computed when they are read."""
+
+    def __init__(self, answers: Sequence[Answer], target: Target) -> None:
+        super().__init__(answers)
+        self._target = target
+
+    def _features(self, indices: Sequence[int]) -> list[TargetFeatures]:
+        answers = [self.answers[i] for i in indices]
+        found = target_features(self._target, answers, batch_size=len(answers))
+        lengths = [len(answer.tokens) for answer in answers]
+        return [TargetFeatures(*parts) for parts in zip(*(tensor.split(lengths) for tensor in found), strict=True)]
+
+
+def _open_features(path: Path, num_tokens: int) -> Any:
+    """A memory-mapped file of features; raises ValueError unless it holds exactly those of `num_tokens` tokens."""
+    try:
+        file: Any = safe_open(path, framework="pt")
+        rows = [file.get_slice(name).get_shape()[0] for name in TargetFeatures._fields]
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path}: not the features of a shard ({error})") from None
+    if set(rows) != {num_tokens}:
+        raise ValueError(f"{path}: {rows[0]} rows for {num_tokens} tokens")
+    return file

@@ -1,0 +1,168 @@
+"""Loss of a draft's blocks (arXiv 2602.06036, section 4), over the whole vocabulary or a sample of it.
+
+The loss of a drafted position is the cross entropy with the answer's token, mixed with the cross entropy with the
+target's whole distribution there (`distill`). Positions are weighted by what they mean for the accepted length, since
+a late one counts only when all before it were right: by a fixed decay exp(-(offset - 1) / gamma), or by D-PACE
+(arXiv 2605.18810) from the draft's present confidences.
+
+With a large vocabulary the LM head is most of the cost on a CPU. A step may therefore score every frequent token and
+a fresh sample of the rest, which stands for all of them (sampled softmax).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from blockpilot.draft_training.batches import DraftBatch, at, draft_batch, drafted_positions
+from blockpilot.drafts.dflash import DraftModel
+
+GAMMA_PER_BLOCK_SIZE = 0.5  # gamma 4 at B=8; the paper has 7 at B=16
+DPACE_ALPHA = 0.5  # smoothing of the confidences, the paper's
+
+Weighting = Literal["decay", "dpace"]
+
+
+class Vocabulary(NamedTuple):
+    """LM head rows that a step scores: ids [K] ascending, and the correction [K] added to their logits."""
+
+    ids: Tensor
+    correction: Tensor
+
+
+@dataclass(frozen=True)
+class LossSums:
+    """Totals over blocks, to be divided once: loss and weight, right and counted drafted positions [B-1]."""
+
+    loss: Tensor
+    weight: Tensor
+    correct: Tensor
+    count: Tensor
+
+    def __add__(self, other: "LossSums") -> "LossSums":
+        return LossSums(*(a + b for a, b in zip(self.values(), other.values(), strict=True)))
+
+    def values(self) -> tuple[Tensor, ...]:
+        return self.loss, self.weight, self.correct, self.count
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks with at least one drafted position inside their document."""
+        return int(self.count[0])
+
+    def metrics(self, prefix: str) -> dict[str, float]:
+        """Mean loss by weight, and accuracy of every drafted position."""
+        accuracy = self.correct / self.count.clamp_min(1)
+        return {f"{prefix}_loss": float(self.loss / self.weight.clamp_min(1e-9))} | {
+            f"{prefix}_accuracy_{offset}": float(a) for offset, a in enumerate(accuracy, start=1)
+        }
+
+
+class Scores(NamedTuple):
+    """Loss and acceptance of the drafted blocks of a batch."""
+
+    loss: Tensor  # weighted mean over drafted positions, to minimise
+    sums: LossSums
+    num_accepted: Tensor  # [N, A]: drafted tokens up to the first that differs from the text
+
+
+class BlockLoss(nn.Module):
+    """Draft and loss as one module, so that a distributed wrapper sees a single forward pass.
+
+    `embedding` and `head` are the target's weights [vocab, hidden]. `distill` is the share of the loss that is taken
+    against the target's distribution instead of the answer's token.
+    """
+
+    embedding: Tensor
+    head: Tensor
+
+    def __init__(
+        self,
+        draft: DraftModel,
+        embedding: Tensor,
+        head: Tensor,
+        *,
+        weighting: Weighting = "decay",
+        distill: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.draft = draft
+        self.block_size = draft.options.block_size
+        self.weighting, self.distill = weighting, distill
+        self.register_buffer("embedding", embedding, persistent=False)
+        self.register_buffer("head", head, persistent=False)
+
+    def forward(self, batch: DraftBatch, vocabulary: Vocabulary | None = None) -> Scores:
+        """Draft the block at every anchor and compare it with the text."""
+        positions, inside = drafted_positions(batch, self.block_size)
+        labels = at(batch.tokens, positions)
+        hidden = draft_batch(self.draft, self.embedding, batch, self.block_size)[:, :, 1:]
+        logits = self._logits(hidden[inside], vocabulary).float()
+        targets = labels[inside] if vocabulary is None else torch.searchsorted(vocabulary.ids, labels[inside])
+        log_probs = logits.log_softmax(dim=-1)
+        losses = hard = -log_probs.gather(-1, targets[:, None])[:, 0]
+        if self.distill:
+            of_target = self._logits(at(batch.hidden, positions - 1)[inside], vocabulary).float()
+            wanted = of_target.softmax(dim=-1).mul_(self.distill)
+            wanted.scatter_add_(-1, targets[:, None], torch.full_like(wanted[:, :1], 1 - self.distill))
+            losses = -(wanted * log_probs).sum(dim=-1)
+        weights = self._weights(hard.detach(), inside)
+        weighted = (losses * weights[inside]).sum()
+        correct = torch.zeros_like(inside)
+        correct[inside] = logits.detach().argmax(dim=-1) == targets
+        sums = LossSums(
+            weighted.detach(), weights.sum(), correct.sum(dim=(0, 1)).double(), inside.sum(dim=(0, 1)).double()
+        )
+        return Scores(weighted / weights.sum(), sums, correct.cumprod(dim=-1).sum(dim=-1))
+
+    def _weights(self, losses: Tensor, inside: Tensor) -> Tensor:
+        """Loss weights [N, A, B-1], 0 outside; `losses` are those of the positions inside."""
+        if self.weighting == "dpace":
+            return dpace_weights(losses, inside)
+        offsets = torch.arange(self.block_size - 1, device=inside.device)
+        return torch.exp(-offsets / (GAMMA_PER_BLOCK_SIZE * self.block_size)) * inside
+
+    def _logits(self, hidden: Tensor, vocabulary: Vocabulary | None) -> Tensor:
+        if vocabulary is None:
+            return functional.linear(hidden, self.head.to(hidden.dtype))
+        logits = functional.linear(hidden, self.head[vocabulary.ids].to(hidden.dtype))
+        return logits + vocabulary.correction.to(logits.dtype)
+
+
+def dpace_weights(losses: Tensor, inside: Tensor) -> Tensor:
+    """D-PACE: the weight of drafted position j is the sum over k >= j of the product of smoothed confidences up to k.
+
+    losses [positions inside] are cross entropies with the answer's tokens. inside and the weights are [N, A, B-1].
+    """
+    confidence = torch.zeros(inside.shape, device=losses.device)
+    confidence[inside] = (1 - DPACE_ALPHA) * torch.exp(-losses) + DPACE_ALPHA
+    reached = confidence.cumprod(dim=-1)
+    return reached.flip(-1).cumsum(dim=-1).flip(-1) * inside
+
+
+def frequent_tokens(documents: Sequence[Sequence[int]], share: float = 0.9) -> Tensor:
+    """Ids, ascending, of the fewest tokens that make up `share` of the documents."""
+    ids, counts = torch.cat([torch.as_tensor(d) for d in documents]).long().unique(return_counts=True)
+    order = counts.argsort(descending=True, stable=True)
+    num_kept = int((counts[order].cumsum(0) < share * counts.sum()).sum()) + 1
+    kept: Tensor = ids[order[:num_kept]].sort().values
+    return kept
+
+
+def sample_vocabulary(
+    frequent: Tensor, labels: Tensor, vocab_size: int, num_sampled: int, generator: torch.Generator
+) -> Vocabulary:
+    """Frequent tokens and labels, and `num_sampled` others drawn at random, each corrected to stand for its share."""
+    certain = torch.cat([frequent, labels.flatten()]).unique()
+    others = torch.ones(vocab_size, dtype=torch.bool)
+    others[certain] = False
+    rest = others.nonzero()[:, 0]
+    sampled = rest[torch.randperm(len(rest), generator=generator)[:num_sampled]]
+    correction = torch.zeros(vocab_size)
+    correction[sampled] = math.log(len(rest) / max(1, len(sampled)))
+    ids = torch.cat([certain, sampled]).sort().values
+    return Vocabulary(ids, correction[ids])

@@ -1,0 +1,57 @@
+"""Initial weights of a draft, copied from its target: its last layers, its final norm, the deepest layer read."""
+
+import re
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from blockpilot.drafts.dflash import DraftModel
+
+
+@torch.no_grad()
+def start_from_target(draft: DraftModel, target: PreTrainedModel, text: Sequence[int]) -> int:
+    """Copy the target's last layers and final norm into the draft; returns the number of weights copied.
+
+    The fused context becomes the deepest layer that the draft reads, normed as the first copied layer norms it.
+    Weights whose name or shape differs stay as they are. Where the target has no query and key norms, the draft's are
+    set to the mean size of the target's queries and keys on `text` (token ids), which keeps the sharpness of its
+    attention.
+    """
+    first = int(target.config.num_hidden_layers) - draft.config.num_hidden_layers
+    source = {name.removeprefix("model."): value for name, value in target.state_dict().items()}
+    source["hidden_norm.weight"] = source[f"layers.{first}.input_layernorm.weight"]
+    sizes = _query_and_key_sizes(target, text, first)
+    copied = 0
+    for name, weight in draft.named_parameters():
+        of_target = re.sub(r"^layers\.(\d+)", lambda m: f"layers.{int(m[1]) + first}", name)
+        value = source.get(of_target)
+        if value is not None and value.shape == weight.shape:
+            weight.copy_(value)
+            copied += 1
+        elif of_target in sizes:
+            weight.fill_(sizes[of_target])
+    draft.fc.weight.zero_()
+    draft.fc.weight[:, -draft.config.hidden_size :].fill_diagonal_(1.0)
+    return copied
+
+
+def _query_and_key_sizes(target: PreTrainedModel, text: Sequence[int], first: int) -> dict[str, float]:
+    """Root mean square of a text's queries and keys in the layers from `first` on, by the name of the norm."""
+    sizes: dict[str, float] = {}
+
+    def measure(name: str, output: Tensor) -> None:
+        sizes[name] = float(output.float().square().mean().sqrt())
+
+    handles = [
+        layer.self_attn.get_submodule(f"{kind}_proj").register_forward_hook(
+            lambda _, __, output, name=f"layers.{i}.self_attn.{kind}_norm.weight": measure(name, output)
+        )
+        for i, layer in enumerate(target.model.layers[first:], start=first)
+        for kind in "qk"
+    ]
+    target.model(torch.tensor([text], device=target.device), use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return sizes

@@ -1,0 +1,41 @@
+"""The demo from end to end, by the command a user types, on the tiny random pair."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from blockpilot.prompts.files import load_prompts
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.ray
+def test_the_demo_learns_serves_and_checks_its_answers(tiny_pair_dirs: tuple[Path, Path], tmp_path: Path) -> None:
+    target, draft = tiny_pair_dirs
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("".join(f"say the number {i}\n" for i in range(30)))
+    arguments = f"""--target {target} --draft {draft} --prompts {prompts} --held-out 0.3 --num-training-prompts 8
+        --num-prompts 4 --candidates 2 4 --max-new-tokens 8 --output {tmp_path / "demo"}"""
+    command = [sys.executable, str(ROOT / "workflows" / "smollm2_135m.py"), *arguments.split()]
+    environment = {k: v for k, v in os.environ.items() if k not in ("MLFLOW_TRACKING_URI", "RAY_ADDRESS")}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    stages = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("--- ")]
+    assert stages == ["ray", "sweep", "train", "evaluate", "promote", "serve", "ask", "check"]
+    # Prompts that were measured had no part in the training.
+    train, held_out = (load_prompts(str(tmp_path / "demo" / f"{side}.jsonl")) for side in ("train", "held_out"))
+    assert len({p.text for p in train + held_out}) == len(train) + len(held_out) == 30
+    # The policy is a version of the target's model in a store of the demo's own.
+    [version] = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}").search_model_versions("name='blockpilot-target'")
+    assert version.version == "1" or version.version == 1
+    assert "promote: blockpilot-target version 1 is" in done.stdout
+    # Both answers came over HTTP and equal the target's own.
+    assert "(block_size: auto)" in done.stdout
+    assert "(block_size: 4)" in done.stdout
+    assert "Both served answers are bit for bit what the target writes one token at a time" in done.stdout
+    for stage in ("sweep", "policy", "evaluate", "serve"):
+        assert (tmp_path / "demo" / stage).is_dir(), stage

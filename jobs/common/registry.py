@@ -134,9 +134,6 @@ class Run:
         log = self._client.log_artifacts if Path(path).is_dir() else self._client.log_artifact
         log(self.id, str(path), folder)
 
-    def log_text(self, text: str, name: str) -> None:
-        self._client.log_text(self.id, text, name)
-
     def log_table(self, rows: Sequence[Mapping[str, Any]], name: str) -> None:
         """Rows with the same keys as a table that the MLflow UI shows; `name` ends in .json."""
         columns = list(rows[0]) if rows else []
@@ -293,10 +290,6 @@ class Registry:
             return source
         location: str = self._client.get_logged_model(source.removeprefix("models:/")).artifact_location
         return location
-
-    def download_champion(self, name: str, directory: str | Path) -> Path:
-        """`download` of the champion."""
-        return self.download(self.champion(name), directory)
 
 
 def _version(version: "ModelVersion") -> Version:

@@ -71,15 +71,11 @@ class EngineLoop:
     def healthy(self) -> bool:
         return self._thread.is_alive() and self._num_failures < MAX_FAILURES
 
-    def submit(self, request: Request) -> "Stream":
-        """Queue `request`; called on the event loop that reads its steps.
-
-        Raises ValueError for a request the engine cannot serve, QueueFullError, ClosedError.
-        """
-        return self.submit_all([request])[0]
-
     def submit_all(self, requests: Sequence[Request]) -> list["Stream"]:
-        """Queue all of them or, raising as `submit` does, none."""
+        """Queue all of them, or none; called on the event loop that reads their steps.
+
+        Raises ValueError for a request that the engine cannot serve, QueueFullError, ClosedError.
+        """
         for request in requests:
             self.engine.check(request)
         if len(self._open) + len(requests) > self.capacity:

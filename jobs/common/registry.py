@@ -100,7 +100,7 @@ class Version(NamedTuple):
         return HeldOut(**{name: float(value) for name, value in found.items() if value is not None})
 
 
-class Run:
+class RunRecord:
     """A run that is being recorded."""
 
     def __init__(self, client: "MlflowClient", run_id: str) -> None:
@@ -165,7 +165,7 @@ class Registry:
     # --- runs ---
 
     @contextmanager
-    def log_run(self, name: str, *, run_id: str | None = None, experiment: str = EXPERIMENT) -> Iterator[Run]:
+    def log_run(self, name: str, *, run_id: str | None = None, experiment: str = EXPERIMENT) -> Iterator[RunRecord]:
         """Record a run, or go on with `run_id`; it ends FINISHED, or FAILED by an exception."""
         if run_id is None:
             run_id = self._client.create_run(self._experiment_id(experiment), run_name=name).info.run_id
@@ -173,17 +173,17 @@ class Registry:
             with _clear_errors(f"run {run_id} in {self.uri}"):
                 self._client.update_run(run_id, status="RUNNING")
         try:
-            yield Run(self._client, run_id)
+            yield RunRecord(self._client, run_id)
         except BaseException:
             self._client.set_terminated(run_id, "FAILED")
             raise
         self._client.set_terminated(run_id, "FINISHED")
 
-    def run(self, run_id: str) -> Run:
+    def run(self, run_id: str) -> RunRecord:
         """An existing run, to log to from another process; its status is left alone."""
         with _clear_errors(f"run {run_id} in {self.uri}"):
             self._client.get_run(run_id)
-        return Run(self._client, run_id)
+        return RunRecord(self._client, run_id)
 
     def _experiment_id(self, name: str) -> str:
         from mlflow.exceptions import MlflowException

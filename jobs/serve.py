@@ -1,6 +1,6 @@
 """Serve pairs behind the OpenAI API: Ray Serve replicas of one engine each, block sizes chosen by a policy.
 
-One gateway speaks HTTP (gateway.py), each model has replicas of its own (decoder.py). A policy is a file beside the
+One gateway speaks HTTP (gateway.py), each model has replicas of its own (replica.py). A policy is a file beside the
 models: another one is loaded in place, and the models and the requests in flight stay. SIGTERM and Ctrl-C stop
 taking requests, finish those in flight, and leave.
 
@@ -8,7 +8,6 @@ On a cluster that serves for good, `--write-config serve.yaml` writes what `serv
 """
 
 import logging
-import os
 import signal
 import socket
 import threading
@@ -26,13 +25,14 @@ from rich.console import Console
 
 from blockpilot.pairs.table import target_slug
 from blockpilot.policy.store import load_policy
+from blockpilot.types import MAX_BLOCK_SIZE
 from jobs.common.cluster import actor_options, connect, num_threads
 from jobs.common.config import Config, PairConfig, Resources, main
 from jobs.common.registry import CHAMPION, Registry, model_name, tracking_uri
-from jobs.serving.api import API_KEY_VARIABLE, ApiKeys, Limits
+from jobs.serving.api import ApiKeys, Limits, environment_key
 from jobs.serving.champions import copy_of
 from jobs.serving.gateway import Gateway
-from jobs.serving.replica import MAX_BLOCK_SIZE, Decoder
+from jobs.serving.replica import Replica
 from jobs.serving.schema import RETRY_AFTER_S
 
 APP = "blockpilot"
@@ -62,6 +62,13 @@ class ModelConfig(Config):
     between tokens and cost throughput (LOG.md)."""
     max_queue: int = Field(default=64, ge=0)
     """Requests that wait at a replica for a slot; more are answered 429."""
+
+    @property
+    def policy_source(self) -> int | str:
+        """A block size, "champion", or the absolute directory of a policy."""
+        if self.policy.isdecimal():
+            return int(self.policy)
+        return self.policy if self.policy == CHAMPION else str(Path(self.policy).absolute())
 
 
 class ServeConfig(ModelConfig):
@@ -117,7 +124,7 @@ def build_app(args: ServeConfig) -> Application:
         )(serve.ingress()(Gateway))
         .options(name="gateway")
         .bind(
-            {name: _decoder(model, args) for name, model in zip(names, args.models, strict=True)},
+            {name: _replicas(model, args) for name, model in zip(names, args.models, strict=True)},
             dict(zip(slugs, names, strict=True)),
             keys,
             Limits(args.max_body_bytes, args.request_timeout_s),
@@ -125,7 +132,7 @@ def build_app(args: ServeConfig) -> Application:
     )
 
 
-def _decoder(model: ModelConfig, args: ServeConfig) -> Application:
+def _replicas(model: ModelConfig, args: ServeConfig) -> Application:
     resources, in_replica = model.resources, model.num_slots + model.max_queue
     replicas: dict[str, Any] = {"num_replicas": resources.num_actors}
     if model.max_replicas > resources.num_actors:
@@ -141,9 +148,9 @@ def _decoder(model: ModelConfig, args: ServeConfig) -> Application:
         graceful_shutdown_timeout_s=args.drain_s,
         max_constructor_retry_count=1,  # the same models and policy would fail again
         **replicas,
-    )(Decoder)
+    )(Replica)
     return deployment.bind(
-        model.pair,
+        model.pair.load,
         num_threads=num_threads(resources.num_cpus),
         num_slots=model.num_slots,
         max_length=model.max_length,
@@ -164,21 +171,21 @@ def _capacity(model: ModelConfig) -> int:
 
 
 def policy_config(model: ModelConfig, args: ServeConfig) -> dict[str, Any]:
-    """What a replica is told of its policy (Serve's user_config); a change of it is carried out in place."""
-    if model.policy == CHAMPION:
-        folder = str(args.output.absolute())
-        return {"policy": CHAMPION, "store": tracking_uri(), "follow_s": args.registry_every_s, "folder": folder}
-    return {"policy": int(model.policy) if model.policy.isdecimal() else str(Path(model.policy).absolute())}
+    """Serve's user_config of a replica: its policy. Serve carries a change of it out in place."""
+    found: dict[str, Any] = {"policy": model.policy_source}
+    if model.policy != CHAMPION:
+        return found
+    return found | {"store": tracking_uri(), "follow_s": args.registry_every_s, "folder": str(args.output.absolute())}
 
 
 def find_policy(model: ModelConfig, folder: Path) -> int | Path:
     """A block size, or the directory of a policy; ValueError if there is none or it is for other models."""
-    target, draft = model.pair.models
-    if model.policy.isdecimal():
-        if not 1 <= int(model.policy) <= MAX_BLOCK_SIZE:
-            raise ValueError(f"policy {model.policy}: a block size must be 1 to {MAX_BLOCK_SIZE}")
-        return int(model.policy)
-    directory = _champion(target, folder) if model.policy == CHAMPION else Path(model.policy).absolute()
+    (target, draft), source = model.pair.models, model.policy_source
+    if isinstance(source, int):
+        if not 1 <= source <= MAX_BLOCK_SIZE:
+            raise ValueError(f"policy {source}: a block size must be 1 to {MAX_BLOCK_SIZE}")
+        return source
+    directory = _champion(target, folder) if source == CHAMPION else Path(source)
     made_for = load_policy(directory).info.pair
     if (made_for.target, made_for.draft) != (target, draft):
         raise ValueError(
@@ -203,8 +210,8 @@ def _champion(target: str, folder: Path) -> Path:
 def api_keys(file: Path | None) -> ApiKeys:
     """The keys of a file, one a line, else of the environment; ValueError for a file without any."""
     if file is None:
-        key = os.environ.get(API_KEY_VARIABLE, "").strip()
-        return ApiKeys.of((key,) if key else ())
+        key = environment_key()
+        return ApiKeys.of(() if key is None else (key,))
     keys = tuple(line.strip() for line in file.read_text().splitlines() if line.strip())
     if not keys:
         raise ValueError(f"api_key_file {file}: has no key; one a line is needed")

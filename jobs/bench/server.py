@@ -12,7 +12,6 @@ so its tokens a second include the filling and the draining of the batch, alike 
 
 import asyncio
 import json
-import os
 import random
 import time
 from collections import deque
@@ -34,7 +33,7 @@ from blockpilot.types import Request, Sampling
 from jobs.bench.http_load import Clients, Received
 from jobs.common import figures
 from jobs.common.config import Config, PairConfig, main
-from jobs.serving.api import API_KEY_VARIABLE
+from jobs.serving.api import environment_key
 
 BARE = "bare:"
 
@@ -107,7 +106,7 @@ class Level(NamedTuple):
 
 async def measure(config: BenchServeConfig, prompts: Sequence[Prompt]) -> list[Level]:
     """All loads; prints how far it is."""
-    async with Clients(config.url, os.environ.get(API_KEY_VARIABLE), vanish=config.vanish) as clients:
+    async with Clients(config.url, environment_key(), vanish=config.vanish) as clients:
         model = config.model or await _first_model(clients, config.url)
         bench = _Bench(config, prompts, clients, model)
         closed = [await bench.level(f"{num} clients", num, None) for num in config.concurrency]

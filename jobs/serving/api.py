@@ -7,8 +7,9 @@ import asyncio
 import hashlib
 import hmac
 import json
+import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingRes
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from jobs.serving.schema import ApiError, Body, ChatRequest, CompletionRequest, parse, short
+from jobs.serving.schema import ApiError, Body, ChatRequest, CompletionRequest, Objects, parse, short
 
 STATUS_PATIENCE_S = 5.0
 GONE = 499  # what web servers log for a client that closed the connection
@@ -29,21 +30,17 @@ PLAYGROUND_HEADERS = {  # nothing from elsewhere, and in no other page
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline';"
     " connect-src 'self'; frame-ancestors 'none'"
 }
-API_KEY_VARIABLE = "BLOCKPILOT_API_KEY"
 T = TypeVar("T")
 
 
 class Model(Protocol):
-    """What the API serves under a name. Leaving a response early gives its rows back."""
+    """What the API serves under a name."""
 
-    async def whole(self, body: Body) -> dict[str, Any]:
-        """The response in one piece; raises ApiError."""
-
-    def chunks(self, body: Body) -> AsyncGenerator[dict[str, Any], None]:
-        """The objects of a streamed response; raises ApiError."""
+    def answer(self, body: Body) -> Objects:
+        """The objects of the response; leaving early frees its rows."""
 
     async def status(self) -> dict[str, Any]:
-        """What /health tells of it: a `status`, "ok" or what is wrong, and more; raises ApiError."""
+        """What /health says of it: a `status`, "ok" or what is wrong, and more; raises ApiError."""
 
 
 class Exchange(NamedTuple):
@@ -63,6 +60,11 @@ class Limits:
     max_body_bytes: int = 2**20
     timeout_s: float = 600.0
     """From its arrival to its last token; it may ask for less."""
+
+
+def environment_key() -> str | None:
+    """The key in BLOCKPILOT_API_KEY; None where there is none."""
+    return os.environ.get("BLOCKPILOT_API_KEY", "").strip() or None
 
 
 @dataclass(frozen=True)
@@ -116,12 +118,9 @@ class Api:
             watch.model, model = self.find(body.model)
             if body.timeout_s is not None and body.timeout_s < self.limits.timeout_s:
                 deadline = Deadline(body.timeout_s)
-            if not body.stream:
-                response: Response = JSONResponse(await _unless_gone(http, deadline.bound(model.whole(body))))
-                watch.over(200)
-                return response
-            chunks = model.chunks(body)
-            first = await _unless_gone(http, deadline.bound(anext(chunks)))  # fails with a status of its own
+            objects = model.answer(body)
+            work = _next(objects) if body.stream else _whole(objects)
+            first = await _unless_gone(http, deadline.bound(work))  # fails with a status of its own
         except ApiError as error:
             watch.over(error.status, error.code)
             raise
@@ -131,7 +130,10 @@ class Api:
         except Exception:
             watch.over(500)
             raise
-        return StreamingResponse(_events(first, chunks, deadline, watch), media_type="text/event-stream")
+        if body.stream:
+            return StreamingResponse(_events(first, objects, deadline, watch), media_type="text/event-stream")
+        watch.over(200)
+        return JSONResponse(first)
 
 
 class _Watch:
@@ -162,16 +164,33 @@ class Deadline:
             raise ApiError(504, message, "timeout_s", "deadline_exceeded") from None
 
 
+async def _next(objects: Objects) -> dict[str, Any] | None:
+    """The next object, None after the last one; raises the ApiError that comes in place of one."""
+    found = await anext(objects, None)
+    if isinstance(found, ApiError):
+        await objects.aclose()
+        raise found
+    return found
+
+
+async def _whole(objects: Objects) -> dict[str, Any] | None:
+    """The only object; what gave it is at its end, too."""
+    whole = await _next(objects)
+    await _next(objects)
+    return whole
+
+
 async def _events(
-    first: dict[str, Any], chunks: AsyncGenerator[dict[str, Any], None], deadline: Deadline, watch: _Watch
+    first: dict[str, Any] | None, chunks: Objects, deadline: Deadline, watch: _Watch
 ) -> AsyncIterator[str]:
     """Server-sent events: the chunks and [DONE]; or an error event."""
     status, code = GONE, None  # unless it comes to its end
     try:
         async with aclosing(chunks):
-            yield _event(first)
-            while (chunk := await deadline.bound(anext(chunks, None))) is not None:
+            chunk = first
+            while chunk is not None:
                 yield _event(chunk)
+                chunk = await deadline.bound(_next(chunks))
         status = 200
         yield "data: [DONE]\n\n"
     except ApiError as error:

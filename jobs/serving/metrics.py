@@ -1,10 +1,9 @@
 """What the server counts for Prometheus, through Ray: every node exports it on its metrics port.
 
-Serve adds the application, the deployment and the replica to each. `jobs/grafana.json` is a dashboard of them.
+Serve adds the application, the deployment and the replica to each. `grafana.json` is a dashboard of them.
 """
 
 import threading
-import time
 from collections import Counter as CountBy
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -39,7 +38,7 @@ class GatewayMetrics:
             self._seconds.observe(exchange.seconds, {"model": model})
 
 
-class DecoderMetrics:
+class ReplicaMetrics:
     """Of one replica: what its engine does, step by step and, in gauges, now.
 
     `policy` gives the version of the champion in use (0 for none) and whether it is kept for want of a better one.
@@ -67,7 +66,12 @@ class DecoderMetrics:
         self._step = of_model(Histogram("blockpilot_step_seconds", "Of a step of the whole batch.", STEP_S, own))
         self._first = of_model(Histogram("blockpilot_first_token_seconds", "Until the first token.", LATENCY_S, own))
         self._over = of_model(Counter("blockpilot_answers", "Requests that are over.", by_outcome))
+        self._leave = threading.Event()
         threading.Thread(target=self._keep_gauges, name="gauges", daemon=True).start()
+
+    def stop(self) -> None:
+        """Set no more gauges."""
+        self._leave.set()
 
     def on_step(self, steps: "Sequence[Step]", seconds: float) -> None:
         """A step of the engine, on its thread."""
@@ -87,7 +91,7 @@ class DecoderMetrics:
             self._first.observe(answered.first_token_s)
 
     def _keep_gauges(self) -> None:
-        """Ray exports a gauge once for each time that it is set."""
+        """Set them again and again: Ray exports a gauge once for each time that it is set."""
         while True:
             version, kept = self._policy()
             self._active.set(self._engine.num_active)
@@ -96,7 +100,8 @@ class DecoderMetrics:
             self._version.set(version)
             self._kept.set(int(kept))
             self._resting.set(int(self._engine.resting))
-            time.sleep(GAUGES_EVERY_S)
+            if self._leave.wait(GAUGES_EVERY_S):
+                return
 
 
 def _add(counter: Counter, amount: int) -> None:

@@ -6,7 +6,7 @@ nothing (such as best_of=1), are accepted. Extensions: `block_size`, `top_k` and
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -235,6 +235,8 @@ def _neutral(name: str, value: object) -> bool:
 
 
 Body = ChatRequest | CompletionRequest
+Objects = AsyncGenerator[dict[str, Any] | ApiError, None]
+"""The objects of a response: one, or the chunks of a stream. An ApiError, the last one, is why there are no more."""
 BodyT = TypeVar("BodyT", bound=GenerateRequest)
 
 

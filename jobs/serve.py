@@ -1,10 +1,10 @@
-"""Serve pairs behind the OpenAI API: Ray Serve replicas of one engine each, block sizes chosen by a policy.
+"""Server of the OpenAI API on Ray Serve: replicas of one engine each, block sizes chosen by a policy.
 
-One gateway speaks HTTP (gateway.py), each model has replicas of its own (replica.py). A policy is a file beside the
-models: another one is loaded in place, and the models and the requests in flight stay. SIGTERM and Ctrl-C stop
-taking requests, finish those in flight, and leave.
+One gateway speaks HTTP (gateway.py); each model has replicas of its own (replica.py). Another policy is loaded in
+place, and the models and the requests in flight stay. On SIGTERM and Ctrl-C the server takes no more requests,
+finishes those in flight, and exits.
 
-On a cluster that serves for good, `--write-config serve.yaml` writes what `serve deploy` takes.
+For a permanent cluster, `--write-config serve.yaml` writes the file that `serve deploy` takes.
 """
 
 import logging
@@ -36,30 +36,30 @@ from jobs.serving.replica import Replica
 from jobs.serving.schema import RETRY_AFTER_S
 
 APP = "blockpilot"
-# Requests that are answered without decoding them: /health, refusals, 429s.
+# Places for requests that are not decoded: /health, refusals, 429s.
 SPARE_REQUESTS = 32
 PORT_PATIENCE_S = 5
 
 
 class ModelConfig(Config):
-    """A pair to serve, with which policy, and how much at once."""
+    """One model to serve: its pair, policy, replicas and limits."""
 
     pair: PairConfig = PairConfig()
     policy: str = CHAMPION
-    """What picks the block size: "champion" of the registry, the directory of a policy, or one block size."""
+    """Source of block sizes: "champion" of the registry, the directory of a policy, or one block size."""
     resources: Resources = Resources()
-    """Of each replica; num_actors is the number of replicas, or the least of them where max_replicas is larger."""
+    """Of each replica; num_actors is the number of replicas, or the minimum where max_replicas is larger."""
     max_replicas: int = Field(default=1, ge=1)
-    """Replicas that are started as requests come in, and stopped, drained, when they are not needed."""
+    """Upper bound of autoscaling; an idle replica is drained and stopped."""
     num_slots: int = Field(default=8, ge=1)
     """Requests that a replica decodes together."""
     max_length: int | None = Field(default=None, ge=2)
     """Tokens of prompt and answer together; by default 2048, or the target's context if that is shorter."""
     max_new_tokens: int | None = Field(default=None, ge=1)
-    """Tokens of an answer at most; by default only the context limits it."""
+    """Limit of an answer's tokens; by default only the context limits it."""
     max_prefill_tokens: int = Field(default=256, ge=1)
-    """Prompt tokens of a step: a longer prompt takes several, and streams go on in between. Fewer make shorter gaps
-    between tokens and cost throughput (LOG.md)."""
+    """Prompt tokens in one step; a longer prompt takes several steps, and streams go on in between. A smaller number
+    shortens the gaps between tokens and costs throughput (LOG.md)."""
     max_queue: int = Field(default=64, ge=0)
     """Requests that wait at a replica for a slot; more are answered 429."""
 
@@ -72,7 +72,7 @@ class ModelConfig(Config):
 
 
 class ServeConfig(ModelConfig):
-    """What to serve, where, and to whom."""
+    """The server: its models, address, keys and limits."""
 
     others: Annotated[tuple[ModelConfig, ...], tyro.conf.Suppress] = ()
     """Further models, asked for by name; in Python or in the file of --write-config."""
@@ -80,24 +80,24 @@ class ServeConfig(ModelConfig):
     """Address to listen on; 0.0.0.0 for all interfaces."""
     port: int = Field(default=8000, ge=1, le=65535)
     api_key_file: Path | None = None
-    """Keys that clients may use, one a line. Without it the variable BLOCKPILOT_API_KEY; without that, no key."""
+    """File of accepted keys, one a line; by default the key in BLOCKPILOT_API_KEY, or none."""
     max_body_bytes: int = Field(default=2**20, ge=1)
-    """Of a request; a longer one is answered 413."""
+    """Size of a request's body; a larger one is answered 413."""
     request_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds from a request's arrival to its last token; it may ask for less (`timeout_s`)."""
     registry_every_s: float = Field(default=20.0, gt=0)
-    """How often the registry is asked for a new champion."""
+    """Seconds between two looks for a new champion in the registry."""
     metrics_port: int | None = Field(default=None, ge=1, le=65535)
     """Of the Prometheus metrics (on all interfaces), where this command starts Ray; a cluster has one of its own."""
     stream_interval_s: float = Field(default=0.05, ge=0)
-    """What a stream gets within this time after a chunk goes into the next one: each chunk costs the server about a
-    millisecond of a CPU, and a GPU steps faster than anybody reads. 0 for a chunk each step."""
+    """Least seconds between two chunks of a stream; 0 for a chunk each step. A chunk costs about a millisecond of
+    CPU."""
     drain_s: float = Field(default=120.0, ge=0)
     """Seconds that requests in flight have to finish when the server, or a replica, stops."""
     logs_prompts: bool = False
-    """Write the text of prompts into the log, too."""
+    """Log the text of prompts, too."""
     output: Path = Path("runs/serve")
-    """Where champions are copied to; replicas of other machines make their own."""
+    """Folder for copies of champions, on every machine with a replica."""
     write_config: Path | None = None
     """Write this file for `serve deploy` instead of serving."""
 
@@ -107,7 +107,7 @@ class ServeConfig(ModelConfig):
 
 
 def build_app(args: ServeConfig) -> Application:
-    """The Serve application; joins Ray. Raises ValueError for what cannot be served."""
+    """The Serve application; joins Ray. Raises ValueError for a model or a policy that cannot be served."""
     names = [model.pair.models[0] for model in args.models]
     slugs = [target_slug(name) for name in names]
     if len(set(slugs)) < len(slugs):
@@ -133,6 +133,7 @@ def build_app(args: ServeConfig) -> Application:
 
 
 def _replicas(model: ModelConfig, args: ServeConfig) -> Application:
+    """The deployment of one model."""
     resources, in_replica = model.resources, model.num_slots + model.max_queue
     replicas: dict[str, Any] = {"num_replicas": resources.num_actors}
     if model.max_replicas > resources.num_actors:
@@ -222,7 +223,7 @@ def api_keys(file: Path | None) -> ApiKeys:
 
 
 def deploy_config(config: ServeConfig) -> dict[str, Any]:
-    """What `serve deploy` takes; the policies stand apart, since a change of them there is carried out in place."""
+    """The file of `serve deploy`; policies are user_config, which Serve changes in place."""
     arguments = config.model_dump(
         mode="json", exclude={"host", "port", "metrics_port", "write_config"}, exclude_defaults=True
     )
@@ -267,7 +268,7 @@ def start(config: ServeConfig) -> str:
 
 
 def stop(drain_s: float = 120.0) -> None:
-    """Take no more requests, give those in flight `drain_s` seconds to finish, and remove the server."""
+    """Take no more requests, wait `drain_s` seconds for those in flight, and remove the server."""
     serve.delete(APP, _blocking=False)
     deadline = time.monotonic() + drain_s + 10
     while APP in serve.status().applications and time.monotonic() < deadline:
@@ -277,7 +278,7 @@ def stop(drain_s: float = 120.0) -> None:
 
 
 def _failure() -> str:
-    """The last line of what the replicas raised."""
+    """Last line of each error that the replicas raised."""
     app = serve.status().applications.get(APP)
     messages = [deployment.message for deployment in app.deployments.values()] if app else []
     lines = [message.strip().splitlines()[-1] for message in messages if message.strip()]
@@ -285,7 +286,7 @@ def _failure() -> str:
 
 
 def _wait_for_port(host: str, port: int) -> None:
-    """Raise ValueError unless the port is free or becomes so: a server that left may hold it a moment."""
+    """Wait for the port, which a server that exited may hold a moment; ValueError if it stays taken."""
     deadline = time.monotonic() + PORT_PATIENCE_S
     while error := _try_port(host, port):
         if time.monotonic() > deadline:
@@ -304,7 +305,7 @@ def _try_port(host: str, port: int) -> str | None:
 
 
 def run(config: ServeConfig) -> None:
-    """Serve until SIGTERM or Ctrl-C, or write what `serve deploy` takes."""
+    """Serve until SIGTERM or Ctrl-C, or write the file of `serve deploy`."""
     if config.write_config is not None:
         config.write_config.write_text(yaml.safe_dump(deploy_config(config), sort_keys=False))
         return

@@ -44,7 +44,7 @@ class ChampionWatch:
         threading.Thread(target=self._run, name="champion", daemon=True).start()
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop looking."""
         self._leave.set()
 
     def _run(self) -> None:
@@ -52,7 +52,7 @@ class ChampionWatch:
             self.look()
 
     def look(self) -> None:
-        """Put the champion to use if it is another one than before."""
+        """Put the champion to use if it has changed."""
         error = ""
         try:
             self._registry = self._registry or Registry.open(self._store)
@@ -69,7 +69,7 @@ class ChampionWatch:
         self.error = error
 
     def use_last_copy(self) -> bool:
-        """Put the latest champion to use that was copied before, for want of the registry; False if none fits."""
+        """Put the latest copied champion to use, without the registry; False if none can be used."""
         for directory in sorted(self._folder.glob(f"{self.name}-*-*"), key=_number, reverse=True):
             try:
                 self._use(directory, _number(directory))
@@ -81,7 +81,7 @@ class ChampionWatch:
 
 
 def copy_of(registry: Registry, version: Version, folder: Path) -> Path:
-    """A version's files in a directory of their own below `folder`; copied once."""
+    """Directory of a version's files below `folder`; copied on the first call."""
     directory = folder.absolute() / f"{version.name}-{(version.run_id or 'none')[:8]}-{version.number}"
     directory.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{directory}.lock"):  # replicas of one machine may share the folder

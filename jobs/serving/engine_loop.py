@@ -1,8 +1,7 @@
-"""One engine in a thread of its own, shared by any number of asynchronous requests.
+"""Engine loop: one engine on a thread of its own, shared by any number of asynchronous requests.
 
-The thread alone touches the engine. Event loops hand it work to do between steps (add, cancel, swap the
-policy) and get a request's steps through an asyncio queue, so requests join and leave the batch between any
-two steps while the event loops stay free.
+Only that thread touches the engine. Event loops queue work for it (add, cancel, swap the policy), which it does
+between two steps, and receive the steps of a request through an asyncio queue.
 """
 
 import asyncio
@@ -19,7 +18,7 @@ from blockpilot.control.price import StepCosts
 from blockpilot.engine.engine import Engine
 from blockpilot.types import Policy, Request, Step
 
-MAX_FAILURES = 3  # steps in a row that raise; then the engine is taken to be broken
+MAX_FAILURES = 3  # steps in a row that raise; after them the loop is unhealthy
 log = logging.getLogger(__name__)
 
 
@@ -36,9 +35,9 @@ class ClosedError(Exception):
 
 
 class EngineLoop:
-    """Runs `engine` until `close`. At most num_slots + max_queue requests are in flight.
+    """Steps `engine` until `close`. At most num_slots + max_queue requests are in flight.
 
-    `on_step` is told of every step and its seconds, on the engine's thread.
+    `on_step` is called with the results and the seconds of every step, on the engine's thread.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class EngineLoop:
 
     @property
     def num_in_flight(self) -> int:
-        """Requests submitted and neither finished nor given up."""
+        """Requests submitted and neither finished nor cancelled."""
         return len(self._open)
 
     @property
@@ -90,9 +89,9 @@ class EngineLoop:
         return streams
 
     def set_policy(self, policy: Policy | None, costs: StepCosts | None = None) -> None:
-        """Use `policy` for the requests that are prefilled from the next step on, and `costs` from that step on.
+        """Use `policy` for requests that are prefilled from the next step on, and `costs` from that step on.
 
-        Costs are corrected by what steps take here.
+        Costs are corrected by the seconds of the engine's own steps.
         """
         self._work.put(lambda: self._set_policy(policy, costs))
 
@@ -122,7 +121,7 @@ class EngineLoop:
                 stream._put(ClosedError("the server is shutting down"))
 
     def _advance(self) -> None:
-        """Do the work that is waiting (with an idle engine, wait for some), then one step."""
+        """Do the queued work, then one step; with an idle engine, wait for work."""
         try:
             if self.engine.idle:
                 self._work.get()()
@@ -154,7 +153,7 @@ class EngineLoop:
 
     def _deliver(self, step: Step) -> None:
         stream = self._in_engine.get(step.request_id)
-        if stream is None:  # given up a moment ago
+        if stream is None:  # cancelled a moment ago
             return
         if step.finish_reason is not None:
             del self._in_engine[step.request_id]
@@ -169,7 +168,7 @@ class EngineLoop:
 
 
 class Stream:
-    """The steps of one request, as they come; leaving the `with` block before the last one cancels it.
+    """Asynchronous iterator of one request's steps; leaving the `with` block before the last one cancels it.
 
     Iterating raises EngineError if the engine fails, and ClosedError if the loop is closed first.
     """
@@ -177,7 +176,7 @@ class Stream:
     def __init__(self, owner: EngineLoop, request: Request) -> None:
         self.request = request
         self._owner = owner
-        self.closed = False  # finished, failed or given up
+        self.closed = False  # finished, failed or cancelled
         self._event_loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Step | Exception] = asyncio.Queue()
         self._request_id = -1  # until the engine has it
@@ -205,13 +204,13 @@ class Stream:
         return event
 
     def close(self) -> None:
-        """Give the request up, wherever it is; its slot is free before the engine's next step."""
+        """Cancel the request, wherever it is; its slot is free before the engine's next step."""
         if not self.closed:
             self.closed = True
             self._owner._release(self)
 
     def _put(self, event: Step | Exception) -> bool:
-        """Send from the engine's thread; False if nobody can receive any more."""
+        """Send from the engine's thread; False if the event loop is closed."""
         try:
             self._event_loop.call_soon_threadsafe(self._events.put_nowait, event)
         except RuntimeError:  # the event loop is closed

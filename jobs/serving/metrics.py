@@ -1,6 +1,6 @@
-"""What the server counts for Prometheus, through Ray: every node exports it on its metrics port.
+"""Prometheus metrics, through Ray: every node exports them on its metrics port.
 
-Serve adds the application, the deployment and the replica to each. `grafana.json` is a dashboard of them.
+Serve adds the labels application, deployment and replica. `grafana.json` is a dashboard of them.
 """
 
 import threading
@@ -24,7 +24,7 @@ LATENCY_S = [0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 600.0]
 
 
 class GatewayMetrics:
-    """Of the HTTP side: requests by model, path and status, and how long they took."""
+    """Metrics of the gateway: requests by model, path and status, and their seconds."""
 
     def __init__(self) -> None:
         labels: Any = ("model", "path", "status")  # Serve declares a tuple of one
@@ -39,9 +39,9 @@ class GatewayMetrics:
 
 
 class ReplicaMetrics:
-    """Of one replica: what its engine does, step by step and, in gauges, now.
+    """Metrics of one replica: counters and histograms of its steps and answers, gauges of its state.
 
-    `policy` gives the version of the champion in use (0 for none) and whether it is kept for want of a better one.
+    `policy` gives the version of the champion in use, 0 for none, and whether the registry's could not be used.
     """
 
     def __init__(self, engine: "Engine", policy: Callable[[], tuple[int, bool]]) -> None:
@@ -70,11 +70,11 @@ class ReplicaMetrics:
         threading.Thread(target=self._keep_gauges, name="gauges", daemon=True).start()
 
     def stop(self) -> None:
-        """Set no more gauges."""
+        """Stop setting the gauges."""
         self._leave.set()
 
     def on_step(self, steps: "Sequence[Step]", seconds: float) -> None:
-        """A step of the engine, on its thread."""
+        """Count a step of the engine; called on its thread."""
         self._step.observe(seconds)
         blocks = [step for step in steps if step.block_size]
         _add(self._tokens, sum(len(step.tokens) for step in steps))
@@ -84,7 +84,7 @@ class ReplicaMetrics:
             self._blocks.inc(num, {"block_size": str(size)})
 
     def on_answer(self, answered: "Answered") -> None:
-        """A request that is over."""
+        """Count a request that is over."""
         self._over.inc(1, {"outcome": answered.outcome})
         _add(self._prompts, answered.num_prompt_tokens)
         if answered.first_token_s is not None:
@@ -105,6 +105,6 @@ class ReplicaMetrics:
 
 
 def _add(counter: Counter, amount: int) -> None:
-    """Counters refuse to add nothing."""
+    """Ray's counters refuse to add 0."""
     if amount:
         counter.inc(amount)

@@ -1,7 +1,7 @@
-"""A replica of the server: one pair, one engine, and the policy that chooses its block sizes.
+"""Replica of the server: one pair, one engine, and the policy that chooses its block sizes.
 
-The policy is a small file beside the models. Another one is put to use in place, by Serve's `user_config` or because
-the registry has a new champion; the models, and the requests in flight, stay.
+The policy is a small file beside the models. Serve's `user_config`, or a new champion of the registry, replaces it in
+place; the models and the requests in flight stay.
 """
 
 import asyncio
@@ -44,11 +44,12 @@ log = logging.getLogger("ray.serve.blockpilot")  # Serve adds the id of the requ
 
 
 class Replica:
-    """What Serve runs: an engine loop over the pair that `load` gives, which answers bodies by a policy.
+    """Server of one pair, which `load` gives: an engine loop that answers bodies, and its policy.
 
-    num_threads: torch's, of this process. num_slots: requests decoded together. max_length: tokens of prompt and
-    answer. max_new_tokens: of an answer, where the context leaves room for more. stream_interval_s: the least time
-    between two chunks of a stream. Raises ValueError where the caches do not fit into memory.
+    Serve runs this class. num_threads are torch's, of this process; num_slots are requests decoded together;
+    max_length is in tokens of prompt and answer; max_new_tokens limits an answer where the context leaves room for
+    more; stream_interval_s is the least time between two chunks of a stream. Raises ValueError where the caches do
+    not fit into memory.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class Replica:
             yield _api_error(error)
 
     async def status(self) -> dict[str, Any]:
-        """What /health says of the model."""
+        """The model's entry in /health."""
         loop, engine, policy = self.loop, self.loop.engine, self.loop.engine.policy
         followed = {} if self.watch is None else {"follows": self.watch.name, "error": self.watch.error or None}
         return {
@@ -294,7 +295,7 @@ def check_memory(pair: Pair, num_slots: int, max_length: int) -> None:
 
 
 def _free_bytes(device: torch.device) -> int | None:
-    """Of a GPU, or of a machine that tells as Linux does; None where it is not known."""
+    """Free memory of a GPU, or of a Linux machine; None where it is not known."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     if not MEMORY_FILE.exists():

@@ -1,4 +1,4 @@
-"""Talking to the API in tests: the app over an engine loop, its objects, and requests whose client may vanish."""
+"""API helpers: a replica in this process, the app over it, its objects, and requests whose client may vanish."""
 
 import asyncio
 import json

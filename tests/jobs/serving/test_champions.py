@@ -97,7 +97,7 @@ def test_a_new_champion_is_used_for_new_requests_and_changes_no_text(
     assert answers[0]["usage"]["completion_tokens"] > 100  # type: ignore[index]
 
 
-def test_it_looks_by_itself(replica: Replica, registry: Registry, tiny_pair: Pair, tmp_path: Path) -> None:
+def test_the_watch_polls_the_registry(replica: Replica, registry: Registry, tiny_pair: Pair, tmp_path: Path) -> None:
     crown(registry, tmp_path, tiny_pair.id, tiny_pair.id.target, (3,))
     replica.reconfigure(following(registry, tmp_path / "copies") | {"follow_s": 0.05})
     second = crown(registry, tmp_path, tiny_pair.id, tiny_pair.id.target, (5,))
@@ -178,7 +178,7 @@ def test_broken_engine_fails_the_health_check(replica: Replica) -> None:
         replica.check_health()
 
 
-def test_what_is_refused_comes_back_as_a_value(replica: Replica) -> None:
+def test_a_replica_yields_refusals_as_values(replica: Replica) -> None:
     """Serve takes what a replica raises for a failure."""
     body = parse(ChatRequest, json.dumps(CHAT | {"max_tokens": 10_000}).encode())
 
@@ -201,7 +201,7 @@ def test_caches_that_do_not_fit_are_refused_with_their_size(tiny_pair: Pair) -> 
         check_memory(tiny_pair, 100_000_000, 1000)
 
 
-def test_a_policy_by_name_ends_the_watch(
+def test_another_policy_source_ends_the_watch(
     replica: Replica, registry: Registry, tiny_pair: Pair, tmp_path: Path
 ) -> None:
     crown(registry, tmp_path, tiny_pair.id, tiny_pair.id.target, (3,))

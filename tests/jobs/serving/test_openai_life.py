@@ -115,7 +115,7 @@ def test_engine_failure_is_500_for_those_in_flight_and_the_loop_goes_on(replica:
     assert replica.loop.healthy
 
 
-def test_an_engine_that_fails_every_time_is_reported(replica: Replica) -> None:
+def test_repeated_engine_failures_make_health_fail(replica: Replica) -> None:
     replica.loop.set_policy(failing_policy)
     with client_of(replica) as client:
         for _ in range(MAX_FAILURES):
@@ -140,7 +140,7 @@ def test_closing_ends_requests_with_503(replica: Replica) -> None:
     asyncio.run(scene())
 
 
-def test_a_request_given_up_at_once_leaves_nothing_behind(replica: Replica) -> None:
+def test_a_request_cancelled_at_once_leaves_no_row(replica: Replica) -> None:
     app = app_of(replica)
 
     async def scene() -> None:
@@ -160,8 +160,8 @@ def test_negative_queue_is_refused(tiny_pair: Pair) -> None:
 
 
 def test_a_request_has_until_its_deadline_and_then_frees_its_row(replica: Replica) -> None:
-    told: list[Exchange] = []
-    app = app_of(replica, on_exchange=told.append)
+    reported: list[Exchange] = []
+    app = app_of(replica, on_exchange=reported.append)
 
     async def scene() -> None:
         plain = HttpCall(app, COMPLETIONS, LONG | {"timeout_s": 0.1})
@@ -180,10 +180,10 @@ def test_a_request_has_until_its_deadline_and_then_frees_its_row(replica: Replic
         assert stays.status == 200
 
     asyncio.run(scene())
-    assert sorted(exchange.status for exchange in told) == [200, 504, 504]
+    assert sorted(exchange.status for exchange in reported) == [200, 504, 504]
 
 
-def test_no_request_has_longer_than_the_server_allows(replica: Replica) -> None:
+def test_the_servers_timeout_caps_the_requests(replica: Replica) -> None:
     app = app_of(replica, limits=Limits(timeout_s=0.1))
 
     async def scene() -> None:
@@ -212,9 +212,9 @@ def test_a_request_that_waits_for_a_slot_has_a_deadline_too(tiny_pair: Pair) -> 
         asyncio.run(scene())
 
 
-def test_every_exchange_is_told_of_once_with_how_it_ended(replica: Replica) -> None:
-    told: list[Exchange] = []
-    app = app_of(replica, on_exchange=told.append)
+def test_every_exchange_is_reported_once_with_its_status(replica: Replica) -> None:
+    reported: list[Exchange] = []
+    app = app_of(replica, on_exchange=reported.append)
 
     async def scene() -> None:
         whole = HttpCall(app, COMPLETIONS, LONG | {"max_tokens": 5})
@@ -229,8 +229,8 @@ def test_every_exchange_is_told_of_once_with_how_it_ended(replica: Replica) -> N
         await idle(replica)
 
     asyncio.run(scene())
-    assert sorted(exchange.status for exchange in told) == [200, 200, 400, 404, GONE, GONE]
-    assert {exchange.path for exchange in told} == {COMPLETIONS}
+    assert sorted(exchange.status for exchange in reported) == [200, 200, 400, 404, GONE, GONE]
+    assert {exchange.path for exchange in reported} == {COMPLETIONS}
     model = replica.loop.engine.pair.id.target
-    assert {exchange.model for exchange in told if exchange.status in (200, GONE)} == {model}
-    assert all(exchange.seconds >= 0 for exchange in told)
+    assert {exchange.model for exchange in reported if exchange.status in (200, GONE)} == {model}
+    assert all(exchange.seconds >= 0 for exchange in reported)

@@ -1,4 +1,4 @@
-"""Who may ask, how much, and of which model; and the steps that a stream can show."""
+"""API keys, size limits, models by name, steps in a stream, and the log of answers."""
 
 import logging
 from collections.abc import Iterator
@@ -73,7 +73,7 @@ def test_each_key_opens_and_health_and_the_page_need_none(replica: Replica) -> N
         assert client.get("/").status_code == 200
 
 
-def test_keys_are_not_kept() -> None:
+def test_keys_are_kept_as_digests_only() -> None:
     assert "first-key" not in repr(ApiKeys.of(("first-key",)))
 
 
@@ -90,7 +90,7 @@ def test_a_body_beyond_the_limit_is_refused(replica: Replica) -> None:
         assert client.post(COMPLETIONS, content=exact).status_code == 200
 
 
-def test_answers_are_no_longer_than_the_server_gives(tiny_pair: Pair) -> None:
+def test_max_new_tokens_limits_answers(tiny_pair: Pair) -> None:
     with replica_of(tiny_pair, max_length=300, max_new_tokens=30) as replica, client_of(replica) as client:
         refused = client.post(CHAT, json={"model": "target", "messages": QUESTION, "max_tokens": 31})
         assert refused.status_code == 400
@@ -215,7 +215,7 @@ def test_what_is_logged_has_ids_and_counts_but_no_text_unless_asked(
     assert ("secret" in repr([vars(record) for record in caplog.records])) is logs_prompts
 
 
-def test_the_page_asks_nobody_else(replica: Replica) -> None:
+def test_the_playground_loads_nothing_from_other_hosts(replica: Replica) -> None:
     with client_of(replica) as client:
         page = client.get("/")
     assert page.headers["content-type"].startswith("text/html")

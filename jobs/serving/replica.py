@@ -10,7 +10,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +39,8 @@ from jobs.serving.schema import ApiError, Body, ChatRequest, Objects
 DEFAULT_MAX_LENGTH = 2048
 MEMORY_FILE = Path("/proc/meminfo")
 SWITCH_INTERVAL_S = 0.0002  # the engine's thread takes the interpreter back that soon; Python's own are 5 ms
-COSTS_CONTEXT, COSTS_STEPS = 256, 3  # of step costs that are measured at the start
+COSTS_CONTEXT, COSTS_STEPS = 256, 3  # of step costs that are measured at the start, for a policy's candidates
+GRID_CONTEXT, GRID_STEPS = 64, 2  # and for policies that may follow: coarse, so that the start stays quick
 log = logging.getLogger("ray.serve.blockpilot")  # Serve adds the id of the request
 
 
@@ -217,7 +218,7 @@ class Replica:
     def _use(self, policy: int | str | Path, version: int = 0) -> None:
         """Put a policy to use; called on the thread that watches the registry, too."""
         if isinstance(policy, int):
-            self._costs = self._costs or self._measure(_grid(self.pair.block_size))
+            self._costs = self._costs or self._measure()
             self.loop.set_policy(FixedPolicy(policy))
             self._policy = {"name": f"block size {policy}", "version": None}
             return
@@ -233,7 +234,7 @@ class Replica:
         """
         sizes, num_slots = tuple(policy.candidates), self.loop.engine.num_slots
         own = policy.costs if policy.costs and hold_here(policy.costs, self.pair, sizes, num_slots) else None
-        self._costs = self._costs or own or self._measure(sizes)
+        self._costs = self._costs or own or self._measure(sizes if policy.costs else ())
         if policy.costs is None:
             return None
         if own is None and not self._costs.cover(sizes, num_slots):
@@ -244,15 +245,16 @@ class Replica:
             )
         return own or self._costs
 
-    def _measure(self, block_sizes: tuple[int, ...]) -> StepCosts:
-        """Step costs of this device. Only at the start: beside requests, timing would slow them and be wrong."""
-        num_slots = self.loop.engine.num_slots
-        return measured_up_to(self.pair, block_sizes, num_slots, COSTS_CONTEXT, num_steps=COSTS_STEPS)
+    def _measure(self, candidates: Sequence[int] = ()) -> StepCosts:
+        """Step costs of this device for a policy's candidates, by default for 1, 2, 4, ... up to the draft's size.
 
-
-def _grid(largest: int) -> tuple[int, ...]:
-    """1, 2, 4, ... up to `largest`: block sizes to know the costs of where no policy names its own."""
-    return tuple(sorted({min(2**i, largest) for i in range(largest.bit_length() + 1)}))
+        Only for the start: beside requests, timing would slow them and be wrong.
+        """
+        num_slots, largest = self.loop.engine.num_slots, self.pair.block_size
+        if candidates:
+            return measured_up_to(self.pair, candidates, num_slots, COSTS_CONTEXT, num_steps=COSTS_STEPS)
+        grid = sorted({min(2**i, largest) for i in range(largest.bit_length() + 1)})
+        return measured_up_to(self.pair, grid, num_slots, GRID_CONTEXT, num_steps=GRID_STEPS)
 
 
 def _encode(body: Body, pair: Pair) -> tuple[int, ...]:

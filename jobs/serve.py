@@ -1,14 +1,13 @@
-"""Serve pairs behind the OpenAI API: Ray Serve replicas of one engine each, block sizes chosen by a policy.
+"""Server of the OpenAI API on Ray Serve: replicas of one engine each, block sizes chosen by a policy.
 
-One gateway speaks HTTP (gateway.py), each model has replicas of its own (decoder.py). A policy is a file beside the
-models: another one is loaded in place, and the models and the requests in flight stay. SIGTERM and Ctrl-C stop
-taking requests, finish those in flight, and leave.
+One gateway speaks HTTP (gateway.py); each model has replicas of its own (replica.py). Another policy is loaded in
+place, and the models and the requests in flight stay. On SIGTERM and Ctrl-C the server takes no more requests,
+finishes those in flight, and exits.
 
-On a cluster that serves for good, `--write-config serve.yaml` writes what `serve deploy` takes.
+For a permanent cluster, `--write-config serve.yaml` writes the file that `serve deploy` takes.
 """
 
 import logging
-import os
 import signal
 import socket
 import threading
@@ -30,43 +29,50 @@ from blockpilot.types import MAX_BLOCK_SIZE
 from jobs.common.cluster import actor_options, connect, num_threads
 from jobs.common.config import Config, PairConfig, Resources, main
 from jobs.common.registry import CHAMPION, Registry, model_name, tracking_uri
-from jobs.serving.api import API_KEY_VARIABLE, ApiKeys, Limits
+from jobs.serving.api import ApiKeys, Limits, environment_key
 from jobs.serving.champions import copy_of
 from jobs.serving.gateway import Gateway
-from jobs.serving.replica import Decoder
+from jobs.serving.replica import Replica
 from jobs.serving.schema import RETRY_AFTER_S
 
 APP = "blockpilot"
-# Requests that are answered without decoding them: /health, refusals, 429s.
+# Places for requests that are not decoded: /health, refusals, 429s.
 SPARE_REQUESTS = 32
 PORT_PATIENCE_S = 5
 
 
 class ModelConfig(Config):
-    """A pair to serve, with which policy, and how much at once."""
+    """One model to serve: its pair, policy, replicas and limits."""
 
     pair: PairConfig = PairConfig()
     policy: str = CHAMPION
-    """What picks the block size: "champion" of the registry, the directory of a policy, or one block size."""
+    """Source of block sizes: "champion" of the registry, the directory of a policy, or one block size."""
     resources: Resources = Resources()
-    """Of each replica; num_actors is the number of replicas, or the least of them where max_replicas is larger."""
+    """Of each replica; num_actors is the number of replicas, or the minimum where max_replicas is larger."""
     max_replicas: int = Field(default=1, ge=1)
-    """Replicas that are started as requests come in, and stopped, drained, when they are not needed."""
+    """Upper bound of autoscaling; an idle replica is drained and stopped."""
     num_slots: int = Field(default=8, ge=1)
     """Requests that a replica decodes together."""
     max_length: int | None = Field(default=None, ge=2)
     """Tokens of prompt and answer together; by default 2048, or the target's context if that is shorter."""
     max_new_tokens: int | None = Field(default=None, ge=1)
-    """Tokens of an answer at most; by default only the context limits it."""
+    """Limit of an answer's tokens; by default only the context limits it."""
     max_prefill_tokens: int = Field(default=256, ge=1)
-    """Prompt tokens of a step: a longer prompt takes several, and streams go on in between. Fewer make shorter gaps
-    between tokens and cost throughput (LOG.md)."""
+    """Prompt tokens in one step; a longer prompt takes several steps, and streams go on in between. A smaller number
+    shortens the gaps between tokens and costs throughput (LOG.md)."""
     max_queue: int = Field(default=64, ge=0)
     """Requests that wait at a replica for a slot; more are answered 429."""
 
+    @property
+    def policy_source(self) -> int | str:
+        """A block size, "champion", or the absolute directory of a policy."""
+        if self.policy.isdecimal():
+            return int(self.policy)
+        return self.policy if self.policy == CHAMPION else str(Path(self.policy).absolute())
+
 
 class ServeConfig(ModelConfig):
-    """What to serve, where, and to whom."""
+    """The server: its models, address, keys and limits."""
 
     others: Annotated[tuple[ModelConfig, ...], tyro.conf.Suppress] = ()
     """Further models, asked for by name; in Python or in the file of --write-config."""
@@ -74,24 +80,24 @@ class ServeConfig(ModelConfig):
     """Address to listen on; 0.0.0.0 for all interfaces."""
     port: int = Field(default=8000, ge=1, le=65535)
     api_key_file: Path | None = None
-    """Keys that clients may use, one a line. Without it the variable BLOCKPILOT_API_KEY; without that, no key."""
+    """File of accepted keys, one a line; by default the key in BLOCKPILOT_API_KEY, or none."""
     max_body_bytes: int = Field(default=2**20, ge=1)
-    """Of a request; a longer one is answered 413."""
+    """Size of a request's body; a larger one is answered 413."""
     request_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds from a request's arrival to its last token; it may ask for less (`timeout_s`)."""
     registry_every_s: float = Field(default=20.0, gt=0)
-    """How often the registry is asked for a new champion."""
+    """Seconds between two looks for a new champion in the registry."""
     metrics_port: int | None = Field(default=None, ge=1, le=65535)
     """Of the Prometheus metrics (on all interfaces), where this command starts Ray; a cluster has one of its own."""
     stream_interval_s: float = Field(default=0.05, ge=0)
-    """What a stream gets within this time after a chunk goes into the next one: each chunk costs the server about a
-    millisecond of a CPU, and a GPU steps faster than anybody reads. 0 for a chunk each step."""
+    """Least seconds between two chunks of a stream; 0 for a chunk each step. A chunk costs about a millisecond of
+    CPU."""
     drain_s: float = Field(default=120.0, ge=0)
     """Seconds that requests in flight have to finish when the server, or a replica, stops."""
     logs_prompts: bool = False
-    """Write the text of prompts into the log, too."""
+    """Log the text of prompts, too."""
     output: Path = Path("runs/serve")
-    """Where champions are copied to; replicas of other machines make their own."""
+    """Folder for copies of champions, on every machine with a replica."""
     write_config: Path | None = None
     """Write this file for `serve deploy` instead of serving."""
 
@@ -101,7 +107,7 @@ class ServeConfig(ModelConfig):
 
 
 def build_app(args: ServeConfig) -> Application:
-    """The Serve application; joins Ray. Raises ValueError for what cannot be served."""
+    """The Serve application; joins Ray. Raises ValueError for a model or a policy that cannot be served."""
     names = [model.pair.models[0] for model in args.models]
     slugs = [target_slug(name) for name in names]
     if len(set(slugs)) < len(slugs):
@@ -118,7 +124,7 @@ def build_app(args: ServeConfig) -> Application:
         )(serve.ingress()(Gateway))
         .options(name="gateway")
         .bind(
-            {name: _decoder(model, args) for name, model in zip(names, args.models, strict=True)},
+            {name: _replicas(model, args) for name, model in zip(names, args.models, strict=True)},
             dict(zip(slugs, names, strict=True)),
             keys,
             Limits(args.max_body_bytes, args.request_timeout_s),
@@ -126,7 +132,8 @@ def build_app(args: ServeConfig) -> Application:
     )
 
 
-def _decoder(model: ModelConfig, args: ServeConfig) -> Application:
+def _replicas(model: ModelConfig, args: ServeConfig) -> Application:
+    """The deployment of one model."""
     resources, in_replica = model.resources, model.num_slots + model.max_queue
     replicas: dict[str, Any] = {"num_replicas": resources.num_actors}
     if model.max_replicas > resources.num_actors:
@@ -142,9 +149,9 @@ def _decoder(model: ModelConfig, args: ServeConfig) -> Application:
         graceful_shutdown_timeout_s=args.drain_s,
         max_constructor_retry_count=1,  # the same models and policy would fail again
         **replicas,
-    )(Decoder)
+    )(Replica)
     return deployment.bind(
-        model.pair,
+        model.pair.load,
         num_threads=num_threads(resources.num_cpus),
         num_slots=model.num_slots,
         max_length=model.max_length,
@@ -165,20 +172,21 @@ def _capacity(model: ModelConfig) -> int:
 
 
 def policy_config(model: ModelConfig, args: ServeConfig) -> dict[str, Any]:
-    """What a replica is told of its policy (Serve's user_config); a change of it is carried out in place."""
-    if model.policy == CHAMPION:
-        folder = str(args.output.absolute())
-        return {"policy": CHAMPION, "store": tracking_uri(), "follow_s": args.registry_every_s, "folder": folder}
-    return {"policy": int(model.policy) if model.policy.isdecimal() else str(Path(model.policy).absolute())}
+    """Serve's user_config of a replica: its policy. Serve carries a change of it out in place."""
+    found: dict[str, Any] = {"policy": model.policy_source}
+    if model.policy != CHAMPION:
+        return found
+    return found | {"store": tracking_uri(), "follow_s": args.registry_every_s, "folder": str(args.output.absolute())}
 
 
 def find_policy(model: ModelConfig, folder: Path) -> int | Path:
     """A block size, or the directory of a policy; ValueError if there is none or it is for other models."""
-    if model.policy.isdecimal():
-        if not 1 <= int(model.policy) <= MAX_BLOCK_SIZE:
-            raise ValueError(f"policy {model.policy}: a block size must be 1 to {MAX_BLOCK_SIZE}")
-        return int(model.policy)
-    directory = _champion(model.pair.models[0], folder) if model.policy == CHAMPION else Path(model.policy).absolute()
+    source = model.policy_source
+    if isinstance(source, int):
+        if not 1 <= source <= MAX_BLOCK_SIZE:
+            raise ValueError(f"policy {source}: a block size must be 1 to {MAX_BLOCK_SIZE}")
+        return source
+    directory = _champion(model.pair.models[0], folder) if source == CHAMPION else Path(source)
     model.pair.check_made_for(f"policy {directory}", load_policy(directory).info.pair)
     return directory
 
@@ -198,8 +206,8 @@ def _champion(target: str, folder: Path) -> Path:
 def api_keys(file: Path | None) -> ApiKeys:
     """The keys of a file, one a line, else of the environment; ValueError for a file without any."""
     if file is None:
-        key = os.environ.get(API_KEY_VARIABLE, "").strip()
-        return ApiKeys.of((key,) if key else ())
+        key = environment_key()
+        return ApiKeys.of(() if key is None else (key,))
     keys = tuple(line.strip() for line in file.read_text().splitlines() if line.strip())
     if not keys:
         raise ValueError(f"api_key_file {file}: has no key; one a line is needed")
@@ -210,7 +218,7 @@ def api_keys(file: Path | None) -> ApiKeys:
 
 
 def deploy_config(config: ServeConfig) -> dict[str, Any]:
-    """What `serve deploy` takes; the policies stand apart, since a change of them there is carried out in place."""
+    """The file of `serve deploy`; policies are user_config, which Serve changes in place."""
     arguments = config.model_dump(
         mode="json", exclude={"host", "port", "metrics_port", "write_config"}, exclude_defaults=True
     )
@@ -255,7 +263,7 @@ def start(config: ServeConfig) -> str:
 
 
 def stop(drain_s: float = 120.0) -> None:
-    """Take no more requests, give those in flight `drain_s` seconds to finish, and remove the server."""
+    """Take no more requests, wait `drain_s` seconds for those in flight, and remove the server."""
     serve.delete(APP, _blocking=False)
     deadline = time.monotonic() + drain_s + 10
     while APP in serve.status().applications and time.monotonic() < deadline:
@@ -265,7 +273,7 @@ def stop(drain_s: float = 120.0) -> None:
 
 
 def _failure() -> str:
-    """The last line of what the replicas raised."""
+    """Last line of each error that the replicas raised."""
     app = serve.status().applications.get(APP)
     messages = [deployment.message for deployment in app.deployments.values()] if app else []
     lines = [message.strip().splitlines()[-1] for message in messages if message.strip()]
@@ -273,7 +281,7 @@ def _failure() -> str:
 
 
 def _wait_for_port(host: str, port: int) -> None:
-    """Raise ValueError unless the port is free or becomes so: a server that left may hold it a moment."""
+    """Wait for the port, which a server that exited may hold a moment; ValueError if it stays taken."""
     deadline = time.monotonic() + PORT_PATIENCE_S
     while error := _try_port(host, port):
         if time.monotonic() > deadline:
@@ -292,7 +300,7 @@ def _try_port(host: str, port: int) -> str | None:
 
 
 def run(config: ServeConfig) -> None:
-    """Serve until SIGTERM or Ctrl-C, or write what `serve deploy` takes."""
+    """Serve until SIGTERM or Ctrl-C, or write the file of `serve deploy`."""
     if config.write_config is not None:
         config.write_config.write_text(yaml.safe_dump(deploy_config(config), sort_keys=False))
         return

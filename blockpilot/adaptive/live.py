@@ -40,8 +40,7 @@ class LiveController(Controller):
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__(policy, costs)
-        self.factors: Mapping[str, float] = dict.fromkeys(KINDS, 1.0)
-        """What the next step takes, in what was measured of its kind; may be read by any thread."""
+        self.factors = dict.fromkeys(KINDS, 1.0)
         self._measured = self.costs
         self._pace, self._backoff = pace or Pace(num_slots), backoff or Backoff()
         self._refresh_every, self._clock = refresh_every, clock

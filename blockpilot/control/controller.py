@@ -4,7 +4,7 @@ The engine knows nothing of costs, back-offs or track records. A controller hold
 another policy, or a fresh start, is another controller.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -23,6 +23,8 @@ class Controller:
     def __init__(self, policy: Policy, costs: StepCosts | None = None) -> None:
         self.policy = policy
         self.costs: StepCosts | None = getattr(policy, "costs", None) if costs is None else costs
+        self.factors: Mapping[str, float] = {}
+        """What the next step takes, in its measured costs, by kind of step; may be read by any thread."""
 
     @property
     def speculates(self) -> bool:

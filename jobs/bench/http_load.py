@@ -1,8 +1,8 @@
-"""Clients of an OpenAI-compatible server: streamed chats in a closed or an open loop, and when their text came.
+"""Load generator for an OpenAI-compatible server: streamed chats in a closed or an open loop, with arrival times.
 
-In a closed loop every client sends its next request when it has the answer to the last one; in an open loop requests
-arrive by a Poisson process, whatever the server makes of them. A client that is told to come back later (429) does so
-in a closed loop; in an open one the request is lost.
+In a closed loop every client sends its next request when it has the answer to the last one. In an open loop requests
+arrive by a Poisson process, independent of the answers. A request that is refused (429) is sent again in a closed
+loop, and lost in an open one.
 """
 
 import asyncio
@@ -21,20 +21,20 @@ CONNECT_S, ANSWER_S = 10.0, 600.0
 
 @dataclass
 class Received:
-    """One request, with times in seconds of one clock. Status 0: the connection failed."""
+    """Result of one request; times are seconds of one clock. Status 0: the connection failed."""
 
     sent: float
     status: int = 0
     arrivals: list[float] = field(default_factory=list)
-    """Of every piece of text."""
+    """Times of every piece of text."""
     num_tokens: int = 0
     text: str = ""
     acceptance_length: float | None = None
     error: str = ""
-    """Why the answer is not whole."""
+    """Reason why the answer is incomplete."""
     vanished: bool = False
     retry_after_s: float = 1.0
-    """What a refusal asked for."""
+    """Retry-After of a refusal."""
 
     @property
     def whole(self) -> bool:
@@ -51,12 +51,15 @@ class Received:
 
     @property
     def gaps_s(self) -> list[float]:
-        """Between pieces of text."""
+        """Seconds between pieces of text."""
         return [after - before for before, after in zip(self.arrivals, self.arrivals[1:], strict=False)]
 
 
 class Clients:
-    """Send bodies of /v1/chat/completions to `url` (which ends in /v1). `vanish` is the share that leaves early."""
+    """HTTP clients that send /v1/chat/completions bodies to `url` (which ends in /v1).
+
+    `vanish` is the share of requests whose client disconnects early.
+    """
 
     def __init__(self, url: str, key: str | None = None, *, vanish: float = 0.0, seed: int = 0) -> None:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -76,7 +79,7 @@ class Clients:
         return (await self._http.get(path)).json()
 
     async def closed_loop(self, bodies: Sequence[Mapping[str, Any]], num_clients: int) -> list[Received]:
-        """All bodies, by so many clients at a time; refused ones come again when the server says."""
+        """Send all bodies, `num_clients` at a time; repeat refused ones after the server's Retry-After."""
         waiting, received = iter(bodies), list[Received]()
 
         async def client() -> None:
@@ -92,7 +95,7 @@ class Clients:
         return received
 
     async def open_loop(self, bodies: Sequence[Mapping[str, Any]], rate: float) -> list[Received]:
-        """All bodies, `rate` a second on average."""
+        """Send all bodies, `rate` a second on average."""
         tasks = []
         async with asyncio.TaskGroup() as group:
             for body in bodies:
@@ -101,7 +104,7 @@ class Clients:
         return [task.result() for task in tasks]
 
     async def send(self, body: Mapping[str, Any]) -> Received:
-        """One request to its end, or to where its client loses patience."""
+        """Send one request; read its answer to the end, or to where its client disconnects."""
         received = Received(time.perf_counter())
         patience = self._dice.randint(1, 20) if self._dice.random() < self._vanish else None
         request = {**body, "stream": True, "stream_options": {"include_usage": True}}

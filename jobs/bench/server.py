@@ -1,10 +1,10 @@
-"""Load a running server and measure what its clients see, by how block sizes are chosen.
+"""Load test of a running server: throughput and latency as its clients see them, by mode of choosing block sizes.
 
-Modes take turns on one server, round by round with the same prompts: `auto` is what the server chooses, a number is
-that block size for every request (1 is plain decoding), and `bare:N` is the engine with block size N in this process,
-without any server, which tells what the serving itself costs: its requests come as those of clients that take no
-time, during the step after the one that ended their last answer. Every round of a closed loop begins and ends idle,
-so its tokens a second include the filling and the draining of the batch, alike for all modes.
+Modes take turns on one server, round by round with the same prompts. `auto` leaves the choice to the server. A number
+is that block size for every request; 1 is plain decoding. `bare:N` is the engine with block size N in this process,
+without a server, and so measures the overhead of serving; each request comes one step after the answer before it
+ended. A round of a closed loop begins and ends idle, so its tokens a second include filling and draining the batch,
+alike for all modes.
 
     python jobs/serve.py &
     python jobs/bench/server.py --concurrency 1 2 4 8 16 --modes auto 1 2 4 8
@@ -12,7 +12,6 @@ so its tokens a second include the filling and the draining of the batch, alike 
 
 import asyncio
 import json
-import os
 import random
 import time
 from collections import deque
@@ -35,13 +34,13 @@ from blockpilot.types import Request, Sampling
 from jobs.bench.http_load import Clients, Received
 from jobs.common import figures
 from jobs.common.config import Config, PairConfig, main
-from jobs.serving.api import API_KEY_VARIABLE
+from jobs.serving.api import environment_key
 
 BARE = "bare:"
 
 
 class BenchServeConfig(Config):
-    """Which server, which requests, and how many at a time."""
+    """Server, requests, modes and loads."""
 
     url: str = "http://127.0.0.1:8000/v1"
     model: str | None = None
@@ -49,7 +48,7 @@ class BenchServeConfig(Config):
     prompts: tuple[str, ...] = ("demo",)
     """Prompt sets by name, or files; as many of each."""
     modes: tuple[str, ...] = ("auto", "1", "2", "4", "8")
-    """auto, block sizes, and bare:N; the others are compared with the first one."""
+    """auto, block sizes, and bare:N; the first one is the baseline."""
     concurrency: tuple[int, ...] = (1, 4, 16)
     """Clients of the closed loops."""
     rates: tuple[float, ...] = ()
@@ -61,14 +60,14 @@ class BenchServeConfig(Config):
     num_requests: int = Field(default=32, ge=1)
     """In a round of an open loop."""
     max_tokens: int = Field(default=64, ge=2)
-    """Every answer has a limit of its own, from half of this to all of it, by prompt."""
+    """Upper limit of an answer; each prompt has its own, from half of this to all of it."""
     temperature: float = Field(default=0.0, ge=0)
     first_token_slo_s: float = Field(default=5.0, gt=0)
-    """A request counts as good if its first token comes within this time,"""
+    """Service-level objective: seconds to the first token of a good request,"""
     token_slo_s: float = Field(default=0.2, gt=0)
-    """and the others within this time each."""
+    """and seconds a token after it."""
     vanish: float = Field(default=0.0, ge=0, le=1)
-    """Share of the clients that leave before their answer is whole."""
+    """Share of the clients that disconnect before their answer is complete."""
     pair: PairConfig = PairConfig()
     """What bare:N runs."""
     max_prefill_tokens: int = Field(default=256, ge=1)
@@ -89,7 +88,7 @@ class BenchServeConfig(Config):
 
 
 class Round(NamedTuple):
-    """What one mode made of one round's requests."""
+    """Results of one mode in one round."""
 
     seconds: float
     num_tokens: int
@@ -107,8 +106,8 @@ class Level(NamedTuple):
 
 
 async def measure(config: BenchServeConfig, prompts: Sequence[Prompt]) -> list[Level]:
-    """All loads; prints how far it is."""
-    async with Clients(config.url, os.environ.get(API_KEY_VARIABLE), vanish=config.vanish) as clients:
+    """Measure all loads; prints progress."""
+    async with Clients(config.url, environment_key(), vanish=config.vanish) as clients:
         model = config.model or await _first_model(clients, config.url)
         bench = _Bench(config, prompts, clients, model)
         closed = [await bench.level(f"{num} clients", num, None) for num in config.concurrency]
@@ -169,7 +168,7 @@ class _Bench:
         }
 
     def _decode(self, prompts: Sequence[Prompt], block_size: int, concurrency: int) -> int:
-        """The same by this process's engine; returns the number of tokens."""
+        """Decode the prompts with this process's engine; returns the number of tokens."""
         assert self._pair is not None
         config, pair = self._config, self._pair
         requests = [
@@ -188,7 +187,7 @@ class _Bench:
 
 
 def _closed_loop(engine: Engine, requests: Sequence[Request], concurrency: int) -> int:
-    """Clients without a server: when a request ends, the next comes during the step after. Returns tokens."""
+    """Closed loop without a server: a request comes one step after another ended. Returns the number of tokens."""
     waiting = deque(requests)
     num_tokens, num_sent, num_ended = 0, concurrency, 0
     while waiting or not engine.idle:
@@ -254,7 +253,7 @@ def _percentiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown."""
+    """The rows as Markdown."""
 
     def both(row: dict[str, Any], name: str) -> str:
         found = row.get(name)

@@ -19,7 +19,7 @@ import ray.train.torch
 import torch
 
 from jobs.common.cluster import actor_options
-from jobs.common.registry import Registry, Run
+from jobs.common.registry import Registry, RunRecord
 
 STATE_FILE = "state.pt"
 State = dict[str, Any]
@@ -45,7 +45,7 @@ def scaling_config(num_workers: int, accelerator_type: str | None, num_cpus: flo
 
 
 @contextmanager
-def recorded(registry: Registry, kind: str, storage: Path, name: str) -> Iterator[Run]:
+def recorded(registry: Registry, kind: str, storage: Path, name: str) -> Iterator[RunRecord]:
     """The MLflow run of a training; the one that an interrupted driver left, if the store still has it."""
     file = storage / f"{name}.run"
     with registry.log_run(kind, run_id=_unfinished_run(registry, file)) as record:

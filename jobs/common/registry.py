@@ -1,10 +1,8 @@
-"""The record of what was learned: MLflow runs, registered policies and the alias `champion`. Only importer
-of mlflow.
+"""MLflow store: runs, registered policies and the alias `champion`. The only importer of mlflow.
 
-The store is MLFLOW_TRACKING_URI, or `mlflow.db` with `mlartifacts/` in the working directory. Several
-processes that create a new sqlite store at once destroy it for good, so `Registry.open` does the first
-access under a file lock. Policies are registered as the plain files of `save_policy`; nothing is pickled,
-nothing unpickled.
+The store is MLFLOW_TRACKING_URI, or `mlflow.db` with `mlartifacts/` in the working directory. Several processes that
+create a new sqlite store at once destroy it, so `Registry.open` makes the first access under a file lock. Policies
+are registered as the plain files of `save_policy`; nothing is pickled or unpickled.
 """
 
 import json
@@ -65,7 +63,7 @@ def tracking_uri() -> str:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What jobs/evaluate.py measured on held-out prompts; kept as the version's tags `heldout.<field>`."""
+    """Figures of jobs/evaluate.py on held-out prompts, stored as the version's tags `heldout.<field>`."""
 
     policy_tau: float
     best_fixed_tau: float
@@ -76,7 +74,7 @@ class HeldOut:
     """95% interval over prompts of policy_speed / best_fixed_speed."""
     speed_ratio_high: float
     champion: float = 0
-    """Number of the version that was champion then and was measured in the same runs; 0 if none was."""
+    """Version number of the champion that was measured in the same runs; 0 for none."""
     champion_ratio: float = 0.0
     """policy_speed over the champion's, with its 95% interval."""
     champion_ratio_low: float = 0.0
@@ -100,15 +98,15 @@ class Version(NamedTuple):
         return HeldOut(**{name: float(value) for name, value in found.items() if value is not None})
 
 
-class Run:
-    """A run that is being recorded."""
+class RunRecord:
+    """Writer to one MLflow run."""
 
     def __init__(self, client: "MlflowClient", run_id: str) -> None:
         self.id = run_id
         self._client = client
 
     def log_params(self, params: Mapping[str, object]) -> None:
-        """Settings of the run; a continued run keeps the values that it began with."""
+        """Log settings of the run; a continued run keeps the values that it began with."""
         from mlflow.entities import Param
 
         known = self._client.get_run(self.id).data.params
@@ -126,7 +124,7 @@ class Run:
         self._client.log_batch(self.id, [Metric(k, float(v), now_ms, step) for k, v in metrics.items()])
 
     def last_step(self, metric: str) -> int:
-        """The last step `metric` was logged for; -1 before the first. A resumed run starts after it."""
+        """Last step of `metric`; -1 before the first. A resumed run starts after it."""
         return max((m.step for m in self._client.get_metric_history(self.id, metric)), default=-1)
 
     def log_artifact(self, path: str | Path, folder: str | None = None) -> None:
@@ -134,11 +132,8 @@ class Run:
         log = self._client.log_artifacts if Path(path).is_dir() else self._client.log_artifact
         log(self.id, str(path), folder)
 
-    def log_text(self, text: str, name: str) -> None:
-        self._client.log_text(self.id, text, name)
-
     def log_table(self, rows: Sequence[Mapping[str, Any]], name: str) -> None:
-        """Rows with the same keys as a table that the MLflow UI shows; `name` ends in .json."""
+        """Log rows with the same keys as a table in the MLflow UI; `name` ends in .json."""
         columns = list(rows[0]) if rows else []
         data = [[row[column] for column in columns] for row in rows]
         self._client.log_dict(self.id, {"columns": columns, "data": data}, name)
@@ -148,7 +143,7 @@ class Run:
 
 
 class Registry:
-    """An MLflow store that answers. Raises ValueError where a name, a version or the store is not there."""
+    """Connection to an MLflow store. Raises ValueError where a name, a version or the store does not exist."""
 
     def __init__(self, uri: str, client: "MlflowClient") -> None:
         self.uri = uri
@@ -156,7 +151,7 @@ class Registry:
 
     @staticmethod
     def open(uri: str | None = None) -> "Registry":
-        """Connect, creating a new sqlite store safely. Hand `registry.uri` to other processes."""
+        """Connect; creates a new sqlite store under a lock. Other processes open `registry.uri`."""
         uri = uri or tracking_uri()
         if uri.startswith(_SQLITE) and not Path(uri.removeprefix(_SQLITE)).parent.is_dir():
             raise ValueError(f"MLflow store {uri}: no such directory")
@@ -168,7 +163,7 @@ class Registry:
     # --- runs ---
 
     @contextmanager
-    def log_run(self, name: str, *, run_id: str | None = None, experiment: str = EXPERIMENT) -> Iterator[Run]:
+    def log_run(self, name: str, *, run_id: str | None = None, experiment: str = EXPERIMENT) -> Iterator[RunRecord]:
         """Record a run, or go on with `run_id`; it ends FINISHED, or FAILED by an exception."""
         if run_id is None:
             run_id = self._client.create_run(self._experiment_id(experiment), run_name=name).info.run_id
@@ -176,17 +171,17 @@ class Registry:
             with _clear_errors(f"run {run_id} in {self.uri}"):
                 self._client.update_run(run_id, status="RUNNING")
         try:
-            yield Run(self._client, run_id)
+            yield RunRecord(self._client, run_id)
         except BaseException:
             self._client.set_terminated(run_id, "FAILED")
             raise
         self._client.set_terminated(run_id, "FINISHED")
 
-    def run(self, run_id: str) -> Run:
-        """An existing run, to log to from another process; its status is left alone."""
+    def run(self, run_id: str) -> RunRecord:
+        """Writer to an existing run, from another process; leaves its status alone."""
         with _clear_errors(f"run {run_id} in {self.uri}"):
             self._client.get_run(run_id)
-        return Run(self._client, run_id)
+        return RunRecord(self._client, run_id)
 
     def _experiment_id(self, name: str) -> str:
         from mlflow.exceptions import MlflowException
@@ -250,7 +245,7 @@ class Registry:
             self._client.set_model_version_tag(version.name, str(version.number), key, str(value))
 
     def log_held_out(self, version: Version, figures: HeldOut) -> None:
-        """Tag a version with what evaluate measured; jobs/promote.py reads it."""
+        """Tag a version with its held-out figures, which jobs/promote.py reads."""
         self.tag_version(version, {f"heldout.{name}": value for name, value in asdict(figures).items()})
 
     def set_champion(self, version: Version) -> None:
@@ -258,7 +253,7 @@ class Registry:
         self._client.set_registered_model_alias(version.name, CHAMPION, str(version.number))
 
     def champion(self, name: str) -> Version:
-        """The version behind `@champion`; ValueError when the model or its champion is not there."""
+        """The version behind `@champion`; ValueError when the model or its champion does not exist."""
         with _clear_errors(f"'{name}@{CHAMPION}' in {self.uri}"):
             return _version(self._client.get_model_version_by_alias(name, CHAMPION))
 
@@ -287,16 +282,12 @@ class Registry:
         return folder
 
     def _address(self, version: Version) -> str:
-        """Where a version's files are. MLflow itself would look "models:/" up in its global registry."""
+        """URI of a version's files. MLflow itself would look "models:/" up in its global registry."""
         source = str(self._client.get_model_version(version.name, str(version.number)).source)
         if not source.startswith("models:/"):
             return source
         location: str = self._client.get_logged_model(source.removeprefix("models:/")).artifact_location
         return location
-
-    def download_champion(self, name: str, directory: str | Path) -> Path:
-        """`download` of the champion."""
-        return self.download(self.champion(name), directory)
 
 
 def _version(version: "ModelVersion") -> Version:
@@ -320,7 +311,7 @@ def _creation_lock(uri: str) -> Iterator[None]:
 
 
 def _quiet() -> None:
-    """Settings that MLflow reads when it is imported; those of the user stay."""
+    """Set what MLflow reads when it is imported; the user's own settings stay."""
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     logging.getLogger("alembic").setLevel(logging.WARNING)
@@ -328,7 +319,7 @@ def _quiet() -> None:
 
 @contextmanager
 def kept_for_later(uri: str, output: Path) -> Iterator[None]:
-    """Turn what is raised while a finished result is logged into a ValueError that says how to log it later."""
+    """Turn errors of logging a finished result into a ValueError that says how to log it later."""
     try:
         with _clear_errors(f"MLflow store {uri}"):
             yield

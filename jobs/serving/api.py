@@ -1,14 +1,15 @@
-"""The OpenAI chat and completions API over models by name: keys, limits, deadlines and errors, and a page to play.
+"""OpenAI chat and completions API over models by name: keys, limits, deadlines, errors, and the playground page.
 
-It knows no engine: a model is anything that answers a body, in this process or in another one.
+A model is anything that answers a body, in this process or in another one.
 """
 
 import asyncio
 import hashlib
 import hmac
 import json
+import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingRes
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from jobs.serving.schema import ApiError, Body, ChatRequest, CompletionRequest, parse, short
+from jobs.serving.schema import ApiError, Body, ChatRequest, CompletionRequest, Objects, parse, short
 
 STATUS_PATIENCE_S = 5.0
 GONE = 499  # what web servers log for a client that closed the connection
@@ -29,25 +30,21 @@ PLAYGROUND_HEADERS = {  # nothing from elsewhere, and in no other page
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline';"
     " connect-src 'self'; frame-ancestors 'none'"
 }
-API_KEY_VARIABLE = "BLOCKPILOT_API_KEY"
 T = TypeVar("T")
 
 
 class Model(Protocol):
-    """What the API serves under a name. Leaving a response early gives its rows back."""
+    """A model as the API serves it under a name."""
 
-    async def whole(self, body: Body) -> dict[str, Any]:
-        """The response in one piece; raises ApiError."""
-
-    def chunks(self, body: Body) -> AsyncGenerator[dict[str, Any], None]:
-        """The objects of a streamed response; raises ApiError."""
+    def answer(self, body: Body) -> Objects:
+        """The objects of the response; leaving early frees its rows."""
 
     async def status(self) -> dict[str, Any]:
-        """What /health tells of it: a `status`, "ok" or what is wrong, and more; raises ApiError."""
+        """The model's entry in /health: a `status`, "ok" or what is wrong, and more; raises ApiError."""
 
 
 class Exchange(NamedTuple):
-    """A request and how it was answered; model is None where none was found."""
+    """HTTP request and the status of its answer; model is None where none was found."""
 
     model: str | None
     path: str
@@ -58,16 +55,21 @@ class Exchange(NamedTuple):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a request may take at most."""
+    """Limits of one request."""
 
     max_body_bytes: int = 2**20
     timeout_s: float = 600.0
-    """From its arrival to its last token; it may ask for less."""
+    """Seconds from its arrival to its last token; a request may ask for fewer."""
+
+
+def environment_key() -> str | None:
+    """The key in BLOCKPILOT_API_KEY; None where there is none."""
+    return os.environ.get("BLOCKPILOT_API_KEY", "").strip() or None
 
 
 @dataclass(frozen=True)
 class ApiKeys:
-    """SHA-256 digests of the keys that are accepted; without any, all requests are."""
+    """SHA-256 digests of the accepted keys; without any key, all requests are accepted."""
 
     digests: tuple[bytes, ...] = ()
 
@@ -76,7 +78,7 @@ class ApiKeys:
         return cls(tuple(hashlib.sha256(key.encode()).digest() for key in keys))
 
     def check(self, http: HttpRequest) -> None:
-        """Raise ApiError 401 for a request without one of them; in constant time."""
+        """Raise ApiError 401 for a request without an accepted key; compares in constant time."""
         if not self.digests:
             return
         scheme, _, key = http.headers.get("authorization", "").partition(" ")
@@ -92,7 +94,7 @@ class ApiKeys:
 
 @dataclass(frozen=True)
 class Api:
-    """Models by name, and how they may be used. `aliases` are further names of models."""
+    """Models by name, with limits. `aliases` are further names of models."""
 
     models: Mapping[str, Model]
     aliases: Mapping[str, str]
@@ -109,19 +111,16 @@ class Api:
         return known, self.models[known]
 
     async def respond(self, http: HttpRequest, kind: type[ChatRequest] | type[CompletionRequest]) -> Response:
-        """The response; or its stream, once the first part is there. Raises ApiError."""
+        """The response, or its stream once the first object is there. Raises ApiError."""
         watch, deadline = _Watch(self.on_exchange, kind.path), Deadline(self.limits.timeout_s)
         try:
             body = parse(kind, await deadline.bound(_read(http, self.limits.max_body_bytes)))
             watch.model, model = self.find(body.model)
             if body.timeout_s is not None and body.timeout_s < self.limits.timeout_s:
                 deadline = Deadline(body.timeout_s)
-            if not body.stream:
-                response: Response = JSONResponse(await _unless_gone(http, deadline.bound(model.whole(body))))
-                watch.over(200)
-                return response
-            chunks = model.chunks(body)
-            first = await _unless_gone(http, deadline.bound(anext(chunks)))  # fails with a status of its own
+            objects = model.answer(body)
+            work = _next(objects) if body.stream else _whole(objects)
+            first = await _unless_gone(http, deadline.bound(work))  # fails with a status of its own
         except ApiError as error:
             watch.over(error.status, error.code)
             raise
@@ -131,11 +130,14 @@ class Api:
         except Exception:
             watch.over(500)
             raise
-        return StreamingResponse(_events(first, chunks, deadline, watch), media_type="text/event-stream")
+        if body.stream:
+            return StreamingResponse(_events(first, objects, deadline, watch), media_type="text/event-stream")
+        watch.over(200)
+        return JSONResponse(first)
 
 
 class _Watch:
-    """One exchange, told of once, when it is over."""
+    """Stopwatch of one exchange, which it reports once, at the end."""
 
     def __init__(self, tell: Callable[[Exchange], None], path: str) -> None:
         self.model: str | None = None
@@ -146,14 +148,14 @@ class _Watch:
 
 
 class Deadline:
-    """Seconds from now in which a request must be answered."""
+    """Deadline of a request, `timeout_s` seconds from now."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._at = asyncio.get_running_loop().time() + timeout_s
 
     async def bound(self, work: Awaitable[T]) -> T:
-        """The result of `work`, which is cancelled when time is up; raises ApiError 504 then."""
+        """The result of `work`; at the deadline, cancel it and raise ApiError 504."""
         try:
             async with asyncio.timeout_at(self._at):
                 return await work
@@ -162,16 +164,33 @@ class Deadline:
             raise ApiError(504, message, "timeout_s", "deadline_exceeded") from None
 
 
+async def _next(objects: Objects) -> dict[str, Any] | None:
+    """The next object, None after the last one; raises the ApiError that comes in place of one."""
+    found = await anext(objects, None)
+    if isinstance(found, ApiError):
+        await objects.aclose()
+        raise found
+    return found
+
+
+async def _whole(objects: Objects) -> dict[str, Any] | None:
+    """The only object; runs the generator to its end."""
+    whole = await _next(objects)
+    await _next(objects)
+    return whole
+
+
 async def _events(
-    first: dict[str, Any], chunks: AsyncGenerator[dict[str, Any], None], deadline: Deadline, watch: _Watch
+    first: dict[str, Any] | None, chunks: Objects, deadline: Deadline, watch: _Watch
 ) -> AsyncIterator[str]:
-    """Server-sent events: the chunks and [DONE]; or an error event."""
+    """Server-sent events: the chunks, then [DONE] or an error event."""
     status, code = GONE, None  # unless it comes to its end
     try:
         async with aclosing(chunks):
-            yield _event(first)
-            while (chunk := await deadline.bound(anext(chunks, None))) is not None:
+            chunk = first
+            while chunk is not None:
                 yield _event(chunk)
+                chunk = await deadline.bound(_next(chunks))
         status = 200
         yield "data: [DONE]\n\n"
     except ApiError as error:
@@ -189,7 +208,7 @@ def _event(data: Mapping[str, object]) -> str:
 
 
 async def _read(http: HttpRequest, limit: int) -> bytes:
-    """The body of a request; raises ApiError 413 for a longer one before all of it has come."""
+    """The body of a request; raises ApiError 413 as soon as it exceeds the limit."""
     declared = http.headers.get("content-length", "")
     body = bytearray()
     if not (declared.isascii() and declared.isdecimal() and int(declared[:20]) > limit):
@@ -206,7 +225,7 @@ async def _read(http: HttpRequest, limit: int) -> bytes:
 
 
 async def _unless_gone(http: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client closes the connection."""
+    """The result of `work`; when the client closes the connection, cancel it and raise ApiError."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_client_gone(http))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -234,7 +253,7 @@ def make_app(
     limits: Limits = Limits(),
     on_exchange: Callable[[Exchange], None] = lambda exchange: None,
 ) -> FastAPI:
-    """The API as an ASGI application; it needs no Ray."""
+    """The API as an ASGI application, independent of Ray."""
     api = Api(models, aliases or {}, limits, on_exchange)
     app = FastAPI(title="BlockPilot", openapi_url=None, redirect_slashes=False)
     v1 = APIRouter(prefix="/v1", dependencies=[Depends(keys.check)])
@@ -286,7 +305,7 @@ async def _described(name: str, model: Model) -> dict[str, object]:
 
 
 def _answer_errors(app: FastAPI) -> None:
-    """Every error in OpenAI's shape."""
+    """Install handlers that give every error OpenAI's shape."""
 
     @app.exception_handler(ApiError)
     async def refused(_: HttpRequest, error: ApiError) -> JSONResponse:

@@ -1,8 +1,8 @@
-"""Follow a registry's champion: a thread that looks now and then, and has every new one put to use.
+"""Watch of a registry's champion: a thread polls the registry and puts every new champion to use.
 
-Whatever goes wrong, the policy in use stays: a registry that does not answer, files that cannot be read, a champion
-made for other models. What went wrong is kept as `error` until a look finds all well. A copy of every champion stays
-on disk, so that a replica that starts while the registry is away has a policy, too.
+An error changes nothing: the policy in use stays when the registry does not answer, when files cannot be read, and
+when the champion is made for other models. A copy of every champion stays on disk, so that a replica can start while
+the registry is away.
 """
 
 import logging
@@ -18,10 +18,10 @@ log = logging.getLogger("ray.serve.blockpilot")
 
 
 class ChampionWatch:
-    """The champion of a model in an MLflow store, looked for at once (see `error`) and then every `every_s` seconds.
+    """The champion of a registered model in an MLflow store. Looks at once; after `follow`, every `every_s` seconds.
 
-    `use` gets each new champion's directory and version number, and raises ValueError for what it refuses. Copies lie
-    below `folder`.
+    `use` takes a new champion's directory and version number, and raises ValueError for one that it refuses. Copies
+    lie below `folder`. `error` is what the last look met, "" for nothing; `number` is the version in use, 0 for none.
     """
 
     def __init__(
@@ -38,10 +38,13 @@ class ChampionWatch:
         self._registry: Registry | None = None
         self._leave = threading.Event()
         self.look()
+
+    def follow(self) -> None:
+        """Look again and again, on a thread of its own, until `stop`."""
         threading.Thread(target=self._run, name="champion", daemon=True).start()
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop looking."""
         self._leave.set()
 
     def _run(self) -> None:
@@ -49,7 +52,7 @@ class ChampionWatch:
             self.look()
 
     def look(self) -> None:
-        """Put the champion to use if it is another one than before."""
+        """Put the champion to use if it has changed."""
         error = ""
         try:
             self._registry = self._registry or Registry.open(self._store)
@@ -66,7 +69,7 @@ class ChampionWatch:
         self.error = error
 
     def use_last_copy(self) -> bool:
-        """Put the latest champion to use that was copied before, for want of the registry; False if none fits."""
+        """Put the latest copied champion to use, without the registry; False if none can be used."""
         for directory in sorted(self._folder.glob(f"{self.name}-*-*"), key=_number, reverse=True):
             try:
                 self._use(directory, _number(directory))
@@ -78,7 +81,7 @@ class ChampionWatch:
 
 
 def copy_of(registry: Registry, version: Version, folder: Path) -> Path:
-    """A version's files in a directory of their own below `folder`; copied once."""
+    """Directory of a version's files below `folder`; copied on the first call."""
     directory = folder.absolute() / f"{version.name}-{(version.run_id or 'none')[:8]}-{version.number}"
     directory.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{directory}.lock"):  # replicas of one machine may share the folder

@@ -1,25 +1,25 @@
-"""One engine in a thread of its own, shared by any number of asynchronous requests.
+"""Engine loop: one engine on a thread of its own, shared by any number of asynchronous requests.
 
-The thread alone touches the engine. Event loops hand it work to do between steps (add, cancel, swap the
-policy) and get a request's steps through an asyncio queue, so requests join and leave the batch between any
-two steps while the event loops stay free.
+Only that thread touches the engine. Event loops queue work for it (add, cancel, swap the policy), which it does
+between two steps, and receive the steps of a request through an asyncio queue.
 """
 
 import asyncio
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Self
 
-from blockpilot.adaptive.live import LiveCosts
+from blockpilot.adaptive.live import LiveController
 from blockpilot.control.price import StepCosts
 from blockpilot.engine.engine import Engine
 from blockpilot.types import Policy, Request, Step
 
-MAX_FAILURES = 3  # steps in a row that raise; then the engine is taken to be broken
+MAX_FAILURES = 3  # steps in a row that raise; after them the loop is unhealthy
 log = logging.getLogger(__name__)
 
 
@@ -36,9 +36,9 @@ class ClosedError(Exception):
 
 
 class EngineLoop:
-    """Runs `engine` until `close`. At most num_slots + max_queue requests are in flight.
+    """Steps `engine` until `close`. At most num_slots + max_queue requests are in flight.
 
-    `on_step` is told of every step and its seconds, on the engine's thread.
+    `on_step` is called with the results and the seconds of every step, on the engine's thread.
     """
 
     def __init__(
@@ -51,7 +51,6 @@ class EngineLoop:
         if max_queue < 0:
             raise ValueError(f"max_queue {max_queue}: must be at least 0")
         self.engine = engine
-        self.live_costs = LiveCosts(engine)
         self.capacity = engine.num_slots + max_queue
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._open: set[Stream] = set()  # the event loops' view
@@ -64,22 +63,18 @@ class EngineLoop:
 
     @property
     def num_in_flight(self) -> int:
-        """Requests submitted and neither finished nor given up."""
+        """Requests submitted and neither finished nor cancelled."""
         return len(self._open)
 
     @property
     def healthy(self) -> bool:
         return self._thread.is_alive() and self._num_failures < MAX_FAILURES
 
-    def submit(self, request: Request) -> "Stream":
-        """Queue `request`; called on the event loop that reads its steps.
-
-        Raises ValueError for a request the engine cannot serve, QueueFullError, ClosedError.
-        """
-        return self.submit_all([request])[0]
-
     def submit_all(self, requests: Sequence[Request]) -> list["Stream"]:
-        """Queue all of them or, raising as `submit` does, none."""
+        """Queue all of them, or none; called on the event loop that reads their steps.
+
+        Raises ValueError for a request that the engine cannot serve, QueueFullError, ClosedError.
+        """
         for request in requests:
             self.engine.check(request)
         if len(self._open) + len(requests) > self.capacity:
@@ -93,16 +88,13 @@ class EngineLoop:
             self._work.put(partial(self._add, stream))
         return streams
 
-    def set_policy(self, policy: Policy | None, costs: StepCosts | None = None) -> None:
-        """Use `policy` for the requests that are prefilled from the next step on, and `costs` from that step on.
+    def set_policy(self, policy: Policy, costs: StepCosts | None = None) -> None:
+        """Use `policy` for requests that are prefilled from the next step on, and `costs` from that step on.
 
-        Costs are corrected by what steps take here.
+        Costs are by default the policy's own; they are corrected by the seconds of the engine's own steps.
         """
-        self._work.put(lambda: self._set_policy(policy, costs))
-
-    def _set_policy(self, policy: Policy | None, costs: StepCosts | None) -> None:
-        self.engine.policy = policy
-        self.live_costs.use(costs)
+        controller = LiveController(policy, costs, num_slots=self.engine.num_slots)
+        self._work.put(lambda: setattr(self.engine, "controller", controller))
 
     def close(self) -> None:
         """Stop after the present step; requests in flight end with ClosedError."""
@@ -126,13 +118,15 @@ class EngineLoop:
                 stream._put(ClosedError("the server is shutting down"))
 
     def _advance(self) -> None:
-        """Do the work that is waiting (with an idle engine, wait for some), then one step."""
+        """Do the queued work, then one step; with an idle engine, wait for work."""
         try:
             if self.engine.idle:
                 self._work.get()()
             while not self._work.empty():
                 self._work.get()()
-            steps, seconds = self.live_costs.step()
+            started = time.perf_counter()
+            steps = self.engine.step()
+            seconds = time.perf_counter() - started
         except Exception as error:
             log.exception("engine failed; %d requests are lost", len(self._in_engine))
             self._num_failures += 1
@@ -158,7 +152,7 @@ class EngineLoop:
 
     def _deliver(self, step: Step) -> None:
         stream = self._in_engine.get(step.request_id)
-        if stream is None:  # given up a moment ago
+        if stream is None:  # cancelled a moment ago
             return
         if step.finish_reason is not None:
             del self._in_engine[step.request_id]
@@ -173,7 +167,7 @@ class EngineLoop:
 
 
 class Stream:
-    """The steps of one request, as they come; leaving the `with` block before the last one cancels it.
+    """Asynchronous iterator of one request's steps; leaving the `with` block before the last one cancels it.
 
     Iterating raises EngineError if the engine fails, and ClosedError if the loop is closed first.
     """
@@ -181,7 +175,7 @@ class Stream:
     def __init__(self, owner: EngineLoop, request: Request) -> None:
         self.request = request
         self._owner = owner
-        self.closed = False  # finished, failed or given up
+        self.closed = False  # finished, failed or cancelled
         self._event_loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Step | Exception] = asyncio.Queue()
         self._request_id = -1  # until the engine has it
@@ -209,13 +203,13 @@ class Stream:
         return event
 
     def close(self) -> None:
-        """Give the request up, wherever it is; its slot is free before the engine's next step."""
+        """Cancel the request, wherever it is; its slot is free before the engine's next step."""
         if not self.closed:
             self.closed = True
             self._owner._release(self)
 
     def _put(self, event: Step | Exception) -> bool:
-        """Send from the engine's thread; False if nobody can receive any more."""
+        """Send from the engine's thread; False if the event loop is closed."""
         try:
             self._event_loop.call_soon_threadsafe(self._events.put_nowait, event)
         except RuntimeError:  # the event loop is closed

@@ -1,12 +1,11 @@
-"""The server's front: it speaks HTTP, checks what comes in, and hands it to a replica of the model that is asked for.
+"""The server's front: it speaks HTTP, checks requests, and hands each to a replica of the model that it asks for.
 
-It holds no model, so what is wrong with a request costs the decoders nothing, and it outlives them: a request whose
-replica is lost before anything was sent is put once more, to another replica; a stream that is cut ends in an error
-event.
+It holds no model. A bad request therefore costs the replicas nothing, and the gateway outlives them. A request whose
+replica is lost before anything was sent goes to another replica, once. A stream that is cut ends in an error event.
 """
 
 import logging
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -17,7 +16,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponse, DeploymentRes
 
 from jobs.serving.api import ApiKeys, Exchange, Limits, make_app
 from jobs.serving.metrics import GatewayMetrics
-from jobs.serving.schema import ApiError, Body
+from jobs.serving.schema import ApiError, Body, Objects
 
 log = logging.getLogger("ray.serve.blockpilot")
 LOST = (RayActorError, ReplicaUnavailableError)
@@ -25,7 +24,7 @@ AWAY = (DeploymentUnavailableError, TaskCancelledError)
 
 
 class Gateway:
-    """What Serve runs. `models` are the decoders by the name of their target; `aliases` are further names."""
+    """What Serve runs. `models` are handles by the name of the target; `aliases` are further names."""
 
     def __init__(
         self, models: Mapping[str, DeploymentHandle[Any]], aliases: Mapping[str, str], keys: ApiKeys, limits: Limits
@@ -48,57 +47,60 @@ class Gateway:
 
 
 class RemoteModel:
-    """A model whose replicas are elsewhere."""
+    """A model whose replicas are in other processes."""
 
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
         self._handle = handle
 
-    async def whole(self, body: Body) -> dict[str, Any]:
-        """The response in one piece; raises ApiError."""
-        async with aclosing(self._answers("whole", body)) as answers:
-            return await anext(answers)
-
     async def status(self) -> dict[str, Any]:
         """Of one of the replicas; raises ApiError."""
-        async with aclosing(self._answers("status")) as answers:
-            return await anext(answers)
+        async with aclosing(self._objects("status")) as objects:
+            status = await anext(objects)
+        if isinstance(status, ApiError):
+            raise status
+        return status
 
-    async def chunks(self, body: Body) -> AsyncGenerator[dict[str, Any], None]:
-        """The objects of a streamed response; raises ApiError."""
-        async with aclosing(self._answers("chunks", body)) as answers:
-            async for answer in answers:
-                yield answer
+    def answer(self, body: Body) -> Objects:
+        """The objects of the response, from a replica."""
+        return self._objects("answer", body)
 
-    async def _answers(self, method: str, *arguments: object) -> AsyncGenerator[dict[str, Any], None]:
+    async def _objects(self, method: str, *arguments: object) -> Objects:
         """What a replica gives; all from another one, once, if it is lost before it gave anything."""
-        handle = self._handle.options(method_name=method, stream=method == "chunks")
+        handle = self._handle.options(method_name=method, stream=method == "answer")
         for tries_left in (1, 0):
             response, given = handle.remote(*arguments), False
             try:
-                async for answer in _each(response):
+                async for found in _each(response):
                     given = True
-                    if isinstance(answer, ApiError):
-                        raise answer
-                    yield answer
+                    yield found
                 return
             except LOST as error:
-                log.warning("replica lost: %s", error, extra={"retried": not given and tries_left > 0})
-                if given or not tries_left:
-                    raise ApiError(503, "the replica with this request was lost", code="replica_lost") from None
-            except BackPressureError as error:
-                raise ApiError(429, str(error), code="queue_full") from None
-            except AWAY as error:
-                raise ApiError(503, f"not available ({type(error).__name__})", code="unavailable") from None
-            except RayError as error:
-                log.exception("a replica failed")
-                raise ApiError(500, f"internal error ({type(error).__name__})", code="engine_error") from None
+                retried = not given and tries_left > 0
+                log.warning("replica lost: %s", error, extra={"retried": retried})
+                if not retried:
+                    yield _api_error(error)
+                    return
+            except (BackPressureError, *AWAY, RayError) as error:
+                yield _api_error(error)
+                return
             finally:
                 response.cancel()  # type: ignore[no-untyped-call]
 
 
-async def _each(response: DeploymentResponse[Any] | DeploymentResponseGenerator[Any]) -> AsyncGenerator[Any, None]:
+def _api_error(error: Exception) -> ApiError:
+    if isinstance(error, LOST):
+        return ApiError(503, "the replica with this request was lost", code="replica_lost")
+    if isinstance(error, BackPressureError):
+        return ApiError(429, str(error), code="queue_full")
+    if isinstance(error, AWAY):
+        return ApiError(503, f"not available ({type(error).__name__})", code="unavailable")
+    log.error("a replica failed", exc_info=error)
+    return ApiError(500, f"internal error ({type(error).__name__})", code="engine_error")
+
+
+async def _each(response: DeploymentResponse[Any] | DeploymentResponseGenerator[Any]) -> Objects:
     if isinstance(response, DeploymentResponse):
         yield await response
     else:
-        async for part in response:
-            yield part
+        async for found in response:
+            yield found

@@ -1,10 +1,9 @@
-"""What the server counts for Prometheus, through Ray: every node exports it on its metrics port.
+"""Prometheus metrics, through Ray: every node exports them on its metrics port.
 
-Serve adds the application, the deployment and the replica to each. `jobs/grafana.json` is a dashboard of them.
+Serve adds the labels application, deployment and replica. `grafana.json` is a dashboard of them.
 """
 
 import threading
-import time
 from collections import Counter as CountBy
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -25,7 +24,7 @@ LATENCY_S = [0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 600.0]
 
 
 class GatewayMetrics:
-    """Of the HTTP side: requests by model, path and status, and how long they took."""
+    """Metrics of the gateway: requests by model, path and status, and their seconds."""
 
     def __init__(self) -> None:
         labels: Any = ("model", "path", "status")  # Serve declares a tuple of one
@@ -39,10 +38,10 @@ class GatewayMetrics:
             self._seconds.observe(exchange.seconds, {"model": model})
 
 
-class DecoderMetrics:
-    """Of one replica: what its engine does, step by step and, in gauges, now.
+class ReplicaMetrics:
+    """Metrics of one replica: counters and histograms of its steps and answers, gauges of its state.
 
-    `policy` gives the version of the champion in use (0 for none) and whether it is kept for want of a better one.
+    `policy` gives the version of the champion in use, 0 for none, and whether the registry's could not be used.
     """
 
     def __init__(self, engine: "Engine", policy: Callable[[], tuple[int, bool]]) -> None:
@@ -58,7 +57,7 @@ class DecoderMetrics:
         self._slots = of_model(Gauge("blockpilot_slots", "Requests that can be decoded together.", own))
         self._version = of_model(Gauge("blockpilot_policy_version", "Of the champion in use; 0 for none.", own))
         self._kept = of_model(Gauge("blockpilot_policy_kept", "1 while the registry's champion cannot be used.", own))
-        self._resting = of_model(Gauge("blockpilot_resting", "1 while drafting would not pay at this load.", own))
+        self._backed_off = of_model(Gauge("blockpilot_backed_off", "1 while drafting does not pay.", own))
         self._blocks = of_model(Counter("blockpilot_blocks", "Blocks verified, by size.", by_size))
         self._tokens = of_model(Counter("blockpilot_tokens", "Tokens emitted.", own))
         self._accepted = of_model(Counter("blockpilot_accepted_tokens", "Drafted tokens among them.", own))
@@ -67,10 +66,15 @@ class DecoderMetrics:
         self._step = of_model(Histogram("blockpilot_step_seconds", "Of a step of the whole batch.", STEP_S, own))
         self._first = of_model(Histogram("blockpilot_first_token_seconds", "Until the first token.", LATENCY_S, own))
         self._over = of_model(Counter("blockpilot_answers", "Requests that are over.", by_outcome))
+        self._leave = threading.Event()
         threading.Thread(target=self._keep_gauges, name="gauges", daemon=True).start()
 
+    def stop(self) -> None:
+        """Stop setting the gauges."""
+        self._leave.set()
+
     def on_step(self, steps: "Sequence[Step]", seconds: float) -> None:
-        """A step of the engine, on its thread."""
+        """Count a step of the engine; called on its thread."""
         self._step.observe(seconds)
         blocks = [step for step in steps if step.block_size]
         _add(self._tokens, sum(len(step.tokens) for step in steps))
@@ -80,14 +84,14 @@ class DecoderMetrics:
             self._blocks.inc(num, {"block_size": str(size)})
 
     def on_answer(self, answered: "Answered") -> None:
-        """A request that is over."""
+        """Count a request that is over."""
         self._over.inc(1, {"outcome": answered.outcome})
         _add(self._prompts, answered.num_prompt_tokens)
         if answered.first_token_s is not None:
             self._first.observe(answered.first_token_s)
 
     def _keep_gauges(self) -> None:
-        """Ray exports a gauge once for each time that it is set."""
+        """Set them again and again: Ray exports a gauge once for each time that it is set."""
         while True:
             version, kept = self._policy()
             self._active.set(self._engine.num_active)
@@ -95,11 +99,12 @@ class DecoderMetrics:
             self._slots.set(self._engine.num_slots)
             self._version.set(version)
             self._kept.set(int(kept))
-            self._resting.set(int(self._engine.resting))
-            time.sleep(GAUGES_EVERY_S)
+            self._backed_off.set(int(not self._engine.controller.speculates))
+            if self._leave.wait(GAUGES_EVERY_S):
+                return
 
 
 def _add(counter: Counter, amount: int) -> None:
-    """Counters refuse to add nothing."""
+    """Ray's counters refuse to add 0."""
     if amount:
         counter.inc(amount)

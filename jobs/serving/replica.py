@@ -1,163 +1,290 @@
-"""A replica of the server: one pair, one engine, and the policy that chooses its block sizes.
+"""Replica of the server: one pair, one engine, and the policy that chooses its block sizes.
 
-The policy is a small file beside the models. Another one is put to use in place, by Serve's `user_config` or because
-the registry has a new champion; the models, and the requests in flight, stay.
+The policy is a small file beside the models. Serve's `user_config`, or a new champion of the registry, replaces it in
+place; the models and the requests in flight stay.
 """
 
+import asyncio
 import logging
 import os
+import secrets
 import sys
-from collections.abc import AsyncGenerator
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 
 from blockpilot.control.controller import FixedPolicy
 from blockpilot.control.price import StepCosts
 from blockpilot.engine.engine import Engine, cache_bytes
 from blockpilot.evaluation.step_costs import hold_here, measured_up_to
+from blockpilot.models.device import device_name, dtype_name
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.learned import LearnedPolicy
 from blockpilot.policy.store import load_policy
-from jobs.common.config import PairConfig
+from blockpilot.prompts.files import Message, Prompt
+from blockpilot.types import Request, Sampling
 from jobs.common.registry import CHAMPION, model_name
 from jobs.serving.champions import ChampionWatch
-from jobs.serving.engine_loop import EngineLoop
-from jobs.serving.metrics import DecoderMetrics
-from jobs.serving.replies import Backend
-from jobs.serving.schema import ApiError, Body
+from jobs.serving.engine_loop import ClosedError, EngineError, EngineLoop, QueueFullError, Stream
+from jobs.serving.metrics import ReplicaMetrics
+from jobs.serving.replies import Reply
+from jobs.serving.schema import ApiError, Body, ChatRequest, Objects
 
 DEFAULT_MAX_LENGTH = 2048
 MEMORY_FILE = Path("/proc/meminfo")
 SWITCH_INTERVAL_S = 0.0002  # the engine's thread takes the interpreter back that soon; Python's own are 5 ms
-COSTS_CONTEXT, COSTS_STEPS = 256, 3  # of step costs that have to be measured at the start
-log = logging.getLogger("ray.serve.blockpilot")
+COSTS_CONTEXT, COSTS_STEPS = 256, 3  # of step costs that are measured at the start, for a policy's candidates
+GRID_CONTEXT, GRID_STEPS = 64, 2  # and for policies that may follow: coarse, so that the start stays quick
+log = logging.getLogger("ray.serve.blockpilot")  # Serve adds the id of the request
 
 
-class Decoder:
-    """What Serve runs: answers bodies, and refuses them as values, since what is raised in a replica is a failure.
+class Replica:
+    """Server of one pair, which `load` gives: an engine loop that answers bodies, and its policy.
 
-    user_config: `policy`, a block size, a directory, or "champion"; of the champion also `store`, the MLflow
-    store, `follow_s`, how often to look for another one, and `folder`, where it is copied to.
+    Serve runs this class. num_threads are torch's, of this process; num_slots are requests decoded together;
+    max_length is in tokens of prompt and answer; max_new_tokens limits an answer where the context leaves room for
+    more; stream_interval_s is the least time between two chunks of a stream. Raises ValueError where the caches do
+    not fit into memory.
     """
 
     def __init__(
         self,
-        pair: PairConfig,
+        load: Callable[[], Pair],
         *,
-        num_threads: int,
-        num_slots: int,
-        max_length: int | None,
-        max_prefill_tokens: int,
-        max_queue: int,
-        max_new_tokens: int | None,
-        stream_interval_s: float,
-        logs_prompts: bool,
+        num_threads: int = 1,
+        num_slots: int = 8,
+        max_length: int | None = None,
+        max_prefill_tokens: int = 256,
+        max_queue: int = 64,
+        max_new_tokens: int | None = None,
+        stream_interval_s: float = 0.0,
+        logs_prompts: bool = False,
     ) -> None:
         torch.set_num_threads(num_threads)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        loaded = pair.load()
-        length = max_length or min(DEFAULT_MAX_LENGTH, loaded.max_length)
-        check_memory(loaded, num_slots, length)
-        engine = Engine(
-            loaded,
-            num_slots=num_slots,
-            max_length=length,
-            max_prefill_tokens=max_prefill_tokens,
-        )
+        self.pair = load()
+        length = max_length or min(DEFAULT_MAX_LENGTH, self.pair.max_length)
+        check_memory(self.pair, num_slots, length)
+        engine = Engine(self.pair, num_slots=num_slots, max_length=length, max_prefill_tokens=max_prefill_tokens)
         sizes = {"num_slots": num_slots, "max_length": length, "cache_bytes": engine.cache_bytes}
-        log.info("engine", extra={"model": loaded.id.target, **sizes})
-        self._measured: StepCosts | None = None
-        self._watch: ChampionWatch | None = None
-        self._has_policy = False
-        metrics = DecoderMetrics(engine, self._policy_now)
-        self._backend = Backend(
-            EngineLoop(engine, max_queue=max_queue, on_step=metrics.on_step),
-            max_new_tokens=max_new_tokens,
-            on_answer=metrics.on_answer,
-            logs_prompts=logs_prompts,
-            stream_interval_s=stream_interval_s,
-        )
+        log.info("engine", extra={"model": self.pair.id.target, **sizes})
+        self.watch: ChampionWatch | None = None
+        self._metrics = ReplicaMetrics(engine, self._champion_in_use)
+        self.loop = EngineLoop(engine, max_queue=max_queue, on_step=self._metrics.on_step)
+        self._max_new_tokens, self._logs_prompts = max_new_tokens, logs_prompts
+        self._stream_interval_s = stream_interval_s
+        self._costs: StepCosts | None = None  # known since the start, for policies whose own do not hold here
+        self._policy: Mapping[str, object] | None = None
+
+    def close(self) -> None:
+        """Stop the threads; requests in flight end with status 503."""
+        if self.watch is not None:
+            self.watch.stop()
+        self.loop.close()
+        self._metrics.stop()
 
     # --- requests ---
 
-    async def whole(self, body: Body) -> dict[str, Any] | ApiError:
-        """The response in one piece, or why there is none."""
-        try:
-            return await self._backend.whole(body)
-        except ApiError as error:
-            return error
+    async def answer(self, body: Body) -> Objects:
+        """The objects of the response: one, or the chunks of a stream; leaving early frees its rows.
 
-    async def chunks(self, body: Body) -> AsyncGenerator[dict[str, Any] | ApiError, None]:
-        """The objects of a streamed response; the last one may be why there are no more."""
+        An ApiError, the last one, says why there are no more. Serve takes what a replica raises for a broken replica.
+        """
         try:
-            async for chunk in self._backend.chunks(body):
-                yield chunk
-        except ApiError as error:
-            yield error
+            reply = Reply(body, await self._submit(body), self.pair, self._stream_interval_s)
+            with self._recorded(reply):
+                async with aclosing(reply.chunks()) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
+            if (last := reply.last()) is not None:
+                yield last
+        except (ApiError, QueueFullError, ClosedError, EngineError) as error:
+            yield _api_error(error)
 
     async def status(self) -> dict[str, Any]:
-        """For /health."""
-        found = await self._backend.status()
-        followed = {} if self._watch is None else {"follows": self._watch.name, "error": self._watch.error or None}
-        return found | {"policy": found["policy"] | followed, "pid": os.getpid()}
+        """The model's entry in /health."""
+        loop, engine, controller = self.loop, self.loop.engine, self.loop.engine.controller
+        policy = controller.policy
+        followed = {} if self.watch is None else {"follows": self.watch.name, "error": self.watch.error or None}
+        return {
+            "status": "ok" if loop.healthy else "failed",
+            "draft": self.pair.id.draft,
+            "device": device_name(self.pair.target.device),
+            "dtype": dtype_name(self.pair.target.dtype),
+            "policy": dict(self._policy or {"name": "none"}) | followed,
+            "step_costs": dict(controller.factors),
+            "backed_off": not controller.speculates,
+            "accepted_over_expected": policy.record.ratio if isinstance(policy, LearnedPolicy) else None,
+            "num_in_flight": loop.num_in_flight,
+            "num_active": engine.num_active,
+            "capacity": loop.capacity,
+            "num_slots": engine.num_slots,
+            "max_model_len": engine.max_length,
+            "cache_bytes": engine.cache_bytes,
+            "pid": os.getpid(),
+        }
 
     def check_health(self) -> None:
-        """Raise if the engine is broken; Serve then replaces the replica."""
-        if not self._backend.loop.healthy:
+        """Raise RuntimeError if the engine is broken; Serve then replaces the replica."""
+        if not self.loop.healthy:
             raise RuntimeError("the engine is broken")
+
+    async def _submit(self, body: Body) -> list[Stream]:
+        """Start decoding; of `n` choices, number i has the seed plus i. Raises ApiError 400, or as `submit_all`."""
+        try:
+            request = await asyncio.to_thread(self._request, body)  # a long prompt is not tokenized at once
+            return self.loop.submit_all([_choice_request(request, number) for number in range(body.n)])
+        except ValueError as error:
+            param = "block_size" if str(error).startswith("block_size") else body.prompt_field
+            raise ApiError(400, str(error), param) from None
+
+    @contextmanager
+    def _recorded(self, reply: Reply) -> Iterator[None]:
+        """Log and count a request when it is over, however it ends."""
+        started, outcome = time.monotonic(), "cancelled"
+        try:
+            yield
+            outcome = "finished"
+        except (EngineError, ClosedError):
+            outcome = "failed"
+            raise
+        finally:
+            for choice in reply.choices:
+                choice.close()
+            answered = reply.answered(outcome, started)
+            prompt = {"prompt": reply.body.prompt_text} if self._logs_prompts else {}
+            log.info("answered", extra={"log_to_stderr": False, **answered._asdict(), **prompt})
+            self._metrics.on_answer(answered)
+
+    def _request(self, body: Body) -> Request:
+        prompt_ids = _encode(body, self.pair)
+        seed = body.seed if body.seed is not None else secrets.randbits(53)  # exact in every JSON reader
+        return Request(
+            prompt_ids,
+            self._num_tokens(body, len(prompt_ids)),
+            Sampling(body.temperature, body.top_p, body.top_k, seed),
+            body.block_size,
+            self.pair.stop_token_ids,
+            tuple(body.stop),
+            body.num_logprobs,
+        )
+
+    def _num_tokens(self, body: Body, num_prompt_tokens: int) -> int:
+        """Tokens of the answer at most; raises ApiError where there is no room for as many as are asked for."""
+        context, asked, most = self.loop.engine.max_length, body.num_tokens_asked, self._max_new_tokens
+        room = context - num_prompt_tokens
+        if (asked or 1) > room:
+            message = f"the context is {context} tokens; the prompt has {num_prompt_tokens}"
+            message += f" and the answer needs {asked or 'at least 1'}"
+            field = body.prompt_field if room < 1 else "max_tokens"
+            raise ApiError(400, message, field, "context_length_exceeded")
+        if most is not None and (asked or 1) > most:
+            message = f"max_tokens: {asked} are asked for; this server gives at most {most}"
+            raise ApiError(400, message, "max_tokens", "max_tokens_exceeded")
+        return asked or (room if most is None else min(room, most))
 
     # --- policies ---
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Use another policy from the next prefill on; raises ValueError for one that is not there or cannot be used.
+        """Use another policy from the next prefill on; ValueError for one that is not there or cannot be used.
 
-        At the start a champion that the registry cannot give is replaced by the last one that was copied.
+        user_config: `policy`, a block size, a directory, or "champion"; of the champion also `store`, the MLflow
+        store, `follow_s`, how often to look for another one, and `folder`, where it is copied to. Serve calls this
+        once before the first request. A champion that the registry cannot give then is replaced by the last copy.
         """
-        if self._watch is not None:
-            self._watch.stop()
-            self._watch = None
+        if self.watch is not None:
+            self.watch.stop()
+            self.watch = None
         policy = user_config["policy"]
         if policy != CHAMPION:
             self._use(policy)
             return
-        watch = ChampionWatch(
-            model_name(self._backend.model),
-            user_config["store"],
-            Path(user_config["folder"]),
-            user_config["follow_s"],
-            use=self._use,
-        )
-        if watch.error and not self._has_policy and not watch.use_last_copy():
-            watch.stop()
+        name, folder = model_name(self.pair.id.target), Path(user_config["folder"])
+        watch = ChampionWatch(name, user_config["store"], folder, user_config["follow_s"], use=self._use)
+        if watch.error and self._policy is None and not watch.use_last_copy():
             raise ValueError(watch.error)
-        self._watch = watch
+        self.watch = watch
+        watch.follow()
 
-    def _policy_now(self) -> tuple[int, bool]:
-        """Version of the champion in use, 0 for none, and whether the registry's could not be used."""
-        return (0, False) if self._watch is None else (self._watch.number, bool(self._watch.error))
+    def _champion_in_use(self) -> tuple[int, bool]:
+        """Its version, 0 for none, and whether the registry has another one that cannot be used."""
+        return (0, False) if self.watch is None else (self.watch.number, bool(self.watch.error))
 
     def _use(self, policy: int | str | Path, version: int = 0) -> None:
+        """Put a policy to use; called on the thread that watches the registry, too."""
         if isinstance(policy, int):
-            self._backend.set_policy(FixedPolicy(policy), {"name": f"block size {policy}", "version": None})
-        else:
-            learned = load_policy(policy)
-            learned.check(self._backend.pair)
-            described = {"name": str(policy), "version": version or None}
-            self._backend.set_policy(learned, described, self._costs_for(learned))
-        self._has_policy = True
+            self._costs = self._costs or self._measure()
+            self.loop.set_policy(FixedPolicy(policy))
+            self._policy = {"name": f"block size {policy}", "version": None}
+            return
+        learned = load_policy(policy)
+        learned.check(self.pair)
+        self.loop.set_policy(learned, self._costs_for(learned, policy))
+        self._policy = {"name": str(policy), "version": version or None}
 
-    def _costs_for(self, policy: LearnedPolicy) -> StepCosts | None:
-        """Those that the policy was trained with, if they are of such a device; else measured here, once."""
+    def _costs_for(self, policy: LearnedPolicy, directory: str | Path) -> StepCosts | None:
+        """What its forecasts are weighed with: its own costs if they hold here, else those known since the start.
+
+        None for a policy without a price. Raises ValueError where neither covers its block sizes.
+        """
+        sizes, num_slots = tuple(policy.candidates), self.loop.engine.num_slots
+        own = policy.costs if policy.costs and hold_here(policy.costs, self.pair, sizes, num_slots) else None
+        self._costs = self._costs or own or self._measure(sizes if policy.costs else ())
         if policy.costs is None:
             return None
-        pair, num_slots, sizes = self._backend.pair, self._backend.loop.engine.num_slots, tuple(policy.candidates)
-        for costs in (policy.costs, self._measured):
-            if costs is not None and hold_here(costs, pair, sizes, num_slots):
-                return costs
-        self._measured = measured_up_to(pair, sizes, num_slots, COSTS_CONTEXT, num_steps=COSTS_STEPS)
-        return self._measured
+        if own is None and not self._costs.cover(sizes, num_slots):
+            missing = sorted(set(sizes) - set(self._costs.block_sizes))
+            raise ValueError(
+                f"policy {directory}: its step costs are of another device or of fewer rows, and those known here do"
+                f" not cover block sizes {', '.join(map(str, missing))}; start the server with this policy"
+            )
+        return own or self._costs
+
+    def _measure(self, candidates: Sequence[int] = ()) -> StepCosts:
+        """Step costs of this device for a policy's candidates, by default for 1, 2, 4, ... up to the draft's size.
+
+        Only for the start: beside requests, timing would slow them and be wrong.
+        """
+        num_slots, largest = self.loop.engine.num_slots, self.pair.block_size
+        if candidates:
+            return measured_up_to(self.pair, candidates, num_slots, COSTS_CONTEXT, num_steps=COSTS_STEPS)
+        grid = sorted({min(2**i, largest) for i in range(largest.bit_length() + 1)})
+        return measured_up_to(self.pair, grid, num_slots, GRID_CONTEXT, num_steps=GRID_STEPS)
+
+
+def _encode(body: Body, pair: Pair) -> tuple[int, ...]:
+    """The prompt's token ids; raises ApiError for messages that the chat template refuses."""
+    if isinstance(body, ChatRequest):
+        turns = [("system" if m.role == "developer" else m.role, m.content) for m in body.messages]
+        try:
+            return Prompt("request", tuple(Message(*turn) for turn in turns)).encode(pair.tokenizer)
+        except TemplateError as error:
+            raise ApiError(400, f"messages: the model's chat template says: {error}", "messages") from None
+    if isinstance(body.prompt, str):
+        return tuple(pair.tokenizer(body.prompt)["input_ids"])
+    return tuple(body.prompt)
+
+
+def _choice_request(request: Request, number: int) -> Request:
+    """The request of choice `number`: the same with its own seed, an int64 that wraps around."""
+    seed = (request.sampling.seed + number + 2**63) % 2**64 - 2**63
+    return replace(request, sampling=replace(request.sampling, seed=seed))
+
+
+def _api_error(error: ApiError | QueueFullError | ClosedError | EngineError) -> ApiError:
+    if isinstance(error, QueueFullError):
+        return ApiError(429, f"{error}; try again", code="queue_full")
+    if isinstance(error, ClosedError):
+        return ApiError(503, str(error), code="shutting_down")
+    if isinstance(error, EngineError):
+        return ApiError(500, f"{error}; the request is lost, others can be sent", code="engine_error")
+    return error
 
 
 def check_memory(pair: Pair, num_slots: int, max_length: int) -> None:
@@ -171,7 +298,7 @@ def check_memory(pair: Pair, num_slots: int, max_length: int) -> None:
 
 
 def _free_bytes(device: torch.device) -> int | None:
-    """Of a GPU, or of a machine that tells as Linux does; None where it is not known."""
+    """Free memory of a GPU, or of a Linux machine; None where it is not known."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     if not MEMORY_FILE.exists():

@@ -1,12 +1,12 @@
-"""What clients send: the bodies of OpenAI's chat and completions endpoints, and errors in OpenAI's shape.
+"""Request bodies of OpenAI's chat and completions endpoints, and errors in OpenAI's shape.
 
-What the API has and this server does not is refused by name, never ignored; null, and the value that changes
-nothing (such as best_of=1), are accepted. Extensions: `block_size`, `top_k` and `timeout_s` in a request,
+Fields of the API that this server does not support are refused by name, never ignored; null, and the value that
+changes nothing (such as best_of=1), are accepted. Extensions: `block_size`, `top_k` and `timeout_s` in a request,
 `stream_options.include_steps` in a stream's.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -26,7 +26,7 @@ MAX_CHOICES = 8
 MAX_TOP_LOGPROBS, MAX_COMPLETION_LOGPROBS = 20, 5  # of chat and of completions, as OpenAI documents them
 DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI documents it
 
-# Fields of the API that are not built, and the value with which each changes nothing.
+# Fields of the API that are not supported, and the value with which each changes nothing.
 NEUTRAL: Mapping[str, object] = {
     "best_of": 1,
     "frequency_penalty": 0,
@@ -48,7 +48,7 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Those that say what to do next."""
+        """WWW-Authenticate or Retry-After, where the status calls for it."""
         if self.status == 401:
             return {"WWW-Authenticate": "Bearer"}
         return {"Retry-After": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
@@ -110,11 +110,11 @@ class ChatMessage(_Body):
 
 
 class StreamOptions(_Body):
-    """What a stream carries beside the text."""
+    """Extra contents of a stream."""
 
     include_usage: bool = False
     include_steps: bool = False
-    """With every chunk its step: the block size, how many drafts were accepted, and the text of every token."""
+    """Every chunk has its step: block size, number of accepted drafted tokens, and the text of every token."""
 
 
 class GenerateRequest(_Body):
@@ -158,12 +158,12 @@ class GenerateRequest(_Body):
 
     @property
     def prompt_text(self) -> str:
-        """For a log."""
+        """The prompt as text, for a log."""
         raise NotImplementedError
 
     @property
     def num_logprobs(self) -> int | None:
-        """The likeliest tokens to tell with every token; None for no log probabilities at all."""
+        """Number of likeliest tokens reported with every token; None for no log probabilities at all."""
         raise NotImplementedError
 
 
@@ -235,6 +235,8 @@ def _neutral(name: str, value: object) -> bool:
 
 
 Body = ChatRequest | CompletionRequest
+Objects = AsyncGenerator[dict[str, Any] | ApiError, None]
+"""The objects of a response: one, or the chunks of a stream. An ApiError, the last one, is why there are no more."""
 BodyT = TypeVar("BodyT", bound=GenerateRequest)
 
 
@@ -262,6 +264,6 @@ def _complaint(path: str | None, error: Mapping[str, Any]) -> str:
 
 
 def short(value: object) -> str:
-    """As Python writes it, cut where it is long."""
+    """`repr` of a value, cut at 80 characters."""
     shown = repr(value)
     return shown if len(shown) <= 80 else shown[:77] + "..."

@@ -1,4 +1,4 @@
-"""Talking to the API in tests: the app over an engine loop, its objects, and requests whose client may vanish."""
+"""API helpers: a replica in this process, the app over it, its objects, and requests whose client may vanish."""
 
 import asyncio
 import json
@@ -12,9 +12,9 @@ import uvicorn
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
+from blockpilot.pairs.loading import Pair
 from jobs.serving.api import make_app
-from jobs.serving.engine_loop import EngineLoop
-from jobs.serving.replies import Backend
+from jobs.serving.replica import Replica
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 QUESTION = [{"role": "user", "content": "What is a block?"}]
@@ -22,17 +22,26 @@ LONG = {"model": "target", "prompt": "Once", "max_tokens": 250, "temperature": 0
 JsonObject = dict[str, Any]
 
 
-def app_of(loop: EngineLoop, **settings: Any) -> FastAPI:
-    """The API over one loop, whose model is also known as `target`."""
-    backend = Backend(loop)
-    return make_app({backend.model: backend}, aliases={"target": backend.model}, **settings)
+@contextmanager
+def replica_of(pair: Pair, **settings: Any) -> Iterator[Replica]:
+    """A replica of a loaded pair in this process, without Ray Serve."""
+    replica = Replica(lambda: pair, **settings)
+    yield replica
+    replica.close()
+
+
+def app_of(replica: Replica, **settings: Any) -> FastAPI:
+    """The API over one replica, whose model is also known as `target`."""
+    name = replica.pair.id.target
+    return make_app({name: replica}, aliases={"target": name}, **settings)
 
 
 @contextmanager
-def client_of(loop: EngineLoop, **settings: Any) -> Iterator[TestClient]:
+def client_of(replica: Replica, **settings: Any) -> Iterator[TestClient]:
     """A client whose requests must have left the engine at the end."""
-    with TestClient(app_of(loop, **settings), raise_server_exceptions=False) as client:
+    with TestClient(app_of(replica, **settings), raise_server_exceptions=False) as client:
         yield client
+        loop = replica.loop
         assert loop.num_in_flight == 0
         assert (loop.engine.num_active, loop.engine.num_waiting) == (0, 0)
 
@@ -80,7 +89,7 @@ def check_error(answer: JsonObject, *param: str | None) -> JsonObject:
     return error
 
 
-class Exchange:
+class HttpCall:
     """One HTTP request to an ASGI app, whose client may vanish."""
 
     def __init__(self, app: FastAPI, path: str, body: JsonObject) -> None:
@@ -115,5 +124,5 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def idle(loop: EngineLoop) -> None:
-    await until(lambda: loop.num_in_flight == 0 and loop.engine.idle)
+async def idle(replica: Replica) -> None:
+    await until(lambda: replica.loop.num_in_flight == 0 and replica.loop.engine.idle)

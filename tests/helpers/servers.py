@@ -1,4 +1,4 @@
-"""Servers that run as a user runs them, in a process of their own, for tests that talk to them over HTTP."""
+"""Server processes, started as a user starts them, for tests over HTTP."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def free_port() -> int:
 
 @dataclass
 class Server:
-    """One that answers at `root`."""
+    """A running server process; `root` is its address."""
 
     process: subprocess.Popen[bytes]
     root: str
@@ -36,16 +36,16 @@ class Server:
 
     @property
     def url(self) -> str:
-        """For OpenAI clients."""
+        """Base URL for OpenAI clients."""
         return f"{self.root}/v1"
 
     def model(self, name: str) -> dict[str, Any]:
-        """What /health tells of a model."""
+        """A model's entry in /health."""
         found: dict[str, Any] = httpx.get(f"{self.root}/health", timeout=30).json()["models"][name]
         return found
 
     def until(self, name: str, wanted: Mapping[str, object], timeout_s: float = 30) -> dict[str, Any]:
-        """What /health tells of a model once it has these values; AssertionError if that takes too long."""
+        """A model's entry in /health once it has these values; AssertionError if that takes too long."""
         deadline = time.monotonic() + timeout_s
         while True:
             found = self.model(name)
@@ -57,7 +57,7 @@ class Server:
 
 @contextmanager
 def serving(command: list[str], folder: Path, port: int, **variables: str) -> Iterator[Server]:
-    """The server of a command, from the moment that it answers until SIGTERM; `variables` are of its environment."""
+    """The server of a command, until SIGTERM; `variables` are added to its environment."""
     log = folder / f"server-{port}.log"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | variables
     with log.open("wb") as output:
@@ -77,7 +77,7 @@ def serving(command: list[str], folder: Path, port: int, **variables: str) -> It
 
 @contextmanager
 def configured(config: Mapping[str, Any], folder: Path, **variables: str) -> Iterator[Server]:
-    """The server of a configuration, by its fields as JSON."""
+    """The server of a ServeConfig's fields."""
     port = free_port()
     command = [sys.executable, "-c", RUN, json.dumps({**config, "port": port})]
     with serving(command, folder, port, **variables) as server:

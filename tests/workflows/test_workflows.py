@@ -9,18 +9,16 @@ from pathlib import Path
 import pytest
 import ray
 
-from blockpilot.engine.engine import Engine
 from blockpilot.pairs.loading import Pair
 from blockpilot.pairs.table import NAMED_PAIRS
 from blockpilot.policy.learned import check_reads
 from blockpilot.prompts.files import load_prompts
-from helpers.api import app_of, over_http
+from helpers.api import app_of, over_http, replica_of
 from jobs import serve
 from jobs.common.config import PairConfig, main
 from jobs.common.registry import Version, model_name
 from jobs.evaluation.result import EvaluateResult
 from jobs.promote import PromoteResult
-from jobs.serving.engine_loop import EngineLoop
 from workflows import paper, smollm2_135m
 from workflows.paper import PaperConfig
 from workflows.pipeline import Learned, Pipeline, Stopwatch, to_serve
@@ -192,10 +190,8 @@ def test_bad_input_ends_the_demo_at_once(
 @pytest.fixture
 def url(tiny_pair: Pair) -> Iterator[str]:
     """The API over real HTTP, without Ray Serve."""
-    loop = EngineLoop(Engine(tiny_pair, num_slots=2, max_length=256), max_queue=4)
-    with over_http(app_of(loop)) as root:
+    with replica_of(tiny_pair, num_slots=2, max_length=256) as replica, over_http(app_of(replica)) as root:
         yield f"{root}/v1"
-    loop.close()
 
 
 def test_the_answer_that_is_asked_for_is_the_targets_own(

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from blockpilot.engine.engine import Engine, generate
+from blockpilot.engine.engine import generate
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import load_prompts
-from helpers.api import app_of, over_http, until
+from helpers.api import app_of, over_http, replica_of, until
 from jobs.bench.http_load import Clients
 from jobs.bench.server import BenchServeConfig, run
 from jobs.common.config import ConfigError, PairConfig
@@ -22,10 +22,9 @@ from jobs.serving.engine_loop import EngineLoop
 @contextmanager
 def served(pair: Pair, **sizes: int) -> Iterator[tuple[str, EngineLoop]]:
     """The API over real HTTP, without Ray Serve; its URL."""
-    loop = EngineLoop(Engine(pair, num_slots=sizes.get("num_slots", 2), max_length=900), max_queue=sizes["max_queue"])
-    with over_http(app_of(loop)) as root:
-        yield f"{root}/v1", loop
-    loop.close()
+    settings = {"num_slots": 2, "max_length": 900} | sizes
+    with replica_of(pair, **settings) as replica, over_http(app_of(replica)) as root:
+        yield f"{root}/v1", replica.loop
 
 
 def config(url: str, pair_dirs: tuple[Path, Path], output: Path, **values: Any) -> BenchServeConfig:

@@ -7,20 +7,22 @@ import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
 
+from blockpilot.control.price import StepCosts
 from blockpilot.engine.engine import Engine, cache_bytes
+from blockpilot.evaluation.step_costs import time_steps
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.store import save_policy
 from blockpilot.types import PairId
+from helpers.api import client_of, replica_of
 from helpers.policies import tiny_policy
-from jobs.common.config import PairConfig
 from jobs.common.registry import Registry, Version, model_name
-from jobs.serving.api import make_app
 from jobs.serving.champions import ChampionWatch
-from jobs.serving.replica import Decoder, check_memory
+from jobs.serving.replica import Replica, check_memory
 from jobs.serving.schema import ApiError, ChatRequest, parse
 
 CHAT = {"messages": [{"role": "user", "content": "Once"}], "model": "target", "temperature": 0, "max_tokens": 20}
@@ -46,29 +48,14 @@ def crown(registry: Registry, folder: Path, pair_id: PairId, target: str, candid
 
 
 @pytest.fixture
-def decoder(tiny_pair_dirs: tuple[Path, Path]) -> Iterator[Decoder]:
-    """A replica as Serve makes it, in this process."""
-    target, draft = tiny_pair_dirs
-    decoder = Decoder(
-        PairConfig(target=str(target), draft=str(draft)),
-        num_threads=1,
-        num_slots=2,
-        max_length=600,
-        max_prefill_tokens=64,
-        max_queue=4,
-        max_new_tokens=None,
-        stream_interval_s=0.0,
-        logs_prompts=False,
-    )
-    yield decoder
-    if decoder._watch is not None:
-        decoder._watch.stop()
-    decoder._backend.loop.close()
+def replica(tiny_pair: Pair) -> Iterator[Replica]:
+    with replica_of(tiny_pair, num_slots=2, max_length=600, max_prefill_tokens=64, max_queue=4) as replica:
+        yield replica
 
 
 @pytest.fixture
-def client(decoder: Decoder) -> Iterator[TestClient]:
-    with TestClient(make_app({"target": decoder._backend})) as client:
+def client(replica: Replica) -> Iterator[TestClient]:
+    with client_of(replica) as client:
         yield client
 
 
@@ -76,32 +63,32 @@ def following(registry: Registry, folder: Path) -> dict[str, object]:
     return {"policy": "champion", "store": registry.uri, "follow_s": NEVER_S, "folder": str(folder)}
 
 
-def status(decoder: Decoder) -> dict[str, object]:
+def status(replica: Replica) -> dict[str, object]:
     """Of the policy, as /health tells it."""
-    found = asyncio.run(decoder.status())["policy"]
+    found = asyncio.run(replica.status())["policy"]
     assert isinstance(found, dict)
     return found
 
 
 def test_a_new_champion_is_used_for_new_requests_and_changes_no_text(
-    decoder: Decoder, client: TestClient, registry: Registry, tiny_pair: Pair, tmp_path: Path
+    replica: Replica, client: TestClient, registry: Registry, tiny_pair: Pair, tmp_path: Path
 ) -> None:
     target = tiny_pair.id.target
     first = crown(registry, tmp_path, tiny_pair.id, target, (3,))
-    decoder.reconfigure(following(registry, tmp_path / "copies"))
-    assert (status(decoder)["version"], status(decoder)["follows"]) == (first.number, model_name(target))
+    replica.reconfigure(following(registry, tmp_path / "copies"))
+    assert (status(replica)["version"], status(replica)["follows"]) == (first.number, model_name(target))
     before = client.post("/v1/chat/completions", json=CHAT).json()
 
     answers: list[dict[str, object]] = []
     long = CHAT | {"max_tokens": 500}
     in_flight = threading.Thread(target=lambda: answers.append(client.post("/v1/chat/completions", json=long).json()))
     in_flight.start()
-    while not decoder._backend.loop.engine.num_active:
+    while not replica.loop.engine.num_active:
         pass
     second = crown(registry, tmp_path, tiny_pair.id, target, (5,))
-    assert decoder._watch is not None
-    decoder._watch.look()
-    assert status(decoder)["version"] == second.number
+    assert replica.watch is not None
+    replica.watch.look()
+    assert status(replica)["version"] == second.number
     after = client.post("/v1/chat/completions", json=CHAT).json()
     in_flight.join()
     assert (before["usage"]["block_size"], after["usage"]["block_size"]) == (3, 5)
@@ -110,95 +97,94 @@ def test_a_new_champion_is_used_for_new_requests_and_changes_no_text(
     assert answers[0]["usage"]["completion_tokens"] > 100  # type: ignore[index]
 
 
-def test_it_looks_by_itself(decoder: Decoder, registry: Registry, tiny_pair: Pair, tmp_path: Path) -> None:
+def test_the_watch_polls_the_registry(replica: Replica, registry: Registry, tiny_pair: Pair, tmp_path: Path) -> None:
     crown(registry, tmp_path, tiny_pair.id, tiny_pair.id.target, (3,))
-    decoder.reconfigure(following(registry, tmp_path / "copies") | {"follow_s": 0.05})
+    replica.reconfigure(following(registry, tmp_path / "copies") | {"follow_s": 0.05})
     second = crown(registry, tmp_path, tiny_pair.id, tiny_pair.id.target, (5,))
     arrived = threading.Event()
     for _ in range(200):
-        if status(decoder)["version"] == second.number:
+        if status(replica)["version"] == second.number:
             break
         arrived.wait(0.05)
-    assert status(decoder)["version"] == second.number
+    assert status(replica)["version"] == second.number
 
 
 def test_an_outage_keeps_the_policy_and_is_reported_until_it_is_over(
-    decoder: Decoder, client: TestClient, registry: Registry, tiny_pair: Pair, tmp_path: Path
+    replica: Replica, client: TestClient, registry: Registry, tiny_pair: Pair, tmp_path: Path
 ) -> None:
     first = crown(registry, tmp_path, tiny_pair.id, tiny_pair.id.target, (3,))
-    decoder.reconfigure(following(registry, tmp_path / "copies"))
-    assert decoder._watch is not None
+    replica.reconfigure(following(registry, tmp_path / "copies"))
+    assert replica.watch is not None
     crown(registry, tmp_path, tiny_pair.id, tiny_pair.id.target, (5,))
     store, kept = tmp_path / "mlflow.db", (tmp_path / "mlflow.db").read_bytes()
     store.write_bytes(b"no database at all" * 1000)
-    decoder._watch.look()
-    assert status(decoder)["version"] == first.number
-    assert "mlflow.db" in str(status(decoder)["error"])
+    replica.watch.look()
+    assert status(replica)["version"] == first.number
+    assert "mlflow.db" in str(status(replica)["error"])
     assert client.post("/v1/chat/completions", json=CHAT).json()["usage"]["block_size"] == 3
     store.write_bytes(kept)
-    decoder._watch.look()
-    assert status(decoder)["error"] is None
+    replica.watch.look()
+    assert status(replica)["error"] is None
     assert client.post("/v1/chat/completions", json=CHAT).json()["usage"]["block_size"] == 5
 
 
 def test_a_champion_of_another_pair_is_refused_and_reported(
-    decoder: Decoder, client: TestClient, registry: Registry, tiny_pair: Pair, tmp_path: Path
+    replica: Replica, client: TestClient, registry: Registry, tiny_pair: Pair, tmp_path: Path
 ) -> None:
     target = tiny_pair.id.target
     first = crown(registry, tmp_path, tiny_pair.id, target, (3,))
-    decoder.reconfigure(following(registry, tmp_path / "copies"))
-    assert decoder._watch is not None
+    replica.reconfigure(following(registry, tmp_path / "copies"))
+    assert replica.watch is not None
     crown(registry, tmp_path, tiny_pair.id._replace(draft_revision="0123abcd"), target, (5,))
-    decoder._watch.look()
-    assert status(decoder)["version"] == first.number
-    assert "0123abcd" in str(status(decoder)["error"])
+    replica.watch.look()
+    assert status(replica)["version"] == first.number
+    assert "0123abcd" in str(status(replica)["error"])
     assert client.post("/v1/chat/completions", json=CHAT).json()["usage"]["block_size"] == 3
     third = crown(registry, tmp_path, tiny_pair.id, target, (6,))
-    decoder._watch.look()
-    assert (status(decoder)["version"], status(decoder)["error"]) == (third.number, None)
+    replica.watch.look()
+    assert (status(replica)["version"], status(replica)["error"]) == (third.number, None)
 
 
 def test_a_replica_that_starts_without_the_registry_uses_the_last_copy(
-    decoder: Decoder, registry: Registry, tiny_pair: Pair, tmp_path: Path
+    replica: Replica, registry: Registry, tiny_pair: Pair, tmp_path: Path
 ) -> None:
     folder, name = tmp_path / "copies", model_name(tiny_pair.id.target)
     with pytest.raises(ValueError, match="blockpilot-target"):
-        decoder.reconfigure(following(registry, folder))
+        replica.reconfigure(following(registry, folder))
     for candidates in ((3,), (5,)):
         crown(registry, tmp_path, tiny_pair.id, tiny_pair.id.target, candidates)
         ChampionWatch(name, registry.uri, folder, NEVER_S, lambda path, number: None).stop()
     nowhere = f"sqlite:///{tmp_path / 'nowhere' / 'mlflow.db'}"
-    decoder.reconfigure(following(registry, folder) | {"store": nowhere})
-    assert status(decoder)["version"] == 2
-    assert "nowhere" in str(status(decoder)["error"])
+    replica.reconfigure(following(registry, folder) | {"store": nowhere})
+    assert status(replica)["version"] == 2
+    assert "nowhere" in str(status(replica)["error"])
 
 
 def test_a_policy_of_another_revision_is_refused_by_name(
-    decoder: Decoder, client: TestClient, tiny_pair: Pair, tmp_path: Path
+    replica: Replica, client: TestClient, tiny_pair: Pair, tmp_path: Path
 ) -> None:
-    decoder.reconfigure({"policy": 4})
+    replica.reconfigure({"policy": 4})
     save_policy(tiny_policy(tiny_pair.id._replace(draft_revision="0123abcd"), 260, (2, 3)), tmp_path / "policy")
     with pytest.raises(ValueError, match="0123abcd") as error:
-        decoder.reconfigure({"policy": str(tmp_path / "policy")})
+        replica.reconfigure({"policy": str(tmp_path / "policy")})
     assert tiny_pair.id.draft_revision in str(error.value)
     assert client.post("/v1/chat/completions", json=CHAT).json()["usage"]["block_size"] == 4
 
 
-def test_broken_engine_fails_the_health_check(decoder: Decoder) -> None:
-    decoder.check_health()
-    decoder._backend.loop.close()
+def test_broken_engine_fails_the_health_check(replica: Replica) -> None:
+    replica.check_health()
+    replica.loop.close()
     with pytest.raises(RuntimeError, match="broken"):
-        decoder.check_health()
+        replica.check_health()
 
 
-def test_what_is_refused_comes_back_as_a_value(decoder: Decoder) -> None:
+def test_a_replica_yields_refusals_as_values(replica: Replica) -> None:
     """Serve takes what a replica raises for a failure."""
     body = parse(ChatRequest, json.dumps(CHAT | {"max_tokens": 10_000}).encode())
 
     async def scene() -> None:
-        whole = await decoder.whole(body)
-        (chunk,) = [chunk async for chunk in decoder.chunks(body)]
-        for refused in (whole, chunk):
+        for stream in (False, True):
+            (refused,) = [found async for found in replica.answer(body.model_copy(update={"stream": stream}))]
             assert isinstance(refused, ApiError)
             copy = pickle.loads(pickle.dumps(refused))
             assert (copy.status, copy.body()) == (400, refused.body())
@@ -215,13 +201,13 @@ def test_caches_that_do_not_fit_are_refused_with_their_size(tiny_pair: Pair) -> 
         check_memory(tiny_pair, 100_000_000, 1000)
 
 
-def test_a_policy_by_name_ends_the_watch(
-    decoder: Decoder, registry: Registry, tiny_pair: Pair, tmp_path: Path
+def test_another_policy_source_ends_the_watch(
+    replica: Replica, registry: Registry, tiny_pair: Pair, tmp_path: Path
 ) -> None:
     crown(registry, tmp_path, tiny_pair.id, tiny_pair.id.target, (3,))
-    decoder.reconfigure(following(registry, tmp_path / "copies"))
-    decoder.reconfigure({"policy": 7})
-    assert status(decoder) == {"name": "block size 7", "version": None}
+    replica.reconfigure(following(registry, tmp_path / "copies"))
+    replica.reconfigure({"policy": 7})
+    assert status(replica) == {"name": "block size 7", "version": None}
 
 
 def test_copies_are_made_once(registry: Registry, tiny_pair: Pair, tmp_path: Path) -> None:
@@ -232,3 +218,58 @@ def test_copies_are_made_once(registry: Registry, tiny_pair: Pair, tmp_path: Pat
         ChampionWatch(name, registry.uri, tmp_path / "copies", NEVER_S, lambda path, number: used.append(path)).stop()
     assert used[0] == used[1]
     assert (used[0] / "policy.json").exists()
+
+
+# --- step costs ---
+
+
+def priced_policy(pair: Pair, folder: Path, candidates: tuple[int, ...], num_rows: int) -> str:
+    """The directory of a policy whose step costs are of another device."""
+    sizes, rows = tuple(sorted({1, *candidates})), tuple(range(1, num_rows + 1))
+    table = (((0.01,),) * num_rows,) * len(sizes)
+    costs = StepCosts(pair.id, "float32", "another device", sizes, rows, (64,), table, table, table)
+    policy = tiny_policy(pair.id, pair.vocab_size, candidates, head="tau", costs=costs)
+    save_policy(policy, folder / "-".join(map(str, candidates)))
+    return str(folder / "-".join(map(str, candidates)))
+
+
+def test_step_costs_are_measured_at_the_start_and_never_beside_decoding(
+    replica: Replica, client: TestClient, tiny_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later policy is weighed with the costs of the start, or refused where they do not cover it."""
+    timed: list[tuple[str, int]] = []
+
+    def timing(*arguments: Any, **settings: Any) -> list[float]:
+        timed.append((threading.current_thread().name, replica.loop.num_in_flight))
+        return time_steps(*arguments, **settings)
+
+    monkeypatch.setattr("blockpilot.evaluation.step_costs.time_steps", timing)
+    replica.reconfigure({"policy": priced_policy(tiny_pair, tmp_path, (2, 4), 2)})
+    assert timed
+    assert {num_in_flight for _, num_in_flight in timed} == {0}
+    timed.clear()
+
+    long = CHAT | {"max_tokens": 500}
+    answers: list[dict[str, object]] = []
+    in_flight = threading.Thread(target=lambda: answers.append(client.post("/v1/chat/completions", json=long).json()))
+    in_flight.start()
+    while not replica.loop.engine.num_active:
+        pass
+    replica.reconfigure({"policy": 3})
+    replica.reconfigure({"policy": priced_policy(tiny_pair, tmp_path, (4,), 1)})
+    with pytest.raises(ValueError, match=r"do not cover block sizes 3, 5; start the server with this policy"):
+        replica.reconfigure({"policy": priced_policy(tiny_pair, tmp_path, (2, 3, 5), 2)})
+    assert replica.loop.num_in_flight == 1
+    assert str(status(replica)["name"]).endswith("/4")
+    in_flight.join()
+    assert answers[0]["usage"]["completion_tokens"] > 100  # type: ignore[index]
+    assert timed == []
+
+
+def test_a_server_that_starts_with_a_block_size_knows_costs_up_to_the_drafts(
+    replica: Replica, tiny_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica.reconfigure({"policy": 2})
+    monkeypatch.setattr("blockpilot.evaluation.step_costs.time_steps", None)
+    replica.reconfigure({"policy": priced_policy(tiny_pair, tmp_path, (1, 2, tiny_pair.block_size), 2)})
+    assert str(status(replica)["name"]).endswith(f"/1-2-{tiny_pair.block_size}")

@@ -10,7 +10,7 @@ from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from blockpilot.engine.engine import Engine, generate
+from blockpilot.engine.engine import generate
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Message, Prompt
 from helpers.api import (
@@ -22,24 +22,24 @@ from helpers.api import (
     check_error,
     client_of,
     events,
+    replica_of,
     text_of,
 )
 from helpers.policies import tiny_policy
-from jobs.serving.engine_loop import EngineLoop
+from jobs.serving.replica import Replica
 
 MAX_LENGTH = 300
 
 
 @pytest.fixture
-def loop(tiny_pair: Pair) -> Iterator[EngineLoop]:
-    loop = EngineLoop(Engine(tiny_pair, num_slots=4, max_length=MAX_LENGTH), max_queue=8)
-    yield loop
-    loop.close()
+def replica(tiny_pair: Pair) -> Iterator[Replica]:
+    with replica_of(tiny_pair, num_slots=4, max_length=MAX_LENGTH, max_queue=8) as replica:
+        yield replica
 
 
 @pytest.fixture
-def client(loop: EngineLoop) -> Iterator[TestClient]:
-    with client_of(loop) as client:
+def client(replica: Replica) -> Iterator[TestClient]:
+    with client_of(replica) as client:
         yield client
 
 
@@ -74,17 +74,16 @@ def test_models_and_health(client: TestClient, tiny_pair: Pair) -> None:
     assert (health["status"], found["status"], found["num_active"]) == ("ok", "ok", 0)
     assert (found["num_slots"], found["max_model_len"], found["capacity"]) == (4, MAX_LENGTH, 12)
     assert found["cache_bytes"] > 0
-    # Nothing to correct without a policy that has costs.
-    assert found["step_costs"] == {"plain": 1, "alike": 1, "mixed": 1}
+    assert found["step_costs"] == {}  # nothing to correct without a policy
     assert found["accepted_over_expected"] is None
-    assert found["resting"] is False
+    assert found["backed_off"] is False
 
 
 def test_health_tells_what_came_of_the_policys_forecasts(
-    client: TestClient, loop: EngineLoop, tiny_pair: Pair
+    client: TestClient, replica: Replica, tiny_pair: Pair
 ) -> None:
     """This one always expects whole blocks."""
-    loop.set_policy(tiny_policy(tiny_pair.id, tiny_pair.vocab_size, (2, 4), head="tau", outputs=[2, 4]))
+    replica.loop.set_policy(tiny_policy(tiny_pair.id, tiny_pair.vocab_size, (2, 4), head="tau", outputs=[2, 4]))
     usage = ask(client, CHAT, {"model": "target", "messages": QUESTION, "max_tokens": 40, "seed": 1})["usage"]
     found = client.get("/health").json()["models"][tiny_pair.id.target]
     assert usage["acceptance_length"] < 3
@@ -185,7 +184,7 @@ def test_without_a_seed_answers_differ_and_tell_their_seed(client: TestClient) -
     assert ask(client, COMPLETIONS, body | {"seed": first["seed"]})["choices"] == first["choices"]
 
 
-def test_same_text_alone_and_in_a_crowd(client: TestClient, loop: EngineLoop) -> None:
+def test_same_text_alone_and_in_a_crowd(client: TestClient, replica: Replica) -> None:
     """More requests than slots, mixed block sizes: they share batches and do not show it."""
 
     def body(i: int) -> JsonObject:
@@ -193,7 +192,8 @@ def test_same_text_alone_and_in_a_crowd(client: TestClient, loop: EngineLoop) ->
 
     alone = [ask(client, COMPLETIONS, body(i) | {"block_size": 1})["choices"] for i in range(10)]
     seen: list[int] = []
-    loop.set_policy(lambda prefill: seen.append(loop.engine.num_active) or 1 + prefill.num_prompt_tokens % 7)
+    engine = replica.loop.engine
+    replica.loop.set_policy(lambda prefill: seen.append(engine.num_active) or 1 + prefill.num_prompt_tokens % 7)
     with ThreadPoolExecutor(10) as pool:
         crowd = list(pool.map(lambda i: ask(client, COMPLETIONS, body(i))["choices"], range(10)))
     assert crowd == alone

@@ -6,24 +6,33 @@ from collections.abc import Iterator
 import pytest
 from fastapi.testclient import TestClient
 
-from blockpilot.engine.engine import Engine
 from blockpilot.pairs.loading import Pair
-from helpers.api import CHAT, COMPLETIONS, QUESTION, JsonObject, ask, check_error, client_of, events, text_of
-from jobs.serving.engine_loop import EngineLoop
+from helpers.api import (
+    CHAT,
+    COMPLETIONS,
+    QUESTION,
+    JsonObject,
+    ask,
+    check_error,
+    client_of,
+    events,
+    replica_of,
+    text_of,
+)
+from jobs.serving.replica import Replica
 
 PROMPTS: dict[str, JsonObject] = {CHAT: {"messages": QUESTION}, COMPLETIONS: {"prompt": "Once"}}
 
 
 @pytest.fixture
-def loop(tiny_pair: Pair) -> Iterator[EngineLoop]:
-    loop = EngineLoop(Engine(tiny_pair, num_slots=4, max_length=300), max_queue=2)
-    yield loop
-    loop.close()
+def replica(tiny_pair: Pair) -> Iterator[Replica]:
+    with replica_of(tiny_pair, num_slots=4, max_length=300, max_queue=2) as replica:
+        yield replica
 
 
 @pytest.fixture
-def client(loop: EngineLoop) -> Iterator[TestClient]:
-    with client_of(loop) as client:
+def client(replica: Replica) -> Iterator[TestClient]:
+    with client_of(replica) as client:
         yield client
 
 
@@ -69,12 +78,12 @@ def test_choices_are_those_of_following_seeds(client: TestClient, path: str, see
         assert path != CHAT or [c["delta"].get("role") for c in mine] == ["assistant"] + [None] * (len(mine) - 1)
 
 
-def test_all_choices_or_none(client: TestClient, loop: EngineLoop) -> None:
+def test_all_choices_or_none(client: TestClient, replica: Replica) -> None:
     """Six places: a request for seven choices takes none of them."""
     refused = client.post(COMPLETIONS, json={"model": "target", "prompt": "x", "n": 7})
     assert refused.status_code == 429
     check_error(refused.json())
-    assert loop.num_in_flight == 0
+    assert replica.loop.num_in_flight == 0
     assert len(ask(client, COMPLETIONS, {"model": "target", "prompt": "x", "n": 6})["choices"]) == 6
 
 

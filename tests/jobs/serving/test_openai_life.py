@@ -9,76 +9,76 @@ import pytest
 from fastapi.testclient import TestClient
 
 from blockpilot.control.controller import FixedPolicy
-from blockpilot.engine.engine import Engine, generate
+from blockpilot.engine.engine import generate
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import Prefill
-from helpers.api import COMPLETIONS, LONG, Exchange, app_of, check_error, client_of, idle, until
-from jobs.serving.api import GONE, Limits
-from jobs.serving.api import Exchange as Told
-from jobs.serving.engine_loop import MAX_FAILURES, EngineLoop
+from helpers.api import COMPLETIONS, LONG, HttpCall, app_of, check_error, client_of, idle, replica_of, until
+from jobs.serving.api import GONE, Exchange, Limits
+from jobs.serving.engine_loop import MAX_FAILURES
+from jobs.serving.replica import Replica
 
 MAX_LENGTH = 300
 
 
 @pytest.fixture
-def loop(tiny_pair: Pair) -> Iterator[EngineLoop]:
-    loop = EngineLoop(Engine(tiny_pair, num_slots=4, max_length=MAX_LENGTH), max_queue=8)
-    yield loop
-    loop.close()
+def replica(tiny_pair: Pair) -> Iterator[Replica]:
+    with replica_of(tiny_pair, num_slots=4, max_length=MAX_LENGTH, max_queue=8) as replica:
+        yield replica
 
 
-def test_a_vanished_client_frees_its_row_and_no_other(loop: EngineLoop, tiny_pair: Pair) -> None:
-    app = app_of(loop)
+def test_a_vanished_client_frees_its_row_and_no_other(replica: Replica, tiny_pair: Pair) -> None:
+    app = app_of(replica)
     ids = tuple(tiny_pair.tokenizer("Once")["input_ids"])
     steps = generate(tiny_pair, ids, block_size=1, max_new_tokens=250)
     want = tiny_pair.tokenizer.decode([t for step in steps for t in step.tokens], skip_special_tokens=True)
 
     async def scene() -> None:
-        stays = Exchange(app, COMPLETIONS, LONG)
-        streamed = Exchange(app, COMPLETIONS, LONG | {"stream": True})
-        plain = Exchange(app, COMPLETIONS, LONG)
+        stays = HttpCall(app, COMPLETIONS, LONG)
+        streamed = HttpCall(app, COMPLETIONS, LONG | {"stream": True})
+        plain = HttpCall(app, COMPLETIONS, LONG)
         await streamed.until("data: ")
-        assert loop.num_in_flight == 3
+        assert replica.loop.num_in_flight == 3
         await plain.vanish()
         await streamed.vanish()
         assert "[DONE]" not in streamed.text
         assert plain.status != 200
-        await until(lambda: (loop.num_in_flight, loop.engine.num_active) == (1, 1))
+        await until(lambda: (replica.loop.num_in_flight, replica.loop.engine.num_active) == (1, 1))
         assert not stays.task.done()
         await stays.task
         assert json.loads(stays.text)["choices"][0]["text"] == want
-        await idle(loop)
+        await idle(replica)
 
     asyncio.run(scene())
 
 
 def test_full_queue_is_429_at_once_and_recovers(tiny_pair: Pair) -> None:
-    loop = EngineLoop(Engine(tiny_pair, num_slots=1, max_length=MAX_LENGTH), max_queue=1)
-    app = app_of(loop)
+    with replica_of(tiny_pair, num_slots=1, max_length=MAX_LENGTH, max_queue=1) as replica:
+        app = app_of(replica)
 
-    async def scene() -> None:
-        taken = [Exchange(app, COMPLETIONS, LONG) for _ in range(2)]
-        await until(lambda: loop.num_in_flight == 2)
-        refused = Exchange(app, COMPLETIONS, LONG)
-        async with asyncio.timeout(1):
-            await refused.task
-        assert refused.status == 429
-        assert check_error(json.loads(refused.text))["type"] == "rate_limit_error"
-        await asyncio.gather(*(exchange.task for exchange in taken))
-        assert [exchange.status for exchange in taken] == [200, 200]
-        again = Exchange(app, COMPLETIONS, LONG | {"max_tokens": 1})
-        await again.task
-        assert again.status == 200
+        async def scene() -> None:
+            taken = [HttpCall(app, COMPLETIONS, LONG) for _ in range(2)]
+            await until(lambda: replica.loop.num_in_flight == 2)
+            refused = HttpCall(app, COMPLETIONS, LONG)
+            async with asyncio.timeout(1):
+                await refused.task
+            assert refused.status == 429
+            assert check_error(json.loads(refused.text))["type"] == "rate_limit_error"
+            await asyncio.gather(*(exchange.task for exchange in taken))
+            assert [exchange.status for exchange in taken] == [200, 200]
+            again = HttpCall(app, COMPLETIONS, LONG | {"max_tokens": 1})
+            await again.task
+            assert again.status == 200
 
-    asyncio.run(scene())
-    loop.close()
+        asyncio.run(scene())
 
 
 def test_retry_after_is_sent_with_429(tiny_pair: Pair) -> None:
-    loop = EngineLoop(Engine(tiny_pair, num_slots=1, max_length=MAX_LENGTH), max_queue=0)
-    with TestClient(app_of(loop)) as client, ThreadPoolExecutor(6) as pool:
+    with (
+        replica_of(tiny_pair, num_slots=1, max_length=MAX_LENGTH, max_queue=0) as replica,
+        TestClient(app_of(replica)) as client,
+        ThreadPoolExecutor(6) as pool,
+    ):
         answers = list(pool.map(lambda _: client.post(COMPLETIONS, json=LONG), range(6)))
-    loop.close()
     refused = [answer for answer in answers if answer.status_code == 429]
     assert 0 < len(refused) < 6
     assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
@@ -88,16 +88,16 @@ def failing_policy(prefill: Prefill) -> int:
     raise RuntimeError("no choice")
 
 
-def test_engine_failure_is_500_for_those_in_flight_and_the_loop_goes_on(loop: EngineLoop) -> None:
-    app = app_of(loop)
+def test_engine_failure_is_500_for_those_in_flight_and_the_loop_goes_on(replica: Replica) -> None:
+    app = app_of(replica)
 
     async def scene() -> None:
-        streamed = Exchange(app, COMPLETIONS, LONG | {"stream": True})
+        streamed = HttpCall(app, COMPLETIONS, LONG | {"stream": True})
         await streamed.until("data: ")
-        plain = Exchange(app, COMPLETIONS, LONG)
-        await until(lambda: loop.num_in_flight == 2)
-        loop.set_policy(failing_policy)
-        fatal = Exchange(app, COMPLETIONS, LONG | {"stream": True})
+        plain = HttpCall(app, COMPLETIONS, LONG)
+        await until(lambda: replica.loop.num_in_flight == 2)
+        replica.loop.set_policy(failing_policy)
+        fatal = HttpCall(app, COMPLETIONS, LONG | {"stream": True})
         await asyncio.gather(streamed.task, plain.task, fatal.task)
         assert (plain.status, fatal.status) == (500, 500)
         for answer in (plain.text, fatal.text):
@@ -105,68 +105,68 @@ def test_engine_failure_is_500_for_those_in_flight_and_the_loop_goes_on(loop: En
         assert streamed.status == 200
         assert "[DONE]" not in streamed.text
         check_error(json.loads(streamed.text.split("data: ")[-1]))
-        await idle(loop)
-        loop.set_policy(FixedPolicy(3))
-        after = Exchange(app, COMPLETIONS, LONG)
+        await idle(replica)
+        replica.loop.set_policy(FixedPolicy(3))
+        after = HttpCall(app, COMPLETIONS, LONG)
         await after.task
         assert json.loads(after.text)["usage"]["block_size"] == 3
 
     asyncio.run(scene())
-    assert loop.healthy
+    assert replica.loop.healthy
 
 
-def test_an_engine_that_fails_every_time_is_reported(loop: EngineLoop) -> None:
-    loop.set_policy(failing_policy)
-    with client_of(loop) as client:
+def test_repeated_engine_failures_make_health_fail(replica: Replica) -> None:
+    replica.loop.set_policy(failing_policy)
+    with client_of(replica) as client:
         for _ in range(MAX_FAILURES):
             assert client.post(COMPLETIONS, json=LONG).status_code == 500
         assert client.get("/health").status_code == 503
-        loop.set_policy(None)
+        replica.loop.set_policy(FixedPolicy(4))
         assert client.post(COMPLETIONS, json=LONG).status_code == 200
         assert client.get("/health").json()["status"] == "ok"
 
 
-def test_closing_ends_requests_with_503(loop: EngineLoop) -> None:
-    app = app_of(loop)
+def test_closing_ends_requests_with_503(replica: Replica) -> None:
+    app = app_of(replica)
 
     async def scene() -> None:
-        running = Exchange(app, COMPLETIONS, LONG)
-        await until(lambda: loop.num_in_flight == 1)
-        await asyncio.to_thread(loop.close)
-        late = Exchange(app, COMPLETIONS, LONG)
+        running = HttpCall(app, COMPLETIONS, LONG)
+        await until(lambda: replica.loop.num_in_flight == 1)
+        await asyncio.to_thread(replica.loop.close)
+        late = HttpCall(app, COMPLETIONS, LONG)
         await asyncio.gather(running.task, late.task)
         assert (running.status, late.status) == (503, 503)
 
     asyncio.run(scene())
 
 
-def test_a_request_given_up_at_once_leaves_nothing_behind(loop: EngineLoop) -> None:
-    app = app_of(loop)
+def test_a_request_cancelled_at_once_leaves_no_row(replica: Replica) -> None:
+    app = app_of(replica)
 
     async def scene() -> None:
-        exchange = Exchange(app, COMPLETIONS, LONG)
+        exchange = HttpCall(app, COMPLETIONS, LONG)
         await exchange.vanish()
-        await idle(loop)
+        await idle(replica)
 
     asyncio.run(scene())
 
 
 def test_negative_queue_is_refused(tiny_pair: Pair) -> None:
     with pytest.raises(ValueError, match="max_queue -1"):
-        EngineLoop(Engine(tiny_pair, num_slots=1, max_length=64), max_queue=-1)
+        Replica(lambda: tiny_pair, max_queue=-1)
 
 
 # --- deadlines ---
 
 
-def test_a_request_has_until_its_deadline_and_then_frees_its_row(loop: EngineLoop) -> None:
-    told: list[Told] = []
-    app = app_of(loop, on_exchange=told.append)
+def test_a_request_has_until_its_deadline_and_then_frees_its_row(replica: Replica) -> None:
+    reported: list[Exchange] = []
+    app = app_of(replica, on_exchange=reported.append)
 
     async def scene() -> None:
-        plain = Exchange(app, COMPLETIONS, LONG | {"timeout_s": 0.1})
-        streamed = Exchange(app, COMPLETIONS, LONG | {"timeout_s": 0.3, "stream": True})
-        stays = Exchange(app, COMPLETIONS, LONG)
+        plain = HttpCall(app, COMPLETIONS, LONG | {"timeout_s": 0.1})
+        streamed = HttpCall(app, COMPLETIONS, LONG | {"timeout_s": 0.3, "stream": True})
+        stays = HttpCall(app, COMPLETIONS, LONG)
         await plain.task
         assert plain.status == 504
         error = check_error(json.loads(plain.text), "timeout_s")
@@ -175,63 +175,62 @@ def test_a_request_has_until_its_deadline_and_then_frees_its_row(loop: EngineLoo
         assert streamed.status == 200
         assert check_error(json.loads(streamed.text.split("data: ")[-1]))["code"] == "deadline_exceeded"
         assert not stays.task.done()
-        await until(lambda: loop.engine.num_active == 1)
+        await until(lambda: replica.loop.engine.num_active == 1)
         await stays.task
         assert stays.status == 200
 
     asyncio.run(scene())
-    assert sorted(exchange.status for exchange in told) == [200, 504, 504]
+    assert sorted(exchange.status for exchange in reported) == [200, 504, 504]
 
 
-def test_no_request_has_longer_than_the_server_allows(loop: EngineLoop) -> None:
-    app = app_of(loop, limits=Limits(timeout_s=0.1))
+def test_the_servers_timeout_caps_the_requests(replica: Replica) -> None:
+    app = app_of(replica, limits=Limits(timeout_s=0.1))
 
     async def scene() -> None:
-        exchange = Exchange(app, COMPLETIONS, LONG | {"timeout_s": 60})
+        exchange = HttpCall(app, COMPLETIONS, LONG | {"timeout_s": 60})
         await exchange.task
         assert exchange.status == 504
-        await idle(loop)
+        await idle(replica)
 
     asyncio.run(scene())
 
 
 def test_a_request_that_waits_for_a_slot_has_a_deadline_too(tiny_pair: Pair) -> None:
-    loop = EngineLoop(Engine(tiny_pair, num_slots=1, max_length=MAX_LENGTH), max_queue=4)
-    app = app_of(loop)
+    with replica_of(tiny_pair, num_slots=1, max_length=MAX_LENGTH, max_queue=4) as replica:
+        app = app_of(replica)
+
+        async def scene() -> None:
+            first = HttpCall(app, COMPLETIONS, LONG)
+            await until(lambda: replica.loop.engine.num_active == 1)
+            waits = HttpCall(app, COMPLETIONS, LONG | {"timeout_s": 0.1})
+            await waits.task
+            assert waits.status == 504
+            assert not first.task.done()
+            await first.task
+            await idle(replica)
+
+        asyncio.run(scene())
+
+
+def test_every_exchange_is_reported_once_with_its_status(replica: Replica) -> None:
+    reported: list[Exchange] = []
+    app = app_of(replica, on_exchange=reported.append)
 
     async def scene() -> None:
-        first = Exchange(app, COMPLETIONS, LONG)
-        await until(lambda: loop.engine.num_active == 1)
-        waits = Exchange(app, COMPLETIONS, LONG | {"timeout_s": 0.1})
-        await waits.task
-        assert waits.status == 504
-        assert not first.task.done()
-        await first.task
-        await idle(loop)
-
-    asyncio.run(scene())
-    loop.close()
-
-
-def test_every_exchange_is_told_of_once_with_how_it_ended(loop: EngineLoop) -> None:
-    told: list[Told] = []
-    app = app_of(loop, on_exchange=told.append)
-
-    async def scene() -> None:
-        whole = Exchange(app, COMPLETIONS, LONG | {"max_tokens": 5})
-        streamed = Exchange(app, COMPLETIONS, LONG | {"max_tokens": 5, "stream": True})
-        bad = Exchange(app, COMPLETIONS, LONG | {"max_tokens": 0})
-        unknown = Exchange(app, COMPLETIONS, LONG | {"model": "gpt-9"})
+        whole = HttpCall(app, COMPLETIONS, LONG | {"max_tokens": 5})
+        streamed = HttpCall(app, COMPLETIONS, LONG | {"max_tokens": 5, "stream": True})
+        bad = HttpCall(app, COMPLETIONS, LONG | {"max_tokens": 0})
+        unknown = HttpCall(app, COMPLETIONS, LONG | {"model": "gpt-9"})
         await asyncio.gather(whole.task, streamed.task, bad.task, unknown.task)
-        gone, cut = Exchange(app, COMPLETIONS, LONG), Exchange(app, COMPLETIONS, LONG | {"stream": True})
+        gone, cut = HttpCall(app, COMPLETIONS, LONG), HttpCall(app, COMPLETIONS, LONG | {"stream": True})
         await cut.until("data: ")
         await cut.vanish()
         await gone.vanish()
-        await idle(loop)
+        await idle(replica)
 
     asyncio.run(scene())
-    assert sorted(exchange.status for exchange in told) == [200, 200, 400, 404, GONE, GONE]
-    assert {exchange.path for exchange in told} == {COMPLETIONS}
-    model = loop.engine.pair.id.target
-    assert {exchange.model for exchange in told if exchange.status in (200, GONE)} == {model}
-    assert all(exchange.seconds >= 0 for exchange in told)
+    assert sorted(exchange.status for exchange in reported) == [200, 200, 400, 404, GONE, GONE]
+    assert {exchange.path for exchange in reported} == {COMPLETIONS}
+    model = replica.loop.engine.pair.id.target
+    assert {exchange.model for exchange in reported if exchange.status in (200, GONE)} == {model}
+    assert all(exchange.seconds >= 0 for exchange in reported)

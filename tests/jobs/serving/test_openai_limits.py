@@ -1,28 +1,35 @@
-"""Who may ask, how much, and of which model; and the steps that a stream can show."""
+"""API keys, size limits, models by name, steps in a stream, and the log of answers."""
 
 import logging
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
 
-from blockpilot.engine.engine import Engine
 from blockpilot.pairs.loading import Pair
-from helpers.api import CHAT, COMPLETIONS, QUESTION, JsonObject, ask, check_error, client_of, events, text_of
+from helpers.api import (
+    CHAT,
+    COMPLETIONS,
+    QUESTION,
+    JsonObject,
+    ask,
+    check_error,
+    client_of,
+    events,
+    replica_of,
+    text_of,
+)
 from jobs.serving.api import ApiKeys, Limits, make_app
-from jobs.serving.engine_loop import EngineLoop
-from jobs.serving.replies import Answered, Backend
-from jobs.serving.schema import ApiError
+from jobs.serving.replica import Replica
+from jobs.serving.schema import ApiError, Body, Objects
 
 SHORT = {"model": "target", "prompt": "Once", "max_tokens": 20, "temperature": 0}
 
 
 @pytest.fixture
-def loop(tiny_pair: Pair) -> Iterator[EngineLoop]:
-    loop = EngineLoop(Engine(tiny_pair, num_slots=2, max_length=300), max_queue=2)
-    yield loop
-    loop.close()
+def replica(tiny_pair: Pair) -> Iterator[Replica]:
+    with replica_of(tiny_pair, num_slots=2, max_length=300, max_queue=2) as replica:
+        yield replica
 
 
 # --- keys ---
@@ -42,8 +49,8 @@ def loop(tiny_pair: Pair) -> Iterator[EngineLoop]:
         ("Bearer \xe9\xff", "unknown API key"),
     ],
 )
-def test_without_one_of_the_keys_nothing_is_answered(loop: EngineLoop, header: str | None, complaint: str) -> None:
-    with client_of(loop, keys=ApiKeys.of(("first-key", "second-key"))) as client:
+def test_without_one_of_the_keys_nothing_is_answered(replica: Replica, header: str | None, complaint: str) -> None:
+    with client_of(replica, keys=ApiKeys.of(("first-key", "second-key"))) as client:
         headers = {} if header is None else {"Authorization": header.encode("latin-1")}
         for response in (
             client.post(COMPLETIONS, json=SHORT, headers=headers),
@@ -57,8 +64,8 @@ def test_without_one_of_the_keys_nothing_is_answered(loop: EngineLoop, header: s
             assert (error["code"], complaint in error["message"]) == ("invalid_api_key", True)
 
 
-def test_each_key_opens_and_health_and_the_page_need_none(loop: EngineLoop) -> None:
-    with client_of(loop, keys=ApiKeys.of(("first-key", "second-key"))) as client:
+def test_each_key_opens_and_health_and_the_page_need_none(replica: Replica) -> None:
+    with client_of(replica, keys=ApiKeys.of(("first-key", "second-key"))) as client:
         for header in ("Bearer first-key", "bearer second-key"):
             response = client.post(COMPLETIONS, json=SHORT, headers={"Authorization": header})
             assert response.status_code == 200
@@ -66,15 +73,15 @@ def test_each_key_opens_and_health_and_the_page_need_none(loop: EngineLoop) -> N
         assert client.get("/").status_code == 200
 
 
-def test_keys_are_not_kept() -> None:
+def test_keys_are_kept_as_digests_only() -> None:
     assert "first-key" not in repr(ApiKeys.of(("first-key",)))
 
 
 # --- sizes ---
 
 
-def test_a_body_beyond_the_limit_is_refused(loop: EngineLoop) -> None:
-    with client_of(loop, limits=Limits(max_body_bytes=200)) as client:
+def test_a_body_beyond_the_limit_is_refused(replica: Replica) -> None:
+    with client_of(replica, limits=Limits(max_body_bytes=200)) as client:
         for content in (b"x" * 201, (part for part in [b"x" * 150, b"x" * 100])):
             response = client.post(COMPLETIONS, content=content)
             assert response.status_code == 413
@@ -83,9 +90,8 @@ def test_a_body_beyond_the_limit_is_refused(loop: EngineLoop) -> None:
         assert client.post(COMPLETIONS, content=exact).status_code == 200
 
 
-def test_answers_are_no_longer_than_the_server_gives(loop: EngineLoop) -> None:
-    backend = Backend(loop, max_new_tokens=30)
-    with TestClient(make_app({"target": backend})) as client:
+def test_max_new_tokens_limits_answers(tiny_pair: Pair) -> None:
+    with replica_of(tiny_pair, max_length=300, max_new_tokens=30) as replica, client_of(replica) as client:
         refused = client.post(CHAT, json={"model": "target", "messages": QUESTION, "max_tokens": 31})
         assert refused.status_code == 400
         error = check_error(refused.json(), "max_tokens")
@@ -100,19 +106,15 @@ def test_answers_are_no_longer_than_the_server_gives(loop: EngineLoop) -> None:
 class Elsewhere:
     """A model that cannot be reached."""
 
-    async def whole(self, body: object) -> JsonObject:
-        raise ApiError(503, "the replica with this request was lost", code="replica_lost")
-
-    async def chunks(self, body: object) -> Any:
-        raise ApiError(503, "the replica with this request was lost", code="replica_lost")
-        yield
+    async def answer(self, body: Body) -> Objects:
+        yield ApiError(503, "the replica with this request was lost", code="replica_lost")
 
     async def status(self) -> JsonObject:
         raise ApiError(503, "nobody there")
 
 
-def test_models_are_asked_for_by_name_and_one_that_is_lost_does_not_take_the_others_along(loop: EngineLoop) -> None:
-    app = make_app({"here": Backend(loop), "there/model": Elsewhere()}, aliases={"model": "there/model"})
+def test_models_are_asked_for_by_name_and_one_that_is_lost_does_not_take_the_others_along(replica: Replica) -> None:
+    app = make_app({"here": replica, "there/model": Elsewhere()}, aliases={"model": "there/model"})
     with TestClient(app) as client:
         assert ask(client, COMPLETIONS, SHORT | {"model": "here"})["usage"]["completion_tokens"] == 20
         for name in ("there/model", "model"):
@@ -141,10 +143,10 @@ def test_models_are_asked_for_by_name_and_one_that_is_lost_does_not_take_the_oth
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize("stops", [False, True])
-def test_a_stream_can_show_its_steps(loop: EngineLoop, path: str, stops: bool) -> None:
+def test_a_stream_can_show_its_steps(replica: Replica, path: str, stops: bool) -> None:
     prompt = {"messages": QUESTION} if path == CHAT else {"prompt": "Once"}
     body = {"model": "target", "max_tokens": 40, "temperature": 0, "block_size": 4, **prompt}
-    with client_of(loop) as client:
+    with client_of(replica) as client:
         if stops:
             body["stop"] = text_of(ask(client, path, body))[15:18]
         whole = ask(client, path, body)
@@ -167,15 +169,15 @@ def test_a_stream_can_show_its_steps(loop: EngineLoop, path: str, stops: bool) -
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_a_stream_sends_what_comes_within_its_interval_together(loop: EngineLoop, path: str) -> None:
+def test_a_stream_sends_what_comes_within_its_interval_together(tiny_pair: Pair, path: str) -> None:
     prompt = {"messages": QUESTION} if path == CHAT else {"prompt": "Once"}
     body = {"model": "target", "max_tokens": 40, "temperature": 0, "block_size": 2, **prompt}
     body["logprobs"] = True if path == CHAT else 0
     rest = {"stream": True, "stream_options": {"include_usage": True}}
     texts, num_chunks, usages = [], [], []
     for interval_s in (0.0, 3600.0):
-        app = make_app({"target": Backend(loop, stream_interval_s=interval_s)})
-        with TestClient(app) as client:
+        settings = {"max_length": 300, "stream_interval_s": interval_s}
+        with replica_of(tiny_pair, **settings) as replica, client_of(replica) as client:
             *chunks, last = events(client.post(path, json=body | rest).text)
         choices = [chunk["choices"][0] for chunk in chunks]
         texts.append("".join(c["delta"].get("content", "") if path == CHAT else c["text"] for c in choices))
@@ -195,11 +197,13 @@ def test_a_stream_sends_what_comes_within_its_interval_together(loop: EngineLoop
 
 @pytest.mark.parametrize("logs_prompts", [False, True])
 def test_what_is_logged_has_ids_and_counts_but_no_text_unless_asked(
-    loop: EngineLoop, caplog: pytest.LogCaptureFixture, logs_prompts: bool
+    tiny_pair: Pair, caplog: pytest.LogCaptureFixture, logs_prompts: bool
 ) -> None:
-    told: list[Answered] = []
-    backend = Backend(loop, on_answer=told.append, logs_prompts=logs_prompts)
-    with caplog.at_level(logging.INFO, "ray.serve.blockpilot"), TestClient(make_app({"target": backend})) as client:
+    with (
+        caplog.at_level(logging.INFO, "ray.serve.blockpilot"),
+        replica_of(tiny_pair, max_length=300, logs_prompts=logs_prompts) as replica,
+        client_of(replica) as client,
+    ):
         answer = ask(client, CHAT, {"model": "target", "messages": [{"role": "user", "content": "secret"}]})
         events(client.post(COMPLETIONS, json=SHORT | {"stream": True, "n": 2}).text)
         assert client.post(COMPLETIONS, json=SHORT | {"prompt": "secret", "max_tokens": 0}).status_code == 400
@@ -209,11 +213,10 @@ def test_what_is_logged_has_ids_and_counts_but_no_text_unless_asked(
     assert (second["num_choices"], second["outcome"], second["endpoint"]) == (2, "finished", COMPLETIONS)
     assert 0 < second["first_token_s"] <= second["seconds"]
     assert ("secret" in repr([vars(record) for record in caplog.records])) is logs_prompts
-    assert [answered.num_tokens for answered in told] == [first["num_tokens"], second["num_tokens"]]
 
 
-def test_the_page_asks_nobody_else(loop: EngineLoop) -> None:
-    with client_of(loop) as client:
+def test_the_playground_loads_nothing_from_other_hosts(replica: Replica) -> None:
+    with client_of(replica) as client:
         page = client.get("/")
     assert page.headers["content-type"].startswith("text/html")
     assert "connect-src 'self'" in page.headers["content-security-policy"]

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from blockpilot.engine.engine import Engine, generate
+from blockpilot.engine.engine import generate
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Message, Prompt
-from helpers.api import app_of, over_http
+from helpers.api import app_of, over_http, replica_of
 from jobs.serving.api import ApiKeys
-from jobs.serving.engine_loop import EngineLoop
 
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -25,10 +24,11 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is install
 
 @pytest.fixture(scope="module")
 def url(embedded_pair: Pair) -> Iterator[str]:
-    loop = EngineLoop(Engine(embedded_pair, num_slots=2, max_length=600), max_queue=4)
-    with over_http(app_of(loop, keys=ApiKeys.of((KEY,)))) as root:
+    with (
+        replica_of(embedded_pair, num_slots=2, max_length=600) as replica,
+        over_http(app_of(replica, keys=ApiKeys.of((KEY,)))) as root,
+    ):
         yield f"{root}/"
-    loop.close()
 
 
 @pytest.fixture

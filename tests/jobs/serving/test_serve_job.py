@@ -1,4 +1,4 @@
-"""The serving job: its refusals, its replica without Ray, and the real thing by command with the openai client."""
+"""The serving job: settings that it refuses, and the server by command with the openai client."""
 
 import signal
 import subprocess

@@ -1,0 +1,146 @@
+"""The text of one choice of a response, as its steps come from the engine.
+
+Text is handed out once no later token can change it (detokenize.py), so it may lag behind the tokens.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+from typing import NamedTuple
+
+from blockpilot.engine.detokenize import TextStream
+from blockpilot.pairs.loading import Pair
+from blockpilot.types import Step
+from jobs.serving.engine_loop import Stream
+
+
+class TokenText(NamedTuple):
+    """An emitted token with its log probability and those of the likeliest ones, as text."""
+
+    text: str
+    logprob: float
+    likeliest: tuple[tuple[str, float], ...]
+
+
+class Piece(NamedTuple):
+    """What one step, or several that are sent together, add to a choice."""
+
+    text: str
+    tokens: tuple[TokenText, ...] = ()
+    """Those with log probabilities, where they were asked for."""
+    step: Step | None = None
+    """The step, where steps are shown."""
+    step_texts: tuple[str, ...] = ()
+    """The text that each token of the step made final."""
+
+
+class ChoiceText:
+    """One choice: the text and tokens that it has so far, and the counts of its steps.
+
+    A piece holds the steps of `interval_s` seconds. With `include_steps` it holds one step, and says which.
+    """
+
+    def __init__(
+        self, stream: Stream, pair: Pair, index: int, *, interval_s: float = 0.0, include_steps: bool = False
+    ) -> None:
+        self.index = index
+        self.texts: list[str] = []
+        self.tokens: list[TokenText] = []
+        self.num_token_characters = 0
+        self.finish_reason: str | None = None
+        self.first_token_at: float | None = None
+        self.num_tokens = self.num_steps = self.num_emitted = self.block_size = 0
+        self._stream, self._tokenizer = stream, pair.tokenizer
+        self._interval_s, self._include_steps = 0.0 if include_steps else interval_s, include_steps
+        self._stop_token_ids = stream.request.stop_token_ids
+        self._text = TextStream(pair.tokenizer, stream.request.stop_strings)
+
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """Every piece, and one at the end that may be empty; leaving early cancels the request."""
+        with self._stream:
+            async with aclosing(self._gathered()) as gathered:
+                async for steps in gathered:
+                    yield self._piece(steps)
+        yield Piece(self._text.finish())
+
+    def take(self, piece: Piece) -> None:
+        """Add a piece to the text and the tokens so far."""
+        self.texts.append(piece.text)
+        self.tokens += piece.tokens
+        self.num_token_characters += sum(len(token.text) for token in piece.tokens)
+
+    def close(self) -> None:
+        """Cancel the request, if it is not over; its row is free before the engine's next step."""
+        self._stream.close()
+
+    async def _gathered(self) -> AsyncGenerator[list[Step], None]:
+        """The steps of each interval. The first step comes alone."""
+        steps, due = list[Step](), 0.0
+        async for step in self._stream:
+            self._count(step)
+            steps.append(step)
+            now = time.monotonic()
+            if now >= due or step.finish_reason is not None:
+                yield steps
+                steps, due = [], now + self._interval_s
+
+    def _piece(self, steps: Sequence[Step]) -> Piece:
+        tokens = tuple(token for step in steps for token in self._tokens(step))
+        if not self._include_steps:
+            return Piece(self._text.push(token for step in steps for token in self._shown(step)), tokens)
+        (step,) = steps
+        texts = tuple(self._text.push([token]) for token in self._shown(step))
+        return Piece("".join(texts), tokens, step, texts)
+
+    def _shown(self, step: Step) -> list[int]:
+        return [token for token in step.tokens if token not in self._stop_token_ids]
+
+    def _tokens(self, step: Step) -> Iterator[TokenText]:
+        for token, found in zip(step.tokens, step.logprobs, strict=bool(step.logprobs)):
+            if token not in self._stop_token_ids:
+                likeliest = tuple((self._decode(each), logprob) for each, logprob in found.likeliest)
+                yield TokenText(self._decode(token), found.logprob, likeliest)
+
+    def _decode(self, token: int) -> str:
+        return str(self._tokenizer.decode([token], clean_up_tokenization_spaces=False))
+
+    def _count(self, step: Step) -> None:
+        self.first_token_at = self.first_token_at or time.monotonic()
+        self.finish_reason = step.finish_reason
+        self.num_tokens += len(step.tokens)
+        if step.block_size:  # not the prefill
+            self.num_steps += 1
+            self.num_emitted += len(step.tokens)
+            self.block_size = max(self.block_size, step.block_size)  # a step near the limit has a smaller one
+
+
+async def merged(choices: Sequence[ChoiceText]) -> AsyncGenerator[tuple[ChoiceText, Piece | None], None]:
+    """The pieces of all choices as they come, and None at the end of each.
+
+    Leaving early, or an error in one of them, cancels all.
+    """
+    events: asyncio.Queue[tuple[ChoiceText, Piece | None] | Exception] = asyncio.Queue()
+
+    async def follow(choice: ChoiceText) -> None:
+        try:
+            async with aclosing(choice.pieces()) as pieces:
+                async for piece in pieces:
+                    events.put_nowait((choice, piece))
+            events.put_nowait((choice, None))
+        except Exception as error:
+            events.put_nowait(error)
+
+    tasks = [asyncio.ensure_future(follow(choice)) for choice in choices]
+    try:
+        num_left = len(choices)
+        while num_left:
+            event = await events.get()
+            if isinstance(event, Exception):
+                raise event
+            num_left -= event[1] is None
+            yield event
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

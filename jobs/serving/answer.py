@@ -1,6 +1,7 @@
 """The text of one choice of a response, as its steps come from the engine.
 
-Text is handed out once no later token can change it (detokenize.py), so it may lag behind the tokens.
+Text is handed out once no later token can change it (detokenize.py), so it may lag behind the tokens. Of a request
+with stop strings the engine has looked for them, and its steps come with their text.
 """
 
 import asyncio
@@ -54,7 +55,8 @@ class ChoiceText:
         self._stream, self._tokenizer = stream, pair.tokenizer
         self._interval_s, self._include_steps = 0.0 if include_steps else interval_s, include_steps
         self._stop_token_ids = stream.request.stop_token_ids
-        self._text = TextStream(pair.tokenizer, stream.request.stop_strings)
+        self._has_texts = bool(stream.request.stop_strings)
+        self._text = TextStream(pair.tokenizer)  # of the other requests
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """Every piece, and one at the end that may be empty; leaving early cancels the request."""
@@ -87,11 +89,13 @@ class ChoiceText:
 
     def _piece(self, steps: Sequence[Step]) -> Piece:
         tokens = tuple(token for step in steps for token in self._tokens(step))
-        if not self._include_steps:
-            return Piece(self._text.push(token for step in steps for token in self._shown(step)), tokens)
-        (step,) = steps
-        texts = tuple(self._text.push([token]) for token in self._shown(step))
-        return Piece("".join(texts), tokens, step, texts)
+        if self._include_steps:
+            (step,) = steps
+            texts = step.texts if self._has_texts else tuple(self._text.push([t]) for t in self._shown(step))
+            return Piece("".join(texts), tokens, step, texts)
+        if self._has_texts:
+            return Piece("".join(text for step in steps for text in step.texts), tokens)
+        return Piece(self._text.push(token for step in steps for token in self._shown(step)), tokens)
 
     def _shown(self, step: Step) -> list[int]:
         return [token for token in step.tokens if token not in self._stop_token_ids]

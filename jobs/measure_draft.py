@@ -159,26 +159,20 @@ class DraftWorker:
             max_new_tokens=config.max_new_tokens,
             max_prompt_tokens=config.max_prompt_tokens,
         )
-        sizes = config.block_sizes or (pair.block_size,)
-        emitted: dict[int, list[int]] = {size: [] for size in sizes}
-        steps: dict[int, list[int]] = {size: [] for size in sizes}
+        counts: dict[int, list[tuple[int, int]]] = {size: [] for size in config.block_sizes or (pair.block_size,)}
         for answer in answers:
             known = know(pair, [_text(pair, answer, config.max_new_tokens)])
-            for size in sizes:
+            for size, of_size in counts.items():
                 (accepted,) = accepted_everywhere(pair, known, size)
-                emitted[size].append(len(accepted))
-                steps[size].append(len(emitted_along(accepted)))
-        return [
-            TauFigure(
-                task.name,
-                task.temperature,
-                size,
-                len(answers),
-                sum(emitted[size]),
-                ratio_of_totals(emitted[size], steps[size]),
-            )
-            for size in sizes
-        ]
+                of_size.append((len(accepted), len(emitted_along(accepted))))
+        return [_figure(task, size, of_size) for size, of_size in counts.items()]
+
+
+def _figure(task: MeasureTask, block_size: int, counts: Sequence[tuple[int, int]]) -> TauFigure:
+    """Tau of a block size out of the (tokens emitted, verify steps) of every answer."""
+    emitted, steps = [tokens for tokens, _ in counts], [num for _, num in counts]
+    tau = ratio_of_totals(emitted, steps)
+    return TauFigure(task.name, task.temperature, block_size, len(counts), sum(emitted), tau)
 
 
 def _text(pair: Pair, answer: Answer, max_new_tokens: int) -> Text:

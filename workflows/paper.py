@@ -134,9 +134,7 @@ def pipeline(config: PaperConfig) -> Pipeline:
         ),
         promote=PromoteConfig(model=model_name(NAMED_PAIRS[config.pair].target)),
         serve=ServeConfig(
-            pair=pair,
-            resources=Resources(accelerator_type=config.gpu, num_cpus=8),
-            output=output / "serve",
+            pair=pair, resources=Resources(accelerator_type=config.gpu, num_cpus=8), output=output / "serve"
         ),
     )
 

@@ -1,13 +1,13 @@
 """Evaluate: decode held-out prompts with every method, interleaved, and report what was measured.
 
 Methods are plain decoding (AR), every fixed block size, a random one, learned policies, a controller by running
-means that learns nothing beforehand (EV), and an oracle, which knows each prompt's best size and is a bound. One
-process runs them all (`jobs/evaluation/actor.py`). Nothing is looked up in a sweep: what a policy keeps of those
-that it learned from, or a sweep that is given, only says which prompts are no longer held out and which fixed block
-size would have been chosen beforehand.
+means without training (EV), and an oracle with each prompt's best size in hindsight, which is a bound. One process
+runs them all (`jobs/evaluation/actor.py`). Every text is decoded. Sweeps serve two purposes only: their prompts are
+refused as not held out, and their taus choose the best fixed block size beforehand. A policy keeps both of the sweeps
+that it was trained on.
 
-Every group of prompts, which share a queue, is on disk when it is done, and the same command goes on after a kill.
-The result is on disk before MLflow is told; where that cannot be reached, `--relog` tells it later.
+Prompts that share a queue form a group. A group is written to disk when it is done, and the same command continues
+after a kill. The result is written before it is logged to MLflow; `--relog` logs it later if MLflow was out of reach.
 """
 
 import hashlib

@@ -1,10 +1,9 @@
 """Promote: point `@champion` of a registered model at one of its versions.
 
-It takes what jobs/evaluate.py measured of the version on held-out prompts. There it must not be slower than the best
-fixed block size beyond the interval, and it must beat the present champion, decoding the same prompts in the same
-run: the whole 95% interval of the ratio of their speeds above 1. A champion of another pair, say of a draft before
-its retraining, cannot run beside it and does not stand in its way. `--force` skips all of it and is recorded as a
-tag.
+The decision takes what jobs/evaluate.py measured of the version on held-out prompts. The version must not be slower
+than the best fixed block size beyond the interval. It must beat the present champion on the same prompts in the same
+run: the whole 95% interval of the ratio of their speeds lies above 1. A champion of another pair, such as a draft
+before its retraining, is not compared. `--force` skips all checks and is recorded as a tag.
 """
 
 from typing import NamedTuple

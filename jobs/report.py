@@ -1,7 +1,7 @@
-"""Report: evaluations, sweeps and a policy on one page that needs no other file, report.html, and its plots as PNGs.
+"""Report: evaluations, sweeps and a policy on one self-contained page, report.html, and its plots as PNGs.
 
-Everything on it is read from what the other jobs wrote; nothing is decoded. The sweeps' ceilings say what could be
-had at all: by the best block size for each prompt, known in hindsight, and by the best one at every step.
+Everything is read from what the other jobs wrote; nothing is decoded. Ceilings of a sweep are upper bounds: the best
+block size for each prompt in hindsight, and the best one at every step.
 """
 
 import base64
@@ -59,7 +59,7 @@ class ReportConfig(Config):
     output: Path = Path("runs/report")
     """Directory of the page."""
     relog: bool = False
-    """Draw nothing: tell MLflow of the finished report in `output`."""
+    """Draw nothing: log the finished report in `output` to MLflow."""
 
 
 class Section(NamedTuple):

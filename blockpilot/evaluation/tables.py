@@ -7,7 +7,7 @@ from blockpilot.evaluation.statistics import Figures, Interval
 
 
 def cells(row: Figures) -> dict[str, str]:
-    """A method's figures by column, to be read."""
+    """A method's figures by column, as text."""
     return {
         "method": row.method,
         "B": _number(row.mean_block_size, 2).removesuffix(".00"),
@@ -33,7 +33,7 @@ def _number(value: float, digits: int) -> str:
 
 
 def with_range(interval: Interval, digits: int) -> str:
-    """A figure with its interval, to be read."""
+    """A figure with its interval, as text: 1.23 (1.10 to 1.35)."""
     if math.isnan(interval.value):
         return "-"
     return f"{interval.value:.{digits}f} ({interval.low:.{digits}f} to {interval.high:.{digits}f})"

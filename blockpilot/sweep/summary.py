@@ -54,7 +54,7 @@ class Summary:
 
 
 def fewest_steps(accepted: Sequence[Sequence[int]]) -> int:
-    """Steps of a decoding that knows at every position which candidate gets furthest: the ceiling of any policy."""
+    """Steps of a decoding with the best candidate at every position: the ceiling of any policy."""
     return round(least_cost(accepted, [1.0] * len(accepted)))
 
 

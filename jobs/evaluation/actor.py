@@ -1,15 +1,16 @@
 """The actor of jobs/evaluate.py: one pair, and an engine for every method that is measured.
 
 The prompts of a group queue for the slots of an engine, and the next one begins when one ends, as in a busy server
-(`measure.py`). Every method has an engine of its own, and all take turns, a few tokens each, so that a slow moment of
-the machine falls on all of them. The oracle comes after the others, and AR once more beside it, which tells how fast
-the machine is by then. It really decodes, too, but knows of each prompt what every block size gave on it a moment
-before, so it is a bound and no method. The control does what AR does with an engine of its own: what it takes more or
-less is the clock's, of which intervals over prompts know nothing.
+(`blockpilot/evaluation/measurement.py`). Every method has an engine of its own, and all take turns of a few tokens,
+so that a slow moment of the machine falls on all of them. The oracle decodes after the others: it chooses by the taus
+that every block size just had on the same prompt, so it is a bound and no method. AR decodes once more beside it, to
+scale its seconds to the machine's speed of the other methods. The control repeats AR with an engine of its own: their
+difference is noise of the clock, which intervals over prompts do not include.
 
 A group's runs depend on the work, the models and the machine of the moment, and on no other group: what adapts while
 decoding (a policy's record of its forecasts, the controller's running means, costs corrected by the seconds of steps,
-back-off) starts afresh with every group. So an evaluation that was interrupted measures what a whole one does.
+back-off) starts afresh with every group. So an evaluation that was interrupted measures what a whole one does; only
+step costs that were not given are measured again by every process.
 """
 
 import hashlib

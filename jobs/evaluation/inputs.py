@@ -1,6 +1,6 @@
-"""What jobs/evaluate.py is told, and what it makes of that before Ray starts: prompts, groups, policies.
+"""The configuration of jobs/evaluate.py and its plan: prompts, groups and policies.
 
-All that can be wrong with a configuration is found here, before a model is loaded.
+Checks everything that can be checked before Ray starts and a model is loaded.
 """
 
 from collections.abc import Sequence
@@ -66,7 +66,7 @@ class EvaluateConfig(Config):
     num_cpus: float = Field(default=1.0, gt=0)
     """CPU cores; also torch threads (at least one)."""
     relog: bool = False
-    """Measure nothing: tell MLflow of the finished evaluation in `output`."""
+    """Measure nothing: log the finished evaluation in `output` to MLflow."""
 
     def limit(self, prompt: Prompt) -> int:
         """Tokens of a prompt's answer at most."""
@@ -109,7 +109,7 @@ class Plan(NamedTuple):
     champion: int | None  # number of the version that is measured beside it
 
     def learned_from(self, method: str) -> LearnedFrom:
-        """What a policy says that it has learned from; nothing if it does not or is not there."""
+        """The record of a policy's training prompts and taus; empty without a record or without the policy."""
         return LearnedFrom.read(self.policies[method]) if method in self.policies else LearnedFrom()
 
 

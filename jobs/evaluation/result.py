@@ -32,7 +32,7 @@ class EvaluateResult(NamedTuple):
 
 
 def save(config: EvaluateConfig, plan: Plan, setting: Setting, runs: Sequence[MethodRun]) -> None:
-    """Work out the figures and write them, with all that MLflow is to know."""
+    """Work out the figures and write them, with all that `log` needs."""
     comparison = Comparison(runs, seed=config.seed)
     best, chosen_on = best_fixed_of(comparison, setting, *known_taus(plan, config.temperature))
     champion = plan.champion if CHAMPION in setting.block_sizes else None
@@ -63,7 +63,7 @@ def save(config: EvaluateConfig, plan: Plan, setting: Setting, runs: Sequence[Me
 
 
 def log(output: Path, registry: Registry) -> EvaluateResult:
-    """Show the result that `output` holds, and tell MLflow of it."""
+    """Print the result in `output`, and log it to MLflow."""
     if not (output / RESULT_FILE).exists():
         raise ValueError(f"output {output}: no {RESULT_FILE}, nothing to log")
     found = json.loads((output / RESULT_FILE).read_text(encoding="utf-8"))
@@ -220,7 +220,7 @@ def _set_table(by_set: Mapping[str, Mapping[str, Interval]], methods: Sequence[s
 
 
 def _clock(by_set: Mapping[str, Mapping[str, Interval]]) -> str:
-    """What the control tells; of all prompts, which come last."""
+    """A line on the noise of the clock, by the control over all prompts, which come last."""
     *of_sets, of_all = [row[CONTROL] for row in by_set.values()]
     values = [ratio.value for ratio in of_sets]
     by_sets = f"; by set {min(values):.3f} to {max(values):.3f}" if of_sets else ""

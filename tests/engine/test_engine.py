@@ -336,7 +336,7 @@ def test_forecasts_never_change_the_text(tiny_pair: Pair, kind: str, temperature
     assert len(sizes & set(SIZES)) > (0 if kind == "static" and num_slots == 1 else 1)
 
 
-class Replica:
+class Shadow:
     """What rows of a running engine are, told by its steps alone: the load that every choice was made at."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
@@ -380,11 +380,11 @@ def test_every_step_has_the_sizes_of_its_load(tiny_pair: Pair, num_slots: int, c
     """Rows join and leave: each step's choice is that of `choose` for the rows that there are, at their lengths."""
     pair, requests = scripted_requests(tiny_pair, Sampling())
     engine = Engine(pair, num_slots=num_slots, max_length=128, controller=Controller(KINDS["static"](pair), costs))
-    replica, seen = Replica(requests), []
+    shadow, seen = Shadow(requests), []
     for request in requests:
         engine.add(request)
     while not engine.idle:
-        seen += replica.check(engine.step(), lambda: StaticForecast(SIZES, [1.0, 1.7, 2.4, 2.8]), costs)
+        seen += shadow.check(engine.step(), lambda: StaticForecast(SIZES, [1.0, 1.7, 2.4, 2.8]), costs)
     assert set(seen) == ({7} if costs is None else {4} if num_slots == 1 else set(seen))
     assert len(set(seen)) > 1 or costs is None or num_slots == 1
 
@@ -395,11 +395,11 @@ def test_running_means_see_every_step(tiny_pair: Pair, num_slots: int) -> None:
     pair, requests = scripted_requests(tiny_pair, Sampling())
     controller = EVController(SIZES)
     engine = Engine(pair, num_slots=num_slots, max_length=128, controller=Controller(EVController(SIZES), COSTS))
-    replica, seen = Replica(requests), []
+    shadow, seen = Shadow(requests), []
     for request in requests:
         engine.add(request)
     while not engine.idle:
-        seen += replica.check(engine.step(), lambda: controller(Prefill(torch.zeros(1), None, 1)), COSTS)
+        seen += shadow.check(engine.step(), lambda: controller(Prefill(torch.zeros(1), None, 1)), COSTS)
     assert len(set(seen)) > 1
 
 

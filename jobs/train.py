@@ -1,9 +1,8 @@
 """Train: the rows of sweeps -> a policy, through Ray Train, recorded in MLflow and registered as a new version.
 
 Rows are checked, split by prompt and written to flat files before Ray Train starts; its workers map those, so nobody
-holds all rows in memory (`blockpilot/policy/dataset.py`). `--search` first tries so many other networks and learning
-rates as Ray tasks and goes on with the one whose held-back loss is the lowest. A killed worker costs the epochs since
-the last checkpoint, a killed driver nothing more: the same command goes on, and the result depends on neither.
+holds all rows in memory (`blockpilot/policy/dataset.py`). A killed worker costs the epochs since the last checkpoint,
+a killed driver nothing more: the same command goes on, and the result depends on neither.
 
 Everything is on disk before MLflow is told. Where it cannot be reached, `--relog` tells it later.
 """
@@ -13,10 +12,9 @@ import functools
 import hashlib
 import json
 import math
-import random
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,12 +45,6 @@ from jobs.common.registry import Registry, Version, kept_for_later
 MIN_PROMPTS = 8
 NUM_SAMPLES = 2000  # held-back examples whose predictions are kept for the report
 TRAINING_FILE = "training.json"
-SEARCHED: dict[str, tuple[Any, ...]] = {
-    "hidden": (64, 256, 512, 1024, 2048),
-    "depth": (1, 2, 3),
-    "lr": (1e-4, 3e-4, 1e-3),
-    "dropout": (0.0, 0.2, 0.5),
-}
 _DEFAULT = FitSettings()
 
 
@@ -111,9 +103,7 @@ class TrainConfig(Config):
     shrink: float = Field(default=_DEFAULT.shrink, ge=0, lt=1)
     """How far what a head `tau` expects is drawn to the mean of the training examples, 0: not at all."""
     seed: int = Field(default=_DEFAULT.seed, ge=0)
-    """Of the split, the initial weights, the order of examples, dropout and the search."""
-    search: int = Field(default=0, ge=0)
-    """Draws of width, depth, learning rate and dropout to try beside the given ones."""
+    """Of the split, the initial weights, the order of examples and dropout."""
     fall_back: bool = True
     """Where a head `tau` shows no gain on the held-back prompts, make it expect the same of all: the best fixed block
     size at every load."""
@@ -190,13 +180,10 @@ def run(config: TrainConfig) -> TrainResult:
     connect(include_dashboard=True)
     scaling = scaling_config(config.num_workers, config.accelerator_type, config.num_cpus)
     job = plan(config, data)
-    trials = search(config, job, storage / f"trials-{_run_name(config, data, job)}.json") if config.search else []
-    if trials:
-        job = job._replace(settings=min(trials, key=lambda trial: trial.loss).settings)
     state, _ = train(
         functools.partial(_work, job), scaling, storage, _run_name(config, data, job), config.max_failures
     )
-    _save(config, data, job, trials, state)
+    _save(config, data, job, state)
     shutil.rmtree(storage)  # the same command trains anew from here on
     return _log(config.output, registry)
 
@@ -308,32 +295,6 @@ def _run_name(config: TrainConfig, data: Dataset, job: Job) -> str:
 # --- training ---
 
 
-class Trial(NamedTuple):
-    """What a draw of settings came to."""
-
-    settings: FitSettings
-    loss: float
-    epoch: int
-
-
-def search(config: TrainConfig, job: Job, file: Path) -> list[Trial]:
-    """Fit with the given settings and `config.search` draws of others; finished ones are kept in `file`."""
-    draw = random.Random(config.seed)
-    settings = [job.settings]
-    while len(settings) <= config.search:
-        settings.append(dataclasses.replace(job.settings, **{k: draw.choice(v) for k, v in SEARCHED.items()}))
-    settings = list(dict.fromkeys(settings))
-    known: dict[str, dict[str, Any]] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    task: Any = ray.remote(num_cpus=config.num_cpus)(_try)
-    running = {task.remote(job._replace(settings=each)): repr(each) for each in settings if repr(each) not in known}
-    while running:
-        (done,), _ = ray.wait(list(running))
-        known[running.pop(done)] = found = ray.get(done)
-        write_text(file, json.dumps(known))
-        print(f"train: tried {len(known)} of {len(settings)} settings, the last: {found}", flush=True)
-    return [Trial(each, **known[repr(each)]) for each in settings]
-
-
 class Fitted(NamedTuple):
     """What a fit in one process came to."""
 
@@ -352,11 +313,6 @@ def fit(job: Job) -> Fitted:
         fitted.run_epoch()
     network = fitted_network(network, fitted.best, training, job.settings, job.task)
     return Fitted(fitted.best_loss, fitted.best_epoch, lookup_report(network, job.task, training, validation))
-
-
-def _try(job: Job) -> dict[str, float]:
-    fitted = fit(job)
-    return {"loss": fitted.loss, "epoch": fitted.epoch}
 
 
 def _work(job: Job) -> None:
@@ -389,7 +345,7 @@ def _same(sums: Tensor) -> Tensor:
 # --- after it ---
 
 
-def _save(config: TrainConfig, data: Dataset, job: Job, trials: Sequence[Trial], state: dict[str, Any]) -> None:
+def _save(config: TrainConfig, data: Dataset, job: Job, state: dict[str, Any]) -> None:
     """Write the policy of the best epoch, what the held-back rows say of it, and all that MLflow is to know."""
     training, validation = split_examples(data.folder, *job.split)
     network = new_network(training, job.vocab_size, job.settings)
@@ -432,9 +388,6 @@ def _save(config: TrainConfig, data: Dataset, job: Job, trials: Sequence[Trial],
         "fell_back": fell_back,
         "num_examples": [len(training), len(validation)],
         "balance": {size: labels[i] for i, size in enumerate(data.candidates)},
-        "trials": [
-            {"loss": t.loss, "epochs": t.epoch, **{k: getattr(t.settings, k) for k in SEARCHED}} for t in trials
-        ],
         "sample": _sample(data, job, policy, validation),
     }
     write_text(config.output / TRAINING_FILE, json.dumps(content) + "\n")
@@ -477,8 +430,6 @@ def _log(output: Path, registry: Registry) -> TrainResult:
         record.log_metrics({f"lookup_{key}": value for key, value in lookup._asdict().items() if value == value})
         record.log_metrics({f"best_for_{size}": count for size, count in found["balance"].items()})
         record.log_artifact(output / TRAINING_FILE)
-        if found["trials"]:
-            record.log_table(found["trials"], "trials.json")
         if params["register_version"]:
             target = load_policy(output).info.pair.target
             version = registry.register_policy(output, target=target, run_id=record.id, tags=found["tags"])

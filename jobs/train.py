@@ -28,7 +28,7 @@ from torch import Tensor
 from blockpilot.control.price import COSTS_FILE, StepCosts
 from blockpilot.policy.dataset import Examples, Index, split_examples, write_examples
 from blockpilot.policy.learned import Head, LearnedPolicy, Objective, PolicyInfo, Reads, check_reads
-from blockpilot.policy.network import Form, Input, Shape
+from blockpilot.policy.network import Input, Shape
 from blockpilot.policy.offline import LookupReport, lookup_report
 from blockpilot.policy.store import FORMAT, load_policy, save_policy
 from blockpilot.policy.training import Fit, FitSettings, Task, fitted_network, new_network, predict, shrink
@@ -65,8 +65,6 @@ class TrainConfig(Config):
     inputs: tuple[Input, ...] = _DEFAULT.inputs
     """Of the network: probs (the paper's: the distribution after the prompt), context (the draft's context vector
     before the anchor), anchor (the anchor's embedding), scalars (entropy, length, temperature)."""
-    form: Form = _DEFAULT.form
-    """What the probabilities are turned into."""
     max_support: int = Field(default=_DEFAULT.max_support, ge=1)
     """Token ids that the first layer knows on `probs`: those with the most mass in the sweep."""
     objective: Objective = "throughput"

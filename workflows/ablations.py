@@ -16,7 +16,6 @@ import ray
 from pydantic import Field
 
 from blockpilot.evaluation.statistics import markdown
-from blockpilot.policy.network import FORMS
 from blockpilot.storage import write_text
 from jobs.common.cluster import connect
 from jobs.common.config import Config, Place, absolute_in_submitted_job, main
@@ -38,7 +37,6 @@ def variants(sizes: tuple[int, ...], num_prompts: tuple[int, ...]) -> dict[str, 
     for k in (1, 2, 3):
         around = tuple(size for size in sizes if abs(size - CENTRE) <= k)
         found[f"k={k}: B={around[0]}..{around[-1]}, tau"] = PAPER | {"candidates": around, "objective": "tau"}
-    found |= {f"input {form}": PAPER | {"form": form} for form in FORMS if form != "softmax"}
     reading = {"context": ("context",), "probs and context": ("probs", "context"), "scalars": ("scalars",)}
     found |= {f"reads {name}": PAPER | {"inputs": inputs} for name, inputs in reading.items()}
     found["objective tau"] = PAPER | {"objective": "tau"}

@@ -20,12 +20,6 @@ from torch.nn import functional
 
 Input = Literal["probs", "context", "anchor", "scalars"]
 INPUTS: tuple[Input, ...] = get_args(Input)
-Form = Literal["softmax", "normalised", "softmax_twice", "log", "top_k"]
-"""What the probabilities are turned into. softmax: nothing (the paper's best). normalised: unit length.
-softmax_twice: the softmax of the probabilities, less the constant that all entries share. log: log p + 12, the logits
-up to a constant, zero where p < e^-12. top_k: the TOP_K largest, the others zero."""
-FORMS: tuple[Form, ...] = get_args(Form)
-TOP_K = 16
 SCALARS = ("entropy", "log_num_prompt_tokens", "temperature")
 MAX_DEPTH = 8
 
@@ -95,13 +89,10 @@ class Shape:
     num_outputs: int
     hidden: int = 2048
     depth: int = 2
-    form: Form = "softmax"
 
     def __post_init__(self) -> None:
         if not self.inputs or [name for name in INPUTS if name in self.inputs] != list(self.inputs):
             raise ValueError(f"inputs {self.inputs}: must be some of {INPUTS}, in this order")
-        if self.form not in FORMS:
-            raise ValueError(f"form {self.form!r}: must be one of {', '.join(FORMS)}")
         for name in ("vocab_size", "context_size", "anchor_size", "num_outputs", "hidden", "depth"):
             if type(getattr(self, name)) is not int:
                 raise ValueError(f"{name} {getattr(self, name)!r}: must be a whole number")
@@ -208,9 +199,8 @@ class PolicyNetwork(nn.Module):
 
     def bags(self, probs: SparseProbs) -> Tensor:
         """What the distributions add to the first layer: [B, hidden]."""
-        weights = weigh(probs, self.shape.form, self.shape.vocab_size)
         rows = self.row_of_id[probs.ids]
-        weights = torch.where(rows >= 0, weights, 0.0)
+        weights = torch.where(rows >= 0, probs.probs, 0.0)
         return functional.embedding_bag(
             rows.clamp(min=0).long(), self.rows, probs.offsets, mode="sum", per_sample_weights=weights
         )
@@ -246,32 +236,3 @@ class FoldedNetwork:
         if "probs" in self.network.shape.inputs:
             hidden = hidden + self.network.bags(features.probs)
         return functional.linear(hidden.relu(), self.weight, self.bias)
-
-
-def weigh(probs: SparseProbs, form: Form, vocab_size: int) -> Tensor:
-    """The weights [N] that a form gives the entries of every distribution."""
-    values = probs.probs
-    if form == "softmax":
-        return values
-    if form == "log":
-        return (values.clamp(min=1e-30).log() + 12).clamp(min=0)
-    ends = torch.cat([probs.offsets[1:], torch.tensor([len(values)], device=values.device)])
-    lengths = ends - probs.offsets
-    owner = torch.repeat_interleave(torch.arange(len(lengths), device=values.device), lengths)
-
-    def total(terms: Tensor) -> Tensor:
-        """The sum over each entry's own distribution, [N]."""
-        return torch.zeros(len(lengths), device=values.device).index_add(0, owner, terms)[owner]
-
-    if form == "normalised":
-        return values / total(values.square()).sqrt()
-    if form == "softmax_twice":
-        more = values.exp() - 1
-        return more / (vocab_size + total(more))
-    assert form == "top_k"
-    kept = torch.zeros_like(values)
-    for start, end in zip(probs.offsets.tolist(), ends.tolist(), strict=True):
-        part = values[start:end]
-        top = part.topk(min(TOP_K, len(part))).indices
-        kept[start + top] = part[top]
-    return kept

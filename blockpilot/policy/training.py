@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from blockpilot.policy.dataset import Examples
 from blockpilot.policy.learned import MAX_LOGIT, Head, Objective, Reads, expected_taus, slot_gaps
-from blockpilot.policy.network import Form, Input, PolicyNetwork, Shape
+from blockpilot.policy.network import Input, PolicyNetwork, Shape
 
 PREDICT_ROWS = 1024
 STANDARDISE_ROWS = 4096  # of the training rows, to take means and deviations from
@@ -39,7 +39,6 @@ class FitSettings:
     head: Head = "tau"
     reads: Reads = "step"
     inputs: tuple[Input, ...] = ("context", "anchor", "scalars")
-    form: Form = "softmax"
     max_support: int = 3072
     """Token ids that the first layer knows on `probs`, those with the most mass; it grows with them."""
     hidden: int = 256
@@ -118,7 +117,6 @@ def new_network(train: Examples, vocab_size: int, settings: FitSettings) -> Poli
         sizes.candidates,
         settings.hidden,
         settings.depth,
-        settings.form,
     )
     with _seeded(settings.seed):
         support = torch.zeros(0, dtype=torch.int64)

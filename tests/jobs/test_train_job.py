@@ -366,7 +366,6 @@ def test_a_run_is_named_by_what_its_result_depends_on(sweeps: tuple[str, str], t
         ),
         {"reads": "prefill", "inputs": ("context",)},
         {"reads": "prefill", "inputs": ("context",), "head": "class"},
-        {"reads": "prefill", "inputs": ("probs",), "form": "log"},
         {"reads": "prefill", "inputs": ("probs",), "max_support": 5},
     ]
     assert len({first, *(name(**change) for change in changes)}) == 1 + len(changes)

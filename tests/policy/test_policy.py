@@ -32,13 +32,10 @@ from blockpilot.policy.learned import (
     slot_gaps,
 )
 from blockpilot.policy.network import (
-    FORMS,
     INPUTS,
     MAX_DEPTH,
     SCALARS,
-    TOP_K,
     Features,
-    Form,
     Input,
     PolicyNetwork,
     Shape,
@@ -46,7 +43,6 @@ from blockpilot.policy.network import (
     no_probs,
     scalars,
     sparse_probs,
-    weigh,
 )
 from blockpilot.policy.store import load_policy, save_policy
 from blockpilot.types import CandidateSet, PairId, Prefill
@@ -126,23 +122,6 @@ def batch_of(parts: list[Features]) -> Features:
     return Features(probs, *dense)
 
 
-def dense_weights(probs: Tensor, form: Form) -> Tensor:
-    """The slow oracle: a form of one whole thresholded distribution [V]."""
-    if form == "softmax":
-        return probs
-    if form == "normalised":
-        return probs / math.sqrt(sum(p * p for p in probs.tolist()))
-    if form == "softmax_twice":
-        again = torch.softmax(probs.double(), dim=0)
-        zero = 1 / probs.double().exp().sum()  # what an entry of probability zero becomes
-        return (again - zero).float()
-    if form == "log":
-        return torch.tensor([max(math.log(p) + 12, 0.0) if p > 0 else 0.0 for p in probs.tolist()])
-    assert form == "top_k"
-    least = sorted(probs.tolist(), reverse=True)[TOP_K - 1]
-    return torch.where(probs >= least, probs, 0.0)
-
-
 def dense_oracle(network: PolicyNetwork, prefill: Prefill) -> Tensor:
     """The network written down with dense layers and one request: outputs [K]."""
     shape = network.shape
@@ -153,7 +132,7 @@ def dense_oracle(network: PolicyNetwork, prefill: Prefill) -> Tensor:
             for row, token in enumerate(network.support.tolist()):
                 first[:, token] = network.rows[row]
             probs = torch.softmax(prefill.logits, dim=0)
-            hidden += first @ dense_weights(torch.where(probs >= THRESHOLD, probs, 0.0), shape.form)
+            hidden += first @ torch.where(probs >= THRESHOLD, probs, 0.0)
         values: list[float] = []
         if "context" in shape.inputs:
             values += prefill.context.tolist()  # type: ignore[union-attr]
@@ -201,13 +180,12 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 @settings(max_examples=60, deadline=None)
 @given(
-    form=st.sampled_from(FORMS),
     support=st.sets(st.integers(0, VOCAB_SIZE - 1), min_size=1).map(sorted),
     seed=st.integers(0, 2**31),
     sharpness=st.floats(0.1, 20),
 )
-def test_sparse_network_is_the_dense_one(form: Form, support: list[int], seed: int, sharpness: float) -> None:
-    network = random_network(shape_of(form=form), support, seed)
+def test_sparse_network_is_the_dense_one(support: list[int], seed: int, sharpness: float) -> None:
+    network = random_network(shape_of(), support, seed)
     prefill = random_prefill(seed % 1000)
     prefill = prefill._replace(logits=prefill.logits * sharpness / 3)
     torch.testing.assert_close(network(features_of(prefill))[0], dense_oracle(network, prefill), **CLOSE)
@@ -223,30 +201,9 @@ def test_every_input_is_read_and_standardised(inputs: tuple[Input, ...], depth: 
         torch.testing.assert_close(network(features_of(prefill))[0], dense_oracle(network, prefill), **CLOSE)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_form_is_that_of_each_distribution_alone(form: Form) -> None:
-    """Distributions of 0, 1, few and many entries side by side; the oracle sees the whole vocabulary of each."""
-    generator = torch.Generator().manual_seed(3)
-    whole = torch.softmax(4 * torch.randn(6, VOCAB_SIZE, generator=generator), dim=1)
-    whole[0] = 0
-    whole[1] = torch.where(whole[1] == whole[1].max(), whole[1], 0.0)
-    whole[4] = torch.softmax(0.1 * torch.randn(VOCAB_SIZE, generator=generator), dim=0)  # above the threshold: all
-    whole = torch.where(whole >= THRESHOLD, whole, 0.0)
-    lengths = (whole > 0).sum(dim=1)
-    assert lengths.tolist()[:2] == [0, 1]
-    assert max(lengths) > TOP_K > min(lengths[2:])
-    ids = whole.nonzero()[:, 1]
-    batch = SparseProbs(ids, whole[whole > 0], lengths.cumsum(0) - lengths)
-    found = torch.zeros_like(whole)
-    found[whole > 0] = weigh(batch, form, VOCAB_SIZE)
-    expected = torch.stack([dense_weights(one, form) if one.any() else torch.zeros(VOCAB_SIZE) for one in whole])
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
-
-
 @pytest.mark.parametrize("inputs", [("probs",), INPUTS], ids="+".join)
-@pytest.mark.parametrize("form", FORMS)
-def test_requests_of_a_batch_are_independent(inputs: tuple[Input, ...], form: Form) -> None:
-    network = random_network(shape_of(inputs, form=form))
+def test_requests_of_a_batch_are_independent(inputs: tuple[Input, ...]) -> None:
+    network = random_network(shape_of(inputs))
     parts = [features_of(random_prefill(seed)) for seed in range(4)]
     parts[2] = parts[2]._replace(probs=no_probs(1, torch.device("cpu")))
     alone = torch.cat([network(part) for part in parts])
@@ -295,7 +252,6 @@ def test_scalars_of_a_request() -> None:
         ({"inputs": ("context", "probs")}, "in this order"),
         ({"inputs": ("probs", "probs")}, "inputs"),
         ({"inputs": ("logits",)}, "logits"),
-        ({"form": "cubed"}, "form 'cubed'"),
         ({"depth": 0}, "depth 0"),
         ({"depth": MAX_DEPTH + 1}, "depth 9"),
         ({"vocab_size": 0}, "vocab_size 0"),
@@ -635,10 +591,9 @@ def test_round_trip(kind: str, tmp_path: Path) -> None:
     assert sorted(f.name for f in (tmp_path / "p").iterdir()) == [*costs, "policy.json", "policy.safetensors"]
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("depth", [1, 3])
-def test_forms_and_depths_round_trip(form: Form, depth: int, tmp_path: Path) -> None:
-    shape = shape_of(("probs", "scalars"), form=form, depth=depth)
+def test_depths_round_trip(depth: int, tmp_path: Path) -> None:
+    shape = shape_of(("probs", "scalars"), depth=depth)
     info = dataclasses.replace(random_policy().info, shape=shape)
     save_policy(policy := LearnedPolicy(info, random_network(shape)), tmp_path)
     loaded = load_policy(tmp_path)
@@ -724,7 +679,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "shape with more": (edit_shape(colour="red"), ["policy.json", "colour"]),
     "shape that is a list": (edit_json(network=[1]), ["policy.json"]),
     "unordered inputs": (edit_shape(inputs=["context", "probs"]), ["policy.json", "inputs"]),
-    "other form": (edit_shape(form="cubed"), ["policy.json", "form", "'cubed'"]),
+    "a form": (edit_shape(form="softmax"), ["policy.json", "form"]),
     "other outputs": (
         lambda d: (edit_shape(num_outputs=2)(d), edit_json(candidates=[1, 2])(d)),
         ["policy.safetensors", "(4,)", "needed", "(2,)"],

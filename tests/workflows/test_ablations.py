@@ -11,7 +11,7 @@ from helpers.sweeps import CANDIDATES, PAIR, metadata, synthetic_rows
 from jobs.train import TrainConfig
 from workflows.ablations import AblationsConfig, Datasets, run, variants
 
-CHOSEN = ("input top_k", "k=1: B=4..6, tau", "every step: scalars")
+CHOSEN = ("objective tau", "k=1: B=4..6, tau", "every step: scalars")
 
 
 def a_sweep(folder: Path) -> str:

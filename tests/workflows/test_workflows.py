@@ -82,7 +82,7 @@ def test_hub_workflows_train_the_papers_policy(tmp_path: Path) -> None:
     """arXiv 2606.31315, section 4."""
     for module in HUB_WORKFLOWS:
         train = hub_pipeline(module, paper.PaperConfig(output=tmp_path)).train
-        assert (train.head, train.reads, train.inputs, train.form) == ("class", "prefill", ("probs",), "softmax")
+        assert (train.head, train.reads, train.inputs) == ("class", "prefill", ("probs",))
         assert (train.hidden, train.depth, train.epochs, train.lr, train.patience) == (2048, 2, 100, 1e-5, None)
         assert (train.anneal, train.weight_decay) == (False, 0)  # Adam
 

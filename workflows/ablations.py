@@ -1,14 +1,15 @@
 """What matters in a policy, by measurement: fits that differ in one thing each, on the same sweeps and splits.
 
-The first block is the paper's policy (head `class`, distribution after the prompt, one choice for an answer) with the
-paper's own ablations; then what it might read instead, the other head, the other objective, a choice at every step,
-and fewer training prompts. Every fit is repeated with other seeds, which draw the split, too. What is shown is looked
-up on held-back prompts: a diagnostic that compares fits. What a policy is worth is for jobs/evaluate.py.
+First the paper's policy (kind `prompt`) with the paper's own ablations and the other objective, then a choice at
+every step (kind `step`), and fewer training prompts of both. Every fit is repeated with other seeds, which draw the
+split, too. What is shown is looked up on held-back prompts: a diagnostic that compares fits. What a policy is worth
+is for jobs/evaluate.py.
 """
 
 import json
 import statistics
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,41 +17,43 @@ import ray
 from pydantic import Field
 
 from blockpilot.evaluation.statistics import markdown
+from blockpilot.policy.training import FitSettings
 from blockpilot.storage import write_text
 from jobs.common.cluster import connect
 from jobs.common.config import Config, Place, absolute_in_submitted_job, main
-from jobs.train import Dataset, Fitted, TrainConfig, fit, plan, read_dataset
+from jobs.training.config import TrainConfig
+from jobs.training.dataset import Dataset, read_dataset
+from jobs.training.plan import Fitted, fit, plan
 
-PAPER: dict[str, Any] = {
-    **{"head": "class", "reads": "prefill", "inputs": ("probs",), "hidden": 2048, "lr": 3e-4, "anneal": False},
-    **{"dropout": 0.2, "weight_decay": 0.0, "patience": 20, "epochs": 100, "batch_size": 32},
-}
-STEP: dict[str, Any] = {}  # the defaults of jobs/train.py
+PAPER = FitSettings(
+    kind="prompt",
+    hidden=2048,
+    lr=3e-4,
+    anneal=False,
+    dropout=0.2,
+    weight_decay=0.0,
+    patience=20,
+    epochs=100,
+    batch_size=32,
+)
+STEP = FitSettings()  # the defaults of jobs/train.py
 CENTRE = 5  # of the candidate sets by k: the draft's tau is flat beyond 6
 
 
 def variants(sizes: tuple[int, ...], num_prompts: tuple[int, ...]) -> dict[str, dict[str, Any]]:
-    """Settings of every fit, by name."""
-    found: dict[str, dict[str, Any]] = {"paper's: class, probs, 2048 x 2": PAPER}
-    found |= {f"width {width}": PAPER | {"hidden": width} for width in (512, 1024, 4096)}
-    found |= {f"depth {depth}": PAPER | {"depth": depth} for depth in (1, 3)}
+    """Fields of TrainConfig for every fit, by name."""
+    found: dict[str, dict[str, Any]] = {"paper's: prompt, width 2048": {"fit": PAPER}}
+    found |= {f"width {width}": {"fit": replace(PAPER, hidden=width)} for width in (512, 1024, 4096)}
     for k in (1, 2, 3):
         around = tuple(size for size in sizes if abs(size - CENTRE) <= k)
-        found[f"k={k}: B={around[0]}..{around[-1]}, tau"] = PAPER | {"candidates": around, "objective": "tau"}
-    reading = {"context": ("context",), "probs and context": ("probs", "context"), "scalars": ("scalars",)}
-    found |= {f"reads {name}": PAPER | {"inputs": inputs} for name, inputs in reading.items()}
-    found["objective tau"] = PAPER | {"objective": "tau"}
-    found["head tau"] = PAPER | {"head": "tau"}
-    found["head tau, reads context"] = PAPER | {"head": "tau", "inputs": ("context", "scalars")}
-    found["every step: context, anchor, scalars"] = STEP
-    found["every step: context"] = STEP | {"inputs": ("context",)}
-    found["every step: anchor"] = STEP | {"inputs": ("anchor",)}
-    found["every step: scalars"] = STEP | {"inputs": ("scalars",)}
-    found |= {f"every step, width {width}": STEP | {"hidden": width} for width in (64, 1024)}
-    found["every step, constant rate"] = STEP | {"anneal": False}
-    found |= {f"every step, shrunk by {share:g}": STEP | {"shrink": share} for share in (0.0, 0.4)}
-    found |= {f"paper's, {num} prompts": PAPER | {"num_prompts": num} for num in num_prompts}
-    found |= {f"every step, {num} prompts": STEP | {"num_prompts": num} for num in num_prompts}
+        found[f"k={k}: B={around[0]}..{around[-1]}, tau"] = {"fit": PAPER, "candidates": around, "objective": "tau"}
+    found["objective tau"] = {"fit": PAPER, "objective": "tau"}
+    found["every step"] = {"fit": STEP}
+    found |= {f"every step, width {width}": {"fit": replace(STEP, hidden=width)} for width in (64, 1024)}
+    found["every step, constant rate"] = {"fit": replace(STEP, anneal=False)}
+    found |= {f"every step, shrunk by {share:g}": {"fit": replace(STEP, shrink=share)} for share in (0.0, 0.4)}
+    found |= {f"paper's, {num} prompts": {"fit": PAPER, "num_prompts": num} for num in num_prompts}
+    found |= {f"every step, {num} prompts": {"fit": STEP, "num_prompts": num} for num in num_prompts}
     return found
 
 
@@ -85,7 +88,7 @@ def run(config: AblationsConfig) -> str:
         for name in config.variants or every
     }
     jobs = {
-        fit_name: base.model_copy(update=every[name] | {"seed": seed})
+        fit_name: base.model_copy(update=every[name] | {"fit": replace(every[name]["fit"], seed=seed)})
         for name, of_seeds in names.items()
         for seed, fit_name in enumerate(of_seeds)
     }
@@ -105,7 +108,7 @@ class Datasets:
 
     def of(self, config: TrainConfig) -> Dataset:
         sizes = "-".join(map(str, config.candidates or ()))
-        name = f"examples-{config.reads}-{config.objective}-{sizes or 'all'}"
+        name = f"examples-{config.fit.kind}-{config.objective}-{sizes or 'all'}"
         if name not in self._known:
             self._known[name] = read_dataset(config, self.folder / name)
         return self._known[name]

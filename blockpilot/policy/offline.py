@@ -3,7 +3,7 @@
 A diagnostic and never a result: outcomes are looked up, nothing is run, and early stopping has seen the prompts. The
 evaluation on held-out prompts decides.
 
-Of a policy that reads every step it is the decoding that is looked up: what is accepted at a place does not depend on
+Of kind `step` it is the decoding that is looked up: what is accepted at a place does not depend on
 how decoding came there, so a policy can be walked through a recorded answer. One that goes further where it is easy
 comes to hard places more often, which an average over places would hide.
 """
@@ -18,11 +18,11 @@ from torch import Tensor
 from blockpilot.evaluation.oracle import NUM_ROUNDS, Array, Table, gain
 from blockpilot.policy.dataset import Examples
 from blockpilot.policy.network import PolicyNetwork
-from blockpilot.policy.training import Task, predict
+from blockpilot.policy.training import FitTask, predict
 
 
 class LookupReport(NamedTuple):
-    """Rates are tokens per cost of a step (`Task.table`), over whole decodings."""
+    """Rates are tokens per cost of a step (`FitTask.table`), over whole decodings."""
 
     num_examples: int
     accuracy: float
@@ -43,14 +43,14 @@ class LookupReport(NamedTuple):
     share_captured: float
     """Of the oracle's headroom over the best fixed block size."""
     r2: float
-    """Share of the variance of taus that is predicted, mean over candidates; not a number for the head `class`."""
+    """Share of the variance of taus that is predicted, mean over candidates; not a number for kind `prompt`."""
 
     @property
     def claims_gain(self) -> bool:
         return self.gain_low > 0
 
 
-def lookup_report(network: PolicyNetwork, task: Task, train: Examples, validation: Examples) -> LookupReport:
+def lookup_report(network: PolicyNetwork, task: FitTask, train: Examples, validation: Examples) -> LookupReport:
     """Look up what decoding the validation prompts, two or more, with the policy and without it would have cost."""
     task = task.to(torch.device("cpu"))
     num = len(task.candidates)
@@ -77,11 +77,11 @@ def lookup_report(network: PolicyNetwork, task: Task, train: Examples, validatio
         gain_low=gained.low,
         gain_high=gained.high,
         share_captured=(policy - best_fixed) / (oracle - best_fixed) if oracle > best_fixed else math.nan,
-        r2=_explained(task.taus(outputs), taus) if task.head == "tau" else math.nan,
+        r2=_explained(task.taus(outputs), taus) if task.kind == "step" else math.nan,
     )
 
 
-def decode(task: Task, examples: Examples, chosen: Tensor) -> tuple[Array, Array]:
+def decode(task: FitTask, examples: Examples, chosen: Tensor) -> tuple[Array, Array]:
     """(tokens, seconds) [P] of decoding the examples' prompts, taking candidate chosen[e] where example e is met."""
     prompts = examples.prompt_of
     following = examples.following(chosen)
@@ -98,7 +98,7 @@ def decode(task: Task, examples: Examples, chosen: Tensor) -> tuple[Array, Array
     return tokens, seconds
 
 
-def hindsight(task: Task, examples: Examples) -> Tensor:
+def hindsight(task: FitTask, examples: Examples) -> Tensor:
     """The choices [E] whose decoding has the highest rate of all."""
     tokens, seconds = (values.double().numpy() for values in task.table(examples.taus))
     num, size = tokens.shape

@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 
 from blockpilot.control.price import COSTS_FILE, StepCosts
+from blockpilot.policy.training import FitSettings
 from blockpilot.sweep.rows import write_rows
 from helpers.sweeps import CANDIDATES, PAIR, metadata, synthetic_rows
-from jobs.train import TrainConfig
+from jobs.training.config import TrainConfig
 from workflows.ablations import AblationsConfig, Datasets, run, variants
 
-CHOSEN = ("objective tau", "k=1: B=4..6, tau", "every step: scalars")
+CHOSEN = ("objective tau", "k=1: B=4..6, tau", "every step, constant rate")
 
 
 def a_sweep(folder: Path) -> str:
@@ -34,17 +35,19 @@ def test_every_variant_is_a_training() -> None:
 
 def test_unknown_variants_are_refused(tmp_path: Path) -> None:
     config = AblationsConfig(sweep=(a_sweep(tmp_path / "sweep"),), output=tmp_path / "out", variants=("nope",))
-    with pytest.raises(ValueError, match="variants 'nope': must be of paper's: class, probs"):
+    with pytest.raises(ValueError, match="variants 'nope': must be of paper's: prompt, width 2048"):
         run(config)
 
 
 def test_fits_that_differ_in_seed_or_network_read_the_same_examples(tmp_path: Path) -> None:
     """Written anew beside a fit that reads them, they were lost to it."""
     sweep = (a_sweep(tmp_path / "sweep"),)
-    data, base = Datasets(tmp_path), TrainConfig(sweep=sweep, reads="prefill", head="class", inputs=("probs",))
+    data, base = Datasets(tmp_path), TrainConfig(sweep=sweep, fit=FitSettings("prompt"))
     first = data.of(base)
-    assert data.of(base.model_copy(update={"seed": 1, "hidden": 64, "num_prompts": 20})) is first
-    others = [{"objective": "tau"}, {"candidates": (4, 6)}, {"reads": "step", "head": "tau", "inputs": ("context",)}]
+    assert (
+        data.of(base.model_copy(update={"fit": FitSettings("prompt", hidden=64, seed=1), "num_prompts": 20})) is first
+    )
+    others = [{"objective": "tau"}, {"candidates": (4, 6)}, {"fit": FitSettings("step")}]
     folders = {data.of(base.model_copy(update=change)).folder for change in others}
     assert len({first.folder, *folders}) == 4
 
@@ -53,9 +56,7 @@ def test_fits_that_differ_in_seed_or_network_read_the_same_examples(tmp_path: Pa
 def test_fits_are_kept_and_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "workflows.ablations.PAPER", {"head": "class", "reads": "prefill", "inputs": ("probs",), "epochs": 2}
-    )
+    monkeypatch.setattr("workflows.ablations.PAPER", FitSettings("prompt", epochs=2))
     config = AblationsConfig(
         sweep=(a_sweep(tmp_path / "sweep"),), output=tmp_path / "out", variants=CHOSEN, seeds=2, num_prompts=()
     )

@@ -24,7 +24,7 @@ from helpers.api import (
     events,
     text_of,
 )
-from helpers.policies import tiny_policy
+from helpers.policies import step_policy
 from jobs.serving.engine_loop import EngineLoop
 
 MAX_LENGTH = 300
@@ -84,7 +84,7 @@ def test_health_tells_what_came_of_the_policys_forecasts(
     client: TestClient, loop: EngineLoop, tiny_pair: Pair
 ) -> None:
     """This one always expects whole blocks."""
-    loop.set_policy(tiny_policy(tiny_pair.id, tiny_pair.vocab_size, (2, 4), head="tau", outputs=[2, 4]))
+    loop.set_policy(step_policy(tiny_pair, (2, 4), outputs=[9, 9]))
     usage = ask(client, CHAT, {"model": "target", "messages": QUESTION, "max_tokens": 40, "seed": 1})["usage"]
     found = client.get("/health").json()["models"][tiny_pair.id.target]
     assert usage["acceptance_length"] < 3

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blockpilot.evaluation.oracle import NUM_ROUNDS, Array, Table, gain
+from blockpilot.control.ratio import largest_ratio
+from blockpilot.evaluation.oracle import Array, Table, gain
 from blockpilot.policy.dataset import Examples
 from blockpilot.policy.network import PolicyNetwork
 from blockpilot.policy.training import FitTask, predict
@@ -103,18 +104,17 @@ def hindsight(task: FitTask, examples: Examples) -> Tensor:
     tokens, seconds = (values.double().numpy() for values in task.table(examples.taus))
     num, size = tokens.shape
     following = np.stack([examples.following(_always(examples, c)).numpy() for c in range(size)], axis=1)
-    rate, chosen = 0.0, np.zeros(num, dtype=np.int64)
-    for _ in range(NUM_ROUNDS):  # of Dinkelbach's search; it has converged after a few
+
+    def maximise(rate: float) -> tuple[Tensor, float]:
         worth = tokens - rate * seconds
-        onward = np.zeros(num + 1)  # the most that is to be had from here to the prompt's end
-        for e in range(num - 1, -1, -1):
+        chosen, onward = np.zeros(num, dtype=np.int64), np.zeros(num + 1)
+        for e in range(num - 1, -1, -1):  # onward: the most that is to be had from there to the prompt's end
             of_options = worth[e] + onward[following[e]]
             chosen[e] = best = of_options.argmax()
             onward[e] = of_options[best]
-        if (found := _rate(decode(task, examples, torch.from_numpy(chosen)))) <= rate:
-            break
-        rate = found
-    return torch.from_numpy(chosen)
+        return (found := torch.from_numpy(chosen)), _rate(decode(task, examples, found))
+
+    return largest_ratio(maximise)[0]
 
 
 def _always(examples: Examples, candidate: int) -> Tensor:

@@ -29,7 +29,7 @@ from jobs.common.config import Config, Place, absolute_in_submitted_job, main
 from jobs.common.registry import Registry, kept_for_later
 from jobs.evaluation.actor import CONTROL, ORACLE, method_name
 from jobs.evaluation.result import RESULT_FILE, read_figure, read_figures
-from jobs.train import TRAINING_FILE
+from jobs.training.record import TRAINING_FILE
 
 PAGE_FILE = "report.html"
 TEMPLATE = "report.html.jinja"
@@ -347,7 +347,7 @@ def _of_policy(folder: Path) -> Iterable[Section]:
     training, validation = found["num_examples"]
     yield Section(
         "The policy",
-        f"head {params['head']}, reads {params['reads']}, inputs {', '.join(params['inputs'])}, objective "
+        f"kind {params['kind']}, objective "
         f"{params['objective']}; {training} examples, {validation} held back. Looked up there (a diagnostic, not a "
         f"result) it gains {lookup['gain']:+.1%} over B={lookup['best_fixed_block_size']} "
         f"({lookup['gain_low']:+.1%} to {lookup['gain_high']:+.1%}).",

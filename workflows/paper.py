@@ -17,6 +17,7 @@ from typing import NamedTuple
 from pydantic import Field, field_validator
 
 from blockpilot.pairs.table import NAMED_PAIRS
+from blockpilot.policy.training import FitSettings
 from blockpilot.sweep.sweep import candidates_around
 from jobs import serve
 from jobs.common.config import Config, PairConfig, Resources, main
@@ -25,7 +26,7 @@ from jobs.evaluation.inputs import NEWEST, EvaluateConfig
 from jobs.promote import PromoteConfig
 from jobs.serve import ServeConfig
 from jobs.sweep import SweepConfig
-from jobs.train import TrainConfig
+from jobs.training.config import TrainConfig
 from workflows.pipeline import Pipeline, Stopwatch, learn
 
 TRAINING_PROMPTS = ("docstrings", "chatterbot", "chitchat", "asdiv", "writingbench")
@@ -105,18 +106,18 @@ def pipeline(config: PaperConfig) -> Pipeline:
         train=TrainConfig(
             sweep=(str(output / "sweep"),),
             output=output / "policy",
-            head="class",
-            reads="prefill",
-            inputs=("probs",),
             objective="throughput" if 1 in candidates else "tau",
-            hidden=2048,
-            max_support=20_000,
-            epochs=100,
-            batch_size=32,
-            lr=1e-5,
-            anneal=False,
-            dropout=0.2,
-            weight_decay=0.0,
+            fit=FitSettings(
+                kind="prompt",
+                hidden=2048,
+                max_support=20_000,
+                epochs=100,
+                batch_size=32,
+                lr=1e-5,
+                anneal=False,
+                dropout=0.2,
+                weight_decay=0.0,
+            ),
             accelerator_type=config.gpu,
             num_cpus=8,
         ),

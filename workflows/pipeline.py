@@ -11,13 +11,14 @@ from jobs.common.cluster import connect
 from jobs.common.config import Config
 from jobs.evaluation.inputs import EvaluateConfig
 from jobs.evaluation.result import EvaluateResult
+from jobs.training.config import TrainConfig
 
 
 class Pipeline(Config):
     """A configuration for each stage; a stage reads what those before it wrote."""
 
     sweep: sweep.SweepConfig
-    train: train.TrainConfig
+    train: TrainConfig
     evaluate: EvaluateConfig
     promote: promote.PromoteConfig
     serve: serve.ServeConfig

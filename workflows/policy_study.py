@@ -14,11 +14,13 @@ that are not the figures of `workflows/evaluations`: another machine can go on w
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
+from blockpilot.policy.training import FitSettings
 from blockpilot.prompts.files import Prompt, load_prompts, save_prompts, split
 from jobs import evaluate, report, sweep, train
 from jobs.answers import AnswersConfig, AnswerWorker
@@ -28,7 +30,7 @@ from jobs.evaluation.inputs import EvaluateConfig
 from jobs.evaluation.result import RESULT_FILE
 from jobs.report import ReportConfig
 from jobs.sweep import SweepConfig
-from jobs.train import TrainConfig
+from jobs.training.config import TrainConfig
 
 Stage = Literal["prompts", "sweep", "train", "evaluate", "transfer", "report"]
 STAGES: tuple[Stage, ...] = ("prompts", "sweep", "train", "evaluate", "transfer", "report")
@@ -163,21 +165,16 @@ def sweep_config(config: StudyConfig, temperature: float) -> SweepConfig:
 
 
 def policies(config: StudyConfig) -> dict[str, TrainConfig]:
-    """The default, the paper's, one that reads the prefill only, and one that has seen no code."""
+    """The default, the paper's, and one that has seen no code."""
     sweeps = tuple(map(config.sweep, TEMPERATURES))
     default = TrainConfig(sweep=sweeps, candidates=CANDIDATES, output=config.trained("step"), register_version=False)
-    whole = {"reads": "prefill", "lr": 3e-4, "patience": 20, "epochs": 100, "batch_size": 32}
     # A quarter of the paper's width, from 1024 to 4096 of which it reports little difference: 7 MB, not 42.
-    paper = {"head": "class", "inputs": ("probs",), "hidden": 512, "anneal": False, "dropout": 0.2}
-    changes: dict[str, dict[str, Any]] = {
-        "step": {},
-        "class": whole | paper | {"weight_decay": 0.0},
-        "prefill": whole | {"inputs": ("context", "scalars")},
-        "no-code": {"leave_out": CODE_SETS},
-    }
+    paper = FitSettings("prompt", 512, epochs=100, batch_size=32, lr=3e-4, dropout=0.2, patience=20)
+    paper = replace(paper, anneal=False, weight_decay=0.0)
     return {
-        name: TrainConfig(**default.model_dump() | change | {"output": config.trained(name)})
-        for name, change in changes.items()
+        "step": default,
+        "class": default.model_copy(update={"fit": paper, "output": config.trained("class")}),
+        "no-code": default.model_copy(update={"leave_out": CODE_SETS, "output": config.trained("no-code")}),
     }
 
 

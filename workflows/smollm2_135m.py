@@ -15,6 +15,7 @@ import torch
 from openai import OpenAI
 from pydantic import Field
 
+from blockpilot.policy.training import FitSettings
 from blockpilot.prompts.files import Message, Prompt, load_prompts, save_prompts, split
 from jobs import serve
 from jobs.common.config import Config, PairConfig, Resources, main
@@ -23,7 +24,7 @@ from jobs.evaluation.inputs import NEWEST, EvaluateConfig
 from jobs.promote import PromoteConfig
 from jobs.serve import ServeConfig
 from jobs.sweep import SweepConfig
-from jobs.train import TrainConfig
+from jobs.training.config import TrainConfig
 from workflows.pipeline import Pipeline, Stopwatch, learn, to_serve
 
 QUESTION = "Write a short list of three things to pack for a day at the beach."
@@ -78,7 +79,7 @@ def pipeline(config: DemoConfig) -> Pipeline:
     )
     return Pipeline(
         sweep=sweep,
-        train=TrainConfig(sweep=(sweep.output,), output=output / "policy", batch_size=128),
+        train=TrainConfig(sweep=(sweep.output,), output=output / "policy", fit=FitSettings(batch_size=128)),
         evaluate=evaluate,
         promote=PromoteConfig(model=model_name(evaluate.pair.models[0])),
         serve=ServeConfig(pair=exact, port=config.port or free_port(), max_length=512, output=output / "serve"),

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from blockpilot.control.ratio import largest_ratio
 from blockpilot.evaluation.statistics import Interval, interval, resampling_weights
 
 Array = NDArray[np.float64]
 Columns = NDArray[np.int64]
-NUM_ROUNDS = 50  # of the oracle's search; it has converged after a few
 
 
 class Table(NamedTuple):
@@ -76,14 +76,13 @@ def potential(table: Table, candidates: Sequence[int], best_fixed: int | None = 
 
 
 def oracle(table: Table) -> Columns:
-    """The column of every choice [choices] that makes tokens in all over seconds in all the largest (Dinkelbach)."""
-    rate = 0.0
-    for _ in range(NUM_ROUNDS):
+    """The column of every choice [choices] that makes tokens in all over seconds in all the largest."""
+
+    def maximise(rate: float) -> tuple[Columns, float]:
         chosen: Columns = (table.tokens - rate * table.seconds).argmax(axis=1)
-        if table.rate(chosen) <= rate:
-            break
-        rate = table.rate(chosen)
-    return chosen
+        return chosen, table.rate(chosen)
+
+    return largest_ratio(maximise)[0]
 
 
 def gain(table: Table, chosen: Columns, fixed: Columns, num_resamples: int = 2000, seed: int = 0) -> Interval:

@@ -1,9 +1,10 @@
 """A sweep's rows as tensors to train on, kept in flat files that are mapped into memory.
 
-A policy that chooses after the prefill has an example a row: what is known then, and tau of every candidate. One that
-chooses at every step has an example for each of a row's recorded steps: what is known before it, and the tokens that
-it emits with every candidate. Examples are written part by part and read example by example, so neither needs them in
-memory together: the operating system keeps what is used. All ranks of a training map the same files.
+Kind `prompt` has an example a row: the distribution after the prompt, and tau of every candidate. Kind `step` has an
+example for each of a row's recorded steps: what is known before it, and its tokens with every candidate.
+
+Examples are written part by part and read example by example, so neither needs them in memory together: the operating
+system keeps what is used. All ranks of a training map the same files.
 """
 
 import hashlib
@@ -18,8 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from blockpilot.policy.learned import Reads
-from blockpilot.policy.network import SCALARS, Features, SparseProbs, scalars
+from blockpilot.policy.network import SCALARS, Kind, PolicyFeatures, SparseProbs, scalars
 from blockpilot.storage import write_text
 from blockpilot.sweep.rows import SweepRow, vectors
 
@@ -107,14 +107,14 @@ class Examples:
         return torch.where(inside, found, len(self))
 
     @property
-    def features(self) -> Features:
+    def features(self) -> PolicyFeatures:
         """In memory."""
         starts, lengths = self.ends[self.index], (self.ends[1:] - self.ends[:-1])[self.index]
         offsets = lengths.cumsum(0) - lengths
         entries = torch.repeat_interleave(starts - offsets, lengths) + torch.arange(int(lengths.sum()))
         probs = SparseProbs(self.ids[entries].long(), self.probs[entries], offsets)
         context, anchor = self.context[self.index].float(), self.anchor[self.index].float()
-        return Features(probs, context, anchor, self.scalars[self.index])
+        return PolicyFeatures(probs, context, anchor, self.scalars[self.index])
 
     def take(self, index: Tensor) -> "Examples":
         """The examples `index` [n] int64 of these, in that order; nothing is copied."""
@@ -137,12 +137,10 @@ class Examples:
 # --- writing ---
 
 
-def write_examples(
-    folder: Path, parts: Iterable[Sequence[SweepRow]], candidates: Sequence[int], reads: Reads
-) -> Index:
+def write_examples(folder: Path, parts: Iterable[Sequence[SweepRow]], candidates: Sequence[int], kind: Kind) -> Index:
     """Write the columns, and last the index; `candidates` are some of the rows', and 1 whether they have it or not.
 
-    Raises ValueError for rows of different sizes, and for policies that read every step where no steps are recorded.
+    Raises ValueError for rows of different sizes, and for kind `step` where no steps are recorded.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name in (INDEX_FILE, *_COLUMNS):
@@ -153,7 +151,7 @@ def write_examples(
     files = {name: (folder / name).open("wb") for name in _COLUMNS}
     try:
         for row in (row for rows in parts for row in rows):
-            columns = _of_prefill(row, candidates) if reads == "prefill" else _of_steps(row, candidates)
+            columns = _of_prompt(row, candidates) if kind == "prompt" else _of_steps(row, candidates)
             columns["rows"] = np.full(len(columns["taus"]), len(known))
             for name, column in columns.items():
                 column.astype(_COLUMNS[name]).tofile(files[name])
@@ -166,7 +164,7 @@ def write_examples(
             file.close()
     if not sizes:
         raise ValueError(
-            f"none of {len(known)} rows has a recorded step: sweep with --method dense, or read the prefill"
+            f"none of {len(known)} rows has a recorded step: sweep with --method dense, or train --kind prompt"
         )
     if len(sizes) != 1:
         raise ValueError(f"rows of different sizes: {' and '.join(map(str, sorted(sizes)))}")
@@ -176,14 +174,14 @@ def write_examples(
     return index
 
 
-def _of_prefill(row: SweepRow, candidates: Sequence[int]) -> dict[str, NDArray[Any]]:
+def _of_prompt(row: SweepRow, candidates: Sequence[int]) -> dict[str, NDArray[Any]]:
     taus = {1: 1.0} | dict(zip(row.candidates, row.taus, strict=True))
     return {
         "ids": np.array(row.probs_ids),
         "probs": np.array(row.probs),
         "lengths": np.array([len(row.probs_ids)]),
         "scalars": np.array([_scalars(row)]),
-        "context": np.array([row.context]),
+        "context": np.zeros((1, 0)),
         "anchor": np.zeros((1, 0)),
         "taus": np.array([[taus[size] for size in candidates]]),
     }
@@ -281,6 +279,8 @@ def split_examples(
 
 def held_out_prompts(keys: Collection[str], held_out: float, seed: int) -> set[str]:
     """Some of the prompts, at least one and not all. Raises ValueError for less than two."""
+    # Not prompts.files.split: that one decides by a hash of its own for each prompt alone, and may hold none or all.
+    # This one holds an exact number, which committed policies were validated on.
     prompts = sorted(set(keys), key=lambda key: hashlib.sha256(f"{seed}\n{key}".encode()).digest())
     if len(prompts) < 2:
         raise ValueError(f"{len(prompts)} different prompts: at least 2 are needed to hold some back")

@@ -1,13 +1,13 @@
-"""The policy's network: a residual MLP on what is known of a request after its prefill.
+"""The policy's network: one hidden layer on what is known before a choice.
 
-BlockPilot (arXiv 2606.31315) reads the target's distribution after the prompt. Its first layer is as wide as the
-vocabulary, and a prompt's distribution is nearly all zeros, so the layer is a weighted embedding bag over the token
-ids whose probability passes a threshold. That is exactly the dense layer on the thresholded distribution. The layer
-starts at zero; a token id that never occurred in training therefore still has a row of zeros, and only the other rows
-(the support) are stored.
+BlockPilot (arXiv 2606.31315) reads the target's distribution after the prompt (kind `prompt`). Its first layer is as
+wide as the vocabulary, and a prompt's distribution is nearly all zeros, so the layer is a weighted embedding bag over
+the token ids whose probability passes a threshold. That is exactly the dense layer on the thresholded distribution.
+The layer starts at zero; a token id that never occurred in training therefore still has a row of zeros, and only the
+other rows (the support) are stored. The paper's residual layer after the ReLU is linear and so is one with the head.
 
-Besides or instead, the network reads what the draft is about to draft from: its context vector at the last position
-before the anchor and the anchor's embedding, and a few scalars.
+Kind `step` reads what the draft is about to draft from: its context vector at the last position before the anchor,
+the anchor's embedding, and a few scalars of the prompt.
 """
 
 import math
@@ -18,16 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-Input = Literal["probs", "context", "anchor", "scalars"]
-INPUTS: tuple[Input, ...] = get_args(Input)
-Form = Literal["softmax", "normalised", "softmax_twice", "log", "top_k"]
-"""What the probabilities are turned into. softmax: nothing (the paper's best). normalised: unit length.
-softmax_twice: the softmax of the probabilities, less the constant that all entries share. log: log p + 12, the logits
-up to a constant, zero where p < e^-12. top_k: the TOP_K largest, the others zero."""
-FORMS: tuple[Form, ...] = get_args(Form)
-TOP_K = 16
+Kind = Literal["prompt", "step"]
+"""prompt: one block size for the whole answer, out of the distribution after the prompt. step: tokens of the next
+step with each candidate, before every step."""
 SCALARS = ("entropy", "log_num_prompt_tokens", "temperature")
-MAX_DEPTH = 8
+STRETCH = 64  # token ids
 
 
 class SparseProbs(NamedTuple):
@@ -41,23 +36,26 @@ class SparseProbs(NamedTuple):
     """[B] int64, where each distribution starts in `ids`."""
 
 
-class Features(NamedTuple):
-    """What is known of B requests after their prefill."""
+class PolicyFeatures(NamedTuple):
+    """What is known of B requests. Kind `prompt` reads `probs`, kind `step` the others."""
 
     probs: SparseProbs
     context: Tensor
-    """[B, draft hidden] float32, at the position before the anchor; [B, 0] where nothing is drafted."""
+    """[B, draft hidden] float32, at the position before the anchor."""
     anchor: Tensor
-    """[B, target hidden] float32, the target's embedding of the anchor; [B, 0] where it is not known."""
+    """[B, target hidden] float32, the target's embedding of the anchor."""
     scalars: Tensor
     """[B, len(SCALARS)] float32, of the prefill."""
 
-    def to(self, device: torch.device) -> "Features":
+    def to(self, device: torch.device) -> "PolicyFeatures":
+        """The same features on the device."""
         probs = SparseProbs(*(t.to(device) for t in self.probs))
-        return Features(probs, self.context.to(device), self.anchor.to(device), self.scalars.to(device))
+        return PolicyFeatures(probs, *(t.to(device) for t in self[1:]))
 
-
-STRETCH = 64  # token ids
+    @property
+    def dense(self) -> Tensor:
+        """Context, anchor and scalars side by side, [B, their widths together]."""
+        return torch.cat([self.context, self.anchor, self.scalars], dim=1)
 
 
 def sparse_probs(probs: Tensor, threshold: float) -> SparseProbs:
@@ -74,7 +72,7 @@ def sparse_probs(probs: Tensor, threshold: float) -> SparseProbs:
 
 
 def no_probs(num: int, device: torch.device) -> SparseProbs:
-    """`num` empty distributions, for a network that reads none."""
+    """`num` empty distributions, for kind `step`."""
     nothing = torch.zeros(0, dtype=torch.int64, device=device)
     return SparseProbs(nothing, torch.zeros(0, device=device), torch.zeros(num, dtype=torch.int64, device=device))
 
@@ -85,193 +83,118 @@ def scalars(probs: Tensor, num_prompt_tokens: int, temperature: float) -> list[f
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What fixes a network's parameters but for the support."""
+class NetworkShape:
+    """What fixes a network's parameters but for the support. Raises ValueError for impossible sizes."""
 
-    inputs: tuple[Input, ...]
+    kind: Kind
     vocab_size: int
     context_size: int
+    """Of the draft's context vector; 0 with kind `prompt`, which does not read it."""
     anchor_size: int
+    """Of the target's embeddings; 0 with kind `prompt`, which does not read them."""
     num_outputs: int
-    hidden: int = 2048
-    depth: int = 2
-    form: Form = "softmax"
+    hidden: int
 
     def __post_init__(self) -> None:
-        if not self.inputs or [name for name in INPUTS if name in self.inputs] != list(self.inputs):
-            raise ValueError(f"inputs {self.inputs}: must be some of {INPUTS}, in this order")
-        if self.form not in FORMS:
-            raise ValueError(f"form {self.form!r}: must be one of {', '.join(FORMS)}")
-        for name in ("vocab_size", "context_size", "anchor_size", "num_outputs", "hidden", "depth"):
-            if type(getattr(self, name)) is not int:
-                raise ValueError(f"{name} {getattr(self, name)!r}: must be a whole number")
-        if not 1 <= self.depth <= MAX_DEPTH:
-            raise ValueError(f"depth {self.depth}: must be 1 to {MAX_DEPTH}")
-        for name in ("vocab_size", "num_outputs", "hidden"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)}: must be at least 1")
-        for name, size in (("context", self.context_size), ("anchor", self.anchor_size)):
-            if name in self.inputs and size < 1:
-                raise ValueError(f"inputs {self.inputs}: {name} is not known, a dense sweep that drafts records it")
-
-    @property
-    def num_dense(self) -> int:
-        """Width of the dense inputs together."""
-        sizes = {"context": self.context_size, "anchor": self.anchor_size, "scalars": len(SCALARS)}
-        return sum(sizes.get(name, 0) for name in self.inputs)
+        if self.kind not in get_args(Kind):
+            raise ValueError(f"kind {self.kind!r}: must be one of {', '.join(get_args(Kind))}")
+        for name in ("vocab_size", "context_size", "anchor_size", "num_outputs", "hidden"):
+            size = getattr(self, name)
+            if type(size) is not int:
+                raise ValueError(f"{name} {size!r}: must be a whole number")
+            vector = name in ("context_size", "anchor_size")
+            if vector and self.kind == "prompt" and size:
+                raise ValueError(f"{name} {size} with kind 'prompt': must be 0")
+            if vector and self.kind == "step" and size < 1:
+                raise ValueError(f"{name} {size} with kind 'step': must be at least 1, a dense sweep records vectors")
+            if not vector and size < 1:
+                raise ValueError(f"{name} {size}: must be at least 1")
 
 
 class PolicyNetwork(nn.Module):
-    """First layer-ReLU-Dropout-[Linear + residual] x (depth - 1)-Linear; the paper's has a depth of 2.
+    """First layer - ReLU - dropout - linear head: [B, num_outputs] of PolicyFeatures.
 
-    `support` [S] int64, increasing: the token ids whose column of the first layer may differ from zero. Dense inputs
-    are standardised, and outputs are those of standardised targets (`standardise`).
+    `support` [S] int64, increasing: the token ids whose column of the first layer may differ from zero. `mean` and
+    `std` of the dense features are there while it trains; `fold` takes them into the weights.
     """
 
     support: Tensor
     row_of_id: Tensor
-    mean: Tensor
-    std: Tensor
-    shift: Tensor
-    scale: Tensor
+    mean: Tensor | None
+    std: Tensor | None
 
-    def __init__(self, shape: Shape, support: Tensor, dropout: float = 0.2) -> None:
+    def __init__(self, shape: NetworkShape, support: Tensor, dropout: float = 0.0) -> None:
         super().__init__()
-        self.shape = shape
-        hidden = shape.hidden
+        self.shape, self.dropout = shape, dropout
+        width = shape.vocab_size
         self.register_buffer("support", support, persistent=False)
-        if "probs" in shape.inputs:
+        self.register_buffer("mean", None)
+        self.register_buffer("std", None)
+        if shape.kind == "prompt":
             row_of_id = torch.full((shape.vocab_size,), -1, dtype=torch.int32)
             row_of_id[support] = torch.arange(len(support), dtype=torch.int32)
             self.register_buffer("row_of_id", row_of_id, persistent=False)
-            self.rows = nn.Parameter(torch.zeros(len(support), hidden))
-        if shape.num_dense:
-            self.dense = nn.Linear(shape.num_dense, hidden, bias=False)
-            self.register_buffer("mean", torch.zeros(shape.num_dense))
-            self.register_buffer("std", torch.ones(shape.num_dense))
-        width = shape.num_dense or shape.vocab_size
-        self.bias = nn.Parameter(torch.empty(hidden).uniform_(-1, 1) / math.sqrt(width))
-        self.mix = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(shape.depth - 1))
-        self.head = nn.Linear(hidden, shape.num_outputs)
-        self.register_buffer("shift", torch.zeros(shape.num_outputs))
-        self.register_buffer("scale", torch.ones(shape.num_outputs))
-        self.dropout = nn.Dropout(dropout)
+            self.rows = nn.Parameter(torch.zeros(len(support), shape.hidden))
+        else:
+            width = shape.context_size + shape.anchor_size + len(SCALARS)
+            self.dense = nn.Linear(width, shape.hidden, bias=False)
+        self.bias = nn.Parameter(torch.empty(shape.hidden).uniform_(-1, 1) / math.sqrt(width))
+        self.head = nn.Linear(shape.hidden, shape.num_outputs)
 
-    def forward(self, features: Features) -> Tensor:
-        """Features of B requests -> [B, num_outputs]."""
-        hidden = self.bias.expand(len(features.scalars), -1)
-        if "probs" in self.shape.inputs:
-            hidden = hidden + self.bags(features.probs)
-        if self.shape.num_dense:
-            hidden = hidden + self.dense((self.dense_inputs(features) - self.mean) / self.std)
-        hidden = self.dropout(torch.relu(hidden))
-        for layer in self.mix:
-            hidden = hidden + layer(hidden)
-        outputs: Tensor = self.head(hidden) * self.scale + self.shift
-        return outputs
+    def forward(self, features: PolicyFeatures) -> Tensor:
+        """[B, num_outputs]."""
+        layers, dense = self.layers(), features.dense
+        if self.mean is not None and self.std is not None:
+            dense = (dense - self.mean) / self.std
+        return layers.outputs(functional.dropout(layers.hidden(features.probs, dense), self.dropout, self.training))
 
-    def dense_inputs(self, features: Features) -> Tensor:
-        """[B, num_dense], before they are standardised."""
-        chosen = {"context": features.context, "anchor": features.anchor, "scalars": features.scalars}
-        return torch.cat([chosen[name] for name in self.shape.inputs if name in chosen], dim=1)
+    def layers(self) -> "Layers":
+        """The tensors of a network, as decoding uses them."""
+        rest = self.bias, self.head.weight, self.head.bias
+        if self.shape.kind == "prompt":
+            return Layers(self.row_of_id, self.rows, *rest)
+        return Layers(None, self.dense.weight, *rest)
 
-    def standardise(self, features: Features, targets: Tensor | None) -> None:
-        """Take means and deviations from training data: of dense inputs, and of targets [B, num_outputs] if given.
-
-        A target that is always the same (B=1 emits one token a step) is then predicted exactly.
-        """
-        if self.shape.num_dense:
-            inputs = self.dense_inputs(features)
-            self.mean.copy_(inputs.mean(dim=0))
-            std = inputs.std(dim=0, correction=0)
-            self.std.copy_(torch.where(std > 0, std, 1.0))
-        if targets is not None:
-            self.shift.copy_(targets.mean(dim=0))
-            self.scale.copy_(targets.std(dim=0, correction=0))
+    def standardise(self, features: PolicyFeatures) -> None:
+        """Take means and deviations of the dense features from training data; what never varies keeps its scale."""
+        if self.shape.kind == "step":
+            std = features.dense.std(dim=0, correction=0)
+            self.mean, self.std = features.dense.mean(dim=0), torch.where(std > 0, std, 1.0)
 
     @torch.no_grad()
-    def folded(self) -> "FoldedNetwork":
-        """The same function in fewer operations."""
-        weight, bias = self.head.weight.double(), self.head.bias.double()
-        for layer in reversed(self.mix):
-            assert isinstance(layer, nn.Linear)
-            bias = bias + weight @ layer.bias.double()
-            weight = weight + weight @ layer.weight.double()
-        first, offset = None, self.bias.double()
-        if self.shape.num_dense:
-            first = self.dense.weight.double() / self.std.double()
-            offset = offset - first @ self.mean.double()
-            first = first.float()
-        scale = self.scale.double()
-        tail = (scale[:, None] * weight).float(), (scale * bias + self.shift.double()).float()
-        return FoldedNetwork(self, first, offset.float(), *tail)
-
-    def bags(self, probs: SparseProbs) -> Tensor:
-        """What the distributions add to the first layer: [B, hidden]."""
-        weights = weigh(probs, self.shape.form, self.shape.vocab_size)
-        rows = self.row_of_id[probs.ids]
-        weights = torch.where(rows >= 0, weights, 0.0)
-        return functional.embedding_bag(
-            rows.clamp(min=0).long(), self.rows, probs.offsets, mode="sum", per_sample_weights=weights
-        )
+    def fold(self) -> None:
+        """Take means and deviations into the first layer: the same function of features as they are."""
+        if self.mean is None or self.std is None:
+            return
+        weight = self.dense.weight.double() / self.std.double()
+        self.bias.copy_(self.bias.double() - weight @ self.mean.double())
+        self.dense.weight.copy_(weight)
+        self.mean = self.std = None
 
 
-@dataclass(frozen=True)
-class FoldedNetwork:
-    """A network as policies run it, before every step of a batch.
+class Layers(NamedTuple):
+    """A network's tensors. A torch module takes as long to look them up as a small step takes to compute."""
 
-    Nothing follows the layers after the first but the head: they are linear, here as in the paper, and become one
-    with it. Means and deviations go into the weights, too.
-    """
-
-    network: PolicyNetwork
-    first: Tensor | None
-    """[hidden, num_dense], of dense inputs as they are."""
-    offset: Tensor
-    """[hidden]"""
-    weight: Tensor
+    row_of_id: Tensor | None
+    """[vocabulary] int32: the row of `first` of each token id, -1 for none. None with kind `step`."""
+    first: Tensor
+    """[S, hidden] of kind `prompt`, [hidden, dense features] of kind `step`."""
+    first_bias: Tensor
+    head: Tensor
     """[num_outputs, hidden]"""
-    bias: Tensor
-    """[num_outputs]"""
+    head_bias: Tensor
 
-    @property
-    def device(self) -> torch.device:
-        return self.bias.device
+    def hidden(self, probs: SparseProbs, dense: Tensor) -> Tensor:
+        """[B, hidden] of the features that the kind reads."""
+        if self.row_of_id is None:
+            return functional.linear(dense, self.first, self.first_bias).relu()
+        rows = self.row_of_id[probs.ids]
+        weights = torch.where(rows >= 0, probs.probs, 0.0)
+        bags = functional.embedding_bag(
+            rows.clamp(min=0).long(), self.first, probs.offsets, mode="sum", per_sample_weights=weights
+        )
+        return (self.first_bias + bags).relu()
 
-    def __call__(self, features: Features) -> Tensor:
-        """Features of B requests -> [B, num_outputs]."""
-        hidden = self.offset
-        if self.first is not None:
-            hidden = functional.linear(self.network.dense_inputs(features), self.first, hidden)
-        if "probs" in self.network.shape.inputs:
-            hidden = hidden + self.network.bags(features.probs)
-        return functional.linear(hidden.relu(), self.weight, self.bias)
-
-
-def weigh(probs: SparseProbs, form: Form, vocab_size: int) -> Tensor:
-    """The weights [N] that a form gives the entries of every distribution."""
-    values = probs.probs
-    if form == "softmax":
-        return values
-    if form == "log":
-        return (values.clamp(min=1e-30).log() + 12).clamp(min=0)
-    ends = torch.cat([probs.offsets[1:], torch.tensor([len(values)], device=values.device)])
-    lengths = ends - probs.offsets
-    owner = torch.repeat_interleave(torch.arange(len(lengths), device=values.device), lengths)
-
-    def total(terms: Tensor) -> Tensor:
-        """The sum over each entry's own distribution, [N]."""
-        return torch.zeros(len(lengths), device=values.device).index_add(0, owner, terms)[owner]
-
-    if form == "normalised":
-        return values / total(values.square()).sqrt()
-    if form == "softmax_twice":
-        more = values.exp() - 1
-        return more / (vocab_size + total(more))
-    assert form == "top_k"
-    kept = torch.zeros_like(values)
-    for start, end in zip(probs.offsets.tolist(), ends.tolist(), strict=True):
-        part = values[start:end]
-        top = part.topk(min(TOP_K, len(part))).indices
-        kept[start + top] = part[top]
-    return kept
+    def outputs(self, hidden: Tensor) -> Tensor:
+        """[B, num_outputs]."""
+        return functional.linear(hidden, self.head, self.head_bias)

@@ -3,7 +3,7 @@
 A diagnostic and never a result: outcomes are looked up, nothing is run, and early stopping has seen the prompts. The
 evaluation on held-out prompts decides.
 
-Of a policy that reads every step it is the decoding that is looked up: what is accepted at a place does not depend on
+Of kind `step` it is the decoding that is looked up: what is accepted at a place does not depend on
 how decoding came there, so a policy can be walked through a recorded answer. One that goes further where it is easy
 comes to hard places more often, which an average over places would hide.
 """
@@ -15,14 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blockpilot.evaluation.oracle import NUM_ROUNDS, Array, Table, gain
+from blockpilot.control.ratio import largest_ratio
+from blockpilot.evaluation.oracle import Array, Table, gain
 from blockpilot.policy.dataset import Examples
 from blockpilot.policy.network import PolicyNetwork
-from blockpilot.policy.training import Task, predict
+from blockpilot.policy.training import FitTask, predict
 
 
 class LookupReport(NamedTuple):
-    """Rates are tokens per cost of a step (`Task.table`), over whole decodings."""
+    """Rates are tokens per cost of a step (`FitTask.table`), over whole decodings."""
 
     num_examples: int
     accuracy: float
@@ -43,14 +44,14 @@ class LookupReport(NamedTuple):
     share_captured: float
     """Of the oracle's headroom over the best fixed block size."""
     r2: float
-    """Share of the variance of taus that is predicted, mean over candidates; not a number for the head `class`."""
+    """Share of the variance of taus that is predicted, mean over candidates; not a number for kind `prompt`."""
 
     @property
     def claims_gain(self) -> bool:
         return self.gain_low > 0
 
 
-def lookup_report(network: PolicyNetwork, task: Task, train: Examples, validation: Examples) -> LookupReport:
+def lookup_report(network: PolicyNetwork, task: FitTask, train: Examples, validation: Examples) -> LookupReport:
     """Look up what decoding the validation prompts, two or more, with the policy and without it would have cost."""
     task = task.to(torch.device("cpu"))
     num = len(task.candidates)
@@ -77,11 +78,11 @@ def lookup_report(network: PolicyNetwork, task: Task, train: Examples, validatio
         gain_low=gained.low,
         gain_high=gained.high,
         share_captured=(policy - best_fixed) / (oracle - best_fixed) if oracle > best_fixed else math.nan,
-        r2=_explained(task.taus(outputs), taus) if task.head == "tau" else math.nan,
+        r2=_explained(task.taus(outputs), taus) if task.kind == "step" else math.nan,
     )
 
 
-def decode(task: Task, examples: Examples, chosen: Tensor) -> tuple[Array, Array]:
+def decode(task: FitTask, examples: Examples, chosen: Tensor) -> tuple[Array, Array]:
     """(tokens, seconds) [P] of decoding the examples' prompts, taking candidate chosen[e] where example e is met."""
     prompts = examples.prompt_of
     following = examples.following(chosen)
@@ -98,23 +99,22 @@ def decode(task: Task, examples: Examples, chosen: Tensor) -> tuple[Array, Array
     return tokens, seconds
 
 
-def hindsight(task: Task, examples: Examples) -> Tensor:
+def hindsight(task: FitTask, examples: Examples) -> Tensor:
     """The choices [E] whose decoding has the highest rate of all."""
     tokens, seconds = (values.double().numpy() for values in task.table(examples.taus))
     num, size = tokens.shape
     following = np.stack([examples.following(_always(examples, c)).numpy() for c in range(size)], axis=1)
-    rate, chosen = 0.0, np.zeros(num, dtype=np.int64)
-    for _ in range(NUM_ROUNDS):  # of Dinkelbach's search; it has converged after a few
+
+    def maximise(rate: float) -> tuple[Tensor, float]:
         worth = tokens - rate * seconds
-        onward = np.zeros(num + 1)  # the most that is to be had from here to the prompt's end
-        for e in range(num - 1, -1, -1):
+        chosen, onward = np.zeros(num, dtype=np.int64), np.zeros(num + 1)
+        for e in range(num - 1, -1, -1):  # onward: the most that is to be had from there to the prompt's end
             of_options = worth[e] + onward[following[e]]
             chosen[e] = best = of_options.argmax()
             onward[e] = of_options[best]
-        if (found := _rate(decode(task, examples, torch.from_numpy(chosen)))) <= rate:
-            break
-        rate = found
-    return torch.from_numpy(chosen)
+        return (found := torch.from_numpy(chosen)), _rate(decode(task, examples, found))
+
+    return largest_ratio(maximise)[0]
 
 
 def _always(examples: Examples, candidate: int) -> Tensor:

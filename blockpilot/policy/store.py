@@ -1,4 +1,7 @@
-"""A policy as a directory: policy.safetensors, policy.json and, with an objective of throughput, costs.json."""
+"""A policy as a directory: `policy.safetensors`, `policy.json`, and with the objective "throughput" `costs.json`.
+
+The directory is all that a policy is: what serves one needs no training code. Nothing is unpickled.
+"""
 
 import json
 from dataclasses import asdict
@@ -12,20 +15,13 @@ from torch import Tensor
 
 from blockpilot.control.price import COSTS_FILE, StepCosts
 from blockpilot.policy.learned import LearnedPolicy, PolicyInfo
-from blockpilot.policy.network import (
-    PolicyNetwork,
-    Shape,
-)
+from blockpilot.policy.network import NetworkShape, PolicyNetwork
 from blockpilot.storage import write_text
 from blockpilot.types import CandidateSet, PairId
 
 WEIGHTS_FILE = "policy.safetensors"
-
-
 INFO_FILE = "policy.json"
-
-
-FORMAT = 2
+FORMAT = 3
 
 
 def save_policy(policy: LearnedPolicy, directory: str | Path) -> None:
@@ -39,15 +35,15 @@ def save_policy(policy: LearnedPolicy, directory: str | Path) -> None:
     if policy.costs is not None:
         write_text(folder / COSTS_FILE, policy.costs.to_json())
     info = policy.info
+    network = asdict(info.shape)
     fields = {
         "format": FORMAT,
-        "head": info.head,
+        "kind": network.pop("kind"),
         "objective": info.objective,
-        "reads": info.reads,
         "pair": info.pair._asdict(),
         "candidates": list(info.candidates),
         "threshold": info.threshold,
-        "network": asdict(info.shape),
+        "network": network,
         "training": dict(info.training),
     }
     write_text(folder / INFO_FILE, json.dumps(fields, indent=2) + "\n")
@@ -64,10 +60,9 @@ def load_policy(directory: str | Path) -> LearnedPolicy:
 def _read_info(path: Path) -> PolicyInfo:
     fields = _read_json(path)
     if fields.get("format") != FORMAT:
-        raise ValueError(
-            f"{path}: field 'format' is {fields.get('format')!r}; this version knows {FORMAT}: train anew"
-        )
-    expected = {"format", "head", "objective", "reads", "pair", "candidates", "threshold", "network", "training"}
+        found = fields.get("format")
+        raise ValueError(f"{path}: format {found!r}, this version reads {FORMAT}: train anew with jobs/train.py")
+    expected = {"format", "kind", "objective", "pair", "candidates", "threshold", "network", "training"}
     if odd := sorted(expected ^ set(fields)):
         raise ValueError(f"{path}: {'unknown' if odd[0] in fields else 'missing'} field {odd[0]!r}")
     pair, threshold = fields["pair"], fields["threshold"]
@@ -82,10 +77,9 @@ def _read_info(path: Path) -> PolicyInfo:
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: field 'candidates': {error}") from None
     try:
-        shape = Shape(**fields["network"] | {"inputs": tuple(fields["network"]["inputs"])})
-        kind = fields["head"], fields["objective"], fields["reads"]
-        return PolicyInfo(PairId(**pair), candidates, *kind, shape, threshold, fields["training"])
-    except (TypeError, ValueError, KeyError) as error:
+        shape = NetworkShape(fields["kind"], **fields["network"])
+        return PolicyInfo(PairId(**pair), candidates, fields["objective"], shape, threshold, fields["training"])
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
 
 
@@ -105,7 +99,7 @@ def _all_str(values: Any) -> bool:
     return all(isinstance(value, str) for value in values)
 
 
-def _read_network(path: Path, shape: Shape) -> PolicyNetwork:
+def _read_network(path: Path, shape: NetworkShape) -> PolicyNetwork:
     try:
         tensors = load_file(path)
     except FileNotFoundError:
@@ -121,12 +115,12 @@ def _read_network(path: Path, shape: Shape) -> PolicyNetwork:
     return network
 
 
-def _read_support(path: Path, tensors: dict[str, Tensor], shape: Shape) -> Tensor:
+def _read_support(path: Path, tensors: dict[str, Tensor], shape: NetworkShape) -> Tensor:
     """Take the support out of `tensors`; ValueError unless increasing and inside the vocabulary."""
     support = tensors.pop("support", None)
     if support is None or support.dtype != torch.int64 or support.dim() != 1:
         raise ValueError(f"{path}: tensor 'support' must hold int64 token ids")
-    if "probs" in shape.inputs and support.numel() == 0:
+    if shape.kind == "prompt" and support.numel() == 0:
         raise ValueError(f"{path}: tensor 'support' is empty")
     inside = not support.numel() or (int(support[0]) >= 0 and int(support[-1]) < shape.vocab_size)
     if bool((support.diff() <= 0).any()) or not inside:

@@ -1,8 +1,8 @@
 """Training a policy in plain torch.
 
-The head `class` learns by cross entropy which block size is the best (arXiv 2606.31315, section 3), by tau or by tau
-over the cost of a step. The head `tau` learns the tokens of a step with each block size: of a whole answer by squared
-error, of a single step by the cross entropy of each further slot's being accepted.
+Kind `prompt` learns by cross entropy which block size is the best (arXiv 2606.31315, section 3), by tau or by tau
+over the cost of a step. Kind `step` learns the tokens of a step with each block size, by the cross entropy of each
+further drafted position's being accepted.
 
 `Fit` is the whole training as a resumable loop of epochs; a caller that trains on several processes wraps
 the network, says which rank it is and gives a function that sums over ranks. Metrics are sums and totals,
@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from blockpilot.policy.dataset import Examples
-from blockpilot.policy.learned import MAX_LOGIT, Head, Objective, Reads, expected_taus, slot_gaps
-from blockpilot.policy.network import Form, Input, PolicyNetwork, Shape
+from blockpilot.policy.learned import MAX_LOGIT, Objective, expected_taus, slot_gaps
+from blockpilot.policy.network import Kind, NetworkShape, PolicyNetwork
 
 PREDICT_ROWS = 1024
 STANDARDISE_ROWS = 4096  # of the training rows, to take means and deviations from
@@ -36,34 +36,57 @@ STANDARDISE_ROWS = 4096  # of the training rows, to take means and deviations fr
 class FitSettings:
     """How a policy is trained."""
 
-    head: Head = "tau"
-    reads: Reads = "step"
-    inputs: tuple[Input, ...] = ("context", "anchor", "scalars")
-    form: Form = "softmax"
-    max_support: int = 3072
-    """Token ids that the first layer knows on `probs`, those with the most mass; it grows with them."""
+    kind: Kind = "step"
+    """prompt: the paper's, the best block size for an answer, from the distribution after the prompt. step: tokens of
+    the next step with each, before every step, so that the choice follows the load (needs a dense sweep)."""
     hidden: int = 256
-    depth: int = 2
+    """Width of the network."""
     epochs: int = 8
+    """Passes over the examples at most."""
     batch_size: int = 512
+    """Examples of an optimizer step, over all workers."""
     lr: float = 1e-3
+    """Learning rate of AdamW."""
+    dropout: float = 0.5
+    """Share of hidden units dropped in training."""
+    seed: int = 0
+    """Of the split, the initial weights, the order of examples and dropout."""
     anneal: bool = True
     """Let the learning rate fall to zero over the epochs, in a line; otherwise it stays."""
-    dropout: float = 0.5
     weight_decay: float = 0.05
+    """Of AdamW; without it this is Adam."""
     patience: int | None = None
-    """Stop after so many epochs without a lower validation loss and keep the best; None: keep the last."""
+    """Stop after so many epochs without a lower validation loss and keep the best; None: run all, keep the last."""
+    max_support: int = 3072
+    """Token ids that the first layer of kind `prompt` knows, those with the most mass; it grows with them."""
     shrink: float = 0.2
-    """Share of what a head `tau` expects apart from the mean of the training examples that it is not believed."""
-    seed: int = 0
+    """How far forecasts of kind `step` are drawn to the mean of the training examples; 0: not at all."""
+
+    def checked(self) -> "FitSettings":
+        """Itself. Raises ValueError for values that cannot be."""
+        for name in ("hidden", "epochs", "batch_size", "max_support", "patience"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} {value}: must be at least 1")
+        for name in ("dropout", "shrink"):
+            if not 0 <= (value := getattr(self, name)) < 1:
+                raise ValueError(f"{name} {value}: must be at least 0 and below 1")
+        for name, allowed in (
+            ("lr", self.lr > 0),
+            ("weight_decay", self.weight_decay >= 0),
+            ("seed", self.seed >= 0),
+        ):
+            if not allowed:
+                raise ValueError(
+                    f"{name} {getattr(self, name)}: must {'be above' if name == 'lr' else 'not be below'} 0"
+                )
+        return self
 
 
 @dataclass(frozen=True)
-class Task:
+class FitTask:
     """What a network has to learn, and what it is for."""
 
-    head: Head
-    reads: Reads
+    kind: Kind
     objective: Objective
     candidates: tuple[int, ...]
     step_costs: Tensor
@@ -75,7 +98,7 @@ class Task:
         For a request and the objective tau, tau and 1: the rate is the mean of the requests' taus, as is published.
         """
         costs = self.step_costs.expand_as(taus)
-        if self.reads == "step" or self.objective == "tau":
+        if self.kind == "step" or self.objective == "tau":
             return taus, costs
         return torch.ones_like(taus), costs / taus
 
@@ -85,76 +108,63 @@ class Task:
 
     def chosen(self, outputs: Tensor) -> Tensor:
         """[E] int64, what a policy with these outputs [E, K] takes."""
-        return (outputs if self.head == "class" else self.taus(outputs) / self.step_costs).argmax(dim=1)
+        return (outputs if self.kind == "prompt" else self.taus(outputs) / self.step_costs).argmax(dim=1)
 
     def taus(self, outputs: Tensor) -> Tensor:
-        """What a head `tau` expects: outputs [E, K] -> [E, K]."""
-        return expected_taus(outputs, self.candidates, self.reads)
+        """Expected tokens of a step by kind `step`: outputs [E, K] -> [E, K]."""
+        return expected_taus(outputs, self.candidates)
 
-    def loss(self, outputs: Tensor, taus: Tensor, scale: Tensor) -> Tensor:
-        """Summed over the examples; `scale` [K] are the targets' deviations."""
-        if self.head == "class":
+    def loss(self, outputs: Tensor, taus: Tensor) -> Tensor:
+        """Summed over the examples."""
+        if self.kind == "prompt":
             return functional.cross_entropy(outputs, self.labels(taus), reduction="sum")
-        if self.reads == "prefill":
-            return ((outputs - taus) / scale.clamp(min=1e-6)).square().mean(dim=1).sum()
         gaps = slot_gaps(self.candidates).to(taus)
         shares = taus.diff(dim=1, prepend=torch.ones_like(taus[:, :1])) / gaps.clamp(min=1)
         # Each size drafts anew, so a share may lie outside [0, 1]; the mean that is learned does not.
         losses = functional.softplus(clamped := outputs.clamp(-MAX_LOGIT, MAX_LOGIT)) - shares * clamped
         return (losses * (gaps > 0)).mean(dim=1).sum()
 
-    def to(self, device: torch.device) -> "Task":
+    def to(self, device: torch.device) -> "FitTask":
+        """The same task with its costs on the device."""
         return replace(self, step_costs=self.step_costs.to(device))
 
 
 def new_network(train: Examples, vocab_size: int, settings: FitSettings) -> PolicyNetwork:
     """An untrained network that knows the training rows' token ids and scales; equal for equal seeds."""
-    sizes = train.sizes
-    shape = Shape(
-        settings.inputs,
-        vocab_size,
-        sizes.context,
-        sizes.anchor,
-        sizes.candidates,
-        settings.hidden,
-        settings.depth,
-        settings.form,
-    )
+    shape = NetworkShape(settings.kind, vocab_size, *train.sizes, settings.hidden)
     with _seeded(settings.seed):
         support = torch.zeros(0, dtype=torch.int64)
-        if "probs" in settings.inputs:
+        if settings.kind == "prompt":
             support = train.support(vocab_size, settings.max_support)
         network = PolicyNetwork(shape, support, settings.dropout)
         some = train.take(torch.randperm(len(train))[:STANDARDISE_ROWS])
-    regression = settings.head == "tau" and settings.reads == "prefill"
-    network.standardise(some.features, some.taus if regression else None)
+    network.standardise(some.features)
     return network
 
 
 def fitted_network(
-    network: PolicyNetwork, weights: Mapping[str, Tensor], train: Examples, settings: FitSettings, task: Task
+    network: PolicyNetwork, weights: Mapping[str, Tensor], train: Examples, settings: FitSettings, task: FitTask
 ) -> PolicyNetwork:
-    """The network with a fit's weights, a head `tau` with its forecasts shrunk."""
+    """The network with a fit's weights, as policies use it: folded, and forecasts of kind `step` shrunk."""
     network.load_state_dict(weights)
-    if task.head == "tau":
+    if task.kind == "step":
         shrink(network, train, task, settings.shrink)
+    network.fold()
     return network.eval()
 
 
 @torch.no_grad()
-def shrink(network: PolicyNetwork, train: Examples, task: Task, share: float) -> None:
-    """Take the outputs of a head `tau` a share of the way to what the mean of the training examples would need.
+def shrink(network: PolicyNetwork, train: Examples, task: FitTask, share: float) -> None:
+    """Take the outputs of kind `step` a share of the way to what the mean of the training examples would need.
 
     Forecasts vary more than what they forecast, and more so on prompts of other kinds. With a share of 1 the network
-    expects the mean whatever it reads: what is left is the best fixed block size at every load.
+    expects the mean of every request: what is left is the best fixed block size at every load.
     """
-    means = train.taus.mean(dim=0)
-    if task.reads == "step":
-        gaps = slot_gaps(task.candidates)
-        means = (means.diff(prepend=torch.ones(1)) / gaps.clamp(min=1)).clamp(1e-3, 1 - 1e-3).logit()
-    for parameter in network.head.parameters():
-        parameter.mul_(1 - share)
-    network.shift.lerp_(means.to(network.shift), share)
+    gaps = slot_gaps(task.candidates)
+    shares = train.taus.mean(dim=0).diff(prepend=torch.ones(1)) / gaps.clamp(min=1)
+    head = network.head
+    head.weight.mul_(1 - share)
+    head.bias.lerp_(shares.clamp(1e-3, 1 - 1e-3).logit().to(head.bias), share)
 
 
 @contextmanager
@@ -166,7 +176,7 @@ def _seeded(*key: int) -> Iterator[None]:
         yield
 
 
-class Batch(NamedTuple):
+class BatchRows(NamedTuple):
     """This rank's part of a global batch."""
 
     rows: Tensor
@@ -177,14 +187,14 @@ class Batch(NamedTuple):
 
 def batches(
     num_rows: int, batch_size: int, seed: int, epoch: int, rank: int = 0, world_size: int = 1
-) -> Iterator[Batch]:
+) -> Iterator[BatchRows]:
     """One epoch: every row once over all ranks, in an order that depends on (seed, epoch) only."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     for index in torch.randperm(num_rows, generator=generator).split(batch_size):
-        yield Batch(index[rank::world_size], len(index))
+        yield BatchRows(index[rank::world_size], len(index))
 
 
-class Sums(NamedTuple):
+class EpochSums(NamedTuple):
     """Over rows: add those of batches and ranks, divide once."""
 
     loss: float
@@ -204,23 +214,23 @@ def train_epoch(
     network: nn.Module,
     optimizer: torch.optim.Optimizer,
     rows: Examples,
-    task: Task,
-    epoch: Iterator[Batch],
+    task: FitTask,
+    epoch: Iterator[BatchRows],
     world_size: int = 1,
 ) -> Tensor:
-    """One pass over this rank's batches -> its Sums as a tensor [3] float64.
+    """One pass over this rank's batches -> its EpochSums as a tensor [3] float64.
 
     The gradient averaged over ranks is that of the mean loss of the global batch, for any number of ranks.
     """
     network.train()
-    device, scale = _device(network), bare(network).scale
+    device = _device(network)
     task = task.to(device)
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     for batch in epoch:
         part = rows.take(batch.rows)
         taus = part.taus.to(device)
         outputs = network(part.features.to(device))
-        loss = task.loss(outputs, taus, scale)
+        loss = task.loss(outputs, taus)
         optimizer.zero_grad()
         (loss * (world_size / batch.num_global)).backward()
         optimizer.step()
@@ -229,11 +239,11 @@ def train_epoch(
 
 
 @torch.no_grad()
-def evaluate(network: PolicyNetwork, rows: Examples, task: Task) -> Tensor:
-    """Sums over the rows as a tensor [3] float64."""
+def evaluate(network: PolicyNetwork, rows: Examples, task: FitTask) -> Tensor:
+    """EpochSums of the rows as a tensor [3] float64."""
     outputs, device = predict(network, rows), _device(network)
     taus, task = rows.taus.to(device), task.to(device)
-    return _sums(task, task.loss(outputs, taus, network.scale), outputs, taus)
+    return _sums(task, task.loss(outputs, taus), outputs, taus)
 
 
 @torch.no_grad()
@@ -255,7 +265,7 @@ def _device(network: nn.Module) -> torch.device:
     return next(network.parameters()).device
 
 
-def _sums(task: Task, loss: Tensor, outputs: Tensor, taus: Tensor) -> Tensor:
+def _sums(task: FitTask, loss: Tensor, outputs: Tensor, taus: Tensor) -> Tensor:
     correct = (task.chosen(outputs) == task.labels(taus)).sum()
     return torch.stack([loss.detach(), correct, torch.full_like(correct, len(taus))]).double()
 
@@ -264,8 +274,8 @@ class EpochResult(NamedTuple):
     """What one epoch did, over all ranks."""
 
     epoch: int
-    train: Sums
-    validation: Sums
+    train: EpochSums
+    validation: EpochSums
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -290,7 +300,7 @@ class Fit:
         train: Examples,
         validation: Examples,
         settings: FitSettings,
-        task: Task,
+        task: FitTask,
         *,
         rank: int = 0,
         world_size: int = 1,
@@ -324,8 +334,8 @@ class Fit:
         order = batches(len(self.train), settings.batch_size, settings.seed, self.epoch, self.rank, self.world_size)
         with _seeded(settings.seed, self.epoch, self.rank):
             sums = train_epoch(self.network, self.optimizer, self.train, self.task, order, self.world_size)
-        trained = Sums(*self.reduce(sums).tolist())
-        validated = Sums(*self.reduce(evaluate(self._bare, self.validation, self.task)).tolist())
+        trained = EpochSums(*self.reduce(sums).tolist())
+        validated = EpochSums(*self.reduce(evaluate(self._bare, self.validation, self.task)).tolist())
         if settings.patience is None or validated.mean_loss < self.best_loss:
             self.best_epoch, self.best_loss = self.epoch, validated.mean_loss
             self.best = {name: tensor.clone() for name, tensor in self._bare.state_dict().items()}

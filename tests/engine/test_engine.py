@@ -21,7 +21,7 @@ from blockpilot.sweep.replay import KnownTexts, Text, know
 from blockpilot.types import CandidateSet, Forecast, Policy, Prefill, Request, Sampling, Step
 from helpers.costs import linear_costs
 from helpers.engines import NEVER, PROMPT, plain_text, run, text_of
-from helpers.policies import tiny_policy
+from helpers.policies import step_policy
 
 
 class ScriptedDraft(DraftModel):
@@ -292,8 +292,7 @@ OTHER_PROMPT = tuple(range(70, 82))
 
 def reading_policy(pair: Pair) -> LearnedPolicy:
     """Untrained, with large weights: what it expects differs from step to step."""
-    hidden = pair.draft.config.hidden_size, pair.target.config.hidden_size
-    policy = tiny_policy(pair.id, pair.vocab_size, SIZES.sizes, head="tau", reads="step", sizes=hidden)
+    policy = step_policy(pair, SIZES.sizes)
     policy.network.head.weight.mul_(20)
     policy.network.head.bias.sub_(3)
     return policy
@@ -570,8 +569,8 @@ def test_costs_are_given_or_the_policys_and_may_change(tiny_pair: Pair) -> None:
     dear, cheap = linear_costs(5.0), linear_costs(0.0)
 
     def policy() -> LearnedPolicy:
-        outputs = [1.0, 1.5, 2.5, 4.0]  # the wider the better
-        return tiny_policy(tiny_pair.id, tiny_pair.vocab_size, SIZES.sizes, head="tau", outputs=outputs, costs=dear)
+        outputs = [0.0, 0.0, 0.0, 0.0]  # half of the drafted tokens: the wider the better
+        return step_policy(tiny_pair, SIZES.sizes, outputs=outputs, costs=dear)
 
     def first_size(engine: Engine) -> int:
         engine.add(Request(PROMPT, 30, stop_token_ids=NEVER))

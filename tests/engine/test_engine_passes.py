@@ -13,7 +13,7 @@ from blockpilot.types import CandidateSet, Policy, Request, Sampling, Step
 from helpers.costs import linear_costs
 from helpers.engines import NEVER, PROMPT
 from helpers.passes import Passes, counting
-from helpers.policies import tiny_policy
+from helpers.policies import step_policy
 
 SIZES = CandidateSet((1, 2, 4, 7))
 LONG = tuple(range(10, 70))
@@ -109,8 +109,7 @@ def test_every_part_of_a_long_prompt_takes_one_pass(
 
 def reading_policy(pair: Pair) -> LearnedPolicy:
     """Untrained, with large weights: what it expects differs from step to step."""
-    hidden = pair.draft.config.hidden_size, pair.target.config.hidden_size
-    policy = tiny_policy(pair.id, pair.vocab_size, SIZES.sizes, head="tau", reads="step", sizes=hidden)
+    policy = step_policy(pair, SIZES.sizes)
     policy.network.head.weight.mul_(20)
     policy.network.head.bias.sub_(3)
     return policy

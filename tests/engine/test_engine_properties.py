@@ -21,7 +21,7 @@ from helpers.controllers import Switch
 from helpers.costs import linear_costs
 from helpers.engines import NEVER, plain_text
 from helpers.passes import Passes, counting
-from helpers.policies import tiny_policy
+from helpers.policies import step_policy
 
 # --- adapter: what changes how an engine drafts while it runs ---
 #
@@ -35,8 +35,7 @@ COSTS = linear_costs(0.12)  # the wider a step and the more rows, the dearer
 
 def reading_policy(pair: Pair) -> LearnedPolicy:
     """Untrained, with large weights: what it expects differs from step to step."""
-    hidden = pair.draft.config.hidden_size, pair.target.config.hidden_size
-    policy = tiny_policy(pair.id, pair.vocab_size, SIZES.sizes, head="tau", reads="step", sizes=hidden)
+    policy = step_policy(pair, SIZES.sizes)
     policy.network.head.weight.mul_(20)
     policy.network.head.bias.sub_(3)
     return policy

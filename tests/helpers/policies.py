@@ -1,12 +1,14 @@
 """Tiny learned policies, for tests that need one of a certain kind and do not care how it was trained."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from blockpilot.control.price import StepCosts
-from blockpilot.policy.learned import Head, LearnedPolicy, PolicyInfo, Reads, Scalar
-from blockpilot.policy.network import Input, PolicyNetwork, Shape
+from blockpilot.pairs.loading import Pair
+from blockpilot.policy.learned import LearnedPolicy, PolicyInfo, Scalar
+from blockpilot.policy.network import Kind, NetworkShape, PolicyNetwork
 from blockpilot.sweep.rows import MIN_PROB
 from blockpilot.types import CandidateSet, PairId
 
@@ -16,8 +18,7 @@ def tiny_policy(
     vocab_size: int,
     candidates: Sequence[int],
     *,
-    head: Head = "class",
-    reads: Reads = "prefill",
+    kind: Kind = "prompt",
     outputs: Sequence[float] | None = None,
     sizes: tuple[int, int] = (0, 0),
     costs: StepCosts | None = None,
@@ -26,18 +27,22 @@ def tiny_policy(
 ) -> LearnedPolicy:
     """Random weights; with `outputs`, whatever it sees, the network says these.
 
-    `sizes` are those of context and anchor, which it reads if they are known.
+    `sizes` are those of context and anchor, which kind `step` reads.
     """
     torch.manual_seed(seed)
-    known = zip(("context", "anchor"), sizes, strict=True)
-    inputs: tuple[Input, ...] = (*(name for name, size in known if size), "scalars")  # type: ignore[assignment]
-    shape = Shape(inputs, vocab_size, *sizes, num_outputs=len(candidates), hidden=8)
-    network = PolicyNetwork(shape, torch.zeros(0, dtype=torch.int64))
+    shape = NetworkShape(kind, vocab_size, *sizes, num_outputs=len(candidates), hidden=8)
+    network = PolicyNetwork(shape, torch.arange(vocab_size if kind == "prompt" else 0))
+    if kind == "prompt":
+        torch.nn.init.normal_(network.rows)
     if outputs is not None:
         torch.nn.init.zeros_(network.head.weight)
         network.head.bias.data = torch.tensor(outputs, dtype=torch.float32)
     objective = "tau" if costs is None else "throughput"
-    info = PolicyInfo(
-        pair, CandidateSet(tuple(candidates)), head, objective, reads, shape, MIN_PROB, dict(training or {})
-    )
+    info = PolicyInfo(pair, CandidateSet(tuple(candidates)), objective, shape, MIN_PROB, dict(training or {}))
     return LearnedPolicy(info, network, costs)
+
+
+def step_policy(pair: Pair, candidates: Sequence[int], **more: Any) -> LearnedPolicy:
+    """A tiny policy of kind `step` for a pair."""
+    sizes = pair.draft.config.hidden_size, pair.target.config.hidden_size
+    return tiny_policy(pair.id, pair.vocab_size, candidates, kind="step", sizes=sizes, **more)

@@ -33,7 +33,7 @@ from blockpilot.sweep.rows import Metadata, SweepRow, prompt_ids, write_rows
 from blockpilot.sweep.summary import Summary
 from blockpilot.sweep.sweep import decode
 from blockpilot.types import PairId, Prefill, Request, Sampling
-from helpers.policies import tiny_policy
+from helpers.policies import step_policy, tiny_policy
 from jobs import evaluate
 from jobs.common.config import PairConfig, main
 from jobs.common.learned_from import LearnedFrom
@@ -276,11 +276,10 @@ def test_all_methods_decode_the_same_text_in_an_order_that_rotates(
     """In float32 the block size changes the speed only. The last group is not full."""
     texts = prompts[1][:5]
     config = changed(config, concurrency=concurrency, waves=waves, temperature=temperature, repeats=2)
-    hidden = tiny_pair.target.config.hidden_size
     policies = {POLICY: write_policy(tmp_path / "a", tiny_pair)}
-    for name, reads, sizes in (("by-answer", "prefill", (0, 0)), ("by-step", "step", (hidden, hidden))):
+    of_prompt = tiny_policy(tiny_pair.id, tiny_pair.vocab_size, SIZES)
+    for name, learned in (("by-answer", of_prompt), ("by-step", step_policy(tiny_pair, SIZES))):
         policies[name] = tmp_path / name
-        learned = tiny_policy(tiny_pair.id, tiny_pair.vocab_size, SIZES, head="tau", reads=reads, sizes=sizes)
         learned.network.head.weight *= 30  # so that what it reads matters
         save_policy(learned, policies[name])
     even = step_costs(tiny_pair.id, (1, 1.5, 2, 2.5))  # a draft pays if it is right half of the time
@@ -389,8 +388,7 @@ def test_a_group_does_not_depend_on_those_before_it(
     timed = functools.partial(LiveController, clock=lambda: float(next(ticks)))
     monkeypatch.setattr(actor, "LiveController", timed)
     config = changed(config, temperature=5.0, max_new_tokens=40, concurrency=concurrency, waves=2)
-    hidden = tiny_pair.target.config.hidden_size
-    learned = tiny_policy(tiny_pair.id, tiny_pair.vocab_size, SIZES, head="tau", reads="step", sizes=(hidden, hidden))
+    learned = step_policy(tiny_pair, SIZES)
     learned.network.head.weight *= 30
     save_policy(learned, tmp_path / "policy")
     costs = step_costs(tiny_pair.id, (1, 1.3, 1.6, 1.9))

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,22 +11,26 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from blockpilot.control.price import StepCosts
-from blockpilot.policy.dataset import open_examples, prompt_key, read_index, split_examples, write_examples
+from blockpilot.policy.dataset import open_examples, prompt_key, split_examples, write_examples
 from blockpilot.policy.store import load_policy
-from blockpilot.policy.training import Fit, FitSettings, Task, fitted_network, new_network, predict, shrink
+from blockpilot.policy.training import Fit, FitSettings, FitTask, fitted_network, new_network, predict, shrink
 from blockpilot.sweep.rows import Metadata, SweepRow, write_rows
 from blockpilot.sweep.summary import Summary
 from helpers.processes import descendants
 from helpers.sweeps import CANDIDATES, NUM_PLACES, PAIR, VOCAB_SIZE, metadata, synthetic_rows
-from jobs import train
+from jobs.common.config import ConfigError
 from jobs.common.learned_from import LEARNED_FROM_FILE, LearnedFrom
 from jobs.common.registry import Registry
-from jobs.train import Dataset, Split, TrainConfig, plan, read_dataset, run
+from jobs.train import run
+from jobs.training.config import TrainConfig
+from jobs.training.dataset import Dataset, read_dataset
+from jobs.training.plan import Split, plan, run_name
 
 ROOT = Path(__file__).parents[2]
 WITH_PLAIN = (1, *CANDIDATES)
@@ -147,30 +152,15 @@ class TestRefuses:
         assert "candidates (4, 2): each must be larger" in refused(candidates=(4, 2))
         assert "candidates (4,): at least 2 are needed" in refused(candidates=(4,))
 
-    def test_what_no_policy_can_be(self) -> None:
-        """Before the sweep is even looked for."""
-        assert "head 'class' with reads 'step': must be 'tau'" in refused(head="class")
-        assert "input 'probs' with reads 'step'" in refused(inputs=("probs", "context"))
-        assert "input 'anchor' with reads 'prefill'" in refused(reads="prefill", inputs=("context", "anchor"))
+    @pytest.mark.parametrize("change", [{"hidden": 0}, {"dropout": 1.0}, {"lr": 0.0}, {"patience": 0}, {"seed": -1}])
+    def test_settings_that_cannot_be(self, change: dict[str, Any]) -> None:
+        with pytest.raises(ConfigError, match=rf"fit: {next(iter(change))} .*: must ") as caught:
+            TrainConfig(fit=FitSettings(**change))
+        assert "\n" not in str(caught.value)
 
-    def test_inputs_in_disorder(self) -> None:
-        write_sweep(Path("sweep"), synthetic_rows(10, 0))
-        for inputs in ((), ("scalars", "context"), ("context", "context")):
-            assert "must be some of ('probs', 'context', 'anchor', 'scalars'), in this order" in refused(
-                inputs=inputs
-            )
-
-    @pytest.mark.parametrize("inputs", [("anchor",), ("context",), ("scalars",)])
-    def test_steps_of_a_sweep_that_is_not_dense(self, inputs: tuple[str, ...]) -> None:
+    def test_steps_of_a_sweep_that_is_not_dense(self) -> None:
         write_sweep(Path("sweep"), [not_dense(row) for row in synthetic_rows(10, 0)])
-        message = refused(inputs=inputs)
-        assert "none of 10 rows has a recorded step: sweep with --method dense, or read the prefill" in message
-
-    def test_context_of_a_sweep_that_does_not_draft(self) -> None:
-        rows = [dataclasses.replace(not_dense(row), context=[]) for row in synthetic_rows(10, 0)]
-        write_sweep(Path("sweep"), rows)
-        message = refused(reads="prefill", inputs=("probs", "context"))
-        assert "context is not known, a dense sweep that drafts records it" in message
+        assert "none of 10 rows has a recorded step: sweep with --method dense, or train --kind prompt" in refused()
 
     def test_throughput_without_the_costs_of_steps(self) -> None:
         write_sweep(Path("sweep"), synthetic_rows(10, 0))
@@ -217,6 +207,12 @@ def test_command_line_error_is_one_line(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_the_command_line_has_few_options(tmp_path: Path) -> None:
+    shown = re.findall(r"^\W*(--[a-z-]+)", run_job(tmp_path, "--help").stdout, re.MULTILINE)
+    assert len(set(shown)) == len(shown) <= 18
+    assert {"--sweep", "--kind", "--hidden", "--relog"} <= set(shown)
+
+
 def test_nothing_to_log(tmp_path: Path) -> None:
     (tmp_path / "policy").mkdir()
     done = run_job(tmp_path, "--relog", "--output", "policy")
@@ -243,8 +239,7 @@ def dataset(folder: Path, **config: object) -> Dataset:
     return read_dataset(TrainConfig(**config), folder / "examples")  # type: ignore[arg-type]
 
 
-def of_prefill(**config: object) -> dict[str, object]:
-    return {"reads": "prefill", "head": "class", "inputs": ("probs",), "objective": "tau", **config}
+PROMPT = FitSettings("prompt")
 
 
 def test_rows_of_several_sweeps_come_together(sweeps: tuple[str, str], tmp_path: Path) -> None:
@@ -272,7 +267,7 @@ def test_plain_decoding_is_a_candidate_when_cost_counts(sweeps: tuple[str, str],
 
 
 def test_some_of_the_candidates(sweeps: tuple[str, str], tmp_path: Path) -> None:
-    data = dataset(tmp_path, sweep=sweeps[:1], **of_prefill(candidates=(2, 8)))
+    data = dataset(tmp_path, sweep=sweeps[:1], fit=PROMPT, objective="tau", candidates=(2, 8))
     assert tuple(data.candidates) == (2, 8)
     rows = sorted(synthetic_rows(24, 0), key=lambda row: row.prompt_id)
     wanted = torch.tensor([[row.taus[0], row.taus[3]] for row in rows])
@@ -350,25 +345,20 @@ def test_a_run_is_named_by_what_its_result_depends_on(sweeps: tuple[str, str], t
     def name(**changes: object) -> str:
         config = TrainConfig(**{"sweep": sweeps, **changes})  # type: ignore[arg-type]
         data = read_dataset(config, tmp_path / "examples")
-        return train._run_name(config, data, train.plan(config, data))
+        return run_name(config, data, plan(config, data))
 
     first = name()
-    assert name(output=tmp_path / "x", max_failures=9, checkpoint_every=1, num_cpus=0.5, search=2) == first
-    changes: list[dict[str, object]] = [
-        *({field: value} for field, value in {"hidden": 8, "depth": 3, "epochs": 3, "batch_size": 9}.items()),
-        *({field: value} for field, value in {"lr": 0.1, "dropout": 0.1, "patience": 2, "seed": 2}.items()),
-        *({field: value} for field, value in {"anneal": False, "weight_decay": 0.0, "validation": 0.3}.items()),
-        *({field: value} for field, value in {"num_prompts": 9, "num_workers": 2, "rows": 4}.items()),
-        *({field: value} for field, value in {"candidates": (2, 4), "leave_out": ("other",)}.items()),
-        *(
-            {field: value}
-            for field, value in {"sweep": sweeps[:1], "objective": "tau", "inputs": ("anchor",)}.items()
-        ),
-        {"reads": "prefill", "inputs": ("context",)},
-        {"reads": "prefill", "inputs": ("context",), "head": "class"},
-        {"reads": "prefill", "inputs": ("probs",), "form": "log"},
-        {"reads": "prefill", "inputs": ("probs",), "max_support": 5},
-    ]
+    assert name(output=tmp_path / "x", max_failures=9, checkpoint_every=1, num_cpus=0.5) == first
+    of_fit: dict[str, Any] = {
+        **{"hidden": 8, "epochs": 3, "batch_size": 9, "lr": 0.1, "dropout": 0.1, "patience": 2, "seed": 2},
+        **{"anneal": False, "weight_decay": 0.0, "max_support": 5, "shrink": 0.0, "kind": "prompt"},
+    }
+    others = {
+        **{"validation": 0.3, "num_prompts": 9, "num_workers": 2, "rows": 4, "candidates": (2, 4)},
+        **{"leave_out": ("other",), "sweep": sweeps[:1], "objective": "tau"},
+    }
+    changes: list[dict[str, object]] = [{"fit": FitSettings(**{field: value})} for field, value in of_fit.items()]
+    changes += [{field: value} for field, value in others.items()]
     assert len({first, *(name(**change) for change in changes)}) == 1 + len(changes)
 
 
@@ -379,16 +369,15 @@ Job = subprocess.Popen[str]
 Start = Callable[..., Job]
 
 
-def options(settings: FitSettings, **more: object) -> list[str]:
-    """The command line of these settings."""
-    arguments = []
-    for name, value in (dataclasses.asdict(settings) | more).items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            arguments.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            arguments += [f"--{flag}", *map(str, value if isinstance(value, tuple) else [value])]
-    return arguments
+PROGRAM = """
+import sys
+from jobs import train
+from jobs.training.config import TrainConfig
+try:
+    train.run(TrainConfig.model_validate_json(sys.argv[1]))
+except (ValueError, OSError) as error:
+    sys.exit(f"error: {error}")
+"""  # as a workflow does: not all settings are on the command line
 
 
 @pytest.fixture
@@ -396,9 +385,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Starts the train job; everything that it says goes to the file `stdout`."""
     jobs = []
 
-    def start_job(*arguments: str) -> Job:
+    def start_job(config: TrainConfig) -> Job:
         with (tmp_path / "stdout").open("w") as out:
-            command = [sys.executable, str(ROOT / "jobs" / "train.py"), *arguments]
+            command = [sys.executable, "-c", PROGRAM, config.model_dump_json()]
             job = subprocess.Popen(
                 command, cwd=tmp_path, env=environment(), stdout=out, stderr=subprocess.STDOUT, text=True
             )
@@ -434,8 +423,8 @@ def test_kills_change_nothing(start: Start, tmp_path: Path) -> None:
     write_sweep(tmp_path / "sweep", rows[100:], metadata(git_commit="later"), "part-1")
     write_costs(tmp_path / "sweep")
     settings = FitSettings(hidden=64, epochs=30, batch_size=64, lr=3e-4, dropout=0.0, shrink=0.05)
-    command = options(settings, sweep="sweep", output="policy", num_workers=2, checkpoint_every=5)
-    job = start(*command)
+    config = TrainConfig(sweep=("sweep",), output=Path("policy"), fit=settings, num_workers=2, checkpoint_every=5)
+    job = start(config)
     wait_for_checkpoint(tmp_path, job)
     workers = descendants(job.pid, "RayTrainWorker")
     assert len(workers) == 2
@@ -443,7 +432,7 @@ def test_kills_change_nothing(start: Start, tmp_path: Path) -> None:
     wait_for_checkpoint(tmp_path, job)
     job.kill()
     job.wait(30)
-    job = start(*command)
+    job = start(config)
     output = tmp_path / "stdout"
     assert job.wait(300) == 0, output.read_text()
 
@@ -458,7 +447,7 @@ def test_kills_change_nothing(start: Start, tmp_path: Path) -> None:
     write_examples(folder, [rows], WITH_PLAIN, "step")
     training, validation = split_examples(folder, *Split(0.2, 0, None))
     costs = torch.tensor(COSTS.of_candidates(WITH_PLAIN, rows=1))
-    task = Task("tau", "step", "throughput", WITH_PLAIN, costs)
+    task = FitTask("step", "throughput", WITH_PLAIN, costs)
     fit = Fit(new_network(training, VOCAB_SIZE, settings), training, validation, settings, task)
     losses = [fit.run_epoch().metrics for _ in range(30)]
     assert fit.done
@@ -480,7 +469,7 @@ def check_what_is_kept(folder: Path, rows: Sequence[SweepRow], losses: Sequence[
     assert learned_from.taus == {0.0: Summary().add(rows).tau_curve}
     found = json.loads((folder / "policy" / "training.json").read_text())
     assert found["params"]["sweep_id"] == load_policy(folder / "policy").info.training["sweep_id"] == sweep_id
-    assert (found["num_epochs"], len(found["history"]), found["trials"]) == (30, 30, [])
+    assert (found["num_epochs"], len(found["history"])) == (30, 30)
     num_train, num_held = found["num_examples"]
     assert found["balance"].keys() == set(map(str, WITH_PLAIN))
     assert sum(found["balance"].values()) == num_train
@@ -494,7 +483,7 @@ def check_what_is_kept(folder: Path, rows: Sequence[SweepRow], losses: Sequence[
     registry = Registry.open(f"sqlite:///{folder}/mlflow.db")
     (version,) = registry.versions("blockpilot-target-1b")
     assert version.tags.items() >= {**PAIR._asdict(), "candidates": "1,2,4,6,8", "sweep_id": sweep_id}.items()
-    kind = {"head": "tau", "reads": "step", "objective": "throughput", "input": "context,anchor,scalars"}
+    kind = {"kind": "step", "objective": "throughput"}
     assert version.tags.items() >= kind.items()
     assert version.run_id is not None
     for name in losses[0]:
@@ -514,34 +503,25 @@ def check_what_is_kept(folder: Path, rows: Sequence[SweepRow], losses: Sequence[
 
 
 @pytest.mark.ray
-def test_neither_a_full_disk_nor_a_lost_store_costs_a_search_or_its_policy(start: Start, tmp_path: Path) -> None:
-    """Trials that are finished are kept, the lowest loss wins, and what could not be written or logged is later."""
+def test_neither_a_full_disk_nor_a_lost_store_costs_a_policy(start: Start, tmp_path: Path) -> None:
+    """What could not be written or logged is later."""
     write_sweep(tmp_path / "sweep", synthetic_rows(60, 0))
-    settings = FitSettings("class", "prefill", ("probs",), hidden=32, epochs=10, batch_size=16, lr=1e-3, patience=5)
-    config = TrainConfig(**dataclasses.asdict(settings), sweep=(str(tmp_path / "sweep"),), objective="tau")
-    data = read_dataset(config, tmp_path / "examples")
-    job = train.plan(config, data)
-    kept = tmp_path / "policy" / "train" / f"trials-{train._run_name(config, data, job)}.json"
-    kept.parent.mkdir(parents=True)
-    kept.write_text(json.dumps({repr(settings): {"loss": 99.0, "epoch": 7}}))
-    (tmp_path / "policy" / LEARNED_FROM_FILE).mkdir()  # where a file has to go
+    settings = FitSettings("prompt", hidden=32, epochs=10, batch_size=16, lr=1e-3, patience=5)
+    (tmp_path / "policy" / LEARNED_FROM_FILE).mkdir(parents=True)  # where a file has to go
     output, store = tmp_path / "stdout", tmp_path / "mlflow.db"
-    command = options(settings, sweep=str(tmp_path / "sweep"), output="policy", objective="tau", search=2)
+    sweep = (str(tmp_path / "sweep"),)
+    config = TrainConfig(sweep=sweep, output=Path("policy"), fit=settings, objective="tau")
 
-    process = start(*command)
-    assert process.wait(300) == 2
-    assert "tried 2 of 3 settings" in output.read_text()
-    assert "tried 3 of 3 settings" in output.read_text()
-    assert "tried 1 of 3" not in output.read_text()
+    process = start(config)
+    assert process.wait(300) == 1
     assert "error: [Errno 21] Is a directory" in output.read_text()
     (tmp_path / "policy" / LEARNED_FROM_FILE).rmdir()
 
-    process = start(*command)
+    process = start(config)
     whole = store.read_bytes()
     wait_until(lambda: "Started a local Ray instance" in output.read_text(), process)
     store.write_bytes(b"no database any more " * 1000)
-    assert process.wait(300) == 2
-    assert "tried" not in output.read_text()
+    assert process.wait(300) == 1
     *_, error = output.read_text().splitlines()
     assert error.startswith(f"error: MLflow store sqlite:///{store}: ")
     assert error.endswith("The results are in policy; --relog logs them later")
@@ -554,28 +534,19 @@ def test_neither_a_full_disk_nor_a_lost_store_costs_a_search_or_its_policy(start
     assert "policy in policy, registered as blockpilot-target-1b version 1" in done.stdout
     assert (tmp_path / "policy" / "training.json").read_bytes() == written
     found = json.loads(written)
-    given, *drawn = found["trials"]
-    assert (given["loss"], given["epochs"], given["hidden"]) == (99, 7, 32)
-    assert len(drawn) == 2
-    assert all(0 < trial["loss"] < 3 for trial in drawn)
-    best = min(drawn, key=lambda trial: trial["loss"])
-    assert {name: found["params"][name] for name in train.SEARCHED} == {name: best[name] for name in train.SEARCHED}
-    assert (policy.info.shape.hidden, policy.info.shape.depth) == (best["hidden"], best["depth"])
-    assert policy.info.training["best_epoch"] == best["epochs"]
-    assert min(epoch["validation_loss"] for epoch in found["history"]) == pytest.approx(best["loss"], rel=1e-3)
+    best = min(range(len(found["history"])), key=lambda i: found["history"][i]["validation_loss"]) + 1
+    assert policy.info.training["best_epoch"] == best
 
     registry = Registry.open(f"sqlite:///{store}")
     (version,) = registry.versions("blockpilot-target-1b")
     assert version.run_id is not None
     recorded = registry._client.get_run(version.run_id)
     assert recorded.info.status == "FINISHED"
-    assert recorded.data.params["hidden"] == str(best["hidden"])
-    assert recorded.data.tags["sweep_id"] == version.tags["sweep_id"] == data.id
+    assert recorded.data.params["hidden"] == "32"
+    assert recorded.data.tags["sweep_id"] == version.tags["sweep_id"] == found["params"]["sweep_id"]
     losses = registry._client.get_metric_history(version.run_id, "validation_loss")
     assert [point.value for point in losses] == [epoch["validation_loss"] for epoch in found["history"]]
-    artifacts = {item.path for item in registry._client.list_artifacts(version.run_id)}
-    assert artifacts == {"training.json", "trials.json"}
-    assert read_index(data.folder).prompt_ids  # ours, which nobody removed
+    assert {item.path for item in registry._client.list_artifacts(version.run_id)} == {"training.json"}
 
 
 def test_a_policy_without_a_gain_takes_the_best_fixed_size_at_every_load(tmp_path: Path) -> None:
@@ -583,7 +554,7 @@ def test_a_policy_without_a_gain_takes_the_best_fixed_size_at_every_load(tmp_pat
     rows = synthetic_rows(40, 3, signal=False)
     write_sweep(tmp_path / "sweep", rows)
     data = dataset(tmp_path, sweep=(str(tmp_path / "sweep"),), objective="tau")
-    config = TrainConfig(sweep=(str(tmp_path / "sweep"),), objective="tau", hidden=8)
+    config = TrainConfig(sweep=(str(tmp_path / "sweep"),), objective="tau", fit=FitSettings(hidden=8))
     job = plan(config, data)
     training, _ = split_examples(job.folder, *job.split)
     network = new_network(training, job.vocab_size, job.settings)

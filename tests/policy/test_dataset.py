@@ -22,12 +22,11 @@ from blockpilot.policy.dataset import (
     split_examples,
     write_examples,
 )
-from blockpilot.policy.learned import Reads
-from blockpilot.policy.network import scalars
+from blockpilot.policy.network import Kind, scalars
 from blockpilot.sweep.rows import SweepRow, validate
 from helpers.sweeps import ANCHOR_SIZE, CANDIDATES, CONTEXT_SIZE, NUM_PLACES, VOCAB_SIZE, metadata, synthetic_rows
 
-READS: tuple[Reads, ...] = ("prefill", "step")
+KINDS: tuple[Kind, ...] = ("prompt", "step")
 
 
 @pytest.fixture(scope="module")
@@ -48,15 +47,11 @@ def rows() -> list[SweepRow]:
 
 
 def written(
-    folder: Path, rows: Sequence[SweepRow], reads: Reads, candidates: Sequence[int] = (2, 4, 6, 8), part_size: int = 5
+    folder: Path, rows: Sequence[SweepRow], kind: Kind, candidates: Sequence[int] = (2, 4, 6, 8), part_size: int = 5
 ) -> Examples:
     parts = [rows[i : i + part_size] for i in range(0, len(rows), part_size)]
-    write_examples(folder, parts, candidates, reads)
+    write_examples(folder, parts, candidates, kind)
     return open_examples(folder)
-
-
-def halves(values: Sequence[float]) -> list[float]:
-    return np.array(values, np.float16).astype(float).tolist()  # type: ignore[no-any-return]
 
 
 @dataclasses.dataclass
@@ -75,14 +70,14 @@ class Expected:
         return scalars(torch.tensor(self.row.probs), self.row.num_prompt_tokens, self.row.temperature)
 
 
-def expected(rows: Sequence[SweepRow], reads: Reads, candidates: Sequence[int]) -> list[Expected]:
+def expected(rows: Sequence[SweepRow], kind: Kind, candidates: Sequence[int]) -> list[Expected]:
     """The slow way: row by row in the order of their ids, and step by step."""
     found = []
     for row in sorted(rows, key=lambda row: row.prompt_id):
         place_of = {size: c for c, size in enumerate(row.candidates)}
-        if reads == "prefill":
+        if kind == "prompt":
             taus = [row.taus[place_of[size]] if size in place_of else 1.0 for size in candidates]
-            found.append(Expected(row, taus, halves(row.context), [], row.probs_ids, row.probs))
+            found.append(Expected(row, taus, [], [], row.probs_ids, row.probs))
             continue
         contexts = np.frombuffer(row.step_contexts, np.float16).reshape(len(row.step_places), -1)
         anchors = np.frombuffer(row.step_embeddings, np.float16).reshape(len(row.step_places), -1)
@@ -107,22 +102,22 @@ def check(examples: Examples, wanted: Sequence[Expected]) -> None:
         assert examples.taus[i].tolist() == pytest.approx(one.taus, rel=1e-7)
 
 
-@pytest.mark.parametrize("reads", READS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("candidates", [(2, 4, 6, 8), (4, 8), (1, 2, 4, 6, 8), (1, 6)])
 def test_examples_say_what_the_rows_say(
-    rows: list[SweepRow], reads: Reads, candidates: tuple[int, ...], tmp_path: Path
+    rows: list[SweepRow], kind: Kind, candidates: tuple[int, ...], tmp_path: Path
 ) -> None:
     """Plain decoding is a candidate whether the sweep has it or not: it emits one token a step."""
-    examples = written(tmp_path, rows, reads, candidates)
-    check(examples, expected(rows, reads, candidates))
+    examples = written(tmp_path, rows, kind, candidates)
+    check(examples, expected(rows, kind, candidates))
     if candidates[0] == 1:
         assert examples.taus[:, 0].tolist() == [1.0] * len(examples)
-    anchor_size = ANCHOR_SIZE if reads == "step" else 0
-    assert examples.sizes == Sizes(CONTEXT_SIZE, anchor_size, len(candidates))
+    sizes = (CONTEXT_SIZE, ANCHOR_SIZE) if kind == "step" else (0, 0)
+    assert examples.sizes == Sizes(*sizes, len(candidates))
 
 
-@pytest.mark.parametrize("reads", READS)
-def test_a_sweep_with_plain_decoding_gives_its_own(rows: list[SweepRow], reads: Reads, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sweep_with_plain_decoding_gives_its_own(rows: list[SweepRow], kind: Kind, tmp_path: Path) -> None:
     with_one = [
         dataclasses.replace(
             row,
@@ -132,21 +127,21 @@ def test_a_sweep_with_plain_decoding_gives_its_own(rows: list[SweepRow], reads: 
         )
         for row in rows
     ]
-    check(written(tmp_path, with_one, reads, (1, 4)), expected(rows, reads, (1, 4)))
+    check(written(tmp_path, with_one, kind, (1, 4)), expected(rows, kind, (1, 4)))
 
 
-@pytest.mark.parametrize("reads", READS)
-def test_the_order_of_rows_and_parts_does_not_matter(rows: list[SweepRow], reads: Reads, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_order_of_rows_and_parts_does_not_matter(rows: list[SweepRow], kind: Kind, tmp_path: Path) -> None:
     shuffled = list(rows)
     random.Random(0).shuffle(shuffled)
-    one = written(tmp_path / "one", rows, reads)
-    other = written(tmp_path / "other", shuffled, reads, part_size=1)
+    one = written(tmp_path / "one", rows, kind)
+    other = written(tmp_path / "other", shuffled, kind, part_size=1)
     assert torch.equal(one.taus, other.taus)
     for a, b in zip(
         (*one.features.probs, *one.features[1:]), (*other.features.probs, *other.features[1:]), strict=True
     ):
         assert torch.equal(a, b)
-    check(other, expected(rows, reads, CANDIDATES))
+    check(other, expected(rows, kind, CANDIDATES))
 
 
 def test_the_index_names_every_row(rows: list[SweepRow], tmp_path: Path) -> None:
@@ -157,7 +152,7 @@ def test_the_index_names_every_row(rows: list[SweepRow], tmp_path: Path) -> None
     assert index.prompts == tuple(prompt_key(row.prompt) for row in rows)
     assert index.sets == ("synthetic",) * 12
     assert (index.num_examples, index.num_entries) == (11 * NUM_PLACES + 3, 0)
-    assert write_examples(tmp_path, parts, CANDIDATES, "prefill").num_entries == 11 * 6 + 2  # writes anew
+    assert write_examples(tmp_path, parts, CANDIDATES, "prompt").num_entries == 11 * 6 + 2  # writes anew
     assert len(open_examples(tmp_path)) == 12
 
 
@@ -179,9 +174,9 @@ def test_rows_without_steps_are_passed_over(rows: list[SweepRow], tmp_path: Path
     assert {index.prompt_ids[i] for i in examples.rows.tolist()} == {row.prompt_id for row in some if row.step_places}
 
 
-@pytest.mark.parametrize("reads", READS)
-def test_take_is_those_examples_in_that_order(rows: list[SweepRow], reads: Reads, tmp_path: Path) -> None:
-    examples, wanted = written(tmp_path, rows, reads), expected(rows, reads, CANDIDATES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_take_is_those_examples_in_that_order(rows: list[SweepRow], kind: Kind, tmp_path: Path) -> None:
+    examples, wanted = written(tmp_path, rows, kind), expected(rows, kind, CANDIDATES)
     for chosen in ([0], [4], [8, 0, 4], [3, 3], [], list(range(len(wanted)))):
         taken = examples.take(torch.tensor(chosen, dtype=torch.int64))
         check(taken, [wanted[i] for i in chosen])
@@ -190,17 +185,17 @@ def test_take_is_those_examples_in_that_order(rows: list[SweepRow], reads: Reads
         assert taken.context.data_ptr() == examples.context.data_ptr()  # nothing is copied
 
 
-@pytest.mark.parametrize("reads", READS)
-def test_where_keeps_all_examples_of_the_rows(rows: list[SweepRow], reads: Reads, tmp_path: Path) -> None:
-    examples = written(tmp_path, rows, reads)
+@pytest.mark.parametrize("kind", KINDS)
+def test_where_keeps_all_examples_of_the_rows(rows: list[SweepRow], kind: Kind, tmp_path: Path) -> None:
+    examples = written(tmp_path, rows, kind)
     even = [row for i, row in enumerate(rows) if i % 2 == 0]
-    check(examples.where(lambda row: row % 2 == 0), expected(even, reads, CANDIDATES))
+    check(examples.where(lambda row: row % 2 == 0), expected(even, kind, CANDIDATES))
     assert len(examples.where(lambda _: False)) == 0
     assert len(examples.where(lambda _: False).where(lambda _: True)) == 0
 
 
 def test_support_is_the_token_ids_with_the_most_mass(rows: list[SweepRow], tmp_path: Path) -> None:
-    examples, wanted = written(tmp_path, rows, "prefill"), expected(rows, "prefill", CANDIDATES)
+    examples, wanted = written(tmp_path, rows, "prompt"), expected(rows, "prompt", CANDIDATES)
     for chosen in (list(range(12)), [3, 1], []):
         mass: Counter[int] = Counter()
         for place in chosen:
@@ -225,8 +220,8 @@ def test_where_a_step_leads(rows: list[SweepRow], candidates: tuple[int, ...], t
         assert int(found) == (places.index(following) if following in places else len(places))
 
 
-def test_nothing_follows_a_prefill(rows: list[SweepRow], tmp_path: Path) -> None:
-    examples = written(tmp_path, rows, "prefill")
+def test_nothing_follows_a_prompt(rows: list[SweepRow], tmp_path: Path) -> None:
+    examples = written(tmp_path, rows, "prompt")
     assert examples.prompt_of.tolist() == list(range(len(rows)))
     assert set(examples.following(torch.zeros(len(rows), dtype=torch.int64)).tolist()) == {len(rows)}
 
@@ -250,15 +245,14 @@ def test_steps_must_be_recorded(rows: list[SweepRow], tmp_path: Path) -> None:
     plain = [dataclasses.replace(row, accepted=[], **nothing) for row in rows]
     with pytest.raises(ValueError, match="none of 12 rows has a recorded step: sweep with --method dense"):
         written(tmp_path, plain, "step")
-    check(written(tmp_path, plain, "prefill"), expected(plain, "prefill", CANDIDATES))
+    check(written(tmp_path, plain, "prompt"), expected(plain, "prompt", CANDIDATES))
 
 
-@pytest.mark.parametrize("reads", READS)
-def test_rows_of_different_sizes_do_not_mix(rows: list[SweepRow], reads: Reads, tmp_path: Path) -> None:
+def test_rows_of_different_sizes_do_not_mix(rows: list[SweepRow], tmp_path: Path) -> None:
     contexts = np.zeros((NUM_PLACES, CONTEXT_SIZE + 1), np.float16).tobytes()
     other = dataclasses.replace(rows[2], context=[0.0] * (CONTEXT_SIZE + 1), step_contexts=contexts)
     with pytest.raises(ValueError, match=r"rows of different sizes: .*context=8.* and .*context=9"):
-        written(tmp_path, [*rows[:2], other], reads)
+        written(tmp_path, [*rows[:2], other], "step")
 
 
 def test_an_interrupted_write_is_not_opened(rows: list[SweepRow], tmp_path: Path) -> None:
@@ -266,9 +260,9 @@ def test_an_interrupted_write_is_not_opened(rows: list[SweepRow], tmp_path: Path
         yield rows[:3]
         raise KeyboardInterrupt
 
-    written(tmp_path, rows, "prefill")
+    written(tmp_path, rows, "prompt")
     with pytest.raises(KeyboardInterrupt):
-        write_examples(tmp_path, parts(), CANDIDATES, "prefill")  # type: ignore[arg-type]
+        write_examples(tmp_path, parts(), CANDIDATES, "prompt")  # type: ignore[arg-type]
     with pytest.raises(FileNotFoundError, match=r"index\.json"):
         open_examples(tmp_path)
 
@@ -276,19 +270,19 @@ def test_an_interrupted_write_is_not_opened(rows: list[SweepRow], tmp_path: Path
 # --- the split ---
 
 
-@pytest.mark.parametrize("reads", READS)
-def test_a_prompt_is_on_one_side_with_all_its_examples(rows: list[SweepRow], reads: Reads, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_is_on_one_side_with_all_its_examples(rows: list[SweepRow], kind: Kind, tmp_path: Path) -> None:
     """Twelve rows of four prompts, as of several seeds or temperatures."""
     same = [dataclasses.replace(row, prompt=f"p{i % 4}") for i, row in enumerate(rows)]
-    examples = written(tmp_path, same, reads)
+    examples = written(tmp_path, same, kind)
     train, validation = split_examples(tmp_path, 0.25, 0)
     assert sorted([*train.index.tolist(), *validation.index.tolist()]) == sorted(examples.index.tolist())
     index = read_index(tmp_path)
     held = {index.prompts[i] for i in validation.rows[validation.index].tolist()}
     assert len(held) == 1
     assert held == held_out_prompts(index.prompts, 0.25, 0)
-    check(validation, expected([row for row in same if prompt_key(row.prompt) in held], reads, CANDIDATES))
-    check(train, expected([row for row in same if prompt_key(row.prompt) not in held], reads, CANDIDATES))
+    check(validation, expected([row for row in same if prompt_key(row.prompt) in held], kind, CANDIDATES))
+    check(train, expected([row for row in same if prompt_key(row.prompt) not in held], kind, CANDIDATES))
 
 
 keys = st.lists(st.text("abc", max_size=3), min_size=2, max_size=30).filter(lambda keys: len(set(keys)) > 1)

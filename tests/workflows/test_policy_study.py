@@ -81,10 +81,9 @@ def test_held_out_conversations_are_held_out() -> None:
 
 def test_configurations_fit_together(tmp_path: Path) -> None:
     config = StudyConfig(output=tmp_path)
-    default, paper, prefill, no_code = policies(config).values()
-    assert (default.head, default.reads, default.objective) == ("tau", "step", "throughput")
-    assert (paper.head, paper.reads, paper.inputs, paper.hidden) == ("class", "prefill", ("probs",), 512)
-    assert prefill.reads == "prefill"
+    default, paper, no_code = policies(config).values()
+    assert (default.fit.kind, default.objective) == ("step", "throughput")
+    assert (paper.fit.kind, paper.fit.hidden) == ("prompt", 512)
     assert no_code.leave_out == CODE_SETS
     assert default.sweep == tuple(sweep_config(config, temperature).output for temperature in (0.0, 1.0))
     found = evaluations(config)
@@ -134,7 +133,7 @@ def test_policies_of_the_repository_are_those_of_the_study(tmp_path: Path, name:
     folder = Path(config.policy(name))
     assert folder.parent == KEPT
     info, wanted = load_policy(folder).info, policies(config)[name]
-    assert (info.head, info.reads, tuple(info.shape.inputs)) == (wanted.head, wanted.reads, wanted.inputs)
+    assert (info.kind, info.shape.hidden) == (wanted.fit.kind, wanted.fit.hidden)
     assert info.candidates.sizes == wanted.candidates
     known = LearnedFrom.read(folder).prompts
     assert len(known) > 500

@@ -11,7 +11,6 @@ import ray
 
 from blockpilot.pairs.loading import Pair
 from blockpilot.pairs.table import NAMED_PAIRS
-from blockpilot.policy.learned import check_reads
 from blockpilot.prompts.files import load_prompts
 from helpers.api import app_of, over_http, replica_of
 from jobs import serve
@@ -66,19 +65,16 @@ def test_stages_fit_together(tmp_path: Path) -> None:
 
 def test_a_sweep_records_what_its_policy_learns_from(tmp_path: Path) -> None:
     for name, stages in all_pipelines(tmp_path):
-        kind = stages.train
-        check_reads(kind.reads, kind.head, kind.inputs)
-        assert kind.reads == "prefill" or stages.sweep.method == "dense", name
-        assert kind.objective == "tau" or stages.sweep.cost_rows, name
+        assert stages.train.fit.kind == "prompt" or stages.sweep.method == "dense", name
+        assert stages.train.objective == "tau" or stages.sweep.cost_rows, name
 
 
 def test_hub_pairs_train_the_papers_policy(tmp_path: Path) -> None:
     """arXiv 2606.31315, section 4."""
     for pair in HUB_PAIRS:
-        train = paper.pipeline(PaperConfig(pair=pair, output=tmp_path)).train
-        assert (train.head, train.reads, train.inputs, train.form) == ("class", "prefill", ("probs",), "softmax")
-        assert (train.hidden, train.depth, train.epochs, train.lr, train.patience) == (2048, 2, 100, 1e-5, None)
-        assert (train.anneal, train.weight_decay) == (False, 0)  # Adam
+        fit = paper.pipeline(PaperConfig(pair=pair, output=tmp_path)).train.fit
+        assert (fit.kind, fit.hidden, fit.epochs, fit.lr, fit.patience) == ("prompt", 2048, 100, 1e-5, None)
+        assert (fit.anneal, fit.weight_decay) == (False, 0)  # Adam
 
 
 def learned(champion: int | None) -> Learned:

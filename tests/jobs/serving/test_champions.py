@@ -19,7 +19,7 @@ from blockpilot.pairs.loading import Pair
 from blockpilot.policy.store import save_policy
 from blockpilot.types import PairId
 from helpers.api import client_of, replica_of
-from helpers.policies import tiny_policy
+from helpers.policies import step_policy, tiny_policy
 from jobs.common.registry import Registry, Version, model_name
 from jobs.serving.champions import ChampionWatch
 from jobs.serving.replica import Replica, check_memory
@@ -226,9 +226,9 @@ def test_copies_are_made_once(registry: Registry, tiny_pair: Pair, tmp_path: Pat
 def priced_policy(pair: Pair, folder: Path, candidates: tuple[int, ...], num_rows: int) -> str:
     """The directory of a policy whose step costs are of another device."""
     sizes, rows = tuple(sorted({1, *candidates})), tuple(range(1, num_rows + 1))
-    table = (((0.01,),) * num_rows,) * len(sizes)
-    costs = StepCosts(pair.id, "float32", "another device", sizes, rows, (64,), table, table, table)
-    policy = tiny_policy(pair.id, pair.vocab_size, candidates, head="tau", costs=costs)
+    table = ((0.01,) * num_rows,) * len(sizes)
+    costs = StepCosts(pair.id, "float32", "another device", sizes, rows, 64, table, table, table)
+    policy = step_policy(pair, candidates, costs=costs)
     save_policy(policy, folder / "-".join(map(str, candidates)))
     return str(folder / "-".join(map(str, candidates)))
 

@@ -25,7 +25,7 @@ from helpers.api import (
     replica_of,
     text_of,
 )
-from helpers.policies import tiny_policy
+from helpers.policies import step_policy
 from jobs.serving.replica import Replica
 
 MAX_LENGTH = 300
@@ -83,7 +83,7 @@ def test_health_tells_what_came_of_the_policys_forecasts(
     client: TestClient, replica: Replica, tiny_pair: Pair
 ) -> None:
     """This one always expects whole blocks."""
-    replica.loop.set_policy(tiny_policy(tiny_pair.id, tiny_pair.vocab_size, (2, 4), head="tau", outputs=[2, 4]))
+    replica.loop.set_policy(step_policy(tiny_pair, (2, 4), outputs=[9, 9]))
     usage = ask(client, CHAT, {"model": "target", "messages": QUESTION, "max_tokens": 40, "seed": 1})["usage"]
     found = client.get("/health").json()["models"][tiny_pair.id.target]
     assert usage["acceptance_length"] < 3

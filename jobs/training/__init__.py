@@ -1,0 +1,1 @@
+"""Parts of jobs/train.py: its configuration, the sweeps it reads, the plan of a fit, and the record."""

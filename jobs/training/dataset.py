@@ -1,0 +1,114 @@
+"""Sweeps, read and checked part by part, and written as examples to train on (`blockpilot/policy/dataset.py`)."""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from blockpilot.control.price import COSTS_FILE, StepCosts
+from blockpilot.policy.dataset import Index, write_examples
+from blockpilot.policy.network import NetworkShape
+from blockpilot.storage import is_file, is_folder, join
+from blockpilot.sweep.rows import Metadata, SweepRow, mismatch, read_parts
+from blockpilot.sweep.summary import Summary
+from blockpilot.types import CandidateSet
+from jobs.training.config import TrainConfig
+
+MIN_PROMPTS = 8
+
+
+class Dataset(NamedTuple):
+    """Sweeps, written as examples."""
+
+    id: str
+    """Hash of the rows."""
+    metadata: Metadata
+    candidates: CandidateSet
+    costs: StepCosts | None
+    step_costs: tuple[float, ...]
+    folder: Path
+    """Of the examples."""
+    rows: Index
+    taus: dict[float, dict[int, float]]
+    """Over all rows, by temperature and block size."""
+
+
+def read_dataset(config: TrainConfig, folder: Path) -> Dataset:
+    """Read and check sweeps part by part and write their examples. Raises ValueError where nothing can be learned."""
+    for place in config.sweep:
+        if not (is_file(place) or is_folder(place)):
+            raise ValueError(f"sweep {place}: no such file or directory")
+    metadata = next(read_parts(config.sweep[0])).metadata
+    if len(metadata.candidates) < 2:
+        raise ValueError(f"sweep {config.sweep[0]}: one candidate {metadata.candidates}; at least 2 are needed")
+    candidates = _candidates(config, metadata)
+    costs = _read_costs(config, metadata) if config.objective == "throughput" else None
+    digests, totals = list[bytes](), defaultdict[float, Summary](Summary)
+    index = write_examples(folder, _parts(config, metadata, digests, totals), tuple(candidates), config.fit.kind)
+    if (num_prompts := len(set(index.prompts))) < MIN_PROMPTS:
+        raise ValueError(f"sweep {config.sweep[0]}: {num_prompts} different prompts; needed: {MIN_PROMPTS}")
+    NetworkShape(config.fit.kind, metadata.vocab_size, *index.sizes, config.fit.hidden)  # refuses what cannot be
+    step_costs = costs.of_candidates(tuple(candidates), config.rows) if costs else [1.0] * len(candidates)
+    digest = hashlib.sha256(metadata.to_json().encode() + b"".join(sorted(digests))).hexdigest()[:16]
+    taus = {temperature: of_rows.tau_curve for temperature, of_rows in totals.items()}
+    return Dataset(digest, metadata, candidates, costs, tuple(step_costs), folder, index, taus)
+
+
+def _parts(
+    config: TrainConfig, metadata: Metadata, digests: list[bytes], totals: Mapping[float, Summary]
+) -> Iterator[list[SweepRow]]:
+    """The rows to train on, part by part; `digests` gets one of each, `totals` are by temperature."""
+    seen: set[str] = set()
+    for place in config.sweep:
+        for part in read_parts(place):
+            if found := mismatch(metadata, part.metadata, ignored=("config",)):
+                raise ValueError(f"{config.sweep[0]} and {place}: made for different pairs or candidates ({found})")
+            rows = [row for row in part.rows if row.prompt_set not in config.leave_out]
+            if twice := next((row.prompt_id for row in rows if row.prompt_id in seen), None):
+                raise ValueError(f"sweep {place}: prompt {twice} is in another of the sweeps, too")
+            seen.update(row.prompt_id for row in rows)
+            digests += map(_digest, rows)
+            for row in rows:
+                totals[row.temperature].add([row])
+            yield rows
+    if not seen:
+        raise ValueError(f"sweep {config.sweep[0]}: no rows are left without the sets {', '.join(config.leave_out)}")
+
+
+def _digest(row: SweepRow) -> bytes:
+    """A hash of all that examples are made of."""
+    prefill = row.prompt_id, row.taus, row.probs_ids, row.probs, row.context, row.num_prompt_tokens, row.temperature
+    digest = hashlib.sha256(repr((prefill, row.step_places, row.accepted)).encode())
+    digest.update(row.step_contexts)
+    digest.update(row.step_embeddings)
+    return digest.digest()
+
+
+def _candidates(config: TrainConfig, metadata: Metadata) -> CandidateSet:
+    """Those asked for, or the sweep's; with plain decoding where costs count."""
+    there = metadata.candidates
+    wanted = config.candidates or tuple(there)
+    CandidateSet(wanted)
+    if unknown := sorted(set(wanted) - {1, *there}):
+        raise ValueError(f"candidates {wanted}: {unknown[0]} is none of the sweep's {there}")
+    if config.objective == "throughput":
+        wanted = tuple(sorted({1, *wanted}))
+    if len(wanted) < 2:
+        raise ValueError(f"candidates {wanted}: at least 2 are needed")
+    return CandidateSet(wanted)
+
+
+def _read_costs(config: TrainConfig, metadata: Metadata) -> StepCosts:
+    place = join(config.sweep[0], COSTS_FILE)
+    if not is_file(place):
+        raise ValueError(
+            f"sweep {config.sweep[0]}: no {COSTS_FILE} for objective 'throughput'; "
+            "sweep with --cost-rows, or train with --objective tau"
+        )
+    costs = StepCosts.read(place)
+    if costs.pair != metadata.pair or costs.dtype != metadata.dtype:
+        raise ValueError(
+            f"{place}: costs of {costs.pair}, {costs.dtype}; the rows are of {metadata.pair}, {metadata.dtype}"
+        )
+    return costs

@@ -1,0 +1,72 @@
+"""The plan of a fit: what its workers need to know, whichever process they run in."""
+
+import hashlib
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from blockpilot.policy.dataset import Examples, split_examples
+from blockpilot.policy.offline import LookupReport, lookup_report
+from blockpilot.policy.training import Fit, FitSettings, FitTask, fitted_network, new_network
+from jobs.training.config import TrainConfig
+from jobs.training.dataset import Dataset
+
+
+class Split(NamedTuple):
+    """Which prompts are held back, and how many of the others are used."""
+
+    validation: float
+    seed: int
+    num_prompts: int | None
+
+
+class FitPlan(NamedTuple):
+    """All that a worker needs."""
+
+    folder: Path
+    """Of the examples."""
+    vocab_size: int
+    split: Split
+    task: FitTask
+    settings: FitSettings
+    checkpoint_every: int
+
+    def examples(self) -> tuple[Examples, Examples]:
+        """(training, validation)."""
+        return split_examples(self.folder, *self.split)
+
+
+def plan(config: TrainConfig, data: Dataset) -> FitPlan:
+    """The plan of a configuration on its dataset."""
+    task = FitTask(config.fit.kind, config.objective, tuple(data.candidates), torch.tensor(data.step_costs))
+    split = Split(config.validation, config.fit.seed, config.num_prompts)
+    return FitPlan(data.folder, data.metadata.vocab_size, split, task, config.fit, config.checkpoint_every)
+
+
+def run_name(config: TrainConfig, data: Dataset, planned: FitPlan) -> str:
+    """The name of a Ray Train run. One of the same name is continued, so it holds all that the result depends on."""
+    of_fit = planned.settings, planned.split, planned.task, config.num_workers
+    key = repr((*of_fit, data.id, tuple(data.candidates), config.leave_out))
+    return f"policy-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+
+
+class Fitted(NamedTuple):
+    """The result of a fit in one process."""
+
+    loss: float
+    epoch: int
+    report: LookupReport
+
+
+def fit(planned: FitPlan) -> Fitted:
+    """Fit once, here; the report is of the held-back examples that it may have stopped early by."""
+    torch.set_num_threads(1)
+    training, validation = planned.examples()
+    settings, task = planned.settings, planned.task
+    network = new_network(training, planned.vocab_size, settings)
+    fitted = Fit(network, training, validation, settings, task)
+    while not fitted.done:
+        fitted.run_epoch()
+    network = fitted_network(network, fitted.best, training, settings, task)
+    return Fitted(fitted.best_loss, fitted.best_epoch, lookup_report(network, task, training, validation))

@@ -1,0 +1,151 @@
+"""The record of a training: the policy's directory, what the held-back rows say of it, and what MLflow is told.
+
+Everything is on disk before MLflow is told, so a lost store costs nothing: `log` can run again later.
+"""
+
+import dataclasses
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from blockpilot.policy.dataset import Examples
+from blockpilot.policy.learned import LearnedPolicy, PolicyInfo
+from blockpilot.policy.offline import LookupReport, lookup_report
+from blockpilot.policy.store import FORMAT, load_policy, save_policy
+from blockpilot.policy.training import fitted_network, new_network, predict, shrink
+from blockpilot.storage import write_text
+from blockpilot.sweep.rows import MIN_PROB
+from jobs.common.learned_from import LearnedFrom
+from jobs.common.registry import Registry, Version, kept_for_later
+from jobs.training.config import TrainConfig
+from jobs.training.dataset import Dataset
+from jobs.training.plan import FitPlan
+
+NUM_SAMPLES = 2000  # held-back examples whose predictions are kept for the report
+TRAINING_FILE = "training.json"
+
+
+class TrainResult(NamedTuple):
+    """A trained policy."""
+
+    policy: Path
+    version: Version | None
+    report: LookupReport
+    num_epochs: int
+    run_id: str
+
+
+def save(config: TrainConfig, data: Dataset, planned: FitPlan, state: dict[str, Any]) -> None:
+    """Write the policy of the best epoch, its look-ups on the held-back rows, and all that MLflow is to know."""
+    training, validation = planned.examples()
+    settings, task = planned.settings, planned.task
+    network = new_network(training, planned.vocab_size, settings)
+    network = fitted_network(network, state["best"], training, settings, task)
+    found = lookup_report(network, task, training, validation)
+    fell_back = config.fall_back and task.kind == "step" and not found.claims_gain
+    if fell_back:
+        shrink(network, training, task, 1.0)
+    provenance = {
+        "sweep_id": data.id,
+        "num_train_examples": len(training),
+        "num_validation_examples": len(validation),
+        "best_epoch": state["progress"]["best_epoch"],
+        "best_fixed_block_size": found.best_fixed_block_size,
+        "dtype": data.metadata.dtype,
+        "git_commit": data.metadata.git_commit,
+        "rows": config.rows,
+        **dataclasses.asdict(settings),
+    }
+    info = PolicyInfo(data.metadata.pair, data.candidates, config.objective, network.shape, MIN_PROB, provenance)
+    policy = LearnedPolicy(info, network, data.costs)
+    save_policy(policy, config.output)
+    LearnedFrom(frozenset(data.rows.prompts), data.taus).write(config.output)
+    labels = Counter(task.labels(training.taus).tolist())
+    params = config.model_dump(mode="json", exclude={"fit"}) | dataclasses.asdict(settings)
+    content = {
+        "params": params | {"sweep_id": data.id},
+        "tags": _tags(info, data, found),
+        "report": {name: value if value == value else None for name, value in found._asdict().items()},
+        "history": state["history"],
+        "num_epochs": state["progress"]["epoch"],
+        "fell_back": fell_back,
+        "num_examples": [len(training), len(validation)],
+        "balance": {size: labels[i] for i, size in enumerate(data.candidates)},
+        "sample": _sample(data, planned, policy, validation),
+    }
+    write_text(config.output / TRAINING_FILE, json.dumps(content) + "\n")
+
+
+def _tags(info: PolicyInfo, data: Dataset, found: LookupReport) -> dict[str, object]:
+    lookup = {f"lookup.{name}": value for name, value in found._asdict().items() if value == value}
+    candidates = ",".join(map(str, info.candidates))
+    kind = {"format": FORMAT, "objective": info.objective, "kind": info.kind}
+    return {**info.pair._asdict(), **kind, "candidates": candidates, "sweep_id": data.id, **lookup}
+
+
+def _sample(data: Dataset, planned: FitPlan, policy: LearnedPolicy, validation: Examples) -> dict[str, Any]:
+    """Predicted and measured tokens of a step for some held-back examples; of kind `step` only."""
+    if planned.task.kind != "step":
+        return {}
+    some = validation.take(torch.randperm(len(validation), generator=torch.Generator().manual_seed(0))[:NUM_SAMPLES])
+    predicted = planned.task.taus(predict(policy.network, some))
+    return {
+        "sets": [data.rows.sets[row] for row in some.rows[some.index].tolist()],
+        "predicted": [[round(tau, 4) for tau in taus] for taus in predicted.tolist()],
+        "measured": [[round(tau, 4) for tau in taus] for taus in some.taus.tolist()],
+    }
+
+
+def log(output: Path, registry: Registry) -> TrainResult:
+    """Tell MLflow of the training that `output` holds, and register its policy."""
+    if not (output / TRAINING_FILE).exists():
+        raise ValueError(f"output {output}: no {TRAINING_FILE}, nothing to log")
+    found = json.loads((output / TRAINING_FILE).read_text(encoding="utf-8"))
+    params = found["params"]
+    known: dict[str, Any] = {name: math.nan if value is None else value for name, value in found["report"].items()}
+    lookup = LookupReport(**known)
+    version = None
+    with kept_for_later(registry.uri, output), registry.log_run("train") as record:
+        record.log_params(params)
+        record.log_tags({"sweep_id": params["sweep_id"]})
+        for epoch, metrics in enumerate(found["history"], start=1):
+            record.log_metrics(metrics, step=epoch)
+        record.log_metrics({f"lookup_{key}": value for key, value in lookup._asdict().items() if value == value})
+        record.log_metrics({f"best_for_{size}": count for size, count in found["balance"].items()})
+        record.log_artifact(output / TRAINING_FILE)
+        if params["register_version"]:
+            target = load_policy(output).info.pair.target
+            version = registry.register_policy(output, target=target, run_id=record.id, tags=found["tags"])
+    result = TrainResult(output, version, lookup, found["num_epochs"], record.id)
+    print(describe(result, found))
+    return result
+
+
+def describe(result: TrainResult, found: dict[str, Any]) -> str:
+    """The short report on screen."""
+    lookup, version = result.report, result.version
+    where = f", registered as {version.name} version {version.number}" if version else ""
+    verdict = "a gain" if lookup.claims_gain else "no gain that the rows can show"
+    if found["fell_back"]:
+        verdict += "; so the policy expects the same of every request, and takes the best fixed size at each load"
+    training, validation = found["num_examples"]
+    total = sum(found["balance"].values())
+    balance = ", ".join(f"B={size} {count / total:.0%}" for size, count in found["balance"].items())
+    r2 = "" if lookup.r2 != lookup.r2 else f" R2 of taus {lookup.r2:.2f};"
+    return (
+        f"train: {training} examples, {validation} held back; {result.num_epochs} epochs; "
+        f"policy in {result.policy}{where}\n"
+        f"train: best block size of the examples: {balance}\n"
+        f"train: held-back examples, looked up (a diagnostic, not a result):{r2} accuracy {lookup.accuracy:.2f} "
+        f"(best fixed B={lookup.best_fixed_block_size}: {lookup.accuracy_best_fixed:.2f}); "
+        f"{_rate(found)} {lookup.policy:.3f} (best fixed {lookup.best_fixed:.3f}, random {lookup.random:.3f}, "
+        f"oracle {lookup.oracle:.3f}); gain {lookup.gain_low:+.1%} to {lookup.gain_high:+.1%}: {verdict}"
+    )
+
+
+def _rate(found: dict[str, Any]) -> str:
+    return "tau" if found["params"]["objective"] == "tau" else "times plain decoding"

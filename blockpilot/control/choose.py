@@ -1,8 +1,7 @@
-"""Forecasts: how many tokens a request is expected to emit a step with each candidate block size, and what to make of
-it at the present load.
+"""The choice of block sizes: of all rows together those that make the most tokens a second at the present load.
 
-A policy with a value head gives a forecast instead of a block size. Nothing has to be predicted again when the load
-changes: the seconds of a step do, and with them the best choice.
+A forecast says how many tokens a request is expected to emit a step with each candidate. Nothing has to be predicted
+again when the load changes: the seconds of a step do, and with them the best choice.
 """
 
 import math
@@ -12,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockpilot.control.price import StepCosts
+from blockpilot.control.ratio import largest_ratio
 from blockpilot.types import Forecast
 
 Array = NDArray[np.float64]
@@ -22,8 +22,8 @@ def choose(forecasts: Sequence[Forecast], costs: StepCosts | None, others: Seque
     """The block sizes of a step that are expected to make the most tokens a second of the whole batch.
 
     Of equals the smallest. `others` are the sizes of rows that do not choose; they are taken to emit one token.
-    Prompts that the step takes in, too, do not matter: their seconds are spent
-    anyway, and a token saves what it would save in another step. Without costs every step is taken to cost the same.
+    Prompts that the step takes in, too, do not matter: their seconds are spent anyway, and a token saves what it would
+    save in another step. Without costs every step is taken to cost the same.
     """
     if not forecasts:
         return []
@@ -47,14 +47,13 @@ def _most_a_second(
     """Which option of every row [R] makes the most tokens in all over seconds in all; None if less than `rate`.
 
     tokens [R, K] are those of every row's options, which draft drafted[k] tokens, ascending. A step whose widest
-    option is k takes first_s[k] if one row takes it, and each_s[k] for every further token drafted. A rate is reached
-    if tokens less that many times the seconds come to nothing (Dinkelbach); for a given rate and widest option rows
-    choose apart, and if none chose that option, the one does that loses the least by it.
+    option is k takes first_s[k] if one row takes it, and each_s[k] for every further token drafted.
     """
     widest, rows = np.arange(len(drafted)), np.arange(len(tokens))
     token_s, too_wide = each_s[:, None] * drafted, drafted > drafted[:, None]  # [widest, option]
-    chosen: list[int] | None = None
-    while True:
+
+    def maximise(rate: float) -> tuple[list[int], float]:
+        # For a given rate and widest option rows choose apart; if none takes that option, the one that loses least.
         worth = np.where(too_wide, -(_NEVER**2), tokens[:, None] - rate * token_s)  # [row, widest, option]
         options: NDArray[np.int64] = worth.argmax(axis=2)
         nobody = widest[(options != widest).all(axis=0)]
@@ -63,10 +62,7 @@ def _most_a_second(
         emitted = tokens[rows[:, None], options].sum(axis=0)
         seconds = first_s + each_s * (drafted[options].sum(axis=0) - drafted)
         best = (emitted - rate * seconds).argmax()
-        found, reached = options[:, best].tolist(), emitted[best] / seconds[best]
-        if reached < rate or found == chosen:
-            return chosen
-        chosen, rate = found, reached
+        return options[:, best].tolist(), float(emitted[best] / seconds[best])
 
-
-# A baseline that learns nothing beforehand
+    chosen, reached = largest_ratio(maximise, rate)
+    return chosen if reached >= rate else None

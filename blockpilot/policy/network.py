@@ -150,9 +150,10 @@ class PolicyNetwork(nn.Module):
 
     def layers(self) -> "Layers":
         """The tensors of a network, as decoding uses them."""
-        prompt = self.shape.kind == "prompt"
-        first = (self.row_of_id, self.rows) if prompt else (None, self.dense.weight)
-        return Layers(*first, self.bias, self.head.weight, self.head.bias)
+        rest = self.bias, self.head.weight, self.head.bias
+        if self.shape.kind == "prompt":
+            return Layers(self.row_of_id, self.rows, *rest)
+        return Layers(None, self.dense.weight, *rest)
 
     def standardise(self, features: PolicyFeatures) -> None:
         """Take means and deviations of the dense features from training data; what never varies keeps its scale."""

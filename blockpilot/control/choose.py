@@ -22,7 +22,7 @@ def choose(forecasts: Sequence[Forecast], costs: StepCosts | None, others: Seque
     """The block sizes of a step that are expected to make the most tokens a second of the whole batch.
 
     Of equals the smallest. `others` are the sizes of rows that do not choose; they are taken to emit one token.
-    Prompts that the step takes in, too, do not matter: their seconds are spent anyway, and a token saves what it would
+    Prompts that the step takes in do not matter: their seconds are spent anyway, and a token saves what it would
     save in another step. Without costs every step is taken to cost the same.
     """
     if not forecasts:

@@ -279,8 +279,8 @@ def split_examples(
 
 def held_out_prompts(keys: Collection[str], held_out: float, seed: int) -> set[str]:
     """Some of the prompts, at least one and not all. Raises ValueError for less than two."""
-    # Not prompts.files.split: that one decides by a hash of its own for each prompt alone, and may hold none or all.
-    # This one holds an exact number, which committed policies were validated on.
+    # Not prompts.files.split: that one decides by another hash for each prompt alone, and may hold none or all. This
+    # one holds an exact number, which committed policies were validated on.
     prompts = sorted(set(keys), key=lambda key: hashlib.sha256(f"{seed}\n{key}".encode()).digest())
     if len(prompts) < 2:
         raise ValueError(f"{len(prompts)} different prompts: at least 2 are needed to hold some back")

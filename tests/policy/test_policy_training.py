@@ -249,7 +249,7 @@ def test_a_network_that_sees_the_same_everywhere_learns_the_mean(make: Make) -> 
     """Adam's last steps are of the order of lr / epochs, in logits; taus are up to 8."""
     contexts, embeddings = bytes(2 * CONTEXT_SIZE * NUM_PLACES), bytes(2 * ANCHOR_SIZE * NUM_PLACES)
     nothing = {"probs_ids": [0], "probs": [1.0], "step_contexts": contexts, "step_embeddings": embeddings}
-    rows = [dataclasses.replace(row, **nothing) for row in synthetic_rows(200, 0)]  # type: ignore[arg-type]
+    rows = [dataclasses.replace(row, **nothing) for row in synthetic_rows(200, 0, trails=LEADS)]  # type: ignore[arg-type]
     examples = make(rows, "step", [1, *CANDIDATES])
     settings = FitSettings("step", hidden=8, epochs=30, batch_size=50, lr=3e-2, dropout=0.0)
     task = FitTask("step", "tau", (1, *CANDIDATES), torch.ones(5))

@@ -8,6 +8,7 @@ import base64
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path, PurePath
 from statistics import geometric_mean
@@ -22,7 +23,7 @@ from blockpilot.evaluation.oracle import Table, potential
 from blockpilot.evaluation.statistics import Interval
 from blockpilot.evaluation.tables import with_range
 from blockpilot.storage import is_file, join, write_bytes, write_text
-from blockpilot.sweep.rows import Metadata, SweepRow, read_parts
+from blockpilot.sweep.rows import SweepRow, read_parts
 from blockpilot.sweep.summary import Summary, least_cost
 from jobs.common import figures
 from jobs.common.config import Config, Place, absolute_in_submitted_job, main
@@ -247,89 +248,57 @@ def _headroom(name: str, row: Mapping[str, Interval]) -> dict[str, str]:
 # --- sweeps ---
 
 
-class Ceiling:
-    """What block sizes could give on some rows by the costs of a step; added row by row."""
-
-    def __init__(self, candidates: Sequence[int], step_costs: Sequence[float]) -> None:
-        self._candidates, self._costs = tuple(candidates), np.array(step_costs)
-        self._tokens: list[int] = []
-        self._seconds: list[Any] = []
-        self._least = 0.0  # of dense rows, with the best candidate at every step
-
-    def add(self, row: SweepRow) -> None:
-        self._tokens.append(sum(n * count for n, count in enumerate(row.emitted_histograms[0])))
-        self._seconds.append(np.array(row.num_steps) * self._costs)
-        if row.accepted:
-            self._least += least_cost(row.accepted, self._costs.tolist())
-
-    def describe(self) -> dict[str, str]:
-        """Cells of a table."""
-        tokens, seconds = np.array(self._tokens, float), np.array(self._seconds)
-        there = potential(Table(np.tile(tokens[:, None], (1, len(self._candidates))), seconds), self._candidates)
-        at_every_step = f"{tokens.sum() / self._least / there.best_fixed_rate - 1:+.1%}" if self._least else "-"
-        return {
-            "prompts": str(len(tokens)),
-            "best fixed": method_name(there.best_fixed),
-            "times plain decoding": f"{there.best_fixed_rate:.3f}",
-            "random": f"{there.random / there.best_fixed_rate - 1:+.1%}",
-            "best for each prompt": f"{there.headroom:+.1%}",
-            "best at every step": at_every_step,
-        }
-
-
-class SweepTotals:
-    """Curves, counts and ceilings of a sweep by prompt set; added part by part."""
-
-    def __init__(self, metadata: Metadata, costs: StepCosts | None) -> None:
-        self.metadata = metadata
-        candidates = metadata.candidates
-        self._loads = {1: [1.0] * len(candidates)}
-        self._ways = {"by tau": self._loads[1]}
-        if costs is not None:
-            self._loads = {rows: costs.of_candidates(candidates, rows) for rows in costs.rows}
-            self._ways |= {f"by tokens/s, {n} row{'s' * (n > 1)}": each for n, each in self._loads.items()}
-        self.by_set: dict[str, Summary] = {}
-        self._ceilings: dict[tuple[int, str], Ceiling] = {}
-        self._best = {name: Counter[int]() for name in self._ways}
-
-    def add(self, row: SweepRow) -> None:
-        self.by_set.setdefault(row.prompt_set, Summary()).add([row])
-        for rows, step_costs in self._loads.items():
-            for name in (row.prompt_set, ALL):
-                self._ceilings.setdefault((rows, name), Ceiling(row.candidates, step_costs)).add(row)
-        for name, step_costs in self._ways.items():
-            self._best[name][row.candidates[int((np.array(row.taus) / step_costs).argmax())]] += 1
-
-    @property
-    def table(self) -> list[dict[str, str]]:
-        order = sorted(self._ceilings, key=lambda key: (key[0], key[1] == ALL, key[1]))
-        return [{"rows": str(key[0]), "set": key[1], **self._ceilings[key].describe()} for key in order]
-
-    def pictures(self, name: str) -> dict[str, bytes]:
-        curves = {prompt_set: summary.tau_curve for prompt_set, summary in sorted(self.by_set.items())}
-        trained = self.metadata.block_size
-        return {
-            f"{name}-tau_curves.png": figures.tau_curves(curves, trained),
-            f"{name}-best_block_sizes.png": figures.best_sizes(self._best, trained),
-        }
-
-
 def _of_sweep(place: Place, label: str) -> Section:
-    costs = StepCosts.read(join(place, COSTS_FILE)) if is_file(join(place, COSTS_FILE)) else None
-    totals: SweepTotals | None = None
+    by_set = defaultdict[str, list[SweepRow]](list)
     for part in read_parts(place):
-        totals = totals or SweepTotals(part.metadata, costs)
-        for row in part.rows:
-            totals.add(row)
-    assert totals is not None, "read_parts gives at least one part"
-    pair, dtype = totals.metadata.pair, totals.metadata.dtype
+        for row in part.rows:  # without what is large and not shown
+            light = replace(row, probs_ids=[], probs=[], context=[], step_contexts=b"", step_embeddings=b"")
+            by_set[row.prompt_set].append(light)
+    metadata, sets = part.metadata, dict(sorted(by_set.items()))
+    every = [row for rows in sets.values() for row in rows]
+    loads, ways = {1: [1.0] * len(metadata.candidates)}, {"by tau": [1.0] * len(metadata.candidates)}
+    if is_file(join(place, COSTS_FILE)):
+        costs = StepCosts.read(join(place, COSTS_FILE))
+        loads = {num: costs.of_candidates(metadata.candidates, num) for num in costs.rows}
+        ways |= {f"by tokens/s, {num} row{'s' * (num > 1)}": each for num, each in loads.items()}
+    best = {name: Counter(_best_size(row, step_costs) for row in every) for name, step_costs in ways.items()}
+    curves = {name: Summary().add(rows).tau_curve for name, rows in sets.items()}
+    name = label.replace("/", "-")
     return Section(
         f"Sweep {label}",
-        f"{pair.target} with {pair.draft}, {dtype}. Ceilings are gains over the best fixed block size in hindsight, "
-        "noise included, by the measured costs of a step: no policy can have more.",
-        table=totals.table,
-        pictures=totals.pictures(label.replace("/", "-")),
+        f"{metadata.pair.target} with {metadata.pair.draft}, {metadata.dtype}. Ceilings are gains over the best "
+        "fixed block size in hindsight, noise included, by the measured costs of a step: no policy can have more.",
+        table=[
+            {"rows": str(num), "set": name, **ceilings(rows, step_costs)}
+            for num, step_costs in loads.items()
+            for name, rows in (sets | {ALL: every}).items()
+        ],
+        pictures={
+            f"{name}-tau_curves.png": figures.tau_curves(curves, metadata.block_size),
+            f"{name}-best_block_sizes.png": figures.best_sizes(best, metadata.block_size),
+        },
     )
+
+
+def _best_size(row: SweepRow, step_costs: Sequence[float]) -> int:
+    return row.candidates[int((np.array(row.taus) / step_costs).argmax())]
+
+
+def ceilings(rows: Sequence[SweepRow], step_costs: Sequence[float]) -> dict[str, str]:
+    """Cells of a table: what block sizes could give on these rows, by the costs of a step."""
+    candidates = rows[0].candidates
+    tokens = np.array([sum(n * count for n, count in enumerate(row.emitted_histograms[0])) for row in rows], float)
+    seconds = np.array([row.num_steps for row in rows]) * step_costs
+    there = potential(Table(np.tile(tokens[:, None], len(candidates)), seconds), candidates)
+    least = sum(least_cost(row.accepted, step_costs) for row in rows if row.accepted)
+    return {
+        "prompts": str(len(rows)),
+        "best fixed": method_name(there.best_fixed),
+        "times plain decoding": f"{there.best_fixed_rate:.3f}",
+        "random": f"{there.random / there.best_fixed_rate - 1:+.1%}",
+        "best for each prompt": f"{there.headroom:+.1%}",
+        "best at every step": f"{tokens.sum() / least / there.best_fixed_rate - 1:+.1%}" if least else "-",
+    }
 
 
 # --- the policy ---

@@ -4,18 +4,18 @@ Everything is read from what the other jobs wrote; nothing is decoded. Ceilings 
 block size for each prompt in hindsight, and the best one at every step.
 """
 
-import base64
 import json
+from base64 import b64encode
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from importlib import resources
+from itertools import count
 from pathlib import Path, PurePath
 from statistics import geometric_mean
 from typing import Any, NamedTuple
 
 import numpy as np
-from jinja2 import Environment
+from jinja2 import Environment, PackageLoader
 from pydantic import Field
 
 from blockpilot.control.price import COSTS_FILE, StepCosts
@@ -34,17 +34,16 @@ from jobs.train import TRAINING_FILE
 
 PAGE_FILE = "report.html"
 TEMPLATE = "report.html.jinja"
-NAMES = "DFlash", "BlockPilot"
 ALL = "all"
 # arXiv 2606.31315, averages over seven benchmarks on an H100: speed-up and tau of DFlash at its trained block size,
 # and of the paper's policy.
 PAPER = {
-    "Qwen3-4B, T=0": ((3.99, 6.31), (4.17, 6.59)),
-    "Qwen3-4B, T=1": ((3.80, 5.35), (4.20, 5.92)),
-    "Qwen3-8B, T=0": ((4.42, 6.13), (4.66, 6.46)),
-    "Qwen3-8B, T=1": ((3.55, 5.00), (3.94, 5.55)),
-    "Llama-3.1-8B, T=0": ((3.03, 4.48), (3.25, 4.82)),
-    "Qwen3-Coder-30B-A3B, T=0": ((3.86, 5.68), (4.12, 6.05)),
+    "Qwen3-4B, T=0": {"DFlash": (3.99, 6.31), "BlockPilot": (4.17, 6.59)},
+    "Qwen3-4B, T=1": {"DFlash": (3.80, 5.35), "BlockPilot": (4.20, 5.92)},
+    "Qwen3-8B, T=0": {"DFlash": (4.42, 6.13), "BlockPilot": (4.66, 6.46)},
+    "Qwen3-8B, T=1": {"DFlash": (3.55, 5.00), "BlockPilot": (3.94, 5.55)},
+    "Llama-3.1-8B, T=0": {"DFlash": (3.03, 4.48), "BlockPilot": (3.25, 4.82)},
+    "Qwen3-Coder-30B-A3B, T=0": {"DFlash": (3.86, 5.68), "BlockPilot": (4.12, 6.05)},
 }
 
 
@@ -90,13 +89,10 @@ def write(output: Path, parts: Sequence[Section]) -> None:
     for part in parts:
         for name, picture in part.pictures.items():
             write_bytes(output / name, picture)
-    template = resources.files("jobs.common").joinpath(TEMPLATE).read_text(encoding="utf-8")
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    write_text(output / PAGE_FILE, environment.from_string(template).render(sections=parts, base64=_base64))
-
-
-def _base64(picture: bytes) -> str:
-    return base64.b64encode(picture).decode()
+    templates = PackageLoader("jobs", "common")
+    environment = Environment(loader=templates, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    page = environment.get_template(TEMPLATE).render(sections=parts, b64encode=b64encode)
+    write_text(output / PAGE_FILE, page)
 
 
 def sections(config: ReportConfig) -> Iterable[Section]:
@@ -117,25 +113,21 @@ def sections(config: ReportConfig) -> Iterable[Section]:
 def _read_evaluations(folders: Sequence[Path]) -> dict[str, dict[str, Any]]:
     """By title; those that differ in neither temperature nor load have their folders' names, too."""
     found = [_read(folder / RESULT_FILE, "evaluation", "figures") for folder in folders]
-    shared = Counter(map(_title, found))
-    labels = _labels(list(map(str, folders)))
+    titles = list(map(_title, found))
     return {
-        _title(each) + (f" ({label})" if shared[_title(each)] > 1 else ""): each
-        for label, each in zip(labels, found, strict=True)
+        f"{title} ({label})" if titles.count(title) > 1 else title: each
+        for title, label, each in zip(titles, _labels(folders), found, strict=True)
     }
 
 
-def _labels(places: Sequence[str]) -> list[str]:
+def _labels(places: Iterable[str | Path]) -> list[str]:
     """The last parts of paths, as few as tell them apart. Raises ValueError if one is given twice."""
-    for place, times in Counter(places).items():
+    paths = [PurePath(place) for place in places]
+    for path, times in Counter(paths).items():
         if times > 1:
-            raise ValueError(f"{place} is given {times} times: a report shows a result once")
-    parts = [PurePath(place).parts for place in places]
-    for num in range(1, max(map(len, parts), default=0)):
-        labels = [str(PurePath(*each[-num:])) for each in parts]
-        if len(set(labels)) == len(places):
-            return labels
-    return list(places)
+            raise ValueError(f"{path} is given {times} times: a report shows a result once")
+    by_depth = ([str(PurePath(*path.parts[-num:])) for path in paths] for num in count(1))
+    return next(labels for labels in by_depth if len(set(labels)) == len(labels))
 
 
 def _read(file: Path, what: str, field: str) -> dict[str, Any]:
@@ -162,8 +154,8 @@ def _compared(evaluations: Mapping[str, Mapping[str, Any]]) -> Iterable[Section]
         for title, found in evaluations.items()
     }
     paper = {
-        title: dict(zip(NAMES, (_certain(fixed[0]), _certain(learned[0])), strict=True))
-        for title, (fixed, learned) in PAPER.items()
+        title: {name: Interval(speed, speed, speed) for name, (speed, _) in methods.items()}
+        for title, methods in PAPER.items()
     }
     yield Section(
         "Speed-up over plain decoding",
@@ -175,7 +167,7 @@ def _compared(evaluations: Mapping[str, Mapping[str, Any]]) -> Iterable[Section]
         "The paper's table",
         "arXiv 2606.31315 on an H100, with other models and drafts. Its released files choose for each prompt the "
         "block size that did best in the reported runs: an oracle.",
-        table=[_paper_row(title, *figures_of) for title, figures_of in PAPER.items()],
+        table=[_paper_row(*row) for row in PAPER.items()],
         pictures={"paper.png": figures.speed_ups(paper, "times plain decoding")},
     )
     rows: dict[str, dict[str, Interval]] = {}
@@ -224,13 +216,9 @@ def _mean_row(method: str, speeds: Mapping[str, float]) -> dict[str, str]:
     return {"method": method, **each, "geometric mean": f"{geometric_mean(speeds.values()):.3f}"}
 
 
-def _paper_row(title: str, fixed: tuple[float, float], learned: tuple[float, float]) -> dict[str, str]:
-    cells = {name: f"{speed:.2f}x, tau {tau:.2f}" for name, (speed, tau) in zip(NAMES, (fixed, learned), strict=True)}
-    return {"pair": title, **cells, "gain": f"{learned[0] / fixed[0] - 1:+.1%}"}
-
-
-def _certain(value: float) -> Interval:
-    return Interval(value, value, value)
+def _paper_row(title: str, methods: Mapping[str, tuple[float, float]]) -> dict[str, str]:
+    cells = {name: f"{speed:.2f}x, tau {tau:.2f}" for name, (speed, tau) in methods.items()}
+    return {"pair": title, **cells, "gain": f"{methods['BlockPilot'][0] / methods['DFlash'][0] - 1:+.1%}"}
 
 
 def _headroom(name: str, row: Mapping[str, Interval]) -> dict[str, str]:

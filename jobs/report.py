@@ -104,7 +104,7 @@ def sections(config: ReportConfig) -> Iterable[Section]:
     for place, label in zip(config.sweeps, _labels(config.sweeps), strict=True):
         yield _of_sweep(place, label)
     if config.policy is not None:
-        yield from _of_policy(config.policy)
+        yield _of_policy(config.policy)
 
 
 # --- evaluations ---
@@ -160,7 +160,7 @@ def _compared(evaluations: Mapping[str, Mapping[str, Any]]) -> Iterable[Section]
     yield Section(
         "Speed-up over plain decoding",
         "Measured on held-out prompts; 95% intervals over prompts. The oracle chooses in hindsight and is a bound.",
-        pictures={"speed_ups.png": figures.speed_ups(speeds, "times plain decoding")},
+        pictures={"speed_ups.png": figures.speed_ups(speeds)},
     )
     yield from _together(evaluations, speeds)
     yield Section(
@@ -168,7 +168,7 @@ def _compared(evaluations: Mapping[str, Mapping[str, Any]]) -> Iterable[Section]
         "arXiv 2606.31315 on an H100, with other models and drafts. Its released files choose for each prompt the "
         "block size that did best in the reported runs: an oracle.",
         table=[_paper_row(*row) for row in PAPER.items()],
-        pictures={"paper.png": figures.speed_ups(paper, "times plain decoding")},
+        pictures={"paper.png": figures.speed_ups(paper)},
     )
     rows: dict[str, dict[str, Interval]] = {}
     for title, found in evaluations.items():
@@ -292,27 +292,21 @@ def ceilings(rows: Sequence[SweepRow], step_costs: Sequence[float]) -> dict[str,
 # --- the policy ---
 
 
-def _of_policy(folder: Path) -> Iterable[Section]:
+def _of_policy(folder: Path) -> Section:
     found = _read(folder / TRAINING_FILE, "training", "report")
-    params, lookup = found["params"], found["report"]
-    pictures = {}
-    if found["sample"]:
-        candidates = [int(size) for size in found["balance"]]
-        sample = found["sample"]
-        pictures["calibration.png"] = figures.calibration(candidates, sample["predicted"], sample["measured"])
-    total = sum(found["balance"].values())
+    params, lookup, sample, balance = (found[name] for name in ("params", "report", "sample", "balance"))
     training, validation = found["num_examples"]
-    yield Section(
+    return Section(
         "The policy",
         f"head {params['head']}, reads {params['reads']}, inputs {', '.join(params['inputs'])}, objective "
         f"{params['objective']}; {training} examples, {validation} held back. Looked up there (a diagnostic, not a "
         f"result) it gains {lookup['gain']:+.1%} over B={lookup['best_fixed_block_size']} "
         f"({lookup['gain_low']:+.1%} to {lookup['gain_high']:+.1%}).",
         table=[
-            {"best block size": size, "examples": str(count), "share": f"{count / total:.0%}"}
-            for size, count in found["balance"].items()
+            {"best block size": size, "examples": str(num), "share": f"{num / sum(balance.values()):.0%}"}
+            for size, num in balance.items()
         ],
-        pictures=pictures,
+        pictures={"calibration.png": figures.calibration(list(map(int, balance)), sample)} if sample else {},
     )
 
 

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from blockpilot.control.price import StepCosts
 from blockpilot.evaluation.statistics import Interval
 
-SMALL, WIDE = (5.0, 3.2), (9.0, 3.6)
 NUM_BINS = 10  # of predictions, by quantile
 DOTTED: dict[str, Any] = {"marker": "o", "markersize": 4}
 
@@ -22,7 +21,7 @@ Array = NDArray[np.float64]
 
 def tau_curves(curves: Mapping[str, Mapping[int, float]], trained: int, ceiling: float | None = None) -> bytes:
     """tau by block size: a line for every prompt set."""
-    figure, axes = _new(SMALL, "block size", "tau (tokens a step)")
+    figure, axes = _new("block size", "tau (tokens a step)")
     for name, curve in curves.items():
         axes.plot(list(curve), list(curve.values()), **DOTTED, label=name)
     if ceiling is not None:
@@ -38,7 +37,7 @@ def tau_curves(curves: Mapping[str, Mapping[int, float]], trained: int, ceiling:
 
 def best_sizes(counts: Mapping[str, Mapping[int, int]], trained: int) -> bytes:
     """For how many prompts each block size is the best, by each way to judge."""
-    figure, axes = _new(SMALL, "best block size", "share of the prompts")
+    figure, axes = _new("best block size", "share of the prompts")
     sizes = sorted({size for count in counts.values() for size in count})
     width = 0.8 / len(counts)
     for i, (name, count) in enumerate(counts.items()):
@@ -57,7 +56,7 @@ def calibration(candidates: Sequence[int], sample: Mapping[str, Sequence[Sequenc
 
     sample["predicted"] and sample["measured"] are [steps, candidates].
     """
-    figure, axes = _new(SMALL, "predicted tokens of a step", "measured, mean of a bin")
+    figure, axes = _new("predicted tokens of a step", "measured, mean of a bin")
     predicted, measured = np.asarray(sample["predicted"]), np.asarray(sample["measured"])
     for i, size in enumerate(candidates):
         if size == 1 or np.ptp(predicted[:, i]) == 0:
@@ -109,7 +108,7 @@ def over_best_fixed(rows: Mapping[str, Mapping[str, Interval]], methods: Sequenc
 
 def cost_curves(costs: StepCosts) -> bytes:
     """What a step costs by its block size, in steps of plain decoding: a line for every number of rows."""
-    figure, axes = _new(SMALL, "block size", "cost of a step, plain = 1")
+    figure, axes = _new("block size", "cost of a step, plain = 1")
     for rows in costs.rows:
         relative = costs.of_candidates(costs.block_sizes, rows)
         axes.plot(costs.block_sizes, relative, **DOTTED, label=f"{rows} row{'s' * (rows > 1)}")
@@ -119,7 +118,7 @@ def cost_curves(costs: StepCosts) -> bytes:
 
 def served(rows: Sequence[Mapping[str, Any]]) -> bytes:
     """A server's tokens a second at every load, and the first token's 99th percentile: a line for every mode."""
-    figure = Figure(figsize=WIDE, layout="constrained")
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
     panels = figure.subplots(1, 2)
     loads = list(dict.fromkeys(row["load"] for row in rows))
     for mode in dict.fromkeys(row["mode"] for row in rows):
@@ -141,8 +140,8 @@ def _with_errors(intervals: Iterable[Interval]) -> tuple[Array, Array]:
     return values, np.maximum([values - low, high - values], 0)
 
 
-def _new(size: tuple[float, float], xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=size, layout="constrained")
+def _new(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(5, 3.2), layout="constrained")
     return figure, figure.add_subplot(xlabel=xlabel, ylabel=ylabel)
 
 

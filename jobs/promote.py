@@ -15,7 +15,7 @@ from blockpilot.evaluation.tables import with_range
 from blockpilot.pairs.table import NAMED_PAIRS
 from blockpilot.types import PairId
 from jobs.common.config import DEFAULT_PAIR, Config, main
-from jobs.common.registry import HeldOut, Registry, Version, model_name
+from jobs.common.registry import Registry, Version, model_name
 
 
 class PromoteConfig(Config):
@@ -43,7 +43,7 @@ def run(config: PromoteConfig) -> PromoteResult:
     """Promote a version, or say why not; raises ValueError for a model or version that is not there."""
     registry = Registry.open()
     named = NAMED_PAIRS.get(config.model)
-    name = model_name(named[0]) if named else config.model
+    name = model_name(named.target) if named else config.model
     versions = registry.versions(name)
     if not versions:
         raise ValueError(f"registered model {name!r} in {registry.uri}: has no versions")
@@ -53,13 +53,12 @@ def run(config: PromoteConfig) -> PromoteResult:
     promoted = refusal is None or config.force
     if promoted:
         registry.set_champion(version)
-    if refusal is not None and config.force:
+    if refusal and config.force:
         registry.tag_version(version, {"promoted.forced": refusal})
-    reason = _reason(version, champion, refusal)
+    reason = refusal or _reason(version, champion)
     print(f"promote: {name} version {version.number} is {'' if promoted else 'not '}the champion: {reason}")
     now = version if promoted else champion
-    usable = now is not None and _same_pair(version, now)
-    return PromoteResult(version, promoted, reason, now.number if now and usable else None)
+    return PromoteResult(version, promoted, reason, now.number if now and _same_pair(version, now) else None)
 
 
 def _refusal(version: Version, champion: Version | None) -> str | None:
@@ -70,15 +69,15 @@ def _refusal(version: Version, champion: Version | None) -> str | None:
     if ours is None:
         return "no held-out figures; run jobs/evaluate.py on it first"
     if ours.speed_ratio_high < 1:
-        measured = with_range(Interval(speed_ratio(ours), ours.speed_ratio_low, ours.speed_ratio_high), 3)
-        return f"slower than the best fixed block size on held-out prompts, {measured} of its speed"
+        ratio = Interval(ours.policy_speed / ours.best_fixed_speed, ours.speed_ratio_low, ours.speed_ratio_high)
+        return f"slower than the best fixed block size on held-out prompts, {with_range(ratio, 3)} of its speed"
     if champion is None or not _same_pair(version, champion):
         return None
     if ours.champion != champion.number:
         return f"not measured beside champion version {champion.number}; run jobs/evaluate.py on it again"
     if ours.champion_ratio_low <= 1:
-        measured = with_range(Interval(ours.champion_ratio, ours.champion_ratio_low, ours.champion_ratio_high), 3)
-        return f"does not beat champion version {champion.number}, {measured} of its speed"
+        ratio = Interval(ours.champion_ratio, ours.champion_ratio_low, ours.champion_ratio_high)
+        return f"does not beat champion version {champion.number}, {with_range(ratio, 3)} of its speed"
     return None
 
 
@@ -87,14 +86,8 @@ def _same_pair(version: Version, champion: Version) -> bool:
     return all(version.tags.get(name) == champion.tags.get(name) for name in (*PairId._fields, "format"))
 
 
-def speed_ratio(figures: HeldOut) -> float:
-    """Speed of the policy over that of the best fixed block size."""
-    return figures.policy_speed / figures.best_fixed_speed
-
-
-def _reason(version: Version, champion: Version | None, refusal: str | None) -> str:
-    if refusal is not None:
-        return refusal
+def _reason(version: Version, champion: Version | None) -> str:
+    """Why `version` is the champion where nothing speaks against it."""
     if champion is not None and champion.number == version.number:
         return "it already was"
     return f"it follows version {champion.number}" if champion else "the first of its model"

@@ -15,7 +15,7 @@ from blockpilot.evaluation.tables import with_range
 from blockpilot.pairs.table import NAMED_PAIRS
 from blockpilot.types import PairId
 from jobs.common.config import DEFAULT_PAIR, Config, main
-from jobs.common.registry import HeldOut, Registry, Version, model_name
+from jobs.common.registry import Registry, Version, model_name
 
 
 class PromoteConfig(Config):
@@ -43,61 +43,48 @@ def run(config: PromoteConfig) -> PromoteResult:
     """Promote a version, or say why not; raises ValueError for a model or version that is not there."""
     registry = Registry.open()
     named = NAMED_PAIRS.get(config.model)
-    name = model_name(named[0]) if named else config.model
+    name = model_name(named.target) if named else config.model
     versions = registry.versions(name)
     if not versions:
         raise ValueError(f"registered model {name!r} in {registry.uri}: has no versions")
     version = versions[-1] if config.version is None else registry.version(name, config.version)
     champion = registry.find_champion(name)
-    refusal = _refusal(version, champion)
-    promoted = refusal is None or config.force
+    earned, reason = _judge(version, champion)
+    promoted = earned or config.force
     if promoted:
         registry.set_champion(version)
-    if refusal is not None and config.force:
-        registry.tag_version(version, {"promoted.forced": refusal})
-    reason = _reason(version, champion, refusal)
+        if not earned:
+            registry.tag_version(version, {"promoted.forced": reason})
     print(f"promote: {name} version {version.number} is {'' if promoted else 'not '}the champion: {reason}")
     now = version if promoted else champion
-    usable = now is not None and _same_pair(version, now)
-    return PromoteResult(version, promoted, reason, now.number if now and usable else None)
+    return PromoteResult(version, promoted, reason, now.number if now and _same_pair(version, now) else None)
 
 
-def _refusal(version: Version, champion: Version | None) -> str | None:
-    """Why `version` must not follow `champion`; None when it may."""
+def _judge(version: Version, champion: Version | None) -> tuple[bool, str]:
+    """Whether `version` may follow `champion`, and why."""
     if champion is not None and champion.number == version.number:
-        return None
+        return True, "it already was"
     ours = version.held_out
     if ours is None:
-        return "no held-out figures; run jobs/evaluate.py on it first"
+        return False, "no held-out figures; run jobs/evaluate.py on it first"
     if ours.speed_ratio_high < 1:
-        measured = with_range(Interval(speed_ratio(ours), ours.speed_ratio_low, ours.speed_ratio_high), 3)
-        return f"slower than the best fixed block size on held-out prompts, {measured} of its speed"
-    if champion is None or not _same_pair(version, champion):
-        return None
-    if ours.champion != champion.number:
-        return f"not measured beside champion version {champion.number}; run jobs/evaluate.py on it again"
-    if ours.champion_ratio_low <= 1:
-        measured = with_range(Interval(ours.champion_ratio, ours.champion_ratio_low, ours.champion_ratio_high), 3)
-        return f"does not beat champion version {champion.number}, {measured} of its speed"
-    return None
+        ratio = ours.policy_speed / ours.best_fixed_speed
+        measured = with_range(Interval(ratio, ours.speed_ratio_low, ours.speed_ratio_high), 3)
+        return False, f"slower than the best fixed block size on held-out prompts, {measured} of its speed"
+    if champion is None:
+        return True, "the first of its model"
+    if _same_pair(version, champion):
+        if ours.champion != champion.number:
+            return False, f"not measured beside champion version {champion.number}; run jobs/evaluate.py on it again"
+        if ours.champion_ratio_low <= 1:
+            measured = with_range(Interval(ours.champion_ratio, ours.champion_ratio_low, ours.champion_ratio_high), 3)
+            return False, f"does not beat champion version {champion.number}, {measured} of its speed"
+    return True, f"it follows version {champion.number}"
 
 
 def _same_pair(version: Version, champion: Version) -> bool:
     """And the same format, without which it cannot be read."""
     return all(version.tags.get(name) == champion.tags.get(name) for name in (*PairId._fields, "format"))
-
-
-def speed_ratio(figures: HeldOut) -> float:
-    """Speed of the policy over that of the best fixed block size."""
-    return figures.policy_speed / figures.best_fixed_speed
-
-
-def _reason(version: Version, champion: Version | None, refusal: str | None) -> str:
-    if refusal is not None:
-        return refusal
-    if champion is not None and champion.number == version.number:
-        return "it already was"
-    return f"it follows version {champion.number}" if champion else "the first of its model"
 
 
 def _run_or_fail(config: PromoteConfig) -> None:

@@ -4,17 +4,18 @@ Everything is read from what the other jobs wrote; nothing is decoded. Ceilings 
 block size for each prompt in hindsight, and the best one at every step.
 """
 
-import base64
 import json
+from base64 import b64encode
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from importlib import resources
+from dataclasses import replace
+from itertools import count
 from pathlib import Path, PurePath
 from statistics import geometric_mean
 from typing import Any, NamedTuple
 
 import numpy as np
-from jinja2 import Environment
+from jinja2 import Environment, PackageLoader
 from pydantic import Field
 
 from blockpilot.control.price import COSTS_FILE, StepCosts
@@ -22,7 +23,7 @@ from blockpilot.evaluation.oracle import Table, potential
 from blockpilot.evaluation.statistics import Interval
 from blockpilot.evaluation.tables import with_range
 from blockpilot.storage import is_file, join, write_bytes, write_text
-from blockpilot.sweep.rows import Metadata, SweepRow, read_parts
+from blockpilot.sweep.rows import SweepRow, read_parts
 from blockpilot.sweep.summary import Summary, least_cost
 from jobs.common import figures
 from jobs.common.config import Config, Place, absolute_in_submitted_job, main
@@ -33,17 +34,16 @@ from jobs.training.record import TRAINING_FILE
 
 PAGE_FILE = "report.html"
 TEMPLATE = "report.html.jinja"
-NAMES = "DFlash", "BlockPilot"
 ALL = "all"
 # arXiv 2606.31315, averages over seven benchmarks on an H100: speed-up and tau of DFlash at its trained block size,
 # and of the paper's policy.
 PAPER = {
-    "Qwen3-4B, T=0": ((3.99, 6.31), (4.17, 6.59)),
-    "Qwen3-4B, T=1": ((3.80, 5.35), (4.20, 5.92)),
-    "Qwen3-8B, T=0": ((4.42, 6.13), (4.66, 6.46)),
-    "Qwen3-8B, T=1": ((3.55, 5.00), (3.94, 5.55)),
-    "Llama-3.1-8B, T=0": ((3.03, 4.48), (3.25, 4.82)),
-    "Qwen3-Coder-30B-A3B, T=0": ((3.86, 5.68), (4.12, 6.05)),
+    "Qwen3-4B, T=0": {"DFlash": (3.99, 6.31), "BlockPilot": (4.17, 6.59)},
+    "Qwen3-4B, T=1": {"DFlash": (3.80, 5.35), "BlockPilot": (4.20, 5.92)},
+    "Qwen3-8B, T=0": {"DFlash": (4.42, 6.13), "BlockPilot": (4.66, 6.46)},
+    "Qwen3-8B, T=1": {"DFlash": (3.55, 5.00), "BlockPilot": (3.94, 5.55)},
+    "Llama-3.1-8B, T=0": {"DFlash": (3.03, 4.48), "BlockPilot": (3.25, 4.82)},
+    "Qwen3-Coder-30B-A3B, T=0": {"DFlash": (3.86, 5.68), "BlockPilot": (4.12, 6.05)},
 }
 
 
@@ -89,13 +89,10 @@ def write(output: Path, parts: Sequence[Section]) -> None:
     for part in parts:
         for name, picture in part.pictures.items():
             write_bytes(output / name, picture)
-    template = resources.files("jobs.common").joinpath(TEMPLATE).read_text(encoding="utf-8")
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    write_text(output / PAGE_FILE, environment.from_string(template).render(sections=parts, base64=_base64))
-
-
-def _base64(picture: bytes) -> str:
-    return base64.b64encode(picture).decode()
+    templates = PackageLoader("jobs", "common")
+    environment = Environment(loader=templates, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    page = environment.get_template(TEMPLATE).render(sections=parts, b64encode=b64encode)
+    write_text(output / PAGE_FILE, page)
 
 
 def sections(config: ReportConfig) -> Iterable[Section]:
@@ -107,7 +104,7 @@ def sections(config: ReportConfig) -> Iterable[Section]:
     for place, label in zip(config.sweeps, _labels(config.sweeps), strict=True):
         yield _of_sweep(place, label)
     if config.policy is not None:
-        yield from _of_policy(config.policy)
+        yield _of_policy(config.policy)
 
 
 # --- evaluations ---
@@ -116,25 +113,21 @@ def sections(config: ReportConfig) -> Iterable[Section]:
 def _read_evaluations(folders: Sequence[Path]) -> dict[str, dict[str, Any]]:
     """By title; those that differ in neither temperature nor load have their folders' names, too."""
     found = [_read(folder / RESULT_FILE, "evaluation", "figures") for folder in folders]
-    shared = Counter(map(_title, found))
-    labels = _labels(list(map(str, folders)))
+    titles = list(map(_title, found))
     return {
-        _title(each) + (f" ({label})" if shared[_title(each)] > 1 else ""): each
-        for label, each in zip(labels, found, strict=True)
+        f"{title} ({label})" if titles.count(title) > 1 else title: each
+        for title, label, each in zip(titles, _labels(folders), found, strict=True)
     }
 
 
-def _labels(places: Sequence[str]) -> list[str]:
+def _labels(places: Iterable[str | Path]) -> list[str]:
     """The last parts of paths, as few as tell them apart. Raises ValueError if one is given twice."""
-    for place, times in Counter(places).items():
+    paths = [PurePath(place) for place in places]
+    for path, times in Counter(paths).items():
         if times > 1:
-            raise ValueError(f"{place} is given {times} times: a report shows a result once")
-    parts = [PurePath(place).parts for place in places]
-    for num in range(1, max(map(len, parts), default=0)):
-        labels = [str(PurePath(*each[-num:])) for each in parts]
-        if len(set(labels)) == len(places):
-            return labels
-    return list(places)
+            raise ValueError(f"{path} is given {times} times: a report shows a result once")
+    by_depth = ([str(PurePath(*path.parts[-num:])) for path in paths] for num in count(1))
+    return next(labels for labels in by_depth if len(set(labels)) == len(labels))
 
 
 def _read(file: Path, what: str, field: str) -> dict[str, Any]:
@@ -161,21 +154,21 @@ def _compared(evaluations: Mapping[str, Mapping[str, Any]]) -> Iterable[Section]
         for title, found in evaluations.items()
     }
     paper = {
-        title: dict(zip(NAMES, (_certain(fixed[0]), _certain(learned[0])), strict=True))
-        for title, (fixed, learned) in PAPER.items()
+        title: {name: Interval(speed, speed, speed) for name, (speed, _) in methods.items()}
+        for title, methods in PAPER.items()
     }
     yield Section(
         "Speed-up over plain decoding",
         "Measured on held-out prompts; 95% intervals over prompts. The oracle chooses in hindsight and is a bound.",
-        pictures={"speed_ups.png": figures.speed_ups(speeds, "times plain decoding")},
+        pictures={"speed_ups.png": figures.speed_ups(speeds)},
     )
     yield from _together(evaluations, speeds)
     yield Section(
         "The paper's table",
         "arXiv 2606.31315 on an H100, with other models and drafts. Its released files choose for each prompt the "
         "block size that did best in the reported runs: an oracle.",
-        table=[_paper_row(title, *figures_of) for title, figures_of in PAPER.items()],
-        pictures={"paper.png": figures.speed_ups(paper, "times plain decoding")},
+        table=[_paper_row(*row) for row in PAPER.items()],
+        pictures={"paper.png": figures.speed_ups(paper)},
     )
     rows: dict[str, dict[str, Interval]] = {}
     for title, found in evaluations.items():
@@ -223,13 +216,9 @@ def _mean_row(method: str, speeds: Mapping[str, float]) -> dict[str, str]:
     return {"method": method, **each, "geometric mean": f"{geometric_mean(speeds.values()):.3f}"}
 
 
-def _paper_row(title: str, fixed: tuple[float, float], learned: tuple[float, float]) -> dict[str, str]:
-    cells = {name: f"{speed:.2f}x, tau {tau:.2f}" for name, (speed, tau) in zip(NAMES, (fixed, learned), strict=True)}
-    return {"pair": title, **cells, "gain": f"{learned[0] / fixed[0] - 1:+.1%}"}
-
-
-def _certain(value: float) -> Interval:
-    return Interval(value, value, value)
+def _paper_row(title: str, methods: Mapping[str, tuple[float, float]]) -> dict[str, str]:
+    cells = {name: f"{speed:.2f}x, tau {tau:.2f}" for name, (speed, tau) in methods.items()}
+    return {"pair": title, **cells, "gain": f"{methods['BlockPilot'][0] / methods['DFlash'][0] - 1:+.1%}"}
 
 
 def _headroom(name: str, row: Mapping[str, Interval]) -> dict[str, str]:
@@ -247,115 +236,77 @@ def _headroom(name: str, row: Mapping[str, Interval]) -> dict[str, str]:
 # --- sweeps ---
 
 
-class Ceiling:
-    """What block sizes could give on some rows by the costs of a step; added row by row."""
-
-    def __init__(self, candidates: Sequence[int], step_costs: Sequence[float]) -> None:
-        self._candidates, self._costs = tuple(candidates), np.array(step_costs)
-        self._tokens: list[int] = []
-        self._seconds: list[Any] = []
-        self._least = 0.0  # of dense rows, with the best candidate at every step
-
-    def add(self, row: SweepRow) -> None:
-        self._tokens.append(sum(n * count for n, count in enumerate(row.emitted_histograms[0])))
-        self._seconds.append(np.array(row.num_steps) * self._costs)
-        if row.accepted:
-            self._least += least_cost(row.accepted, self._costs.tolist())
-
-    def describe(self) -> dict[str, str]:
-        """Cells of a table."""
-        tokens, seconds = np.array(self._tokens, float), np.array(self._seconds)
-        there = potential(Table(np.tile(tokens[:, None], (1, len(self._candidates))), seconds), self._candidates)
-        at_every_step = f"{tokens.sum() / self._least / there.best_fixed_rate - 1:+.1%}" if self._least else "-"
-        return {
-            "prompts": str(len(tokens)),
-            "best fixed": method_name(there.best_fixed),
-            "times plain decoding": f"{there.best_fixed_rate:.3f}",
-            "random": f"{there.random / there.best_fixed_rate - 1:+.1%}",
-            "best for each prompt": f"{there.headroom:+.1%}",
-            "best at every step": at_every_step,
-        }
-
-
-class SweepTotals:
-    """Curves, counts and ceilings of a sweep by prompt set; added part by part."""
-
-    def __init__(self, metadata: Metadata, costs: StepCosts | None) -> None:
-        self.metadata = metadata
-        candidates = metadata.candidates
-        self._loads = {1: [1.0] * len(candidates)}
-        self._ways = {"by tau": self._loads[1]}
-        if costs is not None:
-            self._loads = {rows: costs.of_candidates(candidates, rows) for rows in costs.rows}
-            self._ways |= {f"by tokens/s, {n} row{'s' * (n > 1)}": each for n, each in self._loads.items()}
-        self.by_set: dict[str, Summary] = {}
-        self._ceilings: dict[tuple[int, str], Ceiling] = {}
-        self._best = {name: Counter[int]() for name in self._ways}
-
-    def add(self, row: SweepRow) -> None:
-        self.by_set.setdefault(row.prompt_set, Summary()).add([row])
-        for rows, step_costs in self._loads.items():
-            for name in (row.prompt_set, ALL):
-                self._ceilings.setdefault((rows, name), Ceiling(row.candidates, step_costs)).add(row)
-        for name, step_costs in self._ways.items():
-            self._best[name][row.candidates[int((np.array(row.taus) / step_costs).argmax())]] += 1
-
-    @property
-    def table(self) -> list[dict[str, str]]:
-        order = sorted(self._ceilings, key=lambda key: (key[0], key[1] == ALL, key[1]))
-        return [{"rows": str(key[0]), "set": key[1], **self._ceilings[key].describe()} for key in order]
-
-    def pictures(self, name: str) -> dict[str, bytes]:
-        curves = {prompt_set: summary.tau_curve for prompt_set, summary in sorted(self.by_set.items())}
-        trained = self.metadata.block_size
-        return {
-            f"{name}-tau_curves.png": figures.tau_curves(curves, trained),
-            f"{name}-best_block_sizes.png": figures.best_sizes(self._best, trained),
-        }
-
-
 def _of_sweep(place: Place, label: str) -> Section:
-    costs = StepCosts.read(join(place, COSTS_FILE)) if is_file(join(place, COSTS_FILE)) else None
-    totals: SweepTotals | None = None
+    by_set = defaultdict[str, list[SweepRow]](list)
     for part in read_parts(place):
-        totals = totals or SweepTotals(part.metadata, costs)
-        for row in part.rows:
-            totals.add(row)
-    assert totals is not None, "read_parts gives at least one part"
-    pair, dtype = totals.metadata.pair, totals.metadata.dtype
+        for row in part.rows:  # without what is large and not shown
+            light = replace(row, probs_ids=[], probs=[], context=[], step_contexts=b"", step_embeddings=b"")
+            by_set[row.prompt_set].append(light)
+    metadata, sets = part.metadata, dict(sorted(by_set.items()))
+    every = [row for rows in sets.values() for row in rows]
+    loads, ways = {1: [1.0] * len(metadata.candidates)}, {"by tau": [1.0] * len(metadata.candidates)}
+    if is_file(join(place, COSTS_FILE)):
+        costs = StepCosts.read(join(place, COSTS_FILE))
+        loads = {num: costs.of_candidates(metadata.candidates, num) for num in costs.rows}
+        ways |= {f"by tokens/s, {num} row{'s' * (num > 1)}": each for num, each in loads.items()}
+    best = {name: Counter(_best_size(row, step_costs) for row in every) for name, step_costs in ways.items()}
+    curves = {name: Summary().add(rows).tau_curve for name, rows in sets.items()}
+    name = label.replace("/", "-")
     return Section(
         f"Sweep {label}",
-        f"{pair.target} with {pair.draft}, {dtype}. Ceilings are gains over the best fixed block size in hindsight, "
-        "noise included, by the measured costs of a step: no policy can have more.",
-        table=totals.table,
-        pictures=totals.pictures(label.replace("/", "-")),
+        f"{metadata.pair.target} with {metadata.pair.draft}, {metadata.dtype}. Ceilings are gains over the best "
+        "fixed block size in hindsight, noise included, by the measured costs of a step: no policy can have more.",
+        table=[
+            {"rows": str(num), "set": name, **ceilings(rows, step_costs)}
+            for num, step_costs in loads.items()
+            for name, rows in (sets | {ALL: every}).items()
+        ],
+        pictures={
+            f"{name}-tau_curves.png": figures.tau_curves(curves, metadata.block_size),
+            f"{name}-best_block_sizes.png": figures.best_sizes(best, metadata.block_size),
+        },
     )
+
+
+def _best_size(row: SweepRow, step_costs: Sequence[float]) -> int:
+    return row.candidates[int((np.array(row.taus) / step_costs).argmax())]
+
+
+def ceilings(rows: Sequence[SweepRow], step_costs: Sequence[float]) -> dict[str, str]:
+    """Cells of a table: what block sizes could give on these rows, by the costs of a step."""
+    candidates = rows[0].candidates
+    tokens = np.array([sum(n * count for n, count in enumerate(row.emitted_histograms[0])) for row in rows], float)
+    seconds = np.array([row.num_steps for row in rows]) * step_costs
+    there = potential(Table(np.tile(tokens[:, None], len(candidates)), seconds), candidates)
+    least = sum(least_cost(row.accepted, step_costs) for row in rows if row.accepted)
+    return {
+        "prompts": str(len(rows)),
+        "best fixed": method_name(there.best_fixed),
+        "times plain decoding": f"{there.best_fixed_rate:.3f}",
+        "random": f"{there.random / there.best_fixed_rate - 1:+.1%}",
+        "best for each prompt": f"{there.headroom:+.1%}",
+        "best at every step": f"{tokens.sum() / least / there.best_fixed_rate - 1:+.1%}" if least else "-",
+    }
 
 
 # --- the policy ---
 
 
-def _of_policy(folder: Path) -> Iterable[Section]:
+def _of_policy(folder: Path) -> Section:
     found = _read(folder / TRAINING_FILE, "training", "report")
-    params, lookup = found["params"], found["report"]
-    pictures = {}
-    if found["sample"]:
-        candidates = [int(size) for size in found["balance"]]
-        sample = found["sample"]
-        pictures["calibration.png"] = figures.calibration(candidates, sample["predicted"], sample["measured"])
-    total = sum(found["balance"].values())
+    params, lookup, sample, balance = (found[name] for name in ("params", "report", "sample", "balance"))
     training, validation = found["num_examples"]
-    yield Section(
+    return Section(
         "The policy",
         f"kind {params['kind']}, objective "
         f"{params['objective']}; {training} examples, {validation} held back. Looked up there (a diagnostic, not a "
         f"result) it gains {lookup['gain']:+.1%} over B={lookup['best_fixed_block_size']} "
         f"({lookup['gain_low']:+.1%} to {lookup['gain_high']:+.1%}).",
         table=[
-            {"best block size": size, "examples": str(count), "share": f"{count / total:.0%}"}
-            for size, count in found["balance"].items()
+            {"best block size": size, "examples": str(num), "share": f"{num / sum(balance.values()):.0%}"}
+            for size, num in balance.items()
         ],
-        pictures=pictures,
+        pictures={"calibration.png": figures.calibration(list(map(int, balance)), sample)} if sample else {},
     )
 
 

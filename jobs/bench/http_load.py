@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -52,7 +53,7 @@ class Received:
     @property
     def gaps_s(self) -> list[float]:
         """Seconds between pieces of text."""
-        return [after - before for before, after in zip(self.arrivals, self.arrivals[1:], strict=False)]
+        return [after - before for before, after in pairwise(self.arrivals)]
 
 
 class Clients:
@@ -61,12 +62,12 @@ class Clients:
     `vanish` is the share of requests whose client disconnects early.
     """
 
-    def __init__(self, url: str, key: str | None = None, *, vanish: float = 0.0, seed: int = 0) -> None:
+    def __init__(self, url: str, key: str | None = None, *, vanish: float = 0.0) -> None:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         timeout = httpx.Timeout(ANSWER_S, connect=CONNECT_S, pool=None)
         self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout, limits=limits)
-        self._vanish, self._dice = vanish, random.Random(seed)
+        self._url, self._vanish, self._dice = url, vanish, random.Random(0)
 
     async def __aenter__(self) -> "Clients":
         return self
@@ -74,9 +75,13 @@ class Clients:
     async def __aexit__(self, *_: object) -> None:
         await self._http.aclose()
 
-    async def get(self, path: str) -> Any:
-        """The JSON of a GET below /v1."""
-        return (await self._http.get(path)).json()
+    async def first_model(self) -> str:
+        """Id of the first model that the server has; raises ValueError where it lists none."""
+        try:
+            return str((await self._http.get("models")).json()["data"][0]["id"])
+        except (httpx.HTTPError, KeyError, ValueError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{self._url}: no server that lists its models ({reason})") from None
 
     async def closed_loop(self, bodies: Sequence[Mapping[str, Any]], num_clients: int) -> list[Received]:
         """Send all bodies, `num_clients` at a time; repeat refused ones after the server's Retry-After."""
@@ -129,7 +134,9 @@ class Clients:
                 elif "error" in event:
                     received.error = event["error"]["message"]
                 elif event["choices"]:
-                    _take(received, event["choices"][0])
+                    if content := event["choices"][0]["delta"].get("content"):
+                        received.text += content
+                        received.arrivals.append(time.perf_counter())
                 else:
                     received.num_tokens = event["usage"]["completion_tokens"]
                     received.acceptance_length = event["usage"].get("acceptance_length")
@@ -138,13 +145,6 @@ class Clients:
                     return
         if not ended and not received.error:
             received.error = "the stream was cut"
-
-
-def _take(received: Received, choice: Mapping[str, Any]) -> None:
-    content = choice["delta"].get("content")
-    if content:
-        received.text += content
-        received.arrivals.append(time.perf_counter())
 
 
 async def _events(response: httpx.Response) -> AsyncGenerator[dict[str, Any] | None, None]:

@@ -36,19 +36,11 @@ class PublishedLoopConfig(Config):
     """The draft is written here once, as the package reads it."""
 
 
-class LoopTotals(NamedTuple):
-    """Of one loop at one block size."""
+class Decoded(NamedTuple):
+    """One loop's answer to one prompt."""
 
-    num_tokens: int = 0
-    seconds: float = 0.0
-    texts: tuple[tuple[int, ...], ...] = ()
-
-    def plus(self, tokens: tuple[int, ...], seconds: float) -> "LoopTotals":
-        return LoopTotals(self.num_tokens + len(tokens), self.seconds + seconds, (*self.texts, tokens))
-
-    @property
-    def speed(self) -> float:
-        return self.num_tokens / self.seconds
+    tokens: tuple[int, ...]
+    seconds: float
 
 
 def run(config: PublishedLoopConfig) -> dict[int, float]:
@@ -64,12 +56,16 @@ def run(config: PublishedLoopConfig) -> dict[int, float]:
     table = Table("B", "ours tokens/s", "dflash tokens/s", "ratio", "equal texts", title=f"{pair.id.draft}, batch 1")
     for block_size in config.block_sizes:
         ours, published = _decode_in_turns(config, pair, theirs, prompt_ids, block_size)
-        ratios[block_size] = ours.speed / published.speed
-        equal = sum(a == b for a, b in zip(ours.texts, published.texts, strict=True))
-        cells = (f"{ours.speed:.1f}", f"{published.speed:.1f}", f"{ratios[block_size]:.2f}")
+        ratios[block_size] = _speed(ours) / _speed(published)
+        equal = sum(a.tokens == b.tokens for a, b in zip(ours, published, strict=True))
+        cells = (f"{_speed(ours):.1f}", f"{_speed(published):.1f}", f"{ratios[block_size]:.2f}")
         table.add_row(str(block_size), *cells, f"{equal}/{len(prompts)}")
     Console().print(table)
     return ratios
+
+
+def _speed(answers: list[Decoded]) -> float:
+    return sum(len(answer.tokens) for answer in answers) / sum(answer.seconds for answer in answers)
 
 
 def _their_draft(pair: Pair, directory: Path) -> Any:
@@ -82,7 +78,7 @@ def _their_draft(pair: Pair, directory: Path) -> Any:
 
 def _decode_in_turns(
     config: PublishedLoopConfig, pair: Pair, theirs: Any, prompt_ids: list[tuple[int, ...]], block_size: int
-) -> tuple[LoopTotals, LoopTotals]:
+) -> tuple[list[Decoded], list[Decoded]]:
     from dflash.model import dflash_generate
 
     def published(ids: tuple[int, ...]) -> tuple[int, ...]:
@@ -100,15 +96,14 @@ def _decode_in_turns(
         steps = generate(pair, ids, block_size=block_size, max_new_tokens=config.max_new_tokens)
         return tuple(token for step in steps for token in step.tokens)
 
-    totals = {ours: LoopTotals(), published: LoopTotals()}
-    for loop in totals:
+    answers: dict[Any, list[Decoded]] = {ours: [], published: []}
+    for loop in answers:
         loop(prompt_ids[0])  # warm-up
     for number, ids in enumerate(prompt_ids):
         for loop in (ours, published) if number % 2 else (published, ours):
             started = time.perf_counter()
-            tokens = loop(ids)
-            totals[loop] = totals[loop].plus(tokens, time.perf_counter() - started)
-    return totals[ours], totals[published]
+            answers[loop].append(Decoded(loop(ids), time.perf_counter() - started))
+    return answers[ours], answers[published]
 
 
 if __name__ == "__main__":

@@ -16,13 +16,14 @@ import random
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import httpx
 import numpy as np
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field, PositiveFloat, field_validator
 
 from blockpilot.engine.engine import Engine
 from blockpilot.evaluation.statistics import Interval, ratio_of_totals
@@ -51,7 +52,7 @@ class BenchServeConfig(Config):
     """auto, block sizes, and bare:N; the first one is the baseline."""
     concurrency: tuple[int, ...] = (1, 4, 16)
     """Clients of the closed loops."""
-    rates: tuple[float, ...] = ()
+    rates: tuple[PositiveFloat, ...] = ()
     """Requests a second of open loops, which come after the closed ones."""
     rounds: int = Field(default=3, ge=1)
     """Of every mode at every concurrency and rate, each with other prompts."""
@@ -87,38 +88,39 @@ class BenchServeConfig(Config):
         return modes
 
 
+class Load(NamedTuple):
+    """A closed loop of so many clients, or an open one of so many requests a second."""
+
+    name: str
+    num_requests: int
+    """In a round."""
+    num_clients: int | None = None
+    rate: float = 0.0
+
+
 class Round(NamedTuple):
     """Results of one mode in one round."""
 
     seconds: float
     num_tokens: int
-    received: list[Received]
-
-
-class Level(NamedTuple):
-    """A load, and every mode's rounds under it."""
-
-    name: str
-    rounds: dict[str, list[Round]]
+    received: Sequence[Received] = ()
 
 
 # --- measuring ---
 
 
-async def measure(config: BenchServeConfig, prompts: Sequence[Prompt]) -> list[Level]:
-    """Measure all loads; prints progress."""
+async def measure(config: BenchServeConfig, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
+    """Measure all loads; prints progress. Returns a row for every load and mode."""
+    loads = [Load(f"{num} clients", num * config.requests_per_client, num) for num in config.concurrency]
+    loads += [Load(f"{rate:g} requests/s", config.num_requests, rate=rate) for rate in config.rates]
     async with Clients(config.url, environment_key(), vanish=config.vanish) as clients:
-        model = config.model or await _first_model(clients, config.url)
-        bench = _Bench(config, prompts, clients, model)
-        closed = [await bench.level(f"{num} clients", num, None) for num in config.concurrency]
-        return closed + [await bench.level(f"{rate:g} requests/s", None, rate) for rate in config.rates]
-
-
-async def _first_model(clients: Clients, url: str) -> str:
-    try:
-        return str((await clients.get("models"))["data"][0]["id"])
-    except (httpx.HTTPError, KeyError, ValueError) as error:
-        raise ValueError(f"{url}: no server that lists its models ({type(error).__name__}: {error})") from None
+        bench = _Bench(config, prompts, clients, config.model or await clients.first_model())
+        measured = [(load, await bench.rounds(load)) for load in loads]
+    return [
+        _row(config, load, mode, rounds, of_load[config.modes[0]])
+        for load, of_load in measured
+        for mode, rounds in of_load.items()
+    ]
 
 
 class _Bench:
@@ -129,61 +131,60 @@ class _Bench:
             torch.set_num_threads(config.num_threads)
             self._pair = config.pair.load()
 
-    async def level(self, name: str, concurrency: int | None, rate: float | None) -> Level:
-        config = self._config
-        num = config.num_requests if concurrency is None else concurrency * config.requests_per_client
-        rounds: dict[str, list[Round]] = {mode: [] for mode in config.modes}
-        order = list(config.modes)
-        for number in range(config.rounds):
-            of_round = [self._prompts[(number * num + i) % len(self._prompts)] for i in range(num)]
+    async def rounds(self, load: Load) -> dict[str, list[Round]]:
+        """All rounds under a load, by mode."""
+        rounds: dict[str, list[Round]] = {mode: [] for mode in self._config.modes}
+        order, prompts = deque(self._config.modes), cycle(self._prompts)
+        for number in range(self._config.rounds):
+            of_round = list(islice(prompts, load.num_requests))
             for mode in order:
-                rounds[mode].append(await self._round(mode, of_round, concurrency, rate))
-            order = order[1:] + order[:1]
-            print(f"{name}: round {number + 1} of {config.rounds}", flush=True)
-        return Level(name, rounds)
+                rounds[mode].append(await self._round(mode, of_round, load))
+            order.rotate(-1)
+            print(f"{load.name}: round {number + 1} of {self._config.rounds}", flush=True)
+        return rounds
 
-    async def _round(
-        self, mode: str, prompts: Sequence[Prompt], concurrency: int | None, rate: float | None
-    ) -> Round:
+    async def _round(self, mode: str, prompts: Sequence[Prompt], load: Load) -> Round:
         started = time.perf_counter()
         if mode.startswith(BARE):
-            assert concurrency is not None
-            num_tokens = await asyncio.to_thread(self._decode, prompts, int(mode.removeprefix(BARE)), concurrency)
-            return Round(time.perf_counter() - started, num_tokens, [])
+            assert load.num_clients is not None, "bare:N has no open loop"
+            size = int(mode.removeprefix(BARE))
+            num_tokens = await asyncio.to_thread(self._decode, prompts, size, load.num_clients)
+            return Round(time.perf_counter() - started, num_tokens)
         bodies = [self._body(prompt, mode) for prompt in prompts]
-        if concurrency is not None:
-            received = await self._clients.closed_loop(bodies, concurrency)
+        if load.num_clients is not None:
+            received = await self._clients.closed_loop(bodies, load.num_clients)
         else:
-            received = await self._clients.open_loop(bodies, rate or 1.0)
+            received = await self._clients.open_loop(bodies, load.rate)
         return Round(time.perf_counter() - started, sum(each.num_tokens for each in received), received)
 
     def _body(self, prompt: Prompt, mode: str) -> dict[str, Any]:
         return {
             "model": self._model,
-            "messages": [{"role": turn.role, "content": turn.content} for turn in prompt.messages],
+            "messages": list(map(asdict, prompt.messages)),
             "max_tokens": answer_limit(prompt, self._config.max_tokens),
             "temperature": self._config.temperature,
             "seed": 0,
             "block_size": mode if mode == "auto" else int(mode),
         }
 
-    def _decode(self, prompts: Sequence[Prompt], block_size: int, concurrency: int) -> int:
+    def _decode(self, prompts: Sequence[Prompt], block_size: int, num_clients: int) -> int:
         """Decode the prompts with this process's engine; returns the number of tokens."""
         assert self._pair is not None
         config, pair = self._config, self._pair
+        sampling = Sampling(temperature=config.temperature)
         requests = [
             Request(
                 prompt.encode(pair.tokenizer),
                 answer_limit(prompt, config.max_tokens),
-                Sampling(temperature=config.temperature),
+                sampling,
                 block_size,
                 pair.stop_token_ids,
             )
             for prompt in prompts
         ]
         longest = max(len(request.prompt_ids) for request in requests) + config.max_tokens
-        engine = Engine(pair, num_slots=concurrency, max_length=longest, max_prefill_tokens=config.max_prefill_tokens)
-        return _closed_loop(engine, requests, concurrency)
+        engine = Engine(pair, num_slots=num_clients, max_length=longest, max_prefill_tokens=config.max_prefill_tokens)
+        return _closed_loop(engine, requests, num_clients)
 
 
 def _closed_loop(engine: Engine, requests: Sequence[Request], concurrency: int) -> int:
@@ -205,26 +206,14 @@ def _closed_loop(engine: Engine, requests: Sequence[Request], concurrency: int) 
 # --- reporting ---
 
 
-def tokens_per_s(rounds: Sequence[Round]) -> float:
-    return sum(each.num_tokens for each in rounds) / sum(each.seconds for each in rounds)
-
-
-def ratio(rounds: Sequence[Round], baseline: Sequence[Round]) -> Interval:
-    """Tokens a second over the baseline's, round by round with the same prompts."""
-    above = [ours.num_tokens / ours.seconds for ours in rounds]
-    below = [theirs.num_tokens / theirs.seconds for theirs in baseline]
-    return ratio_of_totals(above, below)
-
-
-def summary(config: BenchServeConfig, levels: Sequence[Level]) -> list[dict[str, Any]]:
-    """A row for every load and mode."""
-    return [
-        {"load": level.name, "mode": mode}
-        | {"tokens_per_s": tokens_per_s(rounds), "ratio": ratio(rounds, level.rounds[config.modes[0]])._asdict()}
-        | _seen_by_clients(config, rounds)
-        for level in levels
-        for mode, rounds in level.rounds.items()
-    ]
+def _row(
+    config: BenchServeConfig, load: Load, mode: str, rounds: Sequence[Round], baseline: Sequence[Round]
+) -> dict[str, Any]:
+    """Figures of a mode under a load; the ratio is over the baseline, round by round with the same prompts."""
+    ours, theirs = ([each.num_tokens / each.seconds for each in some] for some in (rounds, baseline))
+    speed = sum(each.num_tokens for each in rounds) / sum(each.seconds for each in rounds)
+    ratio = ratio_of_totals(ours, theirs)._asdict()
+    return {"load": load.name, "mode": mode, "tokens_per_s": speed, "ratio": ratio} | _seen_by_clients(config, rounds)
 
 
 def _seen_by_clients(config: BenchServeConfig, rounds: Sequence[Round]) -> dict[str, Any]:
@@ -252,29 +241,21 @@ def _percentiles(values: Sequence[float]) -> dict[str, float]:
     return {f"p{q}": float(np.percentile(values, q)) for q in (50, 90, 99)} if values else {}
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as Markdown."""
-
-    def both(row: dict[str, Any], name: str) -> str:
-        found = row.get(name)
-        return f"{found['p50']:.2f} / {found['p99']:.2f}" if found else ""
-
-    def cells(row: dict[str, Any]) -> dict[str, str]:
-        failed = row.get("num_failed", 0) + row.get("num_refused", 0)
-        return {
-            "load": row["load"],
-            "mode": row["mode"],
-            "tokens/s": f"{row['tokens_per_s']:.1f}",
-            f"of {rows[0]['mode']}": with_range(Interval(**row["ratio"]), 2),
-            "first token s, p50 / p99": both(row, "first_token_s"),
-            "token s, p50 / p99": both(row, "token_s"),
-            "gap s, p50 / p99": both(row, "gap_s"),
-            "good/s": f"{row['good_per_s']:.2f}" if "good_per_s" in row else "",
-            "tau": f"{row['acceptance_length']:.2f}" if row.get("acceptance_length") else "",
-            "refused or failed": str(failed) if "num_failed" in row else "",
-        }
-
-    return markdown([cells(row) for row in rows])
+def _cells(row: dict[str, Any], baseline: str) -> dict[str, str]:
+    """A row as text."""
+    names = {"first token s": "first_token_s", "token s": "token_s", "gap s": "gap_s"}
+    found = {title: row.get(name) for title, name in names.items()}
+    waits = {f"{title}, p50 / p99": f"{at['p50']:.2f} / {at['p99']:.2f}" if at else "" for title, at in found.items()}
+    return {
+        "load": row["load"],
+        "mode": row["mode"],
+        "tokens/s": f"{row['tokens_per_s']:.1f}",
+        f"of {baseline}": with_range(Interval(**row["ratio"]), 2),
+        **waits,
+        "good/s": f"{row['good_per_s']:.2f}" if "good_per_s" in row else "",
+        "tau": f"{row['acceptance_length']:.2f}" if row.get("acceptance_length") else "",
+        "refused or failed": str(row["num_failed"] + row["num_refused"]) if "num_failed" in row else "",
+    }
 
 
 def run(config: BenchServeConfig) -> list[dict[str, Any]]:
@@ -285,9 +266,8 @@ def run(config: BenchServeConfig) -> list[dict[str, Any]]:
     num = min(map(len, sets))
     prompts = [prompt for of_set in sets for prompt in of_set[:num]]
     random.Random(0).shuffle(prompts)
-    levels = asyncio.run(measure(config, prompts))
-    rows = summary(config, levels)
-    shown = table(rows)
+    rows = asyncio.run(measure(config, prompts))
+    shown = markdown([_cells(row, config.modes[0]) for row in rows])
     write_text(config.output / "bench_serve.md", shown + "\n")
     write_text(config.output / "bench_serve.json", json.dumps(rows) + "\n")
     write_bytes(config.output / "bench_serve.png", figures.served(rows))

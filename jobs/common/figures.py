@@ -1,30 +1,35 @@
 """The plots of sweeps and evaluations, as PNG files in memory."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from io import BytesIO
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 
 from blockpilot.control.price import StepCosts
 from blockpilot.evaluation.statistics import Interval
 
-SMALL, WIDE = (5.0, 3.2), (9.0, 3.6)
 NUM_BINS = 10  # of predictions, by quantile
-BOUND, LEARNED, OTHER = "lightgray", "tab:orange", "tab:blue"
+DOTTED: dict[str, Any] = {"marker": "o", "markersize": 4}
+
+Array = NDArray[np.float64]
 
 
 def tau_curves(curves: Mapping[str, Mapping[int, float]], trained: int, ceiling: float | None = None) -> bytes:
     """tau by block size: a line for every prompt set."""
-    figure, axes = _new(SMALL, "block size", "tau (tokens a step)")
+    figure, axes = _new("block size", "tau (tokens a step)")
     for name, curve in curves.items():
-        axes.plot(list(curve), list(curve.values()), marker="o", markersize=4, label=name)
+        axes.plot(list(curve), list(curve.values()), **DOTTED, label=name)
     if ceiling is not None:
         axes.axhline(ceiling, linestyle=":", color="black", label="best candidate at every step")
-    _mark_trained(axes, trained, [size for curve in curves.values() for size in curve])
+    sizes = sorted({size for curve in curves.values() for size in curve})
+    axes.set_xticks(sizes)
+    if trained in sizes:
+        axes.axvline(trained, linestyle="--", color="gray", linewidth=1)
     if len(curves) > 1 or ceiling is not None:
         axes.legend(fontsize="small")
     return _png(figure)
@@ -32,7 +37,7 @@ def tau_curves(curves: Mapping[str, Mapping[int, float]], trained: int, ceiling:
 
 def best_sizes(counts: Mapping[str, Mapping[int, int]], trained: int) -> bytes:
     """For how many prompts each block size is the best, by each way to judge."""
-    figure, axes = _new(SMALL, "best block size", "share of the prompts")
+    figure, axes = _new("best block size", "share of the prompts")
     sizes = sorted({size for count in counts.values() for size in count})
     width = 0.8 / len(counts)
     for i, (name, count) in enumerate(counts.items()):
@@ -46,26 +51,28 @@ def best_sizes(counts: Mapping[str, Mapping[int, int]], trained: int) -> bytes:
     return _png(figure)
 
 
-def calibration(
-    candidates: Sequence[int], predicted: Sequence[Sequence[float]], measured: Sequence[Sequence[float]]
-) -> bytes:
-    """Measured tokens of a step over predicted ones, in bins of predictions: on the line where they are right."""
-    figure, axes = _new(SMALL, "predicted tokens of a step", "measured, mean of a bin")
-    of_predicted, of_measured = np.asarray(predicted), np.asarray(measured)
+def calibration(candidates: Sequence[int], sample: Mapping[str, Sequence[Sequence[float]]]) -> bytes:
+    """Measured tokens of a step over predicted ones, in bins of predictions: on the line where they are right.
+
+    sample["predicted"] and sample["measured"] are [steps, candidates].
+    """
+    figure, axes = _new("predicted tokens of a step", "measured, mean of a bin")
+    predicted, measured = np.asarray(sample["predicted"]), np.asarray(sample["measured"])
     for i, size in enumerate(candidates):
-        if size == 1 or np.ptp(of_predicted[:, i]) == 0:
+        if size == 1 or np.ptp(predicted[:, i]) == 0:
             continue
-        order = np.array_split(of_predicted[:, i].argsort(), NUM_BINS)
-        means = [(of_predicted[some, i].mean(), of_measured[some, i].mean()) for some in order if len(some)]
+        order = np.array_split(predicted[:, i].argsort(), NUM_BINS)
+        means = [(predicted[some, i].mean(), measured[some, i].mean()) for some in order if len(some)]
         axes.plot(*zip(*means, strict=True), marker="o", markersize=3, label=f"B={size}")
-    low, high = min(axes.get_xlim()[0], axes.get_ylim()[0]), max(axes.get_xlim()[1], axes.get_ylim()[1])
-    axes.plot([low, high], [low, high], color="gray", linewidth=1, linestyle="--")
+    limits = [*axes.get_xlim(), *axes.get_ylim()]
+    diagonal = [min(limits), max(limits)]
+    axes.plot(diagonal, diagonal, color="gray", linewidth=1, linestyle="--")
     axes.legend(fontsize="small")
     return _png(figure)
 
 
-def speed_ups(groups: Mapping[str, Mapping[str, Interval]], label: str) -> bytes:
-    """Bars with intervals: a panel for every group, three in a line, and a bar for every method."""
+def speed_ups(groups: Mapping[str, Mapping[str, Interval]]) -> bytes:
+    """Bars of times plain decoding: a panel for every group, three in a line, and a bar for every method."""
     columns = min(len(groups), 3)
     lines = math.ceil(len(groups) / columns)
     figure = Figure(figsize=(3.2 * columns, 3.6 * lines), layout="constrained")
@@ -73,16 +80,13 @@ def speed_ups(groups: Mapping[str, Mapping[str, Interval]], label: str) -> bytes
     for unused in panels.flat[len(groups) :]:
         unused.remove()
     for axes, (title, methods) in zip(panels.flat, groups.items(), strict=False):
-        names, values = list(methods), list(methods.values())
-        heights = [value.value for value in values]
-        below = [max(value.value - value.low, 0) for value in values]
-        above = [max(value.high - value.value, 0) for value in values]
-        axes.bar(range(len(names)), heights, yerr=[below, above], capsize=2, color=[_colour(n) for n in names])
-        axes.set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize="small")
+        heights, errors = _with_errors(methods.values())
+        axes.bar(range(len(methods)), heights, yerr=errors, capsize=2, color=list(map(_colour, methods)))
+        axes.set_xticks(range(len(methods)), list(methods), rotation=60, ha="right", fontsize="small")
         axes.axhline(1, color="black", linewidth=0.8)
         axes.set_title(title, fontsize="small")
     for first in panels[:, 0]:
-        first.set_ylabel(label)
+        first.set_ylabel("times plain decoding")
     return _png(figure)
 
 
@@ -91,10 +95,9 @@ def over_best_fixed(rows: Mapping[str, Mapping[str, Interval]], methods: Sequenc
     figure = Figure(figsize=(7, 0.5 + 0.32 * len(rows)), layout="constrained")
     axes = figure.add_subplot(xlabel="speed over that of the best fixed block size")
     for i, method in enumerate(methods):
-        shown = [(place, row[method]) for place, row in enumerate(rows.values()) if method in row]
-        places = [place + (i - (len(methods) - 1) / 2) * 0.2 for place, _ in shown]
-        values = [value.value for _, value in shown]
-        errors = [[v.value - v.low for _, v in shown], [v.high - v.value for _, v in shown]]
+        shown = {place: row[method] for place, row in enumerate(rows.values()) if method in row}
+        places = [place + (i - (len(methods) - 1) / 2) * 0.2 for place in shown]
+        values, errors = _with_errors(shown.values())
         axes.errorbar(values, places, xerr=errors, fmt="o", markersize=4, capsize=2, label=method, color=f"C{i}")
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_yticks(range(len(rows)), list(rows), fontsize="small")
@@ -105,19 +108,17 @@ def over_best_fixed(rows: Mapping[str, Mapping[str, Interval]], methods: Sequenc
 
 def cost_curves(costs: StepCosts) -> bytes:
     """What a step costs by its block size, in steps of plain decoding: a line for every number of rows."""
-    figure, axes = _new(SMALL, "block size", "cost of a step, plain = 1")
+    figure, axes = _new("block size", "cost of a step, plain = 1")
     for rows in costs.rows:
         relative = costs.of_candidates(costs.block_sizes, rows)
-        axes.plot(
-            costs.block_sizes, relative, marker="o", markersize=4, label=f"{rows} rows" if rows > 1 else "1 row"
-        )
+        axes.plot(costs.block_sizes, relative, **DOTTED, label=f"{rows} row{'s' * (rows > 1)}")
     axes.legend(fontsize="small", title=costs.device, title_fontsize="small")
     return _png(figure)
 
 
 def served(rows: Sequence[Mapping[str, Any]]) -> bytes:
     """A server's tokens a second at every load, and the first token's 99th percentile: a line for every mode."""
-    figure = Figure(figsize=WIDE, layout="constrained")
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
     panels = figure.subplots(1, 2)
     loads = list(dict.fromkeys(row["load"] for row in rows))
     for mode in dict.fromkeys(row["mode"] for row in rows):
@@ -125,7 +126,7 @@ def served(rows: Sequence[Mapping[str, Any]]) -> bytes:
         waits = [of_mode[load].get("first_token_s", {}).get("p99", math.nan) for load in loads]
         speeds = [of_mode[load]["tokens_per_s"] for load in loads]
         for axes, values in zip(panels, (speeds, waits), strict=True):
-            axes.plot(range(len(loads)), values, marker="o", markersize=4, label=mode)
+            axes.plot(range(len(loads)), values, **DOTTED, label=mode)
     for axes, label in zip(panels, ("tokens/s", "first token, p99, s"), strict=True):
         axes.set_xticks(range(len(loads)), loads, fontsize="small")
         axes.set_ylabel(label)
@@ -133,21 +134,21 @@ def served(rows: Sequence[Mapping[str, Any]]) -> bytes:
     return _png(figure)
 
 
-def _new(size: tuple[float, float], xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=size, layout="constrained")
+def _with_errors(intervals: Iterable[Interval]) -> tuple[Array, Array]:
+    """Values [n], and how far their intervals reach below and above them [2, n]."""
+    values, low, high = np.array(list(intervals)).T
+    return values, np.maximum([values - low, high - values], 0)
+
+
+def _new(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(5, 3.2), layout="constrained")
     return figure, figure.add_subplot(xlabel=xlabel, ylabel=ylabel)
-
-
-def _mark_trained(axes: Axes, trained: int, sizes: Sequence[int]) -> None:
-    axes.set_xticks(sorted(set(sizes)))
-    if trained in sizes:
-        axes.axvline(trained, linestyle="--", color="gray", linewidth=1)
 
 
 def _colour(method: str) -> str:
     if "bound" in method:
-        return BOUND
-    return LEARNED if method == "policy" or "BlockPilot" in method else OTHER
+        return "lightgray"
+    return "tab:orange" if method in ("policy", "BlockPilot") else "tab:blue"
 
 
 def _png(figure: Figure) -> bytes:

@@ -20,7 +20,7 @@ from jobs.evaluation import inputs as evaluate_inputs
 from jobs.evaluation import result as evaluate_result
 from jobs.evaluation.actor import ORACLE, POLICY, Setting
 from jobs.evaluation.inputs import EvaluateConfig, Plan
-from jobs.report import Ceiling, ReportConfig, run
+from jobs.report import ReportConfig, ceilings, run
 
 SIZES = (1, *CANDIDATES)
 COSTS = StepCosts(
@@ -172,10 +172,7 @@ def test_ceilings_are_those_of_a_slow_search() -> None:
 
     assert least_cost(accepted, costs) == pytest.approx(min(map(cost, product((0, 1), repeat=3))))
     rows = synthetic_rows(30, 1)
-    ceiling = Ceiling(CANDIDATES, [1.0] * len(CANDIDATES))
-    for row in rows:
-        ceiling.add(row)
-    shown = ceiling.describe()
+    shown = ceilings(rows, [1.0] * len(CANDIDATES))
     tokens = [sum(n * count for n, count in enumerate(row.emitted_histograms[0])) for row in rows]
     fixed = [sum(tokens) / sum(row.num_steps[c] for row in rows) for c in range(len(CANDIDATES))]
     best = sum(tokens) / sum(min(row.num_steps) for row in rows)

@@ -7,9 +7,6 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
-MAX_BLOCK_SIZE = 32
-"""Of a candidate, and of an engine unless told otherwise."""
-
 
 @dataclass(frozen=True)
 class Sampling:

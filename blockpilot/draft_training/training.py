@@ -99,6 +99,7 @@ class DraftFit:
         self._schedule = torch.optim.lr_scheduler.LambdaLR(
             self._optimizer, lambda step: learning_rate_factor(step, self.num_steps)
         )
+        self._parts: dict[str, Any] = {"draft": inner.draft, "optimizer": self._optimizer, "schedule": self._schedule}
 
     @property
     def epoch(self) -> float:
@@ -170,17 +171,11 @@ class DraftFit:
 
     def state_dict(self) -> dict[str, Any]:
         """Weights, optimizer, schedule and step, as plain tensors and numbers."""
-        return {
-            "draft": self._inner.draft.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
-            "schedule": self._schedule.state_dict(),
-            "step": self.step,
-        }
+        return {name: part.state_dict() for name, part in self._parts.items()} | {"step": self.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._inner.draft.load_state_dict(state["draft"])
-        self._optimizer.load_state_dict(state["optimizer"])
-        self._schedule.load_state_dict(state["schedule"])
+        for name, part in self._parts.items():
+            part.load_state_dict(state[name])
         self.step = state["step"]
 
 

@@ -347,21 +347,16 @@ def measure_draft(config: TrainDraftConfig, directory: Path, prompts: Sequence[P
     """Tau of the exported draft at its block size, by prompt set and temperature."""
     if not config.num_test_prompts:
         return ()
-    by_set: dict[str, list[Prompt]] = {}
-    for prompt in prompts:
-        by_set.setdefault(prompt.set, []).append(prompt)
     measuring = MeasureDraftConfig(
         pair=PairConfig(target=config.target, draft=str(directory.absolute()), dtype="bfloat16"),
         max_prompt_tokens=config.max_prompt_tokens,
         max_new_tokens=config.max_new_tokens,
         resources=config.resources,
     )
-    temperatures = sorted(set(config.temperatures))
-    tasks = [
-        measure_job.MeasureTask(name, tuple(chosen[: config.num_test_prompts]), temperature)
-        for name, chosen in by_set.items()
-        for temperature in temperatures
-    ]
+    tasks = []
+    for name in dict.fromkeys(prompt.set for prompt in prompts):
+        chosen = [prompt for prompt in prompts if prompt.set == name][: config.num_test_prompts]
+        tasks += [measure_job.MeasureTask(name, tuple(chosen), t) for t in sorted(set(config.temperatures))]
     return tuple(measure_job.measure(measuring, tasks))
 
 

@@ -87,9 +87,8 @@ def run(config: AnswersConfig) -> AnswerShards:
     connect(include_dashboard=True)
     own = write_own_prompts(config) if config.num_own_prompts else []
     shards = plan(config, own)
-    train = random.Random(config.seed).sample(
-        shards.train, len(shards.train)
-    )  # an unfinished run has some of every set
+    # In a random order, so that an unfinished run has some of every set.
+    train = random.Random(config.seed).sample(shards.train, len(shards.train))
     missing = [shard for shard in (*shards.held_out, *train) if not shard.path.exists()]
     show_progress("answers", pooled(AnswerWorker, config, missing, "answer", config.resources), len(missing))
     return shards
@@ -133,11 +132,9 @@ def _unseen(prompts: Sequence[Prompt], seen: set[str]) -> list[Prompt]:
 def load_counted(name: str, seed: int) -> list[Prompt]:
     """Prompts of NAME or NAME:COUNT."""
     base, colon, count = name.rpartition(":")
-    if not colon:
-        return load_prompts(name, None, seed)
-    if not count.isdecimal():
+    if colon and not count.isdecimal():
         raise ValueError(f"prompts {name!r}: must be NAME or NAME:COUNT")
-    return load_prompts(base, int(count), seed)
+    return load_prompts(base, int(count), seed) if colon else load_prompts(name, seed=seed)
 
 
 def _cut(config: AnswersConfig, folder: str, prompts: Sequence[Prompt]) -> list[AnswerShard]:

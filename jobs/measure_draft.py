@@ -132,13 +132,10 @@ def _table(found: Sequence[TauFigure], title: str) -> Table:
     shown = Table("B", *(f"{name} ({numbers[name]})" for name in names), "mean", title=title)
     for size in sorted({m.block_size for m in found}):
         taus = {m.prompt_set: m.tau for m in found if m.block_size == size}
+        cells = [f"{taus[name].value:.2f} ({taus[name].low:.2f}-{taus[name].high:.2f})" for name in names]
         mean = sum(tau.value for tau in taus.values()) / len(taus)
-        shown.add_row(str(size), *(_cell(taus[name]) for name in names), f"{mean:.2f}")
+        shown.add_row(str(size), *cells, f"{mean:.2f}")
     return shown
-
-
-def _cell(tau: Interval) -> str:
-    return f"{tau.value:.2f} ({tau.low:.2f}-{tau.high:.2f})"
 
 
 class DraftWorker:
@@ -152,27 +149,21 @@ class DraftWorker:
         """Tau of every block size on the prompts of a task."""
         config, pair = self.config, self.pair
         sampling = [Sampling(task.temperature, seed=config.seed + i) for i in range(len(task.prompts))]
-        answers = generate_answers(
-            pair,
-            task.prompts,
-            sampling,
-            max_new_tokens=config.max_new_tokens,
-            max_prompt_tokens=config.max_prompt_tokens,
-        )
-        counts: dict[int, list[tuple[int, int]]] = {size: [] for size in config.block_sizes or (pair.block_size,)}
+        most = {"max_new_tokens": config.max_new_tokens, "max_prompt_tokens": config.max_prompt_tokens}
+        answers = generate_answers(pair, task.prompts, sampling, **most)
+        sizes = config.block_sizes or (pair.block_size,)
+        counts: dict[int, list[tuple[int, int]]] = {size: [] for size in sizes}  # tokens emitted and verify steps
         for answer in answers:
             known = know(pair, [_text(pair, answer, config.max_new_tokens)])
             for size, of_size in counts.items():
                 (accepted,) = accepted_everywhere(pair, known, size)
                 of_size.append((len(accepted), len(emitted_along(accepted))))
-        return [_figure(task, size, of_size) for size, of_size in counts.items()]
-
-
-def _figure(task: MeasureTask, block_size: int, counts: Sequence[tuple[int, int]]) -> TauFigure:
-    """Tau of a block size out of the (tokens emitted, verify steps) of every answer."""
-    emitted, steps = [tokens for tokens, _ in counts], [num for _, num in counts]
-    tau = ratio_of_totals(emitted, steps)
-    return TauFigure(task.name, task.temperature, block_size, len(counts), sum(emitted), tau)
+        figures = []
+        for size, of_size in counts.items():
+            emitted, steps = [tokens for tokens, _ in of_size], [num for _, num in of_size]
+            tau = ratio_of_totals(emitted, steps)
+            figures.append(TauFigure(task.name, task.temperature, size, len(of_size), sum(emitted), tau))
+        return figures
 
 
 def _text(pair: Pair, answer: Answer, max_new_tokens: int) -> Text:

@@ -32,9 +32,9 @@ from blockpilot.draft_training.features import (
     target_features,
     write_features,
 )
-from blockpilot.draft_training.loss import BlockLoss, LossSums, frequent_tokens
+from blockpilot.draft_training.loss import BlockLoss, frequent_tokens
 from blockpilot.draft_training.start import start_from_target
-from blockpilot.draft_training.training import DraftFit, DraftFitSettings, Validation
+from blockpilot.draft_training.training import DraftFit, DraftFitSettings
 from blockpilot.drafts.checkpoint import load_draft, new_draft_config, save_draft
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.options import parse_options
@@ -106,15 +106,6 @@ class DraftShards(NamedTuple):
     held_out: tuple[FeatureShard, ...]
 
 
-class DraftTask(NamedTuple):
-    """Input of every training worker; `run_id` is that of the MLflow run."""
-
-    config: TrainDraftConfig
-    data: DraftShards
-    tracking_uri: str
-    run_id: str
-
-
 def run(config: TrainDraftConfig) -> TrainDraftResult:
     """Answer, train, export and measure; raises ValueError for bad input before any training."""
     absolute_in_submitted_job(config.output, "output")
@@ -129,8 +120,8 @@ def run(config: TrainDraftConfig) -> TrainDraftResult:
     storage, name = config.output.absolute() / "train", _run_name(config, written)
     with recorded(registry, "train_draft", storage, name) as record:
         record.log_params(config.model_dump(mode="json", exclude={"fit"}) | asdict(config.fit))
-        task = DraftTask(config, data, registry.uri, record.id)
-        state, metrics = train(functools.partial(_work, task), scaling, storage, name, config.max_failures)
+        work = functools.partial(_work, config, data, registry.uri, record.id)
+        state, metrics = train(work, scaling, storage, name, config.max_failures)
         draft = fresh_draft(config)
         draft.load_state_dict(state["draft"])
         directory = config.output / "draft"
@@ -254,9 +245,10 @@ def write_shard_features(config: TrainDraftConfig, written: AnswerShards) -> Dra
     data = DraftShards(*(tuple(_with_features(shard.path, folder) for shard in side) for side in written))
     if config.stream_features:
         return data
-    missing = [shard for side in data for shard in side if not shard.features.exists()]
+    shards = [shard for side in data for shard in side]
+    missing = [shard for shard in shards if not shard.features.exists()]
     show_progress("features", pooled(FeatureWorker, config, missing, "write", config.resources), len(missing))
-    for shard in (shard for side in data for shard in side):
+    for shard in shards:
         source, revision = feature_source(shard.features), answer_source(shard.answers).target_revision
         if source != FeatureSource(revision, layer_ids):
             raise ValueError(f"{shard.features}: of {source}, expected revision {revision} and layers {layer_ids}")
@@ -278,17 +270,17 @@ def _run_name(config: TrainDraftConfig, written: AnswerShards) -> str:
     return f"draft-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
 
-def _work(task: DraftTask) -> None:
+def _work(config: TrainDraftConfig, data: DraftShards, tracking_uri: str, run_id: str) -> None:
     """Fit the draft in a Ray Train worker, with a validation and a checkpoint every `checkpoint_every` steps."""
-    config, context, saved = task.config, ray.train.get_context(), saved_state()
+    context, saved = ray.train.get_context(), saved_state()
     rank, world_size = context.get_world_rank(), context.get_world_size()
     torch.set_num_threads(num_threads(config.resources.num_cpus))
-    corpus, held_out = (corpus_of(config, shards) for shards in task.data)
+    corpus, held_out = (corpus_of(config, shards) for shards in data)
     corpus = corpus.sample(config.max_answers or len(corpus), config.seed)
     fit = _new_fit(config, corpus, rank, world_size)
     if saved is not None:
         fit.load_state_dict(saved)
-    record = Registry.open(task.tracking_uri).run(task.run_id) if rank == 0 else None
+    record = Registry.open(tracking_uri).run(run_id) if rank == 0 else None
     validation = held_out.sample(config.num_validation, config.seed)
     last_logged = record.last_step("train_loss") if record else 0
     started, first_step, total = time.monotonic(), fit.step, None
@@ -299,7 +291,8 @@ def _work(task: DraftTask) -> None:
         speed = total.num_blocks * world_size / (time.monotonic() - started)
         metrics: dict[str, float] = {}
         if record:
-            metrics = _metrics(fit, total, fit.validate(validation)) | {"blocks_per_s": speed}
+            metrics = total.metrics("train") | fit.validate(validation).metrics()
+            metrics |= {"learning_rate": fit.learning_rate, "epoch": fit.epoch, "blocks_per_s": speed}
             print(_describe(fit, first_step, metrics), flush=True)
         if record and fit.step > last_logged:
             record.log_metrics(metrics, step=fit.step)
@@ -329,18 +322,12 @@ def block_loss(config: TrainDraftConfig, text: Sequence[int]) -> BlockLoss:
     disable_progress_bar()
     model, _, _ = load_target(target_directory(config.target), torch.bfloat16)
     modules = model.get_input_embeddings(), model.get_output_embeddings()
-    embedding, head = (cast(torch.Tensor, module.weight).detach() for module in modules)
-    if not config.fit.autocast:
-        embedding, head = embedding.float(), head.float()
+    dtype = torch.bfloat16 if config.fit.autocast else torch.float32
+    embedding, head = (cast(torch.Tensor, module.weight).detach().to(dtype) for module in modules)
     draft = fresh_draft(config)
     if config.start == "target":
         start_from_target(draft, model, text)
     return BlockLoss(draft, embedding, head, weighting=config.fit.weighting, distill=config.fit.distill)
-
-
-def _metrics(fit: DraftFit, total: LossSums, validation: Validation) -> dict[str, float]:
-    progress = {"learning_rate": fit.learning_rate, "epoch": fit.epoch}
-    return total.metrics("train") | validation.metrics() | progress
 
 
 def _describe(fit: DraftFit, first_step: int, metrics: dict[str, float]) -> str:
@@ -360,21 +347,16 @@ def measure_draft(config: TrainDraftConfig, directory: Path, prompts: Sequence[P
     """Tau of the exported draft at its block size, by prompt set and temperature."""
     if not config.num_test_prompts:
         return ()
-    by_set: dict[str, list[Prompt]] = {}
-    for prompt in prompts:
-        by_set.setdefault(prompt.set, []).append(prompt)
     measuring = MeasureDraftConfig(
         pair=PairConfig(target=config.target, draft=str(directory.absolute()), dtype="bfloat16"),
         max_prompt_tokens=config.max_prompt_tokens,
         max_new_tokens=config.max_new_tokens,
         resources=config.resources,
     )
-    temperatures = sorted(set(config.temperatures))
-    tasks = [
-        measure_job.MeasureTask(name, tuple(chosen[: config.num_test_prompts]), temperature)
-        for name, chosen in by_set.items()
-        for temperature in temperatures
-    ]
+    tasks = []
+    for name in dict.fromkeys(prompt.set for prompt in prompts):
+        chosen = [prompt for prompt in prompts if prompt.set == name][: config.num_test_prompts]
+        tasks += [measure_job.MeasureTask(name, tuple(chosen), t) for t in sorted(set(config.temperatures))]
     return tuple(measure_job.measure(measuring, tasks))
 
 

@@ -44,8 +44,7 @@ class AblationConfig(TrainDraftConfig):
 
 def run(config: AblationConfig) -> str:
     """Train every variant that is not there yet; returns the table. Raises ValueError for unknown variants."""
-    unknown = [name for name in config.variants if name not in VARIANTS]
-    if unknown:
+    if unknown := [name for name in config.variants if name not in VARIANTS]:
         raise ValueError(f"variants {unknown[0]!r}: must be of {', '.join(VARIANTS)}")
     rows = []
     for name in config.variants:

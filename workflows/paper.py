@@ -12,7 +12,7 @@ the policy.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import Field, field_validator
 
@@ -92,6 +92,7 @@ def pipeline(config: PaperConfig) -> Pipeline:
     pair = PairConfig(name=config.pair, dtype="bfloat16")
     candidates = tuple(PAPER_PAIRS[config.pair].candidates)
     output = config.output / config.pair
+    on_gpu: dict[str, Any] = {"accelerator_type": config.gpu, "num_cpus": 8}
     return Pipeline(
         sweep=SweepConfig(
             pair=pair,
@@ -101,7 +102,7 @@ def pipeline(config: PaperConfig) -> Pipeline:
             temperature=config.temperature,
             max_new_tokens=512,
             output=str(output / "sweep"),
-            resources=Resources(num_actors=config.num_gpus, accelerator_type=config.gpu, num_cpus=8),
+            resources=Resources(num_actors=config.num_gpus, **on_gpu),
         ),
         train=TrainConfig(
             sweep=(str(output / "sweep"),),
@@ -118,8 +119,7 @@ def pipeline(config: PaperConfig) -> Pipeline:
                 dropout=0.2,
                 weight_decay=0.0,
             ),
-            accelerator_type=config.gpu,
-            num_cpus=8,
+            **on_gpu,
         ),
         evaluate=EvaluateConfig(
             pair=pair,
@@ -130,13 +130,10 @@ def pipeline(config: PaperConfig) -> Pipeline:
             temperature=config.temperature,
             max_new_tokens=2048,
             output=output / "evaluate",
-            accelerator_type=config.gpu,
-            num_cpus=8,
+            **on_gpu,
         ),
         promote=PromoteConfig(model=model_name(NAMED_PAIRS[config.pair].target)),
-        serve=ServeConfig(
-            pair=pair, resources=Resources(accelerator_type=config.gpu, num_cpus=8), output=output / "serve"
-        ),
+        serve=ServeConfig(pair=pair, resources=Resources(**on_gpu), output=output / "serve"),
     )
 
 

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
 from blockpilot.draft_training.features import Document
 from blockpilot.drafts.dflash import DraftModel
@@ -28,17 +29,13 @@ def collate(documents: Sequence[Document], anchors: Sequence[Tensor]) -> DraftBa
     lengths = torch.tensor([len(d.tokens) for d in documents])
     num_anchors = torch.tensor([len(a) for a in anchors])
     return DraftBatch(
-        _padded([d.tokens for d in documents]),
+        pad_sequence([d.tokens for d in documents], batch_first=True),
         lengths,
-        _padded([d.features for d in documents]),
-        _padded([d.hidden for d in documents]),
-        _padded(anchors),
+        pad_sequence([d.features for d in documents], batch_first=True),
+        pad_sequence([d.hidden for d in documents], batch_first=True),
+        pad_sequence(list(anchors), batch_first=True),
         torch.arange(int(num_anchors.max())) < num_anchors[:, None],
     )
-
-
-def _padded(rows: Sequence[Tensor]) -> Tensor:
-    return nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
 
 
 def possible_anchors(document: Document) -> Tensor:

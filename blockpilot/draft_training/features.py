@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from blockpilot.draft_training.answers import Answer, read_answers
 from blockpilot.models.target import Target
@@ -55,10 +56,9 @@ def target_features(target: Target, answers: Sequence[Answer], batch_size: int =
     by_length = sorted(range(len(answers)), key=lambda i: len(answers[i].tokens))
     for start in range(0, len(by_length), batch_size):
         chosen = by_length[start : start + batch_size]
-        rows = [answers[i].tokens for i in chosen]
-        longest = max(len(row) for row in rows)
-        padded = [row + [0] * (longest - len(row)) for row in rows]
-        tokens = torch.tensor(padded, device=target.model.device)
+        rows = [torch.tensor(answers[i].tokens) for i in chosen]
+        tokens = pad_sequence(rows, batch_first=True).to(target.model.device)
+        longest = tokens.shape[1]
         positions = torch.arange(longest, device=tokens.device).expand(len(rows), -1)
         view = target.new_cache(len(rows), longest).view_rows(positions, longest)
         scored = target.score(tokens, positions, view, features=True)
@@ -140,11 +140,12 @@ class StoredCorpus(Corpus):
         super().__init__(answers)
 
     def _features(self, indices: Sequence[int]) -> list[TargetFeatures]:
-        return [self._stored(*self._places[i], len(self.answers[i].tokens)) for i in indices]
-
-    @staticmethod
-    def _stored(file: Any, start: int, num_tokens: int) -> TargetFeatures:
-        return TargetFeatures(*(file.get_slice(name)[start : start + num_tokens] for name in TargetFeatures._fields))
+        found = []
+        for i in indices:
+            file, start = self._places[i]
+            rows = slice(start, start + len(self.answers[i].tokens))
+            found.append(TargetFeatures(*(file.get_slice(name)[rows] for name in TargetFeatures._fields)))
+        return found
 
     def _chosen(self, indices: Sequence[int]) -> Self:
         chosen = super()._chosen(indices)

@@ -10,6 +10,7 @@ a fresh sample of the rest, which stands for all of them (sampled softmax).
 """
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -44,10 +45,7 @@ class LossSums:
     count: Tensor
 
     def __add__(self, other: "LossSums") -> "LossSums":
-        return LossSums(*(a + b for a, b in zip(self.values(), other.values(), strict=True)))
-
-    def values(self) -> tuple[Tensor, ...]:
-        return self.loss, self.weight, self.correct, self.count
+        return LossSums(*map(operator.add, vars(self).values(), vars(other).values()))
 
     @property
     def num_blocks(self) -> int:
@@ -127,10 +125,9 @@ class BlockLoss(nn.Module):
         return torch.exp(-offsets / (GAMMA_PER_BLOCK_SIZE * self.block_size)) * inside
 
     def _logits(self, hidden: Tensor, vocabulary: Vocabulary | None) -> Tensor:
-        if vocabulary is None:
-            return functional.linear(hidden, self.head.to(hidden.dtype))
-        logits = functional.linear(hidden, self.head[vocabulary.ids].to(hidden.dtype))
-        return logits + vocabulary.correction.to(logits.dtype)
+        head = self.head if vocabulary is None else self.head[vocabulary.ids]
+        logits = functional.linear(hidden, head.to(hidden.dtype))
+        return logits if vocabulary is None else logits + vocabulary.correction.to(logits.dtype)
 
 
 def dpace_weights(losses: Tensor, inside: Tensor) -> Tensor:

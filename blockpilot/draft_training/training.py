@@ -56,15 +56,13 @@ class DraftFitSettings:
 
     def check(self) -> None:
         """Raise ValueError, naming the setting, for a value out of range."""
-        for name in ("epochs", "batch_size", "num_anchors"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)}: must be at least 1")
+        for name, least in {"epochs": 1, "batch_size": 1, "num_anchors": 1, "num_sampled": 0}.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} {getattr(self, name)}: must be at least {least}")
         if not self.lr > 0:
             raise ValueError(f"lr {self.lr}: must be above 0")
         if not 0 <= self.distill <= 1:
             raise ValueError(f"distill {self.distill}: must be from 0 to 1")
-        if self.num_sampled < 0:
-            raise ValueError(f"num_sampled {self.num_sampled}: must be at least 0")
 
 
 class DraftFit:
@@ -101,6 +99,7 @@ class DraftFit:
         self._schedule = torch.optim.lr_scheduler.LambdaLR(
             self._optimizer, lambda step: learning_rate_factor(step, self.num_steps)
         )
+        self._parts: dict[str, Any] = {"draft": inner.draft, "optimizer": self._optimizer, "schedule": self._schedule}
 
     @property
     def epoch(self) -> float:
@@ -172,17 +171,11 @@ class DraftFit:
 
     def state_dict(self) -> dict[str, Any]:
         """Weights, optimizer, schedule and step, as plain tensors and numbers."""
-        return {
-            "draft": self._inner.draft.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
-            "schedule": self._schedule.state_dict(),
-            "step": self.step,
-        }
+        return {name: part.state_dict() for name, part in self._parts.items()} | {"step": self.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._inner.draft.load_state_dict(state["draft"])
-        self._optimizer.load_state_dict(state["optimizer"])
-        self._schedule.load_state_dict(state["schedule"])
+        for name, part in self._parts.items():
+            part.load_state_dict(state[name])
         self.step = state["step"]
 
 

@@ -14,6 +14,11 @@ from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.options import ARCHITECTURE, default_layer_ids
 from blockpilot.models.target import head_dim
 
+_SHARED_WITH_TARGET = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
+    *("max_position_embeddings", "rms_norm_eps"),
+)
+
 
 def load_draft(directory: Path) -> DraftModel:
     """Read a DFlash checkpoint directory into fp32 weights; raises ValueError, saying what is wrong with it.
@@ -28,11 +33,10 @@ def load_draft(directory: Path) -> DraftModel:
         raise ValueError(f"draft {directory / 'config.json'}: not JSON ({error})") from None
     model = DraftModel(Qwen3Config.from_dict(raw))
     weights: dict[str, Tensor] = {}
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"draft {directory}: no .safetensors file there")
-    for file in files:
+    for file in sorted(directory.glob("*.safetensors")):
         weights |= load_file(file)
+    if not weights:
+        raise ValueError(f"draft {directory}: no .safetensors file with weights there")
     expected = {name: parameter.shape for name, parameter in model.state_dict().items()}
     wrong = sorted(expected.keys() ^ weights.keys()) or sorted(
         name for name, shape in expected.items() if weights[name].shape != shape
@@ -60,30 +64,19 @@ def new_draft_config(
     block_size: int,
     mask_token_id: int,
     target_layer_ids: Sequence[int] | None = None,
-    intermediate_size: int | None = None,
 ) -> Qwen3Config:
     """Configuration of a fresh draft for a target: its widths, heads and rotary base, `num_layers` deep."""
     num_target_layers = target_config.num_hidden_layers
     layer_ids = target_layer_ids or default_layer_ids(num_target_layers, num_layers)
-    heads = target_config.num_attention_heads
-    own: dict[str, Any] = {
+    options: dict[str, Any] = {name: getattr(target_config, name) for name in _SHARED_WITH_TARGET} | {
+        "architectures": [ARCHITECTURE],
+        "num_hidden_layers": num_layers,
+        "head_dim": head_dim(target_config),
+        "rope_parameters": dict(target_config.rope_parameters),
+        "attention_bias": False,
+        "tie_word_embeddings": False,
         "block_size": block_size,
         "num_target_layers": num_target_layers,
         "dflash_config": {"mask_token_id": mask_token_id, "target_layer_ids": list(layer_ids)},
     }
-    return Qwen3Config(
-        architectures=[ARCHITECTURE],
-        vocab_size=target_config.vocab_size,
-        hidden_size=target_config.hidden_size,
-        intermediate_size=intermediate_size or target_config.intermediate_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=heads,
-        num_key_value_heads=target_config.num_key_value_heads,
-        head_dim=head_dim(target_config),
-        max_position_embeddings=target_config.max_position_embeddings,
-        rms_norm_eps=target_config.rms_norm_eps,
-        rope_parameters=dict(target_config.rope_parameters),
-        attention_bias=False,
-        tie_word_embeddings=False,
-        **own,
-    )
+    return Qwen3Config(**options)

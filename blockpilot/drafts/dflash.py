@@ -23,6 +23,8 @@ from blockpilot.drafts.options import parse_options
 from blockpilot.models.cache import SlotCache, SlotView
 from blockpilot.models.packing import Packing, grouped_attention
 
+Rotary = tuple[Tensor, Tensor]  # cosines and sines of the positions
+
 
 class KeyValueStore(Protocol):
     """Cache that attention writes to: stores a layer's keys and values, returns all that may be attended to."""
@@ -48,7 +50,7 @@ class DraftAttention(nn.Module):
         self.q_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
 
-    def project(self, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def project(self, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         """Rotated keys and values of hidden [R, W, hidden]: two [R, kv_heads, W, head_dim]."""
         shape = (*hidden.shape[:-1], -1, self.head_dim)
         keys = self.k_norm(self.k_proj(hidden).view(shape)).transpose(1, 2)
@@ -57,12 +59,7 @@ class DraftAttention(nn.Module):
         return keys, values
 
     def forward(
-        self,
-        hidden: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        mask: Tensor,
-        cache: KeyValueStore,
-        packing: Packing | None = None,
+        self, hidden: Tensor, rotary: Rotary, mask: Tensor, cache: KeyValueStore, packing: Packing | None = None
     ) -> Tensor:
         """Attend from hidden [R, W, hidden] to everything `cache` returns, where mask [R, 1, W, keys] is true.
 
@@ -92,12 +89,7 @@ class DraftLayer(nn.Module):
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(
-        self,
-        hidden: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        mask: Tensor,
-        cache: KeyValueStore,
-        packing: Packing | None = None,
+        self, hidden: Tensor, rotary: Rotary, mask: Tensor, cache: KeyValueStore, packing: Packing | None = None
     ) -> Tensor:
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotary, mask, cache, packing)
         output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
@@ -142,7 +134,7 @@ class DraftModel(nn.Module):
             keys, values = self.project(layer_idx, context, rotary)
             cache.update(keys, values, layer_idx)
 
-    def project(self, layer_idx: int, context: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def project(self, layer_idx: int, context: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         """A layer's keys and values of context vectors [R, W, hidden]: two [R, kv_heads, W, head_dim]."""
         attention = cast(DraftLayer, self.layers[layer_idx]).self_attn
         return attention.project(context, rotary)

@@ -7,8 +7,10 @@ from transformers import Qwen3Config
 
 ARCHITECTURE = "DFlashDraftModel"
 # Options of newer checkpoints, with the values that leave the network as implemented here.
-_NEUTRAL = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None}
-_NEWER = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+_NEUTRAL = {
+    **{"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None},
+    **dict.fromkeys(("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")),
+}
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,6 @@ def parse_options(config: Qwen3Config) -> DraftOptions:
     for name, neutral in _NEUTRAL.items():
         if option(name) not in (None, neutral):
             raise ValueError(f"draft option {name} = {option(name)}: not supported (only {neutral})")
-    for name in _NEWER:
-        if option(name) is not None:
-            raise ValueError(f"draft option {name} = {option(name)}: not supported")
     required = ("block_size", "mask_token_id", "num_target_layers")
     missing = [name for name in required if option(name) is None]
     if missing:

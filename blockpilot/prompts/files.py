@@ -139,35 +139,22 @@ def _read(name_or_path: str) -> Iterator[Prompt]:
         )
     if not path.is_file():
         raise ValueError(f"prompt file not found: {path}")
-    return _read_file(path)
-
-
-def _read_file(path: Path) -> Iterator[Prompt]:
-    if path.suffix == ".parquet":
-        rows = _parquet_rows(path)
-    elif path.suffix == ".jsonl":
-        rows = ((where, _parse_json(where, line)) for where, line in _lines(path))
-    else:
-        rows = ((where, {"prompt": line}) for where, line in _lines(path))
+    rows = _parquet_rows(path) if path.suffix == ".parquet" else _text_rows(path)
     return (_to_prompt(row, where, default_set=path.stem) for where, row in rows)
 
 
-def _lines(path: Path) -> Iterator[tuple[str, str]]:
+def _text_rows(path: Path) -> Iterator[tuple[str, object]]:
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         where = f"{path}, line {number}"
         try:
             text = line.decode("utf-8").strip()
+            row = json.loads(text) if text and path.suffix == ".jsonl" else {"prompt": text}
         except UnicodeDecodeError as error:
             raise ValueError(f"{where}: not UTF-8 text ({error.reason})") from error
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
         if text:
-            yield where, text
-
-
-def _parse_json(where: str, line: str) -> object:
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
+            yield where, row
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, object]]:
@@ -188,6 +175,7 @@ def _to_prompt(row: object, where: str, default_set: str) -> Prompt:
     if not isinstance(row, dict):
         raise ValueError(f"{where}: expected an object with prompt or messages, got {_brief(row)}")
     prompt, messages, prompt_set = row.get("prompt"), row.get("messages"), row.get("set")
+    follow_ups = [] if row.get("follow_ups") is None else row["follow_ups"]
     if (prompt is None) == (messages is None):
         raise ValueError(f"{where}: expected either prompt or messages, got {_brief(row)}")
     if messages is None:
@@ -196,18 +184,13 @@ def _to_prompt(row: object, where: str, default_set: str) -> Prompt:
         raise ValueError(f"{where}: messages must be a list of {{role, content}}, got {_brief(messages)}")
     if prompt_set is not None and (not isinstance(prompt_set, str) or not prompt_set):
         raise ValueError(f"{where}: set must be a name, got {_brief(prompt_set)}")
+    if not isinstance(follow_ups, list):
+        raise ValueError(f"{where}: follow_ups must be a list of texts, got {_brief(follow_ups)}")
     turns = tuple(_to_message(message, where) for message in messages)
     if turns[-1].role != "user":
         raise ValueError(f"{where}: the last message must be the user's, got role {turns[-1].role!r}")
-    return Prompt(prompt_set or default_set, turns, _to_follow_ups(row.get("follow_ups"), where))
-
-
-def _to_follow_ups(found: object, where: str) -> tuple[str, ...]:
-    if found is None:
-        return ()
-    if not isinstance(found, list):
-        raise ValueError(f"{where}: follow_ups must be a list of texts, got {_brief(found)}")
-    return tuple(_to_message({"role": "user", "content": text}, where).content for text in found)
+    later = (_to_message({"role": "user", "content": text}, where).content for text in follow_ups)
+    return Prompt(prompt_set or default_set, turns, tuple(later))
 
 
 def _to_message(message: object, where: str) -> Message:

@@ -21,9 +21,10 @@ from jinja2 import TemplateError
 
 from blockpilot.control.controller import FixedPolicy
 from blockpilot.control.price import StepCosts
-from blockpilot.engine.engine import Engine, cache_bytes
+from blockpilot.engine.engine import Engine
 from blockpilot.evaluation.step_costs import hold_here, measured_up_to
 from blockpilot.models.device import device_name, dtype_name
+from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.learned import LearnedPolicy
 from blockpilot.policy.store import load_policy
@@ -295,6 +296,12 @@ def check_memory(pair: Pair, num_slots: int, max_length: int) -> None:
             f"num_slots {num_slots} of {max_length} tokens: the caches take {needed / 2**30:.1f} GiB,"
             f" {free / 2**30:.1f} GiB are free; fewer slots, or a smaller max_length, are needed"
         )
+
+
+def cache_bytes(pair: Pair, num_slots: int, max_length: int) -> int:
+    """Memory of the caches of an engine of this size, by those of one slot with one token."""
+    one = Target(pair.target, pair.draft.options.target_layer_ids).new_cache(1, 1), pair.draft.new_cache(1, 1)
+    return num_slots * max_length * sum(cache.num_bytes for cache in one)
 
 
 def _free_bytes(device: torch.device) -> int | None:

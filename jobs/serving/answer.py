@@ -7,7 +7,7 @@ with stop strings the engine has looked for them, and its steps come with their 
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from typing import NamedTuple
 
 from blockpilot.engine.detokenize import TextStream
@@ -60,7 +60,7 @@ class ChoiceText:
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """Every piece, and one at the end that may be empty; leaving early cancels the request."""
-        with self._stream:
+        with closing(self._stream):
             async with aclosing(self._gathered()) as gathered:
                 async for steps in gathered:
                     yield self._piece(steps)

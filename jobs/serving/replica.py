@@ -32,7 +32,7 @@ from blockpilot.prompts.files import Message, Prompt
 from blockpilot.types import Request, Sampling
 from jobs.common.registry import CHAMPION, model_name
 from jobs.serving.champions import ChampionWatch
-from jobs.serving.engine_loop import ClosedError, EngineError, EngineLoop, QueueFullError, Stream
+from jobs.serving.engine_loop import EngineLoop, Stream
 from jobs.serving.metrics import ReplicaMetrics
 from jobs.serving.replies import Reply
 from jobs.serving.schema import ApiError, Body, ChatRequest, Objects
@@ -105,8 +105,8 @@ class Replica:
                         yield chunk
             if (last := reply.last()) is not None:
                 yield last
-        except (ApiError, QueueFullError, ClosedError, EngineError) as error:
-            yield _api_error(error)
+        except ApiError as error:
+            yield error
 
     async def status(self) -> dict[str, Any]:
         """The model's entry in /health."""
@@ -152,7 +152,7 @@ class Replica:
         try:
             yield
             outcome = "finished"
-        except (EngineError, ClosedError):
+        except ApiError:
             outcome = "failed"
             raise
         finally:
@@ -276,16 +276,6 @@ def _choice_request(request: Request, number: int) -> Request:
     """The request of choice `number`: the same with its own seed, an int64 that wraps around."""
     seed = (request.sampling.seed + number + 2**63) % 2**64 - 2**63
     return replace(request, sampling=replace(request.sampling, seed=seed))
-
-
-def _api_error(error: ApiError | QueueFullError | ClosedError | EngineError) -> ApiError:
-    if isinstance(error, QueueFullError):
-        return ApiError(429, f"{error}; try again", code="queue_full")
-    if isinstance(error, ClosedError):
-        return ApiError(503, str(error), code="shutting_down")
-    if isinstance(error, EngineError):
-        return ApiError(500, f"{error}; the request is lost, others can be sent", code="engine_error")
-    return error
 
 
 def check_memory(pair: Pair, num_slots: int, max_length: int) -> None:

@@ -94,7 +94,7 @@ class Reply:
     def __init__(self, body: Body, streams: Sequence[Stream], pair: Pair, interval_s: float = 0.0) -> None:
         self.body, self.request = body, streams[0].request
         self.choices = [
-            ChoiceText(stream, pair, i, interval_s=interval_s, include_steps=body.include_steps)
+            ChoiceText(stream, pair, i, interval_s=interval_s, include_steps=body.stream_options.include_steps)
             for i, stream in enumerate(streams)
         ]
         self._format = ChatFormat() if isinstance(body, ChatRequest) else CompletionFormat()
@@ -110,7 +110,7 @@ class Reply:
 
     async def chunks(self) -> AsyncGenerator[JsonObject, None]:
         """Take in all pieces; with `stream` in the body, yield their chunks. Leaving early cancels all choices."""
-        usage = {"usage": None} if self.body.include_usage else {}
+        usage = {"usage": None} if self.body.stream_options.include_usage else {}
         async with aclosing(merged(self.choices)) as pieces:
             async for choice, piece in pieces:
                 if self.body.stream and (shown := self._chunk(choice, piece)):
@@ -121,7 +121,8 @@ class Reply:
     def last(self) -> JsonObject | None:
         """What follows the chunks: the whole object, or the usage of a stream that asks for it."""
         if self.body.stream:
-            return self._head | {"choices": [], "usage": self.usage()} if self.body.include_usage else None
+            asked = self.body.stream_options.include_usage
+            return self._head | {"choices": [], "usage": self.usage()} if asked else None
         return self._head | {"choices": [self._whole(choice) for choice in self.choices], "usage": self.usage()}
 
     def _whole(self, choice: ChoiceText) -> JsonObject:

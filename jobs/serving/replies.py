@@ -138,7 +138,11 @@ class Reply:
             return None
         content = self._format.delta(self._echo * first + piece.text, first)
         logprobs = self._logprobs(piece.tokens, choice.num_token_characters)
-        return self._choice(choice, content, logprobs, None) | _shown_step(piece)
+        shown = self._choice(choice, content, logprobs, None)
+        if (step := piece.step) is not None:  # block size 0 marks the first token, which the prefill emits
+            texts = list(piece.step_texts)
+            shown["step"] = {"block_size": step.block_size, "num_accepted": step.num_accepted, "texts": texts}
+        return shown
 
     def _choice(
         self, choice: ChoiceText, content: JsonObject, logprobs: JsonObject | None, finish_reason: str | None
@@ -186,12 +190,3 @@ def _echo(body: Body, pair: Pair) -> str:
     if not (isinstance(body, CompletionRequest) and body.echo):
         return ""
     return body.prompt if isinstance(body.prompt, str) else str(pair.tokenizer.decode(body.prompt))
-
-
-def _shown_step(piece: Piece) -> JsonObject:
-    """The step of a chunk; block size 0 marks the first token, which the prefill emits."""
-    step = piece.step
-    if step is None:
-        return {}
-    shown = {"block_size": step.block_size, "num_accepted": step.num_accepted, "texts": list(piece.step_texts)}
-    return {"step": shown}

@@ -124,20 +124,22 @@ class EngineLoop:
         except Exception as error:
             log.exception("engine failed; %d requests are lost", len(self._in_engine))
             self._num_failures += 1
-            self._fail_all(f"{type(error).__name__} in the engine; the request is lost, others can be sent")
+            message = f"{type(error).__name__} in the engine; the request is lost, others can be sent"
+            lost, self._in_engine = self._in_engine, {}
+            for request_id, stream in lost.items():
+                stream._put(ApiError(500, message, code="engine_error"))
+                self.engine.cancel(request_id)
             return
-        if steps:
-            self._num_failures = 0
         for step in steps:
             self._deliver(step)
         if steps:
+            self._num_failures = 0
             self._on_step(steps, seconds)
 
     def _add(self, stream: "Stream") -> None:
-        if stream.closed:
-            return
-        stream._request_id = self.engine.add(stream.request)
-        self._in_engine[stream._request_id] = stream
+        if not stream.closed:
+            stream._request_id = self.engine.add(stream.request)
+            self._in_engine[stream._request_id] = stream
 
     def _cancel(self, stream: "Stream") -> None:
         if stream._request_id in self._in_engine:
@@ -152,12 +154,6 @@ class EngineLoop:
             del self._in_engine[step.request_id]
         if not stream._put(step):
             self._cancel(stream)
-
-    def _fail_all(self, message: str) -> None:
-        lost, self._in_engine = self._in_engine, {}
-        for request_id, stream in lost.items():
-            stream._put(ApiError(500, message, code="engine_error"))
-            self.engine.cancel(request_id)
 
 
 class Stream:

@@ -60,10 +60,15 @@ class ChoiceText:
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """Every piece, and one at the end that may be empty; leaving early cancels the request."""
+        steps, due = list[Step](), 0.0  # the first step comes alone
         with closing(self._stream):
-            async with aclosing(self._gathered()) as gathered:
-                async for steps in gathered:
+            async for step in self._stream:
+                self._count(step)
+                steps.append(step)
+                now = time.monotonic()
+                if now >= due or step.finish_reason is not None:
                     yield self._piece(steps)
+                    steps, due = [], now + self._interval_s
         yield Piece(self._text.finish())
 
     def take(self, piece: Piece) -> None:
@@ -75,17 +80,6 @@ class ChoiceText:
     def close(self) -> None:
         """Cancel the request, if it is not over; its row is free before the engine's next step."""
         self._stream.close()
-
-    async def _gathered(self) -> AsyncGenerator[list[Step], None]:
-        """The steps of each interval. The first step comes alone."""
-        steps, due = list[Step](), 0.0
-        async for step in self._stream:
-            self._count(step)
-            steps.append(step)
-            now = time.monotonic()
-            if now >= due or step.finish_reason is not None:
-                yield steps
-                steps, due = [], now + self._interval_s
 
     def _piece(self, steps: Sequence[Step]) -> Piece:
         tokens = tuple(token for step in steps for token in self._tokens(step))

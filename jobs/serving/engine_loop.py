@@ -96,10 +96,6 @@ class EngineLoop:
         self._work.put(lambda: None)
         self._thread.join()
 
-    def _release(self, stream: "Stream") -> None:
-        self._open.discard(stream)
-        self._work.put(lambda: self._cancel(stream))
-
     # --- on the engine's thread ---
 
     def _run(self) -> None:
@@ -130,10 +126,11 @@ class EngineLoop:
                 stream._put(ApiError(500, message, code="engine_error"))
                 self.engine.cancel(request_id)
             return
+        if steps:
+            self._num_failures = 0
         for step in steps:
             self._deliver(step)
         if steps:
-            self._num_failures = 0
             self._on_step(steps, seconds)
 
     def _add(self, stream: "Stream") -> None:
@@ -188,7 +185,8 @@ class Stream:
         """Cancel the request, wherever it is; its slot is free before the engine's next step."""
         if not self.closed:
             self.closed = True
-            self._owner._release(self)
+            self._owner._open.discard(self)
+            self._owner._work.put(partial(self._owner._cancel, self))
 
     def _put(self, event: Step | ApiError) -> bool:
         """Send from the engine's thread; False if the event loop is closed."""

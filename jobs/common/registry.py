@@ -111,9 +111,8 @@ class RunRecord:
         self._client.log_batch(self.id, params=[Param(k, str(v)) for k, v in params.items() if k not in known])
 
     def log_tags(self, tags: Mapping[str, object]) -> None:
-        from mlflow.entities import RunTag
-
-        self._client.log_batch(self.id, tags=[RunTag(k, str(v)) for k, v in tags.items()])
+        for key, value in tags.items():
+            self._client.set_tag(self.id, key, value)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int = 0) -> None:
         from mlflow.entities import Metric
@@ -258,16 +257,13 @@ class Registry:
 
         folder = Path(directory).absolute()
         folder.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-        try:
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as partial:
             with _clear_errors(f"version {version.number} of {version.name!r} in {self.uri}"):
                 found = mlflow.artifacts.download_artifacts(
-                    artifact_uri=self._address(version), dst_path=str(partial), tracking_uri=self.uri
+                    artifact_uri=self._address(version), dst_path=partial, tracking_uri=self.uri
                 )
             shutil.rmtree(folder, ignore_errors=True)
             Path(found).rename(folder)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
         return folder
 
     def _address(self, version: Version) -> str:

@@ -42,9 +42,7 @@ class ChoiceText:
     A piece holds the steps of `interval_s` seconds. With `include_steps` it holds one step, and says which.
     """
 
-    def __init__(
-        self, stream: Stream, pair: Pair, index: int, *, interval_s: float = 0.0, include_steps: bool = False
-    ) -> None:
+    def __init__(self, stream: Stream, pair: Pair, index: int, interval_s: float, include_steps: bool) -> None:
         self.index = index
         self.texts: list[str] = []
         self.tokens: list[TokenText] = []

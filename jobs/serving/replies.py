@@ -91,12 +91,10 @@ class Reply:
     `interval_s` is the least time between two chunks of a choice.
     """
 
-    def __init__(self, body: Body, streams: Sequence[Stream], pair: Pair, interval_s: float = 0.0) -> None:
+    def __init__(self, body: Body, streams: Sequence[Stream], pair: Pair, interval_s: float) -> None:
         self.body, self.request = body, streams[0].request
-        self.choices = [
-            ChoiceText(stream, pair, i, interval_s=interval_s, include_steps=body.stream_options.include_steps)
-            for i, stream in enumerate(streams)
-        ]
+        include_steps = body.stream_options.include_steps
+        self.choices = [ChoiceText(each, pair, i, interval_s, include_steps) for i, each in enumerate(streams)]
         self._format = ChatFormat() if isinstance(body, ChatRequest) else CompletionFormat()
         self._echo = _echo(body, pair)
         self._head: JsonObject = {

@@ -130,10 +130,9 @@ class RunRecord:
         log(self.id, str(path), folder)
 
     def log_table(self, rows: Sequence[Mapping[str, Any]], name: str) -> None:
-        """Log rows with the same keys as a table in the MLflow UI; `name` ends in .json."""
-        from pandas import DataFrame
-
-        self._client.log_table(self.id, DataFrame(rows, dtype=object), name)  # object keeps ints beside None
+        """Log rows with the same keys, one at least, as a table in the MLflow UI; `name` ends in .json."""
+        columns = {column: [row[column] for row in rows] for column in rows[0]}
+        self._client.log_table(self.id, columns, name)
 
 
 class Registry:

@@ -252,7 +252,7 @@ def make_app(
 ) -> FastAPI:
     """The API as an ASGI application, independent of Ray."""
     api = Api(models, aliases or {}, limits, on_exchange)
-    on_errors = dict.fromkeys((ApiError, HTTPException, Exception), _answer_error)
+    on_errors: dict[int | type[Exception], Any] = dict.fromkeys((ApiError, HTTPException, Exception), _answer_error)
     app = FastAPI(title="BlockPilot", openapi_url=None, redirect_slashes=False, exception_handlers=on_errors)
     v1 = APIRouter(prefix="/v1", dependencies=[Depends(keys.check)])
 

@@ -303,7 +303,7 @@ async def _described(name: str, model: Model) -> dict[str, object]:
 
 async def _answer_error(http: HttpRequest, error: Exception) -> JSONResponse:
     """Every error in OpenAI's shape."""
-    headers = getattr(error, "headers", None)
+    headers = error.headers if isinstance(error, ApiError | HTTPException) else None
     if isinstance(error, HTTPException):  # no such route, or method
         error = ApiError(error.status_code, f"{http.method} {http.url.path}: {error.detail}")
     elif not isinstance(error, ApiError):

@@ -39,16 +39,13 @@ def is_uri(place: Place) -> bool:
 def located(place: Place) -> tuple[FileSystem, str]:
     """File system and path there; raises ValueError for a URI that pyarrow cannot open."""
     path = os.fspath(place)
-    return _opened(path) if is_uri(path) else (LocalFileSystem(), os.path.abspath(path))
-
-
-@lru_cache(maxsize=256)
-def _opened(uri: str) -> tuple[FileSystem, str]:
     try:
-        found: tuple[FileSystem, str] = FileSystem.from_uri(uri)
+        return _opened(path) if is_uri(path) else (LocalFileSystem(), os.path.abspath(path))
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{uri}: {error}") from None
-    return found
+        raise ValueError(f"{path}: {error}") from None
+
+
+_opened = lru_cache(maxsize=256)(FileSystem.from_uri)
 
 
 def join(place: Place, *names: str) -> str:
@@ -81,8 +78,7 @@ def read_bytes(place: Place) -> bytes:
     """A file's content; raises OSError."""
     fs, path = located(place)
     with fs.open_input_stream(path) as stream:
-        content: bytes = stream.read()
-    return content
+        return bytes(stream.read())
 
 
 def write_bytes(place: Place, content: bytes | pa.Buffer) -> None:

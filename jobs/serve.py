@@ -116,19 +116,17 @@ def build_app(args: ServeConfig) -> Application:
         find_policy(model, args.output)
     keys = api_keys(args.api_key_file)
     connect(metrics_port=args.metrics_port)
-    return (
-        serve.deployment(
-            ray_actor_options={"num_cpus": 0},
-            max_ongoing_requests=sum(_capacity(model) for model in args.models) + SPARE_REQUESTS,
-            graceful_shutdown_timeout_s=args.drain_s,
-        )(serve.ingress()(Gateway))
-        .options(name="gateway")
-        .bind(
-            {name: _replicas(model, args) for name, model in zip(names, args.models, strict=True)},
-            dict(zip(slugs, names, strict=True)),
-            keys,
-            Limits(args.max_body_bytes, args.request_timeout_s),
-        )
+    gateway: serve.Deployment = serve.deployment(
+        name="gateway",
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=sum(_capacity(model) for model in args.models) + SPARE_REQUESTS,
+        graceful_shutdown_timeout_s=args.drain_s,
+    )(serve.ingress()(Gateway))
+    return gateway.bind(
+        {name: _replicas(model, args) for name, model in zip(names, args.models, strict=True)},
+        dict(zip(slugs, names, strict=True)),
+        keys,
+        Limits(args.max_body_bytes, args.request_timeout_s),
     )
 
 
@@ -153,13 +151,8 @@ def _replicas(model: ModelConfig, args: ServeConfig) -> Application:
     return deployment.bind(
         model.pair.load,
         num_threads=num_threads(resources.num_cpus),
-        num_slots=model.num_slots,
-        max_length=model.max_length,
-        max_prefill_tokens=model.max_prefill_tokens,
-        max_queue=model.max_queue,
-        max_new_tokens=model.max_new_tokens,
-        stream_interval_s=args.stream_interval_s,
-        logs_prompts=args.logs_prompts,
+        **model.model_dump(include={"num_slots", "max_length", "max_prefill_tokens", "max_queue", "max_new_tokens"}),
+        **args.model_dump(include={"stream_interval_s", "logs_prompts"}),
     )
 
 
@@ -186,30 +179,26 @@ def find_policy(model: ModelConfig, folder: Path) -> int | Path:
         if not 1 <= source <= MAX_BLOCK_SIZE:
             raise ValueError(f"policy {source}: a block size must be 1 to {MAX_BLOCK_SIZE}")
         return source
-    directory = _champion(model.pair.models[0], folder) if source == CHAMPION else Path(source)
+    directory = Path(source)
+    if source == CHAMPION:
+        registry = Registry.open()
+        try:
+            version = registry.champion(model_name(model.pair.models[0]))
+        except ValueError as error:
+            raise ValueError(
+                f"{error}. Make one with jobs/sweep.py, jobs/train.py and jobs/promote.py,"
+                " or serve one block size with --policy 8"
+            ) from None
+        directory = copy_of(registry, version, folder)
     model.pair.check_made_for(f"policy {directory}", load_policy(directory).info.pair)
     return directory
 
 
-def _champion(target: str, folder: Path) -> Path:
-    registry = Registry.open()
-    try:
-        version = registry.champion(model_name(target))
-    except ValueError as error:
-        raise ValueError(
-            f"{error}. Make one with jobs/sweep.py, jobs/train.py and jobs/promote.py,"
-            " or serve one block size with --policy 8"
-        ) from None
-    return copy_of(registry, version, folder)
-
-
 def api_keys(file: Path | None) -> ApiKeys:
     """The keys of a file, one a line, else of the environment; ValueError for a file without any."""
-    if file is None:
-        key = environment_key()
-        return ApiKeys.of(() if key is None else (key,))
-    keys = tuple(line.strip() for line in file.read_text().splitlines() if line.strip())
-    if not keys:
+    lines = file.read_text().splitlines() if file else [environment_key() or ""]
+    keys = tuple(line.strip() for line in lines if line.strip())
+    if file and not keys:
         raise ValueError(f"api_key_file {file}: has no key; one a line is needed")
     return ApiKeys.of(keys)
 
@@ -283,20 +272,14 @@ def _failure() -> str:
 def _wait_for_port(host: str, port: int) -> None:
     """Wait for the port, which a server that exited may hold a moment; ValueError if it stays taken."""
     deadline = time.monotonic() + PORT_PATIENCE_S
-    while error := _try_port(host, port):
-        if time.monotonic() > deadline:
-            raise ValueError(f"cannot listen on {host}:{port} ({error}); choose another --host or --port")
-        time.sleep(0.1)
-
-
-def _try_port(host: str, port: int) -> str | None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    while True:
         try:
-            probe.bind((host, port))
+            return socket.create_server((host, port)).close()
         except OSError as error:
-            return str(error)
-    return None
+            if time.monotonic() > deadline:
+                message = f"cannot listen on {host}:{port} ({error}); choose another --host or --port"
+                raise ValueError(message) from None
+        time.sleep(0.1)
 
 
 def run(config: ServeConfig) -> None:

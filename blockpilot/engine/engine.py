@@ -356,12 +356,6 @@ class Engine:
         return torch.tensor(values, device=self._device)
 
 
-def cache_bytes(pair: Pair, num_slots: int, max_length: int) -> int:
-    """Memory of the caches of an engine of this size, by those of one slot with one token."""
-    one = Target(pair.target, pair.draft.options.target_layer_ids).new_cache(1, 1), pair.draft.new_cache(1, 1)
-    return num_slots * max_length * sum(cache.num_bytes for cache in one)
-
-
 def generate(
     pair: Pair,
     prompt_ids: Sequence[int],

@@ -21,17 +21,9 @@ def connect(include_dashboard: bool = False, metrics_port: int | None = None) ->
     if ray.is_initialized():
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init(log_to_driver=True)
-    else:
-        cpus = max(4, os.cpu_count() or 1)
-        ray.init(
-            address="local",
-            num_cpus=cpus,
-            include_dashboard=include_dashboard,
-            log_to_driver=True,
-            _metrics_export_port=metrics_port,
-        )
+    local: dict[str, Any] = {"address": "local", "num_cpus": max(4, os.cpu_count() or 1)}
+    local |= {"include_dashboard": include_dashboard, "_metrics_export_port": metrics_port}
+    ray.init(log_to_driver=True, **({} if os.environ.get("RAY_ADDRESS") else local))
 
 
 def num_threads(num_cpus: float) -> int:
@@ -56,8 +48,7 @@ def actor_options(accelerator_type: str | None, num_cpus: float) -> dict[str, An
         return {"num_gpus": 1, "num_cpus": num_cpus, "accelerator_type": accelerator_type}
     if resources.get("GPU", 0) >= 1:
         return {"num_gpus": 1, "num_cpus": num_cpus}
-    threads = str(num_threads(num_cpus))
-    return {"num_cpus": num_cpus, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": threads}}}
+    return {"num_cpus": num_cpus, "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(num_threads(num_cpus))}}}
 
 
 def new_actor(worker: Callable[..., object], resources: Resources, *arguments: object, **options: object) -> Any:

@@ -38,15 +38,11 @@ class Config(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise ConfigError(_one_line(error)) from None
-
-
-def _one_line(error: ValidationError) -> str:
-    """Field, what is allowed, and the value, of every field that was refused."""
-    return "; ".join(
-        f"{'.'.join(map(str, e['loc']))}: {e['msg'].removeprefix('Value error, ')} (got {e['input']!r})"
-        for e in error.errors()
-    )
+            refused = [
+                f"{'.'.join(map(str, e['loc']))}: {e['msg'].removeprefix('Value error, ')} (got {e['input']!r})"
+                for e in error.errors()
+            ]
+            raise ConfigError("; ".join(refused)) from None
 
 
 class PairConfig(Config):
@@ -97,10 +93,8 @@ def pick_dtype(wanted: str, device: str) -> str:
     """float32 or bfloat16 for `PairConfig.dtype` on this machine's device "cpu" or "cuda"."""
     if wanted not in ("auto", "fast"):
         return wanted
-    if device == "cpu":
-        cpu = torch.cpu.get_capabilities()
-        return "bfloat16" if wanted == "fast" and any(map(cpu.get, BFLOAT16_INSTRUCTIONS)) else "float32"
-    return "bfloat16"
+    slow = wanted == "auto" or not any(map(torch.cpu.get_capabilities().get, BFLOAT16_INSTRUCTIONS))
+    return "float32" if device == "cpu" and slow else "bfloat16"
 
 
 class Resources(Config):
@@ -136,9 +130,5 @@ def main(config_type: type[ConfigT], run: Callable[[ConfigT], object]) -> None:
     except (ConfigError, ValueError, OSError) as error:
         if os.environ.get("BLOCKPILOT_TRACEBACK"):
             raise
-        _fail(str(error))
-
-
-def _fail(message: str) -> None:
-    print(f"error: {message}", file=sys.stderr)
-    sys.exit(2)
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -92,10 +92,10 @@ class Version(NamedTuple):
     @property
     def held_out(self) -> HeldOut | None:
         """Its held-out figures; None until evaluate has logged all of them."""
-        found = {f.name: self.tags.get(f"heldout.{f.name}") for f in fields(HeldOut)}
-        if any(value is None for value in found.values()):
+        tags = {f.name: f"heldout.{f.name}" for f in fields(HeldOut)}
+        if not self.tags.keys() >= set(tags.values()):
             return None
-        return HeldOut(**{name: float(value) for name, value in found.items() if value is not None})
+        return HeldOut(**{name: float(self.tags[tag]) for name, tag in tags.items()})
 
 
 class RunRecord:
@@ -113,9 +113,8 @@ class RunRecord:
         self._client.log_batch(self.id, params=[Param(k, str(v)) for k, v in params.items() if k not in known])
 
     def log_tags(self, tags: Mapping[str, object]) -> None:
-        from mlflow.entities import RunTag
-
-        self._client.log_batch(self.id, tags=[RunTag(k, str(v)) for k, v in tags.items()])
+        for key, value in tags.items():
+            self._client.set_tag(self.id, key, value)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int = 0) -> None:
         from mlflow.entities import Metric
@@ -133,8 +132,8 @@ class RunRecord:
         log(self.id, str(path), folder)
 
     def log_table(self, rows: Sequence[Mapping[str, Any]], name: str) -> None:
-        """Log rows with the same keys as a table in the MLflow UI; `name` ends in .json."""
-        columns = list(rows[0]) if rows else []
+        """Log rows with the same keys, one at least, as a table in the MLflow UI; `name` ends in .json."""
+        columns = list(rows[0])
         data = [[row[column] for column in columns] for row in rows]
         self._client.log_dict(self.id, {"columns": columns, "data": data}, name)
         known = self._client.get_run(self.id).data.tags.get(_TABLES_TAG, "[]")
@@ -155,8 +154,11 @@ class Registry:
         uri = uri or tracking_uri()
         if uri.startswith(_SQLITE) and not Path(uri.removeprefix(_SQLITE)).parent.is_dir():
             raise ValueError(f"MLflow store {uri}: no such directory")
-        with _creation_lock(uri), _clear_errors(f"MLflow store {uri}"):
-            client = _new_client(uri)
+        lock = FileLock(uri.removeprefix(_SQLITE) + ".lock") if uri.startswith(_SQLITE) else nullcontext()
+        with lock, _clear_errors(f"MLflow store {uri}"):
+            from mlflow import MlflowClient
+
+            client = MlflowClient(tracking_uri=uri, registry_uri=uri)
             client.search_experiments(max_results=1)
         return Registry(uri, client)
 
@@ -193,9 +195,8 @@ class Registry:
                 location = (Path(self.uri.removeprefix(_SQLITE)).parent / "mlartifacts").as_uri()
             try:
                 return self._client.create_experiment(name, artifact_location=location)
-            except MlflowException:  # another process was faster
-                found = self._client.get_experiment_by_name(name)
-                if found is None:
+            except MlflowException:
+                if (found := self._client.get_experiment_by_name(name)) is None:  # no other process was faster
                     raise
         return str(found.experiment_id)
 
@@ -205,29 +206,21 @@ class Registry:
         self, directory: str | Path, *, target: str, run_id: str, tags: Mapping[str, object]
     ) -> Version:
         """Register the files of `save_policy` as the next version of the target's model."""
-        name = model_name(target)
-        text_tags = {key: str(value) for key, value in tags.items()}
-        experiment_id = self._client.get_run(run_id).info.experiment_id
-        model = self._client.create_logged_model(
-            experiment_id, name="policy", source_run_id=run_id, model_type="safetensors"
-        )
-        self._client.log_model_artifacts(model.model_id, str(directory))
-        self._client.finalize_logged_model(model.model_id, "READY")
-        self._ensure_model(name, target)
-        source = f"models:/{model.model_id}"
-        version = self._client.create_model_version(
-            name, source, run_id=run_id, tags=text_tags, model_id=model.model_id
-        )
-        return _version(version)
-
-    def _ensure_model(self, name: str, target: str) -> None:
         from mlflow.exceptions import MlflowException
 
+        name, client = model_name(target), self._client
+        text_tags = {key: str(value) for key, value in tags.items()}
+        experiment = client.get_run(run_id).info.experiment_id
+        model = client.create_logged_model(experiment, name="policy", source_run_id=run_id, model_type="safetensors")
+        client.log_model_artifacts(model.model_id, str(directory))
+        client.finalize_logged_model(model.model_id, "READY")
         try:
-            self._client.create_registered_model(name, tags={"target": target})
+            client.create_registered_model(name, tags={"target": target})
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
+        source = f"models:/{model.model_id}"
+        return _version(client.create_model_version(name, source, run_id, text_tags, model_id=model.model_id))
 
     def versions(self, name: str) -> list[Version]:
         """All versions of a model, oldest first; ValueError when there is no such model."""
@@ -269,16 +262,13 @@ class Registry:
 
         folder = Path(directory).absolute()
         folder.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-        try:
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as partial:
             with _clear_errors(f"version {version.number} of {version.name!r} in {self.uri}"):
                 found = mlflow.artifacts.download_artifacts(
-                    artifact_uri=self._address(version), dst_path=str(partial), tracking_uri=self.uri
+                    artifact_uri=self._address(version), dst_path=partial, tracking_uri=self.uri
                 )
             shutil.rmtree(folder, ignore_errors=True)
             Path(found).rename(folder)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
         return folder
 
     def _address(self, version: Version) -> str:
@@ -294,29 +284,6 @@ def _version(version: "ModelVersion") -> Version:
     return Version(version.name, int(version.version), version.run_id, dict(version.tags))
 
 
-def _new_client(uri: str) -> "MlflowClient":
-    _quiet()
-    from mlflow import MlflowClient
-
-    return MlflowClient(tracking_uri=uri, registry_uri=uri)
-
-
-@contextmanager
-def _creation_lock(uri: str) -> Iterator[None]:
-    if not uri.startswith(_SQLITE):
-        yield
-        return
-    with FileLock(uri.removeprefix(_SQLITE) + ".lock"):
-        yield
-
-
-def _quiet() -> None:
-    """Set what MLflow reads when it is imported; the user's own settings stay."""
-    for name, value in _QUIET.items():
-        os.environ.setdefault(name, value)
-    logging.getLogger("alembic").setLevel(logging.WARNING)
-
-
 @contextmanager
 def kept_for_later(uri: str, output: Path) -> Iterator[None]:
     """Turn errors of logging a finished result into a ValueError that says how to log it later."""
@@ -330,7 +297,9 @@ def kept_for_later(uri: str, output: Path) -> Iterator[None]:
 @contextmanager
 def _clear_errors(what: str) -> Iterator[None]:
     """Turn MLflow's errors into one-line ValueErrors that name `what` was asked for."""
-    _quiet()
+    for name, value in _QUIET.items():  # before MLflow is imported; the user's own settings stay
+        os.environ.setdefault(name, value)
+    logging.getLogger("alembic").setLevel(logging.WARNING)
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError
 

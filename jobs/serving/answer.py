@@ -7,7 +7,7 @@ with stop strings the engine has looked for them, and its steps come with their 
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from typing import NamedTuple
 
 from blockpilot.engine.detokenize import TextStream
@@ -42,9 +42,7 @@ class ChoiceText:
     A piece holds the steps of `interval_s` seconds. With `include_steps` it holds one step, and says which.
     """
 
-    def __init__(
-        self, stream: Stream, pair: Pair, index: int, *, interval_s: float = 0.0, include_steps: bool = False
-    ) -> None:
+    def __init__(self, stream: Stream, pair: Pair, index: int, interval_s: float, include_steps: bool) -> None:
         self.index = index
         self.texts: list[str] = []
         self.tokens: list[TokenText] = []
@@ -60,10 +58,15 @@ class ChoiceText:
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """Every piece, and one at the end that may be empty; leaving early cancels the request."""
-        with self._stream:
-            async with aclosing(self._gathered()) as gathered:
-                async for steps in gathered:
+        steps, due = list[Step](), 0.0  # the first step comes alone
+        with closing(self._stream):
+            async for step in self._stream:
+                self._count(step)
+                steps.append(step)
+                now = time.monotonic()
+                if now >= due or step.finish_reason is not None:
                     yield self._piece(steps)
+                    steps, due = [], now + self._interval_s
         yield Piece(self._text.finish())
 
     def take(self, piece: Piece) -> None:
@@ -75,17 +78,6 @@ class ChoiceText:
     def close(self) -> None:
         """Cancel the request, if it is not over; its row is free before the engine's next step."""
         self._stream.close()
-
-    async def _gathered(self) -> AsyncGenerator[list[Step], None]:
-        """The steps of each interval. The first step comes alone."""
-        steps, due = list[Step](), 0.0
-        async for step in self._stream:
-            self._count(step)
-            steps.append(step)
-            now = time.monotonic()
-            if now >= due or step.finish_reason is not None:
-                yield steps
-                steps, due = [], now + self._interval_s
 
     def _piece(self, steps: Sequence[Step]) -> Piece:
         tokens = tuple(token for step in steps for token in self._tokens(step))

@@ -124,11 +124,8 @@ class Api:
         except ApiError as error:
             watch.over(error.status, error.code)
             raise
-        except asyncio.CancelledError:
-            watch.over(GONE)
-            raise
-        except Exception:
-            watch.over(500)
+        except BaseException as error:
+            watch.over(500 if isinstance(error, Exception) else GONE)  # else it was cancelled
             raise
         if body.stream:
             return StreamingResponse(_events(first, objects, deadline, watch), media_type="text/event-stream")
@@ -255,7 +252,8 @@ def make_app(
 ) -> FastAPI:
     """The API as an ASGI application, independent of Ray."""
     api = Api(models, aliases or {}, limits, on_exchange)
-    app = FastAPI(title="BlockPilot", openapi_url=None, redirect_slashes=False)
+    on_errors: dict[int | type[Exception], Any] = dict.fromkeys((ApiError, HTTPException, Exception), _answer_error)
+    app = FastAPI(title="BlockPilot", openapi_url=None, redirect_slashes=False, exception_handlers=on_errors)
     v1 = APIRouter(prefix="/v1", dependencies=[Depends(keys.check)])
 
     @v1.post("/chat/completions")
@@ -286,7 +284,6 @@ def make_app(
         return HTMLResponse(PLAYGROUND.read_text(), headers=PLAYGROUND_HEADERS)
 
     app.include_router(v1)
-    _answer_errors(app)
     return app
 
 
@@ -304,18 +301,11 @@ async def _described(name: str, model: Model) -> dict[str, object]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "blockpilot"} | known
 
 
-def _answer_errors(app: FastAPI) -> None:
-    """Install handlers that give every error OpenAI's shape."""
-
-    @app.exception_handler(ApiError)
-    async def refused(_: HttpRequest, error: ApiError) -> JSONResponse:
-        return JSONResponse(error.body(), error.status, error.headers)
-
-    @app.exception_handler(HTTPException)
-    async def no_route(http: HttpRequest, error: HTTPException) -> JSONResponse:
-        answer = ApiError(error.status_code, f"{http.method} {http.url.path}: {error.detail}")
-        return JSONResponse(answer.body(), error.status_code, dict(error.headers or {}))
-
-    @app.exception_handler(Exception)
-    async def unforeseen(_: HttpRequest, error: Exception) -> JSONResponse:
-        return JSONResponse(ApiError(500, f"internal error ({type(error).__name__})").body(), 500)
+async def _answer_error(http: HttpRequest, error: Exception) -> JSONResponse:
+    """Every error in OpenAI's shape."""
+    headers = error.headers if isinstance(error, ApiError | HTTPException) else None
+    if isinstance(error, HTTPException):  # no such route, or method
+        error = ApiError(error.status_code, f"{http.method} {http.url.path}: {error.detail}")
+    elif not isinstance(error, ApiError):
+        error = ApiError(500, f"internal error ({type(error).__name__})")
+    return JSONResponse(error.body(), error.status, headers)

@@ -24,16 +24,8 @@ class ChampionWatch:
     lie below `folder`. `error` is what the last look met, "" for nothing; `number` is the version in use, 0 for none.
     """
 
-    def __init__(
-        self,
-        name: str,
-        store: str,
-        folder: Path,
-        every_s: float,
-        use: Callable[[Path, int], None],
-    ) -> None:
-        self.name, self.error = name, ""
-        self.number = 0
+    def __init__(self, name: str, store: str, folder: Path, every_s: float, use: Callable[[Path, int], None]) -> None:
+        self.name, self.error, self.number = name, "", 0
         self._store, self._folder, self._every_s, self._use = store, folder, every_s, use
         self._registry: Registry | None = None
         self._leave = threading.Event()
@@ -53,7 +45,6 @@ class ChampionWatch:
 
     def look(self) -> None:
         """Put the champion to use if it has changed."""
-        error = ""
         try:
             self._registry = self._registry or Registry.open(self._store)
             version = self._registry.champion(self.name)
@@ -61,12 +52,12 @@ class ChampionWatch:
                 self._use(copy_of(self._registry, version, self._folder), version.number)
                 self.number = version.number
                 log.info("new champion", extra={"policy": version.name, "version": version.number})
-        except (ValueError, OSError) as found:
+            self.error = ""
+        except (ValueError, OSError) as error:
             self._registry = None
-            error = str(found)
-        if error and error != self.error:
-            log.warning("the policy stays as it is: %s", error)
-        self.error = error
+            if str(error) != self.error:
+                log.warning("the policy stays as it is: %s", error)
+            self.error = str(error)
 
     def use_last_copy(self) -> bool:
         """Put the latest copied champion to use, without the registry; False if none can be used."""

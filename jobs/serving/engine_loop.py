@@ -11,28 +11,20 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Self
 
 from blockpilot.adaptive.live import LiveController
 from blockpilot.control.price import StepCosts
 from blockpilot.engine.engine import Engine
 from blockpilot.types import Policy, Request, Step
+from jobs.serving.schema import ApiError
 
 MAX_FAILURES = 3  # steps in a row that raise; after them the loop is unhealthy
 log = logging.getLogger(__name__)
 
 
-class EngineError(Exception):
-    """The engine raised while it held this request, which is lost; the loop goes on."""
-
-
-class QueueFullError(Exception):
-    """As many requests are in flight as the loop accepts; try again later."""
-
-
-class ClosedError(Exception):
-    """The loop takes no more requests and gives no more steps."""
+def _shutting_down() -> ApiError:
+    return ApiError(503, "the server is shutting down", code="shutting_down")
 
 
 class EngineLoop:
@@ -73,17 +65,19 @@ class EngineLoop:
     def submit_all(self, requests: Sequence[Request]) -> list["Stream"]:
         """Queue all of them, or none; called on the event loop that reads their steps.
 
-        Raises ValueError for a request that the engine cannot serve, QueueFullError, ClosedError.
+        Raises ValueError for a request that the engine cannot serve, ApiError 429 where there is no place, 503 at the
+        end.
         """
         for request in requests:
             self.engine.check(request)
         if len(self._open) + len(requests) > self.capacity:
-            raise QueueFullError(f"{len(self._open)} requests are in flight; at most {self.capacity} are accepted")
+            message = f"{len(self._open)} requests are in flight; at most {self.capacity} are accepted; try again"
+            raise ApiError(429, message, code="queue_full")
         streams = [Stream(self, request) for request in requests]
         self._open.update(streams)
         if self._closed:
             self._open.difference_update(streams)
-            raise ClosedError("the server is shutting down")
+            raise _shutting_down()
         for stream in streams:
             self._work.put(partial(self._add, stream))
         return streams
@@ -97,14 +91,10 @@ class EngineLoop:
         self._work.put(lambda: setattr(self.engine, "controller", controller))
 
     def close(self) -> None:
-        """Stop after the present step; requests in flight end with ClosedError."""
+        """Stop after the present step; requests in flight end with ApiError 503."""
         self._closed = True
         self._work.put(lambda: None)
         self._thread.join()
-
-    def _release(self, stream: "Stream") -> None:
-        self._open.discard(stream)
-        self._work.put(lambda: self._cancel(stream))
 
     # --- on the engine's thread ---
 
@@ -115,7 +105,7 @@ class EngineLoop:
         finally:
             self._closed = True
             for stream in list(self._open):
-                stream._put(ClosedError("the server is shutting down"))
+                stream._put(_shutting_down())
 
     def _advance(self) -> None:
         """Do the queued work, then one step; with an idle engine, wait for work."""
@@ -130,7 +120,11 @@ class EngineLoop:
         except Exception as error:
             log.exception("engine failed; %d requests are lost", len(self._in_engine))
             self._num_failures += 1
-            self._fail_all(EngineError(f"{type(error).__name__} in the engine"))
+            message = f"{type(error).__name__} in the engine; the request is lost, others can be sent"
+            lost, self._in_engine = self._in_engine, {}
+            for request_id, stream in lost.items():
+                stream._put(ApiError(500, message, code="engine_error"))
+                self.engine.cancel(request_id)
             return
         if steps:
             self._num_failures = 0
@@ -140,10 +134,9 @@ class EngineLoop:
             self._on_step(steps, seconds)
 
     def _add(self, stream: "Stream") -> None:
-        if stream.closed:
-            return
-        stream._request_id = self.engine.add(stream.request)
-        self._in_engine[stream._request_id] = stream
+        if not stream.closed:
+            stream._request_id = self.engine.add(stream.request)
+            self._in_engine[stream._request_id] = stream
 
     def _cancel(self, stream: "Stream") -> None:
         if stream._request_id in self._in_engine:
@@ -159,17 +152,11 @@ class EngineLoop:
         if not stream._put(step):
             self._cancel(stream)
 
-    def _fail_all(self, error: Exception) -> None:
-        lost, self._in_engine = self._in_engine, {}
-        for request_id, stream in lost.items():
-            stream._put(error)
-            self.engine.cancel(request_id)
-
 
 class Stream:
-    """Asynchronous iterator of one request's steps; leaving the `with` block before the last one cancels it.
+    """Asynchronous iterator of one request's steps; closing it before the last one cancels the request.
 
-    Iterating raises EngineError if the engine fails, and ClosedError if the loop is closed first.
+    Iterating raises ApiError 500 if the engine fails, and 503 if the loop is closed first.
     """
 
     def __init__(self, owner: EngineLoop, request: Request) -> None:
@@ -177,16 +164,8 @@ class Stream:
         self._owner = owner
         self.closed = False  # finished, failed or cancelled
         self._event_loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[Step | Exception] = asyncio.Queue()
+        self._events: asyncio.Queue[Step | ApiError] = asyncio.Queue()
         self._request_id = -1  # until the engine has it
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __aiter__(self) -> Self:
         return self
@@ -195,7 +174,7 @@ class Stream:
         if self.closed:
             raise StopAsyncIteration
         event = await self._events.get()
-        if isinstance(event, Exception):
+        if isinstance(event, ApiError):
             self.close()
             raise event
         if event.finish_reason is not None:
@@ -206,9 +185,10 @@ class Stream:
         """Cancel the request, wherever it is; its slot is free before the engine's next step."""
         if not self.closed:
             self.closed = True
-            self._owner._release(self)
+            self._owner._open.discard(self)
+            self._owner._work.put(partial(self._owner._cancel, self))
 
-    def _put(self, event: Step | Exception) -> bool:
+    def _put(self, event: Step | ApiError) -> bool:
         """Send from the engine's thread; False if the event loop is closed."""
         try:
             self._event_loop.call_soon_threadsafe(self._events.put_nowait, event)

@@ -74,21 +74,19 @@ class RemoteModel:
                     given = True
                     yield found
                 return
-            except LOST as error:
-                retried = not given and tries_left > 0
-                log.warning("replica lost: %s", error, extra={"retried": retried})
+            except (*LOST, *AWAY, BackPressureError, RayError) as error:
+                retried = isinstance(error, LOST) and not given and tries_left > 0
                 if not retried:
                     yield _api_error(error)
                     return
-            except (BackPressureError, *AWAY, RayError) as error:
-                yield _api_error(error)
-                return
+                log.warning("replica lost, another one is asked: %s", error)
             finally:
                 response.cancel()  # type: ignore[no-untyped-call]
 
 
 def _api_error(error: Exception) -> ApiError:
     if isinstance(error, LOST):
+        log.warning("replica lost: %s", error)
         return ApiError(503, "the replica with this request was lost", code="replica_lost")
     if isinstance(error, BackPressureError):
         return ApiError(429, str(error), code="queue_full")

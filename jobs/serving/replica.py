@@ -21,9 +21,10 @@ from jinja2 import TemplateError
 
 from blockpilot.control.controller import FixedPolicy
 from blockpilot.control.price import StepCosts
-from blockpilot.engine.engine import Engine, cache_bytes
+from blockpilot.engine.engine import Engine
 from blockpilot.evaluation.step_costs import hold_here, measured_up_to
 from blockpilot.models.device import device_name, dtype_name
+from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.learned import LearnedPolicy
 from blockpilot.policy.store import load_policy
@@ -31,7 +32,7 @@ from blockpilot.prompts.files import Message, Prompt
 from blockpilot.types import Request, Sampling
 from jobs.common.registry import CHAMPION, model_name
 from jobs.serving.champions import ChampionWatch
-from jobs.serving.engine_loop import ClosedError, EngineError, EngineLoop, QueueFullError, Stream
+from jobs.serving.engine_loop import EngineLoop, Stream
 from jobs.serving.metrics import ReplicaMetrics
 from jobs.serving.replies import Reply
 from jobs.serving.schema import ApiError, Body, ChatRequest, Objects
@@ -104,8 +105,8 @@ class Replica:
                         yield chunk
             if (last := reply.last()) is not None:
                 yield last
-        except (ApiError, QueueFullError, ClosedError, EngineError) as error:
-            yield _api_error(error)
+        except ApiError as error:
+            yield error
 
     async def status(self) -> dict[str, Any]:
         """The model's entry in /health."""
@@ -151,7 +152,7 @@ class Replica:
         try:
             yield
             outcome = "finished"
-        except (EngineError, ClosedError):
+        except ApiError:
             outcome = "failed"
             raise
         finally:
@@ -277,16 +278,6 @@ def _choice_request(request: Request, number: int) -> Request:
     return replace(request, sampling=replace(request.sampling, seed=seed))
 
 
-def _api_error(error: ApiError | QueueFullError | ClosedError | EngineError) -> ApiError:
-    if isinstance(error, QueueFullError):
-        return ApiError(429, f"{error}; try again", code="queue_full")
-    if isinstance(error, ClosedError):
-        return ApiError(503, str(error), code="shutting_down")
-    if isinstance(error, EngineError):
-        return ApiError(500, f"{error}; the request is lost, others can be sent", code="engine_error")
-    return error
-
-
 def check_memory(pair: Pair, num_slots: int, max_length: int) -> None:
     """Raise ValueError where the caches of so many slots do not fit into the memory that is left."""
     needed, free = cache_bytes(pair, num_slots, max_length), _free_bytes(pair.target.device)
@@ -295,6 +286,12 @@ def check_memory(pair: Pair, num_slots: int, max_length: int) -> None:
             f"num_slots {num_slots} of {max_length} tokens: the caches take {needed / 2**30:.1f} GiB,"
             f" {free / 2**30:.1f} GiB are free; fewer slots, or a smaller max_length, are needed"
         )
+
+
+def cache_bytes(pair: Pair, num_slots: int, max_length: int) -> int:
+    """Memory of the caches of an engine of this size, by those of one slot with one token."""
+    one = Target(pair.target, pair.draft.options.target_layer_ids).new_cache(1, 1), pair.draft.new_cache(1, 1)
+    return num_slots * max_length * sum(cache.num_bytes for cache in one)
 
 
 def _free_bytes(device: torch.device) -> int | None:

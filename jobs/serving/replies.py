@@ -91,12 +91,10 @@ class Reply:
     `interval_s` is the least time between two chunks of a choice.
     """
 
-    def __init__(self, body: Body, streams: Sequence[Stream], pair: Pair, interval_s: float = 0.0) -> None:
+    def __init__(self, body: Body, streams: Sequence[Stream], pair: Pair, interval_s: float) -> None:
         self.body, self.request = body, streams[0].request
-        self.choices = [
-            ChoiceText(stream, pair, i, interval_s=interval_s, include_steps=body.include_steps)
-            for i, stream in enumerate(streams)
-        ]
+        include_steps = body.stream_options.include_steps
+        self.choices = [ChoiceText(each, pair, i, interval_s, include_steps) for i, each in enumerate(streams)]
         self._format = ChatFormat() if isinstance(body, ChatRequest) else CompletionFormat()
         self._echo = _echo(body, pair)
         self._head: JsonObject = {
@@ -110,7 +108,7 @@ class Reply:
 
     async def chunks(self) -> AsyncGenerator[JsonObject, None]:
         """Take in all pieces; with `stream` in the body, yield their chunks. Leaving early cancels all choices."""
-        usage = {"usage": None} if self.body.include_usage else {}
+        usage = {"usage": None} if self.body.stream_options.include_usage else {}
         async with aclosing(merged(self.choices)) as pieces:
             async for choice, piece in pieces:
                 if self.body.stream and (shown := self._chunk(choice, piece)):
@@ -121,7 +119,8 @@ class Reply:
     def last(self) -> JsonObject | None:
         """What follows the chunks: the whole object, or the usage of a stream that asks for it."""
         if self.body.stream:
-            return self._head | {"choices": [], "usage": self.usage()} if self.body.include_usage else None
+            asked = self.body.stream_options.include_usage
+            return self._head | {"choices": [], "usage": self.usage()} if asked else None
         return self._head | {"choices": [self._whole(choice) for choice in self.choices], "usage": self.usage()}
 
     def _whole(self, choice: ChoiceText) -> JsonObject:
@@ -137,7 +136,11 @@ class Reply:
             return None
         content = self._format.delta(self._echo * first + piece.text, first)
         logprobs = self._logprobs(piece.tokens, choice.num_token_characters)
-        return self._choice(choice, content, logprobs, None) | _shown_step(piece)
+        shown = self._choice(choice, content, logprobs, None)
+        if (step := piece.step) is not None:  # block size 0 marks the first token, which the prefill emits
+            texts = list(piece.step_texts)
+            shown["step"] = {"block_size": step.block_size, "num_accepted": step.num_accepted, "texts": texts}
+        return shown
 
     def _choice(
         self, choice: ChoiceText, content: JsonObject, logprobs: JsonObject | None, finish_reason: str | None
@@ -185,12 +188,3 @@ def _echo(body: Body, pair: Pair) -> str:
     if not (isinstance(body, CompletionRequest) and body.echo):
         return ""
     return body.prompt if isinstance(body.prompt, str) else str(pair.tokenizer.decode(body.prompt))
-
-
-def _shown_step(piece: Piece) -> JsonObject:
-    """The step of a chunk; block size 0 marks the first token, which the prefill emits."""
-    step = piece.step
-    if step is None:
-        return {}
-    shown = {"block_size": step.block_size, "num_accepted": step.num_accepted, "texts": list(piece.step_texts)}
-    return {"step": shown}

@@ -73,10 +73,6 @@ class _Body(BaseModel):
         return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
 
-def _stop_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
 def _block_size(value: Any) -> Any:
     if value == "auto":
         return None
@@ -131,11 +127,13 @@ class GenerateRequest(_Body):
     top_k: int = Field(0, ge=0)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Annotated[
-        list[Annotated[str, Field(min_length=1)]], BeforeValidator(_stop_list), Field(max_length=MAX_STOPS)
+        list[Annotated[str, Field(min_length=1)]],
+        BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+        Field(max_length=MAX_STOPS),
     ] = []
     block_size: Annotated[int | None, BeforeValidator(_block_size)] = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions = StreamOptions()
     timeout_s: float | None = Field(None, gt=0, allow_inf_nan=False)
     user: str | None = None
 
@@ -143,28 +141,6 @@ class GenerateRequest(_Body):
     @classmethod
     def _drop_neutral(cls, value: Any) -> Any:
         return {k: v for k, v in value.items() if not _neutral(k, v)} if isinstance(value, dict) else value
-
-    @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    @property
-    def include_steps(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_steps
-
-    @property
-    def num_tokens_asked(self) -> int | None:
-        return self.max_tokens
-
-    @property
-    def prompt_text(self) -> str:
-        """The prompt as text, for a log."""
-        raise NotImplementedError
-
-    @property
-    def num_logprobs(self) -> int | None:
-        """Number of likeliest tokens reported with every token; None for no log probabilities at all."""
-        raise NotImplementedError
 
 
 class ChatRequest(GenerateRequest):
@@ -191,10 +167,12 @@ class ChatRequest(GenerateRequest):
 
     @property
     def prompt_text(self) -> str:
+        """The prompt as text, for a log."""
         return "\n".join(f"{message.role}: {message.content}" for message in self.messages)
 
     @property
     def num_logprobs(self) -> int | None:
+        """Number of likeliest tokens reported with every token; None for no log probabilities at all."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -229,9 +207,8 @@ class CompletionRequest(GenerateRequest):
 
 
 def _neutral(name: str, value: object) -> bool:
-    if name not in NEUTRAL:
-        return False
-    return value == NEUTRAL[name] and isinstance(value, bool) == isinstance(NEUTRAL[name], bool)
+    known = NEUTRAL.get(name)  # never None; a bool differs from the number that it equals
+    return known is not None and value == known and isinstance(value, bool) == isinstance(known, bool)
 
 
 Body = ChatRequest | CompletionRequest

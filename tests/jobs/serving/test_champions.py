@@ -13,7 +13,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from blockpilot.control.price import StepCosts
-from blockpilot.engine.engine import Engine, cache_bytes
+from blockpilot.engine.engine import Engine
 from blockpilot.evaluation.step_costs import time_steps
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.store import save_policy
@@ -22,7 +22,7 @@ from helpers.api import client_of, replica_of
 from helpers.policies import step_policy, tiny_policy
 from jobs.common.registry import Registry, Version, model_name
 from jobs.serving.champions import ChampionWatch
-from jobs.serving.replica import Replica, check_memory
+from jobs.serving.replica import Replica, cache_bytes, check_memory
 from jobs.serving.schema import ApiError, ChatRequest, parse
 
 CHAT = {"messages": [{"role": "user", "content": "Once"}], "model": "target", "temperature": 0, "max_tokens": 20}

@@ -10,7 +10,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +41,6 @@ DEFAULT_MAX_LENGTH = 2048
 MEMORY_FILE = Path("/proc/meminfo")
 SWITCH_INTERVAL_S = 0.0002  # the engine's thread takes the interpreter back that soon; Python's own are 5 ms
 COSTS_CONTEXT, COSTS_STEPS = 256, 3  # of step costs that are measured at the start, for a policy's candidates
-GRID_CONTEXT, GRID_STEPS = 64, 2  # and for policies that may follow: coarse, so that the start stays quick
 log = logging.getLogger("ray.serve.blockpilot")  # Serve adds the id of the request
 
 
@@ -80,7 +79,7 @@ class Replica:
         self.loop = EngineLoop(engine, max_queue=max_queue, on_step=self._metrics.on_step)
         self._max_new_tokens, self._logs_prompts = max_new_tokens, logs_prompts
         self._stream_interval_s = stream_interval_s
-        self._costs: StepCosts | None = None  # known since the start, for policies whose own do not hold here
+        self._costs: StepCosts | None = None  # of the first policy, for later ones whose own do not hold here
         self._policy: Mapping[str, object] | None = None
 
     def close(self) -> None:
@@ -220,7 +219,6 @@ class Replica:
     def _use(self, policy: int | str | Path, version: int = 0) -> None:
         """Put a policy to use; called on the thread that watches the registry, too."""
         if isinstance(policy, int):
-            self._costs = self._costs or self._measure()
             self.loop.set_policy(FixedPolicy(policy))
             self._policy = {"name": f"block size {policy}", "version": None}
             return
@@ -230,33 +228,25 @@ class Replica:
         self._policy = {"name": str(policy), "version": version or None}
 
     def _costs_for(self, policy: LearnedPolicy, directory: str | Path) -> StepCosts | None:
-        """What its forecasts are weighed with: its own costs if they hold here, else those known since the start.
+        """What its forecasts are weighed with: its own costs if they hold here, else those measured at the start.
 
-        None for a policy without a price. Raises ValueError where neither covers its block sizes.
+        They are measured for the first policy only, before any request: timing beside requests would slow them and be
+        wrong. None for a policy without a price. Raises ValueError where no known costs cover its block sizes.
         """
-        sizes, num_slots = tuple(policy.candidates), self.loop.engine.num_slots
-        own = policy.costs if policy.costs and hold_here(policy.costs, self.pair, sizes, num_slots) else None
-        self._costs = self._costs or own or self._measure(sizes if policy.costs else ())
         if policy.costs is None:
             return None
-        if own is None and not self._costs.cover(sizes, num_slots):
-            missing = sorted(set(sizes) - set(self._costs.block_sizes))
+        sizes, num_slots = tuple(policy.candidates), self.loop.engine.num_slots
+        own = policy.costs if hold_here(policy.costs, self.pair, sizes, num_slots) else None
+        if own is None and self._policy is None:
+            self._costs = measured_up_to(self.pair, sizes, num_slots, COSTS_CONTEXT, num_steps=COSTS_STEPS)
+        self._costs = self._costs or own
+        costs = own or self._costs
+        if costs is None or not costs.cover(sizes, num_slots):
             raise ValueError(
-                f"policy {directory}: its step costs are of another device or of fewer rows, and those known here do"
-                f" not cover block sizes {', '.join(map(str, missing))}; start the server with this policy"
+                f"policy {directory}: its step costs are of another device or of fewer rows, and none that were"
+                f" measured at the start cover block sizes {', '.join(map(str, sizes))}; start the server with it"
             )
-        return own or self._costs
-
-    def _measure(self, candidates: Sequence[int] = ()) -> StepCosts:
-        """Step costs of this device for a policy's candidates, by default for 1, 2, 4, ... up to the draft's size.
-
-        Only for the start: beside requests, timing would slow them and be wrong.
-        """
-        num_slots, largest = self.loop.engine.num_slots, self.pair.block_size
-        if candidates:
-            return measured_up_to(self.pair, candidates, num_slots, COSTS_CONTEXT, num_steps=COSTS_STEPS)
-        grid = sorted({min(2**i, largest) for i in range(largest.bit_length() + 1)})
-        return measured_up_to(self.pair, grid, num_slots, GRID_CONTEXT, num_steps=GRID_STEPS)
+        return costs
 
 
 def _encode(body: Body, pair: Pair) -> tuple[int, ...]:

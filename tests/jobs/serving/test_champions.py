@@ -257,7 +257,7 @@ def test_step_costs_are_measured_at_the_start_and_never_beside_decoding(
         pass
     replica.reconfigure({"policy": 3})
     replica.reconfigure({"policy": priced_policy(tiny_pair, tmp_path, (4,), 1)})
-    with pytest.raises(ValueError, match=r"do not cover block sizes 3, 5; start the server with this policy"):
+    with pytest.raises(ValueError, match=r"cover block sizes 2, 3, 5; start the server with it"):
         replica.reconfigure({"policy": priced_policy(tiny_pair, tmp_path, (2, 3, 5), 2)})
     assert replica.loop.num_in_flight == 1
     assert str(status(replica)["name"]).endswith("/4")
@@ -266,10 +266,10 @@ def test_step_costs_are_measured_at_the_start_and_never_beside_decoding(
     assert timed == []
 
 
-def test_a_server_that_starts_with_a_block_size_knows_costs_up_to_the_drafts(
-    replica: Replica, tiny_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_server_that_starts_with_a_block_size_has_no_costs_for_later_policies(
+    replica: Replica, tiny_pair: Pair, tmp_path: Path
 ) -> None:
     replica.reconfigure({"policy": 2})
-    monkeypatch.setattr("blockpilot.evaluation.step_costs.time_steps", None)
-    replica.reconfigure({"policy": priced_policy(tiny_pair, tmp_path, (1, 2, tiny_pair.block_size), 2)})
-    assert str(status(replica)["name"]).endswith(f"/1-2-{tiny_pair.block_size}")
+    with pytest.raises(ValueError, match=r"another device .* start the server with it"):
+        replica.reconfigure({"policy": priced_policy(tiny_pair, tmp_path, (2, 4), 2)})
+    assert status(replica)["name"] == "block size 2"

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from blockpilot.control.price import COSTS_FILE, StepCosts
 from blockpilot.evaluation.statistics import MethodRun, Totals
+from blockpilot.evaluation.step_costs import COSTS_FILE, read_costs
 from blockpilot.policy.store import INFO_FILE, WEIGHTS_FILE
 from blockpilot.storage import is_file, join, write_text
 from jobs.common.cluster import connect
@@ -61,7 +61,7 @@ def _work(config: EvaluateConfig, plan: Plan) -> Work:
         plan.policies,
         config.block_sizes,
         tuple(BASELINES[name] for name in config.baselines),
-        StepCosts.read(costs) if costs and is_file(costs) else None,
+        read_costs(costs) if costs and is_file(costs) else None,
         plan.sweep.pair if plan.sweep else None,
         config.temperature,
         config.top_p,

@@ -17,9 +17,10 @@ import numpy as np
 from jinja2 import Environment
 from pydantic import Field
 
-from blockpilot.control.price import COSTS_FILE, StepCosts
+from blockpilot.control.price import StepCosts
 from blockpilot.evaluation.oracle import Table, potential
 from blockpilot.evaluation.statistics import Interval
+from blockpilot.evaluation.step_costs import COSTS_FILE, costs_from_fields, read_costs, relative_costs
 from blockpilot.evaluation.tables import with_range
 from blockpilot.storage import is_file, join, write_bytes, write_text
 from blockpilot.sweep.rows import Metadata, SweepRow, read_parts
@@ -193,7 +194,7 @@ def _compared(evaluations: Mapping[str, Mapping[str, Any]]) -> Iterable[Section]
             pictures={"over_best_fixed.png": figures.over_best_fixed(rows, shown)},
         )
     first = next(iter(evaluations.values()))
-    costs = StepCosts.from_fields(dict(first["setting"]["costs"]))
+    costs = costs_from_fields(dict(first["setting"]["costs"]))
     yield Section("What a step costs", costs.device, pictures={"cost_curves.png": figures.cost_curves(costs)})
 
 
@@ -286,7 +287,7 @@ class SweepTotals:
         self._loads = {1: [1.0] * len(candidates)}
         self._ways = {"by tau": self._loads[1]}
         if costs is not None:
-            self._loads = {rows: costs.of_candidates(candidates, rows) for rows in costs.rows}
+            self._loads = {rows: relative_costs(costs, candidates, rows) for rows in costs.rows}
             self._ways |= {f"by tokens/s, {n} row{'s' * (n > 1)}": each for n, each in self._loads.items()}
         self.by_set: dict[str, Summary] = {}
         self._ceilings: dict[tuple[int, str], Ceiling] = {}
@@ -315,7 +316,7 @@ class SweepTotals:
 
 
 def _of_sweep(place: Place, label: str) -> Section:
-    costs = StepCosts.read(join(place, COSTS_FILE)) if is_file(join(place, COSTS_FILE)) else None
+    costs = read_costs(join(place, COSTS_FILE)) if is_file(join(place, COSTS_FILE)) else None
     totals: SweepTotals | None = None
     for part in read_parts(place):
         totals = totals or SweepTotals(part.metadata, costs)

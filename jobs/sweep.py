@@ -18,8 +18,8 @@ import ray
 import torch
 from pydantic import Field, field_validator
 
-from blockpilot.control.price import COSTS_FILE, StepCosts
-from blockpilot.evaluation.step_costs import measured_up_to
+from blockpilot.control.price import StepCosts
+from blockpilot.evaluation.step_costs import COSTS_FILE, costs_to_json, measured_up_to, read_costs
 from blockpilot.models.device import dtype_name
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt, load_prompts
@@ -121,7 +121,7 @@ def run(config: SweepConfig) -> SweepResult:
     folder.write_rejects(rejects)
     if config.cost_rows and not is_file(join(config.output, COSTS_FILE)):
         connect()
-        write_text(join(config.output, COSTS_FILE), _measure_costs(config, folder).to_json())
+        write_text(join(config.output, COSTS_FILE), costs_to_json(_measure_costs(config, folder)))
     return _finish(config, folder, len(order), rejects)
 
 
@@ -245,7 +245,7 @@ def _finish(config: SweepConfig, folder: SweepFolder, num_turns: int, rejects: S
 def _costs(config: SweepConfig, metadata: Metadata) -> StepCosts | None:
     """The step costs beside the rows, if there are any and they are of this pair."""
     place = join(config.output, COSTS_FILE)
-    costs = StepCosts.read(place) if is_file(place) else None
+    costs = read_costs(place) if is_file(place) else None
     return costs if costs and costs.pair == metadata.pair else None
 
 

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from blockpilot.control.price import StepCosts
 from blockpilot.evaluation.statistics import Interval
+from blockpilot.evaluation.step_costs import relative_costs
 
 SMALL, WIDE = (5.0, 3.2), (9.0, 3.6)
 NUM_BINS = 10  # of predictions, by quantile
@@ -107,7 +108,7 @@ def cost_curves(costs: StepCosts) -> bytes:
     """What a step costs by its block size, in steps of plain decoding: a line for every number of rows."""
     figure, axes = _new(SMALL, "block size", "cost of a step, plain = 1")
     for rows in costs.rows:
-        relative = costs.of_candidates(costs.block_sizes, rows)
+        relative = relative_costs(costs, costs.block_sizes, rows)
         axes.plot(
             costs.block_sizes, relative, marker="o", markersize=4, label=f"{rows} rows" if rows > 1 else "1 row"
         )

@@ -19,11 +19,11 @@ import torch
 
 from blockpilot.adaptive.live import LiveController
 from blockpilot.control.controller import Controller
-from blockpilot.control.price import COSTS_FILE, StepCosts
+from blockpilot.control.price import StepCosts
 from blockpilot.engine.engine import Engine, generate
 from blockpilot.evaluation.measurement import Flow, RequestTiming, in_turns
 from blockpilot.evaluation.statistics import Comparison, MethodRun, Totals
-from blockpilot.evaluation.step_costs import hold_here
+from blockpilot.evaluation.step_costs import COSTS_FILE, costs_to_json, hold_here
 from blockpilot.models.device import device_name
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.dataset import prompt_key
@@ -464,7 +464,7 @@ def test_costs_that_were_given_are_used_where_they_hold(
     setting = Watched(config, plan, given).setting
     assert (setting.costs, setting.device) == (given, device_name(tiny_pair.target.device))
     (directory := tmp_path / "policy").mkdir()
-    (directory / COSTS_FILE).write_text(given.to_json())
+    (directory / COSTS_FILE).write_text(costs_to_json(given))
     assert evaluate._work(config, plan._replace(policies={POLICY: directory})).costs == given
     for other in (
         dataclasses.replace(given, pair=retrained(tiny_pair).id),

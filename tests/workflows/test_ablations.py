@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from blockpilot.control.price import COSTS_FILE, StepCosts
+from blockpilot.control.price import StepCosts
+from blockpilot.evaluation.step_costs import COSTS_FILE, costs_to_json
 from blockpilot.sweep.rows import write_rows
 from helpers.sweeps import CANDIDATES, PAIR, metadata, synthetic_rows
 from jobs.train import TrainConfig
@@ -18,7 +19,7 @@ def a_sweep(folder: Path) -> str:
     write_rows(folder / "rows" / "part-0.parquet", synthetic_rows(40, 0), metadata())
     seconds = tuple((1.0 + 0.1 * b,) for b in (1, *CANDIDATES))
     costs = StepCosts(PAIR, "float32", "cpu, 1 threads", (1, *CANDIDATES), (1,), 64, seconds, seconds, seconds)
-    (folder / COSTS_FILE).write_text(costs.to_json())
+    (folder / COSTS_FILE).write_text(costs_to_json(costs))
     return str(folder)
 
 

@@ -22,10 +22,11 @@ from ray.cluster_utils import Cluster
 
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt
-from blockpilot.sweep.rows import Metadata, SweepRow, read_file, read_sweep, write_rows
+from blockpilot.sweep.rows import Metadata, SweepRow, read_file, write_rows
 from blockpilot.sweep.summary import Summary
 from blockpilot.sweep.sweep import replay
 from helpers.processes import descendants
+from helpers.sweeps import read_sweep
 from jobs.common.config import ConfigError, PairConfig, main
 from jobs.sweep import SweepConfig, _open, run
 from jobs.sweeping.folder import SweepFolder, SweepShard

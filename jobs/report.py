@@ -28,7 +28,7 @@ from blockpilot.sweep.summary import Summary, least_cost
 from jobs.common import figures
 from jobs.common.config import Config, Place, absolute_in_submitted_job, main
 from jobs.common.registry import Registry, kept_for_later
-from jobs.evaluation.actor import CONTROL, ORACLE, method_name
+from jobs.evaluation.inputs import CONTROL, ORACLE, method_name
 from jobs.evaluation.result import RESULT_FILE, read_figure, read_figures
 from jobs.train import TRAINING_FILE
 

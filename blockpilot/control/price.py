@@ -66,7 +66,8 @@ class StepCosts:
     def _between(self, table: str, block_sizes: Sequence[int], rows: int) -> Array:
         place = np.interp(rows, self.rows, np.arange(len(self.rows)))
         below, above = self._arrays[table][:, [math.floor(place), math.ceil(place)]].T
-        return np.interp(block_sizes, self.block_sizes, below + place % 1 * (above - below))
+        by_size: Array = np.interp(block_sizes, self.block_sizes, below + place % 1 * (above - below))
+        return by_size
 
     @cached_property
     def _arrays(self) -> dict[str, Array]:

@@ -6,15 +6,15 @@ random tokens; block sizes take turns, so that a slow moment of the machine fall
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
-from blockpilot.control.price import TABLES, StepCosts, Table, as_table, num_drafting
+from blockpilot.control.price import TABLES, StepCosts, as_table, num_drafting
 from blockpilot.engine.engine import Engine
 from blockpilot.models.device import device_name, dtype_name
 from blockpilot.pairs.loading import Pair
@@ -81,34 +81,19 @@ def measure_costs(
             raise ValueError(f"{name} {tuple(axis)}: must be ascending numbers of at least 1")
     if context < 1:
         raise ValueError(f"context {context}: must be at least 1")
-    measured: dict[tuple[int, ...], float] = {}
+    of_rows: dict[str, list[list[float]]] = {name: [] for name in TABLES}
     for r in rows:
-        numbers = 1, num_drafting(r), r
-        mixtures = list(dict.fromkeys(_drafting(size, num, r) for size in block_sizes for num in numbers))
-        measured |= zip(mixtures, time_steps(pair, mixtures, context, num_steps=num_steps), strict=True)
-
-    def table(num_drafting: Callable[[int], int]) -> Table:
-        of_rows = (
-            never_falling([measured[_drafting(size, num_drafting(r), r)] for size in block_sizes]) for r in rows
-        )
-        return tuple(zip(*of_rows, strict=True))
-
-    return StepCosts(
-        pair.id,
-        dtype_name(pair.target.dtype),
-        device_name(pair.target.device),
-        tuple(block_sizes),
-        tuple(rows),
-        context,
-        seconds=table(lambda r: r),
-        one_drafts=table(lambda r: 1),
-        one_plain=table(num_drafting),
-    )
-
-
-def _drafting(block_size: int, num: int, rows: int) -> tuple[int, ...]:
-    """Block sizes of a batch of which `num` rows draft and the others decode plainly."""
-    return (block_size,) * num + (1,) * (rows - num)
+        mixtures = {
+            name: [(size,) * num + (1,) * (r - num) for size in block_sizes]
+            for name, num in zip(TABLES, (r, 1, num_drafting(r)), strict=True)  # num of r rows draft
+        }
+        distinct = list(dict.fromkeys(chain.from_iterable(mixtures.values())))
+        seconds = dict(zip(distinct, time_steps(pair, distinct, context, num_steps=num_steps), strict=True))
+        for name, of_sizes in mixtures.items():
+            of_rows[name].append(never_falling([seconds[mixture] for mixture in of_sizes]))
+    tables = {name: as_table(np.transpose(columns)) for name, columns in of_rows.items()}
+    dtype, device = dtype_name(pair.target.dtype), device_name(pair.target.device)
+    return StepCosts(pair.id, dtype, device, tuple(block_sizes), tuple(rows), context, **tables)
 
 
 def never_falling(values: Sequence[float]) -> list[float]:

@@ -13,8 +13,8 @@ from blockpilot.evaluation.step_costs import costs_to_json
 from blockpilot.evaluation.tables import cells, markdown, with_range
 from blockpilot.storage import write_text
 from jobs.common.registry import CHAMPION, HeldOut, Registry, Version, kept_for_later
-from jobs.evaluation.actor import AR, CONTROL, ORACLE, POLICY, Setting, method_name
-from jobs.evaluation.inputs import EvaluateConfig, Plan
+from jobs.evaluation.actor import Setting
+from jobs.evaluation.inputs import AR, CONTROL, ORACLE, POLICY, EvaluateConfig, Plan, method_name
 
 RESULT_FILE, TABLE_FILE = "evaluation.json", "table.md"
 RUNS_FILE = "runs.json"  # what the figures were worked out from
@@ -200,7 +200,8 @@ def _describe(
     if len(by_set) > 1 and compared:
         of_control = f" ({CONTROL}: over AR's)" * (CONTROL in compared)
         title = f"Speed over that of B={best}{of_control}, by prompt set:"
-        lines += ["", title, "", _set_table(by_set, compared), ""]
+        rows = [{"prompts": name} | {m: with_range(row[m], 3) for m in compared} for name, row in by_set.items()]
+        lines += ["", title, "", markdown(rows), ""]
     if CONTROL in compared:
         lines.append(_clock(by_set))
     if held_out is not None:
@@ -213,12 +214,6 @@ def _describe(
         of_all = list(by_set.values())[-1]
         lines += _beside(of_all.get(ORACLE), held_out)
     return "\n".join(lines)
-
-
-def _set_table(by_set: Mapping[str, Mapping[str, Interval]], methods: Sequence[str]) -> str:
-    return markdown(
-        [{"prompts": name, **{m: with_range(row[m], 3) for m in methods}} for name, row in by_set.items()]
-    )
 
 
 def _clock(by_set: Mapping[str, Mapping[str, Interval]]) -> str:

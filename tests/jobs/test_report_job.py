@@ -19,8 +19,8 @@ from helpers.sweeps import CANDIDATES, PAIR, metadata, synthetic_rows
 from jobs.common.registry import Registry
 from jobs.evaluation import inputs as evaluate_inputs
 from jobs.evaluation import result as evaluate_result
-from jobs.evaluation.actor import ORACLE, POLICY, Setting
-from jobs.evaluation.inputs import EvaluateConfig, Plan
+from jobs.evaluation.actor import Setting
+from jobs.evaluation.inputs import ORACLE, POLICY, EvaluateConfig, Plan
 from jobs.report import Ceiling, ReportConfig, run
 
 SIZES = (1, *CANDIDATES)

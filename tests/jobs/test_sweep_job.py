@@ -161,7 +161,7 @@ def test_the_output_may_be_a_uri(
     for shard in shards:
         folder.write(shard, expected[shard.part], metadata)
     folder.write_rejects([])
-    assert [row for rows in folder.parts() for row in rows] == [row for rows in expected.values() for row in rows]
+    assert read_sweep(folder.rows).rows == [row for rows in expected.values() for row in rows]
     assert read_sweep(config.output).rows == read_sweep(tmp_path / "by-uri").rows
     assert left(config) == {shard.part: [TOO_LONG] for shard in shards if TOO_LONG in texts(folder, shard)}
     with pytest.raises(ValueError, match="nosuch://x"):

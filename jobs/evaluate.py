@@ -13,19 +13,19 @@ after a kill. The result is written before it is logged to MLflow; `--relog` log
 import hashlib
 import json
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from blockpilot.control.price import COSTS_FILE, StepCosts
 from blockpilot.evaluation.statistics import MethodRun, Totals
 from blockpilot.policy.store import INFO_FILE, WEIGHTS_FILE
-from blockpilot.storage import is_file, join, write_text
-from jobs.common.cluster import connect
+from blockpilot.storage import write_text
+from jobs.common.cluster import connect, lone_actor
 from jobs.common.config import Resources, absolute_in_submitted_job, main
 from jobs.common.progress import Progress
 from jobs.common.registry import Registry
-from jobs.evaluation.actor import POLICY, Setting, Work, evaluator
-from jobs.evaluation.inputs import BASELINES, EvaluateConfig, Plan, plan, read_inputs
+from jobs.evaluation.actor import Evaluator, Setting
+from jobs.evaluation.inputs import EvaluateConfig, Plan, plan_for, read_inputs
 from jobs.evaluation.result import EvaluateResult, log, save, stored_run
 
 
@@ -36,46 +36,25 @@ def run(config: EvaluateConfig) -> EvaluateResult:
         return log(config.output, Registry.open())
     prompts, swept = read_inputs(config)
     registry = Registry.open()
-    planned = plan(config, prompts, swept, registry)
-    work = _work(config, planned)
+    plan = plan_for(config, prompts, swept, registry)
     connect()
     resources = Resources(accelerator_type=config.accelerator_type, num_cpus=config.num_cpus)
-    with evaluator(work, resources) as call:
+    with lone_actor(Evaluator, resources, config, plan) as call:
         setting: Setting = call("load")
         for name, reason in setting.left_out.items():
             print(f"evaluate: {name} is left out: {reason}")
-        file = _runs_file(config, work, setting)
-        runs = list(_measure_all(call, config, work, file))
-    save(config, planned, setting, runs)
+        file = _runs_file(config, plan, setting)
+        runs = list(_measure_all(call, config, plan, file))
+    save(config, plan, setting, runs)
     file.unlink()
     return log(config.output, registry)
 
 
-def _work(config: EvaluateConfig, plan: Plan) -> Work:
-    known = config.sweep[0] if config.sweep else plan.policies.get(POLICY)
-    costs = join(known, COSTS_FILE) if known else ""
-    return Work(
-        config.pair,
-        plan.prompts,
-        plan.groups,
-        plan.policies,
-        config.block_sizes,
-        tuple(BASELINES[name] for name in config.baselines),
-        StepCosts.read(costs) if costs and is_file(costs) else None,
-        plan.sweep.pair if plan.sweep else None,
-        config.temperature,
-        config.top_p,
-        config.seed,
-        tuple(map(config.limit, plan.prompts)),
-        config.concurrency,
-    )
-
-
-def _measure_all(call: Any, config: EvaluateConfig, work: Work, file: Path) -> Iterator[MethodRun]:
+def _measure_all(call: Any, config: EvaluateConfig, plan: Plan, file: Path) -> Iterator[MethodRun]:
     """Every repeat of every group, one at a time, with a line of progress every few seconds; what an earlier process
     with the same settings has measured is read from their file.
     """
-    places, done = list(_places(config, work)), _read_runs(file)
+    places, done = list(product(range(config.repeats), range(len(plan.groups)))), _read_runs(file)
     if done:
         print(f"evaluate: going on after {len(done)} of {len(places)} groups")
     progress = Progress("evaluate", len(places), "groups", len(done))
@@ -90,23 +69,19 @@ def _measure_all(call: Any, config: EvaluateConfig, work: Work, file: Path) -> I
             yield from done[place]
 
 
-def _places(config: EvaluateConfig, work: Work) -> Iterator[tuple[int, int]]:
-    return ((repeat, number) for repeat in range(config.repeats) for number in range(len(work.groups)))
-
-
-def _runs_file(config: EvaluateConfig, work: Work, setting: Setting) -> Path:
+def _runs_file(config: EvaluateConfig, plan: Plan, setting: Setting) -> Path:
     """Where finished groups are until the result is written; other settings have files of their own."""
-    return config.output / f"runs-{_identity(config, work, setting)[:12]}.jsonl"
+    return config.output / f"runs-{_identity(config, plan, setting)[:12]}.jsonl"
 
 
-def _identity(config: EvaluateConfig, work: Work, setting: Setting) -> str:
+def _identity(config: EvaluateConfig, plan: Plan, setting: Setting) -> str:
     """A hash of all that the runs depend on but the machine's moments; its device by its full name."""
     settings = config.model_dump(mode="json", exclude={"output", "relog", "accelerator_type"})
     found = setting.pair, setting.dtype, setting.device
-    prompts = [(p.set, p.text) for p in work.prompts]
-    key = repr((settings, found, list(work.policies), prompts, work.groups, work.limits, work.costs))
+    prompts = [(p.set, p.text) for p in plan.prompts]
+    key = repr((settings, found, list(plan.policies), prompts, plan.groups, plan.costs))
     digest = hashlib.sha256(key.encode())
-    for directory in work.policies.values():
+    for directory in plan.policies.values():
         for name in (INFO_FILE, WEIGHTS_FILE):
             digest.update((directory / name).read_bytes())
     return digest.hexdigest()

@@ -18,9 +18,9 @@ import numpy as np
 from jinja2 import Environment, PackageLoader
 from pydantic import Field
 
-from blockpilot.control.price import COSTS_FILE, StepCosts
 from blockpilot.evaluation.oracle import Table, potential
 from blockpilot.evaluation.statistics import Interval
+from blockpilot.evaluation.step_costs import COSTS_FILE, costs_from_fields, read_costs, relative_costs
 from blockpilot.evaluation.tables import with_range
 from blockpilot.storage import is_file, join, write_bytes, write_text
 from blockpilot.sweep.rows import SweepRow, read_parts
@@ -28,7 +28,7 @@ from blockpilot.sweep.summary import Summary, least_cost
 from jobs.common import figures
 from jobs.common.config import Config, Place, absolute_in_submitted_job, main
 from jobs.common.registry import Registry, kept_for_later
-from jobs.evaluation.actor import CONTROL, ORACLE, method_name
+from jobs.evaluation.inputs import CONTROL, ORACLE, method_name
 from jobs.evaluation.result import RESULT_FILE, read_figure, read_figures
 from jobs.training.record import TRAINING_FILE
 
@@ -186,7 +186,7 @@ def _compared(evaluations: Mapping[str, Mapping[str, Any]]) -> Iterable[Section]
             pictures={"over_best_fixed.png": figures.over_best_fixed(rows, shown)},
         )
     first = next(iter(evaluations.values()))
-    costs = StepCosts.from_fields(dict(first["setting"]["costs"]))
+    costs = costs_from_fields(dict(first["setting"]["costs"]))
     yield Section("What a step costs", costs.device, pictures={"cost_curves.png": figures.cost_curves(costs)})
 
 
@@ -246,8 +246,8 @@ def _of_sweep(place: Place, label: str) -> Section:
     every = [row for rows in sets.values() for row in rows]
     loads, ways = {1: [1.0] * len(metadata.candidates)}, {"by tau": [1.0] * len(metadata.candidates)}
     if is_file(join(place, COSTS_FILE)):
-        costs = StepCosts.read(join(place, COSTS_FILE))
-        loads = {num: costs.of_candidates(metadata.candidates, num) for num in costs.rows}
+        costs = read_costs(join(place, COSTS_FILE))
+        loads = {num: relative_costs(costs, metadata.candidates, num) for num in costs.rows}
         ways |= {f"by tokens/s, {num} row{'s' * (num > 1)}": each for num, each in loads.items()}
     best = {name: Counter(_best_size(row, step_costs) for row in every) for name, step_costs in ways.items()}
     curves = {name: Summary().add(rows).tau_curve for name, rows in sets.items()}

@@ -14,21 +14,20 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import ray
 import torch
 from pydantic import Field, field_validator
 
-from blockpilot.control.price import COSTS_FILE, StepCosts
-from blockpilot.evaluation.step_costs import measured_up_to
+from blockpilot.control.price import StepCosts
+from blockpilot.evaluation.step_costs import COSTS_FILE, costs_to_json, measured_up_to, read_costs
 from blockpilot.models.device import dtype_name
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt, load_prompts
 from blockpilot.storage import is_file, join, write_bytes, write_text
-from blockpilot.sweep.rows import Metadata, prompt_ids
+from blockpilot.sweep.rows import Metadata, prompt_ids, read_parts
 from blockpilot.sweep.summary import Summary
 from blockpilot.sweep.sweep import Outcome, Reject, candidates_around, check_candidates, decode, replay
 from blockpilot.types import MAX_BLOCK_SIZE
-from jobs.common.cluster import connect, new_actor, num_threads, result
+from jobs.common.cluster import connect, lone_actor, new_actor, num_threads
 from jobs.common.config import Config, PairConfig, Place, Resources, absolute_in_submitted_job, main
 from jobs.common.progress import Progress
 from jobs.sweeping.folder import REJECTS_FILE, SweepFolder, SweepShard, digest
@@ -85,11 +84,6 @@ class SweepConfig(Config):
             check_candidates(candidates)
         return candidates
 
-    @property
-    def sampling(self) -> dict[str, Any]:
-        """Keyword arguments of `decode` and `replay` that the rows depend on."""
-        return self.model_dump(include={"max_new_tokens", "temperature", "top_p", "seed"})
-
 
 class SweepResult(NamedTuple):
     """What a sweep left in its output directory."""
@@ -112,8 +106,9 @@ def run(config: SweepConfig) -> SweepResult:
         progress = Progress("sweep", num_prompts, "prompts", num_prompts - sum(len(task.places) for task in tasks))
         start = partial(_start_worker, config, folder)
         scheduler = Scheduler(folder, start, config.resources.num_actors, config.max_attempts)
-        for task, outcome, metadata in scheduler.work(tasks):
-            folder.write(task.shard, outcome.rows, metadata)
+        for task, outcome in scheduler.work(tasks):
+            assert scheduler.metadata is not None, "a worker loads before it sweeps"
+            folder.write(task.shard, outcome.rows, scheduler.metadata)
             rejects += outcome.rejects
             progress.advance(len(task.places))
     order = {key: i for i, key in enumerate(key for shard in shards for key in shard.ids)}
@@ -121,7 +116,7 @@ def run(config: SweepConfig) -> SweepResult:
     folder.write_rejects(rejects)
     if config.cost_rows and not is_file(join(config.output, COSTS_FILE)):
         connect()
-        write_text(join(config.output, COSTS_FILE), _measure_costs(config, folder).to_json())
+        write_text(join(config.output, COSTS_FILE), costs_to_json(_measure_costs(config, folder)))
     return _finish(config, folder, len(order), rejects)
 
 
@@ -142,13 +137,9 @@ def _open(config: SweepConfig) -> tuple[list[SweepShard], SweepFolder]:
 
 def _identity(config: SweepConfig, shards: Sequence[SweepShard]) -> dict[str, Any]:
     """The settings that rows depend on, and the prompts behind the names of sets and files."""
-    elsewhere = {
-        *("output", "resources", "slots", "text_block_size", "max_attempts"),
-        *("cost_rows", "cost_context"),
-    }
-    return config.model_dump(mode="json", exclude=elsewhere) | {
-        "prompts_digest": digest(key for shard in shards for key in shard.ids)
-    }
+    elsewhere = {"output", "resources", "slots", "text_block_size", "max_attempts", "cost_rows", "cost_context"}
+    prompts_digest = digest(key for shard in shards for key in shard.ids)
+    return config.model_dump(mode="json", exclude=elsewhere) | {"prompts_digest": prompts_digest}
 
 
 # The workers
@@ -175,10 +166,8 @@ class SweepWorker:
             vocab_size=pair.vocab_size,
             block_size=pair.block_size,
             candidates=candidates,
-            versions={
-                "python": platform.python_version(),
-                **{package: version(package) for package in ("torch", "transformers")},
-            },
+            versions={"python": platform.python_version()}
+            | {name: version(name) for name in ("torch", "transformers")},
             git_commit=git_commit,
         )
 
@@ -186,11 +175,12 @@ class SweepWorker:
         """Rows and rejects of some prompts."""
         assert self._pair is not None
         config, candidates = self._config, self._candidates
-        settings = config.sampling | {"num_slots": config.slots}
+        settings = config.model_dump(include={"max_new_tokens", "temperature", "top_p", "seed"})
+        settings["num_slots"] = config.slots
         if config.method == "decode":
             return decode(self._pair, prompts, candidates, **settings)
-        settings |= {"dense": config.method == "dense", "step_samples": config.step_samples}
-        return replay(self._pair, prompts, candidates, text_block_size=config.text_block_size, **settings)
+        settings |= config.model_dump(include={"step_samples", "text_block_size"})
+        return replay(self._pair, prompts, candidates, dense=config.method == "dense", **settings)
 
     def measure_costs(self) -> StepCosts:
         """Seconds of a step for plain decoding and every candidate."""
@@ -206,12 +196,9 @@ def _start_worker(config: SweepConfig, folder: SweepFolder) -> tuple[Any, Any]:
 
 def _measure_costs(config: SweepConfig, folder: SweepFolder) -> StepCosts:
     """Seconds of a step, on a worker that has the machine to itself as far as this job goes: nothing decodes now."""
-    worker, loaded = _start_worker(config, folder)
-    try:
-        result(loaded)
-        costs: StepCosts = result(worker.measure_costs.remote())
-    finally:
-        ray.kill(worker)
+    with lone_actor(SweepWorker, config.resources, config) as call:
+        call("load", folder.identity, _git_commit())
+        costs: StepCosts = call("measure_costs")
     return costs
 
 
@@ -227,12 +214,14 @@ def _finish(config: SweepConfig, folder: SweepFolder, num_turns: int, rejects: S
     if len(rejects) == num_turns:
         raise ValueError(f"none of the {num_turns} prompts could be swept; the first: {rejects[0].error}")
     summary, metadata = Summary(), folder.metadata
-    for rows in folder.parts():
-        summary.add(rows)
+    for part in read_parts(folder.rows):
+        summary.add(part.rows)
     if summary.num_rows + len(rejects) != num_turns:
         raise RuntimeError(f"{summary.num_rows} rows and {len(rejects)} rejects for {num_turns} prompts")
     assert metadata is not None
-    show(summary, metadata, config.method, _costs(config, metadata))
+    place = join(config.output, COSTS_FILE)
+    costs = read_costs(place) if is_file(place) else None
+    show(summary, metadata, config.method, costs if costs and costs.pair == metadata.pair else None)
     for name, picture in plots(summary, metadata.block_size).items():
         write_bytes(join(folder.place, name), picture)
     print(f"{summary.num_rows} rows in {folder.rows}")
@@ -240,13 +229,6 @@ def _finish(config: SweepConfig, folder: SweepFolder, num_turns: int, rejects: S
         where = join(folder.place, REJECTS_FILE)
         print(f"{len(rejects)} prompts set aside in {where}; the first: {rejects[0].error}")
     return SweepResult(folder.rows, len(rejects), summary)
-
-
-def _costs(config: SweepConfig, metadata: Metadata) -> StepCosts | None:
-    """The step costs beside the rows, if there are any and they are of this pair."""
-    place = join(config.output, COSTS_FILE)
-    costs = StepCosts.read(place) if is_file(place) else None
-    return costs if costs and costs.pair == metadata.pair else None
 
 
 if __name__ == "__main__":

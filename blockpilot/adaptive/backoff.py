@@ -14,7 +14,7 @@ from blockpilot.types import StepShape
 
 
 @dataclass
-class _Load:
+class _LoadRecord:
     """What is known at a number of rows; `plain_s` is what plain steps would have taken for as many tokens."""
 
     num_blocks: int = 0  # rows times steps
@@ -62,7 +62,7 @@ class Backoff:
         self._window, self._min_blocks = window, min_blocks
         self._min_gain, self._deviation = min_gain, deviation
         self._shortest, self._longest = shortest, longest
-        self._loads = defaultdict[int, _Load](_Load)
+        self._loads = defaultdict[int, _LoadRecord](_LoadRecord)
 
     def active(self, rows: int) -> bool:
         """Whether the next step, of so many rows, decodes plainly."""
@@ -88,11 +88,11 @@ class Backoff:
             return
         if self._pays_too_little(load):
             length = load.next_length or self._shortest
-            self._loads[_load(rows)] = _Load(next_length=min(2 * length, self._longest), steps_left=length)
+            self._loads[_load(rows)] = _LoadRecord(next_length=min(2 * length, self._longest), steps_left=length)
         elif load.evidence >= self._window:
-            self._loads[_load(rows)] = _Load()
+            self._loads[_load(rows)] = _LoadRecord()
 
-    def _pays_too_little(self, load: _Load) -> bool:
+    def _pays_too_little(self, load: _LoadRecord) -> bool:
         """As surely as after a whole window: what has shown less yet must have gained that much less."""
         doubt = self._deviation * max(0.0, math.sqrt(self._window / load.evidence) - 1)
         return load.gain < self._min_gain - doubt

@@ -57,14 +57,10 @@ class RunningMeans:
     def taus(self) -> Sequence[float]:
         chances = accumulate((record.ratio for record in self._records), lambda a, b: a * b)
         by_size = list(accumulate(chances, initial=1.0))  # [b - 1]: tokens of a step with block size b
-        probed = self._probed()
+        probed = None  # every so often the next larger than the last one, whatever is expected of it
+        if (self._num_steps + 1) % EVController.PROBE_EVERY == 0:
+            probed = next((size for size in self.candidates if size > self._last), None)
         return [by_size[size - 1] if probed in (None, size) else -math.inf for size in self.candidates]
-
-    def _probed(self) -> int | None:
-        """The candidate to try whatever is expected of it, every so often: the next larger than the last one."""
-        if self._num_steps % EVController.PROBE_EVERY < EVController.PROBE_EVERY - 1:
-            return None
-        return next((size for size in self.candidates if size > self._last), None)
 
     def observe(self, block_size: int, num_accepted: int) -> None:
         self._num_steps += 1

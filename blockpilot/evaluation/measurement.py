@@ -47,11 +47,6 @@ class RequestTiming:
         )
 
 
-def total_s(measured: Sequence[RequestTiming]) -> float:
-    """Of all of them."""
-    return sum(each.total_s for each in measured)
-
-
 class Flow:
     """Requests that queue for the slots of an idle engine; the next one begins when one ends.
 
@@ -96,21 +91,18 @@ class Flow:
             return
         share_s, self._untold_s = self._untold_s / len(advanced), 0.0
         later = all(step.prefill is None for step in steps)
-        for request_id in advanced & self._measured.keys():
-            measured = self._measured[request_id]
+        for measured in (self._measured[request_id] for request_id in advanced & self._measured.keys()):
             measured.total_s += share_s
             measured.later_s += share_s * later
             measured.num_later_steps += later / len(advanced)
         for step in steps:
             if step.request_id in self._measured:
-                self._count(self._measured[step.request_id], step, later)
-
-    def _count(self, measured: RequestTiming, step: Step, later: bool) -> None:
-        measured.output += step.tokens
-        measured.num_later_tokens += len(step.tokens) * later
-        if step.block_size:
-            measured.block_sizes.append(step.block_size)
-        self._num_open -= step.finish_reason is not None
+                measured = self._measured[step.request_id]
+                measured.output += step.tokens
+                measured.num_later_tokens += len(step.tokens) * later
+                if step.block_size:
+                    measured.block_sizes.append(step.block_size)
+                self._num_open -= step.finish_reason is not None
 
 
 def in_turns(flows: Sequence[Flow], num_tokens: int) -> None:

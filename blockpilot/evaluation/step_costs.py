@@ -1,16 +1,63 @@
-"""Seconds of a step of this pair on this device, taken by an engine whose rows really decode."""
+"""Seconds of a step of this pair on this device, and their file.
 
+Measured by an engine whose rows really decode, step by step. The text does not matter for the cost, so prompts are
+random tokens; block sizes take turns, so that a slow moment of the machine falls on all of them.
+"""
+
+import json
 import time
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import chain, pairwise
+from typing import Any
 
+import numpy as np
 import torch
 
-from blockpilot.control.price import MIXTURES_OF_A_SIZE, StepCosts, Table, num_drafting
+from blockpilot.control.price import TABLES, StepCosts, as_table, num_drafting
 from blockpilot.engine.engine import Engine
 from blockpilot.models.device import device_name, dtype_name
 from blockpilot.pairs.loading import Pair
-from blockpilot.types import Request
+from blockpilot.storage import Place, read_bytes
+from blockpilot.types import PairId, Request
+
+COSTS_FILE = "costs.json"
+
+
+def costs_to_json(costs: StepCosts) -> str:
+    """One line of JSON."""
+    return json.dumps(asdict(costs) | {"pair": costs.pair._asdict()}) + "\n"
+
+
+def read_costs(place: Place) -> StepCosts:
+    """From a file of `costs_to_json`; raises ValueError for anything else."""
+    try:
+        return costs_from_fields(json.loads(read_bytes(place)))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{place}: not the step costs of a pair ({error})") from None
+
+
+def costs_from_fields(found: Mapping[str, Any]) -> StepCosts:
+    """From what `costs_to_json` writes, read as JSON; tables may be [block size][rows][context] of one context."""
+    values = dict(found) | {name: tuple(found[name]) for name in ("block_sizes", "rows")}
+    values["pair"] = PairId(**found["pair"])
+    shape: tuple[int, ...] = len(found["block_sizes"]), len(found["rows"])
+    if contexts := values.pop("contexts", ()):
+        if len(contexts) > 1:
+            raise ValueError(f"contexts {contexts}: costs of several are no longer read; measure them at one")
+        values["context"], shape = contexts[0], (*shape, 1)
+    for name in TABLES:
+        array = np.array(found[name])
+        if array.shape != shape or array.dtype.kind not in "if" or not (np.isfinite(array) & (array > 0)).all():
+            raise ValueError(f"{name} must be positive numbers of the shape {shape} of their axes")
+        values[name] = as_table(array.reshape(shape[:2]))
+    return StepCosts(**values)
+
+
+def relative_costs(costs: StepCosts, block_sizes: Sequence[int], rows: int) -> list[float]:
+    """The cost of a step of rows that are all alike with each block size, in steps of plain decoding."""
+    relative: list[float] = (costs.alike_s(block_sizes, rows) / costs.step_s(1, rows)).tolist()
+    return relative
 
 
 def hold_here(costs: StepCosts, pair: Pair, block_sizes: Sequence[int], rows: int) -> bool:
@@ -34,34 +81,19 @@ def measure_costs(
             raise ValueError(f"{name} {tuple(axis)}: must be ascending numbers of at least 1")
     if context < 1:
         raise ValueError(f"context {context}: must be at least 1")
-    measured: dict[tuple[int, ...], float] = {}
+    of_rows: dict[str, list[list[float]]] = {name: [] for name in TABLES}
     for r in rows:
-        numbers = 1, num_drafting(r), r  # MIXTURES_OF_A_SIZE
-        mixtures = list(dict.fromkeys(_drafting(size, num, r) for size in block_sizes for num in numbers))
-        measured |= zip(mixtures, time_steps(pair, mixtures, context, num_steps=num_steps), strict=True)
-
-    def table(num_drafting: Callable[[int], int]) -> Table:
-        of_rows = (
-            never_falling([measured[_drafting(size, num_drafting(r), r)] for size in block_sizes]) for r in rows
-        )
-        return tuple(zip(*of_rows, strict=True))
-
-    return StepCosts(
-        pair.id,
-        dtype_name(pair.target.dtype),
-        device_name(pair.target.device),
-        tuple(block_sizes),
-        tuple(rows),
-        context,
-        seconds=table(lambda r: r),
-        one_drafts=table(lambda r: 1),
-        one_plain=table(num_drafting),
-    )
-
-
-def _drafting(block_size: int, num: int, rows: int) -> tuple[int, ...]:
-    """Block sizes of a batch of which `num` rows draft and the others decode plainly."""
-    return (block_size,) * num + (1,) * (rows - num)
+        mixtures = {
+            name: [(size,) * num + (1,) * (r - num) for size in block_sizes]
+            for name, num in zip(TABLES, (r, 1, num_drafting(r)), strict=True)  # num of r rows draft
+        }
+        distinct = list(dict.fromkeys(chain.from_iterable(mixtures.values())))
+        seconds = dict(zip(distinct, time_steps(pair, distinct, context, num_steps=num_steps), strict=True))
+        for name, of_sizes in mixtures.items():
+            of_rows[name].append(never_falling([seconds[mixture] for mixture in of_sizes]))
+    tables = {name: as_table(np.transpose(columns)) for name, columns in of_rows.items()}
+    dtype, device = dtype_name(pair.target.dtype), device_name(pair.target.device)
+    return StepCosts(pair.id, dtype, device, tuple(block_sizes), tuple(rows), context, **tables)
 
 
 def never_falling(values: Sequence[float]) -> list[float]:
@@ -116,5 +148,5 @@ def measured_up_to(
     """The costs of a context, as far as it has room, with 1, 2, 4, ... rows up to `rows`."""
     powers = sorted({min(2**i, rows) for i in range(rows.bit_length() + 1)})
     sizes = sorted({1, *block_sizes})
-    room = _room(MIXTURES_OF_A_SIZE * sizes, num_steps)
+    room = _room(len(TABLES) * sizes, num_steps)
     return measure_costs(pair, sizes, powers, max(1, min(context, pair.max_length - room)), num_steps=num_steps)

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from blockpilot.control.price import COSTS_FILE, StepCosts
+from blockpilot.evaluation.step_costs import COSTS_FILE, costs_to_json, read_costs
 from blockpilot.policy.learned import LearnedPolicy, PolicyInfo
 from blockpilot.policy.network import NetworkShape, PolicyNetwork
 from blockpilot.storage import write_text
@@ -33,7 +33,7 @@ def save_policy(policy: LearnedPolicy, directory: str | Path) -> None:
     tensors = {name: t.detach().cpu().contiguous() for name, t in policy.network.state_dict().items()}
     save_file(tensors | {"support": policy.network.support.cpu()}, folder / WEIGHTS_FILE)
     if policy.costs is not None:
-        write_text(folder / COSTS_FILE, policy.costs.to_json())
+        write_text(folder / COSTS_FILE, costs_to_json(policy.costs))
     info = policy.info
     network = asdict(info.shape)
     fields = {
@@ -53,7 +53,7 @@ def load_policy(directory: str | Path) -> LearnedPolicy:
     """Read what `save_policy` wrote. Raises ValueError that names the file and the wrong field."""
     folder = Path(directory)
     info = _read_info(folder / INFO_FILE)
-    costs = StepCosts.read(str(folder / COSTS_FILE)) if info.objective == "throughput" else None
+    costs = read_costs(str(folder / COSTS_FILE)) if info.objective == "throughput" else None
     return LearnedPolicy(info, _read_network(folder / WEIGHTS_FILE, info.shape), costs)
 
 

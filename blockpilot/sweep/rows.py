@@ -12,7 +12,7 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -28,31 +28,9 @@ MIN_PROB = 1e-5  # prefill_probs below it are summed into tail_mass
 MASS_TOLERANCE = 1e-3  # of sum(probs) + tail_mass around 1: float32 softmax over a large vocabulary, rounded
 ROW_GROUP_SIZE = 256
 
-SCHEMA = pa.schema(
-    [
-        ("prompt_id", pa.string()),
-        ("prompt_set", pa.string()),
-        ("prompt", pa.string()),
-        ("num_prompt_tokens", pa.int32()),
-        ("output_tokens", pa.list_(pa.int32())),
-        ("finish_reason", pa.string()),
-        ("candidates", pa.list_(pa.int32())),
-        ("taus", pa.list_(pa.float64())),
-        ("num_steps", pa.list_(pa.int32())),
-        ("emitted_histograms", pa.list_(pa.list_(pa.int32()))),
-        ("accepted", pa.list_(pa.list_(pa.uint8()))),
-        ("texts_agree", pa.bool_()),
-        ("probs_ids", pa.list_(pa.int32())),
-        ("probs", pa.list_(pa.float32())),
-        ("tail_mass", pa.float32()),
-        ("context", pa.list_(pa.float32())),
-        ("step_places", pa.list_(pa.int32())),
-        ("step_contexts", pa.large_binary()),
-        ("step_embeddings", pa.large_binary()),
-        ("seed", pa.int64()),
-        ("temperature", pa.float64()),
-    ]
-)
+Ints = Annotated[list[int], pa.list_(pa.int32())]
+Floats = Annotated[list[float], pa.list_(pa.float32())]
+ARROW = {str: pa.string(), bool: pa.bool_(), int: pa.int64(), float: pa.float64(), bytes: pa.large_binary()}
 
 
 @dataclass(frozen=True)
@@ -62,24 +40,33 @@ class SweepRow:
     prompt_id: str  # see prompt_ids()
     prompt_set: str
     prompt: str  # its text
-    num_prompt_tokens: int
-    output_tokens: list[int]  # of the first candidate; the prefill's token included
+    num_prompt_tokens: Annotated[int, pa.int32()]
+    output_tokens: Ints  # of the first candidate; the prefill's token included
     finish_reason: str  # "stop" or "length"
-    candidates: list[int]  # ascending block sizes
-    taus: list[float]  # emitted tokens per verify step
-    num_steps: list[int]  # verify steps
-    emitted_histograms: list[list[int]]  # [c][n] = verify steps of candidate c that emitted n tokens
-    accepted: list[list[int]]  # [c][p] = drafts of candidate c accepted after output token p; empty unless dense
+    candidates: Ints  # ascending block sizes
+    taus: Annotated[list[float], pa.list_(pa.float64())]  # emitted tokens per verify step
+    num_steps: Ints  # verify steps
+    emitted_histograms: Annotated[list[list[int]], pa.list_(pa.list_(pa.int32()))]
+    """[c][n] = verify steps of candidate c that emitted n tokens."""
+    accepted: Annotated[list[list[int]], pa.list_(pa.list_(pa.uint8()))]
+    """[c][p] = drafts of candidate c accepted after output token p; empty unless dense."""
     texts_agree: bool  # every candidate gave output_tokens; always so in float32
-    probs_ids: list[int]  # ascending token ids with prefill_probs >= MIN_PROB
-    probs: list[float]  # float32 values, theirs
-    tail_mass: float  # the sum of all other prefill_probs
-    context: list[float]  # float32 [draft hidden]; empty when no candidate drafts
-    step_places: list[int]  # some consecutive places p of `accepted`; empty unless dense
+    probs_ids: Ints  # ascending token ids with prefill_probs >= MIN_PROB
+    probs: Floats  # theirs
+    tail_mass: Annotated[float, pa.float32()]  # the sum of all other prefill_probs
+    context: Floats  # [draft hidden]; empty when no candidate drafts
+    step_places: Ints  # some consecutive places p of `accepted`; empty unless dense
     step_contexts: bytes  # float16 [len(step_places), draft hidden]: the context vector before the anchor
     step_embeddings: bytes  # float16 [len(step_places), target hidden]: the target's embedding of the anchor
     seed: int  # the seed the sampler ran with
     temperature: float
+
+
+def _arrow_type(annotation: Any) -> Any:
+    return ARROW[annotation] if annotation in ARROW else annotation.__metadata__[0]
+
+
+SCHEMA = pa.schema([(field.name, _arrow_type(field.type)) for field in fields(SweepRow)])
 
 
 @dataclass(frozen=True)
@@ -215,8 +202,7 @@ def write_rows(place: Place, rows: Sequence[SweepRow], metadata: Metadata) -> No
     """Write one Parquet file; it is there whole or not at all, whenever the writer is killed."""
     _validate_all(place, rows, metadata)
     schema = SCHEMA.with_metadata({METADATA_KEY: metadata.to_json().encode()})
-    columns = {name: [getattr(row, name) for row in rows] for name in SCHEMA.names}
-    table = pa.table(columns, schema=schema)
+    table = pa.Table.from_pylist([vars(row) for row in rows], schema=schema)
     content = pa.BufferOutputStream()
     pq.write_table(table, content, compression="zstd", row_group_size=ROW_GROUP_SIZE)
     write_bytes(place, content.getvalue())
@@ -259,13 +245,16 @@ def _file_metadata(path: Place, schema: Any) -> Metadata:
         raise ValueError(f"{path}: {error}") from error
 
 
-def read_parts(places: Place | Iterable[Place]) -> Iterator[Sweep]:
-    """Files, and the part files of directories, of one sweep, one after the other.
+def read_parts(place: Place) -> Iterator[Sweep]:
+    """A file, or the part files of a folder in order of name, one after the other.
 
     Raises ValueError when there are none, when two files come from different pairs, candidate sets or
     configurations (the difference is named), or when a prompt comes twice.
     """
-    files = part_files(places)
+    place = os.fspath(place)
+    files = [join(place, name) for name in file_names(place, ".parquet")] if is_folder(place) else [place]
+    if not files:
+        raise ValueError(f"no Parquet files in {place}")
     first: Metadata | None = None
     seen: dict[str, str] = {}
     for file in files:
@@ -278,23 +267,6 @@ def read_parts(places: Place | Iterable[Place]) -> Iterator[Sweep]:
                 raise ValueError(f"{file}: prompt {row.prompt_id} is already in {seen[row.prompt_id]}")
             seen[row.prompt_id] = file
         yield sweep
-
-
-def read_sweep(places: Place | Iterable[Place]) -> Sweep:
-    """All of `read_parts` at once."""
-    parts = list(read_parts(places))
-    return Sweep([row for part in parts for row in part.rows], parts[0].metadata)
-
-
-def part_files(places: Place | Iterable[Place]) -> list[str]:
-    """The Parquet files meant by `places`, a folder's in order of name; ValueError when there are none."""
-    given = [os.fspath(places)] if isinstance(places, str | os.PathLike) else [os.fspath(place) for place in places]
-    files: list[str] = []
-    for place in given:
-        files += [join(place, name) for name in file_names(place, ".parquet")] if is_folder(place) else [place]
-    if not files:
-        raise ValueError(f"no Parquet files in {', '.join(given) or 'an empty list of places'}")
-    return files
 
 
 def mismatch(one: Metadata, other: Metadata, ignored: Collection[str] = ()) -> str:

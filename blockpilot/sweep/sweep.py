@@ -9,7 +9,6 @@ trained block size is BlockPilot's (arXiv 2606.31315).
 import dataclasses
 import hashlib
 import random
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -92,15 +91,6 @@ class _CandidateRun:
         if step.block_size:
             self.emitted.append(len(step.tokens))
 
-    @property
-    def histogram(self) -> list[int]:
-        counts = Counter(self.emitted)
-        return [counts[n] for n in range(self.block_size + 1)]
-
-    @property
-    def tau(self) -> float:
-        return sum(self.emitted) / len(self.emitted)
-
 
 @dataclass(frozen=True)
 class _Job:
@@ -118,9 +108,9 @@ class _Job:
         reject = Reject(self.prompt_id, self.prompt.set, self.prompt.text, error)
         return [reject, *(reject._replace(prompt_id=i, error=f"an earlier turn: {error}") for i in self.later_ids)]
 
-    def text(self, answer: _CandidateRun, limit: int) -> Text:
-        tokens = (*self.prompt_ids, *answer.tokens)
-        return Text(tokens, len(self.prompt_ids), limit, self.sampling)
+    def text(self, answer: _CandidateRun, max_new_tokens: int, max_length: int) -> Text:
+        limit = min(len(self.prompt_ids) + max_new_tokens, max_length)
+        return Text((*self.prompt_ids, *answer.tokens), len(self.prompt_ids), limit, self.sampling)
 
     def row(self, runs: Sequence[_CandidateRun]) -> SweepRow:
         prefill = runs[-1].prefill  # the widest candidate: if any drafts and shows the context vector, it does
@@ -135,9 +125,9 @@ class _Job:
             output_tokens=runs[0].tokens,
             finish_reason=runs[0].finish_reason,
             candidates=[run.block_size for run in runs],
-            taus=[run.tau for run in runs],
+            taus=[sum(run.emitted) / len(run.emitted) for run in runs],
             num_steps=[len(run.emitted) for run in runs],
-            emitted_histograms=[run.histogram for run in runs],
+            emitted_histograms=[[run.emitted.count(n) for n in range(run.block_size + 1)] for run in runs],
             accepted=[run.accepted for run in runs] if any(run.accepted for run in runs) else [],
             texts_agree=all(run.tokens == runs[0].tokens for run in runs),
             probs_ids=ids.tolist(),
@@ -209,9 +199,8 @@ def _sweep(
     """Rows and rejects prompt by prompt; the work goes turn by turn, all prompts at once."""
     check_candidates(candidates, pair.max_length)
     of_prompts = [Outcome([], []) for _ in prompts]
-    jobs = {}
-    for i, prompt in enumerate(prompts):
-        jobs[i] = _job(pair, prompt, prompt_ids(prompt, sampling.seed, sampling.temperature), sampling)
+    ids = [prompt_ids(prompt, sampling.seed, sampling.temperature) for prompt in prompts]
+    jobs = {i: _job(pair, prompt, ids[i], sampling) for i, prompt in enumerate(prompts)}
     while jobs:
         results = method(list(jobs.values()))
         following = {}
@@ -278,10 +267,7 @@ def _replay(
         return _decode(pair, candidates, max_new_tokens, num_slots, jobs)
     results = _decode(pair, [text_block_size], max_new_tokens, num_slots, jobs)
     answers = {i: runs[0] for i, runs in enumerate(results) if not isinstance(runs, str) and runs[0].emitted}
-    texts = {}
-    for i, answer in answers.items():
-        limit = min(len(jobs[i].prompt_ids) + max_new_tokens, pair.max_length)
-        texts[i] = jobs[i].text(answer, limit)
+    texts = {i: jobs[i].text(answer, max_new_tokens, pair.max_length) for i, answer in answers.items()}
     by_length = sorted(texts, key=lambda i: len(texts[i].tokens))
     for start in range(0, len(by_length), num_slots):
         group = by_length[start : start + num_slots]
@@ -299,15 +285,22 @@ def _replay_group(
 ) -> Iterator[list[_CandidateRun]]:
     """The runs of every candidate on each text, decoded as `answers`."""
     drafting = [size for size in candidates if size > 1]
-    num_steps = [len(answer.tokens) - 1 for answer in answers]  # of plain decoding
-    plain = [_StepCounts([1] * n, [0] * n if dense else []) for n in num_steps]
-    found = _dense(pair, known, drafting) if dense else _walk(pair, known, drafting)
-    for answer, context, of_one, of_others in zip(answers, known.prefill_context, plain, found, strict=True):
+    if dense:
+        accepted = list(zip(*(accepted_everywhere(pair, known, size) for size in drafting), strict=True))
+        emitted = [list(map(emitted_along, of_text)) for of_text in accepted]
+    else:
+        accepted = [([],) * len(drafting) for _ in answers]
+        emitted = walk(pair, known, drafting)
+    for answer, context, of_text, there in zip(answers, known.prefill_context, emitted, accepted, strict=True):
         assert answer.prefill is not None
         prefill = answer.prefill._replace(context=context.float())
-        measured = {1: of_one} | dict(zip(drafting, of_others, strict=True))
+        num_steps = len(answer.tokens) - 1  # of plain decoding
+        counts = {1: ([1] * num_steps, [0] * num_steps * dense)}
+        counts |= zip(drafting, zip(of_text, there, strict=True), strict=True)
         yield [
-            dataclasses.replace(answer, block_size=b, prefill=prefill, **measured[b]._asdict()) for b in candidates
+            dataclasses.replace(answer, block_size=size, prefill=prefill, emitted=steps, accepted=right)
+            for size, (steps, right) in counts.items()
+            if size in candidates
         ]
 
 
@@ -326,23 +319,3 @@ def _known_before_steps(pair: Pair, known: KnownTexts, place: int, widest: _Cand
 
 def _float16(values: Tensor) -> bytes:
     return values.detach().to("cpu", torch.float16).numpy().astype("<f2").tobytes()
-
-
-class _StepCounts(NamedTuple):
-    emitted: list[int]
-    accepted: list[int]
-
-
-def _walk(pair: Pair, known: KnownTexts, candidates: Sequence[int]) -> list[list[_StepCounts]]:
-    return [[_StepCounts(emitted, []) for emitted in of_text] for of_text in walk(pair, known, candidates)]
-
-
-def _dense(pair: Pair, known: KnownTexts, candidates: Sequence[int]) -> list[list[_StepCounts]]:
-    by_candidate = [accepted_everywhere(pair, known, size) for size in candidates]
-    return [
-        [_StepCounts(emitted_along(accepted), accepted) for accepted in of_text]
-        for of_text in zip(*by_candidate, strict=True)
-    ]
-
-
-# Totals of a sweep

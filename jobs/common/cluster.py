@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import ray
@@ -69,6 +70,16 @@ def result(reference: Any) -> Any:
         return ray.get(reference)
     except RayTaskError as error:
         raise cause_of(error) from None
+
+
+@contextmanager
+def lone_actor(worker: Callable[..., object], resources: Resources, *arguments: object) -> Iterator[Any]:
+    """Start an actor for the block; yields a function that calls one of its methods, as `result` gives it."""
+    actor = new_actor(worker, resources, *arguments)
+    try:
+        yield lambda method, *given: result(getattr(actor, method).remote(*given))
+    finally:
+        ray.kill(actor)
 
 
 def pooled(

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from blockpilot.control.price import StepCosts
 from blockpilot.evaluation.statistics import Interval
+from blockpilot.evaluation.step_costs import relative_costs
 
 NUM_BINS = 10  # of predictions, by quantile
 DOTTED: dict[str, Any] = {"marker": "o", "markersize": 4}
@@ -110,7 +111,7 @@ def cost_curves(costs: StepCosts) -> bytes:
     """What a step costs by its block size, in steps of plain decoding: a line for every number of rows."""
     figure, axes = _new("block size", "cost of a step, plain = 1")
     for rows in costs.rows:
-        relative = costs.of_candidates(costs.block_sizes, rows)
+        relative = relative_costs(costs, costs.block_sizes, rows)
         axes.plot(costs.block_sizes, relative, **DOTTED, label=f"{rows} row{'s' * (rows > 1)}")
     axes.legend(fontsize="small", title=costs.device, title_fontsize="small")
     return _png(figure)

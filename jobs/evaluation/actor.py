@@ -14,12 +14,9 @@ step costs that were not given are measured again by every process.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
-import ray
 import torch
 from jinja2 import TemplateError
 
@@ -28,7 +25,7 @@ from blockpilot.control.controller import FixedPolicy
 from blockpilot.control.price import StepCosts
 from blockpilot.engine.engine import Engine
 from blockpilot.evaluation.baselines import EVController, StaticForecast
-from blockpilot.evaluation.measurement import Flow, RequestTiming, in_turns, total_s
+from blockpilot.evaluation.measurement import Flow, RequestTiming, in_turns
 from blockpilot.evaluation.statistics import MethodRun
 from blockpilot.evaluation.step_costs import hold_here, measured_up_to
 from blockpilot.models.device import device_name, dtype_name
@@ -39,37 +36,11 @@ from blockpilot.prompts.files import Prompt
 from blockpilot.sweep.rows import prompt_ids
 from blockpilot.sweep.sweep import sampler_seed
 from blockpilot.types import CandidateSet, PairId, Policy, Request, Sampling
-from jobs.common.cluster import new_actor, num_threads, result
-from jobs.common.config import PairConfig, Resources
+from jobs.common.cluster import num_threads
+from jobs.evaluation.inputs import AR, CONTROL, EV, ORACLE, POLICY, RANDOM, EvaluateConfig, Plan, method_name
 
-AR, POLICY, RANDOM, EV, ORACLE = "AR", "policy", "random", "EV controller", "oracle (bound)"
-CONTROL = "AR again"
-METHOD_PREFIX = "B="  # of fixed block sizes
 NUM_WARM_UP_TOKENS = 8
 TOKENS_A_TURN = 2  # of each slot: the shorter, the more alike is what the machine does to all methods
-
-
-class Work(NamedTuple):
-    """What the actor is to do; all of it plain values."""
-
-    pair: PairConfig
-    prompts: tuple[Prompt, ...]
-    groups: tuple[tuple[int, ...], ...]
-    """Places of the prompts that share a queue."""
-    policies: dict[str, Path]
-    """Directories by the name of the method; the first one is `policy`."""
-    block_sizes: tuple[int, ...] | None
-    baselines: tuple[str, ...]
-    """Of CONTROL, RANDOM, EV and ORACLE."""
-    costs: StepCosts | None
-    """Used where they were measured on such a device; measured anew otherwise."""
-    swept: PairId | None
-    temperature: float
-    top_p: float
-    seed: int
-    limits: tuple[int, ...]
-    """Tokens of each prompt's answer at most."""
-    concurrency: int
 
 
 class Setting(NamedTuple):
@@ -91,36 +62,35 @@ class Setting(NamedTuple):
 class Evaluator:
     """Runs every method; nothing else decodes while it measures."""
 
-    def __init__(self, work: Work, num_threads: int) -> None:
-        torch.set_num_threads(num_threads)
-        self._work = work
+    def __init__(self, config: EvaluateConfig, plan: Plan) -> None:
+        torch.set_num_threads(num_threads(config.num_cpus))
+        self._config, self._plan = config, plan
 
     def load(self) -> Setting:
         """Load, check that everything fits, and warm up. Raises ValueError where it does not."""
-        work, pair = self._work, self._work.pair.load()
-        if work.swept is not None and work.swept != pair.id:
-            raise ValueError(f"sweep made for {work.swept}; this pair is {pair.id}: sweep it to another place")
+        config, plan, pair = self._config, self._plan, self._config.pair.load()
+        if plan.sweep is not None and plan.sweep.pair != pair.id:
+            raise ValueError(f"sweep made for {plan.sweep.pair}; this pair is {pair.id}: sweep it to another place")
         policies, left_out = self._load_policies(pair)
-        self._prompt_ids = {prompt: _encode(prompt, pair) for prompt in work.prompts}
-        longest = max(map(len, self._prompt_ids.values()))
-        self._max_length = min(longest + max(work.limits), pair.max_length)
+        self._prompt_ids = {prompt: _encode(prompt, pair) for prompt in plan.prompts}
+        lengths, most = list(map(len, self._prompt_ids.values())), max(map(config.limit, plan.prompts))
         self._pair = pair
         self._fixed = {method_name(size): size for size in (1, *self._block_sizes(pair, policies))}
         self._candidates = next(iter(policies.values())).candidates if policies else CandidateSet(self._sizes)
         self._policies = policies
-        self._context = sum(map(len, self._prompt_ids.values())) // len(self._prompt_ids) + max(work.limits) // 2
-        self._costs = self._find_costs(pair)
+        context = sum(lengths) // len(lengths) + most // 2
+        self._costs = self._find_costs(pair, context)
         self._hindsight = dict[int, Policy]()  # the oracle's, by place
-        self._engines = {method: self._new_engine() for method in self.methods}
+        num_slots, max_length = config.concurrency, min(max(lengths) + most, pair.max_length)
+        self._engines = {m: Engine(pair, num_slots=num_slots, max_length=max_length) for m in self.methods}
         self._reset()
-        for place in range(len(work.prompts)):
+        for place in range(len(plan.prompts)):
             self._check(place)
         rotating = [method for method in self.methods if method != ORACLE]
-        self._decode(rotating, work.groups[0][:1], 0, NUM_WARM_UP_TOKENS)
-        dtype = dtype_name(pair.target.dtype)
+        self._decode(rotating, plan.groups[0][:1], 0, NUM_WARM_UP_TOKENS)
         sizes = {method: self._fixed.get(method) for method in self.methods}
-        device = device_name(pair.target.device)
-        return Setting(pair.id, dtype, device, sizes, self._costs, self._context, left_out)
+        here = dtype_name(pair.target.dtype), device_name(pair.target.device)
+        return Setting(pair.id, *here, sizes, self._costs, context, left_out)
 
     @property
     def _sizes(self) -> tuple[int, ...]:
@@ -129,12 +99,9 @@ class Evaluator:
     @property
     def methods(self) -> list[str]:
         """In the order of the report."""
-        work = self._work
-        baselines = [name for name in (CONTROL, RANDOM, EV) if name in work.baselines]
-        return [*self._fixed, *baselines, *self._policies, *([ORACLE] if ORACLE in work.baselines else [])]
-
-    def _new_engine(self) -> Engine:
-        return Engine(self._pair, num_slots=self._work.concurrency, max_length=self._max_length)
+        baselines = self._config.baseline_methods
+        others = [method for method in baselines if method != ORACLE]
+        return [*self._fixed, *others, *self._policies, *[ORACLE] * (ORACLE in baselines)]
 
     def _reset(self) -> None:
         """Make every engine and policy adapt afresh, as if nothing had been decoded."""
@@ -149,15 +116,15 @@ class Evaluator:
     def measure(self, repeat: int, group: int) -> list[MethodRun]:
         """Decode one group with every method, and compare the texts with AR's; a run for each method and prompt."""
         self._reset()
-        places, methods = self._work.groups[group], [m for m in self.methods if m != ORACLE]
+        places, methods = self._plan.groups[group], [m for m in self.methods if m != ORACLE]
         start = (repeat + group) % len(methods)
         measured = self._decode(methods[start:] + methods[:start], places, repeat)
         if ORACLE in self.methods:
             of_requests = zip(*(measured[name] for name in self._fixed), strict=True)
             self._hindsight = {place: self._just_had(each) for place, each in zip(places, of_requests, strict=True)}
             later = self._decode([ORACLE, AR], places, repeat)
-            pace = total_s(measured[AR]) / total_s(later[AR])
-            measured = measured | {ORACLE: [each.at_pace(pace) for each in later[ORACLE]]}
+            before_s, later_s = (sum(each.total_s for each in ar) for ar in (measured[AR], later[AR]))
+            measured = measured | {ORACLE: [each.at_pace(before_s / later_s) for each in later[ORACLE]]}
         return [
             MethodRun(method, place, repeat, measured[method][i].totals(reference=measured[AR][i].output))
             for method in self.methods
@@ -166,7 +133,8 @@ class Evaluator:
 
     def _just_had(self, measured: Sequence[RequestTiming]) -> Policy:
         """Forecasts for one request the mean tokens a step that it just had with every block size."""
-        forecast = StaticForecast(CandidateSet(self._sizes), list(map(_tau, measured)))
+        taus = [(len(each.output) - 1) / max(len(each.block_sizes), 1) for each in measured]  # without the prefill's
+        forecast = StaticForecast(CandidateSet(self._sizes), taus)
         return lambda prefill: forecast
 
     def _decode(
@@ -177,7 +145,7 @@ class Evaluator:
         for method in methods:
             requests = [self._request(place, method, repeat, at_most) for place in places]
             flows[method] = Flow(self._engines[method], requests)
-        in_turns(list(flows.values()), TOKENS_A_TURN * self._work.concurrency)
+        in_turns(list(flows.values()), TOKENS_A_TURN * self._config.concurrency)
         return {method: flow.results for method, flow in flows.items()}
 
     def _size(self, method: str, prompt: Prompt, repeat: int) -> int | None:
@@ -185,14 +153,14 @@ class Evaluator:
             return 1
         if method != RANDOM:
             return self._fixed.get(method)
-        digest = hashlib.sha256(f"random {self._work.seed + repeat} {prompt.text}".encode()).digest()
+        digest = hashlib.sha256(f"random {self._config.seed + repeat} {prompt.text}".encode()).digest()
         return self._candidates[int.from_bytes(digest[:8], "big") % len(self._candidates)]
 
     def _request(self, place: int, method: str, repeat: int, at_most: int | None = None) -> Request:
-        work, seed = self._work, self._work.seed + repeat
-        prompt, limit = work.prompts[place], work.limits[place]
-        key = prompt_ids(prompt, seed, work.temperature)[0]
-        sampling = Sampling(temperature=work.temperature, top_p=work.top_p, seed=sampler_seed(seed, key))
+        config, seed, prompt = self._config, self._config.seed + repeat, self._plan.prompts[place]
+        limit = config.limit(prompt)
+        key = prompt_ids(prompt, seed, config.temperature)[0]
+        sampling = Sampling(temperature=config.temperature, top_p=config.top_p, seed=sampler_seed(seed, key))
         return Request(
             self._prompt_ids[prompt],
             limit if at_most is None else min(limit, at_most),
@@ -207,7 +175,7 @@ class Evaluator:
     def _load_policies(self, pair: Pair) -> tuple[dict[str, LearnedPolicy], dict[str, str]]:
         """Those that fit the pair; only of the first one is it an error not to."""
         loaded, left_out = {}, {}
-        for name, directory in self._work.policies.items():
+        for name, directory in self._plan.policies.items():
             policy = load_policy(directory)
             try:
                 policy.check(pair)
@@ -219,34 +187,24 @@ class Evaluator:
         return loaded, left_out
 
     def _block_sizes(self, pair: Pair, policies: dict[str, LearnedPolicy]) -> tuple[int, ...]:
-        if self._work.block_sizes:
-            return self._work.block_sizes
+        if self._config.block_sizes:
+            return self._config.block_sizes
         candidates = policies[POLICY].candidates if policies else ()
         return tuple(size for size in candidates if size > 1) or default_block_sizes(pair.block_size)
 
-    def _find_costs(self, pair: Pair) -> StepCosts:
+    def _find_costs(self, pair: Pair, context: int) -> StepCosts:
         """Those given, if they are of this pair on such a device with as many rows; else measured now."""
-        given, rows, sizes = self._work.costs, self._work.concurrency, {*self._sizes, *self._candidates}
+        given, rows, sizes = self._plan.costs, self._config.concurrency, {*self._sizes, *self._candidates}
         if given is not None and hold_here(given, pair, list(sizes), rows):
             return given
-        return measured_up_to(pair, list(sizes), rows, self._context)
+        return measured_up_to(pair, list(sizes), rows, context)
 
     def _check(self, place: int) -> None:
         try:
             self._engines[AR].check(self._request(place, AR, 0))
         except ValueError as error:
-            prompt = self._work.prompts[place]
+            prompt = self._plan.prompts[place]
             raise ValueError(f"prompt {prompt.text[:60]!r} of {prompt.set}: {error}") from None
-
-
-def _tau(measured: RequestTiming) -> float:
-    """Tokens a step of one request, without the prefill's."""
-    return (len(measured.output) - 1) / max(len(measured.block_sizes), 1)
-
-
-def method_name(block_size: int) -> str:
-    """Of a fixed block size."""
-    return AR if block_size == 1 else f"{METHOD_PREFIX}{block_size}"
 
 
 def _encode(prompt: Prompt, pair: Pair) -> tuple[int, ...]:
@@ -259,13 +217,3 @@ def _encode(prompt: Prompt, pair: Pair) -> tuple[int, ...]:
 def default_block_sizes(trained: int) -> tuple[int, ...]:
     """Quarters of the draft's trained block size; never 1."""
     return tuple(size for size in sorted({trained * quarter // 4 for quarter in range(1, 5)}) if size > 1)
-
-
-@contextmanager
-def evaluator(work: Work, resources: Resources) -> Iterator[Callable[..., Any]]:
-    """Start the actor; yields a function that calls one of its methods and raises the actor's own ValueErrors."""
-    actor = new_actor(Evaluator, resources, work, num_threads(resources.num_cpus))
-    try:
-        yield lambda method, *arguments: result(getattr(actor, method).remote(*arguments))
-    finally:
-        ray.kill(actor)

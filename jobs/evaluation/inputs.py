@@ -9,19 +9,29 @@ from typing import NamedTuple
 
 from pydantic import Field, field_validator
 
+from blockpilot.control.price import StepCosts
+from blockpilot.evaluation.step_costs import COSTS_FILE, read_costs
 from blockpilot.policy.dataset import prompt_key
 from blockpilot.policy.store import load_policy
 from blockpilot.prompts.files import Prompt, answer_limit, load_prompts
+from blockpilot.storage import is_file, join
 from blockpilot.sweep.rows import prompt_ids, read_parts
 from blockpilot.sweep.summary import Summary
 from blockpilot.types import MAX_BLOCK_SIZE, PairId
 from jobs.common.config import Config, PairConfig, Place
 from jobs.common.learned_from import LearnedFrom
 from jobs.common.registry import CHAMPION, Registry, Version, model_name
-from jobs.evaluation.actor import AR, CONTROL, EV, METHOD_PREFIX, ORACLE, POLICY, RANDOM
 
+AR, POLICY, RANDOM, EV, ORACLE = "AR", "policy", "random", "EV controller", "oracle (bound)"
+CONTROL = "AR again"
+METHOD_PREFIX = "B="  # of fixed block sizes
 NEWEST, NO_POLICY = "newest", "none"
 BASELINES = {"control": CONTROL, "random": RANDOM, "ev": EV, "oracle": ORACLE}
+
+
+def method_name(block_size: int) -> str:
+    """Of a fixed block size."""
+    return AR if block_size == 1 else f"{METHOD_PREFIX}{block_size}"
 
 
 class EvaluateConfig(Config):
@@ -68,6 +78,11 @@ class EvaluateConfig(Config):
     relog: bool = False
     """Measure nothing: log the finished evaluation in `output` to MLflow."""
 
+    @property
+    def baseline_methods(self) -> list[str]:
+        """The chosen baselines by the names of their methods."""
+        return [method for name, method in BASELINES.items() if name in self.baselines]
+
     def limit(self, prompt: Prompt) -> int:
         """Tokens of a prompt's answer at most."""
         return self.max_new_tokens if self.concurrency == 1 else answer_limit(prompt, self.max_new_tokens)
@@ -98,27 +113,37 @@ class Swept(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What to do, checked before any model is loaded."""
+    """What to do, checked before any model is loaded; all of it plain values."""
 
     prompts: tuple[Prompt, ...]
     groups: tuple[tuple[int, ...], ...]
     """Places of the prompts that share a queue; all of one set."""
     sweep: Swept | None
     policies: dict[str, Path]
+    """Directories by the name of the method; the first one is `policy`."""
     version: Version | None  # of the policy, when it is a registered one
     champion: int | None  # number of the version that is measured beside it
+    costs: StepCosts | None = None
+    """Used where they were measured on such a device; measured anew otherwise."""
 
     def learned_from(self, method: str) -> LearnedFrom:
         """The record of a policy's training prompts and taus; empty without a record or without the policy."""
         return LearnedFrom.read(self.policies[method]) if method in self.policies else LearnedFrom()
 
 
-def plan(config: EvaluateConfig, prompts: tuple[Prompt, ...], swept: Swept | None, registry: Registry) -> Plan:
+def plan_for(config: EvaluateConfig, prompts: tuple[Prompt, ...], swept: Swept | None, registry: Registry) -> Plan:
     """What to do with inputs that were read. Raises ValueError for policies that do not fit them."""
     groups = group(prompts, config.concurrency * config.waves)
     found = Plan(prompts, groups, swept, *find_policies(config, registry))
     _check_held_out(found)
-    return found
+    return found._replace(costs=known_costs(config, found))
+
+
+def known_costs(config: EvaluateConfig, plan: Plan) -> StepCosts | None:
+    """Those beside the first sweep, or else beside the policy, if there are any."""
+    known = config.sweep[0] if config.sweep else plan.policies.get(POLICY)
+    costs = join(known, COSTS_FILE) if known else ""
+    return read_costs(costs) if costs and is_file(costs) else None
 
 
 def read_inputs(config: EvaluateConfig) -> tuple[tuple[Prompt, ...], Swept | None]:
@@ -184,24 +209,20 @@ def find_policies(config: EvaluateConfig, registry: Registry) -> tuple[dict[str,
     for rival in config.rivals:
         if rival == CHAMPION:
             found = _find_champion(config, registry)
-            if found is not None and found != version:
-                policies[CHAMPION], champion = _download(config, registry, found), found.number
+            if found is None or found == version:
+                continue
+            place = _download(config, registry, found)
+            try:
+                load_policy(place)
+                policies[CHAMPION], champion = place, found.number
+            except ValueError as error:
+                print(f"evaluate: the champion is left out: {error}")
         else:
             name = Path(rival).name
             taken = name in (*policies, CHAMPION, AR, *BASELINES.values()) or name.startswith(METHOD_PREFIX)
             policies[str(rival) if taken else name] = Path(rival).absolute()
-    for name, place in list(policies.items()):
-        try:
-            made_for = load_policy(place).info.pair
-        except ValueError as error:
-            if name != CHAMPION:
-                raise
-            print(f"evaluate: the champion is left out: {error}")
-            del policies[CHAMPION]
-            champion = None
-            continue
-        if name == POLICY:  # rivals of another pair are left out when it is loaded
-            config.pair.check_made_for(f"policy {place}", made_for)
+    made_for = {name: load_policy(place).info.pair for name, place in policies.items()}
+    config.pair.check_made_for(f"policy {directory}", made_for[POLICY])  # unfit rivals are left out when it is loaded
     return policies, version, champion
 
 

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from blockpilot.evaluation.statistics import Comparison, Figures, Interval, MethodRun, fastest_block_size
+from blockpilot.evaluation.step_costs import costs_to_json
 from blockpilot.evaluation.tables import cells, markdown, with_range
 from blockpilot.storage import write_text
 from jobs.common.registry import CHAMPION, HeldOut, Registry, Version, kept_for_later
-from jobs.evaluation.actor import AR, CONTROL, ORACLE, POLICY, Setting, method_name
-from jobs.evaluation.inputs import EvaluateConfig, Plan
+from jobs.evaluation.actor import Setting
+from jobs.evaluation.inputs import AR, CONTROL, ORACLE, POLICY, EvaluateConfig, Plan, method_name
 
 RESULT_FILE, TABLE_FILE = "evaluation.json", "table.md"
 RUNS_FILE = "runs.json"  # what the figures were worked out from
@@ -44,7 +45,8 @@ def save(config: EvaluateConfig, plan: Plan, setting: Setting, runs: Sequence[Me
     content = {
         "config": config.model_dump(mode="json"),
         "setting": setting._asdict()
-        | {"pair": setting.pair._asdict(), "costs": json.loads(setting.costs.to_json()), "shown_held_out": shown},
+        | {"pair": setting.pair._asdict(), "costs": json.loads(costs_to_json(setting.costs))}
+        | {"shown_held_out": shown},
         "versions": {name: package_version(name) for name in ("torch", "transformers")},
         "policy_version": plan.version._asdict() if plan.version else None,
         "best_fixed": {"block_size": best, "chosen_on": chosen_on},
@@ -198,7 +200,8 @@ def _describe(
     if len(by_set) > 1 and compared:
         of_control = f" ({CONTROL}: over AR's)" * (CONTROL in compared)
         title = f"Speed over that of B={best}{of_control}, by prompt set:"
-        lines += ["", title, "", _set_table(by_set, compared), ""]
+        rows = [{"prompts": name} | {m: with_range(row[m], 3) for m in compared} for name, row in by_set.items()]
+        lines += ["", title, "", markdown(rows), ""]
     if CONTROL in compared:
         lines.append(_clock(by_set))
     if held_out is not None:
@@ -211,12 +214,6 @@ def _describe(
         of_all = list(by_set.values())[-1]
         lines += _beside(of_all.get(ORACLE), held_out)
     return "\n".join(lines)
-
-
-def _set_table(by_set: Mapping[str, Mapping[str, Interval]], methods: Sequence[str]) -> str:
-    return markdown(
-        [{"prompts": name, **{m: with_range(row[m], 3) for m in methods}} for name, row in by_set.items()]
-    )
 
 
 def _clock(by_set: Mapping[str, Mapping[str, Interval]]) -> str:

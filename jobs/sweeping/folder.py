@@ -12,7 +12,8 @@ A part is named by the prompts of its shard, so the same command finds what it h
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,24 +56,17 @@ class SweepFolder:
         self.place, self.rows, self.identity = str(place), join(str(place), ROWS_FOLDER), identity
         self.metadata: Metadata | None = None  # of the rows there, once some were read or written
 
-    def check(self, shards: Sequence[SweepShard]) -> None:
-        """Raise ValueError, naming the difference, for a directory that holds rows of another sweep."""
-        found = set(file_names(self.rows, ".parquet"))
-        if found:
-            self._check_config()
-        if foreign := found - {shard.part for shard in shards}:
-            raise ValueError(f"output {self.place}: {ROWS_FOLDER}/{min(foreign)} is no part of this sweep")
-
     def open(self, shards: Sequence[SweepShard], prompts: Sequence[Prompt]) -> None:
-        """Make the directory ready for these shards, whose prompts follow one another; removes what a kill left."""
-        self.check(shards)
+        """Make the directory ready for these shards, whose prompts follow one another; removes what a kill left.
+
+        Raises ValueError, naming the difference, for a directory that holds rows of another sweep.
+        """
+        self._check(shards)
         remove_unfinished(self.place)
         write_text(join(self.place, CONFIG_FILE), json.dumps(self.identity, indent=2) + "\n")
-        start = 0
+        left = iter(prompts)
         for shard in shards:
-            chosen = prompts[start : start + len(shard.prompts)]
-            start += len(shard.prompts)
-            save_prompts(self._prompts_file(shard), chosen)
+            save_prompts(self._prompts_file(shard), list(islice(left, len(shard.prompts))))
 
     def left(self, shard: SweepShard) -> tuple[int, ...]:
         """Places of a shard's prompts that lack a row."""
@@ -116,20 +110,20 @@ class SweepFolder:
         else:
             delete(join(self.place, REJECTS_FILE))
 
-    def parts(self) -> Iterator[list[SweepRow]]:
-        """The rows of one part after the other."""
-        for name in file_names(self.rows, ".parquet"):
-            yield read_file(join(self.rows, name)).rows
-
     def _prompts_file(self, shard: SweepShard) -> str:
         return join(self.place, PROMPTS_FOLDER, f"{Path(shard.part).stem}.jsonl")
 
-    def _check_config(self) -> None:
+    def _check(self, shards: Sequence[SweepShard]) -> None:
+        found = set(file_names(self.rows, ".parquet"))
+        if not found:
+            return
         try:
             stored = json.loads(read_bytes(join(self.place, CONFIG_FILE)))
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"output {self.place}: holds rows, but {CONFIG_FILE} is not readable ({error})"
             ) from None
-        if found := difference(stored, self.identity):
-            raise ValueError(f"output {self.place}: holds another sweep (there and here: {found})")
+        if changed := difference(stored, self.identity):
+            raise ValueError(f"output {self.place}: holds another sweep (there and here: {changed})")
+        if foreign := found - {shard.part for shard in shards}:
+            raise ValueError(f"output {self.place}: {ROWS_FOLDER}/{min(foreign)} is no part of this sweep")

@@ -16,15 +16,10 @@ PATIENCE_S = 30  # without a loaded pair, before saying what the job waits for
 
 
 class SweepTask(NamedTuple):
-    """Prompts of one shard to sweep together, by place; `later` are more of the same shard, to follow one by one."""
+    """Prompts of one shard to sweep together, by place."""
 
     shard: SweepShard
     places: tuple[int, ...]
-    later: tuple[tuple[int, ...], ...] = ()
-
-    @property
-    def next(self) -> "SweepTask | None":
-        return SweepTask(self.shard, self.later[0], self.later[1:]) if self.later else None
 
 
 class Scheduler:
@@ -40,13 +35,13 @@ class Scheduler:
         """start: a new worker, and the reference of what its loading will return."""
         self._folder, self._start_worker = folder, start
         self._num_actors, self._max_attempts = num_actors, max_attempts
-        self._metadata: Metadata | None = None
+        self.metadata: Metadata | None = None  # of the pair, once a worker has loaded it
         self._waiting: deque[SweepTask] = deque()
         self._running: dict[Any, tuple[Any, SweepTask | None]] = {}  # reference -> (worker, its task; None: loading)
         self._attempts: Counter[tuple[int, tuple[int, ...]]] = Counter()  # by shard and places
         self._num_failed_loads = 0
 
-    def work(self, tasks: Sequence[SweepTask]) -> Iterator[tuple[SweepTask, Outcome, Metadata]]:
+    def work(self, tasks: Sequence[SweepTask]) -> Iterator[tuple[SweepTask, Outcome]]:
         """Yield every task as it ends. Raises what a worker raises when it cannot load the pair."""
         self._waiting.extend(tasks)
         try:
@@ -54,7 +49,7 @@ class Scheduler:
                 self._start()
             while self._waiting or any(task for _, task in self._running.values()):
                 ready, _ = ray.wait(list(self._running), timeout=PATIENCE_S)
-                if not ready and self._metadata is None:
+                if not ready and self.metadata is None:
                     print("sweep: no worker is ready yet: waiting for the resources of one, or for the pair to load")
                 for reference in ready:
                     yield from self._collect(reference)
@@ -67,7 +62,7 @@ class Scheduler:
         worker, loaded = self._start_worker()
         self._running[loaded] = worker, None
 
-    def _collect(self, reference: Any) -> Iterator[tuple[SweepTask, Outcome, Metadata]]:
+    def _collect(self, reference: Any) -> Iterator[tuple[SweepTask, Outcome]]:
         worker, task = self._running.pop(reference)
         try:
             result = ray.get(reference)
@@ -80,11 +75,12 @@ class Scheduler:
             yield from self._lost(task, f"its worker died ({type(error).__name__})")
             return
         else:
-            if task is None:
-                self._loaded(result)
+            if task is not None:
+                yield task, result
+            elif self.metadata and (found := mismatch(self.metadata, result)):
+                raise ValueError(f"workers loaded different pairs ({found}): give both a fixed revision and dtype")
             else:
-                yield task, result, self._known()
-                self._follow(task)
+                self.metadata, self._num_failed_loads = result, 0
         self._assign(worker)
 
     def _assign(self, worker: Any) -> None:
@@ -96,21 +92,7 @@ class Scheduler:
         prompts = self._folder.prompts(task.shard, task.places)
         self._running[worker.sweep.remote(prompts)] = worker, task
 
-    def _follow(self, task: SweepTask) -> None:
-        if task.next:
-            self._waiting.appendleft(task.next)
-
-    def _loaded(self, metadata: Metadata) -> None:
-        self._num_failed_loads = 0
-        if self._metadata and (found := mismatch(self._metadata, metadata)):
-            raise ValueError(f"workers loaded different pairs ({found}): give both a fixed revision and dtype")
-        self._metadata = metadata
-
-    def _known(self) -> Metadata:
-        assert self._metadata is not None, "a worker loads before it sweeps"
-        return self._metadata
-
-    def _lost(self, task: SweepTask | None, reason: str) -> Iterator[tuple[SweepTask, Outcome, Metadata]]:
+    def _lost(self, task: SweepTask | None, reason: str) -> Iterator[tuple[SweepTask, Outcome]]:
         if task is not None:
             yield from self._failed(task, reason)
         else:
@@ -120,8 +102,8 @@ class Scheduler:
         if self._waiting:
             self._start()
 
-    def _failed(self, task: SweepTask, reason: str) -> Iterator[tuple[SweepTask, Outcome, Metadata]]:
-        """Try a task again after the others; then its halves, one after the other; then give a single prompt up."""
+    def _failed(self, task: SweepTask, reason: str) -> Iterator[tuple[SweepTask, Outcome]]:
+        """Try a task again after the others; then its halves; then give a single prompt up."""
         number, places = task.shard.number, task.places
         self._attempts[number, places] += 1
         if self._attempts[number, places] < self._max_attempts:
@@ -129,12 +111,10 @@ class Scheduler:
             self._waiting.append(task)
         elif len(places) > 1:
             print(f"sweep: looking for what fails in {task.shard.part}, {reason}")
-            halves = places[: len(places) // 2], places[len(places) // 2 :]
-            for half in halves:
+            for half in (places[: len(places) // 2], places[len(places) // 2 :]):
                 self._attempts[number, half] = self._max_attempts - 1
-            self._waiting.append(SweepTask(task.shard, halves[0], (halves[1], *task.later)))
+                self._waiting.append(SweepTask(task.shard, half))
         else:
             (prompt,) = self._folder.prompts(task.shard, places)
             ids = task.shard.prompts[places[0]]
-            yield task, Outcome([], [Reject(key, prompt.set, prompt.text, reason) for key in ids]), self._known()
-            self._follow(task)
+            yield task, Outcome([], [Reject(key, prompt.set, prompt.text, reason) for key in ids])

@@ -4,6 +4,7 @@ from rich.console import Console
 from rich.table import Table
 
 from blockpilot.control.price import StepCosts
+from blockpilot.evaluation.step_costs import relative_costs
 from blockpilot.sweep.rows import Metadata
 from blockpilot.sweep.summary import Summary
 from jobs.common import figures
@@ -19,7 +20,7 @@ def show(summary: Summary, metadata: Metadata, method: str, costs: StepCosts | N
     for size, tau in summary.tau_curve.items():
         best = summary.best_counts[size]
         trained = " (trained)" if size == metadata.block_size else ""
-        gains = [costs.speed_up(size, tau, rows) for rows in costs.rows] if costs else []
+        gains = [tau / relative_costs(costs, [size], rows)[0] for rows in costs.rows] if costs else []
         cells = f"{tau:.3f}", f"{best}", f"{best / summary.num_rows:.0%}", *(f"{gain:.2f}" for gain in gains)
         table.add_row(f"{size}{trained}", *cells)
     Console().print(table)

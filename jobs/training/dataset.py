@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from blockpilot.control.price import COSTS_FILE, StepCosts
+from blockpilot.control.price import StepCosts
+from blockpilot.evaluation.step_costs import COSTS_FILE, read_costs, relative_costs
 from blockpilot.policy.dataset import Index, write_examples
 from blockpilot.policy.network import NetworkShape
 from blockpilot.storage import is_file, is_folder, join
@@ -49,7 +50,7 @@ def read_dataset(config: TrainConfig, folder: Path) -> Dataset:
     if (num_prompts := len(set(index.prompts))) < MIN_PROMPTS:
         raise ValueError(f"sweep {config.sweep[0]}: {num_prompts} different prompts; needed: {MIN_PROMPTS}")
     NetworkShape(config.fit.kind, metadata.vocab_size, *index.sizes, config.fit.hidden)  # refuses what cannot be
-    step_costs = costs.of_candidates(tuple(candidates), config.rows) if costs else [1.0] * len(candidates)
+    step_costs = relative_costs(costs, tuple(candidates), config.rows) if costs else [1.0] * len(candidates)
     digest = hashlib.sha256(metadata.to_json().encode() + b"".join(sorted(digests))).hexdigest()[:16]
     taus = {temperature: of_rows.tau_curve for temperature, of_rows in totals.items()}
     return Dataset(digest, metadata, candidates, costs, tuple(step_costs), folder, index, taus)
@@ -106,7 +107,7 @@ def _read_costs(config: TrainConfig, metadata: Metadata) -> StepCosts:
             f"sweep {config.sweep[0]}: no {COSTS_FILE} for objective 'throughput'; "
             "sweep with --cost-rows, or train with --objective tau"
         )
-    costs = StepCosts.read(place)
+    costs = read_costs(place)
     if costs.pair != metadata.pair or costs.dtype != metadata.dtype:
         raise ValueError(
             f"{place}: costs of {costs.pair}, {costs.dtype}; the rows are of {metadata.pair}, {metadata.dtype}"

@@ -15,6 +15,7 @@ from blockpilot.control.controller import FixedPolicy
 from blockpilot.control.price import StepCosts
 from blockpilot.engine.engine import Engine
 from blockpilot.evaluation.baselines import StaticForecast
+from blockpilot.evaluation.step_costs import relative_costs
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import CandidateSet, PairId, Policy, Request, StepShape
 from helpers.controllers import Switch, World
@@ -79,7 +80,7 @@ def test_what_steps_really_take_turns_the_choice(tiny_pair: Pair) -> None:
     assert live.factors[ALIKE] == pytest.approx(1.75 / 1.7, rel=0.01)
     assert live.factors[PLAIN] == pytest.approx(1.2, rel=0.1)  # optimistic, since it is seldom tried
     assert live.costs is not None
-    assert live.costs.of_candidates(SIZES, ROWS)[1] < 1.6
+    assert relative_costs(live.costs, SIZES, ROWS)[1] < 1.6
 
 
 @pytest.mark.parametrize("pays", [False, True])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from blockpilot.control.price import StepCosts
 from blockpilot.engine.engine import Engine
-from blockpilot.evaluation.step_costs import measure_costs, never_falling
+from blockpilot.evaluation.step_costs import costs_to_json, measure_costs, never_falling, read_costs, relative_costs
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import PairId, Request
 
@@ -41,11 +41,6 @@ COSTS = StepCosts(
 )
 def test_costs_are_linear_between_what_was_measured(point: tuple[int, int], seconds: float) -> None:
     assert COSTS.step_s(*point) == pytest.approx(seconds)
-
-
-def test_a_block_size_pays_by_what_it_costs() -> None:
-    assert COSTS.speed_up(5, tau=3.0, rows=2) == pytest.approx(3.0 * 1.0 / 5.0)
-    assert COSTS.speed_up(1, tau=1.0, rows=4) == pytest.approx(1.0)
 
 
 def test_what_one_row_drafts_and_what_every_token_more_costs() -> None:
@@ -79,10 +74,10 @@ def test_rows_that_are_all_alike_are_cheaper_than_mixed_ones_of_fewer_tokens() -
 def test_candidates_cost_so_many_plain_steps(rows: int) -> None:
     """Also those that were not measured, and in any order."""
     plain = COSTS.step_s(1, rows)
-    found = COSTS.of_candidates([1, 3, 5, 2], rows)
+    found = relative_costs(COSTS, [1, 3, 5, 2], rows)
     assert found[0] == 1
     assert [cost * plain for cost in found] == pytest.approx([COSTS.step_s(b, rows) for b in (1, 3, 5, 2)])
-    assert COSTS.of_candidates([], rows) == []
+    assert relative_costs(COSTS, [], rows) == []
 
 
 def test_kinds_of_steps_may_take_longer_by_factors_of_their_own() -> None:
@@ -93,13 +88,13 @@ def test_kinds_of_steps_may_take_longer_by_factors_of_their_own() -> None:
 
 
 def test_costs_survive_the_file(tmp_path: Path) -> None:
-    (tmp_path / "costs.json").write_text(COSTS.to_json())
-    assert StepCosts.read(tmp_path / "costs.json") == COSTS
+    (tmp_path / "costs.json").write_text(costs_to_json(COSTS))
+    assert read_costs(tmp_path / "costs.json") == COSTS
 
 
 def as_before(contexts: list[int]) -> str:
     """A file of tables [block size][rows][context], as it was written once."""
-    found = json.loads(COSTS.to_json())
+    found = json.loads(costs_to_json(COSTS))
     del found["context"]
     tables = {
         name: [[[each] * len(contexts) for each in of_size] for of_size in found[name]]
@@ -110,13 +105,13 @@ def as_before(contexts: list[int]) -> str:
 
 def test_an_old_file_of_one_context_is_read(tmp_path: Path) -> None:
     (tmp_path / "costs.json").write_text(as_before([100]))
-    assert StepCosts.read(tmp_path / "costs.json") == COSTS
+    assert read_costs(tmp_path / "costs.json") == COSTS
 
 
 def test_an_old_file_of_several_contexts_is_refused(tmp_path: Path) -> None:
     (tmp_path / "costs.json").write_text(as_before([100, 200]))
     with pytest.raises(ValueError, match=r"costs\.json: .*contexts \[100, 200\].*measure them at one"):
-        StepCosts.read(tmp_path / "costs.json")
+        read_costs(tmp_path / "costs.json")
 
 
 @pytest.mark.parametrize(
@@ -134,9 +129,9 @@ def test_an_old_file_of_several_contexts_is_refused(tmp_path: Path) -> None:
 )
 def test_other_files_are_refused(change: dict[str, object], tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
-    path.write_text(json.dumps(json.loads(COSTS.to_json()) | change))
+    path.write_text(json.dumps(json.loads(costs_to_json(COSTS)) | change))
     with pytest.raises(ValueError, match=r"costs\.json: "):
-        StepCosts.read(path)
+        read_costs(path)
 
 
 @given(st.lists(st.floats(0.01, 10), min_size=1, max_size=12))

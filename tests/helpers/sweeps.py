@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from blockpilot.prompts.files import Message, Prompt
+from blockpilot.storage import Place
 from blockpilot.sweep.replay import emitted_along
-from blockpilot.sweep.rows import Metadata, SweepRow, prompt_ids
+from blockpilot.sweep.rows import Metadata, Sweep, SweepRow, prompt_ids, read_parts
 from blockpilot.types import PairId
 
 CANDIDATES = [2, 4, 6, 8]
@@ -21,6 +22,12 @@ PAIR = PairId("org/Target-1B", "rev-t", "org/draft", "rev-d")
 def metadata(**changes: object) -> Metadata:
     plain = Metadata({"seed": 0}, PAIR, "float32", VOCAB_SIZE, 8, CANDIDATES, {}, "unknown")
     return dataclasses.replace(plain, **changes)  # type: ignore[arg-type]
+
+
+def read_sweep(place: Place) -> Sweep:
+    """All of `read_parts` at once."""
+    parts = list(read_parts(place))
+    return Sweep([row for part in parts for row in part.rows], parts[0].metadata)
 
 
 # --- synthetic rows ---

@@ -19,11 +19,11 @@ import torch
 
 from blockpilot.adaptive.live import LiveController
 from blockpilot.control.controller import Controller
-from blockpilot.control.price import COSTS_FILE, StepCosts
+from blockpilot.control.price import StepCosts
 from blockpilot.engine.engine import Engine, generate
 from blockpilot.evaluation.measurement import Flow, RequestTiming, in_turns
 from blockpilot.evaluation.statistics import Comparison, MethodRun, Totals
-from blockpilot.evaluation.step_costs import hold_here
+from blockpilot.evaluation.step_costs import COSTS_FILE, costs_to_json, hold_here
 from blockpilot.models.device import device_name
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.dataset import prompt_key
@@ -41,8 +41,22 @@ from jobs.common.registry import CHAMPION, Registry, Version, model_name
 from jobs.evaluation import actor
 from jobs.evaluation import inputs as evaluate_inputs
 from jobs.evaluation import result as evaluate_result
-from jobs.evaluation.actor import AR, CONTROL, EV, ORACLE, POLICY, RANDOM, Evaluator, Setting, default_block_sizes
-from jobs.evaluation.inputs import EvaluateConfig, Plan, Swept, find_policies, group, read_inputs
+from jobs.evaluation.actor import Evaluator, Setting, default_block_sizes
+from jobs.evaluation.inputs import (
+    AR,
+    CONTROL,
+    EV,
+    ORACLE,
+    POLICY,
+    RANDOM,
+    EvaluateConfig,
+    Plan,
+    Swept,
+    find_policies,
+    group,
+    known_costs,
+    read_inputs,
+)
 
 ROOT = Path(__file__).parents[2]
 QUESTIONS = [f"question {i}?" for i in range(8)]
@@ -245,7 +259,7 @@ class Watched(Evaluator):
     """The actor, with what it decoded: by method, in the order of their turns."""
 
     def __init__(self, config: EvaluateConfig, plan: Plan, costs: StepCosts | None = None) -> None:
-        super().__init__(evaluate._work(config, plan)._replace(costs=costs), num_threads=1)
+        super().__init__(config, plan._replace(costs=costs))
         self.decoded: list[dict[str, list[RequestTiming]]] = []
         self.setting = self.load()
         self.decoded.clear()
@@ -462,8 +476,8 @@ def test_costs_that_were_given_are_used_where_they_hold(
     setting = Watched(config, plan, given).setting
     assert (setting.costs, setting.device) == (given, device_name(tiny_pair.target.device))
     (directory := tmp_path / "policy").mkdir()
-    (directory / COSTS_FILE).write_text(given.to_json())
-    assert evaluate._work(config, plan._replace(policies={POLICY: directory})).costs == given
+    (directory / COSTS_FILE).write_text(costs_to_json(given))
+    assert known_costs(config, plan._replace(policies={POLICY: directory})) == given
     for other in (
         dataclasses.replace(given, pair=retrained(tiny_pair).id),
         dataclasses.replace(given, dtype="bfloat16"),
@@ -571,16 +585,16 @@ def killed_after(evaluator: Watched, num_groups: int) -> Callable[..., list[Meth
 def measure_all(
     evaluator: Watched, call: Callable[..., list[MethodRun]], config: EvaluateConfig, plan: Plan
 ) -> Iterator[MethodRun]:
-    return evaluate._measure_all(call, config, evaluate._work(config, plan), runs_file(evaluator, config, plan))
+    return evaluate._measure_all(call, config, plan, runs_file(evaluator, config, plan))
 
 
 def identity_of(config: EvaluateConfig, plan: Plan, pair: Pair, dtype: str = "float32", device: str = "cpu") -> str:
     setting = setting_of(pair.id)._replace(dtype=dtype, device=device)
-    return evaluate._identity(config, evaluate._work(config, plan), setting)
+    return evaluate._identity(config, plan, setting)
 
 
 def runs_file(evaluator: Watched, config: EvaluateConfig, plan: Plan) -> Path:
-    return evaluate._runs_file(config, evaluate._work(config, plan), evaluator.setting)
+    return evaluate._runs_file(config, plan, evaluator.setting)
 
 
 def test_what_was_measured_is_kept_and_a_torn_line_is_not(
@@ -588,11 +602,11 @@ def test_what_was_measured_is_kept_and_a_torn_line_is_not(
 ) -> None:
     config = changed(config, baselines=(), repeats=2, concurrency=2, waves=1)
     plan = plan_of(config, prompts[1])
-    evaluator, work = Watched(config, plan), evaluate._work(config, plan)
+    evaluator = Watched(config, plan)
     path = runs_file(evaluator, config, plan)
     found: list[MethodRun] = []
     with pytest.raises(KilledError):
-        found.extend(evaluate._measure_all(killed_after(evaluator, 5), config, work, path))
+        found.extend(evaluate._measure_all(killed_after(evaluator, 5), config, plan, path))
     kept = path.read_text().splitlines()
     assert len(kept) == 5
     with path.open("a") as file:
@@ -605,7 +619,7 @@ def test_what_was_measured_is_kept_and_a_torn_line_is_not(
         return evaluator.call(method, *place)
 
     capsys.readouterr()
-    runs = list(evaluate._measure_all(call, config, work, path))
+    runs = list(evaluate._measure_all(call, config, plan, path))
     assert "evaluate: going on after 5 of 8 groups" in capsys.readouterr().out
     assert decoded == [(1, 1), (1, 2), (1, 3)]
     assert path.read_text().splitlines()[:5] == kept
@@ -614,7 +628,7 @@ def test_what_was_measured_is_kept_and_a_torn_line_is_not(
     assert [(run.repeat, run.prompt, run.method) for run in runs] == every
     assert runs[: 5 * 4 * 2] == found  # to the last digit of their seconds
     # Killed before the result was written, it measures nothing again.
-    assert list(evaluate._measure_all(pytest.fail, config, work, path)) == runs
+    assert list(evaluate._measure_all(pytest.fail, config, plan, path)) == runs
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from blockpilot.control.price import COSTS_FILE, StepCosts
+from blockpilot.control.price import StepCosts
 from blockpilot.evaluation.statistics import MethodRun, Totals
+from blockpilot.evaluation.step_costs import COSTS_FILE, costs_to_json
 from blockpilot.prompts.files import Message, Prompt
 from blockpilot.sweep.rows import SweepRow, write_rows
 from blockpilot.sweep.summary import least_cost
@@ -18,8 +19,8 @@ from helpers.sweeps import CANDIDATES, PAIR, metadata, synthetic_rows
 from jobs.common.registry import Registry
 from jobs.evaluation import inputs as evaluate_inputs
 from jobs.evaluation import result as evaluate_result
-from jobs.evaluation.actor import ORACLE, POLICY, Setting
-from jobs.evaluation.inputs import EvaluateConfig, Plan
+from jobs.evaluation.actor import Setting
+from jobs.evaluation.inputs import ORACLE, POLICY, EvaluateConfig, Plan
 from jobs.report import ReportConfig, ceilings, run
 
 SIZES = (1, *CANDIDATES)
@@ -59,7 +60,7 @@ def write_evaluation(folder: Path, temperature: float = 0.0) -> Path:
 
 def write_sweep(folder: Path, rows: list[SweepRow]) -> str:
     write_rows(folder / "rows" / "part-0.parquet", rows, metadata())
-    (folder / COSTS_FILE).write_text(COSTS.to_json())
+    (folder / COSTS_FILE).write_text(costs_to_json(COSTS))
     return str(folder)
 
 

@@ -22,10 +22,11 @@ from ray.cluster_utils import Cluster
 
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt
-from blockpilot.sweep.rows import Metadata, SweepRow, read_file, read_sweep, write_rows
+from blockpilot.sweep.rows import Metadata, SweepRow, read_file, write_rows
 from blockpilot.sweep.summary import Summary
 from blockpilot.sweep.sweep import replay
 from helpers.processes import descendants
+from helpers.sweeps import read_sweep
 from jobs.common.config import ConfigError, PairConfig, main
 from jobs.sweep import SweepConfig, _open, run
 from jobs.sweeping.folder import SweepFolder, SweepShard
@@ -160,7 +161,7 @@ def test_the_output_may_be_a_uri(
     for shard in shards:
         folder.write(shard, expected[shard.part], metadata)
     folder.write_rejects([])
-    assert [row for rows in folder.parts() for row in rows] == [row for rows in expected.values() for row in rows]
+    assert read_sweep(folder.rows).rows == [row for rows in expected.values() for row in rows]
     assert read_sweep(config.output).rows == read_sweep(tmp_path / "by-uri").rows
     assert left(config) == {shard.part: [TOO_LONG] for shard in shards if TOO_LONG in texts(folder, shard)}
     with pytest.raises(ValueError, match="nosuch://x"):

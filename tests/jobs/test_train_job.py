@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from blockpilot.control.price import StepCosts
+from blockpilot.evaluation.step_costs import costs_to_json, relative_costs
 from blockpilot.policy.dataset import open_examples, prompt_key, split_examples, write_examples
 from blockpilot.policy.store import load_policy
 from blockpilot.policy.training import Fit, FitSettings, FitTask, fitted_network, new_network, predict, shrink
@@ -55,7 +56,7 @@ def write_sweep(
 
 def write_costs(folder: Path, **changes: object) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "costs.json").write_text(dataclasses.replace(COSTS, **changes).to_json())  # type: ignore[arg-type]
+    (folder / "costs.json").write_text(costs_to_json(dataclasses.replace(COSTS, **changes)))  # type: ignore[arg-type]
 
 
 def cut(row: SweepRow, num: int) -> SweepRow:
@@ -446,7 +447,7 @@ def test_kills_change_nothing(start: Start, tmp_path: Path) -> None:
     folder = tmp_path / "examples"
     write_examples(folder, [rows], WITH_PLAIN, "step")
     training, validation = split_examples(folder, *Split(0.2, 0, None))
-    costs = torch.tensor(COSTS.of_candidates(WITH_PLAIN, rows=1))
+    costs = torch.tensor(relative_costs(COSTS, WITH_PLAIN, rows=1))
     task = FitTask("step", "throughput", WITH_PLAIN, costs)
     fit = Fit(new_network(training, VOCAB_SIZE, settings), training, validation, settings, task)
     losses = [fit.run_epoch().metrics for _ in range(30)]

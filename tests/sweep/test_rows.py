@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blockpilot.prompts.files import Message, Prompt
+from blockpilot.storage import Place
 from blockpilot.sweep.rows import (
     METADATA_KEY,
     SCHEMA,
@@ -24,15 +25,14 @@ from blockpilot.sweep.rows import (
     SweepRow,
     difference,
     mismatch,
-    part_files,
     prompt_ids,
     read_parts,
-    read_sweep,
     validate,
     vectors,
     write_rows,
 )
 from blockpilot.types import PairId
+from helpers.sweeps import read_sweep
 
 METADATA = Metadata(
     config={"temperature": 0.5, "prompts": ["demo"], "pair": {"name": "smollm2-135m"}},
@@ -262,8 +262,7 @@ def test_part_files_are_read_in_order_of_name(tmp_path: Path) -> None:
         write_rows(tmp_path / f"{name}.parquet", [make_row(i) for i in ids], METADATA)
     (tmp_path / "config.json").write_text("{}")
     assert "".join(row.prompt_id for row in read_sweep(tmp_path).rows) == "abdce"
-    two = [tmp_path / "rows/part-2.parquet", tmp_path / "rows/part-0.parquet"]
-    assert "".join(row.prompt_id for row in read_sweep(two).rows) == "eab"
+    assert "".join(row.prompt_id for row in read_sweep(tmp_path / "rows/part-2.parquet").rows) == "e"
 
 
 def test_parts_are_read_one_by_one(tmp_path: Path) -> None:
@@ -281,22 +280,18 @@ def test_parts_are_read_one_by_one(tmp_path: Path) -> None:
         next(found)
 
 
-def every_part(places: object) -> list[Sweep]:
-    return list(read_parts(places))  # type: ignore[arg-type]
+def every_part(place: Place) -> list[Sweep]:
+    return list(read_parts(place))
 
 
 READERS = pytest.mark.parametrize("read", [read_sweep, every_part])
-Read = Callable[[object], object]
+Read = Callable[[Place], object]
 
 
 @READERS
 def test_nothing_to_read_is_an_error(tmp_path: Path, read: Read) -> None:
     with pytest.raises(ValueError, match="no Parquet files in"):
         read(tmp_path)
-    with pytest.raises(ValueError, match="no Parquet files in an empty list"):
-        part_files([])
-    with pytest.raises(ValueError, match="no Parquet files in an empty list"):
-        read([])
     with pytest.raises(ValueError, match=r"gone\.parquet: no such file"):
         read(tmp_path / "gone.parquet")
 

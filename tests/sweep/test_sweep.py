@@ -13,10 +13,11 @@ from blockpilot.engine.engine import Engine, generate
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Message, Prompt, load_prompts
 from blockpilot.sweep.replay import emitted_along
-from blockpilot.sweep.rows import MIN_PROB, Metadata, SweepRow, prompt_ids, read_sweep, validate, vectors, write_rows
+from blockpilot.sweep.rows import MIN_PROB, Metadata, SweepRow, prompt_ids, validate, vectors, write_rows
 from blockpilot.sweep.summary import Summary, fewest_steps
 from blockpilot.sweep.sweep import Outcome, candidates_around, check_candidates, decode, replay, sampler_seed
 from blockpilot.types import Step
+from helpers.sweeps import read_sweep
 
 MASK_ID = 258
 

@@ -18,8 +18,8 @@ import torch
 from pydantic import Field, field_validator
 
 from blockpilot.control.price import StepCosts
+from blockpilot.device import dtype_name
 from blockpilot.evaluation.step_costs import COSTS_FILE, costs_to_json, measured_up_to, read_costs
-from blockpilot.models.device import dtype_name
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt, load_prompts
 from blockpilot.storage import is_file, join, write_bytes, write_text

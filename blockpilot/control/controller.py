@@ -7,11 +7,9 @@ another policy, or a fresh start, is another controller.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from blockpilot.control.choose import choose
 from blockpilot.control.price import StepCosts
-from blockpilot.types import CandidateSet, Forecast, Policy, Prefill, Reader, StepShape
+from blockpilot.types import CandidateSet, Forecast, Policy, Prefill, StepShape
 
 
 class Controller:
@@ -44,16 +42,6 @@ class Controller:
 
     def finish(self, shape: StepShape, num_tokens: int, num_rows: int) -> None:
         """Called when a step ends: what it took in, the tokens that it emitted, and the rows of the next one."""
-
-
-def read(forecasts: Sequence[Forecast], contexts: Tensor, anchors: Tensor) -> None:
-    """Let the readers of forecasts predict the next steps: contexts [R, draft hidden], anchors [R, target hidden]."""
-    by_reader: dict[Reader, list[int]] = {}
-    for i, forecast in enumerate(forecasts):
-        if forecast.reader is not None:
-            by_reader.setdefault(forecast.reader, []).append(i)
-    for reader, index in by_reader.items():
-        reader.read([forecasts[i] for i in index], contexts[index], anchors[index])
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,7 @@ Table = tuple[tuple[float, ...], ...]
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Seconds of a step, [block size][rows], each axis ascending; of one pair, dtype and device.
-
-    All rows had `context` tokens when they were measured.
+    """Seconds of a step of rows of `context` tokens, [block size][rows], each axis ascending.
 
     In `seconds` all rows draft blocks of that size, in `one_drafts` one row does and the others decode plainly, in
     `one_plain` it is the other way about (of two rows both draft). Rows of different sizes take longer than as many

@@ -12,7 +12,7 @@ from transformers import Qwen3Config
 
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.options import ARCHITECTURE, default_layer_ids
-from blockpilot.models.target import head_dim
+from blockpilot.models.cache import head_dim
 
 _SHARED_WITH_TARGET = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),

@@ -116,11 +116,7 @@ class DraftModel(nn.Module):
 
     def new_cache(self, num_slots: int, length: int) -> SlotCache:
         """An empty cache of projected context: `num_slots` rows of `length` columns."""
-        config = self.config
-        heads, device = int(config.num_key_value_heads or config.num_attention_heads), self.fc.weight.device
-        return SlotCache(
-            config.num_hidden_layers, num_slots, length, heads, config.head_dim, dtype=self.dtype, device=device
-        )
+        return SlotCache(self.config, num_slots, length, self.dtype, self.fc.weight.device)
 
     def fuse(self, features: Tensor) -> Tensor:
         """Target features [..., n * hidden] -> context vectors [..., hidden]."""

@@ -10,11 +10,12 @@ How much a row drafts is the controller's business (control/controller.py).
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from blockpilot.control.controller import Controller, FixedPolicy, read
+from blockpilot.control.controller import Controller, FixedPolicy
 from blockpilot.engine.detokenize import TextStream
 from blockpilot.engine.drafting import Drafter
 from blockpilot.engine.rows import Row
@@ -23,7 +24,7 @@ from blockpilot.engine.work import Part, StepScores, Work
 from blockpilot.models.packing import Packing, SideBySide
 from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
-from blockpilot.types import MAX_BLOCK_SIZE, Policy, Prefill, Request, Sampling, Step
+from blockpilot.types import MAX_BLOCK_SIZE, Policy, Prefill, Reader, Request, Sampling, Step
 
 MAX_PREFILL_TOKENS = 8192
 
@@ -48,9 +49,7 @@ class Engine:
         max_block_size: int = MAX_BLOCK_SIZE,
         max_prefill_tokens: int = MAX_PREFILL_TOKENS,
     ) -> None:
-        for name, value in (("num_slots", num_slots), ("max_prefill_tokens", max_prefill_tokens)):
-            if value < 1:
-                raise ValueError(f"{name} {value}: must be at least 1")
+        _at_least_one(num_slots=num_slots, max_prefill_tokens=max_prefill_tokens)
         if not 2 <= max_length <= pair.max_length:
             raise ValueError(f"max_length {max_length}: must be 2 to {pair.max_length}, the target's context")
         if policy is not None and controller is not None:
@@ -98,13 +97,11 @@ class Engine:
         if num_prompt_tokens == 0:
             raise ValueError("prompt is empty: at least 1 token is needed")
         if num_prompt_tokens >= self.max_length:
-            raise ValueError(
-                f"prompt of {num_prompt_tokens} tokens: at most {self.max_length - 1} leave room for an answer"
-            )
+            most = self.max_length - 1
+            raise ValueError(f"prompt of {num_prompt_tokens} tokens: at most {most} leave room for an answer")
         if outside := [t for t in request.prompt_ids if not 0 <= t < vocab_size]:
             raise ValueError(f"prompt token {outside[0]}: must be 0 to {vocab_size - 1}")
-        if request.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens {request.max_new_tokens}: must be at least 1")
+        _at_least_one(max_new_tokens=request.max_new_tokens)
         if request.num_logprobs is not None and not 0 <= request.num_logprobs <= vocab_size:
             raise ValueError(f"num_logprobs {request.num_logprobs}: must be 0 to {vocab_size}")
         if request.block_size is not None:
@@ -152,7 +149,7 @@ class Engine:
         pass of the draft.
         """
         self.controller.begin()
-        work = self._schedule()
+        work = Work(self._schedule_blocks(), self._schedule_prompts())
         if not work.parts:
             return []
         shape = work.shape
@@ -165,10 +162,6 @@ class Engine:
 
     # --- schedule ---
 
-    def _schedule(self) -> Work:
-        """The rows that decode, with the block size of each, and the prompts that go in beside them."""
-        return Work(self._schedule_blocks(), self._schedule_prompts())
-
     def _schedule_blocks(self) -> Part | None:
         """Blocks of the rows that decode: their anchors, and room for the drafted tokens."""
         if not self._rows:
@@ -180,14 +173,17 @@ class Engine:
 
     def _choose_sizes(self, rows: Sequence[Row]) -> None:
         """Set this step's block sizes of the rows that have a forecast."""
-        if not self.controller.speculates:
-            for row in rows:
-                row.stop_drafting()
+        self._back_off(rows)
         choosing = [(row, row.forecast) for row in rows if row.forecast is not None]
         others = [row.next_block_size for row in rows if row.forecast is None]
         sizes = self.controller.sizes([forecast for _, forecast in choosing], others)
         for (row, _), size in zip(choosing, sizes, strict=True):
             row.block_size = size
+
+    def _back_off(self, rows: Sequence[Row]) -> None:
+        """Let rows that may draft decode plainly to their end, while the controller does not speculate."""
+        for row in rows if not self.controller.speculates else ():
+            row.stop_drafting()
 
     def _schedule_prompts(self) -> Part | None:
         """Prompts in the order of the requests, as many tokens as a step may take: the last one may be cut."""
@@ -198,9 +194,7 @@ class Engine:
             left -= rows[-1].num_uncached
         if not rows:
             return None
-        if not self.controller.speculates:
-            for row in rows:
-                row.stop_drafting()
+        self._back_off(rows)
         sizes = [row.num_uncached for row in rows]
         sizes[-1] += min(left, 0)
         packing = Packing(sizes, [row.num_cached for row in rows], self._device)
@@ -292,14 +286,13 @@ class Engine:
 
         contexts [N, draft hidden] are this step's; last [R] is the place of each row's last final token among them.
         """
-        reading = [
-            (row, place, row.forecast)
-            for row, place in zip(rows, last, strict=True)
-            if row.forecast is not None and row.forecast.reader is not None and not row.finished
-        ]
-        if reading:
-            anchors = self._target.embed(self._tensor([row.tokens[-1] for row, _, _ in reading]))
-            read([forecast for _, _, forecast in reading], contexts[[place for _, place, _ in reading]], anchors)
+        by_reader: dict[Reader, list[int]] = {}
+        for i, row in enumerate(rows):
+            if row.forecast is not None and row.forecast.reader is not None and not row.finished:
+                by_reader.setdefault(row.forecast.reader, []).append(i)
+        for reader, index in by_reader.items():
+            anchors = self._target.embed(self._tensor([rows[i].tokens[-1] for i in index]))
+            reader.read([rows[i].forecast for i in index], contexts[[last[i] for i in index]], anchors)
 
     def _begin(self, rows: list[Row], logits: Tensor, contexts: Tensor | None) -> list[Step]:
         """First tokens, and decisions of the policy, of rows that decode from now on.
@@ -316,7 +309,7 @@ class Engine:
             if contexts is not None and row.can_draft:
                 prefill = prefill._replace(context=contexts[i], anchor=anchors[i])
             self._decide(row, prefill)
-            steps.append(row.commit([chosen[i]], logits[i : i + 1], prefill=prefill))
+            steps.append(replace(row.commit([chosen[i]], logits[i : i + 1]), prefill=prefill))
         return steps
 
     def _decide(self, row: Row, prefill: Prefill) -> None:
@@ -354,6 +347,12 @@ class Engine:
 
     def _tensor(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, device=self._device)
+
+
+def _at_least_one(**values: int) -> None:
+    for name, value in values.items():
+        if value < 1:
+            raise ValueError(f"{name} {value}: must be at least 1")
 
 
 def generate(

@@ -6,7 +6,7 @@ from torch import Tensor, tensor
 
 from blockpilot.engine.detokenize import TextStream
 from blockpilot.engine.sampling import count_accepted
-from blockpilot.types import FinishReason, Forecast, Prefill, Request, Step, TokenLogprobs
+from blockpilot.types import FinishReason, Forecast, Request, Step, TokenLogprobs
 
 
 @dataclass(eq=False)
@@ -59,26 +59,17 @@ class Row:
             self.forecast.observe(len(chosen), num_accepted)
         return self.commit(chosen[: num_accepted + 1], logits, len(chosen), num_accepted)
 
-    def commit(
-        self,
-        tokens: list[int],
-        logits: Tensor,
-        block_size: int = 0,
-        num_accepted: int = 0,
-        prefill: Prefill | None = None,
-    ) -> Step:
+    def commit(self, tokens: list[int], logits: Tensor, block_size: int = 0, num_accepted: int = 0) -> Step:
         """Append tokens up to the first that ends the request; logits [n, vocab] begin with the first token's."""
-        emitted: list[int] = []
-        texts: list[str] = []
+        emitted, texts = list[int](), list[str]()
         reason: FinishReason | None = None
         while reason is None and len(emitted) < len(tokens):
             emitted.append(tokens[len(emitted)])
             self.tokens.append(emitted[-1])
             reason = self._end(emitted[-1], texts)
         self.finished = reason is not None
-        accepted = min(num_accepted, len(emitted))
-        logprobs = self._logprobs(emitted, logits)
-        return Step(self.request_id, tuple(emitted), block_size, accepted, reason, prefill, logprobs, tuple(texts))
+        accepted, logprobs = min(num_accepted, len(emitted)), self._logprobs(emitted, logits)
+        return Step(self.request_id, tuple(emitted), block_size, accepted, reason, None, logprobs, tuple(texts))
 
     def _end(self, token: int, texts: list[str]) -> FinishReason | None:
         """Why the request ends with the token just appended, if it does; adds the token's text to `texts`."""

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from blockpilot.control.price import TABLES, StepCosts, as_table, num_drafting
+from blockpilot.device import device_name, dtype_name
 from blockpilot.engine.engine import Engine
-from blockpilot.models.device import device_name, dtype_name
 from blockpilot.pairs.loading import Pair
 from blockpilot.storage import Place, read_bytes
 from blockpilot.types import PairId, Request

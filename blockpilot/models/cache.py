@@ -7,25 +7,18 @@ the columns up to p are final by then. What a padded row stores beyond its end i
 Active slots are kept dense (0 .. n-1) by moving the last one into a hole, so a forward pass reads plain views.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 
 class SlotCache:
-    """Keys and values of `num_layers` layers, each [num_slots, num_heads, length, head_dim]."""
+    """Keys and values of a model's layers, each [num_slots, kv_heads, length, head_dim]; empty at first."""
 
-    def __init__(
-        self,
-        num_layers: int,
-        num_slots: int,
-        length: int,
-        num_heads: int,
-        head_dim: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        shape = (num_layers, num_slots, num_heads, length, head_dim)
+    def __init__(self, config: Any, num_slots: int, length: int, dtype: torch.dtype, device: torch.device) -> None:
+        num_heads = config.num_key_value_heads or config.num_attention_heads
+        shape = (config.num_hidden_layers, num_slots, num_heads, length, head_dim(config))
         # Zeros, not empty: masked columns are multiplied by zero, and garbage may hold NaN.
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
@@ -74,3 +67,9 @@ class SlotView:
         all_keys[self._slots, :, self._positions] = keys.transpose(1, 2)
         all_values[self._slots, :, self._positions] = values.transpose(1, 2)
         return all_keys[self._rows, :, : self.length], all_values[self._rows, :, : self.length]
+
+
+def head_dim(config: Any) -> int:
+    """Size of an attention head; some configurations only imply it."""
+    explicit = getattr(config, "head_dim", None)
+    return int(explicit or config.hidden_size // config.num_attention_heads)

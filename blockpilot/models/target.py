@@ -37,16 +37,7 @@ class Target:
 
     def new_cache(self, num_slots: int, length: int) -> SlotCache:
         """An empty cache of `num_slots` rows of `length` columns for this model."""
-        config = self.model.config
-        return SlotCache(
-            config.num_hidden_layers,
-            num_slots,
-            length,
-            config.num_key_value_heads,
-            head_dim(config),
-            dtype=self.model.dtype,
-            device=self.model.device,
-        )
+        return SlotCache(self.model.config, num_slots, length, self.model.dtype, self.model.device)
 
     def score(
         self, tokens: Tensor, positions: Tensor, cache: SlotView, *, features: bool, packing: SideBySide | None = None
@@ -80,12 +71,6 @@ class Target:
         """Input embeddings of tokens, as the draft reads them."""
         embeddings: Tensor = self.model.get_input_embeddings()(tokens)
         return embeddings
-
-
-def head_dim(config: object) -> int:
-    """Size of an attention head; some configurations only imply it."""
-    explicit = getattr(config, "head_dim", None)
-    return int(explicit or config.hidden_size // config.num_attention_heads)  # type: ignore[attr-defined]
 
 
 def check_family(config: PretrainedConfig) -> None:

@@ -14,7 +14,7 @@ import tyro
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from transformers.utils.logging import disable_progress_bar
 
-from blockpilot.models.device import BFLOAT16_INSTRUCTIONS
+from blockpilot.device import BFLOAT16_INSTRUCTIONS
 from blockpilot.pairs.loading import Pair, load_pair
 from blockpilot.pairs.table import NAMED_PAIRS, check_pair_names
 from blockpilot.storage import is_uri

@@ -23,12 +23,12 @@ from jinja2 import TemplateError
 from blockpilot.adaptive.live import LiveController
 from blockpilot.control.controller import FixedPolicy
 from blockpilot.control.price import StepCosts
+from blockpilot.device import device_name, dtype_name
 from blockpilot.engine.engine import Engine
 from blockpilot.evaluation.baselines import EVController, StaticForecast
 from blockpilot.evaluation.measurement import Flow, RequestTiming, in_turns
 from blockpilot.evaluation.statistics import MethodRun
 from blockpilot.evaluation.step_costs import hold_here, measured_up_to
-from blockpilot.models.device import device_name, dtype_name
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.learned import LearnedPolicy
 from blockpilot.policy.store import load_policy

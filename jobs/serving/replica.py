@@ -21,9 +21,9 @@ from jinja2 import TemplateError
 
 from blockpilot.control.controller import FixedPolicy
 from blockpilot.control.price import StepCosts
+from blockpilot.device import device_name, dtype_name
 from blockpilot.engine.engine import Engine
 from blockpilot.evaluation.step_costs import hold_here, measured_up_to
-from blockpilot.models.device import device_name, dtype_name
 from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.learned import LearnedPolicy

@@ -20,11 +20,11 @@ import torch
 from blockpilot.adaptive.live import LiveController
 from blockpilot.control.controller import Controller
 from blockpilot.control.price import StepCosts
+from blockpilot.device import device_name
 from blockpilot.engine.engine import Engine, generate
 from blockpilot.evaluation.measurement import Flow, RequestTiming, in_turns
 from blockpilot.evaluation.statistics import Comparison, MethodRun, Totals
 from blockpilot.evaluation.step_costs import COSTS_FILE, costs_to_json, hold_here
-from blockpilot.models.device import device_name
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.dataset import prompt_key
 from blockpilot.policy.store import save_policy

@@ -416,6 +416,7 @@ def test_a_reading_policy_chooses_by_what_a_replay_shows(tiny_pair: Pair) -> Non
     known = known_text(pair, PROMPT, text_of(steps))
     assert known.context is not None
     assert steps[0].prefill is not None
+    policy = reading_policy(pair)  # with a fresh record of what came of its forecasts
     forecast = policy(steps[0].prefill)
     assert isinstance(forecast, LearnedForecast)
     anchor, sizes = len(PROMPT), []
@@ -424,6 +425,7 @@ def test_a_reading_policy_chooses_by_what_a_replay_shows(tiny_pair: Pair) -> Non
         policy.read([forecast], known.context[0, anchor - 1][None], embedding[None])
         (size,) = choose([forecast], COSTS)
         assert step.block_size == min(size, len(PROMPT) + 40 - anchor - 1)
+        forecast.observe(step.block_size, step.num_accepted)
         sizes.append(size)
         anchor += len(step.tokens)
     assert len(set(sizes)) > 2

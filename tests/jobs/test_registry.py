@@ -170,7 +170,7 @@ def test_policy_round_trip(registry: Registry, tmp_path: Path) -> None:
     shutil.rmtree("policy")
     loaded = load_policy(registry.download(registry.champion(MODEL), tmp_path / "champion"))
     assert loaded.info == a_policy(1).info
-    assert torch.equal(loaded.network.dense.weight, a_policy(1).network.dense.weight)
+    assert torch.equal(loaded.network.head.weight, a_policy(1).network.head.weight)
     registry.set_champion(second)
     again = registry.download(registry.champion(MODEL), tmp_path / "champion")
     assert load_policy(again).info == a_policy(2).info

@@ -424,7 +424,9 @@ def test_kills_change_nothing(start: Start, tmp_path: Path) -> None:
     write_sweep(tmp_path / "sweep", rows[100:], metadata(git_commit="later"), "part-1")
     write_costs(tmp_path / "sweep")
     settings = FitSettings(hidden=64, epochs=30, batch_size=64, lr=3e-4, dropout=0.0, shrink=0.05)
-    config = TrainConfig(sweep=("sweep",), output=Path("policy"), fit=settings, num_workers=2, checkpoint_every=5)
+    config = TrainConfig(
+        sweep=("sweep",), output=Path("policy"), fit=settings, fall_back=False, num_workers=2, checkpoint_every=5
+    )
     job = start(config)
     wait_for_checkpoint(tmp_path, job)
     workers = descendants(job.pid, "RayTrainWorker")

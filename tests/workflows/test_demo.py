@@ -37,5 +37,5 @@ def test_the_demo_learns_serves_and_checks_its_answers(tiny_pair_dirs: tuple[Pat
     assert "(block_size: auto)" in done.stdout
     assert "(block_size: 4)" in done.stdout
     assert "Both served answers are bit for bit what the target writes one token at a time" in done.stdout
-    for stage in ("sweep", "policy", "evaluate", "serve"):
+    for stage in ("sweep", "policy", "evaluate"):  # serve/ only where a champion was earned
         assert (tmp_path / "demo" / stage).is_dir(), stage

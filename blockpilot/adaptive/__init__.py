@@ -1,1 +1,1 @@
-"""What is learned while decoding: the pace of steps, back-off from speculation, calibration of forecasts."""
+"""Adaptation while decoding: the pace of steps, back-off from speculation, calibration of forecasts."""

@@ -15,7 +15,7 @@ from blockpilot.types import StepShape
 
 @dataclass
 class _LoadRecord:
-    """What is known at a number of rows; `plain_s` is what plain steps would have taken for as many tokens."""
+    """Tokens and seconds at a number of rows; `plain_s` is what plain steps would take for as many tokens."""
 
     num_blocks: int = 0  # rows times steps
     num_drafted: int = 0  # of those, with drafted tokens
@@ -24,7 +24,7 @@ class _LoadRecord:
     next_length: int = 0
     """Steps of the next back-off; 0 for the shortest."""
     steps_left: int = 0
-    """Of the present back-off; 0 while speculating."""
+    """Steps left of the present back-off; 0 while speculating."""
 
     @property
     def evidence(self) -> float:
@@ -65,7 +65,7 @@ class Backoff:
         self._loads = defaultdict[int, _LoadRecord](_LoadRecord)
 
     def active(self, rows: int) -> bool:
-        """Whether the next step, of so many rows, decodes plainly."""
+        """True if the next step, of so many rows, decodes plainly."""
         return rows > 0 and self._loads[_load(rows)].steps_left > 0
 
     def observe(self, shape: StepShape, num_tokens: int, seconds: float, plain_s: float) -> None:

@@ -4,7 +4,7 @@ import math
 
 
 class TrackRecord:
-    """How much of what was expected came: a share, with a prior, which may be a record of more than this one.
+    """Ratio of what came to what was expected, with a prior, which may be a record of more than this one.
 
     Of drafted tokens that were expected to be accepted, for instance, in a request, or in all that a policy sees. A
     policy meets other prompts than those that it has learned from. And what it expects too much of is drafted more
@@ -20,7 +20,7 @@ class TrackRecord:
 
     @property
     def ratio(self) -> float:
-        """What came over what was expected."""
+        """Ratio of what came to what was expected."""
         before = self._prior.ratio if isinstance(self._prior, TrackRecord) else self._prior
         return (self._doubt * before + self._came) / (self._doubt + self._expected)
 

@@ -1,1 +1,1 @@
-"""How much to draft: seconds of a step, and the choice that makes the most tokens a second."""
+"""Price and choice: seconds of a step, and the block sizes that make the most tokens a second."""

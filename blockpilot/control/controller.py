@@ -1,4 +1,4 @@
-"""What an engine asks before a step, and tells after it: one object decides who drafts, and how much.
+"""Controller of an engine: one object decides who drafts and how much, asked before a step and told after it.
 
 The engine knows nothing of costs, back-offs or track records. A controller holds the policy and all adaptive state:
 another policy, or a fresh start, is another controller.
@@ -22,11 +22,11 @@ class Controller:
         self.policy = policy
         self.costs: StepCosts | None = getattr(policy, "costs", None) if costs is None else costs
         self.factors: Mapping[str, float] = {}
-        """What the next step takes, in its measured costs, by kind of step; may be read by any thread."""
+        """Seconds of the next step over its measured costs, by kind of step; may be read by any thread."""
 
     @property
     def speculates(self) -> bool:
-        """Whether rows may draft in the next step. Those that meet a False decode plainly to their end."""
+        """True if rows may draft in the next step. Those that meet a False decode plainly to their end."""
         return True
 
     def begin(self) -> None:

@@ -1,4 +1,4 @@
-"""What a step of draft and verification costs on a device, by block size and active rows."""
+"""Step costs: seconds of draft and verification on a device, by block size and active rows."""
 
 import math
 from collections.abc import Sequence
@@ -85,7 +85,7 @@ class StepCosts:
         return replace(self, seconds=times("seconds", alike), one_drafts=one_drafts, one_plain=one_plain)
 
     def cover(self, block_sizes: Sequence[int], rows: int) -> bool:
-        """Whether they hold for these block sizes and so many rows."""
+        """True if the costs hold for these block sizes and so many rows."""
         return set(block_sizes) <= set(self.block_sizes) and rows <= self.rows[-1]
 
 

@@ -9,7 +9,7 @@ the next run. The seconds of a step are measured at the end, when nothing decode
 import platform
 import subprocess
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -202,6 +202,7 @@ def _measure_costs(config: SweepConfig, folder: SweepFolder) -> StepCosts:
     return costs
 
 
+@cache
 def _git_commit() -> str:
     """Commit of the code that runs, with -dirty if it was changed; "unknown" outside a checkout."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]

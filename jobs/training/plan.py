@@ -7,8 +7,7 @@ from typing import NamedTuple
 import torch
 
 from blockpilot.policy.dataset import Examples, split_examples
-from blockpilot.policy.offline import LookupReport, lookup_report
-from blockpilot.policy.training import Fit, FitSettings, FitTask, fitted_network, new_network
+from blockpilot.policy.training import FitSettings, FitTask
 from jobs.training.config import TrainConfig
 from jobs.training.dataset import Dataset
 
@@ -49,24 +48,3 @@ def run_name(config: TrainConfig, data: Dataset, planned: FitPlan) -> str:
     of_fit = planned.settings, planned.split, planned.task, config.num_workers
     key = repr((*of_fit, data.id, tuple(data.candidates), config.leave_out))
     return f"policy-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
-
-
-class Fitted(NamedTuple):
-    """The result of a fit in one process."""
-
-    loss: float
-    epoch: int
-    report: LookupReport
-
-
-def fit(planned: FitPlan) -> Fitted:
-    """Fit once, here; the report is of the held-back examples that it may have stopped early by."""
-    torch.set_num_threads(1)
-    training, validation = planned.examples()
-    settings, task = planned.settings, planned.task
-    network = new_network(training, planned.vocab_size, settings)
-    fitted = Fit(network, training, validation, settings, task)
-    while not fitted.done:
-        fitted.run_epoch()
-    network = fitted_network(network, fitted.best, training, settings, task)
-    return Fitted(fitted.best_loss, fitted.best_epoch, lookup_report(network, task, training, validation))

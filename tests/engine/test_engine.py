@@ -21,7 +21,7 @@ from blockpilot.sweep.replay import KnownTexts, Text, know
 from blockpilot.types import CandidateSet, Forecast, Policy, Prefill, Request, Sampling, Step
 from helpers.costs import linear_costs
 from helpers.engines import NEVER, PROMPT, plain_text, run, text_of
-from helpers.policies import step_policy
+from helpers.policies import reading_policy, step_policy
 
 
 class ScriptedDraft(DraftModel):
@@ -290,18 +290,10 @@ COSTS = linear_costs(0.12)  # the wider a step and the more rows, the dearer
 OTHER_PROMPT = tuple(range(70, 82))
 
 
-def reading_policy(pair: Pair) -> LearnedPolicy:
-    """Untrained, with large weights: what it expects differs from step to step."""
-    policy = step_policy(pair, SIZES.sizes)
-    policy.network.head.weight.mul_(20)
-    policy.network.head.bias.sub_(3)
-    return policy
-
-
 KINDS: dict[str, Callable[[Pair], Policy]] = {
     "static": lambda pair: lambda prefill: StaticForecast(SIZES, [1.0, 1.7, 2.4, 2.8]),
     "ev": lambda pair: EVController(SIZES),
-    "reading": reading_policy,
+    "reading": lambda pair: reading_policy(pair, SIZES.sizes),
 }
 
 
@@ -410,13 +402,13 @@ def known_text(pair: Pair, prompt: Sequence[int], text: Sequence[int]) -> KnownT
 def test_a_reading_policy_chooses_by_what_a_replay_shows(tiny_pair: Pair) -> None:
     """One row: each step's size is that of a prediction from the replayed context and the anchor's embedding."""
     pair, requests = scripted_requests(tiny_pair, Sampling(0.9, seed=5))
-    policy = reading_policy(pair)
+    policy = reading_policy(pair, SIZES.sizes)
     engine = Engine(pair, num_slots=1, max_length=128, controller=Controller(policy, COSTS))
     [steps] = run(engine, requests[:1])
     known = known_text(pair, PROMPT, text_of(steps))
     assert known.context is not None
     assert steps[0].prefill is not None
-    policy = reading_policy(pair)  # with a fresh record of what came of its forecasts
+    policy = reading_policy(pair, SIZES.sizes)  # with a fresh record of what came of its forecasts
     forecast = policy(steps[0].prefill)
     assert isinstance(forecast, LearnedForecast)
     anchor, sizes = len(PROMPT), []

@@ -8,12 +8,11 @@ from blockpilot.control.controller import Controller
 from blockpilot.engine.engine import Engine
 from blockpilot.evaluation.baselines import EVController, StaticForecast
 from blockpilot.pairs.loading import Pair
-from blockpilot.policy.learned import LearnedPolicy
 from blockpilot.types import CandidateSet, Policy, Request, Sampling, Step
 from helpers.costs import linear_costs
 from helpers.engines import NEVER, PROMPT
 from helpers.passes import Passes, counting
-from helpers.policies import step_policy
+from helpers.policies import reading_policy
 
 SIZES = CandidateSet((1, 2, 4, 7))
 LONG = tuple(range(10, 70))
@@ -107,16 +106,8 @@ def test_every_part_of_a_long_prompt_takes_one_pass(
     assert [0 in sizes(of_step) for of_step in steps[:num_parts]] == [False] * (num_parts - 1) + [True]
 
 
-def reading_policy(pair: Pair) -> LearnedPolicy:
-    """Untrained, with large weights: what it expects differs from step to step."""
-    policy = step_policy(pair, SIZES.sizes)
-    policy.network.head.weight.mul_(20)
-    policy.network.head.bias.sub_(3)
-    return policy
-
-
 POLICIES: dict[str, Callable[[Pair], Policy]] = {
-    "reading": reading_policy,
+    "reading": lambda pair: reading_policy(pair, SIZES.sizes),
     "running means": lambda pair: EVController(SIZES),
     "static": lambda pair: lambda prefill: StaticForecast(SIZES, (1.0, 1.7, 2.4, 2.8)),
     "plain": lambda pair: lambda prefill: StaticForecast(SIZES, (1.0, 0.5, 0.5, 0.5)),

@@ -15,13 +15,12 @@ from blockpilot.drafts.dflash import DraftModel
 from blockpilot.engine.engine import Engine
 from blockpilot.evaluation.baselines import EVController, StaticForecast
 from blockpilot.pairs.loading import Pair
-from blockpilot.policy.learned import LearnedPolicy
 from blockpilot.types import CandidateSet, FinishReason, Policy, Request, Sampling, Step
 from helpers.controllers import Switch
 from helpers.costs import linear_costs
 from helpers.engines import NEVER, plain_text
 from helpers.passes import Passes, counting
-from helpers.policies import step_policy
+from helpers.policies import reading_policy
 
 # --- adapter: what changes how an engine drafts while it runs ---
 #
@@ -33,18 +32,10 @@ SIZES = CandidateSet((1, 2, 4, 7))
 COSTS = linear_costs(0.12)  # the wider a step and the more rows, the dearer
 
 
-def reading_policy(pair: Pair) -> LearnedPolicy:
-    """Untrained, with large weights: what it expects differs from step to step."""
-    policy = step_policy(pair, SIZES.sizes)
-    policy.network.head.weight.mul_(20)
-    policy.network.head.bias.sub_(3)
-    return policy
-
-
 POLICIES: dict[str, Callable[[Pair], Policy]] = {
     "fixed 1": lambda pair: FixedPolicy(1),
     "fixed 6": lambda pair: FixedPolicy(6),
-    "reading": reading_policy,
+    "reading": lambda pair: reading_policy(pair, SIZES.sizes),
     "running means": lambda pair: EVController(SIZES),
     "static": lambda pair: lambda prefill: StaticForecast(SIZES, (1.0, 1.7, 2.4, 2.8)),
 }

@@ -46,3 +46,11 @@ def step_policy(pair: Pair, candidates: Sequence[int], **more: Any) -> LearnedPo
     """A tiny policy of kind `step` for a pair."""
     sizes = pair.draft.config.hidden_size, pair.target.config.hidden_size
     return tiny_policy(pair.id, pair.vocab_size, candidates, kind="step", sizes=sizes, **more)
+
+
+def reading_policy(pair: Pair, candidates: Sequence[int]) -> LearnedPolicy:
+    """A step policy, untrained, with large weights: what it expects differs from step to step."""
+    policy = step_policy(pair, candidates)
+    policy.network.head.weight.mul_(20)
+    policy.network.head.bias.sub_(3)
+    return policy

@@ -1,6 +1,89 @@
-"""Finding the processes of a job, for tests that kill them."""
+"""Jobs as processes that a test can kill, and finding the processes below them."""
 
+import atexit
+import multiprocessing
+import os
+import runpy
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+# Importing torch, transformers and Ray takes longer than what most tests do: their jobs are forked from one process
+# that has imported them.
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["jobs.evaluate", "jobs.serve", "jobs.sweep", "jobs.train", "jobs.train_draft"])
+
+
+class Job:
+    """A Python program in a process of its own, as `python script arguments` would run it.
+
+    Standard output and errors go to the file `output`.
+    """
+
+    def __init__(self, arguments: Sequence[object], *, cwd: Path, env: Mapping[str, str], output: Path) -> None:
+        self.output = output
+        output.write_bytes(b"")
+        command = [str(argument) for argument in arguments]
+        self._process = _FORKS.Process(target=_run, args=(command, str(cwd), dict(env), str(output)))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; None while it runs."""
+        return self._process.exitcode
+
+    def wait(self, timeout_s: float) -> int:
+        """The exit code. Raises TimeoutError, with what the program has said, when it takes longer."""
+        self._process.join(timeout_s)
+        code = self.poll()
+        if code is None:
+            raise TimeoutError(f"not finished in {timeout_s} s:\n{self.log}")
+        return code
+
+    def wait_for(self, condition: Callable[[], object], timeout_s: float = 120) -> None:
+        """Return once the condition holds. AssertionError, with what the program has said, if it ends before that."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert self.poll() is None, f"it ended before that:\n{self.log}"
+            assert time.monotonic() < deadline, f"nothing in {timeout_s} s:\n{self.log}"
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait for the end."""
+        self._process.kill()
+        self._process.join()
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        self._process.terminate()
+
+    @property
+    def log(self) -> str:
+        """What it has said."""
+        return self.output.read_text()
+
+
+def _run(command: list[str], cwd: str, env: dict[str, str], output: str) -> None:
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    written = os.open(output, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(written, stream)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    try:
+        if command[0] == "-c":
+            sys.argv = ["-c", *command[2:]]
+            exec(compile(command[1], "<string>", "exec"), {"__name__": "__main__"})
+        else:
+            sys.argv = command
+            sys.path.insert(0, str(Path(command[0]).parent))
+            runpy.run_path(command[0], run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()  # a forked process leaves without; Ray ends its cluster in one
 
 
 def descendants(ancestor: int, name: str) -> list[int]:

@@ -2,10 +2,7 @@
 
 import json
 import os
-import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+
+from helpers.processes import Job
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 120
@@ -30,9 +29,8 @@ def free_port() -> int:
 class Server:
     """A running server process; `root` is its address."""
 
-    process: subprocess.Popen[bytes]
+    process: Job
     root: str
-    log: Path
 
     @property
     def url(self) -> str:
@@ -51,34 +49,26 @@ class Server:
             found = self.model(name)
             if all(found.get(key) == value for key, value in wanted.items()):
                 return found
-            assert time.monotonic() < deadline, f"{found}, wanted: {dict(wanted)}\n{self.log.read_text()}"
+            assert time.monotonic() < deadline, f"{found}, wanted: {dict(wanted)}\n{self.process.log}"
             time.sleep(0.1)
 
 
 @contextmanager
-def serving(command: list[str], folder: Path, port: int, **variables: str) -> Iterator[Server]:
-    """The server of a command, until SIGTERM; `variables` are added to its environment."""
-    log = folder / f"server-{port}.log"
+def serving(arguments: list[str], folder: Path, port: int, **variables: str) -> Iterator[Server]:
+    """The server of a command line, until SIGTERM; `variables` are added to its environment."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | variables
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, cwd=folder, env=environment)
+    process = Job(arguments, cwd=folder, env=environment, output=folder / f"server-{port}.log")
     try:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while b"serving" not in log.read_bytes():
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.1)
-        yield Server(process, f"http://127.0.0.1:{port}", log)
+        process.wait_for(lambda: "serving" in process.log, START_TIMEOUT_S)
+        yield Server(process, f"http://127.0.0.1:{port}")
     finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-        process.wait(timeout=60)
+        process.terminate()
+        process.wait(60)
 
 
 @contextmanager
 def configured(config: Mapping[str, Any], folder: Path, **variables: str) -> Iterator[Server]:
     """The server of a ServeConfig's fields."""
     port = free_port()
-    command = [sys.executable, "-c", RUN, json.dumps({**config, "port": port})]
-    with serving(command, folder, port, **variables) as server:
+    with serving(["-c", RUN, json.dumps({**config, "port": port})], folder, port, **variables) as server:
         yield server

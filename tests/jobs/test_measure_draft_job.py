@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ from blockpilot.engine.engine import generate
 from blockpilot.evaluation.statistics import Interval
 from blockpilot.pairs.loading import load_pair
 from blockpilot.prompts.files import load_prompts, split
+from helpers.processes import Job
 from jobs.common.config import ConfigError, PairConfig
 from jobs.measure_draft import DraftWorker, MeasureDraftConfig, MeasureTask, TauFigure, prompts_of, run, tables
 
@@ -61,11 +60,11 @@ def test_figures_are_those_of_decoding(config: MeasureDraftConfig) -> None:
 def test_the_command_writes_every_set_temperature_and_block_size(config: MeasureDraftConfig, tmp_path: Path) -> None:
     arguments = f"""--target {config.pair.target} --draft {config.pair.draft} --dtype float32 --num-prompts 4
         --prompts {config.prompts[0]} --block-sizes 2 4 --max-new-tokens 16 --output {config.output}"""
-    command = [sys.executable, str(ROOT / "jobs" / "measure_draft.py"), *arguments.split()]
+    command = [str(ROOT / "jobs" / "measure_draft.py"), *arguments.split()]
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "tau at T=0" in done.stdout
+    job = Job(command, cwd=tmp_path, env=environment, output=tmp_path / "said")
+    assert job.wait(200) == 0, job.log[-3000:]
+    assert "tau at T=0" in job.log
     stored = json.loads((config.output / "draft.json").read_text())
     found = stored["measured"]
     assert [(row["temperature"], row["block_size"]) for row in found] == [(0, 2), (0, 4), (1, 2), (1, 4)]

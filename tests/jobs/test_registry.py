@@ -3,8 +3,6 @@
 import dataclasses
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from blockpilot.policy.learned import LearnedPolicy
 from blockpilot.policy.store import load_policy, save_policy
 from blockpilot.types import PairId
 from helpers.policies import tiny_policy
+from helpers.processes import Job
 from helpers.stores import NUM_CREATORS
 from jobs.common.registry import HeldOut, Registry, Version, model_name, tracking_uri
 from jobs.promote import PromoteConfig
@@ -341,14 +340,11 @@ def test_force_that_was_not_needed_leaves_no_tag(registry: Registry) -> None:
 
 def test_a_refusal_is_one_line_and_status_2(registry: Registry, tmp_path: Path) -> None:
     register(registry)
-    command = [sys.executable, ROOT / "jobs" / "promote.py"]
     environment = {k: v for k, v in os.environ.items() if k != "MLFLOW_TRACKING_URI"}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False
-    )
+    job = Job([ROOT / "jobs" / "promote.py"], cwd=tmp_path, env=environment, output=tmp_path / "said")
     reason = "no held-out figures; run jobs/evaluate.py on it first"
-    assert (done.returncode, done.stderr) == (2, f"error: not promoted: {reason}\n")
-    assert done.stdout == f"promote: {MODEL} version 1 is not the champion: {reason}\n"
+    assert job.wait(100) == 2
+    assert job.log == f"promote: {MODEL} version 1 is not the champion: {reason}\nerror: not promoted: {reason}\n"
 
 
 def test_promote_names_what_is_missing(registry: Registry) -> None:

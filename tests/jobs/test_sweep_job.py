@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -25,7 +25,7 @@ from blockpilot.prompts.files import Prompt
 from blockpilot.sweep.rows import Metadata, SweepRow, read_file, write_rows
 from blockpilot.sweep.summary import Summary
 from blockpilot.sweep.sweep import replay
-from helpers.processes import descendants
+from helpers.processes import Job, descendants
 from helpers.sweeps import read_sweep
 from jobs.common.config import ConfigError, PairConfig, main
 from jobs.sweep import SweepConfig, _open, run
@@ -319,18 +319,10 @@ def test_files_that_are_not_ours_are_refused(
 # Whole runs
 
 
-def sweep_process(
-    config: SweepConfig, *, script: Path = ROOT / "jobs" / "sweep.py", address: str | None = None
-) -> subprocess.Popen[str]:
+def sweep_job(config: SweepConfig, *, script: Path = ROOT / "jobs" / "sweep.py", address: str | None = None) -> Job:
     """The job as a user starts it, in the project's directory; on the cluster at `address` if there is one."""
-    return subprocess.Popen(
-        [sys.executable, str(script), *command(config)],
-        cwd=ROOT,
-        env=environment() | ({"RAY_ADDRESS": address} if address else {}),
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+    env = environment() | ({"RAY_ADDRESS": address} if address else {})
+    return Job([script, *command(config)], cwd=ROOT, env=env, output=Path(f"{config.output}.log"))
 
 
 def environment() -> dict[str, str]:
@@ -339,18 +331,9 @@ def environment() -> dict[str, str]:
     return mine | {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": path}
 
 
-def finish(process: subprocess.Popen[str]) -> str:
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, output
-    return output
-
-
-def wait_for(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, "nothing happened for a minute"
-        time.sleep(0.01)
+def finish(job: Job) -> str:
+    assert job.wait(120) == 0, job.log
+    return job.log
 
 
 def parts(config: SweepConfig) -> list[Path]:
@@ -366,21 +349,41 @@ def assert_complete(config: SweepConfig, expected: dict[str, list[SweepRow]]) ->
     assert "tokens: at most" in reject["error"]
 
 
+FULL_DISK_JOB = """
+import resource
+from jobs.common.cluster import connect
+from jobs.common.config import main
+from jobs.sweep import SweepConfig, run
+
+connect()  # Ray's own processes are not limited
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+main(SweepConfig, run)
+"""
+
+
 @pytest.mark.ray
-def test_killed_at_any_moment_and_continued(config: SweepConfig, expected: dict[str, list[SweepRow]]) -> None:
-    process = sweep_process(config)
-    wait_for(lambda: parts(config), process)
-    (worker,) = descendants(process.pid, "ray::SweepWorker")
+def test_neither_a_kill_nor_a_full_disk_costs_what_was_finished(
+    config: SweepConfig, expected: dict[str, list[SweepRow]], tmp_path: Path
+) -> None:
+    """Its worker is killed, then the whole job; the next has no room for another row; the last one finishes."""
+    job = sweep_job(config)
+    job.wait_for(lambda: parts(config))
+    (worker,) = descendants(job.pid, "ray::SweepWorker")
     os.kill(worker, signal.SIGKILL)
     before = len(parts(config))
-    wait_for(lambda: len(parts(config)) > before + 1, process)
-    process.kill()
-    log, _ = process.communicate()
-    assert "again, its worker died" in log
+    job.wait_for(lambda: len(parts(config)) > before + 1)
+    job.kill()
+    assert "again, its worker died" in job.log
     kept = {part: part.stat().st_mtime_ns for part in parts(config)}
     assert before < len(kept) < len(expected)
 
-    log = finish(sweep_process(config))
+    (tmp_path / "full.py").write_text(FULL_DISK_JOB)
+    job = sweep_job(config, script=tmp_path / "full.py")
+    assert job.wait(120) == 2
+    assert "error: [Errno 27] File too large" in job.log
+    assert {part: part.stat().st_mtime_ns for part in parts(config)} == kept
+
+    log = finish(sweep_job(config))
     assert_complete(config, expected)
     assert {part: part.stat().st_mtime_ns for part in kept} == kept  # what was finished was not done again
     assert f"15 rows in {config.output}" in log
@@ -408,7 +411,7 @@ def test_a_prompt_that_kills_its_workers_is_set_aside(
     config: SweepConfig, expected: dict[str, list[SweepRow]], tmp_path: Path
 ) -> None:
     (tmp_path / "poisoned.py").write_text(POISONED_JOB)
-    log = finish(sweep_process(config, script=tmp_path / "poisoned.py"))
+    log = finish(sweep_job(config, script=tmp_path / "poisoned.py"))
     shards, folder = _open(config)
     (poisoned,) = (shard for shard in shards if POISON in texts(folder, shard))
     assert f"trying {poisoned.part} again, its worker died" in log
@@ -430,47 +433,16 @@ def counts(row: SweepRow) -> object:
     return row.prompt_id, row.output_tokens, row.emitted_histograms
 
 
-FULL_DISK_JOB = """
-import resource
-from jobs.common.cluster import connect
-from jobs.common.config import main
-from jobs.sweep import SweepConfig, run
-
-connect()  # Ray's own processes are not limited
-resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-main(SweepConfig, run)
-"""
-
-
-@pytest.mark.ray
-def test_a_disk_that_is_full_costs_nothing_that_was_finished(
-    config: SweepConfig, expected: dict[str, list[SweepRow]], tmp_path: Path
-) -> None:
-    process = sweep_process(config)
-    wait_for(lambda: parts(config), process)
-    process.kill()
-    process.communicate()
-    kept = {part: part.stat().st_mtime_ns for part in parts(config)}
-    (tmp_path / "full.py").write_text(FULL_DISK_JOB)
-    failing = sweep_process(config, script=tmp_path / "full.py")
-    log, _ = failing.communicate(timeout=120)
-    assert failing.returncode == 2
-    assert "error: [Errno 27] File too large" in log
-    assert {part: part.stat().st_mtime_ns for part in parts(config)} == kept
-    finish(sweep_process(config))
-    assert_complete(config, expected)
-
-
 @pytest.mark.ray
 def test_a_lost_node_costs_no_prompt(config: SweepConfig, expected: dict[str, list[SweepRow]]) -> None:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "dashboard_port": free_ports()[0]})
     try:
         node = cluster.add_node(num_cpus=1)
-        process = sweep_process(config, address=cluster.address)
-        wait_for(lambda: parts(config), process)
+        job = sweep_job(config, address=cluster.address)
+        job.wait_for(lambda: parts(config))
         cluster.remove_node(node, allow_graceful=False)
         cluster.add_node(num_cpus=1)
-        assert "again, its worker died" in finish(process)
+        assert "again, its worker died" in finish(job)
         assert_complete(config, expected)
     finally:
         cluster.shutdown()

@@ -4,9 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -29,7 +26,7 @@ from blockpilot.drafts.checkpoint import new_draft_config, save_draft
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.pairs.loading import load_pair
 from blockpilot.prompts.files import load_prompts
-from helpers.processes import descendants
+from helpers.processes import Job, descendants
 from helpers.tiny import MASK_ID
 from jobs import answers
 from jobs.common.config import ConfigError
@@ -204,17 +201,16 @@ def test_a_killed_worker_changes_nothing(tiny_pair_dirs: tuple[Path, Path], prom
         fit=DraftFitSettings(epochs=6, batch_size=2, num_sampled=64, autocast=False),
         checkpoint_every=16,
     )
-    command = [sys.executable, str(ROOT / "jobs" / "train_draft.py")]
+    command: list[object] = [ROOT / "jobs" / "train_draft.py"]
     command += ["--epochs", "6", "--batch-size", "2", "--num-sampled", "64", "--no-autocast"]
     for name in training.model_fields_set - {"fit"}:
         value = getattr(training, name)
-        command += [f"--{name.replace('_', '-')}", *map(str, value if isinstance(value, tuple) else (value,))]
+        command += [f"--{name.replace('_', '-')}", *(value if isinstance(value, tuple) else (value,))]
     environment = {k: v for k, v in os.environ.items() if k not in ("MLFLOW_TRACKING_URI", "RAY_ADDRESS")}
-    with (tmp_path / "log").open("w") as log:
-        job = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=subprocess.STDOUT)
+    job = Job(command, cwd=tmp_path, env=environment, output=tmp_path / "log")
     try:
         kill_training_worker(job, training.output)
-        assert job.wait(200) == 0, (tmp_path / "log").read_text()[-3000:]
+        assert job.wait(200) == 0, job.log[-3000:]
     finally:
         job.kill()
     found = load_file(training.output / "draft" / "model.safetensors")
@@ -223,7 +219,7 @@ def test_a_killed_worker_changes_nothing(tiny_pair_dirs: tuple[Path, Path], prom
     assert logged_losses(tmp_path / "mlflow.db") == pytest.approx(losses)
     pair = load_pair(target=training.target, draft=str(training.output / "draft"))
     assert pair.block_size == 4
-    assert "tau at T=0" in (tmp_path / "log").read_text()
+    assert "tau at T=0" in job.log
 
 
 def target_that_never_writes_masks(tiny: Path, directory: Path) -> Path:
@@ -268,13 +264,8 @@ def logged_losses(store: Path) -> dict[int, float]:
     return {metric.step: metric.value for metric in history}
 
 
-def kill_training_worker(job: "subprocess.Popen[bytes]", output: Path) -> None:
+def kill_training_worker(job: Job, output: Path) -> None:
     """kill -9 the worker once a checkpoint is on disk."""
-    deadline = time.monotonic() + 150
-    while time.monotonic() < deadline and job.poll() is None:
-        if list(output.glob("train/*/checkpoint_*/state.pt")):
-            for pid in descendants(job.pid, "ray::RayTrainWorker"):
-                os.kill(pid, signal.SIGKILL)
-                return
-        time.sleep(0.05)
-    raise AssertionError("no checkpoint and worker to kill")
+    job.wait_for(lambda: list(output.glob("train/*/checkpoint_*/state.pt")))
+    pid, *_ = descendants(job.pid, "ray::RayTrainWorker")
+    os.kill(pid, signal.SIGKILL)

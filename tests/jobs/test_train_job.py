@@ -5,9 +5,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,7 +20,7 @@ from blockpilot.policy.store import load_policy
 from blockpilot.policy.training import Fit, FitSettings, FitTask, fitted_network, new_network, predict, shrink
 from blockpilot.sweep.rows import Metadata, SweepRow, write_rows
 from blockpilot.sweep.summary import Summary
-from helpers.processes import descendants
+from helpers.processes import Job, descendants
 from helpers.sweeps import CANDIDATES, NUM_PLACES, PAIR, VOCAB_SIZE, metadata, synthetic_rows
 from jobs.common.config import ConfigError
 from jobs.common.learned_from import LEARNED_FROM_FILE, LearnedFrom
@@ -189,12 +186,11 @@ class TestRefuses:
         assert "runs/policy: must be absolute" in refused()
 
 
-def run_job(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """The job as a user runs it, in a folder where nothing is set up."""
-    command = [sys.executable, ROOT / "jobs" / "train.py", *map(str, arguments)]
-    return subprocess.run(
-        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=100, check=False
-    )
+def run_job(folder: Path, *arguments: object) -> tuple[int, str]:
+    """The job as a user runs it, in a folder where nothing is set up: exit code, and what it said."""
+    output = folder.with_suffix(".said")
+    job = Job([ROOT / "jobs" / "train.py", *arguments], cwd=folder, env=environment(), output=output)
+    return job.wait(100), job.log
 
 
 def environment() -> dict[str, str]:
@@ -202,14 +198,12 @@ def environment() -> dict[str, str]:
 
 
 def test_command_line_error_is_one_line(tmp_path: Path) -> None:
-    done = run_job(tmp_path, "--sweep", "nowhere")
-    assert done.returncode == 2
-    assert done.stderr == "error: sweep nowhere: no such file or directory\n"
+    assert run_job(tmp_path, "--sweep", "nowhere") == (2, "error: sweep nowhere: no such file or directory\n")
     assert not list(tmp_path.iterdir())
 
 
 def test_the_command_line_has_few_options(tmp_path: Path) -> None:
-    shown = re.findall(r"^\W*(--[a-z-]+)", run_job(tmp_path, "--help").stdout, re.MULTILINE)
+    shown = re.findall(r"^\W*(--[a-z-]+)", run_job(tmp_path, "--help")[1], re.MULTILINE)
     assert len(set(shown)) == len(shown) <= 18
     assert {"--sweep", "--kind", "--hidden", "--relog"} <= set(shown)
 
@@ -217,7 +211,7 @@ def test_the_command_line_has_few_options(tmp_path: Path) -> None:
 def test_nothing_to_log(tmp_path: Path) -> None:
     (tmp_path / "policy").mkdir()
     done = run_job(tmp_path, "--relog", "--output", "policy")
-    assert (done.returncode, done.stderr) == (2, "error: output policy: no training.json, nothing to log\n")
+    assert done == (2, "error: output policy: no training.json, nothing to log\n")
 
 
 # --- what is learned from ---
@@ -366,8 +360,7 @@ def test_a_run_is_named_by_what_its_result_depends_on(sweeps: tuple[str, str], t
 # --- whole runs ---
 
 CHECKPOINTS = "policy/train/*/checkpoint_*/state.pt"
-Job = subprocess.Popen[str]
-Start = Callable[..., Job]
+Start = Callable[[TrainConfig], Job]
 
 
 PROGRAM = """
@@ -383,17 +376,13 @@ except (ValueError, OSError) as error:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts the train job; everything that it says goes to the file `stdout`."""
+    """Starts the train job."""
     jobs = []
 
     def start_job(config: TrainConfig) -> Job:
-        with (tmp_path / "stdout").open("w") as out:
-            command = [sys.executable, "-c", PROGRAM, config.model_dump_json()]
-            job = subprocess.Popen(
-                command, cwd=tmp_path, env=environment(), stdout=out, stderr=subprocess.STDOUT, text=True
-            )
-        jobs.append(job)
-        return job
+        arguments = ["-c", PROGRAM, config.model_dump_json()]
+        jobs.append(Job(arguments, cwd=tmp_path, env=environment(), output=tmp_path / "stdout"))
+        return jobs[-1]
 
     yield start_job
     for job in jobs:
@@ -402,18 +391,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
             job.wait(30)
 
 
-def wait_until(condition: Callable[[], object], job: Job) -> None:
-    deadline = time.monotonic() + 300
-    while not condition():
-        assert job.poll() is None, "ended before it came to that"
-        assert time.monotonic() < deadline, "nothing in 300 s"
-        time.sleep(0.05)
-
-
 def wait_for_checkpoint(folder: Path, job: Job) -> None:
     """Returns when there is one that was not there before."""
     before = set(folder.glob(CHECKPOINTS))
-    wait_until(lambda: set(folder.glob(CHECKPOINTS)) - before, job)
+    job.wait_for(lambda: set(folder.glob(CHECKPOINTS)) - before)
 
 
 @pytest.mark.ray
@@ -434,14 +415,12 @@ def test_kills_change_nothing(start: Start, tmp_path: Path) -> None:
     os.kill(workers[1], signal.SIGKILL)
     wait_for_checkpoint(tmp_path, job)
     job.kill()
-    job.wait(30)
     job = start(config)
-    output = tmp_path / "stdout"
-    assert job.wait(300) == 0, output.read_text()
+    assert job.wait(300) == 0, job.log
 
     num_train, num_held = 192 * NUM_PLACES, 48 * NUM_PLACES
-    assert f"{num_train} examples, {num_held} held back; 30 epochs" in output.read_text()
-    assert "registered as blockpilot-target-1b version 1" in output.read_text()
+    assert f"{num_train} examples, {num_held} held back; 30 epochs" in job.log
+    assert "registered as blockpilot-target-1b version 1" in job.log
     policy = load_policy(tmp_path / "policy")
     assert policy.costs == COSTS
     assert not (tmp_path / "policy" / "train").exists()  # no checkpoints left behind
@@ -511,30 +490,30 @@ def test_neither_a_full_disk_nor_a_lost_store_costs_a_policy(start: Start, tmp_p
     write_sweep(tmp_path / "sweep", synthetic_rows(60, 0))
     settings = FitSettings("prompt", hidden=32, epochs=10, batch_size=16, lr=1e-3, patience=5)
     (tmp_path / "policy" / LEARNED_FROM_FILE).mkdir(parents=True)  # where a file has to go
-    output, store = tmp_path / "stdout", tmp_path / "mlflow.db"
+    store = tmp_path / "mlflow.db"
     sweep = (str(tmp_path / "sweep"),)
     config = TrainConfig(sweep=sweep, output=Path("policy"), fit=settings, objective="tau")
 
-    process = start(config)
-    assert process.wait(300) == 1
-    assert "error: [Errno 21] Is a directory" in output.read_text()
+    job = start(config)
+    assert job.wait(300) == 1
+    assert "error: [Errno 21] Is a directory" in job.log
     (tmp_path / "policy" / LEARNED_FROM_FILE).rmdir()
 
-    process = start(config)
+    job = start(config)
     whole = store.read_bytes()
-    wait_until(lambda: "Started a local Ray instance" in output.read_text(), process)
+    job.wait_for(lambda: "Started a local Ray instance" in job.log)
     store.write_bytes(b"no database any more " * 1000)
-    assert process.wait(300) == 1
-    *_, error = output.read_text().splitlines()
+    assert job.wait(300) == 1
+    *_, error = job.log.splitlines()
     assert error.startswith(f"error: MLflow store sqlite:///{store}: ")
     assert error.endswith("The results are in policy; --relog logs them later")
     policy = load_policy(tmp_path / "policy")
     written = (tmp_path / "policy" / "training.json").read_bytes()
 
     store.write_bytes(whole)
-    done = run_job(tmp_path, "--relog", "--output", "policy")
-    assert done.returncode == 0, done.stderr
-    assert "policy in policy, registered as blockpilot-target-1b version 1" in done.stdout
+    code, said = run_job(tmp_path, "--relog", "--output", "policy")
+    assert code == 0, said
+    assert "policy in policy, registered as blockpilot-target-1b version 1" in said
     assert (tmp_path / "policy" / "training.json").read_bytes() == written
     found = json.loads(written)
     best = min(range(len(found["history"])), key=lambda i: found["history"][i]["validation_loss"]) + 1

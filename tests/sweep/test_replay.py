@@ -12,7 +12,7 @@ from blockpilot.sweep.replay import Text, accepted_everywhere, emitted_along, kn
 from blockpilot.types import Request, Sampling
 
 ASKED = "Count from one to twenty in words.", "Name three fruits.", "What is the capital of France?"
-MAX_NEW_TOKENS = 24
+MAX_NEW_TOKENS = 16
 CANDIDATES = 2, 3, 8
 
 

@@ -1,14 +1,13 @@
 """The demo from end to end, by the command a user types, on the tiny random pair."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
 
 from blockpilot.prompts.files import load_prompts
+from helpers.processes import Job
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,11 +19,11 @@ def test_the_demo_learns_serves_and_checks_its_answers(tiny_pair_dirs: tuple[Pat
     prompts.write_text("".join(f"say the number {i}\n" for i in range(30)))
     arguments = f"""--target {target} --draft {draft} --prompts {prompts} --held-out 0.3 --num-training-prompts 8
         --num-prompts 4 --candidates 2 4 --max-new-tokens 8 --output {tmp_path / "demo"}"""
-    command = [sys.executable, str(ROOT / "workflows" / "smollm2_135m.py"), *arguments.split()]
+    command = [str(ROOT / "workflows" / "smollm2_135m.py"), *arguments.split()]
     environment = {k: v for k, v in os.environ.items() if k not in ("MLFLOW_TRACKING_URI", "RAY_ADDRESS")}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    stages = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("--- ")]
+    job = Job(command, cwd=tmp_path, env=environment, output=tmp_path / "said")
+    assert job.wait(300) == 0, job.log[-6000:]
+    stages = [line.split()[1] for line in job.log.splitlines() if line.startswith("--- ")]
     assert stages == ["ray", "sweep", "train", "evaluate", "promote", "serve", "ask", "check"]
     # Prompts that were measured had no part in the training.
     train, held_out = (load_prompts(str(tmp_path / "demo" / f"{side}.jsonl")) for side in ("train", "held_out"))
@@ -32,10 +31,10 @@ def test_the_demo_learns_serves_and_checks_its_answers(tiny_pair_dirs: tuple[Pat
     # The policy is a version of the target's model in a store of the demo's own.
     [version] = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}").search_model_versions("name='blockpilot-target'")
     assert str(version.version) == "1"
-    assert "promote: blockpilot-target version 1 is" in done.stdout
+    assert "promote: blockpilot-target version 1 is" in job.log
     # Both answers came over HTTP and equal the target's own.
-    assert "(block_size: auto)" in done.stdout
-    assert "(block_size: 4)" in done.stdout
-    assert "Both served answers are bit for bit what the target writes one token at a time" in done.stdout
+    assert "(block_size: auto)" in job.log
+    assert "(block_size: 4)" in job.log
+    assert "Both served answers are bit for bit what the target writes one token at a time" in job.log
     for stage in ("sweep", "policy", "evaluate"):  # serve/ only where a champion was earned
         assert (tmp_path / "demo" / stage).is_dir(), stage

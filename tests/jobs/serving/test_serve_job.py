@@ -1,7 +1,5 @@
 """The serving job: settings that it refuses, and the server by command with the openai client."""
 
-import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -16,6 +14,7 @@ from blockpilot.pairs.loading import Pair
 from blockpilot.policy.store import save_policy
 from blockpilot.types import PairId
 from helpers.policies import tiny_policy
+from helpers.processes import Job
 from helpers.servers import ROOT, Server, free_port, serving
 from jobs.common.config import ConfigError, PairConfig, Resources, main
 from jobs.common.registry import Registry, model_name
@@ -111,7 +110,7 @@ def server(tiny_pair_dirs: tuple[Path, Path], tmp_path: Path) -> Iterator[Server
     target, draft = map(str, tiny_pair_dirs)
     port = free_port()
     settings = ["--policy", "3", "--port", str(port), "--num-slots", "4"]
-    command = [sys.executable, str(ROOT / "jobs/serve.py"), "--target", target, "--draft", draft, *settings]
+    command = [str(ROOT / "jobs/serve.py"), "--target", target, "--draft", draft, *settings]
     with serving(command, tmp_path, port) as server:
         yield server
 
@@ -153,17 +152,17 @@ def test_served_to_the_openai_client_until_sigterm(server: Server, tiny_pair: Pa
     check_drain(server.process, client)
 
 
-def check_drain(process: subprocess.Popen[bytes], client: openai.OpenAI) -> None:
+def check_drain(process: Job, client: openai.OpenAI) -> None:
     """A stream that is under way at SIGTERM runs to its end, and then the process leaves with status 0."""
     stream = client.completions.create(
         model="target", prompt="a", max_tokens=900, temperature=0, stream=True, extra_body={"block_size": 1}
     )
     next(stream)
-    timer = threading.Timer(0.2, process.send_signal, [signal.SIGTERM])
+    timer = threading.Timer(0.2, process.terminate)
     timer.start()
     *_, last = stream
     assert last.choices[0].finish_reason == "length"
-    assert process.wait(timeout=60) == 0
+    assert process.wait(60) == 0
 
 
 def test_resources_say_how_many_replicas() -> None:

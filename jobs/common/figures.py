@@ -149,7 +149,7 @@ def _new(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
 def _colour(method: str) -> str:
     if "bound" in method:
         return "lightgray"
-    return "tab:orange" if method in ("policy", "BlockPilot") else "tab:blue"
+    return "tab:orange" if method == "policy" else "tab:blue"
 
 
 def _png(figure: Figure) -> bytes:

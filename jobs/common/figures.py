@@ -117,24 +117,6 @@ def cost_curves(costs: StepCosts) -> bytes:
     return _png(figure)
 
 
-def served(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    """A server's tokens a second at every load, and the first token's 99th percentile: a line for every mode."""
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    panels = figure.subplots(1, 2)
-    loads = list(dict.fromkeys(row["load"] for row in rows))
-    for mode in dict.fromkeys(row["mode"] for row in rows):
-        of_mode = {row["load"]: row for row in rows if row["mode"] == mode}
-        waits = [of_mode[load].get("first_token_s", {}).get("p99", math.nan) for load in loads]
-        speeds = [of_mode[load]["tokens_per_s"] for load in loads]
-        for axes, values in zip(panels, (speeds, waits), strict=True):
-            axes.plot(range(len(loads)), values, **DOTTED, label=mode)
-    for axes, label in zip(panels, ("tokens/s", "first token, p99, s"), strict=True):
-        axes.set_xticks(range(len(loads)), loads, fontsize="small")
-        axes.set_ylabel(label)
-    panels[0].legend(fontsize="small")
-    return _png(figure)
-
-
 def _with_errors(intervals: Iterable[Interval]) -> tuple[Array, Array]:
     """Values [n], and how far their intervals reach below and above them [2, n]."""
     values, low, high = np.array(list(intervals)).T

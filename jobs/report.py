@@ -268,7 +268,7 @@ def ceilings(rows: Sequence[SweepRow], step_costs: Sequence[float]) -> dict[str,
 
 def _of_policy(folder: Path) -> Section:
     found = _read(folder / TRAINING_FILE, "training", "report")
-    params, lookup, sample, balance = (found[name] for name in ("params", "report", "sample", "balance"))
+    params, lookup, balance = (found[name] for name in ("params", "report", "balance"))
     training, validation = found["num_examples"]
     return Section(
         "The policy",
@@ -280,7 +280,6 @@ def _of_policy(folder: Path) -> Section:
             {"best block size": size, "examples": str(num), "share": f"{num / sum(balance.values()):.0%}"}
             for size, num in balance.items()
         ],
-        pictures={"calibration.png": figures.calibration(list(map(int, balance)), sample)} if sample else {},
     )
 
 

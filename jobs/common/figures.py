@@ -14,7 +14,6 @@ from blockpilot.control.price import StepCosts
 from blockpilot.evaluation.statistics import Interval
 from blockpilot.evaluation.step_costs import relative_costs
 
-NUM_BINS = 10  # of predictions, by quantile
 DOTTED: dict[str, Any] = {"marker": "o", "markersize": 4}
 
 Array = NDArray[np.float64]
@@ -49,26 +48,6 @@ def best_sizes(counts: Mapping[str, Mapping[int, int]], trained: int) -> bytes:
     axes.set_xticks(np.arange(len(sizes)), labels)
     if len(counts) > 1:
         axes.legend(fontsize="small")
-    return _png(figure)
-
-
-def calibration(candidates: Sequence[int], sample: Mapping[str, Sequence[Sequence[float]]]) -> bytes:
-    """Measured tokens of a step over predicted ones, in bins of predictions: on the line where they are right.
-
-    sample["predicted"] and sample["measured"] are [steps, candidates].
-    """
-    figure, axes = _new("predicted tokens of a step", "measured, mean of a bin")
-    predicted, measured = np.asarray(sample["predicted"]), np.asarray(sample["measured"])
-    for i, size in enumerate(candidates):
-        if size == 1 or np.ptp(predicted[:, i]) == 0:
-            continue
-        order = np.array_split(predicted[:, i].argsort(), NUM_BINS)
-        means = [(predicted[some, i].mean(), measured[some, i].mean()) for some in order if len(some)]
-        axes.plot(*zip(*means, strict=True), marker="o", markersize=3, label=f"B={size}")
-    limits = [*axes.get_xlim(), *axes.get_ylim()]
-    diagonal = [min(limits), max(limits)]
-    axes.plot(diagonal, diagonal, color="gray", linewidth=1, linestyle="--")
-    axes.legend(fontsize="small")
     return _png(figure)
 
 

@@ -241,20 +241,15 @@ def _map(path: Path, dtype: Any) -> Tensor:
     return torch.from_numpy(np.memmap(path, dtype, mode="c") if path.stat().st_size else np.zeros(0, dtype))
 
 
-def split_examples(
-    folder: Path, held_out: float, seed: int, num_prompts: int | None = None
-) -> tuple[Examples, Examples]:
+def split_examples(folder: Path, held_out: float, seed: int) -> tuple[Examples, Examples]:
     """(training, validation): `held_out` of the prompts, at least one, with all their examples.
 
-    Of the others `num_prompts` are used, all by default. Depends on the prompts' texts and the seed, not on their
-    order. Raises ValueError for less than two prompts.
+    Depends on the prompts' texts and the seed, not on their order. Raises ValueError for less than two prompts.
     """
     index, examples = read_index(folder), open_examples(folder)
     held = held_out_prompts(index.prompts, held_out, seed)
-    others = sorted(set(index.prompts) - held, key=lambda key: hashlib.sha256(f"use {key}".encode()).digest())
-    used = set(others[:num_prompts])
     return (
-        examples.where(lambda row: index.prompts[row] in used),
+        examples.where(lambda row: index.prompts[row] not in held),
         examples.where(lambda row: index.prompts[row] in held),
     )
 

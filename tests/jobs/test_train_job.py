@@ -31,7 +31,7 @@ from jobs.common.registry import Registry
 from jobs.train import run
 from jobs.training.config import TrainConfig
 from jobs.training.dataset import Dataset, read_dataset
-from jobs.training.plan import Split, plan, run_name
+from jobs.training.plan import plan, run_name
 
 ROOT = Path(__file__).parents[2]
 WITH_PLAIN = (1, *CANDIDATES)
@@ -248,7 +248,7 @@ def test_rows_of_several_sweeps_come_together(sweeps: tuple[str, str], tmp_path:
     assert data.rows.num_examples == (24 + 18) * NUM_PLACES
     assert Counter(data.rows.sets) == {"synthetic": 24 + 10, "other": 8}
     assert set(data.rows.prompts) == {prompt_key(f"prompt {s} {i}") for s, n in ((0, 24), (1, 18)) for i in range(n)}
-    training, validation = split_examples(data.folder, *Split(0.25, 0, None))
+    training, validation = split_examples(data.folder, 0.25, 0)
     assert len(training) + len(validation) == data.rows.num_examples
     assert len(set(held := validation.rows[validation.index].tolist())) == round(0.25 * 42)
     assert not set(held) & set(training.rows[training.index].tolist())
@@ -287,19 +287,6 @@ def test_sets_that_are_left_out(sweeps: tuple[str, str], tmp_path: Path) -> None
     assert data.id != whole.id
 
 
-def test_some_of_the_prompts(sweeps: tuple[str, str], tmp_path: Path) -> None:
-    """What is held back stays the same, and fewer prompts are among more."""
-    folder = dataset(tmp_path, sweep=sweeps).folder
-    splits = {num: split_examples(folder, *Split(0.25, 0, num)) for num in (5, 20, 1000, None)}
-    rows = {num: set(training.rows[training.index].tolist()) for num, (training, _) in splits.items()}
-    assert [len(some) for some in rows.values()] == [5, 20, 32, 32]
-    assert rows[5] < rows[20] < rows[None]
-    assert [len(training) for training, _ in splits.values()] == [n * NUM_PLACES for n in (5, 20, 32, 32)]
-    assert {tuple(held.index.tolist()) for _, held in splits.values()} == {tuple(splits[None][1].index.tolist())}
-    other = split_examples(folder, *Split(0.25, 1, None))[1]
-    assert other.index.tolist() != splits[None][1].index.tolist()
-
-
 def test_the_order_of_parts_does_not_matter(tmp_path: Path) -> None:
     rows = synthetic_rows(30, 0)
     write_sweep(tmp_path / "one", rows)
@@ -309,7 +296,7 @@ def test_the_order_of_parts_does_not_matter(tmp_path: Path) -> None:
         dataset(tmp_path / name, sweep=(str(tmp_path / name),), objective="tau") for name in ("one", "two")
     )
     assert first.id == second.id
-    for ours, theirs in zip(*(split_examples(d.folder, *Split(0.2, 0, 15)) for d in (first, second)), strict=True):
+    for ours, theirs in zip(*(split_examples(d.folder, 0.2, 0) for d in (first, second)), strict=True):
         assert torch.equal(ours.taus, theirs.taus)
         assert torch.equal(ours.features.context, theirs.features.context)
     write_sweep(tmp_path / "two", rows[1:20], part="part-1")
@@ -355,7 +342,7 @@ def test_a_run_is_named_by_what_its_result_depends_on(sweeps: tuple[str, str], t
         **{"anneal": False, "weight_decay": 0.0, "max_support": 5, "shrink": 0.0, "kind": "prompt"},
     }
     others = {
-        **{"validation": 0.3, "num_prompts": 9, "num_workers": 2, "rows": 4, "candidates": (2, 4)},
+        **{"validation": 0.3, "num_workers": 2, "rows": 4, "candidates": (2, 4)},
         **{"leave_out": ("other",), "sweep": sweeps[:1], "objective": "tau"},
     }
     changes: list[dict[str, object]] = [{"fit": FitSettings(**{field: value})} for field, value in of_fit.items()]
@@ -448,7 +435,7 @@ def test_kills_change_nothing(start: Start, tmp_path: Path) -> None:
 
     folder = tmp_path / "examples"
     write_examples(folder, [rows], WITH_PLAIN, "step")
-    training, validation = split_examples(folder, *Split(0.2, 0, None))
+    training, validation = split_examples(folder, 0.2, 0)
     costs = torch.tensor(relative_costs(COSTS, WITH_PLAIN, rows=1))
     task = FitTask("step", "throughput", WITH_PLAIN, costs)
     fit = Fit(new_network(training, VOCAB_SIZE, settings), training, validation, settings, task)

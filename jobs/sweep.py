@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import Field, field_validator
@@ -25,7 +25,7 @@ from blockpilot.prompts.files import Prompt, load_prompts
 from blockpilot.storage import is_file, join, write_bytes, write_text
 from blockpilot.sweep.rows import Metadata, prompt_ids, read_parts
 from blockpilot.sweep.summary import Summary
-from blockpilot.sweep.sweep import Outcome, Reject, candidates_around, check_candidates, decode, replay
+from blockpilot.sweep.sweep import Method, Outcome, Reject, candidates_around, check_candidates, sweep_prompts
 from blockpilot.types import MAX_BLOCK_SIZE
 from jobs.common.cluster import connect, lone_actor, new_actor, num_threads
 from jobs.common.config import Config, PairConfig, Place, Resources, absolute_in_submitted_job, main
@@ -47,7 +47,7 @@ class SweepConfig(Config):
     """Draws which prompts of a set come first."""
     candidates: tuple[int, ...] | None = None
     """Block sizes, ascending; 1 is plain decoding. Default: the draft's trained one and two to each side."""
-    method: Literal["replay", "dense", "decode"] = "replay"
+    method: Method = "replay"
     """replay: decode each prompt once, and walk its text with every candidate. dense: also at every position that a
     walk passes over. decode: really decode with every candidate, for comparison."""
     step_samples: int = Field(default=64, ge=0)
@@ -174,13 +174,9 @@ class SweepWorker:
     def sweep(self, prompts: list[Prompt]) -> Outcome:
         """Rows and rejects of some prompts."""
         assert self._pair is not None
-        config, candidates = self._config, self._candidates
-        settings = config.model_dump(include={"max_new_tokens", "temperature", "top_p", "seed"})
-        settings["num_slots"] = config.slots
-        if config.method == "decode":
-            return decode(self._pair, prompts, candidates, **settings)
-        settings |= config.model_dump(include={"step_samples", "text_block_size"})
-        return replay(self._pair, prompts, candidates, dense=config.method == "dense", **settings)
+        names = {"method", "max_new_tokens", "temperature", "top_p", "seed", "step_samples", "text_block_size"}
+        settings = self._config.model_dump(include=names) | {"num_slots": self._config.slots}
+        return sweep_prompts(self._pair, prompts, self._candidates, **settings)
 
     def measure_costs(self) -> StepCosts:
         """Seconds of a step for plain decoding and every candidate."""

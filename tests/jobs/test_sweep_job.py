@@ -24,7 +24,7 @@ from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt
 from blockpilot.sweep.rows import Metadata, SweepRow, read_file, write_rows
 from blockpilot.sweep.summary import Summary
-from blockpilot.sweep.sweep import replay
+from blockpilot.sweep.sweep import sweep_prompts
 from helpers.processes import descendants
 from helpers.sweeps import read_sweep
 from jobs.common.config import ConfigError, PairConfig, main
@@ -81,7 +81,7 @@ def expected(
     output = str(tmp_path_factory.mktemp("expected"))
     config = SweepConfig(prompts=(str(prompt_file),), prompts_per_shard=2, output=output, **SETTINGS)
     shards, folder = _open(config)
-    return {s.part: replay(tiny_pair, prompts(folder, s), CANDIDATES, **SETTINGS).rows for s in shards}
+    return {s.part: sweep_prompts(tiny_pair, prompts(folder, s), CANDIDATES, **SETTINGS).rows for s in shards}
 
 
 def prompts(folder: SweepFolder, shard: SweepShard) -> list[Prompt]:
@@ -278,7 +278,7 @@ def test_a_changed_prompt_file_is_another_sweep(
     path.write_text("one\ntwo\n")
     config = config.model_copy(update={"prompts": (str(path),)})
     (shard,), folder = _open(config)
-    rows = replay(tiny_pair, prompts(folder, shard), CANDIDATES, **SETTINGS).rows
+    rows = sweep_prompts(tiny_pair, prompts(folder, shard), CANDIDATES, **SETTINGS).rows
     folder.write(shard, rows, dataclasses.replace(metadata, config=folder.identity))
     path.write_text("one\nthree\n")
     with pytest.raises(ValueError, match=r"holds another sweep \(there and here: prompts_digest"):

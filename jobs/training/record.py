@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from blockpilot.policy.dataset import split_examples
 from blockpilot.policy.learned import LearnedPolicy, PolicyInfo
 from blockpilot.policy.offline import LookupReport, lookup_report
 from blockpilot.policy.store import FORMAT, load_policy, save_policy
@@ -20,7 +21,6 @@ from jobs.common.learned_from import LearnedFrom
 from jobs.common.registry import Registry, Version, kept_for_later
 from jobs.training.config import TrainConfig
 from jobs.training.dataset import Dataset
-from jobs.training.plan import FitPlan
 
 TRAINING_FILE = "training.json"
 
@@ -35,11 +35,11 @@ class TrainResult(NamedTuple):
     run_id: str
 
 
-def save(config: TrainConfig, data: Dataset, planned: FitPlan, state: dict[str, Any]) -> None:
+def save(config: TrainConfig, data: Dataset, state: dict[str, Any]) -> None:
     """Write the policy of the best epoch, its look-ups on the held-back rows, and all that MLflow is to know."""
-    training, validation = planned.examples()
-    settings, task = planned.settings, planned.task
-    network = new_network(training, planned.vocab_size, settings)
+    settings, task = config.fit, data.task
+    training, validation = split_examples(data.folder, config.validation, settings.seed)
+    network = new_network(training, data.metadata.vocab_size, settings)
     network = fitted_network(network, state["best"], training, settings, task)
     found = lookup_report(network, task, training, validation)
     fell_back = config.fall_back and task.kind == "step" and not found.claims_gain

@@ -28,10 +28,9 @@ from helpers.sweeps import CANDIDATES, NUM_PLACES, PAIR, VOCAB_SIZE, metadata, s
 from jobs.common.config import ConfigError
 from jobs.common.learned_from import LEARNED_FROM_FILE, LearnedFrom
 from jobs.common.registry import Registry
-from jobs.train import run
+from jobs.train import run, run_name
 from jobs.training.config import TrainConfig
 from jobs.training.dataset import Dataset, read_dataset
-from jobs.training.plan import plan, run_name
 
 ROOT = Path(__file__).parents[2]
 WITH_PLAIN = (1, *CANDIDATES)
@@ -258,13 +257,13 @@ def test_plain_decoding_is_a_candidate_when_cost_counts(sweeps: tuple[str, str],
     data = dataset(tmp_path, sweep=sweeps, rows=4)
     assert tuple(data.candidates) == WITH_PLAIN
     assert data.costs == COSTS
-    assert data.step_costs == pytest.approx([(1 + 0.2 * size) / 1.2 for size in WITH_PLAIN])
-    alone = dataset(tmp_path, sweep=sweeps, rows=1).step_costs
+    assert data.task.step_costs.tolist() == pytest.approx([(1 + 0.2 * size) / 1.2 for size in WITH_PLAIN])
+    alone = dataset(tmp_path, sweep=sweeps, rows=1).task.step_costs.tolist()
     assert alone == pytest.approx([(1 + 0.02 * size) / 1.02 for size in WITH_PLAIN])
     assert (open_examples(data.folder).taus[:, 0] == 1).all()
     paper = dataset(tmp_path, sweep=sweeps, objective="tau")
     assert (tuple(paper.candidates), paper.costs) == (tuple(CANDIDATES), None)
-    assert len(set(paper.step_costs)) == 1
+    assert len(set(paper.task.step_costs.tolist())) == 1
 
 
 def test_some_of_the_candidates(sweeps: tuple[str, str], tmp_path: Path) -> None:
@@ -333,7 +332,7 @@ def test_a_run_is_named_by_what_its_result_depends_on(sweeps: tuple[str, str], t
     def name(**changes: object) -> str:
         config = TrainConfig(**{"sweep": sweeps, **changes})  # type: ignore[arg-type]
         data = read_dataset(config, tmp_path / "examples")
-        return run_name(config, data, plan(config, data))
+        return run_name(config, data)
 
     first = name()
     assert name(output=tmp_path / "x", max_failures=9, checkpoint_every=1, num_cpus=0.5) == first
@@ -360,6 +359,7 @@ Start = Callable[..., Job]
 PROGRAM = """
 import sys
 from jobs import train
+from jobs.train import run_name
 from jobs.training.config import TrainConfig
 try:
     train.run(TrainConfig.model_validate_json(sys.argv[1]))
@@ -540,10 +540,9 @@ def test_a_policy_without_a_gain_takes_the_best_fixed_size_at_every_load(tmp_pat
     write_sweep(tmp_path / "sweep", rows)
     data = dataset(tmp_path, sweep=(str(tmp_path / "sweep"),), objective="tau")
     config = TrainConfig(sweep=(str(tmp_path / "sweep"),), objective="tau", fit=FitSettings(hidden=8))
-    job = plan(config, data)
-    training, _ = split_examples(job.folder, *job.split)
-    network = new_network(training, job.vocab_size, job.settings)
-    shrink(network, training, job.task, 1.0)
-    expected = job.task.taus(predict(network, training))
+    training, _ = split_examples(data.folder, config.validation, config.fit.seed)
+    network = new_network(training, data.metadata.vocab_size, config.fit)
+    shrink(network, training, data.task, 1.0)
+    expected = data.task.taus(predict(network, training))
     torch.testing.assert_close(expected, training.taus.mean(dim=0).expand_as(expected), rtol=1e-2, atol=1e-2)
-    assert len(job.task.chosen(predict(network, training)).unique()) == 1
+    assert len(data.task.chosen(predict(network, training)).unique()) == 1

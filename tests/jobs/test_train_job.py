@@ -359,7 +359,6 @@ Start = Callable[..., Job]
 PROGRAM = """
 import sys
 from jobs import train
-from jobs.train import run_name
 from jobs.training.config import TrainConfig
 try:
     train.run(TrainConfig.model_validate_json(sys.argv[1]))

@@ -22,7 +22,7 @@ from blockpilot.device import dtype_name
 from blockpilot.evaluation.step_costs import COSTS_FILE, costs_to_json, measured_up_to, read_costs
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt, load_prompts
-from blockpilot.storage import is_file, join, write_bytes, write_text
+from blockpilot.storage import is_file, join, write_text
 from blockpilot.sweep.rows import Metadata, prompt_ids, read_parts
 from blockpilot.sweep.summary import Summary
 from blockpilot.sweep.sweep import Method, Outcome, Reject, candidates_around, check_candidates, sweep_prompts
@@ -32,7 +32,7 @@ from jobs.common.config import Config, PairConfig, Place, Resources, absolute_in
 from jobs.common.progress import Progress
 from jobs.sweeping.folder import REJECTS_FILE, SweepFolder, SweepShard, digest
 from jobs.sweeping.scheduler import Scheduler, SweepTask
-from jobs.sweeping.screen import plots, show
+from jobs.sweeping.screen import show
 
 
 class SweepConfig(Config):
@@ -219,8 +219,6 @@ def _finish(config: SweepConfig, folder: SweepFolder, num_turns: int, rejects: S
     place = join(config.output, COSTS_FILE)
     costs = read_costs(place) if is_file(place) else None
     show(summary, metadata, config.method, costs if costs and costs.pair == metadata.pair else None)
-    for name, picture in plots(summary, metadata.block_size).items():
-        write_bytes(join(folder.place, name), picture)
     print(f"{summary.num_rows} rows in {folder.rows}")
     if rejects:
         where = join(folder.place, REJECTS_FILE)

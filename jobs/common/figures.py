@@ -19,19 +19,16 @@ DOTTED: dict[str, Any] = {"marker": "o", "markersize": 4}
 Array = NDArray[np.float64]
 
 
-def tau_curves(curves: Mapping[str, Mapping[int, float]], trained: int, ceiling: float | None = None) -> bytes:
+def tau_curves(curves: Mapping[str, Mapping[int, float]], trained: int) -> bytes:
     """tau by block size: a line for every prompt set."""
     figure, axes = _new("block size", "tau (tokens a step)")
     for name, curve in curves.items():
         axes.plot(list(curve), list(curve.values()), **DOTTED, label=name)
-    if ceiling is not None:
-        axes.axhline(ceiling, linestyle=":", color="black", label="best candidate at every step")
     sizes = sorted({size for curve in curves.values() for size in curve})
     axes.set_xticks(sizes)
     if trained in sizes:
         axes.axvline(trained, linestyle="--", color="gray", linewidth=1)
-    if len(curves) > 1 or ceiling is not None:
-        axes.legend(fontsize="small")
+    axes.legend(fontsize="small")
     return _png(figure)
 
 
@@ -46,8 +43,7 @@ def best_sizes(counts: Mapping[str, Mapping[int, int]], trained: int) -> bytes:
         axes.bar(places, [count.get(size, 0) / total for size in sizes], width, label=name)
     labels = [f"{size}\n(trained)" if size == trained else str(size) for size in sizes]
     axes.set_xticks(np.arange(len(sizes)), labels)
-    if len(counts) > 1:
-        axes.legend(fontsize="small")
+    axes.legend(fontsize="small")
     return _png(figure)
 
 

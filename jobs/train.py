@@ -63,7 +63,7 @@ def _work(config: TrainConfig, data: Dataset) -> None:
     if saved is not None:
         fit.load_state_dict(saved)
     while not fit.done:
-        metrics = fit.run_epoch().metrics
+        metrics = fit.run_epoch()
         if fit.done or fit.epoch % config.checkpoint_every == 0:
             report(metrics | {"epoch": fit.epoch}, fit.state_dict() if rank == 0 else None)
 

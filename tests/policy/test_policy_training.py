@@ -430,7 +430,7 @@ def test_stops_early_and_keeps_the_best_epoch(make: Make) -> None:
     fit = Fit(new_network(train, VOCAB_SIZE, settings), train, validation, settings, case.task())
     losses = []
     while not fit.done:
-        losses.append(fit.run_epoch().validation.mean_loss)
+        losses.append(fit.run_epoch()["validation_loss"])
     assert len(losses) == fit.best_epoch + 5 < 100
     assert min(losses) == losses[fit.best_epoch - 1]
     network = new_network(train, VOCAB_SIZE, settings)

@@ -5,6 +5,7 @@ create a new sqlite store at once destroy it, so `Registry.open` makes the first
 are registered as the plain files of `save_policy`; nothing is pickled or unpickled.
 """
 
+import json
 import logging
 import os
 import shutil
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 EXPERIMENT = "blockpilot"
 CHAMPION = "champion"
 _SQLITE = "sqlite:///"
+_TABLES_TAG = "mlflow.loggedArtifacts"
 _QUIET = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_LOGGING_LEVEL": "WARNING",
@@ -131,7 +133,12 @@ class RunRecord:
 
     def log_table(self, rows: Sequence[Mapping[str, Any]], name: str) -> None:
         """Log rows with the same keys, one at least, as a table in the MLflow UI; `name` ends in .json."""
-        self._client.log_table(self.id, {column: [row[column] for row in rows] for column in rows[0]}, name)
+        columns = list(rows[0])
+        data = [[row[column] for column in columns] for row in rows]
+        self._client.log_dict(self.id, {"columns": columns, "data": data}, name)
+        known = self._client.get_run(self.id).data.tags.get(_TABLES_TAG, "[]")
+        tables = [*json.loads(known), {"path": name, "type": "table"}]
+        self._client.set_tag(self.id, _TABLES_TAG, json.dumps(tables))
 
 
 class Registry:

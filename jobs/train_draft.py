@@ -288,7 +288,7 @@ def _work(config: TrainDraftConfig, data: DraftShards, tracking_uri: str, run_id
         speed = total.num_blocks * world_size / (time.monotonic() - started)
         metrics: dict[str, float] = {}
         if record:
-            metrics = total.metrics("train") | fit.validate(validation).metrics()
+            metrics = total.metrics("train") | fit.validate(held_out, validation).metrics()
             metrics |= {"learning_rate": fit.learning_rate, "epoch": fit.epoch, "blocks_per_s": speed}
             print(_describe(fit, first_step, metrics), flush=True)
         if record and fit.step > last_logged:

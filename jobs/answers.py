@@ -24,7 +24,7 @@ from blockpilot.storage import remove_unfinished, write_text
 from blockpilot.types import Sampling
 from jobs.common.cluster import connect, num_threads, pooled
 from jobs.common.config import Config, Resources, absolute_in_submitted_job, main
-from jobs.common.progress import Progress, show_progress
+from jobs.common.progress import show_progress
 
 TRAINING_PROMPTS = ("asdiv", "signatures", "docstrings", "chitchat:3000", "chatterbot", "writingbench")
 OWN_PROMPTS = "own-prompts"
@@ -196,9 +196,8 @@ def write_own_prompts(config: AnswersConfig, seeds: range, openings: Sequence[st
     parts = [seeds[i : i + size] for i in range(0, len(seeds), size)]
     files = {folder / f"part-{config.seed}-{part.start:06d}-{len(part)}.jsonl": part for part in parts}
     missing = [(path, part, openings) for path, part in files.items() if not path.exists()]
-    progress = Progress("own prompts", len(missing), "files")
-    for count in pooled(AnswerWorker, config, missing, "write_prompts", config.resources):
-        progress.advance(words=f"{count} prompts in the last one")
+    written = pooled(AnswerWorker, config, missing, "write_prompts", config.resources)
+    show_progress("own prompts", written, len(missing), "prompts")
     return [prompt for path in files if path.stat().st_size for prompt in load_prompts(str(path), None, config.seed)]
 
 

@@ -89,7 +89,6 @@ class SweepResult(NamedTuple):
     """What a sweep left in its output directory."""
 
     rows: str  # folder of the part files
-    num_rejects: int
     summary: Summary
 
 
@@ -223,7 +222,7 @@ def _finish(config: SweepConfig, folder: SweepFolder, num_turns: int, rejects: S
     if rejects:
         where = join(folder.place, REJECTS_FILE)
         print(f"{len(rejects)} prompts set aside in {where}; the first: {rejects[0].error}")
-    return SweepResult(folder.rows, len(rejects), summary)
+    return SweepResult(folder.rows, summary)
 
 
 if __name__ == "__main__":

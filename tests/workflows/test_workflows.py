@@ -78,7 +78,7 @@ def test_hub_pairs_train_the_papers_policy(tmp_path: Path) -> None:
 
 def learned(champion: int | None) -> Learned:
     version = Version("blockpilot-x", 2, None, {})
-    measured = EvaluateResult([], 6, "the sweep's prompts", None, "the table", Path("out"), "run")
+    measured = EvaluateResult([], 6, None, "the table", "run")
     return Learned(measured, PromoteResult(version, champion == 2, "a reason", champion))
 
 

@@ -74,9 +74,11 @@ class Prompt:
             return tuple(tokenizer(self.text)["input_ids"])
         messages = [asdict(message) for message in self.messages]
         # The published Qwen3 drafts were trained without thinking; other templates ignore the option.
-        options = {"add_generation_prompt": True, "return_dict": False, "enable_thinking": False}
         try:
-            return tuple(tokenizer.apply_chat_template(messages, **options))
+            ids = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=False, enable_thinking=False
+            )
+            return tuple(ids)
         except (ValueError, TemplateError) as error:
             raise ValueError(f"chat template: {error}") from None
 

@@ -102,9 +102,11 @@ class NetworkShape:
             size = getattr(self, name)
             if type(size) is not int:
                 raise ValueError(f"{name} {size!r}: must be a whole number")
-            unread = self.kind == "prompt" and name in ("context_size", "anchor_size")
-            if size != 0 if unread else size < 1:
-                rule = "must be 0" if unread else "must be at least 1"
+            if self.kind == "prompt" and name in ("context_size", "anchor_size"):
+                allowed, rule = size == 0, "must be 0"
+            else:
+                allowed, rule = size >= 1, "must be at least 1"
+            if not allowed:
                 raise ValueError(f"{name} {size} with kind {self.kind!r}: {rule}")
 
 

@@ -23,14 +23,12 @@ from ray.cluster_utils import Cluster
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt
 from blockpilot.sweep.rows import Metadata, SweepRow, read_file, write_rows
-from blockpilot.sweep.summary import Summary
 from blockpilot.sweep.sweep import sweep_prompts
 from helpers.processes import descendants
 from helpers.sweeps import read_sweep
 from jobs.common.config import ConfigError, PairConfig, main
 from jobs.sweep import SweepConfig, _open, run
 from jobs.sweeping.folder import SweepFolder, SweepShard
-from jobs.sweeping.screen import plots
 
 ROOT = Path(__file__).parents[2]
 RAY = str(Path(sys.executable).with_name("ray"))
@@ -166,12 +164,6 @@ def test_the_output_may_be_a_uri(
     assert left(config) == {shard.part: [TOO_LONG] for shard in shards if TOO_LONG in texts(folder, shard)}
     with pytest.raises(ValueError, match="nosuch://x"):
         _open(config.model_copy(update={"output": "nosuch://x"}))
-
-
-def test_plots_are_pictures(expected: dict[str, list[SweepRow]]) -> None:
-    summary = Summary().add([row for rows in expected.values() for row in rows])
-    for picture in plots(summary, block_size=4).values():
-        assert picture.startswith(b"\x89PNG")
 
 
 # Shards and the output directory

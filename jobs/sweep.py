@@ -26,7 +26,6 @@ from blockpilot.storage import is_file, join, write_text
 from blockpilot.sweep.rows import Metadata, prompt_ids, read_parts
 from blockpilot.sweep.summary import Summary
 from blockpilot.sweep.sweep import Method, Outcome, Reject, candidates_around, check_candidates, sweep_prompts
-from blockpilot.types import MAX_BLOCK_SIZE
 from jobs.common.cluster import connect, lone_actor, new_actor, num_threads
 from jobs.common.config import Config, PairConfig, Place, Resources, absolute_in_submitted_job, main
 from jobs.common.progress import Progress
@@ -53,8 +52,6 @@ class SweepConfig(Config):
     step_samples: int = Field(default=64, ge=0)
     """Places in a row, from a random one on, whose context vector and anchor a dense sweep records of every answer,
     for policies that choose at every step; 2 bytes for each of their numbers."""
-    text_block_size: int | None = Field(default=None, ge=1, le=MAX_BLOCK_SIZE)
-    """What a replay decodes the text with; the text is the same. Default: 1 on a CPU, the trained one on a GPU."""
     temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """0 is greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -136,7 +133,7 @@ def _open(config: SweepConfig) -> tuple[list[SweepShard], SweepFolder]:
 
 def _identity(config: SweepConfig, shards: Sequence[SweepShard]) -> dict[str, Any]:
     """The settings that rows depend on, and the prompts behind the names of sets and files."""
-    elsewhere = {"output", "resources", "slots", "text_block_size", "max_attempts", "cost_rows", "cost_context"}
+    elsewhere = {"output", "resources", "slots", "max_attempts", "cost_rows", "cost_context"}
     prompts_digest = digest(key for shard in shards for key in shard.ids)
     return config.model_dump(mode="json", exclude=elsewhere) | {"prompts_digest": prompts_digest}
 
@@ -173,7 +170,7 @@ class SweepWorker:
     def sweep(self, prompts: list[Prompt]) -> Outcome:
         """Rows and rejects of some prompts."""
         assert self._pair is not None
-        names = {"method", "max_new_tokens", "temperature", "top_p", "seed", "step_samples", "text_block_size"}
+        names = {"method", "max_new_tokens", "temperature", "top_p", "seed", "step_samples"}
         settings = self._config.model_dump(include=names) | {"num_slots": self._config.slots}
         return sweep_prompts(self._pair, prompts, self._candidates, **settings)
 

@@ -24,7 +24,7 @@ from blockpilot.storage import remove_unfinished, write_text
 from blockpilot.types import Sampling
 from jobs.common.cluster import connect, num_threads, pooled
 from jobs.common.config import Config, Resources, absolute_in_submitted_job, main
-from jobs.common.progress import Progress, show_progress
+from jobs.common.progress import show_progress
 
 TRAINING_PROMPTS = ("asdiv", "signatures", "docstrings", "chitchat:3000", "chatterbot", "writingbench")
 OWN_PROMPTS = "own-prompts"
@@ -85,7 +85,7 @@ def run(config: AnswersConfig) -> AnswerShards:
     plan(config, own=())
     remove_unfinished(config.answers)
     connect(include_dashboard=True)
-    own = write_own_prompts(config) if config.num_own_prompts else []
+    own = write_own_prompts(config, range(config.num_own_prompts))
     shards = plan(config, own)
     # In a random order, so that an unfinished run has some of every set.
     train = random.Random(config.seed).sample(shards.train, len(shards.train))
@@ -161,8 +161,6 @@ def _cut(config: AnswersConfig, folder: str, prompts: Sequence[Prompt]) -> list[
 class AnswerWorker:
     """Ray actor with the target in bf16. Answers are training data here, so exactness is not needed."""
 
-    openings: Sequence[str] = OPENINGS
-
     def __init__(self, config: AnswersConfig) -> None:
         torch.set_num_threads(num_threads(config.resources.num_cpus))
         disable_progress_bar()
@@ -183,25 +181,23 @@ class AnswerWorker:
         write_answers(shard.path, answers, AnswerSource(config.target, self.pair.id.target_revision))
         return sum(len(answer.tokens) - answer.num_prompt_tokens for answer in answers)
 
-    def write_prompts(self, task: tuple[Path, range]) -> int:
+    def write_prompts(self, task: tuple[Path, range, Sequence[str]]) -> int:
         """Write a file of prompts, one a seed at most; returns their number."""
-        path, seeds = task
-        texts = write_prompts(self.pair, seeds, self.openings)
+        path, seeds, openings = task
+        texts = write_prompts(self.pair, seeds, openings)
         lines = (json.dumps({"prompt": text, "set": OWN_PROMPTS}, ensure_ascii=False) + "\n" for text in texts)
         write_text(path, "".join(lines))
         return len(texts)
 
 
-def write_own_prompts(config: AnswersConfig) -> list[Prompt]:
-    """Prompts of the target's own, written file by file; files that exist are kept."""
-    folder = config.answers.absolute() / OWN_PROMPTS
-    size = config.prompts_per_shard
-    seeds = [range(i, min(i + size, config.num_own_prompts)) for i in range(0, config.num_own_prompts, size)]
-    files = [folder / f"part-{config.seed}-{part.start:06d}-{len(part)}.jsonl" for part in seeds]
-    missing = [(path, part) for path, part in zip(files, seeds, strict=True) if not path.exists()]
-    progress = Progress("own prompts", len(missing), "files")
-    for count in pooled(AnswerWorker, config, missing, "write_prompts", config.resources):
-        progress.advance(words=f"{count} prompts in the last one")
+def write_own_prompts(config: AnswersConfig, seeds: range, openings: Sequence[str] = OPENINGS) -> list[Prompt]:
+    """Prompts of the target's own, one a seed at most, written file by file; files that exist are kept."""
+    folder, size = config.answers.absolute() / OWN_PROMPTS, config.prompts_per_shard
+    parts = [seeds[i : i + size] for i in range(0, len(seeds), size)]
+    files = {folder / f"part-{config.seed}-{part.start:06d}-{len(part)}.jsonl": part for part in parts}
+    missing = [(path, part, openings) for path, part in files.items() if not path.exists()]
+    written = pooled(AnswerWorker, config, missing, "write_prompts", config.resources)
+    show_progress("own prompts", written, len(missing), "prompts")
     return [prompt for path in files if path.stat().st_size for prompt in load_prompts(str(path), None, config.seed)]
 
 

@@ -44,10 +44,7 @@ def run(config: PromoteConfig) -> PromoteResult:
     registry = Registry.open()
     named = NAMED_PAIRS.get(config.model)
     name = model_name(named.target) if named else config.model
-    versions = registry.versions(name)
-    if not versions:
-        raise ValueError(f"registered model {name!r} in {registry.uri}: has no versions")
-    version = versions[-1] if config.version is None else registry.version(name, config.version)
+    version = registry.newest(name) if config.version is None else registry.version(name, config.version)
     champion = registry.find_champion(name)
     earned, reason = _judge(version, champion)
     promoted = earned or config.force

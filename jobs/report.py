@@ -35,16 +35,6 @@ from jobs.training.record import TRAINING_FILE
 PAGE_FILE = "report.html"
 TEMPLATE = "report.html.jinja"
 ALL = "all"
-# arXiv 2606.31315, averages over seven benchmarks on an H100: speed-up and tau of DFlash at its trained block size,
-# and of the paper's policy.
-PAPER = {
-    "Qwen3-4B, T=0": {"DFlash": (3.99, 6.31), "BlockPilot": (4.17, 6.59)},
-    "Qwen3-4B, T=1": {"DFlash": (3.80, 5.35), "BlockPilot": (4.20, 5.92)},
-    "Qwen3-8B, T=0": {"DFlash": (4.42, 6.13), "BlockPilot": (4.66, 6.46)},
-    "Qwen3-8B, T=1": {"DFlash": (3.55, 5.00), "BlockPilot": (3.94, 5.55)},
-    "Llama-3.1-8B, T=0": {"DFlash": (3.03, 4.48), "BlockPilot": (3.25, 4.82)},
-    "Qwen3-Coder-30B-A3B, T=0": {"DFlash": (3.86, 5.68), "BlockPilot": (4.12, 6.05)},
-}
 
 
 class ReportConfig(Config):
@@ -148,14 +138,10 @@ def _title(found: Mapping[str, Any]) -> str:
 
 
 def _compared(evaluations: Mapping[str, Mapping[str, Any]]) -> Iterable[Section]:
-    """Speed-ups over plain decoding, and over the best fixed block size by prompt set; the paper's beside them."""
+    """Speed-ups over plain decoding, and over the best fixed block size by prompt set."""
     speeds = {
         title: {row.method: row.speedup for row in map(read_figures, found["figures"]) if row.method != "AR"}
         for title, found in evaluations.items()
-    }
-    paper = {
-        title: {name: Interval(speed, speed, speed) for name, (speed, _) in methods.items()}
-        for title, methods in PAPER.items()
     }
     yield Section(
         "Speed-up over plain decoding",
@@ -163,13 +149,6 @@ def _compared(evaluations: Mapping[str, Mapping[str, Any]]) -> Iterable[Section]
         pictures={"speed_ups.png": figures.speed_ups(speeds)},
     )
     yield from _together(evaluations, speeds)
-    yield Section(
-        "The paper's table",
-        "arXiv 2606.31315 on an H100, with other models and drafts. Its released files choose for each prompt the "
-        "block size that did best in the reported runs: an oracle.",
-        table=[_paper_row(*row) for row in PAPER.items()],
-        pictures={"paper.png": figures.speed_ups(paper)},
-    )
     rows: dict[str, dict[str, Interval]] = {}
     for title, found in evaluations.items():
         for name, methods in found["by_set"].items():
@@ -214,11 +193,6 @@ def _together(
 def _mean_row(method: str, speeds: Mapping[str, float]) -> dict[str, str]:
     each = {title: f"{speed:.2f}" for title, speed in speeds.items()}
     return {"method": method, **each, "geometric mean": f"{geometric_mean(speeds.values()):.3f}"}
-
-
-def _paper_row(title: str, methods: Mapping[str, tuple[float, float]]) -> dict[str, str]:
-    cells = {name: f"{speed:.2f}x, tau {tau:.2f}" for name, (speed, tau) in methods.items()}
-    return {"pair": title, **cells, "gain": f"{methods['BlockPilot'][0] / methods['DFlash'][0] - 1:+.1%}"}
 
 
 def _headroom(name: str, row: Mapping[str, Interval]) -> dict[str, str]:
@@ -294,7 +268,7 @@ def ceilings(rows: Sequence[SweepRow], step_costs: Sequence[float]) -> dict[str,
 
 def _of_policy(folder: Path) -> Section:
     found = _read(folder / TRAINING_FILE, "training", "report")
-    params, lookup, sample, balance = (found[name] for name in ("params", "report", "sample", "balance"))
+    params, lookup, balance = (found[name] for name in ("params", "report", "balance"))
     training, validation = found["num_examples"]
     return Section(
         "The policy",
@@ -306,7 +280,6 @@ def _of_policy(folder: Path) -> Section:
             {"best block size": size, "examples": str(num), "share": f"{num / sum(balance.values()):.0%}"}
             for size, num in balance.items()
         ],
-        pictures={"calibration.png": figures.calibration(list(map(int, balance)), sample)} if sample else {},
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import Field, field_validator
@@ -22,17 +22,16 @@ from blockpilot.device import dtype_name
 from blockpilot.evaluation.step_costs import COSTS_FILE, costs_to_json, measured_up_to, read_costs
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt, load_prompts
-from blockpilot.storage import is_file, join, write_bytes, write_text
+from blockpilot.storage import is_file, join, write_text
 from blockpilot.sweep.rows import Metadata, prompt_ids, read_parts
 from blockpilot.sweep.summary import Summary
-from blockpilot.sweep.sweep import Outcome, Reject, candidates_around, check_candidates, decode, replay
-from blockpilot.types import MAX_BLOCK_SIZE
+from blockpilot.sweep.sweep import Method, Outcome, Reject, candidates_around, check_candidates, sweep_prompts
 from jobs.common.cluster import connect, lone_actor, new_actor, num_threads
 from jobs.common.config import Config, PairConfig, Place, Resources, absolute_in_submitted_job, main
 from jobs.common.progress import Progress
 from jobs.sweeping.folder import REJECTS_FILE, SweepFolder, SweepShard, digest
 from jobs.sweeping.scheduler import Scheduler, SweepTask
-from jobs.sweeping.screen import plots, show
+from jobs.sweeping.screen import show
 
 
 class SweepConfig(Config):
@@ -47,14 +46,12 @@ class SweepConfig(Config):
     """Draws which prompts of a set come first."""
     candidates: tuple[int, ...] | None = None
     """Block sizes, ascending; 1 is plain decoding. Default: the draft's trained one and two to each side."""
-    method: Literal["replay", "dense", "decode"] = "replay"
+    method: Method = "replay"
     """replay: decode each prompt once, and walk its text with every candidate. dense: also at every position that a
     walk passes over. decode: really decode with every candidate, for comparison."""
     step_samples: int = Field(default=64, ge=0)
     """Places in a row, from a random one on, whose context vector and anchor a dense sweep records of every answer,
     for policies that choose at every step; 2 bytes for each of their numbers."""
-    text_block_size: int | None = Field(default=None, ge=1, le=MAX_BLOCK_SIZE)
-    """What a replay decodes the text with; the text is the same. Default: 1 on a CPU, the trained one on a GPU."""
     temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """0 is greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -89,7 +86,6 @@ class SweepResult(NamedTuple):
     """What a sweep left in its output directory."""
 
     rows: str  # folder of the part files
-    num_rejects: int
     summary: Summary
 
 
@@ -137,7 +133,7 @@ def _open(config: SweepConfig) -> tuple[list[SweepShard], SweepFolder]:
 
 def _identity(config: SweepConfig, shards: Sequence[SweepShard]) -> dict[str, Any]:
     """The settings that rows depend on, and the prompts behind the names of sets and files."""
-    elsewhere = {"output", "resources", "slots", "text_block_size", "max_attempts", "cost_rows", "cost_context"}
+    elsewhere = {"output", "resources", "slots", "max_attempts", "cost_rows", "cost_context"}
     prompts_digest = digest(key for shard in shards for key in shard.ids)
     return config.model_dump(mode="json", exclude=elsewhere) | {"prompts_digest": prompts_digest}
 
@@ -174,13 +170,9 @@ class SweepWorker:
     def sweep(self, prompts: list[Prompt]) -> Outcome:
         """Rows and rejects of some prompts."""
         assert self._pair is not None
-        config, candidates = self._config, self._candidates
-        settings = config.model_dump(include={"max_new_tokens", "temperature", "top_p", "seed"})
-        settings["num_slots"] = config.slots
-        if config.method == "decode":
-            return decode(self._pair, prompts, candidates, **settings)
-        settings |= config.model_dump(include={"step_samples", "text_block_size"})
-        return replay(self._pair, prompts, candidates, dense=config.method == "dense", **settings)
+        names = {"method", "max_new_tokens", "temperature", "top_p", "seed", "step_samples"}
+        settings = self._config.model_dump(include=names) | {"num_slots": self._config.slots}
+        return sweep_prompts(self._pair, prompts, self._candidates, **settings)
 
     def measure_costs(self) -> StepCosts:
         """Seconds of a step for plain decoding and every candidate."""
@@ -223,13 +215,11 @@ def _finish(config: SweepConfig, folder: SweepFolder, num_turns: int, rejects: S
     place = join(config.output, COSTS_FILE)
     costs = read_costs(place) if is_file(place) else None
     show(summary, metadata, config.method, costs if costs and costs.pair == metadata.pair else None)
-    for name, picture in plots(summary, metadata.block_size).items():
-        write_bytes(join(folder.place, name), picture)
     print(f"{summary.num_rows} rows in {folder.rows}")
     if rejects:
         where = join(folder.place, REJECTS_FILE)
         print(f"{len(rejects)} prompts set aside in {where}; the first: {rejects[0].error}")
-    return SweepResult(folder.rows, len(rejects), summary)
+    return SweepResult(folder.rows, summary)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ Everything is on disk before MLflow is told. Where it cannot be reached, `--relo
 """
 
 import functools
+import hashlib
 import shutil
 
 import ray.train
@@ -15,14 +16,14 @@ import ray.train.torch
 import torch
 from torch import Tensor
 
+from blockpilot.policy.dataset import split_examples
 from blockpilot.policy.training import Fit, new_network
 from jobs.common.cluster import connect
 from jobs.common.config import absolute_in_submitted_job, main
 from jobs.common.ray_train import report, saved_state, scaling_config, train
 from jobs.common.registry import Registry
 from jobs.training.config import TrainConfig
-from jobs.training.dataset import read_dataset
-from jobs.training.plan import FitPlan, plan, run_name
+from jobs.training.dataset import Dataset, read_dataset
 from jobs.training.record import TrainResult, log, save
 
 
@@ -36,29 +37,34 @@ def run(config: TrainConfig) -> TrainResult:
     registry = Registry.open()
     connect(include_dashboard=True)
     scaling = scaling_config(config.num_workers, config.accelerator_type, config.num_cpus)
-    planned = plan(config, data)
-    name = run_name(config, data, planned)
-    state, _ = train(functools.partial(_work, planned), scaling, storage, name, config.max_failures)
-    save(config, data, planned, state)
+    work = functools.partial(_work, config, data)
+    state, _ = train(work, scaling, storage, run_name(config, data), config.max_failures)
+    save(config, data, state)
     shutil.rmtree(storage)  # the same command trains anew from here on
     return log(config.output, registry)
 
 
-def _work(planned: FitPlan) -> None:
+def run_name(config: TrainConfig, data: Dataset) -> str:
+    """The name of a Ray Train run. One of the same name is continued, so it holds all that the result depends on."""
+    key = repr((config.fit, config.validation, data.task, config.num_workers, data.id, config.leave_out))
+    return f"policy-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+
+
+def _work(config: TrainConfig, data: Dataset) -> None:
     """What every Ray Train worker does."""
     saved = saved_state()
     context = ray.train.get_context()
     rank, world_size = context.get_world_rank(), context.get_world_size()
-    training, validation = planned.examples()
-    network = ray.train.torch.prepare_model(new_network(training, planned.vocab_size, planned.settings))
+    training, validation = split_examples(data.folder, config.validation, config.fit.seed)
+    network = ray.train.torch.prepare_model(new_network(training, data.metadata.vocab_size, config.fit))
     reduce = _all_reduce if world_size > 1 else _same
-    data, how = (network, training, validation), (planned.settings, planned.task)
-    fit = Fit(*data, *how, rank=rank, world_size=world_size, reduce=reduce)
+    how = {"rank": rank, "world_size": world_size, "reduce": reduce}
+    fit = Fit(network, training, validation, config.fit, data.task, **how)
     if saved is not None:
         fit.load_state_dict(saved)
     while not fit.done:
-        metrics = fit.run_epoch().metrics
-        if fit.done or fit.epoch % planned.checkpoint_every == 0:
+        metrics = fit.run_epoch()
+        if fit.done or fit.epoch % config.checkpoint_every == 0:
             report(metrics | {"epoch": fit.epoch}, fit.state_dict() if rank == 0 else None)
 
 

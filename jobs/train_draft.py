@@ -73,8 +73,6 @@ class TrainDraftConfig(AnswersConfig):
     """Compute the target's features when a document is read, instead of once for all onto the disk."""
     checkpoint_every: int = Field(default=200, ge=1)
     """Steps between checkpoints, which also validate."""
-    max_answers: int | None = Field(default=None, ge=1)
-    """Train on so many of the answers, drawn at random; on all by default."""
     num_validation: int = Field(default=48, ge=1)
     """Held-out answers that a checkpoint validates on."""
     max_failures: int = Field(default=3, ge=0)
@@ -266,7 +264,7 @@ def _run_name(config: TrainDraftConfig, written: AnswerShards) -> str:
     """Name that holds all that the result depends on: Ray Train continues a run of the same name."""
     shape = config.block_size, config.num_layers, config.target_layer_ids, config.start
     data = [(shard.path, answer_source(shard.path)) for shard in written.train]
-    key = repr((config.fit, config.seed, shape, config.num_workers, config.max_answers, data))
+    key = repr((config.fit, config.seed, shape, config.num_workers, data))
     return f"draft-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
 
@@ -276,7 +274,6 @@ def _work(config: TrainDraftConfig, data: DraftShards, tracking_uri: str, run_id
     rank, world_size = context.get_world_rank(), context.get_world_size()
     torch.set_num_threads(num_threads(config.resources.num_cpus))
     corpus, held_out = (corpus_of(config, shards) for shards in data)
-    corpus = corpus.sample(config.max_answers or len(corpus), config.seed)
     fit = _new_fit(config, corpus, rank, world_size)
     if saved is not None:
         fit.load_state_dict(saved)
@@ -291,7 +288,7 @@ def _work(config: TrainDraftConfig, data: DraftShards, tracking_uri: str, run_id
         speed = total.num_blocks * world_size / (time.monotonic() - started)
         metrics: dict[str, float] = {}
         if record:
-            metrics = total.metrics("train") | fit.validate(validation).metrics()
+            metrics = total.metrics("train") | fit.validate(held_out, validation).metrics()
             metrics |= {"learning_rate": fit.learning_rate, "epoch": fit.epoch, "blocks_per_s": speed}
             print(_describe(fit, first_step, metrics), flush=True)
         if record and fit.step > last_logged:

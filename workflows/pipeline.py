@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from blockpilot.evaluation.tables import markdown
 from jobs import evaluate, promote, serve, sweep, train
 from jobs.common.cluster import connect
 from jobs.common.config import Config
@@ -24,24 +23,13 @@ class Pipeline(Config):
     serve: serve.ServeConfig
 
 
-class Stopwatch:
-    """Seconds of each stage, in order."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Announce a stage and time it."""
-        print(f"\n--- {name} ---", flush=True)
-        started = time.monotonic()
-        yield
-        self.seconds[name] = time.monotonic() - started
-
-    def table(self) -> str:
-        """Seconds of each stage and of all."""
-        timed = self.seconds | {"all": sum(self.seconds.values())}
-        return markdown([{"stage": name, "seconds": f"{seconds:.0f}"} for name, seconds in timed.items()])
+@contextmanager
+def stage(name: str) -> Iterator[None]:
+    """Announce a stage, and say how long it took."""
+    print(f"\n--- {name} ---", flush=True)
+    started = time.monotonic()
+    yield
+    print(f"{name}: {time.monotonic() - started:.0f} s", flush=True)
 
 
 class Learned(NamedTuple):
@@ -51,17 +39,17 @@ class Learned(NamedTuple):
     promotion: promote.PromoteResult
 
 
-def learn(pipeline: Pipeline, watch: Stopwatch) -> Learned:
+def learn(pipeline: Pipeline) -> Learned:
     """Run every stage but serving: a new version is registered, measured, and promoted if it is fast enough."""
-    with watch.stage("ray"):
+    with stage("ray"):
         connect(include_dashboard=True)  # Ray Train asks the dashboard whether its controller lives
-    with watch.stage("sweep"):
+    with stage("sweep"):
         sweep.run(pipeline.sweep)
-    with watch.stage("train"):
+    with stage("train"):
         train.run(pipeline.train)
-    with watch.stage("evaluate"):
+    with stage("evaluate"):
         measured = evaluate.run(pipeline.evaluate)
-    with watch.stage("promote"):
+    with stage("promote"):
         promotion = promote.run(pipeline.promote)
     return Learned(measured, promotion)
 

@@ -23,8 +23,8 @@ from pydantic import Field
 from blockpilot.policy.training import FitSettings
 from blockpilot.prompts.files import Prompt, load_prompts, save_prompts, split
 from jobs import evaluate, report, sweep, train
-from jobs.answers import AnswersConfig, AnswerWorker
-from jobs.common.cluster import connect, pooled
+from jobs.answers import AnswersConfig, write_own_prompts
+from jobs.common.cluster import connect
 from jobs.common.config import Config, PairConfig, Resources, main
 from jobs.evaluation.inputs import EvaluateConfig
 from jobs.evaluation.result import RESULT_FILE
@@ -45,7 +45,7 @@ NUM_PROMPTS = {
 CODE_SETS = ("docstrings", "signatures", "humaneval", "mbpp")
 HELD_OUT_CHITCHAT = 0.04
 CANDIDATES = (1, 2, 3, 4, 6, 8)
-FIRST_SEED, NUM_SEEDS, SEEDS_PER_FILE = 100_000, 800, 200  # the draft's own prompts have seeds from 0
+OWN_SEEDS, SEEDS_PER_FILE = range(100_000, 100_800), 200  # the draft's own prompts have seeds from 0
 OPENINGS = (
     *("", "A shop sells", "", "How many", "Explain", "", "If", "Write a short"),
     *("", "A farmer has", "", "Calculate", "What is", "", "There are", "Summarize"),
@@ -116,23 +116,11 @@ def held_out_chitchat() -> list[Prompt]:
 
 
 def own_prompts(config: StudyConfig) -> list[Prompt]:
-    """Prompts that the target writes, about four for five seeds; files that are there are kept."""
-    folder = (config.output / "own-prompts").absolute()
-    starts = range(FIRST_SEED, FIRST_SEED + NUM_SEEDS, SEEDS_PER_FILE)
-    files = {folder / f"own-{start}.jsonl": range(start, start + SEEDS_PER_FILE) for start in starts}
-    missing = [task for task in files.items() if not task[0].exists()]
+    """Prompts that the target writes, about four for five seeds, begun as word problems and general questions are."""
+    connect()
     resources = Resources(num_actors=config.num_actors)
-    if missing:
-        connect()
-    for _ in pooled(OwnPromptsWorker, AnswersConfig(resources=resources), missing, "write_prompts", resources):
-        pass
-    return [prompt for file in files for prompt in load_prompts(str(file))]
-
-
-class OwnPromptsWorker(AnswerWorker):
-    """Writes prompts that begin as word problems and general questions do."""
-
-    openings = OPENINGS
+    writing = AnswersConfig(answers=config.output, prompts_per_shard=SEEDS_PER_FILE, resources=resources)
+    return write_own_prompts(writing, OWN_SEEDS, OPENINGS)
 
 
 def write_prompts(config: StudyConfig) -> None:

@@ -25,7 +25,7 @@ from jobs.promote import PromoteConfig
 from jobs.serve import ServeConfig
 from jobs.sweep import SweepConfig
 from jobs.training.config import TrainConfig
-from workflows.pipeline import Pipeline, Stopwatch, learn, to_serve
+from workflows.pipeline import Pipeline, learn, stage, to_serve
 
 QUESTION = "Write a short list of three things to pack for a day at the beach."
 
@@ -143,18 +143,18 @@ def plain_answer(pair_config: PairConfig, question: str, max_tokens: int) -> str
 
 def run(config: DemoConfig) -> None:
     """Run all stages; raises RuntimeError for a served answer that is not the target's own."""
-    stages, watch = pipeline(config), Stopwatch()
+    stages = pipeline(config)
     split_prompts(config)
-    learned = learn(stages, watch)
-    with watch.stage("serve"):
+    learned = learn(stages)
+    with stage("serve"):
         url = serve.start(to_serve(stages, learned))
-    with watch.stage("ask"):
+    with stage("ask"):
         try:
             sizes = ("auto", max(config.candidates))
             answers = {size: ask(url, QUESTION, config.max_new_tokens, size) for size in sizes}
         finally:
             serve.stop()
-    with watch.stage("check"):
+    with stage("check"):
         plain = plain_answer(stages.serve.pair, QUESTION, config.max_new_tokens)
         for size, answer in answers.items():
             if answer != plain:
@@ -162,7 +162,7 @@ def run(config: DemoConfig) -> None:
                     f"served with block size {size}: {answer!r}; one token at a time the target writes {plain!r}"
                 )
         print("Both served answers are bit for bit what the target writes one token at a time (float32).")
-    print(f"\n{learned.measured.table}\n\n{watch.table()}")
+    print(f"\n{learned.measured.table}")
 
 
 if __name__ == "__main__":

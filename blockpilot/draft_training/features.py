@@ -7,11 +7,10 @@ all its tokens. A corpus gives the documents of many shards one by one.
 import json
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from copy import copy
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -102,9 +101,6 @@ class Corpus(ABC):
     def __len__(self) -> int:
         return len(self.answers)
 
-    def __iter__(self) -> Iterator[Document]:
-        return (document for i in range(len(self)) for document in self.read([i]))
-
     def read(self, indices: Sequence[int]) -> list[Document]:
         """Documents by index, in the order of the indices."""
         found = self._features(indices)
@@ -113,17 +109,12 @@ class Corpus(ABC):
             for i, features in zip(indices, found, strict=True)
         ]
 
-    def sample(self, num: int, seed: int = 0) -> Self:
-        """Corpus of `num` documents (or all, if there are fewer), drawn at random and kept in order."""
-        return self._chosen(sorted(random.Random(seed).sample(range(len(self)), min(num, len(self)))))
+    def sample(self, num: int, seed: int = 0) -> list[int]:
+        """Indices of `num` documents (or of all, if there are fewer), drawn at random, in order."""
+        return sorted(random.Random(seed).sample(range(len(self)), min(num, len(self))))
 
     @abstractmethod
     def _features(self, indices: Sequence[int]) -> list[TargetFeatures]: ...
-
-    def _chosen(self, indices: Sequence[int]) -> Self:
-        chosen = copy(self)
-        chosen.answers = [self.answers[i] for i in indices]
-        return chosen
 
 
 class StoredCorpus(Corpus):
@@ -146,11 +137,6 @@ class StoredCorpus(Corpus):
             rows = slice(start, start + len(self.answers[i].tokens))
             found.append(TargetFeatures(*(file.get_slice(name)[rows] for name in TargetFeatures._fields)))
         return found
-
-    def _chosen(self, indices: Sequence[int]) -> Self:
-        chosen = super()._chosen(indices)
-        chosen._places = [self._places[i] for i in indices]
-        return chosen
 
 
 class StreamedCorpus(Corpus):

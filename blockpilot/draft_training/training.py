@@ -139,21 +139,22 @@ class DraftFit:
         return scores.sums
 
     @torch.no_grad()
-    def validate(self, corpus: Corpus) -> Validation:
-        """Score the block at every position of held-out answers, over the whole vocabulary.
+    def validate(self, corpus: Corpus, indices: Sequence[int]) -> Validation:
+        """Score the block at every position of some held-out answers, over the whole vocabulary.
 
         Tau is therefore that of decoding these texts, in the arithmetic of training. One worker may do this alone.
         """
         total: LossSums | None = None
         emitted, steps = Counter[float](), Counter[float]()
-        for document, answer in zip(corpus, corpus.answers, strict=True):
+        for i in indices:
+            (document,), temperature = corpus.read([i]), corpus.answers[i].temperature
             anchors = possible_anchors(document)
             if not len(anchors):
                 continue
             scores = self._scores(self._inner, collate([document], [anchors]), None)
             total = scores.sums if total is None else total + scores.sums
-            emitted[answer.temperature] += len(anchors)
-            steps[answer.temperature] += len(emitted_along(scores.num_accepted[0].tolist()))
+            emitted[temperature] += len(anchors)
+            steps[temperature] += len(emitted_along(scores.num_accepted[0].tolist()))
         if total is None:
             raise ValueError("no held-out answer is long enough to validate on")
         return Validation(total, {t: emitted[t] / steps[t] for t in sorted(emitted)})

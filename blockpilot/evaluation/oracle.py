@@ -50,28 +50,12 @@ class Potential(NamedTuple):
         """The oracle's gain over the best fixed block size, as a share of the latter."""
         return self.oracle / self.best_fixed_rate - 1
 
-    def share_captured(self, rate: float) -> float:
-        """How much of the oracle's headroom a rate has; not a number where there is none."""
-        room = self.oracle - self.best_fixed_rate
-        return (rate - self.best_fixed_rate) / room if room > 0 else float("nan")
 
-
-def potential(table: Table, candidates: Sequence[int], best_fixed: int | None = None) -> Potential:
-    """Of a table; `best_fixed` is one chosen elsewhere, by default the best of this table.
-
-    Raises ValueError for a table of another shape, values that are not numbers, or a block size that is no candidate.
-    """
-    tokens, seconds = (np.asarray(values, np.float64) for values in table)
-    for values in (tokens, seconds):
-        if values.ndim != 2 or values.shape[1] != len(candidates) or not len(values):
-            raise ValueError(f"table of shape {values.shape}: must be choices x {len(candidates)} candidates")
-        if not np.isfinite(values).all():
-            raise ValueError(f"table: {int((~np.isfinite(values)).sum())} values are not finite")
+def potential(table: Table, candidates: Sequence[int]) -> Potential:
+    """Of a table with a column for each candidate; of equal block sizes the smallest is the best fixed one."""
+    tokens, seconds = table
     fixed = dict(zip(candidates, (tokens.sum(axis=0) / seconds.sum(axis=0)).tolist(), strict=True))
-    if best_fixed is not None and best_fixed not in fixed:
-        raise ValueError(f"best_fixed {best_fixed}: must be one of {tuple(candidates)}")
-    best = best_fixed if best_fixed is not None else max(fixed, key=lambda size: (fixed[size], -size))
-    table = Table(tokens, seconds)
+    best = max(fixed, key=lambda size: (fixed[size], -size))
     return Potential(fixed, best, float(tokens.sum() / seconds.sum()), table.rate(oracle(table)))
 
 

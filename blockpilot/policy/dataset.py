@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from blockpilot.policy.network import SCALARS, Kind, PolicyFeatures, SparseProbs, scalars
+from blockpilot.policy.network import Kind, PolicyFeatures, SparseProbs, scalars
 from blockpilot.storage import write_text
 from blockpilot.sweep.rows import SweepRow, vectors
 
@@ -33,12 +33,6 @@ _COLUMNS: dict[str, Any] = {
     "context": np.float16,
     "anchor": np.float16,
     "taus": np.float32,
-}
-_TORCH = {
-    np.int32: torch.int32,
-    np.int64: torch.int64,
-    np.float32: torch.float32,
-    np.float16: torch.float16,
 }
 
 
@@ -57,7 +51,6 @@ class Index(NamedTuple):
     prompts: tuple[str, ...]  # prompt_key() of their texts
     sets: tuple[str, ...]
     num_examples: int
-    num_entries: int  # of all distributions together
     sizes: Sizes
 
 
@@ -147,7 +140,7 @@ def write_examples(folder: Path, parts: Iterable[Sequence[SweepRow]], candidates
         (folder / name).unlink(missing_ok=True)  # not cut short: who has mapped the old ones keeps them
     known: list[tuple[str, str, str]] = []
     sizes: set[Sizes] = set()
-    num_examples, num_entries = 0, 0
+    num_examples = 0
     files = {name: (folder / name).open("wb") for name in _COLUMNS}
     try:
         for row in (row for rows in parts for row in rows):
@@ -158,7 +151,7 @@ def write_examples(folder: Path, parts: Iterable[Sequence[SweepRow]], candidates
             known.append((row.prompt_id, prompt_key(row.prompt), row.prompt_set))
             if len(columns["taus"]):
                 sizes.add(Sizes(*(columns[name].shape[1] for name in ("context", "anchor", "taus"))))
-            num_examples, num_entries = num_examples + len(columns["taus"]), num_entries + len(columns["ids"])
+            num_examples += len(columns["taus"])
     finally:
         for file in files.values():
             file.close()
@@ -169,7 +162,7 @@ def write_examples(folder: Path, parts: Iterable[Sequence[SweepRow]], candidates
     if len(sizes) != 1:
         raise ValueError(f"rows of different sizes: {' and '.join(map(str, sorted(sizes)))}")
     prompt_ids, prompts, sets = zip(*known, strict=True)
-    index = Index(prompt_ids, prompts, sets, num_examples, num_entries, sizes.pop())
+    index = Index(prompt_ids, prompts, sets, num_examples, sizes.pop())
     write_text(folder / INDEX_FILE, json.dumps(index._asdict() | {"sizes": index.sizes}))
     return index
 
@@ -227,17 +220,7 @@ def open_examples(folder: Path) -> Examples:
     """Map the columns; examples are in the order of their prompt_ids, whatever the order of the parts."""
     index = read_index(folder)
     num, sizes = index.num_examples, index.sizes
-    counts = {
-        "rows": num,
-        "ids": index.num_entries,
-        "probs": index.num_entries,
-        "lengths": num,
-        "scalars": num * len(SCALARS),
-        "context": num * sizes.context,
-        "anchor": num * sizes.anchor,
-        "taus": num * sizes.candidates,
-    }
-    columns = {name: _map(folder / name, counts[name], dtype) for name, dtype in _COLUMNS.items()}
+    columns = {name: _map(folder / name, dtype) for name, dtype in _COLUMNS.items()}
     rank = torch.zeros(len(index.prompt_ids), dtype=torch.int64)
     rank[sorted(range(len(rank)), key=index.prompt_ids.__getitem__)] = torch.arange(len(rank))
     return Examples(
@@ -253,26 +236,20 @@ def open_examples(folder: Path) -> Examples:
     )
 
 
-def _map(path: Path, count: int, dtype: Any) -> Tensor:
-    if not count:
-        return torch.zeros(0, dtype=_TORCH[dtype])
-    return torch.from_file(str(path), shared=False, size=count, dtype=_TORCH[dtype])
+def _map(path: Path, dtype: Any) -> Tensor:
+    """A column in memory of its own where it is written to; an empty file cannot be mapped."""
+    return torch.from_numpy(np.memmap(path, dtype, mode="c") if path.stat().st_size else np.zeros(0, dtype))
 
 
-def split_examples(
-    folder: Path, held_out: float, seed: int, num_prompts: int | None = None
-) -> tuple[Examples, Examples]:
+def split_examples(folder: Path, held_out: float, seed: int) -> tuple[Examples, Examples]:
     """(training, validation): `held_out` of the prompts, at least one, with all their examples.
 
-    Of the others `num_prompts` are used, all by default. Depends on the prompts' texts and the seed, not on their
-    order. Raises ValueError for less than two prompts.
+    Depends on the prompts' texts and the seed, not on their order. Raises ValueError for less than two prompts.
     """
     index, examples = read_index(folder), open_examples(folder)
     held = held_out_prompts(index.prompts, held_out, seed)
-    others = sorted(set(index.prompts) - held, key=lambda key: hashlib.sha256(f"use {key}".encode()).digest())
-    used = set(others[:num_prompts])
     return (
-        examples.where(lambda row: index.prompts[row] in used),
+        examples.where(lambda row: index.prompts[row] not in held),
         examples.where(lambda row: index.prompts[row] in held),
     )
 

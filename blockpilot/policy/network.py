@@ -102,13 +102,12 @@ class NetworkShape:
             size = getattr(self, name)
             if type(size) is not int:
                 raise ValueError(f"{name} {size!r}: must be a whole number")
-            vector = name in ("context_size", "anchor_size")
-            if vector and self.kind == "prompt" and size:
-                raise ValueError(f"{name} {size} with kind 'prompt': must be 0")
-            if vector and self.kind == "step" and size < 1:
-                raise ValueError(f"{name} {size} with kind 'step': must be at least 1, a dense sweep records vectors")
-            if not vector and size < 1:
-                raise ValueError(f"{name} {size}: must be at least 1")
+            if self.kind == "prompt" and name in ("context_size", "anchor_size"):
+                allowed, rule = size == 0, "must be 0"
+            else:
+                allowed, rule = size >= 1, "must be at least 1"
+            if not allowed:
+                raise ValueError(f"{name} {size} with kind {self.kind!r}: {rule}")
 
 
 class PolicyNetwork(nn.Module):

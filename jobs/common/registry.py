@@ -229,6 +229,12 @@ class Registry:
         found = self._client.search_model_versions(f"name = '{name}'")
         return sorted(map(_version, found), key=lambda version: version.number)
 
+    def newest(self, name: str) -> Version:
+        """The last version; ValueError when there is no such model, or no version of it."""
+        if versions := self.versions(name):
+            return versions[-1]
+        raise ValueError(f"registered model {name!r} in {self.uri}: has no versions")
+
     def version(self, name: str, number: int) -> Version:
         with _clear_errors(f"version {number} of {name!r} in {self.uri}"):
             return _version(self._client.get_model_version(name, str(number)))

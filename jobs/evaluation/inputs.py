@@ -200,27 +200,23 @@ def find_policies(config: EvaluateConfig, registry: Registry) -> tuple[dict[str,
     """
     if config.policy == NO_POLICY:
         return {}, None, None
-    version = None
-    directory = Path(config.policy).absolute()
+    version, directory = None, Path(config.policy).absolute()
     if config.policy in (CHAMPION, NEWEST):
         version = _find_version(config, registry)
         directory = _download(config, registry, version)
     policies, champion = {POLICY: directory}, None
     for rival in config.rivals:
-        if rival == CHAMPION:
-            found = _find_champion(config, registry)
-            if found is None or found == version:
-                continue
+        if rival != CHAMPION:
+            name = Path(rival).name
+            taken = name in (*policies, CHAMPION, AR, *BASELINES.values()) or name.startswith(METHOD_PREFIX)
+            policies[rival if taken else name] = Path(rival).absolute()
+        elif (found := _find_champion(config, registry)) is not None and found != version:
             place = _download(config, registry, found)
             try:
                 load_policy(place)
                 policies[CHAMPION], champion = place, found.number
             except ValueError as error:
                 print(f"evaluate: the champion is left out: {error}")
-        else:
-            name = Path(rival).name
-            taken = name in (*policies, CHAMPION, AR, *BASELINES.values()) or name.startswith(METHOD_PREFIX)
-            policies[str(rival) if taken else name] = Path(rival).absolute()
     made_for = {name: load_policy(place).info.pair for name, place in policies.items()}
     config.pair.check_made_for(f"policy {directory}", made_for[POLICY])  # unfit rivals are left out when it is loaded
     return policies, version, champion
@@ -240,12 +236,9 @@ def _find_champion(config: EvaluateConfig, registry: Registry) -> Version | None
 def _find_version(config: EvaluateConfig, registry: Registry) -> Version:
     name = model_name(config.pair.models[0])
     try:
-        if config.policy == CHAMPION:
-            return registry.champion(name)
-        return registry.versions(name)[-1]
-    except (ValueError, IndexError) as error:
-        reason = f"{name} has no versions" if isinstance(error, IndexError) else str(error)
-        raise ValueError(f"{reason}. Give the directory of a policy, or --policy {NO_POLICY}") from None
+        return registry.champion(name) if config.policy == CHAMPION else registry.newest(name)
+    except ValueError as error:
+        raise ValueError(f"{error}. Give the directory of a policy, or --policy {NO_POLICY}") from None
 
 
 def _check_held_out(plan: Plan) -> None:

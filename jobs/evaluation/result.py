@@ -25,10 +25,8 @@ class EvaluateResult(NamedTuple):
 
     figures: list[Figures]  # AR first, then block sizes ascending, baselines, policies, and the oracle
     best_fixed: int
-    best_fixed_chosen_on: str
     held_out: HeldOut | None  # None without a policy
     table: str  # with caption and conclusions
-    output: Path
     run_id: str
 
 
@@ -73,10 +71,10 @@ def log(output: Path, registry: Registry) -> EvaluateResult:
     figures = [read_figures(row) for row in found["figures"]]
     held_out = HeldOut(**found["held_out"]) if found["held_out"] else None
     version = Version(**found["policy_version"]) if found["policy_version"] else None
-    best = found["best_fixed"]
+    best = int(found["best_fixed"]["block_size"])
     with kept_for_later(registry.uri, output), registry.log_run("evaluate") as record:
         record.log_params(found["config"])
-        record.log_tags(found["setting"]["pair"] | {"best_fixed_block_size": best["block_size"]})
+        record.log_tags(found["setting"]["pair"] | {"best_fixed_block_size": best})
         record.log_metrics(_metrics(figures))
         record.log_table([cells(row) for row in figures], "table.json")
         for file in (output / name for name in (TABLE_FILE, RESULT_FILE, RUNS_FILE)):
@@ -87,7 +85,7 @@ def log(output: Path, registry: Registry) -> EvaluateResult:
             registry.tag_version(version, {"heldout.run_id": record.id})
     if version and not found["setting"]["shown_held_out"]:
         print(f"evaluate: not recorded with version {version.number}: --sweep must show the prompts held out")
-    return EvaluateResult(figures, best["block_size"], best["chosen_on"], held_out, found["table"], output, record.id)
+    return EvaluateResult(figures, best, held_out, found["table"], record.id)
 
 
 def stored_run(run: MethodRun) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 
 from blockpilot.control.controller import FixedPolicy
 from blockpilot.control.price import StepCosts
@@ -250,13 +249,10 @@ class Replica:
 
 
 def _encode(body: Body, pair: Pair) -> tuple[int, ...]:
-    """The prompt's token ids; raises ApiError for messages that the chat template refuses."""
+    """The prompt's token ids; raises ValueError for messages that the chat template refuses."""
     if isinstance(body, ChatRequest):
         turns = [("system" if m.role == "developer" else m.role, m.content) for m in body.messages]
-        try:
-            return Prompt("request", tuple(Message(*turn) for turn in turns)).encode(pair.tokenizer)
-        except TemplateError as error:
-            raise ApiError(400, f"messages: the model's chat template says: {error}", "messages") from None
+        return Prompt("request", tuple(Message(*turn) for turn in turns)).encode(pair.tokenizer)
     if isinstance(body.prompt, str):
         return tuple(pair.tokenizer(body.prompt)["input_ids"])
     return tuple(body.prompt)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from blockpilot.pairs.loading import Pair
 from jobs.serving.answer import ChoiceText, Piece, TokenText, merged
 from jobs.serving.engine_loop import Stream
-from jobs.serving.schema import Body, ChatRequest, CompletionRequest
+from jobs.serving.schema import Body, ChatRequest
 
 JsonObject = dict[str, Any]
 
@@ -96,7 +96,6 @@ class Reply:
         include_steps = body.stream_options.include_steps
         self.choices = [ChoiceText(each, pair, i, interval_s, include_steps) for i, each in enumerate(streams)]
         self._format = ChatFormat() if isinstance(body, ChatRequest) else CompletionFormat()
-        self._echo = _echo(body, pair)
         self._head: JsonObject = {
             "id": self._format.id_prefix + uuid.uuid4().hex,
             "object": self._format.chunk_object if body.stream else self._format.whole_object,
@@ -124,7 +123,7 @@ class Reply:
         return self._head | {"choices": [self._whole(choice) for choice in self.choices], "usage": self.usage()}
 
     def _whole(self, choice: ChoiceText) -> JsonObject:
-        content = self._format.whole(self._echo + "".join(choice.texts))
+        content = self._format.whole("".join(choice.texts))
         return self._choice(choice, content, self._logprobs(choice.tokens), choice.finish_reason)
 
     def _chunk(self, choice: ChoiceText, piece: Piece | None) -> JsonObject | None:
@@ -134,7 +133,7 @@ class Reply:
             return self._choice(choice, self._format.delta(None, first=False), None, choice.finish_reason)
         if not (first or piece.text or piece.tokens or piece.step):
             return None
-        content = self._format.delta(self._echo * first + piece.text, first)
+        content = self._format.delta(piece.text, first)
         logprobs = self._logprobs(piece.tokens, choice.num_token_characters)
         shown = self._choice(choice, content, logprobs, None)
         if (step := piece.step) is not None:  # block size 0 marks the first token, which the prefill emits
@@ -181,10 +180,3 @@ class Reply:
             first_token_s=None if first is None else first - started,
             seconds=now - started,
         )
-
-
-def _echo(body: Body, pair: Pair) -> str:
-    """The prompt, where the response repeats it."""
-    if not (isinstance(body, CompletionRequest) and body.echo):
-        return ""
-    return body.prompt if isinstance(body.prompt, str) else str(pair.tokenizer.decode(body.prompt))

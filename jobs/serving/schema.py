@@ -29,6 +29,7 @@ DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI documents it
 # Fields of the API that are not supported, and the value with which each changes nothing.
 NEUTRAL: Mapping[str, object] = {
     "best_of": 1,
+    "echo": False,
     "frequency_penalty": 0,
     "presence_penalty": 0,
     "logprobs": False,
@@ -184,14 +185,6 @@ class CompletionRequest(GenerateRequest):
 
     prompt: Annotated[str | list[int], BeforeValidator(_prompt)]
     logprobs: int | None = Field(None, ge=0, le=MAX_COMPLETION_LOGPROBS)
-    echo: bool = False
-
-    @field_validator("echo")
-    @classmethod
-    def _check_echo(cls, value: bool, found: ValidationInfo) -> bool:
-        if value and found.data.get("logprobs") is not None:
-            raise ValueError("is not supported together with logprobs")
-        return value
 
     @property
     def num_tokens_asked(self) -> int:

@@ -5,7 +5,6 @@
     rows/            a Parquet part a shard: what is there is finished
     rejects.jsonl    prompts that gave no row, and why
     costs.json       seconds of a step on the worker that measured them
-    *.png            the summary as plots
 
 A part is named by the prompts of its shard, so the same command finds what it has, and another command is refused.
 """

@@ -1,4 +1,4 @@
-"""What the user sees of a finished sweep: a table, and plots."""
+"""What the user sees of a finished sweep: a table, and what follows from it."""
 
 from rich.console import Console
 from rich.table import Table
@@ -7,7 +7,6 @@ from blockpilot.control.price import StepCosts
 from blockpilot.evaluation.step_costs import relative_costs
 from blockpilot.sweep.rows import Metadata
 from blockpilot.sweep.summary import Summary
-from jobs.common import figures
 
 DISTANCES = {0: "the trained one", 1: "within 1 of it", 2: "within 2"}
 
@@ -32,11 +31,3 @@ def show(summary: Summary, metadata: Metadata, method: str, costs: StepCosts | N
         print(f"tau of a choice that knows the best candidate at every step: {summary.ceiling:.3f}")
     if summary.num_disagreements:
         print(f"{summary.num_disagreements} prompts: texts differ between block sizes ({metadata.dtype} rounding)")
-
-
-def plots(summary: Summary, block_size: int) -> dict[str, bytes]:
-    """The tau curve and how often each candidate is the best, as PNG files by name."""
-    return {
-        "tau_curve.png": figures.tau_curves({"all": summary.tau_curve}, block_size, summary.ceiling),
-        "best_block_sizes.png": figures.best_sizes({"by tau": summary.best_counts}, block_size),
-    }

@@ -1,1 +1,1 @@
-"""Parts of jobs/train.py: its configuration, the sweeps it reads, the plan of a fit, and the record."""
+"""Parts of jobs/train.py: its configuration, the sweeps it reads, and the record."""

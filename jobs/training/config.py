@@ -46,8 +46,6 @@ class TrainConfig(Config):
     """Block sizes to choose from, some of the sweep's; all by default."""
     leave_out: tyro.conf.Suppress[tuple[str, ...]] = ()
     """Prompt sets whose rows are not used."""
-    num_prompts: tyro.conf.Suppress[int | None] = Field(default=None, ge=1)
-    """Prompts to train on at most, of those that are not held back."""
     fit: Annotated[FitSettings, OnCommandLine, AfterValidator(_checked)] = FitSettings()
     validation: float = Field(default=0.2, gt=0, lt=1)
     """Share of the prompts held back to stop early and to report."""

@@ -6,10 +6,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from blockpilot.control.price import StepCosts
 from blockpilot.evaluation.step_costs import COSTS_FILE, read_costs, relative_costs
 from blockpilot.policy.dataset import Index, write_examples
 from blockpilot.policy.network import NetworkShape
+from blockpilot.policy.training import FitTask
 from blockpilot.storage import is_file, is_folder, join
 from blockpilot.sweep.rows import Metadata, SweepRow, mismatch, read_parts
 from blockpilot.sweep.summary import Summary
@@ -27,7 +30,7 @@ class Dataset(NamedTuple):
     metadata: Metadata
     candidates: CandidateSet
     costs: StepCosts | None
-    step_costs: tuple[float, ...]
+    task: FitTask
     folder: Path
     """Of the examples."""
     rows: Index
@@ -51,9 +54,10 @@ def read_dataset(config: TrainConfig, folder: Path) -> Dataset:
         raise ValueError(f"sweep {config.sweep[0]}: {num_prompts} different prompts; needed: {MIN_PROMPTS}")
     NetworkShape(config.fit.kind, metadata.vocab_size, *index.sizes, config.fit.hidden)  # refuses what cannot be
     step_costs = relative_costs(costs, tuple(candidates), config.rows) if costs else [1.0] * len(candidates)
+    task = FitTask(config.fit.kind, config.objective, tuple(candidates), torch.tensor(step_costs))
     digest = hashlib.sha256(metadata.to_json().encode() + b"".join(sorted(digests))).hexdigest()[:16]
     taus = {temperature: of_rows.tau_curve for temperature, of_rows in totals.items()}
-    return Dataset(digest, metadata, candidates, costs, tuple(step_costs), folder, index, taus)
+    return Dataset(digest, metadata, candidates, costs, task, folder, index, taus)
 
 
 def _parts(

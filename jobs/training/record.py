@@ -10,22 +10,18 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
-from blockpilot.policy.dataset import Examples
+from blockpilot.policy.dataset import split_examples
 from blockpilot.policy.learned import LearnedPolicy, PolicyInfo
 from blockpilot.policy.offline import LookupReport, lookup_report
 from blockpilot.policy.store import FORMAT, load_policy, save_policy
-from blockpilot.policy.training import fitted_network, new_network, predict, shrink
+from blockpilot.policy.training import fitted_network, new_network, shrink
 from blockpilot.storage import write_text
 from blockpilot.sweep.rows import MIN_PROB
 from jobs.common.learned_from import LearnedFrom
 from jobs.common.registry import Registry, Version, kept_for_later
 from jobs.training.config import TrainConfig
 from jobs.training.dataset import Dataset
-from jobs.training.plan import FitPlan
 
-NUM_SAMPLES = 2000  # held-back examples whose predictions are kept for the report
 TRAINING_FILE = "training.json"
 
 
@@ -39,11 +35,11 @@ class TrainResult(NamedTuple):
     run_id: str
 
 
-def save(config: TrainConfig, data: Dataset, planned: FitPlan, state: dict[str, Any]) -> None:
+def save(config: TrainConfig, data: Dataset, state: dict[str, Any]) -> None:
     """Write the policy of the best epoch, its look-ups on the held-back rows, and all that MLflow is to know."""
-    training, validation = planned.examples()
-    settings, task = planned.settings, planned.task
-    network = new_network(training, planned.vocab_size, settings)
+    settings, task = config.fit, data.task
+    training, validation = split_examples(data.folder, config.validation, settings.seed)
+    network = new_network(training, data.metadata.vocab_size, settings)
     network = fitted_network(network, state["best"], training, settings, task)
     found = lookup_report(network, task, training, validation)
     fell_back = config.fall_back and task.kind == "step" and not found.claims_gain
@@ -61,8 +57,7 @@ def save(config: TrainConfig, data: Dataset, planned: FitPlan, state: dict[str, 
         **dataclasses.asdict(settings),
     }
     info = PolicyInfo(data.metadata.pair, data.candidates, config.objective, network.shape, MIN_PROB, provenance)
-    policy = LearnedPolicy(info, network, data.costs)
-    save_policy(policy, config.output)
+    save_policy(LearnedPolicy(info, network, data.costs), config.output)
     LearnedFrom(frozenset(data.rows.prompts), data.taus).write(config.output)
     labels = Counter(task.labels(training.taus).tolist())
     params = config.model_dump(mode="json", exclude={"fit"}) | dataclasses.asdict(settings)
@@ -75,7 +70,6 @@ def save(config: TrainConfig, data: Dataset, planned: FitPlan, state: dict[str, 
         "fell_back": fell_back,
         "num_examples": [len(training), len(validation)],
         "balance": {size: labels[i] for i, size in enumerate(data.candidates)},
-        "sample": _sample(data, planned, policy, validation),
     }
     write_text(config.output / TRAINING_FILE, json.dumps(content) + "\n")
 
@@ -85,19 +79,6 @@ def _tags(info: PolicyInfo, data: Dataset, found: LookupReport) -> dict[str, obj
     candidates = ",".join(map(str, info.candidates))
     kind = {"format": FORMAT, "objective": info.objective, "kind": info.kind}
     return {**info.pair._asdict(), **kind, "candidates": candidates, "sweep_id": data.id, **lookup}
-
-
-def _sample(data: Dataset, planned: FitPlan, policy: LearnedPolicy, validation: Examples) -> dict[str, Any]:
-    """Predicted and measured tokens of a step for some held-back examples; of kind `step` only."""
-    if planned.task.kind != "step":
-        return {}
-    some = validation.take(torch.randperm(len(validation), generator=torch.Generator().manual_seed(0))[:NUM_SAMPLES])
-    predicted = planned.task.taus(predict(policy.network, some))
-    return {
-        "sets": [data.rows.sets[row] for row in some.rows[some.index].tolist()],
-        "predicted": [[round(tau, 4) for tau in taus] for taus in predicted.tolist()],
-        "measured": [[round(tau, 4) for tau in taus] for taus in some.taus.tolist()],
-    }
 
 
 def log(output: Path, registry: Registry) -> TrainResult:

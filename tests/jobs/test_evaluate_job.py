@@ -30,7 +30,7 @@ from blockpilot.policy.store import save_policy
 from blockpilot.prompts.files import Message, Prompt, answer_limit, load_prompts
 from blockpilot.sweep.rows import Metadata, SweepRow, prompt_ids, write_rows
 from blockpilot.sweep.summary import Summary
-from blockpilot.sweep.sweep import decode
+from blockpilot.sweep.sweep import sweep_prompts
 from blockpilot.types import PairId, Prefill, Request, Sampling
 from helpers.policies import step_policy, tiny_policy
 from helpers.processes import Job
@@ -81,7 +81,9 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Prompt
 @pytest.fixture(scope="module")
 def swept_rows(tiny_pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> list[SweepRow]:
     path = prompt_file(tmp_path_factory.mktemp("prompts") / "swept.jsonl", SWEPT)
-    return decode(tiny_pair, load_prompts(str(path)), CANDIDATES, max_new_tokens=NUM_TOKENS).rows
+    return sweep_prompts(
+        tiny_pair, load_prompts(str(path)), CANDIDATES, method="decode", max_new_tokens=NUM_TOKENS
+    ).rows
 
 
 @pytest.fixture
@@ -753,7 +755,9 @@ def test_taus_of_the_sweep_are_those_of_the_same_temperature(
     tmp_path: Path,
 ) -> None:
     texts = load_prompts(str(prompt_file(tmp_path / "hot.jsonl", [f"hot {i}?" for i in range(4)])))
-    hot = decode(tiny_pair, texts, CANDIDATES, max_new_tokens=NUM_TOKENS, temperature=5.0).rows
+    hot = sweep_prompts(
+        tiny_pair, texts, CANDIDATES, method="decode", max_new_tokens=NUM_TOKENS, temperature=5.0
+    ).rows
     assert Summary().add(hot).tau_curve[4] > Summary().add(swept_rows).tau_curve[4]
     write_rows(tmp_path / "cold" / "part.parquet", swept_rows, metadata)
     write_rows(tmp_path / "hot" / "part.parquet", hot, metadata)

@@ -87,7 +87,6 @@ def test_the_page_holds_everything_it_needs(tmp_path: Path) -> None:
     text = words(page)
     assert "T=0, one request at a time" in text
     assert "T=1, one request at a time" in text
-    assert "Qwen3-4B, T=0 3.99x, tau 6.31 4.17x, tau 6.59 +4.5%" in text
     (run_id,) = [found.info.run_id for found in Registry.open()._client.search_runs(["1"])]
     logged = {item.path for item in Registry.open()._client.list_artifacts(run_id)}
     assert logged == {"report.html", *files}

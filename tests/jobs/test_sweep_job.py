@@ -23,14 +23,12 @@ from ray.cluster_utils import Cluster
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt
 from blockpilot.sweep.rows import Metadata, SweepRow, read_file, write_rows
-from blockpilot.sweep.summary import Summary
-from blockpilot.sweep.sweep import replay
+from blockpilot.sweep.sweep import sweep_prompts
 from helpers.processes import Job, descendants
 from helpers.sweeps import read_sweep
 from jobs.common.config import ConfigError, PairConfig, main
 from jobs.sweep import SweepConfig, _open, run
 from jobs.sweeping.folder import SweepFolder, SweepShard
-from jobs.sweeping.screen import plots
 
 ROOT = Path(__file__).parents[2]
 RAY = str(Path(sys.executable).with_name("ray"))
@@ -81,7 +79,7 @@ def expected(
     output = str(tmp_path_factory.mktemp("expected"))
     config = SweepConfig(prompts=(str(prompt_file),), prompts_per_shard=2, output=output, **SETTINGS)
     shards, folder = _open(config)
-    return {s.part: replay(tiny_pair, prompts(folder, s), CANDIDATES, **SETTINGS).rows for s in shards}
+    return {s.part: sweep_prompts(tiny_pair, prompts(folder, s), CANDIDATES, **SETTINGS).rows for s in shards}
 
 
 def prompts(folder: SweepFolder, shard: SweepShard) -> list[Prompt]:
@@ -166,12 +164,6 @@ def test_the_output_may_be_a_uri(
     assert left(config) == {shard.part: [TOO_LONG] for shard in shards if TOO_LONG in texts(folder, shard)}
     with pytest.raises(ValueError, match="nosuch://x"):
         _open(config.model_copy(update={"output": "nosuch://x"}))
-
-
-def test_plots_are_pictures(expected: dict[str, list[SweepRow]]) -> None:
-    summary = Summary().add([row for rows in expected.values() for row in rows])
-    for picture in plots(summary, block_size=4).values():
-        assert picture.startswith(b"\x89PNG")
 
 
 # Shards and the output directory
@@ -278,7 +270,7 @@ def test_a_changed_prompt_file_is_another_sweep(
     path.write_text("one\ntwo\n")
     config = config.model_copy(update={"prompts": (str(path),)})
     (shard,), folder = _open(config)
-    rows = replay(tiny_pair, prompts(folder, shard), CANDIDATES, **SETTINGS).rows
+    rows = sweep_prompts(tiny_pair, prompts(folder, shard), CANDIDATES, **SETTINGS).rows
     folder.write(shard, rows, dataclasses.replace(metadata, config=folder.identity))
     path.write_text("one\nthree\n")
     with pytest.raises(ValueError, match=r"holds another sweep \(there and here: prompts_digest"):

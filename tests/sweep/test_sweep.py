@@ -15,11 +15,12 @@ from blockpilot.prompts.files import Message, Prompt, load_prompts
 from blockpilot.sweep.replay import emitted_along
 from blockpilot.sweep.rows import MIN_PROB, Metadata, SweepRow, prompt_ids, validate, vectors, write_rows
 from blockpilot.sweep.summary import Summary, fewest_steps
-from blockpilot.sweep.sweep import Outcome, candidates_around, check_candidates, decode, replay, sampler_seed
+from blockpilot.sweep.sweep import Outcome, candidates_around, check_candidates, sampler_seed, sweep_prompts
 from blockpilot.types import Step
 from helpers.sweeps import read_sweep
 
 MASK_ID = 258
+replay, decode = sweep_prompts, partial(sweep_prompts, method="decode")
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +91,7 @@ def test_a_dense_sweep_has_the_steps_of_every_walk(parrot: Pair, temperature: fl
     asked, candidates = prompts(3), [1, 3, 6]
     settings = {"max_new_tokens": 30, "temperature": temperature}
     metadata = Metadata({}, parrot.id, "float32", parrot.vocab_size, parrot.block_size, candidates, {}, "")
-    dense = replay(parrot, asked, candidates, dense=True, **settings).rows
+    dense = replay(parrot, asked, candidates, method="dense", **settings).rows
     for row, expected in zip(dense, decode(parrot, asked, candidates, **settings).rows, strict=True):
         assert row.emitted_histograms == expected.emitted_histograms
         assert row.accepted[0] == [0] * (len(row.output_tokens) - 1)
@@ -114,7 +115,7 @@ def test_a_dense_sweep_shows_what_is_known_before_its_steps(
 ) -> None:
     asked, candidates = prompts(3), [1, 3, 6]
     settings = {"max_new_tokens": 30, "temperature": temperature, "num_slots": num_slots}
-    rows = replay(tiny_pair, asked, candidates, dense=True, step_samples=7, **settings).rows
+    rows = replay(tiny_pair, asked, candidates, method="dense", step_samples=7, **settings).rows
     for row, prompt in zip(rows, asked, strict=True):
         num_anchors = len(row.output_tokens) - 1
         # At the last five anchors the length of an answer leaves less than a block of 6, unless it stopped by itself.
@@ -139,30 +140,30 @@ def test_a_dense_sweep_shows_what_is_known_before_its_steps(
 def test_how_many_steps_are_shown(tiny_pair: Pair) -> None:
     """All whole ones if asked for; the same every time; none if none are, or the sweep is not dense."""
     asked, candidates = prompts(2), [2, 6]
-    dense = partial(replay, tiny_pair, asked, candidates, max_new_tokens=20, dense=True)
+    dense = partial(replay, tiny_pair, asked, candidates, max_new_tokens=20, method="dense")
     for row in dense(step_samples=1000).rows:
         assert row.step_places == list(range(19 - 6 + 1))
     some = dense(step_samples=5).rows
     assert some == dense(step_samples=5).rows
     assert [row.step_places for row in some] != [row.step_places for row in dense(step_samples=5, seed=1).rows]
-    for method in (partial(dense, step_samples=0), partial(dense, dense=False)):
+    for method in (partial(dense, step_samples=0), partial(dense, method="replay")):
         for row in method().rows:
             assert (row.step_places, row.step_contexts, row.step_embeddings) == ([], b"", b"")
     for row in decode(tiny_pair, asked, candidates, max_new_tokens=20).rows:
         assert (row.step_places, row.step_contexts, row.step_embeddings) == ([], b"", b"")
-    (short,) = replay(tiny_pair, asked[:1], [2, 6], max_new_tokens=6, dense=True).rows
+    (short,) = replay(tiny_pair, asked[:1], [2, 6], max_new_tokens=6, method="dense").rows
     assert (len(short.accepted[0]), short.step_places) == (5, [])  # too short for one whole block
 
 
 def test_answers_that_stop_show_their_last_steps_too(tiny_pair: Pair) -> None:
     """What follows the stop token would have been cut off by it whatever the block size."""
-    (whole,) = replay(tiny_pair, prompts(1), [2, 6], max_new_tokens=30, temperature=0.7, dense=True).rows
+    (whole,) = replay(tiny_pair, prompts(1), [2, 6], max_new_tokens=30, temperature=0.7, method="dense").rows
     stop = next(
         token for i, token in enumerate(whole.output_tokens) if i >= 9 and token not in whole.output_tokens[:i]
     )
     stopping = dataclasses.replace(tiny_pair, target=copy.deepcopy(tiny_pair.target))
     stopping.target.generation_config.eos_token_id = [stop]
-    (row,) = replay(stopping, prompts(1), [2, 6], max_new_tokens=30, temperature=0.7, dense=True).rows
+    (row,) = replay(stopping, prompts(1), [2, 6], max_new_tokens=30, temperature=0.7, method="dense").rows
     assert (row.finish_reason, row.output_tokens[-1]) == ("stop", stop)
     assert row.step_places == list(range(len(row.output_tokens) - 1))
 

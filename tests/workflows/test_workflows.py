@@ -2,7 +2,6 @@
 
 import re
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from jobs.evaluation.result import EvaluateResult
 from jobs.promote import PromoteResult
 from workflows import paper, smollm2_135m
 from workflows.paper import PaperConfig
-from workflows.pipeline import Learned, Pipeline, Stopwatch, to_serve
+from workflows.pipeline import Learned, Pipeline, stage, to_serve
 from workflows.smollm2_135m import DemoConfig
 
 HUB_PAIRS = tuple(name for name in NAMED_PAIRS if name != "smollm2-135m")
@@ -79,7 +78,7 @@ def test_hub_pairs_train_the_papers_policy(tmp_path: Path) -> None:
 
 def learned(champion: int | None) -> Learned:
     version = Version("blockpilot-x", 2, None, {})
-    measured = EvaluateResult([], 6, "the sweep's prompts", None, "the table", Path("out"), "run")
+    measured = EvaluateResult([], 6, None, "the table", "run")
     return Learned(measured, PromoteResult(version, champion == 2, "a reason", champion))
 
 
@@ -115,21 +114,10 @@ def test_the_papers_protocol_runs_where_it_is_told_to(tmp_path: Path) -> None:
     assert {stage.pair.dtype for stage in (stages.sweep, stages.evaluate, stages.serve)} == {"bfloat16"}
 
 
-def test_stopwatch_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
-    watch = Stopwatch()
-    for name, seconds in (("one", 0.05), ("two", 0.1)):
-        with watch.stage(name):
-            time.sleep(seconds)
-    assert list(watch.seconds) == ["one", "two"]
-    assert watch.seconds["one"] >= 0.05
-    assert watch.seconds["two"] >= 0.1
-    watch.seconds = {"one": 1.4, "two": 1.4}
-    assert [line.split() for line in watch.table().splitlines()[2:]] == [
-        ["|", "one", "|", "1", "|"],
-        ["|", "two", "|", "1", "|"],
-        ["|", "all", "|", "3", "|"],
-    ]
-    assert capsys.readouterr().out == "\n--- one ---\n\n--- two ---\n"
+def test_a_stage_is_announced_and_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    with stage("one"):
+        print("work")
+    assert capsys.readouterr().out == "\n--- one ---\nwork\none: 0 s\n"
 
 
 # The demo
@@ -210,7 +198,7 @@ def test_a_served_answer_that_is_not_the_targets_own_is_an_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The check at the end of the demo can fail."""
-    monkeypatch.setattr(smollm2_135m, "learn", lambda stages, watch: learned(champion=1))
+    monkeypatch.setattr(smollm2_135m, "learn", lambda stages: learned(champion=1))
     monkeypatch.setattr(serve, "start", lambda config: "url")
     monkeypatch.setattr(serve, "stop", lambda: None)
     monkeypatch.setattr(smollm2_135m, "ask", lambda *_: "served")

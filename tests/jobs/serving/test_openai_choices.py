@@ -1,4 +1,4 @@
-"""Several choices, log probabilities and echo: every choice is the text of its own seed."""
+"""Several choices and log probabilities: every choice is the text of its own seed."""
 
 import math
 from collections.abc import Iterator
@@ -127,20 +127,10 @@ def test_completion_log_probabilities(client: TestClient) -> None:
         assert [value for piece in pieces for value in piece[name]] == found[name]
 
 
-def test_echo_repeats_the_prompt(client: TestClient, tiny_pair: Pair) -> None:
-    body = {"model": "target", "max_tokens": 10, "temperature": 0}
-    text = text_of(ask(client, COMPLETIONS, body | {"prompt": "Once"}))
-    assert text_of(ask(client, COMPLETIONS, body | {"prompt": "Once", "echo": True})) == "Once" + text
-    ids = tiny_pair.tokenizer("Once")["input_ids"]
-    assert text_of(ask(client, COMPLETIONS, body | {"prompt": ids, "echo": True})) == "Once" + text
-    choices, _ = streamed(client, COMPLETIONS, body | {"prompt": "Once", "echo": True, "n": 2})
-    assert [shown(COMPLETIONS, choices, i) for i in range(2)] == ["Once" + text] * 2
-
-
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"echo": True}, "echo"),
         ({"logprobs": 6}, "logprobs"),
         ({"logprobs": -1}, "logprobs"),
         ({"logprobs": True}, "logprobs"),

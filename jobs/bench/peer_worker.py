@@ -1,0 +1,115 @@
+"""A peer of the comparison in a process of its own: loads once, then decodes batches that it reads as lines of JSON.
+
+Run by `jobs/bench/peers.py`, by whichever Python has the peer installed: vLLM's need not have BlockPilot, so this
+file imports a peer and the standard library only. Standard output carries one line of JSON an answer; what a library
+prints there goes to standard error.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+Batch = list[list[int]]
+Decode = Callable[[Batch, int], list[list[int]]]
+"""(prompts, tokens) -> the tokens of every answer."""
+
+
+def blockpilot(settings: dict[str, Any]) -> Decode:
+    """This engine, with the block size `num_drafted` + 1."""
+    import torch
+
+    from blockpilot.engine.engine import Engine
+    from blockpilot.pairs.loading import load_pair
+    from blockpilot.types import Request
+
+    torch.set_num_threads(settings["threads"])
+    pair = load_pair(target=settings["target"], draft=settings["draft"], dtype=settings["dtype"])
+
+    def decode(prompts: Batch, num: int) -> list[list[int]]:
+        engine = Engine(pair, num_slots=len(prompts), max_length=max(map(len, prompts)) + num)
+        size = settings["num_drafted"] + 1
+        answers: dict[int, list[int]] = {engine.add(Request(tuple(p), num, block_size=size)): [] for p in prompts}
+        while not engine.idle:
+            for step in engine.step():
+                answers[step.request_id] += step.tokens
+        return list(answers.values())
+
+    return decode
+
+
+def transformers(settings: dict[str, Any]) -> Decode:
+    """`generate` of transformers on a padded batch, plainly."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(settings["threads"])
+    dtype = getattr(torch, settings["dtype"])
+    model: Any = AutoModelForCausalLM.from_pretrained(settings["target"], dtype=dtype).eval()
+    model.generation_config.eos_token_id = None
+
+    def decode(prompts: Batch, num: int) -> list[list[int]]:
+        width = max(map(len, prompts))
+        tokens = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        found = model.generate(tokens, attention_mask=mask, max_new_tokens=num, do_sample=False, pad_token_id=0)
+        return [answer.tolist() for answer in found[:, width:]]
+
+    return decode
+
+
+def vllm(settings: dict[str, Any]) -> Decode:
+    """vLLM, plainly or with the same DFlash draft."""
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+    from vllm import LLM, SamplingParams
+
+    options: dict[str, Any] = {}
+    if settings["num_drafted"]:
+        draft = {"model": settings["draft"], "num_speculative_tokens": settings["num_drafted"]}
+        options["speculative_config"] = {"method": "dflash", **draft}
+    engine = LLM(settings["target"], dtype=settings["dtype"], max_model_len=1024, max_num_seqs=32, **options)
+
+    def decode(prompts: Batch, num: int) -> list[list[int]]:
+        sampling = SamplingParams(temperature=0, max_tokens=num, ignore_eos=True)
+        found = engine.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
+        return [list(request.outputs[0].token_ids) for request in found]
+
+    return decode
+
+
+def llama_cpp(settings: dict[str, Any]) -> Decode:
+    """llama-bench, one request, plainly: it decodes tokens of its own, so that its answers compare in number only."""
+    command = [settings["program"], "-m", settings["target"], "-t", str(settings["threads"]), "-o", "json", "-r", "1"]
+
+    def decode(prompts: Batch, num: int) -> list[list[int]]:
+        (prompt,) = prompts
+        test = ["-p", "0", "-n", "0", "-pg", f"{len(prompt)},{num}"]
+        (found,) = json.loads(subprocess.check_output([*command, *test], stderr=subprocess.DEVNULL))
+        settings["seconds"] = found["avg_ns"] / 1e9
+        return [[0] * num]
+
+    return decode
+
+
+PEERS = {"blockpilot": blockpilot, "transformers": transformers, "vllm": vllm, "llama.cpp": llama_cpp}
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    settings = json.loads(sys.argv[1])
+    decode = PEERS[settings["peer"]](settings)
+    print(json.dumps({"ready": True}), file=answers)
+    for line in sys.stdin:
+        batch = json.loads(line)
+        started = time.perf_counter()
+        found = decode(batch["prompts"], batch["num_tokens"])
+        seconds = settings.pop("seconds", time.perf_counter() - started)
+        print(json.dumps({"seconds": seconds, "answers": found}), file=answers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""This engine beside what a user would take instead: transformers, llama.cpp and vLLM's CPU build.
+
+Every peer decodes the same prompts to the same number of tokens, greedily, with the same weights, dtype and threads;
+vLLM takes the same draft. Peers take turns, batch by batch, each in a process of its own that loads once. A row is
+tokens a second with the prompts' time, and the median over batches of its ratio to the first row.
+
+    python jobs/bench/peers.py --threads 2 --vllm-python ~/vllm/bin/python --llama-bench llama-bench --gguf model.gguf
+
+How to install vLLM and llama.cpp, each outside this environment: docs/results.md.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from pydantic import Field
+from transformers import AutoTokenizer
+
+from blockpilot.device import device_name
+from blockpilot.evaluation.tables import markdown
+from blockpilot.pairs.loading import draft_directory, target_directory
+from blockpilot.prompts.files import load_prompts
+from blockpilot.storage import write_text
+from jobs.common.config import Config, PairConfig, main, pick_dtype
+
+WORKER = Path(__file__).with_name("peer_worker.py")
+
+
+class PeersConfig(Config):
+    """Which peers, and the work."""
+
+    pair: PairConfig = PairConfig(dtype="fast")
+    prompts: str = "demo"
+    """A prompt set or file."""
+    requests: tuple[int, ...] = (1, 4, 16)
+    """Decoded together."""
+    rounds: int = Field(default=3, ge=1)
+    """Batches of every number of requests, after one that warms up."""
+    num_tokens: int = Field(default=64, ge=2)
+    """Of every answer."""
+    block_sizes: tuple[int, ...] = (1, 4, 8)
+    """Of this engine; vLLM drafts one token less for each. 1 is plain decoding."""
+    threads: int = Field(default=1, ge=1)
+    """Of every peer."""
+    vllm_python: Path | None = None
+    """Python of an environment with vLLM."""
+    llama_bench: Path | None = None
+    """The program llama-bench of llama.cpp;"""
+    gguf: Path | None = None
+    """and the target for it."""
+    output: Path = Path("runs/peers")
+
+
+class Peer(NamedTuple):
+    """What a worker process is started with."""
+
+    name: str
+    python: Path
+    settings: dict[str, Any]
+
+    def takes(self, num_requests: int) -> bool:
+        return num_requests == 1 or self.settings["peer"] != "llama.cpp"
+
+
+class DecodedBatch(NamedTuple):
+    """A batch that a peer decoded."""
+
+    seconds: float
+    answers: list[list[int]]
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second."""
+        return sum(map(len, self.answers)) / self.seconds
+
+
+def peers(config: PeersConfig) -> list[Peer]:
+    """Those that are installed. Raises ValueError for a program or a file that is not there."""
+    for name in ("vllm_python", "llama_bench", "gguf"):
+        path = getattr(config, name)
+        if path is not None and not path.exists():
+            raise ValueError(f"{name} {path}: no such file")
+    if (config.llama_bench is None) != (config.gguf is None):
+        raise ValueError(f"llama_bench {config.llama_bench} and gguf {config.gguf}: both are needed")
+    target, draft = config.pair.models
+    shared = {"dtype": pick_dtype(config.pair.dtype, "cpu"), "threads": config.threads, "num_drafted": 0}
+    shared |= {"target": target_directory(target), "draft": str(draft_directory(draft))}
+    own = Path(sys.executable)
+    kinds = [("blockpilot", own, config.block_sizes), ("transformers", own, (1,))]
+    if config.vllm_python is not None:
+        kinds.append(("vllm", config.vllm_python, config.block_sizes))
+    found = [
+        Peer(f"{kind}, B={size}" if size > 1 else f"{kind}, plain", python, shared | drafts)
+        for kind, python, sizes in kinds
+        for size in sizes
+        for drafts in [{"peer": kind, "num_drafted": size - 1}]
+    ]
+    if config.llama_bench is not None:
+        program = {"peer": "llama.cpp", "program": str(config.llama_bench), "target": str(config.gguf)}
+        found.append(Peer("llama.cpp, plain", own, shared | program))
+    return found
+
+
+@contextmanager
+def running(peer: Peer, log: Path) -> Iterator["Worker"]:
+    """The peer's process, until the end of the block; what it prints goes to `log`."""
+    environment = os.environ | {"OMP_NUM_THREADS": str(peer.settings["threads"])}
+    command: list[str | Path] = [peer.python, WORKER, json.dumps(peer.settings)]
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+        )
+    with process:
+        try:
+            yield Worker(process, log)
+        finally:
+            process.terminate()
+
+
+class Worker:
+    """A peer's process that is ready."""
+
+    def __init__(self, process: "subprocess.Popen[str]", log: Path) -> None:
+        self._process, self._log = process, log
+        self._answer()
+
+    def decode(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> DecodedBatch:
+        """Decode prompts together."""
+        assert self._process.stdin is not None
+        print(json.dumps({"prompts": prompts, "num_tokens": num_tokens}), file=self._process.stdin, flush=True)
+        return DecodedBatch(**self._answer())
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise ValueError(f"a peer has ended; what it said: {self._log}")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+
+def measure(config: PeersConfig) -> dict[int, dict[str, list[DecodedBatch]]]:
+    """Batches by number of requests and name of the peer, in the same order for all."""
+    found: dict[int, dict[str, list[DecodedBatch]]] = defaultdict(lambda: defaultdict(list))
+    tokenizer = AutoTokenizer.from_pretrained(target_directory(config.pair.models[0]))
+    prompts = [list(prompt.encode(tokenizer)) for prompt in load_prompts(config.prompts)]
+    config.output.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        workers = []
+        for peer in peers(config):
+            print(f"peers: loading {peer.name}", flush=True)
+            log = config.output / f"{peer.name.replace(', ', '-')}.log"
+            workers.append((peer, stack.enter_context(running(peer, log))))
+        for num in config.requests:
+            every = prompts * num * config.rounds
+            batches = [every[i * num : (i + 1) * num] for i in range(config.rounds)]
+            taking = [(peer, worker) for peer, worker in workers if peer.takes(num)]
+            for _, worker in taking:
+                worker.decode(batches[0], 4)
+            for i, batch in enumerate(batches):
+                for peer, worker in taking[i % len(taking) :] + taking[: i % len(taking)]:
+                    found[num][peer.name].append(worker.decode(batch, config.num_tokens))
+                print(f"peers: {num} requests, {i + 1}/{len(batches)} batches", flush=True)
+    return found
+
+
+def table(found: dict[int, dict[str, list[DecodedBatch]]]) -> str:
+    """Tokens a second and ratios, a row a peer."""
+    names = list(dict.fromkeys(name for of_load in found.values() for name in of_load))
+    rows = []
+    for name in names:
+        row = {"peer": name}
+        for num, of_load in found.items():
+            first, own = of_load[names[0]], of_load.get(name)
+            ratio = median(ours.speed / theirs.speed for ours, theirs in zip(own, first, strict=True)) if own else 0
+            row[f"{num} at a time"] = f"{median(a.speed for a in own):.1f} ({ratio:.2f})" if own else "-"
+        rows.append(row)
+    return markdown(rows)
+
+
+def run(config: PeersConfig) -> None:
+    """Measure, print and keep the table."""
+    torch.set_num_threads(config.threads)
+    found = measure(config)
+    settings = peers(config)[0].settings
+    title = f"{config.pair.models[0]}, {settings['dtype']} on {device_name(torch.device('cpu'))}"
+    text = f"{title}: tokens/s, and times the first row.\n\n{table(found)}\n"
+    write_text(config.output / "table.md", text)
+    kept = {num: {name: [a._asdict() for a in of] for name, of in of_load.items()} for num, of_load in found.items()}
+    write_text(config.output / "answers.json", json.dumps(kept))
+    print(f"\n{text}")
+
+
+if __name__ == "__main__":
+    main(PeersConfig, run)

@@ -1,0 +1,83 @@
+"""The comparison with peers, on the tiny pair, with those of this environment."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jobs.bench.peers import DecodedBatch, PeersConfig, measure, peers, run, table
+from jobs.common.config import PairConfig
+
+
+@pytest.fixture
+def config(tiny_pair_dirs: tuple[Path, Path], tmp_path: Path) -> PeersConfig:
+    target, draft = map(str, tiny_pair_dirs)
+    return PeersConfig(
+        pair=PairConfig(target=target, draft=draft, dtype="float32"),
+        requests=(1, 3),
+        rounds=2,
+        num_tokens=6,
+        block_sizes=(1, 3),
+        output=tmp_path / "peers",
+    )
+
+
+def test_all_decode_the_same_answers(config: PeersConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    """In float32 this engine's are those of transformers, plainly and with drafts, alone and together."""
+    run(config)
+    kept = json.loads((config.output / "answers.json").read_text())
+    assert list(kept) == ["1", "3"]
+    for num, of_load in kept.items():
+        assert list(of_load) == ["blockpilot, plain", "blockpilot, B=3", "transformers, plain"]
+        first = [batch["answers"] for batch in of_load["blockpilot, plain"]]
+        assert [len(batch) for batch in first] == [int(num)] * 2
+        assert {len(answer) for batch in first for answer in batch} == {6}
+        for batches in of_load.values():
+            assert [batch["answers"] for batch in batches] == first
+            assert all(batch["seconds"] > 0 for batch in batches)
+    assert (config.output / "table.md").read_text() in capsys.readouterr().out
+
+
+def test_ratios_are_of_the_same_batches() -> None:
+    def answered(*seconds: float) -> list[DecodedBatch]:
+        return [DecodedBatch(each, [[1] * 10]) for each in seconds]
+
+    found = {1: {"ours": answered(1, 2, 4), "other": answered(2, 2, 2), "third": answered(1, 1, 1)}}
+    found[4] = {"ours": answered(1, 2, 4), "third": answered(4, 4, 4)}
+    _, _, *rows = (line.split("|")[1:-1] for line in table(found).splitlines())
+    shown = [[cell.strip() for cell in row] for row in rows]
+    assert shown == [
+        ["ours", "5.0 (1.00)", "5.0 (1.00)"],
+        ["other", "5.0 (1.00)", "-"],
+        ["third", "10.0 (2.00)", "2.5 (0.50)"],
+    ]
+
+
+def test_vllm_drafts_as_many_tokens(config: PeersConfig, tmp_path: Path) -> None:
+    """A block of B has B - 1 drafted tokens; llama.cpp takes one request at a time."""
+    (tmp_path / "program").touch()
+    program = tmp_path / "program"
+    found = peers(config.model_copy(update={"vllm_python": program, "llama_bench": program, "gguf": program}))
+    assert [(peer.name, peer.settings["num_drafted"], peer.takes(3)) for peer in found] == [
+        ("blockpilot, plain", 0, True),
+        ("blockpilot, B=3", 2, True),
+        ("transformers, plain", 0, True),
+        ("vllm, plain", 0, True),
+        ("vllm, B=3", 2, True),
+        ("llama.cpp, plain", 0, False),
+    ]
+
+
+def test_what_is_not_there_is_named(config: PeersConfig) -> None:
+    with pytest.raises(ValueError, match="vllm_python nowhere: no such file"):
+        peers(config.model_copy(update={"vllm_python": Path("nowhere")}))
+    with pytest.raises(ValueError, match=r"llama_bench None and gguf .*: both are needed"):
+        peers(config.model_copy(update={"gguf": Path(__file__)}))
+
+
+def test_a_peer_that_fails_is_named_with_its_log(config: PeersConfig, tmp_path: Path) -> None:
+    (program := tmp_path / "python").write_text("#!/bin/sh\necho no vllm here >&2\nexit 1\n")
+    program.chmod(0o755)
+    with pytest.raises(ValueError, match=r"a peer has ended; what it said: .*vllm-plain\.log"):
+        measure(config.model_copy(update={"vllm_python": program, "block_sizes": (1,)}))
+    assert "no vllm here" in (config.output / "vllm-plain.log").read_text()

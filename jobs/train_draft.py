@@ -38,7 +38,8 @@ from blockpilot.draft_training.training import DraftFit, DraftFitSettings
 from blockpilot.drafts.checkpoint import load_draft, new_draft_config, save_draft
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.options import parse_options
-from blockpilot.models.target import Target, check_family
+from blockpilot.models.decoder import check_family
+from blockpilot.models.target import Target
 from blockpilot.pairs.loading import check_fit, load_target, target_directory
 from blockpilot.prompts.files import Prompt
 from jobs import answers

@@ -57,10 +57,8 @@ def target_features(target: Target, answers: Sequence[Answer], batch_size: int =
         chosen = by_length[start : start + batch_size]
         rows = [torch.tensor(answers[i].tokens) for i in chosen]
         tokens = pad_sequence(rows, batch_first=True).to(target.model.device)
-        longest = tokens.shape[1]
-        positions = torch.arange(longest, device=tokens.device).expand(len(rows), -1)
-        view = target.new_cache(len(rows), longest).view_rows(positions, longest)
-        scored = target.score(tokens, positions, view, features=True)
+        cache = target.new_cache(*tokens.shape)
+        scored = target.score_rows(tokens, 0, cache, torch.arange(len(rows), device=tokens.device))
         assert scored.features is not None
         for i, row, of_row, hidden_row in zip(chosen, rows, scored.features, scored.hidden, strict=True):
             found[i] = TargetFeatures(of_row[: len(row)].cpu(), hidden_row[: len(row)].cpu())

@@ -21,7 +21,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from blockpilot.drafts.options import parse_options
 from blockpilot.models.cache import SlotCache, SlotView
-from blockpilot.models.packing import Packing, grouped_attention
+from blockpilot.models.packing import Packing, folded, grouped_attention
 
 Rotary = tuple[Tensor, Tensor]  # cosines and sines of the positions
 
@@ -70,10 +70,11 @@ class DraftAttention(nn.Module):
         queries, _ = apply_rotary_pos_emb(queries, queries, *rotary)
         keys, values = cache.update(*self.project(hidden, rotary), self.layer_idx)
         scale = self.head_dim**-0.5
+        bias = folded(mask, queries.shape[1] // keys.shape[1], queries.dtype)
         if packing is None:
-            attended = grouped_attention(queries, keys, values, mask, scale).transpose(1, 2)
+            attended = grouped_attention(queries, keys, values, bias, scale).transpose(1, 2)
         else:
-            attended = packing.attend(queries, keys, values, mask, scale)
+            attended = packing.attend(queries[0].transpose(0, 1), keys, values, bias, scale)[None]
         output: Tensor = self.o_proj(attended.flatten(-2))
         return output
 
@@ -112,11 +113,11 @@ class DraftModel(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.fc.weight.dtype
+        return self.norm.weight.dtype
 
     def new_cache(self, num_slots: int, length: int) -> SlotCache:
         """An empty cache of projected context: `num_slots` rows of `length` columns."""
-        return SlotCache(self.config, num_slots, length, self.dtype, self.fc.weight.device)
+        return SlotCache(self.config, num_slots, length, self.dtype, self.norm.weight.device)
 
     def fuse(self, features: Tensor) -> Tensor:
         """Target features [..., n * hidden] -> context vectors [..., hidden]."""

@@ -32,17 +32,16 @@ class Drafter:
         index = torch.tensor(slots, device=anchors.device)
         rows = slice(0, len(slots)) if slots[-1] == len(slots) - 1 else index
         positions = blocks.positions[None]
-        view = self.cache.view(index[blocks.rows][None], positions, rows, blocks.length)
+        view = self.cache.view(index[blocks.rows], positions[0], rows, blocks.length)
         tokens = torch.where(blocks.offsets == 0, anchors[blocks.rows], self._draft.options.mask_token_id)
         embedded = self._target.embed(tokens).to(self._draft.dtype)
         return self._draft.propose(embedded[None], positions, view, blocks)[0][blocks.after_first]
 
     def keep_up(self, features: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-        """Cache the target's features [1, N, F] of tokens in slots [N] at positions [N].
+        """Cache the target's features [N, F] of tokens in slots [N] at positions [N].
 
         Returns their context vectors [N, hidden].
         """
         contexts = self._draft.fuse(features.to(self._draft.dtype))
-        view = self.cache.view(slots[None], positions[None], slice(0, 0), 0)
-        self._draft.extend(contexts, positions[None], view)
-        return contexts[0]
+        self._draft.extend(contexts[None], positions[None], self.cache.view(slots, positions, slice(0, 0), 0))
+        return contexts

@@ -233,16 +233,16 @@ class Engine:
         """
         packing = SideBySide([part.packing for part in work.parts])
         rows = [row for part in work.parts for row in part.rows]
-        tokens = torch.cat([part.tokens for part in work.parts])[None]
+        tokens = torch.cat([part.tokens for part in work.parts])
         slots, positions = packing.rows, packing.positions
-        view = self._cache.view(slots[None], positions[None], slice(0, len(rows)), packing.length)
+        view = self._cache.view(slots, positions, slice(0, len(rows)), packing.length)
         may_draft = any(row.can_draft for row in rows)
-        scored = self._target.score(tokens, positions[None], view, features=may_draft, packing=packing)
+        scored = self._target.score(tokens, view, packing, features=may_draft)
         contexts = None
         if scored.features is not None:
             contexts = self._drafter.keep_up(scored.features, slots, positions)
         num, ends = work.num_block_tokens, list(work.prompt_ends.values())
-        hidden = scored.hidden[0]
+        hidden = scored.hidden
         read_from = torch.cat([hidden[:num], hidden[ends]]) if ends else hidden[:num]
         return StepScores(self._target.logits(read_from), contexts)
 

@@ -14,44 +14,39 @@ from torch import Tensor
 
 
 class SlotCache:
-    """Keys and values of a model's layers, each [num_slots, kv_heads, length, head_dim]; empty at first."""
+    """Keys and values of a model's layers for `num_slots` sequences of `length` columns; zeros at first."""
 
     def __init__(self, config: Any, num_slots: int, length: int, dtype: torch.dtype, device: torch.device) -> None:
         num_heads = config.num_key_value_heads or config.num_attention_heads
-        shape = (config.num_hidden_layers, num_slots, num_heads, length, head_dim(config))
+        shape = (config.num_hidden_layers, 2, num_slots, num_heads, length, head_dim(config))
         # Zeros, not empty: masked columns are multiplied by zero, and garbage may hold NaN.
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.layers = torch.zeros(shape, dtype=dtype, device=device)
+        """[layers, 2, num_slots, kv_heads, length, head_dim], keys and then values."""
+        self.by_token = [self.layers[i].permute(1, 3, 0, 2, 4) for i in range(len(self.layers))]
+        """Each layer as a view [num_slots, length, 2, kv_heads, head_dim]."""
 
     @property
     def num_bytes(self) -> int:
         """Memory of keys and values together."""
-        return 2 * self.keys.nbytes
+        return self.layers.nbytes
 
     def view(self, slots: Tensor, positions: Tensor, rows: "slice | Tensor", length: int) -> "SlotView":
-        """The cache as one forward pass sees it, whose token i lies in slot slots[i] at positions[i].
+        """The cache as one forward pass sees it, whose token i lies in slot slots[i] at positions[i], both [N].
 
-        Both have the shape [R, W] of the pass, or one that broadcasts to it. `rows` are the slots that are read, each
-        up to column `length`, which is one past the largest position (the caller knows it without waiting for the
-        device).
+        `rows` are the slots that are read, each up to column `length`, which is one past the largest position (the
+        caller knows it without waiting for the device).
         """
         return SlotView(self, slots, positions, rows, length)
 
-    def view_rows(self, positions: Tensor, length: int) -> "SlotView":
-        """`view` of slots 0 .. R-1, a row of tokens at positions [R, W] each."""
-        slots = torch.arange(len(positions), device=positions.device)[:, None]
-        return self.view(slots, positions, slice(0, len(positions)), length)
-
     def move(self, source: int, destination: int, length: int) -> None:
         """Copy the first `length` columns of slot `source` over slot `destination`."""
-        for entries in (self.keys, self.values):
-            entries[:, destination, :, :length] = entries[:, source, :, :length]
+        self.layers[:, :, destination, :, :length] = self.layers[:, :, source, :, :length]
 
 
 class SlotView:
-    """What attention layers call: `update` stores the pass's keys and values and returns all up to the longest row.
+    """What attention layers call to store the pass's keys and values and to read all up to the longest row.
 
-    The object a transformers model takes as `past_key_values`; `length` is the number of columns returned.
+    `length` is the number of columns read.
     """
 
     def __init__(
@@ -59,14 +54,21 @@ class SlotView:
     ) -> None:
         self.length = length
         self._cache = cache
-        self._slots, self._positions, self._rows = slots, positions, rows
+        self._places, self._rows = (slots, positions), rows
+
+    def store(self, new: Tensor, layer_idx: int) -> None:
+        """Store keys and values [N, 2, kv_heads, head_dim] of the pass's tokens."""
+        self._cache.by_token[layer_idx].index_put_(self._places, new)
+
+    def read(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [rows, kv_heads, length, head_dim]."""
+        keys, values = self._cache.layers[layer_idx, :, self._rows, :, : self.length]
+        return keys, values
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Store [R, heads, W, head_dim] and return both as [rows, heads, length, head_dim]."""
-        all_keys, all_values = self._cache.keys[layer_idx], self._cache.values[layer_idx]
-        all_keys[self._slots, :, self._positions] = keys.transpose(1, 2)
-        all_values[self._slots, :, self._positions] = values.transpose(1, 2)
-        return all_keys[self._rows, :, : self.length], all_values[self._rows, :, : self.length]
+        """Store keys and values [R, kv_heads, W, head_dim] of the pass's R * W tokens, and `read`."""
+        self.store(torch.stack([keys, values]).permute(1, 3, 0, 2, 4).flatten(0, 1), layer_idx)
+        return self.read(layer_idx)
 
 
 def head_dim(config: Any) -> int:

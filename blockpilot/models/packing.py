@@ -4,24 +4,17 @@ Tokens of R rows lie side by side in one sequence [1, N, ...]: what a layer does
 experts, norms: nearly all of its work) costs N tokens, whatever the longest row is. Only attention needs the rows
 apart, so only its queries are padded, for the time of the kernel; every row then meets its own keys. Rows that are
 much wider than others, prompts beside blocks, are a packing of their own in the same pass.
-
-Attention comes in through transformers' registry of attention functions. A call without a `packing` is stock sdpa.
 """
 
 import math
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-ATTENTION = "blockpilot_packed"
 MOST_SCORES = 1 << 20  # of a batched product; more of them leave the caches
 
 
@@ -78,13 +71,13 @@ class Packing:
         places = padded.flatten(0, 1)
         return places if self._uniform else places.index_select(0, self._places)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-        """Packed query [1, heads, N, head_dim] -> [1, N, heads, head_dim].
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:
+        """Packed query [N, heads, head_dim] -> [N, heads, head_dim].
 
-        key and value are [R, kv_heads, L, head_dim], mask [R, 1, width, L].
+        key and value are [R, kv_heads, L, head_dim], bias [R, 1, groups * width, L] as `folded` makes it.
         """
-        queries = self.pad(query[0].transpose(0, 1)).transpose(1, 2)
-        return self.pack(grouped_attention(queries, key, value, mask, scale).transpose(1, 2))[None]
+        attended = grouped_attention(self.pad(query).transpose(1, 2), key, value, bias, scale)
+        return self.pack(attended.transpose(1, 2))
 
 
 class SideBySide:
@@ -99,54 +92,51 @@ class SideBySide:
         self.rows = torch.cat([part.rows + first for part, first in zip(parts, firsts, strict=True)])
         """[N]: the row of every token, counted over all parts."""
 
-    def pad(self, packed: Tensor) -> Tensor:
-        """[N, ...] -> [M, ...]: the padded rows of every part, one after the other."""
-        numbers = packed.split([part.num_tokens for part in self.parts])
-        return torch.cat([part.pad(of_part).flatten(0, 1) for part, of_part in zip(self.parts, numbers, strict=True)])
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-        """As `Packing.attend`, with a mask [1, 1, M, L] of the padded rows."""
-        attended, token, row, line = [], 0, 0, 0
-        for part in self.parts:
-            num_rows, num_lines = len(part.sizes), len(part.sizes) * part.width
-            keys, values = (kept[row : row + num_rows, :, : part.length] for kept in (key, value))
-            lines = mask[0, 0, line : line + num_lines, : part.length].unflatten(0, (num_rows, 1, part.width))
-            queries = query[:, :, token : token + part.num_tokens]
-            attended.append(part.attend(queries, keys, values, lines, scale))
-            token, row, line = token + part.num_tokens, row + num_rows, line + num_lines
-        return torch.cat(attended, dim=1)
+class Attention:
+    """How the packed tokens of a pass attend, each up to its own position: worked out once for all layers."""
 
+    def __init__(self, packing: SideBySide, groups: int, dtype: torch.dtype) -> None:
+        self._parts = packing.parts
+        self._biases = [folded(_up_to_own(part), groups, dtype) for part in packing.parts]
 
-def packed_attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    packing: SideBySide | None = None,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    """What a transformers model calls: `SideBySide.attend`, or stock sdpa for a call without a packing."""
-    if packing is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    assert attention_mask is not None
-    return packing.attend(query, key, value, attention_mask, options["scaling"]), None
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Packed query [N, heads, head_dim] -> [N, heads * head_dim]; key and value [R, kv_heads, L, head_dim]."""
+        attended, row = [], 0
+        queries = query.split([part.num_tokens for part in self._parts])
+        for part, own, bias in zip(self._parts, queries, self._biases, strict=True):
+            rows = slice(row, row + len(part.sizes))
+            keys, values = (kept[rows, :, : part.length] for kept in (key, value))
+            attended.append(part.attend(own, keys, values, bias, scale).flatten(1))
+            row = rows.stop
+        return attended[0] if len(attended) == 1 else torch.cat(attended)
 
 
-def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """query [R, heads, W, head_dim], key and value [R, kv_heads, L, head_dim], mask [R, 1, W, L] -> as query.
+def _up_to_own(part: Packing) -> Tensor:
+    """Mask [R, 1, width, length]: columns up to a token's own position."""
+    columns = torch.arange(part.length, device=part.rows.device)
+    return (columns <= part.pad(part.positions)[:, :, None])[:, None]
+
+
+def folded(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+    """Mask [R, 1, W, L] of what is seen -> what `grouped_attention` adds to scores, [R, 1, groups * W, L]."""
+    bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
+    return bias.repeat(1, 1, groups, 1)
+
+
+def grouped_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """query [R, heads, W, head_dim], key and value [R, kv_heads, L, head_dim], bias `folded` -> as query.
 
     The queries that share keys are laid one after the other: nothing of the cache is copied for them.
     """
     groups, width = query.shape[1] // key.shape[1], query.shape[2]
-    folded = query.unflatten(1, (key.shape[1], groups)).flatten(2, 3)
-    lines = mask.repeat(1, 1, groups, 1)
+    rows = query.unflatten(1, (key.shape[1], groups)).flatten(2, 3)
     if _products_are_quicker(query):
         num = max(1, MOST_SCORES // (query.shape[1] * width * key.shape[2]))
-        parts = zip(folded.split(num), key.split(num), value.split(num), lines.split(num), strict=True)
+        parts = zip(rows.split(num), key.split(num), value.split(num), bias.split(num), strict=True)
         attended = torch.cat([_by_products(*part, scale=scale) for part in parts])
     else:
-        attended = functional.scaled_dot_product_attention(folded, key, value, attn_mask=lines, scale=scale)
+        attended = functional.scaled_dot_product_attention(rows, key, value, attn_mask=bias, scale=scale)
     apart: Tensor = attended.unflatten(2, (groups, width)).flatten(1, 2)
     return apart
 
@@ -160,20 +150,15 @@ def _products_are_quicker(query: Tensor) -> bool:
     return cpu and not torch.is_grad_enabled() and (len(query) > 2 or query.shape[2] > 8)
 
 
-def _by_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Attention as transformers' eager one: query [R, kv_heads, M, head_dim], mask [R, 1, M, L] -> as query.
+def _by_products(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """Attention as transformers' eager one: query [R, kv_heads, M, head_dim], bias [R, 1, M, L] -> as query.
 
     Scores are rounded to bfloat16 before their softmax, which moves a target's distribution no further from that of
     float32 than the flash kernel does (LOG.md).
     """
-    bias = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -math.inf)
     bias = bias.expand(-1, key.shape[1], -1, -1).flatten(0, 1)
     keys, values = (kept.contiguous().flatten(0, 1) for kept in (key, value))  # products copy others slowly
     scores = torch.baddbmm(bias, query.flatten(0, 1), keys.transpose(1, 2), alpha=scale)
     attended = torch.bmm(scores.softmax(dim=-1, dtype=torch.float32).to(values.dtype), values)
     apart: Tensor = attended.unflatten(0, query.shape[:2])
     return apart
-
-
-AttentionInterface.register(ATTENTION, packed_attention)
-AttentionMaskInterface.register(ATTENTION, sdpa_mask)

@@ -21,8 +21,8 @@ from transformers import (
 
 from blockpilot.drafts.checkpoint import load_draft, new_draft_config
 from blockpilot.drafts.dflash import DraftModel
-from blockpilot.models.kernels import use_few_rows
-from blockpilot.models.target import check_family
+from blockpilot.models.decoder import check_family
+from blockpilot.models.kernels import prepare_layers
 from blockpilot.pairs.embedded import embedded_target
 from blockpilot.pairs.table import EMBEDDED_DRAFT, EMBEDDED_TARGET, NAMED_PAIRS, check_pair_names
 from blockpilot.types import PairId
@@ -101,8 +101,7 @@ def _pair(
 ) -> Pair:
     """The pair on its device, the draft in the target's dtype."""
     draft = draft.to(device=device, dtype=target.dtype).eval().requires_grad_(False)
-    for model in (target, draft):
-        use_few_rows(model)
+    prepare_layers(draft)
     return Pair(pair_id, target.to(device), draft, tokenizer)  # type: ignore[arg-type]
 
 
@@ -143,14 +142,20 @@ def load_target(target: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTr
 
 
 def _load_draft(draft: str) -> tuple[DraftModel, str]:
+    path = draft_directory(draft)
+    downloaded = draft != EMBEDDED_DRAFT and not Path(draft).is_dir()
+    return load_draft(path), path.name if downloaded else directory_revision(path)
+
+
+def draft_directory(draft: str) -> Path:
+    """Directory of a draft's checkpoint, downloaded where it is a hub id; raises ValueError for none."""
     path = EMBEDDED_DRAFT_DIRECTORY if draft == EMBEDDED_DRAFT else Path(draft)
     if path.is_dir():
-        return load_draft(path), directory_revision(path)
+        return path
     try:
-        snapshot = Path(snapshot_download(draft, allow_patterns=["config.json", "*.safetensors"]))
+        return Path(snapshot_download(draft, allow_patterns=["config.json", "*.safetensors"]))
     except _NOT_FOUND as error:
         raise ValueError(_not_found("draft", draft, error)) from None
-    return load_draft(snapshot), snapshot.name
 
 
 def _not_found(what: str, name: str, error: Exception) -> str:

@@ -76,20 +76,18 @@ def know(pair: Pair, texts: Sequence[Text], *, keep_context: bool = False) -> Kn
         rows = torch.tensor([i for i, of_text in enumerate(lengths) if of_text > start], device=device)
         end = min(start - (-PREFILL_COLUMNS // len(rows)), length)
         positions = torch.arange(start, end, device=device).expand(len(rows), -1)
-        target_view, draft_view = (
-            cache.view(rows[:, None], positions, rows, end) for cache in (target_cache, draft_cache)
-        )
-        scored = target.score(tokens[rows, start:end], positions, target_view, features=True)
+        scored = target.score_rows(tokens[rows, start:end], start, target_cache, rows)
         assert scored.features is not None
         context = draft.fuse(scored.features.to(draft.dtype))
-        draft.extend(context, positions, draft_view)
+        slots = rows.repeat_interleave(end - start)
+        draft.extend(context, positions, draft_cache.view(slots, positions.flatten(), rows, end))
         if keep_context:
             every[rows, start:end] = context
         column = last_of_prompt[rows] - start
         here = ((column >= 0) & (column < end - start)).nonzero()[:, 0]
         prefill_context[rows[here]] = context[here, column[here]]
         start = end
-    keys, values = tuple(draft_cache.keys), tuple(draft_cache.values)
+    keys, values = (tuple(draft_cache.layers[:, i]) for i in range(2))
     return KnownTexts(tuple(texts), tokens, keys, values, prefill_context, every if keep_context else None)
 
 

@@ -40,6 +40,7 @@ from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Message, Prompt
 from blockpilot.sweep.blocks import Blocks, block_mask
 from blockpilot.types import Sampling
+from helpers.caches import rows_view
 from helpers.tiny import tiny_draft
 
 BLOCK = 4
@@ -100,16 +101,16 @@ def test_training_blocks_equal_the_drafting_path(tiny_pair: Pair) -> None:
     loss = loss_of(tiny_pair)
     draft = loss.draft
     trained = draft_batch(draft, loss.embedding, batch, BLOCK)
+    draft.requires_grad_(False)
     for row, document in enumerate(shard):
         for a, anchor in enumerate(batch.anchors[row].tolist()):
             cache = draft.new_cache(1, 40)
             columns = torch.arange(anchor)[None]
-            draft.extend(
-                draft.fuse(document.features[None, :anchor].float()), columns, cache.view_rows(columns, anchor)
-            )
+            context = draft.fuse(document.features[None, :anchor].float())
+            draft.extend(context, columns, rows_view(cache, columns, anchor))
             block = torch.tensor([[int(document.tokens[anchor]), *[draft.options.mask_token_id] * (BLOCK - 1)]])
             positions = anchor + torch.arange(BLOCK)[None]
-            view = cache.view_rows(positions, anchor + BLOCK)
+            view = rows_view(cache, positions, anchor + BLOCK)
             alone = draft.propose(loss.embedding[block], positions, view, Packing([BLOCK], [anchor], block.device))
             torch.testing.assert_close(trained[row, a], alone[0], rtol=1e-4, atol=1e-5)
 

@@ -16,6 +16,7 @@ from blockpilot.drafts.checkpoint import load_draft, save_draft
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.options import default_layer_ids, parse_options
 from blockpilot.models.packing import Packing
+from helpers.caches import rows_view
 
 BLOCK, CONTEXT, MASK_ID = 5, 11, 7
 
@@ -105,17 +106,18 @@ def reference(
     return rms(hidden, w["norm.weight"], eps)
 
 
+@torch.inference_mode()
 def propose(draft: DraftModel, features: Tensor, block: Tensor, anchors: list[int], sizes: list[int]) -> Tensor:
     """Through the cache, as the engine does: context in two uneven pieces, with junk columns after it."""
     rows, width = len(anchors), block.shape[1]
     cache = draft.new_cache(rows, CONTEXT + width + 3)
     context = draft.fuse(features)
     positions = torch.arange(CONTEXT).expand(rows, -1)
-    draft.extend(context[:, :4], positions[:, :4], cache.view_rows(positions[:, :4], 4))
-    draft.extend(context[:, 4:], positions[:, 4:], cache.view_rows(positions[:, 4:], CONTEXT))
+    draft.extend(context[:, :4], positions[:, :4], rows_view(cache, positions[:, :4], 4))
+    draft.extend(context[:, 4:], positions[:, 4:], rows_view(cache, positions[:, 4:], CONTEXT))
     packing = Packing(sizes, anchors, torch.device("cpu"))
     packed, positions = block[packing.rows, packing.offsets][None], packing.positions[None]
-    view = cache.view(packing.rows[None], positions, slice(0, rows), int(positions.max()) + 1)
+    view = cache.view(packing.rows, packing.positions, slice(0, rows), int(positions.max()) + 1)
     return packing.pad(draft.propose(packed, positions, view, packing)[0])
 
 

@@ -45,10 +45,9 @@ def counting(pair: Pair) -> Iterator[Callable[[], Passes]]:
         num_target = num_draft = num_proposed = 0
         return passes
 
-    hooks = [
-        pair.target.model.register_forward_hook(count_target),
-        pair.draft.register_forward_hook(count_draft),
-    ]
+    # Every pass of the target ends in its norm, in whatever form.
+    norm = pair.target.model.norm
+    hooks = [norm.register_forward_hook(count_target), pair.draft.register_forward_hook(count_draft)]
     pair.draft.propose = counted  # type: ignore[method-assign]
     try:
         yield since_last

@@ -42,7 +42,7 @@ class Job:
             raise TimeoutError(f"not finished in {timeout_s} s:\n{self.log}")
         return code
 
-    def wait_for(self, condition: Callable[[], object], timeout_s: float = 120) -> None:
+    def wait_for(self, condition: Callable[[], object], timeout_s: float = 300) -> None:
         """Return once the condition holds. AssertionError, with what the program has said, if it ends before that."""
         deadline = time.monotonic() + timeout_s
         while not condition():

@@ -1,91 +1,101 @@
-"""Linear layers turned round for a few rows, beside nn.Linear."""
+"""Prepared products beside the nn.Linear layers that they replace."""
 
-from pathlib import Path
+import copy
 
 import pytest
 import torch
 from torch import nn
 
-from blockpilot.models.kernels import FewRowsLinear, use_few_rows
-from blockpilot.pairs.loading import load_pair
+from blockpilot.models import kernels
+from blockpilot.models.kernels import PreparedLinear, prepare_layers, prepared
 
 
-@pytest.fixture(autouse=True)
-def amd(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"cpu_name": "AMD EPYC"})
-
-
-def random_linear(bias: bool, dtype: torch.dtype = torch.float32, inputs: int = 24) -> nn.Linear:
+def layers(biases: tuple[bool, ...], dtype: torch.dtype = torch.float32) -> nn.ModuleDict:
     torch.manual_seed(0)
-    return nn.Linear(inputs, 40, bias=bias, dtype=dtype).requires_grad_(False)
+    sizes = zip("abc", (40, 8, 24), biases, strict=False)
+    found = nn.ModuleDict({name: nn.Linear(20, size, bias=bias, dtype=dtype) for name, size, bias in sizes})
+    return found.requires_grad_(False)
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("inputs", [24, 1500, 3000])
-@pytest.mark.parametrize("shape", [(), *((num,) for num in range(1, 7)), (1, 3), (2, 2), (3, 1, 1)])
-def test_any_number_of_rows_has_the_product_of_a_plain_layer(shape: tuple[int, ...], bias: bool, inputs: int) -> None:
-    plain, few = random_linear(bias, inputs=inputs), random_linear(bias, inputs=inputs)
-    use_few_rows(few)
-    rows = torch.randn(*shape, inputs, generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(few(rows), plain(rows))
-    assert few(rows).shape == (*shape, 40)
-    assert few(rows).is_contiguous()
+@pytest.fixture(params=[True, False], ids=["packed", "plain"])
+def packed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Both forms: the one of this CPU, and that of other devices."""
+    if not request.param:
+        monkeypatch.setattr(kernels, "_can_pack", lambda weight: False)
+    return bool(request.param)
 
 
-@pytest.mark.parametrize(
-    ("inputs", "dtype", "turned_rows"),
-    [
-        (24, torch.float32, [(1, 2), (2, 2), (3, 4), (4, 4), (5, 5)]),
-        (1500, torch.float32, [(2, 2)]),
-        (3000, torch.float32, []),
-        (24, torch.bfloat16, []),
-    ],
-)
-def test_layers_are_turned_round_where_that_is_faster(
-    monkeypatch: pytest.MonkeyPatch, inputs: int, dtype: torch.dtype, turned_rows: list[tuple[int, int]]
-) -> None:
-    """Rows, and how many of them the product has."""
-    turned: list[tuple[int, int]] = []
-
-    def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        turned.append((num, right.shape[1]))
-        return torch.matmul(left, right)
-
-    monkeypatch.setattr(nn.Parameter, "__matmul__", product)
-    few = random_linear(bias=False, dtype=dtype, inputs=inputs)
-    use_few_rows(few)
-    for num in range(8):
-        few(torch.ones(num, inputs, dtype=dtype))
-    assert turned == turned_rows
+@pytest.mark.parametrize("biases", [(False,), (True,), (False, False, False), (True, False, True)])
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (0,), (2, 3)])
+def test_layers_keep_their_products(biases: tuple[bool, ...], shape: tuple[int, ...], packed: bool) -> None:
+    plain, model = layers(biases), layers(biases)
+    product = prepared(model, *model)
+    x = torch.randn(*shape, 20)
+    expected = [layer(x) for layer in plain.values()]
+    torch.testing.assert_close(product(x), torch.cat(expected, dim=-1))
+    assert product.is_packed == packed
+    for layer, of_layer in zip(model.values(), expected, strict=True):
+        torch.testing.assert_close(layer(x), of_layer)
 
 
-def test_plain_layers_of_a_model_are_replaced_and_keep_their_weights() -> None:
+def test_the_model_keeps_its_state(packed: bool) -> None:
+    """State dict, weights by name, and copies."""
+    plain, model = layers((True, False, True)), layers((True, False, True))
+    prepared(model, *model)
+    for each in (model, copy.deepcopy(model)):
+        state = each.state_dict()
+        assert list(state) == list(plain.state_dict())
+        assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+        for layer, before in zip(each.values(), plain.values(), strict=True):
+            assert torch.equal(layer.weight, before.weight)
+            assert (layer.in_features, layer.out_features) == (before.in_features, before.out_features)
+
+
+def test_layers_are_prepared_once(packed: bool) -> None:
+    model = layers((False, False))
+    first = prepared(model, "a", "b")
+    second = prepared(model, "a", "b")
+    x = torch.randn(3, 20)
+    assert torch.equal(first(x), second(x))
+    assert (first is second) == packed
+
+
+def test_weights_are_held_once(packed: bool) -> None:
+    """Packed layers have no weights of their own, others share the product's memory."""
+    model = layers((False, False))
+    product = prepared(model, "a", "b")
+    parameters = list(model.parameters())
+    if packed:
+        assert not parameters
+    else:
+        storage = product._weight.untyped_storage().data_ptr()
+        assert {parameter.untyped_storage().data_ptr() for parameter in parameters} == {storage}
+
+
+def test_a_row_does_not_depend_on_the_others() -> None:
+    """What makes a text the same at every block size in float32."""
+    torch.manual_seed(1)
+    model = nn.ModuleDict({"a": nn.Linear(576, 960, bias=False)}).requires_grad_(False)
+    product, x = prepared(model, "a"), torch.randn(33, 576)
+    alone = product(x[:1])
+    for num in (2, 3, 4, 5, 8, 16, 33):
+        torch.testing.assert_close(product(x[:num])[:1], alone, rtol=1e-5, atol=1e-5)
+
+
+def test_bfloat16_is_packed_where_the_cpu_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.zeros(4, 4, dtype=torch.bfloat16)
+    for has in (True, False):
+        monkeypatch.setattr(kernels, "has_bfloat16", lambda has=has: has)
+        assert kernels._can_pack(weight) == has
+    assert not kernels._can_pack(torch.zeros(4, 4, dtype=torch.float64))
+    assert not kernels._can_pack(torch.zeros(4, 4, device="meta"))
+
+
+def test_every_linear_layer_of_a_model_is_prepared() -> None:
     class OfItsOwn(nn.Linear):
         pass
 
-    model = nn.ModuleDict({"plain": random_linear(bias=True), "own": OfItsOwn(3, 4), "norm": nn.LayerNorm(3)})
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    use_few_rows(model)
-    assert {name: type(module) for name, module in model.items()} == {
-        "plain": FewRowsLinear,
-        "own": OfItsOwn,
-        "norm": nn.LayerNorm,
-    }
-    after = model.state_dict()
-    assert list(after) == list(before)
-    assert all(torch.equal(after[name], value) for name, value in before.items())
-
-
-@pytest.mark.parametrize("capabilities", [{"cpu_name": "Intel Xeon 2.50GHz"}, {"architecture": "aarch64"}])
-def test_other_cpus_keep_plain_layers(monkeypatch: pytest.MonkeyPatch, capabilities: dict[str, str]) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
-    layer = random_linear(bias=False)
-    use_few_rows(layer)
-    assert type(layer) is nn.Linear
-
-
-def test_loaded_pairs_have_them(tiny_pair_dirs: tuple[Path, Path]) -> None:
-    target, draft = tiny_pair_dirs
-    pair = load_pair(target=str(target), draft=str(draft))
-    for model in (pair.target, pair.draft):
-        assert {type(module) for module in model.modules() if isinstance(module, nn.Linear)} == {FewRowsLinear}
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)), OfItsOwn(3, 3))
+    prepare_layers(model.requires_grad_(False))
+    kinds = [PreparedLinear, nn.Sequential, PreparedLinear, nn.LayerNorm, OfItsOwn]
+    assert [type(module) for module in list(model.modules())[1:]] == kinds

@@ -7,10 +7,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from blockpilot.models import packing
-from blockpilot.models.packing import Packing, SideBySide, grouped_attention
+from blockpilot.models.packing import Packing, SideBySide, folded, grouped_attention
 from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
-from helpers.tiny import tiny_target
 
 CPU = torch.device("cpu")
 
@@ -37,7 +36,7 @@ def test_grouped_queries_meet_their_own_keys(groups: int) -> None:
     query, key, value = (torch.randn(2, heads, width, 8) for heads, width in ((2 * groups, 3), (2, 5), (2, 5)))
     mask = torch.rand(2, 1, 3, 5) < 0.7
     mask[..., 0] = True
-    found = grouped_attention(query, key, value, mask, 0.3)
+    found = grouped_attention(query, key, value, folded(mask, groups, torch.float32), 0.3)
     for row in range(2):
         for head in range(2 * groups):
             scores = (query[row, head] @ key[row, head // groups].T * 0.3).masked_fill(~mask[row, 0], -torch.inf)
@@ -57,8 +56,8 @@ def test_bfloat16_attends_as_float32_up_to_its_rounding(
     mask = torch.rand(rows, 1, width, 30) < 0.7
     mask[..., 0] = True
     key, value = cached[:, :, :, :30]
-    found = grouped_attention(query, key, value, mask, 0.125)
-    expected = grouped_attention(query.float(), key.float(), value.float(), mask, 0.125)
+    found = grouped_attention(query, key, value, folded(mask, 3, torch.bfloat16), 0.125)
+    expected = grouped_attention(query.float(), key.float(), value.float(), folded(mask, 3, torch.float32), 0.125)
     assert found.dtype == torch.bfloat16
     assert torch.allclose(found.float(), expected, atol=0.02, rtol=0.02)
 
@@ -73,17 +72,17 @@ def test_every_row_attends_as_alone(sizes: list[int]) -> None:
     length = 12
     starts = torch.randint(0, length - 9 + 1, (len(sizes),)).tolist()
     packing = Packing(sizes, starts, CPU)
-    query = torch.randn(1, 4, sum(sizes), 8)
+    query = torch.randn(sum(sizes), 4, 8)
     key, value = torch.randn(len(sizes), 2, length, 8), torch.randn(len(sizes), 2, length, 8)
     queries = packing.pad(packing.positions)
     mask = (torch.arange(length) <= queries[:, :, None])[:, None]
-    found = packing.attend(query, key, value, mask, 0.3)
+    found = packing.attend(query, key, value, folded(mask, 2, torch.float32), 0.3)
     for row, (first, size) in enumerate(zip(packing.firsts, sizes, strict=True)):
         one = slice(row, row + 1)
-        own = grouped_attention(
-            query[:, :, first : first + size], key[one], value[one], mask[one, :, :size], 0.3
-        ).transpose(1, 2)
-        assert torch.allclose(found[:, first : first + size], own, atol=1e-5)
+        bias = folded(mask[one, :, :size], 2, torch.float32)
+        own = query[None, first : first + size].transpose(1, 2)
+        alone = grouped_attention(own, key[one], value[one], bias, 0.3)[0].transpose(0, 1)
+        assert torch.allclose(found[first : first + size], alone, atol=1e-5)
 
 
 def pack(sizes: list[int], starts: list[int], num_apart: int) -> SideBySide:
@@ -102,12 +101,10 @@ def score(target: Target, tokens: list[list[int]], slots: list[int], num_apart: 
     ):
         packing = pack([len(row) for row in part], starts, num_apart)
         packed = torch.tensor([token for row in part for token in row])
-        view = cache.view(
-            torch.tensor(slots)[packing.rows][None], packing.positions[None], torch.tensor(slots), packing.length
-        )
-        scored = target.score(packed[None], packing.positions[None], view, features=True, packing=packing)
+        view = cache.view(torch.tensor(slots)[packing.rows], packing.positions, torch.tensor(slots), packing.length)
+        scored = target.score(packed, view, packing, features=True)
     assert scored.features is not None
-    return list(torch.cat([scored.hidden, scored.features], dim=-1)[0].split([len(row) for row in part]))
+    return list(torch.cat([scored.hidden, scored.features], dim=-1).split([len(row) for row in part]))
 
 
 @torch.inference_mode()
@@ -120,13 +117,3 @@ def test_packed_rows_are_those_of_rows_alone(tiny_pair: Pair) -> None:
         for row, hidden in zip(tokens, together, strict=True):
             (alone,) = score(target, [row], [0])
             assert torch.allclose(hidden, alone, atol=1e-3)
-
-
-@torch.inference_mode()
-def test_the_stock_model_computes_as_before() -> None:
-    """Its own forward pass and padded batches go through the same attention without a packing."""
-    stock, ours = tiny_target(), tiny_target()
-    Target(ours, (1,))
-    tokens, mask = torch.tensor([[5, 6, 7, 8], [256, 256, 9, 10]]), torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
-    found, expected = (model(tokens, attention_mask=mask).logits for model in (ours, stock))
-    assert found[mask.bool()].equal(expected[mask.bool()])

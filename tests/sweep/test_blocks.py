@@ -49,10 +49,8 @@ def document_of(pair: Pair, prompt_ids: tuple[int, ...], text: list[int]) -> Doc
     """The document with features in the target's own precision."""
     target = Target(pair.target, pair.draft.options.target_layer_ids)
     tokens = torch.tensor([*prompt_ids, *text])
-    positions = torch.arange(len(tokens))[None]
     with torch.inference_mode():
-        view = target.new_cache(1, len(tokens)).view_rows(positions, len(tokens))
-        scored = target.score(tokens[None], positions, view, features=True)
+        scored = target.score_rows(tokens[None], 0, target.new_cache(1, len(tokens)), torch.tensor([0]))
     assert scored.features is not None
     return Document(tokens, len(prompt_ids), scored.features[0], scored.hidden[0])
 

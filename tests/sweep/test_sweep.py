@@ -18,8 +18,8 @@ from blockpilot.sweep.summary import Summary, fewest_steps
 from blockpilot.sweep.sweep import Outcome, candidates_around, check_candidates, sampler_seed, sweep_prompts
 from blockpilot.types import Step
 from helpers.sweeps import read_sweep
+from helpers.tiny import MASK_ID, tiny_draft, tiny_target
 
-MASK_ID = 258
 replay, decode = sweep_prompts, partial(sweep_prompts, method="decode")
 
 
@@ -29,7 +29,8 @@ def parrot(tiny_pair: Pair) -> Pair:
 
     Layers add nothing, so logits are products of the last token's embedding; the mask's embedding is that of '>'.
     """
-    target, draft = copy.deepcopy(tiny_pair.target), copy.deepcopy(tiny_pair.draft)
+    target = tiny_target().eval().requires_grad_(False)
+    draft = tiny_draft(target).eval().requires_grad_(False)
     with torch.no_grad():
         for model in (target, draft):
             for name, parameter in model.named_parameters():

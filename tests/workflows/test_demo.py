@@ -22,7 +22,7 @@ def test_the_demo_learns_serves_and_checks_its_answers(tiny_pair_dirs: tuple[Pat
     command = [str(ROOT / "workflows" / "smollm2_135m.py"), *arguments.split()]
     environment = {k: v for k, v in os.environ.items() if k not in ("MLFLOW_TRACKING_URI", "RAY_ADDRESS")}
     job = Job(command, cwd=tmp_path, env=environment, output=tmp_path / "said")
-    assert job.wait(300) == 0, job.log[-6000:]
+    assert job.wait(600) == 0, job.log[-6000:]
     stages = [line.split()[1] for line in job.log.splitlines() if line.startswith("--- ")]
     assert stages == ["ray", "sweep", "train", "evaluate", "promote", "serve", "ask", "check"]
     # Prompts that were measured had no part in the training.

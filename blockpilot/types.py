@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from torch import Tensor
 
@@ -67,6 +67,25 @@ MAX_BLOCK_SIZE = 32
 
 FinishReason = Literal["stop", "length"]
 
+Layout = Literal["auto", "chain", "tree"]
+"""What a draft's tokens are verified as: first choices one after the other, or the most probable prefixes."""
+
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+
+
+class Tree(NamedTuple):
+    """Drafted tokens of a row [n], and the parent of each: 0 is the anchor, i the token tokens[i - 1]."""
+
+    tokens: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+
+    @property
+    def is_chain(self) -> bool:
+        return self.parents == tuple(range(len(self.parents)))
+
+
+NO_TREE = Tree()
+
 
 class Prefill(NamedTuple):
     """What is known of a request after its prompt, and all that a policy sees.
@@ -92,6 +111,7 @@ class Prefill(NamedTuple):
 class Request:
     """One sequence to decode. block_size None lets the policy choose after prefill; 1 never drafts.
 
+    block_size: tokens that a step verifies, the anchor among them. layout: what they are laid out as.
     policy: chooses for this request in place of the engine's.
     num_logprobs: how many of the likeliest tokens come with every emitted one, and its own; None for nothing.
     """
@@ -104,6 +124,7 @@ class Request:
     stop_strings: tuple[str, ...] = ()
     num_logprobs: int | None = None
     policy: "Policy | None" = None
+    layout: Layout = "auto"
 
 
 class TokenLogprobs(NamedTuple):
@@ -118,7 +139,8 @@ class Step:
     """What one step made final for one request.
 
     block_size 0 marks the prefill, which emits the first token without verifying a block and carries `prefill`.
-    num_accepted counts the drafted tokens among `tokens`. logprobs are those of `tokens`, where they were asked for.
+    num_accepted counts the drafted tokens among `tokens`; `tree` is all that was drafted and verified. logprobs are
+    those of `tokens`, where they were asked for.
     texts are what each of `tokens` adds to the text of a request with stop strings; it ends before the stop string.
     """
 
@@ -130,6 +152,7 @@ class Step:
     prefill: Prefill | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     texts: tuple[str, ...] = ()
+    tree: Tree = NO_TREE
 
 
 class StepShape(NamedTuple):

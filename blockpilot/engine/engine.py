@@ -9,8 +9,9 @@ How much a row drafts is the controller's business (control/controller.py).
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -20,13 +21,27 @@ from blockpilot.engine.detokenize import TextStream
 from blockpilot.engine.drafting import Drafter
 from blockpilot.engine.rows import Row
 from blockpilot.engine.sampling import keyed_sample
-from blockpilot.engine.work import Part, StepScores, Work
+from blockpilot.engine.trees import first_choices, grow
+from blockpilot.engine.work import Part, StepScores, Work, blocks_of
 from blockpilot.models.packing import Packing, SideBySide
 from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
-from blockpilot.types import MAX_BLOCK_SIZE, Policy, Prefill, Reader, Request, Sampling, Step
+from blockpilot.types import (
+    LAYOUTS,
+    MAX_BLOCK_SIZE,
+    NO_TREE,
+    Layout,
+    Policy,
+    Prefill,
+    Reader,
+    Request,
+    Sampling,
+    Step,
+    Tree,
+)
 
 MAX_PREFILL_TOKENS = 8192
+NUM_CANDIDATES = 8  # of a tree's every slot
 
 
 class Engine:
@@ -60,7 +75,9 @@ class Engine:
         self.max_prefill_tokens = max_prefill_tokens
         self._device = pair.target.device
         self._target = Target(pair.target, pair.draft.options.target_layer_ids)
-        self._cache = self._target.new_cache(num_slots, max_length)
+        self._cache = self._target.new_cache(
+            num_slots, max_length + max_block_size
+        )  # a tree fills more columns than positions
         self._drafter = Drafter(pair.draft, self._target, num_slots, max_length)
         self._rows: list[Row] = []  # those that decode, by slot
         self._partial: Row | None = None  # the one whose prompt is taken in by parts, in the slot after theirs
@@ -106,6 +123,8 @@ class Engine:
             raise ValueError(f"num_logprobs {request.num_logprobs}: must be 0 to {vocab_size}")
         if request.block_size is not None:
             self._check_block_size(request.block_size, "block_size")
+        if request.layout not in LAYOUTS:
+            raise ValueError(f"layout {request.layout!r}: must be one of {', '.join(LAYOUTS)}")
 
     def add(self, request: Request) -> int:
         """Queue a request; returns the id that its steps carry. Raises ValueError as `check` does."""
@@ -149,11 +168,12 @@ class Engine:
         pass of the draft.
         """
         self.controller.begin()
-        work = Work(self._schedule_blocks(), self._schedule_prompts())
+        rows, prompts = list(self._rows), self._schedule_prompts()
+        trees = self._draft(rows)
+        work = Work(blocks_of(rows, trees, self._device), trees, prompts)
         if not work.parts:
             return []
         shape = work.shape
-        self._draft(work.blocks)
         scores = self._score(work)
         steps = self._commit(work, scores)
         self._retire()
@@ -161,15 +181,6 @@ class Engine:
         return steps
 
     # --- schedule ---
-
-    def _schedule_blocks(self) -> Part | None:
-        """Blocks of the rows that decode: their anchors, and room for the drafted tokens."""
-        if not self._rows:
-            return None
-        rows = list(self._rows)
-        self._choose_sizes(rows)
-        packing = Packing([row.next_block_size for row in rows], [row.anchor_position for row in rows], self._device)
-        return Part(rows, packing, self._tensor([row.tokens[-1] for row in rows])[packing.rows])
 
     def _choose_sizes(self, rows: Sequence[Row]) -> None:
         """Set this step's block sizes of the rows that have a forecast."""
@@ -203,101 +214,105 @@ class Engine:
 
     # --- draft and score ---
 
-    def _draft(self, blocks: Part | None) -> None:
-        """Fill in the drafted tokens of the blocks, in one pass of the draft over the rows that draft."""
-        if blocks is None or blocks.packing.width == 1:
-            return
-        sizes = blocks.packing.sizes
-        slots = [slot for slot, size in enumerate(sizes) if size > 1]
-        rows = [blocks.rows[slot] for slot in slots]
-        anchors = self._tensor([row.tokens[-1] for row in rows])
-        starts = [row.anchor_position for row in rows]
-        hidden = self._drafter.propose(slots, [sizes[slot] for slot in slots], starts, anchors)
-        offsets = [range(1, sizes[slot]) for slot in slots]
-        blocks.tokens[blocks.packing.after_first] = self._draw(self._target.logits(hidden), rows, offsets)
-
-    def _draw(self, logits: Tensor, rows: Sequence[Row], offsets: Sequence[range]) -> Tensor:
-        """Tokens [M] drawn from logits [M, vocab], each so far after its row's anchor as `offsets` [R] list.
-
-        Draft and target draw a position's token with the same key: where their distributions agree, so do the tokens,
-        at any temperature (coupling by shared randomness, arXiv 2408.07978).
-        """
-        positions = [row.anchor_position + i for row, listed in zip(rows, offsets, strict=True) for i in listed]
-        sampling = [row.request.sampling for row, listed in zip(rows, offsets, strict=True) for _ in listed]
-        return keyed_sample(logits, positions, sampling)
+    def _draft(self, rows: Sequence[Row]) -> list[Tree]:
+        """What is verified of every row [R], after one pass of the draft over those that draft."""
+        self._choose_sizes(rows)
+        depths = [row.next_depth(self.pair.block_size - 1) for row in rows]
+        slots = [slot for slot, depth in enumerate(depths) if depth]
+        trees = [NO_TREE] * len(rows)
+        if slots:
+            drafting = [rows[slot] for slot in slots]
+            num = NUM_CANDIDATES if any(row.is_tree for row in drafting) else 1
+            proposed = self._drafter.propose(drafting, slots, [depths[slot] for slot in slots], num)
+            for slot, row, found in zip(slots, drafting, proposed, strict=True):
+                trees[slot] = grow(found, row.next_block_size - 1) if row.is_tree else first_choices(found)
+        return trees
 
     def _score(self, work: Work) -> StepScores:
-        """One pass of the target over all parts, whose slots follow each other from the first on.
-
-        The draft's cache is kept up with every row where any may draft.
-        """
+        """One pass of the target over all parts, whose slots follow each other from the first on."""
         packing = SideBySide([part.packing for part in work.parts])
         rows = [row for part in work.parts for row in part.rows]
         tokens = torch.cat([part.tokens for part in work.parts])
-        slots, positions = packing.rows, packing.positions
-        view = self._cache.view(slots, positions, slice(0, len(rows)), packing.length)
-        may_draft = any(row.can_draft for row in rows)
-        scored = self._target.score(tokens, view, packing, features=may_draft)
-        contexts = None
-        if scored.features is not None:
-            contexts = self._drafter.keep_up(scored.features, slots, positions)
+        view = self._cache.view(packing.rows, packing.columns, slice(0, len(rows)), packing.length)
+        scored = self._target.score(tokens, view, packing, features=any(row.can_draft for row in rows))
         num, ends = work.num_block_tokens, list(work.prompt_ends.values())
         hidden = scored.hidden
         read_from = torch.cat([hidden[:num], hidden[ends]]) if ends else hidden[:num]
-        return StepScores(self._target.logits(read_from), contexts)
+        return StepScores(self._target.logits(read_from), scored.features)
 
     # --- commit and retire ---
 
     def _commit(self, work: Work, scores: StepScores) -> list[Step]:
         """Make final what the target confirms of every block, and begin the answers of prompts that are through."""
         num, ends = work.num_block_tokens, work.prompt_ends
-        steps = []
-        if work.blocks is not None:
-            steps += self._verify(work.blocks, scores.logits[:num], scores.contexts)
+        steps, paths = self._verify(work, scores.logits[:num])
+        contexts = self._keep_up(work, paths, scores.features)
         if work.prompts is not None:
             for row, size in zip(work.prompts.rows, work.prompts.packing.sizes, strict=True):
                 row.num_cached += size
             last = work.prompts.rows[-1]
             self._partial = None if last in ends else last
-        if ends:
-            contexts = None if scores.contexts is None else scores.contexts[list(ends.values())].float()
-            steps += self._begin(list(ends), scores.logits[num:].float(), contexts)
-        return steps
+        self._read_forecasts(contexts)
+        return steps + (self._begin(list(ends), scores.logits[num:].float(), contexts) if ends else [])
 
-    def _verify(self, blocks: Part, logits: Tensor, contexts: Tensor | None) -> list[Step]:
-        """Steps of the rows that decode: logits [N, vocab] of their blocks' tokens.
-
-        contexts [N or more, draft hidden] begin with those tokens' context vectors.
-        """
-        packing = blocks.packing
-        chosen = self._draw(logits, blocks.rows, [range(1, size + 1) for size in packing.sizes]).tolist()
-        drafted, steps, last = blocks.tokens.tolist(), [], []
-        for row, first, size, scored in zip(
-            blocks.rows, packing.firsts, packing.sizes, logits.split(packing.sizes), strict=True
+    def _verify(self, work: Work, logits: Tensor) -> tuple[list[Step], list[list[int]]]:
+        """Steps and accepted paths of the rows that decode: logits [N, vocab] are those of their blocks' tokens."""
+        if work.blocks is None:
+            return [], []
+        rows, packing = work.blocks.rows, work.blocks.packing
+        depths = zip(rows, packing.depths, strict=True)
+        positions = [row.anchor_position + depth + 1 for row, of_row in depths for depth in of_row]
+        sampling = [row.request.sampling for row, size in zip(rows, packing.sizes, strict=True) for _ in range(size)]
+        chosen = keyed_sample(logits, positions, sampling).tolist()
+        steps, paths = [], []
+        for row, tree, first, scored in zip(
+            rows, work.trees, packing.firsts, logits.split(packing.sizes), strict=True
         ):
-            steps.append(row.verify(drafted[first + 1 : first + size], chosen[first : first + size], scored))
-            last.append(first + steps[-1].num_accepted)
-        if contexts is not None:
-            self._read_forecasts(blocks.rows, contexts, last)
-        return steps
+            path, step = row.verify(tree, chosen[first : first + len(scored)], scored)
+            steps.append(step)
+            paths.append(path)
+        self._relocate(packing.starts, paths)
+        return steps, paths
 
-    def _read_forecasts(self, rows: Sequence[Row], contexts: Tensor, last: Sequence[int]) -> None:
-        """Let policies that read every step see what the next one starts from.
+    def _relocate(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Move what the target's cache holds of accepted paths [R] to the columns of their positions."""
+        moves = [
+            (slot, start + node, start + depth)
+            for slot, (start, path) in enumerate(zip(starts, paths, strict=True))
+            for depth, node in enumerate(path)
+            if node != depth
+        ]
+        if moves:
+            self._cache.relocate(*torch.tensor(moves, device=self._device).T)
 
-        contexts [N, draft hidden] are this step's; last [R] is the place of each row's last final token among them.
+    def _keep_up(self, work: Work, paths: Sequence[Sequence[int]], features: Tensor | None) -> dict[Row, Tensor]:
+        """Take what became final of rows that may draft into the draft's cache.
+
+        Returns the context vector [draft hidden] of each such row's last final token.
         """
-        by_reader: dict[Reader, list[int]] = {}
-        for i, row in enumerate(rows):
-            if row.forecast is not None and row.forecast.reader is not None and not row.finished:
-                by_reader.setdefault(row.forecast.reader, []).append(i)
-        for reader, index in by_reader.items():
-            anchors = self._target.embed(self._tensor([rows[i].tokens[-1] for i in index]))
-            reader.read([rows[i].forecast for i in index], contexts[[last[i] for i in index]], anchors)
+        places = {row: of_row for row, of_row in work.final(paths).items() if row.can_draft}
+        if features is None or not places:
+            return {}
+        packing = SideBySide([part.packing for part in work.parts])
+        index = self._tensor([i for of_row in places.values() for i in of_row])
+        contexts = self._drafter.keep_up(features[index], packing.rows[index], packing.positions[index])
+        ends = accumulate(len(of_row) for of_row in places.values())
+        return {row: contexts[end - 1] for row, end in zip(places, ends, strict=True)}
 
-    def _begin(self, rows: list[Row], logits: Tensor, contexts: Tensor | None) -> list[Step]:
+    def _read_forecasts(self, contexts: Mapping[Row, Tensor]) -> None:
+        """Let policies that read every step see what the next one starts from: the rows' last context vectors."""
+        by_reader: dict[Reader, list[Row]] = {}
+        for row in self._rows:
+            if row.forecast is not None and row.forecast.reader is not None and not row.finished:
+                by_reader.setdefault(row.forecast.reader, []).append(row)
+        for reader, rows in by_reader.items():
+            anchors = self._target.embed(self._tensor([row.tokens[-1] for row in rows]))
+            reader.read([row.forecast for row in rows], torch.stack([contexts[row] for row in rows]), anchors)
+
+    def _begin(self, rows: list[Row], logits: Tensor, contexts: Mapping[Row, Tensor]) -> list[Step]:
         """First tokens, and decisions of the policy, of rows that decode from now on.
 
-        logits [R, vocab] and the context vectors [R, draft hidden] are those of the last prompt tokens.
+        logits [R, vocab] are those of the last prompt tokens.
         """
         self._rows += rows
         lengths = [len(row.tokens) for row in rows]
@@ -306,10 +321,10 @@ class Engine:
         steps = []
         for i, row in enumerate(rows):
             prefill = Prefill(logits[i], None, lengths[i], row.request.sampling.temperature)
-            if contexts is not None and row.can_draft:
-                prefill = prefill._replace(context=contexts[i], anchor=anchors[i])
+            if row in contexts:
+                prefill = prefill._replace(context=contexts[row].float(), anchor=anchors[i])
             self._decide(row, prefill)
-            steps.append(replace(row.commit([chosen[i]], logits[i : i + 1]), prefill=prefill))
+            steps.append(replace(row.commit([chosen[i]], logits[i : i + 1], [0]), prefill=prefill))
         return steps
 
     def _decide(self, row: Row, prefill: Prefill) -> None:
@@ -360,6 +375,7 @@ def generate(
     prompt_ids: Sequence[int],
     *,
     block_size: int | None = None,
+    layout: Layout = "auto",
     policy: Policy | None = None,
     max_new_tokens: int = 128,
     temperature: float = 0.0,
@@ -369,7 +385,10 @@ def generate(
     stop_token_ids: frozenset[int] | None = None,
     stop_strings: tuple[str, ...] = (),
 ) -> Iterator[Step]:
-    """Decode one prompt, yielding every step. Without a block size or policy, the draft's trained block size."""
+    """Decode one prompt, yielding every step. Without a block size or policy, the draft's trained block size.
+
+    layout: "tree" lays a step's tokens out as a draft tree, "chain" one after the other.
+    """
     request = Request(
         tuple(prompt_ids),
         max_new_tokens,
@@ -377,6 +396,7 @@ def generate(
         block_size,
         pair.stop_token_ids if stop_token_ids is None else stop_token_ids,
         stop_strings,
+        layout=layout,
     )
     max_length = max(2, min(len(request.prompt_ids) + max_new_tokens, pair.max_length))
     engine = Engine(pair, num_slots=1, max_length=max_length, policy=policy)

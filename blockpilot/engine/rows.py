@@ -1,12 +1,13 @@
 """A request while the engine holds it: its tokens, where it ends, and the step that it reports."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, tensor
 
 from blockpilot.engine.detokenize import TextStream
-from blockpilot.engine.sampling import count_accepted
-from blockpilot.types import FinishReason, Forecast, Request, Step, TokenLogprobs
+from blockpilot.engine.trees import walk
+from blockpilot.types import NO_TREE, FinishReason, Forecast, Request, Step, TokenLogprobs, Tree
 
 
 @dataclass(eq=False)
@@ -40,27 +41,41 @@ class Row:
         return len(self.tokens) - self.num_cached
 
     @property
+    def is_tree(self) -> bool:
+        return self.request.layout == "tree"
+
+    @property
     def next_block_size(self) -> int:
-        """The block size of the next step: no token beyond the limit is verified."""
-        return min(self.block_size, self.limit - len(self.tokens))
+        """Tokens that the next step verifies at most: none beyond the limit."""
+        left = self.limit - len(self.tokens)
+        return self.block_size if self.is_tree and left > 1 else min(self.block_size, left)
+
+    def next_depth(self, deepest: int) -> int:
+        """Positions that the next step's draft proposes tokens for; of a tree `deepest` at most."""
+        return (
+            min(self.next_block_size, self.limit - len(self.tokens), deepest + 1 if self.is_tree else self.limit) - 1
+        )
 
     def stop_drafting(self) -> None:
         """Decode plainly to the end, unless the request fixed a larger block size."""
         if self.forecast is not None or not self.block_size:
             self.can_draft, self.forecast, self.block_size = False, None, 1
 
-    def verify(self, drafted: list[int], chosen: list[int], logits: Tensor) -> Step:
-        """Emit the accepted prefix of `drafted` (B-1) and the bonus token: both are the target's `chosen` (B).
+    def verify(self, tree: Tree, chosen: Sequence[int], logits: Tensor) -> tuple[list[int], Step]:
+        """The accepted path of `tree`, and the step that emits it and the bonus token.
 
-        logits [B, vocab] are those that the target's tokens were drawn from.
+        chosen [1 + nodes] are the target's choices after the anchor and every node; logits [1 + nodes, vocab] are
+        those that they were drawn from.
         """
-        num_accepted = count_accepted(drafted, chosen)
+        path = walk(tree, chosen)
         if self.forecast is not None:
-            self.forecast.observe(len(chosen), num_accepted)
-        return self.commit(chosen[: num_accepted + 1], logits, len(chosen), num_accepted)
+            self.forecast.observe(len(chosen), len(path) - 1)
+        return path, self.commit([chosen[i] for i in path], logits, path, len(chosen), tree)
 
-    def commit(self, tokens: list[int], logits: Tensor, block_size: int = 0, num_accepted: int = 0) -> Step:
-        """Append tokens up to the first that ends the request; logits [n, vocab] begin with the first token's."""
+    def commit(
+        self, tokens: list[int], logits: Tensor, path: Sequence[int], block_size: int = 0, tree: Tree = NO_TREE
+    ) -> Step:
+        """Append tokens [n] up to the first that ends the request; they were drawn from logits[path]."""
         emitted, texts = list[int](), list[str]()
         reason: FinishReason | None = None
         while reason is None and len(emitted) < len(tokens):
@@ -68,8 +83,16 @@ class Row:
             self.tokens.append(emitted[-1])
             reason = self._end(emitted[-1], texts)
         self.finished = reason is not None
-        accepted, logprobs = min(num_accepted, len(emitted)), self._logprobs(emitted, logits)
-        return Step(self.request_id, tuple(emitted), block_size, accepted, reason, None, logprobs, tuple(texts))
+        return Step(
+            self.request_id,
+            tuple(emitted),
+            block_size,
+            num_accepted=min(len(path) - 1, len(emitted)),
+            finish_reason=reason,
+            logprobs=self._logprobs(emitted, logits, path),
+            texts=tuple(texts),
+            tree=tree,
+        )
 
     def _end(self, token: int, texts: list[str]) -> FinishReason | None:
         """Why the request ends with the token just appended, if it does; adds the token's text to `texts`."""
@@ -84,12 +107,12 @@ class Row:
             texts.append(text)
         return "stop" if is_stop_token else reason
 
-    def _logprobs(self, tokens: list[int], logits: Tensor) -> tuple[TokenLogprobs, ...]:
-        """Log probabilities of tokens, where the request asks for them; logits [n, vocab] begin with the first's."""
+    def _logprobs(self, tokens: list[int], logits: Tensor, path: Sequence[int]) -> tuple[TokenLogprobs, ...]:
+        """Log probabilities of tokens [n], where the request asks for them: tokens[i] comes from logits[path[i]]."""
         num = self.request.num_logprobs
         if num is None:
             return ()
-        scores = logits[: len(tokens)].float().log_softmax(dim=-1)
+        scores = logits[list(path[: len(tokens)])].float().log_softmax(dim=-1)
         of_tokens = scores.gather(1, tensor(tokens, device=scores.device)[:, None])[:, 0].tolist()
         top = scores.topk(num, dim=-1)
         pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)

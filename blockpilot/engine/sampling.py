@@ -1,4 +1,4 @@
-"""Which token the target chooses at a position, and how many drafted tokens agree with it.
+"""Which token the target chooses at a position, and which a draft expects of it.
 
 The keyed sampler makes a sampled token a pure function of (the target's logits at its position, the sampling
 parameters, the seed, the absolute position). It carries no generator state, so the text of a request does not depend
@@ -10,12 +10,13 @@ arithmetic and float64, hence the same on every device. Only what can win is eve
 NUM_ARRIVALS of them are drawn one by one, and all others, which are later than the last of those, are looked at only
 where they are likely enough to win nevertheless.
 
-Verification is DFlash's (arXiv 2602.06036): the target samples every position of the block, drafted tokens are
-accepted while they are equal, and the first that differs is replaced by the target's own, the bonus token.
+A draft's distribution is drawn from with the target's noise, so that where the two agree, so do the tokens (coupling
+by shared randomness, arXiv 2408.07978); the tokens that come next in the race are what else the target may choose.
 """
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from blockpilot.types import Sampling
 GROUP = 64  # tokens
 NUM_ARRIVALS = 256  # drawn one by one: more of them leave fewer tokens that may win after all
 ROUNDING = 1e-3  # of float32 scores, and much more
+LOWEST = torch.finfo(torch.float32).min
 
 
 def _as_int64(x: int) -> int:
@@ -35,24 +37,54 @@ def _as_int64(x: int) -> int:
 _GAMMA = _as_int64(0x9E3779B97F4A7C15)
 
 
+class Candidates(NamedTuple):
+    """The k tokens [N, k] that would win a position's race if the target's scores were these, best first.
+
+    scores: what the race compares, relative to all scores of the position: log probabilities, above temperature 0
+    less the logarithm of the token's own noise. log_probs are without it. Both are -inf for what cannot be drawn.
+    """
+
+    tokens: Tensor
+    scores: Tensor
+    log_probs: Tensor
+
+
 def keyed_sample(logits: Tensor, positions: Sequence[int], sampling: Sequence[Sampling]) -> Tensor:
     """The target's token at each of N positions: logits [N, V] -> tokens [N] (int64).
 
     `positions` holds the absolute position of the token that is drawn (one past the token that was scored) and
     `sampling` the parameters of the request it belongs to; both have N entries.
     """
-    logits = logits.float()  # bfloat16 is several times slower on a CPU
-    tokens = _argmax(_grouped(logits))
+    tokens, _, _ = _ranked(logits, positions, sampling, 1)
+    return tokens[:, 0]
+
+
+def candidates(logits: Tensor, positions: Sequence[int], sampling: Sequence[Sampling], num: int) -> Candidates:
+    """The `num` best tokens of each of N positions in the order in which `keyed_sample` would choose them."""
+    tokens, values, scores = _ranked(logits, positions, sampling, num)
+    total = scores.logsumexp(dim=-1, keepdim=True)
+    return Candidates(tokens, values - total, scores.gather(1, tokens) - total)
+
+
+def _ranked(
+    logits: Tensor, positions: Sequence[int], sampling: Sequence[Sampling], num: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Best tokens and their values in the race [N, num], and scores without noise [N, V]; num is at most V."""
+    num = min(num, logits.shape[-1])
+    scores = logits.float()  # bfloat16 is several times slower on a CPU
     drawn = [i for i, s in enumerate(sampling) if s.temperature > 0]
-    if drawn:
-        index = torch.tensor(drawn, device=logits.device)
-        scores = truncated_scores(
-            logits if len(drawn) == len(logits) else logits[index], [sampling[i] for i in drawn]
-        )
-        seeds = torch.tensor([sampling[i].seed for i in drawn], device=logits.device)
-        places = torch.tensor([positions[i] for i in drawn], device=logits.device)
-        tokens[index] = race(scores, tokens[index], _keys(seeds, places))
-    return tokens
+    if not drawn:
+        return *top(scores, num), scores
+    every = len(drawn) == len(sampling)
+    index = torch.tensor(drawn, device=logits.device)
+    of_drawn = truncated_scores(scores if every else scores[index], [sampling[i] for i in drawn])
+    scores = of_drawn if every else scores.index_copy(0, index, of_drawn)
+    tokens, values = top(scores, num)
+    seeds = torch.tensor([sampling[i].seed for i in drawn], device=logits.device)
+    places = torch.tensor([positions[i] for i in drawn], device=logits.device)
+    tokens[index], perturbed = race(of_drawn, tokens[index], _keys(seeds, places))
+    values[index] = perturbed.float()
+    return tokens, values, scores
 
 
 def truncated_scores(logits: Tensor, sampling: Sequence[Sampling]) -> Tensor:
@@ -75,38 +107,68 @@ def truncated_scores(logits: Tensor, sampling: Sequence[Sampling]) -> Tensor:
     return scores
 
 
-def race(scores: Tensor, likeliest: Tensor, keys: Tensor) -> Tensor:
-    """Winners [N] of E_v / exp(scores[v]): scores [N, V] float32, `likeliest` [N] a best one of each, keys [N] int64.
+def race(scores: Tensor, likeliest: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """The first k of E_v / exp(scores[v]), and the logarithms of its inverse: both [N, k], the winner first.
 
-    A Poisson process in which every token arrives at rate 1 gives the noise: E_v is the time of v's first arrival.
-    Its first arrivals are drawn; after them (`horizon`) a token that has not come has an Exp(1) of its own before it,
-    since the process has no memory.
+    scores [N, V] float32, `likeliest` [N, k] the best ones of each, keys [N] int64. A Poisson process in which every
+    token arrives at rate 1 gives the noise: E_v is the time of v's first arrival. Its first arrivals are drawn; after
+    them (`horizon`) a token that has not come has an Exp(1) of its own before it, since the process has no memory.
     """
+    num = likeliest.shape[1]
     arrived, times = arrivals(keys, scores.shape[-1])
-    horizon = times[:, -1]
-    early, place = (scores.gather(1, arrived) - times.log()).max(dim=1)
-    winners = arrived.gather(1, place[:, None])[:, 0]
-    lead = scores.gather(1, likeliest[:, None])[:, 0] - (horizon + own_times(keys, likeliest)).log()
-    bound = torch.maximum(early, lead) + horizon.log()  # of scores that no time after the horizon can make win
-    row, late = _at_least(_grouped(scores), (bound - ROUNDING).float())
-    values = scores[row, late] - (horizon[row] + own_times(keys[row], late)).log()
-    best = torch.full_like(early, -math.inf).scatter_reduce(0, row, values, "amax")
-    wins = (values == best[row]) & (values > early[row])
-    winners[row[wins]] = late[wins]
-    return winners
+    horizon = times[:, -1:]
+    values = scores.gather(1, arrived) - times.log()
+    lead = scores.gather(1, likeliest) - (horizon + own_times(keys[:, None], likeliest)).log()
+    reached = torch.maximum(first_of_each(arrived, values, num)[1], lead.sort(dim=1, descending=True).values)[:, -1:]
+    bound = reached + horizon.log()  # of scores that no time after the horizon can bring among the first k
+    row, late = _at_least(_grouped(scores), (bound[:, 0] - ROUNDING).float().clamp(min=LOWEST))
+    of_late = scores[row, late] - (horizon[row, 0] + own_times(keys[row], late)).log()
+    return first_of_each(*_joined(arrived, values, row, late, of_late), num)
+
+
+def first_of_each(tokens: Tensor, values: Tensor, num: int) -> tuple[Tensor, Tensor]:
+    """The `num` largest values [N, M] of different tokens, and these, both [N, num]; where there are fewer, -inf."""
+    if num == 1:
+        best, place = _largest(values, num)
+        return tokens.gather(1, place), best
+    values, order = values.sort(dim=1, descending=True)
+    tokens = tokens.gather(1, order)
+    alike, place = tokens.sort(dim=1, stable=True)  # of equal tokens the best comes first
+    again = functional.pad(alike[:, 1:] == alike[:, :-1], (1, 0))
+    best, order = _largest(values.masked_fill(again.gather(1, place.argsort(dim=1)), -math.inf), num)
+    return tokens.gather(1, order), best
+
+
+def _joined(arrived: Tensor, values: Tensor, row: Tensor, late: Tensor, of_late: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens and values [N, A + most]: those that arrived [N, A], and late ones of their rows, all three [L]."""
+    counts = torch.bincount(row, minlength=len(arrived))
+    place = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
+    shape = len(arrived), int(counts.max())
+    tokens = late.new_zeros(shape).index_put_((row, place), late)
+    more = values.new_full(shape, -math.inf).index_put_((row, place), of_late)
+    return torch.cat([arrived, tokens], dim=1), torch.cat([values, more], dim=1)
+
+
+def top(scores: Tensor, num: int) -> tuple[Tensor, Tensor]:
+    """The places [N, num] of the largest of scores [N, V], and these; of equals one of them."""
+    grouped = _grouped(scores)
+    _, groups = _largest(grouped.amax(dim=2), min(num, grouped.shape[1]))
+    found = grouped.gather(1, groups[:, :, None].expand(-1, -1, GROUP))
+    best, place = _largest(found.flatten(1), num)
+    places = groups.gather(1, place // GROUP) * GROUP + place % GROUP
+    return places.clamp_max(scores.shape[1] - 1), best  # of scores -inf any place will do
+
+
+def _largest(values: Tensor, num: int) -> tuple[Tensor, Tensor]:
+    """The `num` largest of values [N, M], and their places; of equals the first, where one is wanted."""
+    return values.max(dim=1, keepdim=True) if num == 1 else values.topk(num, dim=1)
 
 
 def _grouped(scores: Tensor) -> Tensor:
     """[N, V] -> [N, groups, GROUP]: the maximum is found many times faster than its place."""
     short = -scores.shape[1] % GROUP
     whole = functional.pad(scores, (0, short), value=-math.inf) if short else scores
-    return whole.reshape(len(scores), -1, GROUP)
-
-
-def _argmax(grouped: Tensor) -> Tensor:
-    """[N, groups, GROUP] -> [N]: the place of a maximum among the flattened groups."""
-    group = grouped.amax(dim=2).argmax(dim=1)
-    return group * GROUP + grouped[torch.arange(len(grouped), device=grouped.device), group].argmax(dim=1)
+    return whole.reshape(len(scores), whole.shape[1] // GROUP, GROUP)
 
 
 def _at_least(grouped: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,11 +215,3 @@ def _mixed(bits: Tensor) -> Tensor:
 def _shifted(bits: Tensor, by: int) -> Tensor:
     """Logical right shift of int64."""
     return (bits >> by) & ((1 << (64 - by)) - 1)
-
-
-def count_accepted(drafted: Sequence[int], chosen: Sequence[int]) -> int:
-    """Drafted tokens accepted: the length of the common prefix of `drafted` (B-1) and the target's `chosen` (B)."""
-    for i, token in enumerate(drafted):
-        if token != chosen[i]:
-            return i
-    return len(drafted)

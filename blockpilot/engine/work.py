@@ -1,12 +1,14 @@
 """One step's work: blocks and prompts on their way through the target, and what it says of them."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from blockpilot.engine.rows import Row
 from blockpilot.models.packing import Packing
-from blockpilot.types import StepShape
+from blockpilot.types import StepShape, Tree
 
 
 class Part(NamedTuple):
@@ -21,11 +23,13 @@ class Work(NamedTuple):
     """What a step takes in: the blocks of rows that decode, and prompts, whose last one may be cut."""
 
     blocks: Part | None
+    trees: Sequence[Tree]
+    """[R], of the blocks."""
     prompts: Part | None
 
     @property
     def parts(self) -> list[Part]:
-        return [part for part in self if part is not None]
+        return [part for part in (self.blocks, self.prompts) if part is not None]
 
     @property
     def num_block_tokens(self) -> int:
@@ -48,13 +52,36 @@ class Work(NamedTuple):
             num_chosen=sum(row.forecast is not None for row in self.blocks.rows) if self.blocks is not None else 0,
         )
 
+    def final(self, paths: Sequence[Sequence[int]]) -> dict[Row, list[int]]:
+        """Where in the step's tokens those lie that are final: of every block its path [R], and all of prompts."""
+        places: dict[Row, list[int]] = {}
+        if self.blocks is not None:
+            for row, first, path in zip(self.blocks.rows, self.blocks.packing.firsts, paths, strict=True):
+                places[row] = [first + i for i in path]
+        if self.prompts is not None:
+            packing = self.prompts.packing
+            for row, first, n in zip(self.prompts.rows, packing.firsts, packing.sizes, strict=True):
+                places[row] = list(range(self.num_block_tokens + first, self.num_block_tokens + first + n))
+        return places
+
+
+def blocks_of(rows: list[Row], trees: Sequence[Tree], device: torch.device) -> Part | None:
+    """Anchors and drafted tokens of rows that decode."""
+    if not rows:
+        return None
+    parents = None if all(tree.is_chain for tree in trees) else [tree.parents for tree in trees]
+    sizes = [1 + len(tree.tokens) for tree in trees]
+    packing = Packing(sizes, [row.anchor_position for row in rows], device, parents)
+    tokens = [t for row, tree in zip(rows, trees, strict=True) for t in (row.tokens[-1], *tree.tokens)]
+    return Part(rows, packing, torch.tensor(tokens, device=device))
+
 
 class StepScores(NamedTuple):
     """What the target says of a step's tokens [N].
 
-    logits [M, vocab]: of the blocks' tokens, then of the last token of every prompt that ends. contexts [N, hidden]:
-    the draft's context vectors; None where no row may draft.
+    logits [M, vocab]: of the blocks' tokens, then of the last token of every prompt that ends. features [N, F]: what
+    the draft's context is made of; None where no row may draft.
     """
 
     logits: Tensor
-    contexts: Tensor | None
+    features: Tensor | None

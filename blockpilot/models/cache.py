@@ -1,8 +1,9 @@
-"""Key/value cache of a fixed batch: every sequence owns a slot, every token a column at its own position.
+"""Key/value cache of a fixed batch: every sequence owns a slot, every final token the column of its position.
 
-Entries are scattered by (slot, position) and read by position, so rejected tokens need no rollback: a column is
-rewritten before any query that may see it. A query at position p sees columns up to p only (the mask's work), and
-the columns up to p are final by then. What a padded row stores beyond its end is harmless for the same reason.
+Entries are scattered by (slot, column) and read by column, so rejected tokens need no rollback: a column is rewritten
+before any query that may see it. A query sees the columns before its row's anchor, which are final, and those of its
+own block that it follows (the mask's work). Drafted tokens of a tree lie in the order of its nodes; those that are
+accepted move to the columns of their positions (`relocate`).
 
 Active slots are kept dense (0 .. n-1) by moving the last one into a hole, so a forward pass reads plain views.
 """
@@ -30,13 +31,17 @@ class SlotCache:
         """Memory of keys and values together."""
         return self.layers.nbytes
 
-    def view(self, slots: Tensor, positions: Tensor, rows: "slice | Tensor", length: int) -> "SlotView":
-        """The cache as one forward pass sees it, whose token i lies in slot slots[i] at positions[i], both [N].
+    def view(self, slots: Tensor, columns: Tensor, rows: "slice | Tensor", length: int) -> "SlotView":
+        """The cache as one forward pass sees it, whose token i lies in slot slots[i], column columns[i], both [N].
 
-        `rows` are the slots that are read, each up to column `length`, which is one past the largest position (the
-        caller knows it without waiting for the device).
+        `rows` are the slots that are read, each up to column `length`, which is one past the largest (the caller
+        knows it without waiting for the device).
         """
-        return SlotView(self, slots, positions, rows, length)
+        return SlotView(self, slots, columns, rows, length)
+
+    def relocate(self, slots: Tensor, sources: Tensor, destinations: Tensor) -> None:
+        """Copy columns within their slots, all [M]: none is overwritten before it is copied."""
+        self.layers[:, :, slots, :, destinations] = self.layers[:, :, slots, :, sources]
 
     def move(self, source: int, destination: int, length: int) -> None:
         """Copy the first `length` columns of slot `source` over slot `destination`."""
@@ -49,12 +54,10 @@ class SlotView:
     `length` is the number of columns read.
     """
 
-    def __init__(
-        self, cache: SlotCache, slots: Tensor, positions: Tensor, rows: "slice | Tensor", length: int
-    ) -> None:
+    def __init__(self, cache: SlotCache, slots: Tensor, columns: Tensor, rows: "slice | Tensor", length: int) -> None:
         self.length = length
         self._cache = cache
-        self._places, self._rows = (slots, positions), rows
+        self._places, self._rows = (slots, columns), rows
 
     def store(self, new: Tensor, layer_idx: int) -> None:
         """Store keys and values [N, 2, kv_heads, head_dim] of the pass's tokens."""

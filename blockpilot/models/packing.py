@@ -19,23 +19,42 @@ MOST_SCORES = 1 << 20  # of a batched product; more of them leave the caches
 
 
 class Packing:
-    """Where the tokens of R rows lie: row r has sizes[r] of them, from position starts[r] on."""
+    """Where the tokens of R rows lie: row r has sizes[r] of them, from column and position starts[r] on.
 
-    def __init__(self, sizes: Sequence[int], starts: Sequence[int], device: torch.device) -> None:
+    parents [R]: for rows whose tokens form a tree, the parents [sizes[r] - 1] of all but the first (types.Tree). Such
+    a row fills its columns in order, while a token's position is that after its parent's.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        starts: Sequence[int],
+        device: torch.device,
+        parents: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         self.sizes = tuple(sizes)
         self.width = max(sizes)
         ends = list(accumulate(self.sizes))
         self.firsts = [end - size for end, size in zip(ends, self.sizes, strict=True)]
         self.num_tokens = ends[-1]
         self.length = max(start + size for start, size in zip(starts, sizes, strict=True))
-        """One past the largest position."""
+        """One past the largest column."""
         rows = [row for row, size in enumerate(self.sizes) for _ in range(size)]
         self.rows = torch.tensor(rows, device=device)
         """[N]: the row of every token."""
         self.offsets = torch.arange(self.num_tokens, device=device) - self._per_token(self.firsts)
         """[N]: the place of every token in its row."""
-        self.positions = self._per_token(starts) + self.offsets
+        self.columns = self._per_token(starts) + self.offsets
         """[N]"""
+        self.depths = [list(range(n)) for n in sizes] if parents is None else [depths_of(p) for p in parents]
+        """[R], of every row's tokens [sizes[r]]."""
+        self.positions = self.columns
+        """[N]"""
+        self.starts = tuple(starts)
+        self._parents = parents
+        if parents is not None:
+            depths = torch.tensor([depth for row in self.depths for depth in row], device=device)
+            self.positions = self._per_token(starts) + depths
         self._uniform = self.num_tokens == self.width * len(self.sizes)
 
     @cached_property
@@ -55,6 +74,22 @@ class Packing:
         """[N - R]: all tokens but the first of every row: of blocks, the drafted ones."""
         spans = zip(self.firsts, self.sizes, strict=True)
         return torch.tensor([i for first, n in spans for i in range(first + 1, first + n)], device=self.rows.device)
+
+    @cached_property
+    def visible(self) -> Tensor:
+        """Mask [R, 1, width, length] of what each token sees: all before its row, and what it follows."""
+        device = self.rows.device
+        columns = torch.arange(self.length, device=device)
+        if self._parents is None:
+            return (columns <= self.pad(self.columns)[:, :, None])[:, None]
+        starts = torch.tensor(self.starts, device=device)[:, None]
+        inside = torch.zeros(len(self.sizes), self.width, self.width, dtype=torch.bool)
+        for row, parents in enumerate(self._parents):
+            inside[row, : self.sizes[row], : self.sizes[row]] = _followed(parents)
+        mask = torch.zeros(len(self.sizes), self.width, self.length + self.width, dtype=torch.bool, device=device)
+        mask[:, :, : self.length] = (columns < starts)[:, None]
+        own = (starts + torch.arange(self.width, device=device))[:, None].expand(-1, self.width, -1)
+        return mask.scatter_(2, own, inside.to(device))[:, None, :, : self.length]
 
     def _per_token(self, of_rows: Sequence[int]) -> Tensor:
         """A number of every row [R] as that of its tokens, [N]."""
@@ -88,17 +123,19 @@ class SideBySide:
         self.length = max(part.length for part in parts)
         self.positions = torch.cat([part.positions for part in parts])
         """[N], of all tokens."""
+        self.columns = torch.cat([part.columns for part in parts])
+        """[N]"""
         firsts = accumulate((len(part.sizes) for part in parts[:-1]), initial=0)
         self.rows = torch.cat([part.rows + first for part, first in zip(parts, firsts, strict=True)])
         """[N]: the row of every token, counted over all parts."""
 
 
 class Attention:
-    """How the packed tokens of a pass attend, each up to its own position: worked out once for all layers."""
+    """How the packed tokens of a pass attend, each to what it sees: worked out once for all layers."""
 
     def __init__(self, packing: SideBySide, groups: int, dtype: torch.dtype) -> None:
         self._parts = packing.parts
-        self._biases = [folded(_up_to_own(part), groups, dtype) for part in packing.parts]
+        self._biases = [folded(part.visible, groups, dtype) for part in packing.parts]
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Packed query [N, heads, head_dim] -> [N, heads * head_dim]; key and value [R, kv_heads, L, head_dim]."""
@@ -112,16 +149,26 @@ class Attention:
         return attended[0] if len(attended) == 1 else torch.cat(attended)
 
 
-def _up_to_own(part: Packing) -> Tensor:
-    """Mask [R, 1, width, length]: columns up to a token's own position."""
-    columns = torch.arange(part.length, device=part.rows.device)
-    return (columns <= part.pad(part.positions)[:, :, None])[:, None]
-
-
 def folded(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
     """Mask [R, 1, W, L] of what is seen -> what `grouped_attention` adds to scores, [R, 1, groups * W, L]."""
     bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
     return bias.repeat(1, 1, groups, 1)
+
+
+def depths_of(parents: Sequence[int]) -> list[int]:
+    """Depths [1 + n] of a row whose first token has none and the others these parents [n]."""
+    depths = [0]
+    for parent in parents:
+        depths.append(depths[parent] + 1)
+    return depths
+
+
+def _followed(parents: Sequence[int]) -> Tensor:
+    """[1 + n, 1 + n]: itself and its ancestors, for every token of a row."""
+    followed = torch.eye(1 + len(parents), dtype=torch.bool)
+    for child, parent in enumerate(parents, 1):
+        followed[child] |= followed[parent]
+    return followed
 
 
 def grouped_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:

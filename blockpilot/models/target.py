@@ -51,7 +51,7 @@ class Target:
         """Run tokens [R, W] of `slots` [R] at positions from `start` on: hidden and features are [R, W, ...]."""
         num_rows, width = tokens.shape
         packing = Packing([width] * num_rows, [start] * num_rows, tokens.device)
-        view = cache.view(slots[packing.rows], packing.positions, slots, packing.length)
+        view = cache.view(slots[packing.rows], packing.columns, slots, packing.length)
         scored = self.score(tokens.flatten(), view, SideBySide([packing]), features=True)
         assert scored.features is not None
         return Scored(scored.hidden.view(num_rows, width, -1), scored.features.view(num_rows, width, -1))

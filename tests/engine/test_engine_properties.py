@@ -15,7 +15,7 @@ from blockpilot.drafts.dflash import DraftModel
 from blockpilot.engine.engine import Engine
 from blockpilot.evaluation.baselines import EVController, StaticForecast
 from blockpilot.pairs.loading import Pair
-from blockpilot.types import CandidateSet, FinishReason, Policy, Request, Sampling, Step
+from blockpilot.types import LAYOUTS, CandidateSet, FinishReason, Layout, Policy, Request, Sampling, Step
 from helpers.controllers import Switch
 from helpers.costs import linear_costs
 from helpers.engines import NEVER, plain_text
@@ -71,7 +71,8 @@ SAMPLINGS = (Sampling(), Sampling(1.0, seed=1), Sampling(1.0, seed=2))
 
 
 class KnowingDraft(DraftModel):
-    """A draft that recognises the texts it was told by position and anchor, and errs at some positions.
+    """A draft that recognises the texts it was told by position and anchor, and errs at some positions: at some of
+    those the right token is its second choice.
 
     Two texts with the same token at one position look alike to it: it may draft the other one's tokens.
     """
@@ -87,16 +88,18 @@ class KnowingDraft(DraftModel):
     def forward(self, block: Tensor, positions: Tensor, *rest: Any, **named: Any) -> Tensor:
         hidden = super().forward(block, positions, *rest, **named)
         same = (block[0][:, None] == self.embedding).all(dim=2).int().argmax(dim=1).tolist()
-        tokens: list[int] = []
+        tokens, seconds = list[int](), list[int]()
         text: Sequence[int] = ()
         for position, token in zip(positions[0].tolist(), same, strict=True):
             if token != self.options.mask_token_id:
                 text = self.texts.get((position, token), ())
             right = text[position] if position < len(text) else 0
             tokens.append((right + (position % 5 == 0 or position % 7 == 3)) % 256)
+            seconds.append((right + (position % 7 == 3)) % 256)
         # Tied embeddings: the LM head's best match of a scaled embedding is its own token.
         normed = self.embedding / self.embedding.norm(dim=1, keepdim=True).square().clamp(min=1e-6)
-        return (normed[torch.tensor(tokens)] * 1e3)[None].to(hidden.dtype)
+        drafted = 50 * normed[torch.tensor(tokens)] + 49.5 * normed[torch.tensor(seconds)]
+        return drafted[None].to(hidden.dtype)
 
 
 def prompt(num_tokens: int) -> tuple[int, ...]:
@@ -164,7 +167,10 @@ class Running:
             assert num <= step.block_size
             if self.block_size is not None:
                 room = min(self.request.max_new_tokens, MAX_LENGTH - len(self.request.prompt_ids)) - len(self.tokens)
-                assert step.block_size == min(self.block_size, room)
+                assert step.block_size == min(self.block_size, room) or (self.request.layout == "tree" and room > 1)
+                assert step.block_size <= self.block_size
+            assert len(step.tree.tokens) == step.block_size - 1
+            assert step.tree.is_chain or self.request.layout == "tree"
             bonus = num - step.num_accepted
             assert bonus == 1 or (bonus == 0 and step.finish_reason is not None)
         self.tokens += step.tokens
@@ -234,6 +240,7 @@ class Add:
     max_new_tokens: int
     sampling: Sampling
     block_size: int | None
+    layout: Layout
     stop: tuple[str, int] | None
     """The token, or a string of the text, from this place of the text on."""
 
@@ -247,6 +254,7 @@ class Add:
             self.block_size,
             frozenset(text[place : place + 1]) if kind == "token" else NEVER,
             (readable(trial.world.decode(text[place:])),) if kind == "string" else (),
+            layout=self.layout,
         )
         trial.running[trial.engine.add(request)] = Running(request, *trial.world.ended(request), self.block_size)
         trial.num_added += 1
@@ -315,13 +323,14 @@ class SetBlockSize:
             assert never or request_id in trial.plain
 
 
-BLOCK_SIZES = st.integers(1, 8)
+BLOCK_SIZES = st.integers(1, 12)
 ADD = st.builds(
     Add,
     st.integers(1, MAX_PROMPT_TOKENS),
     st.integers(1, MAX_NEW_TOKENS),
     st.sampled_from(SAMPLINGS),
     st.none() | BLOCK_SIZES,
+    st.sampled_from(LAYOUTS),
     st.none() | st.tuples(st.sampled_from(["token", "string"]), st.integers(0, MAX_NEW_TOKENS - 1)),
 )
 ADVANCE = st.builds(Advance, st.integers(1, 4))

@@ -11,10 +11,11 @@ from scipy.stats import chisquare
 from blockpilot.engine.sampling import (
     NUM_ARRIVALS,
     arrivals,
-    count_accepted,
+    candidates,
     keyed_sample,
     own_times,
     race,
+    top,
     truncated_scores,
 )
 from blockpilot.types import Sampling
@@ -82,19 +83,74 @@ def test_distribution_over_more_tokens_than_arrive(spread: float) -> None:
     assert chisquare(counts[:keep], [w * sum(counts) / sum(wanted) for w in wanted[:keep]]).pvalue > 1e-4
 
 
-@given(st.integers(1, 3000), st.floats(0.0, 12.0), st.integers(0, 10**6))
-@settings(max_examples=40, deadline=None)
-def test_the_race_is_won_by_whom_a_look_at_all_times_says(vocab_size: int, spread: float, seed: int) -> None:
+@given(st.integers(1, 3000), st.floats(0.0, 12.0), st.integers(0, 10**6), st.sampled_from([1, 2, 8]))
+@settings(max_examples=80, deadline=None)
+def test_the_race_ends_in_the_order_that_a_look_at_all_times_says(
+    vocab_size: int, spread: float, seed: int, num: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randn(4, vocab_size, generator=generator) * spread
     scores[:, torch.rand(vocab_size, generator=generator) < 0.2] = -math.inf
     scores[:, seed % vocab_size] = 1.0
+    num = min(num, vocab_size)
     keys = torch.tensor([seed, -seed, 7, 2**62 + seed])
-    found = race(scores, scores.argmax(dim=-1), keys)
+    tokens, values = race(scores, top(scores, num)[0], keys)
     arrived, times = arrivals(keys, vocab_size)
     own = own_times(keys[:, None].expand(-1, vocab_size), torch.arange(vocab_size).expand(4, -1))
     first = (times[:, -1:] + own).scatter_reduce(1, arrived, times, "amin")
-    assert found.equal((scores - first.log()).argmax(dim=-1))
+    best = (scores - first.log()).topk(num, dim=1)
+    assert values.equal(best.values)
+    can_win = values > -math.inf
+    assert tokens[can_win].equal(best.indices[can_win])
+
+
+@given(st.integers(1, 400), st.integers(1, 9), st.integers(0, 10**6))
+@settings(max_examples=60, deadline=None)
+def test_top_finds_the_largest_and_where_they_are(vocab_size: int, num: int, seed: int) -> None:
+    scores = torch.randn(3, vocab_size, generator=torch.Generator().manual_seed(seed))
+    scores[1] = scores[1].round()  # some are equal
+    scores[2, 1:] = -math.inf
+    num = min(num, vocab_size)
+    places, values = top(scores, num)
+    assert values.equal(scores.sort(dim=1, descending=True).values[:, :num])
+    assert scores.gather(1, places).equal(values)
+    assert len(set(places[0].tolist())) == len(set(places[1].tolist())) == num
+
+
+SAMPLINGS = [Sampling(), Sampling(0.7, seed=3), Sampling(1.0, top_k=2, seed=4), Sampling(1.3, top_p=0.6, seed=5)]
+
+
+@given(st.integers(0, 10**6), st.integers(1, 9), st.lists(st.sampled_from(SAMPLINGS), min_size=1, max_size=5))
+@settings(max_examples=60, deadline=None)
+def test_candidates_are_what_would_be_chosen_one_after_the_other(
+    position: int, num: int, sampling: list[Sampling]
+) -> None:
+    """With the ones before it struck out, each is what `keyed_sample` chooses, as far as anything can be drawn."""
+    rows = torch.randn(len(sampling), 500, generator=torch.Generator().manual_seed(position)) * 3
+    positions = range(position, position + len(sampling))
+    found = candidates(rows, positions, sampling, num)
+    open_ = rows.clone()
+    for i, s in enumerate(sampling):
+        if s.temperature:
+            open_[i] = truncated_scores(rows[i : i + 1], [s])[0] * s.temperature
+    free = [Sampling(s.temperature, seed=s.seed) for s in sampling]
+    for place in range(num):
+        possible = open_.amax(dim=1) > -math.inf
+        assert found.scores[:, place].isfinite().equal(possible)
+        chosen = keyed_sample(open_[possible], [p for p, b in zip(positions, possible, strict=True) if b],
+                              [s for s, b in zip(free, possible, strict=True) if b])  # fmt: skip
+        assert found.tokens[possible, place].equal(chosen)
+        open_[possible.nonzero()[:, 0], chosen] = -math.inf
+
+
+def test_candidates_have_their_log_probabilities() -> None:
+    found = candidates(LOGITS.repeat(2, 1), [4, 5], [Sampling(), Sampling(0.5, seed=1)], 20)
+    assert found.tokens.shape == (2, 7)
+    for row, scale in enumerate((1.0, 2.0)):
+        expected = (LOGITS * scale).log_softmax(0)[found.tokens[row]]
+        torch.testing.assert_close(found.log_probs[row], expected)
+    torch.testing.assert_close(found.scores[0], found.log_probs[0])
+    assert (found.scores[1].diff() <= 0).all()
 
 
 def test_arrivals_are_a_poisson_process_over_all_tokens() -> None:
@@ -160,13 +216,6 @@ def test_truncation_keeps_what_a_slow_loop_keeps(
 def test_top_p_of_1_keeps_tokens_that_a_float32_sum_does_not_see() -> None:
     logits = torch.tensor([[0.0, -20.0, -21.0, -22.0]])
     assert truncated_scores(logits, [Sampling(1.0, top_p=1.0, top_k=3)]).isfinite().tolist() == [[True] * 3 + [False]]
-
-
-@given(st.lists(st.integers(0, 2), max_size=8), st.lists(st.integers(0, 2), min_size=9, max_size=9))
-def test_count_accepted_is_the_common_prefix(drafted: list[int], chosen: list[int]) -> None:
-    count = count_accepted(drafted, chosen)
-    assert drafted[:count] == chosen[:count]
-    assert count == len(drafted) or drafted[count] != chosen[count]
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def score(target: Target, tokens: list[list[int]], slots: list[int], num_apart: 
     ):
         packing = pack([len(row) for row in part], starts, num_apart)
         packed = torch.tensor([token for row in part for token in row])
-        view = cache.view(torch.tensor(slots)[packing.rows], packing.positions, torch.tensor(slots), packing.length)
+        view = cache.view(torch.tensor(slots)[packing.rows], packing.columns, torch.tensor(slots), packing.length)
         scored = target.score(packed, view, packing, features=True)
     assert scored.features is not None
     return list(torch.cat([scored.hidden, scored.features], dim=-1).split([len(row) for row in part]))

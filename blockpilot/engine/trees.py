@@ -1,0 +1,97 @@
+"""Draft trees: which of a draft's choices are verified, and which of them the target's own choices confirm.
+
+One pass of the draft gives every slot a distribution of its own. A node of a tree is one choice of the slot at its
+depth, given the choices above it; its chance is the product of theirs. Best-first growth takes nodes by falling
+chance, so that the tree of n nodes lies inside that of n + 1 (arXiv 2604.12989, there for whole trees at temperature
+0). A chain is a tree of first choices.
+
+The text is a pure function of the target's logits, the seed and the position, so verification is a walk: from the
+anchor to the child that the target itself chooses, until there is none. No token is rejected by chance.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from heapq import heappop, heappush
+from itertools import islice
+from typing import NamedTuple
+
+from blockpilot.types import Tree
+
+
+class Slots(NamedTuple):
+    """Choices of the D slots of one draft pass, the best of each first.
+
+    tokens [D][K]; chances [A][D][K] that the target makes the choice where it has made those above it, by how many of
+    those are no first choices (as the last number where they are more). Both fall along K.
+    """
+
+    tokens: Sequence[Sequence[int]]
+    chances: Sequence[Sequence[Sequence[float]]]
+
+
+class Node(NamedTuple):
+    """A choice in a growing tree: parent is the number of another, which came before it; 0 is the anchor."""
+
+    token: int
+    parent: int
+    chance: float
+    is_first: bool
+    """So are the choices above it."""
+
+
+def best_first(slots: Slots) -> Iterator[Node]:
+    """Nodes by falling chance; the first is number 1. Ends where no choice is left that has a chance."""
+    heap: list[tuple[float, int, int, int, int, float]] = []
+
+    def offer(parent: int, depth: int, rank: int, num_later: int, above: float) -> None:
+        """Choice `rank` of the slot below a parent that is reached with chance `above`."""
+        if depth < len(slots.tokens) and rank < len(slots.tokens[depth]):
+            chance = above * slots.chances[min(num_later, len(slots.chances) - 1)][depth][rank]
+            if chance > 0:
+                heappush(heap, (-chance, parent, depth, rank, num_later, above))
+
+    offer(0, 0, 0, 0, 1.0)
+    number = 0
+    while heap:
+        negative, parent, depth, rank, num_later, above = heappop(heap)
+        number += 1
+        yield Node(slots.tokens[depth][rank], parent, -negative, num_later + rank == 0)
+        offer(parent, depth, rank + 1, num_later, above)
+        offer(number, depth + 1, 0, num_later + (rank > 0), -negative)
+
+
+def tree_of(nodes: Iterable[Node]) -> Tree:
+    """The tree of nodes as `best_first` gives them, with first choices laid out first: if they are accepted, their
+    keys and values lie where they belong.
+    """
+    numbered = list(enumerate(nodes, 1))
+    order = [n for n, node in numbered if node.is_first] + [n for n, node in numbered if not node.is_first]
+    place = {0: 0} | {number: i for i, number in enumerate(order, 1)}
+    by_number = dict(numbered)
+    tokens = tuple(by_number[n].token for n in order)
+    return Tree(tokens, tuple(place[by_number[n].parent] for n in order))
+
+
+def grow(slots: Slots, num_nodes: int) -> Tree:
+    """The most probable prefixes, at most `num_nodes` of them."""
+    return tree_of(islice(best_first(slots), num_nodes))
+
+
+def first_choices(slots: Slots) -> Tree:
+    """The chain of every slot's best choice."""
+    return Tree(tuple(tokens[0] for tokens in slots.tokens), tuple(range(len(slots.tokens))))
+
+
+def walk(tree: Tree, chosen: Sequence[int]) -> list[int]:
+    """The accepted path, from the anchor (0) on: nodes that the target chose where it had chosen those before.
+
+    chosen [1 + nodes] are its choices after the anchor and after every node; a child's token is among its parent's
+    children only once.
+    """
+    children = {
+        (parent, token): i for i, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True), 1)
+    }
+    path, node = [0], children.get((0, chosen[0]))
+    while node is not None:
+        path.append(node)
+        node = children.get((node, chosen[node]))
+    return path

@@ -8,8 +8,9 @@ for step in bp.generate(pair, prompt_ids, block_size=8):
 """
 
 from blockpilot.control.controller import FixedPolicy
-from blockpilot.control.price import StepCosts
-from blockpilot.engine.engine import Engine, generate
+from blockpilot.control.price import StepPrice
+from blockpilot.engine.engine import Engine
+from blockpilot.engine.generate import generate
 from blockpilot.pairs.loading import Pair, load_pair
 from blockpilot.pairs.table import NAMED_PAIRS
 from blockpilot.policy.learned import LearnedPolicy
@@ -29,7 +30,7 @@ __all__ = [
     "Request",
     "Sampling",
     "Step",
-    "StepCosts",
+    "StepPrice",
     "generate",
     "load_pair",
     "load_policy",

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
+import torch
 from torch import Tensor
 
 
@@ -155,47 +156,56 @@ class Step:
     tree: Tree = NO_TREE
 
 
-class StepShape(NamedTuple):
-    """What a step takes in: block sizes [R] of the rows that decode, and tokens of prompts."""
+class Candidates(NamedTuple):
+    """The k tokens [N, k] that would win a position's race if the target's scores were a draft's, best first.
 
-    sizes: tuple[int, ...] = ()
-    num_prompt_tokens: int = 0
-    num_chosen: int = 0
-    """Rows whose size was chosen for this step."""
+    scores: what the race compares, relative to all scores of the position: log probabilities, less the logarithm of
+    the token's own noise where tokens are `drawn` [N] (temperature above 0). log_probs are without it. Both are -inf
+    for what cannot be drawn.
+    """
 
-    @property
-    def only_decodes(self) -> bool:
-        """Rows, and no prompts: its seconds are what costs tell of."""
-        return bool(self.sizes) and not self.num_prompt_tokens
+    tokens: Tensor
+    scores: Tensor
+    log_probs: Tensor
+    drawn: Tensor
+
+    def at(self, index: Sequence[int]) -> "Candidates":
+        """Those of some positions."""
+        places = torch.tensor(index, device=self.tokens.device)
+        return Candidates(*(values[places] for values in self))
 
 
 class Reader(Protocol):
     """A policy that predicts every step anew."""
 
     def read(self, forecasts: Sequence[Any], contexts: Tensor, anchors: Tensor) -> None:
-        """Set the taus of some of its forecasts for their next step.
+        """Set the reach of some of its forecasts for their next step.
 
         contexts [R, draft hidden] are the context vectors of the positions before the anchors, anchors
         [R, target hidden] the target's embeddings of the anchors.
         """
 
+    def chances(self, forecasts: Sequence[Any], found: Candidates, depths: Sequence[int]) -> Tensor:
+        """Chances [A, N, k] of what a draft proposes for depths[r] positions of each row, N in all.
+
+        By how many of the choices above are no first choices, A - 1 and more alike; they fall along k.
+        """
+        ...
+
 
 class Forecast(Protocol):
-    """What is expected of one request, from its prefill to its end."""
-
-    @property
-    def candidates(self) -> CandidateSet: ...
+    """What is expected of one request's drafts, from its prefill to its end."""
 
     @property
     def reader(self) -> Reader | None:
         """What predicts every step of the request anew; None where nothing does."""
 
     @property
-    def taus(self) -> Sequence[float]:
-        """Tokens that the next step is expected to emit with each candidate, the bonus token included."""
+    def reach(self) -> Sequence[float]:
+        """Chances that at least 1, 2, ... drafted tokens of the next step are accepted, as deep as it may draft."""
 
-    def observe(self, block_size: int, num_accepted: int) -> None:
-        """Learn from a step of the request."""
+    def observe(self, depth: int, num_verified: int, num_accepted: int) -> None:
+        """Learn from a step of the request that drafted `depth` positions and verified so many tokens."""
 
 
 Policy = Callable[[Prefill], int | Forecast]

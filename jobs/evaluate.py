@@ -1,8 +1,9 @@
 """Evaluate: decode held-out prompts with every method, interleaved, and report what was measured.
 
-Methods are plain decoding (AR), every fixed block size, a random one, learned policies, a controller by running
-means without training (EV), and an oracle with each prompt's best size in hindsight, which is a bound. One process
-runs them all (`jobs/evaluation/actor.py`). Every text is decoded. Sweeps serve two purposes only: their prompts are
+Methods are plain decoding (AR), every fixed block size, draft trees of fixed sizes, a random block size, learned
+policies, two choices without training (chains by running means, trees by the draft's own probabilities), and an
+oracle with each prompt's best block size in hindsight, which is a bound. One process runs them all
+(`jobs/evaluation/actor.py`). Every text is decoded. Sweeps serve two purposes only: their prompts are
 refused as not held out, and their taus choose the best fixed block size beforehand. A policy keeps both of the sweeps
 that it was trained on.
 
@@ -79,7 +80,7 @@ def _identity(config: EvaluateConfig, plan: Plan, setting: Setting) -> str:
     settings = config.model_dump(mode="json", exclude={"output", "relog", "accelerator_type"})
     found = setting.pair, setting.dtype, setting.device
     prompts = [(p.set, p.text) for p in plan.prompts]
-    key = repr((settings, found, list(plan.policies), prompts, plan.groups, plan.costs))
+    key = repr((settings, found, list(plan.policies), prompts, plan.groups, plan.price))
     digest = hashlib.sha256(key.encode())
     for directory in plan.policies.values():
         for name in (INFO_FILE, WEIGHTS_FILE):

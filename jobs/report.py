@@ -18,9 +18,9 @@ import numpy as np
 from jinja2 import Environment, PackageLoader
 from pydantic import Field
 
+from blockpilot.control.price import PRICE_FILE, StepPrice, loads_up_to, read_price
 from blockpilot.evaluation.oracle import Table, potential
 from blockpilot.evaluation.statistics import Interval
-from blockpilot.evaluation.step_costs import COSTS_FILE, costs_from_fields, read_costs, relative_costs
 from blockpilot.evaluation.tables import with_range
 from blockpilot.storage import is_file, join, write_bytes, write_text
 from blockpilot.sweep.rows import SweepRow, read_parts
@@ -164,9 +164,13 @@ def _compared(evaluations: Mapping[str, Mapping[str, Any]]) -> Iterable[Section]
             table=[_headroom(name, row) for name, row in rows.items() if "policy" in row],
             pictures={"over_best_fixed.png": figures.over_best_fixed(rows, shown)},
         )
-    first = next(iter(evaluations.values()))
-    costs = costs_from_fields(dict(first["setting"]["costs"]))
-    yield Section("What a step costs", costs.device, pictures={"cost_curves.png": figures.cost_curves(costs)})
+    for fields in [found["setting"]["price"] for found in evaluations.values() if "price" in found["setting"]][:1]:
+        price = StepPrice.from_fields(fields)
+        yield Section(
+            "What a step costs",
+            f"{price.device}; mean error on steps that the fit has not seen {price.error:.1%}",
+            pictures={"cost_curves.png": figures.cost_curves(price)},
+        )
 
 
 def _together(
@@ -219,9 +223,9 @@ def _of_sweep(place: Place, label: str) -> Section:
     metadata, sets = part.metadata, dict(sorted(by_set.items()))
     every = [row for rows in sets.values() for row in rows]
     loads, ways = {1: [1.0] * len(metadata.candidates)}, {"by tau": [1.0] * len(metadata.candidates)}
-    if is_file(join(place, COSTS_FILE)):
-        costs = read_costs(join(place, COSTS_FILE))
-        loads = {num: relative_costs(costs, metadata.candidates, num) for num in costs.rows}
+    if is_file(join(place, PRICE_FILE)):
+        price = read_price(join(place, PRICE_FILE))
+        loads = {num: price.relative(metadata.candidates, num) for num in loads_up_to(price.rows)}
         ways |= {f"by tokens/s, {num} row{'s' * (num > 1)}": each for num, each in loads.items()}
     best = {name: Counter(_best_size(row, step_costs) for row in every) for name, step_costs in ways.items()}
     curves = {name: Summary().add(rows).tau_curve for name, rows in sets.items()}
@@ -229,7 +233,7 @@ def _of_sweep(place: Place, label: str) -> Section:
     return Section(
         f"Sweep {label}",
         f"{metadata.pair.target} with {metadata.pair.draft}, {metadata.dtype}. Ceilings are gains over the best "
-        "fixed block size in hindsight, noise included, by the measured costs of a step: no policy can have more.",
+        "fixed block size in hindsight, noise included, by the price of a step: no policy can have more.",
         table=[
             {"rows": str(num), "set": name, **ceilings(rows, step_costs)}
             for num, step_costs in loads.items()

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from pydantic import Field, field_validator
 
-from blockpilot.control.price import StepCosts
+from blockpilot.control.price import PRICE_FILE, StepPrice, read_price
 from blockpilot.device import dtype_name
-from blockpilot.evaluation.step_costs import COSTS_FILE, costs_to_json, measured_up_to, read_costs
+from blockpilot.evaluation.pricing import measure_price
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt, load_prompts
 from blockpilot.storage import is_file, join, write_text
@@ -69,10 +69,10 @@ class SweepConfig(Config):
     """Sequences in a worker's batch."""
     max_attempts: int = Field(default=3, ge=1)
     """Tries of a shard that fails or whose worker dies, before it is halved to find the prompt that does it."""
-    cost_rows: int = Field(default=8, ge=0)
-    """The seconds of a step are measured with 1, 2, 4, ... active rows up to these, at every candidate; 0: not."""
-    cost_context: int = Field(default=256, ge=1)
-    """Tokens of context to measure them at."""
+    price_rows: int = Field(default=8, ge=0)
+    """The price of a step is fitted to timed steps of so many active rows and fewer; 0: not."""
+    price_context: int = Field(default=256, ge=1)
+    """Tokens of context of those rows."""
 
     @field_validator("candidates")
     @classmethod
@@ -110,9 +110,9 @@ def run(config: SweepConfig) -> SweepResult:
     order = {key: i for i, key in enumerate(key for shard in shards for key in shard.ids)}
     rejects.sort(key=lambda reject: order[reject.prompt_id])
     folder.write_rejects(rejects)
-    if config.cost_rows and not is_file(join(config.output, COSTS_FILE)):
+    if config.price_rows and not is_file(join(config.output, PRICE_FILE)):
         connect()
-        write_text(join(config.output, COSTS_FILE), costs_to_json(_measure_costs(config, folder)))
+        write_text(join(config.output, PRICE_FILE), _measure_price(config, folder).to_json())
     return _finish(config, folder, len(order), rejects)
 
 
@@ -133,7 +133,7 @@ def _open(config: SweepConfig) -> tuple[list[SweepShard], SweepFolder]:
 
 def _identity(config: SweepConfig, shards: Sequence[SweepShard]) -> dict[str, Any]:
     """The settings that rows depend on, and the prompts behind the names of sets and files."""
-    elsewhere = {"output", "resources", "slots", "max_attempts", "cost_rows", "cost_context"}
+    elsewhere = {"output", "resources", "slots", "max_attempts", "price_rows", "price_context"}
     prompts_digest = digest(key for shard in shards for key in shard.ids)
     return config.model_dump(mode="json", exclude=elsewhere) | {"prompts_digest": prompts_digest}
 
@@ -174,10 +174,10 @@ class SweepWorker:
         settings = self._config.model_dump(include=names) | {"num_slots": self._config.slots}
         return sweep_prompts(self._pair, prompts, self._candidates, **settings)
 
-    def measure_costs(self) -> StepCosts:
-        """Seconds of a step for plain decoding and every candidate."""
+    def measure_price(self) -> StepPrice:
+        """What a step costs on this device."""
         assert self._pair is not None
-        return measured_up_to(self._pair, self._candidates, self._config.cost_rows, self._config.cost_context)
+        return measure_price(self._pair, self._config.price_rows, self._config.price_context)
 
 
 def _start_worker(config: SweepConfig, folder: SweepFolder) -> tuple[Any, Any]:
@@ -186,12 +186,12 @@ def _start_worker(config: SweepConfig, folder: SweepFolder) -> tuple[Any, Any]:
     return worker, worker.load.remote(folder.identity, _git_commit())
 
 
-def _measure_costs(config: SweepConfig, folder: SweepFolder) -> StepCosts:
-    """Seconds of a step, on a worker that has the machine to itself as far as this job goes: nothing decodes now."""
+def _measure_price(config: SweepConfig, folder: SweepFolder) -> StepPrice:
+    """What a step costs, on a worker that has the machine to itself as far as this job goes: nothing decodes now."""
     with lone_actor(SweepWorker, config.resources, config) as call:
         call("load", folder.identity, _git_commit())
-        costs: StepCosts = call("measure_costs")
-    return costs
+        price: StepPrice = call("measure_price")
+    return price
 
 
 @cache
@@ -212,9 +212,9 @@ def _finish(config: SweepConfig, folder: SweepFolder, num_turns: int, rejects: S
     if summary.num_rows + len(rejects) != num_turns:
         raise RuntimeError(f"{summary.num_rows} rows and {len(rejects)} rejects for {num_turns} prompts")
     assert metadata is not None
-    place = join(config.output, COSTS_FILE)
-    costs = read_costs(place) if is_file(place) else None
-    show(summary, metadata, config.method, costs if costs and costs.pair == metadata.pair else None)
+    place = join(config.output, PRICE_FILE)
+    price = read_price(place) if is_file(place) else None
+    show(summary, metadata, config.method, price if price and price.pair == metadata.pair else None)
     print(f"{summary.num_rows} rows in {folder.rows}")
     if rejects:
         where = join(folder.place, REJECTS_FILE)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from blockpilot.policy.dataset import split_examples
+from blockpilot.policy.nodes import fit_nodes
 from blockpilot.policy.training import Fit, new_network
 from jobs.common.cluster import connect
 from jobs.common.config import absolute_in_submitted_job, main
@@ -65,7 +66,10 @@ def _work(config: TrainConfig, data: Dataset) -> None:
     while not fit.done:
         metrics = fit.run_epoch()
         if fit.done or fit.epoch % config.checkpoint_every == 0:
-            report(metrics | {"epoch": fit.epoch}, fit.state_dict() if rank == 0 else None)
+            state = fit.state_dict()
+            if fit.done and rank == 0 and len(outcomes := training.outcomes):
+                state["nodes"] = fit_nodes(outcomes, seed=config.fit.seed).state_dict()
+            report(metrics | {"epoch": fit.epoch}, state if rank == 0 else None)
 
 
 def _all_reduce(sums: Tensor) -> Tensor:

@@ -4,8 +4,8 @@ The policy learns from prompts that the draft was not trained on, since a draft 
 knows: a policy that learned from those would expect too much. The embedded draft saw the first prompts of four sets
 (its model card says how many); the rest of them is left, the target writes more by itself, and three benchmarks have
 more prompts than are measured. The policy is measured on three benchmarks and on openings of conversations, all of
-them held out, greedily and at temperature 1, alone and in batches, beside the paper's policy, fixed block sizes, a
-controller by running means, and an oracle; and on code, without code among its training prompts.
+them held out, greedily and at temperature 1, alone and in batches, beside the paper's policy, fixed block sizes,
+choices without training, and an oracle; and on code, without code among its training prompts.
 
 It takes hours on two cores (`--stages` picks some, what is done is kept). Evaluations need the policies only, those
 of `workflows/policies` where none were trained, and the report shows the sweeps that are there, and of evaluations
@@ -147,8 +147,8 @@ def sweep_config(config: StudyConfig, temperature: float) -> SweepConfig:
         slots=32,
         output=config.sweep(temperature),
         resources=Resources(num_actors=config.num_actors),
-        cost_rows=16,
-        cost_context=192,
+        price_rows=16,
+        price_context=192,
     )
 
 

@@ -1,68 +1,72 @@
-"""The choice of block sizes: of all rows together those that make the most tokens a second at the present load.
+"""The choice: how deep every row drafts, and which drafted tokens are verified, by what they bring and cost.
 
-A forecast says how many tokens a request is expected to emit a step with each candidate. Nothing has to be predicted
-again when the load changes: the seconds of a step do, and with them the best choice.
+A position drafted, or a token verified, is worth its chance of being accepted, and costs its share of a step's
+seconds. Before the draft runs, positions are bought by the reach that is expected of them; the best rate of tokens a
+second that this promises is the price of time. After it, tokens are bought while their chance is worth that price.
+Prompts that a step takes in do not matter: their seconds are spent anyway.
 """
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice, takewhile
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from blockpilot.control.price import StepCosts
+from blockpilot.control.price import Load, StepPrice
 from blockpilot.control.ratio import largest_ratio
-from blockpilot.types import Forecast
-
-Array = NDArray[np.float64]
-_NEVER = 1e5  # tokens: what no row emits
 
 
-def choose(forecasts: Sequence[Forecast], costs: StepCosts | None, others: Sequence[int] = ()) -> list[int]:
-    """The block sizes of a step that are expected to make the most tokens a second of the whole batch.
+class Priced(Protocol):
+    """A drafted token that may be verified."""
 
-    Of equals the smallest. `others` are the sizes of rows that do not choose; they are taken to emit one token.
-    Prompts that the step takes in do not matter: their seconds are spent anyway, and a token saves what it would
-    save in another step. Without costs every step is taken to cost the same.
+    @property
+    def chance(self) -> float:
+        """That the target chooses it, and all before it."""
+
+    @property
+    def depth(self) -> int:
+        """Its place after the anchor, from 1 on."""
+
+
+Offered = TypeVar("Offered", bound=Priced)
+
+
+class Depths(NamedTuple):
+    """Positions that every row drafts, and the tokens a second that are expected of it."""
+
+    depths: list[int]
+    rate: float
+
+
+def choose_depths(
+    reaches: Sequence[Sequence[float]], price: StepPrice, beside: Load, tokens_a_slot: Sequence[float]
+) -> Depths:
+    """The depths that are expected to make the most tokens a second of the whole batch.
+
+    reaches[r][d] is the chance that more than d drafted tokens of row r are accepted. `beside` is what other rows
+    take in, which emit a token each. A position at depth d costs a slot, and tokens_a_slot[d] verified tokens.
     """
-    if not forecasts:
-        return []
-    if costs is None:
-        return [f.candidates[max(range(len(f.taus)), key=lambda k: (f.taus[k], -k))] for f in forecasts]
-    options = [dict(zip(f.candidates, f.taus, strict=True)) for f in forecasts] + [{size: 1.0} for size in others]
-    sizes = sorted({1}.union(*options))
-    tokens = np.array([[of_row.get(size, -math.inf) for size in sizes] for of_row in options]).clip(min=-_NEVER)
-    alike = tokens.sum(axis=0) / costs.alike_s(sizes, len(options))
-    best = int(alike.argmax())
-    chosen = [best] * len(options)
-    if len(options) > 1:
-        mixing_s = costs.mixing_s(sizes, len(options))
-        chosen = _most_a_second(tokens, np.array(sizes) - 1, *mixing_s, rate=float(alike[best])) or chosen
-    return [sizes[k] for k in chosen[: len(forecasts)]]
+    rows, deepest = len(reaches) + beside.rows, max(map(len, reaches))
+    reach = np.array([[*of_row, *[0.0] * (deepest - len(of_row))] for of_row in reaches])
+    gains = np.pad(reach, ((0, 0), (1, 0))).cumsum(axis=1)
+    costs = np.pad(price.slot_s + np.array(tokens_a_slot[:deepest]) * price.token_s, (1, 0)).cumsum()
+    plain_s = price.seconds(beside._replace(rows=rows))
+    launch_s = 0.0 if beside.num_drafted else price.launch_s
+
+    def maximise(rate: float) -> tuple[NDArray[np.int64], float]:
+        """At a rate rows choose apart; if they are not worth a launch together, nobody drafts."""
+        worth = gains - rate * costs
+        depths: NDArray[np.int64] = worth.argmax(axis=1)
+        if worth.max(axis=1).sum() <= rate * launch_s:
+            return 0 * depths, rows / plain_s
+        tokens = rows + np.take_along_axis(gains, depths[:, None], axis=1).sum()
+        return depths, float(tokens / (plain_s + launch_s + costs[depths].sum()))
+
+    depths, rate = largest_ratio(maximise, rows / plain_s)
+    return Depths(depths.tolist(), rate)
 
 
-def _most_a_second(
-    tokens: Array, drafted: NDArray[np.int64], first_s: Array, each_s: Array, rate: float
-) -> list[int] | None:
-    """Which option of every row [R] makes the most tokens in all over seconds in all; None if less than `rate`.
-
-    tokens [R, K] are those of every row's options, which draft drafted[k] tokens, ascending. A step whose widest
-    option is k takes first_s[k] if one row takes it, and each_s[k] for every further token drafted.
-    """
-    widest, rows = np.arange(len(drafted)), np.arange(len(tokens))
-    token_s, too_wide = each_s[:, None] * drafted, drafted > drafted[:, None]  # [widest, option]
-
-    def maximise(rate: float) -> tuple[list[int], float]:
-        # For a given rate and widest option rows choose apart; if none takes that option, the one that loses least.
-        worth = np.where(too_wide, -(_NEVER**2), tokens[:, None] - rate * token_s)  # [row, widest, option]
-        options: NDArray[np.int64] = worth.argmax(axis=2)
-        nobody = widest[(options != widest).all(axis=0)]
-        loss = worth.max(axis=2) - worth[:, widest, widest]
-        options[loss.argmin(axis=0)[nobody], nobody] = nobody
-        emitted = tokens[rows[:, None], options].sum(axis=0)
-        seconds = first_s + each_s * (drafted[options].sum(axis=0) - drafted)
-        best = (emitted - rate * seconds).argmax()
-        return options[:, best].tolist(), float(emitted[best] / seconds[best])
-
-    chosen, reached = largest_ratio(maximise, rate)
-    return chosen if reached >= rate else None
+def buy(offered: Iterable[Offered], worth: float, most: int) -> list[Offered]:
+    """Of tokens by falling chance those whose chance is at least `worth`, so many at most."""
+    return list(islice(takewhile(lambda token: token.chance >= worth, offered), most))

@@ -1,47 +1,110 @@
-"""Controller of an engine: one object decides who drafts and how much, asked before a step and told after it.
+"""Controller of an engine: one object decides who drafts, how deep, and what is verified of it.
 
-The engine knows nothing of costs, back-offs or track records. A controller holds the policy and all adaptive state:
-another policy, or a fresh start, is another controller.
+The engine knows nothing of prices, back-offs or track records. It asks before a step, after the draft, and tells what
+came of it. A controller holds the policy and all adaptive state: another policy, or a fresh start, is another
+controller.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from blockpilot.control.choose import choose
-from blockpilot.control.price import StepCosts
-from blockpilot.types import CandidateSet, Forecast, Policy, Prefill, StepShape
+from blockpilot.control.calibration import TrackRecord
+from blockpilot.control.choose import Offered, buy, choose_depths
+from blockpilot.control.price import Load, StepPrice
+from blockpilot.types import MAX_BLOCK_SIZE, CandidateSet, Forecast, PairId, Policy, Prefill
+
+NOMINAL = StepPrice(
+    PairId("any", "", "any", ""),
+    dtype="",
+    device="",
+    context=0,
+    rows=0,
+    base_s=1.0,
+    row_s=0.02,
+    launch_s=0.15,
+    slot_s=0.02,
+    token_s=0.04,
+    error=0.0,
+)
+"""In plain steps: the price where none was measured, of one row where reading the weights is most of a step."""
+
+DOUBT, MEMORY = 100.0, 2000.0  # expected tokens, steps; of accepted over expected
+SLOTS_DOUBT, SLOTS_MEMORY = 20.0, 500.0  # slots, steps; of tokens verified over positions drafted at a depth
+
+
+class StepOutcome(NamedTuple):
+    """What a step took in, and what came of it."""
+
+    load: Load
+    num_prompt_tokens: int
+    num_chosen: int
+    """Rows that the controller chose for."""
+    num_accepted: int
+    """Drafted tokens accepted of those rows."""
+    num_tokens: int
+    """Emitted, of all rows."""
+    next_rows: int
+    """That decode in the next step."""
 
 
 class Controller:
-    """Block sizes by a policy; forecasts are weighed with fixed step costs.
+    """Depths and drafted tokens by a policy's forecasts, bought at a fixed price.
 
-    Costs are by default those that the policy carries; without any, every step is taken to cost the same.
+    The price is by default the one that the policy carries, or else `NOMINAL`.
     """
 
-    def __init__(self, policy: Policy, costs: StepCosts | None = None) -> None:
+    def __init__(self, policy: Policy, price: StepPrice | None = None) -> None:
         self.policy = policy
-        self.costs: StepCosts | None = getattr(policy, "costs", None) if costs is None else costs
-        self.factors: Mapping[str, float] = {}
-        """Seconds of the next step over its measured costs, by kind of step; may be read by any thread."""
+        self.price: StepPrice = price or getattr(policy, "price", None) or NOMINAL
+        """May be read by any thread."""
+        self._calibration = TrackRecord(DOUBT, MEMORY)
+        self._tokens_a_slot = [TrackRecord(SLOTS_DOUBT, SLOTS_MEMORY) for _ in range(MAX_BLOCK_SIZE)]
+        self._depths: list[int] = []
+        self._rate = self._expected = 0.0
 
     @property
     def speculates(self) -> bool:
         """True if rows may draft in the next step. Those that meet a False decode plainly to their end."""
         return True
 
+    @property
+    def calibration(self) -> float:
+        """Drafted tokens accepted over those that were expected."""
+        return self._calibration.ratio
+
     def begin(self) -> None:
         """Called when a step begins."""
 
     def decide(self, prefill: Prefill) -> int | Forecast:
-        """The block size of a request, or the forecast that every step's is chosen from."""
+        """The block size of a request, or the forecast that every step's drafts are bought by."""
         return self.policy(prefill)
 
-    def sizes(self, forecasts: Sequence[Forecast], others: Sequence[int]) -> list[int]:
-        """Block sizes of the next step for the rows with forecasts; `others` are those of the other rows."""
-        return choose(forecasts, self.costs, others)
+    def depths(self, reaches: Sequence[Sequence[float]], beside: Load) -> list[int]:
+        """How many positions the next step's draft proposes tokens for, of rows with forecasts.
 
-    def finish(self, shape: StepShape, num_tokens: int, num_rows: int) -> None:
-        """Called when a step ends: what it took in, the tokens that it emitted, and the rows of the next one."""
+        reaches[r] is row r's `Forecast.reach` as far as it may draft; `beside` is what the other rows take in.
+        """
+        tokens_a_slot = [record.ratio for record in self._tokens_a_slot]
+        self._depths, self._rate = choose_depths(reaches, self.price, beside, tokens_a_slot)
+        return self._depths
+
+    def buy(self, offered: Sequence[Iterable[Offered]], most: int) -> list[list[Offered]]:
+        """What is verified of the tokens that each row's draft offers by falling chance, so many a row at most."""
+        worth = self._rate * self.price.token_s / self.calibration
+        bought = [buy(of_row, worth, most) for of_row in offered]
+        tokens = [token for of_row in bought for token in of_row]
+        self._expected = sum(token.chance for token in tokens)
+        at_depth = Counter(token.depth for token in tokens)
+        for depth in range(max(self._depths, default=0)):
+            self._tokens_a_slot[depth].add(sum(d > depth for d in self._depths), at_depth[depth + 1])
+        return bought
+
+    def finish(self, outcome: StepOutcome) -> None:
+        """Called when a step ends."""
+        self._calibration.add(self._expected, outcome.num_accepted)
+        self._expected = 0.0
 
 
 @dataclass(frozen=True)

@@ -1,102 +1,136 @@
-"""Step costs: seconds of draft and verification on a device, by block size and active rows."""
+"""What a step costs: seconds by the rows, drafted slots and verified tokens that it takes in.
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+A step reads every weight once, whatever it does; the rest is linear in what it does, to a few percent on CPUs and
+GPUs. So a handful of coefficients, fitted to a few timed steps (evaluation/pricing.py), price every step that may be
+asked for, also those of ragged batches.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from blockpilot.storage import Place, read_bytes
 from blockpilot.types import PairId
 
 Array = NDArray[np.float64]
-Table = tuple[tuple[float, ...], ...]
+
+PRICE_FILE = "price.json"
+COEFFICIENTS = ("base_s", "row_s", "launch_s", "slot_s", "token_s")
+
+
+class Load(NamedTuple):
+    """What a step without prompts takes in."""
+
+    rows: int
+    num_drafted: int = 0
+    """Positions that the draft proposes tokens for, of all rows."""
+    num_verified: int = 0
+    """Drafted tokens that the target scores, of all rows."""
+
+    @property
+    def terms(self) -> tuple[int, ...]:
+        """What the coefficients are multiplied with."""
+        return 1, self.rows, int(self.num_drafted > 0), self.num_drafted, self.num_verified
 
 
 @dataclass(frozen=True)
-class StepCosts:
-    """Seconds of a step of rows of `context` tokens, [block size][rows], each axis ascending.
+class StepPrice:
+    """Seconds of a step of a pair on a device: the sum of its coefficients times `Load.terms`.
 
-    In `seconds` all rows draft blocks of that size, in `one_drafts` one row does and the others decode plainly, in
-    `one_plain` it is the other way about (of two rows both draft). Rows of different sizes take longer than as many
-    tokens of rows that are all alike: of such a step the widest block says which costs to look at (attention pads to
-    it), and the number of drafted tokens where it lies between `one_drafts` and `one_plain`.
+    context: tokens of the rows that were timed; rows: how many at most. error: mean relative error on timed steps
+    that the fit has not seen.
     """
 
     pair: PairId
     dtype: str
     device: str
-    block_sizes: tuple[int, ...]
-    rows: tuple[int, ...]
     context: int
-    seconds: Table
-    one_drafts: Table
-    one_plain: Table
+    rows: int
+    base_s: float
+    row_s: float
+    launch_s: float
+    """Of the draft's pass, if there is one."""
+    slot_s: float
+    """Of every position that it proposes tokens for."""
+    token_s: float
+    """Of every drafted token that is verified."""
+    error: float
 
-    def step_s(self, block_size: int, rows: int) -> float:
-        """Seconds of a step of rows that are all alike, linear between what was measured and constant beyond it."""
-        return float(self.alike_s([block_size], rows)[0])
+    @property
+    def coefficients(self) -> Array:
+        return np.array([getattr(self, name) for name in COEFFICIENTS])
 
-    def alike_s(self, block_sizes: Sequence[int], rows: int) -> Array:
-        """`step_s` of many block sizes, [K]."""
-        return self._between("seconds", block_sizes, rows)
+    def seconds(self, load: Load) -> float:
+        return float(self.coefficients @ load.terms)
 
-    def mixing_s(self, block_sizes: Sequence[int], rows: int) -> tuple[Array, Array]:
-        """Two [K]: seconds of a step in which one of the rows drafts, a block of block_sizes[k], and of every token
-        drafted beyond those if none of the other blocks is wider.
-        """
-        if rows == 1:
-            alike = self.alike_s(block_sizes, rows)
-            return alike, 0 * alike
-        one, most = (self._between(table, block_sizes, rows) for table in ("one_drafts", "one_plain"))
-        num_rows = np.interp(rows, self.rows, list(map(num_drafting, self.rows)))
-        drafted = (num_rows - 1) * (np.array(block_sizes) - 1)
-        return one, (most - one).clip(min=0) / np.maximum(drafted, 1)
+    def chains_s(self, block_size: int, rows: int) -> float:
+        """Seconds of a step in which all rows verify chains of this block size."""
+        num_drafted = rows * (block_size - 1)
+        return self.seconds(Load(rows, num_drafted, num_drafted))
 
-    def mixed_s(self, sizes: Sequence[int]) -> float:
-        """Seconds of a step whose rows have these block sizes; those that are all alike never take longer for it."""
-        widest, rows = max(sizes), len(sizes)
-        first, each = self.mixing_s([widest], rows)
-        mixed = float(first[0] + each[0] * (sum(sizes) - rows - widest + 1))
-        return mixed if min(sizes) < widest else min(mixed, self.step_s(widest, rows))
+    def relative(self, block_sizes: Sequence[int], rows: int) -> list[float]:
+        """`chains_s` of each block size, in steps of plain decoding."""
+        return [self.chains_s(size, rows) / self.chains_s(1, rows) for size in block_sizes]
 
-    def _between(self, table: str, block_sizes: Sequence[int], rows: int) -> Array:
-        place = np.interp(rows, self.rows, np.arange(len(self.rows)))
-        below, above = self._arrays[table][:, [math.floor(place), math.ceil(place)]].T
-        by_size: Array = np.interp(block_sizes, self.block_sizes, below + place % 1 * (above - below))
-        return by_size
+    def with_coefficients(self, coefficients: Array) -> Self:
+        return replace(self, **dict(zip(COEFFICIENTS, coefficients.tolist(), strict=True)))
 
-    @cached_property
-    def _arrays(self) -> dict[str, Array]:
-        """The tables, for choices before every step."""
-        return {name: np.array(getattr(self, name)) for name in TABLES}
+    def made_for(self, pair: PairId, dtype: str, device: str) -> bool:
+        return (self.pair, self.dtype, self.device) == (pair, dtype, device)
 
-    def scaled(self, plain: float, alike: float, mixed: float) -> "StepCosts":
-        """Costs of which steps that only decode plainly take `plain` times as long, those of rows that draft alike
-        `alike` times, and others `mixed` times.
-        """
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(asdict(self) | {"pair": self.pair._asdict()}) + "\n"
 
-        def times(table: str, drafting: float) -> Table:
-            factors = np.array([plain if size == 1 else drafting for size in self.block_sizes])
-            return as_table(factors[:, None] * self._arrays[table])
-
-        one_drafts, one_plain = times("one_drafts", mixed), times("one_plain", mixed)
-        return replace(self, seconds=times("seconds", alike), one_drafts=one_drafts, one_plain=one_plain)
-
-    def cover(self, block_sizes: Sequence[int], rows: int) -> bool:
-        """True if the costs hold for these block sizes and so many rows."""
-        return set(block_sizes) <= set(self.block_sizes) and rows <= self.rows[-1]
+    @classmethod
+    def from_fields(cls, found: Mapping[str, Any]) -> Self:
+        """From what `to_json` writes, read as JSON. Raises ValueError, TypeError or KeyError for anything else."""
+        values = dict(found) | {"pair": PairId(**found["pair"])}
+        for name in (*COEFFICIENTS, "error"):
+            if type(values[name]) not in (int, float) or not 0 <= values[name] < np.inf:
+                raise ValueError(f"{name} {values[name]!r}: must be a number, at least 0")
+        for name, kind in (("context", int), ("rows", int), ("dtype", str), ("device", str)):
+            if type(values[name]) is not kind:
+                raise ValueError(f"{name} {values[name]!r}: must be of type {kind.__name__}")
+        price = cls(**values)
+        if not price.base_s + price.row_s > 0:
+            raise ValueError("base_s and row_s: a plain step must take some time")
+        return price
 
 
-TABLES = ("seconds", "one_drafts", "one_plain")
+def loads_up_to(rows: int) -> list[int]:
+    """1, 4, 16, ... rows, and so many: loads to show figures for."""
+    return sorted({rows, *(4**i for i in range(rows.bit_length()) if 4**i < rows)})
 
 
-def as_table(array: Array) -> Table:
-    """An array [block size, rows] as a field of StepCosts."""
-    return tuple(map(tuple, array.tolist()))
+def read_price(place: Place) -> StepPrice:
+    """From a file of `to_json`; raises ValueError for anything else."""
+    try:
+        return StepPrice.from_fields(json.loads(read_bytes(place)))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{place}: not the step price of a pair ({error})") from None
 
 
-def num_drafting(rows: int) -> int:
-    """Rows that draft in `one_plain`."""
-    return min(max(2, rows - 1), rows)
+def fit(loads: Sequence[Load], seconds: Sequence[float]) -> Array:
+    """Coefficients, none negative, with the least squares of relative errors on these steps."""
+    relative = np.array([load.terms for load in loads]) / np.array(seconds)[:, None]
+    best, least = np.zeros(len(COEFFICIENTS)), np.inf
+    # Of all subsets that may be above 0: exact, and there are 32.
+    for chosen in map(list, map(np.flatnonzero, product([False, True], repeat=len(COEFFICIENTS)))):
+        found = np.zeros(len(COEFFICIENTS))
+        found[chosen] = np.linalg.lstsq(relative[:, chosen], np.ones(len(loads)))[0]
+        error = float(np.square(relative @ found - 1).sum())
+        if (found >= 0).all() and error < least - 1e-12:
+            best, least = found, error
+    return best
+
+
+def relative_error(coefficients: Array, loads: Sequence[Load], seconds: Sequence[float]) -> float:
+    """Mean of |expected / measured - 1|."""
+    expected = np.array([load.terms for load in loads]) @ coefficients
+    return float(np.abs(expected / np.array(seconds) - 1).mean())

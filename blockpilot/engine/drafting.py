@@ -5,16 +5,19 @@ the row decodes plainly: a draft that misses part of its context is accepted les
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from blockpilot.control.chances import own_chances
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.engine.rows import Row
-from blockpilot.engine.sampling import Candidates, candidates
+from blockpilot.engine.sampling import candidates
 from blockpilot.engine.trees import Slots
 from blockpilot.models.packing import Packing
 from blockpilot.models.target import Target
+from blockpilot.types import Candidates, Reader
 
 
 class Drafter:
@@ -35,12 +38,7 @@ class Drafter:
         hidden = self._run(slots, [depth + 1 for depth in depths], starts, anchors)
         positions = [start + i for start, depth in zip(starts, depths, strict=True) for i in range(1, depth + 1)]
         sampling = [row.request.sampling for row, depth in zip(rows, depths, strict=True) for _ in range(depth)]
-        found = candidates(self._target.logits(hidden), positions, sampling, num)
-        drawn = torch.tensor([each.temperature > 0 for each in sampling], device=anchors.device)
-        tokens, chances = found.tokens.tolist(), own_chances(found, drawn).tolist()
-        ends = torch.tensor(depths).cumsum(0).tolist()
-        spans = [slice(end - depth, end) for end, depth in zip(ends, depths, strict=True)]
-        return [Slots(tokens[span], [chances[span]]) for span in spans]
+        return with_chances(candidates(self._target.logits(hidden), positions, sampling, num), rows, depths)
 
     def _run(self, slots: Sequence[int], sizes: Sequence[int], starts: Sequence[int], anchors: Tensor) -> Tensor:
         """Hidden states [M, hidden] of all positions but the anchors' of blocks of sizes[r] tokens from starts[r] on.
@@ -66,10 +64,23 @@ class Drafter:
         return contexts
 
 
-def own_chances(found: Candidates, drawn: Tensor) -> Tensor:
-    """Chances [N, k] that the target makes a draft's choices, by the draft alone: they fall along k.
+def with_chances(found: Candidates, rows: Sequence[Row], depths: Sequence[int]) -> list[Slots]:
+    """Each row's slots [R], with the chances that its policy or else the draft itself gives them.
 
-    At temperature 0 its probabilities. Where tokens are drawn [N] the noise has decided already, if the distributions
-    agree; how clearly it has says how far they may differ.
+    `found` are those of depths[r] positions of every row, N in all.
     """
-    return torch.where(drawn[:, None], found.scores.softmax(dim=-1), found.log_probs.exp())
+    ends = list(accumulate(depths))
+    by_reader: dict[Reader | None, list[int]] = {}
+    for r, row in enumerate(rows):
+        by_reader.setdefault(None if row.forecast is None else row.forecast.reader, []).append(r)
+    tokens, slots = found.tokens.tolist(), dict[int, Slots]()
+    for reader, members in by_reader.items():
+        some = found.at([i for r in members for i in range(ends[r] - depths[r], ends[r])])
+        if reader is None:
+            chances = own_chances(some)
+        else:
+            chances = reader.chances([rows[r].forecast for r in members], some, [depths[r] for r in members])
+        split = zip(*(at.split([depths[r] for r in members]) for at in chances), strict=True)
+        for r, of_row in zip(members, split, strict=True):
+            slots[r] = Slots(tokens[ends[r] - depths[r] : ends[r]], [at.tolist() for at in of_row])
+    return [slots[r] for r in range(len(rows))]

@@ -9,7 +9,7 @@ How much a row drafts is the controller's business (control/controller.py).
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from blockpilot.control.controller import Controller, FixedPolicy
+from blockpilot.control.price import Load
 from blockpilot.engine.detokenize import TextStream
 from blockpilot.engine.drafting import Drafter
 from blockpilot.engine.rows import Row
 from blockpilot.engine.sampling import keyed_sample
-from blockpilot.engine.trees import first_choices, grow
+from blockpilot.engine.trees import best_first, first_choices, grow, tree_of
 from blockpilot.engine.work import Part, StepScores, Work, blocks_of
 from blockpilot.models.packing import Packing, SideBySide
 from blockpilot.models.target import Target
@@ -30,12 +31,10 @@ from blockpilot.types import (
     LAYOUTS,
     MAX_BLOCK_SIZE,
     NO_TREE,
-    Layout,
     Policy,
     Prefill,
     Reader,
     Request,
-    Sampling,
     Step,
     Tree,
 )
@@ -169,27 +168,32 @@ class Engine:
         """
         self.controller.begin()
         rows, prompts = list(self._rows), self._schedule_prompts()
-        trees = self._draft(rows)
-        work = Work(blocks_of(rows, trees, self._device), trees, prompts)
+        depths = self._choose_depths(rows)
+        trees = self._draft(rows, depths)
+        work = Work(blocks_of(rows, trees, self._device), trees, depths, prompts)
         if not work.parts:
             return []
-        shape = work.shape
         scores = self._score(work)
         steps = self._commit(work, scores)
         self._retire()
-        self.controller.finish(shape, sum(len(step.tokens) for step in steps), self.num_decoding)
+        self.controller.finish(work.outcome(steps, self.num_decoding))
         return steps
 
     # --- schedule ---
 
-    def _choose_sizes(self, rows: Sequence[Row]) -> None:
-        """Set this step's block sizes of the rows that have a forecast."""
+    def _choose_depths(self, rows: Sequence[Row]) -> list[int]:
+        """Positions that the draft proposes tokens for, of every row [R]."""
         self._back_off(rows)
-        choosing = [(row, row.forecast) for row in rows if row.forecast is not None]
-        others = [row.next_block_size for row in rows if row.forecast is None]
-        sizes = self.controller.sizes([forecast for _, forecast in choosing], others)
-        for (row, _), size in zip(choosing, sizes, strict=True):
-            row.block_size = size
+        deepest = self.pair.block_size - 1
+        depths = [0 if row.forecast is not None else row.next_depth(deepest) for row in rows]
+        free = [r for r, row in enumerate(rows) if row.forecast is not None]
+        if free:
+            num_verified = sum(row.next_block_size - 1 for row in rows if row.forecast is None)
+            beside = Load(len(rows) - len(free), sum(depths), num_verified)
+            chosen = self.controller.depths([rows[r].next_reach(deepest) for r in free], beside)
+            for r, depth in zip(free, chosen, strict=True):
+                depths[r] = depth
+        return depths
 
     def _back_off(self, rows: Sequence[Row]) -> None:
         """Let rows that may draft decode plainly to their end, while the controller does not speculate."""
@@ -214,18 +218,25 @@ class Engine:
 
     # --- draft and score ---
 
-    def _draft(self, rows: Sequence[Row]) -> list[Tree]:
+    def _draft(self, rows: Sequence[Row], depths: Sequence[int]) -> list[Tree]:
         """What is verified of every row [R], after one pass of the draft over those that draft."""
-        self._choose_sizes(rows)
-        depths = [row.next_depth(self.pair.block_size - 1) for row in rows]
-        slots = [slot for slot, depth in enumerate(depths) if depth]
         trees = [NO_TREE] * len(rows)
-        if slots:
-            drafting = [rows[slot] for slot in slots]
-            num = NUM_CANDIDATES if any(row.is_tree for row in drafting) else 1
-            proposed = self._drafter.propose(drafting, slots, [depths[slot] for slot in slots], num)
-            for slot, row, found in zip(slots, drafting, proposed, strict=True):
+        slots = [slot for slot, depth in enumerate(depths) if depth]
+        if not slots:
+            return trees
+        drafting = [rows[slot] for slot in slots]
+        num = NUM_CANDIDATES if any(row.is_tree or row.forecast is not None for row in drafting) else 1
+        proposed = self._drafter.propose(drafting, slots, [depths[slot] for slot in slots], num)
+        free, offered = [], []
+        for slot, row, found in zip(slots, drafting, proposed, strict=True):
+            if row.forecast is not None:
+                free.append(slot)
+                offered.append(best_first(found if row.is_tree else found.first_choices()))
+            else:
                 trees[slot] = grow(found, row.next_block_size - 1) if row.is_tree else first_choices(found)
+        bought = self.controller.buy(offered, self.max_block_size - 1) if free else []
+        for slot, nodes in zip(free, bought, strict=True):
+            trees[slot] = tree_of(nodes)
         return trees
 
     def _score(self, work: Work) -> StepScores:
@@ -265,10 +276,9 @@ class Engine:
         sampling = [row.request.sampling for row, size in zip(rows, packing.sizes, strict=True) for _ in range(size)]
         chosen = keyed_sample(logits, positions, sampling).tolist()
         steps, paths = [], []
-        for row, tree, first, scored in zip(
-            rows, work.trees, packing.firsts, logits.split(packing.sizes), strict=True
-        ):
-            path, step = row.verify(tree, chosen[first : first + len(scored)], scored)
+        split = logits.split(packing.sizes)
+        for row, tree, depth, first, scored in zip(rows, work.trees, work.depths, packing.firsts, split, strict=True):
+            path, step = row.verify(tree, depth, chosen[first : first + len(scored)], scored)
             steps.append(step)
             paths.append(path)
         self._relocate(packing.starts, paths)
@@ -328,7 +338,7 @@ class Engine:
         return steps
 
     def _decide(self, row: Row, prefill: Prefill) -> None:
-        """Set a row's block size for good, or the forecast to choose from at every step, unless it is fixed."""
+        """Set a row's block size for good, or the forecast to buy drafts by at every step, unless it is fixed."""
         if row.block_size:
             return
         decided = (row.request.policy or self.controller.decide)(prefill)
@@ -336,7 +346,6 @@ class Engine:
             self._check_block_size(decided, "the policy's block size")
             row.block_size = decided
         else:
-            self._check_block_size(decided.candidates[-1], "the policy's largest block size")
             row.forecast = decided
 
     def _retire(self) -> None:
@@ -368,38 +377,3 @@ def _at_least_one(**values: int) -> None:
     for name, value in values.items():
         if value < 1:
             raise ValueError(f"{name} {value}: must be at least 1")
-
-
-def generate(
-    pair: Pair,
-    prompt_ids: Sequence[int],
-    *,
-    block_size: int | None = None,
-    layout: Layout = "auto",
-    policy: Policy | None = None,
-    max_new_tokens: int = 128,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    seed: int = 0,
-    stop_token_ids: frozenset[int] | None = None,
-    stop_strings: tuple[str, ...] = (),
-) -> Iterator[Step]:
-    """Decode one prompt, yielding every step. Without a block size or policy, the draft's trained block size.
-
-    layout: "tree" lays a step's tokens out as a draft tree, "chain" one after the other.
-    """
-    request = Request(
-        tuple(prompt_ids),
-        max_new_tokens,
-        Sampling(temperature, top_p, top_k, seed),
-        block_size,
-        pair.stop_token_ids if stop_token_ids is None else stop_token_ids,
-        stop_strings,
-        layout=layout,
-    )
-    max_length = max(2, min(len(request.prompt_ids) + max_new_tokens, pair.max_length))
-    engine = Engine(pair, num_slots=1, max_length=max_length, policy=policy)
-    engine.add(request)
-    while not engine.idle:
-        yield from engine.step()

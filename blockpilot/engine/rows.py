@@ -26,7 +26,7 @@ class Row:
     block_size: int = 0
     """0 until it is decided."""
     forecast: Forecast | None = None
-    """What every step's block size is chosen from; None where one size is fixed."""
+    """What every step's drafts are bought by; None where one block size is fixed."""
     can_draft: bool = True
     """The draft's cache is kept up with the row's context."""
     finished: bool = False
@@ -42,13 +42,18 @@ class Row:
 
     @property
     def is_tree(self) -> bool:
-        return self.request.layout == "tree"
+        return self.request.layout == "tree" or (self.request.layout == "auto" and self.forecast is not None)
 
     @property
     def next_block_size(self) -> int:
-        """Tokens that the next step verifies at most: none beyond the limit."""
+        """Tokens that the next step verifies at most, where that is fixed: none beyond the limit."""
         left = self.limit - len(self.tokens)
         return self.block_size if self.is_tree and left > 1 else min(self.block_size, left)
+
+    def next_reach(self, deepest: int) -> Sequence[float]:
+        """The forecast for positions that the next step may draft."""
+        assert self.forecast is not None
+        return self.forecast.reach[: min(deepest, self.limit - len(self.tokens) - 1)]
 
     def next_depth(self, deepest: int) -> int:
         """Positions that the next step's draft proposes tokens for; of a tree `deepest` at most."""
@@ -61,15 +66,15 @@ class Row:
         if self.forecast is not None or not self.block_size:
             self.can_draft, self.forecast, self.block_size = False, None, 1
 
-    def verify(self, tree: Tree, chosen: Sequence[int], logits: Tensor) -> tuple[list[int], Step]:
+    def verify(self, tree: Tree, depth: int, chosen: Sequence[int], logits: Tensor) -> tuple[list[int], Step]:
         """The accepted path of `tree`, and the step that emits it and the bonus token.
 
-        chosen [1 + nodes] are the target's choices after the anchor and every node; logits [1 + nodes, vocab] are
-        those that they were drawn from.
+        depth: positions that the draft proposed tokens for. chosen [1 + nodes] are the target's choices after the
+        anchor and every node; logits [1 + nodes, vocab] are those that they were drawn from.
         """
         path = walk(tree, chosen)
         if self.forecast is not None:
-            self.forecast.observe(len(chosen), len(path) - 1)
+            self.forecast.observe(depth, len(tree.tokens), len(path) - 1)
         return path, self.commit([chosen[i] for i in path], logits, path, len(chosen), tree)
 
     def commit(

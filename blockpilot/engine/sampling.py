@@ -16,13 +16,12 @@ by shared randomness, arXiv 2408.07978); the tokens that come next in the race a
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from blockpilot.types import Sampling
+from blockpilot.types import Candidates, Sampling
 
 GROUP = 64  # tokens
 NUM_ARRIVALS = 256  # drawn one by one: more of them leave fewer tokens that may win after all
@@ -35,18 +34,6 @@ def _as_int64(x: int) -> int:
 
 
 _GAMMA = _as_int64(0x9E3779B97F4A7C15)
-
-
-class Candidates(NamedTuple):
-    """The k tokens [N, k] that would win a position's race if the target's scores were these, best first.
-
-    scores: what the race compares, relative to all scores of the position: log probabilities, above temperature 0
-    less the logarithm of the token's own noise. log_probs are without it. Both are -inf for what cannot be drawn.
-    """
-
-    tokens: Tensor
-    scores: Tensor
-    log_probs: Tensor
 
 
 def keyed_sample(logits: Tensor, positions: Sequence[int], sampling: Sequence[Sampling]) -> Tensor:
@@ -63,7 +50,8 @@ def candidates(logits: Tensor, positions: Sequence[int], sampling: Sequence[Samp
     """The `num` best tokens of each of N positions in the order in which `keyed_sample` would choose them."""
     tokens, values, scores = _ranked(logits, positions, sampling, num)
     total = scores.logsumexp(dim=-1, keepdim=True)
-    return Candidates(tokens, values - total, scores.gather(1, tokens) - total)
+    drawn = torch.tensor([each.temperature > 0 for each in sampling], device=logits.device)
+    return Candidates(tokens, values - total, scores.gather(1, tokens) - total, drawn)
 
 
 def _ranked(

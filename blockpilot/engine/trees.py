@@ -27,6 +27,10 @@ class Slots(NamedTuple):
     tokens: Sequence[Sequence[int]]
     chances: Sequence[Sequence[Sequence[float]]]
 
+    def first_choices(self) -> "Slots":
+        """Of which only a chain grows."""
+        return Slots([t[:1] for t in self.tokens], [[c[:1] for c in at] for at in self.chances])
+
 
 class Node(NamedTuple):
     """A choice in a growing tree: parent is the number of another, which came before it; 0 is the anchor."""
@@ -34,6 +38,7 @@ class Node(NamedTuple):
     token: int
     parent: int
     chance: float
+    depth: int
     is_first: bool
     """So are the choices above it."""
 
@@ -54,7 +59,7 @@ def best_first(slots: Slots) -> Iterator[Node]:
     while heap:
         negative, parent, depth, rank, num_later, above = heappop(heap)
         number += 1
-        yield Node(slots.tokens[depth][rank], parent, -negative, num_later + rank == 0)
+        yield Node(slots.tokens[depth][rank], parent, -negative, depth + 1, num_later + rank == 0)
         offer(parent, depth, rank + 1, num_later, above)
         offer(number, depth + 1, 0, num_later + (rank > 0), -negative)
 

@@ -6,9 +6,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from blockpilot.control.controller import StepOutcome
+from blockpilot.control.price import Load
 from blockpilot.engine.rows import Row
 from blockpilot.models.packing import Packing
-from blockpilot.types import StepShape, Tree
+from blockpilot.types import Step, Tree
 
 
 class Part(NamedTuple):
@@ -25,6 +27,8 @@ class Work(NamedTuple):
     blocks: Part | None
     trees: Sequence[Tree]
     """[R], of the blocks."""
+    depths: Sequence[int]
+    """[R]: positions that the draft proposed tokens for."""
     prompts: Part | None
 
     @property
@@ -45,11 +49,20 @@ class Work(NamedTuple):
         return {row: self.num_block_tokens + first + n - 1 for row, first, n in placed if n == row.num_uncached}
 
     @property
-    def shape(self) -> StepShape:
-        return StepShape(
-            sizes=self.blocks.packing.sizes if self.blocks is not None else (),
+    def load(self) -> Load:
+        """Of its blocks."""
+        return Load(len(self.depths), sum(self.depths), self.num_block_tokens - len(self.depths))
+
+    def outcome(self, steps: Sequence[Step], next_rows: int) -> StepOutcome:
+        """What came of it: `steps` are those of the blocks, then of prompts."""
+        chosen = [row.forecast is not None for row in self.blocks.rows] if self.blocks is not None else []
+        return StepOutcome(
+            self.load,
             num_prompt_tokens=self.prompts.packing.num_tokens if self.prompts is not None else 0,
-            num_chosen=sum(row.forecast is not None for row in self.blocks.rows) if self.blocks is not None else 0,
+            num_chosen=sum(chosen),
+            num_accepted=sum(step.num_accepted for step, free in zip(steps, chosen, strict=False) if free),
+            num_tokens=sum(len(step.tokens) for step in steps),
+            next_rows=next_rows,
         )
 
     def final(self, paths: Sequence[Sequence[int]]) -> dict[Row, list[int]]:

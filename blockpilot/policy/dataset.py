@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from blockpilot.policy.network import Kind, PolicyFeatures, SparseProbs, scalars
+from blockpilot.policy.nodes import Outcomes, outcomes_of
 from blockpilot.storage import write_text
 from blockpilot.sweep.rows import SweepRow, vectors
 
@@ -33,6 +34,9 @@ _COLUMNS: dict[str, Any] = {
     "context": np.float16,
     "anchor": np.float16,
     "taus": np.float32,
+    "ranks": np.int8,
+    "scores": np.float16,
+    "log_probs": np.float16,
 }
 
 
@@ -42,6 +46,8 @@ class Sizes(NamedTuple):
     context: int
     anchor: int
     candidates: int
+    depth: int
+    """Slots that the draft proposes choices for."""
 
 
 class Index(NamedTuple):
@@ -70,18 +76,29 @@ class Examples:
     anchor: Tensor
     all_taus: Tensor
     """[N, K] float32: tokens of a step with each candidate."""
+    ranks: Tensor
+    """[N, D] int8, and the draft's choices: see `SweepRow`."""
+    scores: Tensor
+    """[N, D, NUM_CHOICES]"""
+    log_probs: Tensor
 
     def __len__(self) -> int:
         return len(self.index)
 
     @property
     def sizes(self) -> Sizes:
-        return Sizes(self.context.shape[1], self.anchor.shape[1], self.all_taus.shape[1])
+        return Sizes(self.context.shape[1], self.anchor.shape[1], self.all_taus.shape[1], self.ranks.shape[1])
 
     @property
     def taus(self) -> Tensor:
         """[E, K], in memory."""
         return self.all_taus[self.index]
+
+    @property
+    def outcomes(self) -> Outcomes:
+        """Of the draft's choices in these examples, in memory."""
+        drawn = self.scalars[self.index, -1] > 0  # the temperature
+        return outcomes_of(self.ranks[self.index], self.scores[self.index], self.log_probs[self.index], drawn)
 
     @property
     def prompt_of(self) -> Tensor:
@@ -150,7 +167,7 @@ def write_examples(folder: Path, parts: Iterable[Sequence[SweepRow]], candidates
                 column.astype(_COLUMNS[name]).tofile(files[name])
             known.append((row.prompt_id, prompt_key(row.prompt), row.prompt_set))
             if len(columns["taus"]):
-                sizes.add(Sizes(*(columns[name].shape[1] for name in ("context", "anchor", "taus"))))
+                sizes.add(Sizes(*(columns[name].shape[1] for name in ("context", "anchor", "taus", "ranks"))))
             num_examples += len(columns["taus"])
     finally:
         for file in files.values():
@@ -177,6 +194,9 @@ def _of_prompt(row: SweepRow, candidates: Sequence[int]) -> dict[str, NDArray[An
         "context": np.zeros((1, 0)),
         "anchor": np.zeros((1, 0)),
         "taus": np.array([[taus[size] for size in candidates]]),
+        "ranks": np.zeros((1, 0)),
+        "scores": np.zeros(0),
+        "log_probs": np.zeros(0),
     }
 
 
@@ -195,6 +215,9 @@ def _of_steps(row: SweepRow, candidates: Sequence[int]) -> dict[str, NDArray[Any
         "context": vectors(row.step_contexts, num) if num else np.zeros((0, 0)),
         "anchor": vectors(row.step_embeddings, num) if num else np.zeros((0, 0)),
         "taus": np.array(emitted),
+        "ranks": np.frombuffer(row.step_ranks, np.int8).reshape(num, -1) if num else np.zeros((0, 0)),
+        "scores": np.frombuffer(row.step_scores, "<f2"),
+        "log_probs": np.frombuffer(row.step_log_probs, "<f2"),
     }
 
 
@@ -233,6 +256,9 @@ def open_examples(folder: Path) -> Examples:
         columns["context"].view(num, sizes.context),
         columns["anchor"].view(num, sizes.anchor),
         columns["taus"].view(num, -1),
+        columns["ranks"].view(num, sizes.depth),
+        columns["scores"].view(num, sizes.depth, -1) if sizes.depth else columns["scores"].view(num, 0, 0),
+        columns["log_probs"].view(num, sizes.depth, -1) if sizes.depth else columns["log_probs"].view(num, 0, 0),
     )
 
 

@@ -14,8 +14,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from blockpilot.adaptive.calibration import TrackRecord
-from blockpilot.control.price import StepCosts
+from blockpilot.control.calibration import TrackRecord
+from blockpilot.control.chances import own_chances
+from blockpilot.control.price import StepPrice
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.network import (
     Kind,
@@ -26,7 +27,8 @@ from blockpilot.policy.network import (
     scalars,
     sparse_probs,
 )
-from blockpilot.types import CandidateSet, Forecast, PairId, Prefill
+from blockpilot.policy.nodes import NodeModel
+from blockpilot.types import Candidates, CandidateSet, Forecast, PairId, Prefill
 
 MAX_LOGIT = 8.0
 POLICY_DOUBT, REQUEST_DOUBT = 100.0, 30.0  # expected tokens; of TrackRecord
@@ -64,15 +66,23 @@ class PolicyInfo:
 class LearnedPolicy:
     """A block size (kind `prompt`) or a forecast (kind `step`) for every prefill. Runs where its input lies.
 
-    `costs` are the step costs that the objective "throughput" was trained with; those of the machine at hand are the
-    engine's business. `record` compares forecasts with acceptance wherever this object is used.
+    `price` is the step price that the objective "throughput" was trained with; that of the machine at hand is the
+    engine's business. `nodes` gives the chances of what a draft proposes (kind `step`). `record` compares forecasts
+    with acceptance wherever this object is used.
     """
 
-    def __init__(self, info: PolicyInfo, network: PolicyNetwork, costs: StepCosts | None = None) -> None:
-        if (costs is None) == (info.objective == "throughput"):
-            raise ValueError(f"objective {info.objective!r}: {'needs' if costs is None else 'has no'} step costs")
-        self.info, self.costs = info, costs
+    def __init__(
+        self,
+        info: PolicyInfo,
+        network: PolicyNetwork,
+        price: StepPrice | None = None,
+        nodes: NodeModel | None = None,
+    ) -> None:
+        if (price is None) == (info.objective == "throughput"):
+            raise ValueError(f"objective {info.objective!r}: {'needs a' if price is None else 'has no'} step price")
+        self.info, self.price = info, price
         self.network = network.eval().requires_grad_(False)
+        self.nodes = None if nodes is None else nodes.eval().requires_grad_(False)
         self._layers = self.network.layers()
         self.forget()
 
@@ -91,7 +101,7 @@ class LearnedPolicy:
         outputs = self._run(features)
         if self.info.kind == "prompt":
             return self.candidates[int(outputs[0].argmax())]
-        return LearnedForecast(self, features.scalars[0].tolist(), self._taus(outputs)[0])
+        return LearnedForecast(self, features.scalars[0].tolist(), self._reaches(outputs)[0])
 
     @torch.inference_mode()
     def read(self, forecasts: Sequence["LearnedForecast"], contexts: Tensor, anchors: Tensor) -> None:
@@ -99,17 +109,26 @@ class LearnedPolicy:
         device = contexts.device
         scalars_of = torch.tensor([forecast.scalars for forecast in forecasts], device=device)
         features = PolicyFeatures(no_probs(len(forecasts), device), contexts.float(), anchors.float(), scalars_of)
-        for forecast, expected in zip(forecasts, self._taus(self._run(features)), strict=True):
+        for forecast, expected in zip(forecasts, self._reaches(self._run(features)), strict=True):
             forecast.expected = expected
+
+    def chances(self, forecasts: Sequence["LearnedForecast"], found: Candidates, depths: Sequence[int]) -> Tensor:
+        """By the node model; by the draft itself without one."""
+        if self.nodes is None:
+            return own_chances(found)
+        return self.nodes.to(found.scores.device).chances(found, depths)
 
     def _run(self, features: PolicyFeatures) -> Tensor:
         if self._layers.head.device != features.scalars.device:
             self._layers = self.network.to(features.scalars.device).layers()
         return self._layers.outputs(self._layers.hidden(features.probs, features.dense))
 
-    def _taus(self, outputs: Tensor) -> list[tuple[float, ...]]:
-        """Expected tokens by candidate of each request: outputs [R, K] of kind `step`."""
-        return [tuple(row) for row in expected_taus(outputs, self.candidates.sizes).tolist()]
+    def _reaches(self, outputs: Tensor) -> list[list[float]]:
+        """Chance that each position is accepted, of each request: outputs [R, K] of kind `step`."""
+        shares = outputs.clamp(-MAX_LOGIT, MAX_LOGIT).sigmoid()
+        gaps = slot_gaps(self.candidates.sizes).to(outputs.device, torch.int64)
+        reaches: list[list[float]] = shares.repeat_interleave(gaps, dim=1).cummin(dim=1).values.tolist()
+        return reaches
 
     def _features(self, prefill: Prefill) -> PolicyFeatures:
         shape, device = self.info.shape, prefill.logits.device
@@ -153,28 +172,25 @@ def _gaps(candidates: tuple[int, ...]) -> Tensor:
 
 
 class LearnedForecast:
-    """Expected tokens of a request's steps, corrected by the acceptance in this request and in all.
+    """Expected acceptance of a request's steps, corrected by the acceptance in this request and in all.
 
-    `expected` are the tokens of the next step with each candidate by the network; `policy.read` sets them anew.
+    `expected` are the chances that each position of the next step is accepted, by the network; `policy.read` sets
+    them anew.
     """
 
-    def __init__(self, policy: LearnedPolicy, scalars_of: Sequence[float], expected: tuple[float, ...]) -> None:
-        self.candidates = policy.candidates
+    def __init__(self, policy: LearnedPolicy, scalars_of: Sequence[float], expected: Sequence[float]) -> None:
         self.reader = policy
         self.scalars = scalars_of
         self.expected = expected
         self._record = TrackRecord(REQUEST_DOUBT, prior=policy.record)
 
     @property
-    def taus(self) -> tuple[float, ...]:
+    def reach(self) -> Sequence[float]:
         ratio = self._record.ratio
-        return tuple(
-            min(1 + ratio * (tokens - 1), size) for size, tokens in zip(self.candidates, self.expected, strict=True)
-        )
+        return [min(1.0, ratio * chance) for chance in self.expected]
 
-    def observe(self, block_size: int, num_accepted: int) -> None:
-        if block_size in self.candidates.sizes:  # the last block of an answer may be cut short
-            self._record.add(self.expected[self.candidates.sizes.index(block_size)] - 1, num_accepted)
+    def observe(self, depth: int, num_verified: int, num_accepted: int) -> None:
+        self._record.add(sum(self.expected[:depth]), num_accepted)
 
 
 def _vector(name: str, vector: Tensor | None, wanted: int) -> Tensor:

@@ -1,4 +1,5 @@
-"""A policy as a directory: `policy.safetensors`, `policy.json`, and with the objective "throughput" `costs.json`.
+"""A policy as a directory: `policy.safetensors`, `policy.json`, with kind `step` `nodes.safetensors`, and with the
+objective "throughput" `price.json`.
 
 The directory is all that a policy is: what serves one needs no training code. Nothing is unpickled.
 """
@@ -11,16 +12,19 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from blockpilot.evaluation.step_costs import COSTS_FILE, costs_to_json, read_costs
+from blockpilot.control.price import PRICE_FILE, read_price
 from blockpilot.policy.learned import LearnedPolicy, PolicyInfo
 from blockpilot.policy.network import NetworkShape, PolicyNetwork
+from blockpilot.policy.nodes import NodeModel
 from blockpilot.storage import write_text
 from blockpilot.types import CandidateSet, PairId
 
 WEIGHTS_FILE = "policy.safetensors"
+NODES_FILE = "nodes.safetensors"
 INFO_FILE = "policy.json"
+FIRST_LAYER, MAX_HIDDEN = "layers.0.weight", 1024  # of a node model
 FORMAT = 3
 
 
@@ -28,12 +32,14 @@ def save_policy(policy: LearnedPolicy, directory: str | Path) -> None:
     """Write the policy; a directory without `policy.json` (written last) is an unfinished one."""
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    for name in (INFO_FILE, COSTS_FILE):
+    for name in (INFO_FILE, PRICE_FILE, NODES_FILE):
         (folder / name).unlink(missing_ok=True)
     tensors = {name: t.detach().cpu().contiguous() for name, t in policy.network.state_dict().items()}
     save_file(tensors | {"support": policy.network.support.cpu()}, folder / WEIGHTS_FILE)
-    if policy.costs is not None:
-        write_text(folder / COSTS_FILE, costs_to_json(policy.costs))
+    if policy.nodes is not None:
+        save_file({name: t.cpu().contiguous() for name, t in policy.nodes.state_dict().items()}, folder / NODES_FILE)
+    if policy.price is not None:
+        write_text(folder / PRICE_FILE, policy.price.to_json())
     info = policy.info
     network = asdict(info.shape)
     fields = {
@@ -53,8 +59,10 @@ def load_policy(directory: str | Path) -> LearnedPolicy:
     """Read what `save_policy` wrote. Raises ValueError that names the file and the wrong field."""
     folder = Path(directory)
     info = _read_info(folder / INFO_FILE)
-    costs = read_costs(str(folder / COSTS_FILE)) if info.objective == "throughput" else None
-    return LearnedPolicy(info, _read_network(folder / WEIGHTS_FILE, info.shape), costs)
+    price = read_price(str(folder / PRICE_FILE)) if info.objective == "throughput" else None
+    network = _read_network(folder / WEIGHTS_FILE, info.shape)
+    nodes = _read_nodes(folder / NODES_FILE) if info.kind == "step" and (folder / NODES_FILE).exists() else None
+    return LearnedPolicy(info, network, price, nodes)
 
 
 def _read_info(path: Path) -> PolicyInfo:
@@ -100,19 +108,38 @@ def _all_str(values: Any) -> bool:
 
 
 def _read_network(path: Path, shape: NetworkShape) -> PolicyNetwork:
+    tensors = _read_tensors(path)
+    network = PolicyNetwork(shape, _read_support(path, tensors, shape))
+    _fill(network, path, tensors)
+    return network
+
+
+def _read_nodes(path: Path) -> NodeModel:
+    tensors = _read_tensors(path)
+    first = tensors.get(FIRST_LAYER)
+    if first is None or first.dim() != 2 or not 1 <= len(first) <= MAX_HIDDEN:
+        raise ValueError(f"{path}: tensor {FIRST_LAYER!r} must have 1 to {MAX_HIDDEN} rows")
+    model = NodeModel(len(first))
+    _fill(model, path, tensors)
+    return model
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
     try:
-        tensors = load_file(path)
+        return load_file(path)
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file") from None
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path}: not a readable safetensors file ({error})") from None
-    network = PolicyNetwork(shape, _read_support(path, tensors, shape))
-    for name, wanted in network.state_dict().items():
+
+
+def _fill(module: nn.Module, path: Path, tensors: dict[str, Tensor]) -> None:
+    """Load tensors that were checked one by one."""
+    for name, wanted in module.state_dict().items():
         _check_tensor(path, name, tensors.get(name), wanted)
-    if unknown := sorted(set(tensors) - set(network.state_dict())):
+    if unknown := sorted(set(tensors) - set(module.state_dict())):
         raise ValueError(f"{path}: unknown tensor {unknown[0]!r}")
-    network.load_state_dict(tensors)
-    return network
+    module.load_state_dict(tensors)
 
 
 def _read_support(path: Path, tensors: dict[str, Tensor], shape: NetworkShape) -> Tensor:

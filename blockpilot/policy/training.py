@@ -126,7 +126,7 @@ class FitTask:
 
 def new_network(train: Examples, vocab_size: int, settings: FitSettings) -> PolicyNetwork:
     """An untrained network that knows the training rows' token ids and scales; equal for equal seeds."""
-    shape = NetworkShape(settings.kind, vocab_size, *train.sizes, settings.hidden)
+    shape = NetworkShape(settings.kind, vocab_size, *train.sizes[:3], settings.hidden)
     with _seeded(settings.seed):
         support = torch.zeros(0, dtype=torch.int64)
         if settings.kind == "prompt":

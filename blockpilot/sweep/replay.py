@@ -7,17 +7,18 @@ what the engine counts, at any temperature (bit for bit where arithmetic is exac
 The LM head runs position by position over the blocks that are right so far, so a block costs about tau of its rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from blockpilot.engine.sampling import keyed_sample
+from blockpilot.engine.sampling import candidates, keyed_sample
 from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
 from blockpilot.sweep.blocks import ANCHORS_PER_ROW, Blocks, KnownContext, draft_blocks
-from blockpilot.types import Sampling
+from blockpilot.types import Candidates, Sampling
 
 PREFILL_COLUMNS = 1024  # of all texts of a group, scored by the target in one pass
 HEAD_ROWS = 512  # of the LM head at once: their logits take 4 * vocabulary bytes each
@@ -132,6 +133,21 @@ def _accepted_everywhere(pair: Pair, known: KnownTexts, block_size: int) -> list
     (text,) = known.texts
     every = torch.arange(text.num_prompt_tokens, len(text.tokens) - 1, device=known.tokens.device)
     found: list[int] = []
+    for num, blocks, hidden in _drafted_at(pair, known, every, block_size):
+        num_rows = len(blocks.anchors)
+        same = known._replace(texts=known.texts * num_rows, tokens=known.tokens.expand(num_rows, -1))
+        found += count_accepted(pair, same, hidden, blocks).flatten()[:num].tolist()
+    return found
+
+
+def _drafted_at(
+    pair: Pair, known: KnownTexts, every: Tensor, block_size: int
+) -> Iterator[tuple[int, Blocks, Tensor]]:
+    """Draft at some anchors [M] of one text, a stretch of them at a time.
+
+    Gives (num, blocks, hidden [R, sum(widths), hidden]); the first `num` blocks are theirs, others repeat the last.
+    """
+    (text,) = known.texts
     for some in every.split(ANCHORS_AT_ONCE) if len(every) else ():
         rows_each = -(-len(some) // ANCHORS_PER_ROW)
         anchors = torch.cat([some, some[-1:].expand(rows_each * ANCHORS_PER_ROW - len(some))])
@@ -139,10 +155,46 @@ def _accepted_everywhere(pair: Pair, known: KnownTexts, block_size: int) -> list
         sizes = (text.limit - anchors - 1).clamp_max(block_size)
         blocks = Blocks(anchors, known.tokens[0][anchors], sizes, (block_size,) * ANCHORS_PER_ROW)
         context = KnownContext(known.keys, known.values, rows_each)
-        hidden = draft_blocks(pair.draft, _embedding(pair), context, blocks)
-        same = known._replace(texts=known.texts * rows_each, tokens=known.tokens.expand(rows_each, -1))
-        found += count_accepted(pair, same, hidden, blocks).flatten()[: len(some)].tolist()
-    return found
+        yield len(some), blocks, draft_blocks(pair.draft, _embedding(pair), context, blocks)
+
+
+class Offers(NamedTuple):
+    """What the draft proposes at P anchors for each of D slots, and what was right."""
+
+    ranks: Tensor
+    """[P, D] int8: the place of the text's token among the k choices, -1 for none, -2 where it is not known."""
+    scores: Tensor
+    """[P, D, k] float16, as log_probs: those of `Candidates`."""
+    log_probs: Tensor
+
+
+@torch.inference_mode()
+def offers_at(pair: Pair, known: KnownTexts, anchors: Tensor, num_choices: int) -> Offers:
+    """The best choices of the draft's trained block at some anchors [P] of one text."""
+    (text,), block_size = known.texts, pair.block_size
+    ends = functional.pad(known.tokens[0], (0, block_size), value=-1)
+    parts = []
+    for num, blocks, hidden in _drafted_at(pair, known, anchors, block_size):
+        hidden = hidden.view(-1, block_size, hidden.shape[-1])[:num, 1:]
+        places = blocks.anchors.flatten()[:num, None] + torch.arange(1, block_size, device=anchors.device)
+        found = _candidates(pair, hidden.flatten(0, 1), places.flatten().tolist(), text.sampling, num_choices)
+        same = found.tokens == ends[places.flatten()][:, None]
+        ranks = torch.where(same.any(dim=1), same.int().argmax(dim=1), -1).view(num, -1)
+        drafted = places - places[:, :1] + 1 < blocks.sizes.flatten()[:num, None]
+        ranks = torch.where(drafted & (places < len(text.tokens)), ranks, -2)
+        shape = num, block_size - 1, -1
+        parts.append(Offers(ranks.char(), found.scores.half().view(shape), found.log_probs.half().view(shape)))
+    return Offers(*(torch.cat(values) for values in zip(*parts, strict=True)))
+
+
+def _candidates(pair: Pair, hidden: Tensor, positions: Sequence[int], sampling: Sampling, num: int) -> Candidates:
+    """Of hidden states [M, hidden], HEAD_ROWS at once."""
+    head = pair.target.get_output_embeddings()
+    parts = [
+        candidates(head(hidden[some]), positions[some], [sampling] * len(positions[some]), num)
+        for some in (slice(i, i + HEAD_ROWS) for i in range(0, len(positions), HEAD_ROWS))
+    ]
+    return Candidates(*(torch.cat(values) for values in zip(*parts, strict=True)))
 
 
 def count_accepted(pair: Pair, known: KnownTexts, hidden: Tensor, blocks: Blocks) -> Tensor:

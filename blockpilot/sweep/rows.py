@@ -24,6 +24,7 @@ from blockpilot.storage import Place, file_names, is_file, is_folder, join, loca
 from blockpilot.types import PairId
 
 METADATA_KEY = b"blockpilot"
+NUM_CHOICES = 8  # of a slot
 MIN_PROB = 1e-5  # prefill_probs below it are summed into tail_mass
 MASS_TOLERANCE = 1e-3  # of sum(probs) + tail_mass around 1: float32 softmax over a large vocabulary, rounded
 ROW_GROUP_SIZE = 256
@@ -60,6 +61,10 @@ class SweepRow:
     step_embeddings: bytes  # float16 [len(step_places), target hidden]: the target's embedding of the anchor
     seed: int  # the seed the sampler ran with
     temperature: float
+    # What the draft proposed at step_places for each of its D slots, k choices a slot; empty unless dense.
+    step_ranks: bytes = b""  # int8 [places, D]: the choice that was right, -1 for none of them, -2 for not known
+    step_scores: bytes = b""  # float16 [places, D, NUM_CHOICES], as step_log_probs: those of types.Candidates
+    step_log_probs: bytes = b""
 
 
 def _arrow_type(annotation: Any) -> Any:
@@ -191,6 +196,9 @@ def _step_problems(row: SweepRow) -> Iterator[str]:
         yield f"step_contexts and step_embeddings have {sizes} bytes for {len(places)} places"
     elif not all(np.isfinite(vectors(data, 1)).all() for data in (row.step_contexts, row.step_embeddings)):
         yield "step_contexts or step_embeddings have entries that are not finite"
+    offers = len(row.step_ranks), len(row.step_scores), len(row.step_log_probs)
+    if offers[0] % len(places) or any(size != 2 * NUM_CHOICES * offers[0] for size in offers[1:]):
+        yield f"step_ranks, step_scores and step_log_probs have {offers} bytes for {len(places)} places"
 
 
 def vectors(data: bytes, num: int) -> NDArray[np.float16]:

@@ -20,8 +20,8 @@ from torch import Tensor
 from blockpilot.engine.engine import Engine
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt
-from blockpilot.sweep.replay import KnownTexts, Text, accepted_everywhere, emitted_along, know, walk
-from blockpilot.sweep.rows import MIN_PROB, SweepRow, prompt_ids
+from blockpilot.sweep.replay import KnownTexts, Text, accepted_everywhere, emitted_along, know, offers_at, walk
+from blockpilot.sweep.rows import MIN_PROB, NUM_CHOICES, SweepRow, prompt_ids
 from blockpilot.types import MAX_BLOCK_SIZE, CandidateSet, Prefill, Request, Sampling, Step
 
 Method = Literal["replay", "dense", "decode"]
@@ -69,6 +69,9 @@ class _Steps(NamedTuple):
     step_places: list[int]
     step_contexts: bytes
     step_embeddings: bytes
+    step_ranks: bytes = b""
+    step_scores: bytes = b""
+    step_log_probs: bytes = b""
 
 
 @dataclass
@@ -302,7 +305,12 @@ def _known_before_steps(pair: Pair, known: KnownTexts, place: int, widest: _Cand
     places = list(range(first, first + num))
     positions = torch.tensor(places, dtype=torch.int64, device=known.tokens.device) + text.num_prompt_tokens
     embeddings = pair.target.get_input_embeddings()(known.tokens[place, positions])
-    return _Steps(places, _float16(known.context[place, positions - 1]), _float16(embeddings))
+    vectors = _float16(known.context[place, positions - 1]), _float16(embeddings)
+    if not places:
+        return _Steps(places, *vectors)
+    offers = offers_at(pair, known.rows(torch.tensor([place])), positions, NUM_CHOICES)
+    ranks = offers.ranks.cpu().numpy().tobytes()
+    return _Steps(places, *vectors, ranks, _float16(offers.scores), _float16(offers.log_probs))
 
 
 def _float16(values: Tensor) -> bytes:

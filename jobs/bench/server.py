@@ -87,7 +87,7 @@ class BenchServeConfig(Config):
         return modes
 
 
-class Load(NamedTuple):
+class BenchLoad(NamedTuple):
     """A closed loop of so many clients, or an open one of so many requests a second."""
 
     name: str
@@ -110,8 +110,8 @@ class Round(NamedTuple):
 
 async def measure(config: BenchServeConfig, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
     """Measure all loads; prints progress. Returns a row for every load and mode."""
-    loads = [Load(f"{num} clients", num * config.requests_per_client, num) for num in config.concurrency]
-    loads += [Load(f"{rate:g} requests/s", config.num_requests, rate=rate) for rate in config.rates]
+    loads = [BenchLoad(f"{num} clients", num * config.requests_per_client, num) for num in config.concurrency]
+    loads += [BenchLoad(f"{rate:g} requests/s", config.num_requests, rate=rate) for rate in config.rates]
     async with Clients(config.url, environment_key(), vanish=config.vanish) as clients:
         bench = _Bench(config, prompts, clients, config.model or await clients.first_model())
         measured = [(load, await bench.rounds(load)) for load in loads]
@@ -130,7 +130,7 @@ class _Bench:
             torch.set_num_threads(config.num_threads)
             self._pair = config.pair.load()
 
-    async def rounds(self, load: Load) -> dict[str, list[Round]]:
+    async def rounds(self, load: BenchLoad) -> dict[str, list[Round]]:
         """All rounds under a load, by mode."""
         rounds: dict[str, list[Round]] = {mode: [] for mode in self._config.modes}
         order, prompts = deque(self._config.modes), cycle(self._prompts)
@@ -142,7 +142,7 @@ class _Bench:
             print(f"{load.name}: round {number + 1} of {self._config.rounds}", flush=True)
         return rounds
 
-    async def _round(self, mode: str, prompts: Sequence[Prompt], load: Load) -> Round:
+    async def _round(self, mode: str, prompts: Sequence[Prompt], load: BenchLoad) -> Round:
         started = time.perf_counter()
         if mode.startswith(BARE):
             assert load.num_clients is not None, "bare:N has no open loop"
@@ -206,7 +206,7 @@ def _closed_loop(engine: Engine, requests: Sequence[Request], concurrency: int) 
 
 
 def _row(
-    config: BenchServeConfig, load: Load, mode: str, rounds: Sequence[Round], baseline: Sequence[Round]
+    config: BenchServeConfig, load: BenchLoad, mode: str, rounds: Sequence[Round], baseline: Sequence[Round]
 ) -> dict[str, Any]:
     """Figures of a mode under a load; the ratio is over the baseline, round by round with the same prompts."""
     ours, theirs = ([each.num_tokens / each.seconds for each in some] for some in (rounds, baseline))

@@ -10,9 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from blockpilot.control.price import StepCosts
+from blockpilot.control.price import StepPrice, loads_up_to
 from blockpilot.evaluation.statistics import Interval
-from blockpilot.evaluation.step_costs import relative_costs
+from blockpilot.types import MAX_BLOCK_SIZE
 
 DOTTED: dict[str, Any] = {"marker": "o", "markersize": 4}
 
@@ -82,13 +82,13 @@ def over_best_fixed(rows: Mapping[str, Mapping[str, Interval]], methods: Sequenc
     return _png(figure)
 
 
-def cost_curves(costs: StepCosts) -> bytes:
-    """What a step costs by its block size, in steps of plain decoding: a line for every number of rows."""
+def cost_curves(price: StepPrice) -> bytes:
+    """What a step costs by the block size of its chains, in steps of plain decoding: a line for numbers of rows."""
     figure, axes = _new("block size", "cost of a step, plain = 1")
-    for rows in costs.rows:
-        relative = relative_costs(costs, costs.block_sizes, rows)
-        axes.plot(costs.block_sizes, relative, **DOTTED, label=f"{rows} row{'s' * (rows > 1)}")
-    axes.legend(fontsize="small", title=costs.device, title_fontsize="small")
+    sizes = range(1, MAX_BLOCK_SIZE + 1)
+    for rows in loads_up_to(price.rows):
+        axes.plot(sizes, price.relative(sizes, rows), label=f"{rows} row{'s' * (rows > 1)}")
+    axes.legend(fontsize="small", title=price.device, title_fontsize="small")
     return _png(figure)
 
 

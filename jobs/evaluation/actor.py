@@ -8,9 +8,9 @@ scale its seconds to the machine's speed of the other methods. The control repea
 difference is noise of the clock, which intervals over prompts do not include.
 
 A group's runs depend on the work, the models and the machine of the moment, and on no other group: what adapts while
-decoding (a policy's record of its forecasts, the controller's running means, costs corrected by the seconds of steps,
-back-off) starts afresh with every group. So an evaluation that was interrupted measures what a whole one does; only
-step costs that were not given are measured again by every process.
+decoding (a policy's record of its forecasts, running means, prices corrected by the seconds of steps, back-off)
+starts afresh with every group. So an evaluation that was interrupted measures what a whole one does; only a step
+price that was not given is measured again by every process.
 """
 
 import hashlib
@@ -19,24 +19,39 @@ from typing import NamedTuple
 
 import torch
 
-from blockpilot.adaptive.live import LiveController
-from blockpilot.control.controller import FixedPolicy
-from blockpilot.control.price import StepCosts
+from blockpilot.control.baselines import AdaptiveVerification, DepthController, Margins, TreeBudget
+from blockpilot.control.controller import Controller, FixedPolicy
+from blockpilot.control.forecasts import RunningMeans
+from blockpilot.control.live import LiveController
+from blockpilot.control.price import StepPrice
 from blockpilot.device import device_name, dtype_name
 from blockpilot.engine.engine import Engine
-from blockpilot.evaluation.baselines import EVController, StaticForecast
 from blockpilot.evaluation.measurement import Flow, RequestTiming, in_turns
+from blockpilot.evaluation.pricing import measure_price
 from blockpilot.evaluation.statistics import MethodRun
-from blockpilot.evaluation.step_costs import hold_here, measured_up_to
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.learned import LearnedPolicy
 from blockpilot.policy.store import load_policy
 from blockpilot.prompts.files import Prompt
 from blockpilot.sweep.rows import prompt_ids
 from blockpilot.sweep.sweep import sampler_seed
-from blockpilot.types import CandidateSet, PairId, Policy, Request, Sampling
+from blockpilot.types import CandidateSet, Layout, PairId, Policy, Request, Sampling
 from jobs.common.cluster import num_threads
-from jobs.evaluation.inputs import AR, CONTROL, EV, ORACLE, POLICY, RANDOM, EvaluateConfig, Plan, method_name
+from jobs.evaluation.inputs import (
+    AR,
+    BUDGET,
+    CONTROL,
+    MEANS,
+    ORACLE,
+    POLICY,
+    RANDOM,
+    TREE_PREFIX,
+    UNTRAINED,
+    VERIFICATION,
+    EvaluateConfig,
+    Plan,
+    method_name,
+)
 
 NUM_WARM_UP_TOKENS = 8
 TOKENS_A_TURN = 2  # of each slot: the shorter, the more alike is what the machine does to all methods
@@ -50,8 +65,8 @@ class Setting(NamedTuple):
     device: str
     """Full name, with the threads of a CPU."""
     block_sizes: dict[str, int | None]
-    """By method; None where it is chosen for a request or a step, and of the control."""
-    costs: StepCosts
+    """By method; None where it is chosen for a request or a step, of trees, and of the control."""
+    price: StepPrice
     context: int
     """Mean length of the texts in the middle of their answers."""
     left_out: dict[str, str]
@@ -78,8 +93,8 @@ class Evaluator:
         self._candidates = next(iter(policies.values())).candidates if policies else CandidateSet(self._sizes)
         self._policies = policies
         context = sum(lengths) // len(lengths) + most // 2
-        self._costs = self._find_costs(pair, context)
-        self._hindsight = dict[int, Policy]()  # the oracle's, by place
+        self._price = self._find_price(pair, context)
+        self._hindsight = dict[int, int]()  # the oracle's block sizes, by place
         num_slots, max_length = config.concurrency, min(max(lengths) + most, pair.max_length)
         self._engines = {m: Engine(pair, num_slots=num_slots, max_length=max_length) for m in self.methods}
         self._reset()
@@ -89,7 +104,7 @@ class Evaluator:
         self._decode(rotating, plan.groups[0][:1], 0, NUM_WARM_UP_TOKENS)
         sizes = {method: self._fixed.get(method) for method in self.methods}
         here = dtype_name(pair.target.dtype), device_name(pair.target.device)
-        return Setting(pair.id, *here, sizes, self._costs, context, left_out)
+        return Setting(pair.id, *here, sizes, self._price, context, left_out)
 
     @property
     def _sizes(self) -> tuple[int, ...]:
@@ -100,17 +115,26 @@ class Evaluator:
         """In the order of the report."""
         baselines = self._config.baseline_methods
         others = [method for method in baselines if method != ORACLE]
-        return [*self._fixed, *others, *self._policies, *[ORACLE] * (ORACLE in baselines)]
+        return [*self._fixed, *self._trees, *others, *self._policies, *[ORACLE] * (ORACLE in baselines)]
 
     def _reset(self) -> None:
         """Make every engine and policy adapt afresh, as if nothing had been decoded."""
         for learned in self._policies.values():
             learned.forget()
-        policies: dict[str, Policy] = {EV: EVController(CandidateSet(self._sizes)), **self._policies}
-        fixed = FixedPolicy(self._pair.block_size)  # of methods whose requests bring their own size or policy
         for method, engine in self._engines.items():
-            policy = policies.get(method, fixed)
-            engine.controller = LiveController(policy, self._costs, num_slots=engine.num_slots)
+            engine.controller = self._controller(method)
+
+    def _controller(self, method: str) -> Controller:
+        deepest, price = self._pair.block_size - 1, self._price
+        if method == MEANS:
+            return DepthController(RunningMeans(deepest), price)
+        if method == VERIFICATION:
+            return AdaptiveVerification(Margins(deepest), price)
+        if method == BUDGET:
+            return TreeBudget(RunningMeans(deepest), price)
+        policies: dict[str, Policy] = {UNTRAINED: RunningMeans(deepest), **self._policies}
+        fixed = FixedPolicy(self._pair.block_size)  # of methods whose requests bring their own size
+        return LiveController(policies.get(method, fixed), price)
 
     def measure(self, repeat: int, group: int) -> list[MethodRun]:
         """Decode one group with every method, and compare the texts with AR's; a run for each method and prompt."""
@@ -130,11 +154,12 @@ class Evaluator:
             for i, place in enumerate(places)
         ]
 
-    def _just_had(self, measured: Sequence[RequestTiming]) -> Policy:
-        """Forecasts for one request the mean tokens a step that it just had with every block size."""
+    def _just_had(self, measured: Sequence[RequestTiming]) -> int:
+        """The best block size of one request, which it just had with every one, at the price of a step."""
         taus = [(len(each.output) - 1) / max(len(each.block_sizes), 1) for each in measured]  # without the prefill's
-        forecast = StaticForecast(CandidateSet(self._sizes), taus)
-        return lambda prefill: forecast
+        costs = self._price.relative(self._sizes, self._config.concurrency)
+        rates = [tau / cost for tau, cost in zip(taus, costs, strict=True)]
+        return self._sizes[rates.index(max(rates))]
 
     def _decode(
         self, methods: Sequence[str], places: Sequence[int], repeat: int, at_most: int | None = None
@@ -147,11 +172,12 @@ class Evaluator:
         in_turns(list(flows.values()), TOKENS_A_TURN * self._config.concurrency)
         return {method: flow.results for method, flow in flows.items()}
 
-    def _size(self, method: str, prompt: Prompt, repeat: int) -> int | None:
-        if method == CONTROL:
-            return 1
+    def _size(self, method: str, place: int, repeat: int) -> int | None:
+        if method in (CONTROL, ORACLE):
+            return 1 if method == CONTROL else self._hindsight[place]
         if method != RANDOM:
-            return self._fixed.get(method)
+            return (self._fixed | self._trees).get(method)
+        prompt = self._plan.prompts[place]
         digest = hashlib.sha256(f"random {self._config.seed + repeat} {prompt.text}".encode()).digest()
         return self._candidates[int.from_bytes(digest[:8], "big") % len(self._candidates)]
 
@@ -164,10 +190,18 @@ class Evaluator:
             self._prompt_ids[prompt],
             limit if at_most is None else min(limit, at_most),
             sampling,
-            self._size(method, prompt, repeat),
+            self._size(method, place, repeat),
             self._pair.stop_token_ids,
-            policy=self._hindsight[place] if method == ORACLE else None,
+            layout=self._layout(method),
         )
+
+    def _layout(self, method: str) -> Layout:
+        return "tree" if method in self._trees else "chain" if method in (MEANS, VERIFICATION) else "auto"
+
+    @property
+    def _trees(self) -> dict[str, int]:
+        """Block sizes of fixed trees by method."""
+        return {f"{TREE_PREFIX}{num}": num + 1 for num in self._config.tree_sizes}
 
     # --- loading ---
 
@@ -191,12 +225,12 @@ class Evaluator:
         candidates = policies[POLICY].candidates if policies else ()
         return tuple(size for size in candidates if size > 1) or default_block_sizes(pair.block_size)
 
-    def _find_costs(self, pair: Pair, context: int) -> StepCosts:
-        """Those given, if they are of this pair on such a device with as many rows; else measured now."""
-        given, rows, sizes = self._plan.costs, self._config.concurrency, {*self._sizes, *self._candidates}
-        if given is not None and hold_here(given, pair, list(sizes), rows):
+    def _find_price(self, pair: Pair, context: int) -> StepPrice:
+        """The one given, if it is of this pair on such a device; else measured now."""
+        here = pair.id, dtype_name(pair.target.dtype), device_name(pair.target.device)
+        if (given := self._plan.price) is not None and given.made_for(*here):
             return given
-        return measured_up_to(pair, list(sizes), rows, context)
+        return measure_price(pair, self._config.concurrency, context)
 
     def _check(self, place: int) -> None:
         try:

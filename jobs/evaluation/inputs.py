@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from pydantic import Field, field_validator
 
-from blockpilot.control.price import StepCosts
-from blockpilot.evaluation.step_costs import COSTS_FILE, read_costs
+from blockpilot.control.price import PRICE_FILE, StepPrice, read_price
 from blockpilot.policy.dataset import prompt_key
 from blockpilot.policy.store import load_policy
 from blockpilot.prompts.files import Prompt, answer_limit, load_prompts
@@ -22,11 +21,20 @@ from jobs.common.config import Config, PairConfig, Place
 from jobs.common.learned_from import LearnedFrom
 from jobs.common.registry import CHAMPION, Registry, Version, model_name
 
-AR, POLICY, RANDOM, EV, ORACLE = "AR", "policy", "random", "EV controller", "oracle (bound)"
-CONTROL = "AR again"
-METHOD_PREFIX = "B="  # of fixed block sizes
+AR, POLICY, RANDOM, MEANS, ORACLE = "AR", "policy", "random", "running means", "oracle (bound)"
+CONTROL, UNTRAINED = "AR again", "untrained"
+VERIFICATION, BUDGET = "adaptive verification", "tree budget"
+METHOD_PREFIX, TREE_PREFIX = "B=", "tree "  # of fixed block sizes, and nodes
 NEWEST, NO_POLICY = "newest", "none"
-BASELINES = {"control": CONTROL, "random": RANDOM, "ev": EV, "oracle": ORACLE}
+BASELINES = {
+    "control": CONTROL,
+    "random": RANDOM,
+    "means": MEANS,
+    "verification": VERIFICATION,
+    "budget": BUDGET,
+    "untrained": UNTRAINED,
+    "oracle": ORACLE,
+}
 
 
 def method_name(block_size: int) -> str:
@@ -48,8 +56,13 @@ class EvaluateConfig(Config):
     """"champion" or "newest" of the registry, the directory of a policy, or "none"."""
     rivals: tuple[str, ...] = (CHAMPION,)
     """Policies to measure beside it: directories, and "champion" (left out where there is no other)."""
-    baselines: tuple[str, ...] = ("control", "random", "ev", "oracle")
-    """What else to measure: control, random, ev, oracle; none by `--baselines` alone."""
+    baselines: tuple[str, ...] = ("control", "random", "means", "untrained", "oracle")
+    """What else to measure; none by `--baselines` alone. control: AR again. means: chains as deep as running means of
+    acceptance say (Ollama). verification: one budget for the chains of all rows, by margins of the draft (vLLM).
+    budget: a tree for every row by its own price (CaDDTree). untrained: ours by the draft's own probabilities.
+    random: a block size for each prompt. oracle: the best one for each prompt, a bound."""
+    tree_sizes: tuple[int, ...] = ()
+    """Fixed draft trees of so many nodes, ascending (DDTree)."""
     block_sizes: tuple[int, ...] | None = None
     """Fixed block sizes, ascending. Default: the policy's candidates, or quarters of the draft's trained one."""
     sweep: tuple[Place, ...] = ()
@@ -96,6 +109,13 @@ class EvaluateConfig(Config):
             raise ValueError(f"{sizes}: must be at most {MAX_BLOCK_SIZE}")
         return sizes
 
+    @field_validator("tree_sizes")
+    @classmethod
+    def _check_tree_sizes(cls, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        if sorted(set(sizes)) != list(sizes) or (sizes and not 1 <= sizes[0] <= sizes[-1] < MAX_BLOCK_SIZE):
+            raise ValueError(f"{sizes}: must be ascending and 1 to {MAX_BLOCK_SIZE - 1}")
+        return sizes
+
     @field_validator("baselines")
     @classmethod
     def _check_baselines(cls, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -123,8 +143,8 @@ class Plan(NamedTuple):
     """Directories by the name of the method; the first one is `policy`."""
     version: Version | None  # of the policy, when it is a registered one
     champion: int | None  # number of the version that is measured beside it
-    costs: StepCosts | None = None
-    """Used where they were measured on such a device; measured anew otherwise."""
+    price: StepPrice | None = None
+    """Used where it was measured on such a device; measured anew otherwise."""
 
     def learned_from(self, method: str) -> LearnedFrom:
         """The record of a policy's training prompts and taus; empty without a record or without the policy."""
@@ -136,14 +156,14 @@ def plan_for(config: EvaluateConfig, prompts: tuple[Prompt, ...], swept: Swept |
     groups = group(prompts, config.concurrency * config.waves)
     found = Plan(prompts, groups, swept, *find_policies(config, registry))
     _check_held_out(found)
-    return found._replace(costs=known_costs(config, found))
+    return found._replace(price=known_price(config, found))
 
 
-def known_costs(config: EvaluateConfig, plan: Plan) -> StepCosts | None:
-    """Those beside the first sweep, or else beside the policy, if there are any."""
+def known_price(config: EvaluateConfig, plan: Plan) -> StepPrice | None:
+    """The one beside the first sweep, or else beside the policy, if there is any."""
     known = config.sweep[0] if config.sweep else plan.policies.get(POLICY)
-    costs = join(known, COSTS_FILE) if known else ""
-    return read_costs(costs) if costs and is_file(costs) else None
+    price = join(known, PRICE_FILE) if known else ""
+    return read_price(price) if price and is_file(price) else None
 
 
 def read_inputs(config: EvaluateConfig) -> tuple[tuple[Prompt, ...], Swept | None]:
@@ -208,7 +228,8 @@ def find_policies(config: EvaluateConfig, registry: Registry) -> tuple[dict[str,
     for rival in config.rivals:
         if rival != CHAMPION:
             name = Path(rival).name
-            taken = name in (*policies, CHAMPION, AR, *BASELINES.values()) or name.startswith(METHOD_PREFIX)
+            taken = name in (*policies, CHAMPION, AR, *BASELINES.values())
+            taken |= name.startswith((METHOD_PREFIX, TREE_PREFIX))
             policies[rival if taken else name] = Path(rival).absolute()
         elif (found := _find_champion(config, registry)) is not None and found != version:
             place = _download(config, registry, found)

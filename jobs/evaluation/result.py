@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from blockpilot.evaluation.statistics import Comparison, Figures, Interval, MethodRun, fastest_block_size
-from blockpilot.evaluation.step_costs import costs_to_json
 from blockpilot.evaluation.tables import cells, markdown, with_range
 from blockpilot.storage import write_text
 from jobs.common.registry import CHAMPION, HeldOut, Registry, Version, kept_for_later
@@ -43,7 +42,7 @@ def save(config: EvaluateConfig, plan: Plan, setting: Setting, runs: Sequence[Me
     content = {
         "config": config.model_dump(mode="json"),
         "setting": setting._asdict()
-        | {"pair": setting.pair._asdict(), "costs": json.loads(costs_to_json(setting.costs))}
+        | {"pair": setting.pair._asdict(), "price": json.loads(setting.price.to_json())}
         | {"shown_held_out": shown},
         "versions": {name: package_version(name) for name in ("torch", "transformers")},
         "policy_version": plan.version._asdict() if plan.version else None,

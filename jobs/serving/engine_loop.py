@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Self
 
-from blockpilot.adaptive.live import LiveController
-from blockpilot.control.price import StepCosts
+from blockpilot.control.live import LiveController
+from blockpilot.control.price import StepPrice
 from blockpilot.engine.engine import Engine
 from blockpilot.types import Policy, Request, Step
 from jobs.serving.schema import ApiError
@@ -82,12 +82,12 @@ class EngineLoop:
             self._work.put(partial(self._add, stream))
         return streams
 
-    def set_policy(self, policy: Policy, costs: StepCosts | None = None) -> None:
-        """Use `policy` for requests that are prefilled from the next step on, and `costs` from that step on.
+    def set_policy(self, policy: Policy, price: StepPrice | None = None) -> None:
+        """Use `policy` for requests that are prefilled from the next step on, and `price` from that step on.
 
-        Costs are by default the policy's own; they are corrected by the seconds of the engine's own steps.
+        The price is by default the policy's own; it follows the seconds of the engine's own steps.
         """
-        controller = LiveController(policy, costs, num_slots=self.engine.num_slots)
+        controller = LiveController(policy, price)
         self._work.put(lambda: setattr(self.engine, "controller", controller))
 
     def close(self) -> None:

@@ -19,16 +19,16 @@ from typing import Any
 import torch
 
 from blockpilot.control.controller import FixedPolicy
-from blockpilot.control.price import StepCosts
+from blockpilot.control.price import COEFFICIENTS, StepPrice
 from blockpilot.device import device_name, dtype_name
 from blockpilot.engine.engine import Engine
-from blockpilot.evaluation.step_costs import hold_here, measured_up_to
+from blockpilot.evaluation.pricing import measure_price
 from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.learned import LearnedPolicy
 from blockpilot.policy.store import load_policy
 from blockpilot.prompts.files import Message, Prompt
-from blockpilot.types import Request, Sampling
+from blockpilot.types import MAX_BLOCK_SIZE, Request, Sampling
 from jobs.common.registry import CHAMPION, model_name
 from jobs.serving.champions import ChampionWatch
 from jobs.serving.engine_loop import EngineLoop, Stream
@@ -39,7 +39,7 @@ from jobs.serving.schema import ApiError, Body, ChatRequest, Objects
 DEFAULT_MAX_LENGTH = 2048
 MEMORY_FILE = Path("/proc/meminfo")
 SWITCH_INTERVAL_S = 0.0002  # the engine's thread takes the interpreter back that soon; Python's own are 5 ms
-COSTS_CONTEXT, COSTS_STEPS = 256, 3  # of step costs that are measured at the start, for a policy's candidates
+PRICE_CONTEXT = 256  # tokens, of the steps that are timed at the start
 log = logging.getLogger("ray.serve.blockpilot")  # Serve adds the id of the request
 
 
@@ -78,7 +78,7 @@ class Replica:
         self.loop = EngineLoop(engine, max_queue=max_queue, on_step=self._metrics.on_step)
         self._max_new_tokens, self._logs_prompts = max_new_tokens, logs_prompts
         self._stream_interval_s = stream_interval_s
-        self._costs: StepCosts | None = None  # of the first policy, for later ones whose own do not hold here
+        self._price: StepPrice | None = None  # of this device
         self._policy: Mapping[str, object] | None = None
 
     def close(self) -> None:
@@ -117,7 +117,7 @@ class Replica:
             "device": device_name(self.pair.target.device),
             "dtype": dtype_name(self.pair.target.dtype),
             "policy": dict(self._policy or {"name": "none"}) | followed,
-            "step_costs": dict(controller.factors),
+            "step_price_s": dict(zip(COEFFICIENTS, controller.price.coefficients.tolist(), strict=True)),
             "backed_off": not controller.speculates,
             "accepted_over_expected": policy.record.ratio if isinstance(policy, LearnedPolicy) else None,
             "num_in_flight": loop.num_in_flight,
@@ -223,29 +223,21 @@ class Replica:
             return
         learned = load_policy(policy)
         learned.check(self.pair)
-        self.loop.set_policy(learned, self._costs_for(learned, policy))
+        self.loop.set_policy(learned, self._price_for(learned))
         self._policy = {"name": str(policy), "version": version or None}
 
-    def _costs_for(self, policy: LearnedPolicy, directory: str | Path) -> StepCosts | None:
-        """What its forecasts are weighed with: its own costs if they hold here, else those measured at the start.
+    def _price_for(self, policy: LearnedPolicy) -> StepPrice | None:
+        """The policy's own price where that was measured on such a device, or else the one that is known of this.
 
-        They are measured for the first policy only, before any request: timing beside requests would slow them and be
-        wrong. None for a policy without a price. Raises ValueError where no known costs cover its block sizes.
+        It is measured for the first policy only, before any request: timing beside requests would slow them and be
+        wrong.
         """
-        if policy.costs is None:
-            return None
-        sizes, num_slots = tuple(policy.candidates), self.loop.engine.num_slots
-        own = policy.costs if hold_here(policy.costs, self.pair, sizes, num_slots) else None
-        if own is None and self._policy is None:
-            self._costs = measured_up_to(self.pair, sizes, num_slots, COSTS_CONTEXT, num_steps=COSTS_STEPS)
-        self._costs = self._costs or own
-        costs = own or self._costs
-        if costs is None or not costs.cover(sizes, num_slots):
-            raise ValueError(
-                f"policy {directory}: its step costs are of another device or of fewer rows, and none that were"
-                f" measured at the start cover block sizes {', '.join(map(str, sizes))}; start the server with it"
-            )
-        return costs
+        here = self.pair.id, dtype_name(self.pair.target.dtype), device_name(self.pair.target.device)
+        if policy.price is not None and policy.price.made_for(*here):
+            self._price = policy.price
+        elif self._price is None and self._policy is None:
+            self._price = measure_price(self.pair, self.loop.engine.num_slots, PRICE_CONTEXT)
+        return self._price or policy.price
 
 
 def _encode(body: Body, pair: Pair) -> tuple[int, ...]:
@@ -276,8 +268,9 @@ def check_memory(pair: Pair, num_slots: int, max_length: int) -> None:
 
 def cache_bytes(pair: Pair, num_slots: int, max_length: int) -> int:
     """Memory of the caches of an engine of this size, by those of one slot with one token."""
-    one = Target(pair.target, pair.draft.options.target_layer_ids).new_cache(1, 1), pair.draft.new_cache(1, 1)
-    return num_slots * max_length * sum(cache.num_bytes for cache in one)
+    target = Target(pair.target, pair.draft.options.target_layer_ids).new_cache(1, 1).num_bytes
+    draft = pair.draft.new_cache(1, 1).num_bytes
+    return num_slots * (target * (max_length + MAX_BLOCK_SIZE) + draft * max_length)
 
 
 def _free_bytes(device: torch.device) -> int | None:

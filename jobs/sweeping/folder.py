@@ -4,7 +4,7 @@
     prompts/         the prompts of every shard, so that nobody holds all of them in memory
     rows/            a Parquet part a shard: what is there is finished
     rejects.jsonl    prompts that gave no row, and why
-    costs.json       seconds of a step on the worker that measured them
+    price.json       what a step costs on the worker that measured it
 
 A part is named by the prompts of its shard, so the same command finds what it has, and another command is refused.
 """

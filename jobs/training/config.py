@@ -38,10 +38,10 @@ class TrainConfig(Config):
     output: Path = Path("runs/policy")
     """Directory of the policy; checkpoints while it trains. Every node must see it."""
     objective: Objective = "throughput"
-    """tau: tokens a step. throughput: tokens a second by the step costs beside the sweep; plain decoding is then a
-    candidate."""
+    """tau: tokens a step. throughput: tokens a second by the price of a step beside the sweep; plain decoding is then
+    a candidate."""
     rows: int = Field(default=1, ge=1)
-    """Active rows whose step costs labels and reports are for; kind `step` follows any load in use."""
+    """Active rows at whose price of a step labels and reports are; kind `step` follows any load in use."""
     candidates: tuple[int, ...] | None = None
     """Block sizes to choose from, some of the sweep's; all by default."""
     leave_out: tyro.conf.Suppress[tuple[str, ...]] = ()

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from blockpilot.control.price import StepCosts
-from blockpilot.evaluation.step_costs import COSTS_FILE, read_costs, relative_costs
+from blockpilot.control.price import PRICE_FILE, StepPrice, read_price
 from blockpilot.policy.dataset import Index, write_examples
 from blockpilot.policy.network import NetworkShape
 from blockpilot.policy.training import FitTask
@@ -29,7 +28,7 @@ class Dataset(NamedTuple):
     """Hash of the rows."""
     metadata: Metadata
     candidates: CandidateSet
-    costs: StepCosts | None
+    price: StepPrice | None
     task: FitTask
     folder: Path
     """Of the examples."""
@@ -47,17 +46,17 @@ def read_dataset(config: TrainConfig, folder: Path) -> Dataset:
     if len(metadata.candidates) < 2:
         raise ValueError(f"sweep {config.sweep[0]}: one candidate {metadata.candidates}; at least 2 are needed")
     candidates = _candidates(config, metadata)
-    costs = _read_costs(config, metadata) if config.objective == "throughput" else None
+    price = _read_price(config, metadata) if config.objective == "throughput" else None
     digests, totals = list[bytes](), defaultdict[float, Summary](Summary)
     index = write_examples(folder, _parts(config, metadata, digests, totals), tuple(candidates), config.fit.kind)
     if (num_prompts := len(set(index.prompts))) < MIN_PROMPTS:
         raise ValueError(f"sweep {config.sweep[0]}: {num_prompts} different prompts; needed: {MIN_PROMPTS}")
-    NetworkShape(config.fit.kind, metadata.vocab_size, *index.sizes, config.fit.hidden)  # refuses what cannot be
-    step_costs = relative_costs(costs, tuple(candidates), config.rows) if costs else [1.0] * len(candidates)
+    NetworkShape(config.fit.kind, metadata.vocab_size, *index.sizes[:3], config.fit.hidden)  # refuses what cannot be
+    step_costs = price.relative(tuple(candidates), config.rows) if price else [1.0] * len(candidates)
     task = FitTask(config.fit.kind, config.objective, tuple(candidates), torch.tensor(step_costs))
     digest = hashlib.sha256(metadata.to_json().encode() + b"".join(sorted(digests))).hexdigest()[:16]
     taus = {temperature: of_rows.tau_curve for temperature, of_rows in totals.items()}
-    return Dataset(digest, metadata, candidates, costs, task, folder, index, taus)
+    return Dataset(digest, metadata, candidates, price, task, folder, index, taus)
 
 
 def _parts(
@@ -87,6 +86,8 @@ def _digest(row: SweepRow) -> bytes:
     digest = hashlib.sha256(repr((prefill, row.step_places, row.accepted)).encode())
     digest.update(row.step_contexts)
     digest.update(row.step_embeddings)
+    for offers in (row.step_ranks, row.step_scores, row.step_log_probs):
+        digest.update(offers)
     return digest.digest()
 
 
@@ -104,16 +105,16 @@ def _candidates(config: TrainConfig, metadata: Metadata) -> CandidateSet:
     return CandidateSet(wanted)
 
 
-def _read_costs(config: TrainConfig, metadata: Metadata) -> StepCosts:
-    place = join(config.sweep[0], COSTS_FILE)
+def _read_price(config: TrainConfig, metadata: Metadata) -> StepPrice:
+    place = join(config.sweep[0], PRICE_FILE)
     if not is_file(place):
         raise ValueError(
-            f"sweep {config.sweep[0]}: no {COSTS_FILE} for objective 'throughput'; "
-            "sweep with --cost-rows, or train with --objective tau"
+            f"sweep {config.sweep[0]}: no {PRICE_FILE} for objective 'throughput'; "
+            "sweep with --price-rows, or train with --objective tau"
         )
-    costs = read_costs(place)
-    if costs.pair != metadata.pair or costs.dtype != metadata.dtype:
+    price = read_price(place)
+    if price.pair != metadata.pair or price.dtype != metadata.dtype:
         raise ValueError(
-            f"{place}: costs of {costs.pair}, {costs.dtype}; the rows are of {metadata.pair}, {metadata.dtype}"
+            f"{place}: price of {price.pair}, {price.dtype}; the rows are of {metadata.pair}, {metadata.dtype}"
         )
-    return costs
+    return price

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 from blockpilot.policy.dataset import split_examples
 from blockpilot.policy.learned import LearnedPolicy, PolicyInfo
+from blockpilot.policy.nodes import NodeModel, node_losses
 from blockpilot.policy.offline import LookupReport, lookup_report
-from blockpilot.policy.store import FORMAT, load_policy, save_policy
+from blockpilot.policy.store import FIRST_LAYER, FORMAT, load_policy, save_policy
 from blockpilot.policy.training import fitted_network, new_network, shrink
 from blockpilot.storage import write_text
 from blockpilot.sweep.rows import MIN_PROB
@@ -57,7 +58,8 @@ def save(config: TrainConfig, data: Dataset, state: dict[str, Any]) -> None:
         **dataclasses.asdict(settings),
     }
     info = PolicyInfo(data.metadata.pair, data.candidates, config.objective, network.shape, MIN_PROB, provenance)
-    save_policy(LearnedPolicy(info, network, data.costs), config.output)
+    nodes = fitted_nodes(state)
+    save_policy(LearnedPolicy(info, network, data.price, nodes), config.output)
     LearnedFrom(frozenset(data.rows.prompts), data.taus).write(config.output)
     labels = Counter(task.labels(training.taus).tolist())
     params = config.model_dump(mode="json", exclude={"fit"}) | dataclasses.asdict(settings)
@@ -69,9 +71,19 @@ def save(config: TrainConfig, data: Dataset, state: dict[str, Any]) -> None:
         "num_epochs": state["progress"]["epoch"],
         "fell_back": fell_back,
         "num_examples": [len(training), len(validation)],
+        "node_losses": None if nodes is None else node_losses(nodes, validation.outcomes),
         "balance": {size: labels[i] for i, size in enumerate(data.candidates)},
     }
     write_text(config.output / TRAINING_FILE, json.dumps(content) + "\n")
+
+
+def fitted_nodes(state: dict[str, Any]) -> NodeModel | None:
+    """The node model of a training's last state; None where the rows hold nothing to learn it from."""
+    if "nodes" not in state:
+        return None
+    model = NodeModel(len(state["nodes"][FIRST_LAYER]))
+    model.load_state_dict(state["nodes"])
+    return model
 
 
 def _tags(info: PolicyInfo, data: Dataset, found: LookupReport) -> dict[str, object]:
@@ -114,12 +126,14 @@ def describe(result: TrainResult, found: dict[str, Any]) -> str:
     if found["fell_back"]:
         verdict += "; so the policy expects the same of every request, and takes the best fixed size at each load"
     training, validation = found["num_examples"]
+    nodes = found["node_losses"]
+    of_nodes = f"; node model {nodes[0]:.3f} nats a slot, the draft itself {nodes[1]:.3f}" if nodes else ""
     total = sum(found["balance"].values())
     balance = ", ".join(f"B={size} {count / total:.0%}" for size, count in found["balance"].items())
     r2 = "" if lookup.r2 != lookup.r2 else f" R2 of taus {lookup.r2:.2f};"
     return (
         f"train: {training} examples, {validation} held back; {result.num_epochs} epochs; "
-        f"policy in {result.policy}{where}\n"
+        f"policy in {result.policy}{where}{of_nodes}\n"
         f"train: best block size of the examples: {balance}\n"
         f"train: held-back examples, looked up (a diagnostic, not a result):{r2} accuracy {lookup.accuracy:.2f} "
         f"(best fixed B={lookup.best_fixed_block_size}: {lookup.accuracy_best_fixed:.2f}); "

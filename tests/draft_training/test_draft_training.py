@@ -33,7 +33,7 @@ from blockpilot.draft_training.loss import BlockLoss, dpace_weights, frequent_to
 from blockpilot.draft_training.start import start_from_target
 from blockpilot.draft_training.training import DraftFit, DraftFitSettings, epoch_batches, learning_rate_factor
 from blockpilot.drafts.dflash import DraftModel
-from blockpilot.engine.engine import generate
+from blockpilot.engine.generate import generate
 from blockpilot.models.packing import Packing
 from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair

@@ -8,20 +8,36 @@ import torch
 from torch import Tensor
 
 import blockpilot as bp
-from blockpilot.control.choose import choose
-from blockpilot.control.controller import Controller, FixedPolicy
+from blockpilot.control.baselines import DepthController
+from blockpilot.control.calibration import TrackRecord
+from blockpilot.control.chances import own_chances
+from blockpilot.control.choose import buy, choose_depths
+from blockpilot.control.controller import (
+    DOUBT,
+    MEMORY,
+    SLOTS_DOUBT,
+    SLOTS_MEMORY,
+    Controller,
+    FixedPolicy,
+    StepOutcome,
+)
+from blockpilot.control.forecasts import RunningMeans, StaticForecast
+from blockpilot.control.price import Load
 from blockpilot.drafts.dflash import DraftModel
-from blockpilot.engine.engine import Engine, generate
-from blockpilot.evaluation.baselines import EVController, StaticForecast
+from blockpilot.engine.engine import Engine
+from blockpilot.engine.generate import generate
+from blockpilot.engine.trees import Slots, best_first, tree_of
 from blockpilot.models.cache import SlotView
 from blockpilot.models.packing import Packing
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.learned import LearnedForecast, LearnedPolicy
 from blockpilot.sweep.replay import KnownTexts, Text, know
-from blockpilot.types import CandidateSet, Forecast, Policy, Prefill, Request, Sampling, Step
-from helpers.costs import linear_costs
+from blockpilot.types import LAYOUTS, Candidates, Forecast, Layout, Policy, Prefill, Request, Sampling, Step
+from helpers.controllers import Switch
+from helpers.drafts import scatter
 from helpers.engines import NEVER, PROMPT, plain_text, run, text_of
 from helpers.policies import reading_policy, step_policy
+from helpers.prices import linear_price, price
 
 
 class ScriptedDraft(DraftModel):
@@ -285,26 +301,32 @@ def test_plain_decoding_never_runs_the_draft(tiny_pair: Pair, monkeypatch: pytes
 
 # --- policies that give a forecast ---
 
-SIZES = CandidateSet((1, 2, 4, 7))
-COSTS = linear_costs(0.12)  # the wider a step and the more rows, the dearer
+SIZES = (1, 2, 4, 7)
+PRICE = price(launch_s=0.1, slot_s=0.05, token_s=0.04)  # the deeper a step and the more rows, the dearer
+REACH = (0.7, 0.5, 0.3, 0.2)
 OTHER_PROMPT = tuple(range(70, 82))
 
 
 KINDS: dict[str, Callable[[Pair], Policy]] = {
-    "static": lambda pair: lambda prefill: StaticForecast(SIZES, [1.0, 1.7, 2.4, 2.8]),
-    "ev": lambda pair: EVController(SIZES),
-    "reading": lambda pair: reading_policy(pair, SIZES.sizes),
+    "static": lambda pair: lambda prefill: StaticForecast(REACH),
+    "running": lambda pair: RunningMeans(pair.block_size - 1),
+    "reading": lambda pair: reading_policy(pair, SIZES),
 }
 
 
-def scripted_requests(pair: Pair, sampling: Sampling, num: int = 40) -> tuple[Pair, list[Request]]:
+def scripted_requests(
+    pair: Pair, sampling: Sampling, num: int = 40, layouts: Sequence[Layout] = LAYOUTS
+) -> tuple[Pair, list[Request]]:
     """A draft that errs at every third and every eleventh position of one text; rows of it, and two of fixed size.
 
     They end at different lengths; with fewer slots than requests, some join late.
     """
     text = PROMPT + plain_text(pair, PROMPT, num, sampling)
     wrong = frozenset(range(0, len(text), 3)) & frozenset(range(0, 30)) | frozenset(range(0, len(text), 11))
-    plain = [Request(PROMPT, length, sampling, stop_token_ids=NEVER) for length in (num, 14, 25, 1, 31)]
+    plain = [
+        Request(PROMPT, length, sampling, stop_token_ids=NEVER, layout=layouts[i % len(layouts)])
+        for i, length in enumerate((num, 14, 25, 1, 31))
+    ]
     fixed = [Request(OTHER_PROMPT[:n], 9 + n, sampling, n, NEVER) for n in (1, 3)]
     return scripted_pair(pair, text, wrong), [plain[0], fixed[0], *plain[1:4], fixed[1], plain[4]]
 
@@ -315,7 +337,7 @@ def scripted_requests(pair: Pair, sampling: Sampling, num: int = 40) -> tuple[Pa
 def test_forecasts_never_change_the_text(tiny_pair: Pair, kind: str, temperature: float, num_slots: int) -> None:
     """One after the other, and in a batch with rows of fixed size, in fp32: the target's own text, token by token."""
     pair, requests = scripted_requests(tiny_pair, Sampling(temperature, seed=5))
-    engine = Engine(pair, num_slots=num_slots, max_length=128, controller=Controller(KINDS[kind](pair), COSTS))
+    engine = Engine(pair, num_slots=num_slots, max_length=128, controller=Controller(KINDS[kind](pair), PRICE))
     steps = run(engine, requests)
     for request, of_request in zip(requests, steps, strict=True):
         expected = plain_text(tiny_pair, request.prompt_ids, request.max_new_tokens, request.sampling)
@@ -324,74 +346,171 @@ def test_forecasts_never_change_the_text(tiny_pair: Pair, kind: str, temperature
             assert of_request[1].block_size == max(step.block_size for step in of_request) == request.block_size
     chosen = [of for of, request in zip(steps, requests, strict=True) if request.block_size is None]
     sizes = {step.block_size for of_request in chosen for step in of_request[1:-1]}
-    assert len(sizes & set(SIZES)) > (0 if kind == "static" and num_slots == 1 else 1)
+    assert max(sizes) > 1
+    assert len(sizes) > 1 or (kind != "reading" and num_slots == 1)
 
 
 class Shadow:
-    """What rows of a running engine are, told by its steps alone: the load that every choice was made at."""
+    """What rows of a running engine are, told by its steps and its draft's proposals alone: what a controller should
+    have made of them.
+    """
 
-    def __init__(self, requests: Sequence[Request]) -> None:
-        self.requests = requests
+    def __init__(self, requests: Sequence[Request], policy: Policy, deepest: int, max_block_size: int) -> None:
+        self.requests, self.policy, self.deepest, self.most = requests, policy, deepest, max_block_size - 1
         self.lengths = [len(request.prompt_ids) for request in requests]
         self.forecasts: dict[int, Forecast] = {}
+        self.calibration = TrackRecord(DOUBT, MEMORY)
+        self.tokens_a_slot = [TrackRecord(SLOTS_DOUBT, SLOTS_MEMORY) for _ in range(deepest)]
 
     def room(self, i: int) -> int:
         return len(self.requests[i].prompt_ids) + self.requests[i].max_new_tokens - self.lengths[i]
 
-    def check(self, steps: Sequence[Step], policy: Callable[[], Forecast], costs: bp.StepCosts | None) -> list[int]:
-        """Compare the block sizes of one step of the engine with `choose`; returns those of the forecasts."""
-        for step in steps:
-            if step.block_size == 0:
-                self.lengths[step.request_id] += 1
-                if self.requests[step.request_id].block_size is None:
-                    self.forecasts[step.request_id] = policy()
+    def check(self, steps: Sequence[Step], proposed: Sequence[Slots]) -> list[int]:
+        """Compare a step of the engine with `choose_depths` and `buy`; returns the depths of forecasts."""
         decoded = [step for step in steps if step.block_size]
-        choosing = [step for step in decoded if step.request_id in self.forecasts]
-        others = [
-            min(self.requests[step.request_id].block_size or 0, self.room(step.request_id))
+        free = [step.request_id for step in decoded if step.request_id in self.forecasts]
+        fixed = {
+            step.request_id: min(self.requests[step.request_id].block_size or 0, self.room(step.request_id)) - 1
             for step in decoded
             if step.request_id not in self.forecasts
-        ]
-        assert [step.block_size for step in decoded if step.request_id not in self.forecasts] == others
-        sizes: list[int] = []
-        if choosing:
-            sizes = choose([self.forecasts[step.request_id] for step in choosing], costs, others)
-            rooms = [self.room(step.request_id) for step in choosing]
-            assert [step.block_size for step in choosing] == [min(pair) for pair in zip(sizes, rooms, strict=True)]
-        for step in decoded:
+        }
+        chosen, rate = list[int](), 0.0
+        if free:
+            reaches = [self.forecasts[i].reach[: min(self.deepest, self.room(i) - 1)] for i in free]
+            beside = Load(len(fixed), sum(fixed.values()), sum(fixed.values()))
+            ratios = [record.ratio for record in self.tokens_a_slot]
+            chosen, rate = choose_depths(reaches, PRICE, beside, ratios)
+        depths = fixed | dict(zip(free, chosen, strict=True))
+        drafting = [step for step in decoded if depths[step.request_id]]
+        assert [len(slots.tokens) for slots in proposed] == [depths[step.request_id] for step in drafting]
+        self.check_trees(drafting, proposed, chosen, rate * PRICE.token_s / self.calibration.ratio)
+        self.calibration.add(self.expected, sum(step.num_accepted for step in decoded if step.request_id in free))
+        for step in steps:
             self.lengths[step.request_id] += len(step.tokens)
-            if step.request_id in self.forecasts:
-                self.forecasts[step.request_id].observe(step.block_size, step.num_accepted)
-        return sizes
+            if step.request_id in free:
+                forecast = self.forecasts[step.request_id]
+                forecast.observe(depths[step.request_id], len(step.tree.tokens), step.num_accepted)
+            if step.prefill is not None and self.requests[step.request_id].block_size is None:
+                forecast = self.policy(step.prefill)
+                assert not isinstance(forecast, int)
+                self.forecasts[step.request_id] = forecast
+        return chosen
+
+    def check_trees(
+        self, drafting: Sequence[Step], proposed: Sequence[Slots], chosen: Sequence[int], worth: float
+    ) -> None:
+        bought = []
+        for step, slots in zip(drafting, proposed, strict=True):
+            if step.request_id not in self.forecasts:
+                assert step.tree.is_chain
+                continue
+            is_chain = self.requests[step.request_id].layout == "chain"
+            nodes = buy(best_first(slots.first_choices() if is_chain else slots), worth, self.most)
+            assert step.tree == tree_of(nodes)
+            assert step.block_size == 1 + len(nodes)
+            bought += nodes
+        self.expected = sum(node.chance for node in bought)
+        if any(chosen):
+            for depth in range(max(chosen)):
+                num = sum(node.depth == depth + 1 for node in bought)
+                self.tokens_a_slot[depth].add(sum(d > depth for d in chosen), num)
 
 
-@pytest.mark.parametrize("costs", [COSTS, None], ids=["costs", "no costs"])
+@pytest.mark.parametrize("kind", ["static", "running"])
 @pytest.mark.parametrize("num_slots", [1, 3, 7])
-def test_every_step_has_the_sizes_of_its_load(tiny_pair: Pair, num_slots: int, costs: bp.StepCosts | None) -> None:
-    """Rows join and leave: each step's choice is that of `choose` for the rows that there are, at their lengths."""
-    pair, requests = scripted_requests(tiny_pair, Sampling())
-    engine = Engine(pair, num_slots=num_slots, max_length=128, controller=Controller(KINDS["static"](pair), costs))
-    shadow, seen = Shadow(requests), []
+def test_every_step_drafts_and_verifies_what_its_load_makes_worth_it(
+    tiny_pair: Pair, num_slots: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows join and leave: each step's depths and trees are those for the rows that there are, at their lengths."""
+    sampling = Sampling()
+    _, requests = scripted_requests(tiny_pair, sampling)
+    engine = Engine(
+        tiny_pair,
+        num_slots=num_slots,
+        max_length=128,
+        controller=Controller(KINDS[kind](tiny_pair), PRICE),
+        max_block_size=9,
+    )
+    texts = [(*r.prompt_ids, *plain_text(tiny_pair, r.prompt_ids, r.max_new_tokens, sampling)) for r in requests]
+    longest_first = sorted(texts, key=len, reverse=True)
+    passes = scatter(engine, longest_first, 2, monkeypatch)
+    shadow = Shadow(requests, KINDS[kind](tiny_pair), tiny_pair.block_size - 1, 9)
+    depths, trees = list[int](), list[Step]()
     for request in requests:
         engine.add(request)
     while not engine.idle:
-        seen += shadow.check(engine.step(), lambda: StaticForecast(SIZES, [1.0, 1.7, 2.4, 2.8]), costs)
-    assert set(seen) == ({7} if costs is None else {4} if num_slots == 1 else set(seen))
-    assert len(set(seen)) > 1 or costs is None or num_slots == 1
+        passes.clear()
+        steps = engine.step()
+        assert len(passes) <= 1
+        depths += shadow.check(steps, passes[0] if passes else [])
+        trees += steps
+    assert len(set(depths)) > 1
+    assert any(not step.tree.is_chain and step.num_accepted for step in trees)
+    assert any(step.num_accepted and requests[step.request_id].layout == "chain" for step in trees)
+    assert shadow.calibration.ratio != 1
 
 
-@pytest.mark.parametrize("num_slots", [1, 3])
-def test_running_means_see_every_step(tiny_pair: Pair, num_slots: int) -> None:
-    """A controller that is told the engine's steps afterwards chooses the same sizes."""
-    pair, requests = scripted_requests(tiny_pair, Sampling())
-    controller = EVController(SIZES)
-    engine = Engine(pair, num_slots=num_slots, max_length=128, controller=Controller(EVController(SIZES), COSTS))
-    shadow, seen = Shadow(requests), []
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_of_what_is_bought(tiny_pair: Pair, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that names none gets trees, where its drafts are bought."""
+    request = Request(PROMPT, 30, stop_token_ids=NEVER, layout=layout)
+    controller = Controller(KINDS["static"](tiny_pair), price(token_s=0.02))
+    engine = Engine(tiny_pair, num_slots=1, max_length=64, controller=controller)
+    expected = plain_text(tiny_pair, PROMPT, 30, Sampling())
+    scatter(engine, [(*PROMPT, *expected)], 4, monkeypatch)
+    [steps] = run(engine, [request])
+    assert text_of(steps) == expected
+    assert all(step.tree.is_chain for step in steps) == (layout == "chain")
+    assert all(step.block_size == 1 + len(step.tree.tokens) for step in steps[1:])
+    assert max(step.block_size for step in steps) > 2
+
+
+def test_what_is_drafted_may_be_worth_nothing(tiny_pair: Pair) -> None:
+    """More is expected of the draft than its own tokens promise, each of which is one of many."""
+    switch = Switch(lambda prefill: StaticForecast((0.9, 0.9)), price(token_s=0.85))
+    engine = Engine(tiny_pair, num_slots=1, max_length=64, controller=switch)
+    [steps] = run(engine, [Request(PROMPT, 20, stop_token_ids=NEVER)])
+    assert {step.block_size for step in steps} == {0, 1}
+    assert switch.outcomes[1].load == Load(1, num_drafted=2, num_verified=0)
+
+
+class Deep(DepthController):
+    """Keeps the depths that it chose last, and its price, whatever the steps of a tiny pair take."""
+
+    chosen: Sequence[int] = ()
+
+    def finish(self, outcome: StepOutcome) -> None:
+        pass
+
+    def depths(self, reaches: Sequence[Sequence[float]], beside: Load) -> list[int]:
+        self.chosen = super().depths(reaches, beside)
+        return list(self.chosen)
+
+
+def test_chains_of_running_means_are_verified_as_deep_as_they_are_drafted(tiny_pair: Pair) -> None:
+    pair, requests = scripted_requests(tiny_pair, Sampling(), layouts=["chain"])
+    controller = Deep(RunningMeans(pair.block_size - 1), PRICE)
+    engine, seen = Engine(pair, num_slots=3, max_length=128, controller=controller), list[int]()
     for request in requests:
         engine.add(request)
     while not engine.idle:
-        seen += shadow.check(engine.step(), lambda: controller(Prefill(torch.zeros(1), None, 1)), COSTS)
-    assert len(set(seen)) > 1
+        controller.chosen = ()
+        steps = [step for step in engine.step() if step.block_size]
+        free = [step.block_size - 1 for step in steps if requests[step.request_id].block_size is None]
+        assert free == list(controller.chosen)
+        seen += free
+    assert len(set(seen)) > 2
+
+
+def test_no_deeper_than_the_draft_and_no_more_than_the_engine_verifies(tiny_pair: Pair) -> None:
+    """However much a forecast promises, and however little it costs."""
+    switch = Switch(lambda prefill: StaticForecast((1.0,) * 20), price())
+    engine = Engine(tiny_pair, num_slots=1, max_length=64, max_block_size=9, controller=switch)
+    [steps] = run(engine, [Request(PROMPT, 20, stop_token_ids=NEVER)])
+    assert {step.block_size for step in steps[1:-3]} == {9}
+    assert switch.outcomes[1].load == Load(1, tiny_pair.block_size - 1, 8)
+    for step, outcome in zip(steps[1:], switch.outcomes[1:], strict=True):
+        assert len(step.tokens) <= outcome.load.num_drafted + 1
 
 
 def known_text(pair: Pair, prompt: Sequence[int], text: Sequence[int]) -> KnownTexts:
@@ -400,50 +519,49 @@ def known_text(pair: Pair, prompt: Sequence[int], text: Sequence[int]) -> KnownT
 
 
 def test_a_reading_policy_chooses_by_what_a_replay_shows(tiny_pair: Pair) -> None:
-    """One row: each step's size is that of a prediction from the replayed context and the anchor's embedding."""
+    """One row: each step's depth is that of a prediction from the replayed context and the anchor's embedding."""
     pair, requests = scripted_requests(tiny_pair, Sampling(0.9, seed=5))
-    policy = reading_policy(pair, SIZES.sizes)
-    engine = Engine(pair, num_slots=1, max_length=128, controller=Controller(policy, COSTS))
-    [steps] = run(engine, requests[:1])
+    of_slots = price(slot_s=0.2)
+    switch = Switch(reading_policy(pair, SIZES), of_slots)
+    [steps] = run(Engine(pair, num_slots=1, max_length=128, controller=switch), requests[:1])
     known = known_text(pair, PROMPT, text_of(steps))
     assert known.context is not None
     assert steps[0].prefill is not None
-    policy = reading_policy(pair, SIZES.sizes)  # with a fresh record of what came of its forecasts
+    policy = reading_policy(pair, SIZES)  # with a fresh record of what came of its forecasts
     forecast = policy(steps[0].prefill)
     assert isinstance(forecast, LearnedForecast)
-    anchor, sizes = len(PROMPT), []
-    for step in steps[1:]:
+    anchor, depths = len(PROMPT), list[int]()
+    for step, outcome in zip(steps[1:], switch.outcomes[1:], strict=True):
         embedding = pair.target.get_input_embeddings()(known.tokens[0, anchor])
         policy.read([forecast], known.context[0, anchor - 1][None], embedding[None])
-        (size,) = choose([forecast], COSTS)
-        assert step.block_size == min(size, len(PROMPT) + 40 - anchor - 1)
-        forecast.observe(step.block_size, step.num_accepted)
-        sizes.append(size)
+        reach = forecast.reach[: min(pair.block_size, len(PROMPT) + 40 - anchor - 1) - 1]
+        depths += choose_depths([reach], of_slots, Load(0), [1.0] * 3).depths
+        assert outcome.load.num_drafted == depths[-1]
+        forecast.observe(depths[-1], step.block_size - 1, step.num_accepted)
         anchor += len(step.tokens)
-    assert len(set(sizes)) > 2
+    assert len(set(depths)) > 2
 
 
 class Watched:
-    """A forecast that keeps what its reader is shown, and wants blocks of some sizes in turn."""
-
-    candidates = SIZES
+    """A forecast that keeps what its reader is shown, and wants depths in turn."""
 
     def __init__(self, reader: "Watcher", num_prompt_tokens: int) -> None:
         self.reader, self.anchor, self.num_steps = reader, num_prompt_tokens, 0
         self.shown: list[tuple[int, Tensor, Tensor]] = []
 
     @property
-    def taus(self) -> list[float]:
-        wanted = self.reader.wanted[self.num_steps % len(self.reader.wanted)]
-        return [2.0 if size == wanted else 1.0 for size in SIZES]
+    def reach(self) -> tuple[float, ...]:
+        return (1.0,) * self.reader.wanted[self.num_steps % len(self.reader.wanted)]
 
-    def observe(self, block_size: int, num_accepted: int) -> None:
+    def observe(self, depth: int, num_verified: int, num_accepted: int) -> None:
+        assert num_accepted <= depth <= len(self.reach)
+        assert (num_verified > 0) <= (depth > 0)
         self.anchor += num_accepted + 1
         self.num_steps += 1
 
 
 class Watcher:
-    def __init__(self, wanted: Sequence[int] = SIZES.sizes) -> None:
+    def __init__(self, wanted: Sequence[int] = (0, 1, 2, 3)) -> None:
         self.wanted = wanted
         self.forecasts: list[Watched] = []
 
@@ -456,19 +574,31 @@ class Watcher:
         for forecast, context, anchor in zip(forecasts, contexts, anchors, strict=True):
             forecast.shown.append((forecast.anchor, context.clone(), anchor.clone()))
 
+    def chances(self, forecasts: Sequence[Watched], found: Candidates, depths: Sequence[int]) -> Tensor:
+        assert len(forecasts) == len(depths)
+        assert len(found.tokens) == sum(depths)
+        return own_chances(found)
 
-@pytest.mark.parametrize("wanted", [SIZES.sizes, (1,), (1, 1, 1, 1, 1, 4)], ids=["mixed", "plain", "seldom"])
+
+@pytest.mark.parametrize("wanted", [(0, 1, 2, 3), (0,), (0, 0, 0, 0, 0, 3)], ids=["mixed", "plain", "seldom"])
 @pytest.mark.parametrize("num_slots", [1, 4])
 def test_a_reader_is_shown_what_the_next_step_starts_from(
     tiny_pair: Pair, num_slots: int, wanted: Sequence[int]
 ) -> None:
-    """The context vector before the anchor and the anchor's embedding, of every row at every step that drafts.
+    """The context vector before the anchor and the anchor's embedding, of every row before every step.
 
     Contexts as a replay has them; it runs the same layers on other shapes, in float32.
     """
     pair, requests = scripted_requests(tiny_pair, Sampling(0.9, seed=5))
     watcher = Watcher(wanted)
-    steps = run(Engine(pair, num_slots=num_slots, max_length=128, policy=watcher), requests)
+    controller = Controller(watcher, linear_price(0.01))
+    steps = run(Engine(pair, num_slots=num_slots, max_length=128, controller=controller), requests)
+    assert {
+        step.block_size
+        for of, request in zip(steps, requests, strict=True)
+        for step in of[1:-3]
+        if request.block_size is None
+    } == {1 + depth for depth in wanted}
     of_forecasts = [of for of, request in zip(steps, requests, strict=True) if request.block_size is None]
     assert len(watcher.forecasts) == len(of_forecasts) == 5
     embeddings = pair.target.get_input_embeddings()
@@ -481,16 +611,8 @@ def test_a_reader_is_shown_what_the_next_step_starts_from(
         starts = [len(PROMPT)]
         for step in of_request[1:]:
             starts.append(starts[-1] + len(step.tokens))
-        shown = [position for position, _, _ in forecast.shown]
-        if num_slots == 1:
-            assert shown == starts[1:-1]  # at the prefill the policy saw it, and after the last nothing follows
-        else:  # many rows that do not draft may wait
-            drafted = [
-                start for step, start in zip(of_request[1:-1], starts[1:-1], strict=False) if step.block_size > 1
-            ]
-            assert set(drafted) <= set(shown) <= set(starts[1:-1])
-            assert shown == sorted(set(shown))
-            assert shown or len(starts) < 10
+        # At the prefill the policy saw it, and after the last one nothing follows.
+        assert [position for position, _, _ in forecast.shown] == starts[1:-1]
 
 
 def test_the_prefill_shows_anchor_and_temperature(tiny_pair: Pair) -> None:
@@ -521,18 +643,35 @@ def test_the_prefill_shows_anchor_and_temperature(tiny_pair: Pair) -> None:
 
 def test_setting_the_block_size_drops_the_forecast(tiny_pair: Pair) -> None:
     watcher = Watcher()
-    engine = Engine(tiny_pair, num_slots=2, max_length=64, policy=watcher)
-    first, second = (engine.add(Request(PROMPT, 30, stop_token_ids=NEVER)) for _ in range(2))
+    switch = Switch(watcher, linear_price(0.01))
+    engine = Engine(tiny_pair, num_slots=2, max_length=64, controller=switch)
+    first, _ = (engine.add(Request(PROMPT, 30, stop_token_ids=NEVER)) for _ in range(2))
     engine.step()
     dropped, kept = watcher.forecasts
     engine.set_block_size(first, 3)
     told = dropped.num_steps, len(dropped.shown)
-    for _ in range(4):
+    for depth in watcher.wanted:
         sizes = {step.request_id: step.block_size for step in engine.step()}
         assert sizes[first] == 3
+        assert switch.outcomes[-1].load.num_drafted == 2 + depth
+        assert switch.outcomes[-1].num_chosen == 1
     assert (dropped.num_steps, len(dropped.shown)) == told
     assert kept.num_steps == 4
-    assert sizes[second] == SIZES[3]
+
+
+def test_a_running_request_changes_its_block_size(tiny_pair: Pair) -> None:
+    engine = Engine(tiny_pair, num_slots=2, max_length=60)
+    drafting = engine.add(Request((1, 2, 3), 40, block_size=4))
+    plain = engine.add(Request((1, 2, 3), 40, block_size=1))
+    engine.step()
+    engine.set_block_size(drafting, 2)
+    assert {step.request_id: step.block_size for step in engine.step()} == {drafting: 2, plain: 1}
+    with pytest.raises(ValueError, match="cannot draft"):
+        engine.set_block_size(plain, 2)
+    with pytest.raises(ValueError, match="holds no slot"):
+        engine.set_block_size(99, 2)
+    with pytest.raises(ValueError, match="must be 1 to 32"):
+        engine.set_block_size(drafting, 33)
 
 
 def test_a_request_with_a_block_size_of_its_own_asks_no_policy(tiny_pair: Pair) -> None:
@@ -543,13 +682,6 @@ def test_a_request_with_a_block_size_of_its_own_asks_no_policy(tiny_pair: Pair) 
     assert [of[1].block_size for of in steps] == [1, 5]
 
 
-def test_a_forecast_beyond_the_engines_blocks_is_an_error(tiny_pair: Pair) -> None:
-    engine = Engine(tiny_pair, num_slots=1, max_length=64, policy=KINDS["static"](tiny_pair), max_block_size=6)
-    engine.add(Request(PROMPT, 9))
-    with pytest.raises(ValueError, match="the policy's largest block size 7: must be 1 to 6"):
-        engine.step()
-
-
 def test_a_policy_of_the_request_comes_before_the_engines(tiny_pair: Pair) -> None:
     engine = Engine(tiny_pair, num_slots=3, max_length=64, policy=FixedPolicy(2))
     own = Request(tuple(PROMPT), 9, policy=FixedPolicy(4))
@@ -558,23 +690,23 @@ def test_a_policy_of_the_request_comes_before_the_engines(tiny_pair: Pair) -> No
     assert len({text_of(steps) for steps in of_requests}) == 1
 
 
-def test_costs_are_given_or_the_policys_and_may_change(tiny_pair: Pair) -> None:
+def test_the_price_is_given_or_the_policys_and_may_change(tiny_pair: Pair) -> None:
     """Where drafts are dear nothing is drafted, from the step on that is told of it."""
-    dear, cheap = linear_costs(5.0), linear_costs(0.0)
+    dear, cheap = linear_price(5.0), price()
 
     def policy() -> LearnedPolicy:
-        outputs = [0.0, 0.0, 0.0, 0.0]  # half of the drafted tokens: the wider the better
-        return step_policy(tiny_pair, SIZES.sizes, outputs=outputs, costs=dear)
+        outputs = [0.0, 0.0, 0.0, 0.0]  # half of the drafted tokens: the deeper the better
+        return step_policy(tiny_pair, SIZES, outputs=outputs, price=dear)
 
     def first_size(engine: Engine) -> int:
-        engine.add(Request(PROMPT, 30, stop_token_ids=NEVER))
+        engine.add(Request(PROMPT, 30, stop_token_ids=NEVER, layout="chain"))
         engine.step()
         return engine.step()[-1].block_size
 
     assert first_size(Engine(tiny_pair, max_length=64, policy=policy())) == 1
-    assert first_size(Engine(tiny_pair, max_length=64, controller=Controller(policy(), cheap))) == 7
-    engine = Engine(tiny_pair, max_length=64, policy=KINDS["static"](tiny_pair))
-    assert first_size(engine) == 7
+    assert first_size(Engine(tiny_pair, max_length=64, controller=Controller(policy(), cheap))) == 4
+    engine = Engine(tiny_pair, max_length=64, controller=Controller(KINDS["static"](tiny_pair), cheap))
+    assert first_size(engine) == 4
     engine.controller = Controller(engine.controller.policy, dear)
     assert engine.step()[-1].block_size == 1
 

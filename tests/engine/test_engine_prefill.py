@@ -3,11 +3,14 @@
 import pytest
 import torch
 
+from blockpilot.control.forecasts import StaticForecast
+from blockpilot.control.price import Load
 from blockpilot.engine.engine import Engine
-from blockpilot.evaluation.baselines import StaticForecast
 from blockpilot.pairs.loading import Pair
-from blockpilot.types import CandidateSet, Prefill, Request, Sampling
+from blockpilot.types import Prefill, Request, Sampling
+from helpers.controllers import Switch
 from helpers.engines import NEVER, PROMPT, plain_text, run, text_of
+from helpers.prices import price
 
 LONG = tuple(range(10, 70))
 
@@ -102,18 +105,19 @@ def test_a_limit_below_one_is_refused(tiny_pair: Pair) -> None:
 
 
 def test_forecasts_wait_for_the_whole_prompt(tiny_pair: Pair) -> None:
-    """A request that chooses at every step chooses nothing until its first token is there."""
-    engine = Engine(
-        tiny_pair,
-        num_slots=2,
-        max_length=128,
-        policy=lambda _: StaticForecast(CandidateSet((1, 3)), (1.0, 2.0)),
-        max_prefill_tokens=10,
-    )
-    requests = [Request(PROMPT[:8], 20, stop_token_ids=NEVER), Request(LONG, 8, stop_token_ids=NEVER)]
+    """A request whose drafts are bought drafts nothing until its first token is there."""
+    switch = Switch(lambda _: StaticForecast((0.9, 0.8)), price())
+    engine = Engine(tiny_pair, num_slots=2, max_length=128, controller=switch, max_prefill_tokens=10)
+    requests = [
+        Request(PROMPT[:8], 20, stop_token_ids=NEVER, layout="chain"),
+        Request(LONG, 8, stop_token_ids=NEVER, layout="chain"),
+    ]
     for request, steps in zip(requests, run(engine, requests), strict=True):
         assert text_of(steps) == plain_text(tiny_pair, request.prompt_ids, request.max_new_tokens, Sampling())
         assert {step.block_size for step in steps[1:-2]} == {3}  # the limit cuts the last ones short
+    alone = [outcome.load for outcome in switch.outcomes if outcome.num_prompt_tokens and outcome.load.rows]
+    assert len(alone) > 4
+    assert set(alone) == {Load(1, 2, 2)}
 
 
 def test_a_policy_sees_the_prefill(tiny_pair: Pair) -> None:

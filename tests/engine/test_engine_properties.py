@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from blockpilot.control.controller import FixedPolicy
+from blockpilot.control.forecasts import RunningMeans, StaticForecast
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.engine.engine import Engine
-from blockpilot.evaluation.baselines import EVController, StaticForecast
 from blockpilot.pairs.loading import Pair
-from blockpilot.types import LAYOUTS, CandidateSet, FinishReason, Layout, Policy, Request, Sampling, Step
+from blockpilot.types import LAYOUTS, FinishReason, Layout, Policy, Request, Sampling, Step
 from helpers.controllers import Switch
-from helpers.costs import linear_costs
 from helpers.engines import NEVER, plain_text
 from helpers.passes import Passes, counting
 from helpers.policies import reading_policy
+from helpers.prices import price
 
 # --- adapter: what changes how an engine drafts while it runs ---
 #
@@ -28,24 +28,30 @@ from helpers.policies import reading_policy
 # for requests without a block size of their own; one makes such requests decode plainly, as a server under load does;
 # one sets the block size of a request that decodes. They do not touch what a request asks for: its text.
 
-SIZES = CandidateSet((1, 2, 4, 7))
-COSTS = linear_costs(0.12)  # the wider a step and the more rows, the dearer
+PRICE = price(launch_s=0.1, slot_s=0.06, token_s=0.04)  # the deeper a step and the more rows, the dearer
+MAX_BLOCK_SIZE = 12
 
 
 POLICIES: dict[str, Callable[[Pair], Policy]] = {
     "fixed 1": lambda pair: FixedPolicy(1),
     "fixed 6": lambda pair: FixedPolicy(6),
-    "reading": lambda pair: reading_policy(pair, SIZES.sizes),
-    "running means": lambda pair: EVController(SIZES),
-    "static": lambda pair: lambda prefill: StaticForecast(SIZES, (1.0, 1.7, 2.4, 2.8)),
+    "reading": lambda pair: reading_policy(pair, (1, 2, 4, 7)),
+    "running means": lambda pair: RunningMeans(pair.block_size - 1),
+    "static": lambda pair: lambda prefill: StaticForecast((0.7, 0.5, 0.3)),
 }
 
 
 def use_policy(engine: Engine, kind: str) -> None:
     assert isinstance(engine.controller, Switch)
     backs_off = engine.controller.backs_off
-    engine.controller = Switch(POLICIES[kind](engine.pair), COSTS)
+    engine.controller = Switch(POLICIES[kind](engine.pair), PRICE)
     engine.controller.backs_off = backs_off
+
+
+def num_drafted(engine: Engine) -> int:
+    """Positions that the draft proposed tokens for in the last step; they may be worth nothing."""
+    assert isinstance(engine.controller, Switch)
+    return engine.controller.outcomes[-1].load.num_drafted
 
 
 def stop_drafting(engine: Engine, on: bool) -> None:
@@ -154,7 +160,13 @@ class Running:
     text: tuple[int, ...]
     reason: FinishReason
     block_size: int | None
+    """What a step verifies, unless it is the policy's business."""
     tokens: list[int] = field(default_factory=list)
+
+    @property
+    def may_be_tree(self) -> bool:
+        """That of a policy's forecast is one unless chains are asked for, that of a fixed size if trees are."""
+        return self.request.layout == "tree" or (self.request.layout == "auto" and self.block_size is None)
 
     def take(self, step: Step) -> None:
         """Check a step of it."""
@@ -164,13 +176,13 @@ class Running:
         if begins:
             assert (num, step.num_accepted) == (1, 0)
         else:
-            assert num <= step.block_size
+            assert num <= step.block_size <= MAX_BLOCK_SIZE
             if self.block_size is not None:
                 room = min(self.request.max_new_tokens, MAX_LENGTH - len(self.request.prompt_ids)) - len(self.tokens)
                 assert step.block_size == min(self.block_size, room) or (self.request.layout == "tree" and room > 1)
                 assert step.block_size <= self.block_size
             assert len(step.tree.tokens) == step.block_size - 1
-            assert step.tree.is_chain or self.request.layout == "tree"
+            assert step.tree.is_chain or self.may_be_tree
             bonus = num - step.num_accepted
             assert bonus == 1 or (bonus == 0 and step.finish_reason is not None)
         self.tokens += step.tokens
@@ -189,6 +201,7 @@ class Trial:
             num_slots=num_slots,
             max_length=MAX_LENGTH,
             max_prefill_tokens=max_prefill_tokens,
+            max_block_size=MAX_BLOCK_SIZE,
             controller=Switch(FixedPolicy(world.pair.block_size)),
         )
         self.running: dict[int, Running] = {}
@@ -204,7 +217,9 @@ class Trial:
         decoding = self.decoding
         self._passes()
         steps = self.engine.step()
-        assert self._passes() == (bool(self.running), any(step.block_size > 1 for step in steps))
+        drafted = bool(self.running) and num_drafted(self.engine) > 0
+        assert self._passes() == (bool(self.running), drafted)
+        assert drafted >= any(step.block_size > 1 for step in steps)
         assert sorted(step.request_id for step in steps if step.block_size) == sorted(decoding)
         assert len({step.request_id for step in steps}) == len(steps)
         if not self.drafting:

@@ -1,6 +1,5 @@
 """Trees grow by falling chance, are seen as trees, and give the text of one-token-at-a-time decoding."""
 
-from collections.abc import Sequence
 from itertools import islice, product
 
 import pytest
@@ -8,13 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blockpilot.engine.engine import Engine, generate
-from blockpilot.engine.rows import Row
+from blockpilot.engine.engine import Engine
+from blockpilot.engine.generate import generate
 from blockpilot.engine.trees import Node, Slots, best_first, first_choices, grow, tree_of, walk
 from blockpilot.models.packing import Packing, SideBySide, depths_of
 from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import Request, Sampling, Step, Tree
+from helpers.drafts import scatter
 from helpers.engines import NEVER, PROMPT, plain_text, run, text_of
 
 CPU = torch.device("cpu")
@@ -77,8 +77,8 @@ def test_first_choices_are_laid_out_first_and_parents_before_children(of: Slots,
 
 def test_the_walk_follows_the_targets_choices() -> None:
     #          anchor -> 5 -> 6 ; anchor -> 7 -> 6 -> 8
-    tree = tree_of([Node(5, 0, 0.6, True), Node(7, 0, 0.3, False), Node(6, 1, 0.3, True), Node(6, 2, 0.2, False),
-                    Node(8, 4, 0.1, False)])  # fmt: skip
+    tree = tree_of([Node(5, 0, 0.6, 1, True), Node(7, 0, 0.3, 1, False), Node(6, 1, 0.3, 2, True),
+                    Node(6, 2, 0.2, 2, False), Node(8, 4, 0.1, 3, False)])  # fmt: skip
     assert tree == Tree((5, 6, 7, 6, 8), (0, 1, 0, 3, 4))
     assert depths_of(tree.parents) == [0, 1, 2, 1, 2, 3]
     assert walk(tree, [7, 0, 0, 6, 8, 1]) == [0, 3, 4, 5]
@@ -140,29 +140,6 @@ def test_every_branch_is_scored_as_alone(tiny_pair: Pair) -> None:
 
 
 # --- whole texts ---
-
-
-def scatter(engine: Engine, texts: Sequence[Sequence[int]], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the engine's draft offer, at random ranks with random chances, some right tokens and many wrong ones."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def propose(rows: Sequence[Row], slots: Sequence[int], depths: Sequence[int], num: int) -> list[Slots]:
-        found = []
-        for row, depth in zip(rows, depths, strict=True):
-            known = next(text for text in texts if list(text[: len(row.tokens)]) == row.tokens)
-            tokens, chances = [], []
-            for i in range(depth):
-                place = len(row.tokens) + i
-                offered = torch.randperm(200, generator=generator)[:num].tolist()
-                if place < len(known) and torch.rand((), generator=generator) < 0.8:
-                    offered = [token for token in offered if token != known[place]][: num - 1]
-                    offered.insert(int(torch.randint(0, min(num, 3), (), generator=generator)), known[place])
-                tokens.append(offered)
-                chances.append((torch.rand(num, generator=generator) / 2).sort(descending=True).values.tolist())
-            found.append(Slots(tokens, [chances]))
-        return found
-
-    monkeypatch.setattr(engine._drafter, "propose", propose)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED])

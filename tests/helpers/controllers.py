@@ -2,46 +2,38 @@
 
 from collections.abc import Callable
 
-from blockpilot.adaptive.backoff import Backoff
-from blockpilot.adaptive.live import LiveController
-from blockpilot.adaptive.pace import Pace
-from blockpilot.control.controller import Controller
-from blockpilot.control.price import StepCosts
-from blockpilot.types import Policy, StepShape
+from blockpilot.control.backoff import Backoff
+from blockpilot.control.controller import Controller, StepOutcome
+from blockpilot.control.live import LiveController
+from blockpilot.control.price import StepPrice
+from blockpilot.types import Policy
 
 
 class Switch(Controller):
-    """Backs off when told to, and keeps what steps took in."""
+    """Backs off when told to, and keeps what came of steps."""
 
-    def __init__(self, policy: Policy, costs: StepCosts | None = None) -> None:
-        super().__init__(policy, costs)
+    def __init__(self, policy: Policy, price: StepPrice | None = None) -> None:
+        super().__init__(policy, price)
         self.backs_off = False
-        self.shapes: list[StepShape] = []
+        self.outcomes: list[StepOutcome] = []
 
     @property
     def speculates(self) -> bool:
         return not self.backs_off
 
-    def finish(self, shape: StepShape, num_tokens: int, num_rows: int) -> None:
-        self.shapes.append(shape)
+    def finish(self, outcome: StepOutcome) -> None:
+        super().finish(outcome)
+        self.outcomes.append(outcome)
 
 
 class World(LiveController):
-    """A live controller whose steps take made-up seconds, `seconds` of what a step takes in. Never backs off."""
+    """A live controller whose steps take made-up seconds, `seconds` of what came of a step. Never backs off."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        costs: StepCosts | None,
-        seconds: Callable[[StepShape], float],
-        *,
-        num_slots: int,
-        pace: Pace | None = None,
-    ) -> None:
-        super().__init__(policy, costs, num_slots=num_slots, pace=pace, backoff=Backoff(min_blocks=10**9))
+    def __init__(self, policy: Policy, price: StepPrice | None, seconds: Callable[[StepOutcome], float]) -> None:
+        super().__init__(policy, price, backoff=Backoff(window=10**9))
         self.seconds = seconds
-        self.shapes: list[StepShape] = []
+        self.outcomes: list[StepOutcome] = []
 
-    def finish(self, shape: StepShape, num_tokens: int, num_rows: int) -> None:
-        self.shapes.append(shape)
-        self.learn(shape, num_tokens, num_rows, self.seconds(shape))
+    def finish(self, outcome: StepOutcome) -> None:
+        self.outcomes.append(outcome)
+        self.learn(outcome, self.seconds(outcome))

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from blockpilot.control.price import StepCosts
+from blockpilot.control.price import StepPrice
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.learned import LearnedPolicy, PolicyInfo, Scalar
 from blockpilot.policy.network import Kind, NetworkShape, PolicyNetwork
@@ -21,7 +21,7 @@ def tiny_policy(
     kind: Kind = "prompt",
     outputs: Sequence[float] | None = None,
     sizes: tuple[int, int] = (0, 0),
-    costs: StepCosts | None = None,
+    price: StepPrice | None = None,
     training: Mapping[str, Scalar] | None = None,
     seed: int = 0,
 ) -> LearnedPolicy:
@@ -37,9 +37,9 @@ def tiny_policy(
     if outputs is not None:
         torch.nn.init.zeros_(network.head.weight)
         network.head.bias.data = torch.tensor(outputs, dtype=torch.float32)
-    objective = "tau" if costs is None else "throughput"
+    objective = "tau" if price is None else "throughput"
     info = PolicyInfo(pair, CandidateSet(tuple(candidates)), objective, shape, MIN_PROB, dict(training or {}))
-    return LearnedPolicy(info, network, costs)
+    return LearnedPolicy(info, network, price)
 
 
 def step_policy(pair: Pair, candidates: Sequence[int], **more: Any) -> LearnedPolicy:

@@ -16,14 +16,14 @@ import pytest
 import ray
 import torch
 
-from blockpilot.adaptive.live import LiveController
 from blockpilot.control.controller import Controller
-from blockpilot.control.price import StepCosts
+from blockpilot.control.live import LiveController
+from blockpilot.control.price import PRICE_FILE, StepPrice
 from blockpilot.device import device_name
-from blockpilot.engine.engine import Engine, generate
+from blockpilot.engine.engine import Engine
+from blockpilot.engine.generate import generate
 from blockpilot.evaluation.measurement import Flow, RequestTiming, in_turns
 from blockpilot.evaluation.statistics import Comparison, MethodRun, Totals
-from blockpilot.evaluation.step_costs import COSTS_FILE, costs_to_json, hold_here
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.dataset import prompt_key
 from blockpilot.policy.store import save_policy
@@ -31,8 +31,9 @@ from blockpilot.prompts.files import Message, Prompt, answer_limit, load_prompts
 from blockpilot.sweep.rows import Metadata, SweepRow, prompt_ids, write_rows
 from blockpilot.sweep.summary import Summary
 from blockpilot.sweep.sweep import sweep_prompts
-from blockpilot.types import PairId, Prefill, Request, Sampling
+from blockpilot.types import PairId, Prefill, Request, Sampling, Step, Tree
 from helpers.policies import step_policy, tiny_policy
+from helpers.prices import price
 from helpers.processes import Job
 from jobs import evaluate
 from jobs.common.config import PairConfig, main
@@ -45,16 +46,17 @@ from jobs.evaluation.actor import Evaluator, Setting, default_block_sizes
 from jobs.evaluation.inputs import (
     AR,
     CONTROL,
-    EV,
+    MEANS,
     ORACLE,
     POLICY,
     RANDOM,
+    UNTRAINED,
     EvaluateConfig,
     Plan,
     Swept,
     find_policies,
     group,
-    known_costs,
+    known_price,
     read_inputs,
 )
 
@@ -65,6 +67,7 @@ CANDIDATES = (2, 3, 4)
 SIZES = (1, *CANDIDATES)
 NUM_TOKENS = 12
 FIXED = [AR, "B=2", "B=3", "B=4"]
+TREES = ["tree 3", "tree 5"]
 
 
 def prompt_file(path: Path, texts: list[str]) -> Path:
@@ -124,11 +127,9 @@ def policy_dir(tiny_pair: Pair, tmp_path: Path) -> Path:
     return write_policy(tmp_path / "some" / "policy", tiny_pair)
 
 
-def step_costs(pair: PairId, seconds: Sequence[float], **changes: object) -> StepCosts:
-    """Of SIZES, for up to three rows here."""
-    table = tuple((each, each) for each in seconds)
-    costs = StepCosts(pair, "float32", device_name(torch.device("cpu")), SIZES, (1, 3), 32, table, table, table)
-    return dataclasses.replace(costs, **changes)  # type: ignore[arg-type]
+def price_here(pair: PairId, **coefficients: float) -> StepPrice:
+    """Of a pair on this device."""
+    return price(pair=pair, device=device_name(torch.device("cpu")), **coefficients)
 
 
 # Timing
@@ -260,8 +261,8 @@ def plan_of(
 class Watched(Evaluator):
     """The actor, with what it decoded: by method, in the order of their turns."""
 
-    def __init__(self, config: EvaluateConfig, plan: Plan, costs: StepCosts | None = None) -> None:
-        super().__init__(config, plan._replace(costs=costs))
+    def __init__(self, config: EvaluateConfig, plan: Plan, given: StepPrice | None = None) -> None:
+        super().__init__(config, plan._replace(price=given))
         self.decoded: list[dict[str, list[RequestTiming]]] = []
         self.setting = self.load()
         self.decoded.clear()
@@ -277,6 +278,7 @@ class Watched(Evaluator):
         return found
 
 
+@pytest.mark.usefixtures("price_as_given")
 @pytest.mark.parametrize(("concurrency", "waves", "temperature"), [(1, 2, 0.0), (3, 1, 1.0), (2, 2, 0.0)])
 def test_all_methods_decode_the_same_text_in_an_order_that_rotates(
     config: EvaluateConfig,
@@ -290,17 +292,19 @@ def test_all_methods_decode_the_same_text_in_an_order_that_rotates(
     """In float32 the block size changes the speed only. The last group is not full."""
     texts = prompts[1][: concurrency * waves + 1]
     config = changed(config, concurrency=concurrency, waves=waves, temperature=temperature, repeats=2)
+    config = changed(config, tree_sizes=(3, 5))
     policies = {POLICY: write_policy(tmp_path / "a", tiny_pair)}
     of_prompt = tiny_policy(tiny_pair.id, tiny_pair.vocab_size, SIZES)
     for name, learned in (("by-answer", of_prompt), ("by-step", step_policy(tiny_pair, SIZES))):
         policies[name] = tmp_path / name
         learned.network.head.weight *= 30  # so that what it reads matters
         save_policy(learned, policies[name])
-    even = step_costs(tiny_pair.id, (1, 1.5, 2, 2.5))  # a draft pays if it is right half of the time
+    share = 0.25 / concurrency  # a draft pays if it is right half of the time
+    even = price_here(tiny_pair.id, slot_s=share, token_s=share)
     evaluator = Watched(config, plan_of(config, texts, policies), even)
-    rotating = [*FIXED, CONTROL, RANDOM, EV, *policies]
+    rotating = [*FIXED, *TREES, CONTROL, RANDOM, MEANS, UNTRAINED, *policies]
     methods = [*rotating, ORACLE]
-    assert list(evaluator.setting.block_sizes.items()) == [*zip(methods, [*SIZES, *[None] * 7], strict=False)]
+    assert list(evaluator.setting.block_sizes.items()) == [*zip(methods, [*SIZES, *[None] * 10], strict=True)]
     num_groups = -(-len(texts) // (concurrency * waves))
     places = [(repeat, number) for repeat in range(2) for number in range(num_groups)]
     runs = [run for place in places for run in evaluator.measure(*place)]
@@ -325,67 +329,90 @@ def test_all_methods_decode_the_same_text_in_an_order_that_rotates(
 
 
 @pytest.fixture
-def costs_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Costs that are made up for a test are not corrected by what steps really take."""
-    monkeypatch.setattr(actor, "LiveController", lambda policy, costs, num_slots: Controller(policy, costs))
+def price_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A price that is made up for a test does not follow what steps really take."""
+    monkeypatch.setattr(actor, "LiveController", Controller)
 
 
-@pytest.mark.usefixtures("costs_as_given")
+@pytest.mark.usefixtures("price_as_given")
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_trees_are_really_decoded(
+    config: EvaluateConfig,
+    prompts: tuple[Path, list[Prompt]],
+    tiny_pair: Pair,
+    temperature: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of a fixed size, and those that the draft's own probabilities buy; running means buy chains."""
+    config = changed(config, tree_sizes=(3,), baselines=("means", "untrained"), temperature=temperature, waves=1)
+    cheap = price_here(tiny_pair.id, slot_s=1e-3, token_s=1e-3)
+    evaluator = Watched(config, plan_of(config, prompts[1]), cheap)
+    trees: dict[str, list[Tree]] = {method: [] for method in evaluator.methods}
+
+    def recorded(engine: Engine, found: list[Tree]) -> Callable[[], list[Step]]:
+        def step() -> list[Step]:
+            steps = Engine.step(engine)
+            found.extend(each.tree for each in steps if each.block_size)
+            return steps
+
+        return step
+
+    for method, engine in evaluator._engines.items():
+        monkeypatch.setattr(engine, "step", recorded(engine, trees[method]))
+    runs = evaluator.measure(0, 0)
+    assert [run.method for run in runs] == [*FIXED, "tree 3", MEANS, UNTRAINED]
+    assert all(run.totals.num_equal == 1 for run in runs)
+    assert [run.totals.num_verified for run in runs] == [len(trees[run.method]) for run in runs]
+    assert {method for method, found in trees.items() if not all(tree.is_chain for tree in found)} == {
+        "tree 3",
+        UNTRAINED,
+    }
+    assert {len(tree.tokens) for tree in trees["tree 3"][:-1]} == {3}
+    assert max(len(tree.tokens) for tree in trees[UNTRAINED]) > tiny_pair.block_size
+
+
+@pytest.mark.usefixtures("price_as_given")
+@pytest.mark.parametrize("concurrency", [1, 2])
 def test_the_oracle_takes_the_size_with_most_tokens_per_cost_of_what_was_just_measured(
-    config: EvaluateConfig, prompts: tuple[Path, list[Prompt]], tiny_pair: Pair
+    config: EvaluateConfig, prompts: tuple[Path, list[Prompt]], tiny_pair: Pair, concurrency: int
 ) -> None:
     """At a high temperature shared noise decides, and even a random draft is often right."""
-    config = changed(config, temperature=5.0, max_new_tokens=24)
-    seconds = (1.0, 1.41, 1.63, 1.83)  # no two rates are alike
-    config = changed(config, waves=1)
-    evaluator = Watched(config, plan_of(config, prompts[1]), step_costs(tiny_pair.id, seconds))
+    config = changed(config, temperature=5.0, max_new_tokens=24, waves=1, concurrency=concurrency)
+    given = price_here(tiny_pair.id, launch_s=0.21, slot_s=0.12 / concurrency, token_s=0.09 / concurrency)
+    evaluator = Watched(config, plan_of(config, prompts[1]), given)
+    seconds = (1.0, 1.42, 1.63, 1.84)  # no two rates are alike
     chosen = []
-    for number in range(len(QUESTIONS)):
-        runs = {run.method: run.totals for run in evaluator.measure(0, number)}
-        speed = {}
-        for method, cost in zip(FIXED, seconds, strict=True):
-            speed[method] = runs[method].num_emitted / runs[method].num_verified / cost
-        chosen.append(max(speed, key=speed.__getitem__))
-        assert runs[ORACLE].num_verified == runs[chosen[-1]].num_verified
-        assert runs[ORACLE].sum_block_sizes == runs[chosen[-1]].sum_block_sizes
+    for number, places in enumerate(group(prompts[1], concurrency)):
+        runs = {(run.method, run.prompt): run.totals for run in evaluator.measure(0, number)}
+        for place in places:
+            speed = {}
+            for method, cost in zip(FIXED, seconds, strict=True):
+                speed[method] = runs[method, place].num_emitted / runs[method, place].num_verified / cost
+            chosen.append(max(speed, key=speed.__getitem__))
+            assert runs[ORACLE, place].num_verified == runs[chosen[-1], place].num_verified
+            assert runs[ORACLE, place].sum_block_sizes == runs[chosen[-1], place].sum_block_sizes
     assert len(set(chosen)) > 1, chosen
 
 
-@pytest.mark.usefixtures("costs_as_given")
+@pytest.mark.usefixtures("price_as_given")
 def test_the_oracle_chooses_for_each_request_of_a_group(
     config: EvaluateConfig, prompts: tuple[Path, list[Prompt]], tiny_pair: Pair
 ) -> None:
-    """Where wide steps cost nothing, each takes its own best: nothing is given up for the batch."""
+    """Where wide steps cost nothing, each takes its own best, in whatever order requests are admitted."""
     config = changed(config, temperature=5.0, max_new_tokens=24, concurrency=3, waves=1)
-    evaluator = Watched(config, plan_of(config, prompts[1]), step_costs(tiny_pair.id, (1, 1, 1, 1)))
+    evaluator = Watched(config, plan_of(config, prompts[1]), price_here(tiny_pair.id))
     mixed = []
     for number in range(3):
         evaluator.decoded.clear()
         evaluator.measure(0, number)
         measured = evaluator.decoded[0] | evaluator.decoded[1]
-        for i, found in enumerate(measured[ORACLE]):
+        for i, (place, found) in enumerate(zip(evaluator._plan.groups[number], measured[ORACLE], strict=True)):
             num_steps = {method: len(measured[method][i].block_sizes) for method in FIXED}
-            assert found.block_sizes == measured[min(num_steps, key=num_steps.__getitem__)][i].block_sizes
+            best = min(num_steps, key=num_steps.__getitem__)
+            assert found.block_sizes == measured[best][i].block_sizes
+            assert evaluator._request(place, ORACLE, 0).block_size == SIZES[FIXED.index(best)]
         mixed.append(len({found.block_sizes[0] for found in measured[ORACLE]}) > 1)
     assert any(mixed)
-
-
-def test_the_oracles_hindsight_is_of_the_request(
-    config: EvaluateConfig, prompts: tuple[Path, list[Prompt]], tiny_pair: Pair
-) -> None:
-    """In whatever order requests are admitted, each comes with the taus that its own prompt just had."""
-    config = changed(config, temperature=5.0, max_new_tokens=24, concurrency=3, waves=1)
-    evaluator = Watched(config, plan_of(config, prompts[1]), step_costs(tiny_pair.id, (1, 1, 1, 1)))
-    runs = evaluator.measure(0, 0)
-    every = set()
-    for place in reversed(group(prompts[1], 3)[0]):
-        policy = evaluator._request(place, ORACLE, 0).policy
-        assert policy is not None
-        forecast = policy(Prefill(torch.zeros(4), None, 3))
-        had = {run.method: run.totals for run in runs if run.prompt == place}
-        assert list(forecast.taus) == [had[m].num_emitted / had[m].num_verified for m in FIXED]  # type: ignore[union-attr]
-        every.add(tuple(forecast.taus))  # type: ignore[union-attr]
-    assert len(every) > 1
 
 
 @pytest.mark.parametrize("concurrency", [1, 2])
@@ -405,10 +432,10 @@ def test_a_group_does_not_depend_on_those_before_it(
     learned = step_policy(tiny_pair, SIZES)
     learned.network.head.weight *= 30
     save_policy(learned, tmp_path / "policy")
-    costs = step_costs(tiny_pair.id, (1, 1.3, 1.6, 1.9))
+    given = price_here(tiny_pair.id, slot_s=0.15, token_s=0.15)
 
     def decoded(*numbers: int) -> dict[str, list[list[int]]]:
-        evaluator = Watched(config, plan_of(config, prompts[1], {POLICY: tmp_path / "policy"}), costs)
+        evaluator = Watched(config, plan_of(config, prompts[1], {POLICY: tmp_path / "policy"}), given)
         for number in numbers:
             evaluator.decoded.clear()
             evaluator.measure(0, number)
@@ -417,7 +444,9 @@ def test_a_group_does_not_depend_on_those_before_it(
 
     alone = decoded(1)
     assert decoded(0, 1) == alone
-    assert all(len({size for of_one in alone[method] for size in of_one}) > 1 for method in (POLICY, EV))
+    assert all(
+        len({size for of_one in alone[method] for size in of_one}) > 1 for method in (POLICY, MEANS, UNTRAINED)
+    )
 
 
 def test_random_sizes_depend_on_seed_and_prompt_only(
@@ -427,7 +456,8 @@ def test_random_sizes_depend_on_seed_and_prompt_only(
 
     def drawn(config: EvaluateConfig, texts: Sequence[Prompt], repeat: int = 0) -> list[int | None]:
         evaluator = Watched(config, plan_of(config, texts, {POLICY: policy_dir}))
-        return [evaluator._size(RANDOM, prompt, repeat) for prompt in some]
+        evaluator._plan = evaluator._plan._replace(prompts=tuple(some))
+        return [evaluator._size(RANDOM, place, repeat) for place in range(len(some))]
 
     sizes = drawn(config, prompts[1])
     assert set(sizes) == set(CANDIDATES)  # those of the policy, so AR is none of them
@@ -465,34 +495,32 @@ def test_repeats_draw_new_texts_only_when_sampling(
         assert (first == second) == (temperature == 0)
 
 
-@pytest.mark.usefixtures("costs_as_given")
-def test_costs_that_were_given_are_used_where_they_hold(
+@pytest.mark.usefixtures("price_as_given")
+def test_a_price_that_was_given_is_used_where_it_holds(
     config: EvaluateConfig, prompts: tuple[Path, list[Prompt]], tiny_pair: Pair, tmp_path: Path
 ) -> None:
     config = changed(config, concurrency=3)
     plan = plan_of(config, prompts[1][:4])
-    given = step_costs(tiny_pair.id, (1, 1.2, 1.3, 1.4))
+    given = price_here(tiny_pair.id, slot_s=0.1)
     assert given.device == device_name(tiny_pair.target.device)
     setting = Watched(config, plan, given).setting
-    assert (setting.costs, setting.device) == (given, device_name(tiny_pair.target.device))
+    assert (setting.price, setting.device) == (given, device_name(tiny_pair.target.device))
     (directory := tmp_path / "policy").mkdir()
-    (directory / COSTS_FILE).write_text(costs_to_json(given))
-    assert known_costs(config, plan._replace(policies={POLICY: directory})) == given
+    (directory / PRICE_FILE).write_text(given.to_json())
+    assert known_price(config, plan._replace(policies={POLICY: directory})) == given
+    assert known_price(config, plan) is None
     others = [
         dataclasses.replace(given, pair=retrained(tiny_pair).id),
         dataclasses.replace(given, dtype="bfloat16"),
         dataclasses.replace(given, device="cpu, 2 threads"),
-        dataclasses.replace(given, rows=(1, 2)),
-        dataclasses.replace(given, block_sizes=(1, 2, 3, 5)),
     ]
-    assert not any(hold_here(other, tiny_pair, SIZES, 3) for other in others)
-    for other in (others[-1], None):
+    for other in (*others, None):
         evaluator = Watched(config, plan, other)
-        measured = evaluator.setting.costs
+        measured = evaluator.setting.price
         assert measured != other
-        assert hold_here(measured, tiny_pair, SIZES, 3)
-        assert measured.context == evaluator.setting.context
-        assert {engine.controller.costs for engine in evaluator._engines.values()} == {measured}
+        assert measured.made_for(given.pair, given.dtype, given.device)
+        assert (measured.context, measured.rows) == (evaluator.setting.context, 3)
+        assert {engine.controller.price for engine in evaluator._engines.values()} == {measured}
 
 
 def test_a_prompt_longer_than_the_context_is_named(config: EvaluateConfig, tmp_path: Path) -> None:
@@ -524,7 +552,7 @@ def test_a_rival_made_for_a_draft_that_was_retrained_is_left_out(
     assert reason.startswith(f"policy made for target {tiny_pair.id.target}@")
     assert "@other" in reason
     assert tiny_pair.id.draft_revision in reason
-    assert list(evaluator.setting.block_sizes) == [*FIXED, CONTROL, RANDOM, EV, POLICY, "rival", ORACLE]
+    assert list(evaluator.setting.block_sizes) == [*FIXED, CONTROL, RANDOM, MEANS, UNTRAINED, POLICY, "rival", ORACLE]
     ran = dict.fromkeys(run.method for run in evaluator.measure(0, 0))
     assert list(ran) == list(evaluator.setting.block_sizes)
 
@@ -715,7 +743,7 @@ def one(method: str, number: int, tokens_per_s: float, step_s: float = 1.0) -> M
 
 def setting_of(pair: PairId, *methods: str) -> Setting:
     sizes = {m: 1 if m == AR else int(m[2:]) if m.startswith("B=") else None for m in methods}
-    return Setting(pair, "float32", "cpu", sizes, step_costs(pair, (1, 1, 1, 1)), 30, {})
+    return Setting(pair, "float32", "cpu", sizes, price_here(pair), 30, {})
 
 
 def test_best_fixed_is_chosen_before_the_held_out_prompts_are_seen(tiny_pair: Pair) -> None:
@@ -821,12 +849,12 @@ def test_a_champion_that_was_left_out_is_not_compared_with(config: EvaluateConfi
 
 def test_speeds_by_prompt_set(config: EvaluateConfig, tiny_pair: Pair) -> None:
     """A set of one group has no interval and no line; what has a size of its own has no column."""
-    speeds = {AR: [10] * 6, "B=2": [20] * 6, EV: [30, 30, 20, 20, 20, 10], POLICY: [22] * 2 + [18] * 4}
+    speeds = {AR: [10] * 6, "B=2": [20] * 6, MEANS: [30, 30, 20, 20, 20, 10], POLICY: [22] * 2 + [18] * 4}
     table = saved(config, speeds, tiny_pair.id, "aabbbc")
     lines = table.splitlines()
     start = lines.index("Speed over that of B=2, by prompt set:") + 2
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[start : start + 6]]
-    assert rows[0] == ["prompts", EV, POLICY]
+    assert rows[0] == ["prompts", MEANS, POLICY]
     assert rows[2] == ["a", "1.500 (1.500 to 1.500)", "1.100 (1.100 to 1.100)"]
     assert rows[3] == ["b", "1.000 (1.000 to 1.000)", "0.900 (0.900 to 0.900)"]
     assert rows[4][0] == "all"
@@ -912,7 +940,11 @@ def refused(arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         ("--prompts demo --block-sizes 4 2", "(4, 2): must be ascending"),
         ("--prompts demo --block-sizes 2 2", "(2, 2): must be ascending"),
         ("--prompts demo --block-sizes 33", "(33,): must be at most 32"),
-        ("--prompts demo --baselines random luck", "'luck': must be of control, random, ev, oracle"),
+        ("--prompts demo --baselines random luck", "'luck': must be of control, random, means, untrained, oracle"),
+        ("--prompts demo --tree-sizes 3 2", "(3, 2): must be ascending and 1 to 31"),
+        ("--prompts demo --tree-sizes 2 2", "(2, 2): must be ascending and 1 to 31"),
+        ("--prompts demo --tree-sizes 0 2", "(0, 2): must be ascending and 1 to 31"),
+        ("--prompts demo --tree-sizes 4 32", "(4, 32): must be ascending and 1 to 31"),
         ("--prompts demo --max-new-tokens 1", "max_new_tokens: Input should be greater than or equal to 4"),
         ("--prompts demo --temperature nan", "temperature: Input should be a finite number"),
     ],
@@ -1046,8 +1078,9 @@ def test_the_champion_is_measured_beside_every_other_policy(
     assert found("newest", rivals=()) == ([POLICY], 2, None)
     rival = write_policy(policy_dir.parent / "rival", tiny_pair)
     assert found("newest", rivals=(str(rival), CHAMPION)) == ([POLICY, "rival", CHAMPION], 2, 1)
-    namesake = write_policy(policy_dir.parent / "AR", tiny_pair)  # named like another method
-    assert found("newest", rivals=(str(namesake),)) == ([POLICY, str(namesake)], 2, None)
+    for name in ("AR", "B=3", "tree 3", UNTRAINED):  # named like another method
+        namesake = write_policy(policy_dir.parent / name, tiny_pair)
+        assert found("newest", rivals=(str(namesake),)) == ([POLICY, str(namesake)], 2, None)
     registry.set_champion(second)
     assert found("newest") == ([POLICY], 2, None)
 
@@ -1119,7 +1152,16 @@ def test_a_version_is_tagged_with_what_it_is_worth_beside_the_champion(
     assert (figures.champion, figures.policy_speed) == (1, pytest.approx(speed[POLICY]))
     assert figures.champion_ratio == pytest.approx(speed[POLICY] / speed[CHAMPION])
     assert figures.champion_ratio_low <= figures.champion_ratio <= figures.champion_ratio_high
-    assert [row.method for row in result.figures] == [*FIXED, CONTROL, RANDOM, EV, POLICY, CHAMPION, ORACLE]
+    assert [row.method for row in result.figures] == [
+        *FIXED,
+        CONTROL,
+        RANDOM,
+        MEANS,
+        UNTRAINED,
+        POLICY,
+        CHAMPION,
+        ORACLE,
+    ]
     assert f"Policy over champion version 1: {figures.champion_ratio:.3f} of its tokens/s" in result.table
 
 
@@ -1195,7 +1237,19 @@ def test_the_job_goes_on_after_a_kill_measures_records_and_tags(
         *("jobs/evaluate.py", "--prompts", *config.prompts, "--policy", "newest"),
         *("--target", str(config.pair.target), "--draft", str(config.pair.draft)),
         *("--sweep", str(tmp_path / "sweep"), "--output", str(config.output), "--concurrency", "2", "--waves", "1"),
-        *("--max-new-tokens", str(NUM_TOKENS), "--block-sizes", "2", "4", "--temperature", "1", "--repeats", "2"),
+        *(
+            "--max-new-tokens",
+            str(NUM_TOKENS),
+            "--block-sizes",
+            "2",
+            "4",
+            "--tree-sizes",
+            "3",
+            "--temperature",
+            "1",
+            "--repeats",
+            "2",
+        ),
         *("--rivals", "champion", str(old)),
     ]
     environment = os.environ | {"MLFLOW_TRACKING_URI": registry.uri, "OMP_NUM_THREADS": "1"}
@@ -1231,22 +1285,22 @@ def test_the_job_goes_on_after_a_kill_measures_records_and_tags(
     settings = f"8 held-out prompts, 2 at a time, 2 times; {range_} tokens at most, temperature 1"
     assert f", 1 threads: {settings}" in table
     names = [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("|")]
-    methods = [AR, "B=2", "B=4", CONTROL, RANDOM, EV, POLICY, CHAMPION, ORACLE]
+    methods = [AR, "B=2", "B=4", "tree 3", CONTROL, RANDOM, MEANS, UNTRAINED, POLICY, CHAMPION, ORACLE]
     assert names[2:] == methods
 
     result = json.loads((config.output / "evaluation.json").read_text())
     assert [row["method"] for row in result["figures"]] == methods
-    assert [row["share_equal"] for row in result["figures"]] == [1.0] * 9
+    assert [row["share_equal"] for row in result["figures"]] == [1.0] * len(methods)
     groups = [(repeat, number) for repeat in range(2) for number in range(4)]
     every = [(repeat, 2 * number + i, m) for repeat, number in groups for m in methods for i in range(2)]
     measured = json.loads((config.output / "runs.json").read_text())
     runs = measured["runs"]
     assert [(run["repeat"], run["prompt"], run["method"]) for run in runs] == every
-    assert runs[: 18 * len(before)] == [run for line in before for run in json.loads(line)["runs"]]
+    assert runs[: 2 * len(methods) * len(before)] == [run for line in before for run in json.loads(line)["runs"]]
     assert sorted(prompt["text"] for prompt in measured["prompts"]) == QUESTIONS
     assert result["best_fixed"]["chosen_on"] == "the sweep's prompts"
     assert result["policy_version"]["number"] == version.number
-    plain, policy = result["figures"][0], result["figures"][6]
+    plain, policy = result["figures"][0], result["figures"][methods.index(POLICY)]
     assert (plain["tau"]["value"], plain["mean_block_size"]) == (1.0, 1.0)
     totals = [run["totals"] for run in runs if run["method"] == POLICY]
     speed = sum(t["num_tokens"] for t in totals) / sum(t["total_s"] for t in totals)

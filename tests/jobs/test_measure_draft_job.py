@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from blockpilot.engine.engine import generate
+from blockpilot.engine.generate import generate
 from blockpilot.evaluation.statistics import Interval
 from blockpilot.pairs.loading import load_pair
 from blockpilot.prompts.files import load_prompts, split

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from blockpilot.control.price import StepCosts
+from blockpilot.control.price import PRICE_FILE
 from blockpilot.evaluation.statistics import MethodRun, Totals
-from blockpilot.evaluation.step_costs import COSTS_FILE, costs_to_json
 from blockpilot.prompts.files import Message, Prompt
 from blockpilot.sweep.rows import SweepRow, write_rows
 from blockpilot.sweep.summary import least_cost
+from helpers.prices import price
 from helpers.sweeps import CANDIDATES, PAIR, metadata, synthetic_rows
 from jobs.common.registry import Registry
 from jobs.evaluation import inputs as evaluate_inputs
@@ -23,18 +23,7 @@ from jobs.evaluation.actor import Setting
 from jobs.evaluation.inputs import ORACLE, POLICY, EvaluateConfig, Plan
 from jobs.report import ReportConfig, ceilings, run
 
-SIZES = (1, *CANDIDATES)
-COSTS = StepCosts(
-    PAIR,
-    "float32",
-    "cpu, 1 threads",
-    SIZES,
-    (1, 4),
-    64,
-    tuple((1.0 + 0.1 * b, 4.0 + 2.0 * b) for b in SIZES),
-    tuple((1.0 + 0.1 * b, 5.0 + 1.0 * b) for b in SIZES),
-    tuple((1.0 + 0.1 * b, 4.5 + 1.5 * b) for b in SIZES),
-)
+PRICE = price(pair=PAIR, rows=4, row_s=0.1, launch_s=0.2, slot_s=0.05, token_s=0.05, error=0.034)
 SPEEDS = {"AR": 10.0, "B=2": 12.0, "B=4": 14.0, POLICY: 14.5, ORACLE: 15.0}
 
 
@@ -48,7 +37,7 @@ def write_evaluation(folder: Path, temperature: float = 0.0) -> Path:
     prompts = tuple(Prompt(name, (Message("user", f"<{name}> {i}"),)) for name in ("maths", "code") for i in range(2))
     plan = Plan(prompts, evaluate_inputs.group(prompts, 1), None, {POLICY: folder}, None, None)
     methods = {name: {"AR": 1, "B=2": 2, "B=4": 4}.get(name) for name in SPEEDS}
-    setting = Setting(PAIR, "float32", "cpu", methods, COSTS, 64, {})
+    setting = Setting(PAIR, "float32", "cpu", methods, PRICE, 64, {})
     runs = [
         MethodRun(name, number, 0, Totals(1, 100, 100 / speed + 0.1 * number, 90, 40, 9.0, 40, 99, 120, 1))
         for number, (name, speed) in product(range(len(prompts)), SPEEDS.items())
@@ -60,7 +49,7 @@ def write_evaluation(folder: Path, temperature: float = 0.0) -> Path:
 
 def write_sweep(folder: Path, rows: list[SweepRow]) -> str:
     write_rows(folder / "rows" / "part-0.parquet", rows, metadata())
-    (folder / COSTS_FILE).write_text(costs_to_json(COSTS))
+    (folder / PRICE_FILE).write_text(PRICE.to_json())
     return str(folder)
 
 
@@ -87,6 +76,7 @@ def test_the_page_holds_everything_it_needs(tmp_path: Path) -> None:
     text = words(page)
     assert "T=0, one request at a time" in text
     assert "T=1, one request at a time" in text
+    assert "What a step costs cpu, 1 threads; mean error on steps that the fit has not seen 3.4%" in text
     (run_id,) = [found.info.run_id for found in Registry.open()._client.search_runs(["1"])]
     logged = {item.path for item in Registry.open()._client.list_artifacts(run_id)}
     assert logged == {"report.html", *files}
@@ -113,6 +103,21 @@ def test_folders_of_one_name_are_told_apart_by_what_they_are_in(tmp_path: Path) 
         assert f"T=0, one request at a time ({place}/e): all" in text
         assert f"Sweep {place}/swept" in text
         assert (page.parent / f"{place}-swept-tau_curves.png").exists()
+
+
+def test_an_evaluation_from_before_there_were_prices_is_shown_without_one(tmp_path: Path) -> None:
+    folders = [write_evaluation(tmp_path / f"e{t}", t) for t in (0.0, 1.0)]
+    file = folders[0] / "evaluation.json"
+    found = json.loads(file.read_text())
+    found["setting"]["costs"] = found["setting"].pop("price")
+    file.write_text(json.dumps(found))
+    alone, both = (
+        words(run(ReportConfig(evaluations=tuple(shown), output=tmp_path / "report")).read_text())
+        for shown in (folders[:1], folders)
+    )
+    assert "T=0, one request at a time: all" in alone
+    assert "What a step costs" not in alone
+    assert "What a step costs" in both
 
 
 def test_a_result_that_is_given_twice_is_refused(tmp_path: Path) -> None:

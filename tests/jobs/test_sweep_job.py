@@ -54,7 +54,7 @@ def config(tiny_pair_dirs: tuple[Path, Path], prompt_file: Path, tmp_path: Path)
         candidates=CANDIDATES,
         prompts_per_shard=2,
         output=str(tmp_path / "sweep"),
-        cost_rows=0,
+        price_rows=0,
         **SETTINGS,
     )
 
@@ -67,7 +67,7 @@ def command(config: SweepConfig) -> list[str]:
         *("--target", config.pair.target, "--draft", config.pair.draft),
         *("--prompts", *config.prompts, "--candidates", *map(str, CANDIDATES)),
         *("--max-new-tokens", "24", "--temperature", "0.7", "--seed", "3", "--prompts-per-shard", "2"),
-        *("--output", config.output, "--max-attempts", "2", "--cost-rows", "0"),
+        *("--output", config.output, "--max-attempts", "2", "--price-rows", "0"),
     ]
 
 
@@ -258,7 +258,7 @@ def test_a_folder_of_another_sweep_is_refused(
         other = config.model_copy(update={field: value})
         with pytest.raises(ValueError, match=rf"holds another sweep \(there and here: {field}"):
             run(other)
-    elsewhere = config.model_copy(update={"slots": 3, "max_attempts": 7, "cost_rows": 1})
+    elsewhere = config.model_copy(update={"slots": 3, "max_attempts": 7, "price_rows": 1})
     assert _open(elsewhere)[1].identity == folder.identity
     assert not ray.is_initialized()
 

@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from blockpilot.control.price import StepCosts
-from blockpilot.evaluation.step_costs import costs_to_json, relative_costs
 from blockpilot.policy.dataset import open_examples, prompt_key, split_examples, write_examples
 from blockpilot.policy.store import load_policy
 from blockpilot.policy.training import Fit, FitSettings, FitTask, fitted_network, new_network, predict, shrink
 from blockpilot.sweep.rows import Metadata, SweepRow, write_rows
 from blockpilot.sweep.summary import Summary
+from helpers.prices import price
 from helpers.processes import Job, descendants
 from helpers.sweeps import CANDIDATES, NUM_PLACES, PAIR, VOCAB_SIZE, metadata, synthetic_rows
 from jobs.common.config import ConfigError
@@ -31,17 +30,7 @@ from jobs.training.dataset import Dataset, read_dataset
 
 ROOT = Path(__file__).parents[2]
 WITH_PLAIN = (1, *CANDIDATES)
-COSTS = StepCosts(
-    PAIR,
-    "float32",
-    "cpu, 1 threads",
-    WITH_PLAIN,
-    rows=(1, 4),
-    context=64,
-    seconds=tuple((1 + 0.02 * size, 1 + 0.2 * size) for size in WITH_PLAIN),
-    one_drafts=tuple((1 + 0.02 * size, 1.1 + 0.1 * size) for size in WITH_PLAIN),
-    one_plain=tuple((1 + 0.02 * size, 1.1 + 0.1 * size) for size in WITH_PLAIN),
-)
+PRICE = price(pair=PAIR, row_s=0.02, launch_s=0.01, slot_s=0.005, token_s=0.015)
 
 
 def write_sweep(
@@ -50,9 +39,9 @@ def write_sweep(
     write_rows(folder / "rows" / f"{part}.parquet", rows, made_by or metadata())
 
 
-def write_costs(folder: Path, **changes: object) -> None:
+def write_price(folder: Path, **changes: object) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "costs.json").write_text(costs_to_json(dataclasses.replace(COSTS, **changes)))  # type: ignore[arg-type]
+    (folder / "price.json").write_text(dataclasses.replace(PRICE, **changes).to_json())  # type: ignore[arg-type]
 
 
 def cut(row: SweepRow, num: int) -> SweepRow:
@@ -159,20 +148,20 @@ class TestRefuses:
         write_sweep(Path("sweep"), [not_dense(row) for row in synthetic_rows(10, 0)])
         assert "none of 10 rows has a recorded step: sweep with --method dense, or train --kind prompt" in refused()
 
-    def test_throughput_without_the_costs_of_steps(self) -> None:
+    def test_throughput_without_the_price_of_a_step(self) -> None:
         write_sweep(Path("sweep"), synthetic_rows(10, 0))
         message = refused(objective="throughput")
-        assert "sweep sweep: no costs.json for objective 'throughput'" in message
+        assert "sweep sweep: no price.json for objective 'throughput'" in message
         assert "--objective tau" in message
-        (Path("sweep") / "costs.json").write_text("{}")
-        assert "sweep/costs.json: not the step costs of a pair" in refused(objective="throughput")
+        (Path("sweep") / "price.json").write_text("{}")
+        assert "sweep/price.json: not the step price of a pair" in refused(objective="throughput")
 
     @pytest.mark.parametrize("change", [{"pair": PAIR._replace(draft_revision="old")}, {"dtype": "bfloat16"}])
-    def test_throughput_with_the_costs_of_another_pair(self, change: dict[str, object]) -> None:
+    def test_throughput_with_the_price_of_another_pair(self, change: dict[str, object]) -> None:
         write_sweep(Path("sweep"), synthetic_rows(10, 0))
-        write_costs(Path("sweep"), **change)
+        write_price(Path("sweep"), **change)
         message = refused(objective="throughput")
-        assert message.startswith("sweep/costs.json: costs of ")
+        assert message.startswith("sweep/price.json: price of ")
         assert "draft_revision='rev-d'), float32" in message
         assert str(next(iter(change.values()))) in message
 
@@ -221,7 +210,7 @@ def sweeps(tmp_path: Path) -> tuple[str, str]:
     """Two sweeps of one pair, with other settings and sets; the second one's first part is of a set of its own."""
     rows = [dataclasses.replace(row, temperature=1.0) for row in synthetic_rows(18, 1)]
     write_sweep(tmp_path / "one", synthetic_rows(24, 0))
-    write_costs(tmp_path / "one")
+    write_price(tmp_path / "one")
     others = [dataclasses.replace(row, prompt_set="other") for row in rows[:8]]
     write_sweep(tmp_path / "two", others, metadata(config={"seed": 0, "temperature": 1.0}))
     later = metadata(config={"seed": 0, "temperature": 1.0}, git_commit="later")
@@ -250,13 +239,14 @@ def test_rows_of_several_sweeps_come_together(sweeps: tuple[str, str], tmp_path:
 def test_plain_decoding_is_a_candidate_when_cost_counts(sweeps: tuple[str, str], tmp_path: Path) -> None:
     data = dataset(tmp_path, sweep=sweeps, rows=4)
     assert tuple(data.candidates) == WITH_PLAIN
-    assert data.costs == COSTS
-    assert data.task.step_costs.tolist() == pytest.approx([(1 + 0.2 * size) / 1.2 for size in WITH_PLAIN])
+    assert data.price == PRICE
+    drafted = [0.01 + 4 * 0.02 * (size - 1) for size in CANDIDATES]
+    assert data.task.step_costs.tolist() == pytest.approx([1, *(1 + extra / 1.08 for extra in drafted)])
     alone = dataset(tmp_path, sweep=sweeps, rows=1).task.step_costs.tolist()
-    assert alone == pytest.approx([(1 + 0.02 * size) / 1.02 for size in WITH_PLAIN])
+    assert alone == pytest.approx([1, *(1 + (0.01 + 0.02 * (size - 1)) / 1.02 for size in CANDIDATES)])
     assert (open_examples(data.folder).taus[:, 0] == 1).all()
     paper = dataset(tmp_path, sweep=sweeps, objective="tau")
-    assert (tuple(paper.candidates), paper.costs) == (tuple(CANDIDATES), None)
+    assert (tuple(paper.candidates), paper.price) == (tuple(CANDIDATES), None)
     assert len(set(paper.task.step_costs.tolist())) == 1
 
 
@@ -389,7 +379,7 @@ def test_kills_change_nothing(start: Start, tmp_path: Path) -> None:
     rows = synthetic_rows(240, 0)
     write_sweep(tmp_path / "sweep", rows[:100])
     write_sweep(tmp_path / "sweep", rows[100:], metadata(git_commit="later"), "part-1")
-    write_costs(tmp_path / "sweep")
+    write_price(tmp_path / "sweep")
     settings = FitSettings(hidden=64, epochs=30, batch_size=64, lr=3e-4, dropout=0.0, shrink=0.05)
     config = TrainConfig(
         sweep=("sweep",), output=Path("policy"), fit=settings, fall_back=False, num_workers=2, checkpoint_every=5
@@ -408,14 +398,13 @@ def test_kills_change_nothing(start: Start, tmp_path: Path) -> None:
     assert f"{num_train} examples, {num_held} held back; 30 epochs" in job.log
     assert "registered as blockpilot-target-1b version 1" in job.log
     policy = load_policy(tmp_path / "policy")
-    assert policy.costs == COSTS
+    assert policy.price == PRICE
     assert not (tmp_path / "policy" / "train").exists()  # no checkpoints left behind
 
     folder = tmp_path / "examples"
     write_examples(folder, [rows], WITH_PLAIN, "step")
     training, validation = split_examples(folder, 0.2, 0)
-    costs = torch.tensor(relative_costs(COSTS, WITH_PLAIN, rows=1))
-    task = FitTask("step", "throughput", WITH_PLAIN, costs)
+    task = FitTask("step", "throughput", WITH_PLAIN, torch.tensor(PRICE.relative(WITH_PLAIN, rows=1)))
     fit = Fit(new_network(training, VOCAB_SIZE, settings), training, validation, settings, task)
     losses = [fit.run_epoch() for _ in range(30)]
     assert fit.done

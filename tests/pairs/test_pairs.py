@@ -19,7 +19,7 @@ from transformers import (
 
 from blockpilot.drafts.checkpoint import new_draft_config, save_draft
 from blockpilot.drafts.dflash import DraftModel
-from blockpilot.engine.engine import generate
+from blockpilot.engine.generate import generate
 from blockpilot.pairs import embedded
 from blockpilot.pairs.embedded import converted
 from blockpilot.pairs.loading import Pair, directory_revision, load_pair

@@ -113,7 +113,7 @@ def test_examples_say_what_the_rows_say(
     if candidates[0] == 1:
         assert examples.taus[:, 0].tolist() == [1.0] * len(examples)
     sizes = (CONTEXT_SIZE, ANCHOR_SIZE) if kind == "step" else (0, 0)
-    assert examples.sizes == Sizes(*sizes, len(candidates))
+    assert examples.sizes == Sizes(*sizes, len(candidates), depth=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from blockpilot.control.choose import choose
+from blockpilot.control.choose import choose_depths
 from blockpilot.control.controller import FixedPolicy
-from blockpilot.control.price import StepCosts
+from blockpilot.control.price import Load
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.learned import (
     LearnedForecast,
@@ -41,13 +41,13 @@ from blockpilot.policy.network import (
 )
 from blockpilot.policy.store import load_policy, save_policy
 from blockpilot.types import CandidateSet, PairId, Prefill
+from helpers.prices import linear_price, price
 
 VOCAB_SIZE, HIDDEN, THRESHOLD = 50, 16, 0.01
 CONTEXT_SIZE, ANCHOR_SIZE = 6, 5
 CANDIDATES = CandidateSet((1, 2, 4, 8))
 PAIR = PairId("org/Target", "1111", "org/draft", "2222")
-SECONDS = ((1.0, 2.0), (1.5, 4.0))
-COSTS = StepCosts(PAIR, "float32", "cpu", (1, 8), (1, 4), 32, SECONDS, SECONDS, SECONDS)
+PRICE = price(pair=PAIR, base_s=1.0, row_s=0.2, launch_s=0.3, slot_s=0.04, token_s=0.1, error=0.05)
 KINDS: tuple[Kind, ...] = ("prompt", "step")
 
 
@@ -69,7 +69,7 @@ def random_network(shape: NetworkShape, support: list[int] | None = None, seed: 
 
 def random_policy(kind: Kind = "prompt", objective: Objective = "tau", seed: int = 0) -> LearnedPolicy:
     info = PolicyInfo(PAIR, CANDIDATES, objective, shape_of(kind), THRESHOLD, {"seed": seed, "sweep_id": "abc"})
-    return LearnedPolicy(info, random_network(info.shape, seed=seed), COSTS if objective == "throughput" else None)
+    return LearnedPolicy(info, random_network(info.shape, seed=seed), PRICE if objective == "throughput" else None)
 
 
 def step_policy(seed: int = 0) -> LearnedPolicy:
@@ -261,19 +261,26 @@ def test_equal_logits_choose_the_smallest() -> None:
     assert policy(random_prefill(0)) == 1
 
 
+def reach_of(outputs: Tensor, sizes: Sequence[int]) -> list[float]:
+    """Chance of each position, written down: that of the first candidate that holds it, and none before it less."""
+    shares = [1 / (1 + math.exp(-min(max(x, -8.0), 8.0))) for x in outputs.tolist()]
+    holds = [next(c for c, size in enumerate(sizes) if size > place) for place in range(1, sizes[-1])]
+    return [min(shares[k] for k in holds[: i + 1]) for i in range(len(holds))]
+
+
 def test_step_kind_gives_a_forecast() -> None:
     policy = step_policy()
-    taus = []
+    reaches = []
     for seed in range(20):
         prefill = random_prefill(seed)
         forecast = policy(prefill)
         assert isinstance(forecast, LearnedForecast)
-        assert forecast.candidates == CANDIDATES
         assert forecast.reader is policy
-        expected = expected_taus(dense_oracle(policy.network, prefill)[None], tuple(CANDIDATES))[0]
-        torch.testing.assert_close(torch.tensor(forecast.taus), expected, **CLOSE)
-        taus.append(forecast.taus)
-    assert len(set(taus)) > 1
+        assert forecast.reach == pytest.approx(
+            reach_of(dense_oracle(policy.network, prefill), CANDIDATES.sizes), rel=1e-4, abs=1e-4
+        )
+        reaches.append(tuple(forecast.reach))
+    assert len(set(reaches)) > 1
 
 
 candidate_sets = st.sets(st.integers(1, 32), min_size=1, max_size=8).map(sorted)
@@ -304,6 +311,31 @@ def test_extreme_outputs_are_all_drafts_or_none() -> None:
 
 
 @settings(deadline=None)
+@given(sizes=candidate_sets, data=st.data())
+def test_the_reach_falls_and_adds_up_to_the_expected_tokens(sizes: list[int], data: st.DataObject) -> None:
+    """Where shares fall, as they do in truth; otherwise a later position is no more likely than one before it."""
+    values = st.lists(st.floats(-9, 9, width=32), min_size=len(sizes), max_size=len(sizes))
+    outputs, candidates = data.draw(values), CandidateSet(tuple(sizes))
+    for drawn in (sorted(outputs, reverse=True), outputs):
+        policy = step_policy()
+        shape = shape_of("step", num_outputs=len(sizes))
+        info = dataclasses.replace(policy.info, candidates=candidates, shape=shape)
+        policy = LearnedPolicy(info, random_network(shape))
+        policy.network.head.weight.zero_()
+        policy.network.head.bias.copy_(torch.tensor(drawn))
+        forecast = policy(random_prefill(0))
+        assert isinstance(forecast, LearnedForecast)
+        reach = list(forecast.reach)
+        assert len(reach) == sizes[-1] - 1
+        assert reach == sorted(reach, reverse=True)
+        taus = expected_taus(torch.tensor([drawn]), sizes)[0].tolist()
+        found = [1 + sum(reach[: size - 1]) for size in sizes]
+        if drawn == sorted(drawn, reverse=True):
+            assert found == pytest.approx(taus, rel=1e-4)
+        assert all(one <= other + 1e-4 for one, other in zip(found, taus, strict=True))
+
+
+@settings(deadline=None)
 @given(candidate_sets)
 def test_gaps_add_up_to_the_drafts(sizes: list[int]) -> None:
     gaps = slot_gaps(sizes).tolist()
@@ -313,8 +345,8 @@ def test_gaps_add_up_to_the_drafts(sizes: list[int]) -> None:
 # --- what came of forecasts ---
 
 
-def learned_forecast(policy: LearnedPolicy, expected: tuple[float, ...]) -> LearnedForecast:
-    """A request of which the policy expects these tokens at every step."""
+def learned_forecast(policy: LearnedPolicy, expected: Sequence[float]) -> LearnedForecast:
+    """A request whose every step's positions are accepted with these chances by the policy."""
     forecast = policy(random_prefill(0))
     assert isinstance(forecast, LearnedForecast)
     forecast.expected = expected
@@ -322,64 +354,62 @@ def learned_forecast(policy: LearnedPolicy, expected: tuple[float, ...]) -> Lear
 
 
 def test_forecasts_follow_what_came_of_them() -> None:
-    """Half of what was expected, in one request: it is expected to go on, and of another one somewhat."""
-    policy, expected = step_policy(), tuple(1 + 0.5 * (size - 1) for size in CANDIDATES)
+    """Less than half of what was expected, in one request: it is expected to go on, and of another one somewhat."""
+    policy, expected = step_policy(), [0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2]
     one, other = (learned_forecast(policy, expected) for _ in range(2))
-    assert one.taus == pytest.approx(expected)
-    size = CANDIDATES[-1]
+    assert one.reach == pytest.approx(expected)
     for _ in range(40):
-        one.observe(size, (size - 1) // 4)
-    ratios = [(np.array(forecast.taus)[1:] - 1) / (np.array(expected)[1:] - 1) for forecast in (one, other)]
-    assert all(np.ptp(each) == pytest.approx(0) for each in ratios)  # all candidates alike
-    accepted = (size - 1) // 4 / (0.5 * (size - 1))
-    assert accepted < ratios[0][0] < ratios[1][0] < 1
+        one.observe(7, 9, 1)
+    ratios = [np.array(forecast.reach) / np.array(expected) for forecast in (one, other)]
+    assert all(np.ptp(each) == pytest.approx(0) for each in ratios)  # all positions alike
+    assert 1 / 3.5 < ratios[0][0] < ratios[1][0] < 1
     assert ratios[1][0] == pytest.approx(policy.record.ratio)
-    assert learned_forecast(policy, expected).taus == pytest.approx(other.taus)
-    assert learned_forecast(step_policy(), expected).taus == pytest.approx(expected)  # another policy knows nothing
+    assert learned_forecast(policy, expected).reach == pytest.approx(other.reach)
+    assert learned_forecast(step_policy(), expected).reach == pytest.approx(expected)  # another policy knows nothing
 
 
-def test_no_more_is_expected_than_a_block_holds() -> None:
+def test_no_chance_is_more_than_certain() -> None:
     policy = step_policy()
-    forecast = learned_forecast(policy, (1.0, 1.9, 2.0, 3.0))
+    forecast = learned_forecast(policy, [0.9, 0.5, 0.5])
     for _ in range(200):
-        forecast.observe(8, 7)
-    assert forecast.taus[:2] == (1, 2)  # 1.9 is 3 by the record
-    assert 3 < forecast.taus[2] <= 4
-    assert forecast.taus[3] == pytest.approx(8, rel=0.01)
+        forecast.observe(3, 3, 3)
+    assert forecast.reach[0] == 1
+    assert forecast.reach[1] == forecast.reach[2] == pytest.approx(3 / 3.8, rel=0.01)
 
 
-def test_a_block_that_was_cut_short_says_nothing() -> None:
+def test_what_was_drafted_counts_as_deep_as_it_went() -> None:
+    """Positions that the draft did not run for are neither expected nor missed."""
     policy = step_policy()
-    forecast = learned_forecast(policy, tuple(float(size) for size in CANDIDATES))
-    missing = next(size for size in range(2, CANDIDATES[-1]) if size not in CANDIDATES.sizes)
-    forecast.observe(missing, 0)
+    forecast = learned_forecast(policy, [0.5] * 7)
+    forecast.observe(0, 0, 0)
     assert policy.record.ratio == 1
+    forecast.observe(2, 1, 1)
+    assert policy.record.ratio == pytest.approx(1)
+    forecast.observe(4, 4, 4)
+    assert policy.record.ratio == pytest.approx((100 + 5) / (100 + 3), rel=1e-3)
 
 
 @pytest.mark.parametrize("error", [0.6, 1.0, 1.6])
 def test_a_policy_that_errs_chooses_as_one_that_does_not(error: float) -> None:
     """Half of the requests are worth drafting for; told what is a constant factor off, it learns which, by doing."""
-    sizes = tuple(CANDIDATES)
-    hazards = {True: 0.8, False: 0.25}
-    tokens = {easy: tuple(sum(p**k for k in range(size)) for size in sizes) for easy, p in hazards.items()}
-    seconds = tuple((1 + 0.35 * (size - 1),) for size in sizes)
-    costs = StepCosts(PAIR, "float32", "cpu", sizes, (1,), 1, seconds, seconds, seconds)
-    best = {easy: max(sizes, key=lambda b: of[sizes.index(b)] / costs.step_s(b, 1)) for easy, of in tokens.items()}
-    assert best[False] == 1 < best[True]
+    hazards, price = {True: 0.8, False: 0.25}, linear_price(0.35)
+    reach = {easy: [p**k for k in range(1, 8)] for easy, p in hazards.items()}
+    best = {easy: choose_depths([of], price, Load(0), [1.0] * 7).depths[0] for easy, of in reach.items()}
+    assert best[False] == 0 < best[True]
     policy, draw = step_policy(), random.Random(0)
     chosen: dict[bool, list[int]] = {True: [], False: []}
     for request in range(120):
         easy = request % 2 == 0
-        told = tuple(min(1 + error * (of - 1), size) for of, size in zip(tokens[easy], sizes, strict=True))
-        forecast = learned_forecast(policy, told)
+        forecast = learned_forecast(policy, [min(1.0, error * chance) for chance in reach[easy]])
         for _ in range(50):
-            [size] = choose([forecast], costs)
-            accepted = next((k for k in range(size - 1) if draw.random() > hazards[easy]), size - 1)
-            forecast.observe(size, accepted)
+            [depth] = choose_depths([forecast.reach], price, Load(0), [1.0] * 7).depths
+            accepted = next((k for k in range(depth) if draw.random() > hazards[easy]), depth)
+            forecast.observe(depth, depth, accepted)
             if request >= 60:
-                chosen[easy].append(size)
-    assert chosen[True].count(best[True]) > 0.6 * len(chosen[True])
-    assert chosen[False].count(1) > 0.9 * len(chosen[False])
+                chosen[easy].append(depth)
+    near = [depth for depth in chosen[True] if abs(depth - best[True]) <= 1]
+    assert len(near) > 0.6 * len(chosen[True])
+    assert chosen[False].count(0) > 0.9 * len(chosen[False])
 
 
 # --- reading every step ---
@@ -390,18 +420,18 @@ def test_reading_several_is_reading_each() -> None:
     prefills = [random_prefill(seed) for seed in range(5)]
     contexts, anchors = torch.randn(5, CONTEXT_SIZE), torch.randn(5, ANCHOR_SIZE)
     together, alone = ([policy(prefill) for prefill in prefills] for _ in range(2))
-    before = [f.taus for f in together]  # type: ignore[union-attr]
+    before = [f.reach for f in together]  # type: ignore[union-attr]
     policy.read(together, contexts, anchors)  # type: ignore[arg-type]
     for i, (one, other, prefill) in enumerate(zip(together, alone, prefills, strict=True)):
         assert isinstance(one, LearnedForecast)
         assert isinstance(other, LearnedForecast)
         policy.read([other], contexts[i : i + 1], anchors[i : i + 1])
-        assert one.taus == pytest.approx(other.taus, rel=1e-5)
-        assert one.taus != before[i]
+        assert one.reach == pytest.approx(other.reach, rel=1e-5)
+        assert one.reach != before[i]
         # The scalars stay those of the request's prefill.
         then = prefill._replace(context=contexts[i], anchor=anchors[i])
-        expected = expected_taus(dense_oracle(policy.network, then)[None], tuple(CANDIDATES))[0]
-        torch.testing.assert_close(torch.tensor(one.taus), expected, **CLOSE)
+        expected = reach_of(dense_oracle(policy.network, then), CANDIDATES.sizes)
+        assert one.reach == pytest.approx(expected, rel=1e-4, abs=1e-4)
 
 
 def test_reading_what_the_prefill_showed_changes_nothing() -> None:
@@ -410,11 +440,11 @@ def test_reading_what_the_prefill_showed_changes_nothing() -> None:
     assert isinstance(forecast, LearnedForecast)
     assert prefill.context is not None
     assert prefill.anchor is not None
-    before = forecast.taus
+    before = forecast.reach
     policy.read([forecast], prefill.context[None].half(), prefill.anchor[None].half())
-    assert forecast.taus == pytest.approx(before, rel=1e-2)  # of half precision
+    assert forecast.reach == pytest.approx(before, rel=1e-2)  # of half precision
     policy.read([forecast], prefill.context[None], prefill.anchor[None])
-    assert forecast.taus == before
+    assert forecast.reach == before
 
 
 # --- refusals ---
@@ -445,12 +475,12 @@ def test_info_refuses_outputs_of_other_candidates() -> None:
         dataclasses.replace(random_policy().info, candidates=CandidateSet((1, 2)))
 
 
-def test_costs_belong_to_throughput() -> None:
+def test_a_price_belongs_to_throughput() -> None:
     policy, dear = step_policy(), random_policy("step", "throughput")
-    with pytest.raises(ValueError, match="objective 'throughput': needs step costs"):
+    with pytest.raises(ValueError, match="objective 'throughput': needs a step price"):
         LearnedPolicy(dear.info, dear.network)
-    with pytest.raises(ValueError, match="objective 'tau': has no step costs"):
-        LearnedPolicy(policy.info, policy.network, COSTS)
+    with pytest.raises(ValueError, match="objective 'tau': has no step price"):
+        LearnedPolicy(policy.info, policy.network, PRICE)
 
 
 @pytest.mark.gpu
@@ -470,10 +500,10 @@ def test_policy_follows_its_input_to_the_gpu() -> None:
     here, moved = reader(prefill), reader(there)
     assert isinstance(here, LearnedForecast)
     assert isinstance(moved, LearnedForecast)
-    assert moved.taus == pytest.approx(here.taus, rel=1e-3)
+    assert moved.reach == pytest.approx(here.reach, rel=1e-3)
     moved.expected = ()
     reader.read([moved], there.context[None], there.anchor[None])  # type: ignore[index]
-    assert moved.taus == pytest.approx(here.taus, rel=1e-3)
+    assert moved.reach == pytest.approx(here.reach, rel=1e-3)
 
 
 # --- which pair ---
@@ -513,21 +543,21 @@ def test_round_trip(kind: Kind, objective: Objective, tmp_path: Path) -> None:
     policy = random_policy(kind, objective, seed=3)
     save_policy(policy, tmp_path / "p")
     loaded = load_policy(tmp_path / "p")
-    assert (loaded.info, loaded.costs) == (policy.info, policy.costs)
+    assert (loaded.info, loaded.price) == (policy.info, policy.price)
     for seed in range(10):
         prefill = random_prefill(seed)
         assert torch.equal(loaded.network(features_of(prefill)), policy.network(features_of(prefill)))
         one, other = loaded(prefill), policy(prefill)
-        assert one == other if kind == "prompt" else one.taus == other.taus  # type: ignore[union-attr]
-    costs = ["costs.json"] if objective == "throughput" else []
-    assert sorted(f.name for f in (tmp_path / "p").iterdir()) == [*costs, "policy.json", "policy.safetensors"]
+        assert one == other if kind == "prompt" else one.reach == other.reach  # type: ignore[union-attr]
+    price = ["price.json"] if objective == "throughput" else []
+    assert sorted(f.name for f in (tmp_path / "p").iterdir()) == ["policy.json", "policy.safetensors", *price]
 
 
 def test_saving_again_replaces(tmp_path: Path) -> None:
     save_policy(random_policy(objective="throughput", seed=1), tmp_path)
     save_policy(random_policy(seed=2), tmp_path)
     assert torch.equal(load_policy(tmp_path).network.rows, random_policy(seed=2).network.rows)
-    assert not (tmp_path / "costs.json").exists()  # of the one before
+    assert not (tmp_path / "price.json").exists()  # of the one before
 
 
 def edit_json(**changes: Any) -> Callable[[Path], None]:
@@ -572,10 +602,10 @@ PAIR_FIELDS = PAIR._asdict()
 FAULTS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "no json": (lambda d: (d / "policy.json").unlink(), ["policy.json", "no such file"]),
     "no weights": (lambda d: (d / "policy.safetensors").unlink(), ["policy.safetensors", "no such file"]),
-    "no costs": (lambda d: (d / "costs.json").unlink(), ["costs.json"]),
+    "no price": (lambda d: (d / "price.json").unlink(), ["price.json"]),
     "half json": (truncate("policy.json"), ["policy.json", "JSON"]),
     "half weights": (truncate("policy.safetensors"), ["policy.safetensors"]),
-    "half costs": (truncate("costs.json"), ["costs.json", "not the step costs"]),
+    "half a price": (truncate("price.json"), ["price.json", "not the step price"]),
     "json list": (lambda d: (d / "policy.json").write_text("[]"), ["policy.json", "list"]),
     "missing field": (edit_json(candidates=None), ["policy.json", "missing", "'candidates'"]),
     "missing shape": (edit_json(network=None), ["policy.json", "missing", "'network'"]),
@@ -634,7 +664,7 @@ def test_damage_is_refused_by_name(name: str, tmp_path: Path) -> None:
     save_policy(random_policy(objective="throughput"), tmp_path)
     damage, words = FAULTS[name]
     damage(tmp_path)
-    with pytest.raises(ValueError, match=r"policy\.|costs\.json") as caught:
+    with pytest.raises(ValueError, match=r"policy\.|price\.json") as caught:
         load_policy(tmp_path)
     message = str(caught.value)
     assert "\n" not in message

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockpilot.control.choose import choose
-from blockpilot.control.price import StepCosts
+from blockpilot.control.choose import choose_depths
+from blockpilot.control.price import Load
 from blockpilot.evaluation.oracle import Table, potential
 from blockpilot.evaluation.statistics import resampling_weights
 from blockpilot.policy.dataset import Examples, open_examples, write_examples
@@ -41,7 +41,8 @@ from blockpilot.policy.training import (
     train_epoch,
 )
 from blockpilot.sweep.rows import SweepRow, validate
-from blockpilot.types import CandidateSet, Forecast, Prefill
+from blockpilot.types import CandidateSet, Prefill
+from helpers.prices import price
 from helpers.sweeps import (
     ANCHOR_SIZE,
     CANDIDATES,
@@ -155,23 +156,25 @@ def prefill_of(row: SweepRow) -> Prefill:
 def decided(case: Case, network: PolicyNetwork, rows: Sequence[SweepRow], examples: Examples) -> list[int]:
     """The block sizes that the policy takes in use, one request after the other."""
     candidates = CandidateSet(tuple(CANDIDATES))
-    seconds = tuple((s,) for s in SECONDS.tolist())
-    costs = StepCosts(PAIR, "float32", "cpu", candidates.sizes, (1,), 1, seconds, seconds, seconds)
-    used = costs if case.objective == "throughput" else None
+    used = price(pair=PAIR, base_s=1.1, slot_s=0.1) if case.objective == "throughput" else None
     info = PolicyInfo(PAIR, candidates, case.objective, network.shape, 1e-5)
     policy = LearnedPolicy(info, network, used)
     found = []
     if case.kind == "step":
+        assert used is not None
+        assert torch.tensor([used.chains_s(size, 1) for size in candidates]).allclose(SECONDS)
         forecast = policy(prefill_of(rows[0]))
         assert isinstance(forecast, LearnedForecast)
         features = examples.features
         for context, anchor in zip(features.context, features.anchor, strict=True):
             policy.read([forecast], context[None], anchor[None])
-            found += choose([forecast], used)
+            [depth] = choose_depths([forecast.reach], used, Load(0), [1.0] * len(forecast.reach)).depths
+            found.append(1 + depth)
         return found
     for row in sorted(rows, key=lambda row: row.prompt_id):
-        made: int | Forecast = policy(prefill_of(row))
-        found.append(made if isinstance(made, int) else choose([made], used)[0])
+        made = policy(prefill_of(row))
+        assert isinstance(made, int)
+        found.append(made)
     return found
 
 

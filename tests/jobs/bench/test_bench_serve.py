@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from blockpilot.engine.engine import generate
+from blockpilot.engine.generate import generate
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import load_prompts
 from helpers.api import app_of, over_http, replica_of, until

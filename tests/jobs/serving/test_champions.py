@@ -12,14 +12,16 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from blockpilot.control.price import StepCosts
+from blockpilot.control.price import StepPrice
+from blockpilot.device import device_name
 from blockpilot.engine.engine import Engine
-from blockpilot.evaluation.step_costs import time_steps
+from blockpilot.evaluation.pricing import measure_price
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.store import save_policy
 from blockpilot.types import PairId
 from helpers.api import client_of, replica_of
 from helpers.policies import step_policy, tiny_policy
+from helpers.prices import price
 from jobs.common.registry import Registry, Version, model_name
 from jobs.serving.champions import ChampionWatch
 from jobs.serving.replica import Replica, cache_bytes, check_memory
@@ -220,34 +222,43 @@ def test_copies_are_made_once(registry: Registry, tiny_pair: Pair, tmp_path: Pat
     assert (used[0] / "policy.json").exists()
 
 
-# --- step costs ---
+# --- step prices ---
 
 
-def priced_policy(pair: Pair, folder: Path, candidates: tuple[int, ...], num_rows: int) -> str:
-    """The directory of a policy whose step costs are of another device."""
-    sizes, rows = tuple(sorted({1, *candidates})), tuple(range(1, num_rows + 1))
-    table = ((0.01,) * num_rows,) * len(sizes)
-    costs = StepCosts(pair.id, "float32", "another device", sizes, rows, 64, table, table, table)
-    policy = step_policy(pair, candidates, costs=costs)
-    save_policy(policy, folder / "-".join(map(str, candidates)))
-    return str(folder / "-".join(map(str, candidates)))
+def priced_policy(pair: Pair, folder: Path, candidates: tuple[int, ...], device: str = "another device") -> str:
+    """The directory of a policy whose step price is of this device."""
+    policy = step_policy(pair, candidates, price=price(pair=pair.id, device=device, token_s=0.1))
+    directory = folder / f"{device[:3]}-{'-'.join(map(str, candidates))}"
+    save_policy(policy, directory)
+    return str(directory)
 
 
-def test_step_costs_are_measured_at_the_start_and_never_beside_decoding(
-    replica: Replica, client: TestClient, tiny_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def timed(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Requests in flight whenever a price is measured."""
+    found: list[int] = []
+
+    def timing(*arguments: Any) -> StepPrice:
+        found.append(replica.loop.num_in_flight)
+        return measure_price(*arguments)
+
+    monkeypatch.setattr("jobs.serving.replica.measure_price", timing)
+    return found
+
+
+def price_in_use(replica: Replica, client: TestClient) -> StepPrice:
+    """Of the controller that decides on another request."""
+    assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
+    return replica.loop.engine.controller.price
+
+
+def test_the_price_of_a_step_is_measured_at_the_start_and_never_beside_decoding(
+    replica: Replica, client: TestClient, tiny_pair: Pair, tmp_path: Path, timed: list[int]
 ) -> None:
-    """A later policy is weighed with the costs of the start, or refused where they do not cover it."""
-    timed: list[tuple[str, int]] = []
-
-    def timing(*arguments: Any, **settings: Any) -> list[float]:
-        timed.append((threading.current_thread().name, replica.loop.num_in_flight))
-        return time_steps(*arguments, **settings)
-
-    monkeypatch.setattr("blockpilot.evaluation.step_costs.time_steps", timing)
-    replica.reconfigure({"policy": priced_policy(tiny_pair, tmp_path, (2, 4), 2)})
-    assert timed
-    assert {num_in_flight for _, num_in_flight in timed} == {0}
-    timed.clear()
+    """Any later policy is weighed with the price of the start."""
+    replica.reconfigure({"policy": priced_policy(tiny_pair, tmp_path, (2, 4))})
+    assert timed == [0]
+    assert price_in_use(replica, client).device == device_name(tiny_pair.target.device)
 
     long = CHAT | {"max_tokens": 500}
     answers: list[dict[str, object]] = []
@@ -256,20 +267,29 @@ def test_step_costs_are_measured_at_the_start_and_never_beside_decoding(
     while not replica.loop.engine.num_active:
         pass
     replica.reconfigure({"policy": 3})
-    replica.reconfigure({"policy": priced_policy(tiny_pair, tmp_path, (4,), 1)})
-    with pytest.raises(ValueError, match=r"cover block sizes 2, 3, 5; start the server with it"):
-        replica.reconfigure({"policy": priced_policy(tiny_pair, tmp_path, (2, 3, 5), 2)})
+    replica.reconfigure({"policy": priced_policy(tiny_pair, tmp_path, (2, 3, 5))})
     assert replica.loop.num_in_flight == 1
-    assert str(status(replica)["name"]).endswith("/4")
+    assert str(status(replica)["name"]).endswith("/ano-2-3-5")
     in_flight.join()
     assert answers[0]["usage"]["completion_tokens"] > 100  # type: ignore[index]
+    assert price_in_use(replica, client).device == device_name(tiny_pair.target.device)
+    assert timed == [0]
+
+
+def test_a_server_that_starts_with_a_block_size_weighs_later_policies_with_prices_of_their_own(
+    replica: Replica, client: TestClient, tiny_pair: Pair, tmp_path: Path, timed: list[int]
+) -> None:
+    replica.reconfigure({"policy": 2})
+    replica.reconfigure({"policy": priced_policy(tiny_pair, tmp_path, (2, 4))})
+    assert price_in_use(replica, client).device == "another device"
     assert timed == []
 
 
-def test_a_server_that_starts_with_a_block_size_has_no_costs_for_later_policies(
-    replica: Replica, tiny_pair: Pair, tmp_path: Path
+def test_a_price_that_came_with_a_policy_of_this_device_is_that_of_later_ones(
+    replica: Replica, client: TestClient, tiny_pair: Pair, tmp_path: Path, timed: list[int]
 ) -> None:
-    replica.reconfigure({"policy": 2})
-    with pytest.raises(ValueError, match=r"another device .* start the server with it"):
-        replica.reconfigure({"policy": priced_policy(tiny_pair, tmp_path, (2, 4), 2)})
-    assert status(replica)["name"] == "block size 2"
+    here = device_name(tiny_pair.target.device)
+    for device in (here, "another device"):
+        replica.reconfigure({"policy": priced_policy(tiny_pair, tmp_path, (2, 4), device)})
+        assert price_in_use(replica, client).device == here
+    assert timed == []

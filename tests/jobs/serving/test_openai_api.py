@@ -10,7 +10,8 @@ from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from blockpilot.engine.engine import generate
+from blockpilot.control.price import COEFFICIENTS
+from blockpilot.engine.generate import generate
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Message, Prompt
 from helpers.api import (
@@ -74,7 +75,8 @@ def test_models_and_health(client: TestClient, tiny_pair: Pair) -> None:
     assert (health["status"], found["status"], found["num_active"]) == ("ok", "ok", 0)
     assert (found["num_slots"], found["max_model_len"], found["capacity"]) == (4, MAX_LENGTH, 12)
     assert found["cache_bytes"] > 0
-    assert found["step_costs"] == {}  # nothing to correct without a policy
+    assert list(found["step_price_s"]) == list(COEFFICIENTS)
+    assert found["step_price_s"]["base_s"] > 0
     assert found["accepted_over_expected"] is None
     assert found["backed_off"] is False
 

@@ -9,7 +9,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from blockpilot.control.controller import FixedPolicy
-from blockpilot.engine.engine import generate
+from blockpilot.engine.generate import generate
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import Prefill
 from helpers.api import COMPLETIONS, LONG, HttpCall, app_of, check_error, client_of, idle, replica_of, until

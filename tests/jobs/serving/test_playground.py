@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from blockpilot.engine.engine import generate
+from blockpilot.engine.generate import generate
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Message, Prompt
 from helpers.api import app_of, over_http, replica_of

@@ -1,1 +1,0 @@
-"""Adaptation while decoding: the pace of steps, back-off from speculation, calibration of forecasts."""

@@ -1,0 +1,112 @@
+"""Rules that others ship or publish, to be measured beside ours: same engine, live price, back-off and exact text."""
+
+from collections.abc import Iterable, Sequence
+from heapq import merge
+from itertools import islice
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from blockpilot.control.chances import own_chances
+from blockpilot.control.choose import Offered
+from blockpilot.control.live import LiveController
+from blockpilot.control.price import Load
+from blockpilot.types import Candidates, Prefill
+
+
+class DepthController(LiveController):
+    """Verifies chains as deep as they are drafted: by running means, what Ollama and llama-server-like runtimes do.
+
+    For requests of layout "chain".
+    """
+
+    def buy(self, offered: Sequence[Iterable[Offered]], most: int) -> list[list[Offered]]:
+        return [list(islice(of_row, most)) for of_row in offered]
+
+
+class _WholeDraft(LiveController):
+    """Every row drafts all that its draft can."""
+
+    def depths(self, reaches: Sequence[Sequence[float]], beside: Load) -> list[int]:
+        self._load = Load(
+            len(reaches) + beside.rows, sum(map(len, reaches)) + beside.num_drafted, beside.num_verified
+        )
+        return [len(reach) for reach in reaches]
+
+    def _best(self, chances: Sequence[float], rows: int, load: Load) -> int:
+        """How many of chances, which fall, make the most tokens a second of these rows."""
+        tokens = rows + np.cumsum([0.0, *chances])
+        return int((tokens / (self.price.seconds(load) + self.price.token_s * np.arange(len(tokens)))).argmax())
+
+
+class AdaptiveVerification(_WholeDraft):
+    """vLLM's: one budget for the chains of all rows, of the most probable tokens. With `Margins` as policy."""
+
+    def buy(self, offered: Sequence[Iterable[Offered]], most: int) -> list[list[Offered]]:
+        rows = [[(token.chance, r, token) for token in islice(of_row, most)] for r, of_row in enumerate(offered)]
+        every = list(merge(*rows, key=lambda item: -item[0]))
+        bought: list[list[Offered]] = [[] for _ in offered]
+        for _, r, token in every[: self._best([chance for chance, _, _ in every], self._load.rows, self._load)]:
+            bought[r].append(token)
+        return bought
+
+
+class TreeBudget(_WholeDraft):
+    """CaDDTree's (arXiv 2606.01813): a budget for each row's tree, as if it were the only one."""
+
+    def buy(self, offered: Sequence[Iterable[Offered]], most: int) -> list[list[Offered]]:
+        bought = []
+        for of_row in offered:
+            nodes = list(islice(of_row, most))
+            alone = Load(1, self._load.num_drafted // self._load.rows)
+            bought.append(nodes[: self._best([node.chance for node in nodes], 1, alone)])
+        return bought
+
+
+class Margins:
+    """Chances of a chain's tokens by the margin of the draft's best score over the next: a logistic regression for
+    every position, refit with every step (vLLM's). A policy and its reader.
+    """
+
+    def __init__(self, deepest: int) -> None:
+        self.deepest = deepest
+        self.weights = np.tile([0.5, 0.5], (deepest, 1))  # of margin and 1
+        self._covariances = np.tile(np.eye(2), (deepest, 1, 1))
+
+    def __call__(self, prefill: Prefill) -> "MarginForecast":
+        return MarginForecast(self)
+
+    def read(self, forecasts: Sequence["MarginForecast"], contexts: Tensor, anchors: Tensor) -> None:
+        """Nothing to know before the draft runs."""
+
+    def chances(self, forecasts: Sequence["MarginForecast"], found: Candidates, depths: Sequence[int]) -> Tensor:
+        margins = found.scores[:, 0] - found.scores[:, min(1, found.scores.shape[1] - 1)]
+        places = np.array([place for depth in depths for place in range(depth)])
+        known = np.stack([margins.double().clamp(max=20).numpy(force=True), np.ones(len(places))], axis=1)
+        for forecast, of_row in zip(forecasts, np.split(known, np.cumsum(depths)[:-1]), strict=True):
+            forecast.known = of_row
+        chances = 1 / (1 + np.exp(-(self.weights[places] * known).sum(axis=1)))
+        first = torch.from_numpy(chances).to(found.scores)[:, None]
+        return torch.cat([first, torch.minimum(first, own_chances(found)[0, :, 1:])], dim=1)[None]
+
+    def refit(self, known: np.ndarray, num_accepted: int) -> None:
+        """Learn from the positions of a step that were reached: a Newton step each."""
+        for place, x in enumerate(known[: num_accepted + 1]):
+            chance = 1 / (1 + np.exp(-self.weights[place] @ x))
+            with_x = self._covariances[place] @ x
+            weight = chance * (1 - chance)
+            self._covariances[place] -= weight * np.outer(with_x, with_x) / (1 + weight * x @ with_x)
+            self.weights[place] += self._covariances[place] @ x * ((place < num_accepted) - chance)
+
+
+class MarginForecast:
+    """The forecast of one request under `Margins`."""
+
+    def __init__(self, policy: Margins) -> None:
+        self.reader = policy
+        self.reach = [1.0] * policy.deepest
+        self.known = np.zeros((0, 2))
+
+    def observe(self, depth: int, num_verified: int, num_accepted: int) -> None:
+        self.reader.refit(self.known[:num_verified], num_accepted)

@@ -1,0 +1,82 @@
+"""The price of a pair's steps: which are timed, what they take in, and what is made of their seconds."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from blockpilot.control.price import Load
+from blockpilot.drafts.dflash import DraftModel
+from blockpilot.evaluation.pricing import measure_price, mixtures_of, time_steps
+from blockpilot.pairs.loading import Pair
+from blockpilot.types import MAX_BLOCK_SIZE
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 16])
+@pytest.mark.parametrize("block_size", [2, 4, 16, 32])
+def test_mixtures_have_plain_and_drafting_rows_and_trees(rows: int, block_size: int) -> None:
+    mixtures = mixtures_of(rows, block_size)
+    assert mixtures[0] == (1,) * rows
+    assert all(len(sizes) == rows and min(sizes) >= 1 and max(sizes) <= MAX_BLOCK_SIZE for sizes in mixtures)
+    assert {max(sizes) for sizes in mixtures} >= {1, 2, block_size}
+    assert max(map(max, mixtures)) > block_size or block_size == MAX_BLOCK_SIZE  # more tokens than are drafted
+    if rows > 1:  # one of them drafts, all of them, and rows that differ
+        assert {sum(size > 1 for size in sizes) for sizes in mixtures} >= {0, 1, rows}
+        assert len(set(mixtures[-1])) > 1
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_every_mixture_is_timed(tiny_pair: Pair, rows: int) -> None:
+    """A step drafts no deeper than the draft was trained, and verifies larger trees all the same."""
+    mixtures = mixtures_of(rows, tiny_pair.block_size)
+    timed = time_steps(tiny_pair, mixtures, 10, num_steps=2)
+    deepest = tiny_pair.block_size - 1
+    assert [step.load for step in timed] == [
+        Load(rows, sum(min(size - 1, deepest) for size in sizes), sum(size - 1 for size in sizes))
+        for sizes in mixtures
+    ]
+    assert all(step.seconds > 0 for step in timed)
+
+
+class CertainDraft(DraftModel):
+    """One token of every position is as good as certain, so that a tree has but one node of a depth."""
+
+    def forward(self, *args: Any, **named: Any) -> Tensor:
+        return 1e5 * super().forward(*args, **named)
+
+
+def test_loads_are_what_steps_really_verified(tiny_pair: Pair) -> None:
+    torch.manual_seed(0)
+    draft = CertainDraft(tiny_pair.draft.config).eval().requires_grad_(False)
+    pair = Pair(tiny_pair.id, tiny_pair.target, draft, tiny_pair.tokenizer)
+    timed = time_steps(pair, [(1, 1), (3, 1), (20, 20)], 10, num_steps=1)
+    deepest = tiny_pair.block_size - 1
+    assert [step.load for step in timed] == [Load(2), Load(2, 2, 2), Load(2, 2 * deepest, 2 * deepest)]
+
+
+def test_a_context_beyond_the_targets_room_is_shortened(tiny_pair: Pair) -> None:
+    [timed] = time_steps(tiny_pair, [(8, 1)], 10 * tiny_pair.max_length, num_steps=1)
+    assert timed.load == Load(2, tiny_pair.block_size - 1, 7)
+
+
+def test_a_price_is_measured(tiny_pair: Pair) -> None:
+    price = measure_price(tiny_pair, 6, 10, num_steps=1)
+    assert price.made_for(tiny_pair.id, "float32", price.device)
+    assert (price.context, price.rows) == (10, 6)
+    assert (price.coefficients >= 0).all()
+    assert price.seconds(Load(1)) > 0
+    assert 0 <= price.error < 10  # of steps of a millisecond on a machine that does other things, too
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"rows": 0, "context": 8}, "rows 0: must be at least 1"),
+        ({"rows": 1, "context": 0}, "context 0: must be at least 1"),
+        ({"rows": 1, "context": 8, "num_steps": 0}, "num_steps 0: must be at least 1"),
+    ],
+)
+def test_numbers_below_one_are_refused(tiny_pair: Pair, values: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        measure_price(tiny_pair, **values)

@@ -1,0 +1,40 @@
+"""Drafts that offer what a test wants of an engine: right tokens among many wrong ones."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from blockpilot.engine.engine import Engine
+from blockpilot.engine.rows import Row
+from blockpilot.engine.trees import Slots
+
+
+def scatter(
+    engine: Engine, texts: Sequence[Sequence[int]], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> list[list[Slots]]:
+    """Let the engine's draft offer, at random ranks with random chances, some right tokens and many wrong ones.
+
+    Returns a list that every pass of the draft adds its rows' slots to.
+    """
+    generator, passes = torch.Generator().manual_seed(seed), list[list[Slots]]()
+
+    def propose(rows: Sequence[Row], slots: Sequence[int], depths: Sequence[int], num: int) -> list[Slots]:
+        found = []
+        for row, depth in zip(rows, depths, strict=True):
+            known = next(text for text in texts if list(text[: len(row.tokens)]) == row.tokens)
+            tokens, chances = [], []
+            for i in range(depth):
+                place = len(row.tokens) + i
+                offered = torch.randperm(200, generator=generator)[:num].tolist()
+                if place < len(known) and torch.rand((), generator=generator) < 0.8:
+                    offered = [token for token in offered if token != known[place]][: num - 1]
+                    offered.insert(int(torch.randint(0, min(num, 3), (), generator=generator)), known[place])
+                tokens.append(offered)
+                chances.append((torch.rand(num, generator=generator) / 2).sort(descending=True).values.tolist())
+            found.append(Slots(tokens, [chances]))
+        passes.append(found)
+        return found
+
+    monkeypatch.setattr(engine._drafter, "propose", propose)
+    return passes

@@ -1,0 +1,139 @@
+"""The node model: what it learns from, what it learns, and its file."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from blockpilot.policy.nodes import (
+    NUM_CONTEXTS,
+    NUM_FEATURES,
+    NodeModel,
+    Outcomes,
+    features,
+    fit_nodes,
+    node_losses,
+    outcomes_of,
+)
+from blockpilot.policy.store import NODES_FILE, load_policy, save_policy
+from blockpilot.types import Candidates, PairId
+from helpers.policies import tiny_policy
+
+PAIR = PairId("t", "1", "d", "2")
+
+
+def candidates(num: int, k: int, seed: int = 0) -> Candidates:
+    """Scores that fall along k; every other slot is drawn, with noise on its scores."""
+    generator = torch.Generator().manual_seed(seed)
+    log_probs = (
+        (torch.randn(num, k + 4, generator=generator) * 2).log_softmax(dim=1).sort(dim=1, descending=True).values
+    )
+    log_probs = log_probs[:, :k]
+    drawn = torch.arange(num) % 2 == 0
+    noise = torch.randn(num, k, generator=generator).sort(dim=1, descending=True).values
+    return Candidates(torch.zeros(num, k, dtype=torch.int64), log_probs + noise * drawn[:, None], log_probs, drawn)
+
+
+def test_outcomes_are_of_slots_that_were_reached() -> None:
+    ranks = torch.tensor([[0, 2, 1, -1], [-1, 0, 0, 0], [0, 0, -2, -2]], dtype=torch.int8)
+    scores = torch.arange(3 * 4 * 2).view(3, 4, 2).half()
+    found = outcomes_of(ranks, scores, scores - 100, torch.tensor([True, False, False]))
+    assert found.ranks.tolist() == [0, 2, 1, -1, -1, 0, 0]
+    assert found.depths.tolist() == [0, 1, 2, 3, 0, 0, 1]
+    assert found.num_passed.tolist() == [0, 0, 1, 2, 0, 0, 0]
+    assert found.found.scores[:, 0].tolist() == [0, 2, 4, 6, 8, 16, 18]
+    assert found.found.log_probs[:, 0].tolist() == [-100, -98, -96, -94, -92, -84, -82]
+    assert found.found.drawn.tolist() == [True] * 4 + [False] * 3
+
+
+@given(st.integers(1, 9), st.integers(1, 5), st.integers(0, 10**6))
+@settings(deadline=None)
+def test_chances_fall_and_are_no_more_than_one_together(k: int, num: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    model = NodeModel(8).requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.mul_(5)
+    found = candidates(num, k, seed)
+    found.scores[0, k // 2 :] = found.log_probs[0, k // 2 :] = -torch.inf
+    assert features(found, torch.arange(num)).isfinite().all()
+    assert features(found, torch.arange(num)).shape == (num, k, NUM_FEATURES)
+    chances = model.chances(found, [num])
+    assert chances.shape == (NUM_CONTEXTS, num, k)
+    assert (chances.diff(dim=-1) <= 0).all()
+    assert (chances.sum(dim=-1) <= 1 + 1e-5).all()
+    assert (chances >= 0).all()
+
+
+def drawn_outcomes(num: int, seed: int) -> tuple[Outcomes, Tensor]:
+    """The first choice is right in 0.9 of slots, after one that is no first in 0.5; the second in 0.05 or 0.25."""
+    generator = torch.Generator().manual_seed(seed)
+    passed = torch.randint(0, 2, (num,), generator=generator)
+    first, second = torch.tensor([0.9, 0.5])[passed], torch.tensor([0.05, 0.25])[passed]
+    chance = torch.rand(num, generator=generator)
+    ranks = torch.where(chance < first, 0, torch.where(chance < first + second, 1, -1))
+    depths = torch.randint(0, 5, (num,), generator=generator)
+    return Outcomes(candidates(num, 4, seed), depths, passed, ranks), torch.stack([first, second], dim=1)
+
+
+def test_it_learns_chances_that_the_draft_does_not_know() -> None:
+    outcomes, _ = drawn_outcomes(6000, 0)
+    model = fit_nodes(outcomes, epochs=30, batch_size=128)
+    test, expected = drawn_outcomes(3000, 1)
+    logits = model(features(test.found, test.depths), test.num_passed)
+    found = logits.sigmoid()[:, :2]
+    assert (found - expected).abs().mean() < 0.04
+    ours, own = node_losses(model, test)
+    # The entropy of what is right, and no more than a little above it.
+    entropy = float(sum(torch.special.entr(p) + torch.special.entr(1 - p) for p in expected.T).mean())
+    assert entropy < ours < entropy + 0.05 < own
+
+
+def test_equal_seeds_give_equal_models() -> None:
+    outcomes, _ = drawn_outcomes(300, 2)
+    one, same, other = (fit_nodes(outcomes, epochs=1, seed=seed).state_dict() for seed in (1, 1, 2))
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert not all(torch.equal(one[name], other[name]) for name in one)
+
+
+# --- its file ---
+
+
+def saved(folder: Path) -> NodeModel:
+    nodes = fit_nodes(drawn_outcomes(200, 3)[0], hidden=5, epochs=1)
+    policy = tiny_policy(PAIR, 20, (1, 2, 4), kind="step", sizes=(3, 3))
+    policy.nodes = nodes
+    save_policy(policy, folder)
+    return nodes
+
+
+def test_it_survives_the_file(tmp_path: Path) -> None:
+    nodes, loaded = saved(tmp_path), load_policy(tmp_path).nodes
+    assert loaded is not None
+    found = candidates(6, 8)
+    assert torch.equal(loaded.chances(found, [2, 4]), nodes.chances(found, [2, 4]))
+    save_policy(tiny_policy(PAIR, 20, (1, 2, 4), kind="step", sizes=(3, 3)), tmp_path)
+    assert load_policy(tmp_path).nodes is None
+
+
+@pytest.mark.parametrize("change", ["missing", "unknown", "nan", "shape", "text"])
+def test_other_files_are_refused(change: str, tmp_path: Path) -> None:
+    saved(tmp_path)
+    path = tmp_path / NODES_FILE
+    tensors = load_file(path)
+    if change == "missing":
+        del tensors["mean"]
+    elif change == "unknown":
+        tensors["more"] = torch.zeros(1)
+    elif change == "nan":
+        tensors["scale"][0] = torch.nan
+    elif change == "shape":
+        tensors["layers.0.weight"] = torch.zeros(0, 3)
+    save_file(tensors, path)
+    if change == "text":
+        path.write_text("nodes")
+    with pytest.raises(ValueError, match=r"nodes\.safetensors: "):
+        load_policy(tmp_path)

@@ -155,6 +155,17 @@ class Step:
     texts: tuple[str, ...] = ()
     tree: Tree = NO_TREE
 
+    @property
+    def path(self) -> list[int]:
+        """The nodes of `tree` that were accepted, in order."""
+        children = {
+            (p, token): i for i, (token, p) in enumerate(zip(self.tree.tokens, self.tree.parents, strict=True), 1)
+        }
+        nodes = [0]
+        for token in self.tokens[: self.num_accepted]:
+            nodes.append(children[nodes[-1], token])
+        return nodes[1:]
+
 
 class Candidates(NamedTuple):
     """The k tokens [N, k] that would win a position's race if the target's scores were a draft's, best first.

@@ -28,7 +28,7 @@ from blockpilot.policy.store import load_policy
 from blockpilot.types import MAX_BLOCK_SIZE
 from jobs.common.cluster import actor_options, connect, num_threads
 from jobs.common.config import Config, PairConfig, Resources, main
-from jobs.common.registry import CHAMPION, Registry, model_name, tracking_uri
+from jobs.common.registry import CHAMPION, UNTRAINED, Registry, model_name, tracking_uri
 from jobs.serving.api import ApiKeys, Limits, environment_key
 from jobs.serving.champions import copy_of
 from jobs.serving.gateway import Gateway
@@ -46,7 +46,8 @@ class ModelConfig(Config):
 
     pair: PairConfig = PairConfig()
     policy: str = CHAMPION
-    """Source of block sizes: "champion" of the registry, the directory of a policy, or one block size."""
+    """What is drafted and verified: by "champion" of the registry, by the directory of a policy, by "untrained" (the
+    draft's own probabilities and running means), or one block size."""
     resources: Resources = Resources()
     """Of each replica; num_actors is the number of replicas, or the minimum where max_replicas is larger."""
     max_replicas: int = Field(default=1, ge=1)
@@ -65,10 +66,10 @@ class ModelConfig(Config):
 
     @property
     def policy_source(self) -> int | str:
-        """A block size, "champion", or the absolute directory of a policy."""
+        """A block size, "champion", "untrained", or the absolute directory of a policy."""
         if self.policy.isdecimal():
             return int(self.policy)
-        return self.policy if self.policy == CHAMPION else str(Path(self.policy).absolute())
+        return self.policy if self.policy in (CHAMPION, UNTRAINED) else str(Path(self.policy).absolute())
 
 
 class ServeConfig(ModelConfig):
@@ -172,9 +173,11 @@ def policy_config(model: ModelConfig, args: ServeConfig) -> dict[str, Any]:
     return found | {"store": tracking_uri(), "follow_s": args.registry_every_s, "folder": str(args.output.absolute())}
 
 
-def find_policy(model: ModelConfig, folder: Path) -> int | Path:
-    """A block size, or the directory of a policy; ValueError if there is none or it is for other models."""
+def find_policy(model: ModelConfig, folder: Path) -> int | str | Path:
+    """A block size, "untrained", or a policy's directory; ValueError if there is none or it is for other models."""
     source = model.policy_source
+    if source == UNTRAINED:
+        return source
     if isinstance(source, int):
         if not 1 <= source <= MAX_BLOCK_SIZE:
             raise ValueError(f"policy {source}: a block size must be 1 to {MAX_BLOCK_SIZE}")
@@ -187,7 +190,7 @@ def find_policy(model: ModelConfig, folder: Path) -> int | Path:
         except ValueError as error:
             raise ValueError(
                 f"{error}. Make one with jobs/sweep.py, jobs/train.py and jobs/promote.py,"
-                " or serve one block size with --policy 8"
+                " or serve without any with --policy untrained"
             ) from None
         directory = copy_of(registry, version, folder)
     model.pair.check_made_for(f"policy {directory}", load_policy(directory).info.pair)

@@ -105,8 +105,8 @@ def outcomes_of(ranks: Tensor, scores: Tensor, log_probs: Tensor, drawn: Tensor)
     steps tokens are drawn.
     """
     right = (ranks >= 0).long().cumprod(dim=1)
-    reached = functional.pad(right[:, :-1], (1, 0), value=1).bool() & (ranks >= -1)
-    passed = functional.pad((ranks > 0).long().cumsum(dim=1)[:, :-1], (1, 0))
+    reached = functional.pad(right, (1, 0), value=1)[:, :-1].bool() & (ranks >= -1)
+    passed = functional.pad((ranks > 0).long().cumsum(dim=1), (1, 0))[:, :-1]
     example, place = reached.nonzero(as_tuple=True)
     no_tokens = torch.zeros(len(place), 0, dtype=torch.int64)
     found = Candidates(no_tokens, scores[reached].float(), log_probs[reached].float(), drawn[example])

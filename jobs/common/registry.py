@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 EXPERIMENT = "blockpilot"
 CHAMPION = "champion"
+UNTRAINED = "untrained"  # names the policy that is not learned and in no registry
 _SQLITE = "sqlite:///"
 _TABLES_TAG = "mlflow.loggedArtifacts"
 _QUIET = {

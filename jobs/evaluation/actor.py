@@ -37,6 +37,7 @@ from blockpilot.sweep.rows import prompt_ids
 from blockpilot.sweep.sweep import sampler_seed
 from blockpilot.types import CandidateSet, Layout, PairId, Policy, Request, Sampling
 from jobs.common.cluster import num_threads
+from jobs.common.registry import UNTRAINED
 from jobs.evaluation.inputs import (
     AR,
     BUDGET,
@@ -46,7 +47,6 @@ from jobs.evaluation.inputs import (
     POLICY,
     RANDOM,
     TREE_PREFIX,
-    UNTRAINED,
     VERIFICATION,
     EvaluateConfig,
     Plan,

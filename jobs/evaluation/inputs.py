@@ -19,10 +19,10 @@ from blockpilot.sweep.summary import Summary
 from blockpilot.types import MAX_BLOCK_SIZE, PairId
 from jobs.common.config import Config, PairConfig, Place
 from jobs.common.learned_from import LearnedFrom
-from jobs.common.registry import CHAMPION, Registry, Version, model_name
+from jobs.common.registry import CHAMPION, UNTRAINED, Registry, Version, model_name
 
 AR, POLICY, RANDOM, MEANS, ORACLE = "AR", "policy", "random", "running means", "oracle (bound)"
-CONTROL, UNTRAINED = "AR again", "untrained"
+CONTROL = "AR again"
 VERIFICATION, BUDGET = "adaptive verification", "tree budget"
 METHOD_PREFIX, TREE_PREFIX = "B=", "tree "  # of fixed block sizes, and nodes
 NEWEST, NO_POLICY = "newest", "none"

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from blockpilot.engine.detokenize import TextStream
 from blockpilot.pairs.loading import Pair
-from blockpilot.types import Step
+from blockpilot.types import Layout, Step
 from jobs.serving.engine_loop import Stream
 
 
@@ -34,6 +34,8 @@ class Piece(NamedTuple):
     """The step, where steps are shown."""
     step_texts: tuple[str, ...] = ()
     """The text that each token of the step made final."""
+    drafted_texts: tuple[str, ...] = ()
+    """Of the tokens that the step verified."""
 
 
 class ChoiceText:
@@ -50,6 +52,8 @@ class ChoiceText:
         self.finish_reason: str | None = None
         self.first_token_at: float | None = None
         self.num_tokens = self.num_steps = self.num_emitted = self.block_size = 0
+        self.layout: Layout | None = None
+        """Of the blocks so far: a tree as soon as one is no chain."""
         self._stream, self._tokenizer = stream, pair.tokenizer
         self._interval_s, self._include_steps = 0.0 if include_steps else interval_s, include_steps
         self._stop_token_ids = stream.request.stop_token_ids
@@ -84,7 +88,7 @@ class ChoiceText:
         if self._include_steps:
             (step,) = steps
             texts = step.texts if self._has_texts else tuple(self._text.push([t]) for t in self._shown(step))
-            return Piece("".join(texts), tokens, step, texts)
+            return Piece("".join(texts), tokens, step, texts, tuple(map(self._decode, step.tree.tokens)))
         if self._has_texts:
             return Piece("".join(text for step in steps for text in step.texts), tokens)
         return Piece(self._text.push(token for step in steps for token in self._shown(step)), tokens)
@@ -109,6 +113,8 @@ class ChoiceText:
             self.num_steps += 1
             self.num_emitted += len(step.tokens)
             self.block_size = max(self.block_size, step.block_size)  # a step near the limit has a smaller one
+            if step.tree.tokens and self.layout != "tree":
+                self.layout = "chain" if step.tree.is_chain else "tree"
 
 
 async def merged(choices: Sequence[ChoiceText]) -> AsyncGenerator[tuple[ChoiceText, Piece | None], None]:

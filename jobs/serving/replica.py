@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from blockpilot.control.controller import FixedPolicy
+from blockpilot.control.forecasts import RunningMeans
 from blockpilot.control.price import COEFFICIENTS, StepPrice
 from blockpilot.device import device_name, dtype_name
 from blockpilot.engine.engine import Engine
@@ -29,7 +30,7 @@ from blockpilot.policy.learned import LearnedPolicy
 from blockpilot.policy.store import load_policy
 from blockpilot.prompts.files import Message, Prompt
 from blockpilot.types import MAX_BLOCK_SIZE, Request, Sampling
-from jobs.common.registry import CHAMPION, model_name
+from jobs.common.registry import CHAMPION, UNTRAINED, model_name
 from jobs.serving.champions import ChampionWatch
 from jobs.serving.engine_loop import EngineLoop, Stream
 from jobs.serving.metrics import ReplicaMetrics
@@ -172,6 +173,7 @@ class Replica:
             self.pair.stop_token_ids,
             tuple(body.stop),
             body.num_logprobs,
+            layout=body.layout,
         )
 
     def _num_tokens(self, body: Body, num_prompt_tokens: int) -> int:
@@ -193,9 +195,9 @@ class Replica:
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Use another policy from the next prefill on; ValueError for one that is not there or cannot be used.
 
-        user_config: `policy`, a block size, a directory, or "champion"; of the champion also `store`, the MLflow
-        store, `follow_s`, how often to look for another one, and `folder`, where it is copied to. Serve calls this
-        once before the first request. A champion that the registry cannot give then is replaced by the last copy.
+        user_config: `policy`, a block size, a directory, "untrained" or "champion"; of the champion also `store`, the
+        MLflow store, `follow_s`, how often to look for another one, and `folder`, where it is copied to. Serve calls
+        this once before the first request. A champion that the registry cannot give then is its last copy.
         """
         if self.watch is not None:
             self.watch.stop()
@@ -221,23 +223,27 @@ class Replica:
             self.loop.set_policy(FixedPolicy(policy))
             self._policy = {"name": f"block size {policy}", "version": None}
             return
+        if policy == UNTRAINED:
+            self.loop.set_policy(RunningMeans(self.pair.block_size - 1), self._price_for(None))
+            self._policy = {"name": UNTRAINED, "version": None}
+            return
         learned = load_policy(policy)
         learned.check(self.pair)
-        self.loop.set_policy(learned, self._price_for(learned))
+        self.loop.set_policy(learned, self._price_for(learned.price))
         self._policy = {"name": str(policy), "version": version or None}
 
-    def _price_for(self, policy: LearnedPolicy) -> StepPrice | None:
-        """The policy's own price where that was measured on such a device, or else the one that is known of this.
+    def _price_for(self, own: StepPrice | None) -> StepPrice | None:
+        """A policy's own price where that was measured on such a device, or else the one that is known of this.
 
         It is measured for the first policy only, before any request: timing beside requests would slow them and be
         wrong.
         """
         here = self.pair.id, dtype_name(self.pair.target.dtype), device_name(self.pair.target.device)
-        if policy.price is not None and policy.price.made_for(*here):
-            self._price = policy.price
+        if own is not None and own.made_for(*here):
+            self._price = own
         elif self._price is None and self._policy is None:
             self._price = measure_price(self.pair, self.loop.engine.num_slots, PRICE_CONTEXT)
-        return self._price or policy.price
+        return self._price or own
 
 
 def _encode(body: Body, pair: Pair) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """OpenAI's response objects: the chunks of a stream, or one whole object, from the pieces of all choices.
 
 Log probabilities are the target's own, before temperature and truncation. Beyond OpenAI's fields, every response has
-the seed that was used, and its usage has `block_size`, `num_steps` and `acceptance_length`.
+the seed that was used, and its usage has `block_size`, `layout`, `num_steps` and `acceptance_length`.
 """
 
 import time
@@ -138,7 +138,9 @@ class Reply:
         shown = self._choice(choice, content, logprobs, None)
         if (step := piece.step) is not None:  # block size 0 marks the first token, which the prefill emits
             texts = list(piece.step_texts)
-            shown["step"] = {"block_size": step.block_size, "num_accepted": step.num_accepted, "texts": texts}
+            drafted = {"drafted": list(piece.drafted_texts), "parents": list(step.tree.parents), "path": step.path}
+            counts = {"block_size": step.block_size, "num_accepted": step.num_accepted}
+            shown["step"] = counts | {"texts": texts} | drafted
         return shown
 
     def _choice(
@@ -150,7 +152,7 @@ class Reply:
         return None if self.body.num_logprobs is None else self._format.logprobs(tokens, offset)
 
     def usage(self) -> JsonObject:
-        """Counts over all choices. block_size is null where no block was verified, acceptance_length likewise."""
+        """Counts over all choices. What tells of blocks is null where none was verified."""
         num_prompt_tokens = len(self.request.prompt_ids)
         num_tokens = sum(choice.num_tokens for choice in self.choices)
         num_steps = sum(choice.num_steps for choice in self.choices)
@@ -160,6 +162,7 @@ class Reply:
             "completion_tokens": num_tokens,
             "total_tokens": num_prompt_tokens + num_tokens,
             "block_size": self.request.block_size or max(choice.block_size for choice in self.choices) or None,
+            "layout": next((choice.layout for choice in self.choices if choice.layout), None),
             "num_steps": num_steps,
             "acceptance_length": num_emitted / num_steps if num_steps else None,
         }

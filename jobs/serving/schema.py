@@ -1,8 +1,8 @@
 """Request bodies of OpenAI's chat and completions endpoints, and errors in OpenAI's shape.
 
 Fields of the API that this server does not support are refused by name, never ignored; null, and the value that
-changes nothing (such as best_of=1), are accepted. Extensions: `block_size`, `top_k` and `timeout_s` in a request,
-`stream_options.include_steps` in a stream's.
+changes nothing (such as best_of=1), are accepted. Extensions: `block_size`, `layout`, `top_k` and `timeout_s` in a
+request, `stream_options.include_steps` in a stream's.
 """
 
 import json
@@ -19,6 +19,8 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+
+from blockpilot.types import Layout
 
 RETRY_AFTER_S = 1
 MAX_STOPS = 4
@@ -111,7 +113,8 @@ class StreamOptions(_Body):
 
     include_usage: bool = False
     include_steps: bool = False
-    """Every chunk has its step: block size, number of accepted drafted tokens, and the text of every token."""
+    """Every chunk has its step: block size, drafted tokens and their parents (0 is the token before, i the i-th), the
+    path that was accepted, and the text of every token."""
 
 
 class GenerateRequest(_Body):
@@ -133,6 +136,7 @@ class GenerateRequest(_Body):
         Field(max_length=MAX_STOPS),
     ] = []
     block_size: Annotated[int | None, BeforeValidator(_block_size)] = None
+    layout: Layout = "auto"
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     timeout_s: float | None = Field(None, gt=0, allow_inf_nan=False)

@@ -38,7 +38,7 @@ from helpers.processes import Job
 from jobs import evaluate
 from jobs.common.config import PairConfig, main
 from jobs.common.learned_from import LearnedFrom
-from jobs.common.registry import CHAMPION, Registry, Version, model_name
+from jobs.common.registry import CHAMPION, UNTRAINED, Registry, Version, model_name
 from jobs.evaluation import actor
 from jobs.evaluation import inputs as evaluate_inputs
 from jobs.evaluation import result as evaluate_result
@@ -50,7 +50,6 @@ from jobs.evaluation.inputs import (
     ORACLE,
     POLICY,
     RANDOM,
-    UNTRAINED,
     EvaluateConfig,
     Plan,
     Swept,

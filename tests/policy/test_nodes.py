@@ -137,3 +137,8 @@ def test_other_files_are_refused(change: str, tmp_path: Path) -> None:
         path.write_text("nodes")
     with pytest.raises(ValueError, match=r"nodes\.safetensors: "):
         load_policy(tmp_path)
+
+
+def test_rows_without_recorded_choices_have_no_outcomes() -> None:
+    nothing = torch.zeros(3, 0, 0)
+    assert len(outcomes_of(torch.zeros(3, 0, dtype=torch.int8), nothing, nothing, torch.zeros(3).bool())) == 0

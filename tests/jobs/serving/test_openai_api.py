@@ -103,6 +103,18 @@ def test_chat_gives_the_text_of_plain_decoding_at_every_block_size(
         assert answer["choices"][0]["message"] == {"role": "assistant", "content": want, "refusal": None}
         used = tiny_pair.block_size if block_size == "auto" else block_size
         assert answer["usage"]["block_size"] == used
+        assert answer["usage"]["layout"] == (None if block_size == 1 else "chain")
+        tree = ask(client, CHAT, body | {"block_size": block_size, "layout": "tree"})
+        assert tree["choices"] == answer["choices"]
+        assert tree["usage"]["layout"] == {1: None, 2: "chain"}.get(block_size, "tree")
+
+
+def test_an_unknown_layout_is_refused(client: TestClient) -> None:
+    response = client.post(CHAT, json={"model": "target", "messages": QUESTION, "layout": "star"})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == "layout"
+    assert "'auto', 'chain' or 'tree'" in error["message"]
 
 
 def test_completion_of_a_string_and_of_its_tokens(client: TestClient, tiny_pair: Pair) -> None:

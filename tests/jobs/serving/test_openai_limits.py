@@ -158,6 +158,9 @@ def test_a_stream_can_show_its_steps(replica: Replica, path: str, stops: bool) -
     assert [step["block_size"] for step in steps][:2] == [0, 4]
     assert len(steps) == usage["usage"]["num_steps"] + 1
     assert all(step["num_accepted"] <= len(step["texts"]) <= step["num_accepted"] + 1 for step in steps)
+    assert all(len(step["drafted"]) == max(step["block_size"] - 1, 0) for step in steps)
+    assert all(step["parents"] == list(range(len(step["drafted"]))) for step in steps)
+    assert all(step["path"] == list(range(1, step["num_accepted"] + 1)) for step in steps)
     shown = "".join(choice["delta"].get("content", "") if path == CHAT else choice["text"] for choice in choices)
     assert shown == text_of(whole)
     for choice in choices:

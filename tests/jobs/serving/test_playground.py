@@ -11,6 +11,7 @@ import pytest
 from blockpilot.engine.generate import generate
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Message, Prompt
+from blockpilot.types import Layout
 from helpers.api import app_of, over_http, replica_of
 from jobs.serving.api import ApiKeys
 
@@ -51,18 +52,19 @@ def log_in(page: "Page") -> None:
     page.wait_for_selector("#model option", state="attached")
 
 
-@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize(("together", "layout"), [(False, "tree"), (True, "chain")])
 def test_both_answers_are_the_targets_own_and_their_blocks_are_coloured(
-    page: "Page", embedded_pair: Pair, together: bool, tmp_path: Path
+    page: "Page", embedded_pair: Pair, together: bool, layout: Layout, tmp_path: Path
 ) -> None:
     pair, prompt = embedded_pair, Prompt("test", (Message("user", "What is a block?"),))
-    steps = list(generate(pair, prompt.encode(pair.tokenizer), block_size=4, max_new_tokens=40))
+    steps = list(generate(pair, prompt.encode(pair.tokenizer), block_size=4, layout=layout, max_new_tokens=40))
     want = pair.tokenizer.decode([t for step in steps for t in step.tokens], skip_special_tokens=True)
     assert any(step.num_accepted for step in steps)
     log_in(page)
     page.fill("#prompt", "What is a block?")
     page.fill("#tokens", "40")
     page.select_option("#size", "4")
+    page.select_option("#layout", layout)
     page.set_checked("#together", together)
     page.click("#go")
     page.wait_for_selector("#verdict:not(:empty)")
@@ -70,9 +72,13 @@ def test_both_answers_are_the_targets_own_and_their_blocks_are_coloured(
     for panel in ("#adaptive", "#plain"):
         assert page.text_content(f"{panel} .text") == want
         assert re.search(r"40 tokens, [\d.]+ tokens/s", page.inner_text(f"{panel} .figures"))
-    assert page.locator("#adaptive .accepted").count() == sum(step.num_accepted for step in steps)
-    assert page.locator("#adaptive .bonus").count() == sum(len(s.tokens) - s.num_accepted for s in steps[1:])
-    assert page.locator("#plain .accepted").count() == 0
+    assert page.locator("#adaptive .text .accepted").count() == sum(step.num_accepted for step in steps)
+    assert page.locator("#adaptive .text .bonus").count() == sum(len(s.tokens) - s.num_accepted for s in steps[1:])
+    assert page.locator("#plain .text .accepted").count() == 0
+    best = max(range(1, len(steps)), key=lambda i: steps[i].num_accepted)
+    page.hover(f"#adaptive .sizes i:nth-child({best})")
+    assert page.locator("#adaptive .tree .node:not(.bonus)").count() == len(steps[best].tree.tokens)
+    assert page.locator("#adaptive .tree .accepted").count() == steps[best].num_accepted > 0
     assert page.locator("#adaptive .sizes i").count() == len(steps) - 1
     assert f"{len(steps) - 1} steps" in page.inner_text("#adaptive .figures")
     page.screenshot(path=tmp_path / "playground.png")

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from jobs import evaluate, promote, serve, sweep, train
 from jobs.common.cluster import connect
 from jobs.common.config import Config
+from jobs.common.registry import UNTRAINED
 from jobs.evaluation.inputs import EvaluateConfig
 from jobs.evaluation.result import EvaluateResult
 from jobs.training.config import TrainConfig
@@ -55,8 +56,8 @@ def learn(pipeline: Pipeline) -> Learned:
 
 
 def to_serve(pipeline: Pipeline, learned: Learned) -> serve.ServeConfig:
-    """Configuration that serves the champion or, where there is none, the best fixed block size."""
+    """Configuration that serves the champion or, where there is none, what needs no training."""
     if learned.promotion.champion is not None:
         return pipeline.serve
-    print(f"no champion yet: serving block size {learned.measured.best_fixed}, the best fixed one")
-    return pipeline.serve.model_copy(update={"policy": str(learned.measured.best_fixed)})
+    print(f"no champion yet: serving with --policy {UNTRAINED}")
+    return pipeline.serve.model_copy(update={"policy": UNTRAINED})

@@ -71,7 +71,7 @@ def pipeline(config: DemoConfig) -> Pipeline:
         prompts=(str(output / "held_out.jsonl"),),
         num_prompts=config.num_prompts,
         policy=NEWEST,
-        baselines=("oracle",),
+        baselines=("untrained", "oracle"),
         block_sizes=tuple(size for size in config.candidates if size > 1),
         sweep=(sweep.output,),
         max_new_tokens=config.max_new_tokens,

@@ -82,7 +82,7 @@ def learned(champion: int | None) -> Learned:
     return Learned(measured, PromoteResult(version, champion == 2, "a reason", champion))
 
 
-def test_without_a_champion_the_best_fixed_block_size_is_served(
+def test_without_a_champion_what_needs_no_training_is_served(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stages = smollm2_135m.pipeline(DemoConfig(output=tmp_path, port=1234))
@@ -90,9 +90,9 @@ def test_without_a_champion_the_best_fixed_block_size_is_served(
         assert to_serve(stages, learned(champion)) == stages.serve
     assert capsys.readouterr().out == ""
     served = to_serve(stages, learned(None))
-    assert served.policy == "6"
+    assert served.policy == "untrained"
     assert served.model_copy(update={"policy": "champion"}) == stages.serve
-    assert "no champion yet: serving block size 6" in capsys.readouterr().out
+    assert "no champion yet: serving with --policy untrained" in capsys.readouterr().out
 
 
 def test_candidates_lie_around_the_drafts_block_size(tmp_path: Path) -> None:

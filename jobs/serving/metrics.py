@@ -50,7 +50,7 @@ class ReplicaMetrics:
             return metric
 
         own: Any = ("model",)
-        by_size, by_outcome = cast(Any, ("model", "block_size")), cast(Any, ("model", "outcome"))
+        by_size, by_outcome = cast(Any, ("model", "block_size", "layout")), cast(Any, ("model", "outcome"))
         self._engine, self._policy = engine, policy
         self._active = of_model(Gauge("blockpilot_active_rows", "Requests that hold a slot.", own))
         self._waiting = of_model(Gauge("blockpilot_waiting_requests", "Requests that wait for a slot.", own))
@@ -58,7 +58,7 @@ class ReplicaMetrics:
         self._version = of_model(Gauge("blockpilot_policy_version", "Of the champion in use; 0 for none.", own))
         self._kept = of_model(Gauge("blockpilot_policy_kept", "1 while the registry's champion cannot be used.", own))
         self._backed_off = of_model(Gauge("blockpilot_backed_off", "1 while drafting does not pay.", own))
-        self._blocks = of_model(Counter("blockpilot_blocks", "Blocks verified, by size.", by_size))
+        self._blocks = of_model(Counter("blockpilot_blocks", "Blocks verified, by size and layout.", by_size))
         self._tokens = of_model(Counter("blockpilot_tokens", "Tokens emitted.", own))
         self._accepted = of_model(Counter("blockpilot_accepted_tokens", "Drafted tokens among them.", own))
         self._verified = of_model(Counter("blockpilot_verified_tokens", "Tokens emitted by blocks.", own))
@@ -80,8 +80,8 @@ class ReplicaMetrics:
         _add(self._tokens, sum(len(step.tokens) for step in steps))
         _add(self._verified, sum(len(step.tokens) for step in blocks))
         _add(self._accepted, sum(step.num_accepted for step in blocks))
-        for size, num in CountBy(step.block_size for step in blocks).items():
-            self._blocks.inc(num, {"block_size": str(size)})
+        for (size, is_chain), num in CountBy((step.block_size, step.tree.is_chain) for step in blocks).items():
+            self._blocks.inc(num, {"block_size": str(size), "layout": "chain" if is_chain else "tree"})
 
     def on_answer(self, answered: "Answered") -> None:
         """Count a request that is over."""

@@ -39,7 +39,6 @@ from jobs import evaluate
 from jobs.common.config import PairConfig, main
 from jobs.common.learned_from import LearnedFrom
 from jobs.common.registry import CHAMPION, UNTRAINED, Registry, Version, model_name
-from jobs.evaluation import actor
 from jobs.evaluation import inputs as evaluate_inputs
 from jobs.evaluation import result as evaluate_result
 from jobs.evaluation.actor import Evaluator, Setting, default_block_sizes
@@ -330,7 +329,7 @@ def test_all_methods_decode_the_same_text_in_an_order_that_rotates(
 @pytest.fixture
 def price_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """A price that is made up for a test does not follow what steps really take."""
-    monkeypatch.setattr(actor, "LiveController", Controller)
+    monkeypatch.setattr(LiveController, "finish", Controller.finish)
 
 
 @pytest.mark.usefixtures("price_as_given")
@@ -425,8 +424,8 @@ def test_a_group_does_not_depend_on_those_before_it(
 ) -> None:
     """On a machine of which every step takes a second, a group that is measured after a kill is what it would be."""
     ticks = itertools.count()
-    timed = functools.partial(LiveController, clock=lambda: float(next(ticks)))
-    monkeypatch.setattr(actor, "LiveController", timed)
+    timed = functools.partialmethod(LiveController.__init__, clock=lambda: float(next(ticks)))
+    monkeypatch.setattr(LiveController, "__init__", timed)
     config = changed(config, temperature=5.0, max_new_tokens=40, concurrency=concurrency, waves=2)
     learned = step_policy(tiny_pair, SIZES)
     learned.network.head.weight *= 30
@@ -939,7 +938,10 @@ def refused(arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         ("--prompts demo --block-sizes 4 2", "(4, 2): must be ascending"),
         ("--prompts demo --block-sizes 2 2", "(2, 2): must be ascending"),
         ("--prompts demo --block-sizes 33", "(33,): must be at most 32"),
-        ("--prompts demo --baselines random luck", "'luck': must be of control, random, means, untrained, oracle"),
+        (
+            "--prompts demo --baselines random luck",
+            "'luck': must be of control, random, means, verification, budget, untrained, oracle",
+        ),
         ("--prompts demo --tree-sizes 3 2", "(3, 2): must be ascending and 1 to 31"),
         ("--prompts demo --tree-sizes 2 2", "(2, 2): must be ascending and 1 to 31"),
         ("--prompts demo --tree-sizes 0 2", "(0, 2): must be ascending and 1 to 31"),

@@ -60,7 +60,7 @@ def test_champion_comes_from_the_registry(
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
     config = ServeConfig(pair=pair_config)
-    with pytest.raises(ValueError, match=r"blockpilot-target@champion.*jobs/promote.py.*--policy 8"):
+    with pytest.raises(ValueError, match=r"blockpilot-target@champion.*jobs/promote.py.*--policy untrained"):
         find_policy(config, tmp_path / "serve")
     registry = Registry.open()
     directory = write_policy(tmp_path / "policy", tiny_pair.id)

@@ -17,7 +17,7 @@ from blockpilot.control.chances import own_chances
 from blockpilot.types import Candidates
 
 NUM_CONTEXTS = 3  # none, one, or more choices above that are no first ones
-NUM_FEATURES = 15
+NUM_FEATURES, OWN_LOGIT = 15, 0  # and the place of the logit of the draft's own chance
 LEAST_SCORE, LEAST_CHANCE = -30.0, 1e-4
 
 
@@ -50,7 +50,10 @@ def features(found: Candidates, depths: Tensor) -> Tensor:
 
 
 class NodeModel(nn.Module):
-    """Logits of the chance that the target makes a choice where it has made those above."""
+    """Logits of the chance that the target makes a choice where it has made those above.
+
+    What it learns is added to the logit of the draft's own chance.
+    """
 
     mean: Tensor
     scale: Tensor
@@ -65,6 +68,9 @@ class NodeModel(nn.Module):
             nn.SiLU(),
             nn.Linear(hidden, 1),
         )
+        last = self.layers[-1]
+        for parameter in last.parameters():
+            nn.init.zeros_(parameter)  # before it has learned anything the draft's own chances
         self.register_buffer("mean", torch.zeros(NUM_FEATURES))
         self.register_buffer("scale", torch.ones(NUM_FEATURES))
 
@@ -73,7 +79,7 @@ class NodeModel(nn.Module):
         context = functional.one_hot(num_passed.clamp(max=NUM_CONTEXTS - 1), NUM_CONTEXTS).to(known.dtype)
         context = context[:, None].expand(-1, known.shape[1], -1)
         outputs: Tensor = self.layers(torch.cat([(known - self.mean) / self.scale, context], dim=-1))
-        return outputs[..., 0]
+        return known[..., OWN_LOGIT] + outputs[..., 0]
 
     def chances(self, found: Candidates, depths: Sequence[int]) -> Tensor:
         """[NUM_CONTEXTS, N, k] of what a draft proposes for depths[r] positions of each row: they fall along k."""

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from blockpilot.control.chances import own_chances
 from blockpilot.policy.nodes import (
     NUM_CONTEXTS,
     NUM_FEATURES,
@@ -56,7 +57,7 @@ def test_chances_fall_and_are_no_more_than_one_together(k: int, num: int, seed: 
     torch.manual_seed(seed)
     model = NodeModel(8).requires_grad_(False)
     for parameter in model.parameters():
-        parameter.mul_(5)
+        parameter.normal_(std=2)
     found = candidates(num, k, seed)
     found.scores[0, k // 2 :] = found.log_probs[0, k // 2 :] = -torch.inf
     assert features(found, torch.arange(num)).isfinite().all()
@@ -66,6 +67,13 @@ def test_chances_fall_and_are_no_more_than_one_together(k: int, num: int, seed: 
     assert (chances.diff(dim=-1) <= 0).all()
     assert (chances.sum(dim=-1) <= 1 + 1e-5).all()
     assert (chances >= 0).all()
+
+
+def test_before_it_has_learned_chances_are_the_drafts_own() -> None:
+    found = candidates(6, 8)
+    chances = NodeModel().requires_grad_(False).chances(found, [2, 4])
+    for of_context in chances:
+        torch.testing.assert_close(of_context, own_chances(found)[0].clamp(1e-4, 1 - 1e-4), atol=1e-3, rtol=1e-3)
 
 
 def drawn_outcomes(num: int, seed: int) -> tuple[Outcomes, Tensor]:

@@ -18,6 +18,7 @@ from blockpilot.types import Candidates
 
 NUM_CONTEXTS = 3  # none, one, or more choices above that are no first ones
 NUM_FEATURES, OWN_LOGIT = 15, 0  # and the place of the logit of the draft's own chance
+LEAST_STEPS = 360
 LEAST_SCORE, LEAST_CHANCE = -30.0, 1e-4
 
 
@@ -122,7 +123,10 @@ def outcomes_of(ranks: Tensor, scores: Tensor, log_probs: Tensor, drawn: Tensor)
 def fit_nodes(
     outcomes: Outcomes, *, hidden: int = 32, epochs: int = 20, batch_size: int = 512, lr: float = 3e-3, seed: int = 0
 ) -> NodeModel:
-    """A node model by the cross entropy of every choice's being right; equal for equal seeds. On the CPU."""
+    """A node model by the cross entropy of every choice's being right; equal for equal seeds. On the CPU.
+
+    Few outcomes are seen more often, for LEAST_STEPS steps of the optimizer.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = NodeModel(hidden)
@@ -130,8 +134,9 @@ def fit_nodes(
         model.mean, model.scale = known.mean(dim=(0, 1)), known.std(dim=(0, 1)) + 1e-3
         rights = _rights(outcomes, known.shape[1])
         optimizer = torch.optim.AdamW(model.parameters(), lr, weight_decay=1e-2)
-        num_steps = epochs * -(-len(outcomes) // batch_size)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=max(num_steps, 2))
+        each = -(-len(outcomes) // batch_size)
+        epochs = max(epochs, -(-LEAST_STEPS // each))
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=epochs * each)
         for _ in range(epochs):
             for index in torch.randperm(len(outcomes)).split(batch_size):
                 logits = model(known[index], outcomes.num_passed[index])

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from blockpilot.evaluation.statistics import MethodRun, Totals
-from blockpilot.policy.store import INFO_FILE, WEIGHTS_FILE
+from blockpilot.policy.store import INFO_FILE, NODES_FILE, WEIGHTS_FILE
 from blockpilot.storage import write_text
 from jobs.common.cluster import connect, lone_actor
 from jobs.common.config import Resources, absolute_in_submitted_job, main
@@ -83,7 +83,7 @@ def _identity(config: EvaluateConfig, plan: Plan, setting: Setting) -> str:
     key = repr((settings, found, list(plan.policies), prompts, plan.groups, plan.price))
     digest = hashlib.sha256(key.encode())
     for directory in plan.policies.values():
-        for name in (INFO_FILE, WEIGHTS_FILE):
+        for name in (INFO_FILE, WEIGHTS_FILE, *[NODES_FILE] * (directory / NODES_FILE).exists()):
             digest.update((directory / name).read_bytes())
     return digest.hexdigest()
 

@@ -81,6 +81,11 @@ class Tree(NamedTuple):
     parents: tuple[int, ...] = ()
 
     @property
+    def children(self) -> dict[tuple[int, int], int]:
+        """Nodes by their parent and their token, which is among a parent's children only once."""
+        return {place: i for i, place in enumerate(zip(self.parents, self.tokens, strict=True), 1)}
+
+    @property
     def is_chain(self) -> bool:
         return self.parents == tuple(range(len(self.parents)))
 
@@ -158,10 +163,7 @@ class Step:
     @property
     def path(self) -> list[int]:
         """The nodes of `tree` that were accepted, in order."""
-        children = {
-            (p, token): i for i, (token, p) in enumerate(zip(self.tree.tokens, self.tree.parents, strict=True), 1)
-        }
-        nodes = [0]
+        children, nodes = self.tree.children, [0]
         for token in self.tokens[: self.num_accepted]:
             nodes.append(children[nodes[-1], token])
         return nodes[1:]

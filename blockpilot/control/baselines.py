@@ -35,7 +35,7 @@ class _WholeDraft(LiveController):
         return [len(reach) for reach in reaches]
 
     def _best(self, chances: Sequence[float], rows: int, load: Load) -> int:
-        """How many of chances, which fall, make the most tokens a second of these rows."""
+        """Length of the prefix of chances, which fall, that makes the most tokens a second of these rows."""
         tokens = rows + np.cumsum([0.0, *chances])
         return int((tokens / (self.price.seconds(load) + self.price.token_s * np.arange(len(tokens)))).argmax())
 
@@ -56,10 +56,9 @@ class TreeBudget(_WholeDraft):
     """CaDDTree's (arXiv 2606.01813): a budget for each row's tree, as if it were the only one."""
 
     def buy(self, offered: Sequence[Iterable[Offered]], most: int) -> list[list[Offered]]:
-        bought = []
+        bought, alone = [], Load(1, self._load.num_drafted // self._load.rows)
         for of_row in offered:
             nodes = list(islice(of_row, most))
-            alone = Load(1, self._load.num_drafted // self._load.rows)
             bought.append(nodes[: self._best([node.chance for node in nodes], 1, alone)])
         return bought
 

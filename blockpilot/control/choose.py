@@ -68,5 +68,5 @@ def choose_depths(
 
 
 def buy(offered: Iterable[Offered], worth: float, most: int) -> list[Offered]:
-    """Of tokens by falling chance those whose chance is at least `worth`, so many at most."""
+    """Tokens whose chance is at least `worth`, so many at most, of those offered by falling chance."""
     return list(islice(takewhile(lambda token: token.chance >= worth, offered), most))

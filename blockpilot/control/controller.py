@@ -35,7 +35,7 @@ SLOTS_DOUBT, SLOTS_MEMORY = 20.0, 500.0  # slots, steps; of tokens verified over
 
 
 class StepOutcome(NamedTuple):
-    """What a step took in, and what came of it."""
+    """Load and results of a step."""
 
     load: Load
     num_prompt_tokens: int
@@ -82,7 +82,7 @@ class Controller:
         return self.policy(prefill)
 
     def depths(self, reaches: Sequence[Sequence[float]], beside: Load) -> list[int]:
-        """How many positions the next step's draft proposes tokens for, of rows with forecasts.
+        """Positions that the next step's draft proposes tokens for, of every row with a forecast.
 
         reaches[r] is row r's `Forecast.reach` as far as it may draft; `beside` is what the other rows take in.
         """
@@ -91,7 +91,7 @@ class Controller:
         return self._depths
 
     def buy(self, offered: Sequence[Iterable[Offered]], most: int) -> list[list[Offered]]:
-        """What is verified of the tokens that each row's draft offers by falling chance, so many a row at most."""
+        """Tokens to verify of those that each row's draft offers by falling chance, so many a row at most."""
         worth = self._rate * self.price.token_s / self.calibration
         bought = [buy(of_row, worth, most) for of_row in offered]
         tokens = [token for of_row in bought for token in of_row]

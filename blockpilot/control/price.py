@@ -1,4 +1,4 @@
-"""What a step costs: seconds by the rows, drafted slots and verified tokens that it takes in.
+"""Price of a step: seconds by the rows, drafted slots and verified tokens that it takes in.
 
 A step reads every weight once, whatever it does; the rest is linear in what it does, to a few percent on CPUs and
 GPUs. So a handful of coefficients, fitted to a few timed steps (evaluation/pricing.py), price every step that may be
@@ -24,7 +24,7 @@ COEFFICIENTS = ("base_s", "row_s", "launch_s", "slot_s", "token_s")
 
 
 class Load(NamedTuple):
-    """What a step without prompts takes in."""
+    """Rows, drafted positions and verified tokens of a step without prompts."""
 
     rows: int
     num_drafted: int = 0
@@ -34,7 +34,7 @@ class Load(NamedTuple):
 
     @property
     def terms(self) -> tuple[int, ...]:
-        """What the coefficients are multiplied with."""
+        """Factors of the coefficients."""
         return 1, self.rows, int(self.num_drafted > 0), self.num_drafted, self.num_verified
 
 
@@ -54,11 +54,11 @@ class StepPrice:
     base_s: float
     row_s: float
     launch_s: float
-    """Of the draft's pass, if there is one."""
+    """Seconds of the draft's pass, if there is one."""
     slot_s: float
-    """Of every position that it proposes tokens for."""
+    """Seconds of every position that it proposes tokens for."""
     token_s: float
-    """Of every drafted token that is verified."""
+    """Seconds of every drafted token that is verified."""
     error: float
 
     @property

@@ -24,7 +24,7 @@ from blockpilot.engine.rows import Row
 from blockpilot.engine.sampling import keyed_sample
 from blockpilot.engine.trees import best_first, first_choices, grow, tree_of
 from blockpilot.engine.work import Part, StepScores, Work, blocks_of
-from blockpilot.models.packing import Packing, SideBySide
+from blockpilot.models.packing import Packing
 from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import (
@@ -219,7 +219,7 @@ class Engine:
     # --- draft and score ---
 
     def _draft(self, rows: Sequence[Row], depths: Sequence[int]) -> list[Tree]:
-        """What is verified of every row [R], after one pass of the draft over those that draft."""
+        """Trees to verify of every row [R], after one pass of the draft over those that draft."""
         trees = [NO_TREE] * len(rows)
         slots = [slot for slot, depth in enumerate(depths) if depth]
         if not slots:
@@ -241,7 +241,7 @@ class Engine:
 
     def _score(self, work: Work) -> StepScores:
         """One pass of the target over all parts, whose slots follow each other from the first on."""
-        packing = SideBySide([part.packing for part in work.parts])
+        packing = work.packing
         rows = [row for part in work.parts for row in part.rows]
         tokens = torch.cat([part.tokens for part in work.parts])
         view = self._cache.view(packing.rows, packing.columns, slice(0, len(rows)), packing.length)
@@ -303,7 +303,7 @@ class Engine:
         places = {row: of_row for row, of_row in work.final(paths).items() if row.can_draft}
         if features is None or not places:
             return {}
-        packing = SideBySide([part.packing for part in work.parts])
+        packing = work.packing
         index = self._tensor([i for of_row in places.values() for i in of_row])
         contexts = self._drafter.keep_up(features[index], packing.rows[index], packing.positions[index])
         ends = accumulate(len(of_row) for of_row in places.values())

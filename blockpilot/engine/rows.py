@@ -57,9 +57,8 @@ class Row:
 
     def next_depth(self, deepest: int) -> int:
         """Positions that the next step's draft proposes tokens for; of a tree `deepest` at most."""
-        return (
-            min(self.next_block_size, self.limit - len(self.tokens), deepest + 1 if self.is_tree else self.limit) - 1
-        )
+        depth = min(self.next_block_size, self.limit - len(self.tokens)) - 1
+        return min(depth, deepest) if self.is_tree else depth
 
     def stop_drafting(self) -> None:
         """Decode plainly to the end, unless the request fixed a larger block size."""

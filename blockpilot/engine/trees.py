@@ -89,12 +89,9 @@ def first_choices(slots: Slots) -> Tree:
 def walk(tree: Tree, chosen: Sequence[int]) -> list[int]:
     """The accepted path, from the anchor (0) on: nodes that the target chose where it had chosen those before.
 
-    chosen [1 + nodes] are its choices after the anchor and after every node; a child's token is among its parent's
-    children only once.
+    chosen [1 + nodes] are its choices after the anchor and after every node.
     """
-    children = {
-        (parent, token): i for i, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True), 1)
-    }
+    children = tree.children
     path, node = [0], children.get((0, chosen[0]))
     while node is not None:
         path.append(node)

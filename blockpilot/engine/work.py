@@ -1,6 +1,8 @@
 """One step's work: blocks and prompts on their way through the target, and what it says of them."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor
 from blockpilot.control.controller import StepOutcome
 from blockpilot.control.price import Load
 from blockpilot.engine.rows import Row
-from blockpilot.models.packing import Packing
+from blockpilot.models.packing import Packing, SideBySide
 from blockpilot.types import Step, Tree
 
 
@@ -21,7 +23,8 @@ class Part(NamedTuple):
     tokens: Tensor
 
 
-class Work(NamedTuple):
+@dataclass(frozen=True)
+class Work:
     """What a step takes in: the blocks of rows that decode, and prompts, whose last one may be cut."""
 
     blocks: Part | None
@@ -34,6 +37,11 @@ class Work(NamedTuple):
     @property
     def parts(self) -> list[Part]:
         return [part for part in (self.blocks, self.prompts) if part is not None]
+
+    @cached_property
+    def packing(self) -> SideBySide:
+        """Of all parts, whose slots follow each other from the first on."""
+        return SideBySide([part.packing for part in self.parts])
 
     @property
     def num_block_tokens(self) -> int:

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import torch
 
-from blockpilot.control.price import Load, StepPrice, fit, relative_error
+from blockpilot.control.price import COEFFICIENTS, Load, StepPrice, fit, relative_error
 from blockpilot.device import device_name, dtype_name
 from blockpilot.engine.engine import Engine
 from blockpilot.pairs.loading import Pair
-from blockpilot.types import MAX_BLOCK_SIZE, Request
+from blockpilot.types import MAX_BLOCK_SIZE, PairId, Request
 
 NUM_STEPS = 3  # of each mixture; the fastest counts
 
@@ -44,11 +44,17 @@ def measure_price(pair: Pair, rows: int, context: int, *, num_steps: int = NUM_S
         held_out += timed[-1:]
     coefficients = fit([step.load for step in fitted], [step.seconds for step in fitted])
     error = relative_error(coefficients, [step.load for step in held_out], [step.seconds for step in held_out])
-    dtype, device = dtype_name(pair.target.dtype), device_name(pair.target.device)
-    base_s, row_s, launch_s, slot_s, token_s = coefficients.tolist()
-    return StepPrice(
-        pair.id, dtype, device, context, rows, base_s, row_s, launch_s, slot_s, token_s=token_s, error=error
-    )
+    named = dict(zip(COEFFICIENTS, coefficients.tolist(), strict=True))
+    return StepPrice(*_made_for(pair), context, rows, **named, error=error)
+
+
+def holds_here(price: StepPrice, pair: Pair) -> bool:
+    """Whether a price is of this pair, in its dtype and on its device."""
+    return price.made_for(*_made_for(pair))
+
+
+def _made_for(pair: Pair) -> tuple[PairId, str, str]:
+    return pair.id, dtype_name(pair.target.dtype), device_name(pair.target.device)
 
 
 def mixtures_of(rows: int, block_size: int) -> list[tuple[int, ...]]:

@@ -188,13 +188,19 @@ def offers_at(pair: Pair, known: KnownTexts, anchors: Tensor, num_choices: int) 
 
 
 def _candidates(pair: Pair, hidden: Tensor, positions: Sequence[int], sampling: Sampling, num: int) -> Candidates:
-    """Of hidden states [M, hidden], HEAD_ROWS at once."""
-    head = pair.target.get_output_embeddings()
+    """The draft's best choices: hidden [M, hidden], all of one request."""
     parts = [
-        candidates(head(hidden[some]), positions[some], [sampling] * len(positions[some]), num)
-        for some in (slice(i, i + HEAD_ROWS) for i in range(0, len(positions), HEAD_ROWS))
+        candidates(logits, positions[some], [sampling] * len(logits), num) for some, logits in _logits(pair, hidden)
     ]
     return Candidates(*(torch.cat(values) for values in zip(*parts, strict=True)))
+
+
+def _logits(pair: Pair, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Logits of hidden states [M, hidden], HEAD_ROWS at once, and which of the states they are of."""
+    head = pair.target.get_output_embeddings()
+    for start in range(0, len(hidden), HEAD_ROWS):
+        some = slice(start, start + HEAD_ROWS)
+        yield some, head(hidden[some])
 
 
 def count_accepted(pair: Pair, known: KnownTexts, hidden: Tensor, blocks: Blocks) -> Tensor:
@@ -222,13 +228,8 @@ def count_accepted(pair: Pair, known: KnownTexts, hidden: Tensor, blocks: Blocks
 
 def _draw(pair: Pair, known: KnownTexts, hidden: Tensor, positions: Tensor, row: Tensor) -> Tensor:
     """The draft's tokens, drawn as the engine does: hidden [M, hidden] -> [M]."""
-    head = pair.target.get_output_embeddings()
-    sampling = [known.texts[i].sampling for i in row.tolist()]
-    numbers = positions.tolist()
-    drawn = [
-        keyed_sample(head(hidden[i : i + HEAD_ROWS]), numbers[i : i + HEAD_ROWS], sampling[i : i + HEAD_ROWS])
-        for i in range(0, len(numbers), HEAD_ROWS)
-    ]
+    sampling, numbers = [known.texts[i].sampling for i in row.tolist()], positions.tolist()
+    drawn = [keyed_sample(logits, numbers[some], sampling[some]) for some, logits in _logits(pair, hidden)]
     return torch.cat([positions[:0], *drawn])
 
 

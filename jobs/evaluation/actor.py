@@ -27,7 +27,7 @@ from blockpilot.control.price import StepPrice
 from blockpilot.device import device_name, dtype_name
 from blockpilot.engine.engine import Engine
 from blockpilot.evaluation.measurement import Flow, RequestTiming, in_turns
-from blockpilot.evaluation.pricing import measure_price
+from blockpilot.evaluation.pricing import holds_here, measure_price
 from blockpilot.evaluation.statistics import MethodRun
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.learned import LearnedPolicy
@@ -227,8 +227,7 @@ class Evaluator:
 
     def _find_price(self, pair: Pair, context: int) -> StepPrice:
         """The one given, if it is of this pair on such a device; else measured now."""
-        here = pair.id, dtype_name(pair.target.dtype), device_name(pair.target.device)
-        if (given := self._plan.price) is not None and given.made_for(*here):
+        if (given := self._plan.price) is not None and holds_here(given, pair):
             return given
         return measure_price(pair, self._config.concurrency, context)
 

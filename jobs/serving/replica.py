@@ -23,7 +23,7 @@ from blockpilot.control.forecasts import RunningMeans
 from blockpilot.control.price import COEFFICIENTS, StepPrice
 from blockpilot.device import device_name, dtype_name
 from blockpilot.engine.engine import Engine
-from blockpilot.evaluation.pricing import measure_price
+from blockpilot.evaluation.pricing import holds_here, measure_price
 from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.learned import LearnedPolicy
@@ -238,8 +238,7 @@ class Replica:
         It is measured for the first policy only, before any request: timing beside requests would slow them and be
         wrong.
         """
-        here = self.pair.id, dtype_name(self.pair.target.dtype), device_name(self.pair.target.device)
-        if own is not None and own.made_for(*here):
+        if own is not None and holds_here(own, self.pair):
             self._price = own
         elif self._price is None and self._policy is None:
             self._price = measure_price(self.pair, self.loop.engine.num_slots, PRICE_CONTEXT)

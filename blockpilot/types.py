@@ -8,15 +8,23 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 import torch
 from torch import Tensor
 
+LEAST_TEMPERATURE = 1e-5  # scores divided by less leave float32
+
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a request's tokens are drawn. temperature 0 is greedy; top_p 1 and top_k 0 are off; seed is an int64."""
+    """How a request's tokens are drawn. temperature 0 is greedy, and so is any below LEAST_TEMPERATURE; top_p 1 and
+    top_k 0 are off; seed is an int64.
+    """
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < LEAST_TEMPERATURE
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):

@@ -6,6 +6,8 @@ the draft alone, so one text gives tau for all block sizes, without decoding it 
 
 import json
 from collections.abc import Sequence
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,6 +43,8 @@ class MeasureDraftConfig(Config):
     """Only the prompts that a training with this `held_out` (and seed 0) leaves aside; for training sets."""
     block_sizes: tuple[int, ...] | None = None
     """Block sizes, ascending; by default the trained one."""
+    vocab_size: int | None = Field(default=None, ge=8)
+    """Tokens that the draft proposes, the first of its own vocabulary; by default all of it."""
     temperatures: tuple[float, ...] = Field(default=(0.0, 1.0), min_length=1)
     """0 is greedy."""
     max_prompt_tokens: int = Field(default=1000, ge=1)
@@ -143,7 +147,8 @@ class DraftWorker:
 
     def __init__(self, config: MeasureDraftConfig) -> None:
         torch.set_num_threads(num_threads(config.resources.num_cpus))
-        self.config, self.pair = config, config.pair.load()
+        pair = config.pair.load()
+        self.config, self.pair = config, with_vocabulary(pair, config.vocab_size) if config.vocab_size else pair
 
     def measure(self, task: MeasureTask) -> list[TauFigure]:
         """Tau of every block size on the prompts of a task."""
@@ -164,6 +169,16 @@ class DraftWorker:
             tau = ratio_of_totals(emitted, steps)
             figures.append(TauFigure(task.name, task.temperature, size, len(of_size), sum(emitted), tau))
         return figures
+
+
+def with_vocabulary(pair: Pair, size: int) -> Pair:
+    """The pair, whose draft proposes the first `size` tokens of its vocabulary only."""
+    vocabulary, draft = pair.draft.vocabulary, copy(pair.draft)
+    if vocabulary is None or len(vocabulary) < size:
+        of_draft = "all tokens in no order" if vocabulary is None else f"{len(vocabulary)} tokens"
+        raise ValueError(f"vocab_size {size}: the draft's vocabulary is {of_draft}")
+    draft._buffers = {**draft._buffers, "vocabulary": vocabulary[:size]}
+    return replace(pair, draft=draft)
 
 
 def _text(pair: Pair, answer: Answer, max_new_tokens: int) -> Text:

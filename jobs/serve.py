@@ -8,10 +8,12 @@ For a permanent cluster, `--write-config serve.yaml` writes the file that `serve
 """
 
 import logging
+import os
 import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,12 +21,15 @@ import tyro
 import yaml
 from pydantic import Field
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve import Application
+from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 from rich.console import Console
 
 from blockpilot.pairs.table import target_slug
 from blockpilot.policy.store import load_policy
+from blockpilot.storage import whole
 from blockpilot.types import MAX_BLOCK_SIZE
 from jobs.common.cluster import actor_options, connect, num_threads
 from jobs.common.config import Config, PairConfig, Resources, main
@@ -36,9 +41,12 @@ from jobs.serving.replica import Replica
 from jobs.serving.schema import RETRY_AFTER_S
 
 APP = "blockpilot"
-# Places for requests that are not decoded: /health, refusals, 429s.
-SPARE_REQUESTS = 32
+SPARE_REQUESTS = 32  # places of a replica for what is not decoded: its status, and 429s
+GATEWAY_PLACES = 100_000  # never full: the gateway refuses by itself what is too much, and answers /health meanwhile
 PORT_PATIENCE_S = 5
+REMOVAL_PATIENCE_S = 30
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LOOPBACK_NAMES = (*LOOPBACK, "[::1]")  # in the Host header
 
 
 class ModelConfig(Config):
@@ -82,10 +90,17 @@ class ServeConfig(ModelConfig):
     port: int = Field(default=8000, ge=1, le=65535)
     api_key_file: Path | None = None
     """File of accepted keys, one a line; by default the key in BLOCKPILOT_API_KEY, or none."""
+    needs_api_key: bool = False
+    """Refuse to start without a key; --write-config says so where there is one."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names in the Host header that are answered, such as example.com; by default those of loopback where the server
+    listens there only, and all names elsewhere."""
     max_body_bytes: int = Field(default=2**20, ge=1)
     """Size of a request's body; a larger one is answered 413."""
     request_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds from a request's arrival to its last token; it may ask for less (`timeout_s`)."""
+    body_timeout_s: float = Field(default=10.0, gt=0)
+    """Seconds in which a request's body must arrive; else 408."""
     registry_every_s: float = Field(default=20.0, gt=0)
     """Seconds between two looks for a new champion in the registry."""
     metrics_port: int | None = Field(default=None, ge=1, le=65535)
@@ -113,21 +128,29 @@ def build_app(args: ServeConfig) -> Application:
     slugs = [target_slug(name) for name in names]
     if len(set(slugs)) < len(slugs):
         raise ValueError(f"models {', '.join(names)}: each must have a name of its own")
+    keys = api_keys(args.api_key_file)
+    if args.needs_api_key and not keys.digests:
+        raise ValueError("needs_api_key: there is none in BLOCKPILOT_API_KEY, and no --api-key-file")
     for model in args.models:
         find_policy(model, args.output)
-    keys = api_keys(args.api_key_file)
     connect(metrics_port=args.metrics_port)
     gateway: serve.Deployment = serve.deployment(
         name="gateway",
         ray_actor_options={"num_cpus": 0},
-        max_ongoing_requests=sum(_capacity(model) for model in args.models) + SPARE_REQUESTS,
+        max_ongoing_requests=GATEWAY_PLACES,
         graceful_shutdown_timeout_s=args.drain_s,
     )(serve.ingress()(Gateway))
     return gateway.bind(
         {name: _replicas(model, args) for name, model in zip(names, args.models, strict=True)},
         dict(zip(slugs, names, strict=True)),
         keys,
-        Limits(args.max_body_bytes, args.request_timeout_s),
+        Limits(
+            args.max_body_bytes,
+            args.request_timeout_s,
+            args.body_timeout_s,
+            max_requests=sum(map(_capacity, args.models)) + SPARE_REQUESTS,
+        ),
+        args.allowed_hosts or (LOOPBACK_NAMES if args.host in LOOPBACK else ("*",)),
     )
 
 
@@ -206,14 +229,21 @@ def api_keys(file: Path | None) -> ApiKeys:
     return ApiKeys.of(keys)
 
 
+def is_open(config: ServeConfig) -> bool:
+    """Whether other machines can reach the server, and no key is asked for."""
+    return config.host not in LOOPBACK and not (config.needs_api_key or api_keys(config.api_key_file).digests)
+
+
 # --- a file for `serve deploy` ---
 
 
 def deploy_config(config: ServeConfig) -> dict[str, Any]:
-    """The file of `serve deploy`; policies are user_config, which Serve changes in place."""
+    """The file of `serve deploy`; policies are user_config, which Serve changes in place. It holds no API key."""
     arguments = config.model_dump(
         mode="json", exclude={"host", "port", "metrics_port", "write_config"}, exclude_defaults=True
     )
+    if api_keys(config.api_key_file).digests:
+        arguments["needs_api_key"] = True
     return {
         "proxy_location": "EveryNode",
         "http_options": {"host": config.host, "port": config.port},
@@ -239,6 +269,11 @@ def deploy_config(config: ServeConfig) -> dict[str, Any]:
 
 def start(config: ServeConfig) -> str:
     """Serve until `stop`; returns the base URL for OpenAI clients once the models are loaded."""
+    if os.environ.get("RAY_AUTH_MODE") == "disabled":
+        raise ValueError(
+            "RAY_AUTH_MODE disabled: Ray listens on all interfaces, and whoever reaches it runs code here;"
+            " leave it unset, or set it to token"
+        )
     app = build_app(config)
     _wait_for_port(config.host, config.port)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
@@ -254,14 +289,30 @@ def start(config: ServeConfig) -> str:
     return f"http://{config.host}:{config.port}/v1"
 
 
-def stop(drain_s: float = 120.0) -> None:
-    """Take no more requests, wait `drain_s` seconds for those in flight, and remove the server."""
+def stop(drain_s: float = 120.0, hurry: Callable[[], bool] = lambda: False) -> None:
+    """Take no more requests, wait `drain_s` seconds for those in flight, or until `hurry`, and remove the server."""
+    if drain_s > 0:
+        _drain(serve.get_app_handle(APP), drain_s, hurry)
     serve.delete(APP, _blocking=False)
-    deadline = time.monotonic() + drain_s + 10
+    deadline = time.monotonic() + REMOVAL_PATIENCE_S
     while APP in serve.status().applications and time.monotonic() < deadline:
         time.sleep(0.2)
     if not serve.status().applications:
         serve.shutdown()
+
+
+def _drain(gateway: DeploymentHandle[Any], drain_s: float, hurry: Callable[[], bool]) -> None:
+    """New requests are answered 503 meanwhile; what does not end in time ends with an error."""
+    deadline = time.monotonic() + drain_s
+    try:
+        while gateway.drain.remote().result(timeout_s=5):
+            if hurry() or time.monotonic() > deadline:
+                gateway.cut.remote().result(timeout_s=5)
+                time.sleep(0.5)  # for the last events
+                return
+            time.sleep(0.1)
+    except (RayError, TimeoutError) as error:  # it is gone, or hangs
+        logging.getLogger(__name__).warning("the gateway does not answer: %s", error)
 
 
 def _failure() -> str:
@@ -287,19 +338,24 @@ def _wait_for_port(host: str, port: int) -> None:
 
 def run(config: ServeConfig) -> None:
     """Serve until SIGTERM or Ctrl-C, or write the file of `serve deploy`."""
+    console = Console()
+    if is_open(config):
+        warning = f"anybody who reaches {config.host}:{config.port} may use this server: set BLOCKPILOT_API_KEY"
+        console.print(f"[bold red]warning[/]: {warning} or --api-key-file", soft_wrap=True)
     if config.write_config is not None:
-        config.write_config.write_text(yaml.safe_dump(deploy_config(config), sort_keys=False))
+        with whole(config.write_config) as file:
+            file.touch(mode=0o600)  # the store's address may hold a password
+            file.write_text(yaml.safe_dump(deploy_config(config), sort_keys=False))
         return
     url = start(config)
-    leave = threading.Event()
+    leave, hurry = threading.Event(), threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: leave.set())
-    console = Console()
+        signal.signal(number, lambda *_: hurry.set() if leave.is_set() else leave.set())
     target, _ = config.pair.models
     console.print(f"serving {target} at {url} with policy {config.policy}; Ctrl-C to stop", soft_wrap=True)
     leave.wait()
-    console.print("finishing the requests in flight")
-    stop(config.drain_s)
+    console.print("finishing the requests in flight; Ctrl-C once more ends them")
+    stop(config.drain_s, hurry.is_set)
 
 
 if __name__ == "__main__":

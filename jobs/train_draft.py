@@ -48,7 +48,7 @@ from jobs.answers import AnswersConfig, AnswerShards
 from jobs.common.cluster import num_threads, pooled
 from jobs.common.config import PairConfig, absolute_in_submitted_job, main
 from jobs.common.progress import show_progress
-from jobs.common.ray_train import recorded, report, saved_state, scaling_config, train
+from jobs.common.ray_train import MetricLog, recorded, report, saved_state, scaling_config, train
 from jobs.common.registry import Registry
 from jobs.measure_draft import MeasureDraftConfig, TauFigure
 
@@ -121,6 +121,7 @@ def run(config: TrainDraftConfig) -> TrainDraftResult:
         record.log_params(config.model_dump(mode="json", exclude={"fit"}) | asdict(config.fit))
         work = functools.partial(_work, config, data, registry.uri, record.id)
         state, metrics = train(work, scaling, storage, name, config.max_failures)
+        MetricLog(registry.uri, record.id, state["unlogged"]).flush()
         draft = fresh_draft(config)
         draft.load_state_dict(state["draft"])
         directory = config.output / "draft"
@@ -278,9 +279,8 @@ def _work(config: TrainDraftConfig, data: DraftShards, tracking_uri: str, run_id
     fit = _new_fit(config, corpus, rank, world_size)
     if saved is not None:
         fit.load_state_dict(saved)
-    record = Registry.open(tracking_uri).run(run_id) if rank == 0 else None
+    unlogged = MetricLog(tracking_uri, run_id, saved["unlogged"] if saved is not None else ())
     validation = held_out.sample(config.num_validation, config.seed)
-    last_logged = record.last_step("train_loss") if record else 0
     started, first_step, total = time.monotonic(), fit.step, None
     for sums in fit.steps():
         total = sums if total is None else total + sums
@@ -288,13 +288,14 @@ def _work(config: TrainDraftConfig, data: DraftShards, tracking_uri: str, run_id
             continue
         speed = total.num_blocks * world_size / (time.monotonic() - started)
         metrics: dict[str, float] = {}
-        if record:
+        if rank == 0:
             metrics = total.metrics("train") | fit.validate(held_out, validation).metrics()
             metrics |= {"learning_rate": fit.learning_rate, "epoch": fit.epoch, "blocks_per_s": speed}
             print(_describe(fit, first_step, metrics), flush=True)
-        if record and fit.step > last_logged:
-            record.log_metrics(metrics, step=fit.step)
-        report(metrics, fit.state_dict() if record else None)
+            unlogged.add(fit.step, metrics)
+        # The checkpoint first: a store that is away costs no work.
+        report(metrics, fit.state_dict() | {"unlogged": unlogged.waiting} if rank == 0 else None)
+        unlogged.flush()
         started, total = time.monotonic(), None
 
 

@@ -1,11 +1,13 @@
 """A tiny random pair, in memory and on disk, for tests that need every code path but no language."""
 
 import os
+import secrets
 import subprocess
 import sys
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+os.environ["RAY_AUTH_MODE"] = "token"
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # in this process and those that it starts
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from collections.abc import Iterator

@@ -45,6 +45,8 @@ NUM_PROMPTS = {
 CODE_SETS = ("docstrings", "signatures", "humaneval", "mbpp")
 HELD_OUT_CHITCHAT = 0.04
 CANDIDATES = (1, 2, 3, 4, 6, 8)
+TREE_SIZES = (3, 7, 15)
+BASELINES = "control", "means", "verification", "budget", "untrained", "oracle"
 OWN_SEEDS, SEEDS_PER_FILE = range(100_000, 100_800), 200  # the draft's own prompts have seeds from 0
 OPENINGS = (
     *("", "A shop sells", "", "How many", "Explain", "", "If", "Write a short"),
@@ -68,9 +70,11 @@ class StudyConfig(Config):
     loads: tuple[int, ...] = (1, 4, 16)
     """Requests at a time in the evaluations."""
     temperatures: tuple[float, ...] = TEMPERATURES
-    """Of the evaluations; two processes may have one each, on cores of their own."""
+    """Of the evaluations."""
     max_new_tokens: int = Field(default=48, ge=4)
     """Tokens of an evaluation's answers at most."""
+    num_cpus: int = Field(default=2, ge=1)
+    """CPU cores of an evaluation."""
 
     @property
     def pair(self) -> PairConfig:
@@ -173,6 +177,9 @@ def evaluate_config(config: StudyConfig, temperature: float, load: int) -> Evalu
         num_prompts=config.num_prompts,
         policy=config.policy("step"),
         rivals=(config.policy("class"),),
+        baselines=BASELINES,
+        tree_sizes=TREE_SIZES,
+        num_cpus=config.num_cpus,
         max_new_tokens=config.max_new_tokens,
         temperature=temperature,
         concurrency=load,
@@ -190,6 +197,7 @@ def transfer_config(config: StudyConfig) -> EvaluateConfig:
         rivals=(config.policy("step"),),
         baselines=(),
         block_sizes=(3, 4, 6),
+        num_cpus=config.num_cpus,
         max_new_tokens=config.max_new_tokens,
         output=config.output / "evaluate-transfer",
     )

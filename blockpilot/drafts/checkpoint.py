@@ -1,4 +1,7 @@
-"""DFlash checkpoint format as published (arXiv 2602.06036): config.json (DFlashDraftModel) and safetensors."""
+"""DFlash checkpoint format as published (arXiv 2602.06036): config.json (DFlashDraftModel) and safetensors.
+
+A draft with a vocabulary of its own has one file more, which other readers of the format do not look at.
+"""
 
 import json
 from collections.abc import Sequence
@@ -13,6 +16,9 @@ from transformers import Qwen3Config
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.options import ARCHITECTURE, default_layer_ids
 from blockpilot.models.cache import head_dim
+from blockpilot.storage import write_text
+
+VOCABULARY_FILE = "draft_vocabulary.json"  # token ids, the most frequent first
 
 _SHARED_WITH_TARGET = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
@@ -44,7 +50,23 @@ def load_draft(directory: Path) -> DraftModel:
     if wrong:
         raise ValueError(f"draft {directory}: weights do not fit config.json at {', '.join(wrong[:3])}")
     model.load_state_dict(weights)
+    model.vocabulary = _read_vocabulary(directory / VOCABULARY_FILE, model.config.vocab_size)
     return model
+
+
+def _read_vocabulary(path: Path, size: int) -> Tensor | None:
+    """Token ids of a file; None where there is none. Raises ValueError for ids that the target does not have."""
+    if not path.exists():
+        return None
+    try:
+        ids = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"draft {path}: not JSON ({error})") from None
+    if not (isinstance(ids, list) and ids and all(type(i) is int for i in ids) and len(set(ids)) == len(ids)):
+        raise ValueError(f"draft {path}: must be a list of different token ids")
+    if outside := [i for i in ids if not 0 <= i < size]:
+        raise ValueError(f"draft {path}: token {outside[0]}, must be 0 to {size - 1}")
+    return torch.tensor(ids)
 
 
 def save_draft(model: DraftModel, directory: Path, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -55,6 +77,13 @@ def save_draft(model: DraftModel, directory: Path, dtype: torch.dtype = torch.bf
     stored = {"architectures": [ARCHITECTURE], "dtype": str(dtype).removeprefix("torch.")}
     config = model.config.to_dict() | stored
     (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    if model.vocabulary is not None:
+        write_vocabulary(directory, model.vocabulary)
+
+
+def write_vocabulary(directory: Path, ids: Tensor) -> None:
+    """Write the tokens that the draft of a directory proposes, the most frequent first."""
+    write_text(directory / VOCABULARY_FILE, json.dumps(ids.tolist()) + "\n")
 
 
 def new_draft_config(

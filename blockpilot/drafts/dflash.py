@@ -11,17 +11,14 @@ from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import (
-    Qwen3MLP,
-    Qwen3RMSNorm,
-    Qwen3RotaryEmbedding,
-    apply_rotary_pos_emb,
-)
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
 
 from blockpilot.drafts.options import parse_options
-from blockpilot.models.cache import SlotCache, SlotView
-from blockpilot.models.packing import Packing, folded, grouped_attention
+from blockpilot.models.cache import SlotCache
+from blockpilot.models.kernels import outputs
+from blockpilot.models.packing import folded, grouped_attention
 
 Rotary = tuple[Tensor, Tensor]  # cosines and sines of the positions
 
@@ -52,30 +49,46 @@ class DraftAttention(nn.Module):
 
     def project(self, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         """Rotated keys and values of hidden [R, W, hidden]: two [R, kv_heads, W, head_dim]."""
-        shape = (*hidden.shape[:-1], -1, self.head_dim)
-        keys = self.k_norm(self.k_proj(hidden).view(shape)).transpose(1, 2)
-        values = self.v_proj(hidden).view(shape).transpose(1, 2)
-        _, keys = apply_rotary_pos_emb(keys, keys, *rotary)
-        return keys, values
+        keys, values = (self._apart(each) for each in outputs((self.k_proj, self.v_proj), hidden))
+        return _turned(self.k_norm(keys), rotary), values.transpose(1, 2)
 
-    def forward(
-        self, hidden: Tensor, rotary: Rotary, mask: Tensor, cache: KeyValueStore, packing: Packing | None = None
-    ) -> Tensor:
-        """Attend from hidden [R, W, hidden] to everything `cache` returns, where mask [R, 1, W, keys] is true.
-
-        With a packing hidden is [1, N, hidden].
-        """
-        shape = (*hidden.shape[:-1], -1, self.head_dim)
-        queries = self.q_norm(self.q_proj(hidden).view(shape)).transpose(1, 2)
-        queries, _ = apply_rotary_pos_emb(queries, queries, *rotary)
-        keys, values = cache.update(*self.project(hidden, rotary), self.layer_idx)
-        scale = self.head_dim**-0.5
+    def forward(self, hidden: Tensor, rotary: Rotary, mask: Tensor, cache: KeyValueStore) -> Tensor:
+        """Attend from hidden [R, W, hidden] to everything `cache` returns, where mask [R, 1, W, keys] is true."""
+        projections = self.q_proj, self.k_proj, self.v_proj
+        queries, keys, values = (self._apart(each) for each in outputs(projections, hidden))
+        queries, keys = _turned(self.q_norm(queries), rotary), _turned(self.k_norm(keys), rotary)
+        keys, values = cache.update(keys, values.transpose(1, 2), self.layer_idx)
         bias = folded(mask, queries.shape[1] // keys.shape[1], queries.dtype)
-        if packing is None:
-            attended = grouped_attention(queries, keys, values, bias, scale).transpose(1, 2)
-        else:
-            attended = packing.attend(queries[0].transpose(0, 1), keys, values, bias, scale)[None]
+        attended = grouped_attention(queries, keys, values, bias, self.head_dim**-0.5).transpose(1, 2)
         output: Tensor = self.o_proj(attended.flatten(-2))
+        return output
+
+    def _apart(self, joined: Tensor) -> Tensor:
+        """[R, W, heads * head_dim] -> [R, W, heads, head_dim]"""
+        apart: Tensor = joined.unflatten(-1, (-1, self.head_dim))
+        return apart
+
+
+def _turned(heads: Tensor, rotary: Rotary) -> Tensor:
+    """[R, W, heads, head_dim] -> [R, heads, W, head_dim], rotated by cosines and sines [R, W, head_dim]."""
+    cosines, sines = (table[:, None] for table in rotary)
+    heads = heads.transpose(1, 2)
+    turned: Tensor = heads * cosines + rotate_half(heads) * sines
+    return turned
+
+
+class DraftMlp(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        gate, up = outputs((self.gate_proj, self.up_proj), hidden)
+        output: Tensor = self.down_proj(functional.silu(gate) * up)
         return output
 
 
@@ -85,14 +98,12 @@ class DraftLayer(nn.Module):
     def __init__(self, config: Qwen3Config, layer_idx: int) -> None:
         super().__init__()
         self.self_attn = DraftAttention(config, layer_idx)
-        self.mlp = Qwen3MLP(config)
+        self.mlp = DraftMlp(config.hidden_size, config.intermediate_size)
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(
-        self, hidden: Tensor, rotary: Rotary, mask: Tensor, cache: KeyValueStore, packing: Packing | None = None
-    ) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotary, mask, cache, packing)
+    def forward(self, hidden: Tensor, rotary: Rotary, mask: Tensor, cache: KeyValueStore) -> Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotary, mask, cache)
         output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return output
 
@@ -110,6 +121,9 @@ class DraftModel(nn.Module):
         num_features = len(self.options.target_layer_ids) * config.hidden_size
         self.fc = nn.Linear(num_features, config.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.vocabulary: Tensor | None
+        """Tokens that the draft proposes, the most frequent first; None for all of the target's."""
+        self.register_buffer("vocabulary", None, persistent=False)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -136,33 +150,17 @@ class DraftModel(nn.Module):
         attention = cast(DraftLayer, self.layers[layer_idx]).self_attn
         return attention.project(context, rotary)
 
-    def forward(
-        self,
-        block: Tensor,
-        positions: Tensor,
-        masks: Sequence[Tensor],
-        cache: KeyValueStore,
-        packing: Packing | None = None,
-    ) -> Tensor:
+    def forward(self, block: Tensor, positions: Tensor, masks: Sequence[Tensor], cache: KeyValueStore) -> Tensor:
         """Embedded blocks [R, W, hidden] -> hidden states [R, W, hidden] for the target's LM head.
 
         Output j predicts the token at position j itself; masks holds one [R, 1, W, keys] for each layer.
-        With a packing blocks and positions are [1, N, ...].
         """
         rotary = self.rotary_emb(block, positions)
         hidden = block
         for layer, mask in zip(self.layers, masks, strict=True):
-            hidden = layer(hidden, rotary, mask, cache, packing)
+            hidden = layer(hidden, rotary, mask, cache)
         output: Tensor = self.norm(hidden)
         return output
-
-    def propose(self, block: Tensor, positions: Tensor, cache: SlotView, packing: Packing) -> Tensor:
-        """`forward` on top of the cached context: packed blocks [1, N, hidden] at positions [1, N]."""
-        columns = torch.arange(cache.length, device=block.device)
-        queries = packing.pad(positions[0])
-        ends = queries[:, 0] + torch.tensor(packing.sizes, device=block.device)
-        masks = self.layer_masks(columns < ends[:, None, None], queries[:, :, None] - columns)
-        return cast(Tensor, self(block, positions, masks, cache, packing))
 
     def layer_masks(self, visible: Tensor, distance: Tensor) -> list[Tensor]:
         """Each layer's mask [R, 1, W, keys]: `visible` [R, 1 or W, keys] narrowed by the layer's kind.

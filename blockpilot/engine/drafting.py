@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from blockpilot.control.chances import own_chances
-from blockpilot.drafts.dflash import DraftModel
+from blockpilot.drafts.decoder import DraftDecoder
+from blockpilot.drafts.head import DraftHead
 from blockpilot.engine.rows import Row
 from blockpilot.engine.sampling import candidates
 from blockpilot.engine.trees import Slots
@@ -21,10 +22,11 @@ from blockpilot.types import Candidates, Reader
 
 
 class Drafter:
-    """A draft and its cache of `num_slots` slots; embeddings and LM head are the target's."""
+    """A draft and its cache of `num_slots` slots; embeddings are the target's."""
 
-    def __init__(self, draft: DraftModel, target: Target, num_slots: int, length: int) -> None:
-        self._draft, self._target = draft, target
+    def __init__(self, draft: DraftDecoder, head: DraftHead, target: Target, num_slots: int, length: int) -> None:
+        self._draft, self._head, self._target = draft, head, target
+        self._mask_token_id = draft.mask_token_id
         self.cache = draft.new_cache(num_slots, length)
 
     def propose(self, rows: Sequence[Row], slots: Sequence[int], depths: Sequence[int], num: int) -> list[Slots]:
@@ -38,7 +40,7 @@ class Drafter:
         hidden = self._run(slots, [depth + 1 for depth in depths], starts, anchors)
         positions = [start + i for start, depth in zip(starts, depths, strict=True) for i in range(1, depth + 1)]
         sampling = [row.request.sampling for row, depth in zip(rows, depths, strict=True) for _ in range(depth)]
-        return with_chances(candidates(self._target.logits(hidden), positions, sampling, num), rows, depths)
+        return with_chances(candidates(self._head(hidden), positions, sampling, num), rows, depths)
 
     def _run(self, slots: Sequence[int], sizes: Sequence[int], starts: Sequence[int], anchors: Tensor) -> Tensor:
         """Hidden states [M, hidden] of all positions but the anchors' of blocks of sizes[r] tokens from starts[r] on.
@@ -50,18 +52,15 @@ class Drafter:
         index = torch.tensor(slots, device=anchors.device)
         rows = slice(0, len(slots)) if slots[-1] == len(slots) - 1 else index
         view = self.cache.view(index[blocks.rows], blocks.columns, rows, blocks.length)
-        tokens = torch.where(blocks.offsets == 0, anchors[blocks.rows], self._draft.options.mask_token_id)
-        embedded = self._target.embed(tokens).to(self._draft.dtype)
-        return self._draft.propose(embedded[None], blocks.positions[None], view, blocks)[0][blocks.after_first]
+        tokens = torch.where(blocks.offsets == 0, anchors[blocks.rows], self._mask_token_id)
+        return self._draft.propose(self._target.embed(tokens), blocks, view)[blocks.after_first]
 
     def keep_up(self, features: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
         """Cache the target's features [N, F] of final tokens in slots [N] at positions [N].
 
         Returns their context vectors [N, hidden].
         """
-        contexts = self._draft.fuse(features.to(self._draft.dtype))
-        self._draft.extend(contexts[None], positions[None], self.cache.view(slots, positions, slice(0, 0), 0))
-        return contexts
+        return self._draft.extend(features, slots, positions, self.cache)
 
 
 def with_chances(found: Candidates, rows: Sequence[Row], depths: Sequence[int]) -> list[Slots]:

@@ -9,7 +9,8 @@ How much a row drafts is the controller's business (control/controller.py).
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
 
@@ -50,6 +51,9 @@ class Engine:
     draft's trained one; a `controller` stands for a policy together with what it is weighed with, and may be replaced
     between steps. A step takes in `max_prefill_tokens` tokens of prompts at most, so a long prompt takes several
     steps, and requests that decode go on meanwhile.
+
+    What goes wrong with one request ends that one alone where its id and the exception are taken by `on_failure`;
+    else the step raises it.
     """
 
     def __init__(
@@ -72,12 +76,13 @@ class Engine:
         self.controller = controller or Controller(policy or FixedPolicy(pair.block_size))
         self.num_slots, self.max_length, self.max_block_size = num_slots, max_length, max_block_size
         self.max_prefill_tokens = max_prefill_tokens
+        self.on_failure: Callable[[int, Exception], None] | None = None
         self._device = pair.target.device
         self._target = Target(pair.target, pair.draft.options.target_layer_ids)
         self._cache = self._target.new_cache(
             num_slots, max_length + max_block_size
         )  # a tree fills more columns than positions
-        self._drafter = Drafter(pair.draft, self._target, num_slots, max_length)
+        self._drafter = Drafter(pair.draft_decoder, pair.draft_head, self._target, num_slots, max_length)
         self._rows: list[Row] = []  # those that decode, by slot
         self._partial: Row | None = None  # the one whose prompt is taken in by parts, in the slot after theirs
         self._waiting: deque[Row] = deque()
@@ -278,8 +283,10 @@ class Engine:
         steps, paths = [], []
         split = logits.split(packing.sizes)
         for row, tree, depth, first, scored in zip(rows, work.trees, work.depths, packing.firsts, split, strict=True):
-            path, step = row.verify(tree, depth, chosen[first : first + len(scored)], scored)
-            steps.append(step)
+            path = [0]
+            with self._alone(row):
+                path, step = row.verify(tree, depth, chosen[first : first + len(scored)], scored)
+                steps.append(step)
             paths.append(path)
         self._relocate(packing.starts, paths)
         return steps, paths
@@ -327,15 +334,28 @@ class Engine:
         self._rows += rows
         lengths = [len(row.tokens) for row in rows]
         chosen = keyed_sample(logits, lengths, [row.request.sampling for row in rows]).tolist()
-        anchors = self._target.embed(self._tensor(chosen))
+        anchors = self._target.embed(self._tensor([max(token, 0) for token in chosen]))
         steps = []
         for i, row in enumerate(rows):
             prefill = Prefill(logits[i], None, lengths[i], row.request.sampling.temperature)
             if row in contexts:
                 prefill = prefill._replace(context=contexts[row].float(), anchor=anchors[i])
-            self._decide(row, prefill)
-            steps.append(replace(row.commit([chosen[i]], logits[i : i + 1], [0]), prefill=prefill))
+            with self._alone(row):
+                step = row.commit([chosen[i]], logits[i : i + 1], [0])
+                self._decide(row, prefill)
+                steps.append(replace(step, prefill=prefill))
         return steps
+
+    @contextmanager
+    def _alone(self, row: Row) -> Iterator[None]:
+        """What goes wrong inside ends this row and no other."""
+        try:
+            yield
+        except Exception as error:
+            if self.on_failure is None:
+                raise
+            row.finished = True
+            self.on_failure(row.request_id, error)
 
     def _decide(self, row: Row, prefill: Prefill) -> None:
         """Set a row's block size for good, or the forecast to buy drafts by at every step, unless it is fixed."""

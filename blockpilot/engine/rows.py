@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor, tensor
 
 from blockpilot.engine.detokenize import TextStream
+from blockpilot.engine.sampling import NO_TOKEN
 from blockpilot.engine.trees import walk
 from blockpilot.types import NO_TREE, FinishReason, Forecast, Request, Step, TokenLogprobs, Tree
 
@@ -79,7 +80,12 @@ class Row:
     def commit(
         self, tokens: list[int], logits: Tensor, path: Sequence[int], block_size: int = 0, tree: Tree = NO_TREE
     ) -> Step:
-        """Append tokens [n] up to the first that ends the request; they were drawn from logits[path]."""
+        """Append tokens [n] up to the first that ends the request; they were drawn from logits[path].
+
+        Raises FloatingPointError where the target's scores are no numbers.
+        """
+        if NO_TOKEN in tokens:
+            raise FloatingPointError(f"the target's scores after {len(self.tokens)} tokens are not finite")
         emitted, texts = list[int](), list[str]()
         reason: FinishReason | None = None
         while reason is None and len(emitted) < len(tokens):

@@ -10,6 +10,9 @@ arithmetic and float64, hence the same on every device. Only what can win is eve
 NUM_ARRIVALS of them are drawn one by one, and all others, which are later than the last of those, are looked at only
 where they are likely enough to win nevertheless.
 
+Nothing here raises, whatever the logits are: where one is NaN, or the largest is not finite, the choice is NO_TOKEN,
+and there are no candidates.
+
 A draft's distribution is drawn from with the target's noise, so that where the two agree, so do the tokens (coupling
 by shared randomness, arXiv 2408.07978); the tokens that come next in the race are what else the target may choose.
 """
@@ -26,7 +29,9 @@ from blockpilot.types import Candidates, Sampling
 GROUP = 64  # tokens
 NUM_ARRIVALS = 256  # drawn one by one: more of them leave fewer tokens that may win after all
 ROUNDING = 1e-3  # of float32 scores, and much more
-LOWEST = torch.finfo(torch.float32).min
+LOWEST, TINY = torch.finfo(torch.float32).min, torch.finfo(torch.float32).tiny
+LARGEST = 1e30  # of scores, which are no numbers beyond it; of temperatures, of which any higher one is as flat
+NO_TOKEN = -1
 
 
 def _as_int64(x: int) -> int:
@@ -40,51 +45,62 @@ def keyed_sample(logits: Tensor, positions: Sequence[int], sampling: Sequence[Sa
     """The target's token at each of N positions: logits [N, V] -> tokens [N] (int64).
 
     `positions` holds the absolute position of the token that is drawn (one past the token that was scored) and
-    `sampling` the parameters of the request it belongs to; both have N entries.
+    `sampling` the parameters of the request it belongs to; both have N entries. NO_TOKEN where logits are no numbers.
     """
-    tokens, _, _ = _ranked(logits, positions, sampling, 1)
-    return tokens[:, 0]
+    tokens, _, _, broken = _ranked(logits, positions, sampling, 1)
+    return tokens[:, 0].masked_fill(broken, NO_TOKEN)
 
 
 def candidates(logits: Tensor, positions: Sequence[int], sampling: Sequence[Sampling], num: int) -> Candidates:
     """The `num` best tokens of each of N positions in the order in which `keyed_sample` would choose them."""
-    tokens, values, scores = _ranked(logits, positions, sampling, num)
+    tokens, values, scores, broken = _ranked(logits, positions, sampling, num)
     total = scores.logsumexp(dim=-1, keepdim=True)
-    drawn = torch.tensor([each.temperature > 0 for each in sampling], device=logits.device)
-    return Candidates(tokens, values - total, scores.gather(1, tokens) - total, drawn)
+    none = broken[:, None]
+    of_race, of_scores = ((each - total).masked_fill(none, -math.inf) for each in (values, scores.gather(1, tokens)))
+    drawn = torch.tensor([not each.is_greedy for each in sampling], device=logits.device)
+    return Candidates(tokens, of_race, of_scores, drawn)
 
 
 def _ranked(
     logits: Tensor, positions: Sequence[int], sampling: Sequence[Sampling], num: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Best tokens and their values in the race [N, num], and scores without noise [N, V]; num is at most V."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Best tokens and their values in the race [N, num], scores without noise [N, V], and which rows are broken [N].
+
+    num is at most V. Of broken rows the tokens are any, and the rest means nothing.
+    """
     num = min(num, logits.shape[-1])
     scores = logits.float()  # bfloat16 is several times slower on a CPU
-    drawn = [i for i, s in enumerate(sampling) if s.temperature > 0]
+    tokens, values = top(scores, num)
+    broken = ~(values[:, 0].abs() < LARGEST)  # true of NaN
+    drawn = [i for i, s in enumerate(sampling) if not s.is_greedy]
     if not drawn:
-        return *top(scores, num), scores
+        return tokens, values, scores, broken
+    if broken.any():
+        scores = scores.masked_fill(broken[:, None], 0.0)
     every = len(drawn) == len(sampling)
     index = torch.tensor(drawn, device=logits.device)
     of_drawn = truncated_scores(scores if every else scores[index], [sampling[i] for i in drawn])
     scores = of_drawn if every else scores.index_copy(0, index, of_drawn)
-    tokens, values = top(scores, num)
+    values = scores.gather(1, tokens)  # in the order of the logits, but for those that are cut
     seeds = torch.tensor([sampling[i].seed for i in drawn], device=logits.device)
     places = torch.tensor([positions[i] for i in drawn], device=logits.device)
     tokens[index], perturbed = race(of_drawn, tokens[index], _keys(seeds, places))
     values[index] = perturbed.float()
-    return tokens, values, scores
+    return tokens, values, scores, broken
 
 
 def truncated_scores(logits: Tensor, sampling: Sequence[Sampling]) -> Tensor:
     """logits / temperature, with -inf outside top_k and then top_p. logits [N, V] float32; ties stay in."""
     device, vocab_size = logits.device, logits.shape[-1]
-    scores = logits / torch.tensor([s.temperature for s in sampling], device=device)[:, None]
+    temperatures = [min(s.temperature, LARGEST) for s in sampling]
+    scores = logits / torch.tensor(temperatures, device=device)[:, None]
     cut = [i for i, s in enumerate(sampling) if s.top_p < 1 or 0 < s.top_k < vocab_size]
     if not cut:
         return scores
     index = torch.tensor(cut, device=device)
-    top_k = torch.tensor([sampling[i].top_k or vocab_size for i in cut], device=device)[:, None]
-    limits = [sampling[i].top_p if sampling[i].top_p < 1 else math.inf for i in cut]  # float32 sums reach 1 early
+    top_k = torch.tensor([min(sampling[i].top_k or vocab_size, vocab_size) for i in cut], device=device)[:, None]
+    # Above 0 in float32, so that the likeliest stays in; without a limit where it is 1, which sums reach early.
+    limits = [max(sampling[i].top_p, TINY) if sampling[i].top_p < 1 else math.inf for i in cut]
     top_p = torch.tensor(limits, device=device)[:, None]
     ranked = scores[index].sort(dim=-1, descending=True).values
     ranked = ranked.masked_fill(torch.arange(vocab_size, device=device) >= top_k, -math.inf)

@@ -62,13 +62,14 @@ class Work:
         return Load(len(self.depths), sum(self.depths), self.num_block_tokens - len(self.depths))
 
     def outcome(self, steps: Sequence[Step], next_rows: int) -> StepOutcome:
-        """What came of it: `steps` are those of the blocks, then of prompts."""
-        chosen = [row.forecast is not None for row in self.blocks.rows] if self.blocks is not None else []
+        """What came of it: `steps` are those of the blocks, but for rows that failed, and of prompts."""
+        rows = self.blocks.rows if self.blocks is not None else []
+        chosen = {row.request_id for row in rows if row.forecast is not None}
         return StepOutcome(
             self.load,
             num_prompt_tokens=self.prompts.packing.num_tokens if self.prompts is not None else 0,
-            num_chosen=sum(chosen),
-            num_accepted=sum(step.num_accepted for step, free in zip(steps, chosen, strict=False) if free),
+            num_chosen=len(chosen),
+            num_accepted=sum(step.num_accepted for step in steps if step.request_id in chosen),
             num_tokens=sum(len(step.tokens) for step in steps),
             next_rows=next_rows,
         )

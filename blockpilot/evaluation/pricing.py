@@ -16,7 +16,7 @@ from blockpilot.engine.engine import Engine
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import MAX_BLOCK_SIZE, PairId, Request
 
-NUM_STEPS = 3  # of each mixture; the fastest counts
+NUM_STEPS = 2  # of each mixture after the first; the fastest counts
 
 
 class TimedStep(NamedTuple):
@@ -27,7 +27,7 @@ class TimedStep(NamedTuple):
 
 
 def measure_price(pair: Pair, rows: int, context: int, *, num_steps: int = NUM_STEPS) -> StepPrice:
-    """Timed with `rows` rows and fewer, of `context` tokens each as far as the target has room for them.
+    """Timed with one row and with `rows`, of `context` tokens each as far as the target has room for them.
 
     Raises ValueError for numbers below 1.
     """
@@ -36,7 +36,7 @@ def measure_price(pair: Pair, rows: int, context: int, *, num_steps: int = NUM_S
             raise ValueError(f"{name} {value}: must be at least 1")
     fitted, held_out = list[TimedStep](), list[TimedStep]()
     largest = max(rows, 2)  # of one row alone base and row cannot be told apart
-    for num in sorted({1, min(largest, 4), largest}):
+    for num in (1, largest):
         mixtures = mixtures_of(num, pair.block_size)
         context = min(context, _room(pair, mixtures, num_steps))
         timed = time_steps(pair, mixtures, context, num_steps=num_steps)
@@ -59,7 +59,7 @@ def _made_for(pair: Pair) -> tuple[PairId, str, str]:
 
 def mixtures_of(rows: int, block_size: int) -> list[tuple[int, ...]]:
     """Block sizes of so many rows, trees where they are larger than the draft's own; the last one is a mixture."""
-    small, large = max(2, block_size // 4), min(2 * block_size, MAX_BLOCK_SIZE)
+    small, large = max(2, block_size // 2), min(2 * block_size, MAX_BLOCK_SIZE)
     if rows == 1:
         return [(1,), (2,), (small,), (block_size,), (MAX_BLOCK_SIZE,), (large,)]
     plain = (1,) * rows

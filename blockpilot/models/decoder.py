@@ -1,12 +1,13 @@
-"""The prepared form of a target: its layers as few calls over packed tokens, on a SlotCache.
+"""The prepared form of a decoder, target or draft: its layers as few calls over packed tokens, on a SlotCache.
 
-It computes what the transformers model computes, from the same weights. What does not depend on the layer (rotary
+It computes what the model computes, from the same weights. What does not depend on the layer (rotary
 tables, masks, padding, where keys go) is worked out once a pass; queries, keys and values come from one product, gate
 and up from another; keys and values are stored by one call a layer.
 """
 
-from collections.abc import Callable, Collection
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,54 +15,50 @@ from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 
 from blockpilot.models.cache import SlotView, head_dim
-from blockpilot.models.kernels import leave_file, prepared
-from blockpilot.models.packing import Attention
+from blockpilot.models.kernels import filled, leave_file, prepared, use_huge_pages
+from blockpilot.models.native import operations_for
+from blockpilot.models.operations import Mask, Operations, Rotary
+from blockpilot.models.packing import SideBySide
 
 FAMILIES = ("llama", "qwen3", "qwen3_moe")
 
 
-class Rotary(NamedTuple):
-    """Rotation of heads by their positions, [N, 1, head_dim]: cosines, and sines whose first half is negated."""
-
-    cosines: Tensor
-    sines: Tensor
-
-    def turn(self, heads: Tensor) -> None:
-        """Rotate heads [N, H, head_dim] in place."""
-        half = heads.shape[-1] // 2
-        torch.addcmul(heads * self.cosines, heads.roll(half, -1), self.sines, out=heads)
+AttentionCall = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+"""Queries [N, heads, head_dim], keys and values [R, kv_heads, L, head_dim] and a scale -> [N, heads * head_dim]."""
 
 
 class DecoderLayer:
-    """A pre-norm layer of a transformers model of FAMILIES."""
+    """A pre-norm layer of a transformers model of FAMILIES, or of a draft."""
 
-    def __init__(self, layer: Any, index: int, config: PretrainedConfig) -> None:
-        self._index = index
+    def __init__(self, layer: Any, index: int, config: PretrainedConfig, operations: Operations) -> None:
+        self._index, self._operations = index, operations
         self._dim, self._eps = head_dim(config), config.rms_norm_eps
-        self._num_queries, self._num_kv = config.num_attention_heads, config.num_key_value_heads
         self._norms = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
-        self._head_norm = _head_norm(layer.self_attn, self._num_queries, self._num_kv)
+        self._head_norm = _head_norm(layer.self_attn, config.num_attention_heads, config.num_key_value_heads)
         self._qkv = prepared(layer.self_attn, "q_proj", "k_proj", "v_proj")
         self._out = prepared(layer.self_attn, "o_proj")
         self._mlp = _dense(layer.mlp) if hasattr(layer.mlp, "gate_proj") else _experts(layer.mlp)
 
-    def __call__(self, hidden: Tensor, rotary: Rotary, cache: SlotView, attention: Attention) -> Tensor:
-        """hidden [N, hidden] -> [N, hidden]; stores the layer's keys and values."""
+    def __call__(
+        self, hidden: Tensor, delta: Tensor | None, rotary: Rotary, cache: SlotView, attention: AttentionCall
+    ) -> Tensor:
+        """Add delta, what the layer before found, to hidden, both [N, hidden]; returns what this layer finds.
+
+        hidden becomes the sum that this layer's is to be added to; keys and values are stored. There may be more rows
+        than tokens (kernels.filled): what they hold is of no account.
+        """
         before, after = self._norms
-        heads = self._qkv(_normed(hidden, before, self._eps)).view(len(hidden), -1, self._dim)
-        queries, new = heads.split([self._num_queries, 2 * self._num_kv], dim=1)
-        turned = heads[:, : self._num_queries + self._num_kv]
-        if self._head_norm is not None:
-            torch.mul(functional.rms_norm(turned, (self._dim,), eps=self._eps), self._head_norm, out=turned)
-        rotary.turn(turned)
-        cache.store(new.unflatten(1, (2, self._num_kv)), self._index)
+        x = self._operations.add_norm(hidden, delta, before, self._eps)
+        queries = self.project(x, rotary, cache)
         attended = attention(queries, *cache.read(self._index), self._dim**-0.5)
-        hidden = hidden + self._out(attended)
-        return hidden + self._mlp(_normed(hidden, after, self._eps))
+        found = self._out(filled(attended))
+        return self._mlp(self._operations.add_norm(hidden, found, after, self._eps))
 
-
-def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return functional.rms_norm(x, x.shape[-1:], weight, eps)
+    def project(self, x: Tensor, rotary: Rotary, cache: SlotView) -> Tensor:
+        """Store keys and values of [N, hidden] in the cache; returns the queries [N, heads, head_dim]."""
+        num_tokens = len(rotary.cosines)
+        heads = self._qkv(x)[:num_tokens].view(num_tokens, -1, self._dim)
+        return self._operations.rotate_and_store(heads, self._head_norm, self._eps, rotary, cache, self._index)
 
 
 def _head_norm(attention: Any, num_queries: int, num_kv: int) -> Tensor | None:
@@ -98,29 +95,50 @@ class Decoder:
     def __init__(self, model: PreTrainedModel) -> None:
         check_family(model.config)
         body, config = cast(Any, model.model), model.config
-        self._layers = [DecoderLayer(layer, i, config) for i, layer in enumerate(body.layers)]
+        self._operations = operations_for(model.dtype, model.device, config.hidden_size, head_dim(config))
+        self._layers = [DecoderLayer(layer, i, config, self._operations) for i, layer in enumerate(body.layers)]
         self._norm, self._rotary, self.embed = body.norm, body.rotary_emb, body.embed_tokens
+        self._groups = config.num_attention_heads // config.num_key_value_heads
+        is_new = type(model.lm_head) is nn.Linear
         self.head = prepared(model, "lm_head")
-        if self.head.is_packed:
+        if self.head.is_packed and is_new:
             leave_file(model)
+            use_huge_pages()
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, cache: SlotView, attention: Attention, kept: Collection[int]
+        self, tokens: Tensor, packing: SideBySide, cache: SlotView, kept: Collection[int]
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Hidden states [N, hidden] of tokens [N] at positions [N]: normed, and by number after the layers `kept`."""
-        hidden = self.embed(tokens)
-        cosines, sines = (table[0, :, None] for table in self._rotary(hidden, positions[None]))
-        negated, straight = sines.chunk(2, dim=-1)
-        rotary = Rotary(cosines, torch.cat([-negated, straight], dim=-1))
-        after = {}
+        """Hidden states [N, hidden] of packed tokens [N]: normed, and by number after the layers `kept`."""
+        num_tokens = len(tokens)
+        hidden = filled(self.embed(tokens))
+        rotary = Rotary.of(self._rotary, hidden, packing.positions)
+        masks = [Mask(part, part.visible, self._groups, hidden.dtype) for part in packing.parts]
+        attention = partial(_attend_parts, self._operations, masks)
+        delta, after = None, {}
         for i, layer in enumerate(self._layers):
-            hidden = layer(hidden, rotary, cache, attention)
+            delta = layer(hidden, delta, rotary, cache, attention)
             if i in kept:
-                after[i] = hidden
-        normed = self._norm(hidden)
+                after[i] = (hidden + delta)[:num_tokens]
+        normed = self._operations.add_norm(hidden, delta, self._norm.weight, self._norm.variance_epsilon)[:num_tokens]
         if len(self._layers) - 1 in after:
             after[len(self._layers) - 1] = normed  # as transformers gives the last layer's
         return normed, after
+
+
+def _attend_parts(
+    operations: Operations, masks: Sequence[Mask], query: Tensor, key: Tensor, value: Tensor, scale: float
+) -> Tensor:
+    """Every part of a packing by itself, to its own rows: an AttentionCall."""
+    if len(masks) == 1:
+        return operations.attend(query, key, value, scale, masks[0])
+    attended, row = [], 0
+    queries = query.split([mask.packing.num_tokens for mask in masks])
+    for mask, own in zip(masks, queries, strict=True):
+        rows = slice(row, row + len(mask.packing.sizes))
+        keys, values = (kept[rows, :, : mask.packing.length] for kept in (key, value))
+        attended.append(operations.attend(own, keys, values, scale, mask))
+        row = rows.stop
+    return torch.cat(attended)
 
 
 def check_family(config: PretrainedConfig) -> None:

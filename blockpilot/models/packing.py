@@ -60,7 +60,7 @@ class Packing:
     @cached_property
     def _tokens(self) -> Tensor:
         """[R * width]: the token at every place of the padded rows."""
-        firsts, sizes = (torch.tensor(of_rows, device=self.rows.device) for of_rows in (self.firsts, self.sizes))
+        sizes, firsts = self.spans
         columns = torch.arange(self.width, device=self.rows.device)
         return (firsts[:, None] + torch.minimum(columns, sizes[:, None] - 1)).flatten()
 
@@ -90,6 +90,12 @@ class Packing:
         mask[:, :, : self.length] = (columns < starts)[:, None]
         own = (starts + torch.arange(self.width, device=device))[:, None].expand(-1, self.width, -1)
         return mask.scatter_(2, own, inside.to(device))[:, None, :, : self.length]
+
+    @cached_property
+    def spans(self) -> tuple[Tensor, Tensor]:
+        """[R] and [R]: how many tokens every row has, and which is its first."""
+        sizes, firsts = (torch.tensor(of_rows, device=self.rows.device) for of_rows in (self.sizes, self.firsts))
+        return sizes, firsts
 
     def _per_token(self, of_rows: Sequence[int]) -> Tensor:
         """A number of every row [R] as that of its tokens, [N]."""
@@ -128,25 +134,6 @@ class SideBySide:
         firsts = accumulate((len(part.sizes) for part in parts[:-1]), initial=0)
         self.rows = torch.cat([part.rows + first for part, first in zip(parts, firsts, strict=True)])
         """[N]: the row of every token, counted over all parts."""
-
-
-class Attention:
-    """How the packed tokens of a pass attend, each to what it sees: worked out once for all layers."""
-
-    def __init__(self, packing: SideBySide, groups: int, dtype: torch.dtype) -> None:
-        self._parts = packing.parts
-        self._biases = [folded(part.visible, groups, dtype) for part in packing.parts]
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Packed query [N, heads, head_dim] -> [N, heads * head_dim]; key and value [R, kv_heads, L, head_dim]."""
-        attended, row = [], 0
-        queries = query.split([part.num_tokens for part in self._parts])
-        for part, own, bias in zip(self._parts, queries, self._biases, strict=True):
-            rows = slice(row, row + len(part.sizes))
-            keys, values = (kept[rows, :, : part.length] for kept in (key, value))
-            attended.append(part.attend(own, keys, values, bias, scale).flatten(1))
-            row = rows.stop
-        return attended[0] if len(attended) == 1 else torch.cat(attended)
 
 
 def folded(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:

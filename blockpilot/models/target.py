@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from blockpilot.models.cache import SlotCache, SlotView
 from blockpilot.models.decoder import Decoder
-from blockpilot.models.packing import Attention, Packing, SideBySide
+from blockpilot.models.packing import Packing, SideBySide
 
 
 class Scored(NamedTuple):
@@ -40,11 +40,7 @@ class Target:
 
     def score(self, tokens: Tensor, cache: SlotView, packing: SideBySide, *, features: bool) -> Scored:
         """Run packed tokens [N], storing their keys and values in `cache`, whose rows are those of the packing."""
-        config = self.model.config
-        groups = config.num_attention_heads // config.num_key_value_heads
-        attention = Attention(packing, groups, self.model.dtype)
-        kept = self.layer_ids if features else ()
-        hidden, after = self._decoder(tokens, packing.positions, cache, attention, kept)
+        hidden, after = self._decoder(tokens, packing, cache, self.layer_ids if features else ())
         return Scored(hidden, torch.cat([after[i] for i in self.layer_ids], dim=-1) if features else None)
 
     def score_rows(self, tokens: Tensor, start: int, cache: SlotCache, slots: Tensor) -> Scored:

@@ -6,6 +6,7 @@ into a cache directory), its draft from this package's data. No code of a checkp
 
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -19,10 +20,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from blockpilot.drafts.checkpoint import load_draft, new_draft_config
+from blockpilot.drafts.checkpoint import VOCABULARY_FILE, load_draft, new_draft_config
+from blockpilot.drafts.decoder import DraftDecoder
 from blockpilot.drafts.dflash import DraftModel
+from blockpilot.drafts.head import DraftHead
 from blockpilot.models.decoder import check_family
-from blockpilot.models.kernels import prepare_layers
 from blockpilot.pairs.embedded import embedded_target
 from blockpilot.pairs.table import EMBEDDED_DRAFT, EMBEDDED_TARGET, NAMED_PAIRS, check_pair_names
 from blockpilot.types import PairId
@@ -40,6 +42,16 @@ class Pair:
     target: PreTrainedModel
     draft: DraftModel
     tokenizer: PreTrainedTokenizerBase
+
+    @cached_property
+    def draft_head(self) -> DraftHead:
+        """The LM head that the draft proposes with."""
+        return DraftHead(self.target, self.draft.vocabulary)
+
+    @cached_property
+    def draft_decoder(self) -> DraftDecoder:
+        """The draft as the engine runs it."""
+        return DraftDecoder(self.draft)
 
     @property
     def block_size(self) -> int:
@@ -101,8 +113,9 @@ def _pair(
 ) -> Pair:
     """The pair on its device, the draft in the target's dtype."""
     draft = draft.to(device=device, dtype=target.dtype).eval().requires_grad_(False)
-    prepare_layers(draft)
-    return Pair(pair_id, target.to(device), draft, tokenizer)  # type: ignore[arg-type]
+    pair = Pair(pair_id, target.to(device), draft, tokenizer)  # type: ignore[arg-type]
+    _ = pair.draft_decoder, pair.draft_head  # made while the target's weights lie open
+    return pair
 
 
 def target_directory(target: str) -> str:
@@ -153,7 +166,7 @@ def draft_directory(draft: str) -> Path:
     if path.is_dir():
         return path
     try:
-        return Path(snapshot_download(draft, allow_patterns=["config.json", "*.safetensors"]))
+        return Path(snapshot_download(draft, allow_patterns=["config.json", "*.safetensors", VOCABULARY_FILE]))
     except _NOT_FOUND as error:
         raise ValueError(_not_found("draft", draft, error)) from None
 
@@ -166,6 +179,8 @@ def _not_found(what: str, name: str, error: Exception) -> str:
 def directory_revision(directory: Path) -> str:
     """Short hash of a checkpoint directory: its config, and the size, first and last MiB of every weight file."""
     digest = hashlib.sha256((directory / "config.json").read_bytes())
+    if (vocabulary := directory / VOCABULARY_FILE).exists():
+        digest.update(vocabulary.read_bytes())
     for file in sorted(directory.glob("*.safetensors")):
         digest.update(f"{file.name} {file.stat().st_size}".encode())
         with file.open("rb") as stream:

@@ -28,7 +28,7 @@ from blockpilot.policy.network import (
     sparse_probs,
 )
 from blockpilot.policy.nodes import NodeModel
-from blockpilot.types import Candidates, CandidateSet, Forecast, PairId, Prefill
+from blockpilot.types import MAX_BLOCK_SIZE, Candidates, CandidateSet, Forecast, PairId, Prefill
 
 MAX_LOGIT = 8.0
 POLICY_DOUBT, REQUEST_DOUBT = 100.0, 30.0  # expected tokens; of TrackRecord
@@ -125,7 +125,8 @@ class LearnedPolicy:
 
     def _reaches(self, outputs: Tensor) -> list[list[float]]:
         """Chance that each position is accepted, of each request: outputs [R, K] of kind `step`."""
-        shares = outputs.clamp(-MAX_LOGIT, MAX_LOGIT).sigmoid()
+        # What is no number would spoil the record that all requests share: nothing is expected then.
+        shares = outputs.nan_to_num(-MAX_LOGIT).clamp(-MAX_LOGIT, MAX_LOGIT).sigmoid()
         gaps = slot_gaps(self.candidates.sizes).to(outputs.device, torch.int64)
         reaches: list[list[float]] = shares.repeat_interleave(gaps, dim=1).cummin(dim=1).values.tolist()
         return reaches
@@ -145,7 +146,9 @@ class LearnedPolicy:
         return PolicyFeatures(probs, context, anchor, scalars_of)
 
     def check(self, pair: Pair) -> None:
-        """Raise ValueError, naming both, unless `pair` is the one the policy was trained for."""
+        """Raise ValueError unless `pair` is the one the policy was trained for, or for too large a block size."""
+        if self.candidates[-1] > MAX_BLOCK_SIZE:
+            raise ValueError(f"policy with block size {self.candidates[-1]}: must be at most {MAX_BLOCK_SIZE}")
         if (self.info.pair, self.info.shape.vocab_size) != (pair.id, pair.vocab_size):
             made_for = _describe(self.info.pair, self.info.shape.vocab_size)
             raise ValueError(f"policy made for {made_for}; this pair is {_describe(pair.id, pair.vocab_size)}")

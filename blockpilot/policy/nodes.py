@@ -6,6 +6,7 @@ draft's own probabilities). The model sees of a choice its scores, their distanc
 entropy of the slot, rank and depth, and how many choices above are no first ones.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -87,6 +88,7 @@ class NodeModel(nn.Module):
         places = torch.tensor([i for depth in depths for i in range(depth)], device=found.scores.device)
         known = features(found, places)
         chances = torch.stack([self(known, torch.full_like(places, n)) for n in range(NUM_CONTEXTS)]).sigmoid()
+        chances = chances.where(found.scores > -math.inf, 0.0)  # of what cannot be drawn
         return (chances / chances.sum(dim=-1, keepdim=True).clamp(min=1)).cummin(dim=-1).values
 
 

@@ -7,9 +7,12 @@ columns; `.txt`, one prompt a line. Blank lines are ignored; `set` defaults to t
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+import re
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -68,19 +71,41 @@ class Prompt:
     def encode(self, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
         """Token ids before the answer, by the chat template, or of `text` where the tokenizer has none.
 
-        Raises ValueError for messages that the template refuses, such as their roles or their order.
+        A control token in a message's text is text: it begins and ends no turn. Raises ValueError for messages that
+        the template refuses, such as their roles or their order.
         """
         if not tokenizer.chat_template:
             return tuple(tokenizer(self.text)["input_ids"])
-        messages = [asdict(message) for message in self.messages]
-        # The published Qwen3 drafts were trained without thinking; other templates ignore the option.
-        try:
-            ids = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_dict=False, enable_thinking=False
-            )
-            return tuple(ids)
-        except (ValueError, TemplateError) as error:
-            raise ValueError(f"chat template: {error}") from None
+        if any(token in message.content for token in _control_tokens(tokenizer) for message in self.messages):
+            return self._encode_apart(tokenizer)
+        return tuple(_render(tokenizer, self.messages, tokenize=True, return_dict=False))
+
+    def _encode_apart(self, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+        """Token ids of the template around the messages, and of each message's text by itself."""
+        mark = uuid.uuid4().hex
+        marked = [replace(message, content=f"{mark}{i}.") for i, message in enumerate(self.messages)]
+        # Template, number of a message, template, ...
+        pieces = re.split(rf"{mark}(\d+)\.", _render(tokenizer, marked, tokenize=False))
+        ids = list[int]()
+        for place, piece in enumerate(pieces):
+            text = self.messages[int(piece)].content if place % 2 else piece
+            ids += tokenizer(text, add_special_tokens=False, split_special_tokens=place % 2 == 1)["input_ids"]
+        return tuple(ids)
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **how: Any) -> Any:
+    # The published Qwen3 drafts were trained without thinking; other templates ignore the option.
+    try:
+        return tokenizer.apply_chat_template(
+            [asdict(message) for message in messages], add_generation_prompt=True, enable_thinking=False, **how
+        )
+    except (ValueError, TemplateError) as error:
+        raise ValueError(f"chat template: {error}") from None
+
+
+def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Texts that a tokenizer reads as control tokens, wherever they stand."""
+    return [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
 
 
 def load_prompts(name_or_path: str, num: int | None = None, seed: int = 0) -> list[Prompt]:

@@ -197,10 +197,9 @@ def _candidates(pair: Pair, hidden: Tensor, positions: Sequence[int], sampling: 
 
 def _logits(pair: Pair, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Logits of hidden states [M, hidden], HEAD_ROWS at once, and which of the states they are of."""
-    head = pair.target.get_output_embeddings()
     for start in range(0, len(hidden), HEAD_ROWS):
         some = slice(start, start + HEAD_ROWS)
-        yield some, head(hidden[some])
+        yield some, pair.draft_head(hidden[some])
 
 
 def count_accepted(pair: Pair, known: KnownTexts, hidden: Tensor, blocks: Blocks) -> Tensor:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -11,20 +12,36 @@ from ray.util import ActorPool
 
 from jobs.common.config import Resources
 
+TOKEN_FILE = Path.home() / ".ray" / "auth_token"  # Ray writes it for everybody to read
+
 
 def connect(include_dashboard: bool = False, metrics_port: int | None = None) -> None:
     """Join the cluster of `ray job submit` (or RAY_ADDRESS); otherwise start a local one for this process.
 
     A local cluster has at least four logical CPUs: Ray Train and Ray Data need a free one beside their workers.
     Ray Train asks the dashboard whether its controller lives and complains every second where there is none. Such a
-    cluster exports its metrics on `metrics_port`, by default a free one, on all interfaces.
+    cluster exports its metrics on `metrics_port`, by default a free one, on all interfaces. What it writes, its token
+    among it, is for this user only.
     """
     if ray.is_initialized():
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     local: dict[str, Any] = {"address": "local", "num_cpus": max(4, os.cpu_count() or 1)}
     local |= {"include_dashboard": include_dashboard, "_metrics_export_port": metrics_port}
-    ray.init(log_to_driver=True, **({} if os.environ.get("RAY_ADDRESS") else local))
+    with _private_files():
+        ray.init(log_to_driver=True, **({} if os.environ.get("RAY_ADDRESS") else local))
+
+
+@contextmanager
+def _private_files() -> Iterator[None]:
+    """Files that this process and those that it starts make are for their user alone; so is Ray's token."""
+    if TOKEN_FILE.exists():
+        TOKEN_FILE.chmod(0o600)
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def num_threads(num_cpus: float) -> int:

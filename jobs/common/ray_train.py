@@ -8,7 +8,7 @@ name of a run holds all that its result depends on.
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,10 @@ import ray.train.torch
 import torch
 
 from jobs.common.cluster import actor_options
-from jobs.common.registry import Registry, RunRecord
+from jobs.common.registry import Registry, RunRecord, without_password
 
 STATE_FILE = "state.pt"
+log = logging.getLogger(__name__)
 State = dict[str, Any]
 
 
@@ -100,6 +101,37 @@ def report(metrics: dict[str, float], state: State | None) -> None:
     with tempfile.TemporaryDirectory() as directory:
         torch.save(state, Path(directory) / STATE_FILE)
         ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(directory))
+
+
+class MetricLog:
+    """Metrics by step on their way to an MLflow run: while the store is away they wait, and training goes on.
+
+    What waits belongs to the state of a checkpoint, so that a worker that takes over logs it; a step is logged once.
+    """
+
+    def __init__(self, store: str, run_id: str, waiting: Sequence[tuple[int, dict[str, float]]] = ()) -> None:
+        self.waiting = list(waiting)
+        self._store, self._run_id = store, run_id
+        self._last_step: int | None = None  # that the run has; None until the store has said it
+
+    def add(self, step: int, metrics: dict[str, float]) -> None:
+        """Let the metrics of a step wait; `flush` logs them."""
+        self.waiting.append((step, metrics))
+
+    def flush(self) -> None:
+        """Log what waits, in order, as far as the store takes it."""
+        try:
+            record = Registry.open(self._store).run(self._run_id)
+            while self.waiting:
+                step, metrics = self.waiting[0]
+                if self._last_step is None:
+                    self._last_step = record.last_step(min(metrics))
+                if step > self._last_step:
+                    record.log_metrics(metrics, step=step)
+                    self._last_step = step
+                del self.waiting[0]
+        except Exception as error:  # MLflow's, its database's, its server's: none is worth a checkpoint
+            log.warning("metrics of %d steps are logged later: %s", len(self.waiting), without_password(str(error)))
 
 
 def _load(checkpoint: ray.train.Checkpoint) -> State:

@@ -8,6 +8,7 @@ are registered as the plain files of `save_policy`; nothing is pickled or unpick
 import json
 import logging
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -43,6 +44,11 @@ _QUIET = {
 def model_name(target: str) -> str:
     """The registered model of a target's policies: 'Qwen/Qwen3-4B' -> 'blockpilot-qwen3-4b'."""
     return f"blockpilot-{target_slug(target)}"
+
+
+def without_password(text: str) -> str:
+    """A text whose addresses have lost their user names and passwords."""
+    return re.sub(r"://[^/\s]*@", "://***@", text)
 
 
 def tracking_uri() -> str:
@@ -234,7 +240,7 @@ class Registry:
         """The last version; ValueError when there is no such model, or no version of it."""
         if versions := self.versions(name):
             return versions[-1]
-        raise ValueError(f"registered model {name!r} in {self.uri}: has no versions")
+        raise ValueError(without_password(f"registered model {name!r} in {self.uri}: has no versions"))
 
     def version(self, name: str, number: int) -> Version:
         with _clear_errors(f"version {number} of {name!r} in {self.uri}"):
@@ -313,4 +319,4 @@ def _clear_errors(what: str) -> Iterator[None]:
     try:
         yield
     except (MlflowException, SQLAlchemyError) as error:
-        raise ValueError(f"{what}: {str(error).strip().splitlines()[0]}") from error
+        raise ValueError(without_password(f"{what}: {str(error).strip().splitlines()[0]}")) from None

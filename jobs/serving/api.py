@@ -9,9 +9,9 @@ import hmac
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -19,6 +19,7 @@ from fastapi import APIRouter, Depends, FastAPI
 from fastapi import Request as HttpRequest
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
 
 from jobs.serving.schema import ApiError, Body, ChatRequest, CompletionRequest, Objects, parse, short
@@ -55,11 +56,15 @@ class Exchange(NamedTuple):
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one request."""
+    """Limits of one request, and of how many there are."""
 
     max_body_bytes: int = 2**20
     timeout_s: float = 600.0
     """Seconds from its arrival to its last token; a request may ask for fewer."""
+    body_timeout_s: float = 10.0
+    """Seconds in which its body must arrive."""
+    max_requests: int = 1024
+    """Requests at a time, from the first byte to the last token; one more is refused at once."""
 
 
 def environment_key() -> str | None:
@@ -77,14 +82,17 @@ class ApiKeys:
     def of(cls, keys: tuple[str, ...]) -> "ApiKeys":
         return cls(tuple(hashlib.sha256(key.encode()).digest() for key in keys))
 
-    def check(self, http: HttpRequest) -> None:
-        """Raise ApiError 401 for a request without an accepted key; compares in constant time."""
-        if not self.digests:
-            return
+    def admit(self, http: HttpRequest) -> bool:
+        """Whether a request brings an accepted key, where one is needed; compares in constant time."""
         scheme, _, key = http.headers.get("authorization", "").partition(" ")
         given = hashlib.sha256(key.strip().encode()).digest()
         known = any(hmac.compare_digest(given, digest) for digest in self.digests)
-        if not (known and scheme.lower() == "bearer"):
+        return not self.digests or (known and scheme.lower() == "bearer")
+
+    def check(self, http: HttpRequest) -> None:
+        """Raise ApiError 401 for a request that is not admitted."""
+        if not self.admit(http):
+            key = http.headers.get("authorization", "").partition(" ")[2]
             message = "unknown API key" if key else "an API key is needed: 'Authorization: Bearer KEY'"
             raise ApiError(401, message, code="invalid_api_key")
 
@@ -92,7 +100,7 @@ class ApiKeys:
 # --- answering ---
 
 
-@dataclass(frozen=True)
+@dataclass
 class Api:
     """Models by name, with limits. `aliases` are further names of models."""
 
@@ -100,6 +108,19 @@ class Api:
     aliases: Mapping[str, str]
     limits: Limits
     on_exchange: Callable[[Exchange], None]
+    draining: bool = False
+    """Requests are refused with 503; those that are open go on."""
+    _open: set["_Watch"] = field(default_factory=set)
+
+    @property
+    def num_open(self) -> int:
+        """Requests from their first byte to their last token."""
+        return len(self._open)
+
+    def cut(self) -> None:
+        """End all that is open, streams with an error event."""
+        for watch in self._open:
+            watch.deadline.cut(_shutting_down())
 
     def find(self, name: str) -> tuple[str, Model]:
         """A model and its name; raises ApiError 404."""
@@ -112,15 +133,22 @@ class Api:
 
     async def respond(self, http: HttpRequest, kind: type[ChatRequest] | type[CompletionRequest]) -> Response:
         """The response, or its stream once the first object is there. Raises ApiError."""
-        watch, deadline = _Watch(self.on_exchange, kind.path), Deadline(self.limits.timeout_s)
+        watch = _Watch(self._open, self.on_exchange, kind.path, Deadline(self.limits.timeout_s))
         try:
-            body = parse(kind, await deadline.bound(_read(http, self.limits.max_body_bytes)))
+            if self.draining:
+                raise _shutting_down()
+            if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+                raise ApiError(415, "content-type: must be application/json", code="unsupported_media_type")
+            if len(self._open) > self.limits.max_requests:
+                message = f"{self.limits.max_requests} requests are open, as many as are accepted; try again"
+                raise ApiError(429, message, code="queue_full")
+            body = parse(kind, await watch.deadline.bound(self._read(http)))
             watch.model, model = self.find(body.model)
             if body.timeout_s is not None and body.timeout_s < self.limits.timeout_s:
-                deadline = Deadline(body.timeout_s)
+                watch.deadline = Deadline(body.timeout_s)
             objects = model.answer(body)
             work = _next(objects) if body.stream else _whole(objects)
-            first = await _unless_gone(http, deadline.bound(work))  # fails with a status of its own
+            first = await _unless_gone(http, watch.deadline.bound(work))  # fails with a status of its own
         except ApiError as error:
             watch.over(error.status, error.code)
             raise
@@ -128,19 +156,34 @@ class Api:
             watch.over(500 if isinstance(error, Exception) else GONE)  # else it was cancelled
             raise
         if body.stream:
-            return StreamingResponse(_events(first, objects, deadline, watch), media_type="text/event-stream")
+            return StreamingResponse(_events(first, objects, watch), media_type="text/event-stream")
         watch.over(200)
         return JSONResponse(first)
 
+    async def _read(self, http: HttpRequest) -> bytes:
+        """The body of a request; raises ApiError 408 where it does not arrive in time, 413 where it is too large."""
+        try:
+            async with asyncio.timeout(self.limits.body_timeout_s):
+                return await _body(http, self.limits.max_body_bytes)
+        except TimeoutError:
+            message = f"request body: it did not arrive within {self.limits.body_timeout_s:g} s"
+            raise ApiError(408, message, code="request_timeout") from None
+
 
 class _Watch:
-    """Stopwatch of one exchange, which it reports once, at the end."""
+    """Stopwatch of one exchange, which is among the `open` ones until it reports, once, at the end."""
 
-    def __init__(self, tell: Callable[[Exchange], None], path: str) -> None:
+    def __init__(
+        self, open_: set["_Watch"], tell: Callable[[Exchange], None], path: str, deadline: "Deadline"
+    ) -> None:
         self.model: str | None = None
+        self.deadline = deadline
         self._tell, self._path, self._started = tell, path, time.monotonic()
+        self._open = open_
+        self._open.add(self)
 
     def over(self, status: int, code: str | None = None) -> None:
+        self._open.discard(self)
         self._tell(Exchange(self.model, self._path, status, time.monotonic() - self._started, code))
 
 
@@ -148,17 +191,26 @@ class Deadline:
     """Deadline of a request, `timeout_s` seconds from now."""
 
     def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+        message = f"timeout_s: the answer was not complete after {timeout_s:g} s"
+        self._error = ApiError(504, message, "timeout_s", "deadline_exceeded")
         self._at = asyncio.get_running_loop().time() + timeout_s
+        self._scope: asyncio.Timeout | None = None
 
     async def bound(self, work: Awaitable[T]) -> T:
-        """The result of `work`; at the deadline, cancel it and raise ApiError 504."""
+        """The result of `work`; at the deadline, cancel it and raise ApiError 504, or what it was cut with."""
         try:
-            async with asyncio.timeout_at(self._at):
+            async with asyncio.timeout_at(self._at) as self._scope:
                 return await work
         except TimeoutError:
-            message = f"timeout_s: the answer was not complete after {self._timeout_s:g} s"
-            raise ApiError(504, message, "timeout_s", "deadline_exceeded") from None
+            raise self._error from None
+        finally:
+            self._scope = None
+
+    def cut(self, error: ApiError) -> None:
+        """The deadline is now, for this reason."""
+        self._error, self._at = error, asyncio.get_running_loop().time()
+        if self._scope is not None:
+            self._scope.reschedule(self._at)
 
 
 async def _next(objects: Objects) -> dict[str, Any] | None:
@@ -177,9 +229,7 @@ async def _whole(objects: Objects) -> dict[str, Any] | None:
     return whole
 
 
-async def _events(
-    first: dict[str, Any] | None, chunks: Objects, deadline: Deadline, watch: _Watch
-) -> AsyncIterator[str]:
+async def _events(first: dict[str, Any] | None, chunks: Objects, watch: _Watch) -> AsyncIterator[str]:
     """Server-sent events: the chunks, then [DONE] or an error event."""
     status, code = GONE, None  # unless it comes to its end
     try:
@@ -187,7 +237,7 @@ async def _events(
             chunk = first
             while chunk is not None:
                 yield _event(chunk)
-                chunk = await deadline.bound(_next(chunks))
+                chunk = await watch.deadline.bound(_next(chunks))
         status = 200
         yield "data: [DONE]\n\n"
     except ApiError as error:
@@ -204,7 +254,11 @@ def _event(data: Mapping[str, object]) -> str:
     return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
 
 
-async def _read(http: HttpRequest, limit: int) -> bytes:
+def _shutting_down() -> ApiError:
+    return ApiError(503, "the server is shutting down", code="shutting_down")
+
+
+async def _body(http: HttpRequest, limit: int) -> bytes:
     """The body of a request; raises ApiError 413 as soon as it exceeds the limit."""
     declared = http.headers.get("content-length", "")
     body = bytearray()
@@ -248,12 +302,18 @@ def make_app(
     aliases: Mapping[str, str] | None = None,
     keys: ApiKeys = ApiKeys(),
     limits: Limits = Limits(),
+    hosts: Sequence[str] = ("*",),
     on_exchange: Callable[[Exchange], None] = lambda exchange: None,
 ) -> FastAPI:
-    """The API as an ASGI application, independent of Ray."""
+    """The API as an ASGI application, independent of Ray; its `state.api` is the Api.
+
+    hosts: names in the Host header that are answered; others 400, such as those of a page that rebinds its name.
+    """
     api = Api(models, aliases or {}, limits, on_exchange)
     on_errors: dict[int | type[Exception], Any] = dict.fromkeys((ApiError, HTTPException, Exception), _answer_error)
     app = FastAPI(title="BlockPilot", openapi_url=None, redirect_slashes=False, exception_handlers=on_errors)
+    app.state.api = api
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)
     v1 = APIRouter(prefix="/v1", dependencies=[Depends(keys.check)])
 
     @v1.post("/chat/completions")
@@ -273,11 +333,13 @@ def make_app(
         return await _described(*api.find(name))
 
     @app.get("/health")
-    async def health() -> JSONResponse:
+    async def health(http: HttpRequest) -> JSONResponse:
         found = await asyncio.gather(*map(_status, models.values()))
         well = all(status["status"] == "ok" for status in found)
-        report = {"status": "ok" if well else "failed", "models": dict(zip(models, found, strict=True))}
-        return JSONResponse(report, 200 if well else 503)
+        report: dict[str, object] = {"status": "draining" if api.draining else "ok" if well else "failed"}
+        if keys.admit(http):
+            report["models"] = dict(zip(models, found, strict=True))
+        return JSONResponse(report, 200 if report["status"] == "ok" else 503)
 
     @app.get("/")
     async def playground() -> Response:

@@ -1,8 +1,8 @@
 """Watch of a registry's champion: a thread polls the registry and puts every new champion to use.
 
-An error changes nothing: the policy in use stays when the registry does not answer, when files cannot be read, and
-when the champion is made for other models. A copy of every champion stays on disk, so that a replica can start while
-the registry is away.
+An error changes nothing: the policy in use stays when the registry does not answer, when files cannot be read, when
+the champion is made for other models, and when it fails as it is tried. A copy of every champion stays on disk, so
+that a replica can start while the registry is away.
 """
 
 import logging
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from jobs.common.registry import Registry, Version
+from jobs.common.registry import Registry, Version, without_password
 
 log = logging.getLogger("ray.serve.blockpilot")
 
@@ -20,7 +20,7 @@ log = logging.getLogger("ray.serve.blockpilot")
 class ChampionWatch:
     """The champion of a registered model in an MLflow store. Looks at once; after `follow`, every `every_s` seconds.
 
-    `use` takes a new champion's directory and version number, and raises ValueError for one that it refuses. Copies
+    `use` takes a new champion's directory and version number, and raises for one that it refuses. Copies
     lie below `folder`. `error` is what the last look met, "" for nothing; `number` is the version in use, 0 for none.
     """
 
@@ -53,18 +53,19 @@ class ChampionWatch:
                 self.number = version.number
                 log.info("new champion", extra={"policy": version.name, "version": version.number})
             self.error = ""
-        except (ValueError, OSError) as error:
+        except Exception as error:  # whatever it is, the thread goes on
             self._registry = None
-            if str(error) != self.error:
-                log.warning("the policy stays as it is: %s", error)
-            self.error = str(error)
+            if (message := without_password(str(error))) != self.error:
+                log.warning("the policy stays as it is: %s", message)
+            self.error = message
 
     def use_last_copy(self) -> bool:
         """Put the latest copied champion to use, without the registry; False if none can be used."""
         for directory in sorted(self._folder.glob(f"{self.name}-*-*"), key=_number, reverse=True):
             try:
                 self._use(directory, _number(directory))
-            except (ValueError, OSError):
+            except Exception as error:  # that of another pair, a damaged one
+                log.warning("%s cannot be used: %s", directory, error)
                 continue
             self.number = _number(directory)
             return True

@@ -20,11 +20,17 @@ from blockpilot.types import Policy, Request, Step
 from jobs.serving.schema import ApiError
 
 MAX_FAILURES = 3  # steps in a row that raise; after them the loop is unhealthy
+STALL_S = 120.0  # seconds that a step may take; beyond them the loop is unhealthy, until it ends
 log = logging.getLogger(__name__)
 
 
 def _shutting_down() -> ApiError:
     return ApiError(503, "the server is shutting down", code="shutting_down")
+
+
+def _lost(error: Exception) -> ApiError:
+    message = f"{type(error).__name__} in the engine; the request is lost, others can be sent"
+    return ApiError(500, message, code="engine_error")
 
 
 class EngineLoop:
@@ -49,7 +55,9 @@ class EngineLoop:
         self._in_engine: dict[int, Stream] = {}  # by request id; the thread's view
         self._on_step = on_step
         self._num_failures = 0
+        self._step_began: float | None = None
         self._closed = False
+        engine.on_failure = self._fail
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -60,7 +68,13 @@ class EngineLoop:
 
     @property
     def healthy(self) -> bool:
-        return self._thread.is_alive() and self._num_failures < MAX_FAILURES
+        return self._thread.is_alive() and self._num_failures < MAX_FAILURES and not self.stalled
+
+    @property
+    def stalled(self) -> bool:
+        """Whether a step has been taking too long."""
+        began = self._step_began
+        return began is not None and time.perf_counter() - began > STALL_S
 
     def submit_all(self, requests: Sequence[Request]) -> list["Stream"]:
         """Queue all of them, or none; called on the event loop that reads their steps.
@@ -114,24 +128,32 @@ class EngineLoop:
                 self._work.get()()
             while not self._work.empty():
                 self._work.get()()
-            started = time.perf_counter()
+            self._step_began = started = time.perf_counter()
             steps = self.engine.step()
             seconds = time.perf_counter() - started
         except Exception as error:
             log.exception("engine failed; %d requests are lost", len(self._in_engine))
             self._num_failures += 1
-            message = f"{type(error).__name__} in the engine; the request is lost, others can be sent"
-            lost, self._in_engine = self._in_engine, {}
-            for request_id, stream in lost.items():
-                stream._put(ApiError(500, message, code="engine_error"))
+            for request_id, stream in self._in_engine.items():
+                stream._put(_lost(error))
                 self.engine.cancel(request_id)
+            self._in_engine = {}
             return
+        finally:
+            self._step_began = None
         if steps:
             self._num_failures = 0
         for step in steps:
             self._deliver(step)
         if steps:
             self._on_step(steps, seconds)
+
+    def _fail(self, request_id: int, error: Exception) -> None:
+        """End the one request that an exception in a step belongs to."""
+        log.error("request failed", exc_info=error)
+        stream = self._in_engine.pop(request_id, None)
+        if stream is not None:
+            stream._put(_lost(error))
 
     def _add(self, stream: "Stream") -> None:
         if not stream.closed:

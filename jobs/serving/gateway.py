@@ -5,7 +5,7 @@ replica is lost before anything was sent goes to another replica, once. A stream
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -27,7 +27,12 @@ class Gateway:
     """What Serve runs. `models` are handles by the name of the target; `aliases` are further names."""
 
     def __init__(
-        self, models: Mapping[str, DeploymentHandle[Any]], aliases: Mapping[str, str], keys: ApiKeys, limits: Limits
+        self,
+        models: Mapping[str, DeploymentHandle[Any]],
+        aliases: Mapping[str, str],
+        keys: ApiKeys,
+        limits: Limits,
+        hosts: Sequence[str],
     ) -> None:
         self._metrics = GatewayMetrics()
         self._app = make_app(
@@ -35,11 +40,21 @@ class Gateway:
             aliases=aliases,
             keys=keys,
             limits=limits,
+            hosts=hosts,
             on_exchange=self._on_exchange,
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._app
+
+    async def drain(self) -> int:
+        """Refuse what comes from now on; returns how many requests are still open."""
+        self._app.state.api.draining = True
+        return int(self._app.state.api.num_open)
+
+    async def cut(self) -> None:
+        """End what is still open, streams with an error event."""
+        self._app.state.api.cut()
 
     def _on_exchange(self, exchange: Exchange) -> None:
         log.info("exchange", extra={"log_to_stderr": False, **exchange._asdict()})

@@ -23,6 +23,7 @@ from blockpilot.control.forecasts import RunningMeans
 from blockpilot.control.price import COEFFICIENTS, StepPrice
 from blockpilot.device import device_name, dtype_name
 from blockpilot.engine.engine import Engine
+from blockpilot.engine.generate import generate
 from blockpilot.evaluation.pricing import holds_here, measure_price
 from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
@@ -40,7 +41,8 @@ from jobs.serving.schema import ApiError, Body, ChatRequest, Objects
 DEFAULT_MAX_LENGTH = 2048
 MEMORY_FILE = Path("/proc/meminfo")
 SWITCH_INTERVAL_S = 0.0002  # the engine's thread takes the interpreter back that soon; Python's own are 5 ms
-PRICE_CONTEXT = 256  # tokens, of the steps that are timed at the start
+TRIAL_TOKENS = 8
+PRICE_CONTEXT, PRICE_ROWS = 256, 4  # tokens, and rows at most, of the steps timed at the start: requests wait for it
 log = logging.getLogger("ray.serve.blockpilot")  # Serve adds the id of the request
 
 
@@ -113,7 +115,7 @@ class Replica:
         policy = controller.policy
         followed = {} if self.watch is None else {"follows": self.watch.name, "error": self.watch.error or None}
         return {
-            "status": "ok" if loop.healthy else "failed",
+            "status": "ok" if loop.healthy else "stalled" if loop.stalled else "failed",
             "draft": self.pair.id.draft,
             "device": device_name(self.pair.target.device),
             "dtype": dtype_name(self.pair.target.dtype),
@@ -229,6 +231,7 @@ class Replica:
             return
         learned = load_policy(policy)
         learned.check(self.pair)
+        try_out(self.pair, learned)
         self.loop.set_policy(learned, self._price_for(learned.price))
         self._policy = {"name": str(policy), "version": version or None}
 
@@ -241,8 +244,18 @@ class Replica:
         if own is not None and holds_here(own, self.pair):
             self._price = own
         elif self._price is None and self._policy is None:
-            self._price = measure_price(self.pair, self.loop.engine.num_slots, PRICE_CONTEXT)
+            self._price = measure_price(self.pair, min(self.loop.engine.num_slots, PRICE_ROWS), PRICE_CONTEXT)
         return self._price or own
+
+
+def try_out(pair: Pair, policy: LearnedPolicy) -> None:
+    """Raise ValueError for a policy that fails where it decides: one answer is decoded by it, for nobody."""
+    try:
+        for _ in generate(pair, (0, 1), policy=policy, max_new_tokens=TRIAL_TOKENS, stop_token_ids=frozenset()):
+            pass
+    except Exception as error:
+        raise ValueError(f"policy that fails when it is tried ({type(error).__name__}: {error})") from error
+    policy.forget()
 
 
 def _encode(body: Body, pair: Pair) -> tuple[int, ...]:

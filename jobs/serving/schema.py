@@ -7,12 +7,14 @@ request, `stream_options.include_steps` in a stream's.
 
 import json
 from collections.abc import AsyncGenerator, Mapping
+from reprlib import Repr
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    FailFast,
     Field,
     ValidationError,
     ValidationInfo,
@@ -24,6 +26,7 @@ from blockpilot.types import Layout
 
 RETRY_AFTER_S = 1
 MAX_STOPS = 4
+MAX_MESSAGES, MAX_FIELDS = 4096, 64  # of a conversation, of an object: bounds of what a bad body makes us build
 MAX_CHOICES = 8
 MAX_TOP_LOGPROBS, MAX_COMPLETION_LOGPROBS = 20, 5  # of chat and of completions, as OpenAI documents them
 DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI documents it
@@ -73,6 +76,8 @@ class _Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_null(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MAX_FIELDS:
+            raise ValueError(f"{len(value)} fields; at most {MAX_FIELDS} are read")
         return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
 
@@ -132,6 +137,7 @@ class GenerateRequest(_Body):
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Annotated[
         list[Annotated[str, Field(min_length=1)]],
+        FailFast(),
         BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
         Field(max_length=MAX_STOPS),
     ] = []
@@ -154,7 +160,7 @@ class ChatRequest(GenerateRequest):
     path: ClassVar[str] = "/v1/chat/completions"
     prompt_field: ClassVar[str] = "messages"
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Annotated[list[ChatMessage], FailFast(), Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
@@ -225,19 +231,23 @@ def parse(kind: type[BodyT], raw: bytes) -> BodyT:
 
 
 def _complaint(path: str | None, error: Mapping[str, Any]) -> str:
+    message = error["msg"].removeprefix("Value error, ")
     if path is None:
-        return f"request body: {error['msg']}"
+        return f"request body: {message}"
     if error["type"] == "missing":
         return f"{path}: this field is required"
     if error["type"] != "extra_forbidden":
-        message = error["msg"].removeprefix("Value error, ")
         return f"{path}: {message} (got {short(error['input'])})"
     if path in NEUTRAL:
         return f"{path}: {short(error['input'])} is not supported; allowed: {json.dumps(NEUTRAL[path])}"
     return f"{path}: this field is not supported"
 
 
+_BRIEF = Repr()
+_BRIEF.maxstring = _BRIEF.maxother = _BRIEF.maxlong = 100
+
+
 def short(value: object) -> str:
-    """`repr` of a value, cut at 80 characters."""
-    shown = repr(value)
+    """`repr` of the beginning of a value, cut at 80 characters."""
+    shown = _BRIEF.repr(value)
     return shown if len(shown) <= 80 else shown[:77] + "..."

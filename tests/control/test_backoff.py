@@ -10,7 +10,7 @@ from blockpilot.control.controller import FixedPolicy, StepOutcome
 from blockpilot.control.forecasts import StaticForecast
 from blockpilot.control.live import LiveController
 from blockpilot.control.price import Load
-from blockpilot.drafts.dflash import DraftModel
+from blockpilot.drafts.decoder import DraftDecoder
 from blockpilot.engine.engine import Engine
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import Request, Sampling
@@ -194,8 +194,8 @@ def test_rows_that_meet_a_back_off_never_draft_again(tiny_pair: Pair) -> None:
 
 
 def test_during_a_back_off_the_draft_does_not_run(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("fuse", "extend", "propose"):
-        monkeypatch.setattr(DraftModel, name, lambda *args, name=name: pytest.fail(name))
+    for name in ("extend", "propose"):
+        monkeypatch.setattr(DraftDecoder, name, lambda *args, name=name: pytest.fail(name))
     texts(tiny_pair, itertools.repeat(True), 6)
 
 

@@ -1,7 +1,7 @@
 """Draft training: the block mask against a slow oracle, the leaks others shipped, resume, and that it learns."""
 
 import math
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from blockpilot.draft_training.features import (
 from blockpilot.draft_training.loss import BlockLoss, dpace_weights, frequent_tokens, sample_vocabulary
 from blockpilot.draft_training.start import start_from_target
 from blockpilot.draft_training.training import DraftFit, DraftFitSettings, epoch_batches, learning_rate_factor
+from blockpilot.drafts.decoder import DraftDecoder
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.engine.generate import generate
 from blockpilot.models.packing import Packing
@@ -40,7 +41,6 @@ from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Message, Prompt
 from blockpilot.sweep.blocks import Blocks, block_mask
 from blockpilot.types import Sampling
-from helpers.caches import rows_view
 from helpers.tiny import tiny_draft
 
 BLOCK = 4
@@ -101,18 +101,16 @@ def test_training_blocks_equal_the_drafting_path(tiny_pair: Pair) -> None:
     loss = loss_of(tiny_pair)
     draft = loss.draft
     trained = draft_batch(draft, loss.embedding, batch, BLOCK)
-    draft.requires_grad_(False)
+    decoder = DraftDecoder(deepcopy(draft).requires_grad_(False))
     for row, document in enumerate(shard):
         for a, anchor in enumerate(batch.anchors[row].tolist()):
-            cache = draft.new_cache(1, 40)
-            columns = torch.arange(anchor)[None]
-            context = draft.fuse(document.features[None, :anchor].float())
-            draft.extend(context, columns, rows_view(cache, columns, anchor))
-            block = torch.tensor([[int(document.tokens[anchor]), *[draft.options.mask_token_id] * (BLOCK - 1)]])
-            positions = anchor + torch.arange(BLOCK)[None]
-            view = rows_view(cache, positions, anchor + BLOCK)
-            alone = draft.propose(loss.embedding[block], positions, view, Packing([BLOCK], [anchor], block.device))
-            torch.testing.assert_close(trained[row, a], alone[0], rtol=1e-4, atol=1e-5)
+            cache = decoder.new_cache(1, 40)
+            columns, block = torch.arange(anchor), Packing([BLOCK], [anchor], torch.device("cpu"))
+            decoder.extend(document.features[:anchor].float(), 0 * columns, columns, cache)
+            tokens = torch.tensor([int(document.tokens[anchor]), *[decoder.mask_token_id] * (BLOCK - 1)])
+            view = cache.view(block.rows, block.columns, slice(0, 1), block.length)
+            alone = decoder.propose(loss.embedding[tokens], block, view)
+            torch.testing.assert_close(trained[row, a], alone, rtol=1e-4, atol=1e-5)
 
 
 def test_a_block_sees_neither_its_answers_nor_other_blocks(tiny_pair: Pair) -> None:
@@ -292,7 +290,7 @@ def test_validation_walks_the_text_as_decoding_would(tiny_pair: Pair, tmp_path: 
     start_from_target(draft, tiny_pair.target, range(20))
     corpus = StoredCorpus([files])
     fit = DraftFit(loss_of(tiny_pair, draft), corpus, torch.arange(9), settings())
-    pair = Pair(tiny_pair.id, tiny_pair.target, draft.eval(), tiny_pair.tokenizer)
+    pair = Pair(tiny_pair.id, tiny_pair.target, deepcopy(draft).eval(), tiny_pair.tokenizer)
     steps = [
         step
         for prompt in prompts
@@ -374,7 +372,7 @@ def test_a_draft_learns_to_be_accepted(tiny_pair: Pair, tmp_path: Path) -> None:
     write_features(files.features, features_of(tiny_pair, answers), SOURCE)
 
     def tau(draft: DraftModel) -> float:
-        pair = Pair(tiny_pair.id, tiny_pair.target, draft.eval(), tiny_pair.tokenizer)
+        pair = Pair(tiny_pair.id, tiny_pair.target, deepcopy(draft).eval(), tiny_pair.tokenizer)
         steps = [
             step
             for prompt in prompts

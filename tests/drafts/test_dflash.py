@@ -3,8 +3,9 @@
 import importlib.util
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from transformers import Qwen3Config
 
 from blockpilot.drafts.checkpoint import load_draft, save_draft
+from blockpilot.drafts.decoder import DraftDecoder
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.options import default_layer_ids, parse_options
 from blockpilot.models.packing import Packing
@@ -110,26 +112,40 @@ def reference(
 def propose(draft: DraftModel, features: Tensor, block: Tensor, anchors: list[int], sizes: list[int]) -> Tensor:
     """Through the cache, as the engine does: context in two uneven pieces, with junk columns after it."""
     rows, width = len(anchors), block.shape[1]
-    cache = draft.new_cache(rows, CONTEXT + width + 3)
-    context = draft.fuse(features)
-    positions = torch.arange(CONTEXT).expand(rows, -1)
-    draft.extend(context[:, :4], positions[:, :4], rows_view(cache, positions[:, :4], 4))
-    draft.extend(context[:, 4:], positions[:, 4:], rows_view(cache, positions[:, 4:], CONTEXT))
+    decoder = DraftDecoder(draft)
+    cache = decoder.new_cache(rows, CONTEXT + width + 3)
+    for some in (slice(0, 4), slice(4, CONTEXT)):
+        positions = torch.arange(CONTEXT)[some].expand(rows, -1)
+        slots = torch.arange(rows).repeat_interleave(positions.shape[1])
+        decoder.extend(features[:, some].flatten(0, 1), slots, positions.flatten(), cache)
     packing = Packing(sizes, anchors, torch.device("cpu"))
-    packed, positions = block[packing.rows, packing.offsets][None], packing.positions[None]
-    view = cache.view(packing.rows, packing.positions, slice(0, rows), int(positions.max()) + 1)
-    return packing.pad(draft.propose(packed, positions, view, packing)[0])
+    view = cache.view(packing.rows, packing.positions, slice(0, rows), int(packing.positions.max()) + 1)
+    return packing.pad(decoder.propose(block[packing.rows, packing.offsets], packing, view))
+
+
+@torch.inference_mode()
+def in_training(draft: DraftModel, features: Tensor, block: Tensor, anchors: list[int], sizes: list[int]) -> Tensor:
+    """The module's own forward, with all context at once, as training and replay do."""
+    cache = draft.new_cache(len(anchors), CONTEXT + block.shape[1])
+    positions = torch.arange(CONTEXT).expand(len(anchors), -1)
+    draft.extend(draft.fuse(features), positions, rows_view(cache, positions, CONTEXT))
+    positions = torch.tensor(anchors)[:, None] + torch.arange(block.shape[1])
+    columns = torch.arange(CONTEXT + block.shape[1])
+    visible = columns < (torch.tensor(anchors) + torch.tensor(sizes))[:, None, None]
+    masks = draft.layer_masks(visible, positions[:, :, None] - columns)
+    return cast(Tensor, draft(block, positions, masks, rows_view(cache, positions, len(columns))))
 
 
 SLIDING = {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "sliding_window": 4}
 
 
+@pytest.mark.parametrize("run", [in_training, propose])
 @pytest.mark.parametrize("changes", [{}, {"is_causal": True}, SLIDING, SLIDING | {"is_causal": False}])
-def test_equals_the_reference(changes: dict[str, Any]) -> None:
+def test_equals_the_reference(changes: dict[str, Any], run: Callable[..., Tensor]) -> None:
     """fp32 against float64: about 300 rounded operations deep, so 1e-5 of values of size 1 leaves 100 ulp."""
     draft = random_draft(use_sliding_window=True, **changes)
     features, block = inputs()
-    found = propose(draft, features, block, [CONTEXT, CONTEXT], [BLOCK, BLOCK])
+    found = run(draft, features, block, [CONTEXT, CONTEXT], [BLOCK, BLOCK])
     for row in range(2):
         expected = reference(
             draft, features[row], block[row], CONTEXT, changes.get("is_causal"), changes.get("sliding_window")

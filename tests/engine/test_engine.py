@@ -23,7 +23,7 @@ from blockpilot.control.controller import (
 )
 from blockpilot.control.forecasts import RunningMeans, StaticForecast
 from blockpilot.control.price import Load
-from blockpilot.drafts.dflash import DraftModel
+from blockpilot.drafts.decoder import DraftDecoder
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.generate import generate
 from blockpilot.engine.trees import Slots, best_first, tree_of
@@ -40,30 +40,29 @@ from helpers.policies import reading_policy, step_policy
 from helpers.prices import linear_price, price
 
 
-class ScriptedDraft(DraftModel):
+class ScriptedDraft(DraftDecoder):
     """A draft that knows the text and errs where it is told to: acceptance becomes an oracle's business."""
 
-    def script(self, pair: Pair, text: Sequence[int], wrong: frozenset[int]) -> "ScriptedDraft":
+    def __init__(self, pair: Pair, text: Sequence[int], wrong: frozenset[int]) -> None:
         """text[p] is the token at absolute position p; it drafts another one at positions in `wrong`."""
+        super().__init__(pair.draft)
         self.embedding = pair.target.get_input_embeddings().weight.detach()
         self.text, self.wrong = list(text) + [0] * 64, wrong
         pad = pair.target.config.pad_token_id
         assert not {pad - 1, pad} & {*text}  # the target's embedding of it is zero: no draft could mean it
-        return self
 
-    def propose(self, block: Tensor, positions: Tensor, cache: SlotView, packing: Packing) -> Tensor:
-        super().propose(block, positions, cache, packing)
-        tokens = [
-            [(self.text[p] + (p in self.wrong)) % len(self.embedding) for p in row] for row in positions.tolist()
-        ]
+    def propose(self, embedded: Tensor, packing: Packing, cache: SlotView) -> Tensor:
+        super().propose(embedded, packing, cache)
+        tokens = [(self.text[p] + (p in self.wrong)) % len(self.embedding) for p in packing.positions.tolist()]
         # Tied embeddings: the LM head's best match of a scaled embedding is its own token.
         normed = self.embedding / self.embedding.norm(dim=1, keepdim=True).square()
         return normed[torch.tensor(tokens)] * 1e3
 
 
 def scripted_pair(pair: Pair, text: Sequence[int], wrong: frozenset[int]) -> Pair:
-    draft = ScriptedDraft(pair.draft.config).eval().requires_grad_(False).script(pair, text, wrong)
-    return Pair(pair.id, pair.target, draft, pair.tokenizer)
+    scripted = replace(pair)
+    scripted.__dict__["draft_decoder"] = ScriptedDraft(pair, text, wrong)
+    return scripted
 
 
 def oracle_steps(text: Sequence[int], start: int, block_size: int, wrong: frozenset[int]) -> list[int]:
@@ -291,8 +290,8 @@ def test_plain_decoding_never_runs_the_draft(tiny_pair: Pair, monkeypatch: pytes
     def fail(*_: object) -> None:
         raise AssertionError("the draft ran")
 
-    for name in ("propose", "extend", "fuse"):
-        monkeypatch.setattr(tiny_pair.draft, name, fail)
+    for name in ("propose", "extend"):
+        monkeypatch.setattr(tiny_pair.draft_decoder, name, fail)
     steps = list(generate(tiny_pair, PROMPT, block_size=1, max_new_tokens=8, stop_token_ids=NEVER))
     assert len(text_of(steps)) == 8
     assert steps[0].prefill is not None

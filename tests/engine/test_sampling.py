@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from blockpilot.engine.sampling import (
+    NO_TOKEN,
     NUM_ARRIVALS,
     arrivals,
     candidates,
@@ -233,3 +234,55 @@ def test_top_p_of_1_keeps_tokens_that_a_float32_sum_does_not_see() -> None:
 def test_bad_parameters_are_named(arguments: dict[str, float], name: str) -> None:
     with pytest.raises(ValueError, match=name):
         Sampling(**arguments)  # type: ignore[arg-type]
+
+
+# --- whatever the numbers are ---
+
+any_sampling = st.builds(
+    Sampling,
+    temperature=st.floats(0, allow_nan=False, allow_infinity=False) | st.sampled_from([0.0, 1.0, 1e-40, 5e-324]),
+    top_p=st.floats(0, 1, exclude_min=True) | st.just(1e-50),
+    top_k=st.integers(0) | st.just(10**30),
+    seed=st.integers(-(2**63), 2**63 - 1),
+)
+any_logits = st.lists(st.floats(width=32), min_size=5, max_size=5)
+
+
+@given(st.lists(st.tuples(any_logits, any_sampling), min_size=1, max_size=3), any_sampling, st.integers(1, 5))
+@settings(deadline=None, max_examples=500)
+def test_no_number_makes_the_sampler_raise_or_reaches_another_row(
+    rows: list[tuple[list[float], Sampling]], of_neighbour: Sampling, num: int
+) -> None:
+    logits = torch.tensor([[0.3, -1.0, 2.0, 1.9, -math.inf], *(scores for scores, _ in rows)])
+    sampling = [of_neighbour, *(each for _, each in rows)]
+    positions = list(range(len(logits)))
+    tokens = keyed_sample(logits, positions, sampling)
+    found = candidates(logits, positions, sampling, num)
+    assert tokens[0] == keyed_sample(logits[:1], [0], [of_neighbour])[0]
+    assert tokens[0] in range(4)
+    assert not (found.scores.isnan() | found.log_probs.isnan()).any()
+    for scores, token, of_row in zip(logits[1:], tokens[1:].tolist(), found.scores[1:], strict=True):
+        if scores.isnan().any() or not scores.max().isfinite():
+            assert token == NO_TOKEN
+            assert (of_row == -math.inf).all()
+        elif scores.abs().max() < 1e30:
+            assert token in range(5)
+            assert scores[token] > -math.inf
+
+
+@pytest.mark.parametrize(
+    "least", [Sampling(1e-39), Sampling(1.0, top_p=1e-50), Sampling(1e-5), Sampling(5.0, top_k=1)]
+)
+def test_the_least_of_a_parameter_is_the_argmax(least: Sampling) -> None:
+    logits = LOGITS.expand(50, -1)
+    assert (keyed_sample(logits, range(50), [least] * 50) == LOGITS.argmax()).all()
+
+
+def test_the_most_of_a_parameter_is_without_it() -> None:
+    logits = LOGITS.expand(50, -1)
+    free = keyed_sample(logits, range(50), [Sampling(1.0)] * 50)
+    assert torch.equal(keyed_sample(logits, range(50), [Sampling(1.0, top_k=10**30)] * 50), free)
+    hottest = (Sampling(of, seed=3) for of in (1e30, 1.7e308))
+    first, second = (keyed_sample(logits, range(50), [each] * 50) for each in hottest)
+    assert torch.equal(first, second)
+    assert len(first.unique()) > 3

@@ -39,7 +39,8 @@ def app_of(replica: Replica, **settings: Any) -> FastAPI:
 @contextmanager
 def client_of(replica: Replica, **settings: Any) -> Iterator[TestClient]:
     """A client whose requests must have left the engine at the end."""
-    with TestClient(app_of(replica, **settings), raise_server_exceptions=False) as client:
+    json_body = {"Content-Type": "application/json"}
+    with TestClient(app_of(replica, **settings), raise_server_exceptions=False, headers=json_body) as client:
         yield client
         loop = replica.loop
         assert loop.num_in_flight == 0
@@ -92,13 +93,14 @@ def check_error(answer: JsonObject, *param: str | None) -> JsonObject:
 class HttpCall:
     """One HTTP request to an ASGI app, whose client may vanish."""
 
-    def __init__(self, app: FastAPI, path: str, body: JsonObject) -> None:
+    def __init__(self, app: FastAPI, path: str, body: JsonObject | None, method: str = "POST") -> None:
         self.status, self.text, self.changed = 0, "", asyncio.Event()
         self._inbox: asyncio.Queue[JsonObject] = asyncio.Queue()
-        self._inbox.put_nowait({"type": "http.request", "body": json.dumps(body).encode()})
+        if body is not None:  # else it never arrives
+            self._inbox.put_nowait({"type": "http.request", "body": json.dumps(body).encode()})
         scope = {
             "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1",
-            "method": "POST", "scheme": "http", "path": path, "raw_path": path.encode(), "query_string": b"",
+            "method": method, "scheme": "http", "path": path, "raw_path": path.encode(), "query_string": b"",
             "root_path": "", "headers": [(b"content-type", b"application/json")], "client": None, "server": None,
         }  # fmt: skip
         self.task = asyncio.create_task(app(scope, self._inbox.get, self._send))

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from torch import Tensor
+import pytest
 
+from blockpilot.drafts.decoder import DraftDecoder
+from blockpilot.models.decoder import Decoder
 from blockpilot.pairs.loading import Pair
 
 
@@ -18,10 +20,10 @@ class Passes(NamedTuple):
 def counting(pair: Pair) -> Iterator[Callable[[], Passes]]:
     """Count the passes of both models; the function that it gives returns those since its last call.
 
-    A pass of the target is one of its transformer body, with or without the LM head. A pass of the draft is one of
-    its network, by `propose` or not. Putting context into the draft's cache is none.
+    A pass of the target is one of its transformer body, with or without the LM head, a pass of the draft one of its
+    network. Putting context into the draft's cache is none.
     """
-    num_target = num_draft = num_proposed = 0
+    num_target = num_draft = 0
 
     def count_target(*_: object) -> None:
         nonlocal num_target
@@ -31,27 +33,35 @@ def counting(pair: Pair) -> Iterator[Callable[[], Passes]]:
         nonlocal num_draft
         num_draft += 1
 
-    propose = pair.draft.propose
-
-    def counted(*args: object, **named: object) -> Tensor:
-        nonlocal num_proposed
-        num_proposed += 1
-        return propose(*args, **named)  # type: ignore[arg-type]
-
     def since_last() -> Passes:
-        nonlocal num_target, num_draft, num_proposed
-        assert num_proposed == num_draft, "a pass of the draft is one proposal"
+        nonlocal num_target, num_draft
         passes = Passes(num_target, num_draft)
-        num_target = num_draft = num_proposed = 0
+        num_target = num_draft = 0
         return passes
 
-    # Every pass of the target ends in its norm, in whatever form.
-    norm = pair.target.model.norm
-    hooks = [norm.register_forward_hook(count_target), pair.draft.register_forward_hook(count_draft)]
-    pair.draft.propose = counted  # type: ignore[method-assign]
-    try:
-        yield since_last
-    finally:
-        del pair.draft.propose
-        for hook in hooks:
-            hook.remove()
+    # The models' own passes end in their norm; the prepared ones are calls of their decoder.
+    norms = (pair.target.model.norm, count_target), (pair.draft.norm, count_draft)
+    hooks = [norm.register_forward_hook(count) for norm, count in norms]
+    with pytest.MonkeyPatch.context() as patch:
+        embedding = pair.target.get_input_embeddings()
+        _before(patch, Decoder, "__call__", lambda decoder: decoder.embed is embedding, count_target)
+        _before(patch, DraftDecoder, "propose", lambda decoder: decoder.draft is pair.draft, count_draft)
+        try:
+            yield since_last
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def _before(
+    patch: pytest.MonkeyPatch, kind: type, name: str, is_ours: Callable[[Any], bool], count: Callable[[], None]
+) -> None:
+    """Have calls of a method counted, of those objects that are ours."""
+    method = getattr(kind, name)
+
+    def counted(self: object, *args: Any, **options: Any) -> Any:
+        if is_ours(self):
+            count()
+        return method(self, *args, **options)
+
+    patch.setattr(kind, name, counted)

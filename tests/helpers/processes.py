@@ -7,7 +7,9 @@ import runpy
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 # Importing torch, transformers and Ray takes longer than what most tests do: their jobs are forked from one process
 # that has imported them.
@@ -101,3 +103,31 @@ def descendants(ancestor: int, name: str) -> list[int]:
         return pid in parents and (parents[pid] == ancestor or is_below(parents[pid]))
 
     return sorted(pid for pid, command in commands.items() if name in command and is_below(pid))
+
+
+class Listener(NamedTuple):
+    """A TCP socket that listens."""
+
+    command: str
+    port: int
+    on_loopback: bool
+
+
+def listeners(ancestor: int) -> list[Listener]:
+    """Of all processes below `ancestor`, once for each process that holds it (Linux)."""
+    found = []
+    for pid in descendants(ancestor, ""):
+        folder = Path("/proc") / str(pid)
+        try:
+            links = [os.readlink(link) for link in (folder / "fd").iterdir()]
+            command = (folder / "cmdline").read_text().replace("\0", " ").strip()
+            tables = [(folder / "net" / name).read_text().splitlines() for name in ("tcp", "tcp6")]
+        except OSError:  # it has just ended
+            continue
+        held = {link[8:-1] for link in links if link.startswith("socket:[")}
+        for columns in map(str.split, chain.from_iterable(tables)):
+            if columns[3] == "0A" and columns[9] in held:  # the state LISTEN
+                address, port = columns[1].split(":")
+                on_loopback = address in ("0100007F", "0" * 24 + "01000000", "0000000000000000FFFF00000100007F")
+                found.append(Listener(command, int(port, 16), on_loopback))
+    return found

@@ -31,15 +31,21 @@ class Server:
 
     process: Job
     root: str
+    key: str = ""
 
     @property
     def url(self) -> str:
         """Base URL for OpenAI clients."""
         return f"{self.root}/v1"
 
+    @property
+    def authorization(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.key}"} if self.key else {}
+
     def model(self, name: str) -> dict[str, Any]:
         """A model's entry in /health."""
-        found: dict[str, Any] = httpx.get(f"{self.root}/health", timeout=30).json()["models"][name]
+        health = httpx.get(f"{self.root}/health", timeout=30, headers=self.authorization).json()
+        found: dict[str, Any] = health["models"][name]
         return found
 
     def until(self, name: str, wanted: Mapping[str, object], timeout_s: float = 30) -> dict[str, Any]:
@@ -60,7 +66,7 @@ def serving(arguments: list[str], folder: Path, port: int, **variables: str) -> 
     process = Job(arguments, cwd=folder, env=environment, output=folder / f"server-{port}.log")
     try:
         process.wait_for(lambda: "serving" in process.log, START_TIMEOUT_S)
-        yield Server(process, f"http://127.0.0.1:{port}")
+        yield Server(process, f"http://127.0.0.1:{port}", variables.get("BLOCKPILOT_API_KEY", ""))
     finally:
         process.terminate()
         process.wait(60)

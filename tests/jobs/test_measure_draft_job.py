@@ -2,10 +2,13 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
+from blockpilot.drafts.checkpoint import write_vocabulary
 from blockpilot.engine.generate import generate
 from blockpilot.evaluation.statistics import Interval
 from blockpilot.pairs.loading import load_pair
@@ -54,6 +57,36 @@ def test_figures_are_those_of_decoding(config: MeasureDraftConfig) -> None:
         assert found[block_size].num_tokens == emitted
         # The last block of a request that reaches its limit is shorter there than here.
         assert found[block_size].tau.value == pytest.approx(emitted / steps, rel=0.05)
+
+
+def test_a_smaller_vocabulary_is_the_start_of_the_drafts_own(
+    config: MeasureDraftConfig, tiny_pair_dirs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    some = torch.arange(30, 230)
+    figures, task = [], MeasureTask("sums", tuple(load_prompts(config.prompts[0], 2)), 0)
+    for name, written, vocab_size in (("whole", some, 120), ("cut", some[:120], None)):
+        shutil.copytree(tiny_pair_dirs[1], tmp_path / name)
+        write_vocabulary(tmp_path / name, written)
+        pair = config.pair.model_copy(update={"draft": str(tmp_path / name)})
+        of_some = config.model_copy(update={"pair": pair, "vocab_size": vocab_size})
+        figures.append(DraftWorker(of_some).measure(task))
+    assert figures[0] == figures[1]
+
+
+@pytest.mark.parametrize(("num_tokens", "message"), [(None, "all tokens in no order"), (9, "is 9 tokens")])
+def test_a_vocabulary_larger_than_the_drafts_is_refused(
+    num_tokens: int | None,
+    message: str,
+    config: MeasureDraftConfig,
+    tiny_pair_dirs: tuple[Path, Path],
+    tmp_path: Path,
+) -> None:
+    shutil.copytree(tiny_pair_dirs[1], tmp_path / "draft")
+    if num_tokens is not None:
+        write_vocabulary(tmp_path / "draft", torch.arange(num_tokens))
+    pair = config.pair.model_copy(update={"draft": str(tmp_path / "draft")})
+    with pytest.raises(ValueError, match=f"vocab_size 10: .*{message}"):
+        DraftWorker(config.model_copy(update={"pair": pair, "vocab_size": 10}))
 
 
 @pytest.mark.ray

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import shutil
+import traceback
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,13 @@ from blockpilot.policy.store import load_policy, save_policy
 from blockpilot.types import PairId
 from helpers.policies import tiny_policy
 from helpers.processes import Job
+from helpers.servers import free_port
 from helpers.stores import NUM_CREATORS
+from jobs.common.ray_train import MetricLog
 from jobs.common.registry import HeldOut, Registry, Version, model_name, tracking_uri
 from jobs.promote import PromoteConfig
 from jobs.promote import run as promote
+from jobs.serving.champions import ChampionWatch
 
 TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
 MODEL = "blockpilot-smollm2-135m-instruct"
@@ -47,7 +51,44 @@ def register(registry: Registry, seed: int = 0, held_out: HeldOut | None = None,
     return version
 
 
+# --- metrics of a training ---
+
+
+def test_metrics_wait_while_the_store_is_away(
+    registry: Registry, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A training goes on meanwhile; its next worker logs what the last one could not, and nothing twice."""
+    with registry.log_run("train") as record:
+        store, run_id = tmp_path / "mlflow.db", record.id
+        log = MetricLog(registry.uri, run_id)
+        log.add(10, {"loss": 3.0})
+        log.flush()
+        kept = store.read_bytes()
+        store.write_bytes(b"no database at all" * 1000)
+        log.add(20, {"loss": 2.0})
+        log.flush()
+        log.add(30, {"loss": 1.0})
+        log.flush()
+        assert "metrics of 2 steps are logged later" in caplog.text
+        of_checkpoint = [(10, {"loss": 3.0}), *log.waiting]
+        store.write_bytes(kept)
+        MetricLog(registry.uri, run_id, of_checkpoint).flush()
+    history = registry._client.get_metric_history(run_id, "loss")
+    assert [(metric.step, metric.value) for metric in history] == [(10, 3.0), (20, 2.0), (30, 1.0)]
+
+
 # --- the store ---
+
+
+def test_a_password_in_the_stores_address_is_told_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    address = f"http://somebody:a-secret@127.0.0.1:{free_port()}"
+    with pytest.raises(ValueError, match=r"MLflow store http://\*\*\*@127") as error:
+        Registry.open(address)
+    assert "a-secret" not in "".join(traceback.format_exception(error.value))
+    watch = ChampionWatch(MODEL, address, Path("nowhere"), 1.0, lambda directory, number: None)
+    assert "a-secret" not in watch.error
+    assert "***@127.0.0.1" in watch.error
 
 
 def test_model_name() -> None:

@@ -318,9 +318,9 @@ def sweep_job(config: SweepConfig, *, script: Path = ROOT / "jobs" / "sweep.py",
 
 
 def environment() -> dict[str, str]:
-    mine = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    mine = {k: v for k, v in os.environ.items() if not k.startswith("RAY_") or k.startswith("RAY_AUTH_")}
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return mine | {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": path}
+    return mine | {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": path}
 
 
 def finish(job: Job) -> str:
@@ -450,15 +450,17 @@ def cluster() -> Iterator[str]:
     command += ["--dashboard-port", str(dashboard), "--dashboard-agent-listen-port", str(agent)]
     command += ["--ray-client-server-port", str(client)]
     head = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
-    while not (answers(f"{address}/api/version") and answers(f"http://127.0.0.1:{agent}/api/healthz")):
-        assert head.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    yield address
-    head.terminate()  # with --block it takes its processes along
-    head.wait(timeout=60)
-    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        deadline = time.monotonic() + 60
+        while not (answers(f"{address}/api/version") and answers(f"http://127.0.0.1:{agent}/api/healthz")):
+            assert head.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        yield address
+    finally:
+        head.terminate()  # with --block it takes its processes along
+        head.wait(timeout=60)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def free_ports() -> list[int]:
@@ -477,7 +479,8 @@ def free_ports() -> list[int]:
 
 def answers(url: str) -> bool:
     try:
-        return httpx.get(url).status_code == 200
+        token = {"Authorization": f"Bearer {os.environ['RAY_AUTH_TOKEN']}"}  # set for all tests by conftest.py
+        return httpx.get(url, headers=token).status_code == 200
     except httpx.TransportError:
         return False
 

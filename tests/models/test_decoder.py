@@ -48,6 +48,8 @@ MODELS = {
     "llama 3": lambda: llama(rope_parameters=LLAMA3),
     "one query for every key": lambda: llama(num_key_value_heads=4),
     "qwen3": qwen3,
+    "llama, in C": lambda: llama(head_dim=32),
+    "qwen3, in C": lambda: qwen3(head_dim=64),
     "qwen3_moe": qwen3_moe,
     "qwen3_moe with a dense layer": lambda: qwen3_moe(mlp_only_layers=[1]),
 }

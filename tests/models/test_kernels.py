@@ -1,13 +1,14 @@
 """Prepared products beside the nn.Linear layers that they replace."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from blockpilot.models import kernels
-from blockpilot.models.kernels import PreparedLinear, prepare_layers, prepared
+from blockpilot.models.kernels import outputs, prepared, use_huge_pages
 
 
 def layers(biases: tuple[bool, ...], dtype: torch.dtype = torch.float32) -> nn.ModuleDict:
@@ -91,11 +92,37 @@ def test_bfloat16_is_packed_where_the_cpu_has_it(monkeypatch: pytest.MonkeyPatch
     assert not kernels._can_pack(torch.zeros(4, 4, device="meta"))
 
 
-def test_every_linear_layer_of_a_model_is_prepared() -> None:
-    class OfItsOwn(nn.Linear):
-        pass
+@pytest.mark.skipif(not kernels.has_bfloat16(), reason="no bfloat16 products on this CPU")
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (4,), (0,), (2, 3)])
+def test_few_rows_in_bfloat16_are_filled_up_unseen(shape: tuple[int, ...]) -> None:
+    plain, model = layers((True, False, True), torch.bfloat16), layers((True, False, True), torch.bfloat16)
+    product, x = prepared(model, *model), torch.randn(*shape, 20, dtype=torch.bfloat16)
+    found = product(x)
+    torch.testing.assert_close(found, torch.cat([layer(x) for layer in plain.values()], dim=-1))
+    assert found.shape == (*shape, 72)
 
-    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)), OfItsOwn(3, 3))
-    prepare_layers(model.requires_grad_(False))
-    kinds = [PreparedLinear, nn.Sequential, PreparedLinear, nn.LayerNorm, OfItsOwn]
-    assert [type(module) for module in list(model.modules())[1:]] == kinds
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_huge_pages_change_nothing(refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither where the kernel lays memory out anew nor where it tells nothing of it."""
+    held = torch.arange(3 << 20)
+    if refused:
+        monkeypatch.setattr(kernels, "MAPS", Path("/nowhere"))
+    use_huge_pages()
+    assert torch.equal(held, torch.arange(3 << 20))
+
+
+@pytest.mark.parametrize("together", [("a", "b"), ("a", "b", "c"), ("b",), ()])
+def test_layers_that_were_prepared_together_are_one_product(
+    together: tuple[str, ...], packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, model, x = layers((False, True, False)), layers((False, True, False)), torch.randn(2, 3, 20)
+    if together:
+        prepared(model, *together)
+    calls = []
+    call = kernels.Product.__call__
+    monkeypatch.setattr(kernels.Product, "__call__", lambda self, x: calls.append(self) or call(self, x))
+    found = outputs([model["b"], model["a"]], x)
+    assert len(calls) == (packed and bool(together))
+    for each, name in zip(found, "ba", strict=True):
+        torch.testing.assert_close(each, plain[name](x))

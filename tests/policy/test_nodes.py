@@ -69,6 +69,16 @@ def test_chances_fall_and_are_no_more_than_one_together(k: int, num: int, seed: 
     assert (chances >= 0).all()
 
 
+def test_slots_without_numbers_have_no_chance_and_the_others_theirs() -> None:
+    found, model = candidates(6, 4), NodeModel(8).requires_grad_(False)
+    own, learned = own_chances(found), model.chances(found, [6])
+    for field in (found.scores, found.log_probs):
+        field[[1, 2]] = -torch.inf  # as the sampler gives them
+    for before, after in ((own, own_chances(found)), (learned, model.chances(found, [6]))):
+        assert (after[:, [1, 2]] == 0).all()
+        torch.testing.assert_close(after[:, [0, 3, 4, 5]], before[:, [0, 3, 4, 5]])
+
+
 def test_before_it_has_learned_chances_are_the_drafts_own() -> None:
     found = candidates(6, 8)
     chances = NodeModel().requires_grad_(False).chances(found, [2, 4])

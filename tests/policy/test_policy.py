@@ -368,6 +368,16 @@ def test_forecasts_follow_what_came_of_them() -> None:
     assert learned_forecast(step_policy(), expected).reach == pytest.approx(expected)  # another policy knows nothing
 
 
+def test_vectors_that_are_no_numbers_spoil_no_other_request() -> None:
+    policy = step_policy()
+    broken, other = (learned_forecast(policy, [0.8] * 7) for _ in range(2))
+    policy.read([broken], torch.full((1, CONTEXT_SIZE), torch.nan), torch.randn(1, ANCHOR_SIZE))
+    assert broken.reach == pytest.approx([0.0] * 7, abs=1e-3)
+    broken.observe(7, 7, 0)
+    assert 0 < policy.record.ratio < 2
+    assert other.reach == pytest.approx([0.8] * 7, rel=0.01)
+
+
 def test_no_chance_is_more_than_certain() -> None:
     policy = step_policy()
     forecast = learned_forecast(policy, [0.9, 0.5, 0.5])

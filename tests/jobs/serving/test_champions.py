@@ -147,6 +147,46 @@ def test_a_champion_of_another_pair_is_refused_and_reported(
     assert (status(replica)["version"], status(replica)["error"]) == (third.number, None)
 
 
+def test_a_champion_that_fails_where_it_decides_is_not_used(
+    replica: Replica, client: TestClient, registry: Registry, tiny_pair: Pair, tmp_path: Path
+) -> None:
+    """One with a block size that no engine verifies, and one that reads vectors of another size."""
+    first = crown(registry, tmp_path, tiny_pair.id, tiny_pair.id.target, (3,))
+    replica.reconfigure(following(registry, tmp_path / "copies"))
+    assert replica.watch is not None
+    crown(registry, tmp_path, tiny_pair.id, tiny_pair.id.target, (3, 33))
+    replica.watch.look()
+    assert "block size 33: must be at most 32" in str(status(replica)["error"])
+    strange = tiny_policy(tiny_pair.id, 260, (1, 4), kind="step", sizes=(7, 5))
+    save_policy(strange, tmp_path / "strange")
+    with registry.log_run("train") as record:
+        version = registry.register_policy(
+            tmp_path / "strange", target=tiny_pair.id.target, run_id=record.id, tags={}
+        )
+    registry.set_champion(version)
+    replica.watch.look()
+    assert "fails when it is tried" in str(status(replica)["error"])
+    assert status(replica)["version"] == first.number
+    assert client.post("/v1/chat/completions", json=CHAT).json()["usage"]["block_size"] == 3
+
+
+def test_whatever_a_look_meets_the_watch_goes_on(registry: Registry, tiny_pair: Pair, tmp_path: Path) -> None:
+    crown(registry, tmp_path, tiny_pair.id, tiny_pair.id.target, (3,))
+    errors: list[Exception] = [TypeError("no such thing"), RuntimeError("out of memory"), MemoryError("none left")]
+    used = threading.Event()
+
+    def use(directory: Path, number: int) -> None:
+        if errors:
+            raise errors.pop()
+        used.set()
+
+    watch = ChampionWatch(model_name(tiny_pair.id.target), registry.uri, tmp_path / "copies", 0.02, use)
+    assert watch.error == "none left"
+    watch.follow()
+    assert used.wait(20)
+    watch.stop()
+
+
 def test_a_replica_that_starts_without_the_registry_uses_the_last_copy(
     replica: Replica, registry: Registry, tiny_pair: Pair, tmp_path: Path
 ) -> None:

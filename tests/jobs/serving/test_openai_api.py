@@ -406,6 +406,29 @@ def neighbour(client: TestClient) -> Iterator[None]:
     assert set(texts) == {text_of(alone)}
 
 
+def of_path(path: str) -> JsonObject:
+    return {"model": "target", "max_tokens": 2} | ({"messages": QUESTION} if path == CHAT else {"prompt": "x"})
+
+
+SAMPLING = st.fixed_dictionaries(
+    {},
+    optional={
+        "temperature": st.floats(0, 2) | st.sampled_from([1e-40, 5e-324, 1e-5]),
+        "top_p": st.floats(0, 1, exclude_min=True) | st.sampled_from([1e-50, 5e-324]),
+        "top_k": st.integers(0) | st.just(10**30),
+        "seed": st.integers(-(2**63), 2**63 - 1),
+        "logprobs": st.booleans(),
+    },
+)
+
+
+@given(SAMPLING)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_every_sampling_that_is_allowed_is_answered(client: TestClient, neighbour: None, change: JsonObject) -> None:
+    response = client.post(CHAT, json=of_path(CHAT) | change)
+    assert response.status_code == 200, response.text
+
+
 @given(
     st.sampled_from([CHAT, COMPLETIONS]),
     st.dictionaries(FIELDS, JSON | MESSAGES, max_size=4),
@@ -415,7 +438,7 @@ def neighbour(client: TestClient) -> Iterator[None]:
 def test_no_request_can_make_the_server_fail(
     client: TestClient, neighbour: None, path: str, change: JsonObject, junk: bytes
 ) -> None:
-    valid = {"model": "target", "max_tokens": 2} | ({"messages": QUESTION} if path == CHAT else {"prompt": "x"})
+    valid = of_path(path)
     for raw in (json.dumps(valid | change).encode(), json.dumps(change).encode(), junk):
         response = client.post(path, content=raw)
         assert response.status_code in (200, 400, 404), response.text

@@ -2,17 +2,22 @@
 
 import asyncio
 import json
+import math
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 from fastapi.testclient import TestClient
 
 from blockpilot.control.controller import FixedPolicy
 from blockpilot.engine.generate import generate
+from blockpilot.engine.work import StepScores, Work
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import Prefill
 from helpers.api import COMPLETIONS, LONG, HttpCall, app_of, check_error, client_of, idle, replica_of, until
+from jobs.serving import engine_loop
 from jobs.serving.api import GONE, Exchange, Limits
 from jobs.serving.engine_loop import MAX_FAILURES
 from jobs.serving.replica import Replica
@@ -88,6 +93,70 @@ def failing_policy(prefill: Prefill) -> int:
     raise RuntimeError("no choice")
 
 
+@contextmanager
+def failing_passes(replica: Replica) -> Iterator[None]:
+    def fail(work: Work) -> StepScores:
+        raise RuntimeError("no memory")
+
+    engine = replica.loop.engine
+    score, engine._score = engine._score, fail  # type: ignore[method-assign]
+    yield
+    engine._score = score  # type: ignore[method-assign]
+
+
+def test_a_failing_request_ends_alone(replica: Replica) -> None:
+    """Whatever in a step belongs to one request: here what the policy makes of its prompt."""
+    app = app_of(replica)
+
+    async def scene() -> None:
+        plain, streamed = (HttpCall(app, COMPLETIONS, LONG | {"stream": stream}) for stream in (False, True))
+        await streamed.until("data: ")
+        await until(lambda: replica.loop.engine.num_decoding == 2)
+        replica.loop.set_policy(failing_policy)
+        fatal = HttpCall(app, COMPLETIONS, LONG)
+        await fatal.task
+        assert fatal.status == 500
+        assert "RuntimeError" in check_error(json.loads(fatal.text))["message"]
+        assert not plain.task.done()
+        await asyncio.gather(plain.task, streamed.task)
+        assert plain.status == 200
+        assert streamed.text.endswith("data: [DONE]\n\n")
+        await idle(replica)
+
+    asyncio.run(scene())
+    assert replica.loop.healthy
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_scores_that_are_no_numbers_end_their_request_alone(
+    temperature: int, replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, app = replica.loop.engine, app_of(replica)
+    score = engine._score
+
+    def of_second_row(work: Work) -> StepScores:
+        scores = score(work)
+        if work.blocks is not None and len(work.blocks.rows) == 2:
+            first = work.blocks.packing.firsts[1]
+            scores.logits[first] = math.nan
+        return scores
+
+    monkeypatch.setattr(engine, "_score", of_second_row)
+
+    async def scene() -> None:
+        stays = HttpCall(app, COMPLETIONS, LONG | {"temperature": temperature, "seed": 1, "stream": True})
+        await stays.until("data: ")
+        fatal = HttpCall(app, COMPLETIONS, LONG | {"temperature": temperature, "seed": 2})
+        await fatal.task
+        assert fatal.status == 500
+        assert "FloatingPointError" in check_error(json.loads(fatal.text))["message"]
+        await stays.task
+        assert stays.text.endswith("data: [DONE]\n\n")
+        await idle(replica)
+
+    asyncio.run(scene())
+
+
 def test_engine_failure_is_500_for_those_in_flight_and_the_loop_goes_on(replica: Replica) -> None:
     app = app_of(replica)
 
@@ -96,9 +165,9 @@ def test_engine_failure_is_500_for_those_in_flight_and_the_loop_goes_on(replica:
         await streamed.until("data: ")
         plain = HttpCall(app, COMPLETIONS, LONG)
         await until(lambda: replica.loop.num_in_flight == 2)
-        replica.loop.set_policy(failing_policy)
-        fatal = HttpCall(app, COMPLETIONS, LONG | {"stream": True})
-        await asyncio.gather(streamed.task, plain.task, fatal.task)
+        with failing_passes(replica):
+            fatal = HttpCall(app, COMPLETIONS, LONG | {"stream": True})
+            await asyncio.gather(streamed.task, plain.task, fatal.task)
         assert (plain.status, fatal.status) == (500, 500)
         for answer in (plain.text, fatal.text):
             assert check_error(json.loads(answer))["type"] == "server_error"
@@ -116,14 +185,44 @@ def test_engine_failure_is_500_for_those_in_flight_and_the_loop_goes_on(replica:
 
 
 def test_repeated_engine_failures_make_health_fail(replica: Replica) -> None:
-    replica.loop.set_policy(failing_policy)
     with client_of(replica) as client:
-        for _ in range(MAX_FAILURES):
-            assert client.post(COMPLETIONS, json=LONG).status_code == 500
+        with failing_passes(replica):
+            for _ in range(MAX_FAILURES):
+                assert client.post(COMPLETIONS, json=LONG).status_code == 500
         assert client.get("/health").status_code == 503
-        replica.loop.set_policy(FixedPolicy(4))
         assert client.post(COMPLETIONS, json=LONG).status_code == 200
         assert client.get("/health").json()["status"] == "ok"
+
+
+def test_a_step_that_does_not_end_makes_health_fail(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, goes_on = replica.loop.engine, threading.Event()
+    score = engine._score
+
+    def hang(work: Work) -> StepScores:
+        goes_on.wait(20)
+        return score(work)
+
+    monkeypatch.setattr(engine, "_score", hang)
+    monkeypatch.setattr(engine_loop, "STALL_S", 0.2)
+    app = app_of(replica)
+
+    async def scene() -> None:
+        stuck = HttpCall(app, COMPLETIONS, LONG | {"max_tokens": 3})
+        await until(lambda: not replica.loop.healthy)
+        health = HttpCall(app, "/health", {}, method="GET")
+        await health.task
+        assert (health.status, json.loads(health.text)["models"][replica.pair.id.target]["status"]) == (
+            503,
+            "stalled",
+        )
+        with pytest.raises(RuntimeError, match="broken"):
+            replica.check_health()
+        goes_on.set()
+        await stuck.task
+        assert stuck.status == 200
+
+    asyncio.run(scene())
+    assert replica.loop.healthy
 
 
 def test_closing_ends_requests_with_503(replica: Replica) -> None:
@@ -154,6 +253,46 @@ def test_a_request_cancelled_at_once_leaves_no_row(replica: Replica) -> None:
 def test_negative_queue_is_refused(tiny_pair: Pair) -> None:
     with pytest.raises(ValueError, match="max_queue -1"):
         Replica(lambda: tiny_pair, max_queue=-1)
+
+
+# --- draining ---
+
+
+def test_a_server_that_drains_refuses_what_is_new_and_finishes_the_rest(replica: Replica) -> None:
+    app = app_of(replica)
+
+    async def scene() -> None:
+        stays = HttpCall(app, COMPLETIONS, LONG | {"stream": True})
+        await stays.until("data: ")
+        app.state.api.draining = True
+        late, health = HttpCall(app, COMPLETIONS, LONG), HttpCall(app, "/health", {}, method="GET")
+        await asyncio.gather(late.task, health.task)
+        assert (late.status, health.status) == (503, 503)
+        assert check_error(json.loads(late.text))["code"] == "shutting_down"
+        assert json.loads(health.text)["status"] == "draining"
+        assert app.state.api.num_open == 1
+        await stays.task
+        assert stays.text.endswith("data: [DONE]\n\n")
+        assert app.state.api.num_open == 0
+
+    asyncio.run(scene())
+
+
+def test_what_does_not_end_in_time_ends_with_an_error(replica: Replica) -> None:
+    app = app_of(replica)
+
+    async def scene() -> None:
+        streamed, plain = HttpCall(app, COMPLETIONS, LONG | {"stream": True}), HttpCall(app, COMPLETIONS, LONG)
+        await streamed.until("data: ")
+        await until(lambda: replica.loop.num_in_flight == 2)
+        app.state.api.cut()
+        await asyncio.gather(streamed.task, plain.task)
+        assert plain.status == 503
+        assert check_error(json.loads(plain.text))["code"] == "shutting_down"
+        assert check_error(json.loads(streamed.text.split("data: ")[-1]))["code"] == "shutting_down"
+        await idle(replica)
+
+    asyncio.run(scene())
 
 
 # --- deadlines ---

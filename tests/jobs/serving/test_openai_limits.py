@@ -1,17 +1,22 @@
 """API keys, size limits, models by name, steps in a stream, and the log of answers."""
 
+import asyncio
+import json
 import logging
 from collections.abc import Iterator
 
 import pytest
 from fastapi.testclient import TestClient
+from pydantic import ValidationError
 
 from blockpilot.pairs.loading import Pair
 from helpers.api import (
     CHAT,
     COMPLETIONS,
     QUESTION,
+    HttpCall,
     JsonObject,
+    app_of,
     ask,
     check_error,
     client_of,
@@ -19,9 +24,10 @@ from helpers.api import (
     replica_of,
     text_of,
 )
-from jobs.serving.api import ApiKeys, Limits, make_app
+from jobs.serve import LOOPBACK_NAMES
+from jobs.serving.api import ApiKeys, Exchange, Limits, make_app
 from jobs.serving.replica import Replica
-from jobs.serving.schema import ApiError, Body, Objects
+from jobs.serving.schema import ApiError, Body, ChatRequest, Objects, parse
 
 SHORT = {"model": "target", "prompt": "Once", "max_tokens": 20, "temperature": 0}
 
@@ -69,7 +75,9 @@ def test_each_key_opens_and_health_and_the_page_need_none(replica: Replica) -> N
         for header in ("Bearer first-key", "bearer second-key"):
             response = client.post(COMPLETIONS, json=SHORT, headers={"Authorization": header})
             assert response.status_code == 200
-        assert client.get("/health").status_code == 200
+        assert client.get("/health").json() == {"status": "ok"}
+        told = client.get("/health", headers={"Authorization": "Bearer first-key"}).json()
+        assert list(told) == ["status", "models"]
         assert client.get("/").status_code == 200
 
 
@@ -77,7 +85,85 @@ def test_keys_are_kept_as_digests_only() -> None:
     assert "first-key" not in repr(ApiKeys.of(("first-key",)))
 
 
+# --- pages of other sites ---
+
+
+@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", "", "application/jsonp"])
+def test_what_a_form_of_another_site_can_send_is_refused(content_type: str, replica: Replica) -> None:
+    with client_of(replica) as client:
+        refused = client.post(COMPLETIONS, json=SHORT, headers={"Content-Type": content_type})
+        assert refused.status_code == 415
+        assert check_error(refused.json())["code"] == "unsupported_media_type"
+        headers = {"Content-Type": "Application/JSON; charset=utf-8"}
+        assert client.post(COMPLETIONS, json=SHORT, headers=headers).status_code == 200
+
+
+def test_another_name_for_loopback_is_refused(replica: Replica) -> None:
+    """A page whose name was rebound to 127.0.0.1 sends its own name."""
+    with client_of(replica, hosts=LOOPBACK_NAMES) as client:
+        for host, status in (("evil.example", 400), ("localhost:8000", 200), ("127.0.0.1", 200), ("[::1]:8000", 200)):
+            for response in (
+                client.post(COMPLETIONS, json=SHORT, headers={"Host": host}),
+                client.get("/health", headers={"Host": host}),
+            ):
+                assert response.status_code == status
+
+
+# --- bodies that do not come ---
+
+
+def test_bodies_that_do_not_arrive_hold_nothing_up(replica: Replica) -> None:
+    """Beyond the limit requests are refused at once, /health is answered, and after a while all is as before."""
+    exchanges = list[Exchange]()
+    limits = Limits(body_timeout_s=0.5, max_requests=3)
+    app = app_of(replica, limits=limits, on_exchange=exchanges.append)
+
+    async def scene() -> None:
+        stuck = [HttpCall(app, COMPLETIONS, None) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        async with asyncio.timeout(0.3):
+            refused, health = HttpCall(app, COMPLETIONS, SHORT), HttpCall(app, "/health", {}, method="GET")
+            await asyncio.gather(refused.task, health.task)
+        assert (refused.status, health.status) == (429, 200)
+        await asyncio.gather(*(call.task for call in stuck))
+        assert [call.status for call in stuck] == [408] * 3
+        assert "within 0.5 s" in check_error(json.loads(stuck[0].text))["message"]
+        again = HttpCall(app, COMPLETIONS, SHORT)
+        await again.task
+        assert again.status == 200
+
+    asyncio.run(scene())
+    assert sorted(exchange.status for exchange in exchanges) == [200, 408, 408, 408, 429]
+
+
 # --- sizes ---
+
+MANY = {f"f{i}": 1 for i in range(5000)}
+MESSAGE = {"role": "user", "content": ""}
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"messages": [{}] * 5000}, "messages.0.role: this field is required"),
+        ({"messages": [1] * 5000}, "messages.0: Input should be an object"),
+        ({"messages": [MANY]}, "messages.0: 5000 fields; at most 64 are read"),
+        ({"messages": [MESSAGE] * 5000}, "messages: List should have at most 4096 items"),
+        ({"messages": [MESSAGE], "stop": [1] * 5000}, "stop.0: Input should be a valid string"),
+        ({"messages": [MESSAGE], "stream_options": MANY}, "stream_options: 5000 fields; at most 64 are read"),
+        ({"messages": [MESSAGE]} | MANY, "request body: 5002 fields; at most 64 are read"),
+    ],
+)
+def test_a_body_full_of_errors_costs_one(change: JsonObject, complaint: str) -> None:
+    """All errors of 1 MiB of them took seconds of the gateway's event loop, and hundreds of MiB."""
+    raw = json.dumps({"model": "target"} | change).encode()
+    with pytest.raises(ValidationError) as found:
+        ChatRequest.model_validate_json(raw)
+    assert found.value.error_count() <= 2  # a message has two fields
+    with pytest.raises(ApiError) as error:
+        parse(ChatRequest, raw)
+    assert str(error.value).startswith(complaint)
+    assert len(str(error.value)) < 250
 
 
 def test_a_body_beyond_the_limit_is_refused(replica: Replica) -> None:

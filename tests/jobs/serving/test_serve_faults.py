@@ -108,7 +108,8 @@ def test_other_clients_work_unmodified(server: Server, client: openai.OpenAI) ->
     assert subprocess.check_output(command, text=True, env=online) == f"{text}\n{text}\n"
 
     body = {"model": "target", "messages": messages, "max_tokens": 20, "temperature": 0}
-    curl = ["curl", "--silent", "--no-buffer", "-H", f"Authorization: Bearer {KEY}", f"{server.url}/chat/completions"]
+    headers = ["-H", f"Authorization: Bearer {KEY}", "-H", "Content-Type: application/json"]
+    curl = ["curl", "--silent", "--no-buffer", *headers, f"{server.url}/chat/completions"]
     whole = json.loads(subprocess.check_output([*curl, "-d", json.dumps(body)]))
     assert whole["choices"][0]["message"]["content"] == text
     streamed = events(subprocess.check_output([*curl, "-d", json.dumps(body | {"stream": True})], text=True))
@@ -134,6 +135,23 @@ def test_a_killed_replica_ends_its_streams_with_an_error_and_its_whole_requests_
     after = server.until(name, {"num_in_flight": 0})
     assert after["pid"] != pid
     assert client.completions.create(**LONG | {"max_tokens": 5}).usage.completion_tokens == 5
+
+
+def test_a_stopped_replica_takes_neither_health_nor_the_other_model_along(
+    server: Server, client: openai.OpenAI, name: str
+) -> None:
+    pid = server.model(name)["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        started = time.monotonic()
+        health = httpx.get(f"{server.root}/health", timeout=30)
+        assert time.monotonic() - started < 8
+        assert health.status_code == 503
+        other = client.completions.create(model="other", prompt="a", max_tokens=5, temperature=0)
+        assert other.usage.completion_tokens == 5
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    server.until(name, {"status": "ok"})
 
 
 def test_a_full_queue_is_429_in_under_a_second_and_what_was_accepted_ends(server: Server, name: str) -> None:
@@ -163,7 +181,7 @@ def test_clients_that_vanish_leave_no_rows(server: Server, name: str) -> None:
 
     def leave(number: int) -> None:
         body = json.dumps(LONG | {"stream": number % 2 == 0}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {KEY}\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         with socket.create_connection(("127.0.0.1", int(server.root.rpartition(":")[2]))) as connection:
             connection.sendall(head.encode() + body)

@@ -1,5 +1,6 @@
 """The serving job: settings that it refuses, and the server by command with the openai client."""
 
+import stat
 import sys
 import threading
 from collections.abc import Iterator
@@ -14,11 +15,11 @@ from blockpilot.pairs.loading import Pair
 from blockpilot.policy.store import save_policy
 from blockpilot.types import PairId
 from helpers.policies import tiny_policy
-from helpers.processes import Job
+from helpers.processes import Job, listeners
 from helpers.servers import ROOT, Server, free_port, serving
 from jobs.common.config import ConfigError, PairConfig, Resources, main
 from jobs.common.registry import Registry, model_name
-from jobs.serve import ServeConfig, api_keys, find_policy, run
+from jobs.serve import ServeConfig, api_keys, build_app, find_policy, run
 from jobs.serving.api import ApiKeys
 
 CHAT = {"messages": [{"role": "user", "content": "Once"}], "model": "target", "temperature": 0}
@@ -104,6 +105,12 @@ def test_bad_settings_end_in_one_line(
 # --- by command, through Ray Serve ---
 
 
+DOCUMENTED_LISTENERS = (  # docs/serving.md, "What listens"
+    *("/gcs_server ", "/raylet ", "/monitor.py ", "/dashboard.py ", "ray::IDLE", "ray::DashboardAgent"),
+    *("ray::RuntimeEnvAgent", "ray::ServeController", "ray::ProxyActor", "ray::ServeReplica:"),
+)
+
+
 @pytest.fixture
 def server(tiny_pair_dirs: tuple[Path, Path], tmp_path: Path) -> Iterator[Server]:
     """`python jobs/serve.py` on the tiny pair with block size 3."""
@@ -113,6 +120,23 @@ def server(tiny_pair_dirs: tuple[Path, Path], tmp_path: Path) -> Iterator[Server
     command = [str(ROOT / "jobs/serve.py"), "--target", target, "--draft", draft, *settings]
     with serving(command, tmp_path, port) as server:
         yield server
+
+
+def test_a_server_is_refused_where_ray_asks_for_no_token(
+    pair_config: PairConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with pytest.raises(ValueError, match="RAY_AUTH_MODE disabled: Ray listens on all interfaces"):
+        run(ServeConfig(pair=pair_config, policy="2"))
+
+
+@pytest.mark.ray
+def test_what_listens_beyond_loopback_is_rays(server: Server) -> None:
+    found = listeners(server.process.pid)
+    assert int(server.root.rpartition(":")[2]) in {each.port for each in found if each.on_loopback}
+    beyond = {each.command for each in found if not each.on_loopback}
+    assert beyond
+    assert not [command for command in beyond if not any(name in command for name in DOCUMENTED_LISTENERS)]
 
 
 @pytest.mark.ray
@@ -210,6 +234,28 @@ def test_the_deploy_file_is_one_that_serve_takes(
     again = ServeConfig(**app.args)
     assert again.models[0].pair == pair_config
     assert (again.num_slots, again.policy) == (2, "3")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert again.needs_api_key
+    monkeypatch.delenv("BLOCKPILOT_API_KEY")
+    with pytest.raises(ValueError, match="needs_api_key: there is none in BLOCKPILOT_API_KEY"):
+        build_app(again)
+
+
+@pytest.mark.parametrize(
+    ("host", "key", "warned"), [("0.0.0.0", "", True), ("0.0.0.0", "one", False), ("::1", "", False)]
+)
+def test_a_server_that_anybody_may_use_says_so(
+    host: str,
+    key: str,
+    warned: bool,
+    pair_config: PairConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("BLOCKPILOT_API_KEY", key)
+    run(ServeConfig(pair=pair_config, policy="3", host=host, write_config=tmp_path / "serve.yaml"))
+    assert ("may use this server" in capsys.readouterr().out) == warned
 
 
 def test_the_deploy_file_names_the_store_absolutely(

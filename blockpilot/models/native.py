@@ -1,0 +1,137 @@
+"""Operations in C on a CPU (native.c), compiled by the machine's own compiler when a model is prepared, in a second.
+
+A step of a few tokens spends a third of its time between its products, in some twenty calls of torch a layer; here
+they are four. Where there is no compiler, no x86-64 CPU with AVX2 or no fitting shape, torch does all of it.
+"""
+
+import ctypes
+import logging
+import platform
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from blockpilot.models.cache import SlotView
+from blockpilot.models.kernels import has_bfloat16
+from blockpilot.models.operations import Mask, Operations, Rotary
+
+SOURCE = Path(__file__).with_name("native.c")
+FLAGS = ("-O3", "-march=native", "-fPIC", "-fopenmp", "-Wno-psabi")
+QUERIES, LANES = 4, 16  # as in native.c, where some CPUs have fewer lanes
+WIDEST = 32  # tokens of a row: attention of wider ones is a matter of products
+MOST_ALONE = 1 << 14  # numbers that one thread works on sooner than others wake
+_DEFINES = {torch.float32: (), torch.bfloat16: ("-DBFLOAT16",)}
+
+_logger = logging.getLogger(__name__)
+
+
+def operations_for(dtype: torch.dtype, device: torch.device, hidden_size: int, head_dim: int) -> Operations:
+    """The quickest that there are for a model of these."""
+    fits = hidden_size % LANES == 0 and head_dim % (2 * LANES) == 0
+    if device.type != "cpu" or dtype not in _DEFINES or not fits:
+        return Operations()
+    library = _library(dtype)
+    return Operations() if library is None else NativeOperations(library)
+
+
+class NativeOperations(Operations):
+    """The functions of native.c."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        assert all(x.is_contiguous() and x.shape == hidden.shape for x in (hidden, delta) if x is not None)
+        out = torch.empty_like(hidden)
+        added = None if delta is None else delta.data_ptr()
+        rows, width = hidden.shape
+        pointers = hidden.data_ptr(), added, weight.data_ptr()
+        self._library.add_norm(rows, width, *pointers, eps, out.data_ptr(), _threads(hidden))
+        return out
+
+    def rotate_and_store(
+        self, heads: Tensor, norms: Tensor | None, eps: float, rotary: Rotary, cache: SlotView, layer_idx: int
+    ) -> Tensor:
+        num_kv, (rows, num_all, dim) = cache.num_heads, heads.shape
+        slots, columns = cache.places
+        assert heads.is_contiguous()
+        assert rows == len(slots) == len(rotary.cosines)
+        layer = cache.layer(layer_idx)
+        to_value, to_slot, to_head, _, _ = layer.stride()
+        self._library.rotate_and_store(
+            *(rows, num_all - 2 * num_kv, num_kv, dim, heads.data_ptr()),
+            *(None if norms is None else norms.data_ptr(), eps),
+            *(rotary.cosines.data_ptr(), rotary.sines.data_ptr()),
+            *(layer.data_ptr(), slots.data_ptr(), columns.data_ptr(), to_slot, to_head, to_value),
+            _threads(heads),
+        )
+        return heads[:, : -2 * num_kv]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Mask) -> Tensor:
+        packing = mask.packing
+        if packing.width > WIDEST:
+            return super().attend(query, key, value, scale, mask)
+        (num_tokens, num_heads, dim), (rows, num_kv, length, _) = query.shape, key.shape
+        assert mask.visible.shape == (rows, 1, packing.width, length)
+        groups = num_heads // num_kv
+        room = -(-length // LANES) * LANES
+        chunks = -(-packing.width * groups // QUERIES)
+        out = query.new_empty(num_tokens, num_heads * dim)
+        scores = torch.empty(rows * num_kv * chunks * QUERIES * room)
+        sizes, firsts = packing.spans
+        self._library.attend(
+            *(rows, sizes.data_ptr(), firsts.data_ptr(), packing.width, num_kv, groups, dim, length),
+            *(query.data_ptr(), query.stride(0), key.data_ptr(), value.data_ptr(), key.stride(0), key.stride(1)),
+            *(mask.visible.data_ptr(), scale, scores.data_ptr(), room, out.data_ptr(), torch.get_num_threads()),
+        )
+        return out
+
+
+def _threads(numbers: Tensor) -> int:
+    return 1 if numbers.numel() <= MOST_ALONE else torch.get_num_threads()
+
+
+@cache
+def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
+    """native.c for a dtype; None, with a line in the log, where it cannot be."""
+    try:
+        _check_machine(dtype)
+        with tempfile.TemporaryDirectory() as folder:
+            built, library = Path(folder, "native.o"), Path(folder, "native.so")
+            _run("cc", *FLAGS, *_DEFINES[dtype], "-c", str(SOURCE), "-o", str(built))
+            # No OpenMP of its own: its calls find the one that torch brought, whose threads they share.
+            _run("cc", "-shared", str(built), "-o", str(library), "-lm")
+            return _declared(ctypes.CDLL(str(library)))
+    except (OSError, subprocess.SubprocessError, NotImplementedError) as error:
+        _logger.warning("operations between products by torch, which is slower: %s", error)
+        return None
+
+
+def _check_machine(dtype: torch.dtype) -> None:
+    capability = torch.backends.cpu.get_cpu_capability()
+    if platform.machine() != "x86_64" or not capability.startswith("AVX"):
+        raise NotImplementedError(f"{platform.machine()} {capability}: an x86-64 CPU with AVX2 is needed")
+    if dtype == torch.bfloat16 and not has_bfloat16():
+        raise NotImplementedError("this CPU does not compute in bfloat16")
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode:
+        raise OSError(f"{' '.join(command[:1])}: {done.stderr.strip()[-400:]}")
+
+
+def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    kinds = {"p": ctypes.c_void_p, "n": ctypes.c_long, "f": ctypes.c_float, "i": ctypes.c_int}
+    for name, arguments in (
+        ("add_norm", "nnpppfpi"),
+        ("rotate_and_store", "nnnnppfpppppnnni"),
+        ("attend", "nppnnnnnpnppnnpfpnpi"),
+    ):
+        function = getattr(library, name)
+        function.argtypes, function.restype = [kinds[kind] for kind in arguments], None
+    return library

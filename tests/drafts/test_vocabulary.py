@@ -1,0 +1,118 @@
+"""A draft with a vocabulary of its own: fewer rows of the LM head, the same text."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from blockpilot.draft_training.vocabulary import by_frequency, coverage
+from blockpilot.drafts.checkpoint import VOCABULARY_FILE, load_draft, save_draft, write_vocabulary
+from blockpilot.drafts.head import DraftHead
+from blockpilot.engine.engine import Engine
+from blockpilot.pairs.loading import Pair, directory_revision, load_pair
+from blockpilot.sweep.replay import Text, know, walk
+from blockpilot.types import Request, Sampling
+from helpers.engines import NEVER, PROMPT, plain_text, run, text_of
+
+SOME = torch.randperm(260, generator=torch.Generator().manual_seed(0))[:150]
+
+
+@pytest.fixture
+def draft_dir(tiny_pair_dirs: tuple[Path, Path], tmp_path: Path) -> Path:
+    """The tiny draft with a vocabulary of SOME tokens."""
+    shutil.copytree(tiny_pair_dirs[1], tmp_path / "draft")
+    write_vocabulary(tmp_path / "draft", SOME)
+    return tmp_path / "draft"
+
+
+@pytest.fixture
+def pair(tiny_pair_dirs: tuple[Path, Path], draft_dir: Path) -> Pair:
+    return load_pair(target=str(tiny_pair_dirs[0]), draft=str(draft_dir))
+
+
+def test_tokens_outside_are_never_proposed_and_the_others_score_as_ever(pair: Pair, tiny_pair: Pair) -> None:
+    hidden = torch.randn(5, 48, generator=torch.Generator().manual_seed(1))
+    whole, found = tiny_pair.draft_head(hidden), pair.draft_head(hidden)
+    assert found.shape == whole.shape
+    torch.testing.assert_close(found[:, SOME], whole[:, SOME])
+    outside = torch.ones(260, dtype=torch.bool).index_fill_(0, SOME, False)
+    assert (found[:, outside] == -torch.inf).all()
+
+
+def test_a_bias_goes_with_its_rows() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head, self.config = nn.Linear(6, 20), type("Config", (), {"vocab_size": 20})()
+
+        def get_output_embeddings(self) -> nn.Linear:
+            return self.head
+
+    model, some, hidden = Model(), torch.tensor([7, 3]), torch.randn(2, 6)
+    torch.testing.assert_close(DraftHead(model, some)(hidden)[:, some], model.head(hidden)[:, some])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=3)])
+@pytest.mark.parametrize("layout", ["chain", "tree"])
+def test_the_text_is_the_targets_own(sampling: Sampling, layout: str, pair: Pair) -> None:
+    expected = plain_text(pair, PROMPT, 24, sampling)
+    engine = Engine(pair, num_slots=2, max_length=64)
+    requests = [Request(PROMPT, 24, sampling, size, NEVER, layout=layout) for size in (4, 8)]
+    for steps in run(engine, requests):
+        assert text_of(steps) == expected
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=3)])
+def test_replay_takes_the_steps_of_decoding(sampling: Sampling, pair: Pair) -> None:
+    engine = Engine(pair, num_slots=1, max_length=64)
+    (steps,) = run(engine, [Request(PROMPT, 24, sampling, 4, NEVER, layout="chain")])
+    text = Text((*PROMPT, *text_of(steps)), len(PROMPT), len(PROMPT) + 24, sampling)
+    ((emitted,),) = walk(pair, know(pair, [text]), (4,))
+    assert list(emitted) == [len(step.tokens) for step in steps[1:]]
+
+
+def test_a_draft_keeps_its_vocabulary(draft_dir: Path, tmp_path: Path) -> None:
+    draft = load_draft(draft_dir)
+    save_draft(draft, tmp_path / "again")
+    again = load_draft(tmp_path / "again").vocabulary
+    assert again is not None
+    assert again.tolist() == SOME.tolist()
+
+
+def test_a_vocabulary_is_part_of_the_revision(draft_dir: Path) -> None:
+    before = directory_revision(draft_dir)
+    write_vocabulary(draft_dir, SOME[:100])
+    assert directory_revision(draft_dir) != before
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[1, 2", "not JSON"),
+        ("{}", "list of different token ids"),
+        ("[]", "list of different token ids"),
+        ("[1, 1]", "list of different token ids"),
+        ("[true, 2]", "list of different token ids"),
+        ("[1, 260]", "token 260, must be 0 to 259"),
+        ("[-1]", "token -1, must be 0 to 259"),
+    ],
+)
+def test_a_bad_vocabulary_is_refused(content: str, message: str, draft_dir: Path) -> None:
+    (draft_dir / VOCABULARY_FILE).write_text(content)
+    with pytest.raises(ValueError, match=message) as error:
+        load_draft(draft_dir)
+    assert VOCABULARY_FILE in str(error.value)
+
+
+def test_the_file_is_a_list_of_ids(draft_dir: Path) -> None:
+    assert json.loads((draft_dir / VOCABULARY_FILE).read_text()) == SOME.tolist()
+
+
+def test_frequent_tokens_come_first() -> None:
+    ranked = by_frequency([(5, 5, 5, 2), (2, 7)], vocab_size=9)
+    assert ranked.tolist() == [5, 2, 7, 0, 1, 3, 4, 6, 8]
+    assert coverage(ranked[:2], [(5, 2, 2, 7)]) == 0.75
+    assert coverage(ranked[:2], []) == 1

@@ -13,7 +13,7 @@ from torch import Tensor
 from blockpilot.drafts.dflash import DraftLayer, DraftModel
 from blockpilot.models.cache import SlotCache, SlotView, head_dim
 from blockpilot.models.decoder import DecoderLayer
-from blockpilot.models.kernels import filled, prepared
+from blockpilot.models.kernels import prepared
 from blockpilot.models.native import operations_for
 from blockpilot.models.operations import Mask, Rotary
 from blockpilot.models.packing import Packing
@@ -62,9 +62,9 @@ class DraftDecoder:
         masks = self.draft.layer_masks(columns < ends[:, None, None], queries[:, :, None] - columns)
         kinds = {id(mask): Mask(packing, mask, self._groups, self.draft.dtype) for mask in masks}
         rotary = Rotary.of(self.draft.rotary_emb, embedded, packing.positions)
-        hidden, delta = filled(embedded.to(self.draft.dtype, copy=True)), None
+        hidden, delta = embedded.to(self.draft.dtype, copy=True), None
         for layer, mask in zip(self._layers, masks, strict=True):
             attention = partial(self._operations.attend, mask=kinds[id(mask)])
             delta = layer(hidden, delta, rotary, cache, attention)
         norm = self.draft.norm
-        return self._operations.add_norm(hidden, delta, norm.weight, norm.variance_epsilon)[: len(embedded)]
+        return self._operations.add_norm(hidden, delta, norm.weight, norm.variance_epsilon)

@@ -15,7 +15,7 @@ from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 
 from blockpilot.models.cache import SlotView, head_dim
-from blockpilot.models.kernels import filled, leave_file, prepared, use_huge_pages
+from blockpilot.models.kernels import leave_file, prepared, use_huge_pages
 from blockpilot.models.native import operations_for
 from blockpilot.models.operations import Mask, Operations, Rotary
 from blockpilot.models.packing import SideBySide
@@ -44,20 +44,18 @@ class DecoderLayer:
     ) -> Tensor:
         """Add delta, what the layer before found, to hidden, both [N, hidden]; returns what this layer finds.
 
-        hidden becomes the sum that this layer's is to be added to; keys and values are stored. There may be more rows
-        than tokens (kernels.filled): what they hold is of no account.
+        hidden becomes the sum that this layer's is to be added to; keys and values are stored.
         """
         before, after = self._norms
         x = self._operations.add_norm(hidden, delta, before, self._eps)
         queries = self.project(x, rotary, cache)
         attended = attention(queries, *cache.read(self._index), self._dim**-0.5)
-        found = self._out(filled(attended))
+        found = self._out(attended)
         return self._mlp(self._operations.add_norm(hidden, found, after, self._eps))
 
     def project(self, x: Tensor, rotary: Rotary, cache: SlotView) -> Tensor:
         """Store keys and values of [N, hidden] in the cache; returns the queries [N, heads, head_dim]."""
-        num_tokens = len(rotary.cosines)
-        heads = self._qkv(x)[:num_tokens].view(num_tokens, -1, self._dim)
+        heads = self._qkv(x).view(len(x), -1, self._dim)
         return self._operations.rotate_and_store(heads, self._head_norm, self._eps, rotary, cache, self._index)
 
 
@@ -109,8 +107,7 @@ class Decoder:
         self, tokens: Tensor, packing: SideBySide, cache: SlotView, kept: Collection[int]
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Hidden states [N, hidden] of packed tokens [N]: normed, and by number after the layers `kept`."""
-        num_tokens = len(tokens)
-        hidden = filled(self.embed(tokens))
+        hidden = self.embed(tokens)
         rotary = Rotary.of(self._rotary, hidden, packing.positions)
         masks = [Mask(part, part.visible, self._groups, hidden.dtype) for part in packing.parts]
         attention = partial(_attend_parts, self._operations, masks)
@@ -118,8 +115,8 @@ class Decoder:
         for i, layer in enumerate(self._layers):
             delta = layer(hidden, delta, rotary, cache, attention)
             if i in kept:
-                after[i] = (hidden + delta)[:num_tokens]
-        normed = self._operations.add_norm(hidden, delta, self._norm.weight, self._norm.variance_epsilon)[:num_tokens]
+                after[i] = hidden + delta
+        normed = self._operations.add_norm(hidden, delta, self._norm.weight, self._norm.variance_epsilon)
         if len(self._layers) - 1 in after:
             after[len(self._layers) - 1] = normed  # as transformers gives the last layer's
         return normed, after

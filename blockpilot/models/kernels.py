@@ -1,12 +1,8 @@
 """Linear products whose weights are prepared once: layers that read the same input are one product.
 
-On a CPU that computes in the weights' dtype the weight is packed for oneDNN, whose products of several rows take
-little longer than those of one; a row's result does not depend on how many there are. The layers give up their own
-weights, so memory does not double: a PreparedLinear takes the place of each in the model, which stays callable and
-whose state dict stays whole. On other devices the layers keep their weights, as views of the product's.
-
-Milliseconds of all products of SmolLM2-135M by rows, layers apart and prepared (float32, AMD EPYC with AVX2, one
-thread): 70 and 78 at 1, 152 and 94 at 4, 190 and 131 at 8, 250 and 212 at 16, 437 and 310 at 32.
+On a CPU the weights are packed for the products in C (native.py). The layers give up their own weights, so memory
+does not double: a PreparedLinear takes the place of each in the model, which stays callable and whose state dict
+stays whole. Elsewhere the layers keep their weights, as views of the product's.
 """
 
 import ctypes
@@ -18,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-PACKED_FOR = 8  # rows; oneDNN chooses a layout for such a number, and takes any
-FEWEST_ROWS = 4  # in bfloat16: oneDNN's products of one or two rows take longer than those of four (LOG.md)
+from blockpilot.models.native import NativeProduct, native_product
+
 MAPS = Path("/proc/self/maps")  # Linux
 HUGE_PAGE = 2 << 20  # bytes
 _MADV_COLLAPSE = 25
@@ -33,31 +29,26 @@ class Product:
         self.sizes = [len(weight) for weight in weights]
         self._bias = _joined_bias(layers)
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        self.is_packed = _can_pack(weight)
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR) if self.is_packed else weight
+        packed = native_product(weight, self._bias)
+        self._weight: Tensor | NativeProduct = weight if packed is None else packed
+
+    @property
+    def is_packed(self) -> bool:
+        return isinstance(self._weight, NativeProduct)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if not self.is_packed:
-            return functional.linear(x, self._weight, self._bias)
-        enough = filled(x)
-        found: Tensor = torch.ops.mkldnn._linear_pointwise(enough, self._weight, self._bias, "none", [], "")
-        return found if enough is x else found[: x.shape[0]]
+        if isinstance(self._weight, NativeProduct):
+            return self._weight(x)
+        return functional.linear(x, self._weight, self._bias)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # never changed
 
     def parts(self) -> list[tuple[Tensor, Tensor | None]]:
         """Weight and bias of every layer; views, or unpacked copies."""
-        weight = self._weight.to_dense() if self.is_packed else self._weight
+        weight = self._weight.unpacked() if isinstance(self._weight, NativeProduct) else self._weight
         biases = [None] * len(self.sizes) if self._bias is None else self._bias.split(self.sizes)
         return list(zip(weight.split(self.sizes), biases, strict=True))
-
-
-def filled(x: Tensor) -> Tensor:
-    """x [N, width] with so many rows that products are quick: rows of zeros behind its own, where it has too few."""
-    if x.dim() != 2 or x.shape[0] >= FEWEST_ROWS or x.dtype != torch.bfloat16 or x.device.type != "cpu":
-        return x
-    return functional.pad(x, (0, 0, 0, FEWEST_ROWS - x.shape[0]))
 
 
 def _joined_bias(layers: Sequence[nn.Linear]) -> Tensor | None:
@@ -67,18 +58,6 @@ def _joined_bias(layers: Sequence[nn.Linear]) -> Tensor | None:
         layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers
     ]
     return torch.cat(biases).detach()
-
-
-def _can_pack(weight: Tensor) -> bool:
-    """Whether oneDNN has products of the weight's dtype on its device."""
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return False
-    return weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and has_bfloat16())
-
-
-def has_bfloat16() -> bool:
-    """Whether the CPU computes in bfloat16."""
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 class PreparedLinear(nn.Module):

@@ -1,7 +1,9 @@
-"""Operations in C on a CPU (native.c), compiled by the machine's own compiler when a model is prepared, in a second.
+"""A decoder's layers in C on a CPU, compiled by the machine's own compiler when a model is prepared, in a second.
 
-A step of a few tokens spends a third of its time between its products, in some twenty calls of torch a layer; here
-they are four. Where there is no compiler, no x86-64 CPU with AVX2 or no fitting shape, torch does all of it.
+products.c multiplies with the weights; layer.c does what lies between: norms, rotation, storing keys and values,
+attention. In both a row's results do not depend on the rows beside it, so that a token is the same alone, in a
+batch, and verified in a tree, in bfloat16, too. Where there is no compiler, no x86-64 CPU with AVX2 or no fitting
+shape, torch does all of it.
 """
 
 import ctypes
@@ -16,13 +18,12 @@ import torch
 from torch import Tensor
 
 from blockpilot.models.cache import SlotView
-from blockpilot.models.kernels import has_bfloat16
 from blockpilot.models.operations import Mask, Operations, Rotary
 
-SOURCE = Path(__file__).with_name("native.c")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("products.c", "layer.c"))
 FLAGS = ("-O3", "-march=native", "-fPIC", "-fopenmp", "-Wno-psabi")
-QUERIES, LANES = 4, 16  # as in native.c, where some CPUs have fewer lanes
-WIDEST = 32  # tokens of a row: attention of wider ones is a matter of products
+PANEL, INPUTS = 16, 32  # of which products.c takes multiples
+QUERIES, LANES = 4, 16  # as in layer.c, where some CPUs have fewer lanes
 MOST_ALONE = 1 << 14  # numbers that one thread works on sooner than others wake
 _DEFINES = {torch.float32: (), torch.bfloat16: ("-DBFLOAT16",)}
 
@@ -38,8 +39,44 @@ def operations_for(dtype: torch.dtype, device: torch.device, hidden_size: int, h
     return Operations() if library is None else NativeOperations(library)
 
 
+class NativeProduct:
+    """x [..., inputs] -> x @ weight.T + bias, with the weight [outputs, inputs] packed as products.c reads it."""
+
+    def __init__(self, library: ctypes.CDLL, weight: Tensor, bias: Tensor | None) -> None:
+        self._library, self._bias = library, bias
+        self._num_outputs, self._num_inputs = weight.shape
+        per_unit = 4 // weight.element_size()
+        panels = weight.view(-1, PANEL, self._num_inputs // per_unit, per_unit)
+        self._packed = panels.transpose(1, 2).contiguous()  # [panels, units, PANEL, inputs of a unit]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        assert (x.dtype, x.shape[-1]) == (self._packed.dtype, self._num_inputs)
+        out = x.new_empty(*x.shape[:-1], self._num_outputs)
+        self._library.product(
+            *(x.numel() // self._num_inputs, self._num_inputs, self._num_outputs),
+            *(x.data_ptr(), self._packed.data_ptr(), None if self._bias is None else self._bias.data_ptr()),
+            *(out.data_ptr(), torch.get_num_threads()),
+        )
+        return out
+
+    def unpacked(self) -> Tensor:
+        """The weight, a copy."""
+        return self._packed.transpose(1, 2).reshape(self._num_outputs, self._num_inputs)
+
+
+def native_product(weight: Tensor, bias: Tensor | None) -> NativeProduct | None:
+    """For a weight [outputs, inputs] on a CPU; None where there is none."""
+    num_outputs, num_inputs = weight.shape
+    fits = num_outputs % PANEL == 0 and num_inputs % INPUTS == 0
+    if weight.device.type != "cpu" or weight.dtype not in _DEFINES or not fits:
+        return None
+    library = _library(weight.dtype)
+    return None if library is None else NativeProduct(library, weight, bias)
+
+
 class NativeOperations(Operations):
-    """The functions of native.c."""
+    """The functions of layer.c."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -73,20 +110,18 @@ class NativeOperations(Operations):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Mask) -> Tensor:
         packing = mask.packing
-        if packing.width > WIDEST:
-            return super().attend(query, key, value, scale, mask)
         (num_tokens, num_heads, dim), (rows, num_kv, length, _) = query.shape, key.shape
         assert mask.visible.shape == (rows, 1, packing.width, length)
         groups = num_heads // num_kv
         room = -(-length // LANES) * LANES
-        chunks = -(-packing.width * groups // QUERIES)
         out = query.new_empty(num_tokens, num_heads * dim)
-        scores = torch.empty(rows * num_kv * chunks * QUERIES * room)
+        threads = torch.get_num_threads()
+        scores = torch.empty(threads * QUERIES * room)
         sizes, firsts = packing.spans
         self._library.attend(
             *(rows, sizes.data_ptr(), firsts.data_ptr(), packing.width, num_kv, groups, dim, length),
             *(query.data_ptr(), query.stride(0), key.data_ptr(), value.data_ptr(), key.stride(0), key.stride(1)),
-            *(mask.visible.data_ptr(), scale, scores.data_ptr(), room, out.data_ptr(), torch.get_num_threads()),
+            *(mask.visible.data_ptr(), scale, scores.data_ptr(), room, out.data_ptr(), threads),
         )
         return out
 
@@ -97,30 +132,27 @@ def _threads(numbers: Tensor) -> int:
 
 @cache
 def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
-    """native.c for a dtype; None, with a line in the log, where it cannot be."""
+    """The functions in C for a dtype; None, with a line in the log, where it cannot be."""
     try:
-        _check_machine(dtype)
+        _check_machine()
         with tempfile.TemporaryDirectory() as folder:
-            built, library = Path(folder, "native.o"), Path(folder, "native.so")
-            _run("cc", *FLAGS, *_DEFINES[dtype], "-c", str(SOURCE), "-o", str(built))
+            _run(folder, "cc", *FLAGS, *_DEFINES[dtype], "-c", *map(str, SOURCES))
             # No OpenMP of its own: its calls find the one that torch brought, whose threads they share.
-            _run("cc", "-shared", str(built), "-o", str(library), "-lm")
-            return _declared(ctypes.CDLL(str(library)))
+            _run(folder, "cc", "-shared", *(f"{source.stem}.o" for source in SOURCES), "-o", "native.so", "-lm")
+            return _declared(ctypes.CDLL(str(Path(folder, "native.so"))))
     except (OSError, subprocess.SubprocessError, NotImplementedError) as error:
-        _logger.warning("operations between products by torch, which is slower: %s", error)
+        _logger.warning("decoder layers by torch, which is slower: %s", error)
         return None
 
 
-def _check_machine(dtype: torch.dtype) -> None:
+def _check_machine() -> None:
     capability = torch.backends.cpu.get_cpu_capability()
     if platform.machine() != "x86_64" or not capability.startswith("AVX"):
         raise NotImplementedError(f"{platform.machine()} {capability}: an x86-64 CPU with AVX2 is needed")
-    if dtype == torch.bfloat16 and not has_bfloat16():
-        raise NotImplementedError("this CPU does not compute in bfloat16")
 
 
-def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+def _run(folder: str, *command: str) -> None:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
     if done.returncode:
         raise OSError(f"{' '.join(command[:1])}: {done.stderr.strip()[-400:]}")
 
@@ -128,6 +160,7 @@ def _run(*command: str) -> None:
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     kinds = {"p": ctypes.c_void_p, "n": ctypes.c_long, "f": ctypes.c_float, "i": ctypes.c_int}
     for name, arguments in (
+        ("product", "nnnppppi"),
         ("add_norm", "nnpppfpi"),
         ("rotate_and_store", "nnnnppfpppppnnni"),
         ("attend", "nppnnnnnpnppnnpfpnpi"),

@@ -1,4 +1,4 @@
-"""The operations in C beside those of torch: the same numbers up to rounding, and torch where C cannot be."""
+"""Layers in C beside those of torch: the same numbers up to rounding, and torch where C cannot be."""
 
 import logging
 import shutil
@@ -9,18 +9,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional
 from transformers import Qwen3Config
 
 from blockpilot.models import native
 from blockpilot.models.cache import SlotCache
-from blockpilot.models.kernels import has_bfloat16
-from blockpilot.models.native import NativeOperations, operations_for
+from blockpilot.models.native import NativeOperations, NativeProduct, native_product, operations_for
 from blockpilot.models.operations import Mask, Operations, Rotary
 from blockpilot.models.packing import Packing
 
 CPU, DIM, LENGTH = torch.device("cpu"), 32, 40
 TORCH = Operations()
-DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.skipif(not has_bfloat16(), reason="CPU"))]
+DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
 
 
@@ -43,6 +43,56 @@ def test_a_machine_with_a_compiler_has_them() -> None:
     assert type(operations_for(torch.float32, CPU, 60, DIM)) is Operations
     assert type(operations_for(torch.float32, CPU, 64, 48)) is Operations
     assert type(operations_for(torch.float16, CPU, 64, DIM)) is Operations
+
+
+def product_of(weight: Tensor, bias: Tensor | None = None) -> NativeProduct:
+    found = native_product(weight, bias)
+    if found is None:
+        pytest.skip("no compiler, or no CPU for it")
+    return found
+
+
+@settings(deadline=None)
+@given(
+    rows=st.integers(0, 70), inputs=st.integers(1, 9), outputs=st.integers(1, 9), bias=st.booleans(), data=st.data()
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products(dtype: torch.dtype, rows: int, inputs: int, outputs: int, bias: bool, data: st.DataObject) -> None:
+    """Of any shape as torch makes them; a row's bits are the same among any others, NaN or not, by any threads."""
+    torch.manual_seed(rows)
+    weight = torch.randn(16 * outputs, 32 * inputs).div(32 * inputs).to(dtype)
+    x = torch.randn(rows, 32 * inputs).to(dtype)
+    added = torch.randn(16 * outputs).to(dtype) if bias else None
+    product = product_of(weight, added)
+    found = product(x)
+    assert close(found, functional.linear(x, weight, added))
+    assert product.unpacked().equal(weight)
+    if rows:
+        first = data.draw(st.integers(0, rows - 1))
+        last = data.draw(st.integers(first + 1, rows))
+        assert product(x[first:last]).equal(found[first:last])
+        x[:first], x[last:] = torch.nan, torch.inf
+        assert product(x)[first:last].equal(found[first:last])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_by_threads(dtype: torch.dtype) -> None:
+    product, x = product_of(torch.randn(16 * 7, 64).to(dtype)), torch.randn(20, 64).to(dtype)
+    before, found = torch.get_num_threads(), []
+    try:
+        for num in (1, 2, 3, 9):
+            torch.set_num_threads(num)
+            found.append(product(x))
+    finally:
+        torch.set_num_threads(before)
+    assert all(each.equal(found[0]) for each in found)
+
+
+@pytest.mark.parametrize("shape", [(17, 32), (16, 33), (8, 32)])
+def test_torch_where_a_product_has_another_shape(shape: tuple[int, int]) -> None:
+    assert native_product(torch.zeros(shape), None) is None
+    assert native_product(torch.zeros(16, 32, dtype=torch.float64), None) is None
+    assert native_product(torch.zeros(16, 32, device="meta"), None) is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -119,6 +169,21 @@ def test_attention(dtype: torch.dtype, sizes: list[int], groups: int, seed: int)
     assert other[1:].equal(found[1:])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_to_columns_with_others_between(dtype: torch.dtype) -> None:
+    """As to neighbouring ones, to the bit: of a tree what a token follows lies apart, in a text it does not."""
+    torch.manual_seed(0)
+    key, value = torch.randn(2, 1, 2, LENGTH, DIM).to(dtype)
+    query, packing = torch.randn(1, 4, DIM).to(dtype), Packing([1], [LENGTH - 1], CPU)
+    seen = torch.rand(LENGTH) < 0.5
+    together = torch.cat([seen.nonzero()[:, 0], (~seen).nonzero()[:, 0]])
+    found = []
+    for order, visible in ((slice(None), seen), (together, seen[together])):
+        mask = Mask(packing, visible[None, None, None], 2, dtype)
+        found.append(compiled(dtype).attend(query, key[:, :, order], value[:, :, order], 0.3, mask))
+    assert found[0].equal(found[1])
+
+
 @pytest.mark.parametrize("error", [FileNotFoundError(2, "no cc"), subprocess.TimeoutExpired("cc", 60)])
 def test_torch_where_there_is_no_compiler(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -135,4 +200,4 @@ def test_torch_where_there_is_no_compiler(
     finally:
         native._library.cache_clear()
     (line,) = caplog.messages  # once
-    assert line.startswith("operations between products by torch, which is slower:")
+    assert line.startswith("decoder layers by torch, which is slower:")

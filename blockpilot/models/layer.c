@@ -1,67 +1,12 @@
 /* What a decoder layer does between its products, each in one pass over its rows: see native.py.
  *
- * Compiled for float32, and for bfloat16 with -DBFLOAT16. Whatever is stored, sums and products are of float32.
- * What a row gives does not depend on the rows beside it. Widths are multiples of 16, head_dim of 32.
+ * Whatever is stored, sums and products are of float32. What a row gives does not depend on the rows beside it.
+ * Widths are multiples of 16, head_dim of 32.
  */
-#include <math.h>
-#include <stdint.h>
+#include "lanes.h"
+#include <omp.h>
 
-#ifdef __AVX512F__
-#define LANES 16
-#else
-#define LANES 8
-#endif
 #define QUERIES 4 /* that read the same keys at once: their sums over values fill the registers */
-
-typedef float lanes __attribute__((vector_size(4 * LANES)));
-typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
-typedef int32_t ints __attribute__((vector_size(4 * LANES)));
-
-#ifdef BFLOAT16
-typedef uint16_t stored;
-#else
-typedef float stored;
-#endif
-typedef stored packed __attribute__((vector_size(sizeof(stored) * LANES), aligned(sizeof(stored))));
-
-#ifdef __clang__
-#define PICKED(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
-#else
-#define PICKED(x, y, ...) __builtin_shuffle(x, y, (bits){__VA_ARGS__})
-#endif
-
-static inline lanes chosen(ints where, lanes yes, lanes no)
-{
-    return (lanes)(((bits)where & (bits)yes) | (~(bits)where & (bits)no));
-}
-
-static inline lanes load(const stored *from)
-{
-    packed found = *(const packed *)from;
-#ifdef BFLOAT16
-    return (lanes)(__builtin_convertvector(found, bits) << 16);
-#else
-    return found;
-#endif
-}
-
-static inline packed narrowed(lanes x) /* to nearest, ties to even; NaN stays */
-{
-#ifdef BFLOAT16
-    bits from = (bits)x, up = (from + 0x7fff + ((from >> 16) & 1)) >> 16;
-    return __builtin_convertvector((bits)chosen(x == x, (lanes)up, (lanes)(from >> 16 | 64)), packed);
-#else
-    return x;
-#endif
-}
-
-static inline void store(lanes x, stored *to) { *(packed *)to = narrowed(x); }
-
-static inline lanes rounded(lanes x) /* as it would be stored */
-{
-    packed found = narrowed(x);
-    return load((const stored *)&found);
-}
 
 /* Sums of four vectors, of vector i in lane i * LANES / 4: halves are added to halves, then quarters, and so on. */
 static inline lanes sums(lanes a, lanes b, lanes c, lanes d)
@@ -163,7 +108,8 @@ static inline __attribute__((always_inline)) void attend_some(
     long num, const long dim, long length, const stored *const *queries, const stored *keys, const stored *values,
     const uint8_t *const *masks, float scale, float *scores, long room, stored *const *out)
 {
-    lanes query[QUERIES][dim / LANES], total[QUERIES] = {0};
+    lanes query[QUERIES][dim / LANES];
+    float total[QUERIES] = {0};
     for (long q = 0; q < QUERIES; q++)
         for (long i = 0; i < dim / LANES; i++)
             query[q][i] = load(queries[q < num ? q : 0] + i * LANES) * scale;
@@ -193,16 +139,19 @@ static inline __attribute__((always_inline)) void attend_some(
         for (long i = 0; i < LANES; i++)
             top = highest[i] > top ? highest[i] : top;
         for (long column = 0; column < room; column += LANES) {
-            lanes power = exponential(*(const lanes *)(own + column) - top);
-            *(lanes *)(own + column) = power;
-            total[q] += power;
+            lanes *score = (lanes *)(own + column);
+            *score = exponential(*score - top);
         }
     }
     lanes value_sums[QUERIES][dim / LANES];
     for (long i = 0; i < dim / LANES; i++)
         for (long q = 0; q < QUERIES; q++)
             value_sums[q][i] = (lanes){0};
-    for (long column = 0; column < length; column++)
+    /* In the order of the columns: those between that are not seen add 0, so that a token of a tree gives the bits that
+     * it gives in a text. */
+    for (long column = 0; column < length; column++) {
+        for (long q = 0; q < num; q++)
+            total[q] += scores[q * room + column];
 #pragma GCC unroll 8
         for (long i = 0; i < dim / LANES; i++) {
             lanes value = load(values + column * dim + i * LANES);
@@ -210,14 +159,25 @@ static inline __attribute__((always_inline)) void attend_some(
             for (long q = 0; q < QUERIES; q++)
                 value_sums[q][i] += scores[q * room + column] * value;
         }
+    }
     for (long q = 0; q < num; q++)
         for (long i = 0; i < dim / LANES; i++)
-            store(value_sums[q][i] / sum(total[q]), out[q] + i * LANES);
+            store(value_sums[q][i] / total[q], out[q] + i * LANES);
+}
+
+/* Past the last column of `length` that one of these masks lets see. */
+static long seen_of(long num, const uint8_t *const *masks, long length)
+{
+    for (; length > 0; length--)
+        for (long q = 0; q < num; q++)
+            if (masks[q][length - 1])
+                return length;
+    return length;
 }
 
 /* Rows of a batch: row r has sizes[r] queries from token firsts[r] on, [tokens, kv * groups, dim] of token_stride; its
  * keys and values are row r of [rows, kv, length, dim] by their strides, its masks [width, length].
- * scores [rows * kv * ceil(width * groups / QUERIES), QUERIES, room]. */
+ * scores [threads, QUERIES, room], room at least length and a multiple of LANES. */
 void attend(long rows, const int64_t *sizes, const int64_t *firsts, long width, long kv, long groups, long dim,
             long length, const stored *queries, long token_stride, const stored *keys, const stored *values,
             long row_stride, long head_stride, const uint8_t *masks, float scale, float *scores, long room,
@@ -233,22 +193,23 @@ void attend(long rows, const int64_t *sizes, const int64_t *firsts, long width, 
                     continue;
                 num = num < QUERIES ? num : QUERIES;
                 const stored *of[QUERIES];
-                const uint8_t *seen[QUERIES];
+                const uint8_t *mask[QUERIES];
                 stored *to[QUERIES];
                 for (long q = 0; q < num; q++) {
                     long place = (first + q) / groups, own_head = head * groups + (first + q) % groups;
                     of[q] = queries + (firsts[row] + place) * token_stride + own_head * dim;
                     to[q] = out + ((firsts[row] + place) * kv * groups + own_head) * dim;
-                    seen[q] = masks + (row * width + place) * length;
+                    mask[q] = masks + (row * width + place) * length;
                 }
                 const stored *key = keys + row * row_stride + head * head_stride;
                 const stored *value = values + row * row_stride + head * head_stride;
-                float *own = scores + ((row * kv + head) * chunks + chunk) * QUERIES * room;
+                float *own = scores + omp_get_thread_num() * QUERIES * room;
+                long seen = seen_of(num, mask, length), filled = (seen + LANES - 1) / LANES * LANES;
                 if (dim == 64)
-                    attend_some(num, 64, length, of, key, value, seen, scale, own, room, to);
+                    attend_some(num, 64, seen, of, key, value, mask, scale, own, filled, to);
                 else if (dim == 128)
-                    attend_some(num, 128, length, of, key, value, seen, scale, own, room, to);
+                    attend_some(num, 128, seen, of, key, value, mask, scale, own, filled, to);
                 else
-                    attend_some(num, dim, length, of, key, value, seen, scale, own, room, to);
+                    attend_some(num, dim, seen, of, key, value, mask, scale, own, filled, to);
             }
 }

@@ -1,0 +1,192 @@
+/* Linear products of a few rows, at the speed at which memory gives the weights. See native.py.
+ *
+ * An output is one sum over the inputs, in their order, whatever number of rows there is: a row gives the same bits
+ * alone and among others, so a verified token equals the one that plain decoding draws, also in bfloat16.
+ *
+ * Weights lie in panels of 16 outputs, [outputs / 16, units, 16], where a unit has 4 bytes: an input in float32, two
+ * neighbouring ones in bfloat16, as the instructions that multiply bfloat16 read them.
+ */
+#include "lanes.h"
+#include <omp.h>
+
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+#if defined(BFLOAT16) && defined(__AVX512BF16__) && defined(__AMX_BF16__) && defined(__linux__)
+#define TILES
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#define PANEL 16
+#ifdef __AVX512F__
+#define PANELS 4 /* multiplied side by side: with ROWS rows their sums fill the registers */
+#else
+#define PANELS 1
+#endif
+#define ROWS 6
+#define VECTORS (PANELS * PANEL / LANES)
+#define PER_UNIT (4 / (long)sizeof(stored))
+
+typedef bits unaligned __attribute__((aligned(4)));
+typedef uint32_t units __attribute__((may_alias, aligned(2)));
+
+/* sum + weight * x, of one unit of LANES outputs and of a row. */
+static inline lanes multiplied(lanes sum, bits weight, uint32_t x)
+{
+#ifndef BFLOAT16
+    float input;
+    memcpy(&input, &x, sizeof input);
+    return sum + (lanes)weight * input;
+#elif defined(__AVX512BF16__)
+    return (lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weight, (__m512bh)((bits){0} + x));
+#else
+    lanes low = (lanes)(weight << 16), high = (lanes)(weight & 0xffff0000);
+    bits both = (bits){0} + x;
+    return sum + low * (lanes)(both << 16) + high * (lanes)(both & 0xffff0000);
+#endif
+}
+
+/* A block of `num` rows and `panels` panels, both constants where it is inlined. */
+static inline __attribute__((always_inline)) void block(
+    const long num, const long panels, long inputs, const stored *x, const uint32_t *weights, const stored *bias,
+    stored *out, long outputs)
+{
+    lanes sum[ROWS][VECTORS];
+    long size = inputs / PER_UNIT, vectors = panels * PANEL / LANES;
+    for (long row = 0; row < num; row++)
+        for (long v = 0; v < vectors; v++)
+            sum[row][v] = bias ? load(bias + v * LANES) : (lanes){0};
+    for (long unit = 0; unit < size; unit++) {
+        bits weight[VECTORS];
+#pragma GCC unroll 4
+        for (long v = 0; v < vectors; v++)
+            weight[v] = *(const unaligned *)(weights + (v * LANES / PANEL * size + unit) * PANEL + v * LANES % PANEL);
+#pragma GCC unroll 6
+        for (long row = 0; row < num; row++) {
+            uint32_t input = ((const units *)(x + row * inputs))[unit];
+#pragma GCC unroll 4
+            for (long v = 0; v < vectors; v++)
+                sum[row][v] = multiplied(sum[row][v], weight[v], input);
+        }
+    }
+    for (long row = 0; row < num; row++)
+        for (long v = 0; v < vectors; v++)
+            store(sum[row][v], out + row * outputs + v * LANES);
+}
+
+static void by_lanes(long rows, long from, long to, long inputs, const stored *x, const uint32_t *weights,
+                     const stored *bias, stored *out, long outputs)
+{
+    for (long panel = from, panels; panel < to; panel += panels) {
+        panels = to - panel < PANELS ? 1 : PANELS;
+        const uint32_t *own_weights = weights + panel * PANEL * (inputs / PER_UNIT);
+        const stored *own_bias = bias ? bias + panel * PANEL : bias;
+        for (long row = 0; row < rows; row += ROWS) {
+            const stored *own_x = x + row * inputs;
+            stored *own_out = out + row * outputs + panel * PANEL;
+#define CASE(num) \
+    case num: \
+        if (panels == PANELS) \
+            block(num, PANELS, inputs, own_x, own_weights, own_bias, own_out, outputs); \
+        else \
+            block(num, 1, inputs, own_x, own_weights, own_bias, own_out, outputs); \
+        break;
+            switch (rows - row < ROWS ? rows - row : ROWS) {
+                CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+            }
+#undef CASE
+        }
+    }
+}
+
+#ifdef TILES /* of 16 rows by 64 bytes (Intel's AMX); 0 to 3 hold sums, 4 and 5 rows of x, 6 and 7 weights */
+
+static int has_tiles;
+
+/* Whether the system lets this process use tiles. */
+__attribute__((constructor)) static void ask_for_tiles(void)
+{
+    const long request_permission = 0x1023, tile_data = 18; /* Linux 5.16 and newer */
+    has_tiles = syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+}
+
+static void store_tile(const float *sums, long rows, const stored *bias, stored *out, long outputs)
+{
+    for (long row = 0; row < rows; row++)
+        store(*(const lanes *)(sums + row * PANEL) + (bias ? load(bias) : (lanes){0}), out + row * outputs);
+}
+
+/* The number of rows in a tile, of those from `row` on. */
+static long in_tile(long rows, long row) { return rows - row < 16 ? rows - row : 16; }
+
+/* Up to 32 rows by 2 panels: every tile that is loaded is multiplied twice. */
+static void block_of_tiles(long row, long rows, long panels, long inputs, const stored *const x[2],
+                           const uint32_t *weights, const stored *bias, stored *out, long outputs)
+{
+    const uint32_t *second = weights + (panels > 1 ? inputs / 2 * PANEL : 0);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (long k = 0; k < inputs; k += 32) {
+        _tile_loadd(4, x[0] + k, inputs * 2);
+        _tile_loadd(6, weights + k / 2 * PANEL, 64);
+        _tile_loadd(7, second + k / 2 * PANEL, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (x[1]) {
+            _tile_loadd(5, x[1] + k, inputs * 2);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    float sums[4][16 * PANEL] __attribute__((aligned(64)));
+    _tile_stored(0, sums[0], 64);
+    _tile_stored(1, sums[1], 64);
+    _tile_stored(2, sums[2], 64);
+    _tile_stored(3, sums[3], 64);
+    for (long i = 0; i < 4; i++)
+        if (i % 2 < panels && row + i / 2 * 16 < rows)
+            store_tile(sums[i], in_tile(rows, row + i / 2 * 16), bias ? bias + i % 2 * PANEL : bias,
+                       out + (row + i / 2 * 16) * outputs + i % 2 * PANEL, outputs);
+}
+
+static void by_tiles(long rows, long from, long to, long inputs, const stored *x, const uint32_t *weights,
+                     const stored *bias, stored *out, long outputs)
+{
+    struct { uint8_t palette, start, reserved[14]; uint16_t bytes[16]; uint8_t rows[16]; } shapes = {.palette = 1};
+    for (long tile = 0; tile < 8; tile++)
+        shapes.bytes[tile] = 64, shapes.rows[tile] = 16;
+    _tile_loadconfig(&shapes);
+    long rest = rows % 16;
+    stored last[16 * inputs]; /* the last rows, filled up to a tile's */
+    memcpy(last, x + (rows - rest) * inputs, rest * inputs * sizeof(stored));
+    memset(last + rest * inputs, 0, (16 - rest) * inputs * sizeof(stored));
+    for (long panel = from; panel < to; panel += 2)
+        for (long row = 0; row < rows; row += 32) {
+            const stored *tiles[2] = {NULL, NULL};
+            for (long i = 0; i < 2 && row + 16 * i < rows; i++)
+                tiles[i] = in_tile(rows, row + 16 * i) < 16 ? last : x + (row + 16 * i) * inputs;
+            block_of_tiles(row, rows, to - panel < 2 ? 1 : 2, inputs, tiles, weights + panel * PANEL * (inputs / 2),
+                           bias ? bias + panel * PANEL : bias, out + panel * PANEL, outputs);
+        }
+    _tile_release();
+}
+
+#else
+static const int has_tiles = 0;
+#define by_tiles by_lanes
+#endif
+
+/* x [rows, inputs] -> out [rows, outputs], x @ weights.T + bias; outputs are a multiple of 16, inputs of 32. */
+void product(long rows, long inputs, long outputs, const stored *x, const uint32_t *weights, const stored *bias,
+             stored *out, int threads)
+{
+#pragma omp parallel num_threads(threads)
+    {
+        long thread = omp_get_thread_num(), num = omp_get_num_threads(), panels = outputs / PANEL;
+        (has_tiles ? by_tiles : by_lanes)(rows, panels * thread / num, panels * (thread + 1) / num, inputs, x, weights,
+                                          bias, out, outputs);
+    }
+}

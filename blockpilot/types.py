@@ -13,7 +13,7 @@ LEAST_TEMPERATURE = 1e-5  # scores divided by less leave float32
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a request's tokens are drawn. temperature 0 is greedy, and so is any below LEAST_TEMPERATURE; top_p 1 and
+    """Sampling parameters of a request. temperature 0 is greedy, and so is any below LEAST_TEMPERATURE; top_p 1 and
     top_k 0 are off; seed is an int64.
     """
 

@@ -230,7 +230,7 @@ def api_keys(file: Path | None) -> ApiKeys:
 
 
 def is_open(config: ServeConfig) -> bool:
-    """Whether other machines can reach the server, and no key is asked for."""
+    """True if other machines can reach the server, and no key is asked for."""
     return config.host not in LOOPBACK and not (config.needs_api_key or api_keys(config.api_key_file).digests)
 
 

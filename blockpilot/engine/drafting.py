@@ -26,7 +26,6 @@ class Drafter:
 
     def __init__(self, draft: DraftDecoder, head: DraftHead, target: Target, num_slots: int, length: int) -> None:
         self._draft, self._head, self._target = draft, head, target
-        self._mask_token_id = draft.mask_token_id
         self.cache = draft.new_cache(num_slots, length)
 
     def propose(self, rows: Sequence[Row], slots: Sequence[int], depths: Sequence[int], num: int) -> list[Slots]:
@@ -52,7 +51,7 @@ class Drafter:
         index = torch.tensor(slots, device=anchors.device)
         rows = slice(0, len(slots)) if slots[-1] == len(slots) - 1 else index
         view = self.cache.view(index[blocks.rows], blocks.columns, rows, blocks.length)
-        tokens = torch.where(blocks.offsets == 0, anchors[blocks.rows], self._mask_token_id)
+        tokens = torch.where(blocks.offsets == 0, anchors[blocks.rows], self._draft.mask_token_id)
         return self._draft.propose(self._target.embed(tokens), blocks, view)[blocks.after_first]
 
     def keep_up(self, features: Tensor, slots: Tensor, positions: Tensor) -> Tensor:

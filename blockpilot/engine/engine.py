@@ -348,7 +348,7 @@ class Engine:
 
     @contextmanager
     def _alone(self, row: Row) -> Iterator[None]:
-        """What goes wrong inside ends this row and no other."""
+        """Isolation of failures: an exception inside ends this row and no other."""
         try:
             yield
         except Exception as error:

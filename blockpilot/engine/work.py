@@ -62,7 +62,7 @@ class Work:
         return Load(len(self.depths), sum(self.depths), self.num_block_tokens - len(self.depths))
 
     def outcome(self, steps: Sequence[Step], next_rows: int) -> StepOutcome:
-        """What came of it: `steps` are those of the blocks, but for rows that failed, and of prompts."""
+        """Load and results: `steps` are those of the blocks, but for rows that failed, and of prompts."""
         rows = self.blocks.rows if self.blocks is not None else []
         chosen = {row.request_id for row in rows if row.forecast is not None}
         return StepOutcome(

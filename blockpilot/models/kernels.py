@@ -104,7 +104,7 @@ def prepared(parent: nn.Module, *names: str) -> Product:
 
 
 def outputs(layers: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
-    """Of layers that read the same input: by one product where they were prepared together."""
+    """Outputs of layers that read the same input, by one product where they were prepared together."""
     together = [layer for layer in layers if isinstance(layer, PreparedLinear)]
     if len(together) < len(layers) or len({id(layer.product) for layer in together}) > 1:
         return [layer(x) for layer in layers]

@@ -33,9 +33,7 @@ _logger = logging.getLogger(__name__)
 def operations_for(dtype: torch.dtype, device: torch.device, hidden_size: int, head_dim: int) -> Operations:
     """The quickest that there are for a model of these."""
     fits = hidden_size % LANES == 0 and head_dim % (2 * LANES) == 0
-    if device.type != "cpu" or dtype not in _DEFINES or not fits:
-        return Operations()
-    library = _library(dtype)
+    library = _library_for(dtype, device) if fits else None
     return Operations() if library is None else NativeOperations(library)
 
 
@@ -69,9 +67,7 @@ def native_product(weight: Tensor, bias: Tensor | None) -> NativeProduct | None:
     """For a weight [outputs, inputs] on a CPU; None where there is none."""
     num_outputs, num_inputs = weight.shape
     fits = num_outputs % PANEL == 0 and num_inputs % INPUTS == 0
-    if weight.device.type != "cpu" or weight.dtype not in _DEFINES or not fits:
-        return None
-    library = _library(weight.dtype)
+    library = _library_for(weight.dtype, weight.device) if fits else None
     return None if library is None else NativeProduct(library, weight, bias)
 
 
@@ -128,6 +124,10 @@ class NativeOperations(Operations):
 
 def _threads(numbers: Tensor) -> int:
     return 1 if numbers.numel() <= MOST_ALONE else torch.get_num_threads()
+
+
+def _library_for(dtype: torch.dtype, device: torch.device) -> ctypes.CDLL | None:
+    return _library(dtype) if device.type == "cpu" and dtype in _DEFINES else None
 
 
 @cache

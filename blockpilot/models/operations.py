@@ -1,4 +1,4 @@
-"""What a decoder layer does between its products: norms, rotation, storing keys and values, attention.
+"""Operations of a decoder layer between its products: norms, rotation, storing keys and values, attention.
 
 `Operations` does it by torch, on any device; `native.NativeOperations` does the same on a CPU in fewer, fused calls.
 """
@@ -29,7 +29,7 @@ class Rotary(NamedTuple):
 
 
 class Mask:
-    """What every token of a packing sees: `visible` [R, 1, width, length]."""
+    """Attention mask of a packing: `visible` [R, 1, width, length], the columns that each token sees."""
 
     def __init__(self, packing: Packing, visible: Tensor, groups: int, dtype: torch.dtype) -> None:
         self.packing, self.visible = packing, visible.contiguous()
@@ -53,9 +53,9 @@ class Operations:
     def rotate_and_store(
         self, heads: Tensor, norms: Tensor | None, eps: float, rotary: Rotary, cache: SlotView, layer_idx: int
     ) -> Tensor:
-        """Of queries, keys and values [N, heads + 2 * kv_heads, head_dim]: store keys and values, return the queries.
+        """Store the keys and values of heads [N, heads + 2 * kv_heads, head_dim], and return the queries.
 
-        Those of queries and keys are normed first, where there are `norms` [heads + kv_heads, head_dim], and rotated;
+        Queries and keys are normed first, where there are `norms` [heads + kv_heads, head_dim], and rotated;
         in place.
         """
         num_kv, dim = cache.num_heads, heads.shape[-1]

@@ -83,7 +83,7 @@ class ApiKeys:
         return cls(tuple(hashlib.sha256(key.encode()).digest() for key in keys))
 
     def admit(self, http: HttpRequest) -> bool:
-        """Whether a request brings an accepted key, where one is needed; compares in constant time."""
+        """True if a request brings an accepted key, or none is needed; compares in constant time."""
         scheme, _, key = http.headers.get("authorization", "").partition(" ")
         given = hashlib.sha256(key.strip().encode()).digest()
         known = any(hmac.compare_digest(given, digest) for digest in self.digests)

@@ -72,7 +72,7 @@ class EngineLoop:
 
     @property
     def stalled(self) -> bool:
-        """Whether a step has been taking too long."""
+        """True if a step has been taking too long."""
         began = self._step_began
         return began is not None and time.perf_counter() - began > STALL_S
 

@@ -37,7 +37,7 @@ def test_every_mixture_is_timed(tiny_pair: Pair, rows: int) -> None:
 
 
 def test_loads_are_what_steps_really_verified(tiny_pair: Pair) -> None:
-    """Where one token of every position is as good as certain, a tree has but one node of a depth."""
+    """A tree has but one node of a depth where one token of every position is as good as certain."""
     torch.manual_seed(0)
     draft = DraftModel(tiny_pair.draft.config).eval().requires_grad_(False)
     draft.norm.weight.mul_(1e5)

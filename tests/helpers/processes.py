@@ -114,7 +114,7 @@ class Listener(NamedTuple):
 
 
 def listeners(ancestor: int) -> list[Listener]:
-    """Of all processes below `ancestor`, once for each process that holds it (Linux)."""
+    """Listening sockets of all processes below `ancestor`, once for each process that holds one (Linux)."""
     found = []
     for pid in descendants(ancestor, ""):
         folder = Path("/proc") / str(pid)

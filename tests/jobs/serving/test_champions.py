@@ -17,6 +17,7 @@ from blockpilot.device import device_name
 from blockpilot.engine.engine import Engine
 from blockpilot.evaluation.pricing import measure_price
 from blockpilot.pairs.loading import Pair
+from blockpilot.policy.learned import LearnedPolicy
 from blockpilot.policy.store import save_policy
 from blockpilot.types import PairId
 from helpers.api import client_of, replica_of
@@ -41,8 +42,13 @@ def registry(empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def crown(registry: Registry, folder: Path, pair_id: PairId, target: str, candidates: tuple[int, ...]) -> Version:
     """Register a policy under a target's name and make it champion."""
-    directory = folder / f"policy-{'-'.join(map(str, candidates))}"
-    save_policy(tiny_policy(pair_id, 260, candidates), directory)
+    return crown_policy(registry, folder, tiny_policy(pair_id, 260, candidates), target)
+
+
+def crown_policy(registry: Registry, folder: Path, policy: LearnedPolicy, target: str) -> Version:
+    """`crown` for any policy."""
+    directory = folder / f"policy-{'-'.join(map(str, policy.candidates.sizes))}"
+    save_policy(policy, directory)
     with registry.log_run("train") as record:
         version = registry.register_policy(directory, target=target, run_id=record.id, tags={})
     registry.set_champion(version)
@@ -158,12 +164,7 @@ def test_a_champion_that_fails_where_it_decides_is_not_used(
     replica.watch.look()
     assert "block size 33: must be at most 32" in str(status(replica)["error"])
     strange = tiny_policy(tiny_pair.id, 260, (1, 4), kind="step", sizes=(7, 5))
-    save_policy(strange, tmp_path / "strange")
-    with registry.log_run("train") as record:
-        version = registry.register_policy(
-            tmp_path / "strange", target=tiny_pair.id.target, run_id=record.id, tags={}
-        )
-    registry.set_champion(version)
+    crown_policy(registry, tmp_path, strange, tiny_pair.id.target)
     replica.watch.look()
     assert "fails when it is tried" in str(status(replica)["error"])
     assert status(replica)["version"] == first.number

@@ -1,21 +1,17 @@
-"""The prepared form of a DFlash draft: the target's fast layers (models/decoder.py) with the draft's attention.
+"""The prepared form of a DFlash draft: the target's fast layers (models/native_layers.py) with the draft's attention.
 
 It computes what `DraftModel.propose` and `extend` compute, from the same weights.
 """
 
-from collections.abc import Iterable
-from functools import partial
-from typing import cast
-
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from blockpilot.drafts.dflash import DraftLayer, DraftModel
-from blockpilot.models.cache import SlotCache, SlotView, head_dim
-from blockpilot.models.decoder import DecoderLayer
+from blockpilot.drafts.dflash import DraftModel
+from blockpilot.models.cache import SlotCache, SlotView
 from blockpilot.models.kernels import prepared
-from blockpilot.models.native import operations_for
-from blockpilot.models.operations import Mask, Rotary
+from blockpilot.models.layers import Mask, Rotary
+from blockpilot.models.native_layers import layers_of
 from blockpilot.models.packing import Packing
 
 
@@ -25,10 +21,7 @@ class DraftDecoder:
     @torch.no_grad()
     def __init__(self, draft: DraftModel) -> None:
         self.draft, config = draft, draft.config
-        weight = draft.norm.weight
-        self._operations = operations_for(weight.dtype, weight.device, config.hidden_size, head_dim(config))
-        layers = cast(Iterable[DraftLayer], draft.layers)
-        self._layers = [DecoderLayer(layer, i, config, self._operations) for i, layer in enumerate(layers)]
+        self._layers = layers_of(draft.layers, draft.norm.weight, config)
         self._fc = prepared(draft, "fc")
         self._groups = config.num_attention_heads // (config.num_key_value_heads or config.num_attention_heads)
 
@@ -45,13 +38,10 @@ class DraftDecoder:
 
         Returns their context vectors [N, hidden].
         """
-        norm = self.draft.hidden_norm
-        found = self._fc(features.to(self.draft.dtype))
-        contexts = self._operations.add_norm(found, None, norm.weight, norm.variance_epsilon)
+        norm, found = self.draft.hidden_norm, self._fc(features.to(self.draft.dtype))
+        contexts = functional.rms_norm(found, found.shape[-1:], norm.weight, norm.variance_epsilon)
         rotary = Rotary.of(self.draft.rotary_emb, contexts, positions)
-        view = cache.view(slots, positions, slice(0, 0), 0)
-        for layer in self._layers:
-            layer.project(contexts, rotary, view)
+        self._layers.project(contexts, rotary, cache.view(slots, positions, slice(0, 0), 0))
         return contexts
 
     def propose(self, embedded: Tensor, packing: Packing, cache: SlotView) -> Tensor:
@@ -60,11 +50,8 @@ class DraftDecoder:
         queries = packing.pad(packing.positions)
         ends = queries[:, 0] + torch.tensor(packing.sizes, device=embedded.device)
         masks = self.draft.layer_masks(columns < ends[:, None, None], queries[:, :, None] - columns)
-        kinds = {id(mask): Mask(packing, mask, self._groups, self.draft.dtype) for mask in masks}
+        of_kind = {id(mask): [Mask(packing, mask, self._groups, self.draft.dtype)] for mask in masks}
         rotary = Rotary.of(self.draft.rotary_emb, embedded, packing.positions)
-        hidden, delta = embedded.to(self.draft.dtype, copy=True), None
-        for layer, mask in zip(self._layers, masks, strict=True):
-            attention = partial(self._operations.attend, mask=kinds[id(mask)])
-            delta = layer(hidden, delta, rotary, cache, attention)
-        norm = self.draft.norm
-        return self._operations.add_norm(hidden, delta, norm.weight, norm.variance_epsilon)
+        hidden = embedded.to(self.draft.dtype, copy=True)
+        found, _ = self._layers(hidden, rotary, cache, [of_kind[id(mask)] for mask in masks], ())
+        return found

@@ -8,7 +8,6 @@ accepted move to the columns of their positions (`relocate`).
 Active slots are kept dense (0 .. n-1) by moving the last one into a hole, so a forward pass reads plain views.
 """
 
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -65,18 +64,20 @@ class SlotView:
         """Heads of keys, and of values."""
         return self._cache.layers.shape[3]
 
-    @cached_property
-    def places(self) -> tuple[Tensor, Tensor]:
-        """Slot and column of every token, both [N]; raises IndexError where the cache has none."""
-        slots, columns = (index.contiguous() for index in self._places)
-        _, _, num_slots, _, length, _ = self._cache.layers.shape
-        if not bool(((slots >= 0) & (slots < num_slots) & (columns >= 0) & (columns < length)).all()):
-            raise IndexError(f"cache of {num_slots} slots and {length} columns: no place for every token")
-        return slots, columns
+    @property
+    def layers(self) -> Tensor:
+        """The whole cache, [layers, 2, num_slots, kv_heads, length, head_dim]."""
+        return self._cache.layers
 
-    def layer(self, layer_idx: int) -> Tensor:
-        """Keys and values of all slots, [2, num_slots, kv_heads, length, head_dim]."""
-        return self._cache.layers[layer_idx]
+    @property
+    def places(self) -> tuple[Tensor, Tensor]:
+        """Slot and column of every token, both [N]."""
+        return self._places
+
+    @property
+    def row_slots(self) -> Tensor:
+        """The slot of every row that is read, [R]."""
+        return torch.arange(self.layers.shape[2], device=self.layers.device)[self._rows]
 
     def store(self, new: Tensor, layer_idx: int) -> None:
         """Store keys and values [N, 2, kv_heads, head_dim] of the pass's tokens."""

@@ -6,8 +6,7 @@
  * Weights lie in panels of 16 outputs, [outputs / 16, units, 16], where a unit has 4 bytes: an input in float32, two
  * neighbouring ones in bfloat16, as the instructions that multiply bfloat16 read them.
  */
-#include "lanes.h"
-#include <omp.h>
+#include "products.h"
 
 #ifdef __AVX512BF16__
 #include <immintrin.h>
@@ -18,7 +17,6 @@
 #include <unistd.h>
 #endif
 
-#define PANEL 16
 #ifdef __AVX512F__
 #define PANELS 4 /* multiplied side by side: with ROWS rows their sums fill the registers */
 #else
@@ -26,7 +24,6 @@
 #endif
 #define ROWS 6
 #define VECTORS (PANELS * PANEL / LANES)
-#define PER_UNIT (4 / (long)sizeof(stored))
 
 typedef bits unaligned __attribute__((aligned(4)));
 typedef uint32_t units __attribute__((may_alias, aligned(2)));
@@ -75,22 +72,22 @@ static inline __attribute__((always_inline)) void block(
             store(sum[row][v], out + row * outputs + v * LANES);
 }
 
-static void by_lanes(long rows, long from, long to, long inputs, const stored *x, const uint32_t *weights,
-                     const stored *bias, stored *out, long outputs)
+static void by_lanes(const struct linear *linear, long rows, long from, long to, const stored *x, stored *out)
 {
+    long inputs = linear->inputs, outputs = linear->outputs;
     for (long panel = from, panels; panel < to; panel += panels) {
         panels = to - panel < PANELS ? 1 : PANELS;
-        const uint32_t *own_weights = weights + panel * PANEL * (inputs / PER_UNIT);
-        const stored *own_bias = bias ? bias + panel * PANEL : bias;
+        const uint32_t *weights = linear->weights + panel * PANEL * (inputs / PER_UNIT);
+        const stored *bias = linear->bias ? linear->bias + panel * PANEL : NULL;
         for (long row = 0; row < rows; row += ROWS) {
             const stored *own_x = x + row * inputs;
             stored *own_out = out + row * outputs + panel * PANEL;
 #define CASE(num) \
     case num: \
         if (panels == PANELS) \
-            block(num, PANELS, inputs, own_x, own_weights, own_bias, own_out, outputs); \
+            block(num, PANELS, inputs, own_x, weights, bias, own_out, outputs); \
         else \
-            block(num, 1, inputs, own_x, own_weights, own_bias, own_out, outputs); \
+            block(num, 1, inputs, own_x, weights, bias, own_out, outputs); \
         break;
             switch (rows - row < ROWS ? rows - row : ROWS) {
                 CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
@@ -111,18 +108,26 @@ __attribute__((constructor)) static void ask_for_tiles(void)
     has_tiles = syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
 }
 
+/* Tiles for `upper` rows of x and `lower` ones below them, each 1 to 16. */
+static void shape_tiles(long upper, long lower)
+{
+    struct { uint8_t palette, start, reserved[14]; uint16_t bytes[16]; uint8_t rows[16]; } shapes = {.palette = 1};
+    for (long tile = 0; tile < 8; tile++)
+        shapes.bytes[tile] = 64, shapes.rows[tile] = 16;
+    shapes.rows[0] = shapes.rows[1] = shapes.rows[4] = upper;
+    shapes.rows[2] = shapes.rows[3] = shapes.rows[5] = lower;
+    _tile_loadconfig(&shapes);
+}
+
 static void store_tile(const float *sums, long rows, const stored *bias, stored *out, long outputs)
 {
     for (long row = 0; row < rows; row++)
         store(*(const lanes *)(sums + row * PANEL) + (bias ? load(bias) : (lanes){0}), out + row * outputs);
 }
 
-/* The number of rows in a tile, of those from `row` on. */
-static long in_tile(long rows, long row) { return rows - row < 16 ? rows - row : 16; }
-
-/* Up to 32 rows by 2 panels: every tile that is loaded is multiplied twice. */
-static void block_of_tiles(long row, long rows, long panels, long inputs, const stored *const x[2],
-                           const uint32_t *weights, const stored *bias, stored *out, long outputs)
+/* `upper` rows and `lower` ones below them, 0 to 16, by 2 panels: every tile that is loaded is multiplied twice. */
+static void block_of_tiles(long upper, long lower, long panels, long inputs, const stored *x, const uint32_t *weights,
+                           const stored *bias, stored *out, long outputs)
 {
     const uint32_t *second = weights + (panels > 1 ? inputs / 2 * PANEL : 0);
     _tile_zero(0);
@@ -130,13 +135,13 @@ static void block_of_tiles(long row, long rows, long panels, long inputs, const 
     _tile_zero(2);
     _tile_zero(3);
     for (long k = 0; k < inputs; k += 32) {
-        _tile_loadd(4, x[0] + k, inputs * 2);
+        _tile_loadd(4, x + k, inputs * 2);
         _tile_loadd(6, weights + k / 2 * PANEL, 64);
         _tile_loadd(7, second + k / 2 * PANEL, 64);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
-        if (x[1]) {
-            _tile_loadd(5, x[1] + k, inputs * 2);
+        if (lower) {
+            _tile_loadd(5, x + 16 * inputs + k, inputs * 2);
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
         }
@@ -147,29 +152,23 @@ static void block_of_tiles(long row, long rows, long panels, long inputs, const 
     _tile_stored(2, sums[2], 64);
     _tile_stored(3, sums[3], 64);
     for (long i = 0; i < 4; i++)
-        if (i % 2 < panels && row + i / 2 * 16 < rows)
-            store_tile(sums[i], in_tile(rows, row + i / 2 * 16), bias ? bias + i % 2 * PANEL : bias,
-                       out + (row + i / 2 * 16) * outputs + i % 2 * PANEL, outputs);
+        if (i % 2 < panels)
+            store_tile(sums[i], i < 2 ? upper : lower, bias ? bias + i % 2 * PANEL : bias,
+                       out + i / 2 * 16 * outputs + i % 2 * PANEL, outputs);
 }
 
-static void by_tiles(long rows, long from, long to, long inputs, const stored *x, const uint32_t *weights,
-                     const stored *bias, stored *out, long outputs)
+static void by_tiles(const struct linear *linear, long rows, long from, long to, const stored *x, stored *out)
 {
-    struct { uint8_t palette, start, reserved[14]; uint16_t bytes[16]; uint8_t rows[16]; } shapes = {.palette = 1};
-    for (long tile = 0; tile < 8; tile++)
-        shapes.bytes[tile] = 64, shapes.rows[tile] = 16;
-    _tile_loadconfig(&shapes);
-    long rest = rows % 16;
-    stored last[16 * inputs]; /* the last rows, filled up to a tile's */
-    memcpy(last, x + (rows - rest) * inputs, rest * inputs * sizeof(stored));
-    memset(last + rest * inputs, 0, (16 - rest) * inputs * sizeof(stored));
+    long inputs = linear->inputs, outputs = linear->outputs, shaped = 0;
     for (long panel = from; panel < to; panel += 2)
         for (long row = 0; row < rows; row += 32) {
-            const stored *tiles[2] = {NULL, NULL};
-            for (long i = 0; i < 2 && row + 16 * i < rows; i++)
-                tiles[i] = in_tile(rows, row + 16 * i) < 16 ? last : x + (row + 16 * i) * inputs;
-            block_of_tiles(row, rows, to - panel < 2 ? 1 : 2, inputs, tiles, weights + panel * PANEL * (inputs / 2),
-                           bias ? bias + panel * PANEL : bias, out + panel * PANEL, outputs);
+            long num = rows - row < 32 ? rows - row : 32, upper = num < 16 ? num : 16, lower = num - upper;
+            if (shaped != num)
+                shape_tiles(upper, lower ? lower : 1), shaped = num;
+            block_of_tiles(upper, lower, to - panel < 2 ? 1 : 2, inputs, x + row * inputs,
+                           linear->weights + panel * PANEL * (inputs / 2),
+                           linear->bias ? linear->bias + panel * PANEL : NULL, out + row * outputs + panel * PANEL,
+                           outputs);
         }
     _tile_release();
 }
@@ -179,14 +178,15 @@ static const int has_tiles = 0;
 #define by_tiles by_lanes
 #endif
 
-/* x [rows, inputs] -> out [rows, outputs], x @ weights.T + bias; outputs are a multiple of 16, inputs of 32. */
-void product(long rows, long inputs, long outputs, const stored *x, const uint32_t *weights, const stored *bias,
-             stored *out, int threads)
+void multiply(const struct linear *linear, long rows, const stored *x, stored *out)
+{
+    long thread = omp_get_thread_num(), num = omp_get_num_threads(), panels = linear->outputs / PANEL;
+    (has_tiles ? by_tiles : by_lanes)(linear, rows, panels * thread / num, panels * (thread + 1) / num, x, out);
+#pragma omp barrier
+}
+
+void product(const struct linear *linear, long rows, const stored *x, stored *out, int threads)
 {
 #pragma omp parallel num_threads(threads)
-    {
-        long thread = omp_get_thread_num(), num = omp_get_num_threads(), panels = outputs / PANEL;
-        (has_tiles ? by_tiles : by_lanes)(rows, panels * thread / num, panels * (thread + 1) / num, inputs, x, weights,
-                                          bias, out, outputs);
-    }
+    multiply(linear, rows, x, out);
 }

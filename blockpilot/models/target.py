@@ -7,7 +7,6 @@ by side, which see the columns up to their own. The LM head runs only on the pos
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -41,7 +40,7 @@ class Target:
     def score(self, tokens: Tensor, cache: SlotView, packing: SideBySide, *, features: bool) -> Scored:
         """Run packed tokens [N], storing their keys and values in `cache`, whose rows are those of the packing."""
         hidden, after = self._decoder(tokens, packing, cache, self.layer_ids if features else ())
-        return Scored(hidden, torch.cat([after[i] for i in self.layer_ids], dim=-1) if features else None)
+        return Scored(hidden, after if features else None)
 
     def score_rows(self, tokens: Tensor, start: int, cache: SlotCache, slots: Tensor) -> Scored:
         """Run tokens [R, W] of `slots` [R] at positions from `start` on: hidden and features are [R, W, ...]."""

@@ -1,0 +1,142 @@
+"""The layers of a decoder, target or draft, over packed tokens and a SlotCache, by torch on any device.
+
+They compute what the model computes, from the same weights, in few calls: queries, keys and values come from one
+product, gate and up from another; keys and values are stored by one call a layer. native_layers.py does so in C.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, NamedTuple, Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PretrainedConfig
+
+from blockpilot.models.cache import SlotView, head_dim
+from blockpilot.models.kernels import Product, prepared
+from blockpilot.models.packing import Packing, folded
+
+
+class Rotary(NamedTuple):
+    """Rotation of heads by their positions, [N, 1, head_dim]: cosines, and sines whose first half is negated."""
+
+    cosines: Tensor
+    sines: Tensor
+
+    @classmethod
+    def of(cls, embedding: nn.Module, hidden: Tensor, positions: Tensor) -> Self:
+        """For tokens at positions [N], by a model's own rotary embedding, in the dtype of `hidden`."""
+        cosines, sines = (table[0, :, None] for table in embedding(hidden, positions[None]))
+        negated, straight = sines.chunk(2, dim=-1)
+        return cls(cosines.contiguous(), torch.cat([-negated, straight], dim=-1))
+
+
+class Mask:
+    """Attention mask of a packing: `visible` [R, 1, width, length], the columns that each token sees."""
+
+    def __init__(self, packing: Packing, visible: Tensor, groups: int, dtype: torch.dtype) -> None:
+        self.packing, self.visible = packing, visible.contiguous()
+        self._groups, self._dtype = groups, dtype
+
+    @cached_property
+    def bias(self) -> Tensor:
+        """[R, 1, groups * width, length], to add to scores."""
+        return folded(self.visible, self._groups, self._dtype)
+
+
+class Layer:
+    """Weights of a pre-norm layer of a transformers model, or of a draft; its linear layers are prepared in place."""
+
+    def __init__(self, module: Any, config: PretrainedConfig) -> None:
+        norms = module.input_layernorm, module.post_attention_layernorm
+        self.before, self.after = (norm.weight.detach().clone() for norm in norms)
+        """Of its norms [hidden]: copies, which layers.c can point to."""
+        self.of_heads = _head_norms(module.self_attn, config)
+        """Of the norms of queries and keys [query and key heads, head_dim]; None where there are none."""
+        self.qkv = prepared(module.self_attn, "q_proj", "k_proj", "v_proj")
+        self.out = prepared(module.self_attn, "o_proj")
+        dense = hasattr(module.mlp, "gate_proj")
+        self.gate_up: Product | None = prepared(module.mlp, "gate_proj", "up_proj") if dense else None
+        self.down: Product | None = prepared(module.mlp, "down_proj") if dense else None
+        self._mlp = module.mlp
+
+    def mlp(self, x: Tensor) -> Tensor:
+        """SwiGLU, or the model's own mixture of experts: [N, hidden] -> [N, hidden]."""
+        if self.gate_up is None or self.down is None:
+            return cast(Tensor, self._mlp(x[None])[0])
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(functional.silu(gate).mul_(up))
+
+
+def _head_norms(attention: Any, config: Any) -> Tensor | None:
+    if not hasattr(attention, "q_norm"):
+        return None
+    num_kv = config.num_key_value_heads or config.num_attention_heads
+    weights = (
+        attention.q_norm.weight.expand(config.num_attention_heads, -1),
+        attention.k_norm.weight.expand(num_kv, -1),
+    )
+    return torch.cat(weights).detach()
+
+
+class Layers:
+    """All layers of a model and the norm after them."""
+
+    def __init__(self, layers: Sequence[Layer], norm: Tensor, config: PretrainedConfig) -> None:
+        self._layers, self._norm = layers, norm.detach().clone()
+        self._dim, self._eps = head_dim(config), config.rms_norm_eps
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __call__(
+        self, hidden: Tensor, rotary: Rotary, cache: SlotView, masks: Sequence[Sequence[Mask]], kept: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Run tokens [N, hidden], which are worked on in place; a layer's masks are those of the pass's parts.
+
+        Returns hidden states [N, hidden], normed, and those after the layers `kept`, [N, len(kept) * hidden].
+        """
+        found, after = None, {}
+        for i, layer in enumerate(self._layers):
+            queries = self._store(i, self._add_norm(hidden, found, layer.before), rotary, cache)
+            after[i - 1] = hidden.clone() if i - 1 in kept else hidden
+            attended = _attend_parts(masks[i], queries, *cache.read(i), self._dim**-0.5)
+            found = layer.mlp(self._add_norm(hidden, layer.out(attended), layer.after))
+        normed = self._add_norm(hidden, found, self._norm)
+        after[len(self._layers) - 1] = normed  # as transformers gives the last layer's
+        return normed, torch.cat([after[i] for i in kept], dim=-1) if kept else hidden.new_empty(len(hidden), 0)
+
+    def project(self, x: Tensor, rotary: Rotary, cache: SlotView) -> None:
+        """Store every layer's keys and values of [N, hidden]."""
+        for i in range(len(self._layers)):
+            self._store(i, x, rotary, cache)
+
+    def _store(self, index: int, x: Tensor, rotary: Rotary, cache: SlotView) -> Tensor:
+        """Store a layer's keys and values of [N, hidden], normed; returns its queries [N, heads, head_dim]."""
+        layer, num_kv = self._layers[index], cache.num_heads
+        heads = layer.qkv(x).view(len(x), -1, self._dim)
+        turned, new = heads[:, :-num_kv], heads[:, -2 * num_kv :]
+        if layer.of_heads is not None:
+            torch.mul(functional.rms_norm(turned, (self._dim,), eps=self._eps), layer.of_heads, out=turned)
+        torch.addcmul(turned * rotary.cosines, turned.roll(self._dim // 2, -1), rotary.sines, out=turned)
+        cache.store(new.unflatten(1, (2, num_kv)), index)
+        return heads[:, : -2 * num_kv]
+
+    def _add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
+        """Add `delta` to `hidden`, both [N, hidden], in place; returns the sum's RMSNorm."""
+        if delta is not None:
+            hidden.add_(delta)
+        return functional.rms_norm(hidden, hidden.shape[-1:], weight, self._eps)
+
+
+def _attend_parts(masks: Sequence[Mask], query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Queries [N, heads, head_dim] of every part to its own rows of [R, kv_heads, L, head_dim]: [N, heads * dim]."""
+    attended, row = [], 0
+    queries = query.split([mask.packing.num_tokens for mask in masks])
+    for mask, own in zip(masks, queries, strict=True):
+        rows = slice(row, row + len(mask.packing.sizes))
+        keys, values = (kept[rows, :, : mask.packing.length] for kept in (key, value))
+        attended.append(mask.packing.attend(own, keys, values, mask.bias, scale).flatten(1))
+        row = rows.stop
+    return torch.cat(attended) if len(attended) > 1 else attended[0]

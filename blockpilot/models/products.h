@@ -1,0 +1,17 @@
+/* A linear product as layers.c and native.py ask for it: see products.c. */
+#include "lanes.h"
+#include <omp.h>
+
+#define PANEL 16
+#define PER_UNIT (4 / (long)sizeof(stored))
+
+struct linear {
+    long inputs, outputs; /* multiples of 32 and of 16 */
+    const uint32_t *weights; /* [outputs / PANEL, inputs / PER_UNIT, PANEL] */
+    const stored *bias; /* [outputs], or NULL */
+};
+
+/* x [rows, inputs] -> out [rows, outputs], x @ weights.T + bias. All threads of a parallel region call it together;
+ * `product` is a region of its own. */
+void multiply(const struct linear *linear, long rows, const stored *x, stored *out);
+void product(const struct linear *linear, long rows, const stored *x, stored *out, int threads);

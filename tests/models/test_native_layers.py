@@ -1,0 +1,219 @@
+"""Layers in C beside those of torch, on the same weights: the same numbers up to rounding, in any company."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
+
+from blockpilot.models.cache import SlotCache, SlotView
+from blockpilot.models.layers import Layer, Layers, Mask, Rotary
+from blockpilot.models.native import library_for
+from blockpilot.models.native_layers import NativeLayers, layers_of
+from blockpilot.models.packing import Packing, SideBySide
+
+CPU, LENGTH, SLOTS = torch.device("cpu"), 40, 7
+DTYPES = [torch.float32, torch.bfloat16]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.05}
+SHAPE = {"hidden_size": 96, "intermediate_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2}
+KINDS = {"llama": (LlamaDecoderLayer, LlamaConfig), "qwen3": (Qwen3DecoderLayer, Qwen3Config)}
+
+
+class Model(NamedTuple):
+    """Both forms of layers of the same random weights."""
+
+    config: LlamaConfig | Qwen3Config
+    native: NativeLayers
+    torch: Layers
+
+
+def model_of(kind: str, dtype: torch.dtype, *, dim: int = 32, bias: bool = False) -> Model:
+    if library_for(dtype, CPU) is None:
+        pytest.skip("no compiler, or no CPU for it")
+    torch.manual_seed(0)
+    layer_class, config_class = KINDS[kind]
+    config = config_class(**SHAPE, head_dim=dim, num_hidden_layers=3, attention_bias=bias)
+    config._attn_implementation = "eager"
+    modules = [layer_class(config, i).to(dtype) for i in range(3)]
+    for module in modules:
+        for parameter in module.parameters():
+            nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.1)
+    norm = torch.rand(96).to(dtype)
+    layers = layers_of(modules, norm, config)
+    assert isinstance(layers, NativeLayers)
+    return Model(config, layers, Layers([Layer(module, config) for module in modules], norm, config))
+
+
+class Work(NamedTuple):
+    """A pass over some rows, in parts."""
+
+    hidden: Tensor
+    rotary: Rotary
+    packing: SideBySide
+    masks: Sequence[Sequence[Mask]]
+    slots: Tensor
+    rows: "slice | Tensor"
+    kept: Tensor
+    """Keys and values that the cache has before."""
+
+    def run(self, layers: Layers, config: LlamaConfig | Qwen3Config) -> tuple[Tensor, Tensor, SlotCache]:
+        cache = SlotCache(config, SLOTS, LENGTH, self.hidden.dtype, CPU)
+        cache.layers.copy_(self.kept)
+        view = self.view(cache)
+        normed, features = layers(self.hidden.clone(), self.rotary, view, self.masks, (0, 2, 1))
+        return normed, features, cache
+
+    def view(self, cache: SlotCache) -> SlotView:
+        return cache.view(self.slots, self.packing.columns, self.rows, self.packing.length)
+
+
+def work_of(
+    config: LlamaConfig | Qwen3Config, dtype: torch.dtype, parts: Sequence[Sequence[int]], seed: int, dim: int = 32
+) -> Work:
+    """Rows of these widths, in parts. Tokens see a random half of their rows' columns, in layers 0 and 2 the same."""
+    torch.manual_seed(seed)
+    packings = [Packing(sizes, torch.randint(0, LENGTH - 12, (len(sizes),)).tolist(), CPU) for sizes in parts]
+    packing = SideBySide(packings)
+    num, num_rows = len(packing.rows), sum(map(len, parts))
+    order = torch.randperm(SLOTS)[:num_rows]
+    rows = slice(0, num_rows) if seed % 2 else order
+    slots = (torch.arange(SLOTS) if seed % 2 else order)[packing.rows]
+    kinds = [[Mask(p, _half(p), 3, dtype) for p in packings] for _ in range(2)]
+    rotary = Rotary(*torch.randn(2, num, 1, dim).to(dtype))
+    kept = torch.randn(3, 2, SLOTS, 2, LENGTH, dim).to(dtype)
+    return Work(torch.randn(num, 96).to(dtype), rotary, packing, [kinds[0], kinds[1], kinds[0]], slots, rows, kept)
+
+
+def _half(packing: Packing) -> Tensor:
+    ends = torch.tensor(packing.starts) + torch.tensor(packing.sizes)
+    visible = torch.rand(len(packing.sizes), 1, packing.width, packing.length) < 0.5
+    visible &= torch.arange(packing.length) < ends[:, None, None, None]
+    visible[..., 0] = True
+    return visible
+
+
+def close(found: Tensor, expected: Tensor) -> bool:
+    """Row by row."""
+    assert found.dtype == expected.dtype
+    distance = (found.double() - expected.double()).norm(dim=-1)
+    return bool((distance <= TOLERANCE[found.dtype] * expected.double().norm(dim=-1)).all())
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    parts=st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=3), min_size=1, max_size=2),
+    seed=st.integers(0, 99),
+    dim=st.sampled_from([32, 64, 128]),
+    bias=st.booleans(),
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers(kind: str, dtype: torch.dtype, parts: list[list[int]], seed: int, dim: int, bias: bool) -> None:
+    """Of rows of any widths, in parts, to keys and values of any slots; what they store, find and keep."""
+    model = model_of(kind, dtype, dim=dim, bias=bias)
+    work = work_of(model.config, dtype, parts, seed, dim)
+    normed, features, cache = work.run(model.native, model.config)
+    expected, expected_features, expected_cache = work.run(model.torch, model.config)
+    assert close(normed, expected)
+    assert close(features, expected_features)
+    assert features[:, 96:192].equal(normed)
+    assert close(cache.layers, expected_cache.layers)
+    touched = (cache.layers != work.kept).any(dim=-1)
+    own = torch.zeros(SLOTS, LENGTH, dtype=torch.bool)
+    own[work.slots, work.packing.columns] = True
+    assert touched.any(dim=3).any(dim=1)[0].equal(own)
+    assert not touched.any(dim=3).any(dim=1)[:, ~own].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num", [1, 7, 200])
+def test_keys_and_values_without_queries(kind: str, dtype: torch.dtype, num: int) -> None:
+    """Are stored as by a whole pass's first product."""
+    model = model_of(kind, dtype, bias=True)
+    places = torch.randperm(SLOTS * LENGTH)[:num]
+    x, rotary = torch.randn(num, 96).to(dtype), Rotary(*torch.randn(2, num, 1, 32).to(dtype))
+    found = []
+    for layers in (model.native, model.torch):
+        cache = SlotCache(model.config, SLOTS, LENGTH, dtype, CPU)
+        layers.project(x, rotary, cache.view(places // LENGTH, places % LENGTH, slice(0, 0), 0))
+        found.append(cache.layers)
+    assert close(*found)
+    assert torch.equal(*(each.any(dim=-1) for each in found))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spoilt", [torch.nan, torch.inf])
+def test_a_row_is_the_same_beside_any_others(dtype: torch.dtype, spoilt: float) -> None:
+    """To the bit: alone, and beside rows of NaN and infinity, by any number of threads."""
+    model = model_of("qwen3", dtype)
+    work = work_of(model.config, dtype, [[3, 9, 5]], 1)
+    before, found = torch.get_num_threads(), []
+    hidden = work.hidden.clone()
+    hidden[:3], hidden[12:] = spoilt, spoilt
+    try:
+        for threads, given_hidden in ((1, work.hidden), (2, work.hidden), (5, work.hidden), (2, hidden)):
+            torch.set_num_threads(threads)
+            found.append(work._replace(hidden=given_hidden).run(model.native, model.config)[0][3:12])
+    finally:
+        torch.set_num_threads(before)
+    assert all(each.equal(found[0]) for each in found)
+    packing = Packing([9], [work.packing.parts[0].starts[1]], CPU)
+    masks = [[Mask(packing, mask.visible[1:2, :, :9, : packing.length], 3, dtype)] for (mask,) in work.masks]
+    rotary = Rotary(*(table[3:12] for table in work.rotary))
+    alone = Work(
+        work.hidden[3:12], rotary, SideBySide([packing]), masks, work.slots[3:12], torch.tensor([1]), work.kept
+    )
+    assert alone.run(model.native, model.config)[0].equal(found[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_columns_between_those_that_are_seen(dtype: torch.dtype) -> None:
+    """Change nothing, to the bit: of a tree what a token follows lies apart, in a text it does not."""
+    model = model_of("llama", dtype)
+    work = work_of(model.config, dtype, [[1]], 1)
+    packing = Packing([1], [LENGTH - 1], CPU)
+    seen = torch.rand(LENGTH) < 0.5
+    seen[-1] = True  # itself
+    together = torch.cat([(~seen).nonzero()[:, 0], seen.nonzero()[:, 0]])
+    found = []
+    for order in (torch.arange(LENGTH), together):
+        masks = [[Mask(packing, seen[order][None, None, None], 3, dtype)]] * 3
+        changed = work._replace(packing=SideBySide([packing]), masks=masks, kept=work.kept[:, :, :, :, order])
+        found.append(changed.run(model.native, model.config)[0])
+    assert found[0].equal(found[1])
+
+
+@pytest.mark.parametrize("place", [(SLOTS, 0), (-1, 0), (0, LENGTH), (0, -1)])
+def test_nothing_is_written_outside_the_cache(place: tuple[int, int]) -> None:
+    model = model_of("qwen3", torch.float32)
+    work = work_of(model.config, torch.float32, [[2]], 1)
+    cache = SlotCache(model.config, SLOTS, LENGTH, torch.float32, CPU)
+    slots, columns = (torch.tensor([0, number]) for number in place)
+    view = cache.view(slots, columns, slice(0, 1), work.packing.length)
+    with pytest.raises(IndexError, match="cache of 7 slots and 40 columns: no place"):
+        model.native(work.hidden, work.rotary, view, work.masks, ())
+    with pytest.raises(IndexError, match="cache of 7 slots and 40 columns: no place"):
+        model.native.project(work.hidden, work.rotary, view)
+    assert not cache.layers.any()
+
+
+def test_torch_where_layers_do_not_fit() -> None:
+    """A mixture of experts, sizes that C has no vectors for, a dtype that it does not know."""
+    shape = {**SHAPE, "num_hidden_layers": 1}
+    experts = Qwen3MoeConfig(**shape, head_dim=32, num_experts=2, moe_intermediate_size=32)
+    for layer_class, config, dtype in (
+        (Qwen3MoeDecoderLayer, experts, torch.float32),
+        (LlamaDecoderLayer, LlamaConfig(**shape, head_dim=48), torch.float32),
+        (LlamaDecoderLayer, LlamaConfig(**{**shape, "hidden_size": 48}, head_dim=32), torch.float32),
+        (LlamaDecoderLayer, LlamaConfig(**shape, head_dim=32), torch.float16),
+    ):
+        norm = torch.ones(config.hidden_size, dtype=dtype)
+        assert type(layers_of([layer_class(config, 0).to(dtype)], norm, config)) is Layers

@@ -48,9 +48,8 @@ def choose_depths(
     take in, which emit a token each. A position at depth d costs a slot, and tokens_a_slot[d] verified tokens.
     """
     rows, deepest = len(reaches) + beside.rows, max(map(len, reaches))
-    reach = np.array([[*of_row, *[0.0] * (deepest - len(of_row))] for of_row in reaches])
-    gains = np.pad(reach, ((0, 0), (1, 0))).cumsum(axis=1)
-    costs = np.pad(price.slot_s + np.array(tokens_a_slot[:deepest]) * price.token_s, (1, 0)).cumsum()
+    gains = np.array([[0.0, *of_row, *[0.0] * (deepest - len(of_row))] for of_row in reaches]).cumsum(axis=1)
+    costs = np.array([0.0, *(price.slot_s + tokens * price.token_s for tokens in tokens_a_slot[:deepest])]).cumsum()
     plain_s = price.seconds(beside._replace(rows=rows))
     launch_s = 0.0 if beside.num_drafted else price.launch_s
 

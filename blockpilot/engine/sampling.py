@@ -55,7 +55,7 @@ def candidates(logits: Tensor, positions: Sequence[int], sampling: Sequence[Samp
     """The `num` best tokens of each of N positions in the order in which `keyed_sample` would choose them."""
     tokens, values, scores, broken = _ranked(logits, positions, sampling, num)
     own = scores.gather(1, tokens)
-    log_probs = scores.log_softmax(dim=-1).gather(1, tokens)  # logsumexp takes eight times as long where many are -inf
+    log_probs = scores.log_softmax(dim=-1).gather(1, tokens)  # logsumexp: 8 times as long where many are -inf
     total, none = own[:, :1] - log_probs[:, :1], broken[:, None]
     of_race, of_scores = (each.masked_fill(none, -math.inf) for each in (values - total, log_probs))
     drawn = torch.tensor([not each.is_greedy for each in sampling], device=logits.device)

@@ -116,7 +116,9 @@ class LearnedPolicy:
         """By the node model; by the draft itself without one."""
         if self.nodes is None:
             return own_chances(found)
-        return self.nodes.to(found.scores.device).chances(found, depths)
+        if self.nodes.mean.device != found.scores.device:
+            self.nodes.to(found.scores.device)
+        return self.nodes.chances(found, depths)
 
     def _run(self, features: PolicyFeatures) -> Tensor:
         if self._layers.head.device != features.scalars.device:

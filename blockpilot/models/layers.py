@@ -45,7 +45,7 @@ class Mask:
         return folded(self.visible, self._groups, self._dtype)
 
 
-class Layer:
+class LayerWeights:
     """Weights of a pre-norm layer of a transformers model, or of a draft; its linear layers are prepared in place."""
 
     def __init__(self, module: Any, config: PretrainedConfig) -> None:
@@ -80,10 +80,10 @@ def _head_norms(attention: Any, config: Any) -> Tensor | None:
     return torch.cat(weights).detach()
 
 
-class Layers:
+class DecoderLayers:
     """All layers of a model and the norm after them."""
 
-    def __init__(self, layers: Sequence[Layer], norm: Tensor, config: PretrainedConfig) -> None:
+    def __init__(self, layers: Sequence[LayerWeights], norm: Tensor, config: PretrainedConfig) -> None:
         self._layers, self._norm = layers, norm.detach().clone()
         self._dim, self._eps = head_dim(config), config.rms_norm_eps
 

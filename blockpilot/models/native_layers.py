@@ -16,38 +16,38 @@ from transformers import PretrainedConfig
 
 from blockpilot.models.cache import SlotView, head_dim
 from blockpilot.models.kernels import Product
-from blockpilot.models.layers import Layer, Layers, Mask, Rotary
+from blockpilot.models.layers import DecoderLayers, LayerWeights, Mask, Rotary
 from blockpilot.models.native import INPUTS, Linear, library_for
 
 QUERIES, LANES = 4, 16  # as in layers.c, where some CPUs have fewer lanes
 
 
-def layers_of(modules: Iterable[Any], norm: Tensor, config: PretrainedConfig) -> Layers:
+def layers_of(modules: Iterable[Any], norm: Tensor, config: PretrainedConfig) -> DecoderLayers:
     """The quickest that there are for a model's layers and the weight of the norm after them."""
-    layers = [Layer(module, config) for module in modules]
+    layers = [LayerWeights(module, config) for module in modules]
     library = library_for(norm.dtype, norm.device)
     if library is None or head_dim(config) % INPUTS or not all(_is_packed(layer) for layer in layers):
-        return Layers(layers, norm, config)
+        return DecoderLayers(layers, norm, config)
     return NativeLayers(library, layers, norm, config)
 
 
-def _is_packed(layer: Layer) -> bool:
+def _is_packed(layer: LayerWeights) -> bool:
     products = layer.qkv, layer.out, layer.gate_up, layer.down
     return all(product is not None and product.is_packed for product in products)
 
 
-class _Layer(Structure):
+class _LayerStruct(Structure):
     _fields_ = (
         *((name, Linear) for name in ("qkv", "out", "gate_up", "down")),
         *((name, c_void_p) for name in ("before", "after", "of_heads")),
     )
 
 
-class _Shape(Structure):
+class _ShapeStruct(Structure):
     _fields_ = (*((name, c_long) for name in ("layers", "hidden", "queries", "kv", "dim", "inner")), ("eps", c_float))
 
 
-class _Tokens(Structure):
+class _TokensStruct(Structure):
     _fields_ = (
         ("num", c_long),
         *((name, c_void_p) for name in ("cosines", "sines", "cache")),
@@ -56,23 +56,23 @@ class _Tokens(Structure):
     )
 
 
-class _Part(Structure):
+class _PartStruct(Structure):
     _fields_ = (
         *((name, c_long) for name in ("rows", "width", "length")),
         *((name, c_void_p) for name in ("sizes", "firsts", "slots", "visible")),
     )
 
 
-class NativeLayers(Layers):
+class NativeLayers(DecoderLayers):
     """By layers.c. Calls raise IndexError for tokens that the cache has no place for."""
 
-    def __init__(self, library: ctypes.CDLL, layers: Sequence[Layer], norm: Tensor, config: Any) -> None:
+    def __init__(self, library: ctypes.CDLL, layers: Sequence[LayerWeights], norm: Tensor, config: Any) -> None:
         super().__init__(layers, norm, config)
         self._run, self._project = _declared(library)
-        self._structs = (_Layer * len(layers))(*map(_struct, layers))
+        self._structs = (_LayerStruct * len(layers))(*map(_struct, layers))
         num_queries, num_kv = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
         sizes = config.hidden_size, num_queries, num_kv, self._dim, config.intermediate_size
-        self._shape = _Shape(len(layers), *sizes, self._eps)
+        self._shape = _ShapeStruct(len(layers), *sizes, self._eps)
 
     def __call__(
         self, hidden: Tensor, rotary: Rotary, cache: SlotView, masks: Sequence[Sequence[Mask]], kept: Sequence[int]
@@ -89,7 +89,7 @@ class NativeLayers(Layers):
         places.check(
             self._run(
                 *(byref(shape), self._structs, self._norm.data_ptr(), byref(places.tokens(rotary))),
-                *(len(masks[0]), (POINTER(_Part) * len(parts))(*parts), hidden.data_ptr()),
+                *(len(masks[0]), (POINTER(_PartStruct) * len(parts))(*parts), hidden.data_ptr()),
                 *(each.data_ptr() for each in (*rooms, scores)),
                 *(room, len(kept), layers.data_ptr(), features.data_ptr(), threads),
             )
@@ -113,12 +113,12 @@ class _Places:
         self._kept: list[Tensor] = []
         self._parts: dict[int, Any] = {}
 
-    def tokens(self, rotary: Rotary) -> _Tokens:
+    def tokens(self, rotary: Rotary) -> _TokensStruct:
         layers, (slots, columns) = self._cache.layers, self._cache.places
         assert len(rotary.cosines) == len(slots) == len(columns)
         cosines, sines, own_slots, own_columns = map(self._pointer, (*rotary, slots, columns))
         num_slots, length = layers.shape[2], layers.shape[4]
-        return _Tokens(len(slots), cosines, sines, layers.data_ptr(), num_slots, length, own_slots, own_columns)
+        return _TokensStruct(len(slots), cosines, sines, layers.data_ptr(), num_slots, length, own_slots, own_columns)
 
     def parts(self, masks: Sequence[Mask]) -> Any:
         """Structs [parts] of a layer's masks; the same where the masks are."""
@@ -126,7 +126,7 @@ class _Places:
         if key not in self._parts:
             rows = self._cache.row_slots.split([len(mask.packing.sizes) for mask in masks])
             firsts = accumulate((mask.packing.num_tokens for mask in masks[:-1]), initial=0)
-            self._parts[key] = (_Part * len(masks))(*map(self._part, masks, rows, firsts))
+            self._parts[key] = (_PartStruct * len(masks))(*map(self._part, masks, rows, firsts))
         return self._parts[key]
 
     def check(self, code: int) -> None:
@@ -134,23 +134,23 @@ class _Places:
             _, _, num_slots, _, length, _ = self._cache.layers.shape
             raise IndexError(f"cache of {num_slots} slots and {length} columns: no place for every token")
 
-    def _part(self, mask: Mask, slots: Tensor, first: int) -> _Part:
+    def _part(self, mask: Mask, slots: Tensor, first: int) -> _PartStruct:
         packing, (sizes, firsts) = mask.packing, mask.packing.spans
         num_rows, width, length = len(packing.sizes), packing.width, packing.length
         assert mask.visible.shape == (num_rows, 1, width, length)
         assert length <= self._cache.layers.shape[4]
         pointers = map(self._pointer, (sizes, firsts + first, slots, mask.visible))
-        return _Part(num_rows, width, length, *pointers)
+        return _PartStruct(num_rows, width, length, *pointers)
 
     def _pointer(self, numbers: Tensor) -> int:
         self._kept.append(numbers.contiguous())
         return self._kept[-1].data_ptr()
 
 
-def _struct(layer: Layer) -> _Layer:
+def _struct(layer: LayerWeights) -> _LayerStruct:
     products = [_packed(product) for product in (layer.qkv, layer.out, layer.gate_up, layer.down)]
     norms = (None if norm is None else norm.data_ptr() for norm in (layer.before, layer.after, layer.of_heads))
-    return _Layer(*products, *norms)
+    return _LayerStruct(*products, *norms)
 
 
 def _packed(product: Product | None) -> Linear:
@@ -163,11 +163,11 @@ def _declared(library: ctypes.CDLL) -> tuple[Callable[..., int], Callable[..., i
     """run_layers and project_layers."""
     run, project = library.run_layers, library.project_layers
     buffers = (c_void_p,) * 8  # hidden, and room
-    structs = POINTER(_Shape), POINTER(_Layer)
+    structs = POINTER(_ShapeStruct), POINTER(_LayerStruct)
     run.argtypes = (
-        *(*structs, c_void_p, POINTER(_Tokens), c_long, POINTER(POINTER(_Part)), *buffers),
+        *(*structs, c_void_p, POINTER(_TokensStruct), c_long, POINTER(POINTER(_PartStruct)), *buffers),
         *(c_long, c_long, c_void_p, c_void_p, c_int),
     )
-    project.argtypes = *structs, POINTER(_Tokens), c_void_p, c_void_p, c_int
+    project.argtypes = *structs, POINTER(_TokensStruct), c_void_p, c_void_p, c_int
     run.restype = project.restype = c_int
     return run, project

@@ -87,7 +87,7 @@ class NodeModel(nn.Module):
         """[NUM_CONTEXTS, N, k] of what a draft proposes for depths[r] positions of each row: they fall along k."""
         places = torch.tensor([i for depth in depths for i in range(depth)], device=found.scores.device)
         num_passed = torch.arange(NUM_CONTEXTS, device=places.device).repeat_interleave(len(places))
-        logits = self(features(found, places).repeat(NUM_CONTEXTS, 1, 1), num_passed)
+        logits: Tensor = self(features(found, places).repeat(NUM_CONTEXTS, 1, 1), num_passed)
         chances = logits.sigmoid().view(NUM_CONTEXTS, *found.scores.shape)
         chances = chances.where(found.scores > -math.inf, 0.0)  # of what cannot be drawn
         return (chances / chances.sum(dim=-1, keepdim=True).clamp(min=1)).cummin(dim=-1).values

@@ -1,4 +1,4 @@
-"""Layers in C beside those of torch, on the same weights: the same numbers up to rounding, in any company."""
+"""DecoderLayers in C beside those of torch, on the same weights: the same numbers up to rounding, in any company."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
 
 from blockpilot.models.cache import SlotCache, SlotView
-from blockpilot.models.layers import Layer, Layers, Mask, Rotary
+from blockpilot.models.layers import DecoderLayers, LayerWeights, Mask, Rotary
 from blockpilot.models.native import library_for
 from blockpilot.models.native_layers import NativeLayers, layers_of
 from blockpilot.models.packing import Packing, SideBySide
@@ -31,7 +31,7 @@ class Model(NamedTuple):
 
     config: LlamaConfig | Qwen3Config
     native: NativeLayers
-    torch: Layers
+    torch: DecoderLayers
 
 
 def model_of(kind: str, dtype: torch.dtype, *, dim: int = 32, bias: bool = False) -> Model:
@@ -48,7 +48,7 @@ def model_of(kind: str, dtype: torch.dtype, *, dim: int = 32, bias: bool = False
     norm = torch.rand(96).to(dtype)
     layers = layers_of(modules, norm, config)
     assert isinstance(layers, NativeLayers)
-    return Model(config, layers, Layers([Layer(module, config) for module in modules], norm, config))
+    return Model(config, layers, DecoderLayers([LayerWeights(module, config) for module in modules], norm, config))
 
 
 class Work(NamedTuple):
@@ -63,7 +63,7 @@ class Work(NamedTuple):
     kept: Tensor
     """Keys and values that the cache has before."""
 
-    def run(self, layers: Layers, config: LlamaConfig | Qwen3Config) -> tuple[Tensor, Tensor, SlotCache]:
+    def run(self, layers: DecoderLayers, config: LlamaConfig | Qwen3Config) -> tuple[Tensor, Tensor, SlotCache]:
         cache = SlotCache(config, SLOTS, LENGTH, self.hidden.dtype, CPU)
         cache.layers.copy_(self.kept)
         view = self.view(cache)
@@ -216,4 +216,4 @@ def test_torch_where_layers_do_not_fit() -> None:
         (LlamaDecoderLayer, LlamaConfig(**shape, head_dim=32), torch.float16),
     ):
         norm = torch.ones(config.hidden_size, dtype=dtype)
-        assert type(layers_of([layer_class(config, 0).to(dtype)], norm, config)) is Layers
+        assert type(layers_of([layer_class(config, 0).to(dtype)], norm, config)) is DecoderLayers

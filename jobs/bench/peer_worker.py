@@ -19,20 +19,29 @@ Decode = Callable[[Batch, int], list[list[int]]]
 
 
 def blockpilot(settings: dict[str, Any]) -> Decode:
-    """This engine, with the block size `num_drafted` + 1."""
+    """This engine, with the block size `num_drafted` + 1, or with trees `bought` at the price of its steps."""
     import torch
 
+    from blockpilot.control.controller import Controller
+    from blockpilot.control.forecasts import RunningMeans
     from blockpilot.engine.engine import Engine
+    from blockpilot.evaluation.pricing import measure_price
     from blockpilot.pairs.loading import load_pair
     from blockpilot.types import Request
 
     torch.set_num_threads(settings["threads"])
     pair = load_pair(target=settings["target"], draft=settings["draft"], dtype=settings["dtype"])
+    options: dict[str, Any] = {"block_size": settings["num_drafted"] + 1}
+    controller = None
+    if settings["bought"]:
+        options = {"layout": "tree"}
+        price = measure_price(pair, rows=16, context=256)
+        controller = Controller(RunningMeans(pair.block_size - 1), price)
 
     def decode(prompts: Batch, num: int) -> list[list[int]]:
-        engine = Engine(pair, num_slots=len(prompts), max_length=max(map(len, prompts)) + num)
-        size = settings["num_drafted"] + 1
-        answers: dict[int, list[int]] = {engine.add(Request(tuple(p), num, block_size=size)): [] for p in prompts}
+        length = max(map(len, prompts)) + num
+        engine = Engine(pair, num_slots=len(prompts), max_length=length, controller=controller)
+        answers: dict[int, list[int]] = {engine.add(Request(tuple(p), num, **options)): [] for p in prompts}
         while not engine.idle:
             for step in engine.step():
                 answers[step.request_id] += step.tokens

@@ -1,8 +1,9 @@
 """This engine beside what a user would take instead: transformers, llama.cpp and vLLM's CPU build.
 
 Every peer decodes the same prompts to the same number of tokens, greedily, with the same weights, dtype and threads;
-vLLM takes the same draft. Peers take turns, batch by batch, each in a process of its own that loads once. A row is
-tokens a second with the prompts' time, and the median over batches of its ratio to the first row.
+vLLM takes the same draft. This engine decodes with fixed block sizes, and as it is served without a learned policy,
+with trees bought at the price of a step. Peers take turns, batch by batch, each in a process of its own that loads
+once. A row is tokens a second with the prompts' time, and the median over batches of its ratio to the first row.
 
     python jobs/bench/peers.py --threads 2 --vllm-python ~/vllm/bin/python --llama-bench llama-bench --gguf model.gguf
 
@@ -91,7 +92,8 @@ def peers(config: PeersConfig) -> list[Peer]:
     if (config.llama_bench is None) != (config.gguf is None):
         raise ValueError(f"llama_bench {config.llama_bench} and gguf {config.gguf}: both are needed")
     target, draft = config.pair.models
-    shared = {"dtype": pick_dtype(config.pair.dtype, "cpu"), "threads": config.threads, "num_drafted": 0}
+    shared = {"dtype": pick_dtype(config.pair.dtype, "cpu"), "threads": config.threads}
+    shared |= {"num_drafted": 0, "bought": False}
     shared |= {"target": target_directory(target), "draft": str(draft_directory(draft))}
     own = Path(sys.executable)
     kinds = [("blockpilot", own, config.block_sizes), ("transformers", own, (1,))]
@@ -103,6 +105,8 @@ def peers(config: PeersConfig) -> list[Peer]:
         for size in sizes
         for drafts in [{"peer": kind, "num_drafted": size - 1}]
     ]
+    trees = Peer("blockpilot, trees", own, shared | {"peer": "blockpilot", "bought": True})
+    found.insert(len(config.block_sizes), trees)
     if config.llama_bench is not None:
         program = {"peer": "llama.cpp", "program": str(config.llama_bench), "target": str(config.gguf)}
         found.append(Peer("llama.cpp, plain", own, shared | program))

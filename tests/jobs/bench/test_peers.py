@@ -28,7 +28,7 @@ def test_all_decode_the_same_answers(config: PeersConfig, capsys: pytest.Capture
     kept = json.loads((config.output / "answers.json").read_text())
     assert list(kept) == ["1", "3"]
     for num, of_load in kept.items():
-        assert list(of_load) == ["blockpilot, plain", "blockpilot, B=3", "transformers, plain"]
+        assert list(of_load) == ["blockpilot, plain", "blockpilot, B=3", "blockpilot, trees", "transformers, plain"]
         first = [batch["answers"] for batch in of_load["blockpilot, plain"]]
         assert [len(batch) for batch in first] == [int(num)] * 2
         assert {len(answer) for batch in first for answer in batch} == {6}
@@ -61,6 +61,7 @@ def test_vllm_drafts_as_many_tokens(config: PeersConfig, tmp_path: Path) -> None
     assert [(peer.name, peer.settings["num_drafted"], peer.takes(3)) for peer in found] == [
         ("blockpilot, plain", 0, True),
         ("blockpilot, B=3", 2, True),
+        ("blockpilot, trees", 0, True),
         ("transformers, plain", 0, True),
         ("vllm, plain", 0, True),
         ("vllm, B=3", 2, True),

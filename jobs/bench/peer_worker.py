@@ -72,7 +72,10 @@ def transformers(settings: dict[str, Any]) -> Decode:
 
 def vllm(settings: dict[str, Any]) -> Decode:
     """vLLM, plainly or with the same DFlash draft."""
+    cores = sorted(os.sched_getaffinity(0))[: settings["threads"]]
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+    # By itself vLLM leaves a core to its own front end, and binds all threads to the others.
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
     from vllm import LLM, SamplingParams
 
     options: dict[str, Any] = {}

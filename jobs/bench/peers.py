@@ -12,11 +12,12 @@ How to install vLLM and llama.cpp, each outside this environment: docs/results.m
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -120,13 +121,28 @@ def running(peer: Peer, log: Path) -> Iterator["Worker"]:
     command: list[str | Path] = [peer.python, WORKER, json.dumps(peer.settings)]
     with log.open("w") as errors:
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=environment,
+            start_new_session=True,
         )
     with process:
         try:
             yield Worker(process, log)
         finally:
-            process.terminate()
+            _end_group(process)
+
+
+def _end_group(process: "subprocess.Popen[str]") -> None:
+    """End a process and those that it started: vLLM's engine outlives the one that asked for it."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=10)
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 class Worker:

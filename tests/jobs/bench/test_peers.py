@@ -1,11 +1,13 @@
 """The comparison with peers, on the tiny pair, with those of this environment."""
 
 import json
+import os
+import select
 from pathlib import Path
 
 import pytest
 
-from jobs.bench.peers import DecodedBatch, PeersConfig, measure, peers, run, table
+from jobs.bench.peers import DecodedBatch, Peer, PeersConfig, measure, peers, run, running, table
 from jobs.common.config import PairConfig
 
 
@@ -82,3 +84,18 @@ def test_a_peer_that_fails_is_named_with_its_log(config: PeersConfig, tmp_path: 
     with pytest.raises(ValueError, match=r"a peer has ended; what it said: .*vllm-plain\.log"):
         measure(config.model_copy(update={"vllm_python": program, "block_sizes": (1,)}))
     assert "no vllm here" in (config.output / "vllm-plain.log").read_text()
+
+
+def test_what_a_peer_has_started_ends_with_it(tmp_path: Path) -> None:
+    """As vLLM starts its engine."""
+    program, held = tmp_path / "program", tmp_path / "held"
+    os.mkfifo(held)
+    program.write_text(f"#!/bin/sh\nexec 3> {held}\nsleep 600 &\necho '{{\"ready\": true}}'\ncat > /dev/null\n")
+    program.chmod(0o700)
+    reader = os.open(held, os.O_RDONLY | os.O_NONBLOCK)
+    peer = Peer("other", program, {"threads": 1})
+    with running(peer, tmp_path / "log"), pytest.raises(BlockingIOError):  # sleep has it open
+        os.read(reader, 1)
+    assert select.select([reader], [], [], 10)[0]
+    assert os.read(reader, 1) == b""  # nobody has
+    os.close(reader)

@@ -3,7 +3,7 @@
 Every peer decodes the same prompts to the same number of tokens, greedily, with the same weights, dtype and threads;
 vLLM takes the same draft. This engine decodes with fixed block sizes, and as it is served without a learned policy,
 with trees bought at the price of a step. Peers take turns, batch by batch, each in a process of its own that loads
-once. A row is tokens a second with the prompts' time, and the median over batches of its ratio to the first row.
+once and is stopped while others work. A row is tokens a second with the prompts' time, and the median over batches of its ratio to the first row.
 
     python jobs/bench/peers.py --threads 2 --vllm-python ~/vllm/bin/python --llama-bench llama-bench --gguf model.gguf
 
@@ -139,6 +139,7 @@ def running(peer: Peer, log: Path) -> Iterator["Worker"]:
 def _end_group(process: "subprocess.Popen[str]") -> None:
     """End a process and those that it started: vLLM's engine outlives the one that asked for it."""
     with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGCONT)
         os.killpg(process.pid, signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
             process.wait(timeout=10)
@@ -146,7 +147,7 @@ def _end_group(process: "subprocess.Popen[str]") -> None:
 
 
 class Worker:
-    """A peer's process that is ready."""
+    """A peer's process that is ready. It is stopped while others work: some spin for seconds after an answer."""
 
     def __init__(self, process: "subprocess.Popen[str]", log: Path) -> None:
         self._process, self._log = process, log
@@ -155,6 +156,7 @@ class Worker:
     def decode(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> DecodedBatch:
         """Decode prompts together."""
         assert self._process.stdin is not None
+        os.killpg(self._process.pid, signal.SIGCONT)
         print(json.dumps({"prompts": prompts, "num_tokens": num_tokens}), file=self._process.stdin, flush=True)
         return DecodedBatch(**self._answer())
 
@@ -163,6 +165,7 @@ class Worker:
         line = self._process.stdout.readline()
         if not line:
             raise ValueError(f"a peer has ended; what it said: {self._log}")
+        os.killpg(self._process.pid, signal.SIGSTOP)
         found: dict[str, Any] = json.loads(line)
         return found
 

@@ -54,9 +54,8 @@ def keyed_sample(logits: Tensor, positions: Sequence[int], sampling: Sequence[Sa
 def candidates(logits: Tensor, positions: Sequence[int], sampling: Sequence[Sampling], num: int) -> Candidates:
     """The `num` best tokens of each of N positions in the order in which `keyed_sample` would choose them."""
     tokens, values, scores, broken = _ranked(logits, positions, sampling, num)
-    own = scores.gather(1, tokens)
     log_probs = scores.log_softmax(dim=-1).gather(1, tokens)  # logsumexp: 8 times as long where many are -inf
-    total, none = own[:, :1] - log_probs[:, :1], broken[:, None]
+    total, none = scores.gather(1, tokens[:, :1]) - log_probs[:, :1], broken[:, None]
     of_race, of_scores = (each.masked_fill(none, -math.inf) for each in (values - total, log_probs))
     drawn = torch.tensor([not each.is_greedy for each in sampling], device=logits.device)
     return Candidates(tokens, of_race, of_scores, drawn)

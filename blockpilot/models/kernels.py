@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from blockpilot.models.native import native_product
+from blockpilot.models.native import NativeProduct, native_product
 
 MAPS = Path("/proc/self/maps")  # Linux
 HUGE_PAGE = 2 << 20  # bytes
@@ -29,17 +29,20 @@ class Product:
         self.sizes = [len(weight) for weight in weights]
         self._bias = _joined_bias(layers)
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        self.packed = native_product(weight, self._bias)
-        self._weight = None if self.packed is not None else weight
+        self._weight: Tensor | NativeProduct = native_product(weight, self._bias) or weight
+
+    @property
+    def packed(self) -> NativeProduct | None:
+        """The product in C, where it is one."""
+        return self._weight if isinstance(self._weight, NativeProduct) else None
 
     @property
     def is_packed(self) -> bool:
         return self.packed is not None
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.packed is not None:
-            return self.packed(x)
-        assert self._weight is not None
+        if isinstance(self._weight, NativeProduct):
+            return self._weight(x)
         return functional.linear(x, self._weight, self._bias)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -47,8 +50,7 @@ class Product:
 
     def parts(self) -> list[tuple[Tensor, Tensor | None]]:
         """Weight and bias of every layer; views, or unpacked copies."""
-        weight = self._weight if self.packed is None else self.packed.unpacked()
-        assert weight is not None
+        weight = self._weight.unpacked() if isinstance(self._weight, NativeProduct) else self._weight
         biases = [None] * len(self.sizes) if self._bias is None else self._bias.split(self.sizes)
         return list(zip(weight.split(self.sizes), biases, strict=True))
 

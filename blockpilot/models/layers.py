@@ -51,9 +51,9 @@ class LayerWeights:
     def __init__(self, module: Any, config: PretrainedConfig) -> None:
         norms = module.input_layernorm, module.post_attention_layernorm
         self.before, self.after = (norm.weight.detach().clone() for norm in norms)
-        """Of its norms [hidden]: copies, which layers.c can point to."""
+        """Norm weights [hidden]: copies, which layers.c can point to."""
         self.of_heads = _head_norms(module.self_attn, config)
-        """Of the norms of queries and keys [query and key heads, head_dim]; None where there are none."""
+        """Norm weights of queries and keys [query and key heads, head_dim]; None where there are none."""
         self.qkv = prepared(module.self_attn, "q_proj", "k_proj", "v_proj")
         self.out = prepared(module.self_attn, "o_proj")
         dense = hasattr(module.mlp, "gate_proj")
@@ -97,12 +97,13 @@ class DecoderLayers:
 
         Returns hidden states [N, hidden], normed, and those after the layers `kept`, [N, len(kept) * hidden].
         """
-        found, after = None, {}
+        found, after = None, dict[int, Tensor]()
         for i, layer in enumerate(self._layers):
             queries = self._store(i, self._add_norm(hidden, found, layer.before), rotary, cache)
-            after[i - 1] = hidden.clone() if i - 1 in kept else hidden
             attended = _attend_parts(masks[i], queries, *cache.read(i), self._dim**-0.5)
             found = layer.mlp(self._add_norm(hidden, layer.out(attended), layer.after))
+            if i in kept:
+                after[i] = hidden + found
         normed = self._add_norm(hidden, found, self._norm)
         after[len(self._layers) - 1] = normed  # as transformers gives the last layer's
         return normed, torch.cat([after[i] for i in kept], dim=-1) if kept else hidden.new_empty(len(hidden), 0)

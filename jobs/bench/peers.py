@@ -98,21 +98,23 @@ def peers(config: PeersConfig) -> list[Peer]:
     shared |= {"num_drafted": 0, "bought": False}
     shared |= {"target": target_directory(target), "draft": str(draft_directory(draft))}
     own = Path(sys.executable)
-    kinds = [("blockpilot", own, config.block_sizes), ("transformers", own, (1,))]
+    plain, fixed = {"plain": {"num_drafted": 0}}, {_size_name(n): {"num_drafted": n - 1} for n in config.block_sizes}
+    kinds = [("blockpilot", own, fixed | {"trees": {"bought": True}}), ("transformers", own, plain)]
     if config.vllm_python is not None:
-        kinds.append(("vllm", config.vllm_python, config.block_sizes))
+        kinds.append(("vllm", config.vllm_python, fixed))
     found = [
-        Peer(f"{kind}, B={size}" if size > 1 else f"{kind}, plain", python, shared | drafts)
-        for kind, python, sizes in kinds
-        for size in sizes
-        for drafts in [{"peer": kind, "num_drafted": size - 1}]
+        Peer(f"{kind}, {name}", python, shared | {"peer": kind} | drafts)
+        for kind, python, by_name in kinds
+        for name, drafts in by_name.items()
     ]
-    trees = Peer("blockpilot, trees", own, shared | {"peer": "blockpilot", "bought": True})
-    found.insert(len(config.block_sizes), trees)
     if config.llama_bench is not None:
         program = {"peer": "llama.cpp", "program": str(config.llama_bench), "target": str(config.gguf)}
         found.append(Peer("llama.cpp, plain", own, shared | program))
     return found
+
+
+def _size_name(block_size: int) -> str:
+    return f"B={block_size}" if block_size > 1 else "plain"
 
 
 @contextmanager

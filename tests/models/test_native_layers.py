@@ -1,4 +1,4 @@
-"""DecoderLayers in C beside those of torch, on the same weights: the same numbers up to rounding, in any company."""
+"""Layers in C beside those of torch, on the same weights: the same numbers up to rounding, in any company."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -34,12 +34,13 @@ class Model(NamedTuple):
     torch: DecoderLayers
 
 
-def model_of(kind: str, dtype: torch.dtype, *, dim: int = 32, bias: bool = False) -> Model:
+def model_of(kind: str, dtype: torch.dtype, *, groups: int = 3, dim: int = 32, bias: bool = False) -> Model:
     if library_for(dtype, CPU) is None:
         pytest.skip("no compiler, or no CPU for it")
     torch.manual_seed(0)
     layer_class, config_class = KINDS[kind]
-    config = config_class(**SHAPE, head_dim=dim, num_hidden_layers=3, attention_bias=bias)
+    shape = {**SHAPE, "num_attention_heads": 2 * groups, "head_dim": dim, "num_hidden_layers": 3}
+    config = config_class(**shape, attention_bias=bias)
     config._attn_implementation = "eager"
     modules = [layer_class(config, i).to(dtype) for i in range(3)]
     for module in modules:
@@ -85,7 +86,8 @@ def work_of(
     order = torch.randperm(SLOTS)[:num_rows]
     rows = slice(0, num_rows) if seed % 2 else order
     slots = (torch.arange(SLOTS) if seed % 2 else order)[packing.rows]
-    kinds = [[Mask(p, _half(p), 3, dtype) for p in packings] for _ in range(2)]
+    groups = config.num_attention_heads // 2
+    kinds = [[Mask(p, _half(p), groups, dtype) for p in packings] for _ in range(2)]
     rotary = Rotary(*torch.randn(2, num, 1, dim).to(dtype))
     kept = torch.randn(3, 2, SLOTS, 2, LENGTH, dim).to(dtype)
     return Work(torch.randn(num, 96).to(dtype), rotary, packing, [kinds[0], kinds[1], kinds[0]], slots, rows, kept)
@@ -110,14 +112,17 @@ def close(found: Tensor, expected: Tensor) -> bool:
 @given(
     parts=st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=3), min_size=1, max_size=2),
     seed=st.integers(0, 99),
+    groups=st.sampled_from([1, 2, 3, 4, 6]),
     dim=st.sampled_from([32, 64, 128]),
     bias=st.booleans(),
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_layers(kind: str, dtype: torch.dtype, parts: list[list[int]], seed: int, dim: int, bias: bool) -> None:
-    """Of rows of any widths, in parts, to keys and values of any slots; what they store, find and keep."""
-    model = model_of(kind, dtype, dim=dim, bias=bias)
+def test_layers(
+    kind: str, dtype: torch.dtype, parts: list[list[int]], seed: int, groups: int, dim: int, bias: bool
+) -> None:
+    """Rows of any widths, in parts, to keys and values of any slots, alike in all that is stored, found and kept."""
+    model = model_of(kind, dtype, groups=groups, dim=dim, bias=bias)
     work = work_of(model.config, dtype, parts, seed, dim)
     normed, features, cache = work.run(model.native, model.config)
     expected, expected_features, expected_cache = work.run(model.torch, model.config)
@@ -136,7 +141,7 @@ def test_layers(kind: str, dtype: torch.dtype, parts: list[list[int]], seed: int
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num", [1, 7, 200])
 def test_keys_and_values_without_queries(kind: str, dtype: torch.dtype, num: int) -> None:
-    """Are stored as by a whole pass's first product."""
+    """Keys and values alone, stored as torch stores them."""
     model = model_of(kind, dtype, bias=True)
     places = torch.randperm(SLOTS * LENGTH)[:num]
     x, rotary = torch.randn(num, 96).to(dtype), Rotary(*torch.randn(2, num, 1, 32).to(dtype))

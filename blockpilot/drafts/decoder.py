@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from blockpilot.drafts.dflash import DraftModel
-from blockpilot.models.cache import SlotCache, SlotView
+from blockpilot.models.cache import SlotCache, SlotView, num_kv_heads
 from blockpilot.models.kernels import prepared
 from blockpilot.models.layers import Mask, Rotary
 from blockpilot.models.native_layers import layers_of
@@ -23,7 +23,7 @@ class DraftDecoder:
         self.draft, config = draft, draft.config
         self._layers = layers_of(draft.layers, draft.norm.weight, config)
         self._fc = prepared(draft, "fc")
-        self._groups = config.num_attention_heads // (config.num_key_value_heads or config.num_attention_heads)
+        self._groups = config.num_attention_heads // num_kv_heads(config)
 
     @property
     def mask_token_id(self) -> int:

@@ -16,7 +16,7 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
 
 from blockpilot.drafts.options import parse_options
-from blockpilot.models.cache import SlotCache
+from blockpilot.models.cache import SlotCache, num_kv_heads
 from blockpilot.models.kernels import outputs
 from blockpilot.models.packing import folded, grouped_attention
 
@@ -38,11 +38,11 @@ class DraftAttention(nn.Module):
         super().__init__()
         self.layer_idx = layer_idx
         self.head_dim = config.head_dim
-        num_kv_heads = int(config.num_key_value_heads or config.num_attention_heads)
+        num_kv = num_kv_heads(config)
         width, bias = config.hidden_size, config.attention_bias
         self.q_proj = nn.Linear(width, config.num_attention_heads * self.head_dim, bias=bias)
-        self.k_proj = nn.Linear(width, num_kv_heads * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(width, num_kv_heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(width, num_kv * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(width, num_kv * self.head_dim, bias=bias)
         self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, width, bias=bias)
         self.q_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)

@@ -18,8 +18,7 @@ class SlotCache:
     """Keys and values of a model's layers for `num_slots` sequences of `length` columns; zeros at first."""
 
     def __init__(self, config: Any, num_slots: int, length: int, dtype: torch.dtype, device: torch.device) -> None:
-        num_heads = config.num_key_value_heads or config.num_attention_heads
-        shape = (config.num_hidden_layers, 2, num_slots, num_heads, length, head_dim(config))
+        shape = (config.num_hidden_layers, 2, num_slots, num_kv_heads(config), length, head_dim(config))
         # Zeros, not empty: masked columns are multiplied by zero, and garbage may hold NaN.
         self.layers = torch.zeros(shape, dtype=dtype, device=device)
         """[layers, 2, num_slots, kv_heads, length, head_dim], keys and then values."""
@@ -92,6 +91,11 @@ class SlotView:
         """Store keys and values [R, kv_heads, W, head_dim] of the pass's R * W tokens, and `read`."""
         self.store(torch.stack([keys, values]).permute(1, 3, 0, 2, 4).flatten(0, 1), layer_idx)
         return self.read(layer_idx)
+
+
+def num_kv_heads(config: Any) -> int:
+    """Heads of keys, and of values; as many as of queries where a configuration does not say."""
+    return int(config.num_key_value_heads or config.num_attention_heads)
 
 
 def head_dim(config: Any) -> int:

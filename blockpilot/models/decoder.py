@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from blockpilot.models.cache import SlotView
+from blockpilot.models.cache import SlotView, num_kv_heads
 from blockpilot.models.kernels import leave_file, prepared, use_huge_pages
 from blockpilot.models.layers import Mask, Rotary
 from blockpilot.models.native_layers import layers_of
@@ -31,7 +31,7 @@ class Decoder:
         body, config = cast(Any, model.model), model.config
         self._layers = layers_of(body.layers, body.norm.weight, config)
         self._rotary, self.embed = body.rotary_emb, body.embed_tokens
-        self._groups = config.num_attention_heads // config.num_key_value_heads
+        self._groups = config.num_attention_heads // num_kv_heads(config)
         is_new = type(model.lm_head) is nn.Linear
         self.head = prepared(model, "lm_head")
         if self.head.is_packed and is_new:

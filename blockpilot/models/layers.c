@@ -247,7 +247,7 @@ static void attend(const struct part *part, const struct tokens *tokens, long gr
             }
 }
 
-/* Whether slots and columns are in the cache. */
+/* 1 if all slots and columns are in the cache. */
 static int fits(const struct tokens *tokens)
 {
     for (long token = 0; token < tokens->num; token++)
@@ -312,10 +312,7 @@ int project_layers(const struct shape *shape, const struct layer *layers, const 
         return -1;
 #pragma omp parallel num_threads(threads)
     for (long i = 0; i < shape->layers; i++) {
-        struct linear kv = layers[i].qkv;
-        kv.outputs -= skipped;
-        kv.weights += skipped * (kv.inputs / PER_UNIT);
-        kv.bias = kv.bias ? kv.bias + skipped : NULL;
+        struct linear kv = from_output(layers[i].qkv, skipped);
         multiply(&kv, tokens->num, x, heads);
         rotate_and_store(tokens, 0, shape->kv, shape->dim, layers[i].of_heads ? layers[i].of_heads + skipped : NULL,
                          shape->eps, i, heads);

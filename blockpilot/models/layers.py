@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PretrainedConfig
 
-from blockpilot.models.cache import SlotView, head_dim
+from blockpilot.models.cache import SlotView, head_dim, num_kv_heads
 from blockpilot.models.kernels import Product, prepared
 from blockpilot.models.packing import Packing, folded
 
@@ -72,10 +72,9 @@ class LayerWeights:
 def _head_norms(attention: Any, config: Any) -> Tensor | None:
     if not hasattr(attention, "q_norm"):
         return None
-    num_kv = config.num_key_value_heads or config.num_attention_heads
     weights = (
         attention.q_norm.weight.expand(config.num_attention_heads, -1),
-        attention.k_norm.weight.expand(num_kv, -1),
+        attention.k_norm.weight.expand(num_kv_heads(config), -1),
     )
     return torch.cat(weights).detach()
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from blockpilot.models.cache import SlotView, head_dim
+from blockpilot.models.cache import SlotView, head_dim, num_kv_heads
 from blockpilot.models.kernels import Product
 from blockpilot.models.layers import DecoderLayers, LayerWeights, Mask, Rotary
 from blockpilot.models.native import INPUTS, Linear, library_for
@@ -70,8 +70,8 @@ class NativeLayers(DecoderLayers):
         super().__init__(layers, norm, config)
         self._run, self._project = _declared(library)
         self._structs = (_LayerStruct * len(layers))(*map(_struct, layers))
-        num_queries, num_kv = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
-        sizes = config.hidden_size, num_queries, num_kv, self._dim, config.intermediate_size
+        heads = config.num_attention_heads, num_kv_heads(config)
+        sizes = config.hidden_size, *heads, self._dim, config.intermediate_size
         self._shape = _ShapeStruct(len(layers), *sizes, self._eps)
 
     def __call__(
@@ -110,6 +110,7 @@ class _Places:
 
     def __init__(self, cache: SlotView) -> None:
         self._cache = cache
+        _, _, self._num_slots, _, self._length, _ = cache.layers.shape
         self._kept: list[Tensor] = []
         self._parts: dict[int, Any] = {}
 
@@ -117,8 +118,8 @@ class _Places:
         layers, (slots, columns) = self._cache.layers, self._cache.places
         assert len(rotary.cosines) == len(slots) == len(columns)
         cosines, sines, own_slots, own_columns = map(self._pointer, (*rotary, slots, columns))
-        num_slots, length = layers.shape[2], layers.shape[4]
-        return _TokensStruct(len(slots), cosines, sines, layers.data_ptr(), num_slots, length, own_slots, own_columns)
+        room = self._num_slots, self._length
+        return _TokensStruct(len(slots), cosines, sines, layers.data_ptr(), *room, own_slots, own_columns)
 
     def parts(self, masks: Sequence[Mask]) -> Any:
         """Structs [parts] of a layer's masks; the same where the masks are."""
@@ -131,14 +132,13 @@ class _Places:
 
     def check(self, code: int) -> None:
         if code:
-            _, _, num_slots, _, length, _ = self._cache.layers.shape
-            raise IndexError(f"cache of {num_slots} slots and {length} columns: no place for every token")
+            raise IndexError(f"cache of {self._num_slots} slots and {self._length} columns: no place for every token")
 
     def _part(self, mask: Mask, slots: Tensor, first: int) -> _PartStruct:
         packing, (sizes, firsts) = mask.packing, mask.packing.spans
         num_rows, width, length = len(packing.sizes), packing.width, packing.length
         assert mask.visible.shape == (num_rows, 1, width, length)
-        assert length <= self._cache.layers.shape[4]
+        assert length <= self._length
         pointers = map(self._pointer, (sizes, firsts + first, slots, mask.visible))
         return _PartStruct(num_rows, width, length, *pointers)
 

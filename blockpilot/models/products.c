@@ -77,17 +77,16 @@ static void by_lanes(const struct linear *linear, long rows, long from, long to,
     long inputs = linear->inputs, outputs = linear->outputs;
     for (long panel = from, panels; panel < to; panel += panels) {
         panels = to - panel < PANELS ? 1 : PANELS;
-        const uint32_t *weights = linear->weights + panel * PANEL * (inputs / PER_UNIT);
-        const stored *bias = linear->bias ? linear->bias + panel * PANEL : NULL;
+        struct linear own = from_output(*linear, panel * PANEL);
         for (long row = 0; row < rows; row += ROWS) {
             const stored *own_x = x + row * inputs;
             stored *own_out = out + row * outputs + panel * PANEL;
 #define CASE(num) \
     case num: \
         if (panels == PANELS) \
-            block(num, PANELS, inputs, own_x, weights, bias, own_out, outputs); \
+            block(num, PANELS, inputs, own_x, own.weights, own.bias, own_out, outputs); \
         else \
-            block(num, 1, inputs, own_x, weights, bias, own_out, outputs); \
+            block(num, 1, inputs, own_x, own.weights, own.bias, own_out, outputs); \
         break;
             switch (rows - row < ROWS ? rows - row : ROWS) {
                 CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
@@ -160,16 +159,16 @@ static void block_of_tiles(long upper, long lower, long panels, long inputs, con
 static void by_tiles(const struct linear *linear, long rows, long from, long to, const stored *x, stored *out)
 {
     long inputs = linear->inputs, outputs = linear->outputs, shaped = 0;
-    for (long panel = from; panel < to; panel += 2)
+    for (long panel = from; panel < to; panel += 2) {
+        struct linear own = from_output(*linear, panel * PANEL);
         for (long row = 0; row < rows; row += 32) {
             long num = rows - row < 32 ? rows - row : 32, upper = num < 16 ? num : 16, lower = num - upper;
             if (shaped != num)
                 shape_tiles(upper, lower ? lower : 1), shaped = num;
-            block_of_tiles(upper, lower, to - panel < 2 ? 1 : 2, inputs, x + row * inputs,
-                           linear->weights + panel * PANEL * (inputs / 2),
-                           linear->bias ? linear->bias + panel * PANEL : NULL, out + row * outputs + panel * PANEL,
-                           outputs);
+            block_of_tiles(upper, lower, to - panel < 2 ? 1 : 2, inputs, x + row * inputs, own.weights, own.bias,
+                           out + row * outputs + panel * PANEL, outputs);
         }
+    }
     _tile_release();
 }
 

@@ -11,6 +11,15 @@ struct linear {
     const stored *bias; /* [outputs], or NULL */
 };
 
+/* Its outputs from a multiple of PANEL on. */
+static inline struct linear from_output(struct linear linear, long first)
+{
+    linear.outputs -= first;
+    linear.weights += first * (linear.inputs / PER_UNIT);
+    linear.bias = linear.bias ? linear.bias + first : linear.bias;
+    return linear;
+}
+
 /* x [rows, inputs] -> out [rows, outputs], x @ weights.T + bias. All threads of a parallel region call it together;
  * `product` is a region of its own. */
 void multiply(const struct linear *linear, long rows, const stored *x, stored *out);

@@ -7,6 +7,7 @@ outside the vocabulary is never drafted, only never accepted.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,16 +21,22 @@ class DraftHead:
     """hidden [M, hidden] -> logits [M, target's vocabulary], -inf for tokens that the draft does not propose."""
 
     def __init__(self, target: PreTrainedModel, vocabulary: Tensor | None) -> None:
-        self._target, self._vocabulary = target, vocabulary
-        self._rows = None if vocabulary is None else _some_rows(target.get_output_embeddings(), vocabulary)
+        self._vocab_size = target.config.vocab_size
+        self.tokens = None if vocabulary is None else vocabulary.sort().values
+        """Ids of the draft's vocabulary in their order; None where it is the target's."""
+        head = target.get_output_embeddings()
+        self._own: Callable[[Tensor], Tensor] = head if self.tokens is None else _some_rows(head, self.tokens)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        if self._rows is None or self._vocabulary is None:
-            logits: Tensor = self._target.get_output_embeddings()(hidden)
-            return logits
-        found = self._rows(hidden)
-        every = found.new_full((len(found), self._target.config.vocab_size), -math.inf)
-        return every.index_copy_(1, self._vocabulary, found)
+        found = self.of_own(hidden)
+        if self.tokens is None:
+            return found
+        every = found.new_full((len(found), self._vocab_size), -math.inf)
+        return every.index_copy_(1, self.tokens, found)
+
+    def of_own(self, hidden: Tensor) -> Tensor:
+        """Logits of the draft's own vocabulary alone, [M, len(tokens)]."""
+        return self._own(hidden)
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from blockpilot.engine.sampling import candidates
 from blockpilot.engine.trees import Slots
 from blockpilot.models.packing import Packing
 from blockpilot.models.target import Target
-from blockpilot.types import Candidates, Reader
+from blockpilot.types import Candidates, Reader, Sampling
 
 
 class Drafter:
@@ -39,7 +39,7 @@ class Drafter:
         hidden = self._run(slots, [depth + 1 for depth in depths], starts, anchors)
         positions = [start + i for start, depth in zip(starts, depths, strict=True) for i in range(1, depth + 1)]
         sampling = [row.request.sampling for row, depth in zip(rows, depths, strict=True) for _ in range(depth)]
-        return with_chances(candidates(self._head(hidden), positions, sampling, num), rows, depths)
+        return with_chances(draft_candidates(self._head, hidden, positions, sampling, num), rows, depths)
 
     def _run(self, slots: Sequence[int], sizes: Sequence[int], starts: Sequence[int], anchors: Tensor) -> Tensor:
         """Hidden states [M, hidden] of all positions but the anchors' of blocks of sizes[r] tokens from starts[r] on.
@@ -60,6 +60,19 @@ class Drafter:
         Returns their context vectors [N, hidden].
         """
         return self._draft.extend(features, slots, positions, self.cache)
+
+
+def draft_candidates(
+    head: DraftHead, hidden: Tensor, positions: Sequence[int], sampling: Sequence[Sampling], num: int
+) -> Candidates:
+    """The draft's `num` best choices at hidden states [N, hidden], as `sampling.candidates` gives them.
+
+    Where no token is drawn its own vocabulary is enough; a race is one of all of the target's tokens.
+    """
+    if head.tokens is None or not all(each.is_greedy for each in sampling):
+        return candidates(head(hidden), positions, sampling, num)
+    found = candidates(head.of_own(hidden), positions, sampling, num)
+    return found._replace(tokens=head.tokens[found.tokens])
 
 
 def with_chances(found: Candidates, rows: Sequence[Row], depths: Sequence[int]) -> list[Slots]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from blockpilot.engine.sampling import candidates, keyed_sample
+from blockpilot.engine.drafting import draft_candidates
 from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
 from blockpilot.sweep.blocks import ANCHORS_PER_ROW, Blocks, KnownContext, draft_blocks
@@ -177,7 +177,8 @@ def offers_at(pair: Pair, known: KnownTexts, anchors: Tensor, num_choices: int) 
     for num, blocks, hidden in _drafted_at(pair, known, anchors, block_size):
         hidden = hidden.view(-1, block_size, hidden.shape[-1])[:num, 1:]
         places = blocks.anchors.flatten()[:num, None] + torch.arange(1, block_size, device=anchors.device)
-        found = _candidates(pair, hidden.flatten(0, 1), places.flatten().tolist(), text.sampling, num_choices)
+        sampling = [text.sampling] * places.numel()
+        found = _candidates(pair, hidden.flatten(0, 1), places.flatten().tolist(), sampling, num_choices)
         same = found.tokens == ends[places.flatten()][:, None]
         ranks = torch.where(same.any(dim=1), same.int().argmax(dim=1), -1).view(num, -1)
         drafted = places - places[:, :1] + 1 < blocks.sizes.flatten()[:num, None]
@@ -187,19 +188,15 @@ def offers_at(pair: Pair, known: KnownTexts, anchors: Tensor, num_choices: int) 
     return Offers(*(torch.cat(values) for values in zip(*parts, strict=True)))
 
 
-def _candidates(pair: Pair, hidden: Tensor, positions: Sequence[int], sampling: Sampling, num: int) -> Candidates:
-    """The draft's best choices: hidden [M, hidden], all of one request."""
-    parts = [
-        candidates(logits, positions[some], [sampling] * len(logits), num) for some, logits in _logits(pair, hidden)
-    ]
-    return Candidates(*(torch.cat(values) for values in zip(*parts, strict=True)))
-
-
-def _logits(pair: Pair, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Logits of hidden states [M, hidden], HEAD_ROWS at once, and which of the states they are of."""
-    for start in range(0, len(hidden), HEAD_ROWS):
+def _candidates(
+    pair: Pair, hidden: Tensor, positions: Sequence[int], sampling: Sequence[Sampling], num: int
+) -> Candidates:
+    """The draft's best choices at hidden states [M, hidden], HEAD_ROWS at once."""
+    parts = []
+    for start in range(0, max(len(hidden), 1), HEAD_ROWS):
         some = slice(start, start + HEAD_ROWS)
-        yield some, pair.draft_head(hidden[some])
+        parts.append(draft_candidates(pair.draft_head, hidden[some], positions[some], sampling[some], num))
+    return Candidates(*(torch.cat(values) for values in zip(*parts, strict=True)))
 
 
 def count_accepted(pair: Pair, known: KnownTexts, hidden: Tensor, blocks: Blocks) -> Tensor:
@@ -227,9 +224,8 @@ def count_accepted(pair: Pair, known: KnownTexts, hidden: Tensor, blocks: Blocks
 
 def _draw(pair: Pair, known: KnownTexts, hidden: Tensor, positions: Tensor, row: Tensor) -> Tensor:
     """The draft's tokens, drawn as the engine does: hidden [M, hidden] -> [M]."""
-    sampling, numbers = [known.texts[i].sampling for i in row.tolist()], positions.tolist()
-    drawn = [keyed_sample(logits, numbers[some], sampling[some]) for some, logits in _logits(pair, hidden)]
-    return torch.cat([positions[:0], *drawn])
+    sampling = [known.texts[i].sampling for i in row.tolist()]
+    return _candidates(pair, hidden, positions.tolist(), sampling, 1).tokens[:, 0]
 
 
 def _embedding(pair: Pair) -> Tensor:

@@ -11,7 +11,9 @@ from torch import nn
 from blockpilot.draft_training.vocabulary import by_frequency, coverage
 from blockpilot.drafts.checkpoint import VOCABULARY_FILE, load_draft, save_draft, write_vocabulary
 from blockpilot.drafts.head import DraftHead
+from blockpilot.engine.drafting import draft_candidates
 from blockpilot.engine.engine import Engine
+from blockpilot.engine.sampling import candidates
 from blockpilot.pairs.loading import Pair, directory_revision, load_pair
 from blockpilot.sweep.replay import Text, know, walk
 from blockpilot.types import Request, Sampling
@@ -40,6 +42,18 @@ def test_tokens_outside_are_never_proposed_and_the_others_score_as_ever(pair: Pa
     torch.testing.assert_close(found[:, SOME], whole[:, SOME])
     outside = torch.ones(260, dtype=torch.bool).index_fill_(0, SOME, False)
     assert (found[:, outside] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("num", [1, 4])
+@pytest.mark.parametrize("second", [Sampling(), Sampling(0.8, seed=2)])
+def test_choices_are_those_of_the_whole_vocabulary(pair: Pair, num: int, second: Sampling) -> None:
+    """At temperature 0 only the draft's own vocabulary is looked at; where a row beside it is drawn, all is."""
+    hidden, sampling = torch.randn(2, 48, generator=torch.Generator().manual_seed(1)), [Sampling(), second]
+    found = draft_candidates(pair.draft_head, hidden, [3, 4], sampling, num)
+    expected = candidates(pair.draft_head(hidden), [3, 4], sampling, num)
+    assert found.tokens.equal(expected.tokens)
+    for some, every in zip(found[1:], expected[1:], strict=True):
+        torch.testing.assert_close(some, every)
 
 
 def test_a_bias_goes_with_its_rows() -> None:

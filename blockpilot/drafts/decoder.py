@@ -10,7 +10,7 @@ from torch.nn import functional
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.models.cache import SlotCache, SlotView, num_kv_heads
 from blockpilot.models.kernels import prepared
-from blockpilot.models.layers import Mask, Rotary
+from blockpilot.models.layers import Mask, RotaryTable
 from blockpilot.models.native_layers import layers_of
 from blockpilot.models.packing import Packing
 
@@ -23,6 +23,7 @@ class DraftDecoder:
         self.draft, config = draft, draft.config
         self._layers = layers_of(draft.layers, draft.norm.weight, config)
         self._fc = prepared(draft, "fc")
+        self._rotary = RotaryTable(draft.rotary_emb)
         self._groups = config.num_attention_heads // num_kv_heads(config)
 
     @property
@@ -40,8 +41,8 @@ class DraftDecoder:
         """
         norm, found = self.draft.hidden_norm, self._fc(features.to(self.draft.dtype))
         contexts = functional.rms_norm(found, found.shape[-1:], norm.weight, norm.variance_epsilon)
-        rotary = Rotary.of(self.draft.rotary_emb, contexts, positions)
-        self._layers.project(contexts, rotary, cache.view(slots, positions, slice(0, 0), 0))
+        view = cache.view(slots, positions, slice(0, 0), 0)
+        self._layers.project(contexts, self._rotary.at(positions, view.num_columns, contexts), view)
         return contexts
 
     def propose(self, embedded: Tensor, packing: Packing, cache: SlotView) -> Tensor:
@@ -51,7 +52,7 @@ class DraftDecoder:
         ends = queries[:, 0] + torch.tensor(packing.sizes, device=embedded.device)
         masks = self.draft.layer_masks(columns < ends[:, None, None], queries[:, :, None] - columns)
         of_kind = {id(mask): [Mask(packing, mask, self._groups, self.draft.dtype)] for mask in masks}
-        rotary = Rotary.of(self.draft.rotary_emb, embedded, packing.positions)
+        rotary = self._rotary.at(packing.positions, cache.num_columns, embedded)
         hidden = embedded.to(self.draft.dtype, copy=True)
         found, _ = self._layers(hidden, rotary, cache, [of_kind[id(mask)] for mask in masks], ())
         return found

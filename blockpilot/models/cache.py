@@ -64,6 +64,11 @@ class SlotView:
         return self._cache.layers.shape[3]
 
     @property
+    def num_columns(self) -> int:
+        """Of the whole cache, read or not."""
+        return self._cache.layers.shape[4]
+
+    @property
     def layers(self) -> Tensor:
         """The whole cache, [layers, 2, num_slots, kv_heads, length, head_dim]."""
         return self._cache.layers

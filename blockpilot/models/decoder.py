@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from blockpilot.models.cache import SlotView, num_kv_heads
 from blockpilot.models.kernels import leave_file, prepared, use_huge_pages
-from blockpilot.models.layers import Mask, Rotary
+from blockpilot.models.layers import Mask, RotaryTable
 from blockpilot.models.native_layers import layers_of
 from blockpilot.models.packing import SideBySide
 
@@ -30,7 +30,7 @@ class Decoder:
         check_family(model.config)
         body, config = cast(Any, model.model), model.config
         self._layers = layers_of(body.layers, body.norm.weight, config)
-        self._rotary, self.embed = body.rotary_emb, body.embed_tokens
+        self._rotary, self.embed = RotaryTable(body.rotary_emb), body.embed_tokens
         self._groups = config.num_attention_heads // num_kv_heads(config)
         is_new = type(model.lm_head) is nn.Linear
         self.head = prepared(model, "lm_head")
@@ -43,7 +43,7 @@ class Decoder:
     ) -> tuple[Tensor, Tensor]:
         """Hidden states [N, hidden] of packed tokens [N]: normed; and after the layers `kept`, side by side."""
         hidden = self.embed(tokens)
-        rotary = Rotary.of(self._rotary, hidden, packing.positions)
+        rotary = self._rotary.at(packing.positions, cache.num_columns, hidden)
         masks = [Mask(part, part.visible, self._groups, hidden.dtype) for part in packing.parts]
         return self._layers(hidden, rotary, cache, [masks] * len(self._layers), kept)
 

@@ -31,6 +31,30 @@ class Rotary(NamedTuple):
         negated, straight = sines.chunk(2, dim=-1)
         return cls(cosines.contiguous(), torch.cat([-negated, straight], dim=-1))
 
+    def at(self, positions: Tensor) -> Self:
+        """Of a table by position: the rows of these positions."""
+        return type(self)(self.cosines[positions], self.sines[positions])
+
+
+class RotaryTable:
+    """A model's rotary embedding, worked out once for all positions of a cache."""
+
+    def __init__(self, embedding: Any) -> None:
+        self._embedding = embedding
+        self._table: Rotary | None = None
+        kind = getattr(embedding, "rope_type", "default")
+        self._depends_on_longest = "dynamic" in kind or kind == "longrope"
+
+    def at(self, positions: Tensor, num_columns: int, hidden: Tensor) -> Rotary:
+        """For tokens at positions [N] of a cache of so many columns, in the dtype of `hidden`."""
+        if self._depends_on_longest:
+            return Rotary.of(self._embedding, hidden, positions)
+        table = self._table
+        if table is None or len(table.cosines) < num_columns or table.cosines.dtype != hidden.dtype:
+            table = Rotary.of(self._embedding, hidden, torch.arange(num_columns, device=hidden.device))
+            self._table = table
+        return table.at(positions)
+
 
 class Mask:
     """Attention mask of a packing: `visible` [R, 1, width, length], the columns that each token sees."""

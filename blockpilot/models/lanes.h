@@ -4,6 +4,7 @@
 #include <string.h>
 
 #ifdef __AVX512F__
+#include <immintrin.h>
 #define LANES 16
 #else
 #define LANES 8
@@ -43,7 +44,9 @@ static inline lanes load(const stored *from)
 
 static inline packed narrowed(lanes x) /* to nearest, ties to even; NaN stays */
 {
-#ifdef BFLOAT16
+#if defined(BFLOAT16) && defined(__AVX512BF16__)
+    return (packed)_mm512_cvtneps_pbh((__m512)x);
+#elif defined(BFLOAT16)
     bits from = (bits)x, up = (from + 0x7fff + ((from >> 16) & 1)) >> 16;
     return __builtin_convertvector((bits)chosen(x == x, (lanes)up, (lanes)(from >> 16 | 64)), packed);
 #else

@@ -5,7 +5,12 @@
  */
 #include "products.h"
 
-#define QUERIES 4 /* that read the same keys at once: their sums over values fill the registers */
+#define QUERIES PANEL /* that read the same keys at once: a panel of products with them */
+#define FEW 4 /* queries, for which a panel is mostly empty */
+#define SUMS 8 /* queries by VALUES vectors whose sums over values are in registers at once */
+#define VALUES (LANES / 8)
+
+typedef float four __attribute__((vector_size(16)));
 
 struct layer {
     struct linear qkv, out, gate_up, down;
@@ -34,42 +39,58 @@ struct part {
     const uint8_t *visible; /* [rows, width, length] */
 };
 
-/* Sums of four vectors, of vector i in lane i * LANES / 4: halves are added to halves, then quarters, and so on. */
-static inline lanes sums(lanes a, lanes b, lanes c, lanes d)
+static inline float sum(lanes x) /* halves are added to halves, then quarters, and so on */
 {
 #if LANES == 16
-    lanes ab = PICKED(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23)
-             + PICKED(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-    lanes cd = PICKED(c, d, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23)
-             + PICKED(c, d, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-    lanes all = PICKED(ab, cd, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27)
-              + PICKED(ab, cd, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-    all += PICKED(all, all, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
-    return all + PICKED(all, all, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+    x += PICKED(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+#endif
+    x += PICKED(x, x, 4, 5, 6, 7, 0, 1, 2, 3);
+    x += PICKED(x, x, 2, 3, 0, 1, 4, 5, 6, 7);
+    return x[0] + x[1];
+}
+
+static inline lanes larger(lanes x, lanes y) /* y where one is NaN */
+{
+#ifdef __AVX512F__
+    return (lanes)_mm512_max_ps((__m512)x, (__m512)y);
 #else
-    lanes ab = PICKED(a, b, 0, 1, 2, 3, 8, 9, 10, 11) + PICKED(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
-    lanes cd = PICKED(c, d, 0, 1, 2, 3, 8, 9, 10, 11) + PICKED(c, d, 4, 5, 6, 7, 12, 13, 14, 15);
-    lanes all = PICKED(ab, cd, 0, 1, 4, 5, 8, 9, 12, 13) + PICKED(ab, cd, 2, 3, 6, 7, 10, 11, 14, 15);
-    return all + PICKED(all, all, 1, 0, 3, 2, 5, 4, 7, 6);
+    return chosen(x > y, x, y);
 #endif
 }
 
-static inline float sum(lanes x) { return sums(x, x, x, x)[0]; }
-
-static inline lanes exponential(lanes x) /* e^x for x <= 0, relative error 2e-7; 0 below -87; NaN stays */
+/* In every lane the largest of those that are a multiple of 4 lanes away. */
+static inline lanes largest_of_fours(lanes x)
 {
-    lanes limited = chosen(x < -87, (lanes){0} - 87, x);
-    ints power = __builtin_convertvector(limited * 1.44269504f + 127.5f, ints) - 127; /* rounded: it is positive */
+#if LANES == 16
+    x = larger(x, PICKED(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+    return larger(x, PICKED(x, x, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3));
+#else
+    return larger(x, PICKED(x, x, 4, 5, 6, 7, 0, 1, 2, 3));
+#endif
+}
+
+static inline lanes exponential(lanes x) /* e^x for x <= 0, relative error 2e-7; 0 far below -87; NaN stays */
+{
+    x = larger((lanes){0} - 200, x);
+#ifdef __AVX512F__
+    lanes whole = (lanes)_mm512_roundscale_ps((__m512)(x * 1.44269504f), 8); /* to nearest */
+#else
+    ints power = __builtin_convertvector(x * 1.44269504f - 0.5f, ints); /* towards 0: it is negative */
     lanes whole = __builtin_convertvector(power, lanes);
-    lanes rest = limited - whole * 0.693359375f + whole * 2.12194440e-4f;
+#endif
+    lanes rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
     lanes y = rest * 1.9875691500e-4f + 1.3981999507e-3f; /* Cephes */
     y = y * rest + 8.3334519073e-3f;
     y = y * rest + 4.1665795894e-2f;
     y = y * rest + 1.6666665459e-1f;
     y = y * rest + 5.0000001201e-1f;
     y = y * rest * rest + rest + 1;
-    lanes found = chosen(x < -87, (lanes){0}, y * (lanes)((power + 127) << 23));
-    return chosen(x == x, found, x);
+#ifdef __AVX512F__
+    return (lanes)_mm512_scalef_ps((__m512)y, (__m512)whole);
+#else
+    y = chosen(power < -126, (lanes){0}, y * (lanes)((power + 127) << 23));
+    return chosen(x == x, y, x);
+#endif
 }
 
 /* x [width] -> RMSNorm(x) * weight [width], rounded where transformers rounds. */
@@ -137,67 +158,99 @@ static void rotate_and_store(const struct tokens *tokens, long queries, long kv,
     }
 }
 
-/* Up to QUERIES queries of one head of keys and values [length, dim], each with its mask [length]: softmax of their
- * products over what they see, times the values. scores [QUERIES, room], room a multiple of LANES. */
-static inline __attribute__((always_inline)) void attend_some(
-    long num, const long dim, long length, const stored *const *queries, const stored *keys, const stored *values,
-    const uint8_t *const *masks, float scale, float *scores, long room, stored *const *out)
+/* A panel [units, QUERIES] of `num` queries [dim]; the others are 0. */
+static void pack(long num, long dim, const stored *const *queries, uint32_t *panel)
 {
-    lanes query[QUERIES][dim / LANES];
-    float total[QUERIES] = {0};
-    for (long q = 0; q < QUERIES; q++)
-        for (long i = 0; i < dim / LANES; i++)
-            query[q][i] = load(queries[q < num ? q : 0] + i * LANES) * scale;
-    for (long column = 0; column < length; column++) {
-        lanes score[QUERIES] = {0};
-#pragma GCC unroll 8
-        for (long i = 0; i < dim / LANES; i++) {
-            lanes key = load(keys + column * dim + i * LANES);
-#pragma GCC unroll 4
-            for (long q = 0; q < QUERIES; q++)
-                score[q] += query[q][i] * key;
-        }
-        lanes found = sums(score[0], score[1], score[2], score[3]);
-        for (long q = 0; q < QUERIES; q++)
-            scores[q * room + column] = found[q * LANES / QUERIES];
-    }
-    for (long q = 0; q < num; q++) {
-        float *own = scores + q * room, top = -INFINITY;
-        for (long column = 0; column < room; column++)
-            own[column] = column < length && masks[q][column] ? own[column] : -INFINITY;
-        lanes highest = {0};
-        highest -= INFINITY;
-        for (long column = 0; column < room; column += LANES) {
-            lanes score = *(const lanes *)(own + column);
-            highest = chosen(score > highest, score, highest);
-        }
-        for (long i = 0; i < LANES; i++)
-            top = highest[i] > top ? highest[i] : top;
-        for (long column = 0; column < room; column += LANES) {
-            lanes *score = (lanes *)(own + column);
-            *score = exponential(*score - top);
-        }
-    }
-    lanes value_sums[QUERIES][dim / LANES];
-    for (long i = 0; i < dim / LANES; i++)
-        for (long q = 0; q < QUERIES; q++)
-            value_sums[q][i] = (lanes){0};
-    /* In the order of the columns: those between that are not seen add 0, so that a token of a tree gives the bits that
-     * it gives in a text. */
-    for (long column = 0; column < length; column++) {
-        for (long q = 0; q < num; q++)
-            total[q] += scores[q * room + column];
-#pragma GCC unroll 8
-        for (long i = 0; i < dim / LANES; i++) {
-            lanes value = load(values + column * dim + i * LANES);
-#pragma GCC unroll 4
-            for (long q = 0; q < QUERIES; q++)
-                value_sums[q][i] += scores[q * room + column] * value;
-        }
-    }
+    long units = dim / PER_UNIT;
+    memset(panel, 0, units * QUERIES * sizeof *panel);
     for (long q = 0; q < num; q++)
-        for (long i = 0; i < dim / LANES; i++)
-            store(value_sums[q][i] / total[q], out[q] + i * LANES);
+        for (long unit = 0; unit < units; unit++)
+            memcpy(panel + unit * QUERIES + q, queries[q] + unit * PER_UNIT, sizeof *panel);
+}
+
+/* scores [length, stride], stride FEW or QUERIES, with room up to a multiple of LANES -> e^(scale * (score - top)) of
+ * every query, and their totals [stride]. */
+static inline __attribute__((always_inline)) void exponentials(long length, const long stride, float scale,
+                                                               float *scores, four *totals)
+{
+    lanes top[PANEL / LANES];
+    long vectors = stride < LANES ? 1 : stride / LANES, end = (length * stride + LANES - 1) / LANES * LANES;
+    for (long i = length * stride; i < end; i++)
+        scores[i] = -INFINITY;
+    for (long v = 0; v < vectors; v++) {
+        top[v] = *(const lanes *)(scores + v * LANES);
+        for (long i = v * LANES; i < end; i += vectors * LANES)
+            top[v] = larger(top[v], *(const lanes *)(scores + i));
+        if (stride < LANES)
+            top[v] = largest_of_fours(top[v]);
+    }
+    for (long i = 0; i < end; i += vectors * LANES)
+        for (long v = 0; v < vectors; v++) {
+            lanes *score = (lanes *)(scores + i + v * LANES);
+            *score = exponential((*score - top[v]) * scale);
+        }
+    four total[QUERIES / 4] = {0};
+    for (long column = 0; column < length; column++)
+        for (long i = 0; i < stride / 4; i++)
+            total[i] += ((const four *)scores)[column * stride / 4 + i];
+    memcpy(totals, total, stride * sizeof(float));
+}
+
+/* The chances of `num` queries [length, stride] times values [length, dim] -> sums [num, dim]. In the order of the
+ * columns: those between that are not seen add 0, so that a token of a tree gives the bits that it gives in a text. */
+static inline __attribute__((always_inline)) void add_values(
+    const long num, long dim, long length, const float *chances, const long stride, const stored *values, float *sums)
+{
+    for (long first = 0; first < dim; first += VALUES * LANES) {
+        lanes sum[SUMS][VALUES] = {0};
+        for (long column = 0; column < length; column++) {
+            const stored *own = values + column * dim + first;
+#pragma GCC unroll 2
+            for (long v = 0; v < VALUES; v++) {
+                lanes value = load(own + v * LANES);
+#pragma GCC unroll 8
+                for (long q = 0; q < num; q++)
+                    sum[q][v] += chances[column * stride + q] * value;
+            }
+        }
+        for (long q = 0; q < num; q++)
+            memcpy(sums + q * dim + first, sum[q], sizeof sum[q]);
+    }
+}
+
+/* `num` queries, `stride` at most, of one head of keys and values [length, dim], each with its mask [length]: softmax of
+ * their products over what they see, times the values. scores: room for `stride` a column, and LANES. */
+static inline __attribute__((always_inline)) void attend_some(
+    long num, const long stride, long dim, long length, const stored *const *queries, const stored *keys,
+    const stored *values, const uint8_t *const *masks, float *scores, stored *const *out)
+{
+    uint32_t panel[dim / PER_UNIT * QUERIES] __attribute__((aligned(64)));
+    float sums[SUMS * dim] __attribute__((aligned(64))), totals[stride] __attribute__((aligned(16)));
+    pack(num, dim, queries, panel);
+    panel_sums(length, dim, keys, panel, stride, scores);
+    for (long q = 0; q < num; q++) {
+        const uint8_t *hidden = memchr(masks[q], 0, length);
+        for (long column = hidden ? hidden - masks[q] : length; column < length; column++)
+            if (!masks[q][column])
+                scores[column * stride + q] = -INFINITY;
+    }
+    exponentials(length, stride, 1 / sqrtf(dim), scores, (four *)totals);
+    for (long first = 0; first < num; first += SUMS) {
+        if (num - first <= SUMS / 2)
+            add_values(SUMS / 2, dim, length, scores + first, stride, values, sums);
+        else
+            add_values(SUMS, dim, length, scores + first, stride, values, sums);
+        for (long q = first; q < num && q < first + SUMS; q++)
+            for (long i = 0; i < dim; i += LANES)
+                store(*(const lanes *)(sums + (q - first) * dim + i) / totals[q], out[q] + i);
+    }
+}
+
+/* Ask for numbers that memory is about to be read for: each wait would be one of its own. */
+static void fetch(const stored *from, long num)
+{
+    for (long i = 0; i < num; i += 64 / sizeof(stored))
+        __builtin_prefetch(from + i);
 }
 
 /* Past the last column of `length` that one of these masks lets see. */
@@ -211,12 +264,11 @@ static long seen_of(long num, const uint8_t *const *masks, long length)
 }
 
 /* heads [tokens, groups * kv + 2 * kv, dim], of which the queries attend -> out [tokens, groups * kv, dim].
- * scores [threads, QUERIES, room], room at least the length and a multiple of LANES. */
+ * scores [threads, room, QUERIES], aligned to 64 bytes, room above the length. */
 static void attend(const struct part *part, const struct tokens *tokens, long groups, long kv, long dim, long layer,
                    const stored *heads, float *scores, long room, stored *out)
 {
     long chunks = (part->width * groups + QUERIES - 1) / QUERIES, each = tokens->length * dim;
-    float scale = 1 / sqrtf(dim);
 #pragma omp for collapse(3) schedule(dynamic)
     for (long row = 0; row < part->rows; row++)
         for (long head = 0; head < kv; head++)
@@ -236,14 +288,14 @@ static void attend(const struct part *part, const struct tokens *tokens, long gr
                 }
                 const stored *key = tokens->cache + ((layer * 2 * tokens->slots + part->slots[row]) * kv + head) * each;
                 const stored *value = key + tokens->slots * kv * each;
-                float *own = scores + omp_get_thread_num() * QUERIES * room;
-                long seen = seen_of(num, mask, part->length), filled = (seen + LANES - 1) / LANES * LANES;
-                if (dim == 64)
-                    attend_some(num, 64, seen, of, key, value, mask, scale, own, filled, to);
-                else if (dim == 128)
-                    attend_some(num, 128, seen, of, key, value, mask, scale, own, filled, to);
+                float *own = scores + omp_get_thread_num() * room * QUERIES;
+                long seen = seen_of(num, mask, part->length);
+                if (chunk == 0)
+                    fetch(key, seen * dim), fetch(value, seen * dim);
+                if (num <= FEW)
+                    attend_some(num, FEW, dim, seen, of, key, value, mask, own, to);
                 else
-                    attend_some(num, dim, seen, of, key, value, mask, scale, own, filled, to);
+                    attend_some(num, QUERIES, dim, seen, of, key, value, mask, own, to);
             }
 }
 

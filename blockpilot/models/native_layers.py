@@ -19,7 +19,7 @@ from blockpilot.models.kernels import Product
 from blockpilot.models.layers import DecoderLayers, LayerWeights, Mask, Rotary
 from blockpilot.models.native import INPUTS, Linear, library_for
 
-QUERIES, LANES = 4, 16  # as in layers.c, where some CPUs have fewer lanes
+QUERIES = 16  # as in layers.c
 
 
 def layers_of(modules: Iterable[Any], norm: Tensor, config: PretrainedConfig) -> DecoderLayers:
@@ -81,7 +81,7 @@ class NativeLayers(DecoderLayers):
         shape, num, threads = self._shape, len(hidden), torch.get_num_threads()
         places = _Places(cache)
         parts = [places.parts(of_layer) for of_layer in masks]
-        room = -(-max(mask.packing.length for mask in masks[0]) // LANES) * LANES
+        room = 1 + max(mask.packing.length for mask in masks[0])
         widths = shape.hidden, (shape.queries + 2 * shape.kv) * shape.dim, shape.queries * shape.dim, shape.hidden
         rooms = [hidden.new_empty(num, width) for width in (*widths, 2 * shape.inner, shape.inner)]
         scores = torch.empty(threads * QUERIES * room)

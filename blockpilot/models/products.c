@@ -44,13 +44,14 @@ static inline lanes multiplied(lanes sum, bits weight, uint32_t x)
 #endif
 }
 
-/* A block of `num` rows and `panels` panels, both constants where it is inlined. */
+/* A block of `num` rows and `vectors` of LANES outputs, constants where it is inlined; its sums are stored, or left in
+ * float32 in `floats`. */
 static inline __attribute__((always_inline)) void block(
-    const long num, const long panels, long inputs, const stored *x, const uint32_t *weights, const stored *bias,
-    stored *out, long outputs)
+    const long num, const long vectors, long inputs, const stored *x, const uint32_t *weights, const stored *bias,
+    stored *out, float *floats, long outputs)
 {
     lanes sum[ROWS][VECTORS];
-    long size = inputs / PER_UNIT, vectors = panels * PANEL / LANES;
+    long size = inputs / PER_UNIT;
     for (long row = 0; row < num; row++)
         for (long v = 0; v < vectors; v++)
             sum[row][v] = bias ? load(bias + v * LANES) : (lanes){0};
@@ -67,9 +68,32 @@ static inline __attribute__((always_inline)) void block(
                 sum[row][v] = multiplied(sum[row][v], weight[v], input);
         }
     }
+    long kept = outputs < LANES ? outputs : LANES;
     for (long row = 0; row < num; row++)
         for (long v = 0; v < vectors; v++)
-            store(sum[row][v], out + row * outputs + v * LANES);
+            if (floats)
+                memcpy(floats + row * outputs + v * LANES, &sum[row][v], kept * sizeof(float));
+            else
+                store(sum[row][v], out + row * outputs + v * LANES);
+}
+
+/* Blocks of ROWS rows, and of those that are left. */
+static inline __attribute__((always_inline)) void blocks(
+    long rows, const long vectors, long inputs, const stored *x, const uint32_t *weights, const stored *bias,
+    stored *out, float *floats, long outputs)
+{
+    for (long row = 0; row < rows; row += ROWS, x += ROWS * inputs) {
+        stored *own = out ? out + row * outputs : out;
+        float *own_floats = floats ? floats + row * outputs : floats;
+        switch (rows - row) {
+        case 1: block(1, vectors, inputs, x, weights, bias, own, own_floats, outputs); break;
+        case 2: block(2, vectors, inputs, x, weights, bias, own, own_floats, outputs); break;
+        case 3: block(3, vectors, inputs, x, weights, bias, own, own_floats, outputs); break;
+        case 4: block(4, vectors, inputs, x, weights, bias, own, own_floats, outputs); break;
+        case 5: block(5, vectors, inputs, x, weights, bias, own, own_floats, outputs); break;
+        default: block(ROWS, vectors, inputs, x, weights, bias, own, own_floats, outputs);
+        }
+    }
 }
 
 static void by_lanes(const struct linear *linear, long rows, long from, long to, const stored *x, stored *out)
@@ -78,22 +102,20 @@ static void by_lanes(const struct linear *linear, long rows, long from, long to,
     for (long panel = from, panels; panel < to; panel += panels) {
         panels = to - panel < PANELS ? 1 : PANELS;
         struct linear own = from_output(*linear, panel * PANEL);
-        for (long row = 0; row < rows; row += ROWS) {
-            const stored *own_x = x + row * inputs;
-            stored *own_out = out + row * outputs + panel * PANEL;
-#define CASE(num) \
-    case num: \
-        if (panels == PANELS) \
-            block(num, PANELS, inputs, own_x, own.weights, own.bias, own_out, outputs); \
-        else \
-            block(num, 1, inputs, own_x, own.weights, own.bias, own_out, outputs); \
-        break;
-            switch (rows - row < ROWS ? rows - row : ROWS) {
-                CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
-            }
-#undef CASE
-        }
+        stored *own_out = out + panel * PANEL;
+        if (panels == PANELS)
+            blocks(rows, VECTORS, inputs, x, own.weights, own.bias, own_out, NULL, outputs);
+        else
+            blocks(rows, PANEL / LANES, inputs, x, own.weights, own.bias, own_out, NULL, outputs);
     }
+}
+
+static void sums_by_lanes(long rows, long inputs, const stored *x, const uint32_t *panel, long outputs, float *sums)
+{
+    if (outputs == 4)
+        blocks(rows, 1, inputs, x, panel, NULL, NULL, sums, 4);
+    else
+        blocks(rows, PANEL / LANES, inputs, x, panel, NULL, NULL, sums, PANEL);
 }
 
 #ifdef TILES /* of 16 rows by 64 bytes (Intel's AMX); 0 to 3 hold sums, 4 and 5 rows of x, 6 and 7 weights */
@@ -107,12 +129,12 @@ __attribute__((constructor)) static void ask_for_tiles(void)
     has_tiles = syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
 }
 
-/* Tiles for `upper` rows of x and `lower` ones below them, each 1 to 16. */
-static void shape_tiles(long upper, long lower)
+/* Tiles for `upper` rows of x and `lower` ones below them, each 1 to 16, and as many outputs of a panel. */
+static void shape_tiles(long upper, long lower, long outputs)
 {
     struct { uint8_t palette, start, reserved[14]; uint16_t bytes[16]; uint8_t rows[16]; } shapes = {.palette = 1};
     for (long tile = 0; tile < 8; tile++)
-        shapes.bytes[tile] = 64, shapes.rows[tile] = 16;
+        shapes.bytes[tile] = tile == 4 || tile == 5 ? 64 : outputs * 4, shapes.rows[tile] = 16;
     shapes.rows[0] = shapes.rows[1] = shapes.rows[4] = upper;
     shapes.rows[2] = shapes.rows[3] = shapes.rows[5] = lower;
     _tile_loadconfig(&shapes);
@@ -134,9 +156,11 @@ static void block_of_tiles(long upper, long lower, long panels, long inputs, con
     _tile_zero(2);
     _tile_zero(3);
     for (long k = 0; k < inputs; k += 32) {
+        for (long i = k; i < k + 32; i++) /* of the next two panels: tiles by themselves do not keep memory busy */
+            __builtin_prefetch(weights + (inputs + i) * PANEL, 0, 2);
         _tile_loadd(4, x + k, inputs * 2);
-        _tile_loadd(6, weights + k / 2 * PANEL, 64);
-        _tile_loadd(7, second + k / 2 * PANEL, 64);
+        _tile_stream_loadd(6, weights + k / 2 * PANEL, 64);
+        _tile_stream_loadd(7, second + k / 2 * PANEL, 64);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
         if (lower) {
@@ -164,7 +188,7 @@ static void by_tiles(const struct linear *linear, long rows, long from, long to,
         for (long row = 0; row < rows; row += 32) {
             long num = rows - row < 32 ? rows - row : 32, upper = num < 16 ? num : 16, lower = num - upper;
             if (shaped != num)
-                shape_tiles(upper, lower ? lower : 1), shaped = num;
+                shape_tiles(upper, lower ? lower : 1, PANEL), shaped = num;
             block_of_tiles(upper, lower, to - panel < 2 ? 1 : 2, inputs, x + row * inputs, own.weights, own.bias,
                            out + row * outputs + panel * PANEL, outputs);
         }
@@ -172,9 +196,34 @@ static void by_tiles(const struct linear *linear, long rows, long from, long to,
     _tile_release();
 }
 
+static void sums_by_tiles(long rows, long inputs, const stored *x, const uint32_t *panel, long outputs, float *sums)
+{
+    for (long row = 0; row < rows; row += 32, x += 32 * inputs, sums += 32 * outputs) {
+        long num = rows - row < 32 ? rows - row : 32, upper = num < 16 ? num : 16, lower = num - upper;
+        if (row == 0 || num < 32)
+            shape_tiles(upper, lower ? lower : 1, outputs);
+        _tile_zero(0);
+        _tile_zero(2);
+        for (long k = 0; k < inputs; k += 32) {
+            _tile_loadd(4, x + k, inputs * 2);
+            _tile_loadd(6, panel + k / 2 * PANEL, 64);
+            _tile_dpbf16ps(0, 4, 6);
+            if (lower) {
+                _tile_loadd(5, x + 16 * inputs + k, inputs * 2);
+                _tile_dpbf16ps(2, 5, 6);
+            }
+        }
+        _tile_stored(0, sums, outputs * 4);
+        if (lower)
+            _tile_stored(2, sums + 16 * outputs, outputs * 4);
+    }
+    _tile_release();
+}
+
 #else
 static const int has_tiles = 0;
 #define by_tiles by_lanes
+#define sums_by_tiles sums_by_lanes
 #endif
 
 void multiply(const struct linear *linear, long rows, const stored *x, stored *out)
@@ -188,4 +237,9 @@ void product(const struct linear *linear, long rows, const stored *x, stored *ou
 {
 #pragma omp parallel num_threads(threads)
     multiply(linear, rows, x, out);
+}
+
+void panel_sums(long rows, long inputs, const stored *x, const uint32_t *panel, long outputs, float *sums)
+{
+    (has_tiles ? sums_by_tiles : sums_by_lanes)(rows, inputs, x, panel, outputs, sums);
 }

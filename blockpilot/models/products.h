@@ -24,3 +24,6 @@ static inline struct linear from_output(struct linear linear, long first)
  * `product` is a region of its own. */
 void multiply(const struct linear *linear, long rows, const stored *x, stored *out);
 void product(const struct linear *linear, long rows, const stored *x, stored *out, int threads);
+
+/* x [rows, inputs] times the first outputs of one panel, 4 or all of them -> sums [rows, outputs] in float32. */
+void panel_sums(long rows, long inputs, const stored *x, const uint32_t *panel, long outputs, float *sums);

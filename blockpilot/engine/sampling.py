@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from blockpilot.native.ranking import LARGEST, Ranked, in_c, rank
 from blockpilot.types import Candidates, Sampling
 
 GROUP = 64  # tokens
 NUM_ARRIVALS = 256  # drawn one by one: more of them leave fewer tokens that may win after all
 ROUNDING = 1e-3  # of float32 scores, and much more
 LOWEST, TINY = torch.finfo(torch.float32).min, torch.finfo(torch.float32).tiny
-LARGEST = 1e30  # of scores, which are no numbers beyond it; of temperatures, of which any higher one is as flat
 NO_TOKEN = -1
 
 
@@ -47,46 +47,68 @@ def keyed_sample(logits: Tensor, positions: Sequence[int], sampling: Sequence[Sa
     `positions` holds the absolute position of the token that is drawn (one past the token that was scored) and
     `sampling` the parameters of the request it belongs to; both have N entries. NO_TOKEN where logits are no numbers.
     """
-    tokens, _, _, broken = _ranked(logits, positions, sampling, 1)
-    return tokens[:, 0].masked_fill(broken, NO_TOKEN)
+    found = _ranked(logits, positions, sampling, 1, with_log_probs=False)
+    return found.tokens[:, 0].masked_fill(found.broken, NO_TOKEN)
 
 
 def candidates(logits: Tensor, positions: Sequence[int], sampling: Sequence[Sampling], num: int) -> Candidates:
     """The `num` best tokens of each of N positions in the order in which `keyed_sample` would choose them."""
-    tokens, values, scores, broken = _ranked(logits, positions, sampling, num)
-    log_probs = scores.log_softmax(dim=-1).gather(1, tokens)  # logsumexp: 8 times as long where many are -inf
-    total, none = scores.gather(1, tokens[:, :1]) - log_probs[:, :1], broken[:, None]
-    of_race, of_scores = (each.masked_fill(none, -math.inf) for each in (values - total, log_probs))
+    tokens, values, broken, log_probs = _ranked(logits, positions, sampling, num, with_log_probs=True)
+    assert log_probs is not None
+    of_race, of_scores = (each.masked_fill(broken[:, None], -math.inf) for each in (values, log_probs))
     drawn = torch.tensor([not each.is_greedy for each in sampling], device=logits.device)
     return Candidates(tokens, of_race, of_scores, drawn)
 
 
 def _ranked(
-    logits: Tensor, positions: Sequence[int], sampling: Sequence[Sampling], num: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Best tokens and their values in the race [N, num], scores without noise [N, V], and which rows are broken [N].
-
-    num is at most V. Of broken rows the tokens are any, and the rest means nothing.
-    """
+    logits: Tensor, positions: Sequence[int], sampling: Sequence[Sampling], num: int, *, with_log_probs: bool
+) -> Ranked:
+    """The `num` best, or V, of logits [N, V]: in C where that can be, each row as if it were alone."""
     num = min(num, logits.shape[-1])
+    if not in_c(logits):
+        return ranked_by_torch(logits, positions, sampling, num, with_log_probs=with_log_probs)
+    cut = [i for i, each in enumerate(sampling) if _is_cut(each, logits.shape[-1])]
+    if not cut:
+        return rank(logits, positions, sampling, num, with_log_probs=with_log_probs)
+    scores, sampling = logits.float(), list(sampling)
+    broken = ~(scores.amax(dim=1).abs() < LARGEST)  # true of NaN
+    of_cut = truncated_scores(scores[cut].masked_fill(broken[cut, None], 0.0), [sampling[i] for i in cut])
+    scores = scores.index_copy(0, torch.tensor(cut), of_cut)
+    for i in cut:
+        sampling[i] = Sampling(1.0, seed=sampling[i].seed)
+    found = rank(scores, positions, sampling, num, with_log_probs=with_log_probs)
+    return found._replace(broken=found.broken | broken)
+
+
+def _is_cut(sampling: Sampling, vocab_size: int) -> bool:
+    """Whether some tokens cannot be drawn."""
+    return not sampling.is_greedy and (sampling.top_p < 1 or 0 < sampling.top_k < vocab_size)
+
+
+def ranked_by_torch(
+    logits: Tensor, positions: Sequence[int], sampling: Sequence[Sampling], num: int, *, with_log_probs: bool
+) -> Ranked:
+    """The `num` best, at most V, of logits [N, V]."""
     scores = logits.float()  # bfloat16 is several times slower on a CPU
     tokens, values = top(scores, num)
     broken = ~(values[:, 0].abs() < LARGEST)  # true of NaN
     drawn = [i for i, s in enumerate(sampling) if not s.is_greedy]
-    if not drawn:
-        return tokens, values, scores, broken
-    if broken.any():
+    if drawn:
         scores = scores.masked_fill(broken[:, None], 0.0)
-    every = len(drawn) == len(sampling)
-    index = torch.tensor(drawn, device=logits.device)
-    of_drawn = truncated_scores(scores if every else scores[index], [sampling[i] for i in drawn])
-    scores = of_drawn if every else scores.index_copy(0, index, of_drawn)
-    values = scores.gather(1, tokens)  # in the order of the logits, but for those that are cut
-    seeds = torch.tensor([sampling[i].seed for i in drawn], device=logits.device)
-    places = torch.tensor([positions[i] for i in drawn], device=logits.device)
-    tokens[index], perturbed = race(of_drawn, tokens[index], _keys(seeds, places))
-    values[index] = perturbed.float()
-    return tokens, values, scores, broken
+        index = torch.tensor(drawn, device=logits.device)
+        of_drawn = truncated_scores(scores[index], [sampling[i] for i in drawn])
+        scores = scores.index_copy(0, index, of_drawn)
+        there = values > -math.inf
+        values = scores.gather(1, tokens).where(there, -math.inf)  # in the order of the logits, but for what is cut
+        seeds = torch.tensor([sampling[i].seed for i in drawn], device=logits.device)
+        places = torch.tensor([positions[i] for i in drawn], device=logits.device)
+        tokens[index], perturbed = race(of_drawn, tokens[index], _keys(seeds, places))
+        values[index] = perturbed.float()
+    if not with_log_probs:
+        return Ranked(tokens, values, broken, None)
+    log_probs = scores.log_softmax(dim=-1).gather(1, tokens)  # logsumexp: 8 times as long where many are -inf
+    total = scores.gather(1, tokens[:, :1]) - log_probs[:, :1]
+    return Ranked(tokens, values - total, broken, log_probs.where(values > -math.inf, -math.inf))
 
 
 def truncated_scores(logits: Tensor, sampling: Sequence[Sampling]) -> Tensor:
@@ -201,7 +223,7 @@ def _exponential(uniform: Tensor) -> Tensor:
 
 def _uniform(keys: Tensor, numbers: Tensor) -> Tensor:
     """Independent float64 of (0, 1) by key and number (splitmix64 as a counter-based generator)."""
-    return (_shifted(_mixed(keys + numbers * _GAMMA), 12) + 0.5) * 2.0**-52
+    return (_shifted(_mixed(keys + numbers * _GAMMA), 12).double() + 0.5) * 2.0**-52
 
 
 def _keys(seeds: Tensor, positions: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Linear products whose weights are prepared once: layers that read the same input are one product.
 
-On a CPU the weights are packed for the products in C (native.py). The layers give up their own weights, so memory
+On a CPU the weights are packed for the products in C (native/). The layers give up their own weights, so memory
 does not double: a PreparedLinear takes the place of each in the model, which stays callable and whose state dict
 stays whole. Elsewhere the layers keep their weights, as views of the product's.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from blockpilot.models.native import NativeProduct, native_product
+from blockpilot.native.products import NativeProduct, native_product
 
 MAPS = Path("/proc/self/maps")  # Linux
 HUGE_PAGE = 2 << 20  # bytes

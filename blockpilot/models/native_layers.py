@@ -1,4 +1,4 @@
-"""The layers of a decoder in one call in C, on a CPU (layers.c): a row's results do not depend on the rows beside it.
+"""The layers of a decoder in one call in C, on a CPU (native/layers.c): rows do not depend on those beside them.
 
 A token is the same alone, in a batch, and verified in a tree, in bfloat16, too. Where there is no compiler, no x86-64
 CPU with AVX2, no fitting shape, or a mixture of experts, torch does all of it (layers.py).
@@ -17,7 +17,8 @@ from transformers import PretrainedConfig
 from blockpilot.models.cache import SlotView, head_dim, num_kv_heads
 from blockpilot.models.kernels import Product
 from blockpilot.models.layers import DecoderLayers, LayerWeights, Mask, Rotary
-from blockpilot.models.native import INPUTS, Linear, library_for
+from blockpilot.native.library import library_for
+from blockpilot.native.products import INPUTS, Linear
 
 QUERIES = 16  # as in layers.c
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from blockpilot.engine.engine import Engine
-from blockpilot.models.native import native_product
+from blockpilot.native.products import native_product
 from blockpilot.pairs.loading import Pair, load_pair
 from blockpilot.types import Request, Sampling
 

@@ -1,6 +1,7 @@
 """The keyed sampler draws from the right distribution, and depends on nothing but its key."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,14 +12,17 @@ from scipy.stats import chisquare
 from blockpilot.engine.sampling import (
     NO_TOKEN,
     NUM_ARRIVALS,
+    _ranked,
     arrivals,
     candidates,
     keyed_sample,
     own_times,
     race,
+    ranked_by_torch,
     top,
     truncated_scores,
 )
+from blockpilot.native.ranking import in_c
 from blockpilot.types import Sampling
 
 LOGITS = torch.tensor([1.0, 0.3, -0.7, 2.1, 0.0, -3.0, 1.4])
@@ -142,6 +146,52 @@ def test_candidates_are_what_would_be_chosen_one_after_the_other(
                               [s for s, b in zip(free, possible, strict=True) if b])  # fmt: skip
         assert found.tokens[possible, place].equal(chosen)
         open_[possible.nonzero()[:, 0], chosen] = -math.inf
+
+
+@given(
+    vocab_size=st.integers(1, 3000),
+    spread=st.floats(0.0, 12.0),
+    seed=st.integers(0, 10**6),
+    num=st.integers(1, 9),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    sampling=st.lists(st.sampled_from([*SAMPLINGS, Sampling(0.05), Sampling(1e30)]), min_size=1, max_size=6),
+)
+@settings(max_examples=150, deadline=None)
+def test_c_ranks_as_torch_does(
+    vocab_size: int, spread: float, seed: int, num: int, dtype: torch.dtype, sampling: list[Sampling]
+) -> None:
+    """Where some scores are -inf and some equal, and some rows no numbers; what is given stays as it is."""
+    if not in_c(LOGITS):
+        pytest.skip("no compiler, or no CPU for it")
+    generator = torch.Generator().manual_seed(seed)
+    logits = (torch.randn(len(sampling), vocab_size, generator=generator) * spread).to(dtype)
+    logits[:, torch.rand(vocab_size, generator=generator) < 0.3] = -math.inf
+    logits[0, seed % vocab_size] = [1.0, math.nan, math.inf, 1e35][seed % 4]
+    sampling = [replace(each, seed=seed) for each in sampling]
+    num, positions, before = min(num, vocab_size), range(seed, seed + len(sampling)), logits.clone()
+    tokens, values, broken, log_probs = _ranked(logits, positions, sampling, num, with_log_probs=True)
+    expected = ranked_by_torch(logits, positions, sampling, num, with_log_probs=True)
+    assert torch.equal(logits.nan_to_num(), before.nan_to_num())
+    assert broken.equal(expected.broken)
+    for row in (~broken).nonzero()[:, 0].tolist():
+        can_be = expected.values[row] > -math.inf
+        assert can_be.equal(values[row] > -math.inf)
+        tolerance = {"rtol": 1e-4, "atol": 1e-3}
+        torch.testing.assert_close(values[row], expected.values[row], **tolerance)
+        torch.testing.assert_close(log_probs[row], expected.log_probs[row], **tolerance)
+        found, wanted = tokens[row][can_be], expected.tokens[row][can_be]
+        if sampling[row].is_greedy:  # of equal scores it may be another one
+            assert logits[row, found].equal(logits[row, wanted])
+        else:
+            assert found.equal(wanted)
+
+
+def test_noise_is_of_float64() -> None:
+    assert (
+        arrivals(torch.tensor([3]), 100)[1].dtype
+        == own_times(torch.tensor([3]), torch.tensor([5])).dtype
+        == torch.float64
+    )
 
 
 def test_candidates_have_their_log_probabilities() -> None:

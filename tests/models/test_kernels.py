@@ -9,7 +9,7 @@ from torch import nn
 
 from blockpilot.models import kernels
 from blockpilot.models.kernels import outputs, prepared, use_huge_pages
-from blockpilot.models.native import native_product
+from blockpilot.native.products import native_product
 
 
 def layers(biases: tuple[bool, ...], dtype: torch.dtype = torch.float32) -> nn.ModuleDict:

@@ -15,9 +15,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLaye
 
 from blockpilot.models.cache import SlotCache, SlotView
 from blockpilot.models.layers import DecoderLayers, LayerWeights, Mask, Rotary
-from blockpilot.models.native import library_for
 from blockpilot.models.native_layers import NativeLayers, layers_of
 from blockpilot.models.packing import Packing, SideBySide
+from blockpilot.native.library import library_for
 
 CPU, LENGTH, SLOTS = torch.device("cpu"), 40, 7
 DTYPES = [torch.float32, torch.bfloat16]

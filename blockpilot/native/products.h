@@ -1,4 +1,4 @@
-/* A linear product as layers.c and native.py ask for it: see products.c. */
+/* A linear product as layers.c and products.py ask for it: see products.c. */
 #include "lanes.h"
 #include <omp.h>
 

@@ -1,4 +1,4 @@
-/* Linear products of a few rows, at the speed at which memory gives the weights. See native.py.
+/* Linear products of a few rows, at the speed at which memory gives the weights. See products.py.
  *
  * An output is one sum over the inputs, in their order, whatever number of rows there is: a row gives the same bits
  * alone and among others, so a verified token equals the one that plain decoding draws, also in bfloat16.

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from blockpilot.models import native
-from blockpilot.models.native import NativeProduct, library_for, native_product
+from blockpilot.native import library
+from blockpilot.native.library import library_for
+from blockpilot.native.products import NativeProduct, native_product
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -89,13 +90,13 @@ def test_torch_where_there_is_no_compiler(
     def failing(*_: object, **__: object) -> None:
         raise error
 
-    native._library.cache_clear()
+    library._library.cache_clear()
     monkeypatch.setattr(subprocess, "run", failing)
     try:
         with caplog.at_level(logging.WARNING):
             for _ in range(3):
                 assert library_for(torch.float32, CPU) is None
     finally:
-        native._library.cache_clear()
+        library._library.cache_clear()
     (line,) = caplog.messages  # once
     assert line.startswith("decoder layers by torch, which is slower:")

@@ -1,4 +1,4 @@
-/* The layers of a decoder, target or draft, in one parallel region: see native_layers.py, which has the same structs.
+/* The layers of a decoder, target or draft, in one parallel region: see models/native_layers.py, which has the same structs.
  *
  * Whatever is stored, sums and products are of float32. What a row gives does not depend on the rows beside it.
  * Widths are multiples of 32 and head_dim is, too.
@@ -39,25 +39,6 @@ struct part {
     const uint8_t *visible; /* [rows, width, length] */
 };
 
-static inline float sum(lanes x) /* halves are added to halves, then quarters, and so on */
-{
-#if LANES == 16
-    x += PICKED(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
-#endif
-    x += PICKED(x, x, 4, 5, 6, 7, 0, 1, 2, 3);
-    x += PICKED(x, x, 2, 3, 0, 1, 4, 5, 6, 7);
-    return x[0] + x[1];
-}
-
-static inline lanes larger(lanes x, lanes y) /* y where one is NaN */
-{
-#ifdef __AVX512F__
-    return (lanes)_mm512_max_ps((__m512)x, (__m512)y);
-#else
-    return chosen(x > y, x, y);
-#endif
-}
-
 /* In every lane the largest of those that are a multiple of 4 lanes away. */
 static inline lanes largest_of_fours(lanes x)
 {
@@ -66,30 +47,6 @@ static inline lanes largest_of_fours(lanes x)
     return larger(x, PICKED(x, x, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3));
 #else
     return larger(x, PICKED(x, x, 4, 5, 6, 7, 0, 1, 2, 3));
-#endif
-}
-
-static inline lanes exponential(lanes x) /* e^x for x <= 0, relative error 2e-7; 0 far below -87; NaN stays */
-{
-    x = larger((lanes){0} - 200, x);
-#ifdef __AVX512F__
-    lanes whole = (lanes)_mm512_roundscale_ps((__m512)(x * 1.44269504f), 8); /* to nearest */
-#else
-    ints power = __builtin_convertvector(x * 1.44269504f - 0.5f, ints); /* towards 0: it is negative */
-    lanes whole = __builtin_convertvector(power, lanes);
-#endif
-    lanes rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
-    lanes y = rest * 1.9875691500e-4f + 1.3981999507e-3f; /* Cephes */
-    y = y * rest + 8.3334519073e-3f;
-    y = y * rest + 4.1665795894e-2f;
-    y = y * rest + 1.6666665459e-1f;
-    y = y * rest + 5.0000001201e-1f;
-    y = y * rest * rest + rest + 1;
-#ifdef __AVX512F__
-    return (lanes)_mm512_scalef_ps((__m512)y, (__m512)whole);
-#else
-    y = chosen(power < -126, (lanes){0}, y * (lanes)((power + 127) << 23));
-    return chosen(x == x, y, x);
 #endif
 }
 

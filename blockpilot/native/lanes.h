@@ -1,0 +1,115 @@
+/* Vectors of float32 lanes over stored numbers: float32, or bfloat16 with -DBFLOAT16. See library.py. */
+#include <immintrin.h>
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#ifdef __AVX512F__
+#define LANES 16
+#else
+#define LANES 8
+#endif
+
+typedef float lanes __attribute__((vector_size(4 * LANES)));
+typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
+typedef int32_t ints __attribute__((vector_size(4 * LANES)));
+
+#ifdef BFLOAT16
+typedef uint16_t stored;
+#else
+typedef float stored;
+#endif
+typedef stored packed __attribute__((vector_size(sizeof(stored) * LANES), aligned(sizeof(stored))));
+
+#ifdef __clang__
+#define PICKED(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
+#else
+#define PICKED(x, y, ...) __builtin_shuffle(x, y, (bits){__VA_ARGS__})
+#endif
+
+static inline lanes chosen(ints where, lanes yes, lanes no)
+{
+    return (lanes)(((bits)where & (bits)yes) | (~(bits)where & (bits)no));
+}
+
+static inline int any(ints where)
+{
+#ifdef __AVX512F__
+    return _mm512_test_epi32_mask((__m512i)where, (__m512i)where) != 0;
+#else
+    return _mm256_movemask_epi8((__m256i)where) != 0;
+#endif
+}
+
+static inline lanes load(const stored *from)
+{
+    packed found = *(const packed *)from;
+#ifdef BFLOAT16
+    return (lanes)(__builtin_convertvector(found, bits) << 16);
+#else
+    return found;
+#endif
+}
+
+static inline packed narrowed(lanes x) /* to nearest, ties to even; NaN stays */
+{
+#if defined(BFLOAT16) && defined(__AVX512BF16__)
+    return (packed)_mm512_cvtneps_pbh((__m512)x);
+#elif defined(BFLOAT16)
+    bits from = (bits)x, up = (from + 0x7fff + ((from >> 16) & 1)) >> 16;
+    return __builtin_convertvector((bits)chosen(x == x, (lanes)up, (lanes)(from >> 16 | 64)), packed);
+#else
+    return x;
+#endif
+}
+
+static inline void store(lanes x, stored *to) { *(packed *)to = narrowed(x); }
+
+static inline lanes rounded(lanes x) /* as it would be stored */
+{
+    packed found = narrowed(x);
+    return load((const stored *)&found);
+}
+
+static inline float sum(lanes x) /* halves are added to halves, then quarters, and so on */
+{
+#if LANES == 16
+    x += PICKED(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+#endif
+    x += PICKED(x, x, 4, 5, 6, 7, 0, 1, 2, 3);
+    x += PICKED(x, x, 2, 3, 0, 1, 4, 5, 6, 7);
+    return x[0] + x[1];
+}
+
+static inline lanes larger(lanes x, lanes y) /* y where one is NaN */
+{
+#ifdef __AVX512F__
+    return (lanes)_mm512_max_ps((__m512)x, (__m512)y);
+#else
+    return chosen(x > y, x, y);
+#endif
+}
+
+static inline lanes exponential(lanes x) /* e^x for x <= 0, relative error 2e-7; 0 far below -87; NaN stays */
+{
+    x = larger((lanes){0} - 200, x);
+#ifdef __AVX512F__
+    lanes whole = (lanes)_mm512_roundscale_ps((__m512)(x * 1.44269504f), 8); /* to nearest */
+#else
+    ints power = __builtin_convertvector(x * 1.44269504f - 0.5f, ints); /* towards 0: it is negative */
+    lanes whole = __builtin_convertvector(power, lanes);
+#endif
+    lanes rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
+    lanes y = rest * 1.9875691500e-4f + 1.3981999507e-3f; /* Cephes */
+    y = y * rest + 8.3334519073e-3f;
+    y = y * rest + 4.1665795894e-2f;
+    y = y * rest + 1.6666665459e-1f;
+    y = y * rest + 5.0000001201e-1f;
+    y = y * rest * rest + rest + 1;
+#ifdef __AVX512F__
+    return (lanes)_mm512_scalef_ps((__m512)y, (__m512)whole);
+#else
+    y = chosen(power < -126, (lanes){0}, y * (lanes)((power + 127) << 23));
+    return chosen(x == x, y, x);
+#endif
+}

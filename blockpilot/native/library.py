@@ -1,0 +1,54 @@
+"""The functions in C for a CPU, compiled by the machine's own compiler when a model is prepared, in a second or two.
+
+products.c multiplies with the weights, layers.c runs all layers of a decoder, ranking.c ranks logits. Where there is
+no compiler or no x86-64 CPU with AVX2, torch does all of it.
+"""
+
+import ctypes
+import logging
+import platform
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+FOLDER = Path(__file__).parent
+SOURCES = tuple(FOLDER / name for name in ("products.c", "layers.c", "ranking.c"))
+FLAGS = ("-O3", "-march=native", "-fPIC", "-fopenmp", "-Wno-psabi")
+_DEFINES = {torch.float32: (), torch.bfloat16: ("-DBFLOAT16",)}
+
+_logger = logging.getLogger(__name__)
+
+
+def library_for(dtype: torch.dtype, device: torch.device) -> ctypes.CDLL | None:
+    """The functions in C for a dtype, or None."""
+    return _library(dtype) if device.type == "cpu" and dtype in _DEFINES else None
+
+
+@cache
+def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
+    """The functions in C for a dtype; None, with a line in the log, where it cannot be."""
+    try:
+        _check_machine()
+        with tempfile.TemporaryDirectory() as folder:
+            _run(folder, "cc", *FLAGS, *_DEFINES[dtype], "-c", *map(str, SOURCES))
+            # No OpenMP of its own: its calls find the one that torch brought, whose threads they share.
+            _run(folder, "cc", "-shared", *(f"{source.stem}.o" for source in SOURCES), "-o", "native.so", "-lm")
+            return ctypes.CDLL(str(Path(folder, "native.so")))
+    except (OSError, subprocess.SubprocessError, NotImplementedError) as error:
+        _logger.warning("decoder layers by torch, which is slower: %s", error)
+        return None
+
+
+def _check_machine() -> None:
+    capability = torch.backends.cpu.get_cpu_capability()
+    if platform.machine() != "x86_64" or not capability.startswith("AVX"):
+        raise NotImplementedError(f"{platform.machine()} {capability}: an x86-64 CPU with AVX2 is needed")
+
+
+def _run(folder: str, *command: str) -> None:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode:
+        raise OSError(f"{' '.join(command[:1])}: {done.stderr.strip()[-400:]}")

@@ -1,0 +1,168 @@
+/* Rows of logits ranked as sampling.py ranks them: by themselves, or by the race of a temperature and a key.
+ *
+ * In one or two looks at a row: what cannot come among the first is passed over by the vector. Ties go to the lower
+ * token.
+ */
+#include "lanes.h"
+#include <float.h>
+#include <omp.h>
+
+#define ARRIVALS 256
+#define ROUNDING 1e-3 /* of float32 scores, and much more; relative to the largest for scores that are large */
+#define LARGEST 1e30f
+
+/* The best `num` so far, the first first; `found` of them. */
+struct ranking {
+    long num, found;
+    int64_t *tokens;
+    double *values;
+};
+
+/* The value that has to be passed to come among the first. */
+static double bound(const struct ranking *ranking)
+{
+    return ranking->found < ranking->num ? -INFINITY : ranking->values[ranking->num - 1];
+}
+
+/* Puts a token at its place; the better one of two values of it counts. */
+static void rank(struct ranking *ranking, int64_t token, double value)
+{
+    int64_t *tokens = ranking->tokens;
+    double *values = ranking->values;
+    long place, known = 0;
+    if (!(value > bound(ranking)))
+        return;
+    while (known < ranking->found && tokens[known] != token)
+        known++;
+    if (known < ranking->found && values[known] >= value)
+        return;
+    if (known == ranking->found && ranking->found < ranking->num)
+        ranking->found++;
+    for (place = known < ranking->num ? known : ranking->num - 1; place && values[place - 1] < value; place--)
+        tokens[place] = tokens[place - 1], values[place] = values[place - 1];
+    tokens[place] = token, values[place] = value;
+}
+
+static const uint64_t step = 0x9E3779B97F4A7C15;
+
+static uint64_t mixed(uint64_t x) /* the finaliser of splitmix64 */
+{
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9;
+    x = (x ^ x >> 27) * 0x94D049BB133111EB;
+    return x ^ x >> 31;
+}
+
+static double uniform(uint64_t key, uint64_t number) { return ((mixed(key + number * step) >> 12) + 0.5) * 0x1p-52; }
+static double waiting(uint64_t key, uint64_t number) { return -log1p(-uniform(key, number)); }
+
+static inline float at(const stored *row, long i)
+{
+#ifdef BFLOAT16
+    uint32_t number = (uint32_t)row[i] << 16;
+    float found;
+    memcpy(&found, &number, sizeof found);
+    return found;
+#else
+    return row[i];
+#endif
+}
+
+/* LANES numbers of a row [size] from i on; past its end -INFINITY. */
+static inline lanes vector(const stored *row, long size, long i)
+{
+    lanes found = {0};
+    if (i + LANES <= size)
+        return load(row + i);
+    found -= INFINITY;
+    for (long lane = 0; i + lane < size; lane++)
+        found[lane] = at(row, i + lane);
+    return found;
+}
+
+/* The largest of a row; NaN where one is. */
+static float largest(const stored *row, long size)
+{
+    lanes top = {0};
+    ints broken = {0};
+    float found = -INFINITY;
+    top -= INFINITY;
+    for (long i = 0; i < size; i += LANES) {
+        lanes x = vector(row, size, i);
+        broken |= x != x;
+        top = larger(top, x);
+    }
+    for (long lane = 0; lane < LANES; lane++)
+        found = top[lane] > found ? top[lane] : found;
+    return any(broken) ? NAN : found;
+}
+
+static void rank_all(const stored *row, long size, struct ranking *ranking)
+{
+    for (long i = 0; i < size; i += LANES) {
+        lanes x = vector(row, size, i);
+        if (any(x > (float)bound(ranking)))
+            for (long lane = 0; lane < LANES; lane++)
+                rank(ranking, i + lane, x[lane]);
+    }
+}
+
+/* The race: those that arrive, one by one, and then all that are likely enough to be among the first nevertheless. */
+static void race(const stored *row, long size, float top, float temperature, uint64_t key, struct ranking *ranking)
+{
+    double time = 0;
+    for (long i = 0; i < ARRIVALS; i++) {
+        int64_t token = uniform(key, i + ARRIVALS) * size;
+        token = token < size ? token : size - 1;
+        time += waiting(key, i) / size;
+        rank(ranking, token, at(row, token) / temperature - log(time));
+    }
+    double until = log(time), rounding = ROUNDING * temperature + 1e-6 * fabsf(top);
+    for (long i = 0; i < size; i += LANES) {
+        lanes x = vector(row, size, i);
+        double least = (bound(ranking) + until) * temperature - rounding;
+        float limit = least > -FLT_MAX ? least : -FLT_MAX;
+        if (any(x >= limit))
+            for (long lane = 0; lane < LANES; lane++)
+                if (x[lane] >= limit) {
+                    double late = time + waiting(key, i + lane + 2 * ARRIVALS);
+                    rank(ranking, i + lane, x[lane] / temperature - log(late));
+                }
+    }
+}
+
+/* The logarithm of the sum of e^(x / temperature). */
+static double log_total(const stored *row, long size, float top, float temperature)
+{
+    lanes total = {0};
+    for (long i = 0; i < size; i += LANES)
+        total += exponential((vector(row, size, i) - top) * (1 / temperature));
+    return top / temperature + log(sum(total));
+}
+
+/* logits [rows, size] -> tokens and values [rows, num] of the best of each, values as `sampling.race` has them;
+ * temperatures [rows], 0 for none; a row's key is of its seed and position. With log_probs [rows, num] these, and values
+ * are relative to all. Where fewer than num can be drawn, and in broken rows, values are -INFINITY and tokens any. */
+void rank_rows(long rows, long size, const stored *logits, const float *temperatures, const int64_t *seeds,
+               const int64_t *positions, long num, int64_t *tokens, double *values, double *log_probs, uint8_t *broken,
+               int threads)
+{
+#pragma omp parallel for num_threads(threads) schedule(dynamic)
+    for (long i = 0; i < rows; i++) {
+        const stored *row = logits + i * size;
+        struct ranking ranking = {num, 0, tokens + i * num, values + i * num};
+        float top = largest(row, size), temperature = temperatures[i] > 0 ? temperatures[i] : 1;
+        broken[i] = !(fabsf(top) < LARGEST);
+        if (!broken[i] && temperatures[i] > 0)
+            race(row, size, top, temperature, mixed((mixed(seeds[i] + step) ^ positions[i]) + step), &ranking);
+        else if (!broken[i])
+            rank_all(row, size, &ranking);
+        double total = log_probs && !broken[i] ? log_total(row, size, top, temperature) : 0;
+        for (long place = 0; place < num; place++) {
+            int is_found = place < ranking.found;
+            ranking.tokens[place] = is_found ? ranking.tokens[place] : 0;
+            ranking.values[place] = is_found ? ranking.values[place] - total : -INFINITY;
+            if (log_probs)
+                log_probs[i * num + place] = is_found ? at(row, ranking.tokens[place]) / temperature - total : -INFINITY;
+        }
+    }
+}

@@ -7,11 +7,8 @@ Prompts that a step takes in do not matter: their seconds are spent anyway.
 """
 
 from collections.abc import Iterable, Sequence
-from itertools import islice, takewhile
+from itertools import accumulate, islice, takewhile
 from typing import NamedTuple, Protocol, TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
 
 from blockpilot.control.price import Load, StepPrice
 from blockpilot.control.ratio import largest_ratio
@@ -47,23 +44,25 @@ def choose_depths(
     reaches[r][d] is the chance that more than d drafted tokens of row r are accepted. `beside` is what other rows
     take in, which emit a token each. A position at depth d costs a slot, and tokens_a_slot[d] verified tokens.
     """
+    # Lists, not arrays: there are few rows, and a step waits for this.
     rows, deepest = len(reaches) + beside.rows, max(map(len, reaches))
-    gains = np.array([[0.0, *of_row, *[0.0] * (deepest - len(of_row))] for of_row in reaches]).cumsum(axis=1)
-    costs = np.array([0.0, *(price.slot_s + tokens * price.token_s for tokens in tokens_a_slot[:deepest])]).cumsum()
+    gains = [list(accumulate(of_row, initial=0.0)) for of_row in reaches]
+    of_slots = (price.slot_s + tokens * price.token_s for tokens in tokens_a_slot[:deepest])
+    costs = list(accumulate(of_slots, initial=0.0))
     plain_s = price.seconds(beside._replace(rows=rows))
     launch_s = 0.0 if beside.num_drafted else price.launch_s
 
-    def maximise(rate: float) -> tuple[NDArray[np.int64], float]:
+    def maximise(rate: float) -> tuple[list[int], float]:
         """At a rate rows choose apart; if they are not worth a launch together, nobody drafts."""
-        worth = gains - rate * costs
-        depths: NDArray[np.int64] = worth.argmax(axis=1)
-        if worth.max(axis=1).sum() <= rate * launch_s:
-            return 0 * depths, rows / plain_s
-        tokens = rows + np.take_along_axis(gains, depths[:, None], axis=1).sum()
-        return depths, float(tokens / (plain_s + launch_s + costs[depths].sum()))
+        worth = [[gain - rate * cost for gain, cost in zip(of_row, costs, strict=False)] for of_row in gains]
+        most = list(map(max, worth))
+        if sum(most) <= rate * launch_s:
+            return [0] * len(gains), rows / plain_s
+        depths = [of_row.index(best) for of_row, best in zip(worth, most, strict=True)]
+        tokens = rows + sum(of_row[depth] for of_row, depth in zip(gains, depths, strict=True))
+        return depths, tokens / (plain_s + launch_s + sum(costs[depth] for depth in depths))
 
-    depths, rate = largest_ratio(maximise, rows / plain_s)
-    return Depths(depths.tolist(), rate)
+    return Depths(*largest_ratio(maximise, rows / plain_s))
 
 
 def buy(offered: Iterable[Offered], worth: float, most: int) -> list[Offered]:

@@ -66,7 +66,9 @@ class StepPrice:
         return np.array([getattr(self, name) for name in COEFFICIENTS])
 
     def seconds(self, load: Load) -> float:
-        return float(self.coefficients @ load.terms)
+        _, rows, launched, slots, tokens = load.terms
+        plain_s = self.base_s + rows * self.row_s
+        return plain_s + launched * self.launch_s + slots * self.slot_s + tokens * self.token_s
 
     def chains_s(self, block_size: int, rows: int) -> float:
         """Seconds of a step in which all rows verify chains of this block size."""

@@ -1,4 +1,5 @@
-/* The layers of a decoder, target or draft, in one parallel region: see models/native_layers.py, which has the same structs.
+/* The layers of a decoder, target or draft, in one parallel region: see models/native_layers.py, which has the same
+ * structs.
  *
  * Whatever is stored, sums and products are of float32. What a row gives does not depend on the rows beside it.
  * Widths are multiples of 32 and head_dim is, too.
@@ -288,23 +289,30 @@ int run_layers(const struct shape *shape, const struct layer *layers, const stor
                long num_kept, const int64_t *kept, stored *features, int threads)
 {
     long num = tokens->num, groups = shape->queries / shape->kv;
+    uint64_t shares[shape->layers][4][threads];
     if (!fits(tokens))
         return -1;
+    for (long i = 0; i < shape->layers; i++) {
+        share_out(&layers[i].qkv, threads, shares[i][0]);
+        share_out(&layers[i].out, threads, shares[i][1]);
+        share_out(&layers[i].gate_up, threads, shares[i][2]);
+        share_out(&layers[i].down, threads, shares[i][3]);
+    }
 #pragma omp parallel num_threads(threads)
     {
         for (long i = 0; i < shape->layers; i++) {
             const struct layer *layer = layers + i;
             add_norm(num, shape->hidden, hidden, i ? found : NULL, layer->before, shape->eps, x);
             keep(i - 1, num_kept, kept, num, shape->hidden, hidden, features);
-            multiply(&layer->qkv, num, x, heads);
+            multiply(&layer->qkv, num, x, heads, shares[i][0], threads);
             rotate_and_store(tokens, shape->queries, shape->kv, shape->dim, layer->of_heads, shape->eps, i, heads);
             for (long part = 0; part < num_parts; part++)
                 attend(parts[i] + part, tokens, groups, shape->kv, shape->dim, i, heads, scores, room, attended);
-            multiply(&layer->out, num, attended, found);
+            multiply(&layer->out, num, attended, found, shares[i][1], threads);
             add_norm(num, shape->hidden, hidden, found, layer->after, shape->eps, x);
-            multiply(&layer->gate_up, num, x, gate_up);
+            multiply(&layer->gate_up, num, x, gate_up, shares[i][2], threads);
             swiglu(num, shape->inner, gate_up, gated);
-            multiply(&layer->down, num, gated, found);
+            multiply(&layer->down, num, gated, found, shares[i][3], threads);
         }
         add_norm(num, shape->hidden, hidden, found, last, shape->eps, x);
         keep(shape->layers - 1, num_kept, kept, num, shape->hidden, x, features); /* normed, as in transformers */
@@ -317,12 +325,17 @@ int project_layers(const struct shape *shape, const struct layer *layers, const 
                    stored *heads, int threads)
 {
     long skipped = shape->queries * shape->dim;
+    uint64_t shares[shape->layers][threads];
     if (!fits(tokens))
         return -1;
+    for (long i = 0; i < shape->layers; i++) {
+        struct linear kv = from_output(layers[i].qkv, skipped);
+        share_out(&kv, threads, shares[i]);
+    }
 #pragma omp parallel num_threads(threads)
     for (long i = 0; i < shape->layers; i++) {
         struct linear kv = from_output(layers[i].qkv, skipped);
-        multiply(&kv, tokens->num, x, heads);
+        multiply(&kv, tokens->num, x, heads, shares[i], threads);
         rotate_and_store(tokens, 0, shape->kv, shape->dim, layers[i].of_heads ? layers[i].of_heads + skipped : NULL,
                          shape->eps, i, heads);
     }

@@ -44,6 +44,53 @@ static inline lanes multiplied(lanes sum, bits weight, uint32_t x)
 #endif
 }
 
+#ifdef TILES
+static int has_tiles;
+
+/* Whether the system lets this process use tiles. */
+__attribute__((constructor)) static void ask_for_tiles(void)
+{
+    const long request_permission = 0x1023, tile_data = 18; /* Linux 5.16 and newer */
+    has_tiles = syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+}
+#else
+static const int has_tiles = 0;
+#endif
+
+/* What the threads take from a product's panels: units of so many. A thread takes its own, one after the other, and
+ * then the last ones of others: some are slower, on cores that they share with other programs. */
+static long unit(void) { return has_tiles ? 2 : PANELS; }
+
+/* From a share, first unit and the one after its last in 32 bits each, one from the front or the back; -1 of none. */
+static long take(uint64_t *share, int back)
+{
+    uint64_t left = __atomic_load_n(share, __ATOMIC_RELAXED), after;
+    long first, end;
+    do {
+        first = left >> 32, end = left & UINT32_MAX;
+        if (first >= end)
+            return -1;
+        after = back ? left - 1 : left + (1ull << 32);
+    } while (!__atomic_compare_exchange_n(share, &left, after, 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+    return back ? end - 1 : first;
+}
+
+/* The next unit for this thread, or -1. */
+static long next_unit(uint64_t *shares, long threads)
+{
+    long self = omp_get_thread_num(), found = take(shares + self, 0);
+    for (long i = 1; found < 0 && i < threads; i++)
+        found = take(shares + (self + i) % threads, 1);
+    return found;
+}
+
+void share_out(const struct linear *linear, long threads, uint64_t *shares)
+{
+    uint64_t units = (linear->outputs / PANEL + unit() - 1) / unit();
+    for (long i = 0; i < threads; i++)
+        shares[i] = units * i / threads << 32 | units * (i + 1) / threads;
+}
+
 /* A block of `num` rows and `vectors` of LANES outputs, constants where it is inlined; its sums are stored, or left in
  * float32 in `floats`. */
 static inline __attribute__((always_inline)) void block(
@@ -96,17 +143,18 @@ static inline __attribute__((always_inline)) void blocks(
     }
 }
 
-static void by_lanes(const struct linear *linear, long rows, long from, long to, const stored *x, stored *out)
+static void by_lanes(const struct linear *linear, long rows, const stored *x, stored *out, uint64_t *shares,
+                     long threads)
 {
-    long inputs = linear->inputs, outputs = linear->outputs;
-    for (long panel = from, panels; panel < to; panel += panels) {
-        panels = to - panel < PANELS ? 1 : PANELS;
-        struct linear own = from_output(*linear, panel * PANEL);
-        stored *own_out = out + panel * PANEL;
-        if (panels == PANELS)
-            blocks(rows, VECTORS, inputs, x, own.weights, own.bias, own_out, NULL, outputs);
+    long inputs = linear->inputs, outputs = linear->outputs, panels = outputs / PANEL;
+    for (long place = next_unit(shares, threads); place >= 0; place = next_unit(shares, threads)) {
+        long first = place * PANELS, num = panels - first < PANELS ? panels - first : PANELS;
+        struct linear own = from_output(*linear, first * PANEL);
+        if (num == PANELS)
+            blocks(rows, VECTORS, inputs, x, own.weights, own.bias, out + first * PANEL, NULL, outputs);
         else
-            blocks(rows, PANEL / LANES, inputs, x, own.weights, own.bias, own_out, NULL, outputs);
+            for (long i = 0; i < num; i++, own = from_output(own, PANEL))
+                blocks(rows, PANEL / LANES, inputs, x, own.weights, own.bias, out + (first + i) * PANEL, NULL, outputs);
     }
 }
 
@@ -119,15 +167,6 @@ static void sums_by_lanes(long rows, long inputs, const stored *x, const uint32_
 }
 
 #ifdef TILES /* of 16 rows by 64 bytes (Intel's AMX); 0 to 3 hold sums, 4 and 5 rows of x, 6 and 7 weights */
-
-static int has_tiles;
-
-/* Whether the system lets this process use tiles. */
-__attribute__((constructor)) static void ask_for_tiles(void)
-{
-    const long request_permission = 0x1023, tile_data = 18; /* Linux 5.16 and newer */
-    has_tiles = syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
-}
 
 /* Tiles for `upper` rows of x and `lower` ones below them, each 1 to 16, and as many outputs of a panel. */
 static void shape_tiles(long upper, long lower, long outputs)
@@ -146,9 +185,10 @@ static void store_tile(const float *sums, long rows, const stored *bias, stored 
         store(*(const lanes *)(sums + row * PANEL) + (bias ? load(bias) : (lanes){0}), out + row * outputs);
 }
 
-/* `upper` rows and `lower` ones below them, 0 to 16, by 2 panels: every tile that is loaded is multiplied twice. */
+/* `upper` rows and `lower` ones below them, 0 to 16, by 2 panels: every tile that is loaded is multiplied twice. `next`
+ * are as many weights to ask memory for, or NULL. */
 static void block_of_tiles(long upper, long lower, long panels, long inputs, const stored *x, const uint32_t *weights,
-                           const stored *bias, stored *out, long outputs)
+                           const uint32_t *next, const stored *bias, stored *out, long outputs)
 {
     const uint32_t *second = weights + (panels > 1 ? inputs / 2 * PANEL : 0);
     _tile_zero(0);
@@ -156,8 +196,8 @@ static void block_of_tiles(long upper, long lower, long panels, long inputs, con
     _tile_zero(2);
     _tile_zero(3);
     for (long k = 0; k < inputs; k += 32) {
-        for (long i = k; i < k + 32; i++) /* of the next two panels: tiles by themselves do not keep memory busy */
-            __builtin_prefetch(weights + (inputs + i) * PANEL, 0, 2);
+        for (long i = k; next && i < k + 32; i++)
+            __builtin_prefetch(next + i * PANEL, 0, 2);
         _tile_loadd(4, x + k, inputs * 2);
         _tile_stream_loadd(6, weights + k / 2 * PANEL, 64);
         _tile_stream_loadd(7, second + k / 2 * PANEL, 64);
@@ -180,20 +220,27 @@ static void block_of_tiles(long upper, long lower, long panels, long inputs, con
                        out + i / 2 * 16 * outputs + i % 2 * PANEL, outputs);
 }
 
-static void by_tiles(const struct linear *linear, long rows, long from, long to, const stored *x, stored *out)
+/* A thread that knows what it multiplies next asks memory for it: tiles by themselves do not keep memory busy. */
+static void by_tiles(const struct linear *linear, long rows, const stored *x, stored *out, uint64_t *shares,
+                     long threads)
 {
-    long inputs = linear->inputs, outputs = linear->outputs, shaped = 0;
-    for (long panel = from; panel < to; panel += 2) {
+    long inputs = linear->inputs, outputs = linear->outputs, panels = outputs / PANEL, shaped = 0;
+    long place = next_unit(shares, threads);
+    while (place >= 0) {
+        long panel = place * 2, next = take(shares + omp_get_thread_num(), 0);
         struct linear own = from_output(*linear, panel * PANEL);
-        for (long row = 0; row < rows; row += 32) {
+        const uint32_t *asked = next < 0 ? NULL : from_output(*linear, next * 2 * PANEL).weights;
+        for (long row = 0; row < rows; row += 32, asked = NULL) {
             long num = rows - row < 32 ? rows - row : 32, upper = num < 16 ? num : 16, lower = num - upper;
             if (shaped != num)
                 shape_tiles(upper, lower ? lower : 1, PANEL), shaped = num;
-            block_of_tiles(upper, lower, to - panel < 2 ? 1 : 2, inputs, x + row * inputs, own.weights, own.bias,
-                           out + row * outputs + panel * PANEL, outputs);
+            block_of_tiles(upper, lower, panels - panel < 2 ? 1 : 2, inputs, x + row * inputs, own.weights, asked,
+                           own.bias, out + row * outputs + panel * PANEL, outputs);
         }
+        place = next < 0 ? next_unit(shares, threads) : next;
     }
-    _tile_release();
+    if (shaped)
+        _tile_release();
 }
 
 static void sums_by_tiles(long rows, long inputs, const stored *x, const uint32_t *panel, long outputs, float *sums)
@@ -221,22 +268,22 @@ static void sums_by_tiles(long rows, long inputs, const stored *x, const uint32_
 }
 
 #else
-static const int has_tiles = 0;
 #define by_tiles by_lanes
 #define sums_by_tiles sums_by_lanes
 #endif
 
-void multiply(const struct linear *linear, long rows, const stored *x, stored *out)
+void multiply(const struct linear *linear, long rows, const stored *x, stored *out, uint64_t *shares, long threads)
 {
-    long thread = omp_get_thread_num(), num = omp_get_num_threads(), panels = linear->outputs / PANEL;
-    (has_tiles ? by_tiles : by_lanes)(linear, rows, panels * thread / num, panels * (thread + 1) / num, x, out);
+    (has_tiles ? by_tiles : by_lanes)(linear, rows, x, out, shares, threads);
 #pragma omp barrier
 }
 
 void product(const struct linear *linear, long rows, const stored *x, stored *out, int threads)
 {
+    uint64_t shares[threads];
+    share_out(linear, threads, shares);
 #pragma omp parallel num_threads(threads)
-    multiply(linear, rows, x, out);
+    multiply(linear, rows, x, out, shares, threads);
 }
 
 void panel_sums(long rows, long inputs, const stored *x, const uint32_t *panel, long outputs, float *sums)

@@ -20,9 +20,12 @@ static inline struct linear from_output(struct linear linear, long first)
     return linear;
 }
 
-/* x [rows, inputs] -> out [rows, outputs], x @ weights.T + bias. All threads of a parallel region call it together;
- * `product` is a region of its own. */
-void multiply(const struct linear *linear, long rows, const stored *x, stored *out);
+/* What each of so many threads is to multiply, [threads]. */
+void share_out(const struct linear *linear, long threads, uint64_t *shares);
+
+/* x [rows, inputs] -> out [rows, outputs], x @ weights.T + bias. All threads of a parallel region call it together, with
+ * shares for it alone; `product` is a region of its own. */
+void multiply(const struct linear *linear, long rows, const stored *x, stored *out, uint64_t *shares, long threads);
 void product(const struct linear *linear, long rows, const stored *x, stored *out, int threads);
 
 /* x [rows, inputs] times the first outputs of one panel, 4 or all of them -> sums [rows, outputs] in float32. */

@@ -41,8 +41,9 @@ def rank(
     library = library_for(logits.dtype, logits.device)
     assert library is not None
     logits, shape = logits.contiguous(), (len(logits), num)
-    temperatures = torch.tensor([0.0 if each.is_greedy else min(each.temperature, LARGEST) for each in sampling])
-    seeds, places = torch.tensor([each.seed for each in sampling]), torch.tensor(list(positions))
+    of_rows = [0.0 if each.is_greedy else min(each.temperature, LARGEST) for each in sampling]
+    temperatures = torch.tensor(of_rows, dtype=torch.float32)
+    seeds, places = (torch.tensor(x, dtype=torch.int64) for x in ([each.seed for each in sampling], list(positions)))
     assert len(temperatures) == len(places) == len(logits)
     tokens, values = torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.float64)
     log_probs = torch.empty(shape, dtype=torch.float64) if with_log_probs else None

@@ -8,7 +8,7 @@ entropy of the slot, rank and depth, and how many choices above are no first one
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -78,17 +78,28 @@ class NodeModel(nn.Module):
 
     def forward(self, known: Tensor, num_passed: Tensor) -> Tensor:
         """Of `features` [N, k, F], after num_passed [N] choices that are no first ones: [N, k]."""
-        context = functional.one_hot(num_passed.clamp(max=NUM_CONTEXTS - 1), NUM_CONTEXTS).to(known.dtype)
-        context = context[:, None].expand(-1, known.shape[1], -1)
-        outputs: Tensor = self.layers(torch.cat([(known - self.mean) / self.scale, context], dim=-1))
+        return self._outputs(known, self._of_contexts[num_passed.clamp(max=NUM_CONTEXTS - 1)][:, None])
+
+    @property
+    def _of_contexts(self) -> Tensor:
+        """What a context adds to the first layer, [NUM_CONTEXTS, hidden]."""
+        return self._first.weight[:, NUM_FEATURES:].T
+
+    @property
+    def _first(self) -> nn.Linear:
+        return cast(nn.Linear, self.layers[0])
+
+    def _outputs(self, known: Tensor, of_context: Tensor) -> Tensor:
+        """[..., k], of all shapes that of_context [..., k or 1, hidden] spans with `known` [N, k, F]."""
+        weight, bias = self._first.weight[:, :NUM_FEATURES], self._first.bias
+        hidden = functional.linear((known - self.mean) / self.scale, weight, bias)
+        outputs: Tensor = self.layers[1:](hidden + of_context)
         return known[..., OWN_LOGIT] + outputs[..., 0]
 
     def chances(self, found: Candidates, depths: Sequence[int]) -> Tensor:
         """[NUM_CONTEXTS, N, k] of what a draft proposes for depths[r] positions of each row: they fall along k."""
         places = torch.tensor([i for depth in depths for i in range(depth)], device=found.scores.device)
-        num_passed = torch.arange(NUM_CONTEXTS, device=places.device).repeat_interleave(len(places))
-        logits: Tensor = self(features(found, places).repeat(NUM_CONTEXTS, 1, 1), num_passed)
-        chances = logits.sigmoid().view(NUM_CONTEXTS, *found.scores.shape)
+        chances = self._outputs(features(found, places), self._of_contexts[:, None, None]).sigmoid()
         chances = chances.where(found.scores > -math.inf, 0.0)  # of what cannot be drawn
         return (chances / chances.sum(dim=-1, keepdim=True).clamp(min=1)).cummin(dim=-1).values
 

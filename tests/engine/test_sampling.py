@@ -122,7 +122,13 @@ def test_top_finds_the_largest_and_where_they_are(vocab_size: int, num: int, see
     assert len(set(places[0].tolist())) == len(set(places[1].tolist())) == num
 
 
-SAMPLINGS = [Sampling(), Sampling(0.7, seed=3), Sampling(1.0, top_k=2, seed=4), Sampling(1.3, top_p=0.6, seed=5)]
+SAMPLINGS = [
+    Sampling(),
+    Sampling(1),
+    Sampling(0.7, seed=3),
+    Sampling(1.0, top_k=2, seed=4),
+    Sampling(1.3, top_p=0.6, seed=5),
+]
 
 
 @given(st.integers(0, 10**6), st.integers(1, 9), st.lists(st.sampled_from(SAMPLINGS), min_size=1, max_size=5))

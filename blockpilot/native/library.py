@@ -9,6 +9,7 @@ import logging
 import platform
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -33,7 +34,9 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
     try:
         _check_machine()
         with tempfile.TemporaryDirectory() as folder:
-            _run(folder, "cc", *FLAGS, *_DEFINES[dtype], "-c", *map(str, SOURCES))
+            command = "cc", *FLAGS, *_DEFINES[dtype], "-c"
+            with ThreadPoolExecutor() as pool:
+                list(pool.map(lambda source: _run(folder, *command, str(source)), SOURCES))
             # No OpenMP of its own: its calls find the one that torch brought, whose threads they share.
             _run(folder, "cc", "-shared", *(f"{source.stem}.o" for source in SOURCES), "-o", "native.so", "-lm")
             return ctypes.CDLL(str(Path(folder, "native.so")))

@@ -15,7 +15,7 @@ METHODS = {
     "B=4": ("#9ecae1", "B=4"),
     "B=8": ("#4292c6", "B=8"),
     "policy-class": ("#fdae6b", "paper's policy (once an answer)"),
-    "policy": ("#2a9d4e", "BlockPilot (every step)"),
+    "untrained": ("#2a9d4e", "BlockPilot (trees by price)"),
 }
 LOADS = [(temperature, rows) for temperature in (0, 1) for rows in (1, 4, 16)]
 

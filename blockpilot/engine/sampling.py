@@ -67,7 +67,7 @@ def _ranked(
     num = min(num, logits.shape[-1])
     if not in_c(logits):
         return ranked_by_torch(logits, positions, sampling, num, with_log_probs=with_log_probs)
-    cut = [i for i, each in enumerate(sampling) if _is_cut(each, logits.shape[-1])]
+    cut = [i for i, each in enumerate(sampling) if not each.is_greedy and _cuts(each, logits.shape[-1])]
     if not cut:
         return rank(logits, positions, sampling, num, with_log_probs=with_log_probs)
     scores, sampling = logits.float(), list(sampling)
@@ -80,9 +80,9 @@ def _ranked(
     return found._replace(broken=found.broken | broken)
 
 
-def _is_cut(sampling: Sampling, vocab_size: int) -> bool:
-    """Whether some tokens cannot be drawn."""
-    return not sampling.is_greedy and (sampling.top_p < 1 or 0 < sampling.top_k < vocab_size)
+def _cuts(sampling: Sampling, vocab_size: int) -> bool:
+    """True if top_p or top_k keeps some tokens from being drawn."""
+    return sampling.top_p < 1 or 0 < sampling.top_k < vocab_size
 
 
 def ranked_by_torch(
@@ -116,7 +116,7 @@ def truncated_scores(logits: Tensor, sampling: Sequence[Sampling]) -> Tensor:
     device, vocab_size = logits.device, logits.shape[-1]
     temperatures = [min(s.temperature, LARGEST) for s in sampling]
     scores = logits / torch.tensor(temperatures, device=device)[:, None]
-    cut = [i for i, s in enumerate(sampling) if s.top_p < 1 or 0 < s.top_k < vocab_size]
+    cut = [i for i, s in enumerate(sampling) if _cuts(s, vocab_size)]
     if not cut:
         return scores
     index = torch.tensor(cut, device=device)

@@ -65,7 +65,7 @@ class SlotView:
 
     @property
     def num_columns(self) -> int:
-        """Of the whole cache, read or not."""
+        """Columns of the whole cache, read or not."""
         return self._cache.layers.shape[4]
 
     @property

@@ -32,7 +32,7 @@ class Rotary(NamedTuple):
         return cls(cosines.contiguous(), torch.cat([-negated, straight], dim=-1))
 
     def at(self, positions: Tensor) -> Self:
-        """Of a table by position: the rows of these positions."""
+        """Rows of these positions, of a table by position."""
         return type(self)(self.cosines[positions], self.sines[positions])
 
 

@@ -7,7 +7,6 @@
 #include "products.h"
 
 #define QUERIES PANEL /* that read the same keys at once: a panel of products with them */
-#define FEW 4 /* queries, for which a panel is mostly empty */
 #define SUMS 8 /* queries by VALUES vectors whose sums over values are in registers at once */
 #define VALUES (LANES / 8)
 

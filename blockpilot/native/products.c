@@ -8,9 +8,6 @@
  */
 #include "products.h"
 
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
 #if defined(BFLOAT16) && defined(__AVX512BF16__) && defined(__AMX_BF16__) && defined(__linux__)
 #define TILES
 #include <sys/syscall.h>
@@ -160,8 +157,8 @@ static void by_lanes(const struct linear *linear, long rows, const stored *x, st
 
 static void sums_by_lanes(long rows, long inputs, const stored *x, const uint32_t *panel, long outputs, float *sums)
 {
-    if (outputs == 4)
-        blocks(rows, 1, inputs, x, panel, NULL, NULL, sums, 4);
+    if (outputs == FEW)
+        blocks(rows, 1, inputs, x, panel, NULL, NULL, sums, FEW);
     else
         blocks(rows, PANEL / LANES, inputs, x, panel, NULL, NULL, sums, PANEL);
 }

@@ -3,6 +3,7 @@
 #include <omp.h>
 
 #define PANEL 16
+#define FEW 4 /* outputs of a panel that is mostly empty */
 #define PER_UNIT (4 / (long)sizeof(stored))
 
 struct linear {
@@ -28,5 +29,5 @@ void share_out(const struct linear *linear, long threads, uint64_t *shares);
 void multiply(const struct linear *linear, long rows, const stored *x, stored *out, uint64_t *shares, long threads);
 void product(const struct linear *linear, long rows, const stored *x, stored *out, int threads);
 
-/* x [rows, inputs] times the first outputs of one panel, 4 or all of them -> sums [rows, outputs] in float32. */
+/* x [rows, inputs] times the first outputs of one panel, FEW or all of them -> sums [rows, outputs] in float32. */
 void panel_sums(long rows, long inputs, const stored *x, const uint32_t *panel, long outputs, float *sums);

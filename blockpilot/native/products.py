@@ -1,6 +1,8 @@
 """Linear products in C (products.c): a row's results do not depend on the rows beside it."""
 
 import ctypes
+from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -27,10 +29,7 @@ class NativeProduct:
         per_unit = 4 // weight.element_size()
         panels = weight.view(-1, PANEL, num_inputs // per_unit, per_unit)
         self._packed = panels.transpose(1, 2).contiguous()  # [panels, units, PANEL, inputs of a unit]
-        pointer, number = ctypes.c_void_p, ctypes.c_long
-        library.product.argtypes = ctypes.POINTER(Linear), number, pointer, pointer, ctypes.c_int
-        library.product.restype = None
-        self._product, self._bias = library.product, bias
+        self._product, self._bias = _declared(library), bias
         pointers = self._packed.data_ptr(), None if bias is None else bias.data_ptr()
         self.linear = Linear(num_inputs, num_outputs, *pointers)
 
@@ -45,6 +44,15 @@ class NativeProduct:
     def unpacked(self) -> Tensor:
         """The weight, a copy."""
         return self._packed.transpose(1, 2).reshape(self.linear.outputs, self.linear.inputs)
+
+
+@cache
+def _declared(library: ctypes.CDLL) -> Callable[..., None]:
+    """`product` of products.h."""
+    found, pointer = library.product, ctypes.c_void_p
+    found.argtypes = ctypes.POINTER(Linear), ctypes.c_long, pointer, pointer, ctypes.c_int
+    found.restype = None
+    return found
 
 
 def native_product(weight: Tensor, bias: Tensor | None) -> NativeProduct | None:

@@ -30,7 +30,7 @@ class Ranked(NamedTuple):
 
 
 def in_c(logits: Tensor) -> bool:
-    """Whether logits can be ranked by `rank`."""
+    """True if `rank` can rank these logits."""
     return library_for(logits.dtype, logits.device) is not None
 
 

@@ -82,7 +82,7 @@ class NodeModel(nn.Module):
 
     @property
     def _of_contexts(self) -> Tensor:
-        """What a context adds to the first layer, [NUM_CONTEXTS, hidden]."""
+        """Addition of every context to the first layer, [NUM_CONTEXTS, hidden]."""
         return self._first.weight[:, NUM_FEATURES:].T
 
     @property

@@ -1,4 +1,4 @@
-"""What a step costs in plain ones, and how much of the memory's speed plain decoding reaches.
+"""Cost of steps in plain ones, and the share of the memory's speed that plain decoding reaches.
 
 A plain step reads every weight once, so memory bounds it; more tokens in it should cost next to nothing. Steps are an
 engine's own, at `context` tokens: the fastest of each kind, all kinds in turns. The cost of the draft's pass is that
@@ -30,7 +30,7 @@ class StepConfig(Config):
 
     pair: PairConfig = PairConfig(dtype="fast")
     threads: tuple[int, ...] = (1,)
-    """Of torch; a table for each number."""
+    """Torch threads; a table for each number."""
     rows: tuple[int, ...] = (1, 4, 16)
     """Requests that decode together."""
     tokens: tuple[int, ...] = (2, 4, 8, 16, 32)
@@ -38,7 +38,7 @@ class StepConfig(Config):
     context: int = Field(default=192, ge=1)
     """Tokens of every row at first."""
     num_steps: int = Field(default=12, ge=1)
-    """Of each kind; the fastest counts."""
+    """Steps of each kind; the fastest counts."""
 
 
 def read_speed(device: torch.device) -> float:

@@ -166,7 +166,7 @@ def test_candidates_are_what_would_be_chosen_one_after_the_other(
 def test_c_ranks_as_torch_does(
     vocab_size: int, spread: float, seed: int, num: int, dtype: torch.dtype, sampling: list[Sampling]
 ) -> None:
-    """Where some scores are -inf and some equal, and some rows no numbers; what is given stays as it is."""
+    """Scores that are -inf or equal, and rows that are no numbers, among others; what is given stays as it is."""
     if not in_c(LOGITS):
         pytest.skip("no compiler, or no CPU for it")
     generator = torch.Generator().manual_seed(seed)

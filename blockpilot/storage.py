@@ -4,6 +4,8 @@ A place is a path or such a URI. What is written is there whole or not at all, w
 """
 
 import os
+import secrets
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -19,10 +21,10 @@ Place = str | os.PathLike[str]
 def whole(path: Path) -> Iterator[Path]:
     """A local path to write to; what is written there takes the place of `path` when the block ends without an error.
 
-    A writer that is killed leaves `.NAME.PID.tmp` behind and nothing else. Missing folders are made.
+    A writer that is killed leaves `.NAME.<random>.tmp` behind and nothing else. Missing folders are made.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    unfinished = path.with_name(_unfinished_name(path.name))
     try:
         yield unfinished
         with unfinished.open("rb") as file:
@@ -89,11 +91,16 @@ def write_bytes(place: Place, content: bytes | pa.Buffer) -> None:
         return
     fs, path = located(place)
     folder, _, name = path.rpartition("/")
-    unfinished_path = f"{folder}/.{name}.{os.getpid()}.tmp"
+    unfinished_path = f"{folder}/{_unfinished_name(name)}"
     fs.create_dir(folder)
     with fs.open_output_stream(unfinished_path) as stream:
         stream.write(content)
     fs.move(unfinished_path, path)
+
+
+def _unfinished_name(name: str) -> str:
+    """Name that no other writer uses, on whatever host."""
+    return f".{name}.{secrets.token_hex(8)}.tmp"
 
 
 def delete(place: Place) -> None:
@@ -101,6 +108,15 @@ def delete(place: Place) -> None:
     if is_file(place):
         fs, path = located(place)
         fs.delete_file(path)
+
+
+def remove_folder(folder: Path) -> None:
+    """Delete a local folder: under its name it is there whole or not at all, whenever this is killed."""
+    gone = folder.with_name(f".{folder.name}.gone")
+    shutil.rmtree(gone, ignore_errors=True)  # what a kill left
+    if folder.exists():
+        folder.rename(gone)
+        shutil.rmtree(gone)
 
 
 def write_text(place: Place, text: str) -> None:

@@ -24,6 +24,7 @@ from blockpilot.storage import remove_unfinished, write_text
 from blockpilot.types import Sampling
 from jobs.common.cluster import connect, num_threads, pooled
 from jobs.common.config import Config, Resources, absolute_in_submitted_job, main
+from jobs.common.lease import Lease
 from jobs.common.progress import show_progress
 
 TRAINING_PROMPTS = ("asdiv", "signatures", "docstrings", "chitchat:3000", "chatterbot", "writingbench")
@@ -83,15 +84,16 @@ def run(config: AnswersConfig) -> AnswerShards:
     """Write the shards that are missing; raises ValueError for bad input before Ray starts."""
     absolute_in_submitted_job(config.answers, "answers")
     plan(config, own=())
-    remove_unfinished(config.answers)
-    connect(include_dashboard=True)
-    own = write_own_prompts(config, range(config.num_own_prompts))
-    shards = plan(config, own)
-    # In a random order, so that an unfinished run has some of every set.
-    train = random.Random(config.seed).sample(shards.train, len(shards.train))
-    missing = [shard for shard in (*shards.held_out, *train) if not shard.path.exists()]
-    show_progress("answers", pooled(AnswerWorker, config, missing, "answer", config.resources), len(missing))
-    return shards
+    with Lease(config.answers):
+        remove_unfinished(config.answers)
+        connect(include_dashboard=True)
+        own = write_own_prompts(config, range(config.num_own_prompts))
+        shards = plan(config, own)
+        # In a random order, so that an unfinished run has some of every set.
+        train = random.Random(config.seed).sample(shards.train, len(shards.train))
+        missing = [shard for shard in (*shards.held_out, *train) if not shard.path.exists()]
+        show_progress("answers", pooled(AnswerWorker, config, missing, "answer", config.resources), len(missing))
+        return shards
 
 
 # --- which prompts ---

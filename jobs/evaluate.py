@@ -23,6 +23,7 @@ from blockpilot.policy.store import INFO_FILE, NODES_FILE, WEIGHTS_FILE
 from blockpilot.storage import write_text
 from jobs.common.cluster import connect, lone_actor
 from jobs.common.config import Resources, absolute_in_submitted_job, main
+from jobs.common.lease import Lease
 from jobs.common.progress import Progress
 from jobs.common.registry import Registry
 from jobs.evaluation.actor import Evaluator, Setting
@@ -40,14 +41,14 @@ def run(config: EvaluateConfig) -> EvaluateResult:
     plan = plan_for(config, prompts, swept, registry)
     connect()
     resources = Resources(accelerator_type=config.accelerator_type, num_cpus=config.num_cpus)
-    with lone_actor(Evaluator, resources, config, plan) as call:
+    with Lease(config.output), lone_actor(Evaluator, resources, config, plan) as call:
         setting: Setting = call("load")
         for name, reason in setting.left_out.items():
             print(f"evaluate: {name} is left out: {reason}")
         file = _runs_file(config, plan, setting)
         runs = list(_measure_all(call, config, plan, file))
-    save(config, plan, setting, runs)
-    file.unlink()
+        save(config, plan, setting, runs)
+        file.unlink()
     return log(config.output, registry)
 
 

@@ -28,6 +28,7 @@ from blockpilot.sweep.summary import Summary
 from blockpilot.sweep.sweep import Method, Outcome, Reject, candidates_around, check_candidates, sweep_prompts
 from jobs.common.cluster import connect, lone_actor, new_actor, num_threads
 from jobs.common.config import Config, PairConfig, Place, Resources, absolute_in_submitted_job, main
+from jobs.common.lease import Lease
 from jobs.common.progress import Progress
 from jobs.sweeping.folder import REJECTS_FILE, SweepFolder, SweepShard, digest
 from jobs.sweeping.scheduler import Scheduler, SweepTask
@@ -93,31 +94,21 @@ def run(config: SweepConfig) -> SweepResult:
     """Sweep, or continue to; raises ValueError for bad input before Ray starts."""
     config.pair.names()
     absolute_in_submitted_job(config.output, "output")
-    shards, folder = _open(config)
-    tasks = [SweepTask(shard, left) for shard in shards if (left := folder.left(shard))]
-    num_prompts = sum(len(shard.prompts) for shard in shards)
-    rejects: list[Reject] = []
-    if tasks:
-        connect()
-        progress = Progress("sweep", num_prompts, "prompts", num_prompts - sum(len(task.places) for task in tasks))
-        start = partial(_start_worker, config, folder)
-        scheduler = Scheduler(folder, start, config.resources.num_actors, config.max_attempts)
-        for task, outcome in scheduler.work(tasks):
-            assert scheduler.metadata is not None, "a worker loads before it sweeps"
-            folder.write(task.shard, outcome.rows, scheduler.metadata)
-            rejects += outcome.rejects
-            progress.advance(len(task.places))
-    order = {key: i for i, key in enumerate(key for shard in shards for key in shard.ids)}
-    rejects.sort(key=lambda reject: order[reject.prompt_id])
-    folder.write_rejects(rejects)
-    if config.price_rows and not is_file(join(config.output, PRICE_FILE)):
-        connect()
-        write_text(join(config.output, PRICE_FILE), _measure_price(config, folder).to_json())
-    return _finish(config, folder, len(order), rejects)
+    shards, prompts = _cut(config)
+    folder = SweepFolder(config.output, _identity(config, shards))
+    folder.check(shards)
+    with Lease(config.output) as lease:
+        folder.open(shards, prompts)
+        rejects = _sweep(config, shards, folder, lease)
+        folder.write_rejects(rejects)
+        if config.price_rows and not is_file(join(config.output, PRICE_FILE)):
+            connect()
+            write_text(join(config.output, PRICE_FILE), _measure_price(config, folder).to_json())
+        return _finish(config, folder, sum(len(shard.ids) for shard in shards), rejects)
 
 
-def _open(config: SweepConfig) -> tuple[list[SweepShard], SweepFolder]:
-    """The shards of all prompts, each once and in order, and the directory with their texts in it."""
+def _cut(config: SweepConfig) -> tuple[list[SweepShard], list[Prompt]]:
+    """The shards of all prompts, each prompt once and in order, and the prompts."""
     prompts = {
         prompt_ids(prompt, config.seed, config.temperature): prompt
         for name in config.prompts
@@ -126,16 +117,37 @@ def _open(config: SweepConfig) -> tuple[list[SweepShard], SweepFolder]:
     ids = list(prompts)
     starts = range(0, len(ids), config.prompts_per_shard)
     shards = [SweepShard(i, tuple(ids[start : start + config.prompts_per_shard])) for i, start in enumerate(starts)]
-    folder = SweepFolder(config.output, _identity(config, shards))
-    folder.open(shards, list(prompts.values()))
-    return shards, folder
+    return shards, list(prompts.values())
 
 
 def _identity(config: SweepConfig, shards: Sequence[SweepShard]) -> dict[str, Any]:
-    """The settings that rows depend on, and the prompts behind the names of sets and files."""
+    """The settings that rows depend on, and what the names of models, sets and files stand for today."""
     elsewhere = {"output", "resources", "slots", "max_attempts", "price_rows", "price_context"}
-    prompts_digest = digest(key for shard in shards for key in shard.ids)
-    return config.model_dump(mode="json", exclude=elsewhere) | {"prompts_digest": prompts_digest}
+    return config.model_dump(mode="json", exclude=elsewhere) | {
+        "prompts_digest": digest(key for shard in shards for key in shard.ids),
+        "revisions": config.pair.known_revisions(),
+    }
+
+
+def _sweep(config: SweepConfig, shards: Sequence[SweepShard], folder: SweepFolder, lease: Lease) -> list[Reject]:
+    """Write the rows that are missing; returns the rejects in the order of the prompts."""
+    tasks = [SweepTask(shard, left) for shard in shards if (left := folder.left(shard))]
+    if not tasks:
+        return []
+    connect()
+    num_prompts, num_left = sum(len(shard.prompts) for shard in shards), sum(len(task.places) for task in tasks)
+    progress = Progress("sweep", num_prompts, "prompts", num_prompts - num_left)
+    start = partial(_start_worker, config, folder)
+    scheduler = Scheduler(folder, start, config.resources.num_actors, config.max_attempts)
+    rejects: list[Reject] = []
+    for task, outcome in scheduler.work(tasks):
+        lease.check()
+        assert scheduler.metadata is not None, "a worker loads before it sweeps"
+        folder.write(task.shard, outcome.rows, scheduler.metadata)
+        rejects += outcome.rejects
+        progress.advance(len(task.places))
+    order = {key: i for i, key in enumerate(key for shard in shards for key in shard.ids)}
+    return sorted(rejects, key=lambda reject: order[reject.prompt_id])
 
 
 # The workers

@@ -9,7 +9,6 @@ Everything is on disk before MLflow is told. Where it cannot be reached, `--relo
 
 import functools
 import hashlib
-import shutil
 
 import ray.train
 import ray.train.torch
@@ -19,12 +18,14 @@ from torch import Tensor
 from blockpilot.policy.dataset import split_examples
 from blockpilot.policy.nodes import fit_nodes
 from blockpilot.policy.training import Fit, new_network
+from blockpilot.storage import remove_folder
 from jobs.common.cluster import connect
 from jobs.common.config import absolute_in_submitted_job, main
+from jobs.common.lease import Lease
 from jobs.common.ray_train import report, saved_state, scaling_config, train
 from jobs.common.registry import Registry
 from jobs.training.config import TrainConfig
-from jobs.training.dataset import Dataset, read_dataset
+from jobs.training.dataset import Dataset, check_sweeps, read_dataset
 from jobs.training.record import TrainResult, log, save
 
 
@@ -33,16 +34,18 @@ def run(config: TrainConfig) -> TrainResult:
     absolute_in_submitted_job(config.output, "output")
     if config.relog:
         return log(config.output, Registry.open())
+    check_sweeps(config)
     storage = config.output.absolute() / "train"
-    data = read_dataset(config, storage / "examples")
-    registry = Registry.open()
-    connect(include_dashboard=True)
-    scaling = scaling_config(config.num_workers, config.accelerator_type, config.num_cpus)
-    work = functools.partial(_work, config, data)
-    state, _ = train(work, scaling, storage, run_name(config, data), config.max_failures)
-    save(config, data, state)
-    shutil.rmtree(storage)  # the same command trains anew from here on
-    return log(config.output, registry)
+    with Lease(config.output):
+        data = read_dataset(config, storage / "examples")
+        registry = Registry.open()
+        connect(include_dashboard=True)
+        scaling = scaling_config(config.num_workers, config.accelerator_type, config.num_cpus)
+        work = functools.partial(_work, config, data)
+        state, _ = train(work, scaling, storage, run_name(config, data), config.max_failures)
+        save(config, data, state)
+        remove_folder(storage)  # the same command trains anew from here on
+        return log(config.output, registry)
 
 
 def run_name(config: TrainConfig, data: Dataset) -> str:

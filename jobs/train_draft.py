@@ -18,7 +18,7 @@ import ray.train
 import ray.train.torch
 import torch
 from pydantic import Field
-from transformers import AutoConfig, AutoTokenizer, Qwen3Config
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, Qwen3Config
 from transformers.utils.logging import disable_progress_bar
 
 from blockpilot.draft_training.answers import answer_source, read_answers
@@ -40,7 +40,8 @@ from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.options import parse_options
 from blockpilot.models.decoder import check_family
 from blockpilot.models.target import Target
-from blockpilot.pairs.loading import check_fit, load_target, target_directory
+from blockpilot.pairs.checkpoints import find_target
+from blockpilot.pairs.loading import check_fit, load_target
 from blockpilot.prompts.files import Prompt
 from jobs import answers
 from jobs import measure_draft as measure_job
@@ -138,8 +139,7 @@ def run(config: TrainDraftConfig) -> TrainDraftResult:
 
 def check_draft_shape(config: TrainDraftConfig) -> None:
     """Raise ValueError where the target is of no known family, or lacks the mask token or the layers asked for."""
-    target = AutoConfig.from_pretrained(target_directory(config.target))
-    check_family(target)
+    target = target_config(config)
     mask_token_id(config)
     wrong = [i for i in config.target_layer_ids or () if not 0 <= i < target.num_hidden_layers]
     if wrong:
@@ -147,9 +147,18 @@ def check_draft_shape(config: TrainDraftConfig) -> None:
     fresh_draft(config)
 
 
+def target_config(config: TrainDraftConfig) -> PretrainedConfig:
+    """Configuration of the target's network; raises ValueError for one of no known family."""
+    directory = find_target(config.target).directory
+    check_family(PretrainedConfig.from_pretrained(directory))
+    found: PretrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    return found
+
+
 def mask_token_id(config: TrainDraftConfig) -> int:
     """Id of the mask token; raises ValueError where the vocabulary does not have it."""
-    vocabulary = AutoTokenizer.from_pretrained(target_directory(config.target)).get_vocab()
+    tokenizer = AutoTokenizer.from_pretrained(find_target(config.target).directory, trust_remote_code=False)
+    vocabulary = tokenizer.get_vocab()
     if config.mask_token not in vocabulary:
         raise ValueError(f"mask_token {config.mask_token!r}: not in the vocabulary of {config.target}")
     return int(vocabulary[config.mask_token])
@@ -183,7 +192,7 @@ def fresh_draft(config: TrainDraftConfig) -> DraftModel:
     if config.start in ("target", "random"):
         return draft
     start = load_draft(Path(config.start)).float()
-    check_fit(start, AutoConfig.from_pretrained(target_directory(config.target)))
+    check_fit(start, target_config(config))
     wanted, found = (_shape(config) for config in (draft.config, start.config))
     if wanted != found:
         raise ValueError(f"start {config.start}: a draft of {found}, the configuration asks for {wanted}")
@@ -199,7 +208,7 @@ def _shape(config: Qwen3Config) -> str:
 def draft_config(config: TrainDraftConfig) -> Qwen3Config:
     """Configuration of the draft's network."""
     return new_draft_config(
-        AutoConfig.from_pretrained(target_directory(config.target)),
+        target_config(config),
         num_layers=config.num_layers,
         block_size=config.block_size,
         mask_token_id=mask_token_id(config),
@@ -230,7 +239,7 @@ class FeatureWorker:
 def feature_target(config: TrainDraftConfig) -> tuple[Target, str]:
     """The target in bf16 with the layers that the draft reads, and its revision."""
     disable_progress_bar()
-    model, _, revision = load_target(target_directory(config.target), torch.bfloat16)
+    model, _, revision = load_target(config.target, torch.bfloat16)
     model.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
     return Target(model, parse_options(draft_config(config)).target_layer_ids), revision
 
@@ -319,7 +328,7 @@ def corpus_of(config: TrainDraftConfig, shards: Sequence[FeatureShard]) -> Corpu
 def block_loss(config: TrainDraftConfig, text: Sequence[int]) -> BlockLoss:
     """The untrained draft with its loss; `text` (token ids) is an example of its data."""
     disable_progress_bar()
-    model, _, _ = load_target(target_directory(config.target), torch.bfloat16)
+    model, _, _ = load_target(config.target, torch.bfloat16)
     modules = model.get_input_embeddings(), model.get_output_embeddings()
     dtype = torch.bfloat16 if config.fit.autocast else torch.float32
     embedding, head = (cast(torch.Tensor, module.weight).detach().to(dtype) for module in modules)

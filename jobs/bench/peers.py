@@ -29,7 +29,7 @@ from transformers import AutoTokenizer
 
 from blockpilot.device import device_name
 from blockpilot.evaluation.tables import markdown
-from blockpilot.pairs.loading import draft_directory, target_directory
+from blockpilot.pairs.checkpoints import find_draft, find_target
 from blockpilot.prompts.files import load_prompts
 from blockpilot.storage import write_text
 from jobs.common.config import Config, PairConfig, main, pick_dtype
@@ -96,7 +96,7 @@ def peers(config: PeersConfig) -> list[Peer]:
     target, draft = config.pair.models
     shared = {"dtype": pick_dtype(config.pair.dtype, "cpu"), "threads": config.threads}
     shared |= {"num_drafted": 0, "bought": False}
-    shared |= {"target": target_directory(target), "draft": str(draft_directory(draft))}
+    shared |= {"target": str(find_target(target).directory), "draft": str(find_draft(draft).directory)}
     own = Path(sys.executable)
     plain, fixed = {"plain": {"num_drafted": 0}}, {_size_name(n): {"num_drafted": n - 1} for n in config.block_sizes}
     kinds = [("blockpilot", own, fixed | {"trees": {"bought": True}}), ("transformers", own, plain)]
@@ -176,7 +176,7 @@ class Worker:
 def measure(config: PeersConfig) -> dict[int, dict[str, list[DecodedBatch]]]:
     """Batches by number of requests and name of the peer, in the same order for all."""
     found: dict[int, dict[str, list[DecodedBatch]]] = defaultdict(lambda: defaultdict(list))
-    tokenizer = AutoTokenizer.from_pretrained(target_directory(config.pair.models[0]))
+    tokenizer = AutoTokenizer.from_pretrained(find_target(config.pair.models[0]).directory)
     prompts = [list(prompt.encode(tokenizer)) for prompt in load_prompts(config.prompts)]
     config.output.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:

@@ -15,8 +15,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from transformers.utils.logging import disable_progress_bar
 
 from blockpilot.device import BFLOAT16_INSTRUCTIONS
+from blockpilot.pairs.checkpoints import known_revision
 from blockpilot.pairs.loading import Pair, load_pair
-from blockpilot.pairs.table import NAMED_PAIRS, check_pair_names
+from blockpilot.pairs.table import NAMED_PAIRS, check_pair_names, split_revision
 from blockpilot.storage import is_uri
 from blockpilot.types import PairId
 
@@ -72,9 +73,13 @@ class PairConfig(Config):
         name, target, draft = self.names()
         return NAMED_PAIRS[name] if name is not None else (str(target), str(draft))
 
+    def known_revisions(self) -> list[str | None]:
+        """Of target and draft, as far as this machine can tell without a download."""
+        return [known_revision(what, name) for what, name in zip(("target", "draft"), self.models, strict=True)]
+
     def check_made_for(self, what: str, made_for: PairId) -> None:
         """Raise ValueError, naming both, unless `what` was made for models of these names."""
-        target, draft = self.models
+        target, draft = (split_revision(name)[0] for name in self.models)
         if (made_for.target, made_for.draft) != (target, draft):
             raise ValueError(
                 f"{what}: made for target {made_for.target} with draft {made_for.draft}; "

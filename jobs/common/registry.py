@@ -236,6 +236,11 @@ class Registry:
         found = self._client.search_model_versions(f"name = '{name}'")
         return sorted(map(_version, found), key=lambda version: version.number)
 
+    def has_model(self, name: str) -> bool:
+        """Whether a model of this name is registered."""
+        with _clear_errors(f"MLflow store {self.uri}"):
+            return bool(self._client.search_registered_models(f"name = '{name}'", max_results=1))
+
     def newest(self, name: str) -> Version:
         """The last version; ValueError when there is no such model, or no version of it."""
         if versions := self.versions(name):

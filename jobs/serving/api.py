@@ -37,8 +37,8 @@ T = TypeVar("T")
 class Model(Protocol):
     """A model as the API serves it under a name."""
 
-    def answer(self, body: Body) -> Objects:
-        """The objects of the response; leaving early frees its rows."""
+    def answer(self, body: Body, client: str) -> Objects:
+        """The objects of the response; leaving early frees its rows. `client` asks, "" where all are one."""
 
     async def status(self) -> dict[str, Any]:
         """The model's entry in /health: a `status`, "ok" or what is wrong, and more; raises ApiError."""
@@ -84,17 +84,28 @@ class ApiKeys:
 
     def admit(self, http: HttpRequest) -> bool:
         """True if a request brings an accepted key, or none is needed; compares in constant time."""
-        scheme, _, key = http.headers.get("authorization", "").partition(" ")
-        given = hashlib.sha256(key.strip().encode()).digest()
+        given = hashlib.sha256(_key(http).encode()).digest()
         known = any(hmac.compare_digest(given, digest) for digest in self.digests)
-        return not self.digests or (known and scheme.lower() == "bearer")
+        return not self.digests or known
+
+    def client(self, http: HttpRequest) -> str:
+        """Name of who brings an accepted key; "" where there are not several."""
+        if len(self.digests) < 2:
+            return ""
+        return hashlib.sha256(_key(http).encode()).hexdigest()[:12]
 
     def check(self, http: HttpRequest) -> None:
         """Raise ApiError 401 for a request that is not admitted."""
         if not self.admit(http):
-            key = http.headers.get("authorization", "").partition(" ")[2]
-            message = "unknown API key" if key else "an API key is needed: 'Authorization: Bearer KEY'"
+            given = http.headers.get("authorization", "").partition(" ")[2]
+            message = "unknown API key" if given else "an API key is needed: 'Authorization: Bearer KEY'"
             raise ApiError(401, message, code="invalid_api_key")
+
+
+def _key(http: HttpRequest) -> str:
+    """The key that a request brings; "" for none."""
+    scheme, _, key = http.headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
 
 
 # --- answering ---
@@ -106,6 +117,7 @@ class Api:
 
     models: Mapping[str, Model]
     aliases: Mapping[str, str]
+    keys: ApiKeys
     limits: Limits
     on_exchange: Callable[[Exchange], None]
     draining: bool = False
@@ -146,7 +158,7 @@ class Api:
             watch.model, model = self.find(body.model)
             if body.timeout_s is not None and body.timeout_s < self.limits.timeout_s:
                 watch.deadline = Deadline(body.timeout_s)
-            objects = model.answer(body)
+            objects = model.answer(body, self.keys.client(http))
             work = _next(objects) if body.stream else _whole(objects)
             first = await _unless_gone(http, watch.deadline.bound(work))  # fails with a status of its own
         except ApiError as error:
@@ -309,7 +321,7 @@ def make_app(
 
     hosts: names in the Host header that are answered; others 400, such as those of a page that rebinds its name.
     """
-    api = Api(models, aliases or {}, limits, on_exchange)
+    api = Api(models, aliases or {}, keys, limits, on_exchange)
     on_errors: dict[int | type[Exception], Any] = dict.fromkeys((ApiError, HTTPException, Exception), _answer_error)
     app = FastAPI(title="BlockPilot", openapi_url=None, redirect_slashes=False, exception_handlers=on_errors)
     app.state.api = api

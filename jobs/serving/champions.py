@@ -1,11 +1,12 @@
 """Watch of a registry's champion: a thread polls the registry and puts every new champion to use.
 
 An error changes nothing: the policy in use stays when the registry does not answer, when files cannot be read, when
-the champion is made for other models, and when it fails as it is tried. A copy of every champion stays on disk, so
-that a replica can start while the registry is away.
+the champion is made for other models, and when it fails as it is tried. A copy of every champion in use stays on
+disk, so that a replica can start while the registry is away; one that is refused is copied anew by the next look.
 """
 
 import logging
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,7 @@ class ChampionWatch:
         self._store, self._folder, self._every_s, self._use = store, folder, every_s, use
         self._registry: Registry | None = None
         self._leave = threading.Event()
+        self._using = threading.Lock()  # held while a champion is put to use
         self.look()
 
     def follow(self) -> None:
@@ -36,8 +38,9 @@ class ChampionWatch:
         threading.Thread(target=self._run, name="champion", daemon=True).start()
 
     def stop(self) -> None:
-        """Stop looking."""
-        self._leave.set()
+        """Stop looking: no champion is put to use after this, not by a look that has begun either."""
+        with self._using:
+            self._leave.set()
 
     def _run(self) -> None:
         while not self._leave.wait(self._every_s):
@@ -49,15 +52,25 @@ class ChampionWatch:
             self._registry = self._registry or Registry.open(self._store)
             version = self._registry.champion(self.name)
             if version.number != self.number:
-                self._use(copy_of(self._registry, version, self._folder), version.number)
-                self.number = version.number
-                log.info("new champion", extra={"policy": version.name, "version": version.number})
+                self._put_to_use(version, copy_of(self._registry, version, self._folder))
             self.error = ""
         except Exception as error:  # whatever it is, the thread goes on
             self._registry = None
             if (message := without_password(str(error))) != self.error:
                 log.warning("the policy stays as it is: %s", message)
             self.error = message
+
+    def _put_to_use(self, version: Version, copy: Path) -> None:
+        with self._using:
+            if self._leave.is_set():
+                return
+            try:
+                self._use(copy, version.number)
+            except Exception:
+                shutil.rmtree(copy, ignore_errors=True)  # it may be damaged
+                raise
+            self.number = version.number
+        log.info("new champion", extra={"policy": version.name, "version": version.number})
 
     def use_last_copy(self) -> bool:
         """Put the latest copied champion to use, without the registry; False if none can be used."""

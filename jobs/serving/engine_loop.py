@@ -1,7 +1,8 @@
 """Engine loop: one engine on a thread of its own, shared by any number of asynchronous requests.
 
 Only that thread touches the engine. Event loops queue work for it (add, cancel, swap the policy), which it does
-between two steps, and receive the steps of a request through an asyncio queue.
+between two steps, and receive the steps of a request through an asyncio queue. Requests wait for a slot here, and
+clients get slots in turn.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ from blockpilot.control.live import LiveController
 from blockpilot.control.price import StepPrice
 from blockpilot.engine.engine import Engine
 from blockpilot.types import Policy, Request, Step
+from jobs.serving.fair_queue import FairQueue, has_room
 from jobs.serving.schema import ApiError
 
 MAX_FAILURES = 3  # steps in a row that raise; after them the loop is unhealthy
@@ -39,21 +41,16 @@ class EngineLoop:
     `on_step` is called with the results and the seconds of every step, on the engine's thread.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        *,
-        max_queue: int = 64,
-        on_step: Callable[[Sequence[Step], float], None] = lambda steps, seconds: None,
-    ) -> None:
+    def __init__(self, engine: Engine, *, max_queue: int = 64) -> None:
         if max_queue < 0:
             raise ValueError(f"max_queue {max_queue}: must be at least 0")
         self.engine = engine
         self.capacity = engine.num_slots + max_queue
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._open: set[Stream] = set()  # the event loops' view
-        self._in_engine: dict[int, Stream] = {}  # by request id; the thread's view
-        self._on_step = on_step
+        self._waiting: FairQueue[Stream] = FairQueue()  # the thread's view, as are the next ones
+        self._in_engine: dict[int, Stream] = {}  # by request id
+        self.on_step: Callable[[Sequence[Step], float], None] = lambda steps, seconds: None
         self._num_failures = 0
         self._step_began: float | None = None
         self._closed = False
@@ -76,18 +73,21 @@ class EngineLoop:
         began = self._step_began
         return began is not None and time.perf_counter() - began > STALL_S
 
-    def submit_all(self, requests: Sequence[Request]) -> list["Stream"]:
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a slot."""
+        return len(self._waiting) + self.engine.num_waiting
+
+    def submit_all(self, requests: Sequence[Request], client: str = "") -> list["Stream"]:
         """Queue all of them, or none; called on the event loop that reads their steps.
 
-        Raises ValueError for a request that the engine cannot serve, ApiError 429 where there is no place, 503 at the
-        end.
+        client: who asks, where there are several. Raises ValueError for a request that the engine cannot serve,
+        ApiError 429 where there is no place, or none for this client, 503 at the end.
         """
         for request in requests:
             self.engine.check(request)
-        if len(self._open) + len(requests) > self.capacity:
-            message = f"{len(self._open)} requests are in flight; at most {self.capacity} are accepted; try again"
-            raise ApiError(429, message, code="queue_full")
-        streams = [Stream(self, request) for request in requests]
+        self._check_room(len(requests), client)
+        streams = [Stream(self, request, client) for request in requests]
         self._open.update(streams)
         if self._closed:
             self._open.difference_update(streams)
@@ -95,6 +95,13 @@ class EngineLoop:
         for stream in streams:
             self._work.put(partial(self._add, stream))
         return streams
+
+    def _check_room(self, num_asked: int, client: str) -> None:
+        num_open, num_held = len(self._open), sum(stream.client == client for stream in self._open)
+        if not has_room(num_held, num_asked, self.capacity - num_open, alone=not client):
+            share = f", {num_held} of them yours" if client else ""
+            message = f"{num_open} requests are in flight{share}; at most {self.capacity} are accepted; try again"
+            raise ApiError(429, message, code="queue_full")
 
     def set_policy(self, policy: Policy, price: StepPrice | None = None) -> None:
         """Use `policy` for requests that are prefilled from the next step on, and `price` from that step on.
@@ -128,6 +135,7 @@ class EngineLoop:
                 self._work.get()()
             while not self._work.empty():
                 self._work.get()()
+            self._fill()
             self._step_began = started = time.perf_counter()
             steps = self.engine.step()
             seconds = time.perf_counter() - started
@@ -146,7 +154,7 @@ class EngineLoop:
         for step in steps:
             self._deliver(step)
         if steps:
-            self._on_step(steps, seconds)
+            self.on_step(steps, seconds)
 
     def _fail(self, request_id: int, error: Exception) -> None:
         """End the one request that an exception in a step belongs to."""
@@ -156,9 +164,15 @@ class EngineLoop:
             stream._put(_lost(error))
 
     def _add(self, stream: "Stream") -> None:
-        if not stream.closed:
-            stream._request_id = self.engine.add(stream.request)
-            self._in_engine[stream._request_id] = stream
+        self._waiting.put(stream.client, stream)
+
+    def _fill(self) -> None:
+        """Hand as many waiting requests to the engine as it has slots."""
+        while self._waiting and self.engine.num_active + self.engine.num_waiting < self.engine.num_slots:
+            stream = self._waiting.take()
+            if not stream.closed:
+                stream._request_id = self.engine.add(stream.request)
+                self._in_engine[stream._request_id] = stream
 
     def _cancel(self, stream: "Stream") -> None:
         if stream._request_id in self._in_engine:
@@ -181,8 +195,8 @@ class Stream:
     Iterating raises ApiError 500 if the engine fails, and 503 if the loop is closed first.
     """
 
-    def __init__(self, owner: EngineLoop, request: Request) -> None:
-        self.request = request
+    def __init__(self, owner: EngineLoop, request: Request, client: str) -> None:
+        self.request, self.client = request, client
         self._owner = owner
         self.closed = False  # finished, failed or cancelled
         self._event_loop = asyncio.get_running_loop()

@@ -75,9 +75,9 @@ class RemoteModel:
             raise status
         return status
 
-    def answer(self, body: Body) -> Objects:
+    def answer(self, body: Body, client: str) -> Objects:
         """The objects of the response, from a replica."""
-        return self._objects("answer", body)
+        return self._objects("answer", body, client)
 
     async def _objects(self, method: str, *arguments: object) -> Objects:
         """What a replica gives; all from another one, once, if it is lost before it gave anything."""

@@ -13,8 +13,8 @@ from ray.serve.metrics import Counter, Gauge, Histogram
 from jobs.serving.api import Exchange
 
 if TYPE_CHECKING:  # the gateway needs no torch
-    from blockpilot.engine.engine import Engine
     from blockpilot.types import Step
+    from jobs.serving.engine_loop import EngineLoop
     from jobs.serving.replies import Answered
 
 STEP_S = [0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0]
@@ -44,14 +44,14 @@ class ReplicaMetrics:
     `policy` gives the version of the champion in use, 0 for none, and whether the registry's could not be used.
     """
 
-    def __init__(self, engine: "Engine", policy: Callable[[], tuple[int, bool]]) -> None:
+    def __init__(self, loop: "EngineLoop", policy: Callable[[], tuple[int, bool]]) -> None:
         def of_model(metric: M) -> M:
-            metric.set_default_tags({"model": engine.pair.id.target})
+            metric.set_default_tags({"model": loop.engine.pair.id.target})
             return metric
 
         own: Any = ("model",)
         by_size, by_outcome = cast(Any, ("model", "block_size", "layout")), cast(Any, ("model", "outcome"))
-        self._engine, self._policy = engine, policy
+        self._loop, self._policy = loop, policy
         self._active = of_model(Gauge("blockpilot_active_rows", "Requests that hold a slot.", own))
         self._waiting = of_model(Gauge("blockpilot_waiting_requests", "Requests that wait for a slot.", own))
         self._slots = of_model(Gauge("blockpilot_slots", "Requests that can be decoded together.", own))
@@ -94,12 +94,13 @@ class ReplicaMetrics:
         """Set them again and again: Ray exports a gauge once for each time that it is set."""
         while True:
             version, kept = self._policy()
-            self._active.set(self._engine.num_active)
-            self._waiting.set(self._engine.num_waiting)
-            self._slots.set(self._engine.num_slots)
+            engine = self._loop.engine
+            self._active.set(engine.num_active)
+            self._waiting.set(self._loop.num_waiting)
+            self._slots.set(engine.num_slots)
             self._version.set(version)
             self._kept.set(int(kept))
-            self._backed_off.set(int(not self._engine.controller.speculates))
+            self._backed_off.set(int(not engine.controller.speculates))
             if self._leave.wait(GAUGES_EVERY_S):
                 return
 

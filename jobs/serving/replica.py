@@ -77,8 +77,9 @@ class Replica:
         sizes = {"num_slots": num_slots, "max_length": length, "cache_bytes": engine.cache_bytes}
         log.info("engine", extra={"model": self.pair.id.target, **sizes})
         self.watch: ChampionWatch | None = None
-        self._metrics = ReplicaMetrics(engine, self._champion_in_use)
-        self.loop = EngineLoop(engine, max_queue=max_queue, on_step=self._metrics.on_step)
+        self.loop = EngineLoop(engine, max_queue=max_queue)
+        self._metrics = ReplicaMetrics(self.loop, self._champion_in_use)
+        self.loop.on_step = self._metrics.on_step
         self._max_new_tokens, self._logs_prompts = max_new_tokens, logs_prompts
         self._stream_interval_s = stream_interval_s
         self._price: StepPrice | None = None  # of this device
@@ -93,13 +94,15 @@ class Replica:
 
     # --- requests ---
 
-    async def answer(self, body: Body) -> Objects:
+    async def answer(self, body: Body, client: str = "") -> Objects:
         """The objects of the response: one, or the chunks of a stream; leaving early frees its rows.
+
+        client: who asks, where there are several; they get rows in turn.
 
         An ApiError, the last one, says why there are no more. Serve takes what a replica raises for a broken replica.
         """
         try:
-            reply = Reply(body, await self._submit(body), self.pair, self._stream_interval_s)
+            reply = Reply(body, await self._submit(body, client), self.pair, self._stream_interval_s)
             with self._recorded(reply):
                 async with aclosing(reply.chunks()) as chunks:
                     async for chunk in chunks:
@@ -137,11 +140,11 @@ class Replica:
         if not self.loop.healthy:
             raise RuntimeError("the engine is broken")
 
-    async def _submit(self, body: Body) -> list[Stream]:
+    async def _submit(self, body: Body, client: str) -> list[Stream]:
         """Start decoding; of `n` choices, number i has the seed plus i. Raises ApiError 400, or as `submit_all`."""
         try:
             request = await asyncio.to_thread(self._request, body)  # a long prompt is not tokenized at once
-            return self.loop.submit_all([_choice_request(request, number) for number in range(body.n)])
+            return self.loop.submit_all([_choice_request(request, number) for number in range(body.n)], client)
         except ValueError as error:
             param = "block_size" if str(error).startswith("block_size") else body.prompt_field
             raise ApiError(400, str(error), param) from None

@@ -49,7 +49,7 @@ def digest(ids: Iterable[str]) -> str:
 
 
 class SweepFolder:
-    """What a sweep has written so far. One process writes at a time."""
+    """What a sweep has written so far. One process writes at a time, the holder of the directory's lease."""
 
     def __init__(self, place: Place, identity: dict[str, Any]) -> None:
         self.place, self.rows, self.identity = str(place), join(str(place), ROWS_FOLDER), identity
@@ -58,9 +58,9 @@ class SweepFolder:
     def open(self, shards: Sequence[SweepShard], prompts: Sequence[Prompt]) -> None:
         """Make the directory ready for these shards, whose prompts follow one another; removes what a kill left.
 
-        Raises ValueError, naming the difference, for a directory that holds rows of another sweep.
+        Raises ValueError as `check` does.
         """
-        self._check(shards)
+        self.check(shards)
         remove_unfinished(self.place)
         write_text(join(self.place, CONFIG_FILE), json.dumps(self.identity, indent=2) + "\n")
         left = iter(prompts)
@@ -78,7 +78,10 @@ class SweepFolder:
         return [Prompt.from_json(lines[i]) for i in places]
 
     def read(self, shard: SweepShard) -> list[SweepRow]:
-        """Rows of a shard's part; none if it is missing or damaged, for then it is decoded again."""
+        """Rows of a shard's part; none if it is missing or damaged, for then it is decoded again.
+
+        Raises ValueError for a part of another pair or precision than the others.
+        """
         part = join(self.rows, shard.part)
         if not is_file(part):
             return []
@@ -87,17 +90,21 @@ class SweepFolder:
         except ValueError as error:
             print(f"sweep: decoding again what was in {error}")
             return []
-        self.metadata = self.metadata or sweep.metadata
+        self.take(sweep.metadata)
         return [row for row in sweep.rows if row.prompt_id in shard.ids]
+
+    def take(self, metadata: Metadata) -> None:
+        """Let rows of this pair and precision in; raises ValueError where those there are of another one."""
+        self.metadata = self.metadata or metadata
+        if found := mismatch(self.metadata, metadata):
+            raise ValueError(f"output {self.place}: its rows are of another pair or precision ({found})")
 
     def write(self, shard: SweepShard, rows: Sequence[SweepRow], metadata: Metadata) -> None:
         """Write the part of a shard anew: the rows it had and the new ones, in the order of the prompts."""
         if not rows:
             return
         by_id = {row.prompt_id: row for row in (*self.read(shard), *rows)}
-        self.metadata = self.metadata or metadata
-        if found := mismatch(self.metadata, metadata):
-            raise ValueError(f"output {self.place}: its rows are of another pair or precision ({found})")
+        self.take(metadata)
         ordered = [by_id[key] for key in shard.ids if key in by_id]
         write_rows(join(self.rows, shard.part), ordered, metadata)
 
@@ -112,7 +119,8 @@ class SweepFolder:
     def _prompts_file(self, shard: SweepShard) -> str:
         return join(self.place, PROMPTS_FOLDER, f"{Path(shard.part).stem}.jsonl")
 
-    def _check(self, shards: Sequence[SweepShard]) -> None:
+    def check(self, shards: Sequence[SweepShard]) -> None:
+        """Raise ValueError, naming the difference, for a directory that holds rows of another sweep."""
         found = set(file_names(self.rows, ".parquet"))
         if not found:
             return

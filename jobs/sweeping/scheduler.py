@@ -80,6 +80,7 @@ class Scheduler:
             elif self.metadata and (found := mismatch(self.metadata, result)):
                 raise ValueError(f"workers loaded different pairs ({found}): give both a fixed revision and dtype")
             else:
+                self._folder.take(result)  # before anything is decoded that could not be written
                 self.metadata, self._num_failed_loads = result, 0
         self._assign(worker)
 

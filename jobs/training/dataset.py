@@ -37,11 +37,15 @@ class Dataset(NamedTuple):
     """Over all rows, by temperature and block size."""
 
 
-def read_dataset(config: TrainConfig, folder: Path) -> Dataset:
-    """Read and check sweeps part by part and write their examples. Raises ValueError where nothing can be learned."""
+def check_sweeps(config: TrainConfig) -> None:
+    """Raise ValueError for a sweep that is not there."""
     for place in config.sweep:
         if not (is_file(place) or is_folder(place)):
             raise ValueError(f"sweep {place}: no such file or directory")
+
+
+def read_dataset(config: TrainConfig, folder: Path) -> Dataset:
+    """Read and check sweeps part by part and write their examples. Raises ValueError where nothing can be learned."""
     metadata = next(read_parts(config.sweep[0])).metadata
     if len(metadata.candidates) < 2:
         raise ValueError(f"sweep {config.sweep[0]}: one candidate {metadata.candidates}; at least 2 are needed")

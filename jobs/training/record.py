@@ -6,6 +6,7 @@ Everything is on disk before MLflow is told, so a lost store costs nothing: `log
 import dataclasses
 import json
 import math
+import uuid
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,16 +15,17 @@ from blockpilot.policy.dataset import split_examples
 from blockpilot.policy.learned import LearnedPolicy, PolicyInfo
 from blockpilot.policy.nodes import NodeModel, node_losses
 from blockpilot.policy.offline import LookupReport, lookup_report
-from blockpilot.policy.store import FIRST_LAYER, FORMAT, load_policy, save_policy
+from blockpilot.policy.store import FIRST_LAYER, FORMAT, INFO_FILE, load_policy, remove_policy, save_policy
 from blockpilot.policy.training import fitted_network, new_network, shrink
-from blockpilot.storage import write_text
+from blockpilot.storage import remove_folder, write_text
 from blockpilot.sweep.rows import MIN_PROB
 from jobs.common.learned_from import LearnedFrom
-from jobs.common.registry import Registry, Version, kept_for_later
+from jobs.common.registry import Registry, Version, kept_for_later, model_name
 from jobs.training.config import TrainConfig
 from jobs.training.dataset import Dataset
 
 TRAINING_FILE = "training.json"
+TRAINING_TAG = "training"  # of a version: the id of the training that it was registered for
 
 
 class TrainResult(NamedTuple):
@@ -37,7 +39,11 @@ class TrainResult(NamedTuple):
 
 
 def save(config: TrainConfig, data: Dataset, state: dict[str, Any]) -> None:
-    """Write the policy of the best epoch, its look-ups on the held-back rows, and all that MLflow is to know."""
+    """Write the policy of the best epoch, its look-ups on the held-back rows, and all that MLflow is to know.
+
+    All is written aside first, and `policy.json` takes its place last: a full disk leaves what was there, a kill no
+    policy at worst, never one beside what another has learned from.
+    """
     settings, task = config.fit, data.task
     training, validation = split_examples(data.folder, config.validation, settings.seed)
     network = new_network(training, data.metadata.vocab_size, settings)
@@ -59,11 +65,10 @@ def save(config: TrainConfig, data: Dataset, state: dict[str, Any]) -> None:
     }
     info = PolicyInfo(data.metadata.pair, data.candidates, config.objective, network.shape, MIN_PROB, provenance)
     nodes = fitted_nodes(state)
-    save_policy(LearnedPolicy(info, network, data.price, nodes), config.output)
-    LearnedFrom(frozenset(data.rows.prompts), data.taus).write(config.output)
     labels = Counter(task.labels(training.taus).tolist())
     params = config.model_dump(mode="json", exclude={"fit"}) | dataclasses.asdict(settings)
     content = {
+        "id": uuid.uuid4().hex,
         "params": params | {"sweep_id": data.id},
         "tags": _tags(info, data, found),
         "report": {name: value if value == value else None for name, value in found._asdict().items()},
@@ -74,7 +79,15 @@ def save(config: TrainConfig, data: Dataset, state: dict[str, Any]) -> None:
         "node_losses": None if nodes is None else node_losses(nodes, validation.outcomes),
         "balance": {size: labels[i] for i, size in enumerate(data.candidates)},
     }
-    write_text(config.output / TRAINING_FILE, json.dumps(content) + "\n")
+    aside = config.output / ".new"
+    remove_folder(aside)
+    LearnedFrom(frozenset(data.rows.prompts), data.taus).write(aside)
+    write_text(aside / TRAINING_FILE, json.dumps(content) + "\n")
+    save_policy(LearnedPolicy(info, network, data.price, nodes), aside)
+    remove_policy(config.output)
+    for file in sorted(aside.iterdir(), key=lambda file: file.name == INFO_FILE):
+        file.replace(config.output / file.name)
+    aside.rmdir()
 
 
 def fitted_nodes(state: dict[str, Any]) -> NodeModel | None:
@@ -94,15 +107,38 @@ def _tags(info: PolicyInfo, data: Dataset, found: LookupReport) -> dict[str, obj
 
 
 def log(output: Path, registry: Registry) -> TrainResult:
-    """Tell MLflow of the training that `output` holds, and register its policy."""
+    """Tell MLflow of the training that `output` holds, and register its policy, once however often this is asked."""
     if not (output / TRAINING_FILE).exists():
         raise ValueError(f"output {output}: no {TRAINING_FILE}, nothing to log")
     found = json.loads((output / TRAINING_FILE).read_text(encoding="utf-8"))
-    params = found["params"]
     known: dict[str, Any] = {name: math.nan if value is None else value for name, value in found["report"].items()}
     lookup = LookupReport(**known)
-    version = None
-    with kept_for_later(registry.uri, output), registry.log_run("train") as record:
+    with kept_for_later(registry.uri, output):
+        version = _registered(registry, output, found.get("id"))
+        if version is not None:
+            run_id = str(version.run_id)
+        else:
+            run_id, version = _log_anew(output, registry, found, lookup)
+    result = TrainResult(output, version, lookup, found["num_epochs"], run_id)
+    print(describe(result, found))
+    return result
+
+
+def _registered(registry: Registry, output: Path, training: str | None) -> Version | None:
+    """The version that a training was registered as, if it was; trainings had no id before 2026-11-27."""
+    if training is None:
+        return None
+    name = model_name(load_policy(output).info.pair.target)
+    versions = registry.versions(name) if registry.has_model(name) else []
+    return next((version for version in versions if version.tags.get(TRAINING_TAG) == training), None)
+
+
+def _log_anew(
+    output: Path, registry: Registry, found: dict[str, Any], lookup: LookupReport
+) -> tuple[str, Version | None]:
+    """Record a run, with all that `found` holds, and register its policy where that is wanted."""
+    params, version = found["params"], None
+    with registry.log_run("train") as record:
         record.log_params(params)
         record.log_tags({"sweep_id": params["sweep_id"]})
         for epoch, metrics in enumerate(found["history"], start=1):
@@ -111,11 +147,9 @@ def log(output: Path, registry: Registry) -> TrainResult:
         record.log_metrics({f"best_for_{size}": count for size, count in found["balance"].items()})
         record.log_artifact(output / TRAINING_FILE)
         if params["register_version"]:
-            target = load_policy(output).info.pair.target
-            version = registry.register_policy(output, target=target, run_id=record.id, tags=found["tags"])
-    result = TrainResult(output, version, lookup, found["num_epochs"], record.id)
-    print(describe(result, found))
-    return result
+            target, tags = load_policy(output).info.pair.target, found["tags"] | {TRAINING_TAG: found["id"]}
+            version = registry.register_policy(output, target=target, run_id=record.id, tags=tags)
+    return record.id, version
 
 
 def describe(result: TrainResult, found: dict[str, Any]) -> str:

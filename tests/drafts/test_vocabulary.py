@@ -14,7 +14,8 @@ from blockpilot.drafts.head import DraftHead
 from blockpilot.engine.drafting import draft_candidates
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.sampling import candidates
-from blockpilot.pairs.loading import Pair, directory_revision, load_pair
+from blockpilot.pairs.checkpoints import directory_revision
+from blockpilot.pairs.loading import Pair, load_pair
 from blockpilot.sweep.replay import Text, know, walk
 from blockpilot.types import Request, Sampling
 from helpers.engines import NEVER, PROMPT, plain_text, run, text_of

@@ -44,7 +44,7 @@ def client_of(replica: Replica, **settings: Any) -> Iterator[TestClient]:
         yield client
         loop = replica.loop
         assert loop.num_in_flight == 0
-        assert (loop.engine.num_active, loop.engine.num_waiting) == (0, 0)
+        assert (loop.engine.num_active, loop.num_waiting) == (0, 0)
 
 
 @contextmanager
@@ -93,15 +93,17 @@ def check_error(answer: JsonObject, *param: str | None) -> JsonObject:
 class HttpCall:
     """One HTTP request to an ASGI app, whose client may vanish."""
 
-    def __init__(self, app: FastAPI, path: str, body: JsonObject | None, method: str = "POST") -> None:
+    def __init__(self, app: FastAPI, path: str, body: JsonObject | None, method: str = "POST", key: str = "") -> None:
         self.status, self.text, self.changed = 0, "", asyncio.Event()
         self._inbox: asyncio.Queue[JsonObject] = asyncio.Queue()
         if body is not None:  # else it never arrives
             self._inbox.put_nowait({"type": "http.request", "body": json.dumps(body).encode()})
+        headers = [(b"content-type", b"application/json")]
+        headers += [(b"authorization", f"Bearer {key}".encode())] if key else []
         scope = {
             "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1",
             "method": method, "scheme": "http", "path": path, "raw_path": path.encode(), "query_string": b"",
-            "root_path": "", "headers": [(b"content-type", b"application/json")], "client": None, "server": None,
+            "root_path": "", "headers": headers, "client": None, "server": None,
         }  # fmt: skip
         self.task = asyncio.create_task(app(scope, self._inbox.get, self._send))
 

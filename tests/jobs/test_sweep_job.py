@@ -19,6 +19,7 @@ import httpx
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from safetensors.torch import load_file, save_file
 
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt
@@ -26,8 +27,10 @@ from blockpilot.sweep.rows import Metadata, SweepRow, read_file, write_rows
 from blockpilot.sweep.sweep import sweep_prompts
 from helpers.processes import Job, descendants
 from helpers.sweeps import read_sweep
+from jobs.common import lease
 from jobs.common.config import ConfigError, PairConfig, main
-from jobs.sweep import SweepConfig, _open, run
+from jobs.common.lease import Lease
+from jobs.sweep import SweepConfig, _cut, _identity, run
 from jobs.sweeping.folder import SweepFolder, SweepShard
 
 ROOT = Path(__file__).parents[2]
@@ -78,8 +81,16 @@ def expected(
     """Part name -> rows, replayed here, shard by shard, with nobody being killed."""
     output = str(tmp_path_factory.mktemp("expected"))
     config = SweepConfig(prompts=(str(prompt_file),), prompts_per_shard=2, output=output, **SETTINGS)
-    shards, folder = _open(config)
+    shards, folder = open_sweep(config)
     return {s.part: sweep_prompts(tiny_pair, prompts(folder, s), CANDIDATES, **SETTINGS).rows for s in shards}
+
+
+def open_sweep(config: SweepConfig) -> tuple[list[SweepShard], SweepFolder]:
+    """Shards and directory of a sweep, ready to be written to."""
+    shards, asked = _cut(config)
+    folder = SweepFolder(config.output, _identity(config, shards))
+    folder.open(shards, asked)
+    return shards, folder
 
 
 def prompts(folder: SweepFolder, shard: SweepShard) -> list[Prompt]:
@@ -153,7 +164,7 @@ def test_the_output_may_be_a_uri(
     config: SweepConfig, tiny_pair: Pair, expected: dict[str, list[SweepRow]], tmp_path: Path
 ) -> None:
     config = config.model_copy(update={"output": f"file://{tmp_path}/by-uri"})
-    shards, folder = _open(config)
+    shards, folder = open_sweep(config)
     identity, size = folder.identity, tiny_pair.vocab_size
     metadata = Metadata(identity, tiny_pair.id, "float32", size, tiny_pair.block_size, [*CANDIDATES], {}, "")
     for shard in shards:
@@ -163,7 +174,7 @@ def test_the_output_may_be_a_uri(
     assert read_sweep(config.output).rows == read_sweep(tmp_path / "by-uri").rows
     assert left(config) == {shard.part: [TOO_LONG] for shard in shards if TOO_LONG in texts(folder, shard)}
     with pytest.raises(ValueError, match="nosuch://x"):
-        _open(config.model_copy(update={"output": "nosuch://x"}))
+        open_sweep(config.model_copy(update={"output": "nosuch://x"}))
 
 
 # Shards and the output directory
@@ -171,21 +182,21 @@ def test_the_output_may_be_a_uri(
 
 def test_shards_hold_every_prompt_once_in_order(config: SweepConfig, prompt_file: Path) -> None:
     twice = config.model_copy(update={"prompts": (str(prompt_file), "demo", str(prompt_file)), "num_prompts": 7})
-    shards, folder = _open(twice)
+    shards, folder = open_sweep(twice)
     found = [text for shard in shards for text in texts(folder, shard)]
     assert len(found) == len(set(found)) == 14
     assert [len(shard.prompts) for shard in shards] == [2] * 7
     assert [shard.part for shard in shards] == sorted({shard.part for shard in shards})
     assert [shard.number for shard in shards] == list(range(7))
-    assert _open(twice)[0] == shards
-    reseeded, other = _open(twice.model_copy(update={"seed": 4, "output": config.output + "4"}))
+    assert open_sweep(twice)[0] == shards
+    reseeded, other = open_sweep(twice.model_copy(update={"seed": 4, "output": config.output + "4"}))
     assert [texts(other, shard) for shard in reseeded] == [texts(folder, shard) for shard in shards]
     assert not {shard.part for shard in reseeded} & {shard.part for shard in shards}
 
 
 @pytest.fixture
 def opened(config: SweepConfig) -> tuple[list[SweepShard], SweepFolder]:
-    return _open(config)
+    return open_sweep(config)
 
 
 @pytest.fixture
@@ -196,7 +207,7 @@ def metadata(opened: tuple[list[SweepShard], SweepFolder], tiny_pair: Pair) -> M
 
 def left(config: SweepConfig) -> dict[str, list[str]]:
     """What the same command would still do: part name -> texts."""
-    shards, folder = _open(config)
+    shards, folder = open_sweep(config)
     found = {shard.part: [p.text for p in folder.prompts(shard, folder.left(shard))] for shard in shards}
     return {part: texts for part, texts in found.items() if texts}
 
@@ -244,8 +255,8 @@ def test_a_folder_of_another_sweep_is_refused(
     metadata: Metadata,
     expected: dict[str, list[SweepRow]],
 ) -> None:
-    _open(config.model_copy(update={"temperature": 0.5}))  # no rows are there yet: nothing to lose
-    shards, folder = _open(config)
+    open_sweep(config.model_copy(update={"temperature": 0.5}))  # no rows are there yet: nothing to lose
+    shards, folder = open_sweep(config)
     folder.write(shards[0], expected[shards[0].part], metadata)
     for field, value in {
         "temperature": 0.5,
@@ -259,7 +270,7 @@ def test_a_folder_of_another_sweep_is_refused(
         with pytest.raises(ValueError, match=rf"holds another sweep \(there and here: {field}"):
             run(other)
     elsewhere = config.model_copy(update={"slots": 3, "max_attempts": 7, "price_rows": 1})
-    assert _open(elsewhere)[1].identity == folder.identity
+    assert open_sweep(elsewhere)[1].identity == folder.identity
     assert not ray.is_initialized()
 
 
@@ -269,11 +280,55 @@ def test_a_changed_prompt_file_is_another_sweep(
     path = tmp_path / "questions.txt"
     path.write_text("one\ntwo\n")
     config = config.model_copy(update={"prompts": (str(path),)})
-    (shard,), folder = _open(config)
+    (shard,), folder = open_sweep(config)
     rows = sweep_prompts(tiny_pair, prompts(folder, shard), CANDIDATES, **SETTINGS).rows
     folder.write(shard, rows, dataclasses.replace(metadata, config=folder.identity))
     path.write_text("one\nthree\n")
     with pytest.raises(ValueError, match=r"holds another sweep \(there and here: prompts_digest"):
+        run(config)
+
+
+def test_a_retrained_draft_of_the_same_name_is_another_sweep(
+    config: SweepConfig,
+    tiny_pair_dirs: tuple[Path, Path],
+    metadata: Metadata,
+    expected: dict[str, list[SweepRow]],
+    tmp_path: Path,
+) -> None:
+    draft = tmp_path / "draft"
+    shutil.copytree(tiny_pair_dirs[1], draft)
+    config = config.model_copy(update={"pair": PairConfig(target=str(tiny_pair_dirs[0]), draft=str(draft))})
+    shards, folder = open_sweep(config)
+    for shard in shards:
+        folder.write(shard, expected[shard.part], metadata)
+    weights = load_file(draft / "model.safetensors")
+    save_file({name: weight * 1.5 for name, weight in weights.items()}, draft / "model.safetensors")
+    with pytest.raises(ValueError, match=r"holds another sweep \(there and here: revisions"):
+        run(config)
+
+
+def test_one_driver_writes_at_a_time(config: SweepConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "BEAT_S", 0.05)
+    monkeypatch.setattr(lease, "PATIENCE_S", 0.5)
+    me = f"process id {os.getpid()} on {socket.gethostname()}"
+    with Lease(config.output) as held:
+        with pytest.raises(ValueError, match=f"output {config.output}: the driver with {me} is writing there"):
+            run(config)
+        held.check()
+    assert not Path(config.output, "config.json").exists()
+
+
+def test_parts_of_two_pairs_are_refused(
+    config: SweepConfig,
+    opened: tuple[list[SweepShard], SweepFolder],
+    metadata: Metadata,
+    expected: dict[str, list[SweepRow]],
+) -> None:
+    (first, second, *_), folder = opened
+    folder.write(first, expected[first.part], metadata)
+    retrained = dataclasses.replace(metadata, pair=metadata.pair._replace(draft_revision="new"))
+    write_rows(f"{folder.rows}/{second.part}", expected[second.part], retrained)
+    with pytest.raises(ValueError, match=r"another pair or precision \(pair.draft_revision: '.*' and 'new'\)"):
         run(config)
 
 
@@ -404,7 +459,7 @@ def test_a_prompt_that_kills_its_workers_is_set_aside(
 ) -> None:
     (tmp_path / "poisoned.py").write_text(POISONED_JOB)
     log = finish(sweep_job(config, script=tmp_path / "poisoned.py"))
-    shards, folder = _open(config)
+    shards, folder = open_sweep(config)
     (poisoned,) = (shard for shard in shards if POISON in texts(folder, shard))
     assert f"trying {poisoned.part} again, its worker died" in log
     assert f"looking for what fails in {poisoned.part}, its worker died" in log

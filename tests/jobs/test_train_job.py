@@ -1,6 +1,8 @@
 """The train job: bad sweeps are refused before Ray starts; no kill and no lost store changes or loses the policy."""
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -27,6 +29,7 @@ from jobs.common.registry import Registry
 from jobs.train import run, run_name
 from jobs.training.config import TrainConfig
 from jobs.training.dataset import Dataset, read_dataset
+from jobs.training.record import save
 
 ROOT = Path(__file__).parents[2]
 WITH_PLAIN = (1, *CANDIDATES)
@@ -485,6 +488,9 @@ def test_neither_a_full_disk_nor_a_lost_store_costs_a_policy(start: Start, tmp_p
     assert code == 0, said
     assert "policy in policy, registered as blockpilot-target-1b version 1" in said
     assert (tmp_path / "policy" / "training.json").read_bytes() == written
+    code, said = run_job(tmp_path, "--relog", "--output", "policy")  # told again, registered once
+    assert code == 0, said
+    assert "registered as blockpilot-target-1b version 1" in said
     found = json.loads(written)
     best = min(range(len(found["history"])), key=lambda i: found["history"][i]["validation_loss"]) + 1
     assert policy.info.training["best_epoch"] == best
@@ -499,6 +505,47 @@ def test_neither_a_full_disk_nor_a_lost_store_costs_a_policy(start: Start, tmp_p
     losses = registry._client.get_metric_history(version.run_id, "validation_loss")
     assert [point.value for point in losses] == [epoch["validation_loss"] for epoch in found["history"]]
     assert {item.path for item in registry._client.list_artifacts(version.run_id)} == {"training.json"}
+
+
+def saved_training(folder: Path, num_rows: int, seed: int) -> Callable[[], None]:
+    """What saves a training of synthetic rows, each time it is called."""
+    sweep = folder / f"sweep-{seed}"
+    write_sweep(sweep, synthetic_rows(num_rows, seed))
+    settings = FitSettings("prompt", hidden=8, epochs=1, batch_size=16)
+    config = TrainConfig(sweep=(str(sweep),), output=folder / "policy", fit=settings, objective="tau")
+    data = read_dataset(config, folder / f"examples-{seed}")
+    training, validation = split_examples(data.folder, config.validation, settings.seed)
+    fit = Fit(new_network(training, VOCAB_SIZE, settings), training, validation, settings, data.task)
+    fit.run_epoch()
+    return lambda: save(config, data, fit.state_dict())
+
+
+@pytest.mark.parametrize("when", range(8))
+def test_a_kill_while_a_policy_is_saved_mixes_no_two(
+    when: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a policy has learned from is its own, whichever file was the last one written."""
+    old, new = (saved_training(tmp_path, rows, seed) for rows, seed in ((40, 0), (60, 1)))
+    old()
+    before = load_policy(tmp_path / "policy")
+    replace, done = Path.replace, itertools.count()
+
+    def killed(self: Path, target: Path) -> Path:
+        if next(done) == when:
+            raise KeyboardInterrupt
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", killed)
+    with contextlib.suppress(KeyboardInterrupt):
+        new()
+    monkeypatch.setattr(Path, "replace", replace)
+    if (tmp_path / "policy" / "policy.json").exists():
+        num_prompts = len(LearnedFrom.read(tmp_path / "policy").prompts)
+        assert num_prompts == (40 if load_policy(tmp_path / "policy").info == before.info else 60)
+    new()
+    assert len(LearnedFrom.read(tmp_path / "policy").prompts) == 60
+    assert load_policy(tmp_path / "policy").info != before.info
+    assert not (tmp_path / "policy" / ".new").exists()
 
 
 def test_a_policy_without_a_gain_takes_the_best_fixed_size_at_every_load(tmp_path: Path) -> None:

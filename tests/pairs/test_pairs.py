@@ -1,12 +1,15 @@
 """Loading pairs: the embedded one, the other families, and what is refused."""
 
+import hashlib
 import json
 import multiprocessing
+import shutil
 from pathlib import Path
 
 import gguf
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import pre_tokenizers
 from transformers import (
     AutoConfig,
@@ -20,10 +23,11 @@ from transformers import (
 from blockpilot.drafts.checkpoint import new_draft_config, save_draft
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.engine.generate import generate
-from blockpilot.pairs import embedded
+from blockpilot.pairs import checkpoints, embedded
+from blockpilot.pairs.checkpoints import directory_revision, known_revision
 from blockpilot.pairs.embedded import converted
-from blockpilot.pairs.loading import Pair, directory_revision, load_pair
-from blockpilot.pairs.table import NAMED_PAIRS, check_pair_names, target_slug
+from blockpilot.pairs.loading import Pair, load_pair
+from blockpilot.pairs.table import EMBEDDED_TARGET, NAMED_PAIRS, check_pair_names, split_revision, target_slug
 from helpers.tiny import MASK_ID, byte_tokenizer, tiny_draft, tiny_target
 
 SMALL = {
@@ -133,16 +137,22 @@ def write_gguf(model: LlamaForCausalLM, path: Path) -> None:
     writer.close()
 
 
+def sha256(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
 def test_conversion_gives_the_same_model(tmp_path: Path) -> None:
     model = tiny_target().eval()
     write_gguf(model, tmp_path / "tiny.gguf")
-    again = LlamaForCausalLM.from_pretrained(converted(tmp_path / "tiny.gguf", tmp_path / "cache"))
+    again = LlamaForCausalLM.from_pretrained(
+        converted(tmp_path / "tiny.gguf", tmp_path / "cache", sha256(tmp_path / "tiny.gguf"))
+    )
     tokens = torch.arange(20)[None]
     assert torch.equal(again(tokens).logits, model(tokens).logits)
 
 
 def _convert(gguf_file: str, cache_dir: str, queue: "multiprocessing.Queue[str]") -> None:
-    queue.put(str(converted(Path(gguf_file), Path(cache_dir))))
+    queue.put(str(converted(Path(gguf_file), Path(cache_dir), sha256(Path(gguf_file)))))
 
 
 def test_two_processes_convert_at_once(tmp_path: Path) -> None:
@@ -165,8 +175,20 @@ def test_a_killed_conversion_is_not_taken_for_a_whole_one(tmp_path: Path) -> Non
     write_gguf(tiny_target(), tmp_path / "tiny.gguf")
     (tmp_path / ".converting-killed").mkdir()
     (tmp_path / ".converting-killed" / "config.json").write_text("{")
-    directory = converted(tmp_path / "tiny.gguf", tmp_path)
+    directory = converted(tmp_path / "tiny.gguf", tmp_path, sha256(tmp_path / "tiny.gguf"))
     assert json.loads((directory / "config.json").read_text())["model_type"] == "llama"
+
+
+def test_a_damaged_gguf_is_refused_and_not_converted(tmp_path: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    write_gguf(tiny_target(), file)
+    expected = sha256(file)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=f"checksum {sha256(file)}, expected {expected}"):
+        converted(file, tmp_path / "cache", expected)
+    assert not (tmp_path / "cache").exists()
 
 
 @pytest.mark.parametrize(
@@ -232,8 +254,79 @@ def test_a_revision_changes_with_the_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "name", ["model-00002-of-00003.safetensors", "tokenizer.json", "generation_config.json", "chat_template.jinja"]
+)
+def test_a_revision_is_of_every_byte_that_is_loaded(name: str, tmp_path: Path) -> None:
+    for other in ("config.json", "model-00001-of-00003.safetensors", "notes.md", name):
+        (tmp_path / other).write_bytes(bytes(5 * 2**20))
+    before = directory_revision(tmp_path)
+    (tmp_path / "notes.md").write_bytes(b"not loaded")
+    assert directory_revision(tmp_path) == before
+    with (tmp_path / name).open("r+b") as file:
+        file.seek(5 * 2**19)  # neither at the start nor at the end
+        file.write(b"x")
+    assert directory_revision(tmp_path) != before
+
+
+def test_pickled_weights_are_refused(tmp_path: Path, tiny_pair_dirs: tuple[Path, Path]) -> None:
+    shutil.copytree(tiny_pair_dirs[0], tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"target .*safetensors"):
+        load_pair(target=str(tmp_path), draft=str(tiny_pair_dirs[1]))
+
+
+def test_code_of_a_checkpoint_never_runs(tmp_path: Path, tiny_pair_dirs: tuple[Path, Path]) -> None:
+    ran = tmp_path / "ran"
+    target = tmp_path / "target"
+    shutil.copytree(tiny_pair_dirs[0], target)
+    (target / "evil.py").write_text(f"open({str(ran)!r}, 'w')\nclass EvilConfig: pass\n")
+    config = json.loads((target / "config.json").read_text())
+    classes = {"AutoConfig": "evil.EvilConfig", "AutoModelForCausalLM": "evil.EvilConfig"}
+    (target / "config.json").write_text(json.dumps(config | {"model_type": "evil", "auto_map": classes}))
+    with pytest.raises(ValueError, match="evil"):
+        load_pair(target=str(target), draft=str(tiny_pair_dirs[1]))
+    assert not ran.exists()
+
+
+def test_hub_ids_are_pinned_by_a_revision(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_pair_dirs: tuple[Path, Path]
+) -> None:
+    asked = []
+
+    def download(repository: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((repository, revision))
+        assert not any(Path(name).match(pattern) for pattern in allow_patterns for name in ("x.py", "x.bin", "x.pt"))
+        commit = tmp_path / repository.replace("/", "-") / "0123abcd"
+        shutil.copytree(tiny_pair_dirs[len(asked) == 1], commit)
+        return str(commit)
+
+    monkeypatch.setattr(checkpoints, "snapshot_download", download)
+    pair = load_pair(target="some/target@v1.0", draft="some/draft")
+    assert asked == [("some/draft", None), ("some/target", "v1.0")]
+    assert pair.id == ("some/target", "0123abcd", "some/draft", "0123abcd")
+
+
+def test_a_driver_knows_revisions_without_a_download(tiny_pair_dirs: tuple[Path, Path]) -> None:
+    directory = str(tiny_pair_dirs[0])
+    assert known_revision("target", directory) == directory_revision(tiny_pair_dirs[0])
+    assert known_revision("target", EMBEDDED_TARGET) == embedded.GGUF_SHA256[:16]
+    assert known_revision("target", "some/target") is None
+    assert known_revision("draft", "some/draft@v2") == "v2"
+
+
+def test_paths_have_no_pinned_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert split_revision("/models/a@b") == ("/models/a@b", None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model@2").mkdir()
+    assert split_revision("model@2") == ("model@2", None)
+
+
+@pytest.mark.parametrize(
     ("target", "slug"),
     [
+        ("Qwen/Qwen3-4B@1cfa9a7208912126459214e8b04321603b3df60c", "qwen3-4b"),
         ("HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2-135m-instruct"),
         ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b-instruct"),
         ("/models/My Model", "my-model"),

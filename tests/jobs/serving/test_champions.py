@@ -24,6 +24,7 @@ from helpers.api import client_of, replica_of
 from helpers.policies import step_policy, tiny_policy
 from helpers.prices import price
 from jobs.common.registry import Registry, Version, model_name
+from jobs.serving import champions
 from jobs.serving.champions import ChampionWatch
 from jobs.serving.replica import Replica, cache_bytes, check_memory
 from jobs.serving.schema import ApiError, ChatRequest, parse
@@ -251,6 +252,42 @@ def test_another_policy_source_ends_the_watch(
     replica.reconfigure(following(registry, tmp_path / "copies"))
     replica.reconfigure({"policy": 7})
     assert status(replica) == {"name": "block size 7", "version": None}
+
+
+def test_a_look_that_has_begun_does_not_overrule_what_came_later(
+    replica: Replica, registry: Registry, tiny_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crown(registry, tmp_path, tiny_pair.id, tiny_pair.id.target, (3,))
+    replica.reconfigure(following(registry, tmp_path / "copies"))
+    watch = replica.watch
+    assert watch is not None
+    crown(registry, tmp_path, tiny_pair.id, tiny_pair.id.target, (5,))
+    asked, answered, copy = threading.Event(), threading.Event(), champions.copy_of
+
+    def slow_copy(*arguments: Any) -> Path:
+        asked.set()
+        assert answered.wait(20)
+        return copy(*arguments)
+
+    monkeypatch.setattr(champions, "copy_of", slow_copy)
+    look = threading.Thread(target=watch.look)
+    look.start()
+    assert asked.wait(20)
+    replica.reconfigure({"policy": 7})
+    answered.set()
+    look.join(20)
+    assert not look.is_alive()
+    assert status(replica) == {"name": "block size 7", "version": None}
+
+
+def test_a_damaged_copy_is_made_anew(replica: Replica, registry: Registry, tiny_pair: Pair, tmp_path: Path) -> None:
+    version = crown(registry, tmp_path, tiny_pair.id, tiny_pair.id.target, (3,))
+    copy = champions.copy_of(registry, version, tmp_path / "copies")
+    (copy / "policy.safetensors").write_bytes(b"half")
+    with pytest.raises(ValueError, match="not a readable safetensors file"):
+        replica.reconfigure(following(registry, tmp_path / "copies"))
+    replica.reconfigure(following(registry, tmp_path / "copies"))
+    assert status(replica)["version"] == version.number
 
 
 def test_copies_are_made_once(registry: Registry, tiny_pair: Pair, tmp_path: Path) -> None:

@@ -192,7 +192,7 @@ def test_max_new_tokens_limits_answers(tiny_pair: Pair) -> None:
 class Elsewhere:
     """A model that cannot be reached."""
 
-    async def answer(self, body: Body) -> Objects:
+    async def answer(self, body: Body, client: str) -> Objects:
         yield ApiError(503, "the replica with this request was lost", code="replica_lost")
 
     async def status(self) -> JsonObject:

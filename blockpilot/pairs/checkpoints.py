@@ -1,0 +1,92 @@
+"""Checkpoint directories by name: local ones, and the hub's, at a revision where the name pins one (NAME@REVISION).
+
+Only configurations, safetensors and tokenizer files are downloaded or counted: a checkpoint's code and its pickled
+weights are never touched. The revision of a local directory is a hash of all that is loaded from it.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError
+
+from blockpilot.drafts.checkpoint import VOCABULARY_FILE
+from blockpilot.pairs.embedded import GGUF_SHA256, embedded_target
+from blockpilot.pairs.table import EMBEDDED_DRAFT, EMBEDDED_TARGET, split_revision
+
+EMBEDDED_DRAFT_DIRECTORY = Path(__file__).parents[1] / "data" / "smollm2_135m_dflash_b8"
+NOT_FOUND = (OSError, HFValidationError)  # the hub's own errors are OSErrors
+_DRAFT_FILES = ("config.json", "*.safetensors", VOCABULARY_FILE)
+_TARGET_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Directory of a checkpoint, patterns of the files that are loaded from it, and their commit if it is known."""
+
+    directory: Path
+    files: Sequence[str]
+    commit: str | None = None
+
+    @cached_property
+    def revision(self) -> str:
+        """The hub's commit, or a hash of the files: about a second for 1 GB on one core."""
+        return self.commit or directory_revision(self.directory, self.files)
+
+
+def find_target(name: str) -> Checkpoint:
+    """Checkpoint of a target, downloaded where it is a hub id; raises ValueError for none."""
+    if name == EMBEDDED_TARGET:
+        return Checkpoint(embedded_target(), _TARGET_FILES, GGUF_SHA256[:16])
+    return _find("target", name, _TARGET_FILES)
+
+
+def find_draft(name: str) -> Checkpoint:
+    """Checkpoint of a draft, downloaded where it is a hub id; raises ValueError for none."""
+    return _find("draft", str(EMBEDDED_DRAFT_DIRECTORY) if name == EMBEDDED_DRAFT else name, _DRAFT_FILES)
+
+
+def known_revision(what: str, name: str) -> str | None:
+    """Revision of a target or draft as far as this machine can tell without a download: None for a hub id unpinned.
+
+    A driver that starts workers elsewhere asks this; the workers find the revision that they load.
+    """
+    embedded = {EMBEDDED_TARGET, EMBEDDED_DRAFT}
+    if name in embedded or Path(name).is_dir():
+        return (find_target if what == "target" else find_draft)(name).revision
+    return split_revision(name)[1]
+
+
+def directory_revision(directory: Path, patterns: Sequence[str] = _TARGET_FILES) -> str:
+    """Short hash of the names and contents of a directory's files of these patterns."""
+    files = sorted({file for pattern in patterns for file in directory.glob(pattern)})
+    with ThreadPoolExecutor() as pool:  # hashing lets the interpreter go
+        digests = pool.map(_file_digest, files)
+        lines = [f"{file.name} {digest}\n" for file, digest in zip(files, digests, strict=True)]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
+
+
+def _file_digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _find(what: str, name: str, patterns: Sequence[str]) -> Checkpoint:
+    if (path := Path(name)).is_dir():
+        return Checkpoint(path, patterns)
+    repository, revision = split_revision(name)
+    try:
+        path = Path(snapshot_download(repository, revision=revision, allow_patterns=list(patterns)))
+    except NOT_FOUND as error:
+        raise ValueError(not_found(what, name, error)) from None
+    return Checkpoint(path, patterns, path.name)
+
+
+def not_found(what: str, name: str, error: Exception) -> str:
+    """Message for a target or draft that cannot be had."""
+    reason = str(error).strip().splitlines()[0]
+    return f"{what} {name!r}: neither a local directory that loads nor a model the hub gives ({reason})"

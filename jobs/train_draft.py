@@ -18,7 +18,7 @@ import ray.train
 import ray.train.torch
 import torch
 from pydantic import Field
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, Qwen3Config
+from transformers import AutoTokenizer, PretrainedConfig, Qwen3Config
 from transformers.utils.logging import disable_progress_bar
 
 from blockpilot.draft_training.answers import answer_source, read_answers
@@ -38,10 +38,9 @@ from blockpilot.draft_training.training import DraftFit, DraftFitSettings
 from blockpilot.drafts.checkpoint import load_draft, new_draft_config, save_draft
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.options import parse_options
-from blockpilot.models.decoder import check_family
 from blockpilot.models.target import Target
 from blockpilot.pairs.checkpoints import find_target
-from blockpilot.pairs.loading import check_fit, load_target
+from blockpilot.pairs.loading import check_fit, load_target, network_config
 from blockpilot.prompts.files import Prompt
 from jobs import answers
 from jobs import measure_draft as measure_job
@@ -149,10 +148,7 @@ def check_draft_shape(config: TrainDraftConfig) -> None:
 
 def target_config(config: TrainDraftConfig) -> PretrainedConfig:
     """Configuration of the target's network; raises ValueError for one of no known family."""
-    directory = find_target(config.target).directory
-    check_family(PretrainedConfig.from_pretrained(directory))
-    found: PretrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    return found
+    return network_config(find_target(config.target).directory)
 
 
 def mask_token_id(config: TrainDraftConfig) -> int:

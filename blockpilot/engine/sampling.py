@@ -29,6 +29,7 @@ from blockpilot.types import Candidates, Sampling
 
 GROUP = 64  # tokens
 NUM_ARRIVALS = 256  # drawn one by one: more of them leave fewer tokens that may win after all
+FEW_BEST = (256, 4096)  # tokens among which top_p looks for its last one, before it looks at all
 ROUNDING = 1e-3  # of float32 scores, and much more
 LOWEST, TINY = torch.finfo(torch.float32).min, torch.finfo(torch.float32).tiny
 NO_TOKEN = -1
@@ -64,20 +65,8 @@ def _ranked(
     logits: Tensor, positions: Sequence[int], sampling: Sequence[Sampling], num: int, *, with_log_probs: bool
 ) -> Ranked:
     """The `num` best, or V, of logits [N, V]: in C where that can be, each row as if it were alone."""
-    num = min(num, logits.shape[-1])
-    if not in_c(logits):
-        return ranked_by_torch(logits, positions, sampling, num, with_log_probs=with_log_probs)
-    cut = [i for i, each in enumerate(sampling) if not each.is_greedy and _cuts(each, logits.shape[-1])]
-    if not cut:
-        return rank(logits, positions, sampling, num, with_log_probs=with_log_probs)
-    scores, sampling = logits.float(), list(sampling)
-    broken = ~(scores.amax(dim=1).abs() < LARGEST)  # true of NaN
-    of_cut = truncated_scores(scores[cut].masked_fill(broken[cut, None], 0.0), [sampling[i] for i in cut])
-    scores = scores.index_copy(0, torch.tensor(cut), of_cut)
-    for i in cut:
-        sampling[i] = Sampling(1.0, seed=sampling[i].seed)
-    found = rank(scores, positions, sampling, num, with_log_probs=with_log_probs)
-    return found._replace(broken=found.broken | broken)
+    way = rank if in_c(logits) else ranked_by_torch
+    return way(logits, positions, sampling, min(num, logits.shape[-1]), with_log_probs=with_log_probs)
 
 
 def _cuts(sampling: Sampling, vocab_size: int) -> bool:
@@ -123,14 +112,35 @@ def truncated_scores(logits: Tensor, sampling: Sequence[Sampling]) -> Tensor:
     top_k = torch.tensor([min(sampling[i].top_k or vocab_size, vocab_size) for i in cut], device=device)[:, None]
     # Above 0 in float32, so that the likeliest stays in; without a limit where it is 1, which sums reach early.
     limits = [max(sampling[i].top_p, TINY) if sampling[i].top_p < 1 else math.inf for i in cut]
-    top_p = torch.tensor(limits, device=device)[:, None]
-    ranked = scores[index].sort(dim=-1, descending=True).values
-    ranked = ranked.masked_fill(torch.arange(vocab_size, device=device) >= top_k, -math.inf)
-    probs = ranked.softmax(dim=-1)
-    kept = (probs.cumsum(dim=-1) - probs < top_p) & (ranked > -math.inf)
-    least = ranked.gather(-1, kept.sum(dim=-1, keepdim=True) - 1)
+    least = _least_kept(scores[index], top_k, torch.tensor(limits, device=device)[:, None])
     scores[index] = scores[index].masked_fill(scores[index] < least, -math.inf)
     return scores
+
+
+def _least_kept(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """The least of each row's scores [N, V] that top_k [N, 1] and then top_p [N, 1] leave in: [N, 1].
+
+    Nearly always it is among the best few, which takes a tenth of the time of sorting all of them. A row decides by
+    itself how many it needs, so its result does not depend on its neighbours.
+    """
+    vocab_size = scores.shape[-1]
+    least = torch.empty_like(scores[:, :1])
+    left = torch.arange(len(scores), device=scores.device)
+    for num in (min(few, vocab_size) for few in (*FEW_BEST, vocab_size)):
+        of_row, most = scores[left], top_k[left]
+        best, tokens = of_row.topk(num, dim=-1)
+        ranked = best.masked_fill(torch.arange(num, device=scores.device) >= most, -math.inf)
+        # Not logsumexp: it takes 8 times as long where many are -inf, and sums one row in another order than many.
+        of_all, of_few = of_row.log_softmax(dim=-1).gather(-1, tokens[:, :1]), ranked.log_softmax(dim=-1)[:, :1]
+        probs = (ranked - best[:, :1] + torch.where(most < vocab_size, of_few, of_all)).exp()
+        kept = ((probs.cumsum(dim=-1) - probs < top_p[left]) & (ranked > -math.inf)).sum(dim=-1, keepdim=True)
+        least[left] = ranked.gather(-1, kept - 1)
+        left = left[
+            ((most > num) & ((most < vocab_size) | (kept == num)))[:, 0]
+        ]  # what top_k leaves, or top_p, is more
+        if num == vocab_size or not len(left):
+            break
+    return least
 
 
 def race(scores: Tensor, likeliest: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:

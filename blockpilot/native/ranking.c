@@ -6,10 +6,13 @@
 #include "lanes.h"
 #include <float.h>
 #include <omp.h>
+#include <stdlib.h>
 
 #define ARRIVALS 256
 #define ROUNDING 1e-3 /* of float32 scores, and much more; relative to the largest for scores that are large */
 #define LARGEST 1e30f
+#define BINS 2048 /* of scores, by their distance from the best */
+#define SPAN 32.0f /* of the distances; all that is further away is in the last bin */
 
 /* The best `num` so far, the first first; `found` of them. */
 struct ranking {
@@ -106,21 +109,122 @@ static void rank_all(const stored *row, long size, struct ranking *ranking)
     }
 }
 
-/* The race: those that arrive, one by one, and then all that are likely enough to be among the first nevertheless. */
-static void race(const stored *row, long size, float top, float temperature, uint64_t key, struct ranking *ranking)
+/* --- what top_k and top_p leave in --- */
+
+/* A row's scores by how far they lie below the best, and what has been walked over from the best on. */
+struct bins {
+    long count[BINS];
+    double mass[BINS]; /* sums of e^(score - best) */
+    const stored *row;
+    long size, above; /* scores in the bins before `bin` */
+    float top, temperature;
+    double mass_above;
+    int bin;
+    float *members; /* logits of `bin`, the best first */
+};
+
+static inline lanes bin_of(lanes x, float top, float temperature)
+{
+    float scale = BINS / SPAN / temperature;
+    lanes bin = (top - x) * (scale < 1e30f ? scale : 1e30f);
+    return chosen(bin < BINS - 1, bin, (lanes){0} + (BINS - 1));
+}
+
+static void fill(struct bins *bins)
+{
+    memset(bins->count, 0, sizeof bins->count), memset(bins->mass, 0, sizeof bins->mass);
+    for (long i = 0; i < bins->size; i += LANES) {
+        lanes x = vector(bins->row, bins->size, i), mass = exponential((x - bins->top) * (1 / bins->temperature));
+        ints bin = __builtin_convertvector(bin_of(x, bins->top, bins->temperature), ints);
+        for (long lane = 0; lane < LANES && i + lane < bins->size; lane++)
+            bins->count[bin[lane]]++, bins->mass[bin[lane]] += mass[lane];
+    }
+}
+
+static int falling(const void *x, const void *y)
+{
+    float a = *(const float *)x, b = *(const float *)y;
+    return (a < b) - (a > b);
+}
+
+static double mass_of(const struct bins *bins, float logit) { return exp((logit - bins->top) / (double)bins->temperature); }
+
+/* Walks from the best on to the bin in which `count` scores, or `mass`, are reached, and sorts that. */
+static void walk_to(struct bins *bins, long count, double mass)
+{
+    long found = 0;
+    float first;
+    bins->above = 0, bins->mass_above = 0, bins->bin = 0;
+    while (bins->bin < BINS - 1 && bins->above + bins->count[bins->bin] < count &&
+           bins->mass_above + bins->mass[bins->bin] < mass) {
+        bins->above += bins->count[bins->bin], bins->mass_above += bins->mass[bins->bin];
+        bins->bin++;
+    }
+    first = bins->bin;
+    for (long i = 0; i < bins->size; i += LANES) {
+        lanes x = vector(bins->row, bins->size, i), bin = bin_of(x, bins->top, bins->temperature);
+        if (any((bin >= first) & (bin < first + 1)))
+            for (long lane = 0; lane < LANES && i + lane < bins->size; lane++)
+                if (bin[lane] >= first && bin[lane] < first + 1)
+                    bins->members[found++] = x[lane];
+    }
+    qsort(bins->members, found, sizeof *bins->members, falling);
+}
+
+/* The least logit of a row that is left in: the first top_k, and of those as many as hold a share top_p of their mass;
+ * what is as likely as the last of them, too. */
+static float least_kept(const stored *row, long size, float top, float temperature, long top_k, double top_p)
+{
+    struct bins bins = {.row = row, .size = size, .top = top, .temperature = temperature};
+    float least = -INFINITY;
+    double total = 0;
+    bins.members = malloc(size * sizeof *bins.members);
+    if (!bins.members)
+        abort();
+    fill(&bins);
+    for (long bin = 0; bin < BINS; bin++)
+        total += bins.mass[bin];
+    if (top_k < size) {
+        walk_to(&bins, top_k, INFINITY);
+        least = bins.members[top_k - bins.above - 1];
+        total = bins.mass_above;
+        for (long i = 0; i < top_k - bins.above; i++)
+            total += mass_of(&bins, bins.members[i]);
+    }
+    if (top_p < 1) {
+        double mass;
+        long i = 0, left;
+        walk_to(&bins, top_k, top_p * total);
+        left = bins.count[bins.bin] < top_k - bins.above ? bins.count[bins.bin] : top_k - bins.above;
+        for (mass = bins.mass_above; i < left && (mass < top_p * total || !i); i++)
+            mass += mass_of(&bins, bins.members[i]);
+        least = bins.members[i - 1];
+    }
+    free(bins.members);
+    return least;
+}
+
+/* --- the race --- */
+
+/* Those that arrive, one by one, and then all that are likely enough to be among the first nevertheless; of logits from
+ * `least` on. */
+static void race(const stored *row, long size, float top, float temperature, float least, uint64_t key,
+                 struct ranking *ranking)
 {
     double time = 0;
     for (long i = 0; i < ARRIVALS; i++) {
         int64_t token = uniform(key, i + ARRIVALS) * size;
         token = token < size ? token : size - 1;
         time += waiting(key, i) / size;
-        rank(ranking, token, at(row, token) / temperature - log(time));
+        if (at(row, token) >= least)
+            rank(ranking, token, at(row, token) / temperature - log(time));
     }
     double until = log(time), rounding = ROUNDING * temperature + 1e-6 * fabsf(top);
     for (long i = 0; i < size; i += LANES) {
         lanes x = vector(row, size, i);
-        double least = (bound(ranking) + until) * temperature - rounding;
-        float limit = least > -FLT_MAX ? least : -FLT_MAX;
+        double enough = (bound(ranking) + until) * temperature - rounding;
+        float limit = enough > -FLT_MAX ? enough : -FLT_MAX;
+        limit = limit > least ? limit : least;
         if (any(x >= limit))
             for (long lane = 0; lane < LANES; lane++)
                 if (x[lane] >= limit) {
@@ -130,33 +234,38 @@ static void race(const stored *row, long size, float top, float temperature, uin
     }
 }
 
-/* The logarithm of the sum of e^(x / temperature). */
-static double log_total(const stored *row, long size, float top, float temperature)
+/* The logarithm of the sum of e^(x / temperature) over logits from `least` on. */
+static double log_total(const stored *row, long size, float top, float temperature, float least)
 {
     lanes total = {0};
-    for (long i = 0; i < size; i += LANES)
-        total += exponential((vector(row, size, i) - top) * (1 / temperature));
+    for (long i = 0; i < size; i += LANES) {
+        lanes x = vector(row, size, i);
+        total += chosen(x >= least, exponential((x - top) * (1 / temperature)), (lanes){0});
+    }
     return top / temperature + log(sum(total));
 }
 
 /* logits [rows, size] -> tokens and values [rows, num] of the best of each, values as `sampling.race` has them;
- * temperatures [rows], 0 for none; a row's key is of its seed and position. With log_probs [rows, num] these, and values
- * are relative to all. Where fewer than num can be drawn, and in broken rows, values are -INFINITY and tokens any. */
-void rank_rows(long rows, long size, const stored *logits, const float *temperatures, const int64_t *seeds,
-               const int64_t *positions, long num, int64_t *tokens, double *values, double *log_probs, uint8_t *broken,
-               int threads)
+ * temperatures [rows], 0 for none, which top_k and top_p [rows] do not touch; a row's key is of its seed and position.
+ * With log_probs [rows, num] these, and values are relative to all. Where fewer than num can be drawn, and in broken
+ * rows, values are -INFINITY and tokens any. */
+void rank_rows(long rows, long size, const stored *logits, const float *temperatures, const int64_t *top_k,
+               const double *top_p, const int64_t *seeds, const int64_t *positions, long num, int64_t *tokens,
+               double *values, double *log_probs, uint8_t *broken, int threads)
 {
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
     for (long i = 0; i < rows; i++) {
         const stored *row = logits + i * size;
         struct ranking ranking = {num, 0, tokens + i * num, values + i * num};
-        float top = largest(row, size), temperature = temperatures[i] > 0 ? temperatures[i] : 1;
+        float top = largest(row, size), temperature = temperatures[i] > 0 ? temperatures[i] : 1, least = -INFINITY;
         broken[i] = !(fabsf(top) < LARGEST);
+        if (!broken[i] && temperatures[i] > 0 && (top_k[i] < size || top_p[i] < 1))
+            least = least_kept(row, size, top, temperature, top_k[i], top_p[i]);
         if (!broken[i] && temperatures[i] > 0)
-            race(row, size, top, temperature, mixed((mixed(seeds[i] + step) ^ positions[i]) + step), &ranking);
+            race(row, size, top, temperature, least, mixed((mixed(seeds[i] + step) ^ positions[i]) + step), &ranking);
         else if (!broken[i])
             rank_all(row, size, &ranking);
-        double total = log_probs && !broken[i] ? log_total(row, size, top, temperature) : 0;
+        double total = log_probs && !broken[i] ? log_total(row, size, top, temperature, least) : 0;
         for (long place = 0; place < num; place++) {
             int is_found = place < ranking.found;
             ranking.tokens[place] = is_found ? ranking.tokens[place] : 0;

@@ -37,18 +37,20 @@ def in_c(logits: Tensor) -> bool:
 def rank(
     logits: Tensor, positions: Sequence[int], sampling: Sequence[Sampling], num: int, *, with_log_probs: bool
 ) -> Ranked:
-    """The `num` best, at most V, of logits [N, V]; whatever is cut is -inf in them already."""
+    """The `num` best, at most V, of logits [N, V]."""
     library = library_for(logits.dtype, logits.device)
     assert library is not None
     logits, shape = logits.contiguous(), (len(logits), num)
     of_rows = [0.0 if each.is_greedy else min(each.temperature, LARGEST) for each in sampling]
     temperatures = torch.tensor(of_rows, dtype=torch.float32)
+    top_k = torch.tensor([min(each.top_k or logits.shape[1], logits.shape[1]) for each in sampling])
+    top_p = torch.tensor([each.top_p for each in sampling], dtype=torch.float64)
     seeds, places = (torch.tensor(x, dtype=torch.int64) for x in ([each.seed for each in sampling], list(positions)))
     assert len(temperatures) == len(places) == len(logits)
     tokens, values = torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.float64)
     log_probs = torch.empty(shape, dtype=torch.float64) if with_log_probs else None
     broken = torch.empty(len(logits), dtype=torch.bool)
-    given = (c_void_p(each.data_ptr()) for each in (logits, temperatures, seeds, places))
+    given = (c_void_p(each.data_ptr()) for each in (logits, temperatures, top_k, top_p, seeds, places))
     found = (None if each is None else c_void_p(each.data_ptr()) for each in (tokens, values, log_probs, broken))
     rows, size = map(c_long, logits.shape)
     library.rank_rows(rows, size, *given, c_long(num), *found, c_int(torch.get_num_threads()))

@@ -6,9 +6,11 @@ into a cache directory), its draft from this package's data. No code of a checkp
 
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PretrainedConfig,
@@ -139,10 +141,21 @@ def load_target(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrai
     found = find_target(name)
     path = str(found.directory)
     try:
-        check_family(PretrainedConfig.from_pretrained(path))  # as it is written: a family of its own would need code
+        network_config(found.directory)
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         options = {"use_safetensors": True, "trust_remote_code": False, "attn_implementation": "sdpa"}
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
     except NOT_FOUND as error:
         raise ValueError(not_found("target", name, error)) from None
     return model.eval().requires_grad_(False), tokenizer, found.revision
+
+
+def network_config(directory: Path) -> PretrainedConfig:
+    """Configuration of a target's network; raises ValueError for a family that this engine does not know.
+
+    The family is read from the file as it stands: transformers would ask for a checkpoint's own code first.
+    """
+    as_written, _ = PretrainedConfig.get_config_dict(directory)
+    check_family(PretrainedConfig.from_dict(as_written))
+    config: PretrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    return config

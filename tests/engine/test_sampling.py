@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from blockpilot.engine.sampling import (
+    FEW_BEST,
     NO_TOKEN,
     NUM_ARRIVALS,
     _ranked,
@@ -22,7 +24,7 @@ from blockpilot.engine.sampling import (
     top,
     truncated_scores,
 )
-from blockpilot.native.ranking import in_c
+from blockpilot.native.ranking import in_c, rank
 from blockpilot.types import Sampling
 
 LOGITS = torch.tensor([1.0, 0.3, -0.7, 2.1, 0.0, -3.0, 1.4])
@@ -155,6 +157,36 @@ def test_candidates_are_what_would_be_chosen_one_after_the_other(
 
 
 @given(
+    vocab_size=st.integers(1, 6000),
+    spread=st.floats(0.0, 12.0),
+    seed=st.integers(0, 10**6),
+    sampling=st.builds(Sampling, st.floats(0.05, 5.0), st.floats(1e-9, 1.0), st.integers(0, 7000)),
+    by_torch=st.booleans(),
+)
+@settings(max_examples=150, deadline=None)
+def test_of_many_tokens_those_are_left_that_float64_leaves(
+    vocab_size: int, spread: float, seed: int, sampling: Sampling, by_torch: bool
+) -> None:
+    """The best ones, and at the edge of top_p as many as float32 cannot tell apart."""
+    if not (by_torch or in_c(LOGITS)):
+        pytest.skip("no compiler, or no CPU for it")
+    logits = torch.randn(1, vocab_size, generator=torch.Generator().manual_seed(seed)) * spread
+    if by_torch:
+        left = (truncated_scores(logits, [sampling])[0] > -math.inf).nonzero()[:, 0]
+    else:
+        found = rank(logits, [7], [sampling], vocab_size, with_log_probs=True)
+        left = found.tokens[found.values > -math.inf]
+        assert found.log_probs is not None
+        torch.testing.assert_close(found.log_probs.exp().sum(), torch.tensor(1.0), rtol=1e-4, atol=1e-4)
+    ordered = logits[0].double().sort(descending=True).values
+    probs = (ordered[: sampling.top_k or None] / sampling.temperature).softmax(0)
+    before = probs.cumsum(0) - probs
+    fewest, most = (max(1, int((before < sampling.top_p + slack).sum())) for slack in (-1e-5, 1e-5))
+    assert ordered[most - 1] <= logits[0, left].min() <= ordered[fewest - 1]
+    assert len(left) == int((logits[0] >= logits[0, left].min()).sum())
+
+
+@given(
     vocab_size=st.integers(1, 3000),
     spread=st.floats(0.0, 12.0),
     seed=st.integers(0, 10**6),
@@ -266,8 +298,10 @@ def test_truncation_keeps_what_a_slow_loop_keeps(
     values: list[int], top_p: float, top_k: int, temperature: float
 ) -> None:
     logits, sampling = [v / 8 for v in values], Sampling(temperature, top_p, top_k)
-    scores = truncated_scores(torch.tensor([logits]), [sampling])[0]
-    assert {i for i, s in enumerate(scores.tolist()) if s > -math.inf} == slow_truncation(logits, sampling)
+    for few in (FEW_BEST, (1, 3)):  # of so few tokens the last one is rarely among the best
+        with mock.patch("blockpilot.engine.sampling.FEW_BEST", few):
+            scores = truncated_scores(torch.tensor([logits]), [sampling])[0]
+        assert {i for i, s in enumerate(scores.tolist()) if s > -math.inf} == slow_truncation(logits, sampling)
 
 
 def test_top_p_of_1_keeps_tokens_that_a_float32_sum_does_not_see() -> None:

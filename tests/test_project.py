@@ -20,7 +20,7 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 import blockpilot
 
 ROOT = Path(__file__).parents[1]
-PIN = re.compile(r"([A-Za-z0-9._-]+)==([0-9][A-Za-z0-9.]*)")
+PIN = re.compile(r"([A-Za-z0-9._-]+)==([0-9][A-Za-z0-9.]*)((?: --hash=sha256:[0-9a-f]{64})+)")
 # torch's build depends on the machine; the project itself is installed from the working tree.
 UNPINNED = {"torch", "blockpilot"}
 
@@ -68,8 +68,8 @@ def test_cluster_workers_are_what_accelerator_type_asks_for(cluster: dict[str, A
 # Pinned versions
 
 
-def test_lock_holds_nothing_but_exact_public_versions() -> None:
-    lines = (ROOT / "requirements.lock").read_text().splitlines()
+def test_lock_holds_nothing_but_exact_public_versions_and_their_checksums() -> None:
+    lines = _locked()
     assert lines
     assert [line for line in lines if not PIN.fullmatch(line)] == []
     assert not UNPINNED & _lock().keys()
@@ -96,8 +96,14 @@ def test_makefile_and_cluster_install_the_torch_of_pyproject() -> None:
         assert set(re.findall(r"torch(==[\d.]+)", (ROOT / name).read_text())) == {str(torch.specifier)}, name
 
 
+def _locked() -> list[str]:
+    """The lock's requirements, one a line."""
+    text = (ROOT / "requirements.lock").read_text()
+    return re.sub(r" \\\n\s+", " ", text).splitlines()
+
+
 def _lock() -> dict[str, str]:
-    pins = (line.split("==") for line in (ROOT / "requirements.lock").read_text().splitlines())
+    pins = (line.split()[0].split("==") for line in _locked())
     return {canonicalize_name(name): version for name, version in pins}
 
 

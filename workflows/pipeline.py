@@ -8,7 +8,7 @@ from typing import NamedTuple
 from jobs import evaluate, promote, serve, sweep, train
 from jobs.common.cluster import connect
 from jobs.common.config import Config
-from jobs.common.registry import UNTRAINED
+from jobs.common.registry import UNTRAINED, Registry
 from jobs.evaluation.inputs import EvaluateConfig
 from jobs.evaluation.result import EvaluateResult
 from jobs.training.config import TrainConfig
@@ -43,6 +43,7 @@ class Learned(NamedTuple):
 def learn(pipeline: Pipeline) -> Learned:
     """Run every stage but serving: a new version is registered, measured, and promoted if it is fast enough."""
     with stage("ray"):
+        Registry.open()  # one that is out of reach is known before anything is measured
         connect(include_dashboard=True)  # Ray Train asks the dashboard whether its controller lives
     with stage("sweep"):
         sweep.run(pipeline.sweep)

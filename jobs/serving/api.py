@@ -24,7 +24,7 @@ from starlette.requests import ClientDisconnect
 
 from jobs.serving.schema import ApiError, Body, ChatRequest, CompletionRequest, Objects, parse, short
 
-STATUS_PATIENCE_S = 5.0
+STATUS_PATIENCE_S = 3.0
 GONE = 499  # what web servers log for a client that closed the connection
 PLAYGROUND = Path(__file__).with_name("playground.html")
 PLAYGROUND_HEADERS = {  # nothing from elsewhere, and in no other page

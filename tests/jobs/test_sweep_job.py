@@ -23,9 +23,11 @@ from safetensors.torch import load_file, save_file
 
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt
+from blockpilot.storage import file_names
 from blockpilot.sweep.rows import Metadata, SweepRow, read_file, write_rows
 from blockpilot.sweep.sweep import sweep_prompts
 from helpers.processes import Job, descendants
+from helpers.s3 import s3_server
 from helpers.sweeps import read_sweep
 from jobs.common import lease
 from jobs.common.config import ConfigError, PairConfig, main
@@ -160,19 +162,37 @@ def test_a_submitted_job_needs_an_absolute_output(monkeypatch: pytest.MonkeyPatc
         run(SweepConfig(output="runs/x"))
 
 
+@pytest.fixture(params=["file", "s3"])
+def folder_uri(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A folder by URI, on the local disk and on an S3 server."""
+    if request.param == "file":
+        yield tmp_path.as_uri()
+    else:
+        with s3_server(monkeypatch) as bucket:
+            yield bucket
+
+
 def test_the_output_may_be_a_uri(
-    config: SweepConfig, tiny_pair: Pair, expected: dict[str, list[SweepRow]], tmp_path: Path
+    config: SweepConfig, tiny_pair: Pair, expected: dict[str, list[SweepRow]], folder_uri: str
 ) -> None:
-    config = config.model_copy(update={"output": f"file://{tmp_path}/by-uri"})
-    shards, folder = open_sweep(config)
-    identity, size = folder.identity, tiny_pair.vocab_size
-    metadata = Metadata(identity, tiny_pair.id, "float32", size, tiny_pair.block_size, [*CANDIDATES], {}, "")
-    for shard in shards:
-        folder.write(shard, expected[shard.part], metadata)
-    folder.write_rejects([])
+    config = config.model_copy(update={"output": f"{folder_uri}/by-uri"})
+    with Lease(config.output) as held:
+        shards, folder = open_sweep(config)
+        identity, size = folder.identity, tiny_pair.vocab_size
+        metadata = Metadata(identity, tiny_pair.id, "float32", size, tiny_pair.block_size, [*CANDIDATES], {}, "")
+        for shard in shards:
+            folder.write(shard, expected[shard.part], metadata)
+        folder.write_rejects([])
+        held.check()
     assert read_sweep(folder.rows).rows == [row for rows in expected.values() for row in rows]
-    assert read_sweep(config.output).rows == read_sweep(tmp_path / "by-uri").rows
+    assert read_sweep(config.output).rows == read_sweep(folder.rows).rows
     assert left(config) == {shard.part: [TOO_LONG] for shard in shards if TOO_LONG in texts(folder, shard)}
+    names = {
+        "config.json",
+        *(f"rows/{s.part}" for s in shards),
+        *(f"prompts/{Path(s.part).stem}.jsonl" for s in shards),
+    }
+    assert set(file_names(config.output)) == names
     with pytest.raises(ValueError, match="nosuch://x"):
         open_sweep(config.model_copy(update={"output": "nosuch://x"}))
 

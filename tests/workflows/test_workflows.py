@@ -19,7 +19,7 @@ from jobs.evaluation.result import EvaluateResult
 from jobs.promote import PromoteResult
 from workflows import paper, smollm2_135m
 from workflows.paper import PaperConfig
-from workflows.pipeline import Learned, Pipeline, stage, to_serve
+from workflows.pipeline import Learned, Pipeline, learn, stage, to_serve
 from workflows.smollm2_135m import DemoConfig
 
 HUB_PAIRS = tuple(name for name in NAMED_PAIRS if name != "smollm2-135m")
@@ -43,6 +43,16 @@ def test_a_pair_that_is_not_the_papers_is_refused_with_the_names_allowed(
         main(PaperConfig, paper.run)
     assert exited.value.code == 2
     assert capsys.readouterr().err == f"error: pair: must be one of {', '.join(HUB_PAIRS)} (got 'smollm2-135m')\n"
+
+
+def test_a_registry_out_of_reach_is_known_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/nowhere/mlflow.db")
+    with pytest.raises(ValueError, match=r"nowhere/mlflow\.db: no such directory"):
+        learn(smollm2_135m.pipeline(DemoConfig(output=tmp_path / "demo")))
+    assert not ray.is_initialized()
+    assert not (tmp_path / "demo").exists()
 
 
 def test_stages_fit_together(tmp_path: Path) -> None:

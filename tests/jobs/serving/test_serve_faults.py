@@ -193,6 +193,21 @@ def test_clients_that_vanish_leave_no_rows(server: Server, name: str) -> None:
     server.until(name, {"num_in_flight": 0, "num_active": 0}, timeout_s=5)
 
 
+def test_a_client_that_does_not_read_holds_no_row_beyond_its_deadline(server: Server, name: str) -> None:
+    body = json.dumps(LONG | {"stream": True, "timeout_s": 1.0, "logprobs": 5, "n": 4}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {KEY}\r\n"
+    head += f"Content-Type: application/json\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", int(server.root.rpartition(":")[2])))
+        connection.sendall(head.encode() + body)
+        server.until(name, {"num_in_flight": 4})
+        server.until(name, {"num_in_flight": 0, "num_active": 0}, timeout_s=5)
+        with connection.makefile("rb") as stream:
+            received = stream.read()
+    assert b"deadline_exceeded" in received[-500:]
+
+
 def test_metrics_of_requests_and_steps_come_through_ray(
     server: Server, client: openai.OpenAI, metrics_port: int
 ) -> None:

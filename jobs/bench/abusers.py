@@ -1,0 +1,105 @@
+"""Abusers of a server: bodies that never end, answers that nobody reads, early leavers, absurdities and junk."""
+
+import asyncio
+import json
+import math
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+READER_S, ANSWER_S = 15.0, 70.0  # that a slow reader stays, and that any other waits
+FIELDS = (
+    *("temperature", "top_p", "top_k", "max_tokens", "n", "seed", "logprobs", "stop", "block_size", "layout"),
+    *("prompt", "model", "stream", "stream_options", "timeout_s", "presence_penalty", "unknown"),
+)
+VALUES: tuple[Any, ...] = (
+    *(0, -1, 1, 1e-50, 1e-40, 1e300, 10**30, -(10**30), math.nan, math.inf, 0.5, 2**63, True, None),
+    *("", "auto", "x" * 5000, "\x00", "<|im_start|>", ["\ud800"]),
+    *([], [[]], {}, {"a": {"b": []}}, [1, 2, 3], [10**9], [-1]),
+)
+
+
+class Abuser:
+    """A client of one key and one model that means no good."""
+
+    def __init__(self, port: int, key: str, model: str, seed: int) -> None:
+        self._port, self._key, self._model, self._dice = port, key, model, random.Random(seed)
+        self._kinds: tuple[Callable[[], Awaitable[str]], ...] = (
+            self._slow_body, self._slow_reader, self._leave, self._absurd, self._absurd, self._oversized, self._junk,
+        )  # fmt: skip
+
+    async def abuse(self) -> str:
+        """Something of its kinds; returns which, and the status that answered it."""
+        kind = self._dice.choice(self._kinds)
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                outcome = await kind()
+        except OSError as error:  # a timeout is one
+            outcome = type(error).__name__
+        return f"{kind.__name__.strip('_').replace('_', ' ')}: {outcome}"
+
+    async def _slow_body(self) -> str:
+        """A body that is announced and does not come."""
+        async with self._connection() as (reader, writer):
+            writer.write(self._head(1000) + b'{"model": ')
+            return _status(await reader.readline())
+
+    async def _slow_reader(self) -> str:
+        """A long answer with all its log probabilities, of which little is read."""
+        body = {"prompt": "Once", "max_tokens": 400, "logprobs": 5, "n": 4, "stream": True, "temperature": 1}
+        async with self._connection() as (reader, writer):
+            writer.write(self._request(body))
+            status = _status(await reader.readline())
+            await asyncio.sleep(READER_S)
+            return status
+
+    async def _leave(self) -> str:
+        """A client that is gone before its answer is."""
+        async with self._connection() as (_, writer):
+            writer.write(self._request({"prompt": "Once", "max_tokens": 200, "stream": self._dice.random() < 0.5}))
+            await asyncio.sleep(self._dice.random())
+            return "left"
+
+    async def _absurd(self) -> str:
+        """Parameters that nobody means."""
+        body: dict[str, Any] = {"prompt": "Once", "max_tokens": 4}
+        for _ in range(self._dice.randint(1, 4)):
+            body[self._dice.choice(FIELDS)] = self._dice.choice(VALUES)
+        async with self._connection() as (reader, writer):
+            writer.write(self._request(body))
+            return _status(await reader.readline())
+
+    async def _oversized(self) -> str:
+        """Two mebibytes."""
+        async with self._connection() as (reader, writer):
+            writer.write(self._request({"prompt": "x" * 2**21}))
+            return _status(await reader.readline())
+
+    async def _junk(self) -> str:
+        """Bytes that are no HTTP, or no JSON."""
+        async with self._connection() as (reader, writer):
+            junk = self._dice.randbytes(self._dice.randint(1, 2000))
+            writer.write(junk if self._dice.random() < 0.5 else self._head(len(junk)) + junk)
+            return _status(await reader.readline())
+
+    @asynccontextmanager
+    async def _connection(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port, limit=2**14)
+        try:
+            yield reader, writer
+        finally:
+            writer.transport.abort()
+
+    def _request(self, body: Mapping[str, Any]) -> bytes:
+        content = json.dumps({"model": self._model} | dict(body)).encode()
+        return self._head(len(content)) + content
+
+    def _head(self, length: int) -> bytes:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {self._key}\r\n"
+        return f"{head}Content-Type: application/json\r\nContent-Length: {length}\r\n\r\n".encode()
+
+
+def _status(line: bytes) -> str:
+    """Of a response's first line; "closed" where the connection was."""
+    return line.split()[1].decode(errors="replace") if line.startswith(b"HTTP/") else "closed"

@@ -62,6 +62,8 @@ class TrainDraftConfig(AnswersConfig):
     """Decoder layers of the draft."""
     target_layer_ids: tuple[int, ...] | None = None
     """Target layers the draft reads, 0 is the first; by default as many as the draft has, evenly spaced."""
+    markov_rank: int = Field(default=0, ge=0)
+    """Rank of the draft's Markov head, which scores a token by the one before it; 0: none."""
     mask_token: str = "<empty_output>"
     """Token of the target's vocabulary that no text holds."""
     start: str = "target"
@@ -198,7 +200,8 @@ def fresh_draft(config: TrainDraftConfig) -> DraftModel:
 def _shape(config: Qwen3Config) -> str:
     options = parse_options(config)
     layer_ids = " ".join(map(str, options.target_layer_ids))
-    return f"block size {options.block_size}, {config.num_hidden_layers} layers, target layers {layer_ids}"
+    shape = f"block size {options.block_size}, {config.num_hidden_layers} layers, target layers {layer_ids}"
+    return f"{shape}, Markov head of rank {options.markov_rank}" if options.markov_rank else shape
 
 
 def draft_config(config: TrainDraftConfig) -> Qwen3Config:
@@ -209,6 +212,7 @@ def draft_config(config: TrainDraftConfig) -> Qwen3Config:
         block_size=config.block_size,
         mask_token_id=mask_token_id(config),
         target_layer_ids=config.target_layer_ids,
+        markov_rank=config.markov_rank,
     )
 
 
@@ -269,7 +273,8 @@ def _with_features(answers_path: Path, folder: Path) -> FeatureShard:
 
 def _run_name(config: TrainDraftConfig, written: AnswerShards) -> str:
     """Name that holds all that the result depends on: Ray Train continues a run of the same name."""
-    shape = config.block_size, config.num_layers, config.target_layer_ids, config.start
+    shape: tuple[object, ...] = config.block_size, config.num_layers, config.target_layer_ids, config.start
+    shape += (config.markov_rank,) if config.markov_rank else ()
     data = [(shard.path, answer_source(shard.path)) for shard in written.train]
     key = repr((config.fit, config.seed, shape, config.num_workers, data))
     return f"draft-{hashlib.sha256(key.encode()).hexdigest()[:16]}"

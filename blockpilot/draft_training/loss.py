@@ -100,6 +100,9 @@ class BlockLoss(nn.Module):
         labels = at(batch.tokens, positions)
         hidden = draft_batch(self.draft, self.embedding, batch, self.block_size)[:, :, 1:]
         logits = self._logits(hidden[inside], vocabulary).float()
+        if (markov := self.draft.markov_head) is not None:  # by the token before, which is right if this one counts
+            before = at(batch.tokens, positions - 1)[inside]
+            logits = logits + markov(before, None if vocabulary is None else vocabulary.ids).float()
         targets = labels[inside] if vocabulary is None else torch.searchsorted(vocabulary.ids, labels[inside])
         log_probs = logits.log_softmax(dim=-1)
         losses = hard = -log_probs.gather(-1, targets[:, None])[:, 0]

@@ -93,8 +93,12 @@ def new_draft_config(
     block_size: int,
     mask_token_id: int,
     target_layer_ids: Sequence[int] | None = None,
+    markov_rank: int = 0,
 ) -> Qwen3Config:
-    """Configuration of a fresh draft for a target: its widths, heads and rotary base, `num_layers` deep."""
+    """Configuration of a fresh draft for a target: its widths, heads and rotary base, `num_layers` deep.
+
+    With a `markov_rank` above 0 it has a Markov head.
+    """
     num_target_layers = target_config.num_hidden_layers
     layer_ids = target_layer_ids or default_layer_ids(num_target_layers, num_layers)
     options: dict[str, Any] = {name: getattr(target_config, name) for name in _SHARED_WITH_TARGET} | {
@@ -106,6 +110,7 @@ def new_draft_config(
         "tie_word_embeddings": False,
         "block_size": block_size,
         "num_target_layers": num_target_layers,
-        "dflash_config": {"mask_token_id": mask_token_id, "target_layer_ids": list(layer_ids)},
+        "dflash_config": {"mask_token_id": mask_token_id, "target_layer_ids": list(layer_ids)}
+        | ({"markov_rank": markov_rank} if markov_rank else {}),
     }
     return Qwen3Config(**options)

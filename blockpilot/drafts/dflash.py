@@ -15,6 +15,7 @@ from torch.nn import functional
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
 
+from blockpilot.drafts.markov import MarkovHead
 from blockpilot.drafts.options import parse_options
 from blockpilot.models.cache import SlotCache, num_kv_heads
 from blockpilot.models.kernels import outputs
@@ -121,6 +122,8 @@ class DraftModel(nn.Module):
         num_features = len(self.options.target_layer_ids) * config.hidden_size
         self.fc = nn.Linear(num_features, config.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        rank = self.options.markov_rank
+        self.markov_head = MarkovHead(config.vocab_size, rank) if rank else None
         self.vocabulary: Tensor | None
         """Tokens that the draft proposes, the most frequent first; None for all of the target's."""
         self.register_buffer("vocabulary", None, persistent=False)

@@ -15,12 +15,13 @@ _NEUTRAL = {
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """Options of a DFlash draft; target_layer_ids count from 0."""
+    """Options of a DFlash draft; target_layer_ids count from 0, markov_rank 0 is no Markov head."""
 
     block_size: int
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
     num_target_layers: int
+    markov_rank: int = 0
 
 
 def default_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
@@ -55,4 +56,5 @@ def parse_options(config: Qwen3Config) -> DraftOptions:
         mask_token_id=int(option("mask_token_id")),
         target_layer_ids=tuple(layers or default_layer_ids(num_target_layers, config.num_hidden_layers)),
         num_target_layers=num_target_layers,
+        markov_rank=int(option("markov_rank") or 0),
     )

@@ -94,6 +94,10 @@ def load_pair(
     draft_model = load_draft(found.directory)
     model, tokenizer, target_revision = load_target(target, _DTYPES[dtype])
     check_fit(draft_model, model.config)
+    if draft_model.markov_head is not None:
+        raise ValueError(
+            f"draft {draft}: with a Markov head (rank {draft_model.options.markov_rank}), not decoded yet"
+        )
     pair_id = PairId(split_revision(target)[0], target_revision, split_revision(draft)[0], found.revision)
     return _pair(pair_id, model, draft_model, tokenizer, device)
 

@@ -128,10 +128,12 @@ def test_a_block_sees_neither_its_answers_nor_other_blocks(tiny_pair: Pair) -> N
 
 @pytest.mark.parametrize("weighting", ["decay", "dpace"])
 @pytest.mark.parametrize("distill", [0.0, 0.3])
-def test_the_loss_equals_a_slow_loop(weighting: str, distill: float, tiny_pair: Pair) -> None:
+@pytest.mark.parametrize("markov_rank", [0, 5])
+def test_the_loss_equals_a_slow_loop(weighting: str, distill: float, markov_rank: int, tiny_pair: Pair) -> None:
     shard = documents(3)
     batch = batch_of(shard, 4, seed=2)
-    loss = loss_of(tiny_pair, weighting=weighting, distill=distill)
+    draft = tiny_draft(tiny_pair.target, BLOCK, markov_rank=markov_rank)
+    loss = loss_of(tiny_pair, draft, weighting=weighting, distill=distill)
     scores = loss(batch)
     drafted = draft_batch(loss.draft, loss.embedding, batch, BLOCK).detach()
     total = weight = 0.0
@@ -139,6 +141,10 @@ def test_the_loss_equals_a_slow_loop(weighting: str, distill: float, tiny_pair: 
         for a, anchor in enumerate(batch.anchors[row].tolist()):
             offsets = range(1, min(BLOCK, len(document.tokens) - anchor))
             logits = [drafted[row, a, offset] @ loss.head.T for offset in offsets]
+            if (markov := draft.markov_head) is not None:
+                before = [int(document.tokens[anchor + offset - 1]) for offset in offsets]
+                of_first = (markov.markov_w2.weight @ markov.markov_w1.weight[token] for token in before)
+                logits = [found + scores.detach() for found, scores in zip(logits, of_first, strict=True)]
             labels = [int(document.tokens[anchor + offset]) for offset in offsets]
             hard = [-float(found.log_softmax(0)[label]) for found, label in zip(logits, labels, strict=True)]
             of_target = [document.hidden[anchor + offset - 1].float() @ loss.head.T for offset in offsets]

@@ -204,6 +204,23 @@ def test_round_trip(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["DFlashDraftModel"]
 
 
+def test_a_markov_head_is_part_of_a_checkpoint_and_named_as_published(tmp_path: Path) -> None:
+    draft = random_draft(dflash_config={"mask_token_id": MASK_ID, "target_layer_ids": [1, 4, 6], "markov_rank": 4})
+    save_draft(draft, tmp_path, dtype=torch.float32)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert stored["markov_head.markov_w1.weight"].shape == stored["markov_head.markov_w2.weight"].shape == (50, 4)
+    loaded = load_draft(tmp_path)
+    assert loaded.markov_head is not None
+    before, some = torch.tensor([[3, 4], [5, 5]]), torch.tensor([[7, 1, 0], [9, 9, 2]])
+    found = loaded.markov_head.between(before, some)
+    for s in range(2):
+        for p in range(2):
+            of_all = loaded.markov_head(before[s, p : p + 1])[0]
+            torch.testing.assert_close(found[s, p], of_all[some[s]])
+            expected = stored["markov_head.markov_w2.weight"] @ stored["markov_head.markov_w1.weight"][before[s, p]]
+            torch.testing.assert_close(of_all, expected)
+
+
 def test_weights_are_bf16_by_default(tmp_path: Path) -> None:
     save_draft(random_draft(), tmp_path)
     assert {w.dtype for w in load_file(tmp_path / "model.safetensors").values()} == {torch.bfloat16}

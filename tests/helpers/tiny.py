@@ -47,7 +47,11 @@ def tiny_target(seed: int = 0) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def tiny_draft(target: LlamaForCausalLM, block_size: int = 4, seed: int = 1) -> DraftModel:
+def tiny_draft(target: LlamaForCausalLM, block_size: int = 4, seed: int = 1, markov_rank: int = 0) -> DraftModel:
+    """A random draft; with a rank also a random Markov head."""
     torch.manual_seed(seed)
-    config = new_draft_config(target.config, num_layers=2, block_size=block_size, mask_token_id=MASK_ID)
-    return DraftModel(config)
+    shape = {"num_layers": 2, "block_size": block_size, "markov_rank": markov_rank}
+    draft = DraftModel(new_draft_config(target.config, mask_token_id=MASK_ID, **shape))
+    if draft.markov_head is not None:
+        torch.nn.init.normal_(draft.markov_head.markov_w2.weight)
+    return draft

@@ -5,7 +5,8 @@ DFlash trains on the target's own answers (arXiv 2602.06036, section 4). The tar
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -133,15 +134,26 @@ def write_answers(path: Path, answers: Sequence[Answer], source: AnswerSource) -
 
 def answer_source(path: Path) -> AnswerSource:
     """Source in the metadata of a Parquet file of answers; raises ValueError where there is none."""
-    metadata = pq.read_schema(path).metadata or {}
-    if b"source" not in metadata:
-        raise ValueError(f"{path}: does not say which target wrote these answers")
-    return AnswerSource(**json.loads(metadata[b"source"]))
+    with _named(path):
+        metadata = pq.read_schema(path).metadata or {}
+        if b"source" not in metadata:
+            raise ValueError("does not say which target wrote these answers")
+        return AnswerSource(**json.loads(metadata[b"source"]))
 
 
 def read_answers(path: Path) -> list[Answer]:
-    """Answers of a Parquet file; raises ValueError for another schema."""
-    table = pq.read_table(path)
-    if not table.schema.equals(ANSWER_SCHEMA):
-        raise ValueError(f"{path}: columns {table.column_names}, expected {ANSWER_SCHEMA.names}")
-    return [Answer(**row) for row in table.to_pylist()]
+    """Answers of a Parquet file; raises ValueError for what is none."""
+    with _named(path):
+        table = pq.read_table(path)
+        if not table.schema.equals(ANSWER_SCHEMA):
+            raise ValueError(f"columns {table.column_names}, expected {ANSWER_SCHEMA.names}")
+        return [Answer(**row) for row in table.to_pylist()]
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Turn errors of reading into ValueErrors of one line that name the file."""
+    try:
+        yield
+    except (pa.ArrowException, OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{path}: {str(error).strip().splitlines()[0]}") from None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen3Config
@@ -31,16 +32,13 @@ def load_draft(directory: Path) -> DraftModel:
 
     Only config.json and safetensors are read; no code of the checkpoint runs.
     """
-    try:
-        raw = json.loads((directory / "config.json").read_text())
-    except FileNotFoundError:
-        raise ValueError(f"draft {directory}: no config.json there") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"draft {directory / 'config.json'}: not JSON ({error})") from None
-    model = DraftModel(Qwen3Config.from_dict(raw))
+    model = _new_draft(directory / "config.json")
     weights: dict[str, Tensor] = {}
     for file in sorted(directory.glob("*.safetensors")):
-        weights |= load_file(file)
+        try:
+            weights |= load_file(file)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"draft {file}: not readable as safetensors ({error})") from None
     if not weights:
         raise ValueError(f"draft {directory}: no .safetensors file with weights there")
     expected = {name: parameter.shape for name, parameter in model.state_dict().items()}
@@ -54,13 +52,35 @@ def load_draft(directory: Path) -> DraftModel:
     return model
 
 
+def _new_draft(path: Path) -> DraftModel:
+    """The network of a config.json, its weights random; raises ValueError for what is none."""
+    try:
+        config = Qwen3Config.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise ValueError(f"draft {path.parent}: no config.json there") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"draft {path}: not JSON ({error})") from None
+    except Exception as error:  # transformers raises many types
+        raise ValueError(f"draft {path}: not a configuration ({_first_line(error)})") from None
+    try:
+        return DraftModel(config)
+    except ValueError as error:
+        raise ValueError(f"draft {path}: {_first_line(error)}") from None
+    except Exception as error:  # of torch, for sizes that no network can have
+        raise ValueError(f"draft {path}: no network is so ({type(error).__name__}: {_first_line(error)})") from None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n", 1)[0]
+
+
 def _read_vocabulary(path: Path, size: int) -> Tensor | None:
     """Token ids of a file; None where there is none. Raises ValueError for ids that the target does not have."""
     if not path.exists():
         return None
     try:
-        ids = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        ids = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # not UTF-8, not JSON
         raise ValueError(f"draft {path}: not JSON ({error})") from None
     if not (isinstance(ids, list) and ids and all(type(i) is int for i in ids) and len(set(ids)) == len(ids)):
         raise ValueError(f"draft {path}: must be a list of different token ids")

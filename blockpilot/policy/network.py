@@ -82,6 +82,9 @@ def scalars(probs: Tensor, num_prompt_tokens: int, temperature: float) -> list[f
     return [float(torch.special.entr(probs).sum()), math.log(num_prompt_tokens), temperature]
 
 
+MOST = 2**24  # of any size of a network
+
+
 @dataclass(frozen=True)
 class NetworkShape:
     """What fixes a network's parameters but for the support. Raises ValueError for impossible sizes."""
@@ -105,7 +108,7 @@ class NetworkShape:
             if self.kind == "prompt" and name in ("context_size", "anchor_size"):
                 allowed, rule = size == 0, "must be 0"
             else:
-                allowed, rule = size >= 1, "must be at least 1"
+                allowed, rule = 1 <= size <= MOST, f"must be 1 to {MOST}"
             if not allowed:
                 raise ValueError(f"{name} {size} with kind {self.kind!r}: {rule}")
 

@@ -232,10 +232,11 @@ def read_file(place: Place) -> Sweep:
     try:
         with fs.open_input_file(path) as file:
             table = pq.ParquetFile(file).read()
-    except (pa.ArrowException, OSError) as error:
+        values = table.to_pylist()
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{place}: not a readable Parquet file ({str(error).splitlines()[0]})") from error
     metadata = _file_metadata(place, table.schema)
-    rows = [SweepRow(**values) for values in table.to_pylist()]
+    rows = [SweepRow(**of_row) for of_row in values]
     _validate_all(place, rows, metadata)
     return Sweep(rows, metadata)
 

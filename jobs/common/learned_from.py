@@ -25,13 +25,17 @@ class LearnedFrom(NamedTuple):
 
     @staticmethod
     def read(folder: Path) -> "LearnedFrom":
-        """The inverse of `write`; nothing where there is no such file."""
+        """The inverse of `write`; nothing where there is no such file. Raises ValueError for a damaged one."""
         file = folder / LEARNED_FROM_FILE
         if not file.exists():
             return LearnedFrom()
-        found = json.loads(file.read_text(encoding="utf-8"))
-        taus = {
-            float(temperature): {int(size): tau for size, tau in curve.items()}
-            for temperature, curve in found["taus"].items()
-        }
-        return LearnedFrom(frozenset(found["prompts"]), taus)
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+            taus = {
+                float(temperature): {int(size): float(tau) for size, tau in curve.items()}
+                for temperature, curve in found["taus"].items()
+            }
+            return LearnedFrom(frozenset(map(str, found["prompts"])), taus)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{file}: does not say what a policy has learned from ({reason})") from None

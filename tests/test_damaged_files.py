@@ -1,0 +1,100 @@
+"""Damaged files of every kind are refused with a ValueError that names the file, or read as what they still hold."""
+
+import json
+import random
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from blockpilot.control.price import read_price
+from blockpilot.draft_training.answers import Answer, AnswerSource, answer_source, read_answers, write_answers
+from blockpilot.drafts.checkpoint import load_draft, save_draft, write_vocabulary
+from blockpilot.pairs.loading import Pair
+from blockpilot.policy.store import load_policy, save_policy
+from blockpilot.prompts.files import load_prompts
+from blockpilot.sweep.rows import read_file, write_rows
+from helpers.policies import step_policy
+from helpers.prices import price
+from helpers.sweeps import metadata, synthetic_rows
+from helpers.tiny import tiny_draft, tiny_target
+from jobs.common.learned_from import LearnedFrom
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "policy": load_policy,
+    "draft": load_draft,
+    "sweep/part.parquet": read_file,
+    "price.json": lambda path: read_price(str(path)),
+    "answers.parquet": lambda path: (answer_source(path), read_answers(path)),
+    "prompts.jsonl": lambda path: load_prompts(str(path)),
+    "learned": LearnedFrom.read,
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, tiny_pair: Pair) -> Path:
+    """A folder with every kind of file."""
+    root = tmp_path_factory.mktemp("whole")
+    save_policy(step_policy(tiny_pair, (1, 2, 4), price=price(pair=tiny_pair.id)), root / "policy")
+    draft = tiny_draft(tiny_target())
+    save_draft(draft, root / "draft")
+    write_vocabulary(root / "draft", torch.arange(100))
+    write_rows(root / "sweep" / "part.parquet", synthetic_rows(8, 0), metadata())
+    (root / "price.json").write_text(price(pair=tiny_pair.id).to_json())
+    write_answers(root / "answers.parquet", [Answer("set", [1, 2, 3], 1, 0.0, 0)] * 5, AnswerSource("t", "r"))
+    lines = [json.dumps({"prompt": f"question {i}", "set": "s"}) for i in range(20)]
+    (root / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+    LearnedFrom(frozenset({"a", "b"}), {0.0: {2: 1.5}}).write(root / "learned")
+    return root
+
+
+def damage(path: Path, dice: random.Random) -> None:
+    """Cut a file short, change some of its bytes, or put others in."""
+    content = bytearray(path.read_bytes())
+    place = dice.randrange(len(content))
+    kind = dice.choice(("cut", "change", "insert", "number"))
+    if kind == "cut":
+        del content[place:]
+    elif kind == "change":
+        for _ in range(dice.randint(1, 8)):
+            content[dice.randrange(len(content))] = dice.randrange(256)
+    elif kind == "insert":
+        content[place:place] = dice.randbytes(dice.randint(1, 9))
+    else:
+        digits = [i for i, byte in enumerate(content) if chr(byte).isdecimal()]
+        for i in dice.sample(digits, min(2, len(digits))):
+            content[i : i + 1] = dice.choice((b"-1", b"1e999", b"null", b"[]", b'"x"', b"99999999999999999999"))
+    path.write_bytes(content)
+
+
+def complaint(kind: str, path: Path) -> str | None:
+    """What is said of a file that is refused; anything but a ValueError is a failure."""
+    try:
+        READERS[kind](path)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@given(kind=st.sampled_from(sorted(READERS)), seed=st.integers(0, 2**32))
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_damaged_file_is_refused_by_name_or_read(whole: Path, kind: str, seed: int) -> None:
+    dice = random.Random(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / kind
+        path.parent.mkdir(exist_ok=True)
+        if (whole / kind).is_dir():
+            shutil.copytree(whole / kind, path)
+            damage(dice.choice(sorted(path.iterdir())), dice)
+        else:
+            shutil.copy(whole / kind, path)
+            damage(path, dice)
+        said = complaint(kind, path)
+        if said is not None:
+            assert folder in said
+            assert len(said.splitlines()) == 1

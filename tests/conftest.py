@@ -11,6 +11,7 @@ os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # in this proces
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,13 @@ def tiny_pair_dirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path
 def tiny_pair(tiny_pair_dirs: tuple[Path, Path]) -> Pair:
     target, draft = tiny_pair_dirs
     return load_pair(target=str(target), draft=str(draft))
+
+
+@pytest.fixture(scope="session")
+def markov_pair(tiny_pair: Pair) -> Pair:
+    """The tiny pair with a draft that has a random Markov head."""
+    draft = tiny_draft(tiny_target(), markov_rank=6).eval().requires_grad_(False)
+    return replace(tiny_pair, draft=draft)
 
 
 @pytest.fixture(scope="session")

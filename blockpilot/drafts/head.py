@@ -14,13 +14,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from blockpilot.drafts.markov import MarkovHead
 from blockpilot.models.kernels import Product
 
 
 class DraftHead:
     """hidden [M, hidden] -> logits [M, target's vocabulary], -inf for tokens that the draft does not propose."""
 
-    def __init__(self, target: PreTrainedModel, vocabulary: Tensor | None) -> None:
+    def __init__(self, target: PreTrainedModel, vocabulary: Tensor | None, markov: MarkovHead | None = None) -> None:
+        self.markov = markov
         self._vocab_size = target.config.vocab_size
         self.tokens = None if vocabulary is None else vocabulary.sort().values
         """Ids of the draft's vocabulary in their order; None where it is the target's."""

@@ -4,8 +4,24 @@ The slots of a block-diffusion draft are drawn apart: none knows what the one be
 slot's scores those of a bigram model of low rank, by the token before, and costs no pass of the draft.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
+
+from blockpilot.types import Candidates
+
+WIDTH = 16  # choices of a slot by itself, among which its choices after another one are looked for
+
+
+class Linked(NamedTuple):
+    """Choices of N slots after each of P tokens before: `found` [N * P, k], slot by slot.
+
+    places [N, P, k] say where among the slot's own choices each stands.
+    """
+
+    found: Candidates
+    places: Tensor
 
 
 class MarkovHead(nn.Module):
@@ -30,3 +46,19 @@ class MarkovHead(nn.Module):
         """Scores [S, P, K] of the tokens after[s] [S, K] after each of before[s] [S, P]."""
         scores: Tensor = torch.matmul(self.markov_w1(before), self.markov_w2.weight[after].transpose(1, 2))
         return scores
+
+    @torch.no_grad()
+    def link(self, found: Candidates, before: Tensor, temperatures: Tensor, num: int) -> Linked:
+        """The `num` best of a slot's own choices [N, W] after each of the tokens before it [N, P].
+
+        Scores at temperatures [N] are lifted by the head's; what is no choice keeps its own.
+        """
+        lifted = self.between(before, found.tokens).float() / temperatures[:, None, None]
+        log_probs, scores = (values[:, None] + lifted for values in (found.log_probs, found.scores))
+        of_rest = torch.log1p(-found.log_probs.exp().sum(dim=1).clamp(max=1 - 1e-6))
+        total = torch.logaddexp(log_probs.logsumexp(dim=2), of_rest[:, None])[:, :, None]
+        scores, places = (scores - total).topk(num, dim=2)
+        tokens = found.tokens[:, None].expand_as(log_probs).gather(2, places)
+        log_probs = (log_probs - total).gather(2, places)
+        drawn = found.drawn.repeat_interleave(before.shape[1])
+        return Linked(Candidates(tokens.flatten(0, 1), scores.flatten(0, 1), log_probs.flatten(0, 1), drawn), places)

@@ -6,6 +6,7 @@ the row decodes plainly: a draft that misses part of its context is accepted les
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,12 +14,14 @@ from torch import Tensor
 from blockpilot.control.chances import own_chances
 from blockpilot.drafts.decoder import DraftDecoder
 from blockpilot.drafts.head import DraftHead
+from blockpilot.drafts.markov import WIDTH, Linked, MarkovHead
 from blockpilot.engine.rows import Row
 from blockpilot.engine.sampling import candidates
-from blockpilot.engine.trees import Slots
+from blockpilot.engine.trees import Slots, drawn_apart
 from blockpilot.models.packing import Packing
 from blockpilot.models.target import Target
-from blockpilot.types import Candidates, Reader, Sampling
+from blockpilot.native.ranking import LARGEST
+from blockpilot.types import Candidates, Forecast, Reader, Sampling
 
 
 class Drafter:
@@ -39,7 +42,13 @@ class Drafter:
         hidden = self._run(slots, [depth + 1 for depth in depths], starts, anchors)
         positions = [start + i for start, depth in zip(starts, depths, strict=True) for i in range(1, depth + 1)]
         sampling = [row.request.sampling for row, depth in zip(rows, depths, strict=True) for _ in range(depth)]
-        return with_chances(draft_candidates(self._head, hidden, positions, sampling, num), rows, depths)
+        if self._head.markov is None:
+            return with_chances(draft_candidates(self._head, hidden, positions, sampling, num), rows, depths)
+        found = draft_candidates(self._head, hidden, positions, sampling, max(num, WIDTH))
+        before = found.tokens.roll(1, dims=0)
+        first = torch.tensor([end - depth for end, depth in zip(accumulate(depths), depths, strict=True)])
+        before[first.to(before.device)] = anchors[:, None]
+        return linked_with_chances(link(self._head.markov, found, before, sampling, num), rows, depths)
 
     def _run(self, slots: Sequence[int], sizes: Sequence[int], starts: Sequence[int], anchors: Tensor) -> Tensor:
         """Hidden states [M, hidden] of all positions but the anchors' of blocks of sizes[r] tokens from starts[r] on.
@@ -75,23 +84,74 @@ def draft_candidates(
     return found._replace(tokens=head.tokens[found.tokens])
 
 
+def link(markov: MarkovHead, found: Candidates, before: Tensor, sampling: Sequence[Sampling], num: int) -> Linked:
+    """The `num` best of the choices [N, W] of N slots after each of the tokens before them [N, P]."""
+    temperatures = [1.0 if each.is_greedy else min(each.temperature, LARGEST) for each in sampling]
+    return markov.link(found, before, torch.tensor(temperatures, device=before.device), num)
+
+
 def with_chances(found: Candidates, rows: Sequence[Row], depths: Sequence[int]) -> list[Slots]:
     """Each row's slots [R], with the chances that its policy or else the draft itself gives them.
 
     `found` are those of depths[r] positions of every row, N in all.
     """
+    tokens = _split(found.tokens.tolist(), depths)
+    chances = _chances(found, [row.forecast for row in rows], depths)
+    return [drawn_apart(*of_row) for of_row in zip(tokens, chances, strict=True)]
+
+
+def linked_with_chances(linked: Linked, rows: Sequence[Row], depths: Sequence[int]) -> list[Slots]:
+    """`with_chances` of slots that depend on the choice above: [N * P, k], N positions in all.
+
+    A policy is asked of every choice above as if it were a row of its own, and at last of the chain, which a reader
+    that learns from chains keeps.
+    """
+    num, width = linked.places.shape[:2]
+    places, tokens = linked.places.tolist(), linked.found.tokens.view(num, width, -1).tolist()
+    index, repeated, forecasts, start = list[int](), list[int](), list[Forecast | None](), 0
+    for row, depth in zip(rows, depths, strict=True):
+        positions = range(start, start + depth)
+        index += [position * width + after for after in range(width) for position in positions]
+        after = 0
+        for position in positions:
+            index.append(position * width + after)
+            after = places[position][after][0]
+        repeated += [depth] * (width + 1)
+        forecasts += [row.forecast] * (width + 1)
+        start += depth
+    chances = _chances(linked.found.at(index), forecasts, repeated)
+    slots = []
+    of_rows = zip(_split(tokens, depths), _split(places, depths), strict=True)
+    for r, (of_tokens, of_places) in enumerate(of_rows):
+        after_each = chances[r * (width + 1) : (r + 1) * (width + 1) - 1]  # [P][A][D][K]
+        by_context = zip(*after_each, strict=True)
+        slots.append(Slots(of_tokens, [list(zip(*at, strict=True)) for at in by_context], of_places))
+    return slots
+
+
+def _split(values: list[Any], depths: Sequence[int]) -> list[list[Any]]:
+    """Those of every row."""
+    ends = list(accumulate(depths))
+    return [values[end - depth : end] for end, depth in zip(ends, depths, strict=True)]
+
+
+def _chances(
+    found: Candidates, forecasts: Sequence[Forecast | None], depths: Sequence[int]
+) -> list[list[list[list[float]]]]:
+    """Of every row [R]: chances [A][D][K] of its choices, by its policy or else the draft itself."""
     ends = list(accumulate(depths))
     by_reader: dict[Reader | None, list[int]] = {}
-    for r, row in enumerate(rows):
-        by_reader.setdefault(None if row.forecast is None else row.forecast.reader, []).append(r)
-    tokens, slots = found.tokens.tolist(), dict[int, Slots]()
+    for r, forecast in enumerate(forecasts):
+        by_reader.setdefault(None if forecast is None else forecast.reader, []).append(r)
+    chances: dict[int, list[list[list[float]]]] = {}
     for reader, members in by_reader.items():
-        some = found.at([i for r in members for i in range(ends[r] - depths[r], ends[r])])
+        some, of_members = found, [depths[r] for r in members]
+        if len(by_reader) > 1:
+            some = found.at([i for r in members for i in range(ends[r] - depths[r], ends[r])])
         if reader is None:
-            chances = own_chances(some)
+            given = own_chances(some)
         else:
-            chances = reader.chances([rows[r].forecast for r in members], some, [depths[r] for r in members])
-        split = zip(*(at.split([depths[r] for r in members]) for at in chances), strict=True)
-        for r, of_row in zip(members, split, strict=True):
-            slots[r] = Slots(tokens[ends[r] - depths[r] : ends[r]], [at.tolist() for at in of_row])
-    return [slots[r] for r in range(len(rows))]
+            given = reader.chances([forecasts[r] for r in members], some, of_members)
+        for r, of_row in zip(members, zip(*(at.split(of_members) for at in given), strict=True), strict=True):
+            chances[r] = [at.tolist() for at in of_row]
+    return [chances[r] for r in range(len(forecasts))]

@@ -1,9 +1,9 @@
 """Draft trees: which of a draft's choices are verified, and which of them the target's own choices confirm.
 
-One pass of the draft gives every slot a distribution of its own. A node of a tree is one choice of the slot at its
-depth, given the choices above it; its chance is the product of theirs. Best-first growth takes nodes by falling
-chance, so that the tree of n nodes lies inside that of n + 1 (arXiv 2604.12989, there for whole trees at temperature
-0). A chain is a tree of first choices.
+One pass of the draft gives every slot a distribution of its own, which a Markov head bends by the choice right above.
+A node of a tree is one choice of the slot at its depth, given the choices above it; its chance is the product of
+theirs. Best-first growth takes nodes by falling chance, so that the tree of n nodes lies inside that of n + 1 (arXiv
+2604.12989, there for whole trees at temperature 0). A chain is a tree of first choices.
 
 The text is a pure function of the target's logits, the seed and the position, so verification is a walk: from the
 anchor to the child that the target itself chooses, until there is none. No token is rejected by chance.
@@ -18,18 +18,26 @@ from blockpilot.types import Tree
 
 
 class Slots(NamedTuple):
-    """Choices of the D slots of one draft pass, the best of each first.
+    """Choices of the D slots of one draft pass after each of P choices of the slot before, the best of each first.
 
-    tokens [D][K]; chances [A][D][K] that the target makes the choice where it has made those above it, by how many of
-    those are no first choices (as the last number where they are more). Both fall along K.
+    P is 1 where slots are drawn apart. tokens [D][P][K]; chances [A][D][P][K] that the target makes the choice where
+    it has made those above it, by how many of those are no first choices (as the last number where they are more);
+    both fall along K. places [D][P][K] say which of the P a choice is for the slot below.
     """
 
-    tokens: Sequence[Sequence[int]]
-    chances: Sequence[Sequence[Sequence[float]]]
+    tokens: Sequence[Sequence[Sequence[int]]]
+    chances: Sequence[Sequence[Sequence[Sequence[float]]]]
+    places: Sequence[Sequence[Sequence[int]]]
 
     def first_choices(self) -> "Slots":
         """Of which only a chain grows."""
-        return Slots([t[:1] for t in self.tokens], [[c[:1] for c in at] for at in self.chances])
+        return self._replace(tokens=[[each[:1] for each in after] for after in self.tokens])
+
+
+def drawn_apart(tokens: Sequence[Sequence[int]], chances: Sequence[Sequence[Sequence[float]]]) -> Slots:
+    """Slots whose choices do not depend on those above: tokens [D][K], chances [A][D][K]."""
+    places = [[[0] * len(each)] for each in tokens]
+    return Slots([[each] for each in tokens], [[[each] for each in at] for at in chances], places)
 
 
 class Node(NamedTuple):
@@ -45,23 +53,23 @@ class Node(NamedTuple):
 
 def best_first(slots: Slots) -> Iterator[Node]:
     """Nodes by falling chance; the first is number 1. Ends where no choice is left that has a chance."""
-    heap: list[tuple[float, int, int, int, int, float]] = []
+    heap: list[tuple[float, int, int, int, int, int, float]] = []
 
-    def offer(parent: int, depth: int, rank: int, num_later: int, above: float) -> None:
-        """Choice `rank` of the slot below a parent that is reached with chance `above`."""
-        if depth < len(slots.tokens) and rank < len(slots.tokens[depth]):
-            chance = above * slots.chances[min(num_later, len(slots.chances) - 1)][depth][rank]
+    def offer(parent: int, depth: int, after: int, rank: int, num_later: int, above: float) -> None:
+        """Choice `rank` of the slot below a parent that is choice `after` there and reached with chance `above`."""
+        if depth < len(slots.tokens) and rank < len(slots.tokens[depth][after]):
+            chance = above * slots.chances[min(num_later, len(slots.chances) - 1)][depth][after][rank]
             if chance > 0:
-                heappush(heap, (-chance, parent, depth, rank, num_later, above))
+                heappush(heap, (-chance, parent, depth, after, rank, num_later, above))
 
-    offer(0, 0, 0, 0, 1.0)
+    offer(0, 0, 0, 0, 0, 1.0)
     number = 0
     while heap:
-        negative, parent, depth, rank, num_later, above = heappop(heap)
+        negative, parent, depth, after, rank, num_later, above = heappop(heap)
         number += 1
-        yield Node(slots.tokens[depth][rank], parent, -negative, depth + 1, num_later + rank == 0)
-        offer(parent, depth, rank + 1, num_later, above)
-        offer(number, depth + 1, 0, num_later + (rank > 0), -negative)
+        yield Node(slots.tokens[depth][after][rank], parent, -negative, depth + 1, num_later + rank == 0)
+        offer(parent, depth, after, rank + 1, num_later, above)
+        offer(number, depth + 1, slots.places[depth][after][rank], 0, num_later + (rank > 0), -negative)
 
 
 def tree_of(nodes: Iterable[Node]) -> Tree:
@@ -82,8 +90,12 @@ def grow(slots: Slots, num_nodes: int) -> Tree:
 
 
 def first_choices(slots: Slots) -> Tree:
-    """The chain of every slot's best choice."""
-    return Tree(tuple(tokens[0] for tokens in slots.tokens), tuple(range(len(slots.tokens))))
+    """The chain of every slot's best choice after the one above."""
+    after, tokens = 0, list[int]()
+    for of_slot, places in zip(slots.tokens, slots.places, strict=True):
+        tokens.append(of_slot[after][0])
+        after = places[after][0]
+    return Tree(tuple(tokens), tuple(range(len(tokens))))
 
 
 def walk(tree: Tree, chosen: Sequence[int]) -> list[int]:

@@ -42,7 +42,7 @@ class Pair:
     @cached_property
     def draft_head(self) -> DraftHead:
         """The LM head that the draft proposes with."""
-        return DraftHead(self.target, self.draft.vocabulary)
+        return DraftHead(self.target, self.draft.vocabulary, self.draft.markov_head)
 
     @cached_property
     def draft_decoder(self) -> DraftDecoder:
@@ -94,10 +94,6 @@ def load_pair(
     draft_model = load_draft(found.directory)
     model, tokenizer, target_revision = load_target(target, _DTYPES[dtype])
     check_fit(draft_model, model.config)
-    if draft_model.markov_head is not None:
-        raise ValueError(
-            f"draft {draft}: with a Markov head (rank {draft_model.options.markov_rank}), not decoded yet"
-        )
     pair_id = PairId(split_revision(target)[0], target_revision, split_revision(draft)[0], found.revision)
     return _pair(pair_id, model, draft_model, tokenizer, device)
 

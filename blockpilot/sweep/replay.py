@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from blockpilot.engine.drafting import draft_candidates
+from blockpilot.drafts.markov import WIDTH
+from blockpilot.engine.drafting import draft_candidates, link
 from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
 from blockpilot.sweep.blocks import ANCHORS_PER_ROW, Blocks, KnownContext, draft_blocks
@@ -178,7 +179,8 @@ def offers_at(pair: Pair, known: KnownTexts, anchors: Tensor, num_choices: int) 
         hidden = hidden.view(-1, block_size, hidden.shape[-1])[:num, 1:]
         places = blocks.anchors.flatten()[:num, None] + torch.arange(1, block_size, device=anchors.device)
         sampling = [text.sampling] * places.numel()
-        found = _candidates(pair, hidden.flatten(0, 1), places.flatten().tolist(), sampling, num_choices)
+        before = known.tokens[0][(places - 1).clamp(max=known.tokens.shape[1] - 1)].flatten()
+        found = _candidates(pair, hidden.flatten(0, 1), places.flatten().tolist(), sampling, num_choices, before)
         same = found.tokens == ends[places.flatten()][:, None]
         ranks = torch.where(same.any(dim=1), same.int().argmax(dim=1), -1).view(num, -1)
         drafted = places - places[:, :1] + 1 < blocks.sizes.flatten()[:num, None]
@@ -189,13 +191,17 @@ def offers_at(pair: Pair, known: KnownTexts, anchors: Tensor, num_choices: int) 
 
 
 def _candidates(
-    pair: Pair, hidden: Tensor, positions: Sequence[int], sampling: Sequence[Sampling], num: int
+    pair: Pair, hidden: Tensor, positions: Sequence[int], sampling: Sequence[Sampling], num: int, before: Tensor
 ) -> Candidates:
-    """The draft's best choices at hidden states [M, hidden], HEAD_ROWS at once."""
-    parts = []
+    """The draft's best choices at hidden states [M, hidden], after the tokens `before` [M], HEAD_ROWS at once."""
+    parts, markov = [], pair.draft_head.markov
     for start in range(0, max(len(hidden), 1), HEAD_ROWS):
         some = slice(start, start + HEAD_ROWS)
-        parts.append(draft_candidates(pair.draft_head, hidden[some], positions[some], sampling[some], num))
+        width = num if markov is None else max(num, WIDTH)
+        found = draft_candidates(pair.draft_head, hidden[some], positions[some], sampling[some], width)
+        if markov is not None:
+            found = link(markov, found, before[some, None], sampling[some], num).found
+        parts.append(found)
     return Candidates(*(torch.cat(values) for values in zip(*parts, strict=True)))
 
 
@@ -225,7 +231,8 @@ def count_accepted(pair: Pair, known: KnownTexts, hidden: Tensor, blocks: Blocks
 def _draw(pair: Pair, known: KnownTexts, hidden: Tensor, positions: Tensor, row: Tensor) -> Tensor:
     """The draft's tokens, drawn as the engine does: hidden [M, hidden] -> [M]."""
     sampling = [known.texts[i].sampling for i in row.tolist()]
-    return _candidates(pair, hidden, positions.tolist(), sampling, 1).tokens[:, 0]
+    before = known.tokens[row, positions - 1]
+    return _candidates(pair, hidden, positions.tolist(), sampling, 1, before).tokens[:, 0]
 
 
 def _embedding(pair: Pair) -> Tensor:

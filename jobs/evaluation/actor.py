@@ -19,13 +19,13 @@ from typing import NamedTuple
 
 import torch
 
-from blockpilot.control.baselines import AdaptiveVerification, DepthController, Margins, TreeBudget
 from blockpilot.control.controller import Controller, FixedPolicy
 from blockpilot.control.forecasts import RunningMeans
 from blockpilot.control.live import LiveController
 from blockpilot.control.price import StepPrice
 from blockpilot.device import device_name, dtype_name
 from blockpilot.engine.engine import Engine
+from blockpilot.evaluation.baselines import AdaptiveVerification, DepthController, Margins, TreeBudget
 from blockpilot.evaluation.measurement import Flow, RequestTiming, in_turns
 from blockpilot.evaluation.pricing import holds_here, measure_price
 from blockpilot.evaluation.statistics import MethodRun

@@ -5,7 +5,6 @@ from itertools import chain
 
 import pytest
 
-from blockpilot.control.baselines import DepthController
 from blockpilot.control.choose import choose_depths
 from blockpilot.control.controller import (
     DOUBT,
@@ -17,6 +16,7 @@ from blockpilot.control.controller import (
 )
 from blockpilot.control.price import Load
 from blockpilot.engine.trees import Node
+from blockpilot.evaluation.baselines import DepthController
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import MAX_BLOCK_SIZE
 from helpers.policies import step_policy

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 import blockpilot as bp
-from blockpilot.control.baselines import DepthController
 from blockpilot.control.calibration import TrackRecord
 from blockpilot.control.chances import own_chances
 from blockpilot.control.choose import buy, choose_depths
@@ -27,6 +26,7 @@ from blockpilot.drafts.decoder import DraftDecoder
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.generate import generate
 from blockpilot.engine.trees import Slots, best_first, tree_of
+from blockpilot.evaluation.baselines import DepthController
 from blockpilot.models.cache import SlotView
 from blockpilot.models.packing import Packing
 from blockpilot.pairs.loading import Pair

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.generate import generate
-from blockpilot.engine.trees import Node, Slots, best_first, first_choices, grow, tree_of, walk
+from blockpilot.engine.trees import Node, Slots, best_first, drawn_apart, first_choices, grow, tree_of, walk
 from blockpilot.models.packing import Packing, SideBySide, depths_of
 from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
@@ -23,24 +23,27 @@ SAMPLED = Sampling(1.0, seed=5)
 
 @st.composite
 def slots(draw: st.DrawFn, num_contexts: int = 2) -> Slots:
-    """A few choices of a few slots, with chances that fall along them and may be 0."""
-    depth, ranks = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    """A few choices of a few slots, by the choice above or not, with chances that fall along them and may be 0."""
+    depth, width, ranks = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
     falling = st.lists(st.integers(0, 20), min_size=ranks, max_size=ranks).map(
         lambda numbers: [n / (1 + sum(numbers)) for n in sorted(numbers, reverse=True)]
     )
-    chances = [[draw(falling) for _ in range(depth)] for _ in range(num_contexts)]
-    return Slots([list(range(10 * d, 10 * d + ranks)) for d in range(depth)], chances)
+    chances = [[[draw(falling) for _ in range(width)] for _ in range(depth)] for _ in range(num_contexts)]
+    tokens = [[list(range(10 * d, 10 * d + ranks))] * width for d in range(depth)]
+    place = st.lists(st.integers(0, width - 1), min_size=ranks, max_size=ranks)
+    return Slots(tokens, chances, [[draw(place) for _ in range(width)] for _ in range(depth)])
 
 
 def every_prefix(of: Slots) -> list[float]:
     """Chances of all nodes of the full tree, by falling chance, those of chance 0 left out."""
     found = []
     for depth in range(1, len(of.tokens) + 1):
-        for ranks in product(*(range(len(tokens)) for tokens in of.tokens[:depth])):
-            chance, num_later = 1.0, 0
+        for ranks in product(*(range(len(after[0])) for after in of.tokens[:depth])):
+            chance, num_later, after = 1.0, 0, 0
             for at, rank in enumerate(ranks):
-                chance *= of.chances[min(num_later, len(of.chances) - 1)][at][rank]
+                chance *= of.chances[min(num_later, len(of.chances) - 1)][at][after][rank]
                 num_later += rank > 0
+                after = of.places[at][after][rank]
             found.append(chance)
     return sorted((chance for chance in found if chance > 0), reverse=True)
 
@@ -85,7 +88,7 @@ def test_the_walk_follows_the_targets_choices() -> None:
     assert walk(tree, [5, 6, 1, 6, 8, 1]) == [0, 1, 2]
     assert walk(tree, [9, 6, 1, 6, 8, 1]) == [0]
     assert tree.is_chain is False
-    assert first_choices(Slots([[5, 7], [6, 1]], [])).is_chain
+    assert first_choices(drawn_apart([[5, 7], [6, 1]], [])).is_chain
 
 
 # --- what a token of a tree sees ---

@@ -7,7 +7,7 @@ import torch
 
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.rows import Row
-from blockpilot.engine.trees import Slots
+from blockpilot.engine.trees import Slots, drawn_apart
 
 
 def scatter(
@@ -32,7 +32,7 @@ def scatter(
                     offered.insert(int(torch.randint(0, min(num, 3), (), generator=generator)), known[place])
                 tokens.append(offered)
                 chances.append((torch.rand(num, generator=generator) / 2).sort(descending=True).values.tolist())
-            found.append(Slots(tokens, [chances]))
+            found.append(drawn_apart(tokens, [chances]))
         passes.append(found)
         return found
 

@@ -253,12 +253,6 @@ def test_a_revision_changes_with_the_weights(tmp_path: Path) -> None:
     assert directory_revision(tmp_path) != before
 
 
-def test_a_draft_with_a_markov_head_is_refused(tmp_path: Path, tiny_pair_dirs: tuple[Path, Path]) -> None:
-    save_draft(tiny_draft(tiny_target(), markov_rank=3), tmp_path)
-    with pytest.raises(ValueError, match=r"Markov head \(rank 3\), not decoded yet"):
-        load_pair(target=str(tiny_pair_dirs[0]), draft=str(tmp_path))
-
-
 @pytest.mark.parametrize(
     "name", ["model-00002-of-00003.safetensors", "tokenizer.json", "generation_config.json", "chat_template.jinja"]
 )

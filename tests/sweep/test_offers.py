@@ -1,11 +1,13 @@
 """What a dense sweep records of the draft's choices is what the engine's draft proposes there."""
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
 
 from blockpilot.engine.engine import Engine
+from blockpilot.engine.trees import Slots
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import load_prompts
 from blockpilot.sweep.rows import NUM_CHOICES, Metadata, SweepRow, validate
@@ -24,49 +26,68 @@ def ranks_of(row: SweepRow) -> np.ndarray:
     return np.frombuffer(row.step_ranks, np.int8).reshape(len(row.step_places), -1)
 
 
+@pytest.fixture(params=["tiny_pair", "markov_pair"])
+def pair(request: pytest.FixtureRequest) -> Pair:
+    """One whose slots are drawn apart, and one whose slots depend on the choice above."""
+    found: Pair = request.getfixturevalue(request.param)
+    return found
+
+
+def choices_along(slots: Slots, tokens: Sequence[int]) -> Iterator[list[int]]:
+    """What each slot offers after the text's own tokens, as far as those are offered."""
+    after = 0
+    for of_slot, places, token in zip(slots.tokens, slots.places, tokens, strict=False):
+        yield list(of_slot[after])
+        if token in of_slot[after]:
+            after = places[after][of_slot[after].index(token)]
+        elif len(of_slot) > 1:
+            return
+
+
 @pytest.mark.parametrize("temperature", [0.0, 6.0])
 def test_ranks_are_places_among_what_the_engine_is_offered(
-    tiny_pair: Pair, temperature: float, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compared, right = 0, 0
-    for row, prompt in zip(dense(tiny_pair, temperature), load_prompts("demo", 3), strict=True):
-        ids = prompt.encode(tiny_pair.tokenizer)
-        engine = Engine(tiny_pair, num_slots=1, max_length=len(ids) + 30)
+    for row, prompt in zip(dense(pair, temperature), load_prompts("demo", 3), strict=True):
+        ids = prompt.encode(pair.tokenizer)
+        engine = Engine(pair, num_slots=1, max_length=len(ids) + 30)
         offered = {}
         propose = engine._drafter.propose
 
         def watched(rows, *rest):  # type: ignore[no-untyped-def]
             found = propose(rows, *rest)  # noqa: B023
-            offered[len(rows[0].tokens) - len(ids) - 1] = found[0].tokens  # noqa: B023
+            offered[len(rows[0].tokens) - len(ids) - 1] = found[0]  # noqa: B023
             return found
 
         monkeypatch.setattr(engine._drafter, "propose", watched)
         sampling = Sampling(temperature, seed=row.seed)
-        engine.add(Request(ids, 30, sampling, 4, tiny_pair.stop_token_ids, layout="tree"))
+        engine.add(Request(ids, 30, sampling, 4, pair.stop_token_ids, layout="tree"))
         while not engine.idle:
             engine.step()
         ranks = ranks_of(row)
-        assert ranks.shape == (len(row.step_places), tiny_pair.block_size - 1)
+        assert ranks.shape == (len(row.step_places), pair.block_size - 1)
         for place, of_step in zip(row.step_places, ranks.tolist(), strict=True):
-            for slot, rank in enumerate(of_step):
-                if rank == -2:
-                    assert place + slot + 1 >= len(row.output_tokens)
-                elif place in offered:
-                    token = row.output_tokens[place + slot + 1]
-                    choices = offered[place][slot]
-                    assert rank == (choices.index(token) if token in choices else -1)
-                    compared, right = compared + 1, right + (rank >= 0)
+            assert all(
+                (rank == -2) == (place + slot + 1 >= len(row.output_tokens)) for slot, rank in enumerate(of_step)
+            )
+            if place not in offered:
+                continue
+            tokens = row.output_tokens[place + 1 :]
+            for choices, token, rank in zip(choices_along(offered[place], tokens), tokens, of_step, strict=False):
+                assert rank == (choices.index(token) if token in choices else -1)
+                compared, right = compared + 1, right + (rank >= 0)
     assert compared > 50
     assert right > 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 6.0])
 def test_first_choices_that_are_right_are_those_that_the_trained_block_accepts(
-    tiny_pair: Pair, temperature: float
+    pair: Pair, temperature: float
 ) -> None:
-    rows = dense(tiny_pair, temperature)
+    rows = dense(pair, temperature)
     for row in rows:
-        validate(row, Metadata({}, tiny_pair.id, "float32", tiny_pair.vocab_size, 4, CANDIDATES, {}, ""))
+        validate(row, Metadata({}, pair.id, "float32", pair.vocab_size, 4, CANDIDATES, {}, ""))
         for place, of_step in zip(row.step_places, ranks_of(row).tolist(), strict=True):
             wrong = next((slot for slot, rank in enumerate(of_step) if rank != 0), len(of_step))
             assert row.accepted[CANDIDATES.index(4)][place] == wrong

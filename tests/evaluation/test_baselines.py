@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockpilot.control.baselines import AdaptiveVerification, DepthController, Margins, TreeBudget
 from blockpilot.control.controller import Controller
 from blockpilot.control.forecasts import RunningMeans
 from blockpilot.control.price import Load, StepPrice
 from blockpilot.engine.engine import Engine
+from blockpilot.evaluation.baselines import AdaptiveVerification, DepthController, Margins, TreeBudget
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import Candidates, Layout, Policy, Request, Sampling
 from helpers.engines import NEVER, PROMPT, plain_text, run, text_of

@@ -1,0 +1,113 @@
+"""A draft with a Markov head: a slot is drawn given the choice above it, and the text stays the target's own."""
+
+import copy
+import dataclasses
+from itertools import pairwise
+
+import pytest
+import torch
+
+from blockpilot.control.controller import Controller
+from blockpilot.control.forecasts import RunningMeans
+from blockpilot.drafts.markov import MarkovHead
+from blockpilot.engine.drafting import link
+from blockpilot.engine.engine import Engine
+from blockpilot.engine.generate import generate
+from blockpilot.engine.sampling import candidates
+from blockpilot.evaluation.baselines import AdaptiveVerification, Margins
+from blockpilot.pairs.loading import Pair
+from blockpilot.policy.nodes import NodeModel
+from blockpilot.prompts.files import load_prompts
+from blockpilot.sweep.sweep import sweep_prompts
+from blockpilot.types import Layout, Request, Sampling
+from helpers.engines import NEVER, PROMPT, plain_text, run, text_of
+from helpers.policies import step_policy
+from helpers.prices import price
+
+SAMPLINGS = (Sampling(), Sampling(0.8, seed=3))
+
+
+def text(pair: Pair, sampling: Sampling, block_size: int, layout: Layout) -> list[int]:
+    sampled = {"temperature": sampling.temperature, "seed": sampling.seed}
+    how = {"block_size": block_size, "layout": layout, "max_new_tokens": 40, "stop_token_ids": NEVER}
+    return [t for step in generate(pair, PROMPT, **sampled, **how) for t in step.tokens]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_the_text_is_the_targets_own(markov_pair: Pair, sampling: Sampling) -> None:
+    plain = text(markov_pair, sampling, 1, "chain")
+    for block_size, layout in ((2, "chain"), (4, "chain"), (4, "tree"), (12, "tree")):
+        assert text(markov_pair, sampling, block_size, layout) == plain  # type: ignore[arg-type]
+
+
+def buyer(kind: str, pair: Pair) -> Controller:
+    """Who buys nodes by the draft's own chances, by a node model, or by margins that are learned from the chain."""
+    cost = price(pair=pair.id, launch_s=0.1, token_s=0.001)
+    if kind == "margins":
+        return AdaptiveVerification(Margins(3), cost)
+    learned = step_policy(pair, (1, 2, 4), outputs=(9.0, 9.0, 9.0))
+    learned.nodes = NodeModel().eval().requires_grad_(False)
+    return Controller(RunningMeans(3) if kind == "means" else learned, cost)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("kind", ["means", "nodes", "margins"])
+def test_whoever_buys_the_nodes_the_text_stays(markov_pair: Pair, kind: str, sampling: Sampling) -> None:
+    engine = Engine(markov_pair, num_slots=2, max_length=64, controller=buyer(kind, markov_pair))
+    requests = [Request(PROMPT[i:], 24, sampling, stop_token_ids=NEVER) for i in (0, 1)]
+    found = run(engine, requests)
+    for i, steps in enumerate(found):
+        assert text_of(steps) == plain_text(markov_pair, PROMPT[i:], 24, sampling)
+    assert any(step.tree.tokens for steps in found for step in steps)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_replay_equals_decoding(markov_pair: Pair, temperature: float) -> None:
+    settings = {"max_new_tokens": 24, "temperature": temperature}
+    replayed, decoded = (
+        sweep_prompts(markov_pair, load_prompts("demo", 3), [1, 2, 4], method=method, **settings).rows  # type: ignore[arg-type]
+        for method in ("replay", "decode")
+    )
+    assert [row.emitted_histograms for row in replayed] == [row.emitted_histograms for row in decoded]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_of_all_tokens_a_choice_has_the_probability_that_the_head_gives_it(sampling: Sampling) -> None:
+    torch.manual_seed(0)
+    head = MarkovHead(30, 5)
+    torch.nn.init.normal_(head.markov_w2.weight)
+    logits, before = torch.randn(4, 30), torch.randint(0, 30, (4, 3))
+    every = candidates(logits, range(4), [sampling] * 4, 30)
+    linked = link(head, every, before, [sampling] * 4, 6)
+    found, temperature = linked.found, sampling.temperature or 1.0
+    for n in range(4):
+        for p in range(3):
+            bent = (logits[n] + head(before[n, p : p + 1])[0]) / temperature
+            alone = candidates(bent[None] * temperature, [n], [sampling], 6)
+            row = n * 3 + p
+            assert found.tokens[row].tolist() == alone.tokens[0].tolist()
+            assert every.tokens[n, linked.places[n, p]].tolist() == found.tokens[row].tolist()
+            torch.testing.assert_close(found.log_probs[row], alone.log_probs[0], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(found.scores[row], alone.scores[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_head_that_knows_what_follows_makes_longer_steps(
+    markov_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that lifts, after each token of the text, the token that follows it there."""
+    monkeypatch.setattr("blockpilot.engine.drafting.WIDTH", markov_pair.vocab_size)  # a random draft knows nothing
+    plain = text(markov_pair, Sampling(), 1, "chain")
+    size = markov_pair.vocab_size
+    draft = copy.deepcopy(markov_pair.draft)
+    draft.markov_head = MarkovHead(size, size).requires_grad_(False)
+    draft.markov_head.markov_w1.weight.copy_(torch.eye(size))
+    for token, after in pairwise(plain):
+        draft.markov_head.markov_w2.weight[after, token] = 30.0
+
+    def num_steps(pair: Pair) -> int:
+        steps = generate(pair, PROMPT, block_size=4, max_new_tokens=40, stop_token_ids=NEVER)
+        return sum(step.block_size > 0 for step in steps)
+
+    knowing = dataclasses.replace(markov_pair, draft=draft)
+    assert text(knowing, Sampling(), 4, "chain") == plain
+    assert num_steps(knowing) < 0.8 * num_steps(markov_pair)

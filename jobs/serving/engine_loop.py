@@ -86,7 +86,7 @@ class EngineLoop:
         """
         for request in requests:
             self.engine.check(request)
-        self._check_room(len(requests), client)
+        self.check_room(len(requests), client)
         streams = [Stream(self, request, client) for request in requests]
         self._open.update(streams)
         if self._closed:
@@ -96,7 +96,8 @@ class EngineLoop:
             self._work.put(partial(self._add, stream))
         return streams
 
-    def _check_room(self, num_asked: int, client: str) -> None:
+    def check_room(self, num_asked: int, client: str) -> None:
+        """Raise ApiError 429 where there is no place for so many requests of a client."""
         num_open, num_held = len(self._open), sum(stream.client == client for stream in self._open)
         if not has_room(num_held, num_asked, self.capacity - num_open, alone=not client):
             share = f", {num_held} of them yours" if client else ""

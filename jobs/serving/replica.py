@@ -142,6 +142,7 @@ class Replica:
 
     async def _submit(self, body: Body, client: str) -> list[Stream]:
         """Start decoding; of `n` choices, number i has the seed plus i. Raises ApiError 400, or as `submit_all`."""
+        self.loop.check_room(body.n, client)  # before any work is done for it
         try:
             request = await asyncio.to_thread(self._request, body)  # a long prompt is not tokenized at once
             return self.loop.submit_all([_choice_request(request, number) for number in range(body.n)], client)

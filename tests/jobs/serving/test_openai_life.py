@@ -77,6 +77,25 @@ def test_full_queue_is_429_at_once_and_recovers(tiny_pair: Pair) -> None:
         asyncio.run(scene())
 
 
+def test_a_prompt_that_there_is_no_place_for_is_not_tokenized(
+    tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with replica_of(tiny_pair, num_slots=1, max_length=MAX_LENGTH, max_queue=0) as replica:
+        app = app_of(replica)
+
+        async def scene() -> None:
+            taken = HttpCall(app, COMPLETIONS, LONG)
+            await until(lambda: replica.loop.num_in_flight == 1)
+            with monkeypatch.context() as full:
+                full.setattr(replica, "_request", lambda body: pytest.fail("tokenized"))
+                refused = HttpCall(app, COMPLETIONS, LONG)
+                await refused.task
+            assert refused.status == 429
+            await taken.task
+
+        asyncio.run(scene())
+
+
 def test_retry_after_is_sent_with_429(tiny_pair: Pair) -> None:
     with (
         replica_of(tiny_pair, num_slots=1, max_length=MAX_LENGTH, max_queue=0) as replica,

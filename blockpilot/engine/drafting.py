@@ -42,9 +42,9 @@ class Drafter:
         hidden = self._run(slots, [depth + 1 for depth in depths], starts, anchors)
         positions = [start + i for start, depth in zip(starts, depths, strict=True) for i in range(1, depth + 1)]
         sampling = [row.request.sampling for row, depth in zip(rows, depths, strict=True) for _ in range(depth)]
+        found = draft_candidates(self._head, hidden, positions, sampling, num)
         if self._head.markov is None:
-            return with_chances(draft_candidates(self._head, hidden, positions, sampling, num), rows, depths)
-        found = draft_candidates(self._head, hidden, positions, sampling, max(num, WIDTH))
+            return with_chances(found, rows, depths)
         before = found.tokens.roll(1, dims=0)
         first = torch.tensor([end - depth for end, depth in zip(accumulate(depths), depths, strict=True)])
         before[first.to(before.device)] = anchors[:, None]
@@ -76,8 +76,10 @@ def draft_candidates(
 ) -> Candidates:
     """The draft's `num` best choices at hidden states [N, hidden], as `sampling.candidates` gives them.
 
-    Where no token is drawn its own vocabulary is enough; a race is one of all of the target's tokens.
+    Where no token is drawn its own vocabulary is enough; a race is one of all of the target's tokens. With a Markov
+    head at least WIDTH, which it links.
     """
+    num = num if head.markov is None else max(num, WIDTH)
     if head.tokens is None or not all(each.is_greedy for each in sampling):
         return candidates(head(hidden), positions, sampling, num)
     found = candidates(head.of_own(hidden), positions, sampling, num)
@@ -138,7 +140,7 @@ def _split(values: list[Any], depths: Sequence[int]) -> list[list[Any]]:
 def _chances(
     found: Candidates, forecasts: Sequence[Forecast | None], depths: Sequence[int]
 ) -> list[list[list[list[float]]]]:
-    """Of every row [R]: chances [A][D][K] of its choices, by its policy or else the draft itself."""
+    """Chances [A][D][K] of every row's choices [R], by its policy or else the draft itself."""
     ends = list(accumulate(depths))
     by_reader: dict[Reader | None, list[int]] = {}
     for r, forecast in enumerate(forecasts):

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from blockpilot.drafts.markov import WIDTH
 from blockpilot.engine.drafting import draft_candidates, link
 from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
@@ -197,8 +196,7 @@ def _candidates(
     parts, markov = [], pair.draft_head.markov
     for start in range(0, max(len(hidden), 1), HEAD_ROWS):
         some = slice(start, start + HEAD_ROWS)
-        width = num if markov is None else max(num, WIDTH)
-        found = draft_candidates(pair.draft_head, hidden[some], positions[some], sampling[some], width)
+        found = draft_candidates(pair.draft_head, hidden[some], positions[some], sampling[some], num)
         if markov is not None:
             found = link(markov, found, before[some, None], sampling[some], num).found
         parts.append(found)

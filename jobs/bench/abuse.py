@@ -46,7 +46,7 @@ LOST = "the replica with this request was lost"
 
 
 class AbuseConfig(Config):
-    """How long, how many, and the policies that take turns as champion."""
+    """Length and size of the abuse, and the policies that take turns as champion."""
 
     minutes: float = Field(default=10.0, gt=0)
     num_clients: int = Field(default=3, ge=1)
@@ -73,11 +73,11 @@ class Report:
     memory: dict[str, list[tuple[float, int]]] = field(default_factory=lambda: defaultdict(list))
     """(seconds since the start, resident bytes of all such processes) by kind of process."""
     examples: list[str] = field(default_factory=list)
-    """Of what should not have been."""
+    """Answers that should not have been."""
 
     @property
     def kept(self) -> bool:
-        """Whether every promise was."""
+        """True if every promise was kept."""
         failed = (
             self.good["lost"] + self.good["wrong"] + sum(n for kind, n in self.bad.items() if kind.endswith(": 500"))
         )

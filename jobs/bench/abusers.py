@@ -101,5 +101,5 @@ class Abuser:
 
 
 def _status(line: bytes) -> str:
-    """Of a response's first line; "closed" where the connection was."""
+    """Status of a response's first line; "closed" where the connection was."""
     return line.split()[1].decode(errors="replace") if line.startswith(b"HTTP/") else "closed"

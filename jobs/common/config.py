@@ -74,7 +74,7 @@ class PairConfig(Config):
         return NAMED_PAIRS[name] if name is not None else (str(target), str(draft))
 
     def known_revisions(self) -> list[str | None]:
-        """Of target and draft, as far as this machine can tell without a download."""
+        """Revisions of target and draft, as far as this machine can tell without a download."""
         return [known_revision(what, name) for what, name in zip(("target", "draft"), self.models, strict=True)]
 
     def check_made_for(self, what: str, made_for: PairId) -> None:

@@ -83,7 +83,7 @@ class Lease:
 
 
 def _is_dead(lease: dict[str, Any]) -> bool:
-    """Whether the holder ran on this host and does not any more."""
+    """True if the holder ran on this host and does not any more."""
     if lease["host"] != socket.gethostname():
         return False
     try:

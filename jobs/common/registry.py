@@ -237,7 +237,7 @@ class Registry:
         return sorted(map(_version, found), key=lambda version: version.number)
 
     def has_model(self, name: str) -> bool:
-        """Whether a model of this name is registered."""
+        """True if a model of this name is registered."""
         with _clear_errors(f"MLflow store {self.uri}"):
             return bool(self._client.search_registered_models(f"name = '{name}'", max_results=1))
 

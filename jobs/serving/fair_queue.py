@@ -28,7 +28,7 @@ class FairQueue(Generic[T]):
 
 
 def has_room(num_held: int, num_asked: int, num_free: int, *, alone: bool) -> bool:
-    """Whether a client that holds `num_held` places gets `num_asked` more of those that are free.
+    """True if a client that holds `num_held` places gets `num_asked` more of those that are free.
 
     One of several may hold no more than it leaves free, the last place apart (dynamic thresholds, Choudhury and Hahne
     1998): it never has more than half, and the fewer the more others there are. One that is alone may have all.

@@ -49,7 +49,7 @@ def digest(ids: Iterable[str]) -> str:
 
 
 class SweepFolder:
-    """What a sweep has written so far. One process writes at a time, the holder of the directory's lease."""
+    """Output of a sweep so far. One process writes at a time, the holder of the directory's lease."""
 
     def __init__(self, place: Place, identity: dict[str, Any]) -> None:
         self.place, self.rows, self.identity = str(place), join(str(place), ROWS_FOLDER), identity

@@ -41,7 +41,7 @@ def test_the_text_is_the_targets_own(markov_pair: Pair, sampling: Sampling) -> N
 
 
 def buyer(kind: str, pair: Pair) -> Controller:
-    """Who buys nodes by the draft's own chances, by a node model, or by margins that are learned from the chain."""
+    """Buyer of nodes by the draft's own chances, by a node model, or by margins that are learned from the chain."""
     cost = price(pair=pair.id, launch_s=0.1, token_s=0.001)
     if kind == "margins":
         return AdaptiveVerification(Margins(3), cost)

@@ -508,7 +508,7 @@ def test_neither_a_full_disk_nor_a_lost_store_costs_a_policy(start: Start, tmp_p
 
 
 def saved_training(folder: Path, num_rows: int, seed: int) -> Callable[[], None]:
-    """What saves a training of synthetic rows, each time it is called."""
+    """Function that saves a training of synthetic rows, each time it is called."""
     sweep = folder / f"sweep-{seed}"
     write_sweep(sweep, synthetic_rows(num_rows, seed))
     settings = FitSettings("prompt", hidden=8, epochs=1, batch_size=16)

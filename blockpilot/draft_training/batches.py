@@ -22,6 +22,7 @@ class DraftBatch(NamedTuple):
     hidden: Tensor  # [N, S, hidden] of the target, before its LM head
     anchors: Tensor  # [N, A] positions
     valid: Tensor  # [N, A] bool
+    num_prompt_tokens: Tensor  # [N]
 
 
 def collate(documents: Sequence[Document], anchors: Sequence[Tensor]) -> DraftBatch:
@@ -35,6 +36,7 @@ def collate(documents: Sequence[Document], anchors: Sequence[Tensor]) -> DraftBa
         pad_sequence([d.hidden for d in documents], batch_first=True),
         pad_sequence(list(anchors), batch_first=True),
         torch.arange(int(num_anchors.max())) < num_anchors[:, None],
+        torch.tensor([d.num_prompt_tokens for d in documents]),
     )
 
 

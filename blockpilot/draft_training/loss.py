@@ -68,15 +68,26 @@ class Scores(NamedTuple):
     num_accepted: Tensor  # [N, A]: drafted tokens up to the first that differs from the text
 
 
-class BlockLoss(nn.Module):
+class DraftLoss(nn.Module):
     """Draft and loss as one module, so that a distributed wrapper sees a single forward pass.
+
+    Called with a DraftBatch, and a Vocabulary or None, it returns Scores; `head` is the target's, [vocab, hidden].
+    """
+
+    draft: nn.Module
+    head: Tensor
+    block_size: int
+
+
+class BlockLoss(DraftLoss):
+    """Loss of the blocks that a DFlash draft fills at a batch's anchors.
 
     `embedding` and `head` are the target's weights [vocab, hidden]. `distill` is the share of the loss that is taken
     against the target's distribution instead of the answer's token.
     """
 
+    draft: DraftModel
     embedding: Tensor
-    head: Tensor
 
     def __init__(
         self,

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from blockpilot.drafts.dflash import DraftModel
+from blockpilot.drafts.eagle3 import Eagle3Model
 
 
 @torch.no_grad()
@@ -35,6 +36,31 @@ def start_from_target(draft: DraftModel, target: PreTrainedModel, text: Sequence
     draft.fc.weight.zero_()
     draft.fc.weight[:, -draft.config.hidden_size :].fill_diagonal_(1.0)
     return copied
+
+
+@torch.no_grad()
+def start_eagle3_from_target(draft: Eagle3Model, target: PreTrainedModel) -> None:
+    """Copy the target's last layer, final norm and LM head rows into an EAGLE-3 draft, where their shapes fit.
+
+    The fused features become the deepest layer that is read. The part of the projections that reads embeddings stays
+    random, and so does that of the queries and keys behind a target's norms of them, which the draft does not have.
+    """
+    width = draft.config.hidden_size
+    source = {name.removeprefix("model."): value for name, value in target.state_dict().items()}
+    last = f"layers.{int(target.config.num_hidden_layers) - 1}."
+    source |= {f"midlayer.{name.removeprefix(last)}": v for name, v in source.items() if name.startswith(last)}
+    source["midlayer.hidden_norm.weight"] = source.pop("midlayer.input_layernorm.weight")
+    source["lm_head.weight"] = target.get_output_embeddings().weight[draft.vocabulary.to(target.device)]
+    is_normed = "midlayer.self_attn.q_norm.weight" in source
+    for name, weight in draft.named_parameters():
+        kind = name.removeprefix("midlayer.self_attn.").removesuffix("_proj.weight")
+        if kind in ("q", "k") and is_normed:
+            continue
+        part = weight[:, width:] if kind in ("q", "k", "v") else weight
+        if (value := source.get(name)) is not None and value.shape == part.shape:
+            part.copy_(value)
+    draft.fc.weight.zero_()
+    draft.fc.weight[:, -width:].fill_diagonal_(1.0)
 
 
 def _query_and_key_sizes(target: PreTrainedModel, text: Sequence[int], first: int) -> dict[str, float]:

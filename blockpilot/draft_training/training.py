@@ -1,4 +1,4 @@
-"""Training loop of a DFlash draft in plain torch (arXiv 2602.06036, section 4): batches, optimizer, schedule, state.
+"""Training loop of a draft in plain torch (arXiv 2602.06036, section 4): batches, optimizer, schedule, state.
 
 Anchors are drawn at random in the target's answers, and all blocks of a document go through the draft side by side
 (batches.py). A block sees the context strictly before its anchor and itself, never another block and never its own
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from blockpilot.draft_training.batches import DraftBatch, collate, draw_anchors, possible_anchors
 from blockpilot.draft_training.features import Corpus, Document
-from blockpilot.draft_training.loss import BlockLoss, LossSums, Scores, Vocabulary, Weighting, sample_vocabulary
+from blockpilot.draft_training.loss import DraftLoss, LossSums, Scores, Vocabulary, Weighting, sample_vocabulary
 from blockpilot.sweep.replay import emitted_along
 
 GRADIENT_CLIP = 1.0  # largest norm
@@ -68,7 +68,7 @@ class DraftFitSettings:
 class DraftFit:
     """A fit that can stop after any step and continue from its state.
 
-    `loss` is a BlockLoss, or a distributed wrapper of one; `frequent` are the tokens that every step scores. Batches
+    `loss` is a DraftLoss, or a distributed wrapper of one; `frequent` are the tokens that every step scores. Batches
     and anchors depend only on (seed, step, rank), so a resumed run repeats what an undisturbed one would have done.
     """
 
@@ -87,7 +87,7 @@ class DraftFit:
         self.loss, self.settings, self.seed, self.step = loss, settings, seed, 0
         self._corpus, self._frequent, self._rank, self._world_size = corpus, frequent, rank, world_size
         inner = loss.module if isinstance(loss, nn.parallel.DistributedDataParallel) else loss
-        assert isinstance(inner, BlockLoss)
+        assert isinstance(inner, DraftLoss)
         self._inner = inner
         self.steps_per_epoch = len(corpus) // (settings.batch_size * world_size)
         if self.steps_per_epoch == 0:

@@ -4,14 +4,14 @@ A draft with a vocabulary of its own has one file more, which other readers of t
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Qwen3Config
 
 from blockpilot.drafts.dflash import DraftModel
@@ -33,6 +33,15 @@ def load_draft(directory: Path) -> DraftModel:
     Only config.json and safetensors are read; no code of the checkpoint runs.
     """
     model = _new_draft(directory / "config.json")
+    weights = read_weights(directory)
+    check_weights(model, weights, directory)
+    model.load_state_dict(weights)
+    model.vocabulary = _read_vocabulary(directory / VOCABULARY_FILE, model.config.vocab_size)
+    return model
+
+
+def read_weights(directory: Path) -> dict[str, Tensor]:
+    """Tensors of all safetensors files of a directory by name; raises ValueError where there are none."""
     weights: dict[str, Tensor] = {}
     for file in sorted(directory.glob("*.safetensors")):
         try:
@@ -40,37 +49,51 @@ def load_draft(directory: Path) -> DraftModel:
         except (SafetensorError, OSError) as error:
             raise ValueError(f"draft {file}: not readable as safetensors ({error})") from None
     if not weights:
-        raise ValueError(f"draft {directory}: no .safetensors file with weights there")
+        pickled = any(directory.glob("*.bin"))
+        hint = "; pickled ones (.bin) are not read, convert them" if pickled else ""
+        raise ValueError(f"draft {directory}: no .safetensors file with weights there{hint}")
+    return weights
+
+
+def check_weights(model: nn.Module, weights: Mapping[str, Tensor], directory: Path) -> None:
+    """Raise ValueError unless these are all the weights of a network, in its shapes."""
     expected = {name: parameter.shape for name, parameter in model.state_dict().items()}
     wrong = sorted(expected.keys() ^ weights.keys()) or sorted(
         name for name, shape in expected.items() if weights[name].shape != shape
     )
     if wrong:
         raise ValueError(f"draft {directory}: weights do not fit config.json at {', '.join(wrong[:3])}")
-    model.load_state_dict(weights)
-    model.vocabulary = _read_vocabulary(directory / VOCABULARY_FILE, model.config.vocab_size)
-    return model
 
 
-def _new_draft(path: Path) -> DraftModel:
-    """The network of a config.json, its weights random; raises ValueError for what is none."""
+def read_config(path: Path) -> Any:
+    """JSON of a config.json; raises ValueError for what is none."""
     try:
-        config = Qwen3Config.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"draft {path.parent}: no config.json there") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"draft {path}: not JSON ({error})") from None
+    except Exception as error:  # a directory, not UTF-8, nested too deeply
+        raise ValueError(f"draft {path}: not a configuration ({first_line(error)})") from None
+
+
+def _new_draft(path: Path) -> DraftModel:
+    """The network of a config.json, its weights random; raises ValueError for what is none."""
+    stored = read_config(path)
+    try:
+        config = Qwen3Config.from_dict(stored)
     except Exception as error:  # transformers raises many types
-        raise ValueError(f"draft {path}: not a configuration ({_first_line(error)})") from None
+        raise ValueError(f"draft {path}: not a configuration ({first_line(error)})") from None
     try:
         return DraftModel(config)
     except ValueError as error:
-        raise ValueError(f"draft {path}: {_first_line(error)}") from None
+        raise ValueError(f"draft {path}: {first_line(error)}") from None
     except Exception as error:  # of torch, for sizes that no network can have
-        raise ValueError(f"draft {path}: no network is so ({type(error).__name__}: {_first_line(error)})") from None
+        raise ValueError(f"draft {path}: no network is so ({type(error).__name__}: {first_line(error)})") from None
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """First line of an error's message."""
     return str(error).strip().split("\n", 1)[0]
 
 

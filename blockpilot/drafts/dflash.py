@@ -51,13 +51,13 @@ class DraftAttention(nn.Module):
     def project(self, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         """Rotated keys and values of hidden [R, W, hidden]: two [R, kv_heads, W, head_dim]."""
         keys, values = (self._apart(each) for each in outputs((self.k_proj, self.v_proj), hidden))
-        return _turned(self.k_norm(keys), rotary), values.transpose(1, 2)
+        return turned(self.k_norm(keys), rotary), values.transpose(1, 2)
 
     def forward(self, hidden: Tensor, rotary: Rotary, mask: Tensor, cache: KeyValueStore) -> Tensor:
         """Attend from hidden [R, W, hidden] to everything `cache` returns, where mask [R, 1, W, keys] is true."""
         projections = self.q_proj, self.k_proj, self.v_proj
         queries, keys, values = (self._apart(each) for each in outputs(projections, hidden))
-        queries, keys = _turned(self.q_norm(queries), rotary), _turned(self.k_norm(keys), rotary)
+        queries, keys = turned(self.q_norm(queries), rotary), turned(self.k_norm(keys), rotary)
         keys, values = cache.update(keys, values.transpose(1, 2), self.layer_idx)
         bias = folded(mask, queries.shape[1] // keys.shape[1], queries.dtype)
         attended = grouped_attention(queries, keys, values, bias, self.head_dim**-0.5).transpose(1, 2)
@@ -70,7 +70,7 @@ class DraftAttention(nn.Module):
         return apart
 
 
-def _turned(heads: Tensor, rotary: Rotary) -> Tensor:
+def turned(heads: Tensor, rotary: Rotary) -> Tensor:
     """[R, W, heads, head_dim] -> [R, heads, W, head_dim], rotated by cosines and sines [R, W, head_dim]."""
     cosines, sines = (table[:, None] for table in rotary)
     heads = heads.transpose(1, 2)

@@ -1,0 +1,177 @@
+"""EAGLE-3 draft network (arXiv 2503.01840): proposes token by token, from its own hidden states.
+
+One decoder layer with an LM head of its own, over a draft vocabulary of the target's most frequent tokens. Its input
+for position t is the target's feature of token t (the hidden states of three layers, fused by `fc`) beside the
+embedding of token t + 1, and its output predicts token t + 2. After the last position whose feature is known, its own
+hidden state before the final norm takes the place of the feature.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+
+from blockpilot.drafts.dflash import DraftMlp, KeyValueStore, Rotary, turned
+from blockpilot.models.cache import head_dim, num_kv_heads
+from blockpilot.models.kernels import outputs
+from blockpilot.models.packing import folded, grouped_attention
+
+NUM_FEATURES = 3  # target layers that are read
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Rotated queries [R, heads, W, head_dim], rotated keys and values [R, kv_heads, W, head_dim] -> as the queries."""
+
+
+@dataclass(frozen=True)
+class Eagle3Options:
+    """Options of an EAGLE-3 draft.
+
+    target_layer_ids count from 0; None where the checkpoint leaves them to the default.
+    norm_before_residual: the residual of attention is the normed hidden state, not the one before the norm.
+    """
+
+    draft_vocab_size: int
+    block_size: int = 8
+    target_layer_ids: tuple[int, ...] | None = None
+    norm_before_residual: bool = False
+
+    def layer_ids(self, num_target_layers: int) -> tuple[int, ...]:
+        """Layers read of a target of so many layers; raises ValueError for one that it does not have."""
+        ids = self.target_layer_ids or eagle3_layer_ids(num_target_layers)
+        if wrong := [i for i in ids if not 0 <= i < num_target_layers]:
+            raise ValueError(f"draft reads target layer {wrong[0]}: must be 0 to {num_target_layers - 1}")
+        return ids
+
+
+def eagle3_layer_ids(num_target_layers: int) -> tuple[int, ...]:
+    """EAGLE-3's choice of target layers: the paper's code takes the inputs of layers 2, n // 2 and n - 3."""
+    return 1, num_target_layers // 2 - 1, num_target_layers - 4
+
+
+class Eagle3Attention(nn.Module):
+    """Grouped-query attention over embedding and hidden state side by side."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.head_dim = head_dim(config)
+        num_heads, num_kv, width = config.num_attention_heads, num_kv_heads(config), config.hidden_size
+        self.q_proj = nn.Linear(2 * width, num_heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(2 * width, num_kv * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(2 * width, num_kv * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(num_heads * self.head_dim, width, bias=False)
+
+    def forward(self, both: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
+        """[R, W, 2 * hidden] -> [R, W, hidden]"""
+        projections = self.q_proj, self.k_proj, self.v_proj
+        queries, keys, values = (each.unflatten(-1, (-1, self.head_dim)) for each in outputs(projections, both))
+        attended = attend(turned(queries, rotary), turned(keys, rotary), values.transpose(1, 2))
+        output: Tensor = self.o_proj(attended.transpose(1, 2).flatten(-2))
+        return output
+
+
+class Eagle3Layer(nn.Module):
+    """Decoder layer whose attention reads the embedding of the next token beside the hidden state."""
+
+    def __init__(self, config: LlamaConfig, norm_before_residual: bool) -> None:
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.norm_before_residual = norm_before_residual
+        self.self_attn = Eagle3Attention(config)
+        self.mlp = DraftMlp(width, config.intermediate_size)
+        self.hidden_norm = LlamaRMSNorm(width, eps=eps)
+        self.input_layernorm = LlamaRMSNorm(width, eps=eps)
+        self.post_attention_layernorm = LlamaRMSNorm(width, eps=eps)
+
+    def forward(self, embedded: Tensor, hidden: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
+        normed = self.hidden_norm(hidden)
+        both = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
+        hidden = (normed if self.norm_before_residual else hidden) + self.self_attn(both, rotary, attend)
+        output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return output
+
+
+class Eagle3Model(nn.Module):
+    """EAGLE-3 network; its parameters are named as in the published checkpoints.
+
+    The draft vocabulary is `d2t` [draft vocab] (what to add to the draft's id of a token for the target's) and `t2d`
+    [vocab] (which of the target's tokens it holds).
+    """
+
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(self, config: LlamaConfig, options: Eagle3Options) -> None:
+        super().__init__()
+        self.config, self.options = config, options
+        width, size = config.hidden_size, options.draft_vocab_size
+        if not 0 < size <= config.vocab_size:
+            raise ValueError(f"draft_vocab_size {size}: must be 1 to {config.vocab_size}")
+        self.fc = nn.Linear(NUM_FEATURES * width, width, bias=False)
+        self.midlayer = Eagle3Layer(config, options.norm_before_residual)
+        self.norm = LlamaRMSNorm(width, eps=config.rms_norm_eps)
+        self.lm_head = nn.Linear(width, size, bias=False)
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.embed_tokens: nn.Embedding | None = None
+        """Embeddings of a checkpoint that carries them, frozen; None: the target's."""
+        self.register_buffer("d2t", torch.zeros(size, dtype=torch.int64))
+        self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
+        self.use_vocabulary(torch.arange(size))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.norm.weight.dtype
+
+    @property
+    def vocabulary(self) -> Tensor:
+        """The target's id of every token of the draft vocabulary, [draft vocab]."""
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    def use_vocabulary(self, ids: Tensor) -> None:
+        """Propose these tokens of the target's, in any order; raises ValueError for too few or too many."""
+        size, vocab_size = len(self.d2t), len(self.t2d)
+        ids = ids.to(self.d2t.device).unique()
+        if len(ids) != size:
+            raise ValueError(f"draft vocabulary of {len(ids)} different tokens, expected {size}")
+        if not 0 <= int(ids[0]) <= int(ids[-1]) < vocab_size:
+            raise ValueError(
+                f"draft vocabulary: tokens {int(ids[0])} to {int(ids[-1])}, must be 0 to {vocab_size - 1}"
+            )
+        self.d2t.copy_(ids - torch.arange(size, device=ids.device))
+        self.t2d.fill_(False).index_fill_(0, ids, True)
+
+    def carry_embeddings(self, weight: Tensor) -> None:
+        """Embed with these [vocab, hidden], which are never trained, instead of the target's."""
+        self.embed_tokens = nn.Embedding.from_pretrained(weight, freeze=True)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Target features [..., 3 * hidden] -> [..., hidden]."""
+        fused: Tensor = self.fc(features)
+        return fused
+
+    def forward(self, embedded: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Hidden states [R, W, hidden] for `logits`, and for the next drafted step.
+
+        Inputs at positions [R, W]: fused features, or the draft's own hidden states, and the embeddings of the tokens
+        one further on, both [R, W, hidden].
+        """
+        output: Tensor = self.midlayer(embedded, hidden, self.rotary_emb(hidden, positions), attend)
+        return output
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores [..., draft vocab] of the token after the embedded one."""
+        scores: Tensor = self.lm_head(self.norm(hidden))
+        return scores
+
+
+def attend_cached(mask: Tensor, cache: KeyValueStore, layer_idx: int = 0) -> Attend:
+    """Attention to everything that `cache` returns, where mask [R, 1, W, keys] is true."""
+
+    def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        keys, values = cache.update(keys, values, layer_idx)
+        bias = folded(mask, queries.shape[1] // keys.shape[1], queries.dtype)
+        return grouped_attention(queries, keys, values, bias, queries.shape[-1] ** -0.5)
+
+    return attend

@@ -1,0 +1,198 @@
+"""EAGLE-3 checkpoint formats (arXiv 2503.01840): config.json and safetensors.
+
+Read and written: that of the paper's code and of SGLang, a llama configuration with `draft_vocab_size`. Read as well:
+that of vLLM's speculators, whose `transformer_layer_config` is the llama configuration. The number of a target layer
+means its output in `eagle_config` (as SGLang reads it) and its input at the top level (as vLLM reads it).
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import LlamaConfig
+
+from blockpilot.drafts.checkpoint import check_weights, first_line, read_config, read_weights
+from blockpilot.drafts.eagle3 import NUM_FEATURES, Eagle3Model, Eagle3Options, eagle3_layer_ids
+from blockpilot.models.cache import head_dim, num_kv_heads
+
+EAGLE3_ARCHITECTURE = "LlamaForCausalLMEagle3"
+_ARCHITECTURES = (
+    *(EAGLE3_ARCHITECTURE, "Eagle3LlamaForCausalLM", "LlamaForCausalLM"),  # the last is the paper's, and says little
+    *("Eagle3Speculator", "Eagle3DraftModel"),  # of speculators
+)
+_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+# Options with the values that leave the network as implemented here.
+_NEUTRAL: dict[str, Any] = {
+    **{"num_hidden_layers": 1, "hidden_act": "silu", "logit_scale": 1.0, "is_causal": True},
+    **{"model_type": "llama", "speculators_model_type": "eagle3"},
+    **dict.fromkeys(("attention_bias", "mlp_bias", "norm_before_fc", "parallel_drafting"), False),
+    **{"use_sliding_window": False, "sliding_window": None, "quantization_config": None},
+}
+_NEUTRAL_EAGLE = {"use_aux_hidden_state": True, "return_hidden_post_norm": False}
+_OF_TARGET = ("verifier_norm.weight", "verifier_lm_head.weight")  # copies that speculators trains against
+_EMBEDDINGS = "embed_tokens.weight"
+_SHARED_WITH_TARGET = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"),
+    *("max_position_embeddings", "rms_norm_eps", "bos_token_id", "eos_token_id", "pad_token_id"),
+)
+
+
+def load_eagle3(directory: Path) -> Eagle3Model:
+    """Read an EAGLE-3 checkpoint directory into fp32 weights; raises ValueError, saying what is wrong with it.
+
+    Only config.json and safetensors are read; no code of the checkpoint runs.
+    """
+    model = _new_model(directory / "config.json")
+    weights = {_name(name): value for name, value in read_weights(directory).items()}
+    weights = {name: value for name, value in weights.items() if name not in _OF_TARGET}
+    shape = (model.config.vocab_size, model.config.hidden_size)
+    if _EMBEDDINGS in weights and weights[_EMBEDDINGS].shape == shape:
+        model.carry_embeddings(weights[_EMBEDDINGS].float())
+    if len(model.d2t) == len(model.t2d):  # the whole vocabulary, whose maps may be left out
+        weights = {name: getattr(model, name) for name in ("d2t", "t2d")} | weights
+    check_weights(model, weights, directory)
+    model.load_state_dict(weights)
+    _check_vocabulary(model, directory)
+    return model
+
+
+def _name(stored: str) -> str:
+    name = stored.removeprefix("model.")
+    return f"midlayer.{name.removeprefix('layers.0.')}" if name.startswith("layers.0.") else name
+
+
+def _check_vocabulary(model: Eagle3Model, directory: Path) -> None:
+    ids, vocab_size = model.vocabulary, len(model.t2d)
+    if wrong := ids[(ids < 0) | (ids >= vocab_size)].tolist():
+        raise ValueError(f"draft {directory}: d2t leads to token {wrong[0]}, must be 0 to {vocab_size - 1}")
+    if len(ids.unique()) != len(ids):
+        raise ValueError(f"draft {directory}: d2t leads to the same token twice")
+    if not torch.equal(model.t2d.nonzero()[:, 0], ids.sort().values):
+        raise ValueError(f"draft {directory}: t2d holds other tokens than d2t")
+
+
+def _new_model(path: Path) -> Eagle3Model:
+    """The network of a config.json, its weights random; raises ValueError for what is none."""
+    stored = read_config(path)
+    try:
+        config, options = parse_eagle3(stored)
+        return Eagle3Model(config, options)
+    except ValueError as error:
+        raise ValueError(f"draft {path}: {first_line(error)}") from None
+    except Exception as error:  # of transformers and torch, for what no network can have
+        raise ValueError(f"draft {path}: no network is so ({type(error).__name__}: {first_line(error)})") from None
+
+
+def parse_eagle3(stored: dict[str, Any]) -> tuple[LlamaConfig, Eagle3Options]:
+    """Configuration and options of a config.json in either format; raises ValueError, naming what it cannot read."""
+    network: dict[str, Any] = stored.get("transformer_layer_config", stored)
+    eagle: dict[str, Any] = stored.get("eagle_config") or {}
+    architectures = stored.get("architectures") or []
+    if not set(architectures) & set(_ARCHITECTURES):
+        raise ValueError(f"draft architecture {architectures}: supported is {EAGLE3_ARCHITECTURE}")
+    if "draft_vocab_size" not in stored:
+        raise ValueError("draft config.json lacks draft_vocab_size")
+    neutral = _NEUTRAL | {"target_hidden_size": network.get("hidden_size")}
+    _refuse(stored | network, neutral)
+    _refuse(eagle, _NEUTRAL_EAGLE)
+    options = Eagle3Options(
+        draft_vocab_size=int(stored["draft_vocab_size"] or network["vocab_size"]),
+        block_size=_block_size(stored),
+        target_layer_ids=_layer_ids(stored, eagle),
+        norm_before_residual=bool(stored.get("norm_before_residual", False)),
+    )
+    own = {"draft_vocab_size", "block_size", "eagle_config", _LAYER_IDS, "norm_before_residual", "architectures"}
+    return LlamaConfig.from_dict({name: value for name, value in network.items() if name not in own}), options
+
+
+def _refuse(options: Mapping[str, Any], neutral: Mapping[str, Any]) -> None:
+    """Raise ValueError, naming it, for an option with another value than its neutral one."""
+    for name, value in neutral.items():
+        if options.get(name) not in (None, value):
+            raise ValueError(f"draft option {name} = {options[name]}: not supported (only {value})")
+
+
+def _block_size(stored: dict[str, Any]) -> int:
+    """The stored block size, or one more than the tokens that speculators proposes."""
+    methods = (stored.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    default = methods[0].get("speculative_tokens", Eagle3Options.block_size - 1) + 1
+    block_size = int(stored.get("block_size", default))
+    if block_size < 2:
+        raise ValueError(f"draft option block_size = {block_size}: must be at least 2")
+    return block_size
+
+
+def _layer_ids(stored: dict[str, Any], eagle: dict[str, Any]) -> tuple[int, ...] | None:
+    """Layers whose output is read; None where the configuration leaves them to the default."""
+    outputs, inputs = eagle.get(_LAYER_IDS), stored.get(_LAYER_IDS)
+    ids = outputs or ([i - 1 for i in inputs] if inputs else None)
+    if ids is None:
+        return None
+    if len(ids) != NUM_FEATURES or min(ids) < 0:
+        raise ValueError(
+            f"draft option {_LAYER_IDS} = {outputs or inputs}: supported are the outputs of three layers"
+        )
+    return tuple(ids)
+
+
+def save_eagle3(model: Eagle3Model, directory: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write the published format: config.json, and weights of `dtype` in model.safetensors."""
+    directory.mkdir(parents=True, exist_ok=True)
+    weights = {name: _stored(value, dtype) for name, value in model.state_dict().items()}
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    options = model.options
+    config = model.config.to_dict() | {
+        "architectures": [EAGLE3_ARCHITECTURE],
+        "dtype": str(dtype).removeprefix("torch."),
+        "draft_vocab_size": options.draft_vocab_size,
+        "block_size": options.block_size,
+        "norm_before_residual": options.norm_before_residual,
+        "rope_theta": dict(model.config.rope_parameters or {}).get("rope_theta"),  # for readers older than that
+    }
+    if (ids := options.target_layer_ids) is not None:
+        config |= {"eagle_config": {_LAYER_IDS: list(ids), "use_aux_hidden_state": True}}
+        config |= {_LAYER_IDS: [i + 1 for i in ids]}
+    (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _stored(value: Tensor, dtype: torch.dtype) -> Tensor:
+    value = value.detach().to("cpu")
+    return (value.to(dtype) if value.is_floating_point() else value).contiguous()
+
+
+def new_eagle3_config(target_config: Any) -> LlamaConfig:
+    """Configuration of a fresh draft for a target: one layer with its widths, heads and rotary base."""
+    options: dict[str, Any] = {name: getattr(target_config, name, None) for name in _SHARED_WITH_TARGET} | {
+        "num_hidden_layers": 1,
+        "num_key_value_heads": num_kv_heads(target_config),
+        "head_dim": head_dim(target_config),
+        "rope_parameters": dict(target_config.rope_parameters),
+        "tie_word_embeddings": False,
+    }
+    return LlamaConfig(**options)
+
+
+def new_eagle3(
+    target_config: Any,
+    vocabulary: Tensor,
+    *,
+    block_size: int = Eagle3Options.block_size,
+    target_layer_ids: Sequence[int] | None = None,
+) -> Eagle3Model:
+    """A fresh draft for a target, which proposes the tokens of `vocabulary` (the target's ids, in any order).
+
+    Raises ValueError for layers that the target does not have, or a number of them other than three.
+    """
+    num_layers = target_config.num_hidden_layers
+    ids = tuple(target_layer_ids or eagle3_layer_ids(num_layers))
+    if len(ids) != NUM_FEATURES:
+        raise ValueError(f"target_layer_ids {list(ids)}: EAGLE-3 reads {NUM_FEATURES} layers")
+    options = Eagle3Options(len(vocabulary), block_size, ids)
+    options.layer_ids(num_layers)
+    model = Eagle3Model(new_eagle3_config(target_config), options)
+    model.use_vocabulary(vocabulary)
+    return model

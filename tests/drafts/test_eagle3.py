@@ -1,0 +1,280 @@
+"""EAGLE-3 draft: its network against a slow one, its two checkpoint formats, its vocabulary."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaConfig, Qwen3Config
+
+from blockpilot.draft_training.start import start_eagle3_from_target
+from blockpilot.draft_training.unrolled import UnrolledAttention
+from blockpilot.drafts.eagle3 import Eagle3Model, Eagle3Options, attend_cached, eagle3_layer_ids
+from blockpilot.drafts.eagle3_checkpoint import load_eagle3, new_eagle3, parse_eagle3, save_eagle3
+from blockpilot.models.cache import SlotCache
+from helpers.eagle3 import Cache, SlowEagle3, random_eagle3
+from helpers.tiny import tiny_target
+
+SHAPE = {"vocab_size": 60, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 6}
+TARGETS = {
+    "llama": LlamaConfig(**SHAPE, num_attention_heads=4, num_key_value_heads=2, rope_theta=5000.0),
+    "qwen3": Qwen3Config(**SHAPE, num_attention_heads=6, num_key_value_heads=2, head_dim=16, rope_theta=1e6),
+}
+VOCABULARY = torch.tensor([50, 3, 4, 20, 59, 7])
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+def inputs(config: Any, length: int = 7) -> tuple[Tensor, Tensor]:
+    """Features [2, length, 3 * hidden] and embeddings [2, length, hidden]."""
+    torch.manual_seed(5)
+    return torch.randn(2, length, 3 * config.hidden_size), torch.randn(2, length, config.hidden_size)
+
+
+def slow_logits(slow: SlowEagle3, features: Tensor, embedded: Tensor) -> Tensor:
+    """Scores after every position of every text."""
+    texts = []
+    for row in range(len(features)):
+        cache: Cache = []
+        pairs = enumerate(zip(features[row], embedded[row], strict=True))
+        texts.append(torch.stack([slow.logits(slow.step(f, e, i, cache)) for i, (f, e) in pairs]))
+    return torch.stack(texts)
+
+
+def logits_of(draft: Eagle3Model, features: Tensor, embedded: Tensor) -> Tensor:
+    positions = torch.arange(features.shape[1]).expand(len(features), -1)
+    return draft.logits(draft(embedded, draft.fuse(features), positions, UnrolledAttention())).detach()
+
+
+@pytest.mark.parametrize("family", TARGETS)
+@pytest.mark.parametrize("norm_before_residual", [False, True])
+def test_the_network_equals_a_slow_one(family: str, norm_before_residual: bool) -> None:
+    draft = random_eagle3(TARGETS[family], VOCABULARY)
+    draft.midlayer.norm_before_residual = norm_before_residual
+    slow = SlowEagle3(draft.state_dict(), draft.config, norm_before_residual)
+    features, embedded = inputs(draft.config)
+    torch.testing.assert_close(
+        logits_of(draft, features, embedded), slow_logits(slow, features, embedded), rtol=1e-4, atol=1e-5
+    )
+
+
+@torch.no_grad()
+def test_drafting_from_a_cache_equals_the_slow_network() -> None:
+    """Four features in one pass, then drafted steps that read the draft's own hidden states."""
+    draft = random_eagle3(TARGETS["llama"], VOCABULARY)
+    slow, (features, embedded) = SlowEagle3(draft.state_dict(), draft.config), inputs(draft.config)
+    cache = SlotCache(draft.config, 2, 10, torch.float32, torch.device("cpu"))
+    known = 4
+
+    def run(hidden: Tensor, first: int, width: int) -> Tensor:
+        columns = torch.arange(first, first + width).repeat(2)
+        view = cache.view(torch.arange(2).repeat_interleave(width), columns, slice(0, 2), first + width)
+        positions = columns.view(2, width)
+        mask = (torch.arange(first + width) <= positions[:, :, None])[:, None]
+        return draft(embedded[:, first : first + width], hidden, positions, attend_cached(mask, view))
+
+    hidden = run(draft.fuse(features[:, :known]), 0, known)[:, -1:]
+    slow_caches: list[Cache] = [[], []]
+    for row in range(2):
+        for i in range(known):
+            expected = slow.step(features[row, i], embedded[row, i], i, slow_caches[row])
+        torch.testing.assert_close(hidden[row, 0], expected, rtol=1e-4, atol=1e-5)
+    for i in range(known, 7):
+        before, hidden = hidden, run(hidden, i, 1)
+        for row in range(2):
+            expected = slow.step(before[row, 0], embedded[row, i], i, slow_caches[row])
+            torch.testing.assert_close(hidden[row, 0], expected, rtol=1e-4, atol=1e-5)
+
+
+# --- checkpoints ---
+
+
+def published(directory: Path, draft: Eagle3Model, **changes: Any) -> Path:
+    """The paper's format, written by hand."""
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "draft_vocab_size": len(draft.d2t)}
+    config |= _llama(draft) | changes
+    weights = {name: value.detach().half() for name, value in draft.named_parameters()}
+    return _write(directory, config, weights | {"d2t": draft.d2t, "t2d": draft.t2d})
+
+
+def speculators(directory: Path, draft: Eagle3Model, **changes: Any) -> Path:
+    """The format of vLLM's speculators, written by hand."""
+    config = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "transformer_layer_config": {"model_type": "llama", **_llama(draft)},
+        "draft_vocab_size": len(draft.d2t),
+        "norm_before_residual": True,
+        "target_hidden_size": None,
+        "speculators_config": {"algorithm": "eagle3", "proposal_methods": [{"speculative_tokens": 5}]},
+    } | changes
+    weights = {name.replace("midlayer.", "layers.0."): value.detach() for name, value in draft.named_parameters()}
+    shape = draft.config.vocab_size, draft.config.hidden_size
+    weights |= {"embed_tokens.weight": torch.randn(shape), "verifier_norm.weight": torch.zeros(shape[1])}
+    return _write(directory, config, weights | {"d2t": draft.d2t, "t2d": draft.t2d})
+
+
+def _llama(draft: Eagle3Model) -> dict[str, Any]:
+    sizes = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+    )
+    other = {"num_hidden_layers": 1, "hidden_act": "silu", "rms_norm_eps": draft.config.rms_norm_eps}
+    theta = {"rope_theta": draft.config.rope_parameters["rope_theta"], "rope_scaling": None}
+    return {name: getattr(draft.config, name) for name in sizes} | other | theta
+
+
+def _write(directory: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Path:
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file({name: value.contiguous() for name, value in weights.items()}, directory / "model.safetensors")
+    return directory
+
+
+@pytest.mark.parametrize("family", TARGETS)
+@pytest.mark.parametrize("written", [published, speculators])
+def test_a_published_checkpoint_computes_what_the_slow_network_does(
+    family: str, written: Any, tmp_path: Path
+) -> None:
+    made = random_eagle3(TARGETS[family], VOCABULARY)
+    draft = load_eagle3(written(tmp_path / "draft", made))
+    weights = load_file(tmp_path / "draft" / "model.safetensors")
+    weights = {name.replace("layers.0.", "midlayer."): value.float() for name, value in weights.items()}
+    slow = SlowEagle3(weights, made.config, norm_before_residual=written is speculators)
+    features, embedded = inputs(draft.config)
+    torch.testing.assert_close(
+        logits_of(draft, features, embedded), slow_logits(slow, features, embedded), rtol=1e-4, atol=1e-5
+    )
+    assert draft.vocabulary.tolist() == VOCABULARY.sort().values.tolist()
+    assert draft.options.target_layer_ids is None
+    assert draft.options.layer_ids(30) == (1, 14, 26)
+    if written is speculators:
+        assert draft.options.block_size == 6
+        assert draft.embed_tokens is not None
+        assert torch.equal(draft.embed_tokens.weight, weights["embed_tokens.weight"])
+        assert not draft.embed_tokens.weight.requires_grad
+    else:
+        assert draft.options.block_size == 8
+        assert draft.embed_tokens is None
+
+
+def test_what_is_saved_is_loaded_again(tmp_path: Path) -> None:
+    draft = random_eagle3(TARGETS["qwen3"], VOCABULARY, block_size=5)
+    save_eagle3(draft, tmp_path, dtype=torch.float32)
+    loaded = load_eagle3(tmp_path)
+    assert loaded.options == draft.options == Eagle3Options(6, 5, (0, 2, 4))
+    features, embedded = inputs(draft.config)
+    assert torch.equal(logits_of(loaded, features, embedded), logits_of(draft, features, embedded))
+    save_eagle3(loaded, tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert {value.dtype for name, value in stored.items() if "2" not in name} == {torch.bfloat16}
+    assert (stored["d2t"].dtype, stored["t2d"].dtype) == (torch.int64, torch.bool)
+    assert stored.keys() == {
+        *("fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"),
+        *(f"midlayer.{n}.weight" for n in ("hidden_norm", "input_layernorm", "post_attention_layernorm")),
+        *(f"midlayer.self_attn.{n}_proj.weight" for n in "qkvo"),
+        *(f"midlayer.mlp.{n}_proj.weight" for n in ("gate", "up", "down")),
+    }
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert (config["draft_vocab_size"], config["num_hidden_layers"], config["rope_theta"]) == (6, 1, 1e6)
+    assert config["eagle_config"][LAYER_IDS] == [0, 2, 4]  # outputs
+    assert config[LAYER_IDS] == [1, 3, 5]  # inputs
+
+
+def test_layer_numbers_of_both_readers_mean_the_same() -> None:
+    sizes = SHAPE | {"num_hidden_layers": 1, "num_attention_heads": 4}
+    base = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 6, **sizes}
+    for config in ({"eagle_config": {LAYER_IDS: [1, 14, 26]}}, {LAYER_IDS: [2, 15, 27]}):
+        assert parse_eagle3(base | config)[1].target_layer_ids == eagle3_layer_ids(30) == (1, 14, 26)
+
+
+@pytest.mark.parametrize(
+    ("written", "changes", "message"),
+    [
+        (published, {"architectures": ["DFlashDraftModel"]}, "architecture .*DFlashDraftModel.*: supported is"),
+        (published, {"num_hidden_layers": 2}, "num_hidden_layers = 2: not supported"),
+        (published, {"attention_bias": True}, "attention_bias = True: not supported"),
+        (published, {"model_type": "qwen3"}, "model_type = qwen3: not supported"),
+        (published, {"target_hidden_size": 64}, r"target_hidden_size = 64: not supported \(only 48\)"),
+        (published, {"draft_vocab_size": 61}, "draft_vocab_size 61: must be 1 to 60"),
+        (published, {"draft_vocab_size": 7}, "do not fit config.json at d2t, lm_head.weight"),
+        (published, {"block_size": 1}, "block_size = 1: must be at least 2"),
+        (published, {LAYER_IDS: [0, 3, 5]}, rf"{LAYER_IDS} = \[0, 3, 5\]"),
+        (published, {"eagle_config": {LAYER_IDS: [1, 3]}}, rf"{LAYER_IDS} = \[1, 3\]"),
+        (published, {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state = False: not supported"),
+        (speculators, {"speculators_model_type": "eagle"}, "speculators_model_type = eagle: not supported"),
+        (speculators, {"norm_before_fc": True}, "norm_before_fc = True: not supported"),
+        (
+            speculators,
+            {"transformer_layer_config": {"hidden_size": []}},
+            "no network is so|not supported|config.json",
+        ),
+    ],
+)
+def test_unsupported_checkpoints_are_refused_by_name(
+    written: Any, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    directory = written(tmp_path / "draft", random_eagle3(TARGETS["llama"], VOCABULARY), **changes)
+    with pytest.raises(ValueError, match=f"draft .*{message}"):
+        load_eagle3(directory)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("d2t", lambda d2t: d2t - 60, "d2t leads to token -57, must be 0 to 59"),
+        ("d2t", lambda d2t: -torch.arange(len(d2t)), "d2t leads to the same token twice"),
+        ("t2d", lambda t2d: ~t2d, "t2d holds other tokens than d2t"),
+    ],
+)
+def test_maps_of_the_vocabulary_that_contradict_are_refused(
+    name: str, change: Any, message: str, tmp_path: Path
+) -> None:
+    directory = published(tmp_path / "draft", random_eagle3(TARGETS["llama"], VOCABULARY))
+    weights = load_file(directory / "model.safetensors")
+    save_file(weights | {name: change(weights[name]).contiguous()}, directory / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        load_eagle3(directory)
+
+
+def test_a_draft_of_the_whole_vocabulary_needs_no_maps(tmp_path: Path) -> None:
+    directory = published(tmp_path / "draft", random_eagle3(TARGETS["llama"], torch.arange(60)))
+    weights = load_file(directory / "model.safetensors")
+    save_file({name: value for name, value in weights.items() if "2" not in name}, directory / "model.safetensors")
+    assert load_eagle3(directory).vocabulary.tolist() == list(range(60))
+
+
+# --- vocabulary and start ---
+
+
+def test_the_vocabulary_maps_both_ways() -> None:
+    draft = new_eagle3(TARGETS["llama"], VOCABULARY)
+    assert draft.vocabulary.tolist() == [3, 4, 7, 20, 50, 59]
+    assert [i + int(draft.d2t[i]) for i in range(6)] == [3, 4, 7, 20, 50, 59]
+    assert draft.t2d.nonzero()[:, 0].tolist() == [3, 4, 7, 20, 50, 59]
+    with pytest.raises(ValueError, match="draft vocabulary of 5 different tokens, expected 6"):
+        draft.use_vocabulary(torch.tensor([1, 1, 2, 3, 4, 5]))
+    with pytest.raises(ValueError, match="draft vocabulary: tokens 0 to 60, must be 0 to 59"):
+        draft.use_vocabulary(torch.tensor([0, 1, 2, 3, 4, 60]))
+    with pytest.raises(ValueError, match="draft reads target layer 6: must be 0 to 5"):
+        new_eagle3(TARGETS["llama"], VOCABULARY, target_layer_ids=(1, 2, 6))
+
+
+def test_starting_from_the_target() -> None:
+    target = tiny_target()
+    draft = new_eagle3(target.config, VOCABULARY)
+    start_eagle3_from_target(draft, target)
+    last, attention = target.model.layers[-1], draft.midlayer.self_attn
+    assert torch.equal(draft.midlayer.mlp.up_proj.weight, last.mlp.up_proj.weight)
+    assert torch.equal(attention.o_proj.weight, last.self_attn.o_proj.weight)
+    assert torch.equal(attention.k_proj.weight[:, 48:], last.self_attn.k_proj.weight)
+    assert torch.equal(draft.lm_head.weight, target.get_output_embeddings().weight[draft.vocabulary])
+    features = torch.randn(3, 3 * 48)
+    assert torch.equal(draft.fuse(features), features[:, -48:])

@@ -1,0 +1,63 @@
+"""EAGLE-3 draft for tests: a random one, and its network written anew, one token and one head at a time."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blockpilot.drafts.eagle3 import Eagle3Model
+from blockpilot.drafts.eagle3_checkpoint import new_eagle3
+
+Cache = list[tuple[Tensor, Tensor]]  # keys and values [kv_heads, head_dim] of the positions so far
+
+
+def random_eagle3(target_config: Any, vocabulary: Tensor, block_size: int = 4, seed: int = 3) -> Eagle3Model:
+    """A draft with random norms, too, which reads the outputs of target layers 0, 2 and 4."""
+    torch.manual_seed(seed)
+    draft = new_eagle3(target_config, vocabulary, block_size=block_size, target_layer_ids=(0, 2, 4))
+    for parameter in draft.parameters():
+        torch.nn.init.normal_(parameter, std=0.2, mean=float(parameter.dim() == 1))
+    return draft
+
+
+class SlowEagle3:
+    """Published weights by name, and the sizes of a llama configuration."""
+
+    def __init__(self, weights: Mapping[str, Tensor], config: Any, norm_before_residual: bool = False) -> None:
+        self.weights = {name: value.detach() for name, value in weights.items()}
+        self.config, self.norm_before_residual = config, norm_before_residual
+
+    def step(self, feature: Tensor, embedded: Tensor, position: int, cache: Cache) -> Tensor:
+        """Hidden state [hidden] after a position, from the target's feature [3 * hidden] or the draft's own."""
+        w, size = self.weights, self.config.head_dim
+        hidden = w["fc.weight"] @ feature if len(feature) == 3 * len(embedded) else feature
+        normed = self._norm(hidden, "midlayer.hidden_norm")
+        both = torch.cat([self._norm(embedded, "midlayer.input_layernorm"), normed])
+        queries, keys, values = ((w[f"midlayer.self_attn.{n}_proj.weight"] @ both).view(-1, size) for n in "qkv")
+        cache.append((torch.stack([self._rotated(key, position) for key in keys]), values))
+        heads = []
+        for i, query in enumerate(queries):
+            of_head = i * len(keys) // len(queries)
+            rotated = self._rotated(query, position)
+            chances = torch.stack([rotated @ key[of_head] / math.sqrt(size) for key, _ in cache]).softmax(0)
+            heads.append(sum(chance * value[of_head] for chance, (_, value) in zip(chances, cache, strict=True)))
+        residual = normed if self.norm_before_residual else hidden
+        hidden = residual + w["midlayer.self_attn.o_proj.weight"] @ torch.cat(heads)
+        normed = self._norm(hidden, "midlayer.post_attention_layernorm")
+        gate, up = (w[f"midlayer.mlp.{n}_proj.weight"] @ normed for n in ("gate", "up"))
+        return hidden + w["midlayer.mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * up)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.weights["lm_head.weight"] @ self._norm(hidden, "norm")
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        return self.weights[f"{name}.weight"] * x / torch.sqrt((x * x).mean() + self.config.rms_norm_eps)
+
+    def _rotated(self, head: Tensor, position: int) -> Tensor:
+        """Pairs (i, i + half) as complex numbers, each turned by its own angle."""
+        half = len(head) // 2
+        angles = position * self.config.rope_parameters["rope_theta"] ** (-torch.arange(half) / half)
+        turned = torch.complex(head[:half], head[half:]) * torch.polar(torch.ones(half), angles)
+        return torch.cat([turned.real, turned.imag])

@@ -1,6 +1,10 @@
-"""Names of what the seconds of a step depend on: the dtype, and the GPU, or the CPU with its instructions."""
+"""Devices: numbers on their way to one, and names of what the seconds of a step depend on."""
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 BFLOAT16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16")
 CPU_INSTRUCTIONS = (*BFLOAT16_INSTRUCTIONS, "avx512_f", "avx2")  # best first
@@ -21,3 +25,13 @@ def device_name(device: torch.device) -> str:
     cpu = torch.cpu.get_capabilities()
     best = next((name for name in CPU_INSTRUCTIONS if cpu.get(name)), cpu.get("architecture"))
     return f"{cpu.get('cpu_name', device.type)} ({best}), {torch.get_num_threads()} threads"
+
+
+def sent(host: Tensor, device: torch.device) -> Tensor:
+    """A host's tensor on a device, queued there: the host does not wait. One that is there already is given back."""
+    return host if host.device.type == device.type else host.pin_memory().to(device, non_blocking=True)
+
+
+def tensor_on(device: torch.device, values: Sequence[Any]) -> Tensor:
+    """A host's numbers on a device, `sent` there."""
+    return sent(torch.tensor(values), device)

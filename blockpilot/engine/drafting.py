@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from blockpilot.control.chances import own_chances
+from blockpilot.device import sent, tensor_on
 from blockpilot.drafts.decoder import DraftDecoder
 from blockpilot.drafts.head import DraftHead
 from blockpilot.drafts.markov import WIDTH, Linked, MarkovHead
@@ -37,7 +38,7 @@ class Drafter:
         The rows lie in `slots` [R]. Draft and target draw a position's token with the same key: where their
         distributions agree, so do the tokens, at any temperature.
         """
-        anchors = torch.tensor([row.tokens[-1] for row in rows], device=self.cache.layers.device)
+        anchors = tensor_on(self.cache.layers.device, [row.tokens[-1] for row in rows])
         starts = [row.anchor_position for row in rows]
         hidden = self._run(slots, [depth + 1 for depth in depths], starts, anchors)
         positions = [start + i for start, depth in zip(starts, depths, strict=True) for i in range(1, depth + 1)]
@@ -46,8 +47,10 @@ class Drafter:
         if self._head.markov is None:
             return with_chances(found, rows, depths)
         before = found.tokens.roll(1, dims=0)
-        first = torch.tensor([end - depth for end, depth in zip(accumulate(depths), depths, strict=True)])
-        before[first.to(before.device)] = anchors[:, None]
+        first = tensor_on(
+            anchors.device, [end - depth for end, depth in zip(accumulate(depths), depths, strict=True)]
+        )
+        before[first] = anchors[:, None]
         return linked_with_chances(link(self._head.markov, found, before, sampling, num), rows, depths)
 
     def _run(self, slots: Sequence[int], sizes: Sequence[int], starts: Sequence[int], anchors: Tensor) -> Tensor:
@@ -57,9 +60,9 @@ class Drafter:
         """
         blocks = Packing(sizes, starts, anchors.device)
         # The slots in use are dense, so that where all of them draft the cache is read as a plain view.
-        index = torch.tensor(slots, device=anchors.device)
-        rows = slice(0, len(slots)) if slots[-1] == len(slots) - 1 else index
-        view = self.cache.view(index[blocks.rows], blocks.columns, rows, blocks.length)
+        rows = slice(0, len(slots)) if slots[-1] == len(slots) - 1 else torch.tensor(slots)
+        index = blocks.rows if isinstance(rows, slice) else sent(rows, anchors.device)[blocks.rows]
+        view = self.cache.view(index, blocks.columns, rows, blocks.length)
         tokens = torch.where(blocks.offsets == 0, anchors[blocks.rows], self._draft.mask_token_id)
         return self._draft.propose(self._target.embed(tokens), blocks, view)[blocks.after_first]
 
@@ -89,7 +92,7 @@ def draft_candidates(
 def link(markov: MarkovHead, found: Candidates, before: Tensor, sampling: Sequence[Sampling], num: int) -> Linked:
     """The `num` best of the choices [N, W] of N slots after each of the tokens before them [N, P]."""
     temperatures = [1.0 if each.is_greedy else min(each.temperature, LARGEST) for each in sampling]
-    return markov.link(found, before, torch.tensor(temperatures, device=before.device), num)
+    return markov.link(found, before, tensor_on(before.device, temperatures), num)
 
 
 def with_chances(found: Candidates, rows: Sequence[Row], depths: Sequence[int]) -> list[Slots]:

@@ -13,32 +13,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from blockpilot.control.controller import Controller, FixedPolicy
 from blockpilot.control.price import Load
+from blockpilot.device import tensor_on
 from blockpilot.engine.detokenize import TextStream
 from blockpilot.engine.drafting import Drafter
 from blockpilot.engine.rows import Row
 from blockpilot.engine.sampling import keyed_sample
 from blockpilot.engine.trees import best_first, first_choices, grow, tree_of
 from blockpilot.engine.work import Part, StepScores, Work, blocks_of
+from blockpilot.models.graphs import Graphs
 from blockpilot.models.packing import Packing
 from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
-from blockpilot.types import (
-    LAYOUTS,
-    MAX_BLOCK_SIZE,
-    NO_TREE,
-    Policy,
-    Prefill,
-    Reader,
-    Request,
-    Step,
-    Tree,
-)
+from blockpilot.types import LAYOUTS, MAX_BLOCK_SIZE, NO_TREE, Policy, Prefill, Reader, Request, Step, Tree
 
 MAX_PREFILL_TOKENS = 8192
 NUM_CANDIDATES = 8  # of a tree's every slot
@@ -51,6 +44,8 @@ class Engine:
     draft's trained one; a `controller` stands for a policy together with what it is weighed with, and may be replaced
     between steps. A step takes in `max_prefill_tokens` tokens of prompts at most, so a long prompt takes several
     steps, and requests that decode go on meanwhile.
+
+    On a GPU, steps of few tokens run by CUDA graphs (models/graphs.py) unless `graphs` is False.
 
     What goes wrong with one request ends that one alone where its id and the exception are taken by `on_failure`;
     else the step raises it.
@@ -66,6 +61,7 @@ class Engine:
         controller: Controller | None = None,
         max_block_size: int = MAX_BLOCK_SIZE,
         max_prefill_tokens: int = MAX_PREFILL_TOKENS,
+        graphs: bool = True,
     ) -> None:
         _at_least_one(num_slots=num_slots, max_prefill_tokens=max_prefill_tokens)
         if not 2 <= max_length <= pair.max_length:
@@ -79,10 +75,11 @@ class Engine:
         self.on_failure: Callable[[int, Exception], None] | None = None
         self._device = pair.target.device
         self._target = Target(pair.target, pair.draft.options.target_layer_ids)
-        self._cache = self._target.new_cache(
-            num_slots, max_length + max_block_size
-        )  # a tree fills more columns than positions
+        num_columns = max_length + max_block_size  # a tree fills more columns than positions
+        self._cache = self._target.new_cache(num_slots, num_columns)
         self._drafter = Drafter(pair.draft_decoder, pair.draft_head, self._target, num_slots, max_length)
+        if graphs and self._device.type == "cuda":
+            self._cache.graphs = self._drafter.cache.graphs = Graphs(self._device)
         self._rows: list[Row] = []  # those that decode, by slot
         self._partial: Row | None = None  # the one whose prompt is taken in by parts, in the slot after theirs
         self._waiting: deque[Row] = deque()
@@ -300,7 +297,7 @@ class Engine:
             if node != depth
         ]
         if moves:
-            self._cache.relocate(*torch.tensor(moves, device=self._device).T)
+            self._cache.relocate(*self._tensor(moves).T)
 
     def _keep_up(self, work: Work, paths: Sequence[Sequence[int]], features: Tensor | None) -> dict[Row, Tensor]:
         """Take what became final of rows that may draft into the draft's cache.
@@ -389,8 +386,8 @@ class Engine:
         if not 1 <= block_size <= self.max_block_size:
             raise ValueError(f"{name} {block_size}: must be 1 to {self.max_block_size}")
 
-    def _tensor(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, device=self._device)
+    def _tensor(self, values: Sequence[Any]) -> Tensor:
+        return tensor_on(self._device, values)
 
 
 def _at_least_one(**values: int) -> None:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from blockpilot.device import tensor_on
 from blockpilot.native.ranking import LARGEST, Ranked, in_c, rank
 from blockpilot.types import Candidates, Sampling
 
@@ -57,7 +58,7 @@ def candidates(logits: Tensor, positions: Sequence[int], sampling: Sequence[Samp
     tokens, values, broken, log_probs = _ranked(logits, positions, sampling, num, with_log_probs=True)
     assert log_probs is not None
     of_race, of_scores = (each.masked_fill(broken[:, None], -math.inf) for each in (values, log_probs))
-    drawn = torch.tensor([not each.is_greedy for each in sampling], device=logits.device)
+    drawn = tensor_on(logits.device, [not each.is_greedy for each in sampling])
     return Candidates(tokens, of_race, of_scores, drawn)
 
 
@@ -84,13 +85,13 @@ def ranked_by_torch(
     drawn = [i for i, s in enumerate(sampling) if not s.is_greedy]
     if drawn:
         scores = scores.masked_fill(broken[:, None], 0.0)
-        index = torch.tensor(drawn, device=logits.device)
+        index = tensor_on(logits.device, drawn)
         of_drawn = truncated_scores(scores[index], [sampling[i] for i in drawn])
         scores = scores.index_copy(0, index, of_drawn)
         there = values > -math.inf
         values = scores.gather(1, tokens).where(there, -math.inf)  # in the order of the logits, but for what is cut
-        seeds = torch.tensor([sampling[i].seed for i in drawn], device=logits.device)
-        places = torch.tensor([positions[i] for i in drawn], device=logits.device)
+        seeds = tensor_on(logits.device, [sampling[i].seed for i in drawn])
+        places = tensor_on(logits.device, [positions[i] for i in drawn])
         tokens[index], perturbed = race(of_drawn, tokens[index], _keys(seeds, places))
         values[index] = perturbed.float()
     if not with_log_probs:
@@ -104,15 +105,15 @@ def truncated_scores(logits: Tensor, sampling: Sequence[Sampling]) -> Tensor:
     """logits / temperature, with -inf outside top_k and then top_p. logits [N, V] float32; ties stay in."""
     device, vocab_size = logits.device, logits.shape[-1]
     temperatures = [min(s.temperature, LARGEST) for s in sampling]
-    scores = logits / torch.tensor(temperatures, device=device)[:, None]
+    scores = logits / tensor_on(device, temperatures)[:, None]
     cut = [i for i, s in enumerate(sampling) if _cuts(s, vocab_size)]
     if not cut:
         return scores
-    index = torch.tensor(cut, device=device)
-    top_k = torch.tensor([min(sampling[i].top_k or vocab_size, vocab_size) for i in cut], device=device)[:, None]
+    index = tensor_on(device, cut)
+    top_k = tensor_on(device, [min(sampling[i].top_k or vocab_size, vocab_size) for i in cut])[:, None]
     # Above 0 in float32, so that the likeliest stays in; without a limit where it is 1, which sums reach early.
     limits = [max(sampling[i].top_p, TINY) if sampling[i].top_p < 1 else math.inf for i in cut]
-    least = _least_kept(scores[index], top_k, torch.tensor(limits, device=device)[:, None])
+    least = _least_kept(scores[index], top_k, tensor_on(device, limits)[:, None])
     scores[index] = scores[index].masked_fill(scores[index] < least, -math.inf)
     return scores
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from blockpilot.control.controller import StepOutcome
 from blockpilot.control.price import Load
+from blockpilot.device import tensor_on
 from blockpilot.engine.rows import Row
 from blockpilot.models.packing import Packing, SideBySide
 from blockpilot.types import Step, Tree
@@ -95,7 +96,7 @@ def blocks_of(rows: list[Row], trees: Sequence[Tree], device: torch.device) -> P
     sizes = [1 + len(tree.tokens) for tree in trees]
     packing = Packing(sizes, [row.anchor_position for row in rows], device, parents)
     tokens = [t for row, tree in zip(rows, trees, strict=True) for t in (row.tokens[-1], *tree.tokens)]
-    return Part(rows, packing, torch.tensor(tokens, device=device))
+    return Part(rows, packing, tensor_on(device, tokens))
 
 
 class StepScores(NamedTuple):

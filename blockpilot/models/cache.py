@@ -8,10 +8,16 @@ accepted move to the columns of their positions (`relocate`).
 Active slots are kept dense (0 .. n-1) by moving the last one into a hole, so a forward pass reads plain views.
 """
 
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from copy import copy
+from typing import Any, Self
 
 import torch
 from torch import Tensor
+
+from blockpilot.device import sent
+from blockpilot.models.graphs import Box, Graphs, Places
+from blockpilot.models.packing import Packing
 
 
 class SlotCache:
@@ -24,17 +30,29 @@ class SlotCache:
         """[layers, 2, num_slots, kv_heads, length, head_dim], keys and then values."""
         self.by_token = [self.layers[i].permute(1, 3, 0, 2, 4) for i in range(len(self.layers))]
         """Each layer as a view [num_slots, length, 2, kv_heads, head_dim]."""
+        self.graphs: Graphs | None = None
+        """Captures passes of few tokens: tokens then leave the last column free."""
+
+    @property
+    def num_columns(self) -> int:
+        return self.layers.shape[4]
 
     @property
     def num_bytes(self) -> int:
         """Memory of keys and values together."""
         return self.layers.nbytes
 
+    def bare(self) -> Self:
+        """The same memory without graphs: what graphs refer to, lest a cycle keeps all of it."""
+        same = copy(self)
+        same.graphs = None
+        return same
+
     def view(self, slots: Tensor, columns: Tensor, rows: "slice | Tensor", length: int) -> "SlotView":
         """The cache as one forward pass sees it, whose token i lies in slot slots[i], column columns[i], both [N].
 
-        `rows` are the slots that are read, each up to column `length`, which is one past the largest (the caller
-        knows it without waiting for the device).
+        `rows` are the slots that are read, on the host where it knows them, each up to column `length`, which is one
+        past the largest (the caller knows it without waiting for the device).
         """
         return SlotView(self, slots, columns, rows, length)
 
@@ -47,6 +65,10 @@ class SlotCache:
         self.layers[:, :, destination, :, :length] = self.layers[:, :, source, :, :length]
 
 
+InBox = Callable[[Tensor, Box, Places, Packing, "SlotView"], tuple[Tensor, ...]]
+"""Hidden states [R * W, hidden] of a box, its places, its packing, its view of the cache -> outputs [R * W, ...]."""
+
+
 class SlotView:
     """What attention layers call to store the pass's keys and values and to read all up to the longest row.
 
@@ -55,23 +77,32 @@ class SlotView:
 
     def __init__(self, cache: SlotCache, slots: Tensor, columns: Tensor, rows: "slice | Tensor", length: int) -> None:
         self.length = length
-        self._cache = cache
-        self._places, self._rows = (slots, columns), rows
+        self.cache = cache
+        self._places = slots, columns
+        self._rows = rows if isinstance(rows, slice) else sent(rows, cache.layers.device)
+        self._given = rows
+
+    @property
+    def host_slots(self) -> Sequence[int] | None:
+        """The slot of every row that is read; None where only the device knows."""
+        if isinstance(self._given, slice):
+            return range(self.layers.shape[2])[self._given]
+        return self._given.tolist() if self._given.device.type == "cpu" else None
 
     @property
     def num_heads(self) -> int:
         """Heads of keys, and of values."""
-        return self._cache.layers.shape[3]
+        return self.cache.layers.shape[3]
 
     @property
     def num_columns(self) -> int:
         """Columns of the whole cache, read or not."""
-        return self._cache.layers.shape[4]
+        return self.cache.layers.shape[4]
 
     @property
     def layers(self) -> Tensor:
         """The whole cache, [layers, 2, num_slots, kv_heads, length, head_dim]."""
-        return self._cache.layers
+        return self.cache.layers
 
     @property
     def places(self) -> tuple[Tensor, Tensor]:
@@ -85,17 +116,36 @@ class SlotView:
 
     def store(self, new: Tensor, layer_idx: int) -> None:
         """Store keys and values [N, 2, kv_heads, head_dim] of the pass's tokens."""
-        self._cache.by_token[layer_idx].index_put_(self._places, new)
+        self.cache.by_token[layer_idx].index_put_(self._places, new)
 
     def read(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Keys and values [rows, kv_heads, length, head_dim]."""
-        keys, values = self._cache.layers[layer_idx, :, self._rows, :, : self.length]
+        keys, values = self.cache.layers[layer_idx, :, self._rows, :, : self.length]
         return keys, values
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Store keys and values [R, kv_heads, W, head_dim] of the pass's R * W tokens, and `read`."""
         self.store(torch.stack([keys, values]).permute(1, 3, 0, 2, 4).flatten(0, 1), layer_idx)
         return self.read(layer_idx)
+
+    def by_graph(self, layers: InBox, key: Hashable, hidden: Tensor, packing: Packing) -> tuple[Tensor, ...] | None:
+        """Outputs [N, ...] of `layers` for a packing's hidden states [N, hidden], by a graph of its box.
+
+        None where the cache has no graphs, or none for this packing. `key` stands for `layers`.
+        """
+        graphs, slots, num_columns = self.cache.graphs, self.host_slots, self.num_columns
+        if graphs is None or slots is None:
+            return None
+        box = Box.around(packing, slots, self.layers.shape[2], num_columns)
+        if box is None:
+            return None
+        cache, device, by_products = self.cache.bare(), hidden.device, graphs.by_products
+
+        def in_box(boxed: Tensor, places: Places) -> tuple[Tensor, ...]:
+            view = cache.view(box.slots(device), places.columns, slice(0, box.rows), box.length)
+            return layers(boxed.clone(), box, places, box.packing(device, by_products), view)
+
+        return graphs.of_box((key, box), in_box, hidden, box, box.places(packing, slots, num_columns))
 
 
 def num_kv_heads(config: Any) -> int:

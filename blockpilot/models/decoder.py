@@ -4,6 +4,7 @@ What does not depend on the layer (rotary tables, masks, where keys go) is worke
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -11,10 +12,11 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from blockpilot.models.cache import SlotView, num_kv_heads
+from blockpilot.models.graphs import Box, Places
 from blockpilot.models.kernels import leave_file, prepared, use_huge_pages
-from blockpilot.models.layers import Mask, RotaryTable
+from blockpilot.models.layers import Mask, Rotary, RotaryTable
 from blockpilot.models.native_layers import layers_of
-from blockpilot.models.packing import SideBySide
+from blockpilot.models.packing import Packing, SideBySide
 
 FAMILIES = ("llama", "qwen3", "qwen3_moe")
 
@@ -43,9 +45,28 @@ class Decoder:
     ) -> tuple[Tensor, Tensor]:
         """Hidden states [N, hidden] of packed tokens [N]: normed; and after the layers `kept`, side by side."""
         hidden = self.embed(tokens)
+        if self._layers.is_dense and not self._rotary.depends_on_longest and len(packing.parts) == 1:
+            in_box = partial(self._in_box, self._rotary.table(cache.num_columns, hidden), tuple(kept))
+            found = cache.by_graph(in_box, ("target", *kept), hidden, packing.parts[0])
+            if found is not None:
+                normed, after = found
+                return normed, after
         rotary = self._rotary.at(packing.positions, cache.num_columns, hidden)
         masks = [Mask(part, part.visible, self._groups, hidden.dtype) for part in packing.parts]
         return self._layers(hidden, rotary, cache, [masks] * len(self._layers), kept)
+
+    def _in_box(
+        self,
+        table: Rotary,
+        kept: Sequence[int],
+        hidden: Tensor,
+        box: Box,
+        places: Places,
+        packing: Packing,
+        cache: SlotView,
+    ) -> tuple[Tensor, Tensor]:
+        masks = [Mask(packing, box.visible(places), self._groups, hidden.dtype)]
+        return self._layers(hidden, table.at(places.positions), cache, [masks] * len(self._layers), kept)
 
 
 def check_family(config: PretrainedConfig) -> None:

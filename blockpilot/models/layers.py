@@ -43,17 +43,22 @@ class RotaryTable:
         self._embedding = embedding
         self._table: Rotary | None = None
         kind = getattr(embedding, "rope_type", "default")
-        self._depends_on_longest = "dynamic" in kind or kind == "longrope"
+        self.depends_on_longest = "dynamic" in kind or kind == "longrope"
+        """The rotation of a position depends on the largest of its pass."""
 
     def at(self, positions: Tensor, num_columns: int, hidden: Tensor) -> Rotary:
         """For tokens at positions [N] of a cache of so many columns, in the dtype of `hidden`."""
-        if self._depends_on_longest:
+        if self.depends_on_longest:
             return Rotary.of(self._embedding, hidden, positions)
+        return self.table(num_columns, hidden).at(positions)
+
+    def table(self, num_columns: int, hidden: Tensor) -> Rotary:
+        """For all positions of a cache of so many columns, and maybe more."""
         table = self._table
         if table is None or len(table.cosines) < num_columns or table.cosines.dtype != hidden.dtype:
             table = Rotary.of(self._embedding, hidden, torch.arange(num_columns, device=hidden.device))
             self._table = table
-        return table.at(positions)
+        return table
 
 
 class Mask:
@@ -112,6 +117,11 @@ class DecoderLayers:
 
     def __len__(self) -> int:
         return len(self._layers)
+
+    @property
+    def is_dense(self) -> bool:
+        """No layer is a mixture of experts, which asks the host who gets which token."""
+        return all(layer.gate_up is not None for layer in self._layers)
 
     def __call__(
         self, hidden: Tensor, rotary: Rotary, cache: SlotView, masks: Sequence[Sequence[Mask]], kept: Sequence[int]

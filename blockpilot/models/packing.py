@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from blockpilot.device import sent, tensor_on
+
 MOST_SCORES = 1 << 20  # of a batched product; more of them leave the caches
 
 
@@ -31,6 +33,7 @@ class Packing:
         starts: Sequence[int],
         device: torch.device,
         parents: Sequence[Sequence[int]] | None = None,
+        by_products: bool | None = None,
     ) -> None:
         self.sizes = tuple(sizes)
         self.width = max(sizes)
@@ -39,29 +42,48 @@ class Packing:
         self.num_tokens = ends[-1]
         self.length = max(start + size for start, size in zip(starts, sizes, strict=True))
         """One past the largest column."""
-        rows = [row for row, size in enumerate(self.sizes) for _ in range(size)]
-        self.rows = torch.tensor(rows, device=device)
-        """[N]: the row of every token."""
-        self.offsets = torch.arange(self.num_tokens, device=device) - self._per_token(self.firsts)
-        """[N]: the place of every token in its row."""
-        self.columns = self._per_token(starts) + self.offsets
-        """[N]"""
+        self.host_rows = torch.tensor([row for row, size in enumerate(self.sizes) for _ in range(size)])
+        self.host_offsets = torch.arange(self.num_tokens) - self._per_token(self.firsts)
+        columns = self._per_token(starts) + self.host_offsets
         self.depths = [list(range(n)) for n in sizes] if parents is None else [depths_of(p) for p in parents]
         """[R], of every row's tokens [sizes[r]]."""
-        self.positions = self.columns
-        """[N]"""
-        self.starts = tuple(starts)
-        self._parents = parents
+        positions = columns
+        self.starts, self.parents = tuple(starts), parents
         if parents is not None:
-            depths = torch.tensor([depth for row in self.depths for depth in row], device=device)
-            self.positions = self._per_token(starts) + depths
+            positions = self._per_token(starts) + torch.tensor([depth for row in self.depths for depth in row])
+        self._device, self._by_products = device, by_products
+        self._on_host = torch.stack([self.host_rows, self.host_offsets, columns, positions])
         self._uniform = self.num_tokens == self.width * len(self.sizes)
+
+    @cached_property
+    def _of_tokens(self) -> Tensor:
+        return sent(self._on_host, self._device)
+
+    @property
+    def rows(self) -> Tensor:
+        """[N]: the row of every token."""
+        return self._of_tokens[0]
+
+    @property
+    def offsets(self) -> Tensor:
+        """[N]: the place of every token in its row."""
+        return self._of_tokens[1]
+
+    @property
+    def columns(self) -> Tensor:
+        """[N]"""
+        return self._of_tokens[2]
+
+    @property
+    def positions(self) -> Tensor:
+        """[N]"""
+        return self._of_tokens[3]
 
     @cached_property
     def _tokens(self) -> Tensor:
         """[R * width]: the token at every place of the padded rows."""
         sizes, firsts = self.spans
-        columns = torch.arange(self.width, device=self.rows.device)
+        columns = torch.arange(self.width, device=self._device)
         return (firsts[:, None] + torch.minimum(columns, sizes[:, None] - 1)).flatten()
 
     @cached_property
@@ -73,33 +95,33 @@ class Packing:
     def after_first(self) -> Tensor:
         """[N - R]: all tokens but the first of every row: of blocks, the drafted ones."""
         spans = zip(self.firsts, self.sizes, strict=True)
-        return torch.tensor([i for first, n in spans for i in range(first + 1, first + n)], device=self.rows.device)
+        return tensor_on(self._device, [i for first, n in spans for i in range(first + 1, first + n)])
 
     @cached_property
     def visible(self) -> Tensor:
         """Mask [R, 1, width, length] of what each token sees: all before its row, and what it follows."""
-        device = self.rows.device
+        device = self._device
         columns = torch.arange(self.length, device=device)
-        if self._parents is None:
+        if self.parents is None:
             return (columns <= self.pad(self.columns)[:, :, None])[:, None]
-        starts = torch.tensor(self.starts, device=device)[:, None]
+        starts = tensor_on(device, self.starts)[:, None]
         inside = torch.zeros(len(self.sizes), self.width, self.width, dtype=torch.bool)
-        for row, parents in enumerate(self._parents):
+        for row, parents in enumerate(self.parents):
             inside[row, : self.sizes[row], : self.sizes[row]] = _followed(parents)
         mask = torch.zeros(len(self.sizes), self.width, self.length + self.width, dtype=torch.bool, device=device)
         mask[:, :, : self.length] = (columns < starts)[:, None]
         own = (starts + torch.arange(self.width, device=device))[:, None].expand(-1, self.width, -1)
-        return mask.scatter_(2, own, inside.to(device))[:, None, :, : self.length]
+        return mask.scatter_(2, own, sent(inside, device))[:, None, :, : self.length]
 
     @cached_property
     def spans(self) -> tuple[Tensor, Tensor]:
         """[R] and [R]: how many tokens every row has, and which is its first."""
-        sizes, firsts = (torch.tensor(of_rows, device=self.rows.device) for of_rows in (self.sizes, self.firsts))
+        sizes, firsts = tensor_on(self._device, [self.sizes, self.firsts])
         return sizes, firsts
 
     def _per_token(self, of_rows: Sequence[int]) -> Tensor:
-        """A number of every row [R] as that of its tokens, [N]."""
-        return torch.tensor(of_rows, device=self.rows.device)[self.rows]
+        """A number of every row [R] as that of its tokens, [N], on the host."""
+        return torch.tensor(of_rows)[self.host_rows]
 
     def pad(self, packed: Tensor) -> Tensor:
         """[N, ...] -> [R, width, ...]; a row's padding repeats its last token."""
@@ -117,7 +139,8 @@ class Packing:
 
         key and value are [R, kv_heads, L, head_dim], bias [R, 1, groups * width, L] as `folded` makes it.
         """
-        attended = grouped_attention(self.pad(query).transpose(1, 2), key, value, bias, scale)
+        queries = self.pad(query).transpose(1, 2)
+        attended = grouped_attention(queries, key, value, bias, scale, by_products=self._by_products)
         return self.pack(attended.transpose(1, 2))
 
 
@@ -127,13 +150,28 @@ class SideBySide:
     def __init__(self, parts: Sequence[Packing]) -> None:
         self.parts = tuple(parts)
         self.length = max(part.length for part in parts)
-        self.positions = torch.cat([part.positions for part in parts])
+
+    @cached_property
+    def positions(self) -> Tensor:
         """[N], of all tokens."""
-        self.columns = torch.cat([part.columns for part in parts])
+        return _joined([part.positions for part in self.parts])
+
+    @cached_property
+    def columns(self) -> Tensor:
         """[N]"""
-        firsts = accumulate((len(part.sizes) for part in parts[:-1]), initial=0)
-        self.rows = torch.cat([part.rows + first for part, first in zip(parts, firsts, strict=True)])
+        return _joined([part.columns for part in self.parts])
+
+    @cached_property
+    def rows(self) -> Tensor:
         """[N]: the row of every token, counted over all parts."""
+        firsts = accumulate((len(part.sizes) for part in self.parts[:-1]), initial=0)
+        return _joined(
+            [part.rows + first if first else part.rows for part, first in zip(self.parts, firsts, strict=True)]
+        )
+
+
+def _joined(of_parts: Sequence[Tensor]) -> Tensor:
+    return of_parts[0] if len(of_parts) == 1 else torch.cat(list(of_parts))
 
 
 def folded(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
@@ -158,15 +196,21 @@ def _followed(parents: Sequence[int]) -> Tensor:
     return followed
 
 
-def grouped_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:
+def grouped_attention(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float, *, by_products: bool | None = None
+) -> Tensor:
     """query [R, heads, W, head_dim], key and value [R, kv_heads, L, head_dim], bias `folded` -> as query.
 
-    The queries that share keys are laid one after the other: nothing of the cache is copied for them.
+    The queries that share keys are laid one after the other: nothing of the cache is copied for them. By plain
+    products, or by torch's kernel, or by what is quicker on a CPU.
     """
     groups, width = query.shape[1] // key.shape[1], query.shape[2]
     rows = query.unflatten(1, (key.shape[1], groups)).flatten(2, 3)
-    if _products_are_quicker(query):
+    if by_products is None:
+        by_products = _products_are_quicker(query)
+    if by_products:
         num = max(1, MOST_SCORES // (query.shape[1] * width * key.shape[2]))
+        num = len(query) if query.is_cuda else num
         parts = zip(rows.split(num), key.split(num), value.split(num), bias.split(num), strict=True)
         attended = torch.cat([_by_products(*part, scale=scale) for part in parts])
     else:
@@ -191,7 +235,9 @@ def _by_products(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale:
     float32 than the flash kernel does (LOG.md).
     """
     bias = bias.expand(-1, key.shape[1], -1, -1).flatten(0, 1)
-    keys, values = (kept.contiguous().flatten(0, 1) for kept in (key, value))  # products copy others slowly
+    if not query.is_cuda:
+        key, value = key.contiguous(), value.contiguous()  # products copy others slowly
+    keys, values = key.flatten(0, 1), value.flatten(0, 1)
     scores = torch.baddbmm(bias, query.flatten(0, 1), keys.transpose(1, 2), alpha=scale)
     attended = torch.bmm(scores.softmax(dim=-1, dtype=torch.float32).to(values.dtype), values)
     apart: Tensor = attended.unflatten(0, query.shape[:2])

@@ -157,6 +157,6 @@ def _chances(
             given = own_chances(some)
         else:
             given = reader.chances([forecasts[r] for r in members], some, of_members)
-        for r, of_row in zip(members, zip(*(at.split(of_members) for at in given), strict=True), strict=True):
-            chances[r] = [at.tolist() for at in of_row]
+        of_rows = zip(*(_split(at, of_members) for at in given.tolist()), strict=True)
+        chances.update(zip(members, map(list, of_rows), strict=True))
     return [chances[r] for r in range(len(forecasts))]

@@ -1,6 +1,6 @@
 """A step on a GPU by CUDA graphs and kernel by kernel, against the time in which its bytes can be read.
 
-Weights are random, and made on the device: Qwen3's shapes, with a DFlash draft of 5 layers. A step is an engine's own:
+Weights are random, and made on the device: Qwen3's shapes, with a DFlash draft of 5 layers. A step is an engine's:
 the rows' blocks drafted, verified and committed. Beside it the target's pass with its LM head and choice, and the
 draft's, back to back. The floor reads every weight and all that the caches hold once, at the speed of a large copy.
 
@@ -21,20 +21,23 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from statistics import median
 from types import ModuleType
 from typing import Any, NamedTuple
+from unittest.mock import MagicMock
 
 import torch
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 for _name in ("pyarrow", "pyarrow.fs"):  # stand-ins where it is missing: nothing is stored here
     if "." not in _name and importlib.util.find_spec(_name) is not None:
         break
     _module: Any = ModuleType(_name)
-    _module.__spec__, _module.__path__, _module.__getattr__ = ModuleSpec(_name, None), [], lambda name: object
+    _module.__spec__, _module.__path__, _module.__getattr__ = ModuleSpec(_name, None), [], lambda name: MagicMock()
     sys.modules[_name] = _module
 
 from blockpilot.device import device_name  # noqa: E402
@@ -51,10 +54,21 @@ SHAPES: dict[str, dict[str, Any]] = {
     "4b": {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True},
     "8b": {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False},
 }
-QWEN3 = {"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 151936}
-TINY = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4}
+QWEN3: dict[str, Any] = {
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 151936,
+}
+TINY: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+}
 TINY |= {"num_key_value_heads": 2, "vocab_size": 512, "head_dim": 32, "max_position_embeddings": 2048}
 WAYS = {"graph": None, "graph, products": True, "eager": None}
+NewModel = Callable[[], PreTrainedModel]
 ROOM = 512  # tokens after the context
 NUM_PASSES = 10  # back to back
 
@@ -97,8 +111,8 @@ def random_pair(
             network = DraftModel(new_draft_config(model.config, mask_token_id=model.config.vocab_size - 1, **draft))
     finally:
         torch.set_default_dtype(default)
-    network = network.to(device=device, dtype=dtype).eval().requires_grad_(False)
-    model = model.to(device=device, dtype=dtype).eval().requires_grad_(False)  # type: ignore[arg-type]
+    for module in (model, network):
+        nn.Module.to(module, device=device, dtype=dtype).eval().requires_grad_(False)
     no_tokenizer: Any = None
     pair = Pair(PairId("random", "0", "random", "0"), model, network, no_tokenizer)
     _ = pair.draft_decoder, pair.draft_head
@@ -109,7 +123,7 @@ def qwen3(shape: dict[str, Any]) -> PreTrainedModel:
     return Qwen3ForCausalLM(Qwen3Config(**({"head_dim": 128, "max_position_embeddings": 4096} | QWEN3 | shape)))
 
 
-def with_graphs(pair: Pair, way: str, **options: int) -> Engine:
+def with_graphs(pair: Pair, way: str, **options: Any) -> Engine:
     """An engine that runs in one of WAYS."""
     engine = Engine(pair, graphs=False, **options)
     if way != "eager":
@@ -150,10 +164,11 @@ def copy_speed(device: torch.device) -> float:
 
 def floors(pair: Pair, rows: int, tokens: int, length: int, speed: float) -> tuple[float, float]:
     """Milliseconds in which a step's, and the target's, weights and caches are read."""
-    head, embeddings = pair.target.get_output_embeddings(), pair.target.get_input_embeddings()
-    of_head, of_embeddings = head.weight.nbytes, embeddings.weight.nbytes  # type: ignore[union-attr]
-    tied = head.weight.data_ptr() == embeddings.weight.data_ptr()  # type: ignore[union-attr, operator]
-    weights = sum(each.nbytes for each in pair.target.parameters()) - (0 if tied else of_embeddings)
+    model: Any = pair.target
+    head, embeddings = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    weights = sum(each.nbytes for each in model.parameters())
+    weights -= 0 if head.data_ptr() == embeddings.data_ptr() else embeddings.nbytes
+    of_head = head.nbytes
     of_draft = sum(each.nbytes for each in pair.draft.parameters()) + of_head if tokens > 1 else 0
     config = pair.target.config
     per_token = 2 * config.num_key_value_heads * config.head_dim * pair.draft.dtype.itemsize * rows * length
@@ -215,8 +230,13 @@ def passes_ms(engine: Engine, size: int) -> tuple[float, float]:
     found = []
     for one in (target, draft) if size > 1 else (target,):
         one()
-        found.append(1e3 * _seconds(lambda one=one: [one() for _ in range(NUM_PASSES)], device) / NUM_PASSES)  # type: ignore[misc]
+        found.append(1e3 * _seconds(partial(_repeat, one), device) / NUM_PASSES)
     return found[0], found[1] if size > 1 else 0.0
+
+
+def _repeat(one: Callable[[], None]) -> None:
+    for _ in range(NUM_PASSES):
+        one()
 
 
 def count_syncs(engine: Engine) -> int:
@@ -276,10 +296,10 @@ def bench(options: argparse.Namespace, failures: Failures) -> None:
                 if time.perf_counter() - started > options.seconds:
                     print(f"skipped, {options.seconds:g} s are over: {name}, {rows} rows, {way}", flush=True)
                     continue
-                failures.attempt(f"{name}, {rows} rows, {way}", lambda way=way, rows=rows: one(pair, name, way, rows))  # type: ignore[misc]
+                failures.attempt(f"{name}, {rows} rows, {way}", partial(one, pair, name, way, rows))
 
     for name in options.models:
-        failures.attempt(name, lambda name=name: model(name))  # type: ignore[misc]
+        failures.attempt(name, partial(model, name))
     print(f"{time.perf_counter() - started:.1f} s in all", flush=True)
 
 
@@ -335,7 +355,7 @@ def check(options: argparse.Namespace, failures: Failures) -> None:
     """PASS or FAIL for llama and qwen3, greedy and drawn."""
     device = torch.device(options.device)
     small = TINY | {"initializer_range": 0.1}
-    families: dict[str, Callable[[], PreTrainedModel]] = {
+    families: dict[str, NewModel] = {
         "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**small, tie_word_embeddings=False)),
         "llama": lambda: LlamaForCausalLM(LlamaConfig(**small, tie_word_embeddings=True)),
     }

@@ -98,9 +98,7 @@ class Failures:
 # --- pairs ---
 
 
-def random_pair(
-    target: Callable[[], PreTrainedModel], device: torch.device, dtype: torch.dtype, **draft: int
-) -> Pair:
+def random_pair(target: NewModel, device: torch.device, dtype: torch.dtype, **draft: Any) -> Pair:
     """A target and a draft of random weights, made on the device."""
     torch.manual_seed(0)
     default = torch.get_default_dtype()

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,23 +59,21 @@ class Box(NamedTuple):
 
     def places(self, packing: Packing, slots: Sequence[int], num_columns: int) -> Tensor:
         """`Places` [5, R * W] on the host, and in a sixth row the place of every token [N] of the packing."""
-        sizes, starts = torch.zeros(2, self.rows, 1, dtype=torch.int64)
-        index = torch.tensor(slots)
-        sizes[index, 0], starts[index, 0] = torch.tensor(packing.sizes), torch.tensor(packing.starts)
-        offsets = torch.arange(self.width)
-        depths, follows = offsets.repeat(self.rows, 1), ((2 << offsets) - 1).repeat(self.rows, 1)
-        for slot, size, of_row, parents in zip(
-            slots, packing.sizes, packing.depths, packing.parents or (), strict=False
-        ):
-            depths[slot, :size] = torch.tensor(of_row)
-            follows[slot, :size] = torch.tensor(_followed_bits(parents))
-        is_token, found = offsets < sizes, torch.zeros(6, self.rows, self.width, dtype=torch.int64)
-        found[0] = (starts + offsets).where(is_token, num_columns - 1)
-        found[1] = starts + depths.where(is_token, 0)
-        found[2] = follows.where(is_token, 1)
-        found[3], found[4] = starts, starts + sizes.clamp(min=1)
-        found[5].view(-1)[: packing.num_tokens] = (index * self.width)[packing.host_rows] + packing.host_offsets
-        return found.flatten(1)
+        index, (sizes, starts) = np.array(slots), np.zeros((2, self.rows, 1), dtype=np.int64)
+        sizes[index, 0], starts[index, 0] = packing.sizes, packing.starts
+        offsets = np.arange(self.width)
+        depths, follows = np.tile(offsets, (self.rows, 1)), np.tile((2 << offsets) - 1, (self.rows, 1))
+        for slot, of_row, parents in zip(slots, packing.depths, packing.parents or (), strict=False):
+            depths[slot, : len(of_row)] = of_row
+            follows[slot, : len(of_row)] = _followed_bits(parents)
+        is_token, found = offsets < sizes, np.zeros((6, self.rows, self.width), dtype=np.int64)
+        found[0] = np.where(is_token, starts + offsets, num_columns - 1)
+        found[1] = np.where(is_token, starts + depths, starts)
+        found[2] = np.where(is_token, follows, 1)
+        found[3], found[4] = starts, starts + sizes.clip(min=1)
+        rows, offsets = packing.on_host[:2]
+        found[5].reshape(-1)[: packing.num_tokens] = index[rows] * self.width + offsets
+        return torch.from_numpy(found.reshape(6, -1))
 
     def slots(self, device: torch.device) -> Tensor:
         """The slot of every place, [R * W]."""

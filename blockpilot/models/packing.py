@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -42,22 +43,21 @@ class Packing:
         self.num_tokens = ends[-1]
         self.length = max(start + size for start, size in zip(starts, sizes, strict=True))
         """One past the largest column."""
-        self.host_rows = torch.tensor([row for row, size in enumerate(self.sizes) for _ in range(size)])
-        self.host_offsets = torch.arange(self.num_tokens) - self._per_token(self.firsts)
-        columns = self._per_token(starts) + self.host_offsets
         self.depths = [list(range(n)) for n in sizes] if parents is None else [depths_of(p) for p in parents]
         """[R], of every row's tokens [sizes[r]]."""
-        positions = columns
         self.starts, self.parents = tuple(starts), parents
-        if parents is not None:
-            positions = self._per_token(starts) + torch.tensor([depth for row in self.depths for depth in row])
+        rows = np.repeat(np.arange(len(sizes)), sizes)
+        offsets = np.arange(self.num_tokens) - np.array(self.firsts)[rows]
+        first_columns = np.array(starts)[rows]
+        depths = offsets if parents is None else np.concatenate(self.depths)
+        self.on_host = np.stack([rows, offsets, first_columns + offsets, first_columns + depths])
+        """[4, N]: rows, offsets, columns and positions of the tokens."""
         self._device, self._by_products = device, by_products
-        self._on_host = torch.stack([self.host_rows, self.host_offsets, columns, positions])
         self._uniform = self.num_tokens == self.width * len(self.sizes)
 
     @cached_property
     def _of_tokens(self) -> Tensor:
-        return sent(self._on_host, self._device)
+        return sent(torch.from_numpy(self.on_host), self._device)
 
     @property
     def rows(self) -> Tensor:
@@ -118,10 +118,6 @@ class Packing:
         """[R] and [R]: how many tokens every row has, and which is its first."""
         sizes, firsts = tensor_on(self._device, [self.sizes, self.firsts])
         return sizes, firsts
-
-    def _per_token(self, of_rows: Sequence[int]) -> Tensor:
-        """A number of every row [R] as that of its tokens, [N], on the host."""
-        return torch.tensor(of_rows)[self.host_rows]
 
     def pad(self, packed: Tensor) -> Tensor:
         """[N, ...] -> [R, width, ...]; a row's padding repeats its last token."""

@@ -139,11 +139,11 @@ class SlotView:
         box = Box.around(packing, slots, self.layers.shape[2], num_columns)
         if box is None:
             return None
-        cache, device, by_products = self.cache.bare(), hidden.device, graphs.by_products
+        cache, device = self.cache.bare(), hidden.device
 
         def in_box(boxed: Tensor, places: Places) -> tuple[Tensor, ...]:
             view = cache.view(box.slots(device), places.columns, slice(0, box.rows), box.length)
-            return layers(boxed.clone(), box, places, box.packing(device, by_products), view)
+            return layers(boxed.clone(), box, places, box.packing(device), view)
 
         return graphs.of_box((key, box), in_box, hidden, box, box.places(packing, slots, num_columns))
 

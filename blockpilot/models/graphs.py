@@ -53,9 +53,9 @@ class Box(NamedTuple):
         lengths = -(-packing.length // step) * step, most // ALIGNMENT * ALIGNMENT, most
         return cls(rows, width, next(n for n in lengths if packing.length <= n <= most))
 
-    def packing(self, device: torch.device, by_products: bool | None) -> Packing:
+    def packing(self, device: torch.device) -> Packing:
         """As if every place held a token."""
-        return Packing([self.width] * self.rows, [self.length - self.width] * self.rows, device, None, by_products)
+        return Packing([self.width] * self.rows, [self.length - self.width] * self.rows, device)
 
     def places(self, packing: Packing, slots: Sequence[int], num_columns: int) -> Tensor:
         """`Places` [5, R * W] on the host, and in a sixth row the place of every token [N] of the packing."""
@@ -130,12 +130,10 @@ class Memory(NamedTuple):
 class Graphs:
     """The graphs of an engine's caches, captured as boxes are first met.
 
-    by_products: attention by plain products rather than torch's fused kernel. Without `capture` everything is laid
-    out in boxes but run kernel by kernel, on any device.
+    Without `capture` everything is laid out in boxes but run kernel by kernel, on any device.
     """
 
-    def __init__(self, device: torch.device, *, capture: bool = True, by_products: bool | None = None) -> None:
-        self.by_products = by_products
+    def __init__(self, device: torch.device, *, capture: bool = True) -> None:
         self._memory = Memory(torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)) if capture else None
         self._captured: dict[Hashable, Captured] = {}
 

@@ -34,7 +34,6 @@ class Packing:
         starts: Sequence[int],
         device: torch.device,
         parents: Sequence[Sequence[int]] | None = None,
-        by_products: bool | None = None,
     ) -> None:
         self.sizes = tuple(sizes)
         self.width = max(sizes)
@@ -52,7 +51,7 @@ class Packing:
         depths = offsets if parents is None else np.concatenate(self.depths)
         self.on_host = np.stack([rows, offsets, first_columns + offsets, first_columns + depths])
         """[4, N]: rows, offsets, columns and positions of the tokens."""
-        self._device, self._by_products = device, by_products
+        self._device = device
         self._uniform = self.num_tokens == self.width * len(self.sizes)
 
     @cached_property
@@ -135,8 +134,7 @@ class Packing:
 
         key and value are [R, kv_heads, L, head_dim], bias [R, 1, groups * width, L] as `folded` makes it.
         """
-        queries = self.pad(query).transpose(1, 2)
-        attended = grouped_attention(queries, key, value, bias, scale, by_products=self._by_products)
+        attended = grouped_attention(self.pad(query).transpose(1, 2), key, value, bias, scale)
         return self.pack(attended.transpose(1, 2))
 
 
@@ -192,21 +190,15 @@ def _followed(parents: Sequence[int]) -> Tensor:
     return followed
 
 
-def grouped_attention(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float, *, by_products: bool | None = None
-) -> Tensor:
+def grouped_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:
     """query [R, heads, W, head_dim], key and value [R, kv_heads, L, head_dim], bias `folded` -> as query.
 
-    The queries that share keys are laid one after the other: nothing of the cache is copied for them. By plain
-    products, or by torch's kernel, or by what is quicker on a CPU.
+    The queries that share keys are laid one after the other: nothing of the cache is copied for them.
     """
     groups, width = query.shape[1] // key.shape[1], query.shape[2]
     rows = query.unflatten(1, (key.shape[1], groups)).flatten(2, 3)
-    if by_products is None:
-        by_products = _products_are_quicker(query)
-    if by_products:
+    if _products_are_quicker(query):
         num = max(1, MOST_SCORES // (query.shape[1] * width * key.shape[2]))
-        num = len(query) if query.is_cuda else num
         parts = zip(rows.split(num), key.split(num), value.split(num), bias.split(num), strict=True)
         attended = torch.cat([_by_products(*part, scale=scale) for part in parts])
     else:
@@ -231,9 +223,7 @@ def _by_products(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale:
     float32 than the flash kernel does (LOG.md).
     """
     bias = bias.expand(-1, key.shape[1], -1, -1).flatten(0, 1)
-    if not query.is_cuda:
-        key, value = key.contiguous(), value.contiguous()  # products copy others slowly
-    keys, values = key.flatten(0, 1), value.flatten(0, 1)
+    keys, values = (kept.contiguous().flatten(0, 1) for kept in (key, value))  # products copy others slowly
     scores = torch.baddbmm(bias, query.flatten(0, 1), keys.transpose(1, 2), alpha=scale)
     attended = torch.bmm(scores.softmax(dim=-1, dtype=torch.float32).to(values.dtype), values)
     apart: Tensor = attended.unflatten(0, query.shape[:2])

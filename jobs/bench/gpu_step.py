@@ -9,12 +9,11 @@ draft's, back to back. The floor reads every weight and all that the caches hold
     python -m jobs.bench.gpu_step --all
 
 --check: with small random pairs in float32, texts of batches of chains and trees are those of one token at a time.
-This job needs nothing but torch and transformers.
+This job needs neither Ray nor MLflow.
 """
 
 import argparse
 import gc
-import importlib.util
 import json
 import sys
 import time
@@ -22,33 +21,23 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from statistics import median
-from types import ModuleType
 from typing import Any, NamedTuple
-from unittest.mock import MagicMock
 
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-for _name in ("pyarrow", "pyarrow.fs"):  # stand-ins where it is missing: nothing is stored here
-    if "." not in _name and importlib.util.find_spec(_name) is not None:
-        break
-    _module: Any = ModuleType(_name)
-    _module.__spec__, _module.__path__, _module.__getattr__ = ModuleSpec(_name, None), [], lambda name: MagicMock()
-    sys.modules[_name] = _module
-
-from blockpilot.device import device_name  # noqa: E402
-from blockpilot.drafts.checkpoint import new_draft_config  # noqa: E402
-from blockpilot.drafts.dflash import DraftModel  # noqa: E402
-from blockpilot.engine.engine import Engine  # noqa: E402
-from blockpilot.engine.sampling import keyed_sample  # noqa: E402
-from blockpilot.models.graphs import Graphs  # noqa: E402
-from blockpilot.models.packing import Packing, SideBySide  # noqa: E402
-from blockpilot.pairs.loading import Pair  # noqa: E402
-from blockpilot.types import PairId, Request, Sampling  # noqa: E402
+from blockpilot.device import device_name
+from blockpilot.drafts.checkpoint import new_draft_config
+from blockpilot.drafts.dflash import DraftModel
+from blockpilot.engine.engine import Engine
+from blockpilot.engine.sampling import keyed_sample
+from blockpilot.models.graphs import Graphs
+from blockpilot.models.packing import Packing, SideBySide
+from blockpilot.pairs.loading import Pair
+from blockpilot.types import PairId, Request, Sampling
 
 SHAPES: dict[str, dict[str, Any]] = {
     "4b": {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True},
@@ -67,7 +56,7 @@ TINY: dict[str, Any] = {
     "num_attention_heads": 4,
 }
 TINY |= {"num_key_value_heads": 2, "vocab_size": 512, "head_dim": 32, "max_position_embeddings": 2048}
-WAYS = {"graph": None, "graph, products": True, "eager": None}
+WAYS = "graph", "eager"
 NewModel = Callable[[], PreTrainedModel]
 ROOM = 512  # tokens after the context
 NUM_PASSES = 10  # back to back
@@ -126,7 +115,7 @@ def with_graphs(pair: Pair, way: str, **options: Any) -> Engine:
     engine = Engine(pair, graphs=False, **options)
     if way != "eager":
         cuda = pair.target.device.type == "cuda"
-        graphs = Graphs(pair.target.device, capture=cuda, by_products=WAYS[way])
+        graphs = Graphs(pair.target.device, capture=cuda)
         engine._cache.graphs = engine._drafter.cache.graphs = graphs
     return engine
 
@@ -374,7 +363,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 8, 16], help="B, tokens that a row verifies")
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=["graph", "eager"])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--context", type=int, default=512, help="tokens of every row at first")
     parser.add_argument("--steps", type=int, default=15, help="of each kind; the median counts")
     parser.add_argument("--seconds", type=float, default=75.0, help="no engine is begun after so many")

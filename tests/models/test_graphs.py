@@ -53,11 +53,11 @@ def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(kernels, "native_product", lambda weight, bias: None)
 
 
-def boxed(cache: SlotCache, by_products: bool | None) -> SlotCache:
+def boxed(cache: SlotCache) -> SlotCache:
     """A copy of the cache whose passes are laid out in boxes."""
     copy = deepcopy(cache)
     copy.by_token = [copy.layers[i].permute(1, 3, 0, 2, 4) for i in range(len(copy.layers))]
-    copy.graphs = Graphs(CPU, capture=False, by_products=by_products)
+    copy.graphs = Graphs(CPU, capture=False)
     return copy
 
 
@@ -67,15 +67,14 @@ def assert_same(found: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.usefixtures("_way")
-@pytest.mark.parametrize("by_products", [None, True, False])
 @pytest.mark.parametrize("name", PASSES)
 @pytest.mark.parametrize("model", [tiny_target, qwen3])
 @torch.inference_mode()
-def test_target_in_a_box(model: object, name: str, by_products: bool | None) -> None:
+def test_target_in_a_box(model: object, name: str) -> None:
     target = Target(model().eval(), LAYER_IDS)  # type: ignore[operator]
     sizes, starts, parents = PASSES[name]
     plain = filled(target.new_cache(SLOTS, COLUMNS))
-    caches = plain, boxed(plain, by_products)
+    caches = plain, boxed(plain)
     for seed in (0, 1):  # again with what the first pass has left in the box
         packing = SideBySide([Packing(sizes, starts, CPU, parents)])
         tokens = torch.randint(260, (sum(sizes),), generator=torch.Generator().manual_seed(seed))
@@ -109,7 +108,7 @@ def test_draft_in_a_box(slots: Sequence[int], sliding: bool) -> None:
     torch.manual_seed(4)
     draft = DraftDecoder(DraftModel(config).eval())
     plain = filled(draft.new_cache(SLOTS, COLUMNS))
-    caches = plain, boxed(plain, None)
+    caches = plain, boxed(plain)
     places, columns = torch.tensor([0, 0, 1, 4, 4]), torch.tensor([3, 4, 9, 0, 1])
     features = torch.randn(5, draft.draft.fc.in_features, generator=torch.Generator().manual_seed(5))
     expected, found = (draft.extend(features, places, columns, cache) for cache in caches)

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.models.cache import SlotCache, SlotView, num_kv_heads
-from blockpilot.models.graphs import Box, Places
+from blockpilot.models.graphs import Box, BoxPlaces
 from blockpilot.models.kernels import prepared
 from blockpilot.models.layers import Mask, Rotary, RotaryTable
 from blockpilot.models.native_layers import layers_of
@@ -83,7 +83,7 @@ class DraftDecoder:
         return found
 
     def _in_box(
-        self, table: Rotary, hidden: Tensor, box: Box, places: Places, packing: Packing, cache: SlotView
+        self, table: Rotary, hidden: Tensor, box: Box, places: BoxPlaces, packing: Packing, cache: SlotView
     ) -> tuple[Tensor]:
         queries, ends = (each.view(box.rows, box.width) for each in (places.positions, places.ends))
         masks = self._masks(packing, queries, ends[:, 0], box.length)

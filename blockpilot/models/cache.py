@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from blockpilot.device import sent
-from blockpilot.models.graphs import Box, Graphs, Places
+from blockpilot.models.graphs import Box, BoxPlaces, Graphs
 from blockpilot.models.packing import Packing
 
 
@@ -65,7 +65,7 @@ class SlotCache:
         self.layers[:, :, destination, :, :length] = self.layers[:, :, source, :, :length]
 
 
-InBox = Callable[[Tensor, Box, Places, Packing, "SlotView"], tuple[Tensor, ...]]
+InBox = Callable[[Tensor, Box, BoxPlaces, Packing, "SlotView"], tuple[Tensor, ...]]
 """Hidden states [R * W, hidden] of a box, its places, its packing, its view of the cache -> outputs [R * W, ...]."""
 
 
@@ -141,7 +141,7 @@ class SlotView:
             return None
         cache, device = self.cache.bare(), hidden.device
 
-        def in_box(boxed: Tensor, places: Places) -> tuple[Tensor, ...]:
+        def in_box(boxed: Tensor, places: BoxPlaces) -> tuple[Tensor, ...]:
             view = cache.view(box.slots(device), places.columns, slice(0, box.rows), box.length)
             return layers(boxed.clone(), box, places, box.packing(device), view)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from blockpilot.models.cache import SlotView, num_kv_heads
-from blockpilot.models.graphs import Box, Places
+from blockpilot.models.graphs import Box, BoxPlaces
 from blockpilot.models.kernels import leave_file, prepared, use_huge_pages
 from blockpilot.models.layers import Mask, Rotary, RotaryTable
 from blockpilot.models.native_layers import layers_of
@@ -61,7 +61,7 @@ class Decoder:
         kept: Sequence[int],
         hidden: Tensor,
         box: Box,
-        places: Places,
+        places: BoxPlaces,
         packing: Packing,
         cache: SlotView,
     ) -> tuple[Tensor, Tensor]:

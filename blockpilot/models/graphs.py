@@ -22,7 +22,7 @@ LEAST_LENGTH = 256  # columns
 ALIGNMENT = 8  # columns of a mask: attention kernels copy others
 
 
-class Places(NamedTuple):
+class BoxPlaces(NamedTuple):
     """Numbers of a box's R * W places, int64 each: constants of its pass's kernels."""
 
     columns: Tensor
@@ -58,7 +58,7 @@ class Box(NamedTuple):
         return Packing([self.width] * self.rows, [self.length - self.width] * self.rows, device)
 
     def places(self, packing: Packing, slots: Sequence[int], num_columns: int) -> Tensor:
-        """`Places` [5, R * W] on the host, and in a sixth row the place of every token [N] of the packing."""
+        """`BoxPlaces` [5, R * W] on the host, and in a sixth row the place of every token [N] of the packing."""
         index, (sizes, starts) = np.array(slots), np.zeros((2, self.rows, 1), dtype=np.int64)
         sizes[index, 0], starts[index, 0] = packing.sizes, packing.starts
         offsets = np.arange(self.width)
@@ -79,7 +79,7 @@ class Box(NamedTuple):
         """The slot of every place, [R * W]."""
         return torch.arange(self.rows, device=device)[:, None].expand(-1, self.width).flatten()
 
-    def visible(self, places: Places) -> Tensor:
+    def visible(self, places: BoxPlaces) -> Tensor:
         """Mask [R, 1, W, length] of the columns before a row, and of what its tokens follow."""
         starts, follows = (each.view(self.rows, self.width, 1) for each in (places.starts, places.follows))
         inside = torch.arange(self.length, device=starts.device) - starts
@@ -144,7 +144,7 @@ class Graphs:
     def of_box(
         self,
         key: Hashable,
-        function: Callable[[Tensor, Places], tuple[Tensor, ...]],
+        function: Callable[[Tensor, BoxPlaces], tuple[Tensor, ...]],
         hidden: Tensor,
         box: Box,
         places: Tensor,
@@ -155,7 +155,7 @@ class Graphs:
         if captured is None:
             boxed = hidden.new_zeros(box.rows * box.width, hidden.shape[1])
             numbers = torch.zeros(places.shape, dtype=torch.int64, device=hidden.device)
-            captured = Captured(lambda states, rows: function(states, Places(*rows[:5])), (boxed, numbers))
+            captured = Captured(lambda states, rows: function(states, BoxPlaces(*rows[:5])), (boxed, numbers))
             self._captured[key] = captured
         boxed, numbers = captured.inputs
         numbers.copy_(sent(places, numbers.device))

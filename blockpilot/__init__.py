@@ -5,17 +5,37 @@ import blockpilot as bp
 pair = bp.load_pair("smollm2-135m")
 for step in bp.generate(pair, prompt_ids, block_size=8):
     print(step.tokens, step.num_accepted)
+
+Each name is imported when it is first asked for: torch and transformers take seconds, and not every process of a
+cluster needs them.
 """
 
-from blockpilot.control.controller import FixedPolicy
-from blockpilot.control.price import StepPrice
-from blockpilot.engine.engine import Engine
-from blockpilot.engine.generate import generate
-from blockpilot.pairs.loading import Pair, load_pair
-from blockpilot.pairs.table import NAMED_PAIRS
-from blockpilot.policy.learned import LearnedPolicy
-from blockpilot.policy.store import load_policy, save_policy
-from blockpilot.types import CandidateSet, PairId, Policy, Prefill, Request, Sampling, Step
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from blockpilot.control.controller import FixedPolicy
+    from blockpilot.control.price import StepPrice
+    from blockpilot.engine.engine import Engine
+    from blockpilot.engine.generate import generate
+    from blockpilot.pairs.loading import Pair, load_pair
+    from blockpilot.pairs.table import NAMED_PAIRS
+    from blockpilot.policy.learned import LearnedPolicy
+    from blockpilot.policy.store import load_policy, save_policy
+    from blockpilot.types import CandidateSet, PairId, Policy, Prefill, Request, Sampling, Step
+
+_MODULES = {
+    "control.controller": ("FixedPolicy",),
+    "control.price": ("StepPrice",),
+    "engine.engine": ("Engine",),
+    "engine.generate": ("generate",),
+    "pairs.loading": ("Pair", "load_pair"),
+    "pairs.table": ("NAMED_PAIRS",),
+    "policy.learned": ("LearnedPolicy",),
+    "policy.store": ("load_policy", "save_policy"),
+    "types": ("CandidateSet", "PairId", "Policy", "Prefill", "Request", "Sampling", "Step"),
+}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "NAMED_PAIRS",
@@ -36,3 +56,13 @@ __all__ = [
     "load_policy",
     "save_policy",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

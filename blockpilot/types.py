@@ -3,10 +3,12 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
+else:
+    Tensor = Any  # torch takes seconds to import, and a gateway of the server never needs it
 
 LEAST_TEMPERATURE = 1e-5  # scores divided by less leave float32
 
@@ -192,7 +194,7 @@ class Candidates(NamedTuple):
 
     def at(self, index: Sequence[int]) -> "Candidates":
         """Those of some positions."""
-        places = torch.tensor(index, device=self.tokens.device)
+        places = self.tokens.new_tensor(index)
         return Candidates(*(values[places] for values in self))
 
 

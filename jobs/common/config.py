@@ -7,19 +7,18 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-import torch
 import tyro
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from transformers.utils.logging import disable_progress_bar
 
-from blockpilot.device import BFLOAT16_INSTRUCTIONS
 from blockpilot.pairs.checkpoints import known_revision
-from blockpilot.pairs.loading import Pair, load_pair
 from blockpilot.pairs.table import NAMED_PAIRS, check_pair_names, split_revision
 from blockpilot.storage import is_uri
 from blockpilot.types import PairId
+
+if TYPE_CHECKING:
+    from blockpilot.pairs.loading import Pair
 
 Place = Annotated[str, BeforeValidator(os.fspath)]  # a local path, or a URI such as s3://bucket/sweep
 DEFAULT_PAIR = "smollm2-135m"
@@ -86,8 +85,14 @@ class PairConfig(Config):
                 f"this pair is target {target} with draft {draft}"
             )
 
-    def load(self) -> Pair:
+    def load(self) -> "Pair":
         """Load target, draft and tokenizer onto the device."""
+        # Seconds to import, and needed by those alone that load a pair.
+        import torch
+        from transformers.utils.logging import disable_progress_bar
+
+        from blockpilot.pairs.loading import load_pair
+
         name, target, draft = self.names()
         disable_progress_bar()  # in actors, too: a job's own progress is the one that counts
         device = self.device if self.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
@@ -98,6 +103,10 @@ def pick_dtype(wanted: str, device: str) -> str:
     """float32 or bfloat16 for `PairConfig.dtype` on this machine's device "cpu" or "cuda"."""
     if wanted not in ("auto", "fast"):
         return wanted
+    import torch
+
+    from blockpilot.device import BFLOAT16_INSTRUCTIONS
+
     slow = wanted == "auto" or not any(map(torch.cpu.get_capabilities().get, BFLOAT16_INSTRUCTIONS))
     return "float32" if device == "cpu" and slow else "bfloat16"
 

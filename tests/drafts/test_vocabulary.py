@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from blockpilot.draft_training.vocabulary import by_frequency, coverage
-from blockpilot.drafts.checkpoint import VOCABULARY_FILE, load_draft, save_draft, write_vocabulary
+from blockpilot.drafts.checkpoint import load_draft, save_draft, write_vocabulary
 from blockpilot.drafts.head import DraftHead
+from blockpilot.drafts.options import VOCABULARY_FILE
 from blockpilot.engine.drafting import draft_candidates
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.sampling import candidates

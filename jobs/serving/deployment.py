@@ -1,0 +1,36 @@
+"""What Serve runs for a model: a replica, which is imported where it runs.
+
+Who deploys it makes none, and needs neither torch nor transformers, which take seconds to import.
+"""
+
+from contextlib import aclosing
+from typing import Any
+
+from jobs.serving.schema import Body, Objects
+
+
+class ReplicaDeployment:
+    """A Replica (replica.py), made of the same arguments."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        from jobs.serving.replica import Replica
+
+        self._replica = Replica(*arguments, **settings)
+
+    async def answer(self, body: Body, client: str = "") -> Objects:
+        """The objects of the response; leaving early frees its rows."""
+        async with aclosing(self._replica.answer(body, client)) as objects:
+            async for given in objects:
+                yield given
+
+    async def status(self) -> dict[str, Any]:
+        """The model's entry in /health."""
+        return await self._replica.status()
+
+    def check_health(self) -> None:
+        """Raise RuntimeError if the engine is broken; Serve then replaces the replica."""
+        self._replica.check_health()
+
+    def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Use another policy; Serve calls this once before the first request."""
+        self._replica.reconfigure(user_config)

@@ -9,24 +9,23 @@ the next run. The seconds of a step are measured at the end, when nothing decode
 import platform
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
+import ray
 from pydantic import Field, field_validator
+from ray.exceptions import RayError
 
 from blockpilot.control.price import PRICE_FILE, StepPrice, read_price
-from blockpilot.device import dtype_name
-from blockpilot.evaluation.pricing import measure_price
-from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt, load_prompts
 from blockpilot.storage import is_file, join, write_text
-from blockpilot.sweep.rows import Metadata, prompt_ids, read_parts
+from blockpilot.sweep.candidates import Method, candidates_around, check_candidates
+from blockpilot.sweep.rows import Metadata, Outcome, Reject, prompt_ids, read_parts
 from blockpilot.sweep.summary import Summary
-from blockpilot.sweep.sweep import Method, Outcome, Reject, candidates_around, check_candidates, sweep_prompts
-from jobs.common.cluster import connect, lone_actor, new_actor, num_threads
+from jobs.common.cluster import connect, lone_actor, new_actor, num_threads, result
 from jobs.common.config import Config, PairConfig, Place, Resources, absolute_in_submitted_job, main
 from jobs.common.lease import Lease
 from jobs.common.progress import Progress
@@ -101,9 +100,11 @@ def run(config: SweepConfig) -> SweepResult:
         folder.open(shards, prompts)
         rejects = _sweep(config, shards, folder, lease)
         folder.write_rejects(rejects)
-        if config.price_rows and not is_file(join(config.output, PRICE_FILE)):
+        if _needs_price(config):  # a sweep that was cut between its rows and its price
             connect()
-            write_text(join(config.output, PRICE_FILE), _measure_price(config, folder).to_json())
+            with lone_actor(SweepWorker, config.resources, config) as call:
+                call("load", folder.identity, _git_commit())
+                _write_price(config, call("measure_price"))
         return _finish(config, folder, sum(len(shard.ids) for shard in shards), rejects)
 
 
@@ -146,6 +147,11 @@ def _sweep(config: SweepConfig, shards: Sequence[SweepShard], folder: SweepFolde
         folder.write(task.shard, outcome.rows, scheduler.metadata)
         rejects += outcome.rejects
         progress.advance(len(task.places))
+    if scheduler.last is not None:  # it has the machine to itself as far as this job goes: nothing decodes now
+        with suppress(RayError):  # it is lost: another worker will do
+            if _needs_price(config):
+                _write_price(config, result(scheduler.last.measure_price.remote()))
+        ray.kill(scheduler.last)
     order = {key: i for i, key in enumerate(key for shard in shards for key in shard.ids)}
     return sorted(rejects, key=lambda reject: order[reject.prompt_id])
 
@@ -154,16 +160,23 @@ def _sweep(config: SweepConfig, shards: Sequence[SweepShard], folder: SweepFolde
 
 
 class SweepWorker:
-    """An actor that loads a pair once and sweeps shards with it."""
+    """An actor that loads a pair once and sweeps shards with it.
+
+    It alone imports torch and transformers, which take seconds.
+    """
 
     def __init__(self, config: SweepConfig) -> None:
+        import torch
+
         torch.set_num_threads(num_threads(config.resources.num_cpus))
         self._config = config
-        self._pair: Pair | None = None
+        self._pair: Any = None  # blockpilot.Pair
         self._candidates: list[int] = []
 
     def load(self, identity: dict[str, Any], git_commit: str) -> Metadata:
         """Load the pair; returns what goes into every part file. ValueError for candidates that do not fit it."""
+        from blockpilot.device import dtype_name
+
         self._pair = pair = self._config.pair.load()
         self._candidates = candidates = identity["candidates"] or candidates_around(pair.block_size)
         check_candidates(candidates, pair.max_length)
@@ -181,6 +194,8 @@ class SweepWorker:
 
     def sweep(self, prompts: list[Prompt]) -> Outcome:
         """Rows and rejects of some prompts."""
+        from blockpilot.sweep.sweep import sweep_prompts
+
         assert self._pair is not None
         names = {"method", "max_new_tokens", "temperature", "top_p", "seed", "step_samples"}
         settings = self._config.model_dump(include=names) | {"num_slots": self._config.slots}
@@ -188,6 +203,8 @@ class SweepWorker:
 
     def measure_price(self) -> StepPrice:
         """What a step costs on this device."""
+        from blockpilot.evaluation.pricing import measure_price
+
         assert self._pair is not None
         return measure_price(self._pair, self._config.price_rows, self._config.price_context)
 
@@ -198,12 +215,12 @@ def _start_worker(config: SweepConfig, folder: SweepFolder) -> tuple[Any, Any]:
     return worker, worker.load.remote(folder.identity, _git_commit())
 
 
-def _measure_price(config: SweepConfig, folder: SweepFolder) -> StepPrice:
-    """What a step costs, on a worker that has the machine to itself as far as this job goes: nothing decodes now."""
-    with lone_actor(SweepWorker, config.resources, config) as call:
-        call("load", folder.identity, _git_commit())
-        price: StepPrice = call("measure_price")
-    return price
+def _needs_price(config: SweepConfig) -> bool:
+    return config.price_rows > 0 and not is_file(join(config.output, PRICE_FILE))
+
+
+def _write_price(config: SweepConfig, price: StepPrice) -> None:
+    write_text(join(config.output, PRICE_FILE), price.to_json())
 
 
 @cache

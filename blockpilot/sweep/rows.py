@@ -74,6 +74,22 @@ def _arrow_type(annotation: Any) -> Any:
 SCHEMA = pa.schema([(field.name, _arrow_type(field.type)) for field in fields(SweepRow)])
 
 
+class Reject(NamedTuple):
+    """A prompt that gave no row, and why."""
+
+    prompt_id: str
+    prompt_set: str
+    prompt: str
+    error: str
+
+
+class Outcome(NamedTuple):
+    """Rows and rejects of some prompts, each in their order."""
+
+    rows: list[SweepRow]
+    rejects: list[Reject]
+
+
 @dataclass(frozen=True)
 class Metadata:
     """What made the rows of a file. Files belong together if they differ in versions and git_commit only."""

@@ -2,8 +2,7 @@
 
 A replay decodes each prompt once and walks the finished text with every candidate. Decoding with each of them is
 2k + 1 times as much work, and is what the replay is tested against. The keyed sampler makes the text the same
-for every candidate (exactly so in float32), so they are compared on equal terms. The candidate set around the draft's
-trained block size is BlockPilot's (arXiv 2606.31315).
+for every candidate (exactly so in float32), so they are compared on equal terms.
 """
 
 import dataclasses
@@ -12,7 +11,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,41 +19,10 @@ from torch import Tensor
 from blockpilot.engine.engine import Engine
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt
+from blockpilot.sweep.candidates import Method, check_candidates
 from blockpilot.sweep.replay import KnownTexts, Text, accepted_everywhere, emitted_along, know, offers_at, walk
-from blockpilot.sweep.rows import MIN_PROB, NUM_CHOICES, SweepRow, prompt_ids
-from blockpilot.types import MAX_BLOCK_SIZE, CandidateSet, Prefill, Request, Sampling, Step
-
-Method = Literal["replay", "dense", "decode"]
-
-
-class Reject(NamedTuple):
-    """A prompt that gave no row, and why."""
-
-    prompt_id: str
-    prompt_set: str
-    prompt: str
-    error: str
-
-
-class Outcome(NamedTuple):
-    """Rows and rejects of some prompts, each in their order."""
-
-    rows: list[SweepRow]
-    rejects: list[Reject]
-
-
-def candidates_around(block_size: int, k: int = 2) -> list[int]:
-    """The paper's candidate set, {B0 - k .. B0 + k}, as far as it lies in 1 .. MAX_BLOCK_SIZE."""
-    return [b for b in range(block_size - k, block_size + k + 1) if 1 <= b <= MAX_BLOCK_SIZE]
-
-
-def check_candidates(candidates: Sequence[int], context: int | None = None) -> None:
-    """Raise ValueError unless they are a candidate set of at most MAX_BLOCK_SIZE, and shorter than the context."""
-    largest = max(CandidateSet(tuple(candidates)))
-    if largest > MAX_BLOCK_SIZE:
-        raise ValueError(f"candidates {tuple(candidates)}: block sizes must be at most {MAX_BLOCK_SIZE}")
-    if context is not None and largest >= context:
-        raise ValueError(f"candidates {tuple(candidates)}: must be shorter than the target's context of {context}")
+from blockpilot.sweep.rows import MIN_PROB, NUM_CHOICES, Outcome, Reject, SweepRow, prompt_ids
+from blockpilot.types import Prefill, Request, Sampling, Step
 
 
 def sampler_seed(seed: int, prompt_id: str) -> int:

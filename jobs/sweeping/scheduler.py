@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from blockpilot.sweep.rows import Metadata, mismatch
-from blockpilot.sweep.sweep import Outcome, Reject
+from blockpilot.sweep.rows import Metadata, Outcome, Reject, mismatch
 from jobs.common.cluster import cause_of
 from jobs.sweeping.folder import SweepFolder, SweepShard
 
@@ -40,6 +39,8 @@ class Scheduler:
         self._running: dict[Any, tuple[Any, SweepTask | None]] = {}  # reference -> (worker, its task; None: loading)
         self._attempts: Counter[tuple[int, tuple[int, ...]]] = Counter()  # by shard and places
         self._num_failed_loads = 0
+        self.last: Any = None
+        """The worker that had the last task, with its pair; whoever asked for the work ends it."""
 
     def work(self, tasks: Sequence[SweepTask]) -> Iterator[tuple[SweepTask, Outcome]]:
         """Yield every task as it ends. Raises what a worker raises when it cannot load the pair."""
@@ -85,9 +86,12 @@ class Scheduler:
         self._assign(worker)
 
     def _assign(self, worker: Any) -> None:
-        """Give a worker the next task, or let it go."""
+        """Give a worker the next task, or let it go but for the last one."""
         if not self._waiting:
-            ray.kill(worker)
+            if self._running:
+                ray.kill(worker)
+            else:
+                self.last = worker
             return
         task = self._waiting.popleft()
         prompts = self._folder.prompts(task.shard, task.places)

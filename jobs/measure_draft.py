@@ -6,7 +6,6 @@ the draft alone, so one text gives tau for all block sizes, without decoding it 
 
 import json
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -148,7 +147,8 @@ class DraftWorker:
     def __init__(self, config: MeasureDraftConfig) -> None:
         torch.set_num_threads(num_threads(config.resources.num_cpus))
         pair = config.pair.load()
-        self.config, self.pair = config, with_vocabulary(pair, config.vocab_size) if config.vocab_size else pair
+        draft = pair.draft.of_first_tokens(config.vocab_size) if config.vocab_size else pair.draft
+        self.config, self.pair = config, replace(pair, draft=draft)
 
     def measure(self, task: MeasureTask) -> list[TauFigure]:
         """Tau of every block size on the prompts of a task."""
@@ -169,16 +169,6 @@ class DraftWorker:
             tau = ratio_of_totals(emitted, steps)
             figures.append(TauFigure(task.name, task.temperature, size, len(of_size), sum(emitted), tau))
         return figures
-
-
-def with_vocabulary(pair: Pair, size: int) -> Pair:
-    """The pair, whose draft proposes the first `size` tokens of its vocabulary only."""
-    vocabulary, draft = pair.draft.vocabulary, copy(pair.draft)
-    if vocabulary is None or len(vocabulary) < size:
-        of_draft = "all tokens in no order" if vocabulary is None else f"{len(vocabulary)} tokens"
-        raise ValueError(f"vocab_size {size}: the draft's vocabulary is {of_draft}")
-    draft._buffers = {**draft._buffers, "vocabulary": vocabulary[:size]}
-    return replace(pair, draft=draft)
 
 
 def _text(pair: Pair, answer: Answer, max_new_tokens: int) -> Text:

@@ -40,7 +40,7 @@ from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.options import parse_options
 from blockpilot.models.target import Target
 from blockpilot.pairs.checkpoints import find_target
-from blockpilot.pairs.loading import check_fit, load_target, network_config
+from blockpilot.pairs.loading import load_target, network_config
 from blockpilot.prompts.files import Prompt
 from jobs import answers
 from jobs import measure_draft as measure_job
@@ -190,7 +190,7 @@ def fresh_draft(config: TrainDraftConfig) -> DraftModel:
     if config.start in ("target", "random"):
         return draft
     start = load_draft(Path(config.start)).float()
-    check_fit(start, target_config(config))
+    start.check_fit(target_config(config))
     wanted, found = (_shape(config) for config in (draft.config, start.config))
     if wanted != found:
         raise ValueError(f"start {config.start}: a draft of {found}, the configuration asks for {wanted}")

@@ -9,8 +9,8 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from blockpilot.draft_training.features import Document
+from blockpilot.drafts.blocks import ANCHORS_PER_ROW, Blocks
 from blockpilot.drafts.dflash import DraftModel
-from blockpilot.sweep.blocks import ANCHORS_PER_ROW, Blocks, KnownContext, draft_blocks
 
 
 class DraftBatch(NamedTuple):
@@ -76,5 +76,5 @@ def draft_batch(draft: DraftModel, embedding: Tensor, batch: DraftBatch, block_s
     tokens = batch.tokens.gather(1, anchors).view(-1, ANCHORS_PER_ROW)
     anchors = anchors.view(-1, ANCHORS_PER_ROW)
     blocks = Blocks(anchors, tokens, torch.full_like(anchors, block_size), (block_size,) * ANCHORS_PER_ROW)
-    hidden = draft_blocks(draft, embedding, KnownContext.of(draft, batch.features, rows_each), blocks)
+    hidden = draft.at_anchors(blocks, draft.known(batch.features, rows_each), embedding)
     return hidden.view(num_documents, -1, block_size, hidden.shape[-1])[:, :num_anchors]

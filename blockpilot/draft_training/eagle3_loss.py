@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from blockpilot.draft_training.batches import DraftBatch
 from blockpilot.draft_training.loss import DraftLoss, LossSums, Scores, Vocabulary
-from blockpilot.draft_training.unrolled import UnrolledAttention
 from blockpilot.drafts.eagle3 import Eagle3Model
+from blockpilot.drafts.unrolled import UnrolledAttention
 
 STEP_DECAY = 0.8  # the paper's code
 

@@ -1,22 +1,29 @@
 """The prepared form of a DFlash draft: the target's fast layers (models/native_layers.py) with the draft's attention.
 
-It computes what `DraftModel.propose` and `extend` compute, from the same weights.
+It computes what `DraftModel` computes, from the same weights.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers import PreTrainedModel
 
+from blockpilot.device import sent, tensor_on
+from blockpilot.drafts.choices import Linked
 from blockpilot.drafts.dflash import DraftModel
+from blockpilot.drafts.head import DraftHead
+from blockpilot.drafts.interface import Asked, Choose, PreparedDraft
 from blockpilot.models.cache import SlotCache, SlotView, num_kv_heads
 from blockpilot.models.graphs import Box, BoxPlaces
 from blockpilot.models.kernels import prepared
 from blockpilot.models.layers import Mask, Rotary, RotaryTable
 from blockpilot.models.native_layers import layers_of
-from blockpilot.models.packing import Packing
+from blockpilot.models.packing import Packing, SideBySide
+from blockpilot.types import Candidates
 
 
 class DraftDecoder:
@@ -36,7 +43,7 @@ class DraftDecoder:
 
     def new_cache(self, num_slots: int, length: int) -> SlotCache:
         """An empty cache of projected context: `num_slots` rows of `length` columns."""
-        return self.draft.new_cache(num_slots, length)
+        return SlotCache(self.draft.config, num_slots, length, self.draft.dtype, self.draft.norm.weight.device)
 
     def extend(self, features: Tensor, slots: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
         """Cache the target's features [N, F] of final tokens in slots [N] at positions [N].
@@ -96,3 +103,46 @@ class DraftDecoder:
         masks = self.draft.layer_masks(columns < ends[:, None, None], queries[:, :, None] - columns)
         of_kind = {id(mask): [Mask(packing, mask, self._groups, self.draft.dtype)] for mask in masks}
         return [of_kind[id(mask)] for mask in masks]
+
+
+class PreparedDFlash(PreparedDraft):
+    """A DFlash draft beside its target: proposes all positions in one pass, from a cache of projected context."""
+
+    def __init__(self, decoder: DraftDecoder, target: PreTrainedModel) -> None:
+        draft = decoder.draft
+        self.head = DraftHead.of_target(target, draft.vocabulary, draft.markov_head)
+        self._decoder, self._embed = decoder, target.get_input_embeddings()
+
+    def new_cache(self, num_slots: int, length: int) -> SlotCache:
+        return self._decoder.new_cache(num_slots, length)
+
+    def keep_up(
+        self, features: Tensor, following: Sequence[int], slots: Sequence[int], packing: SideBySide, cache: SlotCache
+    ) -> Tensor:
+        index = tensor_on(features.device, slots)
+        return self._decoder.extend(features, index[packing.rows], packing.positions, cache)
+
+    def propose(self, asked: Asked, cache: SlotCache, choose: Choose) -> Candidates | Linked:
+        anchors = tensor_on(cache.layers.device, asked.anchors)
+        ends = list(accumulate(asked.depths))
+        rows = [row for row, depth in enumerate(asked.depths) for _ in range(depth)]
+        inside = (i for depth in asked.depths for i in range(1, depth + 1))
+        positions = [asked.starts[row] + i for row, i in zip(rows, inside, strict=True)]
+        found = choose(self._run(asked, anchors, cache), rows, positions)
+        if self.head.markov is None:
+            return found
+        before = found.tokens.roll(1, dims=0)
+        first = tensor_on(anchors.device, [end - depth for end, depth in zip(ends, asked.depths, strict=True)])
+        before[first] = anchors[:, None]
+        return self.head.markov.link(found, before, [asked.sampling[row] for row in rows], asked.num)
+
+    def _run(self, asked: Asked, anchors: Tensor, cache: SlotCache) -> Tensor:
+        """Hidden states [M, hidden] of all positions but the anchors' of the rows' blocks."""
+        slots = asked.slots
+        blocks = Packing([depth + 1 for depth in asked.depths], asked.starts, anchors.device)
+        # The slots in use are dense, so that where all of them draft the cache is read as a plain view.
+        rows = slice(0, len(slots)) if slots[-1] == len(slots) - 1 else torch.tensor(slots)
+        index = blocks.rows if isinstance(rows, slice) else sent(rows, anchors.device)[blocks.rows]
+        view = cache.view(index, blocks.columns, rows, blocks.length)
+        tokens = torch.where(blocks.offsets == 0, anchors[blocks.rows], self._decoder.mask_token_id)
+        return self._decoder.propose(self._embed(tokens), blocks, view)[blocks.after_first]

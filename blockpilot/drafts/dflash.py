@@ -7,17 +7,20 @@ all of the context, which ends strictly before the anchor. Sliding-window layers
 """
 
 from collections.abc import Sequence
-from typing import Protocol, cast
+from copy import copy
+from typing import Protocol, Self, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import Qwen3Config
+from transformers import PretrainedConfig, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
 
+from blockpilot.drafts.blocks import Blocks, KnownContext, block_mask
+from blockpilot.drafts.interface import Draft, check_layers, check_same
 from blockpilot.drafts.markov import MarkovHead
 from blockpilot.drafts.options import parse_options
-from blockpilot.models.cache import SlotCache, num_kv_heads
+from blockpilot.models.cache import num_kv_heads
 from blockpilot.models.kernels import outputs
 from blockpilot.models.packing import folded, grouped_attention
 
@@ -109,7 +112,7 @@ class DraftLayer(nn.Module):
         return output
 
 
-class DraftModel(nn.Module):
+class DraftModel(Draft):
     """DFlash network; its parameters are named as in the published checkpoints."""
 
     def __init__(self, config: Qwen3Config) -> None:
@@ -132,21 +135,39 @@ class DraftModel(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.norm.weight.dtype
 
-    def new_cache(self, num_slots: int, length: int) -> SlotCache:
-        """An empty cache of projected context: `num_slots` rows of `length` columns."""
-        return SlotCache(self.config, num_slots, length, self.dtype, self.norm.weight.device)
+    @property
+    def block_size(self) -> int:
+        return self.options.block_size
+
+    @property
+    def context_size(self) -> int:
+        return self.config.hidden_size
+
+    def layer_ids(self, num_target_layers: int) -> tuple[int, ...]:
+        return self.options.target_layer_ids
+
+    def check_fit(self, config: PretrainedConfig) -> None:
+        options, mask = self.options, self.options.mask_token_id
+        check_same("hidden size", self.config.hidden_size, config.hidden_size)
+        check_same("vocabulary", self.config.vocab_size, config.vocab_size)
+        check_same("number of target layers", options.num_target_layers, config.num_hidden_layers)
+        check_layers(options.target_layer_ids, config.num_hidden_layers)
+        if not 0 <= mask < config.vocab_size:
+            raise ValueError(f"draft mask token {mask}: must be 0 to {config.vocab_size - 1}")
+
+    def of_first_tokens(self, num: int) -> Self:
+        if self.vocabulary is None:
+            return super().of_first_tokens(num)
+        if len(self.vocabulary) < num:
+            raise ValueError(f"vocab_size {num}: the draft's vocabulary is {len(self.vocabulary)} tokens")
+        draft = copy(self)
+        draft._buffers = {**self._buffers, "vocabulary": self.vocabulary[:num]}
+        return draft
 
     def fuse(self, features: Tensor) -> Tensor:
         """Target features [..., n * hidden] -> context vectors [..., hidden]."""
         context: Tensor = self.hidden_norm(self.fc(features))
         return context
-
-    def extend(self, context: Tensor, positions: Tensor, cache: KeyValueStore) -> None:
-        """Store the keys and values of context vectors [R, W, hidden] at positions [R, W] in every layer's cache."""
-        rotary = self.rotary_emb(context, positions)
-        for layer_idx in range(len(self.layers)):
-            keys, values = self.project(layer_idx, context, rotary)
-            cache.update(keys, values, layer_idx)
 
     def project(self, layer_idx: int, context: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         """A layer's keys and values of context vectors [R, W, hidden]: two [R, kv_heads, W, head_dim]."""
@@ -164,6 +185,24 @@ class DraftModel(nn.Module):
             hidden = layer(hidden, rotary, mask, cache)
         output: Tensor = self.norm(hidden)
         return output
+
+    def known(self, features: Tensor, rows_each: int = 1) -> KnownContext:
+        """The context of texts whose tokens at positions 0 .. S-1 have the target's features [N, S, F]."""
+        context = self.fuse(features)
+        positions = torch.arange(features.shape[1], device=features.device).expand(len(features), -1)
+        rotary = self.rotary_emb(context, positions)
+        projected = [self.project(i, context, rotary) for i in range(len(self.layers))]
+        return KnownContext([keys for keys, _ in projected], [values for _, values in projected], rows_each)
+
+    def at_anchors(self, blocks: Blocks, context: KnownContext, embedding: Tensor) -> Tensor:
+        block, offset = blocks.layout()
+        tokens = torch.where(offset == 0, blocks.tokens[:, block], self.options.mask_token_id)
+        positions = blocks.anchors[:, block] + offset
+        columns = torch.arange(context.num_columns, device=positions.device).expand(len(positions), -1)
+        distance = positions[:, :, None] - torch.cat([columns, positions], dim=1)[:, None]
+        masks = self.layer_masks(block_mask(blocks, context.num_columns), distance)
+        hidden: Tensor = self(functional.embedding(tokens, embedding), positions, masks, context)
+        return hidden
 
     def layer_masks(self, visible: Tensor, distance: Tensor) -> list[Tensor]:
         """Each layer's mask [R, 1, W, keys]: `visible` [R, 1 or W, keys] narrowed by the layer's kind.

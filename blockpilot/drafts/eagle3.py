@@ -11,15 +11,20 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from torch.nn import functional
+from transformers import LlamaConfig, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
+from blockpilot.drafts.blocks import Blocks, KnownContext
 from blockpilot.drafts.dflash import DraftMlp, KeyValueStore, Rotary, turned
+from blockpilot.drafts.interface import Draft, check_layers, check_same
+from blockpilot.drafts.unrolled import UnrolledAttention
 from blockpilot.models.cache import head_dim, num_kv_heads
 from blockpilot.models.kernels import outputs
 from blockpilot.models.packing import folded, grouped_attention
 
 NUM_FEATURES = 3  # target layers that are read
+LEAST_VOCABULARY = 8  # tokens: the choices of a tree's position
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Rotated queries [R, heads, W, head_dim], rotated keys and values [R, kv_heads, W, head_dim] -> as the queries."""
@@ -41,8 +46,7 @@ class Eagle3Options:
     def layer_ids(self, num_target_layers: int) -> tuple[int, ...]:
         """Layers read of a target of so many layers; raises ValueError for one that it does not have."""
         ids = self.target_layer_ids or eagle3_layer_ids(num_target_layers)
-        if wrong := [i for i in ids if not 0 <= i < num_target_layers]:
-            raise ValueError(f"draft reads target layer {wrong[0]}: must be 0 to {num_target_layers - 1}")
+        check_layers(ids, num_target_layers)
         return ids
 
 
@@ -93,7 +97,7 @@ class Eagle3Layer(nn.Module):
         return output
 
 
-class Eagle3Model(nn.Module):
+class Eagle3Model(Draft):
     """EAGLE-3 network; its parameters are named as in the published checkpoints.
 
     The draft vocabulary is `d2t` [draft vocab] (what to add to the draft's id of a token for the target's) and `t2d`
@@ -123,6 +127,24 @@ class Eagle3Model(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         return self.norm.weight.dtype
+
+    @property
+    def block_size(self) -> int:
+        return self.options.block_size
+
+    @property
+    def context_size(self) -> int:
+        return self.config.hidden_size
+
+    def layer_ids(self, num_target_layers: int) -> tuple[int, ...]:
+        return self.options.layer_ids(num_target_layers)
+
+    def check_fit(self, config: PretrainedConfig) -> None:
+        check_same("hidden size", self.config.hidden_size, config.hidden_size)
+        check_same("vocabulary", self.config.vocab_size, config.vocab_size)
+        if (size := self.options.draft_vocab_size) < LEAST_VOCABULARY:
+            raise ValueError(f"draft_vocab_size {size}: must be at least {LEAST_VOCABULARY}")
+        self.options.layer_ids(config.num_hidden_layers)
 
     @property
     def vocabulary(self) -> Tensor:
@@ -164,6 +186,25 @@ class Eagle3Model(nn.Module):
         """Scores [..., draft vocab] of the token after the embedded one."""
         scores: Tensor = self.lm_head(self.norm(hidden))
         return scores
+
+    def at_anchors(self, blocks: Blocks, context: KnownContext, embedding: Tensor) -> Tensor:
+        """Chains along the texts: at the first drafted position it is the context vector before the anchor."""
+        assert context.tokens is not None
+        assert context.contexts is not None
+        num_texts, length, width = context.contexts.shape
+        anchors = blocks.anchors.reshape(num_texts, -1)  # a text's rows side by side
+        visible = torch.arange(context.num_columns, device=anchors.device) < anchors[:, :, None]
+        attend = UnrolledAttention((context.keys[0], context.values[0], visible))
+        embedding = embedding if self.embed_tokens is None else self.embed_tokens.weight
+        hidden = context.contexts.gather(1, (anchors - 1)[:, :, None].expand(-1, -1, width))
+        found = [hidden, hidden]  # nobody reads the anchor's own
+        for i in range(max(blocks.widths) - 2):
+            tokens = context.tokens.gather(1, (anchors + 1 + i).clamp_max(length - 1))
+            hidden = self(functional.embedding(tokens, embedding), hidden, anchors + i, attend)
+            found.append(hidden)
+        block, offset = blocks.layout()
+        of_blocks = torch.stack(found, dim=2).view(*blocks.anchors.shape, -1, width)
+        return of_blocks[:, block, offset]
 
 
 def attend_cached(mask: Tensor, cache: KeyValueStore, layer_idx: int = 0) -> Attend:

@@ -20,7 +20,7 @@ from blockpilot.drafts.eagle3 import NUM_FEATURES, Eagle3Model, Eagle3Options, e
 from blockpilot.models.cache import head_dim, num_kv_heads
 
 EAGLE3_ARCHITECTURE = "LlamaForCausalLMEagle3"
-_ARCHITECTURES = (
+EAGLE3_ARCHITECTURES = (
     *(EAGLE3_ARCHITECTURE, "Eagle3LlamaForCausalLM", "LlamaForCausalLM"),  # the last is the paper's, and says little
     *("Eagle3Speculator", "Eagle3DraftModel"),  # of speculators
 )
@@ -92,7 +92,7 @@ def parse_eagle3(stored: dict[str, Any]) -> tuple[LlamaConfig, Eagle3Options]:
     network: dict[str, Any] = stored.get("transformer_layer_config", stored)
     eagle: dict[str, Any] = stored.get("eagle_config") or {}
     architectures = stored.get("architectures") or []
-    if not set(architectures) & set(_ARCHITECTURES):
+    if not set(architectures) & set(EAGLE3_ARCHITECTURES):
         raise ValueError(f"draft architecture {architectures}: supported is {EAGLE3_ARCHITECTURE}")
     if "draft_vocab_size" not in stored:
         raise ValueError("draft config.json lacks draft_vocab_size")

@@ -1,4 +1,4 @@
-"""The LM head of a draft: the target's, or those of its rows whose tokens the draft may propose.
+"""The LM head of a draft: its own, the target's, or those of its rows whose tokens the draft may propose.
 
 With a large vocabulary the head is most of what a draft's pass reads, and nearly all of its rows are never wanted. A
 draft may therefore come with a vocabulary of its own, the target's most frequent tokens (as in EAGLE-3, arXiv
@@ -8,7 +8,7 @@ outside the vocabulary is never drafted, only never accepted.
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,15 +19,27 @@ from blockpilot.models.kernels import Product
 
 
 class DraftHead:
-    """hidden [M, hidden] -> logits [M, target's vocabulary], -inf for tokens that the draft does not propose."""
+    """hidden [M, hidden] -> logits [M, target's vocabulary], -inf for tokens that the draft does not propose.
 
-    def __init__(self, target: PreTrainedModel, vocabulary: Tensor | None, markov: MarkovHead | None = None) -> None:
-        self.markov = markov
-        self._vocab_size = target.config.vocab_size
-        self.tokens = None if vocabulary is None else vocabulary.sort().values
-        """Ids of the draft's vocabulary in their order; None where it is the target's."""
-        head = target.get_output_embeddings()
-        self._own: Callable[[Tensor], Tensor] = head if self.tokens is None else _some_rows(head, self.tokens)
+    `own` gives the logits of `tokens` [K], ids of the draft's vocabulary; None where it is the target's.
+    """
+
+    def __init__(
+        self,
+        own: Callable[[Tensor], Tensor],
+        tokens: Tensor | None,
+        vocab_size: int,
+        markov: MarkovHead | None = None,
+    ) -> None:
+        self.tokens, self.markov = tokens, markov
+        self._own, self._vocab_size = own, vocab_size
+
+    @classmethod
+    def of_target(cls, target: PreTrainedModel, vocabulary: Tensor | None, markov: MarkovHead | None = None) -> Self:
+        """The target's, or its rows of a vocabulary."""
+        tokens, head = None if vocabulary is None else vocabulary.sort().values, target.get_output_embeddings()
+        own = head if tokens is None else _some_rows(head, tokens)
+        return cls(own, tokens, target.config.vocab_size, markov)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         found = self.of_own(hidden)

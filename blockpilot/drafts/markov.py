@@ -4,24 +4,17 @@ The slots of a block-diffusion draft are drawn apart: none knows what the one be
 slot's scores those of a bigram model of low rank, by the token before, and costs no pass of the draft.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from blockpilot.types import Candidates
+from blockpilot.device import tensor_on
+from blockpilot.drafts.choices import Linked
+from blockpilot.native.ranking import LARGEST
+from blockpilot.types import Candidates, Sampling
 
 WIDTH = 16  # choices of a slot by itself, among which its choices after another one are looked for
-
-
-class Linked(NamedTuple):
-    """Choices of N slots after each of P tokens before: `found` [N * P, k], slot by slot.
-
-    places [N, P, k] say where among the slot's own choices each stands.
-    """
-
-    found: Candidates
-    places: Tensor
 
 
 class MarkovHead(nn.Module):
@@ -48,11 +41,15 @@ class MarkovHead(nn.Module):
         return scores
 
     @torch.no_grad()
-    def link(self, found: Candidates, before: Tensor, temperatures: Tensor, num: int) -> Linked:
-        """The `num` best of a slot's own choices [N, W] after each of the tokens before it [N, P].
+    def link(self, found: Candidates, before: Tensor, sampling: Sequence[Sampling], num: int) -> Linked:
+        """The `num` best of the own choices [N, W] of N slots after each of the tokens before them [N, P].
 
-        Scores at temperatures [N] are lifted by the head's; what is no choice keeps its own.
+        A slot's scores, at the temperature of its sampling [N], are lifted by the head's; what is no choice keeps its
+        own.
         """
+        temperatures = tensor_on(
+            before.device, [1.0 if each.is_greedy else min(each.temperature, LARGEST) for each in sampling]
+        )
         lifted = self.between(before, found.tokens).float() / temperatures[:, None, None]
         log_probs, scores = (values[:, None] + lifted for values in (found.log_probs, found.scores))
         of_rest = torch.log1p(-found.log_probs.exp().sum(dim=1).clamp(max=1 - 1e-6))

@@ -8,28 +8,24 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from blockpilot.control.chances import own_chances
-from blockpilot.device import sent, tensor_on
-from blockpilot.drafts.decoder import DraftDecoder
+from blockpilot.drafts.choices import Linked, own_chances
 from blockpilot.drafts.head import DraftHead
-from blockpilot.drafts.markov import WIDTH, Linked, MarkovHead
+from blockpilot.drafts.interface import Asked, PreparedDraft
+from blockpilot.drafts.markov import WIDTH
 from blockpilot.engine.rows import Row
 from blockpilot.engine.sampling import candidates
 from blockpilot.engine.trees import Slots, drawn_apart
-from blockpilot.models.packing import Packing
-from blockpilot.models.target import Target
-from blockpilot.native.ranking import LARGEST
+from blockpilot.engine.work import Final
 from blockpilot.types import Candidates, Forecast, Reader, Sampling
 
 
 class Drafter:
-    """A draft and its cache of `num_slots` slots; embeddings are the target's."""
+    """A draft and its cache of `num_slots` slots."""
 
-    def __init__(self, draft: DraftDecoder, head: DraftHead, target: Target, num_slots: int, length: int) -> None:
-        self._draft, self._head, self._target = draft, head, target
+    def __init__(self, draft: PreparedDraft, num_slots: int, length: int) -> None:
+        self._draft = draft
         self.cache = draft.new_cache(num_slots, length)
 
     def propose(self, rows: Sequence[Row], slots: Sequence[int], depths: Sequence[int], num: int) -> list[Slots]:
@@ -38,40 +34,31 @@ class Drafter:
         The rows lie in `slots` [R]. Draft and target draw a position's token with the same key: where their
         distributions agree, so do the tokens, at any temperature.
         """
-        anchors = tensor_on(self.cache.layers.device, [row.tokens[-1] for row in rows])
-        starts = [row.anchor_position for row in rows]
-        hidden = self._run(slots, [depth + 1 for depth in depths], starts, anchors)
-        positions = [start + i for start, depth in zip(starts, depths, strict=True) for i in range(1, depth + 1)]
-        sampling = [row.request.sampling for row, depth in zip(rows, depths, strict=True) for _ in range(depth)]
-        found = draft_candidates(self._head, hidden, positions, sampling, num)
-        if self._head.markov is None:
-            return with_chances(found, rows, depths)
-        before = found.tokens.roll(1, dims=0)
-        first = tensor_on(
-            anchors.device, [end - depth for end, depth in zip(accumulate(depths), depths, strict=True)]
-        )
-        before[first] = anchors[:, None]
-        return linked_with_chances(link(self._head.markov, found, before, sampling, num), rows, depths)
+        found = self.proposed(rows, slots, depths, num)
+        if isinstance(found, Linked):
+            return linked_with_chances(found, rows, depths)
+        return with_chances(found, rows, depths)
 
-    def _run(self, slots: Sequence[int], sizes: Sequence[int], starts: Sequence[int], anchors: Tensor) -> Tensor:
-        """Hidden states [M, hidden] of all positions but the anchors' of blocks of sizes[r] tokens from starts[r] on.
+    def proposed(
+        self, rows: Sequence[Row], slots: Sequence[int], depths: Sequence[int], num: int
+    ) -> Candidates | Linked:
+        """`propose` before anybody has given the choices their chances, on the device."""
+        starts, anchors = [row.anchor_position for row in rows], [row.tokens[-1] for row in rows]
+        sampling = [row.request.sampling for row in rows]
+        width = num if any(row.is_tree for row in rows) else 1
 
-        anchors [R] are token ids.
-        """
-        blocks = Packing(sizes, starts, anchors.device)
-        # The slots in use are dense, so that where all of them draft the cache is read as a plain view.
-        rows = slice(0, len(slots)) if slots[-1] == len(slots) - 1 else torch.tensor(slots)
-        index = blocks.rows if isinstance(rows, slice) else sent(rows, anchors.device)[blocks.rows]
-        view = self.cache.view(index, blocks.columns, rows, blocks.length)
-        tokens = torch.where(blocks.offsets == 0, anchors[blocks.rows], self._draft.mask_token_id)
-        return self._draft.propose(self._target.embed(tokens), blocks, view)[blocks.after_first]
+        def choose(hidden: Tensor, of_rows: Sequence[int], positions: Sequence[int]) -> Candidates:
+            return draft_candidates(self._draft.head, hidden, positions, [sampling[r] for r in of_rows], num)
 
-    def keep_up(self, features: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-        """Cache the target's features [N, F] of final tokens in slots [N] at positions [N].
+        asked = Asked(slots, starts, anchors, depths, sampling, num, width)
+        return self._draft.propose(asked, self.cache, choose)
+
+    def keep_up(self, features: Tensor, following: Sequence[int], final: Final) -> Tensor:
+        """Take in final tokens with the target's features [N, F], and those that follow them [N].
 
         Returns their context vectors [N, hidden].
         """
-        return self._draft.extend(features, slots, positions, self.cache)
+        return self._draft.keep_up(features, following, final.slots, final.packing, self.cache)
 
 
 def draft_candidates(
@@ -89,12 +76,6 @@ def draft_candidates(
     return found._replace(tokens=head.tokens[found.tokens])
 
 
-def link(markov: MarkovHead, found: Candidates, before: Tensor, sampling: Sequence[Sampling], num: int) -> Linked:
-    """The `num` best of the choices [N, W] of N slots after each of the tokens before them [N, P]."""
-    temperatures = [1.0 if each.is_greedy else min(each.temperature, LARGEST) for each in sampling]
-    return markov.link(found, before, tensor_on(before.device, temperatures), num)
-
-
 def with_chances(found: Candidates, rows: Sequence[Row], depths: Sequence[int]) -> list[Slots]:
     """Each row's slots [R], with the chances that its policy or else the draft itself gives them.
 
@@ -106,7 +87,7 @@ def with_chances(found: Candidates, rows: Sequence[Row], depths: Sequence[int]) 
 
 
 def linked_with_chances(linked: Linked, rows: Sequence[Row], depths: Sequence[int]) -> list[Slots]:
-    """`with_chances` of slots that depend on the choice above: [N * P, k], N positions in all.
+    """`with_chances` of slots that depend on the choices above: [N * P, k], N positions in all.
 
     A policy is asked of every choice above as if it were a row of its own, and at last of the chain, which a reader
     that learns from chains keeps.

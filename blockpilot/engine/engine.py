@@ -74,10 +74,10 @@ class Engine:
         self.max_prefill_tokens = max_prefill_tokens
         self.on_failure: Callable[[int, Exception], None] | None = None
         self._device = pair.target.device
-        self._target = Target(pair.target, pair.draft.options.target_layer_ids)
+        self._target = Target(pair.target, pair.layer_ids)
         num_columns = max_length + max_block_size  # a tree fills more columns than positions
         self._cache = self._target.new_cache(num_slots, num_columns)
-        self._drafter = Drafter(pair.draft_decoder, pair.draft_head, self._target, num_slots, max_length)
+        self._drafter = Drafter(pair.prepared_draft, num_slots, max_length)
         if graphs and self._device.type == "cuda":
             self._cache.graphs = self._drafter.cache.graphs = Graphs(self._device)
         self._rows: list[Row] = []  # those that decode, by slot
@@ -258,28 +258,28 @@ class Engine:
     def _commit(self, work: Work, scores: StepScores) -> list[Step]:
         """Make final what the target confirms of every block, and begin the answers of prompts that are through."""
         num, ends = work.num_block_tokens, work.prompt_ends
-        steps, paths = self._verify(work, scores.logits[:num])
-        contexts = self._keep_up(work, paths, scores.features)
+        draws = work.draws
+        chosen = keyed_sample(scores.logits, *zip(*draws, strict=True)).tolist() if draws else []
+        steps, paths = self._verify(work, scores.logits[:num], chosen)
+        contexts = self._keep_up(work, paths, chosen, scores.features)
         if work.prompts is not None:
             for row, size in zip(work.prompts.rows, work.prompts.packing.sizes, strict=True):
                 row.num_cached += size
             last = work.prompts.rows[-1]
             self._partial = None if last in ends else last
         self._read_forecasts(contexts)
-        return steps + (self._begin(list(ends), scores.logits[num:].float(), contexts) if ends else [])
+        return steps + (self._begin(list(ends), scores.logits[num:].float(), chosen[num:], contexts) if ends else [])
 
-    def _verify(self, work: Work, logits: Tensor) -> tuple[list[Step], list[list[int]]]:
+    def _verify(self, work: Work, logits: Tensor, chosen: Sequence[int]) -> tuple[list[Step], list[list[int]]]:
         """Steps and accepted paths of the rows that decode: logits [N, vocab] are those of their blocks' tokens."""
         if work.blocks is None:
             return [], []
-        rows, packing = work.blocks.rows, work.blocks.packing
-        depths = zip(rows, packing.depths, strict=True)
-        positions = [row.anchor_position + depth + 1 for row, of_row in depths for depth in of_row]
-        sampling = [row.request.sampling for row, size in zip(rows, packing.sizes, strict=True) for _ in range(size)]
-        chosen = keyed_sample(logits, positions, sampling).tolist()
+        packing = work.blocks.packing
         steps, paths = [], []
-        split = logits.split(packing.sizes)
-        for row, tree, depth, first, scored in zip(rows, work.trees, work.depths, packing.firsts, split, strict=True):
+        rows = zip(
+            work.blocks.rows, work.trees, work.depths, packing.firsts, logits.split(packing.sizes), strict=True
+        )
+        for row, tree, depth, first, scored in rows:
             path = [0]
             with self._alone(row):
                 path, step = row.verify(tree, depth, chosen[first : first + len(scored)], scored)
@@ -299,19 +299,21 @@ class Engine:
         if moves:
             self._cache.relocate(*self._tensor(moves).T)
 
-    def _keep_up(self, work: Work, paths: Sequence[Sequence[int]], features: Tensor | None) -> dict[Row, Tensor]:
+    def _keep_up(
+        self, work: Work, paths: Sequence[Sequence[int]], chosen: Sequence[int], features: Tensor | None
+    ) -> dict[Row, Tensor]:
         """Take what became final of rows that may draft into the draft's cache.
 
         Returns the context vector [draft hidden] of each such row's last final token.
         """
-        places = {row: of_row for row, of_row in work.final(paths).items() if row.can_draft}
-        if features is None or not places:
+        final = work.final(paths)
+        if features is None or final is None:
             return {}
-        packing = work.packing
-        index = self._tensor([i for of_row in places.values() for i in of_row])
-        contexts = self._drafter.keep_up(features[index], packing.rows[index], packing.positions[index])
-        ends = accumulate(len(of_row) for of_row in places.values())
-        return {row: contexts[end - 1] for row, end in zip(places, ends, strict=True)}
+        following = work.following(chosen)
+        of_final = features[self._tensor(final.places)]
+        contexts = self._drafter.keep_up(of_final, [following[i] for i in final.places], final)
+        ends = accumulate(size for packing in final.packing.parts for size in packing.sizes)
+        return {row: contexts[end - 1] for row, end in zip(final.rows, ends, strict=True)}
 
     def _read_forecasts(self, contexts: Mapping[Row, Tensor]) -> None:
         """Let policies that read every step see what the next one starts from: the rows' last context vectors."""
@@ -323,14 +325,15 @@ class Engine:
             anchors = self._target.embed(self._tensor([row.tokens[-1] for row in rows]))
             reader.read([row.forecast for row in rows], torch.stack([contexts[row] for row in rows]), anchors)
 
-    def _begin(self, rows: list[Row], logits: Tensor, contexts: Mapping[Row, Tensor]) -> list[Step]:
+    def _begin(
+        self, rows: list[Row], logits: Tensor, chosen: Sequence[int], contexts: Mapping[Row, Tensor]
+    ) -> list[Step]:
         """First tokens, and decisions of the policy, of rows that decode from now on.
 
-        logits [R, vocab] are those of the last prompt tokens.
+        logits [R, vocab] are those of the last prompt tokens, chosen [R] the tokens drawn from them.
         """
         self._rows += rows
         lengths = [len(row.tokens) for row in rows]
-        chosen = keyed_sample(logits, lengths, [row.request.sampling for row in rows]).tolist()
         anchors = self._target.embed(self._tensor([max(token, 0) for token in chosen]))
         steps = []
         for i, row in enumerate(rows):

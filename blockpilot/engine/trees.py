@@ -1,9 +1,10 @@
 """Draft trees: which of a draft's choices are verified, and which of them the target's own choices confirm.
 
-One pass of the draft gives every slot a distribution of its own, which a Markov head bends by the choice right above.
-A node of a tree is one choice of the slot at its depth, given the choices above it; its chance is the product of
-theirs. Best-first growth takes nodes by falling chance, so that the tree of n nodes lies inside that of n + 1 (arXiv
-2604.12989, there for whole trees at temperature 0). A chain is a tree of first choices.
+One pass of a block draft gives every slot a distribution of its own, which a Markov head bends by the choice right
+above; a draft that goes token by token gives one after each of the prefixes that it follows. A node of a tree is one
+choice of the slot at its depth, given the choices above it; its chance is the product of theirs. Best-first growth
+takes nodes by falling chance, so that the tree of n nodes lies inside that of n + 1 (arXiv 2604.12989, there for
+whole trees at temperature 0). A chain is a tree of first choices.
 
 The text is a pure function of the target's logits, the seed and the position, so verification is a walk: from the
 anchor to the child that the target itself chooses, until there is none. No token is rejected by chance.
@@ -22,7 +23,7 @@ class Slots(NamedTuple):
 
     P is 1 where slots are drawn apart. tokens [D][P][K]; chances [A][D][P][K] that the target makes the choice where
     it has made those above it, by how many of those are no first choices (as the last number where they are more);
-    both fall along K. places [D][P][K] say which of the P a choice is for the slot below.
+    both fall along K. places [D][P][K] say which of the P a choice is for the slot below; -1: nothing grows below it.
     """
 
     tokens: Sequence[Sequence[Sequence[int]]]
@@ -57,7 +58,7 @@ def best_first(slots: Slots) -> Iterator[Node]:
 
     def offer(parent: int, depth: int, after: int, rank: int, num_later: int, above: float) -> None:
         """Choice `rank` of the slot below a parent that is choice `after` there and reached with chance `above`."""
-        if depth < len(slots.tokens) and rank < len(slots.tokens[depth][after]):
+        if depth < len(slots.tokens) and after >= 0 and rank < len(slots.tokens[depth][after]):
             chance = above * slots.chances[min(num_later, len(slots.chances) - 1)][depth][after][rank]
             if chance > 0:
                 heappush(heap, (-chance, parent, depth, after, rank, num_later, above))

@@ -13,7 +13,7 @@ from blockpilot.control.price import Load
 from blockpilot.device import tensor_on
 from blockpilot.engine.rows import Row
 from blockpilot.models.packing import Packing, SideBySide
-from blockpilot.types import Step, Tree
+from blockpilot.types import Sampling, Step, Tree
 
 
 class Part(NamedTuple):
@@ -58,6 +58,15 @@ class Work:
         return {row: self.num_block_tokens + first + n - 1 for row, first, n in placed if n == row.num_uncached}
 
     @property
+    def draws(self) -> list[tuple[int, Sampling]]:
+        """Position and sampling of the target's choices [M]: after tokens of blocks, then after prompts that end."""
+        found = list[tuple[int, Sampling]]()
+        if self.blocks is not None:
+            for row, depths in zip(self.blocks.rows, self.blocks.packing.depths, strict=True):
+                found += [(row.anchor_position + depth + 1, row.request.sampling) for depth in depths]
+        return found + [(len(row.tokens), row.request.sampling) for row in self.prompt_ends]
+
+    @property
     def load(self) -> Load:
         """Of its blocks."""
         return Load(len(self.depths), sum(self.depths), self.num_block_tokens - len(self.depths))
@@ -75,17 +84,46 @@ class Work:
             next_rows=next_rows,
         )
 
-    def final(self, paths: Sequence[Sequence[int]]) -> dict[Row, list[int]]:
-        """Where in the step's tokens those lie that are final: of every block its path [R], and all of prompts."""
-        places: dict[Row, list[int]] = {}
-        if self.blocks is not None:
-            for row, first, path in zip(self.blocks.rows, self.blocks.packing.firsts, paths, strict=True):
-                places[row] = [first + i for i in path]
+    def final(self, paths: Sequence[Sequence[int]]) -> "Final | None":
+        """Tokens that are final: of every block its path [R], and all of prompts. None where no row may draft."""
+        rows, slots, places, packings = list[Row](), list[int](), list[int](), list[Packing]()
+        num_rows = num_tokens = 0
+        for part in self.parts:
+            packing = part.packing
+            of_rows = paths if part is self.blocks else [range(size) for size in packing.sizes]
+            chosen = [i for i, row in enumerate(part.rows) if row.can_draft]
+            for i in chosen:
+                rows.append(part.rows[i])
+                slots.append(num_rows + i)
+                places += [num_tokens + packing.firsts[i] + node for node in of_rows[i]]
+            if chosen:
+                sizes, starts = [len(of_rows[i]) for i in chosen], [packing.starts[i] for i in chosen]
+                packings.append(Packing(sizes, starts, part.tokens.device))
+            num_rows, num_tokens = num_rows + len(part.rows), num_tokens + packing.num_tokens
+        return Final(rows, slots, places, SideBySide(packings)) if rows else None
+
+    def following(self, chosen: Sequence[int]) -> list[int]:
+        """The token after each of the step's tokens, given the target's choices [M] (`StepScores`).
+
+        Those after drafted tokens count where these are on their row's path.
+        """
+        num = self.num_block_tokens
+        tokens, drawn = list(chosen[:num]), iter(chosen[num:])
         if self.prompts is not None:
-            packing = self.prompts.packing
-            for row, first, n in zip(self.prompts.rows, packing.firsts, packing.sizes, strict=True):
-                places[row] = list(range(self.num_block_tokens + first, self.num_block_tokens + first + n))
-        return places
+            for row, size in zip(self.prompts.rows, self.prompts.packing.sizes, strict=True):
+                known = row.tokens[row.num_cached + 1 :][:size]
+                tokens += known if len(known) == size else [*known, next(drawn)]
+        return tokens
+
+
+class Final(NamedTuple):
+    """Tokens [N] that a step made final, of rows [R] that may draft, in their slots."""
+
+    rows: list[Row]
+    slots: list[int]
+    places: list[int]
+    """The tokens among those of the step."""
+    packing: SideBySide
 
 
 def blocks_of(rows: list[Row], trees: Sequence[Tree], device: torch.device) -> Part | None:

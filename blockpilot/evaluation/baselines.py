@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blockpilot.control.chances import own_chances
 from blockpilot.control.choose import Offered
 from blockpilot.control.live import LiveController
 from blockpilot.control.price import Load
+from blockpilot.drafts.choices import own_chances
 from blockpilot.types import Candidates, Prefill
 
 

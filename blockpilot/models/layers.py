@@ -133,7 +133,7 @@ class DecoderLayers:
         found, after = None, dict[int, Tensor]()
         for i, layer in enumerate(self._layers):
             queries = self._store(i, self._add_norm(hidden, found, layer.before), rotary, cache)
-            attended = _attend_parts(masks[i], queries, *cache.read(i), self._dim**-0.5)
+            attended = attend_parts(masks[i], queries, *cache.read(i), self._dim**-0.5)
             found = layer.mlp(self._add_norm(hidden, layer.out(attended), layer.after))
             if i in kept:
                 after[i] = hidden + found
@@ -164,7 +164,7 @@ class DecoderLayers:
         return functional.rms_norm(hidden, hidden.shape[-1:], weight, self._eps)
 
 
-def _attend_parts(masks: Sequence[Mask], query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+def attend_parts(masks: Sequence[Mask], query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Queries [N, heads, head_dim] of every part to its own rows of [R, kv_heads, L, head_dim]: [N, heads * dim]."""
     attended, row = [], 0
     queries = query.split([mask.packing.num_tokens for mask in masks])

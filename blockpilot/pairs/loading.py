@@ -18,10 +18,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from blockpilot.drafts.checkpoint import load_draft, new_draft_config
-from blockpilot.drafts.decoder import DraftDecoder
-from blockpilot.drafts.dflash import DraftModel
-from blockpilot.drafts.head import DraftHead
+from blockpilot.drafts.families import load_any_draft, no_draft, prepared_draft
+from blockpilot.drafts.interface import Draft, PreparedDraft
 from blockpilot.models.decoder import check_family
 from blockpilot.pairs.checkpoints import NOT_FOUND, find_draft, find_target, not_found
 from blockpilot.pairs.table import NAMED_PAIRS, check_pair_names, split_revision
@@ -36,23 +34,23 @@ class Pair:
 
     id: PairId
     target: PreTrainedModel
-    draft: DraftModel
+    draft: Draft
     tokenizer: PreTrainedTokenizerBase
 
     @cached_property
-    def draft_head(self) -> DraftHead:
-        """The LM head that the draft proposes with."""
-        return DraftHead(self.target, self.draft.vocabulary, self.draft.markov_head)
-
-    @cached_property
-    def draft_decoder(self) -> DraftDecoder:
+    def prepared_draft(self) -> PreparedDraft:
         """The draft as the engine runs it."""
-        return DraftDecoder(self.draft)
+        return prepared_draft(self.draft, self.target)
+
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """The target's layers whose outputs the draft reads."""
+        return self.draft.layer_ids(self.target.config.num_hidden_layers)
 
     @property
     def block_size(self) -> int:
         """The block size that the draft was trained for."""
-        return self.draft.options.block_size
+        return self.draft.block_size
 
     @property
     def vocab_size(self) -> int:
@@ -91,9 +89,9 @@ def load_pair(
     assert target is not None
     assert draft is not None
     found = find_draft(draft)
-    draft_model = load_draft(found.directory)
+    draft_model = load_any_draft(found.directory)
     model, tokenizer, target_revision = load_target(target, _DTYPES[dtype])
-    check_fit(draft_model, model.config)
+    draft_model.check_fit(model.config)
     pair_id = PairId(split_revision(target)[0], target_revision, split_revision(draft)[0], found.revision)
     return _pair(pair_id, model, draft_model, tokenizer, device)
 
@@ -101,36 +99,18 @@ def load_pair(
 def target_only(target: str, *, dtype: str = "float32", device: str = "cpu") -> Pair:
     """Load a target with an untrained placeholder for its draft, to decode plainly (block size 1)."""
     model, tokenizer, revision = load_target(target, _DTYPES[dtype])
-    draft = DraftModel(new_draft_config(model.config, num_layers=1, block_size=2, mask_token_id=0))
-    return _pair(PairId(split_revision(target)[0], revision, "none", "none"), model, draft, tokenizer, device)
+    pair_id = PairId(split_revision(target)[0], revision, "none", "none")
+    return _pair(pair_id, model, no_draft(model.config), tokenizer, device)
 
 
 def _pair(
-    pair_id: PairId, target: PreTrainedModel, draft: DraftModel, tokenizer: PreTrainedTokenizerBase, device: str
+    pair_id: PairId, target: PreTrainedModel, draft: Draft, tokenizer: PreTrainedTokenizerBase, device: str
 ) -> Pair:
     """The pair on its device, the draft in the target's dtype."""
     draft = draft.to(device=device, dtype=target.dtype).eval().requires_grad_(False)
     pair = Pair(pair_id, target.to(device), draft, tokenizer)  # type: ignore[arg-type]
-    _ = pair.draft_decoder, pair.draft_head  # made while the target's weights lie open
+    _ = pair.prepared_draft  # made while the target's weights lie open
     return pair
-
-
-def check_fit(draft: DraftModel, config: PretrainedConfig) -> None:
-    """Raise ValueError, naming both values, for a draft that was not made for a target of this configuration."""
-    options = draft.options
-    shapes = [
-        ("hidden size", draft.config.hidden_size, config.hidden_size),
-        ("vocabulary", draft.config.vocab_size, config.vocab_size),
-        ("number of target layers", options.num_target_layers, config.num_hidden_layers),
-    ]
-    for what, of_draft, of_target in shapes:
-        if of_draft != of_target:
-            raise ValueError(f"draft does not fit target: {what} {of_draft}, the target's is {of_target}")
-    wrong = [i for i in options.target_layer_ids if not 0 <= i < config.num_hidden_layers]
-    if wrong:
-        raise ValueError(f"draft reads target layer {wrong[0]}: must be 0 to {config.num_hidden_layers - 1}")
-    if not 0 <= options.mask_token_id < config.vocab_size:
-        raise ValueError(f"draft mask token {options.mask_token_id}: must be 0 to {config.vocab_size - 1}")
 
 
 def load_target(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:

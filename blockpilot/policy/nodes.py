@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from blockpilot.control.chances import own_chances
+from blockpilot.drafts.choices import own_chances
 from blockpilot.types import Candidates
 
 NUM_CONTEXTS = 3  # none, one, or more choices above that are no first ones

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from blockpilot.engine.drafting import draft_candidates, link
+from blockpilot.drafts.blocks import ANCHORS_PER_ROW, Blocks, KnownContext
+from blockpilot.engine.drafting import draft_candidates
+from blockpilot.models.packing import Packing, SideBySide
 from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
-from blockpilot.sweep.blocks import ANCHORS_PER_ROW, Blocks, KnownContext, draft_blocks
 from blockpilot.types import Candidates, Sampling
 
 PREFILL_COLUMNS = 1024  # of all texts of a group, scored by the target in one pass
@@ -41,8 +42,19 @@ class KnownTexts(NamedTuple):
     tokens: Tensor  # [N, S], padded
     keys: tuple[Tensor, ...]  # [N, heads, S, head_dim] of every draft layer
     values: tuple[Tensor, ...]
-    prefill_context: Tensor  # [N, hidden]: the context vector at the last prompt token
-    context: Tensor | None = None  # [N, S, hidden], of every position, where it is wanted
+    context: Tensor  # [N, S, hidden]: the context vector at every position
+
+    @property
+    def prefill_context(self) -> Tensor:
+        """The context vectors [N, hidden] at the last prompt tokens."""
+        lengths = torch.tensor([text.num_prompt_tokens for text in self.texts], device=self.tokens.device)
+        return self.context[torch.arange(len(lengths), device=lengths.device), lengths - 1]
+
+    def blocks_at(self, pair: Pair, blocks: Blocks, rows_each: int = 1) -> Tensor:
+        """Hidden states [R, sum(widths), hidden] of blocks, each text having `rows_each` rows of them."""
+        known = KnownContext(self.keys, self.values, rows_each, tokens=self.tokens, contexts=self.context)
+        embedding = cast(Tensor, pair.target.get_input_embeddings().weight)
+        return pair.draft.at_anchors(blocks, known, embedding)
 
     def rows(self, index: Tensor) -> "KnownTexts":
         """Some of the texts."""
@@ -51,45 +63,37 @@ class KnownTexts(NamedTuple):
             self.tokens[index],
             tuple(keys[index] for keys in self.keys),
             tuple(values[index] for values in self.values),
-            self.prefill_context[index],
-            None if self.context is None else self.context[index],
+            self.context[index],
         )
 
 
 @torch.inference_mode()
-def know(pair: Pair, texts: Sequence[Text], *, keep_context: bool = False) -> KnownTexts:
-    """Run the target over the texts, a stretch of columns at a time, and keep the draft's context of them.
+def know(pair: Pair, texts: Sequence[Text]) -> KnownTexts:
+    """Run the target over the texts, a stretch of columns at a time, and keep the draft up with them.
 
     A stretch takes the texts that reach it, so short ones cost no more beside long ones.
     """
-    target = Target(pair.target, pair.draft.options.target_layer_ids)
-    device, draft = pair.target.device, pair.draft
-    lengths = [len(text.tokens) for text in texts]
+    target, draft = Target(pair.target, pair.layer_ids), pair.prepared_draft
+    device, lengths = pair.target.device, [len(text.tokens) for text in texts]
     length = max(lengths)
     tokens = torch.tensor([[*text.tokens, *[0] * (length - len(text.tokens))] for text in texts], device=device)
-    last_of_prompt = torch.tensor([text.num_prompt_tokens - 1 for text in texts], device=device)
+    following = functional.pad(tokens, (0, 1))[:, 1:]
     target_cache, draft_cache = target.new_cache(len(texts), length), draft.new_cache(len(texts), length)
-    shape = len(texts), length if keep_context else 0, draft.config.hidden_size
-    every = torch.zeros(shape, dtype=draft.dtype, device=device)
-    prefill_context = torch.zeros(len(texts), draft.config.hidden_size, dtype=draft.dtype, device=device)
+    context = torch.zeros(len(texts), length, pair.draft.context_size, dtype=pair.draft.dtype, device=device)
     start = 0
     while start < length:
-        rows = torch.tensor([i for i, of_text in enumerate(lengths) if of_text > start], device=device)
+        slots = [i for i, of_text in enumerate(lengths) if of_text > start]
+        rows = torch.tensor(slots, device=device)
         end = min(start - (-PREFILL_COLUMNS // len(rows)), length)
-        positions = torch.arange(start, end, device=device).expand(len(rows), -1)
         scored = target.score_rows(tokens[rows, start:end], start, target_cache, rows)
         assert scored.features is not None
-        context = draft.fuse(scored.features.to(draft.dtype))
-        slots = rows.repeat_interleave(end - start)
-        draft.extend(context, positions, draft_cache.view(slots, positions.flatten(), rows, end))
-        if keep_context:
-            every[rows, start:end] = context
-        column = last_of_prompt[rows] - start
-        here = ((column >= 0) & (column < end - start)).nonzero()[:, 0]
-        prefill_context[rows[here]] = context[here, column[here]]
+        packing = SideBySide([Packing([end - start] * len(rows), [start] * len(rows), device)])
+        after = following[rows, start:end].flatten().tolist()
+        found = draft.keep_up(scored.features.flatten(0, 1), after, slots, packing, draft_cache)
+        context[rows, start:end] = found.view(len(rows), end - start, -1)
         start = end
-    keys, values = (tuple(draft_cache.layers[:, i]) for i in range(2))
-    return KnownTexts(tuple(texts), tokens, keys, values, prefill_context, every if keep_context else None)
+    keys, values = (tuple(draft_cache.layers[:, i, :, :, :length]) for i in range(2))
+    return KnownTexts(tuple(texts), tokens, keys, values, context)
 
 
 @torch.inference_mode()
@@ -114,7 +118,7 @@ def walk(pair: Pair, known: KnownTexts, candidates: Sequence[int]) -> list[list[
         running = anchors < last
         sizes = torch.where(running, torch.minimum(widths, limits - anchors - 1), 1)
         blocks = Blocks(anchors, known.tokens.gather(1, anchors), sizes, tuple(candidates))
-        hidden = draft_blocks(pair.draft, _embedding(pair), KnownContext(known.keys, known.values), blocks)
+        hidden = known.blocks_at(pair, blocks)
         num_emitted = torch.minimum(count_accepted(pair, known, hidden, blocks) + 1, last - anchors)
         for row, counts, active in zip(ids.tolist(), num_emitted.tolist(), running.tolist(), strict=True):
             for candidate, count in enumerate(counts):
@@ -154,8 +158,7 @@ def _drafted_at(
         anchors = anchors.view(rows_each, ANCHORS_PER_ROW)
         sizes = (text.limit - anchors - 1).clamp_max(block_size)
         blocks = Blocks(anchors, known.tokens[0][anchors], sizes, (block_size,) * ANCHORS_PER_ROW)
-        context = KnownContext(known.keys, known.values, rows_each)
-        yield len(some), blocks, draft_blocks(pair.draft, _embedding(pair), context, blocks)
+        yield len(some), blocks, known.blocks_at(pair, blocks, rows_each)
 
 
 class Offers(NamedTuple):
@@ -193,12 +196,12 @@ def _candidates(
     pair: Pair, hidden: Tensor, positions: Sequence[int], sampling: Sequence[Sampling], num: int, before: Tensor
 ) -> Candidates:
     """The draft's best choices at hidden states [M, hidden], after the tokens `before` [M], HEAD_ROWS at once."""
-    parts, markov = [], pair.draft_head.markov
+    parts, head = [], pair.prepared_draft.head
     for start in range(0, max(len(hidden), 1), HEAD_ROWS):
         some = slice(start, start + HEAD_ROWS)
-        found = draft_candidates(pair.draft_head, hidden[some], positions[some], sampling[some], num)
-        if markov is not None:
-            found = link(markov, found, before[some, None], sampling[some], num).found
+        found = draft_candidates(head, hidden[some], positions[some], sampling[some], num)
+        if head.markov is not None:
+            found = head.markov.link(found, before[some, None], sampling[some], num).found
         parts.append(found)
     return Candidates(*(torch.cat(values) for values in zip(*parts, strict=True)))
 
@@ -231,10 +234,6 @@ def _draw(pair: Pair, known: KnownTexts, hidden: Tensor, positions: Tensor, row:
     sampling = [known.texts[i].sampling for i in row.tolist()]
     before = known.tokens[row, positions - 1]
     return _candidates(pair, hidden, positions.tolist(), sampling, 1, before).tokens[:, 0]
-
-
-def _embedding(pair: Pair) -> Tensor:
-    return cast(Tensor, pair.target.get_input_embeddings().weight)
 
 
 def emitted_along(num_accepted: Sequence[int]) -> list[int]:

@@ -230,7 +230,7 @@ def _replay(
     by_length = sorted(texts, key=lambda i: len(texts[i].tokens))
     for start in range(0, len(by_length), num_slots):
         group = by_length[start : start + num_slots]
-        known = know(pair, [texts[i] for i in group], keep_context=dense)
+        known = know(pair, [texts[i] for i in group])
         found = _replay_group(pair, known, [answers[i] for i in group], candidates, dense)
         for place, (i, runs) in enumerate(zip(group, found, strict=True)):
             if dense:
@@ -265,7 +265,6 @@ def _replay_group(
 
 def _known_before_steps(pair: Pair, known: KnownTexts, place: int, widest: _CandidateRun, num_samples: int) -> _Steps:
     """Context vector and anchor of some steps in a row; none of those that the limit of the text cuts short."""
-    assert known.context is not None
     text, num_steps = known.texts[place], len(widest.tokens) - 1
     usable = num_steps if widest.finish_reason == "stop" else max(num_steps - widest.block_size + 1, 0)
     num = min(num_samples, usable)

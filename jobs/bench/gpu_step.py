@@ -102,7 +102,7 @@ def random_pair(target: NewModel, device: torch.device, dtype: torch.dtype, **dr
         nn.Module.to(module, device=device, dtype=dtype).eval().requires_grad_(False)
     no_tokenizer: Any = None
     pair = Pair(PairId("random", "0", "random", "0"), model, network, no_tokenizer)
-    _ = pair.draft_decoder, pair.draft_head
+    _ = pair.prepared_draft
     return pair
 
 
@@ -160,7 +160,8 @@ def floors(pair: Pair, rows: int, tokens: int, length: int, speed: float) -> tup
     config = pair.target.config
     per_token = 2 * config.num_key_value_heads * config.head_dim * pair.draft.dtype.itemsize * rows * length
     of_target = weights + config.num_hidden_layers * per_token
-    in_draft = of_draft + (pair.draft.config.num_hidden_layers * per_token if tokens > 1 else 0)
+    num_draft_layers = len(pair.prepared_draft.new_cache(1, 1).layers)
+    in_draft = of_draft + (num_draft_layers * per_token if tokens > 1 else 0)
     return 1e3 * (of_target + in_draft) / speed, 1e3 * of_target / speed
 
 
@@ -211,8 +212,7 @@ def passes_ms(engine: Engine, size: int) -> tuple[float, float]:
         keyed_sample(engine._target.logits(hidden), positions, sampling)
 
     def draft() -> None:
-        hidden = engine._drafter._run(slots, [size] * len(rows), starts, tokens[: len(rows)])
-        keyed_sample(engine.pair.draft_head(hidden), positions[: len(hidden)], sampling[: len(hidden)])
+        engine._drafter.proposed(rows, slots, [size - 1] * len(rows), 1)
 
     found = []
     for one in (target, draft) if size > 1 else (target,):

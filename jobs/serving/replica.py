@@ -290,9 +290,10 @@ def check_memory(pair: Pair, num_slots: int, max_length: int) -> None:
 
 def cache_bytes(pair: Pair, num_slots: int, max_length: int) -> int:
     """Memory of the caches of an engine of this size, by those of one slot with one token."""
-    target = Target(pair.target, pair.draft.options.target_layer_ids).new_cache(1, 1).num_bytes
-    draft = pair.draft.new_cache(1, 1).num_bytes
-    return num_slots * (target * (max_length + MAX_BLOCK_SIZE) + draft * max_length)
+    target = Target(pair.target, pair.layer_ids).new_cache(1, 1).num_bytes
+    first, second = (pair.prepared_draft.new_cache(1, length).num_bytes for length in (1, 2))
+    draft = first + (max_length - 1) * (second - first)
+    return num_slots * (target * (max_length + MAX_BLOCK_SIZE) + draft)
 
 
 def _free_bytes(device: torch.device) -> int | None:

@@ -32,6 +32,7 @@ from blockpilot.draft_training.features import (
 from blockpilot.draft_training.loss import BlockLoss, dpace_weights, frequent_tokens, sample_vocabulary
 from blockpilot.draft_training.start import start_from_target
 from blockpilot.draft_training.training import DraftFit, DraftFitSettings, epoch_batches, learning_rate_factor
+from blockpilot.drafts.blocks import Blocks, block_mask
 from blockpilot.drafts.decoder import DraftDecoder
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.engine.generate import generate
@@ -39,7 +40,6 @@ from blockpilot.models.packing import Packing
 from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Message, Prompt
-from blockpilot.sweep.blocks import Blocks, block_mask
 from blockpilot.types import Sampling
 from helpers.tiny import tiny_draft
 

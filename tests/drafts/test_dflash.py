@@ -17,6 +17,7 @@ from blockpilot.drafts.checkpoint import load_draft, save_draft
 from blockpilot.drafts.decoder import DraftDecoder
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.options import default_layer_ids, parse_options
+from blockpilot.models.cache import SlotCache
 from blockpilot.models.packing import Packing
 from helpers.caches import rows_view
 
@@ -126,9 +127,11 @@ def propose(draft: DraftModel, features: Tensor, block: Tensor, anchors: list[in
 @torch.inference_mode()
 def in_training(draft: DraftModel, features: Tensor, block: Tensor, anchors: list[int], sizes: list[int]) -> Tensor:
     """The module's own forward, with all context at once, as training and replay do."""
-    cache = draft.new_cache(len(anchors), CONTEXT + block.shape[1])
+    cache = SlotCache(draft.config, len(anchors), CONTEXT + block.shape[1], torch.float32, torch.device("cpu"))
     positions = torch.arange(CONTEXT).expand(len(anchors), -1)
-    draft.extend(draft.fuse(features), positions, rows_view(cache, positions, CONTEXT))
+    known = draft.known(features)
+    for layer, keys_and_values in enumerate(zip(known.keys, known.values, strict=True)):
+        rows_view(cache, positions, CONTEXT).update(*keys_and_values, layer)
     positions = torch.tensor(anchors)[:, None] + torch.arange(block.shape[1])
     columns = torch.arange(CONTEXT + block.shape[1])
     visible = columns < (torch.tensor(anchors) + torch.tensor(sizes))[:, None, None]

@@ -10,7 +10,6 @@ import torch
 from blockpilot.control.controller import Controller
 from blockpilot.control.forecasts import RunningMeans
 from blockpilot.drafts.markov import MarkovHead
-from blockpilot.engine.drafting import link
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.generate import generate
 from blockpilot.engine.sampling import candidates
@@ -78,7 +77,7 @@ def test_of_all_tokens_a_choice_has_the_probability_that_the_head_gives_it(sampl
     torch.nn.init.normal_(head.markov_w2.weight)
     logits, before = torch.randn(4, 30), torch.randint(0, 30, (4, 3))
     every = candidates(logits, range(4), [sampling] * 4, 30)
-    linked = link(head, every, before, [sampling] * 4, 6)
+    linked = head.link(every, before, [sampling] * 4, 6)
     found, temperature = linked.found, sampling.temperature or 1.0
     for n in range(4):
         for p in range(3):

@@ -9,7 +9,6 @@ from torch import Tensor
 
 import blockpilot as bp
 from blockpilot.control.calibration import TrackRecord
-from blockpilot.control.chances import own_chances
 from blockpilot.control.choose import buy, choose_depths
 from blockpilot.control.controller import (
     DOUBT,
@@ -22,7 +21,8 @@ from blockpilot.control.controller import (
 )
 from blockpilot.control.forecasts import RunningMeans, StaticForecast
 from blockpilot.control.price import Load
-from blockpilot.drafts.decoder import DraftDecoder
+from blockpilot.drafts.choices import own_chances
+from blockpilot.drafts.decoder import DraftDecoder, PreparedDFlash
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.generate import generate
 from blockpilot.engine.trees import Slots, best_first, tree_of
@@ -61,7 +61,7 @@ class ScriptedDraft(DraftDecoder):
 
 def scripted_pair(pair: Pair, text: Sequence[int], wrong: frozenset[int]) -> Pair:
     scripted = replace(pair)
-    scripted.__dict__["draft_decoder"] = ScriptedDraft(pair, text, wrong)
+    scripted.__dict__["prepared_draft"] = PreparedDFlash(ScriptedDraft(pair, text, wrong), pair.target)
     return scripted
 
 
@@ -290,8 +290,8 @@ def test_plain_decoding_never_runs_the_draft(tiny_pair: Pair, monkeypatch: pytes
     def fail(*_: object) -> None:
         raise AssertionError("the draft ran")
 
-    for name in ("propose", "extend"):
-        monkeypatch.setattr(tiny_pair.draft_decoder, name, fail)
+    for name in ("propose", "keep_up"):
+        monkeypatch.setattr(tiny_pair.prepared_draft, name, fail)
     steps = list(generate(tiny_pair, PROMPT, block_size=1, max_new_tokens=8, stop_token_ids=NEVER))
     assert len(text_of(steps)) == 8
     assert steps[0].prefill is not None
@@ -514,7 +514,7 @@ def test_no_deeper_than_the_draft_and_no_more_than_the_engine_verifies(tiny_pair
 
 def known_text(pair: Pair, prompt: Sequence[int], text: Sequence[int]) -> KnownTexts:
     tokens = (*prompt, *text)
-    return know(pair, [Text(tokens, len(prompt), len(tokens), Sampling())], keep_context=True)
+    return know(pair, [Text(tokens, len(prompt), len(tokens), Sampling())])
 
 
 def test_a_reading_policy_chooses_by_what_a_replay_shows(tiny_pair: Pair) -> None:
@@ -524,7 +524,6 @@ def test_a_reading_policy_chooses_by_what_a_replay_shows(tiny_pair: Pair) -> Non
     switch = Switch(reading_policy(pair, SIZES), of_slots)
     [steps] = run(Engine(pair, num_slots=1, max_length=128, controller=switch), requests[:1])
     known = known_text(pair, PROMPT, text_of(steps))
-    assert known.context is not None
     assert steps[0].prefill is not None
     policy = reading_policy(pair, SIZES)  # with a fresh record of what came of its forecasts
     forecast = policy(steps[0].prefill)
@@ -603,7 +602,6 @@ def test_a_reader_is_shown_what_the_next_step_starts_from(
     embeddings = pair.target.get_input_embeddings()
     for forecast, of_request in zip(watcher.forecasts, of_forecasts, strict=True):
         known = known_text(pair, PROMPT, text_of(of_request))
-        assert known.context is not None
         for position, context, anchor in forecast.shown:
             torch.testing.assert_close(context, known.context[0, position - 1], rtol=1e-4, atol=1e-4)
             assert torch.equal(anchor, embeddings(known.tokens[0, position]))

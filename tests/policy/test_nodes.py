@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from blockpilot.control.chances import own_chances
+from blockpilot.drafts.choices import own_chances
 from blockpilot.policy.nodes import (
     NUM_CONTEXTS,
     NUM_FEATURES,

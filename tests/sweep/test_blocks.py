@@ -47,7 +47,7 @@ def test_the_published_package_drafts_the_same_tokens(embedded_pair: Pair, tmp_p
 
 def document_of(pair: Pair, prompt_ids: tuple[int, ...], text: list[int]) -> Document:
     """The document with features in the target's own precision."""
-    target = Target(pair.target, pair.draft.options.target_layer_ids)
+    target = Target(pair.target, pair.layer_ids)
     tokens = torch.tensor([*prompt_ids, *text])
     with torch.inference_mode():
         scored = target.score_rows(tokens[None], 0, target.new_cache(1, len(tokens)), torch.tensor([0]))

@@ -54,13 +54,11 @@ def test_a_walk_takes_the_engines_steps(temperature: float, embedded_pair: Pair)
 
 def test_texts_are_scored_in_stretches(embedded_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = texts_of(embedded_pair, Sampling())[:2]
-    whole = know(embedded_pair, texts, keep_context=True)
+    whole = know(embedded_pair, texts)
     monkeypatch.setattr("blockpilot.sweep.replay.PREFILL_COLUMNS", 14)
     monkeypatch.setattr("blockpilot.sweep.replay.ANCHORS_AT_ONCE", 8)
     monkeypatch.setattr("blockpilot.sweep.replay.HEAD_ROWS", 3)
-    cut = know(embedded_pair, texts, keep_context=True)
-    assert whole.context is not None
-    assert cut.context is not None
+    cut = know(embedded_pair, texts)
     torch.testing.assert_close(whole.prefill_context, cut.prefill_context, rtol=1e-3, atol=1e-3)
     for i, text in enumerate(texts):  # what padding leaves beyond a text's end is nobody's
         end = len(text.tokens)
@@ -72,13 +70,12 @@ def test_texts_are_scored_in_stretches(embedded_pair: Pair, monkeypatch: pytest.
         assert len(accepted_everywhere(embedded_pair, cut, 3)[i]) == len(text.tokens) - text.num_prompt_tokens - 1
 
 
-def test_context_is_kept_of_every_position_where_it_is_wanted(tiny_pair: Pair) -> None:
+def test_context_is_kept_of_every_position(tiny_pair: Pair) -> None:
     """Against one forward pass over each text alone; texts of different lengths are padded."""
     generator = torch.Generator().manual_seed(0)
     tokens = [tuple(torch.randint(0, 256, (n,), generator=generator).tolist()) for n in (9, 17, 12)]
     texts = [Text(of, 4 + i, 20, Sampling()) for i, of in enumerate(tokens)]
-    known = know(tiny_pair, texts, keep_context=True)
-    assert known.context is not None
+    known = know(tiny_pair, texts)
     assert known.context.shape == (3, 17, tiny_pair.draft.config.hidden_size)
     for i, text in enumerate(texts):
         states = tiny_pair.target(torch.tensor([text.tokens]), output_hidden_states=True).hidden_states
@@ -87,12 +84,7 @@ def test_context_is_kept_of_every_position_where_it_is_wanted(tiny_pair: Pair) -
         torch.testing.assert_close(known.context[i, : len(text.tokens)], alone, rtol=1e-4, atol=1e-4)
         assert torch.equal(known.prefill_context[i], known.context[i, text.num_prompt_tokens - 1])
     some = known.rows(torch.tensor([2, 0]))
-    assert some.context is not None
     assert torch.equal(some.context, known.context[[2, 0]])
-    without = know(tiny_pair, texts)
-    assert without.context is None
-    assert without.rows(torch.tensor([1])).context is None
-    assert torch.equal(without.prefill_context, known.prefill_context)
 
 
 def test_an_answer_of_one_token_has_no_step(embedded_pair: Pair) -> None:

@@ -1,9 +1,21 @@
-"""Chances of a draft's choices without a policy: what the draft itself thinks of them."""
+"""Choices of a draft: those that depend on the one before, and what the draft itself thinks of them."""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from blockpilot.types import Candidates
+
+
+class Linked(NamedTuple):
+    """Choices of N positions after each of P contexts: `found` [N * P, k], position by position.
+
+    places [N, P, k] say which context of the next position a choice leads to; -1: none, nothing follows it.
+    """
+
+    found: Candidates
+    places: Tensor
 
 
 def own_chances(found: Candidates) -> Tensor:

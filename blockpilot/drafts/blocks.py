@@ -5,13 +5,10 @@ strictly before its own anchor, never another block.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
-
-from blockpilot.drafts.dflash import DraftModel
 
 ANCHORS_PER_ROW = 8
 
@@ -39,41 +36,30 @@ class KnownContext:
     """Key/value store of the draft for known texts: those of all context, then the blocks' own.
 
     keys and values hold a tensor [N, heads, S, head_dim] for every layer; a text serves `rows_each` rows of blocks.
+    tokens [N, S] and context vectors [N, S, hidden] are there for drafts that read them.
     """
 
-    def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor], rows_each: int = 1) -> None:
-        self._keys, self._values, self._rows_each = keys, values, rows_each
-
-    @classmethod
-    def of(cls, draft: DraftModel, features: Tensor, rows_each: int = 1) -> Self:
-        """Project the target's features [N, S, F] of tokens at positions 0 .. S-1."""
-        context = draft.fuse(features)
-        positions = torch.arange(features.shape[1], device=features.device).expand(len(features), -1)
-        rotary = draft.rotary_emb(context, positions)
-        projected = [draft.project(i, context, rotary) for i in range(len(draft.layers))]
-        return cls([keys for keys, _ in projected], [values for _, values in projected], rows_each)
+    def __init__(
+        self,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        rows_each: int = 1,
+        *,
+        tokens: Tensor | None = None,
+        contexts: Tensor | None = None,
+    ) -> None:
+        self.keys, self.values, self.rows_each = keys, values, rows_each
+        self.tokens, self.contexts = tokens, contexts
 
     @property
     def num_columns(self) -> int:
-        return self._keys[0].shape[2]
+        return self.keys[0].shape[2]
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        known = self._keys[layer_idx], self._values[layer_idx]
-        if self._rows_each > 1:
-            known = known[0].repeat_interleave(self._rows_each, 0), known[1].repeat_interleave(self._rows_each, 0)
+        known = self.keys[layer_idx], self.values[layer_idx]
+        if self.rows_each > 1:
+            known = known[0].repeat_interleave(self.rows_each, 0), known[1].repeat_interleave(self.rows_each, 0)
         return torch.cat([known[0], keys], dim=2), torch.cat([known[1], values], dim=2)
-
-
-def draft_blocks(draft: DraftModel, embedding: Tensor, context: KnownContext, blocks: Blocks) -> Tensor:
-    """Hidden states [R, sum(widths), hidden] of all positions; embedding [vocab, hidden] is the target's."""
-    block, offset = blocks.layout()
-    tokens = torch.where(offset == 0, blocks.tokens[:, block], draft.options.mask_token_id)
-    positions = blocks.anchors[:, block] + offset
-    columns = torch.arange(context.num_columns, device=positions.device).expand(len(positions), -1)
-    distance = positions[:, :, None] - torch.cat([columns, positions], dim=1)[:, None]
-    masks = draft.layer_masks(block_mask(blocks, context.num_columns), distance)
-    hidden: Tensor = draft(functional.embedding(tokens, embedding), positions, masks, context)
-    return hidden
 
 
 def block_mask(blocks: Blocks, num_columns: int) -> Tensor:

@@ -1,0 +1,41 @@
+"""Families of drafts, by the architecture that a checkpoint names: the one place that knows them all."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from blockpilot.drafts.checkpoint import load_draft, new_draft_config, read_config
+from blockpilot.drafts.decoder import DraftDecoder, PreparedDFlash
+from blockpilot.drafts.dflash import DraftModel
+from blockpilot.drafts.eagle3 import Eagle3Model
+from blockpilot.drafts.eagle3_checkpoint import EAGLE3_ARCHITECTURES, load_eagle3
+from blockpilot.drafts.eagle3_decoder import PreparedEagle3
+from blockpilot.drafts.interface import Draft, PreparedDraft
+from blockpilot.drafts.options import ARCHITECTURE
+
+
+def load_any_draft(directory: Path) -> Draft:
+    """Read a checkpoint of any family into fp32 weights; raises ValueError, saying what is wrong with it."""
+    stored = read_config(directory / "config.json")
+    named = stored.get("architectures") if isinstance(stored, dict) else None
+    architectures = named if isinstance(named, list) else [ARCHITECTURE]
+    if ARCHITECTURE in architectures:
+        return load_draft(directory)
+    if any(name in EAGLE3_ARCHITECTURES for name in architectures):
+        return load_eagle3(directory)
+    supported = ", ".join((ARCHITECTURE, *EAGLE3_ARCHITECTURES))
+    raise ValueError(f"draft {directory}: architecture {named}: supported are {supported}")
+
+
+def prepared_draft(draft: Draft, target: PreTrainedModel) -> PreparedDraft:
+    """The draft as it runs beside its target; the linear layers of both are prepared in place, once."""
+    if isinstance(draft, DraftModel):
+        return PreparedDFlash(DraftDecoder(draft), target)
+    assert isinstance(draft, Eagle3Model)
+    return PreparedEagle3(draft, target)
+
+
+def no_draft(target_config: Any) -> Draft:
+    """An untrained draft, in the place of one, of a target that decodes plainly."""
+    return DraftModel(new_draft_config(target_config, num_layers=1, block_size=2, mask_token_id=0))

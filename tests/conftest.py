@@ -20,6 +20,7 @@ import torch
 
 from blockpilot.drafts.checkpoint import save_draft
 from blockpilot.pairs.loading import Pair, load_pair
+from helpers.eagle3 import eagle3_pair
 from helpers.stores import CREATE, NUM_CREATORS
 from helpers.tiny import byte_tokenizer, tiny_draft, tiny_target
 
@@ -58,6 +59,13 @@ def markov_pair(tiny_pair: Pair) -> Pair:
     """The tiny pair with a draft that has a random Markov head."""
     draft = tiny_draft(tiny_target(), markov_rank=6).eval().requires_grad_(False)
     return replace(tiny_pair, draft=draft)
+
+
+@pytest.fixture(scope="session")
+def eagle_pair(tiny_pair: Pair) -> Pair:
+    """The tiny target with a random EAGLE-3 draft, which proposes two of three tokens."""
+    vocabulary = torch.randperm(260, generator=torch.Generator().manual_seed(0))[:174]
+    return eagle3_pair(tiny_pair, tiny_target(), vocabulary)
 
 
 @pytest.fixture(scope="session")

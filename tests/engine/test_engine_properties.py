@@ -1,8 +1,9 @@
 """Whatever is asked of an engine, in whatever order, its texts are those of one-token-at-a-time decoding."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -114,21 +115,27 @@ def prompt(num_tokens: int) -> tuple[int, ...]:
 
 
 class World:
-    """The tiny pair with a draft that knows its texts, and these texts."""
+    """A pair and its texts, of which a draft is told that knows them."""
 
     def __init__(self, pair: Pair) -> None:
-        self._stock = pair
+        self.pair = self._stock = pair
+        self._draft: KnowingDraft | None = None
+        self._texts = dict[tuple[int, Sampling], tuple[int, ...]]()
+
+    def with_knowing_draft(self) -> "World":
+        pair = self._stock
         embedding = pair.target.get_input_embeddings().weight.detach()
-        draft = KnowingDraft(pair.draft.config).eval().requires_grad_(False).know(embedding)
-        self.pair = Pair(pair.id, pair.target, draft, pair.tokenizer)
-        self._draft, self._texts = draft, dict[tuple[int, Sampling], tuple[int, ...]]()
+        self._draft = KnowingDraft(pair.draft.config).eval().requires_grad_(False).know(embedding)
+        self.pair = Pair(pair.id, pair.target, self._draft, pair.tokenizer)
+        return self
 
     def text(self, num_prompt_tokens: int, sampling: Sampling) -> tuple[int, ...]:
         key = num_prompt_tokens, sampling
         if key not in self._texts:
             with torch.inference_mode():
                 self._texts[key] = plain_text(self._stock, prompt(num_prompt_tokens), MAX_NEW_TOKENS, sampling)
-        self._draft.remember((*prompt(num_prompt_tokens), *self._texts[key]))
+        if self._draft is not None:
+            self._draft.remember((*prompt(num_prompt_tokens), *self._texts[key]))
         return self._texts[key]
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -364,7 +371,7 @@ OPERATIONS = st.one_of(
 
 def test_texts_are_plain_whatever_is_asked_in_whatever_order(tiny_pair: Pair) -> None:
     """Requests come, end, stop and are cancelled; policies, drafting and block sizes change under them."""
-    world = World(tiny_pair)
+    world = World(tiny_pair).with_knowing_draft()
 
     @settings(max_examples=25, deadline=None, derandomize=True, database=None)
     @given(st.lists(OPERATIONS, min_size=12, max_size=34), st.integers(2, 3), st.sampled_from([8, 3, 100]))
@@ -377,6 +384,24 @@ def test_texts_are_plain_whatever_is_asked_in_whatever_order(tiny_pair: Pair) ->
 
     with counting(world.pair) as passes:
         check()
+
+
+def test_texts_of_an_eagle_draft_are_plain_whatever_is_asked(eagle_pair: Pair) -> None:
+    """Its noise is hot: with shared dice a random draft is often right."""
+    world = World(eagle_pair)
+
+    @settings(max_examples=15, deadline=None, derandomize=True, database=None)
+    @given(st.lists(OPERATIONS, min_size=12, max_size=34), st.integers(2, 3), st.sampled_from([8, 3, 100]))
+    def check(operations: list[Any], num_slots: int, max_prefill_tokens: int) -> None:
+        trial = Trial(world, lambda: ANY, num_slots, max_prefill_tokens)
+        for operation in operations:
+            if isinstance(operation, Add) and operation.sampling.seed:
+                operation = replace(operation, sampling=replace(operation.sampling, temperature=6.0))
+            operation.do(trial)
+            trial.check()
+        trial.drain()
+
+    check()
 
 
 # --- drafting after plain decoding ---

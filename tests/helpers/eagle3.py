@@ -1,14 +1,16 @@
 """EAGLE-3 draft for tests: a random one, and its network written anew, one token and one head at a time."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from blockpilot.drafts.eagle3 import Eagle3Model
 from blockpilot.drafts.eagle3_checkpoint import new_eagle3
+from blockpilot.pairs.loading import Pair
 
 Cache = list[tuple[Tensor, Tensor]]  # keys and values [kv_heads, head_dim] of the positions so far
 
@@ -20,6 +22,12 @@ def random_eagle3(target_config: Any, vocabulary: Tensor, block_size: int = 4, s
     for parameter in draft.parameters():
         torch.nn.init.normal_(parameter, std=0.2, mean=float(parameter.dim() == 1))
     return draft
+
+
+def eagle3_pair(pair: Pair, target: PreTrainedModel, vocabulary: Tensor, **options: Any) -> Pair:
+    """A target with a random draft, and the tokenizer of a pair."""
+    draft = random_eagle3(target.config, vocabulary, **options).eval().requires_grad_(False)
+    return Pair(pair.id, target.eval().requires_grad_(False), draft, pair.tokenizer)
 
 
 class SlowEagle3:
@@ -51,6 +59,18 @@ class SlowEagle3:
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.weights["lm_head.weight"] @ self._norm(hidden, "norm")
+
+    def along(self, target: PreTrainedModel, tokens: Sequence[int], num_known: int) -> Tensor:
+        """Scores [draft vocab] after tokens, of which the first `num_known` are final: all of it from scratch."""
+        states = target(torch.tensor([tokens[:num_known]]), output_hidden_states=True).hidden_states
+        features = torch.cat([states[layer + 1][0] for layer in (0, 2, 4)], dim=-1)
+        embedded = target.get_input_embeddings()(torch.tensor(tokens))
+        cache: Cache = []
+        for position in range(len(tokens) - 1):
+            known = position < num_known - 1
+            feature = features[position] if known else hidden  # noqa: F821
+            hidden = self.step(feature, embedded[position + 1], position, cache)
+        return self.logits(hidden)
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         return self.weights[f"{name}.weight"] * x / torch.sqrt((x * x).mean() + self.config.rms_norm_eps)

@@ -26,9 +26,9 @@ def ranks_of(row: SweepRow) -> np.ndarray:
     return np.frombuffer(row.step_ranks, np.int8).reshape(len(row.step_places), -1)
 
 
-@pytest.fixture(params=["tiny_pair", "markov_pair"])
+@pytest.fixture(params=["tiny_pair", "markov_pair", "eagle_pair"])
 def pair(request: pytest.FixtureRequest) -> Pair:
-    """One whose slots are drawn apart, and one whose slots depend on the choice above."""
+    """One whose slots are drawn apart, one whose slots depend on the choice above, one on all of them."""
     found: Pair = request.getfixturevalue(request.param)
     return found
 
@@ -41,6 +41,8 @@ def choices_along(slots: Slots, tokens: Sequence[int]) -> Iterator[list[int]]:
         if token in of_slot[after]:
             after = places[after][of_slot[after].index(token)]
         elif len(of_slot) > 1:
+            return
+        if after < 0:
             return
 
 

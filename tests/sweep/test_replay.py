@@ -7,8 +7,9 @@ import torch
 
 from blockpilot.engine.engine import Engine
 from blockpilot.pairs.loading import Pair
-from blockpilot.prompts.files import Message, Prompt
+from blockpilot.prompts.files import Message, Prompt, load_prompts
 from blockpilot.sweep.replay import Text, accepted_everywhere, emitted_along, know, walk
+from blockpilot.sweep.sweep import sweep_prompts
 from blockpilot.types import Request, Sampling
 
 ASKED = "Count from one to twenty in words.", "Name three fruits.", "What is the capital of France?"
@@ -85,6 +86,30 @@ def test_context_is_kept_of_every_position(tiny_pair: Pair) -> None:
         assert torch.equal(known.prefill_context[i], known.context[i, text.num_prompt_tokens - 1])
     some = known.rows(torch.tensor([2, 0]))
     assert torch.equal(some.context, known.context[[2, 0]])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 6.0])
+def test_chains_of_an_eagle_draft_replay_as_they_decode(eagle_pair: Pair, temperature: float) -> None:
+    """Of a prompt length each, padded beside each other; with the dice of T = 6 a random draft is often right."""
+    found = {
+        method: sweep_prompts(
+            eagle_pair,
+            load_prompts("demo", 4),
+            [1, 2, 4, 7],
+            method=method,  # type: ignore[arg-type]
+            max_new_tokens=24,
+            temperature=temperature,
+            step_samples=5,
+        ).rows
+        for method in ("decode", "replay", "dense")
+    }
+    for method in ("replay", "dense"):
+        for decoded, replayed in zip(found["decode"], found[method], strict=True):
+            assert replayed.output_tokens == decoded.output_tokens
+            assert replayed.emitted_histograms == decoded.emitted_histograms
+            assert replayed.context == pytest.approx(decoded.context, abs=1e-4)
+    taus = [tau for row in found["decode"] for tau in row.taus]
+    assert max(taus) > 1.5 or temperature < 6
 
 
 def test_an_answer_of_one_token_has_no_step(embedded_pair: Pair) -> None:

@@ -14,11 +14,14 @@ from hypothesis import strategies as st
 
 from blockpilot.control.price import read_price
 from blockpilot.draft_training.answers import Answer, AnswerSource, answer_source, read_answers, write_answers
-from blockpilot.drafts.checkpoint import load_draft, save_draft, write_vocabulary
+from blockpilot.drafts.checkpoint import save_draft, write_vocabulary
+from blockpilot.drafts.eagle3_checkpoint import save_eagle3
+from blockpilot.drafts.families import load_any_draft
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.store import load_policy, save_policy
 from blockpilot.prompts.files import load_prompts
 from blockpilot.sweep.rows import read_file, write_rows
+from helpers.eagle3 import random_eagle3
 from helpers.policies import step_policy
 from helpers.prices import price
 from helpers.sweeps import metadata, synthetic_rows
@@ -27,7 +30,8 @@ from jobs.common.learned_from import LearnedFrom
 
 READERS: dict[str, Callable[[Path], object]] = {
     "policy": load_policy,
-    "draft": load_draft,
+    "draft": load_any_draft,
+    "eagle3": load_any_draft,
     "sweep/part.parquet": read_file,
     "price.json": lambda path: read_price(str(path)),
     "answers.parquet": lambda path: (answer_source(path), read_answers(path)),
@@ -44,6 +48,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, tiny_pair: Pair) -> Path:
     draft = tiny_draft(tiny_target())
     save_draft(draft, root / "draft")
     write_vocabulary(root / "draft", torch.arange(100))
+    save_eagle3(random_eagle3(tiny_target().config, torch.arange(100)), root / "eagle3")
     write_rows(root / "sweep" / "part.parquet", synthetic_rows(8, 0), metadata())
     (root / "price.json").write_text(price(pair=tiny_pair.id).to_json())
     write_answers(root / "answers.parquet", [Answer("set", [1, 2, 3], 1, 0.0, 0)] * 5, AnswerSource("t", "r"))

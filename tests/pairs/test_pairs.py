@@ -22,12 +22,16 @@ from transformers import (
 
 from blockpilot.drafts.checkpoint import new_draft_config, save_draft
 from blockpilot.drafts.dflash import DraftModel
+from blockpilot.drafts.eagle3_checkpoint import save_eagle3
 from blockpilot.engine.generate import generate
 from blockpilot.pairs import checkpoints, embedded
 from blockpilot.pairs.checkpoints import directory_revision, known_revision
 from blockpilot.pairs.embedded import converted
 from blockpilot.pairs.loading import Pair, load_pair
 from blockpilot.pairs.table import EMBEDDED_TARGET, NAMED_PAIRS, check_pair_names, split_revision, target_slug
+from blockpilot.types import Sampling
+from helpers.eagle3 import random_eagle3
+from helpers.engines import NEVER, PROMPT, plain_text, text_of
 from helpers.tiny import MASK_ID, byte_tokenizer, tiny_draft, tiny_target
 
 SMALL = {
@@ -338,3 +342,52 @@ def test_slugs(target: str, slug: str) -> None:
 
 def test_named_pairs_are_the_published_ones() -> None:
     assert NAMED_PAIRS["qwen3-4b"] == ("Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16")
+
+
+# --- drafts of other families ---
+
+
+def test_an_eagle3_draft_is_loaded_by_its_architecture(tiny_pair_dirs: tuple[Path, Path], tmp_path: Path) -> None:
+    draft = random_eagle3(tiny_target().config, torch.arange(5, 105), block_size=6)
+    save_eagle3(draft, tmp_path, dtype=torch.float32)
+    pair = load_pair(target=str(tiny_pair_dirs[0]), draft=str(tmp_path))
+    assert (pair.block_size, pair.layer_ids, pair.draft.context_size) == (6, (0, 2, 4), 48)
+    assert pair.prepared_draft.head.tokens is not None
+    assert pair.prepared_draft.head.tokens.tolist() == list(range(5, 105))
+    steps = list(generate(pair, PROMPT, max_new_tokens=12, stop_token_ids=NEVER))
+    assert text_of(steps) == plain_text(pair, PROMPT, 12, Sampling())
+    assert steps[1].block_size == 6
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"architectures": ["EagleModel"]},
+            r"architecture \['EagleModel'\]: supported are DFlashDraftModel, LlamaFor",
+        ),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 3, 7], "eagle_config": {}}, "reads target layer 6: must be 0 to 5"),
+    ],
+)
+def test_other_drafts_are_refused_by_name(
+    changes: dict[str, object], message: str, tiny_pair_dirs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    save_eagle3(random_eagle3(tiny_target().config, torch.arange(100)), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ValueError, match=f"draft .*{message}"):
+        load_pair(target=str(tiny_pair_dirs[0]), draft=str(tmp_path))
+
+
+def test_an_eagle3_draft_fits_its_target_or_is_refused(tiny_pair_dirs: tuple[Path, Path], tmp_path: Path) -> None:
+    config = tiny_target().config
+    config.vocab_size = 300
+    save_eagle3(random_eagle3(config, torch.arange(100)), tmp_path / "larger")
+    config.vocab_size = 260
+    save_eagle3(random_eagle3(config, torch.arange(7)), tmp_path / "few")
+    for name, message in (
+        ("larger", "draft does not fit target: vocabulary 300, the target's is 260"),
+        ("few", "draft_vocab_size 7: must be at least 8"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_pair(target=str(tiny_pair_dirs[0]), draft=str(tmp_path / name))

@@ -1,4 +1,4 @@
-"""Train a DFlash draft for a target: answers written by the target -> features -> draft, recorded in MLflow.
+"""Train a DFlash or EAGLE-3 draft for a target: its answers -> features -> draft, recorded in MLflow.
 
 Ray actors let the target answer the prompts (jobs/answers.py) and keep its features of the answers, Ray Train workers
 fit the draft on them, and the exported draft decodes held-out prompts. The same command continues an interrupted run:
@@ -11,14 +11,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import ray
 import ray.train
 import ray.train.torch
 import torch
-from pydantic import Field
-from transformers import AutoTokenizer, PretrainedConfig, Qwen3Config
 from transformers.utils.logging import disable_progress_bar
 
 from blockpilot.draft_training.answers import answer_source, read_answers
@@ -32,63 +30,30 @@ from blockpilot.draft_training.features import (
     target_features,
     write_features,
 )
-from blockpilot.draft_training.loss import BlockLoss, frequent_tokens
-from blockpilot.draft_training.start import start_from_target
-from blockpilot.draft_training.training import DraftFit, DraftFitSettings
-from blockpilot.drafts.checkpoint import load_draft, new_draft_config, save_draft
-from blockpilot.drafts.dflash import DraftModel
-from blockpilot.drafts.options import parse_options
+from blockpilot.draft_training.loss import frequent_tokens
+from blockpilot.draft_training.training import DraftFit
 from blockpilot.models.target import Target
-from blockpilot.pairs.checkpoints import find_target
-from blockpilot.pairs.loading import load_target, network_config
+from blockpilot.pairs.loading import load_target
 from blockpilot.prompts.files import Prompt
 from jobs import answers
 from jobs import measure_draft as measure_job
-from jobs.answers import AnswersConfig, AnswerShards
+from jobs.answers import AnswerShards
 from jobs.common.cluster import num_threads, pooled
 from jobs.common.config import PairConfig, absolute_in_submitted_job, main
 from jobs.common.progress import show_progress
 from jobs.common.ray_train import MetricLog, recorded, report, saved_state, scaling_config, train
 from jobs.common.registry import Registry
 from jobs.measure_draft import MeasureDraftConfig, TauFigure
-
-
-class TrainDraftConfig(AnswersConfig):
-    """Target, prompts, and the shape and training of the draft."""
-
-    block_size: int = Field(default=8, ge=2)
-    """Positions of a training block, anchor included."""
-    num_layers: int = Field(default=3, ge=1)
-    """Decoder layers of the draft."""
-    target_layer_ids: tuple[int, ...] | None = None
-    """Target layers the draft reads, 0 is the first; by default as many as the draft has, evenly spaced."""
-    markov_rank: int = Field(default=0, ge=0)
-    """Rank of the draft's Markov head, which scores a token by the one before it; 0: none."""
-    mask_token: str = "<empty_output>"
-    """Token of the target's vocabulary that no text holds."""
-    start: str = "target"
-    """Initial weights: the target's last layers and final norm where their shapes fit (`target`), `random`, or those
-    of a draft directory of the same shape."""
-
-    fit: DraftFitSettings = DraftFitSettings()
-
-    stream_features: bool = False
-    """Compute the target's features when a document is read, instead of once for all onto the disk."""
-    checkpoint_every: int = Field(default=200, ge=1)
-    """Steps between checkpoints, which also validate."""
-    num_validation: int = Field(default=48, ge=1)
-    """Held-out answers that a checkpoint validates on."""
-    max_failures: int = Field(default=3, ge=0)
-    """Lost workers to recover from."""
-
-    test_prompts: tuple[str, ...] = ()
-    """Prompt sets, NAME:COUNT, to measure tau on at the end, besides the held-out prompts."""
-    num_test_prompts: int = Field(default=64, ge=0)
-    """Prompts of each of these sets; 0 measures nothing."""
-    num_workers: int = Field(default=1, ge=1)
-    """Data-parallel Ray Train workers."""
-    output: Path = Path("runs/draft")
-    """Directory of checkpoints and of the exported draft (`draft/`)."""
+from jobs.training.draft import (
+    TrainDraftConfig,
+    check_draft,
+    draft_loss,
+    export,
+    fit_settings,
+    fresh_draft,
+    layer_ids_of,
+    mask_token_id,
+)
 
 
 class TrainDraftResult(NamedTuple):
@@ -111,7 +76,7 @@ def run(config: TrainDraftConfig) -> TrainDraftResult:
     """Answer, train, export and measure; raises ValueError for bad input before any training."""
     absolute_in_submitted_job(config.output, "output")
     config.fit.check()
-    check_draft_shape(config)
+    check_draft(config)
     test_prompts = [p for name in config.test_prompts for p in answers.load_counted(name, config.seed)]
     registry = Registry.open()
     written = answers.run(config)
@@ -127,7 +92,7 @@ def run(config: TrainDraftConfig) -> TrainDraftResult:
         draft = fresh_draft(config)
         draft.load_state_dict(state["draft"])
         directory = config.output / "draft"
-        save_draft(draft, directory)
+        export(draft, directory)
         held_out = [prompt for shard in written.held_out for prompt in shard.prompts]
         measured = measure_draft(config, directory, [*held_out, *test_prompts])
         record.log_metrics({f"tau_{m.prompt_set}_T{m.temperature:g}": m.tau.value for m in measured})
@@ -138,34 +103,10 @@ def run(config: TrainDraftConfig) -> TrainDraftResult:
 # --- before any training ---
 
 
-def check_draft_shape(config: TrainDraftConfig) -> None:
-    """Raise ValueError where the target is of no known family, or lacks the mask token or the layers asked for."""
-    target = target_config(config)
-    mask_token_id(config)
-    wrong = [i for i in config.target_layer_ids or () if not 0 <= i < target.num_hidden_layers]
-    if wrong:
-        raise ValueError(f"target_layer_ids {wrong[0]}: must be 0 to {target.num_hidden_layers - 1}")
-    fresh_draft(config)
-
-
-def target_config(config: TrainDraftConfig) -> PretrainedConfig:
-    """Configuration of the target's network; raises ValueError for one of no known family."""
-    return network_config(find_target(config.target).directory)
-
-
-def mask_token_id(config: TrainDraftConfig) -> int:
-    """Id of the mask token; raises ValueError where the vocabulary does not have it."""
-    tokenizer = AutoTokenizer.from_pretrained(find_target(config.target).directory, trust_remote_code=False)
-    vocabulary = tokenizer.get_vocab()
-    if config.mask_token not in vocabulary:
-        raise ValueError(f"mask_token {config.mask_token!r}: not in the vocabulary of {config.target}")
-    return int(vocabulary[config.mask_token])
-
-
 def check_answers(config: TrainDraftConfig, written: AnswerShards) -> None:
     """Raise ValueError for answers of several targets, that use the mask token, or that leave nothing to train on."""
     revisions, lengths = set(), []
-    mask = mask_token_id(config)
+    mask = mask_token_id(config) if config.kind == "dflash" else None
     for path in [shard.path for side in written for shard in side]:
         revisions.add(answer_source(path).target_revision)
         for answer in read_answers(path):
@@ -178,42 +119,6 @@ def check_answers(config: TrainDraftConfig, written: AnswerShards) -> None:
         raise ValueError(
             f"{config.answers}: no answer of 2 tokens or more; max_prompt_tokens {config.max_prompt_tokens}"
         )
-
-
-def fresh_draft(config: TrainDraftConfig) -> DraftModel:
-    """The untrained draft; its weights depend only on the seed or on the draft to start from.
-
-    Raises ValueError for a draft of another shape or target.
-    """
-    torch.manual_seed(config.seed)
-    draft = DraftModel(draft_config(config))
-    if config.start in ("target", "random"):
-        return draft
-    start = load_draft(Path(config.start)).float()
-    start.check_fit(target_config(config))
-    wanted, found = (_shape(config) for config in (draft.config, start.config))
-    if wanted != found:
-        raise ValueError(f"start {config.start}: a draft of {found}, the configuration asks for {wanted}")
-    return start
-
-
-def _shape(config: Qwen3Config) -> str:
-    options = parse_options(config)
-    layer_ids = " ".join(map(str, options.target_layer_ids))
-    shape = f"block size {options.block_size}, {config.num_hidden_layers} layers, target layers {layer_ids}"
-    return f"{shape}, Markov head of rank {options.markov_rank}" if options.markov_rank else shape
-
-
-def draft_config(config: TrainDraftConfig) -> Qwen3Config:
-    """Configuration of the draft's network."""
-    return new_draft_config(
-        target_config(config),
-        num_layers=config.num_layers,
-        block_size=config.block_size,
-        mask_token_id=mask_token_id(config),
-        target_layer_ids=config.target_layer_ids,
-        markov_rank=config.markov_rank,
-    )
 
 
 # --- features ---
@@ -241,7 +146,7 @@ def feature_target(config: TrainDraftConfig) -> tuple[Target, str]:
     disable_progress_bar()
     model, _, revision = load_target(config.target, torch.bfloat16)
     model.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
-    return Target(model, parse_options(draft_config(config)).target_layer_ids), revision
+    return Target(model, layer_ids_of(config)), revision
 
 
 def write_shard_features(config: TrainDraftConfig, written: AnswerShards) -> DraftShards:
@@ -249,7 +154,7 @@ def write_shard_features(config: TrainDraftConfig, written: AnswerShards) -> Dra
 
     Raises ValueError for features of another revision or of other layers.
     """
-    layer_ids = parse_options(draft_config(config)).target_layer_ids
+    layer_ids = layer_ids_of(config)
     folder = config.answers.absolute() / f"features-{'-'.join(map(str, layer_ids))}"
     data = DraftShards(*(tuple(_with_features(shard.path, folder) for shard in side) for side in written))
     if config.stream_features:
@@ -275,6 +180,7 @@ def _run_name(config: TrainDraftConfig, written: AnswerShards) -> str:
     """Name that holds all that the result depends on: Ray Train continues a run of the same name."""
     shape: tuple[object, ...] = config.block_size, config.num_layers, config.target_layer_ids, config.start
     shape += (config.markov_rank,) if config.markov_rank else ()
+    shape += (config.kind, config.draft_vocab_size) if config.kind != "dflash" else ()
     data = [(shard.path, answer_source(shard.path)) for shard in written.train]
     key = repr((config.fit, config.seed, shape, config.num_workers, data))
     return f"draft-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
@@ -311,11 +217,12 @@ def _work(config: TrainDraftConfig, data: DraftShards, tracking_uri: str, run_id
 
 def _new_fit(config: TrainDraftConfig, corpus: Corpus, rank: int, world_size: int) -> DraftFit:
     """The fit of a worker, at step 0."""
-    start = block_loss(config, corpus.answers[0].tokens)
+    start = draft_loss(config, corpus.answers)
     # The buffers are the target's weights, which never change.
     loss = ray.train.torch.prepare_model(start, parallel_strategy_kwargs={"broadcast_buffers": False})
     frequent = frequent_tokens([answer.tokens for answer in corpus.answers])
-    return DraftFit(loss, corpus, frequent, config.fit, seed=config.seed, rank=rank, world_size=world_size)
+    settings = fit_settings(config)
+    return DraftFit(loss, corpus, frequent, settings, seed=config.seed, rank=rank, world_size=world_size)
 
 
 def corpus_of(config: TrainDraftConfig, shards: Sequence[FeatureShard]) -> Corpus:
@@ -324,19 +231,6 @@ def corpus_of(config: TrainDraftConfig, shards: Sequence[FeatureShard]) -> Corpu
         return StoredCorpus(shards)
     answers = [answer for shard in shards for answer in read_answers(shard.answers)]
     return StreamedCorpus(answers, feature_target(config)[0])
-
-
-def block_loss(config: TrainDraftConfig, text: Sequence[int]) -> BlockLoss:
-    """The untrained draft with its loss; `text` (token ids) is an example of its data."""
-    disable_progress_bar()
-    model, _, _ = load_target(config.target, torch.bfloat16)
-    modules = model.get_input_embeddings(), model.get_output_embeddings()
-    dtype = torch.bfloat16 if config.fit.autocast else torch.float32
-    embedding, head = (cast(torch.Tensor, module.weight).detach().to(dtype) for module in modules)
-    draft = fresh_draft(config)
-    if config.start == "target":
-        start_from_target(draft, model, text)
-    return BlockLoss(draft, embedding, head, weighting=config.fit.weighting, distill=config.fit.distill)
 
 
 def _describe(fit: DraftFit, first_step: int, metrics: dict[str, float]) -> str:

@@ -156,10 +156,9 @@ class DraftModel(Draft):
             raise ValueError(f"draft mask token {mask}: must be 0 to {config.vocab_size - 1}")
 
     def of_first_tokens(self, num: int) -> Self:
-        if self.vocabulary is None:
-            return super().of_first_tokens(num)
-        if len(self.vocabulary) < num:
-            raise ValueError(f"vocab_size {num}: the draft's vocabulary is {len(self.vocabulary)} tokens")
+        if self.vocabulary is None or len(self.vocabulary) < num:
+            of_draft = "all tokens in no order" if self.vocabulary is None else f"{len(self.vocabulary)} tokens"
+            raise ValueError(f"vocab_size {num}: the draft's vocabulary is {of_draft}")
         draft = copy(self)
         draft._buffers = {**self._buffers, "vocabulary": self.vocabulary[:num]}
         return draft

@@ -94,7 +94,7 @@ class Draft(nn.Module, ABC):
 
     def of_first_tokens(self, num: int) -> Self:
         """The draft, with the first `num` tokens of its vocabulary only; raises ValueError where it has no order."""
-        raise ValueError(f"vocab_size {num}: the tokens of this draft's vocabulary are in no order")
+        raise ValueError(f"vocab_size {num}: the draft's vocabulary is in no order")
 
     @abstractmethod
     def at_anchors(self, blocks: Blocks, context: KnownContext, embedding: Tensor) -> Tensor:

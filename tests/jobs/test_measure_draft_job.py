@@ -9,11 +9,14 @@ import pytest
 import torch
 
 from blockpilot.drafts.checkpoint import write_vocabulary
+from blockpilot.drafts.eagle3_checkpoint import save_eagle3
 from blockpilot.engine.generate import generate
 from blockpilot.evaluation.statistics import Interval
 from blockpilot.pairs.loading import load_pair
 from blockpilot.prompts.files import load_prompts, split
+from helpers.eagle3 import random_eagle3
 from helpers.processes import Job
+from helpers.tiny import tiny_target
 from jobs.common.config import ConfigError, PairConfig
 from jobs.measure_draft import DraftWorker, MeasureDraftConfig, MeasureTask, TauFigure, prompts_of, run, tables
 
@@ -57,6 +60,19 @@ def test_figures_are_those_of_decoding(config: MeasureDraftConfig) -> None:
         assert found[block_size].num_tokens == emitted
         # The last block of a request that reaches its limit is shorter there than here.
         assert found[block_size].tau.value == pytest.approx(emitted / steps, rel=0.05)
+
+
+def test_an_eagle3_draft_is_measured_by_its_directory(
+    config: MeasureDraftConfig, tiny_pair_dirs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """At the temperature at which a random draft is now and then right."""
+    save_eagle3(random_eagle3(tiny_target().config, torch.arange(200)), tmp_path / "eagle", dtype=torch.float32)
+    pair = config.pair.model_copy(update={"draft": str(tmp_path / "eagle")})
+    worker = DraftWorker(config.model_copy(update={"pair": pair}))
+    short, long = worker.measure(MeasureTask("sums", tuple(load_prompts(config.prompts[0], 4)), 6.0))
+    assert 1 < short.tau.value < long.tau.value
+    with pytest.raises(ValueError, match="vocab_size 10: the draft's vocabulary is in no order"):
+        DraftWorker(config.model_copy(update={"pair": pair, "vocab_size": 10}))
 
 
 def test_a_smaller_vocabulary_is_the_start_of_the_drafts_own(

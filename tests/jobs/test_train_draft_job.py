@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -30,16 +31,11 @@ from helpers.processes import Job, descendants
 from helpers.tiny import MASK_ID
 from jobs import answers
 from jobs.common.config import ConfigError
-from jobs.train_draft import (
-    TrainDraftConfig,
-    block_loss,
-    check_answers,
-    mask_token_id,
-    run,
-    write_shard_features,
-)
+from jobs.train_draft import check_answers, run, write_shard_features
+from jobs.training.draft import TrainDraftConfig, draft_loss, fit_settings, mask_token_id
 
 ROOT = Path(__file__).parents[2]
+EAGLE3: dict[str, object] = {"kind": "eagle3", "draft_vocab_size": 100}
 
 
 @pytest.fixture
@@ -72,6 +68,9 @@ def config(target: Path, path: Path, **changes: object) -> TrainDraftConfig:
         ({"held_out": 1e-9}, "24 in all leave none for training or held out"),
         ({"fit": DraftFitSettings(epochs=0)}, "epochs 0: must be at least 1"),
         ({"start": "nowhere"}, "draft nowhere: no config.json there"),
+        ({"kind": "eagle3"}, "draft_vocab_size 16384: must be 1 to 260"),
+        ({**EAGLE3, "target_layer_ids": (1, 2)}, "target_layer_ids [1, 2]: EAGLE-3 reads 3 layers"),
+        ({**EAGLE3, "markov_rank": 4}, "markov_rank 4: an EAGLE-3 draft has no Markov head, must be 0"),
     ],
 )
 def test_bad_input_is_refused_before_ray_starts(
@@ -82,7 +81,7 @@ def test_bad_input_is_refused_before_ray_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("jobs.answers.connect", lambda **_: pytest.fail("Ray started"))
-    with pytest.raises(ValueError, match=message.replace("(", "\\(")):
+    with pytest.raises(ValueError, match=re.escape(message)):
         run(config(tiny_pair_dirs[0], prompts, **change))
 
 
@@ -187,7 +186,10 @@ def test_features_of_another_revision_are_refused(tiny_pair_dirs: tuple[Path, Pa
 
 
 @pytest.mark.ray
-def test_a_killed_worker_changes_nothing(tiny_pair_dirs: tuple[Path, Path], prompts: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["dflash", "eagle3"])
+def test_a_killed_worker_changes_nothing(
+    kind: str, tiny_pair_dirs: tuple[Path, Path], prompts: Path, tmp_path: Path
+) -> None:
     """The command with its training worker killed gives the draft of plain `DraftFit` on the same answers."""
     training = config(
         target_that_never_writes_masks(tiny_pair_dirs[0], tmp_path / "target"),
@@ -198,6 +200,7 @@ def test_a_killed_worker_changes_nothing(tiny_pair_dirs: tuple[Path, Path], prom
         num_layers=2,
         block_size=4,
         max_new_tokens=24,
+        **(EAGLE3 if kind == "eagle3" else {}),
         fit=DraftFitSettings(epochs=6, batch_size=2, num_sampled=64, autocast=False),
         checkpoint_every=16,
     )
@@ -215,7 +218,8 @@ def test_a_killed_worker_changes_nothing(tiny_pair_dirs: tuple[Path, Path], prom
         job.kill()
     found = load_file(training.output / "draft" / "model.safetensors")
     expected, losses = plainly_trained(training)
-    assert all(torch.equal(found[name], weight.bfloat16()) for name, weight in expected.items())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], weight.to(found[name].dtype)) for name, weight in expected.items())
     assert logged_losses(tmp_path / "mlflow.db") == pytest.approx(losses)
     pair = load_pair(target=training.target, draft=str(training.output / "draft"))
     assert pair.block_size == 4
@@ -244,7 +248,7 @@ def plainly_trained(training: TrainDraftConfig) -> tuple[dict[str, torch.Tensor]
         [FeatureShard(s.path, features / "train" / f"{s.path.stem}.safetensors") for s in plan.train]
     )
     frequent = frequent_tokens([answer.tokens for answer in corpus.answers])
-    fit = DraftFit(block_loss(training, corpus.answers[0].tokens), corpus, frequent, training.fit, seed=training.seed)
+    fit = DraftFit(draft_loss(training, corpus.answers), corpus, frequent, fit_settings(training), seed=training.seed)
     losses, total = {}, None
     for sums in fit.steps():
         total = sums if total is None else total + sums

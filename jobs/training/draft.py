@@ -1,0 +1,183 @@
+"""The draft that a job trains: its configuration, and what depends on its family."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, cast
+
+import torch
+from pydantic import Field
+from transformers import AutoTokenizer, PretrainedConfig, Qwen3Config
+from transformers.utils.logging import disable_progress_bar
+
+from blockpilot.draft_training.answers import Answer
+from blockpilot.draft_training.eagle3_loss import Eagle3Loss
+from blockpilot.draft_training.loss import BlockLoss, DraftLoss
+from blockpilot.draft_training.start import start_eagle3_from_target, start_from_target
+from blockpilot.draft_training.training import DraftFitSettings
+from blockpilot.draft_training.vocabulary import by_frequency
+from blockpilot.drafts.checkpoint import load_draft, new_draft_config, save_draft
+from blockpilot.drafts.dflash import DraftModel
+from blockpilot.drafts.eagle3 import LEAST_VOCABULARY, Eagle3Model, eagle3_layer_ids
+from blockpilot.drafts.eagle3_checkpoint import load_eagle3, new_eagle3, save_eagle3
+from blockpilot.drafts.options import parse_options
+from blockpilot.pairs.checkpoints import find_target
+from blockpilot.pairs.loading import load_target, network_config
+from jobs.answers import AnswersConfig
+
+
+class TrainDraftConfig(AnswersConfig):
+    """Target, prompts, and the shape and training of the draft."""
+
+    kind: Literal["dflash", "eagle3"] = "dflash"
+    """Family of the draft: blocks in one pass, or chains token by token."""
+    block_size: int = Field(default=8, ge=2)
+    """Positions of a training block or chain, anchor included."""
+    draft_vocab_size: int = Field(default=16384, ge=LEAST_VOCABULARY)
+    """Tokens that an EAGLE-3 draft proposes: the most frequent of the answers."""
+    num_layers: int = Field(default=3, ge=1)
+    """Decoder layers of a DFlash draft."""
+    target_layer_ids: tuple[int, ...] | None = None
+    """Target layers the draft reads, 0 is the first; by default as many as a DFlash draft has, evenly spaced, or
+    EAGLE-3's three."""
+    markov_rank: int = Field(default=0, ge=0)
+    """Rank of a DFlash draft's Markov head, which scores a token by the one before it; 0: none."""
+    mask_token: str = "<empty_output>"
+    """Token of the target's vocabulary that no text holds, for DFlash."""
+    start: str = "target"
+    """Initial weights: the target's last layers and final norm where their shapes fit (`target`), `random`, or those
+    of a draft directory of the same shape."""
+
+    fit: DraftFitSettings = DraftFitSettings()
+
+    stream_features: bool = False
+    """Compute the target's features when a document is read, instead of once for all onto the disk."""
+    checkpoint_every: int = Field(default=200, ge=1)
+    """Steps between checkpoints, which also validate."""
+    num_validation: int = Field(default=48, ge=1)
+    """Held-out answers that a checkpoint validates on."""
+    max_failures: int = Field(default=3, ge=0)
+    """Lost workers to recover from."""
+
+    test_prompts: tuple[str, ...] = ()
+    """Prompt sets, NAME:COUNT, to measure tau on at the end, besides the held-out prompts."""
+    num_test_prompts: int = Field(default=64, ge=0)
+    """Prompts of each of these sets; 0 measures nothing."""
+    num_workers: int = Field(default=1, ge=1)
+    """Data-parallel Ray Train workers."""
+    output: Path = Path("runs/draft")
+    """Directory of checkpoints and of the exported draft (`draft/`)."""
+
+
+def check_draft(config: TrainDraftConfig) -> None:
+    """Raise ValueError where the target is of no known family, or has no draft of the shape asked for."""
+    target = target_config(config)
+    wrong = [i for i in config.target_layer_ids or () if not 0 <= i < target.num_hidden_layers]
+    if wrong:
+        raise ValueError(f"target_layer_ids {wrong[0]}: must be 0 to {target.num_hidden_layers - 1}")
+    if config.kind == "eagle3" and config.markov_rank:
+        raise ValueError(f"markov_rank {config.markov_rank}: an EAGLE-3 draft has no Markov head, must be 0")
+    fresh_draft(config)
+
+
+def target_config(config: TrainDraftConfig) -> PretrainedConfig:
+    """Configuration of the target's network; raises ValueError for one of no known family."""
+    return network_config(find_target(config.target).directory)
+
+
+def mask_token_id(config: TrainDraftConfig) -> int:
+    """Id of the mask token; raises ValueError where the vocabulary does not have it."""
+    tokenizer = AutoTokenizer.from_pretrained(find_target(config.target).directory, trust_remote_code=False)
+    vocabulary = tokenizer.get_vocab()
+    if config.mask_token not in vocabulary:
+        raise ValueError(f"mask_token {config.mask_token!r}: not in the vocabulary of {config.target}")
+    return int(vocabulary[config.mask_token])
+
+
+def layer_ids_of(config: TrainDraftConfig) -> tuple[int, ...]:
+    """The target's layers that the draft reads."""
+    target = target_config(config)
+    if config.kind == "dflash":
+        return parse_options(_dflash_config(config, target)).target_layer_ids
+    return config.target_layer_ids or eagle3_layer_ids(target.num_hidden_layers)
+
+
+def fit_settings(config: TrainDraftConfig) -> DraftFitSettings:
+    """Settings of the fit; an EAGLE-3 draft, whose own vocabulary is small, scores all of it."""
+    return config.fit if config.kind == "dflash" else replace(config.fit, num_sampled=0)
+
+
+def fresh_draft(config: TrainDraftConfig) -> DraftModel | Eagle3Model:
+    """The untrained draft; its weights depend only on the seed or on the draft to start from.
+
+    Raises ValueError for a draft of another shape or target.
+    """
+    torch.manual_seed(config.seed)
+    target, is_dflash = target_config(config), config.kind == "dflash"
+    draft: DraftModel | Eagle3Model
+    if is_dflash:
+        draft = DraftModel(_dflash_config(config, target))
+    else:
+        ids, any_tokens = config.target_layer_ids, torch.arange(config.draft_vocab_size)
+        draft = new_eagle3(target, any_tokens, block_size=config.block_size, target_layer_ids=ids)
+    if config.start in ("target", "random"):
+        return draft
+    path = Path(config.start)
+    start = (load_draft(path) if is_dflash else load_eagle3(path)).float()
+    start.check_fit(target)
+    wanted, found = _shape(draft, target), _shape(start, target)
+    if wanted != found:
+        raise ValueError(f"start {config.start}: a draft of {found}, the configuration asks for {wanted}")
+    return start
+
+
+def _dflash_config(config: TrainDraftConfig, target: PretrainedConfig) -> Qwen3Config:
+    return new_draft_config(
+        target,
+        num_layers=config.num_layers,
+        block_size=config.block_size,
+        mask_token_id=mask_token_id(config),
+        target_layer_ids=config.target_layer_ids,
+        markov_rank=config.markov_rank,
+    )
+
+
+def _shape(draft: DraftModel | Eagle3Model, target: PretrainedConfig) -> str:
+    layer_ids = " ".join(map(str, draft.layer_ids(target.num_hidden_layers)))
+    size = f"block size {draft.block_size}"
+    if isinstance(draft, Eagle3Model):
+        return f"{size}, {draft.options.draft_vocab_size} tokens, target layers {layer_ids}"
+    shape = f"{size}, {draft.config.num_hidden_layers} layers, target layers {layer_ids}"
+    rank = draft.options.markov_rank
+    return f"{shape}, Markov head of rank {rank}" if rank else shape
+
+
+def draft_loss(config: TrainDraftConfig, answers: Sequence[Answer]) -> DraftLoss:
+    """The untrained draft with its loss, for its data.
+
+    Queries and keys start at the scale of the first answer; an EAGLE-3 draft proposes the answers' tokens.
+    """
+    disable_progress_bar()
+    model, _, _ = load_target(config.target, torch.bfloat16)
+    modules = model.get_input_embeddings(), model.get_output_embeddings()
+    dtype = torch.bfloat16 if config.fit.autocast else torch.float32
+    embedding, head = (cast(torch.Tensor, module.weight).detach().to(dtype) for module in modules)
+    draft, from_target = fresh_draft(config), config.start == "target"
+    if isinstance(draft, DraftModel):
+        if from_target:
+            start_from_target(draft, model, answers[0].tokens)
+        return BlockLoss(draft, embedding, head, weighting=config.fit.weighting, distill=config.fit.distill)
+    if config.start in ("target", "random"):
+        ranked = by_frequency((answer.tokens[answer.num_prompt_tokens :] for answer in answers), len(head))
+        draft.use_vocabulary(ranked[: config.draft_vocab_size])
+    if from_target:
+        start_eagle3_from_target(draft, model)
+    return Eagle3Loss(draft, embedding, head, distill=config.fit.distill)
+
+
+def export(draft: DraftModel | Eagle3Model, directory: Path) -> None:
+    """Write the draft in its published format."""
+    if isinstance(draft, DraftModel):
+        save_draft(draft, directory)
+    else:
+        save_eagle3(draft, directory)

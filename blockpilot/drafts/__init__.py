@@ -1,1 +1,1 @@
-"""What proposes: the DFlash network, its checkpoint format, blocks at many anchors."""
+"""What proposes: the interface of drafts, DFlash and EAGLE-3 behind it, their checkpoint formats."""

@@ -42,7 +42,7 @@ class Drafter:
     def proposed(
         self, rows: Sequence[Row], slots: Sequence[int], depths: Sequence[int], num: int
     ) -> Candidates | Linked:
-        """`propose` before anybody has given the choices their chances, on the device."""
+        """Choices on the device, before anybody has given them their chances."""
         starts, anchors = [row.anchor_position for row in rows], [row.tokens[-1] for row in rows]
         sampling = [row.request.sampling for row in rows]
         width = num if any(row.is_tree for row in rows) else 1

@@ -53,7 +53,7 @@ class PairConfig(Config):
     target: str | None = None
     """Target by hub id or local directory; needs `draft` too."""
     draft: str | None = None
-    """DFlash draft by hub id or local directory."""
+    """DFlash or EAGLE-3 draft by hub id or local directory."""
     dtype: Literal["auto", "fast", "float32", "bfloat16"] = "auto"
     """Weights and activations; auto: bfloat16 on a GPU, float32 on a CPU; fast: also on a CPU with bfloat16
     instructions."""

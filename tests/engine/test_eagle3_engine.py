@@ -254,7 +254,7 @@ def test_nothing_is_computed_twice(eagle_pair: Pair, monkeypatch: pytest.MonkeyP
 
 @torch.inference_mode()
 def test_the_context_vector_is_the_hidden_state_that_is_scored_next(eagle_pair: Pair) -> None:
-    """As a replay has it; the policy sees that after the prompt, embedding of the first token and all."""
+    """The replay's; the policy sees that after the prompt, embedding of the first token and all."""
     engine = Engine(eagle_pair, num_slots=1, max_length=64)
     engine.add(Request(PROMPT, 20, SAMPLINGS[2], 4, NEVER))
     tokens, shown = list(PROMPT), list[tuple[int, torch.Tensor]]()

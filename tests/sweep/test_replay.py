@@ -90,7 +90,7 @@ def test_context_is_kept_of_every_position(tiny_pair: Pair) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 6.0])
 def test_chains_of_an_eagle_draft_replay_as_they_decode(eagle_pair: Pair, temperature: float) -> None:
-    """Of a prompt length each, padded beside each other; with the dice of T = 6 a random draft is often right."""
+    """Texts of several lengths, padded beside each other; with the dice of T = 6 a random draft is often right."""
     found = {
         method: sweep_prompts(
             eagle_pair,

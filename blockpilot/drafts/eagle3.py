@@ -16,12 +16,11 @@ from transformers import LlamaConfig, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from blockpilot.drafts.blocks import Blocks, KnownContext
-from blockpilot.drafts.dflash import DraftMlp, KeyValueStore, Rotary, turned
+from blockpilot.drafts.dflash import DraftMlp, Rotary, turned
 from blockpilot.drafts.interface import Draft, check_layers, check_same
 from blockpilot.drafts.unrolled import UnrolledAttention
 from blockpilot.models.cache import head_dim, num_kv_heads
 from blockpilot.models.kernels import outputs
-from blockpilot.models.packing import folded, grouped_attention
 
 NUM_FEATURES = 3  # target layers that are read
 LEAST_VOCABULARY = 8  # tokens: the choices of a tree's position
@@ -205,14 +204,3 @@ class Eagle3Model(Draft):
         block, offset = blocks.layout()
         of_blocks = torch.stack(found, dim=2).view(*blocks.anchors.shape, -1, width)
         return of_blocks[:, block, offset]
-
-
-def attend_cached(mask: Tensor, cache: KeyValueStore, layer_idx: int = 0) -> Attend:
-    """Attention to everything that `cache` returns, where mask [R, 1, W, keys] is true."""
-
-    def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        keys, values = cache.update(keys, values, layer_idx)
-        bias = folded(mask, queries.shape[1] // keys.shape[1], queries.dtype)
-        return grouped_attention(queries, keys, values, bias, queries.shape[-1] ** -0.5)
-
-    return attend

@@ -11,10 +11,9 @@ from torch import Tensor
 from transformers import LlamaConfig, Qwen3Config
 
 from blockpilot.draft_training.start import start_eagle3_from_target
-from blockpilot.drafts.eagle3 import Eagle3Model, Eagle3Options, attend_cached, eagle3_layer_ids
+from blockpilot.drafts.eagle3 import Eagle3Model, Eagle3Options, eagle3_layer_ids
 from blockpilot.drafts.eagle3_checkpoint import load_eagle3, new_eagle3, parse_eagle3, save_eagle3
 from blockpilot.drafts.unrolled import UnrolledAttention
-from blockpilot.models.cache import SlotCache
 from helpers.eagle3 import Cache, SlowEagle3, random_eagle3
 from helpers.tiny import tiny_target
 
@@ -58,34 +57,6 @@ def test_the_network_equals_a_slow_one(family: str, norm_before_residual: bool) 
     torch.testing.assert_close(
         logits_of(draft, features, embedded), slow_logits(slow, features, embedded), rtol=1e-4, atol=1e-5
     )
-
-
-@torch.no_grad()
-def test_drafting_from_a_cache_equals_the_slow_network() -> None:
-    """Four features in one pass, then drafted steps that read the draft's own hidden states."""
-    draft = random_eagle3(TARGETS["llama"], VOCABULARY)
-    slow, (features, embedded) = SlowEagle3(draft.state_dict(), draft.config), inputs(draft.config)
-    cache = SlotCache(draft.config, 2, 10, torch.float32, torch.device("cpu"))
-    known = 4
-
-    def run(hidden: Tensor, first: int, width: int) -> Tensor:
-        columns = torch.arange(first, first + width).repeat(2)
-        view = cache.view(torch.arange(2).repeat_interleave(width), columns, slice(0, 2), first + width)
-        positions = columns.view(2, width)
-        mask = (torch.arange(first + width) <= positions[:, :, None])[:, None]
-        return draft(embedded[:, first : first + width], hidden, positions, attend_cached(mask, view))
-
-    hidden = run(draft.fuse(features[:, :known]), 0, known)[:, -1:]
-    slow_caches: list[Cache] = [[], []]
-    for row in range(2):
-        for i in range(known):
-            expected = slow.step(features[row, i], embedded[row, i], i, slow_caches[row])
-        torch.testing.assert_close(hidden[row, 0], expected, rtol=1e-4, atol=1e-5)
-    for i in range(known, 7):
-        before, hidden = hidden, run(hidden, i, 1)
-        for row in range(2):
-            expected = slow.step(before[row, 0], embedded[row, i], i, slow_caches[row])
-            torch.testing.assert_close(hidden[row, 0], expected, rtol=1e-4, atol=1e-5)
 
 
 # --- checkpoints ---

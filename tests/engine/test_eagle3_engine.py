@@ -152,13 +152,23 @@ def check(pair: Pair, slow: SlowEagle3, proposal: Proposal) -> int:
     return num_contexts
 
 
+def variant(pair: Pair, family: str) -> tuple[Pair, Eagle3Model]:
+    """Another kind of checkpoint by family: normed residuals with qwen3, embeddings of its own with experts."""
+    draft = pair.draft
+    assert isinstance(draft, Eagle3Model)
+    draft.midlayer.norm_before_residual = family == "qwen3"
+    if family == "qwen3_moe":
+        draft.carry_embeddings(torch.randn(260, 48))
+    return pair, draft
+
+
 @pytest.mark.parametrize("family", TARGETS)
 @torch.inference_mode()
 def test_chains_are_those_of_a_slow_network(family: str, tiny_pair: Pair) -> None:
     """In a batch whose rows move, decode plainly for a while, and have their prompts cut."""
     torch.manual_seed(2)
-    pair = eagle3_pair(tiny_pair, TARGETS[family](), torch.arange(0, 260, 2))
-    slow = SlowEagle3(pair.draft.state_dict(), pair.draft.config)
+    pair, draft = variant(eagle3_pair(tiny_pair, TARGETS[family](), torch.arange(0, 260, 2)), family)
+    slow = SlowEagle3(draft.state_dict(), draft.config, draft.midlayer.norm_before_residual)
     requests = [
         Request(PROMPT[: 3 + 5 * i], 6 + 4 * i, replace(SAMPLINGS[i % 3], seed=9), 2 + 2 * (i % 3), NEVER)
         for i in range(4)
@@ -176,8 +186,8 @@ def test_chains_are_those_of_a_slow_network(family: str, tiny_pair: Pair) -> Non
 def test_trees_are_those_of_a_slow_network(family: str, tiny_pair: Pair) -> None:
     """The eight most probable prefixes of every depth are followed, the chain of first choices among them."""
     torch.manual_seed(2)
-    pair = eagle3_pair(tiny_pair, TARGETS[family](), torch.arange(0, 260, 2), block_size=5)
-    slow = SlowEagle3(pair.draft.state_dict(), pair.draft.config)
+    pair, draft = variant(eagle3_pair(tiny_pair, TARGETS[family](), torch.arange(0, 260, 2), block_size=5), family)
+    slow = SlowEagle3(draft.state_dict(), draft.config, draft.midlayer.norm_before_residual)
     requests = [
         Request(PROMPT[: 4 + 3 * i], 9 + 3 * i, replace(SAMPLINGS[i], seed=9), 9 - 3 * i, NEVER, layout="tree")
         for i in range(3)

@@ -64,7 +64,8 @@ class SlowEagle3:
         """Scores [draft vocab] after tokens, of which the first `num_known` are final: all of it from scratch."""
         states = target(torch.tensor([tokens[:num_known]]), output_hidden_states=True).hidden_states
         features = torch.cat([states[layer + 1][0] for layer in (0, 2, 4)], dim=-1)
-        embedded = target.get_input_embeddings()(torch.tensor(tokens))
+        own = self.weights.get("embed_tokens.weight")
+        embedded = (target.get_input_embeddings().weight if own is None else own)[torch.tensor(tokens)]
         cache: Cache = []
         for position in range(len(tokens) - 1):
             known = position < num_known - 1

@@ -236,9 +236,9 @@ def test_a_replica_yields_refusals_as_values(replica: Replica) -> None:
     asyncio.run(scene())
 
 
-def test_caches_that_do_not_fit_are_refused_with_their_size(tiny_pair: Pair) -> None:
-    engine = Engine(tiny_pair, num_slots=3, max_length=100)
-    assert cache_bytes(tiny_pair, 3, 100) == engine.cache_bytes
+def test_caches_that_do_not_fit_are_refused_with_their_size(tiny_pair: Pair, eagle_pair: Pair) -> None:
+    for pair in (tiny_pair, eagle_pair):
+        assert cache_bytes(pair, 3, 100) == Engine(pair, num_slots=3, max_length=100).cache_bytes
     check_memory(tiny_pair, 3, 100)
     complaint = r"num_slots 100000000 of 1000 tokens: the caches take [\d.]+ GiB, [\d.]+ GiB are free"
     with pytest.raises(ValueError, match=complaint):

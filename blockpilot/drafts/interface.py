@@ -25,17 +25,17 @@ class Asked(NamedTuple):
     """Rows [R] that proposals are wanted for: depths[r] (1 or more) positions after each one's anchor."""
 
     slots: Sequence[int]
-    """Of the draft's cache, ascending."""
+    """Slots of the draft's cache, ascending."""
     starts: Sequence[int]
     """Positions of the anchors."""
     anchors: Sequence[int]
-    """Tokens."""
+    """Tokens at these positions."""
     depths: Sequence[int]
     sampling: Sequence[Sampling]
     num: int
-    """Choices of a position."""
+    """Choices wanted of every position."""
     width: int
-    """Choices of a position, of those after which the next one has choices of its own: 1 for chains."""
+    """Prefixes at most that a position's choices are wanted after, where these differ: 1 for chains."""
 
 
 Choose = Callable[[Tensor, Sequence[int], Sequence[int]], Candidates]

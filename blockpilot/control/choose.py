@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate, islice, takewhile
 from typing import NamedTuple, Protocol, TypeVar
 
-from blockpilot.control.price import Load, StepPrice
+from blockpilot.control.price import Load, StepPrice, passes
 from blockpilot.control.ratio import largest_ratio
 
 
@@ -50,17 +50,20 @@ def choose_depths(
     of_slots = (price.slot_s + tokens * price.token_s for tokens in tokens_a_slot[:deepest])
     costs = list(accumulate(of_slots, initial=0.0))
     plain_s = price.seconds(beside._replace(rows=rows))
-    launch_s = 0.0 if beside.num_drafted else price.launch_s
+    launched = beside.num_passes if beside.num_drafted else 0  # those passes are made anyway
+    more = (max(0, passes(depth, price.is_sequential) - launched) for depth in range(1, deepest + 1))
+    launches = [0.0, *(price.launch_s * num for num in more)]
+    limits = range(deepest + 1) if price.is_sequential else (0, deepest)
 
     def maximise(rate: float) -> tuple[list[int], float]:
-        """At a rate rows choose apart; if they are not worth a launch together, nobody drafts."""
+        """At a rate rows choose apart, none deeper than passes are worth to all of them together."""
         worth = [[gain - rate * cost for gain, cost in zip(of_row, costs, strict=False)] for of_row in gains]
-        most = list(map(max, worth))
-        if sum(most) <= rate * launch_s:
-            return [0] * len(gains), rows / plain_s
-        depths = [of_row.index(best) for of_row, best in zip(worth, most, strict=True)]
+        best = [list(accumulate(of_row, max)) for of_row in worth]  # by the limit
+        together = [sum(of_row[min(n, len(of_row) - 1)] for of_row in best) - rate * launches[n] for n in limits]
+        limit = limits[together.index(max(together))]
+        depths = [of_row.index(most[min(limit, len(most) - 1)]) for of_row, most in zip(worth, best, strict=True)]
         tokens = rows + sum(of_row[depth] for of_row, depth in zip(gains, depths, strict=True))
-        return depths, tokens / (plain_s + launch_s + sum(costs[depth] for depth in depths))
+        return depths, tokens / (plain_s + launches[max(depths)] + sum(costs[depth] for depth in depths))
 
     return Depths(*largest_ratio(maximise, rows / plain_s))
 

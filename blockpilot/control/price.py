@@ -31,11 +31,18 @@ class Load(NamedTuple):
     """Positions that the draft proposes tokens for, of all rows."""
     num_verified: int = 0
     """Drafted tokens that the target scores, of all rows."""
+    num_passes: int = 1
+    """Passes of the draft, if anything is drafted (`passes`)."""
 
     @property
     def terms(self) -> tuple[int, ...]:
         """Factors of the coefficients."""
-        return 1, self.rows, int(self.num_drafted > 0), self.num_drafted, self.num_verified
+        return 1, self.rows, self.num_passes if self.num_drafted else 0, self.num_drafted, self.num_verified
+
+
+def passes(deepest: int, is_sequential: bool) -> int:
+    """Passes of a draft that proposes tokens for `deepest` positions of some row: a sequential one takes one each."""
+    return max(deepest, 1) if is_sequential else 1
 
 
 @dataclass(frozen=True)
@@ -54,26 +61,28 @@ class StepPrice:
     base_s: float
     row_s: float
     launch_s: float
-    """Seconds of the draft's pass, if there is one."""
+    """Seconds of each pass of the draft."""
     slot_s: float
     """Seconds of every position that it proposes tokens for."""
     token_s: float
     """Seconds of every drafted token that is verified."""
     error: float
+    is_sequential: bool = False
+    """The draft proposes token by token, in a pass for each depth."""
 
     @property
     def coefficients(self) -> Array:
         return np.array([getattr(self, name) for name in COEFFICIENTS])
 
     def seconds(self, load: Load) -> float:
-        _, rows, launched, slots, tokens = load.terms
+        _, rows, num_passes, slots, tokens = load.terms
         plain_s = self.base_s + rows * self.row_s
-        return plain_s + launched * self.launch_s + slots * self.slot_s + tokens * self.token_s
+        return plain_s + num_passes * self.launch_s + slots * self.slot_s + tokens * self.token_s
 
     def chains_s(self, block_size: int, rows: int) -> float:
         """Seconds of a step in which all rows verify chains of this block size."""
         num_drafted = rows * (block_size - 1)
-        return self.seconds(Load(rows, num_drafted, num_drafted))
+        return self.seconds(Load(rows, num_drafted, num_drafted, passes(block_size - 1, self.is_sequential)))
 
     def relative(self, block_sizes: Sequence[int], rows: int) -> list[float]:
         """`chains_s` of each block size, in steps of plain decoding."""
@@ -92,11 +101,12 @@ class StepPrice:
     @classmethod
     def from_fields(cls, found: Mapping[str, Any]) -> Self:
         """From what `to_json` writes, read as JSON. Raises ValueError, TypeError or KeyError for anything else."""
-        values = dict(found) | {"pair": PairId(**found["pair"])}
+        values = {"is_sequential": False} | dict(found) | {"pair": PairId(**found["pair"])}  # older ones do not say
         for name in (*COEFFICIENTS, "error"):
             if type(values[name]) not in (int, float) or not 0 <= values[name] < np.inf:
                 raise ValueError(f"{name} {values[name]!r}: must be a number, at least 0")
-        for name, kind in (("context", int), ("rows", int), ("dtype", str), ("device", str)):
+        kinds = {"context": int, "rows": int, "dtype": str, "device": str, "is_sequential": bool}
+        for name, kind in kinds.items():
             if type(values[name]) is not kind:
                 raise ValueError(f"{name} {values[name]!r}: must be of type {kind.__name__}")
         price = cls(**values)

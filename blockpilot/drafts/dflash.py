@@ -132,6 +132,10 @@ class DraftModel(Draft):
         self.register_buffer("vocabulary", None, persistent=False)
 
     @property
+    def is_sequential(self) -> bool:
+        return False
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.norm.weight.dtype
 

@@ -124,6 +124,10 @@ class Eagle3Model(Draft):
         self.use_vocabulary(torch.arange(size))
 
     @property
+    def is_sequential(self) -> bool:
+        return True
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.norm.weight.dtype
 

@@ -76,6 +76,11 @@ class Draft(nn.Module, ABC):
 
     @property
     @abstractmethod
+    def is_sequential(self) -> bool:
+        """True if it proposes token by token, in a pass for each depth, rather than all in one."""
+
+    @property
+    @abstractmethod
     def dtype(self) -> torch.dtype:
         """Dtype of its weights."""
 

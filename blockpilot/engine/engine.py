@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from blockpilot.control.controller import Controller, FixedPolicy
-from blockpilot.control.price import Load
+from blockpilot.control.price import Load, passes
 from blockpilot.device import tensor_on
 from blockpilot.engine.detokenize import TextStream
 from blockpilot.engine.drafting import Drafter
@@ -172,7 +172,7 @@ class Engine:
         rows, prompts = list(self._rows), self._schedule_prompts()
         depths = self._choose_depths(rows)
         trees = self._draft(rows, depths)
-        work = Work(blocks_of(rows, trees, self._device), trees, depths, prompts)
+        work = Work(blocks_of(rows, trees, self._device), trees, depths, prompts, self._passes(depths))
         if not work.parts:
             return []
         scores = self._score(work)
@@ -191,11 +191,14 @@ class Engine:
         free = [r for r, row in enumerate(rows) if row.forecast is not None]
         if free:
             num_verified = sum(row.next_block_size - 1 for row in rows if row.forecast is None)
-            beside = Load(len(rows) - len(free), sum(depths), num_verified)
+            beside = Load(len(rows) - len(free), sum(depths), num_verified, self._passes(depths))
             chosen = self.controller.depths([rows[r].next_reach(deepest) for r in free], beside)
             for r, depth in zip(free, chosen, strict=True):
                 depths[r] = depth
         return depths
+
+    def _passes(self, depths: Sequence[int]) -> int:
+        return passes(max(depths, default=0), self.pair.draft.is_sequential)
 
     def _back_off(self, rows: Sequence[Row]) -> None:
         """Let rows that may draft decode plainly to their end, while the controller does not speculate."""

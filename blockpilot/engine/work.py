@@ -34,6 +34,8 @@ class Work:
     depths: Sequence[int]
     """[R]: positions that the draft proposed tokens for."""
     prompts: Part | None
+    num_passes: int = 1
+    """Passes of the draft, if it drafted."""
 
     @property
     def parts(self) -> list[Part]:
@@ -69,7 +71,8 @@ class Work:
     @property
     def load(self) -> Load:
         """Of its blocks."""
-        return Load(len(self.depths), sum(self.depths), self.num_block_tokens - len(self.depths))
+        num_verified = self.num_block_tokens - len(self.depths)
+        return Load(len(self.depths), sum(self.depths), num_verified, self.num_passes)
 
     def outcome(self, steps: Sequence[Step], next_rows: int) -> StepOutcome:
         """Load and results: `steps` are those of the blocks, but for rows that failed, and of prompts."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from blockpilot.control.choose import Offered
 from blockpilot.control.live import LiveController
-from blockpilot.control.price import Load
+from blockpilot.control.price import Load, passes
 from blockpilot.drafts.choices import own_chances
 from blockpilot.types import Candidates, Prefill
 
@@ -29,9 +29,9 @@ class _WholeDraft(LiveController):
     """Every row drafts all that its draft can."""
 
     def depths(self, reaches: Sequence[Sequence[float]], beside: Load) -> list[int]:
-        self._load = Load(
-            len(reaches) + beside.rows, sum(map(len, reaches)) + beside.num_drafted, beside.num_verified
-        )
+        deepest = max(beside.num_passes, passes(max(map(len, reaches)), self.price.is_sequential))
+        num_drafted = sum(map(len, reaches)) + beside.num_drafted
+        self._load = Load(len(reaches) + beside.rows, num_drafted, beside.num_verified, deepest)
         return [len(reach) for reach in reaches]
 
     def _best(self, chances: Sequence[float], rows: int, load: Load) -> int:
@@ -56,7 +56,8 @@ class TreeBudget(_WholeDraft):
     """CaDDTree's (arXiv 2606.01813): a budget for each row's tree, as if it were the only one."""
 
     def buy(self, offered: Sequence[Iterable[Offered]], most: int) -> list[list[Offered]]:
-        bought, alone = [], Load(1, self._load.num_drafted // self._load.rows)
+        num_drafted = self._load.num_drafted // self._load.rows
+        bought, alone = [], Load(1, num_drafted, num_passes=self._load.num_passes)
         for of_row in offered:
             nodes = list(islice(of_row, most))
             bought.append(nodes[: self._best([node.chance for node in nodes], 1, alone)])

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from blockpilot.control.price import COEFFICIENTS, Load, StepPrice, fit, relative_error
+from blockpilot.control.price import COEFFICIENTS, Load, StepPrice, fit, passes, relative_error
 from blockpilot.device import device_name, dtype_name
 from blockpilot.engine.engine import Engine
 from blockpilot.pairs.loading import Pair
@@ -45,7 +45,7 @@ def measure_price(pair: Pair, rows: int, context: int, *, num_steps: int = NUM_S
     coefficients = fit([step.load for step in fitted], [step.seconds for step in fitted])
     error = relative_error(coefficients, [step.load for step in held_out], [step.seconds for step in held_out])
     named = dict(zip(COEFFICIENTS, coefficients.tolist(), strict=True))
-    return StepPrice(*_made_for(pair), context, rows, **named, error=error)
+    return StepPrice(*_made_for(pair), context, rows, **named, error=error, is_sequential=pair.draft.is_sequential)
 
 
 def holds_here(price: StepPrice, pair: Pair) -> bool:
@@ -98,7 +98,9 @@ def time_steps(
             started = time.perf_counter()
             steps = engine.step()
             seconds = time.perf_counter() - started
-            load = Load(num_rows, sum(min(n - 1, deepest) for n in sizes), sum(len(s.tree.tokens) for s in steps))
+            depths = [min(n - 1, deepest) for n in sizes]
+            num_passes = passes(max(depths), pair.draft.is_sequential)
+            load = Load(num_rows, sum(depths), sum(len(s.tree.tokens) for s in steps), num_passes)
             best = found[place]
             if turn and (best is None or seconds < best.seconds):  # the first of a shape pays for memory and kernels
                 found[place] = TimedStep(load, seconds)

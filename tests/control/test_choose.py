@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blockpilot.control.choose import Depths, buy, choose_depths
-from blockpilot.control.price import Load, StepPrice
+from blockpilot.control.price import Load, StepPrice, passes
 from helpers.prices import linear_price, price
 
 ALONE = Load(0)
@@ -31,7 +31,9 @@ def rate(
     """Tokens a second of a step; rows beside emit one each."""
     rows = len(depths) + beside.rows
     tokens = rows + sum(sum(reach[:depth]) for reach, depth in zip(reaches, depths, strict=True))
-    seconds = price.seconds(Load(rows, beside.num_drafted + sum(depths), beside.num_verified))
+    launched = beside.num_passes if beside.num_drafted else 0
+    num_passes = max(launched, passes(max(depths), price.is_sequential))
+    seconds = price.seconds(Load(rows, beside.num_drafted + sum(depths), beside.num_verified, num_passes))
     return tokens / (seconds + price.token_s * sum(sum(tokens_a_slot[:depth]) for depth in depths))
 
 
@@ -44,8 +46,10 @@ def choose(reaches: Sequence[Sequence[float]], price: StepPrice, beside: Load = 
 chances = st.floats(0, 1)
 falling = st.lists(chances, max_size=4).map(lambda drawn: sorted(drawn, reverse=True))
 seconds = st.just(0.0) | st.floats(1e-3, 2.0)
-prices = st.builds(price, base_s=st.floats(0.1, 5), row_s=seconds, launch_s=seconds, slot_s=seconds, token_s=seconds)
-loads = st.builds(Load, st.integers(0, 3), st.integers(0, 9), st.integers(0, 9)).filter(
+costs = dict.fromkeys(("row_s", "launch_s", "slot_s", "token_s"), seconds)
+prices = st.builds(price, base_s=st.floats(0.1, 5), is_sequential=st.booleans(), **costs)
+few = st.integers(0, 9)
+loads = st.builds(Load, st.integers(0, 3), few, few, st.integers(1, 5)).filter(
     lambda load: load.rows or load == ALONE
 )
 
@@ -83,6 +87,14 @@ def test_nobody_drafts_where_launch_is_too_dear_for_all_together() -> None:
     assert choose([reach] * 6, dear) == [0] * 6
     assert choose([reach] * 6, cheap) == [2] * 6
     assert choose([reach], cheap, Load(5)) == [0]
+
+
+def test_a_sequential_draft_goes_no_deeper_than_all_rows_together_pay_for() -> None:
+    """A pass costs 0.4 steps of a row: the second one brings a row 0.5 tokens, which is worth it to two rows."""
+    reach, sequential = (0.9, 0.5, 0.1), price(base_s=0.0, row_s=1.0, launch_s=0.4, is_sequential=True)
+    assert choose([reach], sequential) == [1]
+    assert choose([reach] * 2, sequential) == [2, 2]
+    assert choose([reach, (0.9,)], sequential, Load(1, 3, 3, num_passes=3)) == [3, 1]
 
 
 def test_where_others_draft_anyway_the_launch_is_theirs() -> None:

@@ -1,6 +1,7 @@
 """What a step costs: a sum of terms, fitted to timed steps and kept in a file."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +47,9 @@ def test_chains_are_priced_in_plain_steps() -> None:
     """Also in any order, and of none."""
     assert PRICE.chains_s(1, 4) == PRICE.seconds(Load(4))
     assert PRICE.chains_s(5, 4) == PRICE.seconds(Load(4, 16, 16))
+    sequential = replace(PRICE, is_sequential=True)
+    assert sequential.chains_s(5, 4) == PRICE.seconds(Load(4, 16, 16, num_passes=4))
+    assert sequential.chains_s(1, 4) == PRICE.seconds(Load(4))
     assert PRICE.relative([1, 5, 3], 4) == pytest.approx([1, (18 + 3 + 12) / 18, (18 + 3 + 6) / 18])
     assert PRICE.relative([], 4) == []
     assert linear_price(0.1).relative([1, 11], 2) == pytest.approx([1, 3])
@@ -120,6 +124,13 @@ def test_a_price_survives_the_file(tmp_path: Path) -> None:
     assert PRICE.to_json().count("\n") == 1
 
 
+def test_a_price_of_before_drafts_could_be_sequential_is_one_of_a_draft_that_is_not(tmp_path: Path) -> None:
+    fields = json.loads(PRICE.to_json())
+    del fields["is_sequential"]
+    (tmp_path / "price.json").write_text(json.dumps(fields))
+    assert read_price(tmp_path / "price.json") == PRICE
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -133,6 +144,7 @@ def test_a_price_survives_the_file(tmp_path: Path) -> None:
         {"error": -1},
         {"base_s": 0, "row_s": 0},
         {"block_sizes": [1, 2]},
+        {"is_sequential": 1},
     ],
     ids=str,
 )

@@ -129,3 +129,8 @@ def remove_unfinished(folder: Place) -> None:
     for name in file_names(folder, suffix=".tmp"):
         if name.rpartition("/")[2].startswith("."):
             delete(join(folder, name))
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its type where it has none: libraries write paragraphs."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

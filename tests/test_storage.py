@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from blockpilot.storage import file_names, remove_unfinished, write_text
+from blockpilot.storage import file_names, first_line, remove_unfinished, write_text
 
 
 def test_an_error_leaves_the_file_as_it_was(tmp_path: Path) -> None:
@@ -31,3 +31,8 @@ def test_a_relative_place_is_below_the_present_directory(tmp_path: Path, monkeyp
         write_text("here/a.txt", name)
         assert file_names("here") == ["a.txt"]
         assert (tmp_path / name / "here" / "a.txt").read_text() == name
+
+
+@pytest.mark.parametrize(("message", "line"), [("one\ntwo", "one"), ("\n  one\n", "one"), ("", "ValueError")])
+def test_an_error_has_a_first_line(message: str, line: str) -> None:
+    assert first_line(ValueError(message)) == line

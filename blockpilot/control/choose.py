@@ -51,7 +51,7 @@ def choose_depths(
     costs = list(accumulate(of_slots, initial=0.0))
     plain_s = price.seconds(beside._replace(rows=rows))
     launched = beside.num_passes if beside.num_drafted else 0  # those passes are made anyway
-    more = (max(0, passes(depth, price.is_sequential) - launched) for depth in range(1, deepest + 1))
+    more = (max(0, passes([depth], price.is_sequential) - launched) for depth in range(1, deepest + 1))
     launches = [0.0, *(price.launch_s * num for num in more)]
     limits = range(deepest + 1) if price.is_sequential else (0, deepest)
 

@@ -6,7 +6,7 @@ asked for, also those of ragged batches.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple, Self
@@ -40,9 +40,9 @@ class Load(NamedTuple):
         return 1, self.rows, self.num_passes if self.num_drafted else 0, self.num_drafted, self.num_verified
 
 
-def passes(deepest: int, is_sequential: bool) -> int:
-    """Passes of a draft that proposes tokens for `deepest` positions of some row: a sequential one takes one each."""
-    return max(deepest, 1) if is_sequential else 1
+def passes(depths: Iterable[int], is_sequential: bool) -> int:
+    """Passes, if any, of a draft that proposes tokens for depths[r] positions: a sequential one for each depth."""
+    return max([1, *depths]) if is_sequential else 1
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class StepPrice:
     def chains_s(self, block_size: int, rows: int) -> float:
         """Seconds of a step in which all rows verify chains of this block size."""
         num_drafted = rows * (block_size - 1)
-        return self.seconds(Load(rows, num_drafted, num_drafted, passes(block_size - 1, self.is_sequential)))
+        return self.seconds(Load(rows, num_drafted, num_drafted, passes([block_size - 1], self.is_sequential)))
 
     def relative(self, block_sizes: Sequence[int], rows: int) -> list[float]:
         """`chains_s` of each block size, in steps of plain decoding."""

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from blockpilot.engine.engine import Engine
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt
-from blockpilot.storage import whole
+from blockpilot.storage import first_line, whole
 from blockpilot.types import Request, Sampling
 
 ANSWER_SCHEMA = pa.schema(
@@ -156,4 +156,4 @@ def _named(path: Path) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError, ValueError, TypeError) as error:
-        raise ValueError(f"{path}: {str(error).strip().splitlines()[0]}") from None
+        raise ValueError(f"{path}: {first_line(error)}") from None

@@ -17,7 +17,7 @@ from transformers import Qwen3Config
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.options import ARCHITECTURE, VOCABULARY_FILE, default_layer_ids
 from blockpilot.models.cache import head_dim
-from blockpilot.storage import write_text
+from blockpilot.storage import first_line, write_text
 
 _SHARED_WITH_TARGET = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
@@ -88,11 +88,6 @@ def _new_draft(path: Path) -> DraftModel:
         raise ValueError(f"draft {path}: {first_line(error)}") from None
     except Exception as error:  # of torch, for sizes that no network can have
         raise ValueError(f"draft {path}: no network is so ({type(error).__name__}: {first_line(error)})") from None
-
-
-def first_line(error: Exception) -> str:
-    """First line of an error's message."""
-    return str(error).strip().split("\n", 1)[0]
 
 
 def _read_vocabulary(path: Path, size: int) -> Tensor | None:

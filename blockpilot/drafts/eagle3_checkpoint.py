@@ -15,9 +15,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig
 
-from blockpilot.drafts.checkpoint import check_weights, first_line, read_config, read_weights
+from blockpilot.drafts.checkpoint import check_weights, read_config, read_weights
 from blockpilot.drafts.eagle3 import NUM_FEATURES, Eagle3Model, Eagle3Options, eagle3_layer_ids
 from blockpilot.models.cache import head_dim, num_kv_heads
+from blockpilot.storage import first_line
 
 EAGLE3_ARCHITECTURE = "LlamaForCausalLMEagle3"
 EAGLE3_ARCHITECTURES = (

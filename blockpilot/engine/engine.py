@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -43,9 +44,8 @@ class Engine:
     Not thread-safe: one caller adds, cancels and steps. Block sizes are those that `policy` chooses, by default the
     draft's trained one; a `controller` stands for a policy together with what it is weighed with, and may be replaced
     between steps. A step takes in `max_prefill_tokens` tokens of prompts at most, so a long prompt takes several
-    steps, and requests that decode go on meanwhile.
-
-    On a GPU, steps of few tokens run by CUDA graphs (models/graphs.py) unless `graphs` is False.
+    steps, and requests that decode go on meanwhile. On a GPU, steps of few tokens run by CUDA graphs
+    (models/graphs.py) unless `graphs` is False.
 
     What goes wrong with one request ends that one alone where its id and the exception are taken by `on_failure`;
     else the step raises it.
@@ -80,6 +80,7 @@ class Engine:
         self._drafter = Drafter(pair.prepared_draft, num_slots, max_length)
         if graphs and self._device.type == "cuda":
             self._cache.graphs = self._drafter.cache.graphs = Graphs(self._device)
+        self._passes = partial(passes, is_sequential=pair.draft.is_sequential)
         self._rows: list[Row] = []  # those that decode, by slot
         self._partial: Row | None = None  # the one whose prompt is taken in by parts, in the slot after theirs
         self._waiting: deque[Row] = deque()
@@ -196,9 +197,6 @@ class Engine:
             for r, depth in zip(free, chosen, strict=True):
                 depths[r] = depth
         return depths
-
-    def _passes(self, depths: Sequence[int]) -> int:
-        return passes(max(depths, default=0), self.pair.draft.is_sequential)
 
     def _back_off(self, rows: Sequence[Row]) -> None:
         """Let rows that may draft decode plainly to their end, while the controller does not speculate."""

@@ -29,7 +29,7 @@ class _WholeDraft(LiveController):
     """Every row drafts all that its draft can."""
 
     def depths(self, reaches: Sequence[Sequence[float]], beside: Load) -> list[int]:
-        deepest = max(beside.num_passes, passes(max(map(len, reaches)), self.price.is_sequential))
+        deepest = max(beside.num_passes, passes(map(len, reaches), self.price.is_sequential))
         num_drafted = sum(map(len, reaches)) + beside.num_drafted
         self._load = Load(len(reaches) + beside.rows, num_drafted, beside.num_verified, deepest)
         return [len(reach) for reach in reaches]

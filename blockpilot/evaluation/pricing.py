@@ -99,7 +99,7 @@ def time_steps(
             steps = engine.step()
             seconds = time.perf_counter() - started
             depths = [min(n - 1, deepest) for n in sizes]
-            num_passes = passes(max(depths), pair.draft.is_sequential)
+            num_passes = passes(depths, pair.draft.is_sequential)
             load = Load(num_rows, sum(depths), sum(len(s.tree.tokens) for s in steps), num_passes)
             best = found[place]
             if turn and (best is None or seconds < best.seconds):  # the first of a shape pays for memory and kernels

@@ -17,6 +17,7 @@ from huggingface_hub.errors import HFValidationError
 from blockpilot.drafts.options import VOCABULARY_FILE
 from blockpilot.pairs.embedded import GGUF_SHA256, embedded_target
 from blockpilot.pairs.table import EMBEDDED_DRAFT, EMBEDDED_TARGET, split_revision
+from blockpilot.storage import first_line
 
 EMBEDDED_DRAFT_DIRECTORY = Path(__file__).parents[1] / "data" / "smollm2_135m_dflash_b8"
 NOT_FOUND = (OSError, HFValidationError)  # the hub's own errors are OSErrors
@@ -88,5 +89,5 @@ def _find(what: str, name: str, patterns: Sequence[str]) -> Checkpoint:
 
 def not_found(what: str, name: str, error: Exception) -> str:
     """Message for a target or draft that cannot be had."""
-    reason = str(error).strip().splitlines()[0]
+    reason = first_line(error)
     return f"{what} {name!r}: neither a local directory that loads nor a model the hub gives ({reason})"

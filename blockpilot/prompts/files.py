@@ -20,7 +20,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from blockpilot.prompts.sets import PROMPT_SETS, read_set
-from blockpilot.storage import Place, write_text
+from blockpilot.storage import Place, first_line, write_text
 
 ROLES = ("system", "user", "assistant")
 FILE_SUFFIXES = (".jsonl", ".parquet", ".txt")
@@ -195,7 +195,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, object]]:
         columns = [name for name in ("prompt", "messages", "set", "follow_ups") if name in names]
         table = pq.read_table(path, columns=columns)
     except pa.ArrowException as error:
-        raise ValueError(f"{path}: not a Parquet file ({str(error).splitlines()[0]})") from error
+        raise ValueError(f"{path}: not a Parquet file ({first_line(error)})") from error
     if not {"prompt", "messages"} & set(columns):
         raise ValueError(f"{path}: needs a column prompt or messages, has {', '.join(names) or 'none'}")
     for number, row in enumerate(table.to_pylist(), start=1):

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from blockpilot.prompts.files import Prompt
-from blockpilot.storage import Place, file_names, is_file, is_folder, join, located, write_bytes
+from blockpilot.storage import Place, file_names, first_line, is_file, is_folder, join, located, write_bytes
 from blockpilot.types import PairId
 
 METADATA_KEY = b"blockpilot"
@@ -250,7 +250,7 @@ def read_file(place: Place) -> Sweep:
             table = pq.ParquetFile(file).read()
         values = table.to_pylist()
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{place}: not a readable Parquet file ({str(error).splitlines()[0]})") from error
+        raise ValueError(f"{place}: not a readable Parquet file ({first_line(error)})") from error
     metadata = _file_metadata(place, table.schema)
     rows = [SweepRow(**of_row) for of_row in values]
     _validate_all(place, rows, metadata)

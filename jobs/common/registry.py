@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from filelock import FileLock
 
 from blockpilot.pairs.table import target_slug
+from blockpilot.storage import first_line
 from jobs.common.config import in_submitted_job
 
 if TYPE_CHECKING:
@@ -324,4 +325,4 @@ def _clear_errors(what: str) -> Iterator[None]:
     try:
         yield
     except (MlflowException, SQLAlchemyError) as error:
-        raise ValueError(without_password(f"{what}: {str(error).strip().splitlines()[0]}")) from None
+        raise ValueError(without_password(f"{what}: {first_line(error)}")) from None

@@ -32,7 +32,7 @@ def rate(
     rows = len(depths) + beside.rows
     tokens = rows + sum(sum(reach[:depth]) for reach, depth in zip(reaches, depths, strict=True))
     launched = beside.num_passes if beside.num_drafted else 0
-    num_passes = max(launched, passes(max(depths), price.is_sequential))
+    num_passes = max(launched, passes(depths, price.is_sequential))
     seconds = price.seconds(Load(rows, beside.num_drafted + sum(depths), beside.num_verified, num_passes))
     return tokens / (seconds + price.token_s * sum(sum(tokens_a_slot[:depth]) for depth in depths))
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from blockpilot.draft_training.batches import DraftBatch
-from blockpilot.draft_training.loss import DraftLoss, LossSums, Scores, Vocabulary
+from blockpilot.draft_training.loss import DraftLoss, LossSums, Scores, Vocabulary, distilled
 from blockpilot.drafts.eagle3 import Eagle3Model
 from blockpilot.drafts.unrolled import UnrolledAttention
 
@@ -117,7 +117,4 @@ class Eagle3Loss(DraftLoss):
         """Losses [M] of log_probs [M, draft vocab] against the labels [M] mixed with the target's distributions."""
         if of_target is None:
             return functional.nll_loss(log_probs, labels, reduction="none")
-        if self.distill < 1:
-            own = torch.full_like(log_probs[:, :1], 1 - self.distill)
-            of_target = (of_target * self.distill).scatter_add_(1, labels[:, None], own)
-        return -(of_target * log_probs).sum(dim=-1)
+        return distilled(log_probs, labels, of_target, self.distill)

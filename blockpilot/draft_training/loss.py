@@ -119,9 +119,7 @@ class BlockLoss(DraftLoss):
         losses = hard = -log_probs.gather(-1, targets[:, None])[:, 0]
         if self.distill:
             of_target = self._logits(at(batch.hidden, positions - 1)[inside], vocabulary).float()
-            wanted = of_target.softmax(dim=-1).mul_(self.distill)
-            wanted.scatter_add_(-1, targets[:, None], torch.full_like(wanted[:, :1], 1 - self.distill))
-            losses = -(wanted * log_probs).sum(dim=-1)
+            losses = distilled(log_probs, targets, of_target.softmax(dim=-1), self.distill)
         weights = self._weights(hard.detach(), inside)
         weighted = (losses * weights[inside]).sum()
         correct = torch.zeros_like(inside)
@@ -142,6 +140,14 @@ class BlockLoss(DraftLoss):
         head = self.head if vocabulary is None else self.head[vocabulary.ids]
         logits = functional.linear(hidden, head.to(hidden.dtype))
         return logits if vocabulary is None else logits + vocabulary.correction.to(logits.dtype)
+
+
+def distilled(log_probs: Tensor, labels: Tensor, of_target: Tensor, share: float) -> Tensor:
+    """Cross entropies [M] of log_probs [M, V] with the target's distributions [M, V], a `share`, and labels [M]."""
+    if share < 1:
+        rest = torch.full_like(log_probs[:, :1], 1 - share)
+        of_target = (of_target * share).scatter_add_(-1, labels[:, None], rest)
+    return -(of_target * log_probs).sum(dim=-1)
 
 
 def dpace_weights(losses: Tensor, inside: Tensor) -> Tensor:

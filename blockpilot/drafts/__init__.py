@@ -1,1 +1,1 @@
-"""What proposes: the interface of drafts, DFlash and EAGLE-3 behind it, their checkpoint formats."""
+"""Drafts: their interface, DFlash and EAGLE-3 behind it, checkpoint formats."""

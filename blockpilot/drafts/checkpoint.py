@@ -4,7 +4,8 @@ A draft with a vocabulary of its own has one file more, which other readers of t
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from transformers import Qwen3Config
 
 from blockpilot.drafts.dflash import DraftModel
+from blockpilot.drafts.interface import Draft
 from blockpilot.drafts.options import ARCHITECTURE, VOCABULARY_FILE, default_layer_ids
 from blockpilot.models.cache import head_dim
 from blockpilot.storage import first_line, write_text
@@ -82,11 +84,18 @@ def _new_draft(path: Path) -> DraftModel:
         config = Qwen3Config.from_dict(stored)
     except Exception as error:  # transformers raises many types
         raise ValueError(f"draft {path}: not a configuration ({first_line(error)})") from None
-    try:
+    with named_errors(path):
         return DraftModel(config)
+
+
+@contextmanager
+def named_errors(path: Path) -> Iterator[None]:
+    """Turn what goes wrong while a network is made of a config.json into ValueErrors of one line that name it."""
+    try:
+        yield
     except ValueError as error:
         raise ValueError(f"draft {path}: {first_line(error)}") from None
-    except Exception as error:  # of torch, for sizes that no network can have
+    except Exception as error:  # of transformers and torch, for what no network can have
         raise ValueError(f"draft {path}: no network is so ({type(error).__name__}: {first_line(error)})") from None
 
 
@@ -107,14 +116,23 @@ def _read_vocabulary(path: Path, size: int) -> Tensor | None:
 
 def save_draft(model: DraftModel, directory: Path, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write the published format: config.json, and weights of `dtype` in model.safetensors."""
-    directory.mkdir(parents=True, exist_ok=True)
-    weights = {name: value.detach().to("cpu", dtype).contiguous() for name, value in model.state_dict().items()}
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    stored = {"architectures": [ARCHITECTURE], "dtype": str(dtype).removeprefix("torch.")}
-    config = model.config.to_dict() | stored
-    (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    write_checkpoint(model, {"architectures": [ARCHITECTURE]}, directory, dtype)
     if model.vocabulary is not None:
         write_vocabulary(directory, model.vocabulary)
+
+
+def write_checkpoint(model: Draft, options: Mapping[str, Any], directory: Path, dtype: torch.dtype) -> None:
+    """Write a network's weights, the floating ones of them as `dtype`, and its configuration with these options."""
+    directory.mkdir(parents=True, exist_ok=True)
+    weights = {name: _stored(value, dtype) for name, value in model.state_dict().items()}
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    config = model.config.to_dict() | {"dtype": str(dtype).removeprefix("torch.")} | options
+    (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _stored(value: Tensor, dtype: torch.dtype) -> Tensor:
+    value = value.detach().to("cpu")
+    return (value.to(dtype) if value.is_floating_point() else value).contiguous()
 
 
 def write_vocabulary(directory: Path, ids: Tensor) -> None:

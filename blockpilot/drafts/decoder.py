@@ -17,7 +17,7 @@ from blockpilot.drafts.choices import Linked
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.head import DraftHead
 from blockpilot.drafts.interface import Asked, Choose, PreparedDraft
-from blockpilot.models.cache import SlotCache, SlotView, num_kv_heads
+from blockpilot.models.cache import SlotCache, SlotView, num_kv_heads, read_slots
 from blockpilot.models.graphs import Box, BoxPlaces
 from blockpilot.models.kernels import prepared
 from blockpilot.models.layers import Mask, Rotary, RotaryTable
@@ -140,8 +140,7 @@ class PreparedDFlash(PreparedDraft):
         """Hidden states [M, hidden] of all positions but the anchors' of the rows' blocks."""
         slots = asked.slots
         blocks = Packing([depth + 1 for depth in asked.depths], asked.starts, anchors.device)
-        # The slots in use are dense, so that where all of them draft the cache is read as a plain view.
-        rows = slice(0, len(slots)) if slots[-1] == len(slots) - 1 else torch.tensor(slots)
+        rows = read_slots(slots)
         index = blocks.rows if isinstance(rows, slice) else sent(rows, anchors.device)[blocks.rows]
         view = cache.view(index, blocks.columns, rows, blocks.length)
         tokens = torch.where(blocks.offsets == 0, anchors[blocks.rows], self._decoder.mask_token_id)

@@ -19,7 +19,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEm
 from blockpilot.drafts.blocks import Blocks, KnownContext, block_mask
 from blockpilot.drafts.interface import Draft, check_layers, check_same
 from blockpilot.drafts.markov import MarkovHead
-from blockpilot.drafts.options import parse_options
+from blockpilot.drafts.options import DraftOptions, parse_options
 from blockpilot.models.cache import num_kv_heads
 from blockpilot.models.kernels import outputs
 from blockpilot.models.packing import folded, grouped_attention
@@ -115,6 +115,9 @@ class DraftLayer(nn.Module):
 class DraftModel(Draft):
     """DFlash network; its parameters are named as in the published checkpoints."""
 
+    config: Qwen3Config
+    options: DraftOptions
+
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__()
         self.config = config
@@ -135,25 +138,12 @@ class DraftModel(Draft):
     def is_sequential(self) -> bool:
         return False
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.norm.weight.dtype
-
-    @property
-    def block_size(self) -> int:
-        return self.options.block_size
-
-    @property
-    def context_size(self) -> int:
-        return self.config.hidden_size
-
     def layer_ids(self, num_target_layers: int) -> tuple[int, ...]:
         return self.options.target_layer_ids
 
     def check_fit(self, config: PretrainedConfig) -> None:
         options, mask = self.options, self.options.mask_token_id
-        check_same("hidden size", self.config.hidden_size, config.hidden_size)
-        check_same("vocabulary", self.config.vocab_size, config.vocab_size)
+        super().check_fit(config)
         check_same("number of target layers", options.num_target_layers, config.num_hidden_layers)
         check_layers(options.target_layer_ids, config.num_hidden_layers)
         if not 0 <= mask < config.vocab_size:

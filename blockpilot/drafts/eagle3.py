@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from blockpilot.drafts.blocks import Blocks, KnownContext
 from blockpilot.drafts.dflash import DraftMlp, Rotary, turned
-from blockpilot.drafts.interface import Draft, check_layers, check_same
+from blockpilot.drafts.interface import Draft, check_layers
 from blockpilot.drafts.unrolled import UnrolledAttention
 from blockpilot.models.cache import head_dim, num_kv_heads
 from blockpilot.models.kernels import outputs
@@ -103,6 +103,8 @@ class Eagle3Model(Draft):
     [vocab] (which of the target's tokens it holds).
     """
 
+    config: LlamaConfig
+    options: Eagle3Options
     d2t: Tensor
     t2d: Tensor
 
@@ -127,24 +129,11 @@ class Eagle3Model(Draft):
     def is_sequential(self) -> bool:
         return True
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.norm.weight.dtype
-
-    @property
-    def block_size(self) -> int:
-        return self.options.block_size
-
-    @property
-    def context_size(self) -> int:
-        return self.config.hidden_size
-
     def layer_ids(self, num_target_layers: int) -> tuple[int, ...]:
         return self.options.layer_ids(num_target_layers)
 
     def check_fit(self, config: PretrainedConfig) -> None:
-        check_same("hidden size", self.config.hidden_size, config.hidden_size)
-        check_same("vocabulary", self.config.vocab_size, config.vocab_size)
+        super().check_fit(config)
         if (size := self.options.draft_vocab_size) < LEAST_VOCABULARY:
             raise ValueError(f"draft_vocab_size {size}: must be at least {LEAST_VOCABULARY}")
         self.options.layer_ids(config.num_hidden_layers)

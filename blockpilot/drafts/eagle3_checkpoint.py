@@ -5,20 +5,17 @@ that of vLLM's speculators, whose `transformer_layer_config` is the llama config
 means its output in `eagle_config` (as SGLang reads it) and its input at the top level (as vLLM reads it).
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig
 
-from blockpilot.drafts.checkpoint import check_weights, read_config, read_weights
+from blockpilot.drafts.checkpoint import check_weights, named_errors, read_config, read_weights, write_checkpoint
 from blockpilot.drafts.eagle3 import NUM_FEATURES, Eagle3Model, Eagle3Options, eagle3_layer_ids
 from blockpilot.models.cache import head_dim, num_kv_heads
-from blockpilot.storage import first_line
 
 EAGLE3_ARCHITECTURE = "LlamaForCausalLMEagle3"
 EAGLE3_ARCHITECTURES = (
@@ -79,13 +76,9 @@ def _check_vocabulary(model: Eagle3Model, directory: Path) -> None:
 def _new_model(path: Path) -> Eagle3Model:
     """The network of a config.json, its weights random; raises ValueError for what is none."""
     stored = read_config(path)
-    try:
+    with named_errors(path):
         config, options = parse_eagle3(stored)
         return Eagle3Model(config, options)
-    except ValueError as error:
-        raise ValueError(f"draft {path}: {first_line(error)}") from None
-    except Exception as error:  # of transformers and torch, for what no network can have
-        raise ValueError(f"draft {path}: no network is so ({type(error).__name__}: {first_line(error)})") from None
 
 
 def parse_eagle3(stored: dict[str, Any]) -> tuple[LlamaConfig, Eagle3Options]:
@@ -142,27 +135,18 @@ def _layer_ids(stored: dict[str, Any], eagle: dict[str, Any]) -> tuple[int, ...]
 
 def save_eagle3(model: Eagle3Model, directory: Path, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write the published format: config.json, and weights of `dtype` in model.safetensors."""
-    directory.mkdir(parents=True, exist_ok=True)
-    weights = {name: _stored(value, dtype) for name, value in model.state_dict().items()}
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     options = model.options
-    config = model.config.to_dict() | {
+    stored: dict[str, Any] = {
         "architectures": [EAGLE3_ARCHITECTURE],
-        "dtype": str(dtype).removeprefix("torch."),
         "draft_vocab_size": options.draft_vocab_size,
         "block_size": options.block_size,
         "norm_before_residual": options.norm_before_residual,
         "rope_theta": dict(model.config.rope_parameters or {}).get("rope_theta"),  # for readers older than that
     }
     if (ids := options.target_layer_ids) is not None:
-        config |= {"eagle_config": {_LAYER_IDS: list(ids), "use_aux_hidden_state": True}}
-        config |= {_LAYER_IDS: [i + 1 for i in ids]}
-    (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-
-
-def _stored(value: Tensor, dtype: torch.dtype) -> Tensor:
-    value = value.detach().to("cpu")
-    return (value.to(dtype) if value.is_floating_point() else value).contiguous()
+        stored |= {"eagle_config": {_LAYER_IDS: list(ids), "use_aux_hidden_state": True}}
+        stored |= {_LAYER_IDS: [i + 1 for i in ids]}
+    write_checkpoint(model, stored, directory, dtype)
 
 
 def new_eagle3_config(target_config: Any) -> LlamaConfig:

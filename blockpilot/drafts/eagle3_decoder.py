@@ -18,7 +18,7 @@ from blockpilot.drafts.choices import Linked, own_chances
 from blockpilot.drafts.eagle3 import Eagle3Model
 from blockpilot.drafts.head import DraftHead
 from blockpilot.drafts.interface import Asked, Choose, PreparedDraft
-from blockpilot.models.cache import SlotCache, SlotView, num_kv_heads
+from blockpilot.models.cache import SlotCache, SlotView, num_kv_heads, read_slots
 from blockpilot.models.kernels import prepared
 from blockpilot.models.layers import DecoderLayers, LayerWeights, Mask, Rotary, RotaryTable, attend_parts
 from blockpilot.models.packing import Packing, SideBySide
@@ -101,7 +101,7 @@ class PreparedEagle3(PreparedDraft):
         assert isinstance(cache, Eagle3Cache)
         device = features.device
         tokens, index = tensor_on(device, following).clamp(min=0), tensor_on(device, slots)
-        view = cache.view(index[packing.rows], packing.columns, _dense(slots), packing.length)
+        view = cache.view(index[packing.rows], packing.columns, read_slots(slots), packing.length)
         masks = [Mask(part, part.visible, self._groups, self._draft.dtype) for part in packing.parts]
         fused = self._fc(features.to(self._draft.dtype))
         found = self._entries(tokens, fused, packing.positions, view, masks)
@@ -153,7 +153,7 @@ class PreparedEagle3(PreparedDraft):
         num_rows, width = tokens.shape
         packing = Packing([width] * num_rows, [start + depth * width for start in starts], tokens.device)
         index = tensor_on(tokens.device, slots)
-        view = cache.view(index[packing.rows], packing.columns, _dense(slots), packing.length)
+        view = cache.view(index[packing.rows], packing.columns, read_slots(slots), packing.length)
         first = tensor_on(tokens.device, starts)[:, None]
         visible = (torch.arange(packing.length, device=tokens.device) < first)[:, None].repeat(1, width, 1)
         own = first + torch.arange(seen.shape[2], device=tokens.device)
@@ -171,11 +171,6 @@ class PreparedEagle3(PreparedDraft):
         embedded = self._embed(tokens).to(self._draft.dtype)
         rotary = self._rotary.at(positions, view.num_columns, embedded)
         return self._layers.entries(embedded, hidden, rotary, view, masks)
-
-
-def _dense(slots: Sequence[int]) -> "slice | Tensor":
-    """Slots that are read: the first ones as a plain view of the cache."""
-    return slice(0, len(slots)) if slots[-1] == len(slots) - 1 else torch.tensor(slots)
 
 
 def _followed(found: Candidates, above: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

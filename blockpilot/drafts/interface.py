@@ -7,7 +7,7 @@ families.py knows all families.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -67,12 +67,16 @@ class PreparedDraft(ABC):
 
 
 class Draft(nn.Module, ABC):
-    """The network of a checkpoint."""
+    """The network of a checkpoint; `options` hold what its configuration does not."""
+
+    config: Any
+    options: Any
+    norm: Any
 
     @property
-    @abstractmethod
     def block_size(self) -> int:
         """Tokens of a step that the draft was trained for: its anchor and the positions that it drafts."""
+        return int(self.options.block_size)
 
     @property
     @abstractmethod
@@ -80,22 +84,24 @@ class Draft(nn.Module, ABC):
         """True if it proposes token by token, in a pass for each depth, rather than all in one."""
 
     @property
-    @abstractmethod
     def dtype(self) -> torch.dtype:
         """Dtype of its weights."""
+        dtype: torch.dtype = self.norm.weight.dtype
+        return dtype
 
     @property
-    @abstractmethod
     def context_size(self) -> int:
         """Size of a context vector."""
+        return int(self.config.hidden_size)
 
     @abstractmethod
     def layer_ids(self, num_target_layers: int) -> tuple[int, ...]:
         """Layers of a target whose outputs are the draft's features, 0 is the first."""
 
-    @abstractmethod
     def check_fit(self, config: PretrainedConfig) -> None:
         """Raise ValueError, naming both values, for a draft that was not made for a target of this configuration."""
+        check_same("hidden size", self.config.hidden_size, config.hidden_size)
+        check_same("vocabulary", self.config.vocab_size, config.vocab_size)
 
     def of_first_tokens(self, num: int) -> Self:
         """The draft, with the first `num` tokens of its vocabulary only; raises ValueError where it has no order."""

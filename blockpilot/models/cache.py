@@ -148,6 +148,11 @@ class SlotView:
         return graphs.of_box((key, box), in_box, hidden, box, box.places(packing, slots, num_columns))
 
 
+def read_slots(slots: Sequence[int]) -> "slice | Tensor":
+    """Ascending slots for a view to read: the first ones of a cache as a slice, which copies nothing."""
+    return slice(0, len(slots)) if slots[-1] == len(slots) - 1 else torch.tensor(slots)
+
+
 def num_kv_heads(config: Any) -> int:
     """Heads of keys, and of values; as many as of queries where a configuration does not say."""
     return int(config.num_key_value_heads or config.num_attention_heads)

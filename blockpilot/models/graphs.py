@@ -121,7 +121,7 @@ class Captured:
 
 
 class Memory(NamedTuple):
-    """What the graphs of an engine share, since they run one at a time."""
+    """Memory pool and stream that the graphs of an engine share, since they run one at a time."""
 
     pool: Any
     stream: torch.cuda.Stream

@@ -138,7 +138,7 @@ class Point(NamedTuple):
     num_syncs: int
     """Times that a step's host waits for the device."""
     capture_s: float
-    """Of the first step of the kind."""
+    """Seconds of the first step of the kind."""
 
 
 def copy_speed(device: torch.device) -> float:
@@ -297,7 +297,7 @@ NUM_TOKENS = 40
 
 
 def requests_of(pair: Pair, temperature: float, *, plain: bool) -> list[Request]:
-    """Of all KINDS, with prompts of several lengths; or the same one token at a time."""
+    """Requests of all KINDS, with prompts of several lengths; or the same one token at a time."""
     found = []
     for i, (size, layout) in enumerate(KINDS):
         prompt = torch.randint(0, pair.vocab_size, (5 + 53 * i,), generator=torch.Generator().manual_seed(i))

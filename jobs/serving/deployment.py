@@ -1,4 +1,4 @@
-"""What Serve runs for a model: a replica, which is imported where it runs.
+"""Deployment of a model on Serve: a replica, which is imported where it runs.
 
 Who deploys it makes none, and needs neither torch nor transformers, which take seconds to import.
 """

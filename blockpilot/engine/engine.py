@@ -26,7 +26,7 @@ from blockpilot.engine.detokenize import TextStream
 from blockpilot.engine.drafting import Drafter
 from blockpilot.engine.rows import Row
 from blockpilot.engine.sampling import keyed_sample
-from blockpilot.engine.trees import best_first, first_choices, grow, tree_of
+from blockpilot.engine.trees import MAX_DEPTH, best_first, first_choices, grow, tree_of
 from blockpilot.engine.work import Part, StepScores, Work, blocks_of
 from blockpilot.models.graphs import Graphs
 from blockpilot.models.packing import Packing
@@ -187,7 +187,7 @@ class Engine:
     def _choose_depths(self, rows: Sequence[Row]) -> list[int]:
         """Positions that the draft proposes tokens for, of every row [R]."""
         self._back_off(rows)
-        deepest = self.pair.block_size - 1
+        deepest = min(self.pair.block_size - 1, MAX_DEPTH)
         depths = [0 if row.forecast is not None else row.next_depth(deepest) for row in rows]
         free = [r for r, row in enumerate(rows) if row.forecast is not None]
         if free:

@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 from blockpilot.types import Tree
 
+MAX_DEPTH = 31  # of a path: further back layers.c sums columns in another order
+
 
 class Slots(NamedTuple):
     """Choices of the D slots of one draft pass after each of P choices of the slot before, the best of each first.

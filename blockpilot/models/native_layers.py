@@ -60,7 +60,7 @@ class _TokensStruct(Structure):
 class _PartStruct(Structure):
     _fields_ = (
         *((name, c_long) for name in ("rows", "width", "length")),
-        *((name, c_void_p) for name in ("sizes", "firsts", "slots", "visible")),
+        *((name, c_void_p) for name in ("sizes", "firsts", "slots", "visible", "positions")),
     )
 
 
@@ -85,7 +85,7 @@ class NativeLayers(DecoderLayers):
         room = 1 + max(mask.packing.length for mask in masks[0])
         widths = shape.hidden, (shape.queries + 2 * shape.kv) * shape.dim, shape.queries * shape.dim, shape.hidden
         rooms = [hidden.new_empty(num, width) for width in (*widths, 2 * shape.inner, shape.inner)]
-        scores = torch.empty(threads * QUERIES * room)
+        scores = torch.empty(threads * 2 * QUERIES * room)
         features, layers = hidden.new_empty(num, len(kept) * shape.hidden), torch.tensor(kept, dtype=torch.int64)
         places.check(
             self._run(
@@ -140,7 +140,8 @@ class _Places:
         num_rows, width, length = len(packing.sizes), packing.width, packing.length
         assert mask.visible.shape == (num_rows, 1, width, length)
         assert length <= self._length
-        pointers = map(self._pointer, (sizes, firsts + first, slots, mask.visible))
+        positions = packing.pad(packing.positions)
+        pointers = map(self._pointer, (sizes, firsts + first, slots, mask.visible, positions))
         return _PartStruct(num_rows, width, length, *pointers)
 
     def _pointer(self, numbers: Tensor) -> int:

@@ -10,7 +10,7 @@
 #define SUMS 8 /* queries by VALUES vectors whose sums over values are in registers at once */
 #define VALUES (LANES / 8)
 
-typedef float four __attribute__((vector_size(16)));
+typedef float four __attribute__((vector_size(16), may_alias));
 
 struct layer {
     struct linear qkv, out, gate_up, down;
@@ -37,6 +37,7 @@ struct part {
     long rows, width, length;
     const int64_t *sizes, *firsts, *slots; /* [rows] */
     const uint8_t *visible; /* [rows, width, length] */
+    const int64_t *positions; /* [rows, width] */
 };
 
 /* In every lane the largest of those that are a multiple of 4 lanes away. */
@@ -128,7 +129,7 @@ static void pack(long num, long dim, const stored *const *queries, uint32_t *pan
 /* scores [length, stride], stride FEW or QUERIES, with room up to a multiple of LANES -> e^(scale * (score - top)) of
  * every query, and their totals [stride]. */
 static inline __attribute__((always_inline)) void exponentials(long length, const long stride, float scale,
-                                                               float *scores, four *totals)
+                                                               float *scores, float *totals)
 {
     lanes top[PANEL / LANES];
     long vectors = stride < LANES ? 1 : stride / LANES, end = (length * stride + LANES - 1) / LANES * LANES;
@@ -141,26 +142,33 @@ static inline __attribute__((always_inline)) void exponentials(long length, cons
         if (stride < LANES)
             top[v] = largest_of_fours(top[v]);
     }
+    lanes total[PANEL / LANES] = {0};
     for (long i = 0; i < end; i += vectors * LANES)
         for (long v = 0; v < vectors; v++) {
             lanes *score = (lanes *)(scores + i + v * LANES);
             *score = exponential((*score - top[v]) * scale);
+            total[v] += *score;
         }
-    four total[QUERIES / 4] = {0};
-    for (long column = 0; column < length; column++)
-        for (long i = 0; i < stride / 4; i++)
-            total[i] += ((const four *)scores)[column * stride / 4 + i];
+    if (stride < LANES) { /* in the order of the columns, too */
+        *(four *)total = (four){0};
+        for (long column = 0; column < length; column++)
+            *(four *)total += ((const four *)scores)[column];
+    }
     memcpy(totals, total, stride * sizeof(float));
 }
 
-/* The chances of `num` queries [length, stride] times values [length, dim] -> sums [num, dim]. In the order of the
- * columns: those between that are not seen add 0, so that a token of a tree gives the bits that it gives in a text. */
+/* The chances of `num` queries [length, stride] times values [length, dim], from a column on, are added to sums
+ * [num, dim]. In the order of the columns: those between that are not seen add 0, so that a token of a tree gives the
+ * bits that it gives in a text. */
 static inline __attribute__((always_inline)) void add_values(
-    const long num, long dim, long length, const float *chances, const long stride, const stored *values, float *sums)
+    const long num, long dim, long from, long length, const float *chances, const long stride, const stored *values,
+    float *sums)
 {
     for (long first = 0; first < dim; first += VALUES * LANES) {
-        lanes sum[SUMS][VALUES] = {0};
-        for (long column = 0; column < length; column++) {
+        lanes sum[SUMS][VALUES];
+        for (long q = 0; q < num; q++)
+            memcpy(sum[q], sums + q * dim + first, sizeof sum[q]);
+        for (long column = from; column < length; column++) {
             const stored *own = values + column * dim + first;
 #pragma GCC unroll 2
             for (long v = 0; v < VALUES; v++) {
@@ -175,14 +183,46 @@ static inline __attribute__((always_inline)) void add_values(
     }
 }
 
+/* Of `seen` columns those that a token at a position sees in its text and in every tree, less than a stretch deep, so
+ * that tiles may sum over them in an order of their own. */
+static long whole_columns(long position, long seen)
+{
+    long last = position + 1 < seen ? position + 1 : seen, stretches = uses_tiles() ? last / STRETCH - 1 : 0;
+    return stretches > 0 ? stretches * STRETCH : 0;
+}
+
+/* Chances of `num` queries, `stride` at most, of which the first whole[q] columns are for tiles -> sums [num, dim]. */
+static inline __attribute__((always_inline)) void sum_values(
+    long num, const long stride, long dim, long length, float *chances, const long *whole, const stored *values,
+    float *sums)
+{
+    long least = whole[0], most = whole[0];
+    for (long q = 1; q < num; q++) {
+        least = whole[q] < least ? whole[q] : least;
+        most = whole[q] > most ? whole[q] : most;
+    }
+    memset(sums, 0, stride * dim * sizeof *sums);
+    if (most)
+        weigh(most, stride, dim, chances, whole, values, (stored *)(chances + (length * stride / LANES + 1) * LANES), sums);
+    for (long q = 0; q < num; q++)
+        for (long column = least; column < whole[q]; column++)
+            chances[column * stride + q] = 0;
+    for (long first = 0; first < num; first += SUMS)
+        if (num - first <= SUMS / 2)
+            add_values(SUMS / 2, dim, least, length, chances + first, stride, values, sums + first * dim);
+        else
+            add_values(SUMS, dim, least, length, chances + first, stride, values, sums + first * dim);
+}
+
 /* `num` queries, `stride` at most, of one head of keys and values [length, dim], each with its mask [length]: softmax of
- * their products over what they see, times the values. scores: room for `stride` a column, and LANES. */
+ * their products over what they see, times the values. scores: room for 2 * `stride` a column, and LANES. */
 static inline __attribute__((always_inline)) void attend_some(
     long num, const long stride, long dim, long length, const stored *const *queries, const stored *keys,
-    const stored *values, const uint8_t *const *masks, float *scores, stored *const *out)
+    const stored *values, const uint8_t *const *masks, const long *whole, float *scores, stored *const *out)
 {
     uint32_t panel[dim / PER_UNIT * QUERIES] __attribute__((aligned(64)));
-    float sums[SUMS * dim] __attribute__((aligned(64))), totals[stride] __attribute__((aligned(16)));
+    float sums[stride * dim] __attribute__((aligned(64)));
+    float totals[stride];
     pack(num, dim, queries, panel);
     panel_sums(length, dim, keys, panel, stride, scores);
     for (long q = 0; q < num; q++) {
@@ -191,16 +231,11 @@ static inline __attribute__((always_inline)) void attend_some(
             if (!masks[q][column])
                 scores[column * stride + q] = -INFINITY;
     }
-    exponentials(length, stride, 1 / sqrtf(dim), scores, (four *)totals);
-    for (long first = 0; first < num; first += SUMS) {
-        if (num - first <= SUMS / 2)
-            add_values(SUMS / 2, dim, length, scores + first, stride, values, sums);
-        else
-            add_values(SUMS, dim, length, scores + first, stride, values, sums);
-        for (long q = first; q < num && q < first + SUMS; q++)
-            for (long i = 0; i < dim; i += LANES)
-                store(*(const lanes *)(sums + (q - first) * dim + i) / totals[q], out[q] + i);
-    }
+    exponentials(length, stride, 1 / sqrtf(dim), scores, totals);
+    sum_values(num, stride, dim, length, scores, whole, values, sums);
+    for (long q = 0; q < num; q++)
+        for (long i = 0; i < dim; i += LANES)
+            store(*(const lanes *)(sums + q * dim + i) / totals[q], out[q] + i);
 }
 
 /* Ask for numbers that memory is about to be read for: each wait would be one of its own. */
@@ -221,7 +256,7 @@ static long seen_of(long num, const uint8_t *const *masks, long length)
 }
 
 /* heads [tokens, groups * kv + 2 * kv, dim], of which the queries attend -> out [tokens, groups * kv, dim].
- * scores [threads, room, QUERIES], aligned to 64 bytes, room above the length. */
+ * scores [threads, room, 2 * QUERIES], aligned to 64 bytes, room above the length. */
 static void attend(const struct part *part, const struct tokens *tokens, long groups, long kv, long dim, long layer,
                    const stored *heads, float *scores, long room, stored *out)
 {
@@ -237,6 +272,7 @@ static void attend(const struct part *part, const struct tokens *tokens, long gr
                 const stored *of[QUERIES];
                 const uint8_t *mask[QUERIES];
                 stored *to[QUERIES];
+                long whole[QUERIES] = {0};
                 for (long q = 0; q < num; q++) {
                     long place = (first + q) / groups, own_head = head * groups + (first + q) % groups;
                     of[q] = heads + ((part->firsts[row] + place) * (groups + 2) * kv + own_head) * dim;
@@ -245,14 +281,16 @@ static void attend(const struct part *part, const struct tokens *tokens, long gr
                 }
                 const stored *key = tokens->cache + ((layer * 2 * tokens->slots + part->slots[row]) * kv + head) * each;
                 const stored *value = key + tokens->slots * kv * each;
-                float *own = scores + omp_get_thread_num() * room * QUERIES;
+                float *own = scores + omp_get_thread_num() * room * 2 * QUERIES;
                 long seen = seen_of(num, mask, part->length);
+                for (long q = 0; q < num; q++)
+                    whole[q] = whole_columns(part->positions[row * part->width + (first + q) / groups], seen);
                 if (chunk == 0)
                     fetch(key, seen * dim), fetch(value, seen * dim);
                 if (num <= FEW)
-                    attend_some(num, FEW, dim, seen, of, key, value, mask, own, to);
+                    attend_some(num, FEW, dim, seen, of, key, value, mask, whole, own, to);
                 else
-                    attend_some(num, QUERIES, dim, seen, of, key, value, mask, own, to);
+                    attend_some(num, QUERIES, dim, seen, of, key, value, mask, whole, own, to);
             }
 }
 

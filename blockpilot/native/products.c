@@ -264,9 +264,127 @@ static void sums_by_tiles(long rows, long inputs, const stored *x, const uint32_
     _tile_release();
 }
 
+/* 16 vectors of 16 units -> the vectors of their first units, second ones, and so on. */
+static void transpose(__m512i x[16])
+{
+    __m512i y[16];
+    for (long i = 0; i < 16; i += 2)
+        y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]), y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+    for (long i = 0; i < 16; i += 4)
+        for (long j = 0; j < 2; j++) {
+            x[i + 2 * j] = _mm512_unpacklo_epi64(y[i + j], y[i + j + 2]);
+            x[i + 2 * j + 1] = _mm512_unpackhi_epi64(y[i + j], y[i + j + 2]);
+        }
+    for (long i = 0; i < 4; i++)
+        for (long j = 0; j < 16; j += 8) {
+            y[i + j] = _mm512_shuffle_i32x4(x[i + j], x[i + j + 4], 0x88);
+            y[i + j + 4] = _mm512_shuffle_i32x4(x[i + j], x[i + j + 4], 0xdd);
+        }
+    for (long i = 0; i < 8; i++) {
+        x[i] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0x88);
+        x[i + 8] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0xdd);
+    }
+}
+
+static inline __m512i both_narrowed(const float *low, const float *high)
+{
+    return (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(high), _mm512_loadu_ps(low));
+}
+
+/* A stretch of chances [STRETCH, queries] -> [queries, STRETCH], as tiles read rows of x. */
+static void tile_of_chances(long queries, const float *chances, __m512i *rows)
+{
+    const __m512i in_pairs = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                                              21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    if (queries == PANEL) {
+        for (long i = 0; i < 16; i++, chances += 2 * PANEL)
+            rows[i] = _mm512_permutexvar_epi16(in_pairs, both_narrowed(chances, chances + PANEL));
+        transpose(rows);
+        return;
+    }
+    const __m512i first_two = _mm512_set_epi16(61, 57, 53, 49, 45, 41, 37, 33, 29, 25, 21, 17, 13, 9, 5, 1, 60, 56, 52,
+                                               48, 44, 40, 36, 32, 28, 24, 20, 16, 12, 8, 4, 0);
+    const __m512i last_two = _mm512_add_epi16(first_two, _mm512_set1_epi16(2));
+    __m512i eights[4], twos[2][2]; /* of columns, and of queries by half of the columns */
+    for (long i = 0; i < 4; i++, chances += 8 * FEW)
+        eights[i] = both_narrowed(chances, chances + 4 * FEW);
+    for (long half = 0; half < 2; half++) {
+        twos[0][half] = _mm512_permutex2var_epi16(eights[2 * half], first_two, eights[2 * half + 1]);
+        twos[1][half] = _mm512_permutex2var_epi16(eights[2 * half], last_two, eights[2 * half + 1]);
+    }
+    for (long i = 0; i < 2; i++) {
+        rows[2 * i] = _mm512_shuffle_i64x2(twos[i][0], twos[i][1], 0x44);
+        rows[2 * i + 1] = _mm512_shuffle_i64x2(twos[i][0], twos[i][1], 0xee);
+    }
+}
+
+/* A stretch of values [STRETCH, dim], `panels` of 16 of them -> weights as tiles read them, two columns a unit. */
+static void tiles_of_values(long panels, long dim, const stored *values, __m512i tiles[4][16])
+{
+    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
+                                         5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    for (long unit = 0; unit < 16; unit++, values += 2 * dim)
+        for (long panel = 0; panel < panels; panel += 2) {
+            __m512i first = _mm512_loadu_si512(values + panel * PANEL);
+            __m512i second = _mm512_loadu_si512(values + dim + panel * PANEL);
+            tiles[panel][unit] = _mm512_permutex2var_epi16(first, low, second);
+            tiles[panel + 1][unit] = _mm512_permutex2var_epi16(first, high, second);
+        }
+}
+
+int uses_tiles(void) { return has_tiles; }
+
+void weigh(long columns, long queries, long dim, const float *chances, const long *whole, const stored *values,
+           stored *room, float *sums)
+{
+    __m512i rows[16], tiles[4][16];
+    for (long column = 0; column < columns; column += STRETCH) {
+        tile_of_chances(queries, chances + column * queries, rows);
+        for (long q = 0; q < queries; q++)
+            _mm512_storeu_si512(room + column * queries + q * STRETCH, column < whole[q] ? rows[q] : (__m512i){0});
+    }
+    shape_tiles(queries, queries, PANEL);
+    for (long first = 0; first < dim; first += 4 * PANEL) {
+        long panels = dim - first < 4 * PANEL ? 2 : 4;
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (long column = 0; column < columns; column += STRETCH) {
+            tiles_of_values(panels, dim, values + column * dim + first, tiles);
+            _tile_loadd(4, room + column * queries, STRETCH * sizeof(stored));
+            _tile_loadd(6, tiles[0], 64);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(7, tiles[1], 64);
+            _tile_dpbf16ps(1, 4, 7);
+            if (panels > 2) {
+                _tile_loadd(6, tiles[2], 64);
+                _tile_dpbf16ps(2, 4, 6);
+                _tile_loadd(7, tiles[3], 64);
+                _tile_dpbf16ps(3, 4, 7);
+            }
+        }
+        _tile_stored(0, sums + first, dim * sizeof *sums);
+        _tile_stored(1, sums + first + PANEL, dim * sizeof *sums);
+        if (panels > 2) {
+            _tile_stored(2, sums + first + 2 * PANEL, dim * sizeof *sums);
+            _tile_stored(3, sums + first + 3 * PANEL, dim * sizeof *sums);
+        }
+    }
+    _tile_release();
+}
+
 #else
 #define by_tiles by_lanes
 #define sums_by_tiles sums_by_lanes
+
+int uses_tiles(void) { return 0; }
+
+void weigh(long columns, long queries, long dim, const float *chances, const long *whole, const stored *values,
+           stored *room, float *sums)
+{
+}
 #endif
 
 void multiply(const struct linear *linear, long rows, const stored *x, stored *out, uint64_t *shares, long threads)

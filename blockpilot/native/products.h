@@ -29,5 +29,16 @@ void share_out(const struct linear *linear, long threads, uint64_t *shares);
 void multiply(const struct linear *linear, long rows, const stored *x, stored *out, uint64_t *shares, long threads);
 void product(const struct linear *linear, long rows, const stored *x, stored *out, int threads);
 
+#define STRETCH 32 /* columns that tiles take at once */
+
+/* 1 where this process multiplies with tiles. */
+int uses_tiles(void);
+
+/* Only with tiles: chances [columns, queries], queries FEW or PANEL, times values [columns, dim] -> sums [queries, dim],
+ * chances rounded to what is stored. Query q counts the first whole[q] columns, a multiple of STRETCH, `columns` at most.
+ * room: columns * queries numbers. */
+void weigh(long columns, long queries, long dim, const float *chances, const long *whole, const stored *values,
+           stored *room, float *sums);
+
 /* x [rows, inputs] times the first outputs of one panel, FEW or all of them -> sums [rows, outputs] in float32. */
 void panel_sums(long rows, long inputs, const stored *x, const uint32_t *panel, long outputs, float *sums);

@@ -8,7 +8,8 @@ from blockpilot.native.products import native_product
 from blockpilot.pairs.loading import Pair, load_pair
 from blockpilot.types import Request, Sampling
 
-PROMPTS = "Name three fruits.", "What is 17 times 23? Think step by step.", "def fibonacci(n):"
+LONG = "Tiles sum over the first columns of a long text, in an order of their own. " * 6  # 115 tokens
+PROMPTS = "Name three fruits.", LONG, "def fibonacci(n):"
 
 
 @pytest.fixture(scope="module")
@@ -19,13 +20,13 @@ def pair() -> Pair:
 
 
 def texts(pair: Pair, num_slots: int, temperature: float, block_size: int, layout: str) -> list[list[int]]:
-    """Answers of 24 tokens to PROMPTS."""
-    engine = Engine(pair, num_slots=num_slots, max_length=128)
+    """Answers of 40 tokens to PROMPTS."""
+    engine = Engine(pair, num_slots=num_slots, max_length=192)
     found = {}
     for seed, prompt in enumerate(PROMPTS):
         tokens = tuple(pair.tokenizer(prompt).input_ids)
         sampling = Sampling(temperature=temperature, seed=seed)
-        request = Request(tokens, 24, sampling=sampling, block_size=block_size, layout=layout)
+        request = Request(tokens, 40, sampling=sampling, block_size=block_size, layout=layout)
         found[engine.add(request)] = list[int]()
     while not engine.idle:
         for step in engine.step():

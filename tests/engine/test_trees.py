@@ -13,7 +13,7 @@ from blockpilot.engine.trees import Node, Slots, best_first, drawn_apart, first_
 from blockpilot.models.packing import Packing, SideBySide, depths_of
 from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
-from blockpilot.types import Request, Sampling, Step, Tree
+from blockpilot.types import Layout, Request, Sampling, Step, Tree
 from helpers.drafts import scatter
 from helpers.engines import NEVER, PROMPT, plain_text, run, text_of
 
@@ -249,6 +249,19 @@ def test_logprobs_are_those_of_the_accepted_path(tiny_pair: Pair, monkeypatch: p
         return [found.logprob for step in steps for found in step.logprobs]
 
     assert decode("tree", 10) == pytest.approx(decode("chain", 1), abs=1e-3)
+
+
+@pytest.mark.parametrize(("layout", "deepest"), [("tree", 2), ("chain", 3)])
+def test_trees_are_no_deeper_than_exactness_allows(
+    tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch, layout: Layout, deepest: int
+) -> None:
+    """Chains are: their tokens lie in the columns of their positions."""
+    monkeypatch.setattr("blockpilot.engine.engine.MAX_DEPTH", 2)
+    engine, drafted = Engine(tiny_pair, num_slots=1, max_length=64), list[int]()
+    propose = engine._drafter.propose
+    monkeypatch.setattr(engine._drafter, "propose", lambda *asked: (drafted.extend(asked[2]), propose(*asked))[1])
+    run(engine, [Request(PROMPT, 20, SAMPLED, 4, NEVER, layout=layout)])
+    assert max(drafted) == deepest
 
 
 def test_an_unknown_layout_is_refused(tiny_pair: Pair) -> None:

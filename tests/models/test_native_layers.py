@@ -1,5 +1,6 @@
 """Layers in C beside those of torch, on the same weights: the same numbers up to rounding, in any company."""
 
+import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from blockpilot.models.native_layers import NativeLayers, layers_of
 from blockpilot.models.packing import Packing, SideBySide
 from blockpilot.native.library import library_for
 
-CPU, LENGTH, SLOTS = torch.device("cpu"), 40, 7
+CPU, LENGTH, SLOTS = torch.device("cpu"), 140, 7
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.05}
 SHAPE = {"hidden_size": 96, "intermediate_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2}
@@ -179,21 +180,41 @@ def test_a_row_is_the_same_beside_any_others(dtype: torch.dtype, spoilt: float) 
     assert alone.run(model.native, model.config)[0].equal(found[0])
 
 
+@settings(deadline=None, max_examples=30)
+@given(stretches=st.integers(1, 3), left=st.integers(1, 8), seed=st.integers(0, 999), num=st.integers(12, 24))
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_columns_between_those_that_are_seen(dtype: torch.dtype) -> None:
-    """Change nothing, to the bit: of a tree what a token follows lies apart, in a text it does not."""
+def test_a_token_of_a_tree_is_that_of_its_text(
+    dtype: torch.dtype, stretches: int, left: int, seed: int, num: int
+) -> None:
+    """To the bit, wherever what it follows lies among other branches, and one token at a time.
+
+    Anchors lie before the end of a stretch of columns, which tiles take at once.
+    """
+    anchor = 32 * stretches - left
     model = model_of("llama", dtype)
-    work = work_of(model.config, dtype, [[1]], 1)
-    packing = Packing([1], [LENGTH - 1], CPU)
-    seen = torch.rand(LENGTH) < 0.5
-    seen[-1] = True  # itself
-    together = torch.cat([(~seen).nonzero()[:, 0], seen.nonzero()[:, 0]])
-    found = []
-    for order in (torch.arange(LENGTH), together):
-        masks = [[Mask(packing, seen[order][None, None, None], 3, dtype)]] * 3
-        changed = work._replace(packing=SideBySide([packing]), masks=masks, kept=work.kept[:, :, :, :, order])
-        found.append(changed.run(model.native, model.config)[0])
-    assert found[0].equal(found[1])
+    choice = random.Random(seed)
+    parents = [choice.choice([i, i, choice.randint(0, i)]) for i in range(num)]
+    tree = Packing([1 + num], [anchor], CPU, [parents])
+    path = [choice.randint(1, num)]
+    while path[0]:
+        path.insert(0, parents[path[0] - 1])
+    torch.manual_seed(seed)
+    hidden, kept = torch.randn(1 + num, 96).to(dtype), torch.randn(3, 2, SLOTS, 2, LENGTH, 32).to(dtype)
+    rotary = Rotary(*torch.randn(2, LENGTH, 1, 32).to(dtype))
+    cache = SlotCache(model.config, SLOTS, LENGTH, dtype, CPU)
+    cache.layers.copy_(kept)
+
+    def run(packing: Packing, hidden: Tensor) -> Tensor:
+        view = cache.view(packing.rows, packing.columns, slice(0, 1), packing.length)
+        masks = [[Mask(packing, packing.visible, 3, dtype)]] * 3
+        normed, _ = model.native(hidden.clone(), rotary.at(packing.positions), view, masks, ())
+        return normed
+
+    in_tree = run(tree, hidden)[path]
+    in_text = run(Packing([len(path)], [anchor], CPU), hidden[path])
+    one_by_one = [run(Packing([1], [anchor + i], CPU), hidden[[node]]) for i, node in enumerate(path)]
+    assert in_tree.equal(in_text)
+    assert in_tree.equal(torch.cat(one_by_one))
 
 
 @pytest.mark.parametrize("place", [(SLOTS, 0), (-1, 0), (0, LENGTH), (0, -1)])
@@ -203,9 +224,9 @@ def test_nothing_is_written_outside_the_cache(place: tuple[int, int]) -> None:
     cache = SlotCache(model.config, SLOTS, LENGTH, torch.float32, CPU)
     slots, columns = (torch.tensor([0, number]) for number in place)
     view = cache.view(slots, columns, slice(0, 1), work.packing.length)
-    with pytest.raises(IndexError, match="cache of 7 slots and 40 columns: no place"):
+    with pytest.raises(IndexError, match="cache of 7 slots and 140 columns: no place"):
         model.native(work.hidden, work.rotary, view, work.masks, ())
-    with pytest.raises(IndexError, match="cache of 7 slots and 40 columns: no place"):
+    with pytest.raises(IndexError, match="cache of 7 slots and 140 columns: no place"):
         model.native.project(work.hidden, work.rotary, view)
     assert not cache.layers.any()
 

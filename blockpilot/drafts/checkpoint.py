@@ -1,6 +1,7 @@
 """DFlash checkpoint format as published (arXiv 2602.06036): config.json (DFlashDraftModel) and safetensors.
 
-A draft with a vocabulary of its own has one file more, which other readers of the format do not look at.
+Read as well: DSpark's format and that of speculators (published.py). A draft with a vocabulary of its own has one
+more file, which other readers of the format do not look at.
 """
 
 import json
@@ -18,6 +19,7 @@ from transformers import Qwen3Config
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.interface import Draft
 from blockpilot.drafts.options import ARCHITECTURE, VOCABULARY_FILE, default_layer_ids
+from blockpilot.drafts.published import as_dflash, take_own
 from blockpilot.models.cache import head_dim
 from blockpilot.storage import first_line, write_text
 
@@ -33,10 +35,13 @@ def load_draft(directory: Path) -> DraftModel:
     Only config.json and safetensors are read; no code of the checkpoint runs.
     """
     model = _new_draft(directory / "config.json")
-    weights = read_weights(directory)
+    stored = read_weights(directory)
+    with named_errors(directory):
+        weights = take_own(model, stored)
     check_weights(model, weights, directory)
     model.load_state_dict(weights)
-    model.vocabulary = _read_vocabulary(directory / VOCABULARY_FILE, model.config.vocab_size)
+    if model.lm_head is None:
+        model.vocabulary = _read_vocabulary(directory / VOCABULARY_FILE, model.config.vocab_size)
     return model
 
 
@@ -81,7 +86,7 @@ def _new_draft(path: Path) -> DraftModel:
     """The network of a config.json, its weights random; raises ValueError for what is none."""
     stored = read_config(path)
     try:
-        config = Qwen3Config.from_dict(stored)
+        config = Qwen3Config.from_dict(as_dflash(stored))
     except Exception as error:  # transformers raises many types
         raise ValueError(f"draft {path}: not a configuration ({first_line(error)})") from None
     with named_errors(path):

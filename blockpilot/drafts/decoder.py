@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from blockpilot.device import sent, tensor_on
 from blockpilot.drafts.choices import Linked
 from blockpilot.drafts.dflash import DraftModel
-from blockpilot.drafts.head import DraftHead
+from blockpilot.drafts.head import DraftHead, is_copy
 from blockpilot.drafts.interface import Asked, Choose, PreparedDraft
 from blockpilot.models.cache import SlotCache, SlotView, num_kv_heads, read_slots
 from blockpilot.models.graphs import Box, BoxPlaces
@@ -109,9 +109,17 @@ class PreparedDFlash(PreparedDraft):
     """A DFlash draft beside its target: proposes all positions in one pass, from a cache of projected context."""
 
     def __init__(self, decoder: DraftDecoder, target: PreTrainedModel) -> None:
-        draft = decoder.draft
-        self.head = DraftHead.of_target(target, draft.vocabulary, draft.markov_head)
-        self._decoder, self._embed = decoder, target.get_input_embeddings()
+        draft, of_target = decoder.draft, target.get_input_embeddings()
+        if is_copy(draft.embed_tokens, of_target):
+            draft.embed_tokens = None
+        if is_copy(draft.lm_head, target.get_output_embeddings()):
+            draft.lm_head = draft.vocabulary = None
+        if draft.lm_head is None:
+            self.head = DraftHead.of_target(target, draft.vocabulary, draft.markov_head)
+        else:
+            own = prepared(draft, "lm_head")
+            self.head = DraftHead(own, draft.vocabulary, target.config.vocab_size, draft.markov_head)
+        self._decoder, self._embed = decoder, draft.embed_tokens or of_target
 
     def new_cache(self, num_slots: int, length: int) -> SlotCache:
         return self._decoder.new_cache(num_slots, length)
@@ -137,11 +145,12 @@ class PreparedDFlash(PreparedDraft):
         return self.head.markov.link(found, before, [asked.sampling[row] for row in rows], asked.num)
 
     def _run(self, asked: Asked, anchors: Tensor, cache: SlotCache) -> Tensor:
-        """Hidden states [M, hidden] of all positions but the anchors' of the rows' blocks."""
-        slots = asked.slots
-        blocks = Packing([depth + 1 for depth in asked.depths], asked.starts, anchors.device)
+        """Hidden states [M, hidden] of all positions asked for, those after the rows' anchors."""
+        slots, from_anchor = asked.slots, self._decoder.draft.options.sample_from_anchor
+        blocks = Packing([depth + 1 - from_anchor for depth in asked.depths], asked.starts, anchors.device)
         rows = read_slots(slots)
         index = blocks.rows if isinstance(rows, slice) else sent(rows, anchors.device)[blocks.rows]
         view = cache.view(index, blocks.columns, rows, blocks.length)
         tokens = torch.where(blocks.offsets == 0, anchors[blocks.rows], self._decoder.mask_token_id)
-        return self._decoder.propose(self._embed(tokens), blocks, view)[blocks.after_first]
+        found = self._decoder.propose(self._embed(tokens), blocks, view)
+        return found if from_anchor else found[blocks.after_first]

@@ -13,6 +13,7 @@ from typing import Protocol, Self, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import skip_init
 from transformers import PretrainedConfig, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
 
@@ -133,6 +134,9 @@ class DraftModel(Draft):
         self.vocabulary: Tensor | None
         """Tokens that the draft proposes, the most frequent first; None for all of the target's."""
         self.register_buffer("vocabulary", None, persistent=False)
+        self.embed_tokens: nn.Embedding | None = None
+        self.lm_head: nn.Linear | None = None
+        """Embeddings and LM head, over the vocabulary, of a checkpoint that carries them; None: the target's."""
 
     @property
     def is_sequential(self) -> bool:
@@ -144,18 +148,29 @@ class DraftModel(Draft):
     def check_fit(self, config: PretrainedConfig) -> None:
         options, mask = self.options, self.options.mask_token_id
         super().check_fit(config)
-        check_same("number of target layers", options.num_target_layers, config.num_hidden_layers)
+        if options.num_target_layers is not None:
+            check_same("number of target layers", options.num_target_layers, config.num_hidden_layers)
         check_layers(options.target_layer_ids, config.num_hidden_layers)
         if not 0 <= mask < config.vocab_size:
             raise ValueError(f"draft mask token {mask}: must be 0 to {config.vocab_size - 1}")
 
     def of_first_tokens(self, num: int) -> Self:
-        if self.vocabulary is None or len(self.vocabulary) < num:
-            of_draft = "all tokens in no order" if self.vocabulary is None else f"{len(self.vocabulary)} tokens"
+        ordered = None if self.lm_head is not None else self.vocabulary
+        if ordered is None or len(ordered) < num:
+            of_draft = "all tokens in no order" if ordered is None else f"{len(ordered)} tokens"
             raise ValueError(f"vocab_size {num}: the draft's vocabulary is {of_draft}")
         draft = copy(self)
-        draft._buffers = {**self._buffers, "vocabulary": self.vocabulary[:num]}
+        draft._buffers = {**self._buffers, "vocabulary": ordered[:num]}
         return draft
+
+    def make_room(self, embeddings: bool, vocabulary: Tensor | None) -> None:
+        """Have embeddings, and an LM head over a vocabulary [K], of its own: never trained, and yet to be loaded."""
+        size, width = self.config.vocab_size, self.config.hidden_size
+        if embeddings:
+            self.embed_tokens = skip_init(nn.Embedding, size, width).requires_grad_(False)
+        if vocabulary is not None:
+            self.lm_head = skip_init(nn.Linear, width, len(vocabulary), bias=False).requires_grad_(False)
+            self.vocabulary = vocabulary
 
     def fuse(self, features: Tensor) -> Tensor:
         """Target features [..., n * hidden] -> context vectors [..., hidden]."""
@@ -188,6 +203,13 @@ class DraftModel(Draft):
         return KnownContext([keys for keys, _ in projected], [values for _, values in projected], rows_each)
 
     def at_anchors(self, blocks: Blocks, context: KnownContext, embedding: Tensor) -> Tensor:
+        embedding = embedding if self.embed_tokens is None else self.embed_tokens.weight
+        if self.options.sample_from_anchor:  # a slot less, each of the token after its own position
+            found = self._of_slots(blocks._replace(sizes=(blocks.sizes - 1).clamp_min(1)), context, embedding)
+            return found.roll(1, dims=1)
+        return self._of_slots(blocks, context, embedding)
+
+    def _of_slots(self, blocks: Blocks, context: KnownContext, embedding: Tensor) -> Tensor:
         block, offset = blocks.layout()
         tokens = torch.where(offset == 0, blocks.tokens[:, block], self.options.mask_token_id)
         positions = blocks.anchors[:, block] + offset

@@ -35,12 +35,14 @@ class Eagle3Options:
 
     target_layer_ids count from 0; None where the checkpoint leaves them to the default.
     norm_before_residual: the residual of attention is the normed hidden state, not the one before the norm.
+    head_norms: queries and keys are normed head by head, as in Qwen3.
     """
 
     draft_vocab_size: int
     block_size: int = 8
     target_layer_ids: tuple[int, ...] | None = None
     norm_before_residual: bool = False
+    head_norms: bool = False
 
     def layer_ids(self, num_target_layers: int) -> tuple[int, ...]:
         """Layers read of a target of so many layers; raises ValueError for one that it does not have."""
@@ -57,7 +59,7 @@ def eagle3_layer_ids(num_target_layers: int) -> tuple[int, ...]:
 class Eagle3Attention(nn.Module):
     """Grouped-query attention over embedding and hidden state side by side."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, head_norms: bool) -> None:
         super().__init__()
         self.head_dim = head_dim(config)
         num_heads, num_kv, width = config.num_attention_heads, num_kv_heads(config), config.hidden_size
@@ -65,11 +67,17 @@ class Eagle3Attention(nn.Module):
         self.k_proj = nn.Linear(2 * width, num_kv * self.head_dim, bias=False)
         self.v_proj = nn.Linear(2 * width, num_kv * self.head_dim, bias=False)
         self.o_proj = nn.Linear(num_heads * self.head_dim, width, bias=False)
+        self.has_norms = head_norms
+        if head_norms:
+            self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+            self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
 
     def forward(self, both: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
         """[R, W, 2 * hidden] -> [R, W, hidden]"""
         projections = self.q_proj, self.k_proj, self.v_proj
         queries, keys, values = (each.unflatten(-1, (-1, self.head_dim)) for each in outputs(projections, both))
+        if self.has_norms:
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
         attended = attend(turned(queries, rotary), turned(keys, rotary), values.transpose(1, 2))
         output: Tensor = self.o_proj(attended.transpose(1, 2).flatten(-2))
         return output
@@ -78,11 +86,11 @@ class Eagle3Attention(nn.Module):
 class Eagle3Layer(nn.Module):
     """Decoder layer whose attention reads the embedding of the next token beside the hidden state."""
 
-    def __init__(self, config: LlamaConfig, norm_before_residual: bool) -> None:
+    def __init__(self, config: LlamaConfig, options: Eagle3Options) -> None:
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
-        self.norm_before_residual = norm_before_residual
-        self.self_attn = Eagle3Attention(config)
+        self.norm_before_residual = options.norm_before_residual
+        self.self_attn = Eagle3Attention(config, options.head_norms)
         self.mlp = DraftMlp(width, config.intermediate_size)
         self.hidden_norm = LlamaRMSNorm(width, eps=eps)
         self.input_layernorm = LlamaRMSNorm(width, eps=eps)
@@ -115,7 +123,7 @@ class Eagle3Model(Draft):
         if not 0 < size <= config.vocab_size:
             raise ValueError(f"draft_vocab_size {size}: must be 1 to {config.vocab_size}")
         self.fc = nn.Linear(NUM_FEATURES * width, width, bias=False)
-        self.midlayer = Eagle3Layer(config, options.norm_before_residual)
+        self.midlayer = Eagle3Layer(config, options)
         self.norm = LlamaRMSNorm(width, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(width, size, bias=False)
         self.rotary_emb = LlamaRotaryEmbedding(config)

@@ -1,8 +1,9 @@
 """EAGLE-3 checkpoint formats (arXiv 2503.01840): config.json and safetensors.
 
 Read and written: that of the paper's code and of SGLang, a llama configuration with `draft_vocab_size`. Read as well:
-that of vLLM's speculators, whose `transformer_layer_config` is the llama configuration. The number of a target layer
-means its output in `eagle_config` (as SGLang reads it) and its input at the top level (as vLLM reads it).
+that of vLLM's speculators, whose `transformer_layer_config` is the llama configuration, and DeepSpec's
+(`eagle3_qwen3_*`), a Qwen3 one over the whole vocabulary. The number of a target layer means its output in
+`eagle_config` (as SGLang reads it) and `target_layer_ids`, and its input at the top level (as vLLM reads it).
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,16 +19,19 @@ from blockpilot.drafts.eagle3 import NUM_FEATURES, Eagle3Model, Eagle3Options, e
 from blockpilot.models.cache import head_dim, num_kv_heads
 
 EAGLE3_ARCHITECTURE = "LlamaForCausalLMEagle3"
+QWEN3_ARCHITECTURE = "Qwen3Eagle3Model"  # DeepSpec's
 EAGLE3_ARCHITECTURES = (
     *(EAGLE3_ARCHITECTURE, "Eagle3LlamaForCausalLM", "LlamaForCausalLM"),  # the last is the paper's, and says little
     *("Eagle3Speculator", "Eagle3DraftModel"),  # of speculators
+    QWEN3_ARCHITECTURE,
 )
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 # Options with the values that leave the network as implemented here.
 _NEUTRAL: dict[str, Any] = {
     **{"num_hidden_layers": 1, "hidden_act": "silu", "logit_scale": 1.0, "is_causal": True},
-    **{"model_type": "llama", "speculators_model_type": "eagle3"},
+    **{"speculators_model_type": "eagle3"},
     **dict.fromkeys(("attention_bias", "mlp_bias", "norm_before_fc", "parallel_drafting"), False),
+    **dict.fromkeys(("fc_norm", "norm_output"), False),
     **{"use_sliding_window": False, "sliding_window": None, "quantization_config": None},
 }
 _NEUTRAL_EAGLE = {"use_aux_hidden_state": True, "return_hidden_post_norm": False}
@@ -88,18 +92,22 @@ def parse_eagle3(stored: dict[str, Any]) -> tuple[LlamaConfig, Eagle3Options]:
     architectures = stored.get("architectures") or []
     if not set(architectures) & set(EAGLE3_ARCHITECTURES):
         raise ValueError(f"draft architecture {architectures}: supported is {EAGLE3_ARCHITECTURE}")
-    if "draft_vocab_size" not in stored:
+    is_qwen3 = QWEN3_ARCHITECTURE in architectures or network.get("model_type") == "qwen3"
+    if "draft_vocab_size" not in stored and QWEN3_ARCHITECTURE not in architectures:
         raise ValueError("draft config.json lacks draft_vocab_size")
     neutral = _NEUTRAL | {"target_hidden_size": network.get("hidden_size")}
+    neutral |= {"model_type": "qwen3" if network.get("model_type") == "qwen3" else "llama"}
     _refuse(stored | network, neutral)
     _refuse(eagle, _NEUTRAL_EAGLE)
     options = Eagle3Options(
-        draft_vocab_size=int(stored["draft_vocab_size"] or network["vocab_size"]),
+        draft_vocab_size=int(stored.get("draft_vocab_size") or network["vocab_size"]),
         block_size=_block_size(stored),
         target_layer_ids=_layer_ids(stored, eagle),
         norm_before_residual=bool(stored.get("norm_before_residual", False)),
+        head_norms=is_qwen3,
     )
     own = {"draft_vocab_size", "block_size", "eagle_config", _LAYER_IDS, "norm_before_residual", "architectures"}
+    own |= {"model_type", "layer_types", "target_layer_ids"}
     return LlamaConfig.from_dict({name: value for name, value in network.items() if name not in own}), options
 
 
@@ -111,9 +119,10 @@ def _refuse(options: Mapping[str, Any], neutral: Mapping[str, Any]) -> None:
 
 
 def _block_size(stored: dict[str, Any]) -> int:
-    """The stored block size, or one more than the tokens that speculators proposes."""
+    """The stored block size, or one more than the tokens that speculators proposes or DeepSpec trained for."""
     methods = (stored.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    default = methods[0].get("speculative_tokens", Eagle3Options.block_size - 1) + 1
+    drafted = methods[0].get("speculative_tokens", stored.get("ttt_length", Eagle3Options.block_size - 1))
+    default = drafted + 1
     block_size = int(stored.get("block_size", default))
     if block_size < 2:
         raise ValueError(f"draft option block_size = {block_size}: must be at least 2")
@@ -122,7 +131,7 @@ def _block_size(stored: dict[str, Any]) -> int:
 
 def _layer_ids(stored: dict[str, Any], eagle: dict[str, Any]) -> tuple[int, ...] | None:
     """Layers whose output is read; None where the configuration leaves them to the default."""
-    outputs, inputs = eagle.get(_LAYER_IDS), stored.get(_LAYER_IDS)
+    outputs, inputs = eagle.get(_LAYER_IDS) or stored.get("target_layer_ids"), stored.get(_LAYER_IDS)
     ids = outputs or ([i - 1 for i in inputs] if inputs else None)
     if ids is None:
         return None
@@ -137,7 +146,7 @@ def save_eagle3(model: Eagle3Model, directory: Path, dtype: torch.dtype = torch.
     """Write the published format: config.json, and weights of `dtype` in model.safetensors."""
     options = model.options
     stored: dict[str, Any] = {
-        "architectures": [EAGLE3_ARCHITECTURE],
+        "architectures": [QWEN3_ARCHITECTURE if options.head_norms else EAGLE3_ARCHITECTURE],
         "draft_vocab_size": options.draft_vocab_size,
         "block_size": options.block_size,
         "norm_before_residual": options.norm_before_residual,

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from blockpilot.device import tensor_on
 from blockpilot.drafts.choices import Linked, own_chances
 from blockpilot.drafts.eagle3 import Eagle3Model
-from blockpilot.drafts.head import DraftHead
+from blockpilot.drafts.head import DraftHead, is_copy
 from blockpilot.drafts.interface import Asked, Choose, PreparedDraft
 from blockpilot.models.cache import SlotCache, SlotView, num_kv_heads, read_slots
 from blockpilot.models.kernels import prepared
@@ -87,10 +87,11 @@ class PreparedEagle3(PreparedDraft):
         self._draft, config = draft, draft.config
         self._layers, self._rotary = Eagle3Layers(draft), RotaryTable(draft.rotary_emb)
         self._groups = config.num_attention_heads // num_kv_heads(config)
+        if is_copy(draft.embed_tokens, target.get_input_embeddings()):
+            draft.embed_tokens = None
         self._embed = draft.embed_tokens or target.get_input_embeddings()
         self._fc, self._head, tokens = prepared(draft, "fc"), prepared(draft, "lm_head"), draft.vocabulary
-        is_whole = len(tokens) == config.vocab_size and bool((draft.d2t == 0).all())
-        self.head = DraftHead(self._scores, None if is_whole else tokens, config.vocab_size)
+        self.head = DraftHead(self._scores, tokens, config.vocab_size)
 
     def new_cache(self, num_slots: int, length: int) -> Eagle3Cache:
         return Eagle3Cache(self._draft.config, num_slots, length, self._draft.dtype, self._draft.norm.weight.device)

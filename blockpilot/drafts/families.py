@@ -13,6 +13,7 @@ from blockpilot.drafts.eagle3_checkpoint import EAGLE3_ARCHITECTURES, load_eagle
 from blockpilot.drafts.eagle3_decoder import PreparedEagle3
 from blockpilot.drafts.interface import Draft, PreparedDraft
 from blockpilot.drafts.options import ARCHITECTURE
+from blockpilot.drafts.published import DFLASH_ARCHITECTURES
 
 
 def load_any_draft(directory: Path) -> Draft:
@@ -20,11 +21,11 @@ def load_any_draft(directory: Path) -> Draft:
     stored = read_config(directory / "config.json")
     named = stored.get("architectures") if isinstance(stored, dict) else None
     architectures = named if isinstance(named, list) else [ARCHITECTURE]
-    if ARCHITECTURE in architectures:
+    if any(name in DFLASH_ARCHITECTURES for name in architectures):
         return load_draft(directory)
     if any(name in EAGLE3_ARCHITECTURES for name in architectures):
         return load_eagle3(directory)
-    supported = ", ".join((ARCHITECTURE, *EAGLE3_ARCHITECTURES))
+    supported = ", ".join((*DFLASH_ARCHITECTURES, *EAGLE3_ARCHITECTURES))
     raise ValueError(f"draft {directory}: architecture {named}: supported are {supported}")
 
 

@@ -8,7 +8,7 @@ outside the vocabulary is never drafted, only never accepted.
 
 import math
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,8 @@ class DraftHead:
         vocab_size: int,
         markov: MarkovHead | None = None,
     ) -> None:
-        self.tokens, self.markov = tokens, markov
+        is_whole = tokens is None or torch.equal(tokens.cpu(), torch.arange(vocab_size))
+        self.tokens, self.markov = None if is_whole else tokens, markov
         self._own, self._vocab_size = own, vocab_size
 
     @classmethod
@@ -51,6 +52,11 @@ class DraftHead:
     def of_own(self, hidden: Tensor) -> Tensor:
         """Logits of the draft's own vocabulary alone, [M, len(tokens)]."""
         return self._own(hidden)
+
+
+def is_copy(own: nn.Module | None, of_target: nn.Module) -> bool:
+    """True for embeddings or an LM head of a draft that are the target's over again."""
+    return own is not None and torch.equal(cast(Tensor, own.weight), cast(Tensor, of_target.weight))
 
 
 @torch.no_grad()

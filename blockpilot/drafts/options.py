@@ -9,9 +9,11 @@ if TYPE_CHECKING:
 ARCHITECTURE = "DFlashDraftModel"
 VOCABULARY_FILE = "draft_vocabulary.json"  # token ids, the most frequent first
 # Options of newer checkpoints, with the values that leave the network as implemented here.
-_NEUTRAL = {
-    **{"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None},
-    **dict.fromkeys(("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")),
+_NEUTRAL: dict[str, Any] = {
+    **{"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None, "logit_scale": 1.0},
+    **{"markov_head_type": "vanilla", "projector_type": "dflash", "hidden_act": "silu", "is_neox_style": True},
+    **dict.fromkeys(("use_swa", "attention_sink_bias", "add_swa_attention_sink_bias", "shift_label"), False),
+    **dict.fromkeys(("causal", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")),
 }
 
 
@@ -20,10 +22,14 @@ class DraftOptions:
     """Options of a DFlash draft; target_layer_ids count from 0, markov_rank 0 is no Markov head."""
 
     block_size: int
+    """Tokens of a step: the anchor and the positions drafted."""
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
-    num_target_layers: int
+    num_target_layers: int | None
+    """None where the checkpoint does not say."""
     markov_rank: int = 0
+    sample_from_anchor: bool = False
+    """A slot of the draft's pass proposes the token after its own position: as many as there are slots (DSpark)."""
 
 
 def default_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
@@ -44,19 +50,20 @@ def parse_options(config: "Qwen3Config") -> DraftOptions:
     architectures = config.architectures or [ARCHITECTURE]
     if ARCHITECTURE not in architectures:
         raise ValueError(f"draft architecture {architectures}: supported is {ARCHITECTURE}")
-    for name, neutral in _NEUTRAL.items():
+    for name, neutral in (_NEUTRAL | {"target_hidden_size": config.hidden_size}).items():
         if option(name) not in (None, neutral):
             raise ValueError(f"draft option {name} = {option(name)}: not supported (only {neutral})")
-    required = ("block_size", "mask_token_id", "num_target_layers")
+    layers, num_target_layers = option("target_layer_ids"), option("num_target_layers")
+    required = ("block_size", "mask_token_id") if layers else ("block_size", "mask_token_id", "num_target_layers")
     missing = [name for name in required if option(name) is None]
     if missing:
         raise ValueError(f"draft config.json lacks {', '.join(missing)}")
-    layers = option("target_layer_ids")
-    num_target_layers = int(option("num_target_layers"))
+    from_anchor = bool(option("sample_from_anchor"))
     return DraftOptions(
-        block_size=int(option("block_size")),
+        block_size=int(option("block_size")) + from_anchor,  # stored are the slots of a pass
         mask_token_id=int(option("mask_token_id")),
-        target_layer_ids=tuple(layers or default_layer_ids(num_target_layers, config.num_hidden_layers)),
-        num_target_layers=num_target_layers,
+        target_layer_ids=tuple(layers or default_layer_ids(int(num_target_layers), config.num_hidden_layers)),
+        num_target_layers=None if num_target_layers is None else int(num_target_layers),
         markov_rank=int(option("markov_rank") or 0),
+        sample_from_anchor=from_anchor,
     )

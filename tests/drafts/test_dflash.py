@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -20,6 +19,7 @@ from blockpilot.drafts.options import default_layer_ids, parse_options
 from blockpilot.models.cache import SlotCache
 from blockpilot.models.packing import Packing
 from helpers.caches import rows_view
+from helpers.dflash import SlowDFlash
 
 BLOCK, CONTEXT, MASK_ID = 5, 11, 7
 
@@ -51,62 +51,6 @@ def inputs(rows: int = 2) -> tuple[Tensor, Tensor]:
     """(features [rows, CONTEXT, 3 * 24], block [rows, BLOCK, 24])"""
     generator = torch.Generator().manual_seed(5)
     return torch.randn(rows, CONTEXT, 72, generator=generator), torch.randn(rows, BLOCK, 24, generator=generator)
-
-
-# --- an independent reference: one head, one query at a time, in float64 ---
-
-
-def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
-
-
-def rotate(x: Tensor, position: int, theta: float) -> Tensor:
-    half = len(x) // 2
-    out = torch.empty_like(x)
-    for i in range(half):
-        angle = position * theta ** (-2 * i / len(x))
-        out[i] = x[i] * math.cos(angle) - x[i + half] * math.sin(angle)
-        out[i + half] = x[i + half] * math.cos(angle) + x[i] * math.sin(angle)
-    return out
-
-
-def reference(
-    draft: DraftModel, features: Tensor, block: Tensor, anchor: int, causal: bool | None, window: int | None
-) -> Tensor:
-    """One row: features [C, F], block [B, hidden] -> [B, hidden]."""
-    c, w = draft.config, {k: v.double() for k, v in draft.state_dict().items()}
-    eps, theta = c.rms_norm_eps, c.rope_parameters["rope_theta"]
-    context = rms(features.double() @ w["fc.weight"].T, w["hidden_norm.weight"], eps)
-    hidden = block.double()
-    group = c.num_attention_heads // c.num_key_value_heads
-    for layer in range(c.num_hidden_layers):
-        p = {k.removeprefix(f"layers.{layer}."): v for k, v in w.items() if k.startswith(f"layers.{layer}.")}
-        sliding = c.layer_types[layer] == "sliding_attention"
-        normed = rms(hidden, p["input_layernorm.weight"], eps)
-        sources = [(i, context[i]) for i in range(anchor)] + [(anchor + j, x) for j, x in enumerate(normed)]
-        attended = torch.zeros(len(block), c.num_attention_heads * c.head_dim, dtype=torch.float64)
-        for j in range(len(block)):
-            for h in range(c.num_attention_heads):
-                of_head = slice(h * c.head_dim, (h + 1) * c.head_dim)
-                of_kv = slice(h // group * c.head_dim, (h // group + 1) * c.head_dim)
-                query = rms(p["self_attn.q_proj.weight"][of_head] @ normed[j], p["self_attn.q_norm.weight"], eps)
-                query = rotate(query, anchor + j, theta)
-                scores, values = [], []
-                for position, x in sources:
-                    distance = anchor + j - position
-                    if (sliding if causal is None else causal) and distance < 0:
-                        continue
-                    if sliding and window is not None and abs(distance) >= window:
-                        continue
-                    key = rms(p["self_attn.k_proj.weight"][of_kv] @ x, p["self_attn.k_norm.weight"], eps)
-                    scores.append(query @ rotate(key, position, theta) / math.sqrt(c.head_dim))
-                    values.append(p["self_attn.v_proj.weight"][of_kv] @ x)
-                attended[j, of_head] = torch.stack(scores).softmax(0) @ torch.stack(values)
-        hidden = hidden + attended @ p["self_attn.o_proj.weight"].T
-        normed = rms(hidden, p["post_attention_layernorm.weight"], eps)
-        gate = torch.nn.functional.silu(normed @ p["mlp.gate_proj.weight"].T)
-        hidden = hidden + (gate * (normed @ p["mlp.up_proj.weight"].T)) @ p["mlp.down_proj.weight"].T
-    return rms(hidden, w["norm.weight"], eps)
 
 
 @torch.inference_mode()
@@ -148,11 +92,9 @@ def test_equals_the_reference(changes: dict[str, Any], run: Callable[..., Tensor
     """fp32 against float64: about 300 rounded operations deep, so 1e-5 of values of size 1 leaves 100 ulp."""
     draft = random_draft(use_sliding_window=True, **changes)
     features, block = inputs()
-    found = run(draft, features, block, [CONTEXT, CONTEXT], [BLOCK, BLOCK])
+    found, slow = run(draft, features, block, [CONTEXT, CONTEXT], [BLOCK, BLOCK]), SlowDFlash.of(draft)
     for row in range(2):
-        expected = reference(
-            draft, features[row], block[row], CONTEXT, changes.get("is_causal"), changes.get("sliding_window")
-        )
+        expected = slow(features[row], block[row], CONTEXT, changes.get("is_causal"), changes.get("sliding_window"))
         torch.testing.assert_close(found[row].double(), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -162,7 +104,7 @@ def test_a_shorter_row_in_a_wide_batch_equals_itself_alone() -> None:
     anchors, sizes = [CONTEXT, 4, 7], [BLOCK, 2, 3]
     together = propose(draft, features, block, anchors, sizes)
     for row, (anchor, size) in enumerate(zip(anchors, sizes, strict=True)):
-        expected = reference(draft, features[row], block[row, :size], anchor, None, None)
+        expected = SlowDFlash.of(draft)(features[row], block[row, :size], anchor)
         torch.testing.assert_close(together[row, :size].double(), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -285,7 +227,10 @@ def test_block_size_inside_dflash_config() -> None:
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
         ({"dflash_config": {"mask_token_id": 5, "selector_rank": 8}}, "selector_rank = 8"),
         ({"dflash_config": {}}, "lacks mask_token_id"),
-        ({"num_target_layers": None, "block_size": None}, "lacks block_size, num_target_layers"),
+        (
+            {"dflash_config": {"mask_token_id": 5}, "num_target_layers": None, "block_size": None},
+            "block_size, num_target_layers",
+        ),
     ],
 )
 def test_unsupported_checkpoints_are_refused_by_name(changes: dict[str, Any], message: str) -> None:

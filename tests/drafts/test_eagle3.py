@@ -87,6 +87,20 @@ def speculators(directory: Path, draft: Eagle3Model, **changes: Any) -> Path:
     return _write(directory, config, weights | {"d2t": draft.d2t, "t2d": draft.t2d})
 
 
+def deepspec(directory: Path, draft: Eagle3Model, **changes: Any) -> Path:
+    """DeepSpec's format, written by hand: a Qwen3 layer with norms of heads, over the target's whole vocabulary."""
+    config = _llama(draft) | {
+        **{"architectures": ["Qwen3Eagle3Model"], "model_type": "qwen3", "attention_bias": False, "ttt_length": 6},
+        **{"target_layer_ids": [0, 2, 4], "layer_types": ["full_attention"], "num_target_layers": 6},
+    }
+    weights = {name.replace("midlayer.", "layers.0."): value.detach() for name, value in draft.named_parameters()}
+    size, width = draft.config.vocab_size, draft.config.hidden_size
+    weights |= {"embed_tokens.weight": torch.randn(size, width), "lm_head.weight": torch.randn(size, width)}
+    for name in "qk":
+        weights[f"layers.0.self_attn.{name}_norm.weight"] = 1 + torch.randn(draft.config.head_dim) / 4
+    return _write(directory, config | changes, weights)
+
+
 def _llama(draft: Eagle3Model) -> dict[str, Any]:
     sizes = (
         "vocab_size",
@@ -109,7 +123,7 @@ def _write(directory: Path, config: dict[str, Any], weights: dict[str, Tensor]) 
 
 
 @pytest.mark.parametrize("family", TARGETS)
-@pytest.mark.parametrize("written", [published, speculators])
+@pytest.mark.parametrize("written", [published, speculators, deepspec])
 def test_a_published_checkpoint_computes_what_the_slow_network_does(
     family: str, written: Any, tmp_path: Path
 ) -> None:
@@ -122,11 +136,14 @@ def test_a_published_checkpoint_computes_what_the_slow_network_does(
     torch.testing.assert_close(
         logits_of(draft, features, embedded), slow_logits(slow, features, embedded), rtol=1e-4, atol=1e-5
     )
-    assert draft.vocabulary.tolist() == VOCABULARY.sort().values.tolist()
-    assert draft.options.target_layer_ids is None
-    assert draft.options.layer_ids(30) == (1, 14, 26)
-    if written is speculators:
-        assert draft.options.block_size == 6
+    if written is deepspec:
+        assert draft.vocabulary.tolist() == list(range(60))
+        assert draft.options == Eagle3Options(60, 7, (0, 2, 4), head_norms=True)
+    else:
+        assert draft.vocabulary.tolist() == VOCABULARY.sort().values.tolist()
+        assert draft.options.layer_ids(30) == (1, 14, 26)
+    if written is not published:
+        assert draft.options.block_size == (6 if written is speculators else 7)
         assert draft.embed_tokens is not None
         assert torch.equal(draft.embed_tokens.weight, weights["embed_tokens.weight"])
         assert not draft.embed_tokens.weight.requires_grad
@@ -172,7 +189,7 @@ def test_layer_numbers_of_both_readers_mean_the_same() -> None:
         (published, {"architectures": ["DFlashDraftModel"]}, "architecture .*DFlashDraftModel.*: supported is"),
         (published, {"num_hidden_layers": 2}, "num_hidden_layers = 2: not supported"),
         (published, {"attention_bias": True}, "attention_bias = True: not supported"),
-        (published, {"model_type": "qwen3"}, "model_type = qwen3: not supported"),
+        (published, {"model_type": "gemma"}, "model_type = gemma: not supported"),
         (published, {"target_hidden_size": 64}, r"target_hidden_size = 64: not supported \(only 48\)"),
         (published, {"draft_vocab_size": 61}, "draft_vocab_size 61: must be 1 to 60"),
         (published, {"draft_vocab_size": 7}, "do not fit config.json at d2t, lm_head.weight"),
@@ -182,6 +199,9 @@ def test_layer_numbers_of_both_readers_mean_the_same() -> None:
         (published, {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state = False: not supported"),
         (speculators, {"speculators_model_type": "eagle"}, "speculators_model_type = eagle: not supported"),
         (speculators, {"norm_before_fc": True}, "norm_before_fc = True: not supported"),
+        (speculators, {"norm_output": True}, "norm_output = True: not supported"),
+        (deepspec, {"num_hidden_layers": 2}, "num_hidden_layers = 2: not supported"),
+        (deepspec, {"target_layer_ids": [-1, 2, 4]}, r"= \[-1, 2, 4\]: supported are the outputs of three layers"),
         (
             speculators,
             {"transformer_layer_config": {"hidden_size": []}},

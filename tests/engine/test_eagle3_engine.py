@@ -1,9 +1,9 @@
 """EAGLE-3 drafts in the engine: the text is the target's own, proposals are those of a slow network from scratch."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -17,11 +17,11 @@ from blockpilot.drafts.eagle3_decoder import Eagle3Cache, PreparedEagle3
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.generate import generate
 from blockpilot.engine.sampling import candidates
-from blockpilot.engine.trees import Slots
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.nodes import NodeModel
 from blockpilot.sweep.replay import Text, know
 from blockpilot.types import LAYOUTS, Layout, Request, Sampling
+from helpers.drafts import Proposal, proposals_of
 from helpers.eagle3 import SlowEagle3, eagle3_pair
 from helpers.engines import NEVER, PROMPT, plain_text, run, text_of
 from helpers.policies import step_policy
@@ -95,30 +95,6 @@ def test_a_policy_that_reads_every_step_buys_of_its_trees(eagle_pair: Pair) -> N
 # --- against a slow network ---
 
 
-class Proposal(NamedTuple):
-    """Final tokens of a row, what was drafted after them, and its sampling."""
-
-    tokens: tuple[int, ...]
-    found: Slots
-    request: Request
-
-
-def proposals_of(engine: Engine, requests: Sequence[Request]) -> list[Proposal]:
-    """All that the draft proposes while an engine runs its requests to their ends."""
-    seen, propose = list[Proposal](), engine._drafter.propose
-
-    def watched(rows: Any, slots: Any, depths: Sequence[int], num: int) -> list[Slots]:
-        found = propose(rows, slots, depths, num)
-        for row, depth, of_row in zip(rows, depths, found, strict=True):
-            assert len(of_row.tokens) == depth
-            seen.append(Proposal(tuple(row.tokens), of_row, row.request))
-        return found
-
-    engine._drafter.propose = watched  # type: ignore[method-assign]
-    run(engine, requests)
-    return seen
-
-
 def check(pair: Pair, slow: SlowEagle3, proposal: Proposal) -> int:
     """Compare all that follows from the anchor; returns the number of contexts."""
     found, sampling = proposal.found, proposal.request.sampling
@@ -152,8 +128,10 @@ def check(pair: Pair, slow: SlowEagle3, proposal: Proposal) -> int:
     return num_contexts
 
 
-def variant(pair: Pair, family: str) -> tuple[Pair, Eagle3Model]:
-    """Another kind of checkpoint by family: normed residuals with qwen3, embeddings of its own with experts."""
+def variant(tiny_pair: Pair, family: str, **options: Any) -> tuple[Pair, Eagle3Model]:
+    """Another kind of checkpoint by family: normed residuals and heads with qwen3, own embeddings with experts."""
+    options["head_norms"] = family == "qwen3"
+    pair = eagle3_pair(tiny_pair, TARGETS[family](), torch.arange(0, 260, 2), **options)
     draft = pair.draft
     assert isinstance(draft, Eagle3Model)
     draft.midlayer.norm_before_residual = family == "qwen3"
@@ -167,7 +145,7 @@ def variant(pair: Pair, family: str) -> tuple[Pair, Eagle3Model]:
 def test_chains_are_those_of_a_slow_network(family: str, tiny_pair: Pair) -> None:
     """In a batch whose rows move, decode plainly for a while, and have their prompts cut."""
     torch.manual_seed(2)
-    pair, draft = variant(eagle3_pair(tiny_pair, TARGETS[family](), torch.arange(0, 260, 2)), family)
+    pair, draft = variant(tiny_pair, family)
     slow = SlowEagle3(draft.state_dict(), draft.config, draft.midlayer.norm_before_residual)
     requests = [
         Request(PROMPT[: 3 + 5 * i], 6 + 4 * i, replace(SAMPLINGS[i % 3], seed=9), 2 + 2 * (i % 3), NEVER)
@@ -186,7 +164,7 @@ def test_chains_are_those_of_a_slow_network(family: str, tiny_pair: Pair) -> Non
 def test_trees_are_those_of_a_slow_network(family: str, tiny_pair: Pair) -> None:
     """The eight most probable prefixes of every depth are followed, the chain of first choices among them."""
     torch.manual_seed(2)
-    pair, draft = variant(eagle3_pair(tiny_pair, TARGETS[family](), torch.arange(0, 260, 2), block_size=5), family)
+    pair, draft = variant(tiny_pair, family, block_size=5)
     slow = SlowEagle3(draft.state_dict(), draft.config, draft.midlayer.norm_before_residual)
     requests = [
         Request(PROMPT[: 4 + 3 * i], 9 + 3 * i, replace(SAMPLINGS[i], seed=9), 9 - 3 * i, NEVER, layout="tree")

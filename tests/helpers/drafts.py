@@ -1,6 +1,7 @@
-"""Drafts that offer what a test wants of an engine: right tokens among many wrong ones."""
+"""Drafts in an engine: made to offer what a test wants, or watched."""
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ import torch
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.rows import Row
 from blockpilot.engine.trees import Slots, drawn_apart
+from blockpilot.types import Request
+from helpers.engines import run
 
 
 def scatter(
@@ -38,3 +41,27 @@ def scatter(
 
     monkeypatch.setattr(engine._drafter, "propose", propose)
     return passes
+
+
+class Proposal(NamedTuple):
+    """Final tokens of a row, what was drafted after them, and its sampling."""
+
+    tokens: tuple[int, ...]
+    found: Slots
+    request: Request
+
+
+def proposals_of(engine: Engine, requests: Sequence[Request]) -> list[Proposal]:
+    """All that the draft proposes while an engine runs its requests to their ends."""
+    seen, propose = list[Proposal](), engine._drafter.propose
+
+    def watched(rows: Any, slots: Any, depths: Sequence[int], num: int) -> list[Slots]:
+        found = propose(rows, slots, depths, num)
+        for row, depth, of_row in zip(rows, depths, found, strict=True):
+            assert len(of_row.tokens) == depth
+            seen.append(Proposal(tuple(row.tokens), of_row, row.request))
+        return found
+
+    engine._drafter.propose = watched  # type: ignore[method-assign]
+    run(engine, requests)
+    return seen

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,10 +16,15 @@ from blockpilot.pairs.loading import Pair
 Cache = list[tuple[Tensor, Tensor]]  # keys and values [kv_heads, head_dim] of the positions so far
 
 
-def random_eagle3(target_config: Any, vocabulary: Tensor, block_size: int = 4, seed: int = 3) -> Eagle3Model:
+def random_eagle3(
+    target_config: Any, vocabulary: Tensor, block_size: int = 4, seed: int = 3, head_norms: bool = False
+) -> Eagle3Model:
     """A draft with random norms, too, which reads the outputs of target layers 0, 2 and 4."""
     torch.manual_seed(seed)
     draft = new_eagle3(target_config, vocabulary, block_size=block_size, target_layer_ids=(0, 2, 4))
+    if head_norms:
+        draft = Eagle3Model(draft.config, replace(draft.options, head_norms=True))
+        draft.use_vocabulary(vocabulary)
     for parameter in draft.parameters():
         torch.nn.init.normal_(parameter, std=0.2, mean=float(parameter.dim() == 1))
     return draft
@@ -44,6 +50,11 @@ class SlowEagle3:
         normed = self._norm(hidden, "midlayer.hidden_norm")
         both = torch.cat([self._norm(embedded, "midlayer.input_layernorm"), normed])
         queries, keys, values = ((w[f"midlayer.self_attn.{n}_proj.weight"] @ both).view(-1, size) for n in "qkv")
+        if "midlayer.self_attn.q_norm.weight" in w:
+            queries, keys = (
+                torch.stack([self._norm(head, f"midlayer.self_attn.{n}_norm") for head in of_all])
+                for n, of_all in (("q", queries), ("k", keys))
+            )
         cache.append((torch.stack([self._rotated(key, position) for key in keys]), values))
         heads = []
         for i, query in enumerate(queries):

@@ -1,0 +1,307 @@
+"""Published formats of DFlash and DSpark drafts, from directories of their shapes: drafts equal those of a slow one.
+
+The configurations are those of `deepseek-ai/dspark_qwen3_4b_block7`, `dflash_qwen3_4b_block7` and of speculators'
+checkpoints, with smaller numbers.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from blockpilot.drafts.checkpoint import load_draft, save_draft
+from blockpilot.drafts.dflash import DraftModel
+from blockpilot.drafts.options import parse_options
+from blockpilot.drafts.published import as_dflash
+from blockpilot.engine.engine import Engine
+from blockpilot.engine.sampling import candidates
+from blockpilot.pairs.loading import Pair, load_pair
+from blockpilot.prompts.files import load_prompts
+from blockpilot.sweep.sweep import sweep_prompts
+from blockpilot.types import Request, Sampling
+from helpers.dflash import SlowDFlash
+from helpers.drafts import Proposal, proposals_of
+from helpers.engines import NEVER, PROMPT, plain_text, run, text_of
+from helpers.tiny import EOS_ID, MASK_ID, byte_tokenizer
+
+SHAPE = {
+    **{"vocab_size": 260, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 6, "head_dim": 16},
+    **{"num_attention_heads": 6, "num_key_value_heads": 2, "initializer_range": 0.2, "pad_token_id": 256},
+    **{"eos_token_id": EOS_ID, "bos_token_id": None, "max_position_embeddings": 1024},
+}
+LLAMA3 = {
+    **{"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0},
+    **{"high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+}
+TARGETS: dict[str, Callable[[], PreTrainedModel]] = {
+    "qwen3": lambda: Qwen3ForCausalLM(
+        Qwen3Config(**SHAPE, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    ),
+    "llama31": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=LLAMA3)),
+}
+LAYERS, RANK, SLOTS = (1, 3, 4), 6, 7
+NETWORK = SHAPE | {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "rope_theta": 1e4}
+VOCABULARY = torch.arange(3, 260, 2)  # of a head of its own
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def target_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    directory = tmp_path_factory.mktemp(request.param)
+    TARGETS[request.param]().save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def backbone() -> dict[str, Tensor]:
+    """Random weights of the network, by their published names."""
+    own = {"block_size": SLOTS, "num_target_layers": 6, "target_layer_ids": LAYERS, "mask_token_id": MASK_ID}
+    torch.manual_seed(3)
+    weights = DraftModel(Qwen3Config(**NETWORK, dflash_config=own)).state_dict()
+    return {name: torch.randn_like(value) * 0.2 + (value.dim() == 1) for name, value in weights.items()}
+
+
+def heads(num_tokens: int = 260) -> dict[str, Tensor]:
+    return {
+        "markov_head.markov_w1.weight": torch.randn(260, RANK),
+        "markov_head.markov_w2.weight": torch.randn(num_tokens, RANK) * 0.4,
+        "confidence_head.proj.weight": torch.randn(1, 48 + RANK),
+        "confidence_head.proj.bias": torch.randn(1),
+    }
+
+
+def deepspec(directory: Path, markov: bool = True, copies: Path | None = None, **changes: Any) -> Path:
+    """DeepSpec's format: DSpark, or its DFlash without heads; embeddings and LM head are its own or a target's."""
+    config = NETWORK | {
+        **{"architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "attention_bias": False},
+        **{"block_size": SLOTS, "num_target_layers": 6, "target_layer_ids": LAYERS, "mask_token_id": MASK_ID},
+        **{"num_anchors": 512, "enable_confidence_head": markov, "markov_rank": RANK if markov else 0},
+        **{"markov_head_type": "vanilla", "confidence_head_with_markov": True, "tie_word_embeddings": False},
+    }
+    if not markov:
+        del config["markov_head_type"], config["confidence_head_with_markov"]
+    weights = backbone() | (heads() if markov else {})
+    for name in ("embed_tokens.weight", "lm_head.weight"):
+        weights[name] = torch.randn(260, 48) * 0.5
+    if copies is not None:
+        target = AutoModelForCausalLM.from_pretrained(copies)
+        weights["embed_tokens.weight"] = target.get_input_embeddings().weight.detach().clone()
+        weights["lm_head.weight"] = target.get_output_embeddings().weight.detach().clone()
+    return _write(directory, config | changes, weights)
+
+
+def speculators(directory: Path, kind: str = "dflash", from_anchor: bool = False, **changes: Any) -> Path:
+    """Speculators' format, with an LM head of half the target's tokens."""
+    config = {
+        **{"architectures": ["DSparkDraftModel" if kind == "dspark" else "DFlashDraftModel"], "dtype": "bfloat16"},
+        **{"aux_hidden_state_layer_ids": [i + 1 for i in LAYERS], "block_size": SLOTS, "mask_token_id": MASK_ID},
+        **{"draft_vocab_size": len(VOCABULARY), "target_hidden_size": None, "sliding_window_non_causal": False},
+        **{"sample_from_anchor": from_anchor, "speculators_model_type": kind},
+        "speculators_config": {"algorithm": kind, "verifier": {"name_or_path": "Qwen/Qwen3-8B"}},
+        "transformer_layer_config": NETWORK | {"model_type": "llama" if kind == "dflash" else "qwen3"},
+    }
+    if kind == "dspark":
+        config |= {"markov_rank": RANK, "markov_head_type": "vanilla", "enable_confidence_head": True}
+    weights = backbone() | (heads(len(VOCABULARY)) if kind == "dspark" else {})
+    weights |= {"lm_head.weight": torch.randn(len(VOCABULARY), 48) * 0.5, "verifier_norm.weight": torch.ones(48)}
+    weights |= {"d2t": VOCABULARY - torch.arange(len(VOCABULARY)), "t2d": torch.zeros(260, dtype=torch.bool)}
+    weights["t2d"][VOCABULARY] = True
+    return _write(directory, config | changes, weights)
+
+
+def _write(directory: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Path:
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file({name: value.contiguous() for name, value in weights.items()}, directory / "model.safetensors")
+    return directory
+
+
+FORMATS: dict[str, Callable[[Path], Path]] = {
+    "dspark": deepspec,
+    "dflash block 7": lambda directory: deepspec(directory, markov=False),
+    "speculators dflash": speculators,
+    "speculators dspark": lambda directory: speculators(directory, "dspark"),
+    "speculators dspark, from the anchor": lambda directory: speculators(directory, "dspark", True),
+}
+
+
+def chain_of(slow: SlowDFlash, target: Any, proposal: Proposal, from_anchor: bool, markov: bool) -> list[int]:
+    """What a slow network drafts after a row's final tokens, by its own LM head or the target's."""
+    w, tokens = slow.weights, proposal.tokens
+    states = target(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    features = torch.cat([states[layer + 1][0, :-1] for layer in LAYERS], dim=-1)
+    embedding = w.get("embed_tokens.weight", target.get_input_embeddings().weight.double())
+    depth = len(proposal.found.tokens)
+    slots = torch.tensor([tokens[-1], *[MASK_ID] * (depth - from_anchor)])
+    hidden = slow(features, embedding[slots], len(tokens) - 1)
+    ids = VOCABULARY if "d2t" in w else torch.arange(260)
+    drafted = [tokens[-1]]
+    for i in range(depth):
+        scores = torch.full((1, 260), -math.inf)
+        of_head = w["lm_head.weight"] @ hidden[i if from_anchor else i + 1]
+        if markov:
+            of_head = of_head + w["markov_head.markov_w2.weight"] @ w["markov_head.markov_w1.weight"][drafted[-1]]
+        scores[0, ids] = of_head.float()
+        drafted.append(int(candidates(scores, [len(tokens) + i], [proposal.request.sampling], 1).tokens[0, 0]))
+    return drafted[1:]
+
+
+def first_choices(proposal: Proposal) -> list[int]:
+    """The first choice of every slot after the one above it."""
+    chain, after = [], 0
+    for slot, tokens in enumerate(proposal.found.tokens):
+        chain.append(tokens[after][0])
+        after = proposal.found.places[slot][after][0]
+    return chain
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@torch.inference_mode()
+def test_drafts_are_those_of_a_slow_network(name: str, target_dir: Path, tmp_path: Path) -> None:
+    draft_dir = FORMATS[name](tmp_path / "draft")
+    pair = load_pair(target=str(target_dir), draft=str(draft_dir))
+    assert isinstance(pair.draft, DraftModel)
+    from_anchor, markov = name.endswith(("7", "anchor", "k")) and name != "speculators dspark", "dspark" in name
+    assert pair.block_size == SLOTS + from_anchor
+    slow = SlowDFlash(load_file(draft_dir / "model.safetensors"), pair.draft.config)
+    requests = [
+        Request(PROMPT[: 3 + 5 * i], 12, Sampling(float(i), seed=9), pair.block_size - 3 * i, NEVER) for i in range(2)
+    ]
+    found = proposals_of(Engine(pair, num_slots=2, max_length=64), requests)
+    target, num_bent = AutoModelForCausalLM.from_pretrained(target_dir), 0
+    for proposal in found[::9]:
+        drafted = first_choices(proposal)
+        assert drafted == chain_of(slow, target, proposal, from_anchor, markov)
+        num_bent += markov and drafted != chain_of(slow, target, proposal, from_anchor, False)
+    assert max(len(proposal.found.tokens) for proposal in found) == pair.block_size - 1
+    assert bool(num_bent) == markov
+
+
+@pytest.fixture(scope="module")
+def dspark(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    torch.manual_seed(0)
+    root = tmp_path_factory.mktemp("dspark")
+    TARGETS["qwen3"]().save_pretrained(root / "target")
+    byte_tokenizer().save_pretrained(root / "target")
+    return load_pair(target=str(root / "target"), draft=str(deepspec(root / "draft")))
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(6.0, seed=3)])
+def test_the_text_is_the_targets_own(dspark: Pair, sampling: Sampling) -> None:
+    engine = Engine(dspark, num_slots=3, max_length=64)
+    requests = [
+        Request(PROMPT[i:], 24, sampling, size, NEVER, layout=layout)  # type: ignore[arg-type]
+        for i, (size, layout) in enumerate([(8, "chain"), (2, "chain"), (5, "tree"), (12, "tree")])
+    ]
+    found = run(engine, requests)
+    for request, steps in zip(requests, found, strict=True):
+        assert text_of(steps) == plain_text(dspark, request.prompt_ids, 24, sampling)
+    assert sampling.is_greedy or sum(step.num_accepted for steps in found for step in steps) > 3
+
+
+@pytest.mark.parametrize("temperature", [0.0, 6.0])
+def test_a_replay_equals_decoding(dspark: Pair, temperature: float) -> None:
+    settings = {"max_new_tokens": 24, "temperature": temperature}
+    replayed, decoded = (
+        sweep_prompts(dspark, load_prompts("demo", 3), [1, 2, 5, 8], method=method, **settings).rows  # type: ignore[arg-type]
+        for method in ("replay", "decode")
+    )
+    assert [row.emitted_histograms for row in replayed] == [row.emitted_histograms for row in decoded]
+    assert temperature == 0 or sum(row.num_steps[-1] for row in replayed) < sum(row.num_steps[0] for row in replayed)
+
+
+def test_copies_of_the_targets_weights_are_given_up(dspark: Pair, tmp_path: Path) -> None:
+    assert isinstance(dspark.draft, DraftModel)
+    assert dspark.draft.embed_tokens is not None
+    assert dspark.draft.lm_head is not None
+    target_dir = tmp_path / "target"
+    dspark.target.save_pretrained(target_dir)
+    byte_tokenizer().save_pretrained(target_dir)
+    pair = load_pair(target=str(target_dir), draft=str(deepspec(tmp_path / "draft", copies=target_dir)))
+    assert isinstance(pair.draft, DraftModel)
+    assert pair.draft.embed_tokens is pair.draft.lm_head is pair.draft.vocabulary is None
+    sampling = Sampling(6.0, seed=3)
+    (steps,) = run(Engine(pair, num_slots=1, max_length=64), [Request(PROMPT, 24, sampling, 8, NEVER)])
+    assert text_of(steps) == plain_text(pair, PROMPT, 24, sampling)
+
+
+def test_a_confidence_head_is_left_out_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    load_draft(deepspec(tmp_path / "draft"))
+    assert [record.getMessage() for record in caplog.records] == [
+        "the draft's confidence head is not used: its scores and the policy give the chances"
+    ]
+    caplog.clear()
+    load_draft(deepspec(tmp_path / "other", markov=False))
+    assert not caplog.records
+
+
+def test_what_is_saved_is_loaded_again(tmp_path: Path) -> None:
+    for name, written in FORMATS.items():
+        draft = load_draft(written(tmp_path / name))
+        save_draft(draft, tmp_path / "saved", dtype=torch.float32)
+        again = load_draft(tmp_path / "saved")
+        assert again.options == draft.options
+        assert again.state_dict().keys() == draft.state_dict().keys()
+        assert all(torch.equal(value, again.state_dict()[key]) for key, value in draft.state_dict().items())
+
+
+def test_published_numbers_are_understood() -> None:
+    """Those of dspark_qwen3_4b_block7, and of a speculators checkpoint for Qwen3-8B."""
+    own = {"block_size": 7, "num_target_layers": 36, "mask_token_id": 151669, "markov_rank": 256}
+    shape = {"hidden_size": 2560, "num_hidden_layers": 5, "num_attention_heads": 32, "num_key_value_heads": 8}
+    ids = {"target_layer_ids": [1, 9, 17, 25, 33], "markov_head_type": "vanilla"}
+    deepspec = as_dflash({"architectures": ["Qwen3DSparkModel"], **own, **shape, **ids})
+    nested = {"aux_hidden_state_layer_ids": [2, 10, 18, 26, 34], "block_size": 8, "mask_token_id": 151669}
+    of_speculators = as_dflash(
+        {"architectures": ["DFlashDraftModel"], **nested, "transformer_layer_config": shape, "speculators_config": {}}
+    )
+    for config, from_anchor, markov_rank in ((deepspec, True, 256), (of_speculators, False, 0)):
+        options = parse_options(Qwen3Config.from_dict(config))
+        assert (options.block_size, options.mask_token_id, options.markov_rank) == (8, 151669, markov_rank)
+        assert options.target_layer_ids == (1, 9, 17, 25, 33)
+        assert options.sample_from_anchor == from_anchor
+
+
+@pytest.mark.parametrize(
+    ("written", "changes", "message"),
+    [
+        (deepspec, {"markov_head_type": "gated"}, r"markov_head_type = gated: not supported \(only vanilla\)"),
+        (deepspec, {"markov_head_type": "rnn"}, "markov_head_type = rnn: not supported"),
+        (deepspec, {"dflash_config": {"projector_type": "domino"}}, "projector_type = domino: not supported"),
+        (deepspec, {"dflash_config": {"use_swa": True}}, "use_swa = True: not supported"),
+        (deepspec, {"mask_token_id": None}, "lacks mask_token_id"),
+        (deepspec, {"vocab_size": 200}, "LM head of 260 tokens: d2t must lead to different ones of 0 to 199"),
+        (speculators, {"aux_hidden_state_layer_ids": None}, "lacks aux_hidden_state_layer_ids"),
+        (speculators, {"projector_type": "domino"}, "projector_type = domino: not supported"),
+        (speculators, {"shift_label": True}, "shift_label = True: not supported"),
+        (speculators, {"target_hidden_size": 64}, r"target_hidden_size = 64: not supported \(only 48\)"),
+        (speculators, {"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
+    ],
+)
+def test_unsupported_checkpoints_are_refused_by_name(
+    written: Any, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    directory = written(tmp_path / "draft", **changes)
+    with pytest.raises(ValueError, match=f"draft .*{message}"):
+        load_draft(directory)
+
+
+def test_a_layer_that_the_target_does_not_have_is_refused(dspark: Pair, tmp_path: Path) -> None:
+    """DeepSpec counts the embeddings as layer -1."""
+    draft = load_draft(deepspec(tmp_path / "draft", target_layer_ids=[-1, 3, 4]))
+    with pytest.raises(ValueError, match="draft reads target layer -1: must be 0 to 5"):
+        draft.check_fit(dspark.target.config)

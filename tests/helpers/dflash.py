@@ -1,0 +1,74 @@
+"""DFlash network written anew: one head, one query at a time, in float64."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from blockpilot.drafts.dflash import DraftModel
+
+
+class SlowDFlash:
+    """Published weights by name, and the sizes of a Qwen3 configuration."""
+
+    def __init__(self, weights: Mapping[str, Tensor], config: Any) -> None:
+        self.weights = {name: value.detach().double() for name, value in weights.items()}
+        self.config = config
+
+    @classmethod
+    def of(cls, draft: DraftModel) -> Self:
+        return cls(draft.state_dict(), draft.config)
+
+    def __call__(
+        self, features: Tensor, block: Tensor, anchor: int, causal: bool | None = None, window: int | None = None
+    ) -> Tensor:
+        """One row: features [C, F], block [B, hidden] -> [B, hidden]."""
+        c, w = self.config, self.weights
+        eps, theta = c.rms_norm_eps, c.rope_parameters["rope_theta"]
+        context = rms(features.double() @ w["fc.weight"].T, w["hidden_norm.weight"], eps)
+        hidden = block.double()
+        group = c.num_attention_heads // c.num_key_value_heads
+        for layer in range(c.num_hidden_layers):
+            p = {k.removeprefix(f"layers.{layer}."): v for k, v in w.items() if k.startswith(f"layers.{layer}.")}
+            sliding = c.layer_types[layer] == "sliding_attention"
+            normed = rms(hidden, p["input_layernorm.weight"], eps)
+            sources = [(i, context[i]) for i in range(anchor)] + [(anchor + j, x) for j, x in enumerate(normed)]
+            attended = torch.zeros(len(block), c.num_attention_heads * c.head_dim, dtype=torch.float64)
+            for j in range(len(block)):
+                for h in range(c.num_attention_heads):
+                    of_head = slice(h * c.head_dim, (h + 1) * c.head_dim)
+                    of_kv = slice(h // group * c.head_dim, (h // group + 1) * c.head_dim)
+                    query = rms(p["self_attn.q_proj.weight"][of_head] @ normed[j], p["self_attn.q_norm.weight"], eps)
+                    query = rotate(query, anchor + j, theta)
+                    scores, values = [], []
+                    for position, x in sources:
+                        distance = anchor + j - position
+                        if (sliding if causal is None else causal) and distance < 0:
+                            continue
+                        if sliding and window is not None and abs(distance) >= window:
+                            continue
+                        key = rms(p["self_attn.k_proj.weight"][of_kv] @ x, p["self_attn.k_norm.weight"], eps)
+                        scores.append(query @ rotate(key, position, theta) / math.sqrt(c.head_dim))
+                        values.append(p["self_attn.v_proj.weight"][of_kv] @ x)
+                    attended[j, of_head] = torch.stack(scores).softmax(0) @ torch.stack(values)
+            hidden = hidden + attended @ p["self_attn.o_proj.weight"].T
+            normed = rms(hidden, p["post_attention_layernorm.weight"], eps)
+            gate = torch.nn.functional.silu(normed @ p["mlp.gate_proj.weight"].T)
+            hidden = hidden + (gate * (normed @ p["mlp.up_proj.weight"].T)) @ p["mlp.down_proj.weight"].T
+        return rms(hidden, w["norm.weight"], eps)
+
+
+def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def rotate(x: Tensor, position: int, theta: float) -> Tensor:
+    half = len(x) // 2
+    out = torch.empty_like(x)
+    for i in range(half):
+        angle = position * theta ** (-2 * i / len(x))
+        out[i] = x[i] * math.cos(angle) - x[i + half] * math.sin(angle)
+        out[i + half] = x[i + half] * math.cos(angle) + x[i] * math.sin(angle)
+    return out

@@ -1,11 +1,11 @@
 """Evaluate: decode held-out prompts with every method, interleaved, and report what was measured.
 
 Methods are plain decoding (AR), every fixed block size, draft trees of fixed sizes, a random block size, learned
-policies, two choices without training (chains by running means, trees by the draft's own probabilities), and an
-oracle with each prompt's best block size in hindsight, which is a bound. One process runs them all
-(`jobs/evaluation/actor.py`). Every text is decoded. Sweeps serve two purposes only: their prompts are
-refused as not held out, and their taus choose the best fixed block size beforehand. A policy keeps both of the sweeps
-that it was trained on.
+policies, two choices without training (chains by running means, trees by the draft's own probabilities), other drafts
+of the same target (`--rival-drafts`), and an oracle with each prompt's best block size in hindsight, a bound. One
+process runs them all (`jobs/evaluation/actor.py`). Every text is decoded. Sweeps serve two purposes only: their
+prompts are refused as not held out, and their taus choose the best fixed block size beforehand. A policy keeps both
+of the sweeps that it was trained on.
 
 Prompts that share a queue form a group. A group is written to disk when it is done, and the same command continues
 after a kill. The result is written before it is logged to MLflow; `--relog` logs it later if MLflow was out of reach.
@@ -79,7 +79,7 @@ def _runs_file(config: EvaluateConfig, plan: Plan, setting: Setting) -> Path:
 def _identity(config: EvaluateConfig, plan: Plan, setting: Setting) -> str:
     """A hash of all that the runs depend on but the machine's moments; its device by its full name."""
     settings = config.model_dump(mode="json", exclude={"output", "relog", "accelerator_type"})
-    found = setting.pair, setting.dtype, setting.device
+    found = setting.pair, *setting.rivals.values(), setting.dtype, setting.device
     prompts = [(p.set, p.text) for p in plan.prompts]
     key = repr((settings, found, list(plan.policies), prompts, plan.groups, plan.price))
     digest = hashlib.sha256(key.encode())

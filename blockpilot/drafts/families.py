@@ -29,6 +29,13 @@ def load_any_draft(directory: Path) -> Draft:
     raise ValueError(f"draft {directory}: architecture {named}: supported are {supported}")
 
 
+def family(draft: Draft) -> str:
+    """Short name of a draft's kind."""
+    if isinstance(draft, DraftModel):
+        return "dflash" if draft.markov_head is None else "dspark"
+    return "eagle3"
+
+
 def prepared_draft(draft: Draft, target: PreTrainedModel) -> PreparedDraft:
     """The draft as it runs beside its target; the linear layers of both are prepared in place, once."""
     if isinstance(draft, DraftModel):

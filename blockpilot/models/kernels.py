@@ -28,7 +28,7 @@ class Product:
         weights = [layer.weight.detach() for layer in layers]
         self.sizes = [len(weight) for weight in weights]
         self._bias = _joined_bias(layers)
-        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        weight = _side_by_side(weights)
         self._weight: Tensor | NativeProduct = native_product(weight, self._bias) or weight
 
     @property
@@ -53,6 +53,18 @@ class Product:
         weight = self._weight.unpacked() if isinstance(self._weight, NativeProduct) else self._weight
         biases = [None] * len(self.sizes) if self._bias is None else self._bias.split(self.sizes)
         return list(zip(weight.split(self.sizes), biases, strict=True))
+
+
+def _side_by_side(weights: Sequence[Tensor]) -> Tensor:
+    """Weights [outputs, inputs] as one: a view where they are parts of an earlier product, one after the other."""
+    first, start = weights[0], weights[0].data_ptr()
+    for weight in weights:
+        if not weight.is_contiguous() or weight.data_ptr() != start:
+            return torch.cat(list(weights))
+        start += weight.nbytes
+    if start > first.untyped_storage().data_ptr() + first.untyped_storage().nbytes():
+        return torch.cat(list(weights))
+    return first.as_strided((sum(map(len, weights)), first.shape[1]), first.stride())
 
 
 def _joined_bias(layers: Sequence[nn.Linear]) -> Tensor | None:

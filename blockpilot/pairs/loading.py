@@ -96,6 +96,15 @@ def load_pair(
     return _pair(pair_id, model, draft_model, tokenizer, device)
 
 
+def with_draft(pair: Pair, draft: str) -> Pair:
+    """The pair's target, as it lies in memory, with another draft; raises ValueError for one that does not fit."""
+    found = find_draft(draft)
+    model = load_any_draft(found.directory)
+    model.check_fit(pair.target.config)
+    pair_id = pair.id._replace(draft=split_revision(draft)[0], draft_revision=found.revision)
+    return _pair(pair_id, pair.target, model, pair.tokenizer, str(pair.target.device))
+
+
 def target_only(target: str, *, dtype: str = "float32", device: str = "cpu") -> Pair:
     """Load a target with an untrained placeholder for its draft, to decode plainly (block size 1)."""
     model, tokenizer, revision = load_target(target, _DTYPES[dtype])

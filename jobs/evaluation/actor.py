@@ -1,4 +1,4 @@
-"""The actor of jobs/evaluate.py: one pair, and an engine for every method that is measured.
+"""The actor of jobs/evaluate.py: one pair, rival drafts of its target, and an engine for every method.
 
 The prompts of a group queue for the slots of an engine, and the next one begins when one ends, as in a busy server
 (`blockpilot/evaluation/measurement.py`). Every method has an engine of its own, and all take turns of a few tokens,
@@ -14,7 +14,7 @@ price that was not given is measured again by every process.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,12 +24,13 @@ from blockpilot.control.forecasts import RunningMeans
 from blockpilot.control.live import LiveController
 from blockpilot.control.price import StepPrice
 from blockpilot.device import device_name, dtype_name
+from blockpilot.drafts.families import family
 from blockpilot.engine.engine import Engine
 from blockpilot.evaluation.baselines import AdaptiveVerification, DepthController, Margins, TreeBudget
 from blockpilot.evaluation.measurement import Flow, RequestTiming, in_turns
 from blockpilot.evaluation.pricing import holds_here, measure_price
 from blockpilot.evaluation.statistics import MethodRun
-from blockpilot.pairs.loading import Pair
+from blockpilot.pairs.loading import Pair, with_draft
 from blockpilot.policy.learned import LearnedPolicy
 from blockpilot.policy.store import load_policy
 from blockpilot.prompts.files import Prompt
@@ -71,6 +72,16 @@ class Setting(NamedTuple):
     """Mean length of the texts in the middle of their answers."""
     left_out: dict[str, str]
     """Rivals that cannot run with this pair, and why."""
+    rivals: dict[str, PairId]
+    """Rival drafts beside the pair's, by the word that their methods begin with."""
+
+
+class RivalMethod(NamedTuple):
+    """Method of a rival draft: a chain or tree of fixed size, or trees that its own probabilities buy (None)."""
+
+    rival: str
+    size: int | None
+    layout: Layout
 
 
 class Evaluator:
@@ -94,9 +105,14 @@ class Evaluator:
         self._policies = policies
         context = sum(lengths) // len(lengths) + most // 2
         self._price = self._find_price(pair, context)
+        self._rivals = self._load_rivals(pair)
+        self._rival_prices = {name: self._find_price(rival, context) for name, rival in self._rivals.items()}
+        self._of_rivals = {name: method for rival in self._rivals for name, method in self._methods_of(rival)}
         self._hindsight = dict[int, int]()  # the oracle's block sizes, by place
         num_slots, max_length = config.concurrency, min(max(lengths) + most, pair.max_length)
-        self._engines = {m: Engine(pair, num_slots=num_slots, max_length=max_length) for m in self.methods}
+        self._engines = {
+            m: Engine(self._pair_of(m), num_slots=num_slots, max_length=max_length) for m in self.methods
+        }
         self._reset()
         for place in range(len(plan.prompts)):
             self._check(place)
@@ -104,7 +120,8 @@ class Evaluator:
         self._decode(rotating, plan.groups[0][:1], 0, NUM_WARM_UP_TOKENS)
         sizes = {method: self._fixed.get(method) for method in self.methods}
         here = dtype_name(pair.target.dtype), device_name(pair.target.device)
-        return Setting(pair.id, *here, sizes, self._price, context, left_out)
+        rivals = {name: rival.id for name, rival in self._rivals.items()}
+        return Setting(pair.id, *here, sizes, self._price, context, left_out, rivals)
 
     @property
     def _sizes(self) -> tuple[int, ...]:
@@ -115,7 +132,8 @@ class Evaluator:
         """In the order of the report."""
         baselines = self._config.baseline_methods
         others = [method for method in baselines if method != ORACLE]
-        return [*self._fixed, *self._trees, *others, *self._policies, *[ORACLE] * (ORACLE in baselines)]
+        hindsight = [ORACLE] * (ORACLE in baselines)
+        return [*self._fixed, *self._trees, *others, *self._of_rivals, *self._policies, *hindsight]
 
     def _reset(self) -> None:
         """Make every engine and policy adapt afresh, as if nothing had been decoded."""
@@ -125,6 +143,10 @@ class Evaluator:
             engine.controller = self._controller(method)
 
     def _controller(self, method: str) -> Controller:
+        if (of_rival := self._of_rivals.get(method)) is not None:
+            size = self._rivals[of_rival.rival].block_size
+            chooser = RunningMeans(size - 1) if of_rival.size is None else FixedPolicy(size)
+            return LiveController(chooser, self._rival_prices[of_rival.rival])
         deepest, price = self._pair.block_size - 1, self._price
         if method == MEANS:
             return DepthController(RunningMeans(deepest), price)
@@ -175,6 +197,8 @@ class Evaluator:
     def _size(self, method: str, place: int, repeat: int) -> int | None:
         if method in (CONTROL, ORACLE):
             return 1 if method == CONTROL else self._hindsight[place]
+        if method in self._of_rivals:
+            return self._of_rivals[method].size
         if method != RANDOM:
             return (self._fixed | self._trees).get(method)
         prompt = self._plan.prompts[place]
@@ -196,6 +220,8 @@ class Evaluator:
         )
 
     def _layout(self, method: str) -> Layout:
+        if method in self._of_rivals:
+            return self._of_rivals[method].layout
         return "tree" if method in self._trees else "chain" if method in (MEANS, VERIFICATION) else "auto"
 
     @property
@@ -203,7 +229,30 @@ class Evaluator:
         """Block sizes of fixed trees by method."""
         return {f"{TREE_PREFIX}{num}": num + 1 for num in self._config.tree_sizes}
 
+    def _pair_of(self, method: str) -> Pair:
+        of_rival = self._of_rivals.get(method)
+        return self._pair if of_rival is None else self._rivals[of_rival.rival]
+
     # --- loading ---
+
+    def _load_rivals(self, pair: Pair) -> dict[str, Pair]:
+        """Rival drafts on the pair's own target, by their kind; numbered where there are several of one."""
+        found: dict[str, Pair] = {}
+        for draft in self._config.rival_drafts:
+            rival = with_draft(pair, draft)
+            kind = family(rival.draft)
+            number = sum(name.split("-")[0] == kind for name in found) + 1
+            found[kind if number == 1 else f"{kind}-{number}"] = rival
+        return found
+
+    def _methods_of(self, rival: str) -> Iterator[tuple[str, RivalMethod]]:
+        config = self._config
+        for size in config.block_sizes or default_block_sizes(self._rivals[rival].block_size):
+            yield f"{rival} {method_name(size)}", RivalMethod(rival, size, "chain")
+        for num in config.tree_sizes:
+            yield f"{rival} {TREE_PREFIX}{num}", RivalMethod(rival, num + 1, "tree")
+        if UNTRAINED in config.baseline_methods:
+            yield f"{rival} {UNTRAINED}", RivalMethod(rival, None, "auto")
 
     def _load_policies(self, pair: Pair) -> tuple[dict[str, LearnedPolicy], dict[str, str]]:
         """Those that fit the pair; only of the first one is it an error not to."""

@@ -61,6 +61,9 @@ class EvaluateConfig(Config):
     acceptance say (Ollama). verification: one budget for the chains of all rows, by margins of the draft (vLLM).
     budget: a tree for every row by its own price (CaDDTree). untrained: ours by the draft's own probabilities.
     random: a block size for each prompt. oracle: the best one for each prompt, a bound."""
+    rival_drafts: tuple[str, ...] = ()
+    """Other drafts of the same target, by hub id or local directory, such as EAGLE-3: chains of the fixed block
+    sizes, the fixed trees, and trees by their own probabilities where `untrained` is a baseline."""
     tree_sizes: tuple[int, ...] = ()
     """Fixed draft trees of so many nodes, ascending (DDTree)."""
     block_sizes: tuple[int, ...] | None = None

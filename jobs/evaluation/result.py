@@ -43,6 +43,7 @@ def save(config: EvaluateConfig, plan: Plan, setting: Setting, runs: Sequence[Me
         "config": config.model_dump(mode="json"),
         "setting": setting._asdict()
         | {"pair": setting.pair._asdict(), "price": json.loads(setting.price.to_json())}
+        | {"rivals": {name: pair._asdict() for name, pair in setting.rivals.items()}}
         | {"shown_held_out": shown},
         "versions": {name: package_version(name) for name in ("torch", "transformers")},
         "policy_version": plan.version._asdict() if plan.version else None,
@@ -185,9 +186,10 @@ def _describe(
     together = "one at a time" if config.concurrency == 1 else f"{config.concurrency} at a time"
     limits = sorted({config.limit(prompt) for prompt in plan.prompts})
     limit = str(limits[0]) if len(limits) == 1 else f"{limits[0]} to {limits[-1]}"
+    rivals = "".join(f" ({name}: {pair.draft})" for name, pair in setting.rivals.items())
     times = "once" if config.repeats == 1 else f"{config.repeats} times"
     caption = (
-        f"{setting.pair.target} with {setting.pair.draft}, {setting.dtype} on {setting.device}: "
+        f"{setting.pair.target} with {setting.pair.draft}{rivals}, {setting.dtype} on {setting.device}: "
         f"{prompts}, {together}, {times}; {limit} tokens at most, "
         f"temperature {config.temperature:g}. In brackets: 95% intervals over prompts."
     )

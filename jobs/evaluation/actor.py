@@ -246,8 +246,9 @@ class Evaluator:
         return found
 
     def _methods_of(self, rival: str) -> Iterator[tuple[str, RivalMethod]]:
-        config = self._config
-        for size in config.block_sizes or default_block_sizes(self._rivals[rival].block_size):
+        config, trained = self._config, self._rivals[rival].block_size
+        sizes = config.block_sizes or default_block_sizes(trained)
+        for size in [size for size in sizes if size <= trained] or [trained]:
             yield f"{rival} {method_name(size)}", RivalMethod(rival, size, "chain")
         for num in config.tree_sizes:
             yield f"{rival} {TREE_PREFIX}{num}", RivalMethod(rival, num + 1, "tree")

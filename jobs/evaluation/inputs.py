@@ -63,7 +63,7 @@ class EvaluateConfig(Config):
     random: a block size for each prompt. oracle: the best one for each prompt, a bound."""
     rival_drafts: tuple[str, ...] = ()
     """Other drafts of the same target, by hub id or local directory, such as EAGLE-3: chains of the fixed block
-    sizes, the fixed trees, and trees by their own probabilities where `untrained` is a baseline."""
+    sizes up to their own, the fixed trees, and trees by their own probabilities where `untrained` is a baseline."""
     tree_sizes: tuple[int, ...] = ()
     """Fixed draft trees of so many nodes, ascending (DDTree)."""
     block_sizes: tuple[int, ...] | None = None

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from blockpilot.device import tensor_on
@@ -20,7 +21,8 @@ from blockpilot.drafts.head import DraftHead, is_copy
 from blockpilot.drafts.interface import Asked, Choose, PreparedDraft
 from blockpilot.models.cache import SlotCache, SlotView, num_kv_heads, read_slots
 from blockpilot.models.kernels import prepared
-from blockpilot.models.layers import DecoderLayers, LayerWeights, Mask, Rotary, RotaryTable, attend_parts
+from blockpilot.models.layers import Mask, RotaryTable
+from blockpilot.models.native_layers import layers_of
 from blockpilot.models.packing import Packing, SideBySide
 from blockpilot.types import MAX_BLOCK_SIZE, Candidates
 
@@ -44,39 +46,11 @@ class Eagle3Cache(SlotCache):
         self.hidden[destination] = self.hidden[source]
 
 
-class Eagle3Layers(DecoderLayers):
-    """The one layer, whose attention reads the embedding of the next token beside the hidden state."""
-
-    def __init__(self, draft: Eagle3Model) -> None:
-        super().__init__([LayerWeights(draft.midlayer, draft.config)], draft.norm.weight, draft.config)
-        self._hidden_norm = draft.midlayer.hidden_norm.weight.detach().clone()
-        self._residual_is_normed = draft.midlayer.norm_before_residual
-
-    def entries(
-        self, embedded: Tensor, hidden: Tensor, rotary: Rotary, cache: SlotView, masks: Sequence[Mask]
-    ) -> Tensor:
-        """Hidden states [N, hidden] of entries, whose keys and values are stored; inputs are both [N, hidden]."""
-        (layer,) = self._layers
-        normed = self._add_norm(hidden, None, self._hidden_norm)
-        both = torch.cat([self._add_norm(embedded, None, layer.before), normed], dim=-1)
-        queries = self._store(0, both, rotary, cache)
-        attended = attend_parts(masks, queries, *cache.read(0), self._dim**-0.5)
-        hidden = (normed if self._residual_is_normed else hidden) + layer.out(attended)
-        return hidden + layer.mlp(self._add_norm(hidden, None, layer.after))
-
-    def normed(self, hidden: Tensor) -> Tensor:
-        """[N, hidden], as the LM head reads it."""
-        return self._add_norm(hidden, None, self._norm)
-
-
 class Level(NamedTuple):
-    """Drafted positions at one depth: choices after each of P contexts of some rows [R]."""
+    """Drafted positions at one depth: choices [R * P, k] after each of P contexts of some rows [R]."""
 
     rows: list[int]
     found: Candidates
-    """[R * P, k]"""
-    places: Tensor
-    """[R, P, k]"""
 
 
 class PreparedEagle3(PreparedDraft):
@@ -85,7 +59,10 @@ class PreparedEagle3(PreparedDraft):
     @torch.no_grad()
     def __init__(self, draft: Eagle3Model, target: PreTrainedModel) -> None:
         self._draft, config = draft, draft.config
-        self._layers, self._rotary = Eagle3Layers(draft), RotaryTable(draft.rotary_emb)
+        self._layers = layers_of([draft.midlayer], draft.norm.weight, config)
+        self._rotary, self._eps = RotaryTable(draft.rotary_emb), config.rms_norm_eps
+        layer = draft.midlayer
+        self._before = torch.stack([layer.input_layernorm.weight, layer.hidden_norm.weight])
         self._groups = config.num_attention_heads // num_kv_heads(config)
         if is_copy(draft.embed_tokens, target.get_input_embeddings()):
             draft.embed_tokens = None
@@ -112,9 +89,12 @@ class PreparedEagle3(PreparedDraft):
 
     def propose(self, asked: Asked, cache: SlotCache, choose: Choose) -> Candidates | Linked:
         assert isinstance(cache, Eagle3Cache)
+        if asked.width == 1:
+            return self._chains(asked, cache, choose)
         device, rows = cache.layers.device, list(range(len(asked.slots)))
         width, levels = min(asked.width, MOST_CONTEXTS), list[Level]()
         hidden = cache.hidden[tensor_on(device, asked.slots)][:, None]  # [R, P, hidden], P = 1 at first
+        links = list[Tensor]()  # [R, P, k]: places of a level's choices among the contexts of the next
         above = hidden.new_zeros(hidden.shape[:2], dtype=torch.float32)  # logarithms of the contexts' chances
         seen = torch.zeros(len(rows), 1, 0, dtype=torch.bool, device=device)  # [R, P, drafted entries] of contexts
         own = torch.eye(width, dtype=torch.bool, device=device)
@@ -123,7 +103,8 @@ class PreparedEagle3(PreparedDraft):
             of_contexts = [row for row in rows for _ in range(num_contexts)]
             found = choose(hidden.flatten(0, 1), of_contexts, [asked.starts[row] + depth for row in of_contexts])
             tokens, parents, above, places = _followed(found, above, width)
-            levels.append(Level(rows, found, places))
+            levels.append(Level(rows, found))
+            links.append(places)
             kept = [i for i, row in enumerate(rows) if asked.depths[row] > depth]
             if not kept:
                 break
@@ -135,7 +116,28 @@ class PreparedEagle3(PreparedDraft):
                 tokens, hidden, above, seen = (each[index] for each in (tokens, hidden, above, seen))
             slots, starts = ([of_rows[row] for row in rows] for of_rows in (asked.slots, asked.starts))
             hidden = self._follow(tokens, hidden, seen, depth - 1, slots, starts, cache)
-        return _by_row(levels, asked.depths, width)
+        return _linked(levels, links, width)
+
+    def _chains(self, asked: Asked, cache: Eagle3Cache, choose: Choose) -> Candidates:
+        """`propose`, where only the first choice of a position is followed."""
+        device, rows, levels = cache.layers.device, list(range(len(asked.slots))), list[Level]()
+        hidden = cache.hidden[tensor_on(device, asked.slots)]  # [R, hidden]
+        for depth in range(1, max(asked.depths) + 1):
+            found = choose(hidden, rows, [asked.starts[row] + depth for row in rows])
+            levels.append(Level(rows, found))
+            kept = [i for i, row in enumerate(rows) if asked.depths[row] > depth]
+            if not kept:
+                break
+            tokens = found.tokens[:, 0]
+            if len(kept) < len(rows):
+                rows, index = [rows[i] for i in kept], tensor_on(device, kept)
+                tokens, hidden = tokens[index], hidden[index]
+            slots, starts = ([of_rows[row] for row in rows] for of_rows in (asked.slots, asked.starts))
+            packing = Packing([1] * len(rows), [start + depth - 1 for start in starts], device)
+            view = cache.view(tensor_on(device, slots), packing.columns, read_slots(slots), packing.length)
+            mask = Mask(packing, packing.visible, self._groups, self._draft.dtype)
+            hidden = self._entries(tokens, hidden, packing.positions, view, [mask])
+        return _in_order(levels, _by_row(levels, device))
 
     def _follow(
         self,
@@ -164,14 +166,20 @@ class PreparedEagle3(PreparedDraft):
         return self._entries(tokens.flatten(), hidden.flatten(0, 1), positions, view, [mask]).view_as(hidden)
 
     def _scores(self, hidden: Tensor) -> Tensor:
-        return self._head(self._layers.normed(hidden))
+        return self._head(functional.rms_norm(hidden, hidden.shape[-1:], self._draft.norm.weight, self._eps))
 
     def _entries(
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, view: SlotView, masks: Sequence[Mask]
     ) -> Tensor:
+        """Hidden states [N, hidden] of entries, whose keys and values are stored; worked on in place of `hidden`."""
         embedded = self._embed(tokens).to(self._draft.dtype)
+        both = torch.stack([embedded, hidden], dim=1)
+        both = functional.rms_norm(both, hidden.shape[-1:], eps=self._eps).mul_(self._before)
+        if self._draft.midlayer.norm_before_residual:
+            hidden = both[:, 1].contiguous()
         rotary = self._rotary.at(positions, view.num_columns, embedded)
-        return self._layers.entries(embedded, hidden, rotary, view, masks)
+        self._layers(hidden, rotary, view, [masks], (), both.flatten(1))
+        return hidden
 
 
 def _followed(found: Candidates, above: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -193,21 +201,28 @@ def _followed(found: Candidates, above: Tensor, width: int) -> tuple[Tensor, Ten
     return tokens, chosen // num, chances.flatten(1).gather(1, chosen), places.view(num_rows, num_contexts, num)
 
 
-def _by_row(levels: Sequence[Level], depths: Sequence[int], width: int) -> Candidates | Linked:
-    """Choices of all positions, row by row: level by level they were found."""
-    index, start = list[tuple[int, int, int]](), 0
-    for depth, level in enumerate(levels):
-        index += [(row, depth, start + i) for i, row in enumerate(level.rows)]
-        start += len(level.rows)
-    order = tensor_on(levels[0].places.device, [place for *_, place in sorted(index)])
+def _by_row(levels: Sequence[Level], device: torch.device) -> Tensor:
+    """Order [N] of all positions row by row: level by level they were found."""
+    index = [(row, depth) for depth, level in enumerate(levels) for row in level.rows]
+    return tensor_on(device, sorted(range(len(index)), key=index.__getitem__))
 
-    def joined(of_levels: Sequence[Tensor]) -> Tensor:
-        """[N, width, ...]; the one context of the first level stands for all."""
-        first, *rest = of_levels
-        return torch.cat([first.expand(-1, width, *first.shape[2:]), *rest])[order]
 
-    apart = zip(
-        *([values.unflatten(0, (len(level.rows), -1)) for values in level.found] for level in levels), strict=True
-    )
-    found = Candidates(*(joined(values).flatten(0, 1) for values in apart))
-    return found if width == 1 else Linked(found, joined([level.places for level in levels]))
+def _in_order(levels: Sequence[Level], order: Tensor) -> Candidates:
+    parts = zip(*(level.found for level in levels), strict=True)
+    return Candidates(*(torch.cat(values)[order] for values in parts))
+
+
+def _linked(levels: Sequence[Level], links: Sequence[Tensor], width: int) -> Linked:
+    """Choices of all positions after each of `width` contexts; the one context of the first level stands for all."""
+
+    def spread(values: Tensor, num_rows: int) -> Tensor:
+        """[R * P, ...] -> [R, width, ...]"""
+        by_row: Tensor = values.unflatten(0, (num_rows, -1))
+        return by_row.expand(-1, width, *values.shape[1:])
+
+    apart = (Candidates(*(spread(values, len(level.rows)) for values in level.found)) for level in levels)
+    order = _by_row(levels, links[0].device)
+    found = _in_order([Level(level.rows, each) for level, each in zip(levels, apart, strict=True)], order)
+    first, *rest = links
+    places = torch.cat([first.expand(-1, width, -1), *rest])[order]
+    return Linked(Candidates(*(values.flatten(0, 1) for values in found)), places)

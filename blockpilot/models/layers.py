@@ -124,15 +124,24 @@ class DecoderLayers:
         return all(layer.gate_up is not None for layer in self._layers)
 
     def __call__(
-        self, hidden: Tensor, rotary: Rotary, cache: SlotView, masks: Sequence[Sequence[Mask]], kept: Sequence[int]
+        self,
+        hidden: Tensor,
+        rotary: Rotary,
+        cache: SlotView,
+        masks: Sequence[Sequence[Mask]],
+        kept: Sequence[int],
+        given: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Run tokens [N, hidden], which are worked on in place; a layer's masks are those of the pass's parts.
+        """Run tokens [N, hidden], which become those after the last layer; a layer's masks are those of the parts.
 
-        Returns hidden states [N, hidden], normed, and those after the layers `kept`, [N, len(kept) * hidden].
+        given [N, ...]: what the first layer's attention reads, by default the tokens, normed. Returns hidden states
+        [N, hidden], normed, and those after the layers `kept`, [N, len(kept) * hidden].
         """
         found, after = None, dict[int, Tensor]()
         for i, layer in enumerate(self._layers):
-            queries = self._store(i, self._add_norm(hidden, found, layer.before), rotary, cache)
+            read = given if i == 0 else None
+            read = self._add_norm(hidden, found, layer.before) if read is None else read
+            queries = self._store(i, read, rotary, cache)
             attended = attend_parts(masks[i], queries, *cache.read(i), self._dim**-0.5)
             found = layer.mlp(self._add_norm(hidden, layer.out(attended), layer.after))
             if i in kept:

@@ -76,9 +76,16 @@ class NativeLayers(DecoderLayers):
         self._shape = _ShapeStruct(len(layers), *sizes, self._eps)
 
     def __call__(
-        self, hidden: Tensor, rotary: Rotary, cache: SlotView, masks: Sequence[Sequence[Mask]], kept: Sequence[int]
+        self,
+        hidden: Tensor,
+        rotary: Rotary,
+        cache: SlotView,
+        masks: Sequence[Sequence[Mask]],
+        kept: Sequence[int],
+        given: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         assert hidden.is_contiguous()
+        assert given is None or given.is_contiguous()
         shape, num, threads = self._shape, len(hidden), torch.get_num_threads()
         places = _Places(cache)
         parts = [places.parts(of_layer) for of_layer in masks]
@@ -90,7 +97,8 @@ class NativeLayers(DecoderLayers):
         places.check(
             self._run(
                 *(byref(shape), self._structs, self._norm.data_ptr(), byref(places.tokens(rotary))),
-                *(len(masks[0]), (POINTER(_PartStruct) * len(parts))(*parts), hidden.data_ptr()),
+                *(len(masks[0]), (POINTER(_PartStruct) * len(parts))(*parts)),
+                *(None if given is None else given.data_ptr(), hidden.data_ptr()),
                 *(each.data_ptr() for each in (*rooms, scores)),
                 *(room, len(kept), layers.data_ptr(), features.data_ptr(), threads),
             )
@@ -164,7 +172,7 @@ def _packed(product: Product | None) -> Linear:
 def _declared(library: ctypes.CDLL) -> tuple[Callable[..., int], Callable[..., int]]:
     """run_layers and project_layers."""
     run, project = library.run_layers, library.project_layers
-    buffers = (c_void_p,) * 8  # hidden, and room
+    buffers = (c_void_p,) * 9  # given, hidden, and room
     structs = POINTER(_ShapeStruct), POINTER(_LayerStruct)
     run.argtypes = (
         *(*structs, c_void_p, POINTER(_TokensStruct), c_long, POINTER(POINTER(_PartStruct)), *buffers),

@@ -319,10 +319,11 @@ static void keep(long layer, long num_kept, const int64_t *kept, long tokens, lo
 /* hidden [tokens, hidden], which is worked on -> x, normed after the last layer by `last` [hidden]; features: see keep.
  * parts [layers] of num_parts each. Room is given for x [tokens, hidden], heads [tokens, queries + 2 * kv, dim], attended
  * [tokens, queries, dim], found [tokens, hidden], gate_up [tokens, 2, inner], gated [tokens, inner] and scores (see
- * attend). Returns 0, or -1 for tokens that the cache has no place for, before anything is written. */
+ * attend). The first layer's queries, keys and values are of `given` where that is not NULL, else of hidden, normed.
+ * Returns 0, or -1 for tokens that the cache has no place for, before anything is written. */
 int run_layers(const struct shape *shape, const struct layer *layers, const stored *last, const struct tokens *tokens,
-               long num_parts, const struct part *const *parts, stored *hidden, stored *x, stored *heads,
-               stored *attended, stored *found, stored *gate_up, stored *gated, float *scores, long room,
+               long num_parts, const struct part *const *parts, const stored *given, stored *hidden, stored *x,
+               stored *heads, stored *attended, stored *found, stored *gate_up, stored *gated, float *scores, long room,
                long num_kept, const int64_t *kept, stored *features, int threads)
 {
     long num = tokens->num, groups = shape->queries / shape->kv;
@@ -339,9 +340,11 @@ int run_layers(const struct shape *shape, const struct layer *layers, const stor
     {
         for (long i = 0; i < shape->layers; i++) {
             const struct layer *layer = layers + i;
-            add_norm(num, shape->hidden, hidden, i ? found : NULL, layer->before, shape->eps, x);
+            int is_given = !i && given;
+            if (!is_given)
+                add_norm(num, shape->hidden, hidden, i ? found : NULL, layer->before, shape->eps, x);
             keep(i - 1, num_kept, kept, num, shape->hidden, hidden, features);
-            multiply(&layer->qkv, num, x, heads, shares[i][0], threads);
+            multiply(&layer->qkv, num, is_given ? given : x, heads, shares[i][0], threads);
             rotate_and_store(tokens, shape->queries, shape->kv, shape->dim, layer->of_heads, shape->eps, i, heads);
             for (long part = 0; part < num_parts; part++)
                 attend(parts[i] + part, tokens, groups, shape->kv, shape->dim, i, heads, scores, room, attended);

@@ -17,6 +17,8 @@ from blockpilot.drafts.eagle3_decoder import Eagle3Cache, PreparedEagle3
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.generate import generate
 from blockpilot.engine.sampling import candidates
+from blockpilot.models.native_layers import NativeLayers
+from blockpilot.native.library import library_for
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.nodes import NodeModel
 from blockpilot.sweep.replay import Text, know
@@ -34,10 +36,11 @@ SHAPE = {
     **{"vocab_size": 260, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 6, "head_dim": 16},
     **{"num_attention_heads": 6, "num_key_value_heads": 2, "initializer_range": 0.2, "pad_token_id": 256},
 }
+WIDE = SHAPE | {"hidden_size": 64, "head_dim": 32, "num_attention_heads": 4}  # a shape for layers in C
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 TARGETS = {
     "llama": tiny_target,
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**WIDE)),
     "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **EXPERTS)),
 }
 
@@ -259,6 +262,16 @@ def test_the_context_vector_is_the_hidden_state_that_is_scored_next(eagle_pair: 
         torch.testing.assert_close(context, known.context[0, length - 2], rtol=1e-4, atol=1e-4)
     assert torch.equal(known.prefill_context, known.context[:, len(PROMPT) - 1])
     assert len(shown) > 4
+
+
+def test_the_layer_runs_in_c_where_it_can(tiny_pair: Pair) -> None:
+    """So the comparisons with a slow network are of both forms: with qwen3 in C, with heads of 12 by torch."""
+    if library_for(torch.float32, torch.device("cpu")) is None:
+        pytest.skip("no compiler, or no CPU for it")
+    for family, in_c in (("llama", False), ("qwen3", True)):
+        prepared = variant(tiny_pair, family)[0].prepared_draft
+        assert isinstance(prepared, PreparedEagle3)
+        assert isinstance(prepared._layers, NativeLayers) == in_c
 
 
 def test_a_row_that_fails_leaves_its_neighbours_alone(eagle_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

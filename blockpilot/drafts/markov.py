@@ -14,7 +14,7 @@ from blockpilot.drafts.choices import Linked
 from blockpilot.native.ranking import LARGEST
 from blockpilot.types import Candidates, Sampling
 
-WIDTH = 16  # choices of a slot by itself, among which its choices after another one are looked for
+WIDTH = 32  # choices of a slot by itself, among which its choices after another one are looked for
 
 
 class MarkovHead(nn.Module):

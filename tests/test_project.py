@@ -21,8 +21,8 @@ import blockpilot
 
 ROOT = Path(__file__).parents[1]
 PIN = re.compile(r"([A-Za-z0-9._-]+)==([0-9][A-Za-z0-9.]*)((?: --hash=sha256:[0-9a-f]{64})+)")
-# torch's build depends on the machine; the project itself is installed from the working tree.
-UNPINNED = {"torch", "blockpilot"}
+# The builds of torch and vLLM depend on the machine; the project itself is installed from the working tree.
+UNPINNED = {"torch", "vllm", "blockpilot"}
 
 
 # cluster.yaml

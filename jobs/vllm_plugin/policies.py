@@ -28,8 +28,8 @@ class PluginSettings(Config):
     """Settings of the plug-in: `additional_config["blockpilot"]` of vLLM."""
 
     policy: str = CHAMPION
-    """What chooses: "champion" of the registry, the directory of a policy of kind `prompt`, "untrained" (running means
-    at the price of a step), or one block size."""
+    """What chooses: "champion" of the registry, the directory of a policy of kind `prompt`, "untrained" (running
+    means at the price of a step), or one block size."""
     target: str | None = None
     """Name of the target that policies are made for; by default vLLM's model."""
     draft: str | None = None

@@ -36,7 +36,7 @@ def check_config(config: Any) -> None:
         size = config.parallel_config.pipeline_parallel_size
         raise ValueError(f"pipeline_parallel_size {size}: must be 1, since drafts come before the step's logits")
     if config.use_v2_model_runner:
-        raise ValueError("model runner V2 shows its first logits in another way: VLLM_USE_V2_MODEL_RUNNER=0 is needed")
+        raise ValueError("model runner V2 shows first logits in another way: VLLM_USE_V2_MODEL_RUNNER=0 is needed")
     if config.parallel_config.worker_cls != WORKER_CLASS:
         raise ValueError(f"worker_cls {config.parallel_config.worker_cls}: must be {WORKER_CLASS}")
 
@@ -104,7 +104,8 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
         requests = {key: self.requests.get(key) for key in keys}
         decoding = [k for k, r in requests.items() if r is not None and not (r.is_finished() or r.is_prefill_chunk)]
         depths = self._choice.depths(decoding)
-        cut = [tokens[: depths.get(key, 0)] for key, tokens in zip(keys, draft_token_ids.draft_token_ids, strict=True)]
+        drafts = zip(keys, draft_token_ids.draft_token_ids, strict=True)
+        cut = [tokens[: depths.get(key, 0)] for key, tokens in drafts]
         super().update_draft_token_ids(DraftTokenIds(keys, cut))
 
     def shutdown(self) -> None:

@@ -3,8 +3,8 @@
 vLLM refuses custom logits processors beside speculative decoding (STR_SPEC_DEC_REJECTS_LOGITSPROCS in
 vllm/v1/sample/logits_processor/__init__.py), and its own logprobs would be computed for every token of an answer, not
 only for the first. So a hook of torch stands before the sampler, which sees one row of logits a request, that of its
-last token, whether or not drafts are verified in the same step. Every worker of a tensor-parallel group does the same;
-vLLM takes the answer of one.
+last token, whether or not drafts are verified in the same step. Every worker of a tensor-parallel group does the
+same; vLLM takes the answer of one.
 """
 
 from collections.abc import Sequence

@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import ray
 from pydantic import Field, field_validator
@@ -32,6 +32,7 @@ from jobs.common.progress import Progress
 from jobs.sweeping.folder import REJECTS_FILE, SweepFolder, SweepShard, digest
 from jobs.sweeping.scheduler import Scheduler, SweepTask
 from jobs.sweeping.screen import show
+from jobs.sweeping.vllm_worker import VllmOptions, VllmSweepWorker
 
 
 class SweepConfig(Config):
@@ -46,6 +47,9 @@ class SweepConfig(Config):
     """Draws which prompts of a set come first."""
     candidates: tuple[int, ...] | None = None
     """Block sizes, ascending; 1 is plain decoding. Default: the draft's trained one and two to each side."""
+    engine: Literal["blockpilot", "vllm"] = "blockpilot"
+    """vllm: the answers are vLLM's, for pairs that only it can hold; by `--method decode` (docs/vllm.md)."""
+    vllm: VllmOptions = VllmOptions()
     method: Method = "replay"
     """replay: decode each prompt once, and walk its text with every candidate. dense: also at every position that a
     walk passes over. decode: really decode with every candidate, for comparison."""
@@ -93,6 +97,8 @@ def run(config: SweepConfig) -> SweepResult:
     """Sweep, or continue to; raises ValueError for bad input before Ray starts."""
     config.pair.names()
     absolute_in_submitted_job(config.output, "output")
+    if config.engine == "vllm" and config.method != "decode":
+        raise ValueError(f"method {config.method!r} with engine 'vllm': must be 'decode', vLLM walks no known text")
     shards, prompts = _cut(config)
     folder = SweepFolder(config.output, _identity(config, shards))
     folder.check(shards)
@@ -102,9 +108,10 @@ def run(config: SweepConfig) -> SweepResult:
         folder.write_rejects(rejects)
         if _needs_price(config):  # a sweep that was cut between its rows and its price
             connect()
-            with lone_actor(SweepWorker, config.resources, config) as call:
+            kind, arguments, options = _worker(config)
+            with lone_actor(kind, config.resources, *arguments, **options) as call:
                 call("load", folder.identity, _git_commit())
-                _write_price(config, call("measure_price"))
+                _write_price(config, call("measure_price", config.price_rows, config.price_context))
         return _finish(config, folder, sum(len(shard.ids) for shard in shards), rejects)
 
 
@@ -124,6 +131,8 @@ def _cut(config: SweepConfig) -> tuple[list[SweepShard], list[Prompt]]:
 def _identity(config: SweepConfig, shards: Sequence[SweepShard]) -> dict[str, Any]:
     """The settings that rows depend on, and what the names of models, sets and files stand for today."""
     elsewhere = {"output", "resources", "slots", "max_attempts", "price_rows", "price_context"}
+    if config.engine == "blockpilot":  # whose older sweeps do not say so
+        elsewhere |= {"engine", "vllm"}
     return config.model_dump(mode="json", exclude=elsewhere) | {
         "prompts_digest": digest(key for shard in shards for key in shard.ids),
         "revisions": config.pair.known_revisions(),
@@ -150,7 +159,8 @@ def _sweep(config: SweepConfig, shards: Sequence[SweepShard], folder: SweepFolde
     if scheduler.last is not None:  # it has the machine to itself as far as this job goes: nothing decodes now
         with suppress(RayError):  # it is lost: another worker will do
             if _needs_price(config):
-                _write_price(config, result(scheduler.last.measure_price.remote()))
+                size = config.price_rows, config.price_context
+                _write_price(config, result(scheduler.last.measure_price.remote(*size)))
         ray.kill(scheduler.last)
     order = {key: i for i, key in enumerate(key for shard in shards for key in shard.ids)}
     return sorted(rejects, key=lambda reject: order[reject.prompt_id])
@@ -201,18 +211,27 @@ class SweepWorker:
         settings = self._config.model_dump(include=names) | {"num_slots": self._config.slots}
         return sweep_prompts(self._pair, prompts, self._candidates, **settings)
 
-    def measure_price(self) -> StepPrice:
+    def measure_price(self, rows: int, context: int) -> StepPrice:
         """What a step costs on this device."""
         from blockpilot.evaluation.pricing import measure_price
 
         assert self._pair is not None
-        return measure_price(self._pair, self._config.price_rows, self._config.price_context)
+        return measure_price(self._pair, rows, context)
 
 
 def _start_worker(config: SweepConfig, folder: SweepFolder) -> tuple[Any, Any]:
     """A worker, and the reference of what its loading will return."""
-    worker = new_actor(SweepWorker, config.resources, config)
+    kind, arguments, options = _worker(config)
+    worker = new_actor(kind, config.resources, *arguments, **options)
     return worker, worker.load.remote(folder.identity, _git_commit())
+
+
+def _worker(config: SweepConfig) -> tuple[type[Any], tuple[Any, ...], dict[str, object]]:
+    """Class of the workers, the arguments that make one, and options of its actor; Ray runs."""
+    if config.engine == "blockpilot":
+        return SweepWorker, (config,), {}
+    settings = config.model_dump(include={"max_new_tokens", "temperature", "top_p", "seed"})
+    return VllmSweepWorker, (config.pair, config.vllm, config.slots, settings), config.vllm.actor_options
 
 
 def _needs_price(config: SweepConfig) -> bool:

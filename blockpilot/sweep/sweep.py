@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from blockpilot.engine.engine import Engine
 from blockpilot.pairs.loading import Pair
@@ -43,7 +44,7 @@ class _Steps(NamedTuple):
 
 
 @dataclass
-class _CandidateRun:
+class CandidateRun:
     """One prompt under one candidate: its text, the tokens that each verify step emitted, and if the sweep is dense
     the drafts accepted at every anchor.
     """
@@ -65,7 +66,7 @@ class _CandidateRun:
 
 
 @dataclass(frozen=True)
-class _Job:
+class SweepTurn:
     """One turn of a prompt of a sweep; `later_ids` are those of the turns to come."""
 
     prompt_id: str
@@ -80,11 +81,11 @@ class _Job:
         reject = Reject(self.prompt_id, self.prompt.set, self.prompt.text, error)
         return [reject, *(reject._replace(prompt_id=i, error=f"an earlier turn: {error}") for i in self.later_ids)]
 
-    def text(self, answer: _CandidateRun, max_new_tokens: int, max_length: int) -> Text:
+    def text(self, answer: CandidateRun, max_new_tokens: int, max_length: int) -> Text:
         limit = min(len(self.prompt_ids) + max_new_tokens, max_length)
         return Text((*self.prompt_ids, *answer.tokens), len(self.prompt_ids), limit, self.sampling)
 
-    def row(self, runs: Sequence[_CandidateRun]) -> SweepRow:
+    def row(self, runs: Sequence[CandidateRun]) -> SweepRow:
         prefill = runs[-1].prefill  # the widest candidate: if any drafts and shows the context vector, it does
         assert prefill is not None
         probs = prefill.probs
@@ -112,7 +113,8 @@ class _Job:
         )
 
 
-_Result = list[_CandidateRun] | str  # a run for every candidate, or why there is none
+Runs = list[CandidateRun] | str
+"""A run for every candidate, or why there is none."""
 
 
 def sweep_prompts(
@@ -150,16 +152,19 @@ def sweep_prompts(
     if method != "decode":
         dense = method == "dense"
         run = partial(_replay, pair, candidates, max_new_tokens, num_slots, dense, step_samples, text_block_size)
-    return _turn_by_turn(pair, prompts, Sampling(temperature, top_p, seed=seed), run)
+    return turn_by_turn(pair.tokenizer, prompts, Sampling(temperature, top_p, seed=seed), run)
 
 
-def _turn_by_turn(
-    pair: Pair, prompts: Sequence[Prompt], sampling: Sampling, run: Callable[[Sequence[_Job]], list[_Result]]
+def turn_by_turn(
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    run: Callable[[Sequence[SweepTurn]], list[Runs]],
 ) -> Outcome:
     """Rows and rejects prompt by prompt; the work goes turn by turn, all prompts at once."""
     of_prompts = [Outcome([], []) for _ in prompts]
     ids = [prompt_ids(prompt, sampling.seed, sampling.temperature) for prompt in prompts]
-    jobs = {i: _job(pair, prompt, ids[i], sampling) for i, prompt in enumerate(prompts)}
+    jobs = {i: _turn(tokenizer, prompt, ids[i], sampling) for i, prompt in enumerate(prompts)}
     while jobs:
         results = run(list(jobs.values()))
         following = {}
@@ -171,29 +176,29 @@ def _turn_by_turn(
             else:
                 of_prompts[i].rows.append(job.row(runs))
                 if job.later_ids:
-                    answer = pair.tokenizer.decode(runs[0].tokens, skip_special_tokens=True)
-                    following[i] = _job(pair, job.prompt.followed_up(str(answer)), job.later_ids, sampling)
+                    answer = tokenizer.decode(runs[0].tokens, skip_special_tokens=True)
+                    following[i] = _turn(tokenizer, job.prompt.followed_up(str(answer)), job.later_ids, sampling)
         jobs = following
     return Outcome([row for of in of_prompts for row in of.rows], [r for of in of_prompts for r in of.rejects])
 
 
-def _job(pair: Pair, prompt: Prompt, ids: tuple[str, ...], sampling: Sampling) -> _Job:
-    job = _Job(ids[0], prompt, dataclasses.replace(sampling, seed=sampler_seed(sampling.seed, ids[0])), ids[1:])
+def _turn(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, ids: tuple[str, ...], sampling: Sampling) -> SweepTurn:
+    job = SweepTurn(ids[0], prompt, dataclasses.replace(sampling, seed=sampler_seed(sampling.seed, ids[0])), ids[1:])
     try:
-        return dataclasses.replace(job, prompt_ids=prompt.encode(pair.tokenizer))
+        return dataclasses.replace(job, prompt_ids=prompt.encode(tokenizer))
     except ValueError as error:
         return dataclasses.replace(job, error=str(error))
 
 
 def _decode(
-    pair: Pair, candidates: Sequence[int], max_new_tokens: int, num_slots: int, jobs: Sequence[_Job]
-) -> list[_Result]:
+    pair: Pair, candidates: Sequence[int], max_new_tokens: int, num_slots: int, jobs: Sequence[SweepTurn]
+) -> list[Runs]:
     """For every job its finished runs in the order of the candidates, or why it cannot be run."""
     fitting = [len(job.prompt_ids) for job in jobs if len(job.prompt_ids) < pair.max_length]
     max_length = min(max(fitting, default=1) + max_new_tokens, pair.max_length)
     engine = Engine(pair, num_slots=num_slots, max_length=max_length, max_block_size=candidates[-1])
-    results: list[_Result] = [job.error or [_CandidateRun(size) for size in candidates] for job in jobs]
-    running: dict[int, _CandidateRun] = {}
+    results: list[Runs] = [job.error or [CandidateRun(size) for size in candidates] for job in jobs]
+    running: dict[int, CandidateRun] = {}
     # Candidate by candidate, not prompt by prompt: a step is as wide as its widest row.
     for place, block_size in enumerate(candidates):
         for index, job in enumerate(jobs):
@@ -219,8 +224,8 @@ def _replay(
     dense: bool,
     step_samples: int,
     text_block_size: int,
-    jobs: Sequence[_Job],
-) -> list[_Result]:
+    jobs: Sequence[SweepTurn],
+) -> list[Runs]:
     """What `_decode` gives, from one decoding."""
     if list(candidates) == [1]:
         return _decode(pair, candidates, max_new_tokens, num_slots, jobs)
@@ -240,8 +245,8 @@ def _replay(
 
 
 def _replay_group(
-    pair: Pair, known: KnownTexts, answers: Sequence[_CandidateRun], candidates: Sequence[int], dense: bool
-) -> Iterator[list[_CandidateRun]]:
+    pair: Pair, known: KnownTexts, answers: Sequence[CandidateRun], candidates: Sequence[int], dense: bool
+) -> Iterator[list[CandidateRun]]:
     """The runs of every candidate on each text, decoded as `answers`."""
     drafting = [size for size in candidates if size > 1]
     if dense:
@@ -263,7 +268,7 @@ def _replay_group(
         ]
 
 
-def _known_before_steps(pair: Pair, known: KnownTexts, place: int, widest: _CandidateRun, num_samples: int) -> _Steps:
+def _known_before_steps(pair: Pair, known: KnownTexts, place: int, widest: CandidateRun, num_samples: int) -> _Steps:
     """Context vector and anchor of some steps in a row; none of those that the limit of the text cuts short."""
     text, num_steps = known.texts[place], len(widest.tokens) - 1
     usable = num_steps if widest.finish_reason == "stop" else max(num_steps - widest.block_size + 1, 0)

@@ -73,7 +73,7 @@ def new_actor(worker: Callable[..., object], resources: Resources, *arguments: o
     """An actor `worker(*arguments)` that holds these resources, as soon as the cluster has them."""
     remote: Any = ray.remote(worker)
     held = actor_options(resources.accelerator_type, resources.num_cpus)
-    return remote.options(**held, **options).remote(*arguments)
+    return remote.options(**held | options).remote(*arguments)
 
 
 def cause_of(error: RayTaskError) -> Exception:
@@ -90,9 +90,11 @@ def result(reference: Any) -> Any:
 
 
 @contextmanager
-def lone_actor(worker: Callable[..., object], resources: Resources, *arguments: object) -> Iterator[Any]:
+def lone_actor(
+    worker: Callable[..., object], resources: Resources, *arguments: object, **options: object
+) -> Iterator[Any]:
     """Start an actor for the block; yields a function that calls one of its methods, as `result` gives it."""
-    actor = new_actor(worker, resources, *arguments)
+    actor = new_actor(worker, resources, *arguments, **options)
     try:
         yield lambda method, *given: result(getattr(actor, method).remote(*given))
     finally:

@@ -1,0 +1,226 @@
+"""Worker of a sweep by vLLM: an actor that owns an engine of vLLM and decodes with every candidate in turn.
+
+It serves pairs that only vLLM can hold. One engine with the plug-in measures all candidates: while all its requests
+ask for one block size, it drafts as wide as an engine that was started for it. vLLM cannot replay a text, and above
+temperature 0 its texts depend on the block size.
+"""
+
+import json
+import platform
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import ray
+from pydantic import Field
+
+from blockpilot.control.price import COEFFICIENTS, Load, StepPrice, fit, relative_error
+from blockpilot.prompts.files import Prompt
+from blockpilot.sweep.rows import Metadata, Outcome
+from blockpilot.types import PairId, Prefill, Sampling
+from jobs.common.config import Config, PairConfig, pick_dtype
+
+MIN_TIMED = 3  # steps of one load, for a median
+TIMED_TOKENS = 48  # of every answer that is timed
+
+
+class VllmOptions(Config):
+    """Settings of vLLM's engine."""
+
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """GPUs of an engine."""
+    quantization: str | None = None
+    """Format of quantised weights, where vLLM does not see it by itself."""
+    max_length: int = Field(default=2048, ge=2)
+    """Tokens of prompt and answer together."""
+    enforce_eager: bool = False
+    """Start in seconds, without compiled graphs; steps are slower then."""
+
+    @property
+    def actor_options(self) -> dict[str, object]:
+        """Of the Ray actor that owns the engine, in a cluster that runs."""
+        has_gpus = ray.cluster_resources().get("GPU", 0) >= 1
+        return {"num_gpus": self.tensor_parallel_size} if has_gpus else {}
+
+
+class VllmSweepWorker:
+    """An actor that starts vLLM once and sweeps shards with it; the methods are SweepWorker's."""
+
+    def __init__(self, pair: PairConfig, options: VllmOptions, num_slots: int, settings: dict[str, Any]) -> None:
+        """settings: max_new_tokens, temperature, top_p and seed of the answers."""
+        self._pair, self._options, self._num_slots, self._settings = pair, options, num_slots, settings
+        self._engine: Any = None
+        self._tokenizer: Any = None
+        self._metadata: Metadata | None = None
+        self._steps = Path(tempfile.mkdtemp(prefix="blockpilot-")) / "steps.jsonl"
+
+    def load(self, identity: dict[str, Any], git_commit: str) -> Metadata:
+        """Start the engine; returns what goes into every part file. ValueError for a pair that vLLM cannot run."""
+        from transformers import AutoConfig, AutoTokenizer
+
+        from blockpilot.drafts.dflash import DraftModel
+        from blockpilot.drafts.families import load_any_draft
+        from blockpilot.pairs.checkpoints import find_draft, find_target
+        from blockpilot.pairs.table import split_revision
+        from blockpilot.sweep.candidates import candidates_around, check_candidates
+        from jobs.vllm_plugin.engine import VllmEngine
+        from jobs.vllm_plugin.policies import PluginSettings
+
+        names = self._pair.models
+        target, draft = find_target(names[0]), find_draft(names[1])
+        network = load_any_draft(draft.directory)
+        if not isinstance(network, DraftModel):
+            raise ValueError(f"draft {names[1]}: {type(network).__name__}; by vLLM only DFlash drafts are swept")
+        candidates = identity["candidates"] or candidates_around(network.block_size)
+        check_candidates(candidates, self._options.max_length)
+        self._tokenizer = AutoTokenizer.from_pretrained(target.directory)
+        dtype = pick_dtype(self._pair.dtype, _device())
+        options = {"max_model_len": self._options.max_length, "enforce_eager": self._options.enforce_eager}
+        options |= {"tensor_parallel_size": self._options.tensor_parallel_size, "max_num_seqs": self._num_slots}
+        self._engine = VllmEngine(
+            target.directory,
+            draft.directory,
+            max(candidates[-1] - 1, 1),
+            PluginSettings(policy="1", steps=self._steps),
+            quantization=self._options.quantization,
+            dtype=dtype,
+            # Logits of the whole vocabulary, once a prompt; and each candidate's draft sees the whole prompt.
+            max_logprobs=-1,
+            enable_prefix_caching=False,
+            **options,
+        )
+        self._metadata = Metadata(
+            config=identity,
+            pair=PairId(split_revision(names[0])[0], target.revision, split_revision(names[1])[0], draft.revision),
+            dtype=dtype,
+            vocab_size=AutoConfig.from_pretrained(target.directory).vocab_size,
+            block_size=network.block_size,
+            candidates=list(candidates),
+            versions={"python": platform.python_version()}
+            | {name: version(name) for name in ("torch", "transformers")}
+            | {"vllm": _vllm_version()},
+            git_commit=git_commit,
+        )
+        return self._metadata
+
+    def sweep(self, prompts: list[Prompt]) -> Outcome:
+        """Rows and rejects of some prompts."""
+        from blockpilot.sweep.sweep import turn_by_turn
+
+        sampling = Sampling(self._settings["temperature"], self._settings["top_p"], seed=self._settings["seed"])
+        return turn_by_turn(self._tokenizer, prompts, sampling, self._decode)
+
+    def _decode(self, turns: Sequence[Any]) -> list[Any]:
+        """Runs of every candidate on each turn, or why there are none."""
+        from blockpilot.sweep.sweep import CandidateRun
+
+        assert self._metadata is not None
+        results: list[Any] = [turn.error or [] for turn in turns]
+        firsts = self._ask(turns, results, 1, block_size=1, num_logprobs=-1)
+        for size in self._metadata.candidates:
+            answers = self._ask(turns, results, self._settings["max_new_tokens"], block_size=size)
+            for place, answer in answers.items():
+                prefill = _prefill(firsts[place], self._metadata.vocab_size, turns[place])
+                emitted = emitted_by_step(len(answer.tokens) - 1, answer.accepted)
+                run = CandidateRun(size, answer.tokens, emitted, [], answer.finish_reason, prefill)
+                results[place].append(run)
+        return results
+
+    def _ask(
+        self, turns: Sequence[Any], results: list[Any], limit: int, block_size: int, num_logprobs: int | None = None
+    ) -> dict[int, Any]:
+        """Answers by place; a turn that vLLM refuses has the reason as its result, and is asked no more."""
+        from jobs.vllm_plugin.engine import VllmRequest
+
+        places = [place for place, result in enumerate(results) if not isinstance(result, str)]
+        asked = [
+            (turns[place].prompt_ids, limit, turns[place].sampling, block_size, num_logprobs) for place in places
+        ]
+        found = dict(zip(places, self._engine.decode([VllmRequest(*each) for each in asked]), strict=True))
+        for place, answer in found.items():
+            if isinstance(answer, str):
+                results[place] = answer
+        return {place: answer for place, answer in found.items() if not isinstance(answer, str)}
+
+    def measure_price(self, rows: int, context: int) -> StepPrice:
+        """Price of vLLM's own steps, from answers of one row and of `rows`, with block sizes alike and mixed."""
+        import torch
+
+        from blockpilot.device import device_name
+        from jobs.vllm_plugin.engine import VllmRequest
+
+        assert self._metadata is not None
+        known = self._metadata
+        self._steps.write_text("")
+        context = min(context, self._options.max_length - TIMED_TOKENS - 1)
+        generator = torch.Generator().manual_seed(0)
+        for num in sorted({1, rows}):
+            prompts = torch.randint(0, known.vocab_size, (num, context), generator=generator).tolist()
+            for sizes in timed_mixtures(num, known.candidates[-1]):
+                of_rows = zip(prompts, sizes, strict=True)
+                self._engine.decode([VllmRequest(p, TIMED_TOKENS, block_size=b, stops=False) for p, b in of_rows])
+        device = device_name(torch.device(_device()))
+        price = StepPrice(known.pair, known.dtype, device, context, rows, 1.0, 0.0, 0.0, 0.0, 0.0, error=0.0)
+        return price_of_steps(self._steps.read_text().splitlines(), price)
+
+
+def emitted_by_step(num_tokens: int, accepted: Sequence[int]) -> list[int]:
+    """Tokens that each verify step emitted, of an answer of so many beyond the prefill's; its end cuts the last ones
+    short. vLLM counts no steps without drafts: they emitted a token each.
+    """
+    emitted, left = [], num_tokens
+    for num in accepted:
+        if left:
+            emitted.append(min(num + 1, left))
+            left -= emitted[-1]
+    return emitted + [1] * left
+
+
+def timed_mixtures(rows: int, largest: int) -> list[tuple[int, ...]]:
+    """Block sizes of so many rows; the mixed ones tell what drafting costs from what verifying does."""
+    sizes = sorted({1, min(2, largest), (largest + 1) // 2, largest})
+    alike = [(size,) * rows for size in sizes]
+    return alike if rows == 1 else [*alike, (largest, *(1,) * (rows - 1)), (largest, *(2,) * (rows - 1))]
+
+
+def price_of_steps(lines: Iterable[str], like: StepPrice) -> StepPrice:
+    """Price fitted to the median seconds of steps of the same load: lines of the plug-in's `steps`.
+
+    Every fifth load is left out of the fit and gives its error. Raises ValueError for too few loads.
+    """
+    by_load = defaultdict[Load, list[float]](list)
+    for line in lines:
+        *load, seconds = json.loads(line)
+        by_load[Load(*load)].append(seconds)
+    timed = [(load, median(seconds)) for load, seconds in sorted(by_load.items()) if len(seconds) >= MIN_TIMED]
+    held_out, fitted = timed[4::5], [each for i, each in enumerate(timed) if i % 5 != 4]
+    if len(fitted) < len(COEFFICIENTS):
+        raise ValueError(f"{len(timed)} loads with {MIN_TIMED} steps: too few for the price of a step")
+    coefficients = fit(*zip(*fitted, strict=True))
+    error = relative_error(coefficients, *zip(*(held_out or fitted), strict=True))
+    return replace(like.with_coefficients(coefficients), error=error)
+
+
+def _prefill(first: Any, vocab_size: int, turn: Any) -> Prefill:
+    import torch
+
+    logits = torch.full((vocab_size,), -torch.inf)
+    logits[list(first.first_logprobs)] = torch.tensor(list(first.first_logprobs.values()))
+    return Prefill(logits, None, len(turn.prompt_ids), turn.sampling.temperature)
+
+
+def _device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _vllm_version() -> str:
+    import vllm
+
+    return str(vllm.__version__)

@@ -1,7 +1,7 @@
 """A peer of the comparison in a process of its own: loads once, then decodes batches that it reads as lines of JSON.
 
 Run by `jobs/bench/peers.py`, by whichever Python has the peer installed: vLLM's need not have BlockPilot, so this
-file imports a peer and the standard library only. Standard output carries one line of JSON an answer; what a library
+file imports a peer and the standard library only; vLLM with the plug-in needs both. Standard output carries one line of JSON an answer; what a library
 prints there goes to standard error.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 Batch = list[list[int]]
-Decode = Callable[[Batch, int], list[list[int]]]
+Decode = Callable[..., list[list[int]]]
 """(prompts, tokens) -> the tokens of every answer."""
 
 
@@ -92,6 +92,24 @@ def vllm(settings: dict[str, Any]) -> Decode:
     return decode
 
 
+def vllm_plugin(settings: dict[str, Any]) -> Decode:
+    """vLLM with BlockPilot's plug-in: requests ask for a `block_size`, or are left to the `plugin`'s policy."""
+    from jobs.vllm_plugin.engine import VllmEngine, VllmRequest
+    from jobs.vllm_plugin.policies import PluginSettings
+
+    plugin, num_drafted = PluginSettings(**settings["plugin"]), settings["num_drafted"]
+    options = {"dtype": settings["dtype"], "max_model_len": 1024, "max_num_seqs": 32}
+    cores = sorted(os.sched_getaffinity(0))[: settings["threads"]]
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
+    engine = VllmEngine(settings["target"], settings["draft"], num_drafted, plugin, **options)
+
+    def decode(prompts: Batch, num: int, block_size: int | None = None) -> list[list[int]]:
+        found = engine.decode([VllmRequest(p, num, block_size=block_size, stops=False) for p in prompts])
+        return [answer.tokens for answer in found if not isinstance(answer, str)]
+
+    return decode
+
+
 def llama_cpp(settings: dict[str, Any]) -> Decode:
     """llama-bench, one request, plainly: it decodes tokens of its own, so that its answers compare in number only."""
     command = [settings["program"], "-m", settings["target"], "-t", str(settings["threads"]), "-o", "json", "-r", "1"]
@@ -106,7 +124,13 @@ def llama_cpp(settings: dict[str, Any]) -> Decode:
     return decode
 
 
-PEERS = {"blockpilot": blockpilot, "transformers": transformers, "vllm": vllm, "llama.cpp": llama_cpp}
+PEERS = {
+    "blockpilot": blockpilot,
+    "transformers": transformers,
+    "vllm": vllm,
+    "vllm plug-in": vllm_plugin,
+    "llama.cpp": llama_cpp,
+}
 
 
 def main() -> None:
@@ -118,7 +142,7 @@ def main() -> None:
     for line in sys.stdin:
         batch = json.loads(line)
         started = time.perf_counter()
-        found = decode(batch["prompts"], batch["num_tokens"])
+        found = decode(batch.pop("prompts"), batch.pop("num_tokens"), **batch)
         seconds = settings.pop("seconds", time.perf_counter() - started)
         print(json.dumps({"seconds": seconds, "answers": found}), file=answers)
 

@@ -1,8 +1,8 @@
 """A peer of the comparison in a process of its own: loads once, then decodes batches that it reads as lines of JSON.
 
 Run by `jobs/bench/peers.py`, by whichever Python has the peer installed: vLLM's need not have BlockPilot, so this
-file imports a peer and the standard library only; vLLM with the plug-in needs both. Standard output carries one line of JSON an answer; what a library
-prints there goes to standard error.
+file imports a peer and the standard library only; vLLM with the plug-in needs both. Standard output carries one line
+of JSON an answer; what a library prints there goes to standard error.
 """
 
 import json

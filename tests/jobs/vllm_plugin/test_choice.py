@@ -9,6 +9,7 @@ from blockpilot.sweep.rows import MIN_PROB
 from blockpilot.types import Prefill
 from helpers.prices import price
 from jobs.vllm_plugin.choice import BatchChoice, Chooser, VerifiedRow
+from jobs.vllm_plugin.hooks import Hook, check_hooks, missing
 from jobs.vllm_plugin.prefill import SparseDistribution
 
 PREFILL = Prefill(torch.zeros(4), None, 3)
@@ -88,3 +89,16 @@ def test_distribution_arrives_as_the_policy_would_see_it_in_the_engine() -> None
     assert (seen.num_prompt_tokens, seen.temperature) == (12, 0.5)
     assert sent.tail_mass == pytest.approx(float(exact[~kept].sum()), abs=1e-6)
     np.testing.assert_array_equal(sent.ids, kept.nonzero()[:, 0].numpy())
+
+
+def test_what_a_version_lacks_is_named() -> None:
+    hooks = [
+        Hook("json", "JSONDecoder", ("decode", "object_hook", "no_such_method")),
+        Hook("json", "NoSuchClass", ("decode",)),
+        Hook("no_such_module", "Thing", ()),
+    ]
+    assert missing(hooks) == ["json.JSONDecoder.no_such_method", "json.NoSuchClass", "no_such_module.Thing"]
+    with pytest.raises(
+        ValueError, match="lacks json.JSONDecoder.no_such_method, .* tested with 0.32.0"
+    ):
+        check_hooks(hooks)

@@ -98,7 +98,5 @@ def test_what_a_version_lacks_is_named() -> None:
         Hook("no_such_module", "Thing", ()),
     ]
     assert missing(hooks) == ["json.JSONDecoder.no_such_method", "json.NoSuchClass", "no_such_module.Thing"]
-    with pytest.raises(
-        ValueError, match="lacks json.JSONDecoder.no_such_method, .* tested with 0.32.0"
-    ):
+    with pytest.raises(ValueError, match=r"lacks json.JSONDecoder.no_such_method, .* tested with 0.32.0"):
         check_hooks(hooks)

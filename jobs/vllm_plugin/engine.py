@@ -59,27 +59,22 @@ class VllmEngine:
             options |= plugin_options(settings)
             drafts = {"method": "dflash", "model": str(draft), "num_speculative_tokens": num_drafted}
             options["speculative_config"] = drafts
-        self._engine = LLM(str(target), **options).llm_engine
-        self._num_requests = 0
+        self._llm = LLM(str(target), **options)
 
     def decode(self, requests: Sequence[VllmRequest]) -> list[VllmAnswer | str]:
         """Decode together; in place of the answer of a request that vLLM refuses stands why."""
         from vllm.exceptions import VLLMValidationError
 
-        found: dict[str, VllmAnswer | str] = {}
-        for request in requests:
-            key = str(self._num_requests)
-            self._num_requests += 1
+        keys, refused = [], {}
+        for place, request in enumerate(requests):
+            prompt = {"prompt_token_ids": list(request.prompt_ids)}
             try:
-                self._engine.add_request(key, {"prompt_token_ids": list(request.prompt_ids)}, _params(request))
-                found[key] = "not finished"
+                keys += self._llm.enqueue(prompt, _params(request), use_tqdm=False)
             except VLLMValidationError as error:
-                found[key] = str(error)
-        while self._engine.has_unfinished_requests():
-            for output in self._engine.step():
-                if output.finished:
-                    found[output.request_id] = _answer(output.outputs[0])
-        return list(found.values())
+                keys.append(str(place))
+                refused[place] = str(error)
+        outputs = {output.request_id: output.outputs[0] for output in self._llm.wait_for_completion(use_tqdm=False)}
+        return [refused[place] if place in refused else _answer(outputs[key]) for place, key in enumerate(keys)]
 
 
 def plugin_options(settings: PluginSettings) -> dict[str, Any]:

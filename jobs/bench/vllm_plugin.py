@@ -25,7 +25,8 @@ from blockpilot.pairs.checkpoints import find_draft, find_target
 from blockpilot.prompts.files import load_prompts
 from blockpilot.storage import write_text
 from jobs.bench.peers import DecodedBatch, Peer, Worker, running
-from jobs.common.config import Config, PairConfig, main, pick_dtype
+from jobs.common.config import Config, PairConfig, Place, main, pick_dtype
+from jobs.common.registry import CHAMPION
 from jobs.vllm_plugin.policies import PluginSettings
 
 PLAIN, CHOSEN = "vLLM, plain", "plug-in, chosen"
@@ -35,7 +36,10 @@ class PluginBenchConfig(Config):
     """What the plug-in chooses by, and the work."""
 
     pair: PairConfig = PairConfig(dtype="fast")
-    plugin: PluginSettings = PluginSettings()
+    policy: str = CHAMPION
+    """Of the plug-in: "champion", the directory of a policy, "untrained", or one block size."""
+    price: Place | None = None
+    """Of its steps: price.json of a sweep by vLLM."""
     prompts: str = "demo"
     """A prompt set or file."""
     requests: tuple[int, ...] = (1, 4, 16)
@@ -71,8 +75,8 @@ def methods(config: PluginBenchConfig) -> dict[str, Method]:
     def engine(peer: str, num_drafted: int, **changes: Any) -> str:
         return json.dumps(shared | {"peer": peer, "num_drafted": num_drafted} | changes)
 
-    plugin = config.plugin.model_copy(update={"target": target, "draft": draft}).model_dump(mode="json")
-    adaptive = engine("vllm plug-in", max(config.drafted), plugin=plugin)
+    plugin = PluginSettings(policy=config.policy, price=config.price, target=target, draft=draft)
+    adaptive = engine("vllm plug-in", max(config.drafted), plugin=plugin.model_dump(mode="json"))
     found = {PLAIN: Method(engine("vllm", 0), {})}
     found |= {f"vLLM, K={n}": Method(engine("vllm", n), {}) for n in config.stock}
     found |= {f"plug-in, K={n}": Method(adaptive, {"block_size": n + 1}) for n in config.drafted}

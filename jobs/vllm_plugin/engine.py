@@ -71,7 +71,7 @@ class VllmEngine:
             try:
                 keys += self._llm.enqueue(prompt, _params(request), use_tqdm=False)
             except VLLMValidationError as error:
-                keys.append(str(place))
+                keys.append("")
                 refused[place] = str(error)
         outputs = {output.request_id: output.outputs[0] for output in self._llm.wait_for_completion(use_tqdm=False)}
         return [refused[place] if place in refused else _answer(outputs[key]) for place, key in enumerate(keys)]

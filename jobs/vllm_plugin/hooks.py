@@ -7,10 +7,12 @@ processes, or a method that such a class inherits.
 import importlib
 import logging
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 from inspect import signature
 from typing import Any, NamedTuple
 
 TESTED = "0.32.0"
+PROCESSORS = "vllm.logits_processors"
 log = logging.getLogger("vllm.blockpilot")
 
 
@@ -68,6 +70,12 @@ def _has(owner: Any, part: str) -> bool:
 def _names(method: Any) -> set[str]:
     code = getattr(getattr(method, "__wrapped__", method), "__code__", None)
     return {*signature(method).parameters, *code.co_names} if code else set()
+
+
+def check_installed() -> None:
+    """Raise ValueError where vLLM's front end would not find the validation of requests."""
+    if not any(entry.name == "blockpilot" for entry in entry_points(group=PROCESSORS)):
+        raise ValueError(f"entry point {PROCESSORS}: BlockPilot is not installed beside this vLLM (pip install .)")
 
 
 def check_hooks(hooks: Sequence[Hook]) -> None:

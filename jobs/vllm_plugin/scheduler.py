@@ -14,7 +14,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 
 from jobs.vllm_plugin.choice import BatchChoice, Chooser, VerifiedRow
-from jobs.vllm_plugin.hooks import SCHEDULER_HOOKS, check_hooks
+from jobs.vllm_plugin.hooks import SCHEDULER_HOOKS, check_hooks, check_installed
 from jobs.vllm_plugin.override import asked_block_size
 from jobs.vllm_plugin.policies import SETTINGS_KEY, PluginSettings, ServedPair, follow_policy
 from jobs.vllm_plugin.prefill import PREFILLS
@@ -46,6 +46,7 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **named: Any) -> None:
         check_hooks(SCHEDULER_HOOKS)
+        check_installed()
         super().__init__(*args, **named)
         config = self.vllm_config
         check_config(config)

@@ -65,16 +65,15 @@ class VllmEngine:
         """Decode together; in place of the answer of a request that vLLM refuses stands why."""
         from vllm.exceptions import VLLMValidationError
 
-        keys, refused = [], {}
+        refused: dict[int, str] = {}
         for place, request in enumerate(requests):
             prompt = {"prompt_token_ids": list(request.prompt_ids)}
             try:
-                keys += self._llm.enqueue(prompt, _params(request), use_tqdm=False)
+                self._llm.enqueue(prompt, _params(request), use_tqdm=False)
             except VLLMValidationError as error:
-                keys.append("")
                 refused[place] = str(error)
-        outputs = {output.request_id: output.outputs[0] for output in self._llm.wait_for_completion(use_tqdm=False)}
-        return [refused[place] if place in refused else _answer(outputs[key]) for place, key in enumerate(keys)]
+        outputs = iter(self._llm.wait_for_completion(use_tqdm=False))  # in the order of the requests
+        return [refused.get(place) or _answer(next(outputs).outputs[0]) for place in range(len(requests))]
 
 
 def plugin_options(settings: PluginSettings) -> dict[str, Any]:

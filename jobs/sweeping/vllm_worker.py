@@ -103,7 +103,7 @@ class VllmSweepWorker:
             candidates=list(candidates),
             versions={"python": platform.python_version()}
             | {name: version(name) for name in ("torch", "transformers")}
-            | {"vllm": _vllm_version()},
+            | {"vllm": self._engine.version},
             git_commit=git_commit,
         )
         return self._metadata
@@ -218,9 +218,3 @@ def _device() -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _vllm_version() -> str:
-    import vllm
-
-    return str(vllm.__version__)

@@ -61,6 +61,13 @@ class VllmEngine:
             options["speculative_config"] = drafts
         self._llm = LLM(str(target), **options)
 
+    @property
+    def version(self) -> str:
+        """vLLM's."""
+        import vllm
+
+        return str(vllm.__version__)
+
     def decode(self, requests: Sequence[VllmRequest]) -> list[VllmAnswer | str]:
         """Decode together; in place of the answer of a request that vLLM refuses stands why."""
         from vllm.exceptions import VLLMValidationError

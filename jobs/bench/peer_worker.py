@@ -15,7 +15,7 @@ from typing import Any
 
 Batch = list[list[int]]
 Decode = Callable[..., list[list[int]]]
-"""(prompts, tokens) -> the tokens of every answer."""
+"""(prompts, tokens, what else a batch is sent with) -> the tokens of every answer."""
 
 
 def blockpilot(settings: dict[str, Any]) -> Decode:
@@ -78,7 +78,7 @@ def vllm(settings: dict[str, Any]) -> Decode:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
     from vllm import LLM, SamplingParams
 
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = settings.get("options", {})
     if settings["num_drafted"]:
         draft = {"model": settings["draft"], "num_speculative_tokens": settings["num_drafted"]}
         options["speculative_config"] = {"method": "dflash", **draft}
@@ -99,12 +99,16 @@ def vllm_plugin(settings: dict[str, Any]) -> Decode:
 
     plugin, num_drafted = PluginSettings(**settings["plugin"]), settings["num_drafted"]
     options = {"dtype": settings["dtype"], "max_model_len": 1024, "max_num_seqs": 32}
+    options |= settings["options"]
     cores = sorted(os.sched_getaffinity(0))[: settings["threads"]]
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
     engine = VllmEngine(settings["target"], settings["draft"], num_drafted, plugin, **options)
 
     def decode(prompts: Batch, num: int, block_size: int | None = None) -> list[list[int]]:
         found = engine.decode([VllmRequest(p, num, block_size=block_size, stops=False) for p in prompts])
+        refused = [answer for answer in found if isinstance(answer, str)]
+        if refused:
+            raise ValueError(refused[0])
         return [answer.tokens for answer in found if not isinstance(answer, str)]
 
     return decode

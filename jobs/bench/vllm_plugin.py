@@ -11,7 +11,6 @@ interval over batches.
 
 import json
 import sys
-from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,12 +49,14 @@ class PluginBenchConfig(Config):
     """Of every answer."""
     drafted: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7)
     """Fixed numbers of drafted tokens, with the plug-in; the largest is what vLLM is started with."""
-    stock: tuple[int, ...] = (3, 7)
-    """Numbers of drafted tokens of engines without the plug-in."""
+    stock: tuple[int, ...] = (3,)
+    """Numbers of drafted tokens of engines without the plug-in; each is 4 GB more on a CPU."""
     own: tuple[int, ...] = (4,)
     """Block sizes of this engine, beside its trees."""
     threads: int = Field(default=1, ge=1)
     """Of every engine."""
+    enforce_eager: bool = False
+    """vLLM's engines start in seconds, not compiled; their steps are slower then."""
     output: Path = Path("runs/vllm_plugin")
 
 
@@ -70,6 +71,8 @@ def methods(config: PluginBenchConfig) -> dict[str, Method]:
     """By name; the first is what others are compared with."""
     target, draft = config.pair.models
     shared = {"dtype": pick_dtype(config.pair.dtype, "cpu"), "threads": config.threads, "bought": False}
+    # The engine with the plug-in meets every prompt once a method: cached prompts would be its advantage.
+    shared |= {"options": {"enforce_eager": config.enforce_eager, "enable_prefix_caching": False}}
     shared |= {"target": str(find_target(target).directory), "draft": str(find_draft(draft).directory)}
 
     def engine(peer: str, num_drafted: int, **changes: Any) -> str:
@@ -87,11 +90,11 @@ def methods(config: PluginBenchConfig) -> dict[str, Method]:
 
 def measure(config: PluginBenchConfig) -> dict[int, dict[str, list[DecodedBatch]]]:
     """Batches by number of requests and method, in the same order for all."""
-    found: dict[int, dict[str, list[DecodedBatch]]] = defaultdict(lambda: defaultdict(list))
     tokenizer = AutoTokenizer.from_pretrained(find_target(config.pair.models[0]).directory)
     prompts = [list(prompt.encode(tokenizer)) for prompt in load_prompts(config.prompts)]
     config.output.mkdir(parents=True, exist_ok=True)
     chosen = methods(config)
+    found = {num: {name: list[DecodedBatch]() for name in chosen} for num in config.requests}
     with ExitStack() as stack:
         workers: dict[str, Worker] = {}
         for name, method in chosen.items():

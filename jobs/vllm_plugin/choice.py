@@ -100,6 +100,7 @@ class BatchChoice:
         controller = self.chooser.controller
         priced = [row for row in rows.values() if row.forecast is not None]
         if controller is not None and priced:
+            controller.begin()
             if controller.speculates:
                 fixed = [row.depth for row in rows.values() if row.forecast is None]
                 beside = Load(len(fixed), sum(fixed), sum(fixed))

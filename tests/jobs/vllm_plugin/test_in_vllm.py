@@ -46,10 +46,12 @@ def prompts(embedded_pair: Pair) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def registry(empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Registry:
+def registry(empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
     store = tmp_path_factory.mktemp("registry") / "mlflow.db"
     shutil.copy(empty_store, store)
-    return Registry.open(f"sqlite:///{store}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{store}")
+        yield Registry.open()
 
 
 @pytest.fixture(scope="module")

@@ -130,6 +130,7 @@ class Request:
     block_size: tokens that a step verifies, the anchor among them. layout: what they are laid out as.
     policy: chooses for this request in place of the engine's.
     num_logprobs: how many of the likeliest tokens come with every emitted one, and its own; None for nothing.
+    cache_salt: only requests with the same one share kept prefixes.
     """
 
     prompt_ids: tuple[int, ...]
@@ -141,6 +142,7 @@ class Request:
     num_logprobs: int | None = None
     policy: "Policy | None" = None
     layout: Layout = "auto"
+    cache_salt: str = ""
 
 
 class TokenLogprobs(NamedTuple):
@@ -158,6 +160,7 @@ class Step:
     num_accepted counts the drafted tokens among `tokens`; `tree` is all that was drafted and verified. logprobs are
     those of `tokens`, where they were asked for.
     texts are what each of `tokens` adds to the text of a request with stop strings; it ends before the stop string.
+    num_reused: of a prefill, the prompt tokens that were kept of other requests and not computed.
     """
 
     request_id: int
@@ -169,6 +172,7 @@ class Step:
     logprobs: tuple[TokenLogprobs, ...] = ()
     texts: tuple[str, ...] = ()
     tree: Tree = NO_TREE
+    num_reused: int = 0
 
     @property
     def path(self) -> list[int]:

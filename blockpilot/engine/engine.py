@@ -24,6 +24,8 @@ from blockpilot.control.price import Load, passes
 from blockpilot.device import tensor_on
 from blockpilot.engine.detokenize import TextStream
 from blockpilot.engine.drafting import Drafter
+from blockpilot.engine.limits import EngineLimits, at_least_one
+from blockpilot.engine.prefixes import Prefixes
 from blockpilot.engine.rows import Row
 from blockpilot.engine.sampling import keyed_sample
 from blockpilot.engine.trees import MAX_DEPTH, best_first, first_choices, grow, tree_of
@@ -32,7 +34,7 @@ from blockpilot.models.graphs import Graphs
 from blockpilot.models.packing import Packing
 from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
-from blockpilot.types import LAYOUTS, MAX_BLOCK_SIZE, NO_TREE, Policy, Prefill, Reader, Request, Step, Tree
+from blockpilot.types import MAX_BLOCK_SIZE, NO_TREE, Policy, Prefill, Reader, Request, Step, Tree
 
 MAX_PREFILL_TOKENS = 8192
 NUM_CANDIDATES = 8  # of a tree's every slot
@@ -44,8 +46,9 @@ class Engine:
     Not thread-safe: one caller adds, cancels and steps. Block sizes are those that `policy` chooses, by default the
     draft's trained one; a `controller` stands for a policy together with what it is weighed with, and may be replaced
     between steps. A step takes in `max_prefill_tokens` tokens of prompts at most, so a long prompt takes several
-    steps, and requests that decode go on meanwhile. On a GPU, steps of few tokens run by CUDA graphs
-    (models/graphs.py) unless `graphs` is False.
+    steps, and requests that decode go on meanwhile. Keys and values of `prefix_tokens` tokens are kept for requests
+    that begin alike (prefixes.py). On a GPU, steps of few tokens run by CUDA graphs (models/graphs.py) unless
+    `graphs` is False.
 
     What goes wrong with one request ends that one alone where its id and the exception are taken by `on_failure`;
     else the step raises it.
@@ -61,9 +64,10 @@ class Engine:
         controller: Controller | None = None,
         max_block_size: int = MAX_BLOCK_SIZE,
         max_prefill_tokens: int = MAX_PREFILL_TOKENS,
+        prefix_tokens: int = 0,
         graphs: bool = True,
     ) -> None:
-        _at_least_one(num_slots=num_slots, max_prefill_tokens=max_prefill_tokens)
+        at_least_one(num_slots=num_slots, max_prefill_tokens=max_prefill_tokens)
         if not 2 <= max_length <= pair.max_length:
             raise ValueError(f"max_length {max_length}: must be 2 to {pair.max_length}, the target's context")
         if policy is not None and controller is not None:
@@ -72,12 +76,16 @@ class Engine:
         self.controller = controller or Controller(policy or FixedPolicy(pair.block_size))
         self.num_slots, self.max_length, self.max_block_size = num_slots, max_length, max_block_size
         self.max_prefill_tokens = max_prefill_tokens
+        self._limits = EngineLimits(max_length, max_block_size, pair.vocab_size)
         self.on_failure: Callable[[int, Exception], None] | None = None
         self._device = pair.target.device
         self._target = Target(pair.target, pair.layer_ids)
+        if prefix_tokens and self._target.rotates_by_longest:
+            raise ValueError(f"prefix_tokens {prefix_tokens}: must be 0, the target's keys depend on the longest row")
         num_columns = max_length + max_block_size  # a tree fills more columns than positions
         self._cache = self._target.new_cache(num_slots, num_columns)
         self._drafter = Drafter(pair.prepared_draft, num_slots, max_length)
+        self._prefixes = Prefixes(self._cache, self._drafter.cache, prefix_tokens)
         if graphs and self._device.type == "cuda":
             self._cache.graphs = self._drafter.cache.graphs = Graphs(self._device)
         self._passes = partial(passes, is_sequential=pair.draft.is_sequential)
@@ -107,26 +115,17 @@ class Engine:
 
     @property
     def cache_bytes(self) -> int:
-        """Memory of both caches; fixed for the engine's life."""
-        return self._cache.num_bytes + self._drafter.cache.num_bytes
+        """Memory of both caches and of kept prefixes; fixed for the engine's life."""
+        return self._cache.num_bytes + self._drafter.cache.num_bytes + self._prefixes.num_bytes
+
+    @property
+    def num_kept_tokens(self) -> int:
+        """Tokens of kept prefixes."""
+        return self._prefixes.num_tokens
 
     def check(self, request: Request) -> None:
         """Raise ValueError for a request that this engine cannot serve."""
-        num_prompt_tokens, vocab_size = len(request.prompt_ids), self.pair.vocab_size
-        if num_prompt_tokens == 0:
-            raise ValueError("prompt is empty: at least 1 token is needed")
-        if num_prompt_tokens >= self.max_length:
-            most = self.max_length - 1
-            raise ValueError(f"prompt of {num_prompt_tokens} tokens: at most {most} leave room for an answer")
-        if outside := [t for t in request.prompt_ids if not 0 <= t < vocab_size]:
-            raise ValueError(f"prompt token {outside[0]}: must be 0 to {vocab_size - 1}")
-        _at_least_one(max_new_tokens=request.max_new_tokens)
-        if request.num_logprobs is not None and not 0 <= request.num_logprobs <= vocab_size:
-            raise ValueError(f"num_logprobs {request.num_logprobs}: must be 0 to {vocab_size}")
-        if request.block_size is not None:
-            self._check_block_size(request.block_size, "block_size")
-        if request.layout not in LAYOUTS:
-            raise ValueError(f"layout {request.layout!r}: must be one of {', '.join(LAYOUTS)}")
+        self._limits.check(request)
 
     def add(self, request: Request) -> int:
         """Queue a request; returns the id that its steps carry. Raises ValueError as `check` does."""
@@ -154,7 +153,7 @@ class Engine:
         Raises ValueError for a size out of range, for an id that does not decode, and for a request whose context the
         draft has not seen: one that was added with block size 1, or met a back-off.
         """
-        self._check_block_size(block_size, "block_size")
+        self._limits.check_block_size(block_size)
         row = next((row for row in self._rows if row.request_id == request_id), None)
         if row is None:
             raise ValueError(f"request {request_id}: holds no slot")
@@ -178,6 +177,7 @@ class Engine:
             return []
         scores = self._score(work)
         steps = self._commit(work, scores)
+        self._prefixes.keep(self._rows, steps)
         self._retire()
         self.controller.finish(work.outcome(steps, self.num_decoding))
         return steps
@@ -206,13 +206,18 @@ class Engine:
     def _schedule_prompts(self) -> Part | None:
         """Prompts in the order of the requests, as many tokens as a step may take: the last one may be cut."""
         rows = [] if self._partial is None else [self._partial]
+        self._back_off(rows)
         left = self.max_prefill_tokens - sum(row.num_uncached for row in rows)
         while self._waiting and left > 0 and len(self._rows) + len(rows) < self.num_slots:
-            rows.append(self._waiting.popleft())
-            left -= rows[-1].num_uncached
+            if self._prefixes.worth_waiting(self._waiting[0], rows):
+                break
+            row = self._waiting.popleft()
+            self._back_off([row])
+            self._prefixes.reuse(row, len(self._rows) + len(rows))
+            rows.append(row)
+            left -= row.num_uncached
         if not rows:
             return None
-        self._back_off(rows)
         sizes = [row.num_uncached for row in rows]
         sizes[-1] += min(left, 0)
         packing = Packing(sizes, [row.num_cached for row in rows], self._device)
@@ -344,7 +349,7 @@ class Engine:
             with self._alone(row):
                 step = row.commit([chosen[i]], logits[i : i + 1], [0])
                 self._decide(row, prefill)
-                steps.append(replace(step, prefill=prefill))
+                steps.append(replace(step, prefill=prefill, num_reused=row.num_reused))
         return steps
 
     @contextmanager
@@ -364,7 +369,7 @@ class Engine:
             return
         decided = (row.request.policy or self.controller.decide)(prefill)
         if isinstance(decided, int):
-            self._check_block_size(decided, "the policy's block size")
+            self._limits.check_block_size(decided, "the policy's block size")
             row.block_size = decided
         else:
             row.forecast = decided
@@ -386,15 +391,5 @@ class Engine:
         for cache in (self._cache, self._drafter.cache):
             cache.move(source, destination, length)
 
-    def _check_block_size(self, block_size: int, name: str) -> None:
-        if not 1 <= block_size <= self.max_block_size:
-            raise ValueError(f"{name} {block_size}: must be 1 to {self.max_block_size}")
-
     def _tensor(self, values: Sequence[Any]) -> Tensor:
         return tensor_on(self._device, values)
-
-
-def _at_least_one(**values: int) -> None:
-    for name, value in values.items():
-        if value < 1:
-            raise ValueError(f"{name} {value}: must be at least 1")

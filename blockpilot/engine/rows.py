@@ -23,7 +23,9 @@ class Row:
     text: TextStream | None
     """Finds stop strings; None where the request has none."""
     num_cached: int = 0
-    """Prompt tokens that went through the target, until all have."""
+    """Prompt tokens that the target's cache holds, until it holds all."""
+    num_reused: int = 0
+    """Those of them that were kept of other requests."""
     block_size: int = 0
     """0 until it is decided."""
     forecast: Forecast | None = None

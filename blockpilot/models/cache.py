@@ -65,6 +65,30 @@ class SlotCache:
         self.layers[:, :, destination, :, :length] = self.layers[:, :, source, :, :length]
 
 
+class Pages:
+    """Keys and values of `num` runs of `size` columns, kept apart from the slots of a cache that they come from."""
+
+    def __init__(self, cache: SlotCache, num: int, size: int) -> None:
+        layers, kinds, _, heads, _, dim = cache.layers.shape
+        self._cache, self._size = cache, size
+        self._pages = cache.layers.new_empty(num, layers, kinds, heads, size, dim)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._pages.nbytes
+
+    def store(self, page: int, slot: int, column: int) -> None:
+        """Copy a slot's columns from `column` on."""
+        self._pages[page] = self._columns(slot, column)
+
+    def load(self, page: int, slot: int, column: int) -> None:
+        """Copy a page to a slot's columns from `column` on."""
+        self._columns(slot, column).copy_(self._pages[page])
+
+    def _columns(self, slot: int, column: int) -> Tensor:
+        return self._cache.layers[:, :, slot, :, column : column + self._size]
+
+
 InBox = Callable[[Tensor, Box, BoxPlaces, Packing, "SlotView"], tuple[Tensor, ...]]
 """Hidden states [R * W, hidden] of a box, its places, its packing, its view of the cache -> outputs [R * W, ...]."""
 

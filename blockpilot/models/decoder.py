@@ -40,6 +40,10 @@ class Decoder:
             leave_file(model)
             use_huge_pages()
 
+    @property
+    def rotates_by_longest(self) -> bool:
+        return self._rotary.depends_on_longest
+
     def __call__(
         self, tokens: Tensor, packing: SideBySide, cache: SlotView, kept: Sequence[int]
     ) -> tuple[Tensor, Tensor]:

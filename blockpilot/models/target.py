@@ -33,6 +33,11 @@ class Target:
         self.layer_ids = tuple(layer_ids)
         self._decoder = Decoder(model)
 
+    @property
+    def rotates_by_longest(self) -> bool:
+        """A token's keys depend on the longest row of its pass, as with rotary embeddings of the dynamic kind."""
+        return self._decoder.rotates_by_longest
+
     def new_cache(self, num_slots: int, length: int) -> SlotCache:
         """An empty cache of `num_slots` rows of `length` columns for this model."""
         return SlotCache(self.model.config, num_slots, length, self.model.dtype, self.model.device)

@@ -1,0 +1,374 @@
+"""Prefix cache: requests that begin alike find the first ones' keys and values, and everything is as without it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from blockpilot.control.controller import FixedPolicy
+from blockpilot.control.forecasts import RunningMeans, StaticForecast
+from blockpilot.engine.engine import Engine
+from blockpilot.engine.prefixes import PAGE, Prefixes
+from blockpilot.engine.rows import Row
+from blockpilot.models.cache import SlotCache
+from blockpilot.pairs.loading import Pair
+from blockpilot.types import LAYOUTS, Layout, Prefill, Request, Sampling, Step
+from helpers.controllers import Switch
+from helpers.engines import NEVER, plain_text, run, text_of
+from helpers.policies import reading_policy
+from helpers.prices import price
+
+HOT = Sampling(6.0, seed=5)  # with shared noise a random draft is often right here
+SYSTEM = tuple(torch.randint(0, 256, (70,), generator=torch.Generator().manual_seed(1)).tolist())
+QUESTIONS = tuple(tuple(range(10 * i, 10 * i + 12)) for i in range(4))
+PAIRS = ("tiny_pair", "markov_pair", "eagle_pair")
+
+
+def engine_of(pair: Pair, **options: Any) -> Engine:
+    return Engine(pair, **{"num_slots": 3, "max_length": 256, "prefix_tokens": 4096, **options})
+
+
+def looks(steps: Sequence[Step]) -> list[Any]:
+    """All that tells of the draft: what was proposed, in which tree, and what became of it."""
+    return [(step.tokens, step.block_size, step.num_accepted, step.tree) for step in steps]
+
+
+def asked(
+    prompt: Sequence[int], num: int = 30, sampling: Sampling = HOT, size: int | None = 6, layout: Layout = "tree"
+) -> Request:
+    return Request(tuple(prompt), num, sampling, size, NEVER, layout=layout)
+
+
+# --- what is kept ---
+
+CONFIG = LlamaConfig(hidden_size=8, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=2)
+
+
+class Kept:
+    """Prefixes over two small caches, whose columns hold what a text up to the next token makes of them."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.caches = [SlotCache(CONFIG, 2, 128, torch.float32, torch.device("cpu")) for _ in range(2)]
+        self.prefixes = Prefixes(*self.caches, num_tokens)
+
+    def reuse(self, text: Sequence[int], salt: str, drafts: bool) -> int:
+        """Tokens that a request finds of its prompt; its columns are checked."""
+        row = self._row(text, salt, drafts)
+        self.prefixes.reuse(row, 1)
+        assert row.num_reused == row.num_cached < len(text)
+        for cache, made in zip(self.caches[: 1 + drafts], self._columns(text), strict=False):
+            for column in range(row.num_reused):
+                assert (cache.layers[:, :, 1, :, column] == made[column]).all()
+        return row.num_reused
+
+    def keep(self, text: Sequence[int], salt: str, drafts: bool) -> None:
+        for cache, made in zip(self.caches[: 1 + drafts], self._columns(text), strict=False):
+            for column, number in enumerate(made):
+                cache.layers[:, :, 0, :, column] = number
+        self.prefixes.keep([self._row(text, salt, drafts)], [Step(0, (1,), 1, 0, "length")])
+
+    def _row(self, text: Sequence[int], salt: str, drafts: bool) -> Row:
+        return Row(0, Request(tuple(text), 1, cache_salt=salt), 128, list(text), None, can_draft=drafts)
+
+    def _columns(self, text: Sequence[int]) -> list[list[int]]:
+        return [[hash((by, *text[: end + 2])) % 10**6 for end in range(len(text) - 1)] for by in (1, 2)]
+
+
+TEXTS = st.lists(st.integers(0, 5), max_size=5).map(lambda ids: [10 * i + j for i in ids for j in range(9)] + [7])
+
+
+@given(
+    st.lists(st.tuples(TEXTS, st.sampled_from(["", "a"]), st.booleans()), max_size=30), st.sampled_from([0, 1, 4, 9])
+)
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+def test_a_slot_is_filled_with_what_its_own_tokens_made(texts: list[tuple[list[int], str, bool]], num: int) -> None:
+    """Whatever was kept and dropped before; and the last text is there as far as there is room."""
+    kept = Kept(num * PAGE + 3)
+    for text in texts:
+        kept.reuse(*text)
+        kept.keep(*text)
+        assert kept.prefixes.num_tokens <= num * PAGE
+        assert kept.reuse(*text) == min(num, (len(text[0]) - 1) // PAGE) * PAGE
+
+
+def test_what_was_not_used_for_longest_goes_first() -> None:
+    first, second, third = ([start, *range(1, 2 * PAGE + 1)] for start in (100, 200, 300))
+    kept = Kept(4 * PAGE)
+    for text in (first, second):
+        kept.keep(text, "", True)
+    assert kept.reuse(first, "", True) == 2 * PAGE
+    kept.keep(third, "", True)
+    assert [kept.reuse(text, "", True) for text in (second, first, third)] == [0, 2 * PAGE, 2 * PAGE]
+
+
+# --- requests that begin alike ---
+
+
+@pytest.mark.parametrize("pair", PAIRS, indirect=True)
+@pytest.mark.parametrize("sampling", [Sampling(), HOT])
+@pytest.mark.parametrize("layout", ["chain", "tree"])
+def test_steps_on_a_hit_are_those_on_a_miss(pair: Pair, sampling: Sampling, layout: Layout) -> None:
+    """What is proposed and accepted, too, in three turns of a chat; answers were drafted, and partly refused."""
+    engine, prompt = engine_of(pair), (*SYSTEM, *QUESTIONS[0])
+    for turn, question in enumerate(QUESTIONS[1:]):
+        request = asked(prompt, sampling=sampling, layout=layout)
+        [found], [expected] = run(engine, [request]), run(engine_of(pair, prefix_tokens=0), [request])
+        assert looks(found) == looks(expected)
+        assert text_of(found) == plain_text(pair, prompt, 30, sampling)
+        known = len(prompt) - len(question) - 1
+        assert [step.num_reused for step in found] == [known // PAGE * PAGE if turn else 0] + [0] * (len(found) - 1)
+        for seen, whole in zip(found[0].prefill[:2], expected[0].prefill[:2], strict=True):  # type: ignore[index]
+            torch.testing.assert_close(seen, whole, rtol=1e-4, atol=1e-4)
+        prompt = (*prompt, *text_of(found), *question)
+
+
+def test_a_draft_without_its_context_would_be_noticed(eagle_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bug that others shipped: only the target's keys and values are kept."""
+    engine = engine_of(eagle_pair)
+    monkeypatch.setattr(engine._prefixes._draft, "load", lambda *places: None)
+    for prompt in ((*SYSTEM, *QUESTIONS[0]), SYSTEM[::-1]):  # the second one overwrites the slot of the first
+        run(engine, [asked(prompt)])
+    last = asked((*SYSTEM, *QUESTIONS[1]))
+    [found], [expected] = run(engine, [last]), run(engine_of(eagle_pair), [last])
+    assert text_of(found) == text_of(expected)
+    assert looks(found) != looks(expected)
+
+
+@pytest.mark.parametrize("plainly", ["asked for", "backed off"])
+def test_a_row_that_decodes_plainly_leaves_no_context_to_those_that_draft(eagle_pair: Pair, plainly: str) -> None:
+    controller = Switch(FixedPolicy(6))
+    engine = engine_of(eagle_pair, controller=controller)
+    controller.backs_off = plainly == "backed off"
+    first, *others = ((*SYSTEM, *question) for question in QUESTIONS)
+    size = 1 if plainly == "asked for" else None
+    run(engine, [asked(first, size=size)])
+    [also_plain] = run(engine, [asked(others[0], size=size)])
+    controller.backs_off = False
+    for prompt, num in zip(others[1:], (0, 64), strict=True):
+        [found] = run(engine, [asked(prompt)])
+        assert found[0].num_reused == num
+        assert looks(found) == looks(run(engine_of(eagle_pair), [asked(prompt)])[0])
+    assert also_plain[0].num_reused == 64
+    assert text_of(also_plain) == plain_text(eagle_pair, others[0], 30, HOT)
+
+
+def test_choices_of_one_prompt_compute_it_once(tiny_pair: Pair) -> None:
+    """The others wait until the first one's prompt is through, though there are slots and room in a step."""
+    controller = Switch(FixedPolicy(3))
+    engine = engine_of(tiny_pair, num_slots=5, controller=controller, max_prefill_tokens=200)
+    requests = [asked(SYSTEM, 10, replace(HOT, seed=i), None, "auto") for i in range(4)]
+    unrelated = asked(QUESTIONS[0], 10)
+    found = run(engine, [requests[0], unrelated, *requests[1:]])
+    assert [steps[0].num_reused for steps in found] == [0, 0, 64, 64, 64]
+    taken = [outcome.num_prompt_tokens for outcome in controller.outcomes]
+    assert taken[:3] == [len(SYSTEM) + len(QUESTIONS[0]), 3 * (len(SYSTEM) - 64), 0]
+    for request, steps in zip((requests[0], unrelated, *requests[1:]), found, strict=True):
+        assert text_of(steps) == plain_text(tiny_pair, request.prompt_ids, 10, request.sampling)
+
+
+def test_who_waits_for_a_prompt_goes_on_without_it(tiny_pair: Pair) -> None:
+    """A long prompt by parts is cancelled; nothing of it is kept."""
+    engine = engine_of(tiny_pair, max_prefill_tokens=30)
+    gone, stays = engine.add(asked(SYSTEM)), engine.add(asked(SYSTEM))
+    engine.step(), engine.step()
+    engine.cancel(gone)
+    steps = list[Step]()
+    while not engine.idle:
+        steps += engine.step()
+    assert {step.request_id for step in steps} == {stays}
+    assert steps[0].num_reused == 0
+    assert text_of(steps) == plain_text(tiny_pair, SYSTEM, 30, HOT)
+
+
+def test_nothing_is_kept_of_requests_that_fail_or_whose_step_does(
+    tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(prefill: Prefill) -> int:
+        raise RuntimeError("no")
+
+    engine, failed = engine_of(tiny_pair), list[int]()
+    engine.on_failure = lambda request_id, error: failed.append(request_id)
+    run(engine, [replace(asked(SYSTEM, size=None), policy=refuse)])
+    assert (failed, engine.num_kept_tokens) == ([0], 0)
+    request_id = engine.add(asked(SYSTEM))
+    engine.step()
+    kept = engine.num_kept_tokens
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._drafter, "keep_up", refuse)
+        for _ in range(8):
+            with pytest.raises(TypeError):
+                engine.step()
+    engine.cancel(request_id)
+    assert engine.num_kept_tokens == kept == 64
+
+
+def test_salts_keep_clients_apart(tiny_pair: Pair) -> None:
+    engine = engine_of(tiny_pair)
+    salts = ("a", "b", "a", "")
+    found = [run(engine, [replace(asked(SYSTEM), cache_salt=salt)])[0][0].num_reused for salt in salts]
+    assert found == [0, 0, 64, 0]
+
+
+def test_memory_is_bounded_and_counted(tiny_pair: Pair) -> None:
+    engine, without = engine_of(tiny_pair, prefix_tokens=100), engine_of(tiny_pair, prefix_tokens=0)
+    of_slots = engine_of(tiny_pair, prefix_tokens=0, num_slots=1)
+    a_column = Engine(tiny_pair, num_slots=1, max_length=255).cache_bytes
+    assert engine.cache_bytes - without.cache_bytes == 6 * PAGE * (of_slots.cache_bytes - a_column)
+    for question in QUESTIONS:
+        run(engine, [asked((*question, *SYSTEM))])
+        assert engine.num_kept_tokens == 6 * PAGE
+    run(without, [asked(SYSTEM)])
+    assert without.num_kept_tokens == 0
+
+
+def test_what_cannot_be_kept_is_refused(tiny_pair: Pair) -> None:
+    with pytest.raises(ValueError, match="prefix_tokens -1: must be at least 0"):
+        engine_of(tiny_pair, prefix_tokens=-1)
+    config = tiny_pair.target.config
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    target = LlamaForCausalLM(LlamaConfig(**{**config.to_dict(), "rope_parameters": rope})).eval()
+    pair = Pair(tiny_pair.id, target, tiny_pair.draft, tiny_pair.tokenizer)
+    with pytest.raises(ValueError, match="prefix_tokens 4096: must be 0, the target's keys depend"):
+        engine_of(pair)
+    engine_of(pair, prefix_tokens=0)
+
+
+# --- whatever is asked, in whatever order ---
+
+POLICIES: dict[str, Any] = {
+    "fixed": lambda pair: FixedPolicy(5),
+    "plain": lambda pair: FixedPolicy(1),
+    "reading": lambda pair: reading_policy(pair, (1, 2, 4, 7)),
+    "running means": lambda pair: RunningMeans(pair.block_size - 1),
+    "static": lambda pair: lambda prefill: StaticForecast((0.7, 0.5, 0.3)),
+}
+PRICE = price(launch_s=0.1, slot_s=0.06, token_s=0.04)
+NUM_NEW = 24
+SAMPLINGS = Sampling(), HOT, Sampling(6.0, seed=6)
+
+
+class Chats:
+    """Prompts that begin alike, or go on from answers, and their texts by one-token-at-a-time decoding."""
+
+    def __init__(self, target: Pair) -> None:
+        self._pair, self._texts = target, dict[tuple[tuple[int, ...], Sampling], tuple[int, ...]]()
+
+    def text(self, prompt: tuple[int, ...], sampling: Sampling) -> tuple[int, ...]:
+        if (prompt, sampling) not in self._texts:
+            with torch.inference_mode():
+                self._texts[prompt, sampling] = plain_text(self._pair, prompt, NUM_NEW, sampling)
+        return self._texts[prompt, sampling]
+
+    def prompt(self, length: int, question: int, goes_on: int, sampling: Sampling) -> tuple[int, ...]:
+        """A start of the system prompt and a question; and so many tokens of its answer with the next question."""
+        prompt = (*SYSTEM[:length], *QUESTIONS[question])
+        if goes_on:
+            prompt = (*prompt, *self.text(prompt, sampling)[:goes_on], *QUESTIONS[(question + 1) % 4])
+        return prompt
+
+
+@dataclass(frozen=True)
+class Turn:
+    length: int
+    question: int
+    goes_on: int
+    sampling: Sampling
+    block_size: int | None
+    layout: Layout
+    num: int
+    stops_at: int
+    salt: str
+
+
+TURN = st.builds(
+    Turn,
+    st.sampled_from([0, 20, 33, 70]),
+    st.integers(0, 1),
+    st.sampled_from([0, 0, 9, NUM_NEW]),
+    st.sampled_from(SAMPLINGS),
+    st.sampled_from([None, None, 1, 4, 9]),
+    st.sampled_from(LAYOUTS),
+    st.integers(1, NUM_NEW),
+    st.integers(0, 2 * NUM_NEW),
+    st.sampled_from(["", "", "", "other"]),
+)
+ADVANCE = st.integers(1, 6)
+CANCEL = st.builds(lambda which: ("cancel", which), st.integers(0, 30))
+USE = st.sampled_from([("use", kind) for kind in POLICIES])
+BACK_OFF = st.sampled_from([("back off", False), ("back off", True)])
+
+
+@pytest.fixture(scope="module")
+def chats(tiny_pair: Pair) -> Chats:
+    """Those of all pairs, which have one target."""
+    return Chats(tiny_pair)
+
+
+@pytest.mark.parametrize("pair", PAIRS, indirect=True)
+def test_texts_are_plain_whatever_is_kept(pair: Pair, chats: Chats) -> None:
+    """Chats come, go on, stop and are cancelled; policies change, drafting ends; prompts are cut; pages are few."""
+    num_reused = num_accepted = 0
+
+    @settings(max_examples=15, deadline=None, derandomize=True, database=None)
+    @given(
+        st.lists(st.one_of(TURN, ADVANCE, TURN, ADVANCE, CANCEL, USE, BACK_OFF), min_size=12, max_size=40),
+        st.integers(1, 3),
+        st.sampled_from([7, 30, 1000]),
+        st.sampled_from([50, 130, 4000]),
+    )
+    def check(operations: list[Any], num_slots: int, max_prefill_tokens: int, prefix_tokens: int) -> None:
+        nonlocal num_reused, num_accepted
+        controller = Switch(FixedPolicy(5), PRICE)
+        options = {"max_prefill_tokens": max_prefill_tokens, "prefix_tokens": prefix_tokens}
+        engine = engine_of(pair, num_slots=num_slots, controller=controller, **options)
+        left, last = dict[int, list[int]](), -1
+
+        def advance() -> None:
+            nonlocal num_reused, num_accepted
+            for step in engine.step():
+                expected, num_reused = left[step.request_id], num_reused + step.num_reused
+                num_accepted += step.num_accepted
+                assert list(step.tokens) == expected[: len(step.tokens)]
+                del expected[: len(step.tokens)]
+                assert (step.finish_reason is not None) == (not expected)
+            assert engine.num_kept_tokens <= prefix_tokens
+
+        for operation in operations:
+            match operation:
+                case Turn() as turn:
+                    prompt = chats.prompt(turn.length, turn.question, turn.goes_on, turn.sampling)
+                    text = chats.text(prompt, turn.sampling)[: turn.num]
+                    stop = text[turn.stops_at : turn.stops_at + 1]
+                    request = asked(prompt, turn.num, turn.sampling, turn.block_size, turn.layout)
+                    last = engine.add(replace(request, stop_token_ids=frozenset(stop), cache_salt=turn.salt))
+                    left[last] = list(text[: text.index(stop[0]) + 1] if stop else text)
+                case ("cancel", which):
+                    engine.cancel(which % (last + 2))
+                    left.pop(which % (last + 2), None)
+                case ("use", kind):
+                    backs_off = controller.backs_off
+                    engine.controller = controller = Switch(POLICIES[kind](pair), PRICE)
+                    controller.backs_off = backs_off
+                case ("back off", on):
+                    controller.backs_off = on
+                case num_steps:
+                    for _ in range(num_steps):
+                        advance()
+        while not engine.idle:
+            advance()
+        assert not any(left.values())
+
+    check()
+    assert num_reused > 400
+    assert num_accepted > 30
+
+
+@pytest.fixture
+def pair(request: pytest.FixtureRequest) -> Pair:
+    found: Pair = request.getfixturevalue(request.param)
+    return found

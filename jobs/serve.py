@@ -44,6 +44,7 @@ SPARE_REQUESTS = 32  # places of a replica for what is not decoded: its status, 
 GATEWAY_PLACES = 100_000  # never full: the gateway refuses by itself what is too much, and answers /health meanwhile
 PORT_PATIENCE_S = 5
 REMOVAL_PATIENCE_S = 30
+REPLICA_LIMITS = "num_slots", "max_length", "max_prefill_tokens", "prefix_tokens", "max_queue", "max_new_tokens"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LOOPBACK_NAMES = (*LOOPBACK, "[::1]")  # in the Host header
 
@@ -68,6 +69,9 @@ class ModelConfig(Config):
     max_prefill_tokens: int = Field(default=256, ge=1)
     """Prompt tokens in one step; a longer prompt takes several steps, and streams go on in between. A smaller number
     shortens the gaps between tokens and costs throughput (LOG.md)."""
+    prefix_tokens: int | None = Field(default=None, ge=0)
+    """Tokens whose keys and values are kept for prompts that begin alike, the least recently used replaced first; by
+    default as many as the slots hold, 0 for none."""
     max_queue: int = Field(default=64, ge=0)
     """Requests that wait at a replica for a slot; more are answered 429."""
 
@@ -174,7 +178,7 @@ def _replicas(model: ModelConfig, args: ServeConfig) -> Application:
     return deployment.bind(
         model.pair.load,
         num_threads=num_threads(resources.num_cpus),
-        **model.model_dump(include={"num_slots", "max_length", "max_prefill_tokens", "max_queue", "max_new_tokens"}),
+        **model.model_dump(include=set(REPLICA_LIMITS)),
         **args.model_dump(include={"stream_interval_s", "logs_prompts"}),
     )
 

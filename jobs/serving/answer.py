@@ -51,6 +51,8 @@ class ChoiceText:
         self.num_token_characters = 0
         self.finish_reason: str | None = None
         self.first_token_at: float | None = None
+        self.num_reused = 0
+        """Prompt tokens that were kept of other requests."""
         self.num_tokens = self.num_steps = self.num_emitted = self.block_size = 0
         self.layout: Layout | None = None
         """Of the blocks so far: a tree as soon as one is no chain."""
@@ -109,6 +111,7 @@ class ChoiceText:
         self.first_token_at = self.first_token_at or time.monotonic()
         self.finish_reason = step.finish_reason
         self.num_tokens += len(step.tokens)
+        self.num_reused += step.num_reused
         if step.block_size:  # not the prefill
             self.num_steps += 1
             self.num_emitted += len(step.tokens)

@@ -63,6 +63,8 @@ class ReplicaMetrics:
         self._accepted = of_model(Counter("blockpilot_accepted_tokens", "Drafted tokens among them.", own))
         self._verified = of_model(Counter("blockpilot_verified_tokens", "Tokens emitted by blocks.", own))
         self._prompts = of_model(Counter("blockpilot_prompt_tokens", "Of prompts of requests that are over.", own))
+        self._cached = of_model(Counter("blockpilot_cached_tokens", "Those that were kept, not computed.", own))
+        self._kept_tokens = of_model(Gauge("blockpilot_kept_tokens", "Tokens kept for prompts to come.", own))
         self._step = of_model(Histogram("blockpilot_step_seconds", "Of a step of the whole batch.", STEP_S, own))
         self._first = of_model(Histogram("blockpilot_first_token_seconds", "Until the first token.", LATENCY_S, own))
         self._over = of_model(Counter("blockpilot_answers", "Requests that are over.", by_outcome))
@@ -87,6 +89,7 @@ class ReplicaMetrics:
         """Count a request that is over."""
         self._over.inc(1, {"outcome": answered.outcome})
         _add(self._prompts, answered.num_prompt_tokens)
+        _add(self._cached, answered.num_cached_tokens)
         if answered.first_token_s is not None:
             self._first.observe(answered.first_token_s)
 
@@ -98,6 +101,7 @@ class ReplicaMetrics:
             self._active.set(engine.num_active)
             self._waiting.set(self._loop.num_waiting)
             self._slots.set(engine.num_slots)
+            self._kept_tokens.set(engine.num_kept_tokens)
             self._version.set(version)
             self._kept.set(int(kept))
             self._backed_off.set(int(not engine.controller.speculates))

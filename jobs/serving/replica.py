@@ -24,6 +24,7 @@ from blockpilot.control.price import COEFFICIENTS, StepPrice
 from blockpilot.device import device_name, dtype_name
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.generate import generate
+from blockpilot.engine.prefixes import PAGE
 from blockpilot.evaluation.pricing import holds_here, measure_price
 from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
@@ -51,8 +52,8 @@ class Replica:
 
     Serve runs this class. num_threads are torch's, of this process; num_slots are requests decoded together;
     max_length is in tokens of prompt and answer; max_new_tokens limits an answer where the context leaves room for
-    more; stream_interval_s is the least time between two chunks of a stream. Raises ValueError where the caches do
-    not fit into memory.
+    more; prefix_tokens are kept for prompts that begin alike, by default as many as the slots hold; stream_interval_s
+    is the least time between two chunks of a stream. Raises ValueError where the caches do not fit into memory.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Replica:
         max_prefill_tokens: int = 256,
         max_queue: int = 64,
         max_new_tokens: int | None = None,
+        prefix_tokens: int | None = None,
         stream_interval_s: float = 0.0,
         logs_prompts: bool = False,
     ) -> None:
@@ -72,8 +74,15 @@ class Replica:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self.pair = load()
         length = max_length or min(DEFAULT_MAX_LENGTH, self.pair.max_length)
-        check_memory(self.pair, num_slots, length)
-        engine = Engine(self.pair, num_slots=num_slots, max_length=length, max_prefill_tokens=max_prefill_tokens)
+        kept = num_slots * length if prefix_tokens is None else prefix_tokens
+        check_memory(self.pair, num_slots, length, kept)
+        engine = Engine(
+            self.pair,
+            num_slots=num_slots,
+            max_length=length,
+            max_prefill_tokens=max_prefill_tokens,
+            prefix_tokens=kept,
+        )
         sizes = {"num_slots": num_slots, "max_length": length, "cache_bytes": engine.cache_bytes}
         log.info("engine", extra={"model": self.pair.id.target, **sizes})
         self.watch: ChampionWatch | None = None
@@ -132,6 +141,7 @@ class Replica:
             "num_slots": engine.num_slots,
             "max_model_len": engine.max_length,
             "cache_bytes": engine.cache_bytes,
+            "num_kept_tokens": engine.num_kept_tokens,
             "pid": os.getpid(),
         }
 
@@ -180,6 +190,7 @@ class Replica:
             tuple(body.stop),
             body.num_logprobs,
             layout=body.layout,
+            cache_salt=body.cache_salt,
         )
 
     def _num_tokens(self, body: Body, num_prompt_tokens: int) -> int:
@@ -278,22 +289,23 @@ def _choice_request(request: Request, number: int) -> Request:
     return replace(request, sampling=replace(request.sampling, seed=seed))
 
 
-def check_memory(pair: Pair, num_slots: int, max_length: int) -> None:
-    """Raise ValueError where the caches of so many slots do not fit into the memory that is left."""
-    needed, free = cache_bytes(pair, num_slots, max_length), _free_bytes(pair.target.device)
+def check_memory(pair: Pair, num_slots: int, max_length: int, prefix_tokens: int) -> None:
+    """Raise ValueError where the caches of so many slots and kept tokens do not fit into the memory that is left."""
+    needed, free = cache_bytes(pair, num_slots, max_length, prefix_tokens), _free_bytes(pair.target.device)
     if free is not None and needed > free:
         raise ValueError(
-            f"num_slots {num_slots} of {max_length} tokens: the caches take {needed / 2**30:.1f} GiB,"
-            f" {free / 2**30:.1f} GiB are free; fewer slots, or a smaller max_length, are needed"
+            f"num_slots {num_slots} of {max_length} tokens, prefix_tokens {prefix_tokens}: the caches take"
+            f" {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free; fewer slots or prefix_tokens, or a smaller"
+            " max_length, are needed"
         )
 
 
-def cache_bytes(pair: Pair, num_slots: int, max_length: int) -> int:
+def cache_bytes(pair: Pair, num_slots: int, max_length: int, prefix_tokens: int) -> int:
     """Memory of the caches of an engine of this size, by those of one slot with one token."""
     target = Target(pair.target, pair.layer_ids).new_cache(1, 1).num_bytes
     first, second = (pair.prepared_draft.new_cache(1, length).num_bytes for length in (1, 2))
-    draft = first + (max_length - 1) * (second - first)
-    return num_slots * (target * (max_length + MAX_BLOCK_SIZE) + draft)
+    of_slot = target * (max_length + MAX_BLOCK_SIZE) + first + (max_length - 1) * (second - first)
+    return num_slots * of_slot + prefix_tokens // PAGE * PAGE * (target + second - first)
 
 
 def _free_bytes(device: torch.device) -> int | None:

@@ -28,6 +28,8 @@ class Answered(NamedTuple):
     """finished, cancelled (by the client or by its deadline) or failed."""
     num_choices: int
     num_prompt_tokens: int
+    num_cached_tokens: int
+    """Those of them that were kept of other requests."""
     num_tokens: int
     block_size: int | None
     """The largest one used; None if no block was verified."""
@@ -159,6 +161,7 @@ class Reply:
         num_emitted = sum(choice.num_emitted for choice in self.choices)
         return {
             "prompt_tokens": num_prompt_tokens,
+            "prompt_tokens_details": {"cached_tokens": min(choice.num_reused for choice in self.choices)},
             "completion_tokens": num_tokens,
             "total_tokens": num_prompt_tokens + num_tokens,
             "block_size": self.request.block_size or max(choice.block_size for choice in self.choices) or None,
@@ -177,6 +180,7 @@ class Reply:
             outcome=outcome,
             num_choices=len(self.choices),
             num_prompt_tokens=usage["prompt_tokens"],
+            num_cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
             num_tokens=usage["completion_tokens"],
             block_size=usage["block_size"],
             acceptance_length=usage["acceptance_length"],

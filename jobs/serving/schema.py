@@ -1,8 +1,8 @@
 """Request bodies of OpenAI's chat and completions endpoints, and errors in OpenAI's shape.
 
 Fields of the API that this server does not support are refused by name, never ignored; null, and the value that
-changes nothing (such as best_of=1), are accepted. Extensions: `block_size`, `layout`, `top_k` and `timeout_s` in a
-request, `stream_options.include_steps` in a stream's.
+changes nothing (such as best_of=1), are accepted. Extensions: `block_size`, `layout`, `top_k`, `timeout_s` and
+`cache_salt` in a request, `stream_options.include_steps` in a stream's.
 """
 
 import json
@@ -28,6 +28,7 @@ RETRY_AFTER_S = 1
 MAX_STOPS = 4
 MAX_MESSAGES, MAX_FIELDS = 4096, 64  # of a conversation, of an object: bounds of what a bad body makes us build
 MAX_CHOICES = 8
+MAX_SALT = 256  # characters
 MAX_TOP_LOGPROBS, MAX_COMPLETION_LOGPROBS = 20, 5  # of chat and of completions, as OpenAI documents them
 DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI documents it
 
@@ -147,6 +148,8 @@ class GenerateRequest(_Body):
     stream_options: StreamOptions = StreamOptions()
     timeout_s: float | None = Field(None, gt=0, allow_inf_nan=False)
     user: str | None = None
+    cache_salt: str = Field("", max_length=MAX_SALT)
+    """Only requests with the same one share kept prefixes; as vLLM names it."""
 
     @model_validator(mode="before")
     @classmethod

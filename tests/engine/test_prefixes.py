@@ -127,6 +127,17 @@ def test_steps_on_a_hit_are_those_on_a_miss(pair: Pair, sampling: Sampling, layo
         prompt = (*prompt, *text_of(found), *question)
 
 
+@pytest.mark.parametrize("pair", PAIRS, indirect=True)
+def test_texts_that_part_where_a_page_ends(pair: Pair) -> None:
+    """An EAGLE-3 entry is made of the token after it, so that the last page before is not shared."""
+    engine = engine_of(pair)
+    first, last = (asked((*SYSTEM[: 4 * PAGE], *question)) for question in QUESTIONS[:2])
+    run(engine, [first])
+    [found], [expected] = run(engine, [last]), run(engine_of(pair), [last])
+    assert found[0].num_reused == 3 * PAGE
+    assert looks(found) == looks(expected)
+
+
 def test_a_draft_without_its_context_would_be_noticed(eagle_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bug that others shipped: only the target's keys and values are kept."""
     engine = engine_of(eagle_pair)
@@ -287,7 +298,7 @@ class Turn:
 
 TURN = st.builds(
     Turn,
-    st.sampled_from([0, 20, 33, 70]),
+    st.sampled_from([33, 70]),
     st.integers(0, 1),
     st.sampled_from([0, 0, 9, NUM_NEW]),
     st.sampled_from(SAMPLINGS),
@@ -295,9 +306,9 @@ TURN = st.builds(
     st.sampled_from(LAYOUTS),
     st.integers(1, NUM_NEW),
     st.integers(0, 2 * NUM_NEW),
-    st.sampled_from(["", "", "", "other"]),
+    st.sampled_from(["", "", "", "", "other"]),
 )
-ADVANCE = st.integers(1, 6)
+ADVANCE = st.integers(3, 12)
 CANCEL = st.builds(lambda which: ("cancel", which), st.integers(0, 30))
 USE = st.sampled_from([("use", kind) for kind in POLICIES])
 BACK_OFF = st.sampled_from([("back off", False), ("back off", True)])
@@ -316,10 +327,10 @@ def test_texts_are_plain_whatever_is_kept(pair: Pair, chats: Chats) -> None:
 
     @settings(max_examples=15, deadline=None, derandomize=True, database=None)
     @given(
-        st.lists(st.one_of(TURN, ADVANCE, TURN, ADVANCE, CANCEL, USE, BACK_OFF), min_size=12, max_size=40),
+        st.lists(st.one_of(TURN, ADVANCE, TURN, ADVANCE, CANCEL, USE, BACK_OFF), min_size=20, max_size=40),
         st.integers(1, 3),
         st.sampled_from([7, 30, 1000]),
-        st.sampled_from([50, 130, 4000]),
+        st.sampled_from([80, 4000]),
     )
     def check(operations: list[Any], num_slots: int, max_prefill_tokens: int, prefix_tokens: int) -> None:
         nonlocal num_reused, num_accepted
@@ -364,7 +375,7 @@ def test_texts_are_plain_whatever_is_kept(pair: Pair, chats: Chats) -> None:
         assert not any(left.values())
 
     check()
-    assert num_reused > 400
+    assert num_reused > 1000
     assert num_accepted > 30
 
 

@@ -242,9 +242,7 @@ def test_caches_that_do_not_fit_are_refused_with_their_size(tiny_pair: Pair, eag
             engine = Engine(pair, num_slots=3, max_length=100, prefix_tokens=kept)
             assert cache_bytes(pair, 3, 100, kept) == engine.cache_bytes
     check_memory(tiny_pair, 3, 100, 300)
-    complaint = (
-        r"num_slots 100000000 of 1000 tokens, prefix_tokens 0: the caches take [\d.]+ GiB, [\d.]+ GiB are"
-    )
+    complaint = r"num_slots 100000000 of 1000 tokens, prefix_tokens 0: the caches take [\d.]+ GiB, [\d.]+ GiB are"
     with pytest.raises(ValueError, match=complaint):
         check_memory(tiny_pair, 100_000_000, 1000, 0)
 

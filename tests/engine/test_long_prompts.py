@@ -1,0 +1,131 @@
+"""Long prompts: 8,000 tokens on the tiny pair, 1,900 on the embedded one, by parts while neighbours decode trees."""
+
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from blockpilot.drafts.dflash import DraftModel
+from blockpilot.engine.engine import Engine
+from blockpilot.engine.sampling import keyed_sample
+from blockpilot.native.products import native_product
+from blockpilot.pairs.loading import Pair, load_pair
+from blockpilot.types import PairId, Request, Sampling, Step
+from helpers.engines import NEVER, plain_text
+from helpers.tiny import byte_tokenizer, tiny_draft, tiny_target
+
+NUM_TOKENS, PART = 8000, 256
+HOT = Sampling(6.0, seed=5)  # with shared noise a random draft is often right here
+ROOT = Path(__file__).parents[2]
+MIB = 2**20
+WORKSPACE = 64 * MIB  # beyond the caches: a part's masks, scores and hidden states, not those of a whole prompt
+
+
+def long_pair() -> Pair:
+    """The tiny pair with positions for 8,192 tokens."""
+    target = tiny_target()
+    target.config.max_position_embeddings = 8192
+    draft: DraftModel = tiny_draft(target)
+    for model in (target, draft):
+        model.eval().requires_grad_(False)
+    return Pair(PairId("tiny", "0", "tiny", "0"), target, draft, byte_tokenizer())
+
+
+def long_prompt(seed: int = 0, num: int = NUM_TOKENS, vocab_size: int = 256) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(0, vocab_size, (num,), generator=generator).tolist())
+
+
+def told_apart(engine: Engine, requests: Sequence[Request]) -> tuple[list[list[int]], list[list[Step]]]:
+    """Texts of requests, and the steps of every step of the engine."""
+    ids, calls = [engine.add(request) for request in requests], list[list[Step]]()
+    while not engine.idle:
+        calls.append(engine.step())
+    steps = [step for call in calls for step in call]
+    return [[t for step in steps if step.request_id == i for t in step.tokens] for i in ids], calls
+
+
+def is_own_text(pair: Pair, prompt: Sequence[int], text: Sequence[int], sampling: Sampling) -> bool:
+    """True if each token is the target's choice after those before it, by one pass of the stock model."""
+    num = len(text)
+    with torch.inference_mode():
+        logits = pair.target(torch.tensor([[*prompt, *text[:-1]]]), logits_to_keep=num).logits[0]
+    positions = range(len(prompt), len(prompt) + num)
+    return keyed_sample(logits, list(positions), [sampling] * num).tolist() == list(text)
+
+
+def test_eight_thousand_tokens_beside_trees_and_again_from_what_is_kept() -> None:
+    pair, prompt = long_pair(), long_prompt()
+    engine = Engine(pair, num_slots=2, max_length=8192, max_prefill_tokens=PART, prefix_tokens=8192)
+    neighbour = Request(prompt[-30:], 150, HOT, 6, NEVER, layout="tree")
+    long = Request(prompt, 20, HOT, 6, NEVER, layout="tree")
+    (of_neighbour, text), calls = told_apart(engine, [neighbour, long])
+    assert tuple(of_neighbour) == plain_text(pair, neighbour.prompt_ids, 150, HOT)
+    beside = calls[1 : NUM_TOKENS // PART]
+    assert all(len(call) == 1 and call[0].block_size > 0 for call in beside)  # it goes on in every step
+    assert any(not step.tree.is_chain for [step] in beside)
+
+    turn = replace(long, prompt_ids=(*prompt, *text, *prompt[:20]))
+    (second,), calls = told_apart(engine, [turn])
+    assert calls[0][0].num_reused == (len(prompt) + len(text) - 1) // 16 * 16
+    assert is_own_text(pair, prompt, text, HOT)
+    assert is_own_text(pair, turn.prompt_ids, second, HOT)
+
+
+def test_memory_is_that_of_the_caches_and_of_one_part() -> None:
+    """In a process of its own: both slots full, and as many tokens kept."""
+    environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
+    code = "from engine.test_long_prompts import grown; print(*grown())"
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    grown_bytes, cache_bytes = map(int, found.stdout.split())
+    assert cache_bytes > 30 * MIB
+    assert 0.8 * cache_bytes < grown_bytes < cache_bytes + WORKSPACE
+
+
+def grown() -> tuple[int, int]:
+    """Bytes that the process's memory grows by with two prompts of 8,000 tokens, and those of the engine's caches."""
+    torch.set_num_threads(1)
+    pair = long_pair()
+    told_apart(Engine(pair, num_slots=2, max_length=64), [Request(long_prompt(num=40), 4, HOT, 6)] * 2)
+    over, most, before = threading.Event(), [0], resident_bytes()
+
+    def watch() -> None:
+        while not over.wait(0.001):
+            most[0] = max(most[0], resident_bytes())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    engine = Engine(pair, num_slots=2, max_length=8192, max_prefill_tokens=PART, prefix_tokens=2 * 8192)
+    told_apart(engine, [Request(long_prompt(seed), 20, HOT, 6, layout="tree") for seed in range(2)])
+    over.set()
+    watcher.join()
+    return most[0] - before, engine.cache_bytes
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def test_two_thousand_tokens_on_the_embedded_pair() -> None:
+    """In bfloat16, bit for bit: by parts beside a neighbour's trees as whole, alone, one token at a time."""
+    if native_product(torch.zeros(16, 32, dtype=torch.bfloat16), None) is None:
+        pytest.skip("no compiler, or no CPU for it")
+    pair = load_pair("smollm2-135m", dtype="bfloat16")
+    manual = (ROOT / "docs" / "decoding.md").read_text()
+    prompt = tuple(pair.tokenizer(manual).input_ids[:1900])
+    plain = [Request(prompt, 24, HOT), Request(prompt[:50], 60, HOT)]
+    expected = [
+        told_apart(Engine(pair, num_slots=1, max_length=2048), [replace(each, block_size=1)])[0][0] for each in plain
+    ]
+    engine = Engine(pair, num_slots=2, max_length=2048, max_prefill_tokens=PART, prefix_tokens=4096)
+    trees = [replace(each, block_size=8, layout="tree") for each in plain]
+    assert told_apart(engine, trees[::-1])[0] == expected[::-1]
+    (again,), calls = told_apart(engine, [trees[0]])
+    assert again == expected[0]
+    assert calls[0][0].num_reused == 1888

@@ -185,7 +185,8 @@ def run(config: BenchPrefixConfig) -> dict[str, Any]:
         name: ratio_of_totals(*([getattr(spent[place], name) for spent in rounds] for place in (1, 0)))
         for name in Spent._fields
     }
-    found = {"chats": of_chats, "times_shorter": without / kept, "unrelated": speeds}
+    unrelated_speeds = {name: speed._asdict() for name, speed in speeds.items()}
+    found = {"chats": of_chats, "times_shorter": without / kept, "unrelated": unrelated_speeds}
     print(markdown([{name: f"{value:.3g}" for name, value in row.items()} for row in of_chats]))
     print(
         f"\nfirst token of a second turn, median: {without:.3f} s without, {kept:.3f} s with kept prefixes:", end=" "

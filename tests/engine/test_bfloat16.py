@@ -1,5 +1,7 @@
 """Exactness in bfloat16, where layers are in C: a token's bits do not depend on what is beside it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from blockpilot.engine.engine import Engine
 from blockpilot.native.products import native_product
 from blockpilot.pairs.loading import Pair, load_pair
 from blockpilot.types import Request, Sampling
+from helpers.engines import NEVER, run, text_of
 
 LONG = "Tiles sum over the first columns of a long text, in an order of their own. " * 6  # 115 tokens
 PROMPTS = "Name three fruits.", LONG, "def fibonacci(n):"
@@ -45,3 +48,20 @@ def test_a_text_is_the_same_however_it_is_decoded(pair: Pair, temperature: float
                 block_size,
                 layout,
             )
+
+
+def test_a_kept_prefix_changes_no_step(pair: Pair) -> None:
+    """Of a second turn: what the draft proposes and how much of it is accepted are those without anything kept."""
+    turns = [{"role": "user", "content": "Count from one to ten in words."}]
+    first = tuple(pair.tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False))
+    looks = []
+    for kept in (0, 1024):
+        engine = Engine(pair, num_slots=1, max_length=256, prefix_tokens=kept)
+        ask = Request(first, 40, block_size=8, layout="tree", stop_token_ids=NEVER)
+        [answer] = run(engine, [ask])
+        again = tuple(pair.tokenizer("\nAnd once more, please.").input_ids)
+        [steps] = run(engine, [replace(ask, prompt_ids=(*first, *text_of(answer), *again))])
+        assert (steps[0].num_reused > len(first)) == bool(kept)
+        assert sum(step.num_accepted for step in steps) > 10
+        looks.append([(step.tokens, step.num_accepted, step.tree) for step in steps])
+    assert looks[0] == looks[1]

@@ -79,11 +79,13 @@ class Kept:
         return [[hash((by, *text[: end + 2])) % 10**6 for end in range(len(text) - 1)] for by in (1, 2)]
 
 
-TEXTS = st.lists(st.integers(0, 5), max_size=5).map(lambda ids: [10 * i + j for i in ids for j in range(9)] + [7])
+HALF_PAGES = st.lists(st.integers(0, 1), min_size=1, max_size=7)
+TEXTS = HALF_PAGES.map(lambda starts: [10 * start + i for start in starts for i in range(PAGE // 2)])
 
 
 @given(
-    st.lists(st.tuples(TEXTS, st.sampled_from(["", "a"]), st.booleans()), max_size=30), st.sampled_from([0, 1, 4, 9])
+    st.lists(st.tuples(TEXTS, st.sampled_from(["", "a"]), st.booleans()), min_size=8, max_size=30),
+    st.sampled_from([0, 1, 3, 4, 9]),
 )
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 def test_a_slot_is_filled_with_what_its_own_tokens_made(texts: list[tuple[list[int], str, bool]], num: int) -> None:
@@ -104,6 +106,8 @@ def test_what_was_not_used_for_longest_goes_first() -> None:
     assert kept.reuse(first, "", True) == 2 * PAGE
     kept.keep(third, "", True)
     assert [kept.reuse(text, "", True) for text in (second, first, third)] == [0, 2 * PAGE, 2 * PAGE]
+    kept.keep(range(400, 401 + PAGE), "", True)
+    assert kept.reuse(first, "", True) == PAGE  # from its end
 
 
 # --- requests that begin alike ---

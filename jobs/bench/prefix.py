@@ -93,12 +93,12 @@ def chats(config: BenchPrefixConfig, pair: Pair, texts: Sequence[str]) -> list[d
     for number, question in enumerate(texts[: config.chats]):
         own = ids[number * config.shared_tokens :][: config.shared_tokens]
         turns = [Message("system", _text(pair, own)), Message("user", question)]
-        found = list[Decoded]()
+        found = dict[Engine, Decoded]()
         for engine in engines if number % 2 else engines[::-1]:
             first = decode(engine, _request(config, pair, turns))
             answer = Message("assistant", _text(pair, first.tokens))
-            found.append(decode(engine, _request(config, pair, [*turns, answer, NEXT])))
-        without, kept = found if number % 2 else found[::-1]
+            found[engine] = decode(engine, _request(config, pair, [*turns, answer, NEXT]))
+        without, kept = (found[engine] for engine in engines)
         rows.append(
             {
                 "without_s": without.first_token_s,
@@ -113,7 +113,7 @@ def chats(config: BenchPrefixConfig, pair: Pair, texts: Sequence[str]) -> list[d
     return rows
 
 
-def _text(pair: Pair, tokens: Sequence[int]) -> str:
+def _text(pair: Pair, tokens: list[int]) -> str:
     return str(pair.tokenizer.decode(tokens, skip_special_tokens=True))
 
 
@@ -188,10 +188,8 @@ def run(config: BenchPrefixConfig) -> dict[str, Any]:
     unrelated_speeds = {name: speed._asdict() for name, speed in speeds.items()}
     found = {"chats": of_chats, "times_shorter": without / kept, "unrelated": unrelated_speeds}
     print(markdown([{name: f"{value:.3g}" for name, value in row.items()} for row in of_chats]))
-    print(
-        f"\nfirst token of a second turn, median: {without:.3f} s without, {kept:.3f} s with kept prefixes:", end=" "
-    )
-    print(f"{without / kept:.1f} times shorter")
+    seconds = f"{without:.3f} s without, {kept:.3f} s with kept prefixes"
+    print(f"\nfirst token of a second turn, median: {seconds}: {without / kept:.1f} times shorter")
     for name, speed in speeds.items():
         print(f"speed of unrelated requests, of that without, by {name}: {with_range(speed, 4)}")
     write_text(config.output / "bench_prefix.json", json.dumps(found) + "\n")

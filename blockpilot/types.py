@@ -123,6 +123,41 @@ class Prefill(NamedTuple):
         return self.logits.softmax(dim=-1)
 
 
+class Automaton(Protocol):
+    """State of a constraint after the final tokens of a request. A `path` are tokens that may follow them."""
+
+    @property
+    def error(self) -> Exception | None:
+        """Why nothing may follow any more, where the constraint has failed."""
+
+    def take(self, token: int) -> None:
+        """Make a token final; raises ValueError for one that may not follow."""
+
+    def ends(self, path: Sequence[int] = ()) -> bool:
+        """True where nothing can follow."""
+        ...
+
+    def allowed(self, path: Sequence[int], tokens: Sequence[int]) -> list[bool]:
+        """Which of some tokens may come after the path."""
+        ...
+
+    def forced(self, path: Sequence[int] = ()) -> list[int]:
+        """Tokens each of which is the only one that may come next."""
+        ...
+
+    def mask(self, path: Sequence[int] = ()) -> Tensor:
+        """All tokens that may come after the path, [vocab] bool."""
+        ...
+
+
+class Constraint(Protocol):
+    """A grammar, say, that the texts of any number of requests follow."""
+
+    def start(self) -> Automaton:
+        """Its state before the first token."""
+        ...
+
+
 @dataclass(frozen=True)
 class Request:
     """One sequence to decode. block_size None lets the policy choose after prefill; 1 never drafts.
@@ -131,6 +166,8 @@ class Request:
     policy: chooses for this request in place of the engine's.
     num_logprobs: how many of the likeliest tokens come with every emitted one, and its own; None for nothing.
     cache_salt: only requests with the same one share kept prefixes.
+    constraint: the target chooses among the tokens that it allows, before top_k and top_p; log probabilities stay the
+    target's own. The request ends where nothing can follow.
     """
 
     prompt_ids: tuple[int, ...]
@@ -143,6 +180,7 @@ class Request:
     policy: "Policy | None" = None
     layout: Layout = "auto"
     cache_salt: str = ""
+    constraint: Constraint | None = None
 
 
 class TokenLogprobs(NamedTuple):

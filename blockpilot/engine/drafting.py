@@ -4,8 +4,8 @@ The target's features of every final token of a row that may draft go into the c
 the row decodes plainly: a draft that misses part of its context is accepted less, and nothing else would show it.
 """
 
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate, islice
 from typing import Any
 
 from torch import Tensor
@@ -14,11 +14,12 @@ from blockpilot.drafts.choices import Linked, own_chances
 from blockpilot.drafts.head import DraftHead
 from blockpilot.drafts.interface import Asked, PreparedDraft
 from blockpilot.drafts.markov import WIDTH
+from blockpilot.engine.constrained import NO_SLOTS, best_allowed
 from blockpilot.engine.rows import Row
 from blockpilot.engine.sampling import candidates
-from blockpilot.engine.trees import Slots, drawn_apart
+from blockpilot.engine.trees import Node, Slots, best_first, drawn_apart, first_choices, tree_of
 from blockpilot.engine.work import Final
-from blockpilot.types import Candidates, Forecast, Reader, Sampling
+from blockpilot.types import NO_TREE, Candidates, Forecast, Reader, Sampling, Tree
 
 
 class Drafter:
@@ -59,6 +60,39 @@ class Drafter:
         Returns their context vectors [N, hidden].
         """
         return self._draft.keep_up(features, following, final.slots, final.packing, self.cache)
+
+
+def grow_all(
+    rows: Sequence[Row],
+    proposed: Mapping[int, Slots],
+    buy: Callable[[Sequence[Iterator[Node]], int], list[list[Node]]],
+    most: int,
+) -> list[Tree]:
+    """Trees to verify of rows [R], those of `proposed` with slots: a row with a forecast has what `buy` takes for it.
+
+    most: tokens of a tree.
+    """
+    trees, free = [NO_TREE] * len(rows), dict[int, Iterator[Node]]()
+    for r, row in enumerate(rows):
+        slots = proposed.get(r, NO_SLOTS)
+        fixed = row.next_block_size - 1
+        if row.automaton is not None:
+            nodes = best_allowed(row.automaton, slots, row.deepest, is_chain=not row.is_tree)
+            fixed = fixed if row.can_draft or row.request.block_size else most  # what is forced needs no draft
+        elif r not in proposed:
+            continue
+        else:
+            nodes = best_first(slots if row.is_tree else slots.first_choices())
+        if row.forecast is not None:
+            free[r] = nodes
+        elif row.is_tree or row.automaton is not None:
+            trees[r] = tree_of(islice(nodes, fixed))
+        else:
+            trees[r] = first_choices(slots)
+    bought = buy(list(free.values()), most) if free else []
+    for r, taken in zip(free, bought, strict=True):
+        trees[r] = tree_of(taken)
+    return trees
 
 
 def draft_candidates(

@@ -22,19 +22,20 @@ from torch import Tensor
 from blockpilot.control.controller import Controller, FixedPolicy
 from blockpilot.control.price import Load, passes
 from blockpilot.device import tensor_on
+from blockpilot.engine.constrained import settle_all
 from blockpilot.engine.detokenize import TextStream
-from blockpilot.engine.drafting import Drafter
+from blockpilot.engine.drafting import Drafter, grow_all
 from blockpilot.engine.limits import EngineLimits, at_least_one
 from blockpilot.engine.prefixes import Prefixes
 from blockpilot.engine.rows import Row
 from blockpilot.engine.sampling import keyed_sample
-from blockpilot.engine.trees import MAX_DEPTH, best_first, first_choices, grow, tree_of
+from blockpilot.engine.trees import MAX_DEPTH, Slots
 from blockpilot.engine.work import Part, StepScores, Work, blocks_of
 from blockpilot.models.graphs import Graphs
 from blockpilot.models.packing import Packing
 from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
-from blockpilot.types import MAX_BLOCK_SIZE, NO_TREE, Policy, Prefill, Reader, Request, Step, Tree
+from blockpilot.types import MAX_BLOCK_SIZE, Policy, Prefill, Reader, Request, Step, Tree
 
 MAX_PREFILL_TOKENS = 8192
 NUM_CANDIDATES = 8  # of a tree's every slot
@@ -134,6 +135,7 @@ class Engine:
         text = TextStream(self.pair.tokenizer, request.stop_strings) if request.stop_strings else None
         limit = min(len(request.prompt_ids) + request.max_new_tokens, self.max_length)
         row = Row(request_id, request, limit, list(request.prompt_ids), text)
+        row.automaton = None if request.constraint is None else request.constraint.start()
         row.block_size, row.can_draft = request.block_size or 0, request.block_size != 1
         self._waiting.append(row)
         return request_id
@@ -228,24 +230,14 @@ class Engine:
 
     def _draft(self, rows: Sequence[Row], depths: Sequence[int]) -> list[Tree]:
         """Trees to verify of every row [R], after one pass of the draft over those that draft."""
-        trees = [NO_TREE] * len(rows)
         slots = [slot for slot, depth in enumerate(depths) if depth]
-        if not slots:
-            return trees
-        drafting = [rows[slot] for slot in slots]
-        num = NUM_CANDIDATES if any(row.is_tree or row.forecast is not None for row in drafting) else 1
-        proposed = self._drafter.propose(drafting, slots, [depths[slot] for slot in slots], num)
-        free, offered = [], []
-        for slot, row, found in zip(slots, drafting, proposed, strict=True):
-            if row.forecast is not None:
-                free.append(slot)
-                offered.append(best_first(found if row.is_tree else found.first_choices()))
-            else:
-                trees[slot] = grow(found, row.next_block_size - 1) if row.is_tree else first_choices(found)
-        bought = self.controller.buy(offered, self.max_block_size - 1) if free else []
-        for slot, nodes in zip(free, bought, strict=True):
-            trees[slot] = tree_of(nodes)
-        return trees
+        proposed: list[Slots] = []
+        if slots:
+            drafting = [rows[slot] for slot in slots]
+            num = NUM_CANDIDATES if any(row.is_tree or row.forecast is not None for row in drafting) else 1
+            num = NUM_CANDIDATES if any(row.automaton is not None for row in drafting) else num
+            proposed = self._drafter.propose(drafting, slots, [depths[slot] for slot in slots], num)
+        return grow_all(rows, dict(zip(slots, proposed, strict=True)), self.controller.buy, self.max_block_size - 1)
 
     def _score(self, work: Work) -> StepScores:
         """One pass of the target over all parts, whose slots follow each other from the first on."""
@@ -266,6 +258,7 @@ class Engine:
         num, ends = work.num_block_tokens, work.prompt_ends
         draws = work.draws
         chosen = keyed_sample(scores.logits, *zip(*draws, strict=True)).tolist() if draws else []
+        settle_all(work, chosen, scores.logits)
         steps, paths = self._verify(work, scores.logits[:num], chosen)
         contexts = self._keep_up(work, paths, chosen, scores.features)
         if work.prompts is not None:

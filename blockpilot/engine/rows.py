@@ -8,7 +8,7 @@ from torch import Tensor, tensor
 from blockpilot.engine.detokenize import TextStream
 from blockpilot.engine.sampling import NO_TOKEN
 from blockpilot.engine.trees import walk
-from blockpilot.types import NO_TREE, FinishReason, Forecast, Request, Step, TokenLogprobs, Tree
+from blockpilot.types import NO_TREE, Automaton, FinishReason, Forecast, Request, Step, TokenLogprobs, Tree
 
 
 @dataclass(eq=False)
@@ -30,6 +30,8 @@ class Row:
     """0 until it is decided."""
     forecast: Forecast | None = None
     """What every step's drafts are bought by; None where one block size is fixed."""
+    automaton: Automaton | None = None
+    """Of the request's constraint."""
     can_draft: bool = True
     """The draft's cache is kept up with the row's context."""
     finished: bool = False
@@ -48,20 +50,31 @@ class Row:
         return self.request.layout == "tree" or (self.request.layout == "auto" and self.forecast is not None)
 
     @property
+    def deepest(self) -> int:
+        """Drafted tokens that the next step can accept at most: with the one after them they reach the limit."""
+        return self.limit - len(self.tokens) - 1
+
+    @property
     def next_block_size(self) -> int:
         """Tokens that the next step verifies at most, where that is fixed: none beyond the limit."""
         left = self.limit - len(self.tokens)
         return self.block_size if self.is_tree and left > 1 else min(self.block_size, left)
 
     def next_reach(self, deepest: int) -> Sequence[float]:
-        """The forecast for positions that the next step may draft."""
+        """The forecast for positions that the next step may draft: none where a constraint forces all."""
         assert self.forecast is not None
-        return self.forecast.reach[: min(deepest, self.limit - len(self.tokens) - 1)]
+        depth = min(deepest, self.deepest)
+        return () if self._is_forced(depth) else self.forecast.reach[:depth]
 
     def next_depth(self, deepest: int) -> int:
         """Positions that the next step's draft proposes tokens for; of a tree `deepest` at most."""
         depth = min(self.next_block_size, self.limit - len(self.tokens)) - 1
-        return min(depth, deepest) if self.is_tree else depth
+        depth = min(depth, deepest) if self.is_tree else depth
+        return 0 if self._is_forced(depth) else depth
+
+    def _is_forced(self, depth: int) -> bool:
+        """True if a constraint leaves no choice in so many of the next tokens."""
+        return self.automaton is not None and len(self.automaton.forced()) >= depth
 
     def stop_drafting(self) -> None:
         """Decode plainly to the end, unless the request fixed a larger block size."""
@@ -75,8 +88,8 @@ class Row:
         anchor and every node; logits [1 + nodes, vocab] are those that they were drawn from.
         """
         path = walk(tree, chosen)
-        if self.forecast is not None:
-            self.forecast.observe(depth, len(tree.tokens), len(path) - 1)
+        if self.forecast is not None and (depth or not tree.tokens):  # else a constraint forced all of them
+            self.forecast.observe(depth, len(tree.tokens), min(len(path) - 1, depth))
         return path, self.commit([chosen[i] for i in path], logits, path, len(chosen), tree)
 
     def commit(
@@ -84,9 +97,11 @@ class Row:
     ) -> Step:
         """Append tokens [n] up to the first that ends the request; they were drawn from logits[path].
 
-        Raises FloatingPointError where the target's scores are no numbers.
+        Raises FloatingPointError where the target's scores are no numbers, and the error of a constraint that failed.
         """
         if NO_TOKEN in tokens:
+            if self.automaton is not None and self.automaton.error is not None:
+                raise self.automaton.error
             raise FloatingPointError(f"the target's scores after {len(self.tokens)} tokens are not finite")
         emitted, texts = list[int](), list[str]()
         reason: FinishReason | None = None
@@ -109,6 +124,9 @@ class Row:
     def _end(self, token: int, texts: list[str]) -> FinishReason | None:
         """Why the request ends with the token just appended, if it does; adds the token's text to `texts`."""
         reason: FinishReason | None = "length" if len(self.tokens) >= self.limit else None
+        if self.automaton is not None:
+            self.automaton.take(token)
+            reason = "stop" if self.automaton.ends() else reason
         is_stop_token = token in self.request.stop_token_ids
         if self.text is not None:
             text = "" if is_stop_token else self.text.push([token])

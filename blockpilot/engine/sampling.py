@@ -70,7 +70,7 @@ def _ranked(
     return way(logits, positions, sampling, min(num, logits.shape[-1]), with_log_probs=with_log_probs)
 
 
-def _cuts(sampling: Sampling, vocab_size: int) -> bool:
+def cuts(sampling: Sampling, vocab_size: int) -> bool:
     """True if top_p or top_k keeps some tokens from being drawn."""
     return sampling.top_p < 1 or 0 < sampling.top_k < vocab_size
 
@@ -106,7 +106,7 @@ def truncated_scores(logits: Tensor, sampling: Sequence[Sampling]) -> Tensor:
     device, vocab_size = logits.device, logits.shape[-1]
     temperatures = [min(s.temperature, LARGEST) for s in sampling]
     scores = logits / tensor_on(device, temperatures)[:, None]
-    cut = [i for i, s in enumerate(sampling) if _cuts(s, vocab_size)]
+    cut = [i for i, s in enumerate(sampling) if cuts(s, vocab_size)]
     if not cut:
         return scores
     index = tensor_on(device, cut)

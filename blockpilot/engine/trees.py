@@ -12,7 +12,6 @@ anchor to the child that the target itself chooses, until there is none. No toke
 
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
-from itertools import islice
 from typing import NamedTuple
 
 from blockpilot.types import Tree
@@ -85,11 +84,6 @@ def tree_of(nodes: Iterable[Node]) -> Tree:
     by_number = dict(numbered)
     tokens = tuple(by_number[n].token for n in order)
     return Tree(tokens, tuple(place[by_number[n].parent] for n in order))
-
-
-def grow(slots: Slots, num_nodes: int) -> Tree:
-    """The most probable prefixes, at most `num_nodes` of them."""
-    return tree_of(islice(best_first(slots), num_nodes))
 
 
 def first_choices(slots: Slots) -> Tree:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.generate import generate
-from blockpilot.engine.trees import Node, Slots, best_first, drawn_apart, first_choices, grow, tree_of, walk
+from blockpilot.engine.trees import Node, Slots, best_first, drawn_apart, first_choices, tree_of, walk
 from blockpilot.models.packing import Packing, SideBySide, depths_of
 from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
@@ -32,6 +32,11 @@ def slots(draw: st.DrawFn, num_contexts: int = 2) -> Slots:
     tokens = [[list(range(10 * d, 10 * d + ranks))] * width for d in range(depth)]
     place = st.lists(st.integers(0, width - 1), min_size=ranks, max_size=ranks)
     return Slots(tokens, chances, [[draw(place) for _ in range(width)] for _ in range(depth)])
+
+
+def grow(of: Slots, num_nodes: int) -> Tree:
+    """The most probable prefixes."""
+    return tree_of(islice(best_first(of), num_nodes))
 
 
 def every_prefix(of: Slots) -> list[float]:

@@ -1,0 +1,1 @@
+"""Grammars that a request's text must match, and the automata that follow it."""

@@ -1,0 +1,48 @@
+"""Grammars of structured outputs, in the form that llguidance compiles.
+
+JSON comes without white space between its tokens unless a pattern allows some: then most of a schema's own characters
+are forced, and a small model cannot fill its answer with blanks.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from llguidance import LLMatcher, LLParserLimits, grammar_from
+
+MAX_BYTES = 2**17  # of a grammar's source
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+
+
+class Grammar(NamedTuple):
+    """Source of a grammar. white_space: a regular expression of what may stand between the tokens of a JSON text."""
+
+    kind: Literal["json", "regex", "choice", "grammar"]
+    source: str
+    """A JSON Schema, a regular expression, a JSON list of texts, a Lark or GBNF grammar."""
+    white_space: str | None = None
+
+    def compiled_from(self) -> str:
+        """The grammar as llguidance reads it; raises ValueError for a source that is too long, or no grammar."""
+        if (size := len(self.source.encode())) > MAX_BYTES:
+            raise ValueError(f"grammar of {size} bytes: at most {MAX_BYTES} are compiled")
+        if self.kind != "json":
+            return grammar_from(self.kind, self.source)
+        if self.white_space is None:
+            return LLMatcher.grammar_from_json_schema(self.source, overrides={"whitespace_flexible": False})
+        return LLMatcher.grammar_from_json_schema(self.source, overrides={"whitespace_pattern": self.white_space})
+
+
+def of_schema(schema: Mapping[str, Any], white_space: str | None = None) -> Grammar:
+    """JSON texts that validate."""
+    return Grammar("json", json.dumps(schema), white_space)
+
+
+def of_choices(texts: Sequence[str]) -> Grammar:
+    """One of these texts."""
+    return Grammar("choice", json.dumps(texts))
+
+
+def limits(max_lexer_states: int = 50_000) -> LLParserLimits:
+    """Bounds of what compiling a grammar, and every later step, may cost: about 20 ms a step, 100 MB."""
+    return LLParserLimits(max_lexer_states=max_lexer_states, verbose_errors=False)

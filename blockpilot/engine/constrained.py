@@ -1,0 +1,109 @@
+"""Constrained requests: what may be drafted under an automaton, and which tokens the target chooses.
+
+The text is what one-token-at-a-time decoding under the same mask gives. The noise of a token in the keyed sampler's
+race does not depend on what else is allowed, so a free choice that is allowed is the constrained choice as well. The
+mask is needed only where the free choice is refused, and where top_k or top_p cut by what is allowed.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from torch import Tensor
+
+from blockpilot.engine.rows import Row
+from blockpilot.engine.sampling import NO_TOKEN, cuts, keyed_sample
+from blockpilot.engine.trees import Node, Slots
+from blockpilot.engine.work import Work
+from blockpilot.types import NO_TREE, Automaton, Tree
+
+NO_SLOTS = Slots([], [], [])
+
+
+class _Choice(NamedTuple):
+    """A token that may follow, and its chance; `after` and `num_later` are those of the slot below (`Slots`)."""
+
+    token: int
+    chance: float
+    after: int
+    num_later: int
+
+
+def settle_all(work: Work, chosen: list[int], logits: Tensor) -> None:
+    """`settle` every constrained row of a step whose tokens were chosen: chosen [M] from logits [M, vocab]."""
+    blocks, ends = work.blocks, work.prompt_ends
+    places = [] if blocks is None else list(zip(blocks.rows, work.trees, blocks.packing.firsts, strict=True))
+    places += [(row, NO_TREE, work.num_block_tokens + i) for i, row in enumerate(ends)]
+    for row, tree, first in places:
+        if row.automaton is not None:
+            own = slice(first, first + 1 + len(tree.tokens))
+            chosen[own] = settle(row, row.automaton, tree, chosen[own], logits[own])
+
+
+def settle(row: Row, automaton: Automaton, tree: Tree, chosen: Sequence[int], logits: Tensor) -> list[int]:
+    """The choices that a row's automaton allows in the place of free ones, along the path that they accept.
+
+    chosen [1 + nodes] are the target's free choices after the anchor and after every node, drawn from
+    logits [1 + nodes, vocab]. NO_TOKEN where the automaton fails.
+    """
+    chosen, sampling = list(chosen), row.request.sampling
+    is_cut = not sampling.is_greedy and cuts(sampling, logits.shape[1])
+    children, path = tree.children, list[int]()
+    node: int | None = 0
+    while node is not None and chosen[node] != NO_TOKEN and not automaton.ends(path):
+        if is_cut or not automaton.allowed(path, chosen[node : node + 1])[0]:
+            refused = ~automaton.mask(path).to(logits.device)
+            masked = logits[node : node + 1].masked_fill(refused, -math.inf)
+            chosen[node] = int(keyed_sample(masked, [len(row.tokens) + len(path)], [sampling]))
+        path.append(chosen[node])
+        node = children.get((node, chosen[node]))
+    return chosen
+
+
+def best_allowed(automaton: Automaton, slots: Slots, deepest: int, *, is_chain: bool) -> Iterator[Node]:
+    """`best_first` among the choices that an automaton allows, down to a depth; forced tokens are certain.
+
+    Where a token is forced nothing else is a choice, also below the last slot. A chain has the best choice only.
+    """
+    heap: list[tuple[float, int, int, _Choice, tuple[int, ...], bool]] = []
+
+    def offer(parent: int, path: tuple[int, ...], choices: "Sequence[_Choice]", above: float, is_first: bool) -> None:
+        for rank, choice in enumerate(choices[:1] if is_chain else choices):
+            first = is_first and rank == 0
+            heappush(heap, (-above * choice.chance, parent, rank, choice, (*path, choice.token), first))
+
+    if deepest > 0:
+        offer(0, (), _choices(automaton, slots, (), 0, 0), 1.0, True)
+    number = 0
+    while heap:
+        negative, parent, _, choice, path, is_first = heappop(heap)
+        number += 1
+        yield Node(choice.token, parent, -negative, len(path), is_first)
+        if len(path) < deepest:
+            offer(number, path, _choices(automaton, slots, path, choice.after, choice.num_later), -negative, is_first)
+
+
+def _choices(
+    automaton: Automaton, slots: Slots, path: tuple[int, ...], after: int, num_later: int
+) -> Sequence[_Choice]:
+    """What may follow a path, the most probable first: chances are shares of what is not refused."""
+    depth = len(path)
+    drafted = slots.tokens[depth][after] if depth < len(slots.tokens) and after >= 0 else []
+    if forced := automaton.forced(path)[:1]:
+        rank = drafted.index(forced[0]) if forced[0] in drafted else len(drafted)
+        below = 0 if depth < len(slots.tokens) and len(slots.tokens[depth]) == 1 else -1
+        if rank < len(drafted):
+            below = slots.places[depth][after][rank]
+        return [_Choice(forced[0], 1.0, below, num_later + (rank > 0))]
+    if not drafted:
+        return []
+    chances = slots.chances[min(num_later, len(slots.chances) - 1)][depth][after]
+    allowed = automaton.allowed(path, drafted)
+    left = 1.0 - sum(chance for chance, may in zip(chances, allowed, strict=False) if not may)
+    found = []
+    for rank, (token, chance, may) in enumerate(zip(drafted, chances, allowed, strict=False)):
+        if may and chance > 0:
+            below = slots.places[depth][after][rank]
+            found.append(_Choice(token, min(1.0, chance / max(left, chance)), below, num_later + (rank > 0)))
+    return found

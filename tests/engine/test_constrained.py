@@ -1,0 +1,188 @@
+"""Constrained requests: their texts are those of one-token-at-a-time decoding under the same mask."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.hf import from_tokenizer
+
+from blockpilot.constraints.automaton import GrammarCompiler, GrammarError
+from blockpilot.constraints.grammar import Grammar, limits, of_choices, of_schema
+from blockpilot.control.controller import FixedPolicy
+from blockpilot.control.forecasts import RunningMeans, StaticForecast
+from blockpilot.engine.engine import Engine
+from blockpilot.engine.sampling import keyed_sample
+from blockpilot.pairs.loading import Pair
+from blockpilot.types import LAYOUTS, Layout, Policy, Request, Sampling
+from helpers.engines import PROMPT, plain_text, run, text_of
+
+NUM = 24
+SCHEMA = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["cat", "dog", "cow"]}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["kind", "age"],
+    "additionalProperties": False,
+}
+GRAMMARS = (
+    of_schema(SCHEMA),
+    of_schema({"type": "array", "items": {"type": "string", "maxLength": 4}}),
+    of_schema({}),
+    Grammar("regex", r"[ab]+(cd|ef)[0-9]{2}"),
+    Grammar("grammar", 'start: "(" start ")" | /[x-z]{1,3}/'),
+    of_choices(["abacus", "abbey", "zebra"]),
+)
+SAMPLINGS = (
+    Sampling(),
+    Sampling(1.0, seed=3),
+    Sampling(0.7, top_p=0.8, seed=4),
+    Sampling(1.5, top_k=5, seed=5),
+    Sampling(1.0, top_p=0.5, top_k=200, seed=6),
+)
+
+
+@cache
+def tables(pair: Pair) -> LLTokenizer:
+    return from_tokenizer(pair.tokenizer, pair.vocab_size, sorted(pair.stop_token_ids))
+
+
+@cache
+def compiler(pair: Pair) -> GrammarCompiler:
+    return GrammarCompiler(pair.tokenizer, pair.vocab_size, pair.stop_token_ids)
+
+
+def oracle(pair: Pair, grammar: Grammar, prompt: Sequence[int], sampling: Sampling) -> tuple[int, ...]:
+    """One token at a time by the stock model, each mask by a matcher that has read the whole text anew."""
+    tokens = list(prompt)
+    for _ in range(NUM):
+        matcher = LLMatcher(tables(pair), grammar.compiled_from())
+        assert matcher.consume_tokens(tokens[len(prompt) :])
+        if matcher.is_stopped():
+            break
+        bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        allowed = torch.from_numpy(np.unpackbits(bits, bitorder="little")[: pair.vocab_size].astype(bool))
+        logits = pair.target(torch.tensor([tokens])).logits[0, -1:].masked_fill(~allowed, -torch.inf)
+        tokens.append(int(keyed_sample(logits, [len(tokens)], [sampling])))
+    return tuple(tokens[len(prompt) :])
+
+
+@st.composite
+def asked(draw: st.DrawFn) -> tuple[int | None, int, int | None, Layout]:
+    """Number of a grammar or none, of a sampling, block size, layout."""
+    grammar = draw(st.none() | st.integers(0, len(GRAMMARS) - 1))
+    size = draw(st.none() | st.integers(1, 9))
+    return grammar, draw(st.integers(0, len(SAMPLINGS) - 1)), size, draw(st.sampled_from(LAYOUTS))
+
+
+POLICIES: dict[str, Policy] = {
+    "fixed": FixedPolicy(4),
+    "running means": RunningMeans(3),
+    "static": lambda prefill: StaticForecast((0.9, 0.8, 0.7)),
+}
+
+
+@pytest.mark.parametrize("name", ["tiny_pair", "markov_pair", "eagle_pair"])
+@given(st.lists(asked(), min_size=1, max_size=5), st.sampled_from(sorted(POLICIES)), st.data())
+@settings(deadline=None, max_examples=15)
+@torch.inference_mode()
+def test_texts_are_those_of_plain_decoding_under_the_same_mask(
+    request: pytest.FixtureRequest,
+    name: str,
+    rows: list[tuple[int | None, int, int | None, Layout]],
+    policy: str,
+    data: st.DataObject,
+) -> None:
+    pair: Pair = request.getfixturevalue(name)
+    compiled, requests, expected = compiler(pair), [], []
+    for i, (number, sampling, size, layout) in enumerate(rows):
+        prompt = tuple(p + i for p in PROMPT[i:])
+        asked_for = Request(prompt, NUM, SAMPLINGS[sampling], size, pair.stop_token_ids, layout=layout)
+        if number is None:
+            free = plain_text(pair, prompt, NUM, SAMPLINGS[sampling])
+            ends = [k for k, token in enumerate(free, 1) if token in pair.stop_token_ids]
+            expected.append(free[: ends[0] if ends else NUM])
+        else:
+            asked_for = replace(asked_for, constraint=compiled.compile(GRAMMARS[number]))
+            expected.append(oracle(pair, GRAMMARS[number], prompt, SAMPLINGS[sampling]))
+        requests.append(asked_for)
+    slots = data.draw(st.integers(1, 3))
+    steps = run(Engine(pair, num_slots=slots, max_length=64, policy=POLICIES[policy]), requests)
+    assert [text_of(of_row) for of_row in steps] == expected
+
+
+def test_forced_tokens_need_no_draft_and_several_are_emitted_at_once(tiny_pair: Pair) -> None:
+    forced = compiler(tiny_pair).compile(Grammar("regex", "abcdefgh[xy]z"))
+    asked_for = Request(PROMPT, NUM, stop_token_ids=tiny_pair.stop_token_ids, constraint=forced)
+    first, second = run(Engine(tiny_pair, max_length=512), [asked_for])[0][:2]
+    assert (len(first.tokens), len(second.tokens)) == (1, 4)  # block size 4
+    free = replace(asked_for, policy=RunningMeans(3))
+    steps = run(Engine(tiny_pair, max_length=512), [free])[0]
+    assert [len(step.tokens) for step in steps] == [1, 8, 1]
+    assert steps[1].block_size == 8
+    assert steps[-1].finish_reason == "stop"
+    plain = run(Engine(tiny_pair, max_length=512), [replace(asked_for, block_size=1)])[0]
+    assert [len(step.tokens) for step in plain] == [1] * 10
+
+
+def test_a_complete_text_ends_without_a_stop_token_and_a_stop_token_only_where_it_is_complete(
+    tiny_pair: Pair,
+) -> None:
+    for grammar, seed in [(Grammar("regex", "a{3}"), 0), *((Grammar("regex", "(ab)*"), seed) for seed in range(8))]:
+        constraint = compiler(tiny_pair).compile(grammar)
+        asked_for = Request(PROMPT, 400, Sampling(2.0, seed=seed), None, tiny_pair.stop_token_ids)
+        steps = run(Engine(tiny_pair, max_length=512), [replace(asked_for, constraint=constraint)])[0]
+        text = text_of(steps)
+        ended = [token for token in text if token in tiny_pair.stop_token_ids]
+        assert len(ended) <= 1
+        shown = tiny_pair.tokenizer.decode([token for token in text if token not in ended])
+        if steps[-1].finish_reason == "stop":
+            assert shown == "aaa" if seed == 0 and "3" in grammar.source else shown == "ab" * (len(shown) // 2)
+
+
+def test_stop_strings_and_log_probabilities_are_those_of_the_text(tiny_pair: Pair) -> None:
+    constraint = compiler(tiny_pair).compile(Grammar("regex", "a*bc[d-h]{9}"))
+    asked_for = Request(PROMPT, 40, Sampling(1.0, seed=1), 4, tiny_pair.stop_token_ids, ("bc",), 3)
+    (steps,) = run(Engine(tiny_pair, max_length=512), [replace(asked_for, constraint=constraint)])
+    assert steps[-1].finish_reason == "stop"
+    assert set("".join(text for step in steps for text in step.texts)) <= {"a"}
+    tokens = list(text_of(steps))
+    logits = tiny_pair.target(torch.tensor([[*PROMPT, *tokens]])).logits[0, len(PROMPT) - 1 : -1]
+    own = logits.log_softmax(dim=-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    found = [logprob.logprob for step in steps for logprob in step.logprobs]
+    assert found == pytest.approx(own.tolist(), abs=1e-4)
+
+
+def test_a_constraint_that_fails_ends_its_request_alone(tiny_pair: Pair) -> None:
+    """The lexer of this pattern needs more states than it may have."""
+    few = GrammarCompiler(tiny_pair.tokenizer, tiny_pair.vocab_size, tiny_pair.stop_token_ids, limits(20))
+    failing = Request(PROMPT, 40, Sampling(), 4, constraint=few.compile(Grammar("regex", "[a-z]{30}")))
+    engine, errors = Engine(tiny_pair, max_length=400), list[tuple[int, Exception]]()
+    engine.on_failure = lambda request_id, error: errors.append((request_id, error))
+    _, beside = run(engine, [failing, Request(PROMPT, NUM, block_size=4)])
+    assert [request_id for request_id, _ in errors] == [0]
+    assert isinstance(errors[0][1], GrammarError)
+    assert "too many states" in str(errors[0][1])
+    assert text_of(beside) == plain_text(tiny_pair, PROMPT, NUM, Sampling())
+
+
+@pytest.mark.parametrize("layout", ["chain", "tree"])
+def test_json_of_the_embedded_pair_validates_and_equals_plain_decoding(embedded_pair: Pair, layout: Layout) -> None:
+    constraint = compiler(embedded_pair).compile(of_schema(SCHEMA))
+    prompt = tuple(embedded_pair.tokenizer("Describe a pet as JSON.")["input_ids"])
+    engine, requests = Engine(embedded_pair, max_length=128), []
+    for sampling in (Sampling(), Sampling(1.0, seed=1)):
+        asked_for = Request(prompt, 60, sampling, None, embedded_pair.stop_token_ids, constraint=constraint)
+        requests += [replace(asked_for, block_size=1), replace(asked_for, block_size=8, layout=layout)]
+    texts = [text_of(steps) for steps in run(engine, requests)]
+    assert texts[0] == texts[1]
+    assert texts[2] == texts[3]
+    for text in texts:
+        found = json.loads(embedded_pair.tokenizer.decode(text, skip_special_tokens=True))
+        assert found["kind"] in ("cat", "dog", "cow")
+        assert 0 <= found["age"] <= 99

@@ -11,7 +11,7 @@ import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.hf import from_tokenizer
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from blockpilot.constraints.grammar import Grammar, limits
 
@@ -28,12 +28,14 @@ class GrammarCompiler:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerFast,
+        tokenizer: PreTrainedTokenizerBase,
         vocab_size: int,
         stop_token_ids: frozenset[int],
         bounds: LLParserLimits | None = None,
     ) -> None:
         self.vocab_size, self._bounds = vocab_size, bounds or limits()
+        if not isinstance(tokenizer, PreTrainedTokenizerFast):
+            raise GrammarError(f"tokenizer {type(tokenizer).__name__}: grammars need one of the tokenizers library")
         self._tokenizer: LLTokenizer = from_tokenizer(tokenizer, vocab_size, sorted(stop_token_ids))
 
     def compile(self, grammar: Grammar) -> "CompiledGrammar":

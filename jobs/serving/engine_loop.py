@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Self
 
+from blockpilot.constraints.automaton import GrammarError
 from blockpilot.control.live import LiveController
 from blockpilot.control.price import StepPrice
 from blockpilot.engine.engine import Engine
@@ -31,6 +32,8 @@ def _shutting_down() -> ApiError:
 
 
 def _lost(error: Exception) -> ApiError:
+    if isinstance(error, GrammarError):
+        return ApiError(400, str(error), code="grammar_too_complex")
     message = f"{type(error).__name__} in the engine; the request is lost, others can be sent"
     return ApiError(500, message, code="engine_error")
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from blockpilot.constraints.automaton import GrammarError
 from blockpilot.control.controller import FixedPolicy
 from blockpilot.control.forecasts import RunningMeans
 from blockpilot.control.price import COEFFICIENTS, StepPrice
@@ -35,6 +36,7 @@ from blockpilot.types import MAX_BLOCK_SIZE, Request, Sampling
 from jobs.common.registry import CHAMPION, UNTRAINED, model_name
 from jobs.serving.champions import ChampionWatch
 from jobs.serving.engine_loop import EngineLoop, Stream
+from jobs.serving.grammars import Grammars
 from jobs.serving.metrics import ReplicaMetrics
 from jobs.serving.replies import Reply
 from jobs.serving.schema import ApiError, Body, ChatRequest, Objects
@@ -91,6 +93,7 @@ class Replica:
         self.loop.on_step = self._metrics.on_step
         self._max_new_tokens, self._logs_prompts = max_new_tokens, logs_prompts
         self._stream_interval_s = stream_interval_s
+        self._grammars = Grammars(self.pair)
         self._price: StepPrice | None = None  # of this device
         self._policy: Mapping[str, object] | None = None
 
@@ -99,6 +102,7 @@ class Replica:
         if self.watch is not None:
             self.watch.stop()
         self.loop.close()
+        self._grammars.close()
         self._metrics.stop()
 
     # --- requests ---
@@ -155,7 +159,12 @@ class Replica:
         self.loop.check_room(body.n, client)  # before any work is done for it
         try:
             request = await asyncio.to_thread(self._request, body)  # a long prompt is not tokenized at once
+            if body.grammar is not None:
+                request = replace(request, constraint=await self._grammars.compile(body.grammar))
             return self.loop.submit_all([_choice_request(request, number) for number in range(body.n)], client)
+        except GrammarError as error:
+            message = f"{body.grammar_field}: {error}"
+            raise ApiError(400, message, body.grammar_field, "invalid_grammar") from None
         except ValueError as error:
             param = "block_size" if str(error).startswith("block_size") else body.prompt_field
             raise ApiError(400, str(error), param) from None

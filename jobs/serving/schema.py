@@ -2,18 +2,16 @@
 
 Fields of the API that this server does not support are refused by name, never ignored; null, and the value that
 changes nothing (such as best_of=1), are accepted. Extensions: `block_size`, `layout`, `top_k`, `timeout_s` and
-`cache_salt` in a request, `stream_options.include_steps` in a stream's.
+`cache_salt` and `structured_outputs` in a request, `stream_options.include_steps` in a stream's.
 """
 
 import json
 from collections.abc import AsyncGenerator, Mapping
 from reprlib import Repr
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     FailFast,
     Field,
     ValidationError,
@@ -22,11 +20,13 @@ from pydantic import (
     model_validator,
 )
 
+from blockpilot.constraints.grammar import Grammar
 from blockpilot.types import Layout
+from jobs.serving.structured import JsonBody, ResponseFormat, StructuredOutputs, structured
 
 RETRY_AFTER_S = 1
 MAX_STOPS = 4
-MAX_MESSAGES, MAX_FIELDS = 4096, 64  # of a conversation, of an object: bounds of what a bad body makes us build
+MAX_MESSAGES = 4096  # of a conversation: bounds what a bad body makes us build
 MAX_CHOICES = 8
 MAX_SALT = 256  # characters
 MAX_TOP_LOGPROBS, MAX_COMPLETION_LOGPROBS = 20, 5  # of chat and of completions, as OpenAI documents them
@@ -69,19 +69,6 @@ class ApiError(Exception):
 # --- requests ---
 
 
-class _Body(BaseModel):
-    """A JSON object; null means absent."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_null(cls, value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > MAX_FIELDS:
-            raise ValueError(f"{len(value)} fields; at most {MAX_FIELDS} are read")
-        return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
-
-
 def _block_size(value: Any) -> Any:
     if value == "auto":
         return None
@@ -107,14 +94,14 @@ def _prompt(value: Any) -> Any:
     return value
 
 
-class ChatMessage(_Body):
+class ChatMessage(JsonBody):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[str, BeforeValidator(_content_text)]
 
 
-class StreamOptions(_Body):
+class StreamOptions(JsonBody):
     """Extra contents of a stream."""
 
     include_usage: bool = False
@@ -123,7 +110,7 @@ class StreamOptions(_Body):
     path that was accepted, and the text of every token."""
 
 
-class GenerateRequest(_Body):
+class GenerateRequest(JsonBody):
     """Fields that both endpoints share."""
 
     path: ClassVar[str]
@@ -141,9 +128,11 @@ class GenerateRequest(_Body):
         FailFast(),
         BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
         Field(max_length=MAX_STOPS),
-    ] = []
+    ] = Field(default_factory=list)
     block_size: Annotated[int | None, BeforeValidator(_block_size)] = None
     layout: Layout = "auto"
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     timeout_s: float | None = Field(None, gt=0, allow_inf_nan=False)
@@ -155,6 +144,21 @@ class GenerateRequest(_Body):
     @classmethod
     def _drop_neutral(cls, value: Any) -> Any:
         return {k: v for k, v in value.items() if not _neutral(k, v)} if isinstance(value, dict) else value
+
+    @model_validator(mode="after")
+    def _check_structure(self) -> Self:
+        structured(self.response_format, self.structured_outputs)
+        return self
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the text must match."""
+        return structured(self.response_format, self.structured_outputs)
+
+    @property
+    def grammar_field(self) -> str:
+        """The field that says so."""
+        return "response_format" if self.structured_outputs is None else "structured_outputs"
 
 
 class ChatRequest(GenerateRequest):

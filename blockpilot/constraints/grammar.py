@@ -1,7 +1,9 @@
 """Grammars of structured outputs, in the form that llguidance compiles.
 
-JSON comes without white space between its tokens unless a pattern allows some: then most of a schema's own characters
-are forced, and a small model cannot fill its answer with blanks.
+JSON is written as Python's json.dumps writes it, one space after a comma and a colon, unless a pattern allows other
+white space: then most of a schema's own characters are forced, and no model can fill its answer with blanks. Without
+any space a small model leaves what it has seen in training, and a step of its draft emits a fifth fewer tokens
+(jobs/bench/structured.py).
 """
 
 import json
@@ -28,9 +30,11 @@ class Grammar(NamedTuple):
             raise ValueError(f"grammar of {size} bytes: at most {MAX_BYTES} are compiled")
         if self.kind != "json":
             return grammar_from(self.kind, self.source)
-        if self.white_space is None:
-            return LLMatcher.grammar_from_json_schema(self.source, overrides={"whitespace_flexible": False})
-        return LLMatcher.grammar_from_json_schema(self.source, overrides={"whitespace_pattern": self.white_space})
+        if self.white_space is not None:
+            return LLMatcher.grammar_from_json_schema(self.source, overrides={"whitespace_pattern": self.white_space})
+        return LLMatcher.grammar_from_json_schema(
+            self.source, overrides={"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+        )
 
 
 def of_schema(schema: Mapping[str, Any], white_space: str | None = None) -> Grammar:

@@ -276,7 +276,7 @@ BAD_FIELDS: list[tuple[JsonObject, int, str | None]] = [
     ({"echo": True}, 400, "echo"),
     ({"frequency_penalty": 0.5}, 400, "frequency_penalty"),
     ({"tools": []}, 400, "tools"),
-    ({"response_format": {"type": "json_object"}}, 400, "response_format"),
+    ({"response_format": {"type": "json_schema"}}, 400, "response_format"),
 ]  # fmt: skip
 
 

@@ -32,7 +32,7 @@ from blockpilot.storage import whole
 from blockpilot.types import MAX_BLOCK_SIZE
 from jobs.common.cluster import actor_options, connect, num_threads
 from jobs.common.config import Config, PairConfig, Resources, main
-from jobs.common.registry import CHAMPION, UNTRAINED, Registry, model_name, tracking_uri
+from jobs.common.registry import AUTO, CHAMPION, UNTRAINED, Registry, model_name, tracking_uri
 from jobs.serving.api import ApiKeys, Limits, environment_key
 from jobs.serving.champions import copy_of
 from jobs.serving.deployment import ReplicaDeployment
@@ -53,9 +53,10 @@ class ModelConfig(Config):
     """One model to serve: its pair, policy, replicas and limits."""
 
     pair: PairConfig = PairConfig()
-    policy: str = CHAMPION
+    policy: str = AUTO
     """What is drafted and verified: by "champion" of the registry, by the directory of a policy, by "untrained" (the
-    draft's own probabilities and running means), or one block size."""
+    draft's own probabilities and running means), or one block size. "auto" is the champion, and while there is none
+    the policy that comes with this repository for its own pair, or else "untrained"."""
     resources: Resources = Resources()
     """Of each replica; num_actors is the number of replicas, or the minimum where max_replicas is larger."""
     max_replicas: int = Field(default=1, ge=1)
@@ -77,10 +78,10 @@ class ModelConfig(Config):
 
     @property
     def policy_source(self) -> int | str:
-        """A block size, "champion", "untrained", or the absolute directory of a policy."""
+        """A block size, "auto", "champion", "untrained", or the absolute directory of a policy."""
         if self.policy.isdecimal():
             return int(self.policy)
-        return self.policy if self.policy in (CHAMPION, UNTRAINED) else str(Path(self.policy).absolute())
+        return self.policy if self.policy in (AUTO, CHAMPION, UNTRAINED) else str(Path(self.policy).absolute())
 
 
 class ServeConfig(ModelConfig):
@@ -194,13 +195,15 @@ def _capacity(model: ModelConfig) -> int:
 def policy_config(model: ModelConfig, args: ServeConfig) -> dict[str, Any]:
     """Serve's user_config of a replica: its policy. Serve carries a change of it out in place."""
     found: dict[str, Any] = {"policy": model.policy_source}
-    if model.policy != CHAMPION:
+    if model.policy not in (AUTO, CHAMPION):
         return found
     return found | {"store": tracking_uri(), "follow_s": args.registry_every_s, "folder": str(args.output.absolute())}
 
 
 def find_policy(model: ModelConfig, folder: Path) -> int | str | Path:
-    """A block size, "untrained", or a policy's directory; ValueError if there is none or it is for other models."""
+    """A block size, "auto" where it is no champion, "untrained", or a policy's directory; ValueError if there is none
+    or it is for other models.
+    """
     source = model.policy_source
     if source == UNTRAINED:
         return source
@@ -211,11 +214,13 @@ def find_policy(model: ModelConfig, folder: Path) -> int | str | Path:
     from blockpilot.policy.store import load_policy  # seconds to import
 
     directory = Path(source)
-    if source == CHAMPION:
+    if source in (AUTO, CHAMPION):
         registry = Registry.open()
         try:
             version = registry.champion(model_name(model.pair.models[0]))
         except ValueError as error:
+            if source == AUTO:
+                return AUTO
             raise ValueError(
                 f"{error}. Make one with jobs/sweep.py, jobs/train.py and jobs/promote.py,"
                 " or serve without any with --policy untrained"
@@ -341,6 +346,13 @@ def _wait_for_port(host: str, port: int) -> None:
         time.sleep(0.1)
 
 
+def _policy_in_use(target: str) -> str:
+    """Its name, and why it is not the registry's champion where that was looked for."""
+    handle: DeploymentHandle[Any] = serve.get_deployment_handle(target_slug(target), APP)
+    policy = handle.status.remote().result(timeout_s=PORT_PATIENCE_S)["policy"]
+    return f"{policy['name']} ({policy['error']})" if policy.get("error") else str(policy["name"])
+
+
 def run(config: ServeConfig) -> None:
     """Serve until SIGTERM or Ctrl-C, or write the file of `serve deploy`."""
     console = Console()
@@ -357,7 +369,7 @@ def run(config: ServeConfig) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: hurry.set() if leave.is_set() else leave.set())
     target, _ = config.pair.models
-    console.print(f"serving {target} at {url} with policy {config.policy}; Ctrl-C to stop", soft_wrap=True)
+    console.print(f"serving {target} at {url} with policy {_policy_in_use(target)}; Ctrl-C to stop", soft_wrap=True)
     leave.wait()
     console.print("finishing the requests in flight; Ctrl-C once more ends them")
     stop(config.drain_s, hurry.is_set)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 EXPERIMENT = "blockpilot"
 CHAMPION = "champion"
+AUTO = "auto"  # the champion, or what needs no registry while there is none
 UNTRAINED = "untrained"  # names the policy that is not learned and in no registry
 _SQLITE = "sqlite:///"
 _TABLES_TAG = "mlflow.loggedArtifacts"

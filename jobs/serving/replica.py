@@ -33,7 +33,7 @@ from blockpilot.policy.learned import LearnedPolicy
 from blockpilot.policy.store import load_policy
 from blockpilot.prompts.files import Message, Prompt
 from blockpilot.types import MAX_BLOCK_SIZE, Request, Sampling
-from jobs.common.registry import CHAMPION, UNTRAINED, model_name
+from jobs.common.registry import AUTO, CHAMPION, UNTRAINED, model_name
 from jobs.serving.champions import ChampionWatch
 from jobs.serving.engine_loop import EngineLoop, Stream
 from jobs.serving.grammars import Grammars
@@ -42,6 +42,7 @@ from jobs.serving.replies import Reply
 from jobs.serving.schema import ApiError, Body, ChatRequest, Objects
 
 DEFAULT_MAX_LENGTH = 2048
+COMMITTED = Path(__file__).parents[2] / "workflows" / "policies" / "policy-step"
 MEMORY_FILE = Path("/proc/meminfo")
 SWITCH_INTERVAL_S = 0.0002  # the engine's thread takes the interpreter back that soon; Python's own are 5 ms
 TRIAL_TOKENS = 8
@@ -221,23 +222,34 @@ class Replica:
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Use another policy from the next prefill on; ValueError for one that is not there or cannot be used.
 
-        user_config: `policy`, a block size, a directory, "untrained" or "champion"; of the champion also `store`, the
-        MLflow store, `follow_s`, how often to look for another one, and `folder`, where it is copied to. Serve calls
-        this once before the first request. A champion that the registry cannot give then is its last copy.
+        user_config: `policy`, a block size, a directory, "untrained", "champion" or "auto"; of the last two also
+        `store`, the MLflow store, `follow_s`, how often to look for another champion, and `folder`, where it is copied
+        to. Serve calls this once before the first request. A champion that the registry cannot give then is its last copy; with
+        "auto" also the policy that comes with the repository, or "untrained", until there is a champion.
         """
         if self.watch is not None:
             self.watch.stop()
             self.watch = None
         policy = user_config["policy"]
-        if policy != CHAMPION:
+        if policy not in (AUTO, CHAMPION):
             self._use(policy)
             return
         name, folder = model_name(self.pair.id.target), Path(user_config["folder"])
         watch = ChampionWatch(name, user_config["store"], folder, user_config["follow_s"], use=self._use)
         if watch.error and self._policy is None and not watch.use_last_copy():
-            raise ValueError(watch.error)
+            if policy == CHAMPION:
+                raise ValueError(watch.error)
+            self._use_without_registry()
         self.watch = watch
         watch.follow()
+
+    def _use_without_registry(self) -> None:
+        """Use the policy that comes with the repository where it is for this pair, or else "untrained"."""
+        try:
+            self._use(COMMITTED)
+        except (ValueError, OSError) as error:
+            log.info("%s", error)
+            self._use(UNTRAINED)
 
     def _champion_in_use(self) -> tuple[int, bool]:
         """Its version, 0 for none, and whether the registry has another one that cannot be used."""

@@ -63,7 +63,7 @@ def test_stages_fit_together(tmp_path: Path) -> None:
         assert stages.train.sweep == stages.evaluate.sweep == (stages.sweep.output,)
         assert stages.evaluate.policy == "newest"
         assert stages.promote.model == model_name(NAMED_PAIRS[name].target)
-        assert stages.serve.policy == "champion"
+        assert stages.serve.policy == "auto"
         assert stages.sweep.temperature == stages.evaluate.temperature
         assert stages.sweep.seed != stages.evaluate.seed
         assert not set(stages.sweep.prompts) & set(stages.evaluate.prompts)
@@ -101,7 +101,7 @@ def test_without_a_champion_what_needs_no_training_is_served(
     assert capsys.readouterr().out == ""
     served = to_serve(stages, learned(None))
     assert served.policy == "untrained"
-    assert served.model_copy(update={"policy": "champion"}) == stages.serve
+    assert served.model_copy(update={"policy": "auto"}) == stages.serve
     assert "no champion yet: serving with --policy untrained" in capsys.readouterr().out
 
 

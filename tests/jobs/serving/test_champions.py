@@ -5,6 +5,7 @@ import json
 import pickle
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from blockpilot.engine.engine import Engine
 from blockpilot.evaluation.pricing import measure_price
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.learned import LearnedPolicy
-from blockpilot.policy.store import save_policy
+from blockpilot.policy.store import load_policy, save_policy
 from blockpilot.types import PairId
 from helpers.api import client_of, replica_of
 from helpers.policies import step_policy, tiny_policy
@@ -26,7 +27,7 @@ from helpers.prices import price
 from jobs.common.registry import Registry, Version, model_name
 from jobs.serving import champions
 from jobs.serving.champions import ChampionWatch
-from jobs.serving.replica import Replica, cache_bytes, check_memory
+from jobs.serving.replica import COMMITTED, Replica, cache_bytes, check_memory
 from jobs.serving.schema import ApiError, ChatRequest, parse
 
 CHAT = {"messages": [{"role": "user", "content": "Once"}], "model": "target", "temperature": 0, "max_tokens": 20}
@@ -373,3 +374,30 @@ def test_a_price_that_came_with_a_policy_of_this_device_is_that_of_later_ones(
         replica.reconfigure({"policy": priced_policy(tiny_pair, tmp_path, (2, 4), device)})
         assert price_in_use(replica, client).device == here
     assert timed == []
+
+
+def test_without_a_champion_auto_serves_at_once_and_takes_the_first_one(
+    replica: Replica, registry: Registry, tiny_pair: Pair, tmp_path: Path
+) -> None:
+    """The policy that comes with the repository is for another pair."""
+    settings = {"store": f"sqlite:///{tmp_path / 'mlflow.db'}", "folder": str(tmp_path / "serve"), "follow_s": 0.2}
+    with pytest.raises(ValueError, match="not found"):
+        replica.reconfigure(settings | {"policy": "champion"})
+    replica.reconfigure(settings | {"policy": "auto"})
+    policy = asyncio.run(replica.status())["policy"]
+    assert policy["name"] == "untrained"
+    assert "not found" in policy["error"]
+    crown(registry, tmp_path, tiny_pair.id, tiny_pair.id.target, (2, 3))
+    deadline = time.monotonic() + 30
+    while asyncio.run(replica.status())["policy"]["version"] != 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_the_embedded_pair_has_a_policy_of_its_own(embedded_pair: Pair, registry: Registry, tmp_path: Path) -> None:
+    made_for = load_policy(COMMITTED).info.pair
+    with replica_of(embedded_pair, num_slots=1, max_length=64) as replica:
+        store = f"sqlite:///{tmp_path / 'mlflow.db'}"
+        replica.reconfigure({"policy": "auto", "store": store, "folder": str(tmp_path), "follow_s": NEVER_S})
+        name = asyncio.run(replica.status())["policy"]["name"]
+    assert name == (str(COMMITTED) if made_for == embedded_pair.id else "untrained")

@@ -60,7 +60,8 @@ def test_champion_comes_from_the_registry(
     pair_config: PairConfig, tiny_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
-    config = ServeConfig(pair=pair_config)
+    config = ServeConfig(pair=pair_config, policy="champion")
+    assert find_policy(ServeConfig(pair=pair_config), tmp_path / "serve") == "auto"
     with pytest.raises(ValueError, match=r"blockpilot-target@champion.*jobs/promote.py.*--policy untrained"):
         find_policy(config, tmp_path / "serve")
     registry = Registry.open()
@@ -72,6 +73,7 @@ def test_champion_comes_from_the_registry(
     assert version.name == model_name(tiny_pair.id.target)
     registry.set_champion(version)
     found = find_policy(config, tmp_path / "serve")
+    assert found == find_policy(ServeConfig(pair=pair_config), tmp_path / "serve")
     assert isinstance(found, Path)
     assert (found / "policy.json").read_bytes() == (directory / "policy.json").read_bytes()
 

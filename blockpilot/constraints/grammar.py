@@ -19,7 +19,7 @@ ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 class Grammar(NamedTuple):
     """Source of a grammar. white_space: a regular expression of what may stand between the tokens of a JSON text."""
 
-    kind: Literal["json", "regex", "choice", "grammar"]
+    kind: Literal["json", "regex", "choice", "grammar", "lark"]
     source: str
     """A JSON Schema, a regular expression, a JSON list of texts, a Lark or GBNF grammar."""
     white_space: str | None = None

@@ -10,7 +10,7 @@ import json
 import re
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -76,30 +76,51 @@ class Prompt:
         """
         if not tokenizer.chat_template:
             return tuple(tokenizer(self.text)["input_ids"])
-        if any(token in message.content for token in _control_tokens(tokenizer) for message in self.messages):
-            return self._encode_apart(tokenizer)
-        return tuple(_render(tokenizer, self.messages, tokenize=True, return_dict=False))
-
-    def _encode_apart(self, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-        """Token ids of the template around the messages, and of each message's text by itself."""
-        mark = uuid.uuid4().hex
-        marked = [replace(message, content=f"{mark}{i}.") for i, message in enumerate(self.messages)]
-        # Template, number of a message, template, ...
-        pieces = re.split(rf"{mark}(\d+)\.", _render(tokenizer, marked, tokenize=False))
-        ids = list[int]()
-        for place, piece in enumerate(pieces):
-            text = self.messages[int(piece)].content if place % 2 else piece
-            ids += tokenizer(text, add_special_tokens=False, split_special_tokens=place % 2 == 1)["input_ids"]
-        return tuple(ids)
+        return encode_messages(tokenizer, [asdict(message) for message in self.messages])
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **how: Any) -> Any:
+def encode_messages(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()
+) -> tuple[int, ...]:
+    """Token ids by the chat template of messages, which may call tools; as `Prompt.encode`.
+
+    Control tokens in anything but a message's content are refused.
+    """
+    control = _control_tokens(tokenizer)
+    others = json.dumps([tools, [message.get("tool_calls") for message in messages]])
+    if found := [token for token in control if token in others]:
+        raise ValueError(f"tools: {found[0]} is a control token of the model")
+    if any(token in message["content"] for token in control for message in messages):
+        return _encode_apart(tokenizer, messages, tools)
+    return tuple(_render(tokenizer, messages, tools, tokenize=True, return_dict=False))
+
+
+def _encode_apart(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
+) -> tuple[int, ...]:
+    """Token ids of the template around the messages, and of each message's text by itself."""
+    mark = uuid.uuid4().hex
+    marked = [message | {"content": f"{mark}{i}."} for i, message in enumerate(messages)]
+    # Template, number of a message, template, ...
+    pieces = re.split(rf"{mark}(\d+)\.", _render(tokenizer, marked, tools, tokenize=False))
+    ids = list[int]()
+    for place, piece in enumerate(pieces):
+        text = messages[int(piece)]["content"] if place % 2 else piece
+        ids += tokenizer(text, add_special_tokens=False, split_special_tokens=place % 2 == 1)["input_ids"]
+    return tuple(ids)
+
+
+def _render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[dict[str, Any]],
+    tools: Sequence[dict[str, Any]],
+    **how: Any,
+) -> Any:
     # The published Qwen3 drafts were trained without thinking; other templates ignore the option.
+    how |= {"add_generation_prompt": True, "enable_thinking": False, "tools": list(tools) or None}
     try:
-        return tokenizer.apply_chat_template(
-            [asdict(message) for message in messages], add_generation_prompt=True, enable_thinking=False, **how
-        )
-    except (ValueError, TemplateError) as error:
+        return tokenizer.apply_chat_template(list(messages), **how)
+    except (ValueError, TypeError, TemplateError) as error:
         raise ValueError(f"chat template: {error}") from None
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from blockpilot.constraints.automaton import GrammarError
+from blockpilot.constraints.grammar import Grammar
 from blockpilot.control.controller import FixedPolicy
 from blockpilot.control.forecasts import RunningMeans
 from blockpilot.control.price import COEFFICIENTS, StepPrice
@@ -31,7 +32,7 @@ from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.learned import LearnedPolicy
 from blockpilot.policy.store import load_policy
-from blockpilot.prompts.files import Message, Prompt
+from blockpilot.prompts.files import Message, Prompt, encode_messages
 from blockpilot.types import MAX_BLOCK_SIZE, Request, Sampling
 from jobs.common.registry import AUTO, CHAMPION, UNTRAINED, model_name
 from jobs.serving.champions import ChampionWatch
@@ -40,6 +41,7 @@ from jobs.serving.grammars import Grammars
 from jobs.serving.metrics import ReplicaMetrics
 from jobs.serving.replies import Reply
 from jobs.serving.schema import ApiError, Body, ChatRequest, Objects
+from jobs.serving.tool_calls import family_of, grammar_of, in_words, knows_tools
 
 DEFAULT_MAX_LENGTH = 2048
 COMMITTED = Path(__file__).parents[2] / "workflows" / "policies" / "policy-step"
@@ -116,7 +118,8 @@ class Replica:
         An ApiError, the last one, says why there are no more. Serve takes what a replica raises for a broken replica.
         """
         try:
-            reply = Reply(body, await self._submit(body, client), self.pair, self._stream_interval_s)
+            streams = await self._submit(body, client)
+            reply = Reply(body, streams, self.pair, self._stream_interval_s, family_of(chat_template(self.pair)))
             with self._recorded(reply):
                 async with aclosing(reply.chunks()) as chunks:
                     async for chunk in chunks:
@@ -160,12 +163,12 @@ class Replica:
         self.loop.check_room(body.n, client)  # before any work is done for it
         try:
             request = await asyncio.to_thread(self._request, body)  # a long prompt is not tokenized at once
-            if body.grammar is not None:
-                request = replace(request, constraint=await self._grammars.compile(body.grammar))
+            if (grammar := self._grammar(body)) is not None:
+                request = replace(request, constraint=await self._grammars.compile(grammar))
             return self.loop.submit_all([_choice_request(request, number) for number in range(body.n)], client)
         except GrammarError as error:
-            message = f"{body.grammar_field}: {error}"
-            raise ApiError(400, message, body.grammar_field, "invalid_grammar") from None
+            field = "tools" if isinstance(body, ChatRequest) and body.callable_tools else body.grammar_field
+            raise ApiError(400, f"{field}: {error}", field, "invalid_grammar") from None
         except ValueError as error:
             param = "block_size" if str(error).startswith("block_size") else body.prompt_field
             raise ApiError(400, str(error), param) from None
@@ -187,6 +190,13 @@ class Replica:
             prompt = {"prompt": reply.body.prompt_text} if self._logs_prompts else {}
             log.info("answered", extra={"log_to_stderr": False, **answered._asdict(), **prompt})
             self._metrics.on_answer(answered)
+
+    def _grammar(self, body: Body) -> Grammar | None:
+        """Grammar of the structure that is asked for, or of the calls of tools in the model's own words."""
+        if not isinstance(body, ChatRequest) or not body.callable_tools:
+            return body.grammar
+        family, parallel = family_of(chat_template(self.pair)), body.parallel_tool_calls
+        return grammar_of(family, body.callable_tools, must_call=body.must_call, parallel=parallel)
 
     def _request(self, body: Body) -> Request:
         prompt_ids = _encode(body, self.pair)
@@ -223,9 +233,9 @@ class Replica:
         """Use another policy from the next prefill on; ValueError for one that is not there or cannot be used.
 
         user_config: `policy`, a block size, a directory, "untrained", "champion" or "auto"; of the last two also
-        `store`, the MLflow store, `follow_s`, how often to look for another champion, and `folder`, where it is copied
-        to. Serve calls this once before the first request. A champion that the registry cannot give then is its last copy; with
-        "auto" also the policy that comes with the repository, or "untrained", until there is a champion.
+        `store`, the MLflow store, `follow_s`, how often to look for another one, and `folder`, where it is copied to.
+        Serve calls this once before the first request. A champion that the registry cannot give then is its last
+        copy; with "auto" also the policy that comes with the repository, or "untrained", until there is a champion.
         """
         if self.watch is not None:
             self.watch.stop()
@@ -294,11 +304,23 @@ def try_out(pair: Pair, policy: LearnedPolicy) -> None:
     policy.forget()
 
 
+def chat_template(pair: Pair) -> str | None:
+    """The tokenizer's own, or the one for tools where it has several."""
+    found = pair.tokenizer.chat_template
+    return found.get("tool_use", found.get("default")) if isinstance(found, dict) else found
+
+
 def _encode(body: Body, pair: Pair) -> tuple[int, ...]:
     """The prompt's token ids; raises ValueError for messages that the chat template refuses."""
     if isinstance(body, ChatRequest):
-        turns = [("system" if m.role == "developer" else m.role, m.content) for m in body.messages]
-        return Prompt("request", tuple(Message(*turn) for turn in turns)).encode(pair.tokenizer)
+        messages, tools = [message.shown for message in body.messages], [each.shown for each in body.tools]
+        template = chat_template(pair)
+        if not knows_tools(template):
+            messages, tools = in_words(messages, tools), []
+        if template is None:
+            turns = tuple(Message(message["role"], message["content"]) for message in messages)
+            return Prompt("request", turns).encode(pair.tokenizer)
+        return encode_messages(pair.tokenizer, messages, tools)
     if isinstance(body.prompt, str):
         return tuple(pair.tokenizer(body.prompt)["input_ids"])
     return tuple(body.prompt)

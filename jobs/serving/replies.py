@@ -9,14 +9,13 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from blockpilot.pairs.loading import Pair
 from jobs.serving.answer import ChoiceText, Piece, TokenText, merged
 from jobs.serving.engine_loop import Stream
 from jobs.serving.schema import Body, ChatRequest
-
-JsonObject = dict[str, Any]
+from jobs.serving.tool_calls import CallReader, Family, JsonObject, whole_calls
 
 
 class Answered(NamedTuple):
@@ -43,13 +42,15 @@ class ChatFormat:
 
     id_prefix, whole_object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
-    def whole(self, text: str) -> JsonObject:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def whole(self, text: str, calls: Sequence[JsonObject]) -> JsonObject:
+        message = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
+        return {"message": message | ({"tool_calls": list(calls)} if calls else {})}
 
-    def delta(self, text: str | None, first: bool) -> JsonObject:
+    def delta(self, text: str | None, first: bool, calls: Sequence[JsonObject] = ()) -> JsonObject:
         """Of one chunk; text None is the last one."""
         role = {"role": "assistant"} if first else {}
-        return {"delta": role | ({} if text is None else {"content": text})}
+        called = {"tool_calls": list(calls)} if calls else {}
+        return {"delta": role | ({} if text is None or (calls and not text) else {"content": text}) | called}
 
     def logprobs(self, tokens: Sequence[TokenText], offset: int) -> JsonObject:
         content = [
@@ -70,10 +71,10 @@ class CompletionFormat:
 
     id_prefix, whole_object, chunk_object = "cmpl-", "text_completion", "text_completion"
 
-    def whole(self, text: str) -> JsonObject:
+    def whole(self, text: str, calls: Sequence[JsonObject]) -> JsonObject:
         return {"text": text}
 
-    def delta(self, text: str | None, first: bool) -> JsonObject:
+    def delta(self, text: str | None, first: bool, calls: Sequence[JsonObject] = ()) -> JsonObject:
         return {"text": text or ""}
 
     def logprobs(self, tokens: Sequence[TokenText], offset: int) -> JsonObject:
@@ -93,10 +94,12 @@ class Reply:
     `interval_s` is the least time between two chunks of a choice.
     """
 
-    def __init__(self, body: Body, streams: Sequence[Stream], pair: Pair, interval_s: float) -> None:
+    def __init__(self, body: Body, streams: Sequence[Stream], pair: Pair, interval_s: float, family: Family) -> None:
         self.body, self.request = body, streams[0].request
         include_steps = body.stream_options.include_steps
         self.choices = [ChoiceText(each, pair, i, interval_s, include_steps) for i, each in enumerate(streams)]
+        tools = body.callable_tools if isinstance(body, ChatRequest) else []
+        self._readers = [CallReader(family, tools) if tools else None for _ in streams]
         self._format = ChatFormat() if isinstance(body, ChatRequest) else CompletionFormat()
         self._head: JsonObject = {
             "id": self._format.id_prefix + uuid.uuid4().hex,
@@ -125,17 +128,25 @@ class Reply:
         return self._head | {"choices": [self._whole(choice) for choice in self.choices], "usage": self.usage()}
 
     def _whole(self, choice: ChoiceText) -> JsonObject:
-        content = self._format.whole("".join(choice.texts))
+        text, calls = "".join(choice.texts), list[JsonObject]()
+        if (reader := self._readers[choice.index]) is not None:
+            deltas = reader.push(text, is_last=True)
+            text, calls = "".join(delta.content for delta in deltas), whole_calls(deltas)
+        content = self._format.whole(text, calls)
         return self._choice(choice, content, self._logprobs(choice.tokens), choice.finish_reason)
 
     def _chunk(self, choice: ChoiceText, piece: Piece | None) -> JsonObject | None:
         """The choice of one chunk; None for a piece with nothing to send."""
-        first = not choice.texts
+        first, text, calls = not choice.texts, None if piece is None else piece.text, list[JsonObject]()
+        if (reader := self._readers[choice.index]) is not None:
+            deltas = reader.push(text or "", is_last=piece is None)
+            text = "".join(delta.content for delta in deltas) or (None if piece is None else "")
+            calls = [delta.as_json() for delta in deltas if delta.number >= 0]
+        content = self._format.delta(text, first and piece is not None, calls)
         if piece is None:
-            return self._choice(choice, self._format.delta(None, first=False), None, choice.finish_reason)
-        if not (first or piece.text or piece.tokens or piece.step):
+            return self._choice(choice, content, None, choice.finish_reason)
+        if not (first or text or calls or piece.tokens or piece.step):
             return None
-        content = self._format.delta(piece.text, first)
         logprobs = self._logprobs(piece.tokens, choice.num_token_characters)
         shown = self._choice(choice, content, logprobs, None)
         if (step := piece.step) is not None:  # block size 0 marks the first token, which the prefill emits
@@ -148,6 +159,9 @@ class Reply:
     def _choice(
         self, choice: ChoiceText, content: JsonObject, logprobs: JsonObject | None, finish_reason: str | None
     ) -> JsonObject:
+        reader = self._readers[choice.index]
+        if finish_reason == "stop" and reader is not None and reader.num_calls:
+            finish_reason = "tool_calls"
         return {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
 
     def _logprobs(self, tokens: Sequence[TokenText], offset: int = 0) -> JsonObject | None:

@@ -23,6 +23,8 @@ from pydantic import (
 from blockpilot.constraints.grammar import Grammar
 from blockpilot.types import Layout
 from jobs.serving.structured import JsonBody, ResponseFormat, StructuredOutputs, structured
+from jobs.serving.tool_calls import JsonObject, Tool
+from jobs.serving.tools import MAX_TOOLS, CallBody, ToolBody, ToolChoiceBody
 
 RETRY_AFTER_S = 1
 MAX_STOPS = 4
@@ -94,11 +96,42 @@ def _prompt(value: Any) -> Any:
     return value
 
 
+def _object(text: str) -> Any:
+    """The object that a string of JSON holds; raises ValueError, naming it, for anything else."""
+    try:
+        found = json.loads(text or "{}")
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"tool_calls: arguments {short(text)} are no JSON object")
+    return found
+
+
 class ChatMessage(JsonBody):
     """One turn of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_content_text)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str, BeforeValidator(_content_text)] = ""
+    tool_calls: list[CallBody] = Field(default_factory=list, max_length=MAX_TOOLS)
+    tool_call_id: str | None = None
+    name: str | None = None
+
+    @model_validator(mode="after")
+    def _check_role(self) -> Self:
+        if "content" not in self.model_fields_set and not self.tool_calls:
+            raise ValueError("content: this field is required")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls: only the assistant's messages have some")
+        return self
+
+    @property
+    def shown(self) -> JsonObject:
+        """As a chat template takes it: arguments are objects there."""
+        found: JsonObject = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
+        calls = [
+            {"name": call.function.name, "arguments": _object(call.function.arguments)} for call in self.tool_calls
+        ]
+        return found | ({"tool_calls": [{"type": "function", "function": call} for call in calls]} if calls else {})
 
 
 class StreamOptions(JsonBody):
@@ -171,6 +204,34 @@ class ChatRequest(GenerateRequest):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    tools: Annotated[list[ToolBody], FailFast()] = Field(default_factory=list, max_length=MAX_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | ToolChoiceBody = "auto"
+    parallel_tool_calls: bool = True
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> Self:
+        names = [each.function.name for each in self.tools]
+        if len(set(names)) < len(names):
+            raise ValueError("tools: each must have a name of its own")
+        if isinstance(self.tool_choice, ToolChoiceBody) and self.tool_choice.function.name not in names:
+            raise ValueError(f"tool_choice: {short(self.tool_choice.function.name)} is none of the tools")
+        if self.must_call and not self.tools:
+            raise ValueError("tool_choice: there are no tools")
+        if self.callable_tools and self.grammar is not None:
+            raise ValueError("tools: response_format or structured_outputs ask for a structure, too; one is needed")
+        return self
+
+    @property
+    def must_call(self) -> bool:
+        """True if the answer is to be a call."""
+        return self.tool_choice not in ("none", "auto")
+
+    @property
+    def callable_tools(self) -> list[Tool]:
+        """Those that the answer may call."""
+        if isinstance(self.tool_choice, ToolChoiceBody):
+            return [each.tool for each in self.tools if each.function.name == self.tool_choice.function.name]
+        return [] if self.tool_choice == "none" else [each.tool for each in self.tools]
 
     @field_validator("top_logprobs")
     @classmethod

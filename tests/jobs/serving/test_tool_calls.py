@@ -1,0 +1,205 @@
+"""Tool calls in the words of every family of templates: constrained, read back, streamed, and continued."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, Literal
+
+import jsonschema
+import openai
+import pytest
+from fastapi.testclient import TestClient
+from pydantic import BaseModel
+
+from blockpilot.constraints.automaton import GrammarCompiler, GrammarError
+from blockpilot.pairs.loading import Pair
+from helpers.api import CHAT, QUESTION, app_of, ask, client_of, events, over_http, replica_of
+from helpers.tiny import CHAT_TEMPLATE, EOS_ID, byte_tokenizer
+from jobs.serving.replica import Replica
+from jobs.serving.tool_calls import CallReader, Family, Tool, family_of, grammar_of
+
+SHOWN = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}"
+)
+CALLS = "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}{% endfor %}"
+TEMPLATES: dict[Family, str] = {
+    "hermes": f"{{# <tool_call> #}}{SHOWN}{CALLS}",
+    "llama": f"{{# ipython #}}{SHOWN}{CALLS}",
+    "coder": f"{{# <function= #}}{SHOWN}{CALLS}",
+}
+PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "enum": ["Rome", "Oslo", "Lima"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "Of a city", "parameters": PARAMETERS}}
+NOTHING = {"type": "function", "function": {"name": "nothing"}}
+TOOLS = [Tool("weather", PARAMETERS), Tool("nothing", {"type": "object", "properties": {}})]
+ARGUMENTS = '{"city": "Rome", "days": 3}'
+TEXTS: dict[Family, str] = {
+    "hermes": f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>',
+    "llama": f'{{"name": "weather", "parameters": {ARGUMENTS}}}',
+    "coder": "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n"
+    "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
+}
+ASKED: dict[str, Any] = {"model": "target", "messages": QUESTION, "max_tokens": 200, "tools": [WEATHER, NOTHING]}
+
+
+@pytest.fixture(scope="module", params=[*TEMPLATES, "none"])
+def replica(request: pytest.FixtureRequest, tiny_pair: Pair) -> Iterator[Replica]:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATES.get(request.param, CHAT_TEMPLATE)
+    with replica_of(replace(tiny_pair, tokenizer=tokenizer), num_slots=2, max_length=1000) as replica:
+        yield replica
+
+
+@pytest.fixture
+def client(replica: Replica) -> Iterator[TestClient]:
+    with client_of(replica) as client:
+        yield client
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+@pytest.mark.parametrize("must_call", [True, False])
+@pytest.mark.parametrize("parallel", [True, False])
+def test_a_grammar_takes_calls_in_the_familys_words_and_no_others(
+    family: Family, must_call: bool, parallel: bool
+) -> None:
+    tokenizer = byte_tokenizer()
+    grammar = grammar_of(family, TOOLS, must_call=must_call, parallel=parallel)
+    compiled = GrammarCompiler(tokenizer, 260, frozenset({EOS_ID})).compile(grammar)
+
+    def taken(text: str) -> bool:
+        automaton = compiled.start()
+        try:
+            for token in tokenizer(text)["input_ids"]:
+                automaton.take(token)
+        except GrammarError:
+            return False
+        return automaton.ends() or automaton.allowed((), [EOS_ID]) == [True]
+
+    call, free = TEXTS[family], "Sure.\n" * (family != "llama")
+    assert taken(call)
+    assert taken("Hello <tool") == (not must_call)
+    assert taken(free + call) == (not must_call or family == "llama")
+    assert not taken(call.replace("Rome", "Bonn"))
+    assert not taken(call.replace("weather", "whether"))
+    assert taken(f"{call}\n{call}") == (parallel and family != "llama") or not must_call
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+@pytest.mark.parametrize("size", [1, 3, 7, 1000])
+def test_calls_are_read_however_the_text_comes(family: Family, size: int) -> None:
+    reader = CallReader(family, TOOLS)
+    several = family != "llama"
+    text = f"Sure <b>.\n{TEXTS[family]}\n{TEXTS[family]}" if several else TEXTS[family]
+    deltas = [delta for i in range(0, len(text), size) for delta in reader.push(text[i : i + size])]
+    deltas += reader.push("", is_last=True)
+    assert "".join(delta.content for delta in deltas) == ("Sure <b>.\n" if several else "")
+    assert [delta.name for delta in deltas if delta.name] == ["weather"] * (1 + several)
+    for number in range(1 + several):
+        assert "".join(delta.arguments for delta in deltas if delta.number == number) == ARGUMENTS
+    plain = CallReader(family, TOOLS)
+    found = [*plain.push("No <tool_call, {no} call"), *plain.push("", is_last=True)]
+    assert "".join(delta.content for delta in found) == "No <tool_call, {no} call"
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_demanded_call_is_made_streamed_or_not(client: TestClient, choice: Any) -> None:
+    body = ASKED | {"tool_choice": choice, "parallel_tool_calls": False, "seed": 5}
+    answer = ask(client, CHAT, body)["choices"][0]
+    assert answer["finish_reason"] == "tool_calls"
+    (call,) = answer["message"]["tool_calls"]
+    assert answer["message"]["content"] is None
+    if choice != "required" or call["function"]["name"] == "weather":
+        jsonschema.validate(json.loads(call["function"]["arguments"]), PARAMETERS)
+    chunks = [event["choices"][0] for event in events(client.post(CHAT, json=body | {"stream": True}).text)]
+    parts = [part for chunk in chunks for part in chunk["delta"].get("tool_calls", [])]
+    assert parts[0]["function"]["name"] == call["function"]["name"]
+    assert "".join(part["function"]["arguments"] for part in parts) == call["function"]["arguments"]
+    assert chunks[-1]["finish_reason"] == "tool_calls"
+
+
+def test_none_calls_nothing_and_auto_may_answer_in_words(client: TestClient) -> None:
+    for choice in ("none", "auto"):
+        answer = ask(client, CHAT, ASKED | {"tool_choice": choice, "seed": 1, "max_tokens": 20})["choices"][0]
+        assert answer["message"].get("tool_calls") or answer["message"]["content"]
+        assert choice == "auto" or "tool_calls" not in answer["message"]
+
+
+def test_a_conversation_goes_on_after_a_call(client: TestClient, replica: Replica) -> None:
+    called = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
+    turns = [
+        *QUESTION,
+        {"role": "assistant", "content": None, "tool_calls": [called]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "mild"},
+    ]
+    answer = ask(client, CHAT, ASKED | {"messages": turns, "max_tokens": 10})
+    shorter = ask(client, CHAT, ASKED | {"max_tokens": 10})
+    more = answer["usage"]["prompt_tokens"] - shorter["usage"]["prompt_tokens"]
+    assert more > len(ARGUMENTS) + len("mild")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"tools": [WEATHER, WEATHER]}, "a name of its own"),
+        ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "'other' is none of the tools"),
+        ({"tools": [], "tool_choice": "required"}, "there are no tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "name"),
+        ({"response_format": {"type": "json_object"}}, "one is needed"),
+        ({"messages": [{"role": "user"}]}, "content"),
+        ({"tools": [{"type": "function", "function": {"name": "x", "description": "<eos>"}}]}, "control token"),
+        (
+            {
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {"name": "x", "parameters": {"properties": {"a": {"type": "y"}}}},
+                    }
+                ]
+            },
+            "tools: ",
+        ),
+    ],
+)
+def test_what_is_wrong_with_tools_is_400_in_words(
+    client: TestClient, replica: Replica, wrong: dict[str, Any], message: str
+) -> None:
+    response = client.post(CHAT, json=ASKED | wrong)
+    if message == "control token" and replica.pair.tokenizer.chat_template == CHAT_TEMPLATE:
+        assert response.status_code == 200  # the definitions are text there
+        return
+    assert response.status_code == 400, response.text
+    assert message in response.json()["error"]["message"]
+
+
+class Place(BaseModel):
+    """A place."""
+
+    city: Literal["Rome", "Oslo"]
+
+
+def test_the_openai_clients_own_helpers_parse_calls(replica: Replica) -> None:
+    asked: Any = {"model": "target", "messages": QUESTION, "max_tokens": 200, "seed": 2, "tool_choice": "required"}
+    asked |= {"tools": [openai.pydantic_function_tool(Place)], "parallel_tool_calls": False}
+    with over_http(app_of(replica)) as root, openai.OpenAI(base_url=f"{root}/v1", api_key="none") as client:
+        parsed = client.chat.completions.parse(**asked).choices[0].message.tool_calls
+        assert parsed is not None
+        assert isinstance(parsed[0].function.parsed_arguments, Place)
+        with client.chat.completions.stream(**asked) as stream:
+            streamed = stream.get_final_completion().choices[0].message.tool_calls
+        assert streamed is not None
+        assert streamed[0].function.parsed_arguments == parsed[0].function.parsed_arguments
+
+
+def test_families_are_told_by_their_templates() -> None:
+    assert [family_of(template) for template in (*TEMPLATES.values(), CHAT_TEMPLATE, None)] == [
+        *TEMPLATES,
+        "hermes",
+        "hermes",
+    ]

@@ -6,6 +6,7 @@ with stop strings the engine has looked for them, and its steps come with their 
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, closing
 from typing import NamedTuple
@@ -54,6 +55,9 @@ class ChoiceText:
         self.num_reused = 0
         """Prompt tokens that were kept of other requests."""
         self.num_tokens = self.num_steps = self.num_emitted = self.block_size = 0
+        self.num_drafted = 0
+        self.accepted: Counter[int] = Counter()
+        """Steps by how many drafted tokens each accepted."""
         self.layout: Layout | None = None
         """Of the blocks so far: a tree as soon as one is no chain."""
         self._stream, self._tokenizer = stream, pair.tokenizer
@@ -115,6 +119,8 @@ class ChoiceText:
         if step.block_size:  # not the prefill
             self.num_steps += 1
             self.num_emitted += len(step.tokens)
+            self.num_drafted += len(step.tree.tokens)
+            self.accepted[step.num_accepted] += 1
             self.block_size = max(self.block_size, step.block_size)  # a step near the limit has a smaller one
             if step.tree.tokens and self.layout != "tree":
                 self.layout = "chain" if step.tree.is_chain else "tree"

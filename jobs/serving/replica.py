@@ -205,7 +205,7 @@ class Replica:
             prompt_ids,
             self._num_tokens(body, len(prompt_ids)),
             Sampling(body.temperature, body.top_p, body.top_k, seed),
-            body.block_size,
+            body.size,
             self.pair.stop_token_ids,
             tuple(body.stop),
             body.num_logprobs,

@@ -124,8 +124,9 @@ class Reply:
         """What follows the chunks: the whole object, or the usage of a stream that asks for it."""
         if self.body.stream:
             asked = self.body.stream_options.include_usage
-            return self._head | {"choices": [], "usage": self.usage()} if asked else None
-        return self._head | {"choices": [self._whole(choice) for choice in self.choices], "usage": self.usage()}
+            return self._head | {"choices": [], "usage": self.usage()} | self._metrics() if asked else None
+        choices = [self._whole(choice) for choice in self.choices]
+        return self._head | {"choices": choices, "usage": self.usage()} | self._metrics()
 
     def _whole(self, choice: ChoiceText) -> JsonObject:
         text, calls = "".join(choice.texts), list[JsonObject]()
@@ -183,6 +184,20 @@ class Reply:
             "num_steps": num_steps,
             "acceptance_length": num_emitted / num_steps if num_steps else None,
         }
+
+    def _metrics(self) -> JsonObject:
+        """Acceptance under vLLM's names, of the one choice of a response, if it has drafted."""
+        choice = self.choices[0]
+        if len(self.choices) > 1 or not choice.num_drafted:
+            return {}
+        num_accepted = sum(length * num for length, num in choice.accepted.items())
+        found = {
+            "mean_acceptance_length": 1 + num_accepted / choice.num_steps,
+            "draft_acceptance_rate": num_accepted / choice.num_drafted,
+            "acceptance_histogram": [choice.accepted[i] for i in range(max(choice.accepted) + 1)],
+            "num_draft_tokens": choice.num_drafted,
+        }
+        return {"metrics": {"speculative_decoding": found}}
 
     def answered(self, outcome: str, started: float) -> Answered:
         """The record of this request; `started` is when it came (time.monotonic)."""

@@ -1,8 +1,9 @@
 """Request bodies of OpenAI's chat and completions endpoints, and errors in OpenAI's shape.
 
 Fields of the API that this server does not support are refused by name, never ignored; null, and the value that
-changes nothing (such as best_of=1), are accepted. Extensions: `block_size`, `layout`, `top_k`, `timeout_s` and
-`cache_salt` and `structured_outputs` in a request, `stream_options.include_steps` in a stream's.
+changes nothing (such as best_of=1), are accepted. Extensions: `block_size` (or llama.cpp's `speculative.n_max`),
+`layout`, `top_k`, `timeout_s`, `cache_salt` and `structured_outputs` in a request, `stream_options.include_steps` in a
+stream's.
 """
 
 import json
@@ -21,7 +22,7 @@ from pydantic import (
 )
 
 from blockpilot.constraints.grammar import Grammar
-from blockpilot.types import Layout
+from blockpilot.types import MAX_BLOCK_SIZE, Layout
 from jobs.serving.structured import JsonBody, ResponseFormat, StructuredOutputs, structured
 from jobs.serving.tool_calls import JsonObject, Tool
 from jobs.serving.tools import MAX_TOOLS, CallBody, ToolBody, ToolChoiceBody
@@ -163,6 +164,8 @@ class GenerateRequest(JsonBody):
         Field(max_length=MAX_STOPS),
     ] = Field(default_factory=list)
     block_size: Annotated[int | None, BeforeValidator(_block_size)] = None
+    n_max: int | None = Field(None, ge=0, lt=MAX_BLOCK_SIZE, alias="speculative.n_max")
+    """Drafted tokens of a step, as llama.cpp counts them: block_size without the anchor."""
     layout: Layout = "auto"
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -177,6 +180,17 @@ class GenerateRequest(JsonBody):
     @classmethod
     def _drop_neutral(cls, value: Any) -> Any:
         return {k: v for k, v in value.items() if not _neutral(k, v)} if isinstance(value, dict) else value
+
+    @model_validator(mode="after")
+    def _check_n_max(self) -> Self:
+        if self.n_max is not None and self.block_size is not None:
+            raise ValueError("speculative.n_max: block_size says the same; one of them is needed")
+        return self
+
+    @property
+    def size(self) -> int | None:
+        """Tokens that a step verifies; None lets the policy choose."""
+        return self.block_size if self.n_max is None else self.n_max + 1
 
     @model_validator(mode="after")
     def _check_structure(self) -> Self:

@@ -445,3 +445,19 @@ def test_no_request_can_make_the_server_fail(
         assert response.status_code in (200, 400, 404), response.text
         if response.status_code != 200:
             check_error(response.json())
+
+
+def test_acceptance_comes_under_vllms_names_and_llama_cpps_field_is_read(client: TestClient) -> None:
+    body = {"model": "target", "prompt": "Once", "max_tokens": 40, "temperature": 0}
+    answer = ask(client, COMPLETIONS, body | {"speculative.n_max": 3})
+    assert answer["usage"]["block_size"] == 4
+    found, num_steps = answer["metrics"]["speculative_decoding"], answer["usage"]["num_steps"]
+    histogram = found["acceptance_histogram"]
+    num_accepted = sum(length * num for length, num in enumerate(histogram))
+    assert sum(histogram) == num_steps
+    assert found["mean_acceptance_length"] == pytest.approx(1 + num_accepted / num_steps)
+    assert found["draft_acceptance_rate"] == pytest.approx(num_accepted / found["num_draft_tokens"])
+    assert "metrics" not in ask(client, COMPLETIONS, body | {"speculative.n_max": 0})
+    refused = client.post(COMPLETIONS, json=body | {"speculative.n_max": 3, "block_size": 4})
+    assert refused.status_code == 400
+    assert "speculative.n_max" in refused.json()["error"]["message"]

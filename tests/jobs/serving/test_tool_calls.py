@@ -37,6 +37,7 @@ PARAMETERS: dict[str, Any] = {
     "additionalProperties": False,
 }
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "Of a city", "parameters": PARAMETERS}}
+UNKNOWN_TYPE = {"type": "function", "function": {"name": "x", "parameters": {"properties": {"a": {"type": "y"}}}}}
 NOTHING = {"type": "function", "function": {"name": "nothing"}}
 TOOLS = [Tool("weather", PARAMETERS), Tool("nothing", {"type": "object", "properties": {}})]
 ARGUMENTS = '{"city": "Rome", "days": 3}'

@@ -95,7 +95,7 @@ class Grammars:
         backend, stops = self._pair.tokenizer.backend_tokenizer, sorted(self._pair.stop_token_ids)
         if _ask(trial, [backend.to_str(), self._pair.vocab_size, stops, self._cpu_s], START_S) is None:
             trial.kill()
-            raise RuntimeError("the process that tries grammars did not start")
+            raise ApiError(503, "the process that tries grammars did not start", code="unavailable")
         return trial
 
     def _end_trial(self) -> None:

@@ -349,7 +349,7 @@ def _wait_for_port(host: str, port: int) -> None:
 def _policy_in_use(target: str) -> str:
     """Its name, and why it is not the registry's champion where that was looked for."""
     handle: DeploymentHandle[Any] = serve.get_deployment_handle(target_slug(target), APP)
-    policy = handle.status.remote().result(timeout_s=PORT_PATIENCE_S)["policy"]
+    policy = handle.status.remote().result(timeout_s=REMOVAL_PATIENCE_S)["policy"]
     return f"{policy['name']} ({policy['error']})" if policy.get("error") else str(policy["name"])
 
 

@@ -2,8 +2,8 @@
 
 Fields of the API that this server does not support are refused by name, never ignored; null, and the value that
 changes nothing (such as best_of=1), are accepted. Extensions: `block_size` (or llama.cpp's `speculative.n_max`),
-`layout`, `top_k`, `timeout_s`, `cache_salt` and `structured_outputs` in a request, `stream_options.include_steps` in a
-stream's.
+`layout`, `top_k`, `timeout_s`, `cache_salt` and `structured_outputs` in a request, `stream_options.include_steps` in
+a stream's.
 """
 
 import json

@@ -17,7 +17,7 @@ from blockpilot.drafts.markov import WIDTH
 from blockpilot.engine.constrained import NO_SLOTS, best_allowed
 from blockpilot.engine.rows import Row
 from blockpilot.engine.sampling import candidates
-from blockpilot.engine.trees import Node, Slots, best_first, drawn_apart, first_choices, tree_of
+from blockpilot.engine.trees import MAX_DEPTH, Node, Slots, best_first, drawn_apart, first_choices, tree_of
 from blockpilot.engine.work import Final
 from blockpilot.types import NO_TREE, Candidates, Forecast, Reader, Sampling, Tree
 
@@ -77,7 +77,8 @@ def grow_all(
         slots = proposed.get(r, NO_SLOTS)
         fixed = row.next_block_size - 1
         if row.automaton is not None:
-            nodes = best_allowed(row.automaton, slots, row.deepest, is_chain=not row.is_tree)
+            deepest = min(row.deepest, MAX_DEPTH) if row.is_tree else row.deepest
+            nodes = best_allowed(row.automaton, slots, deepest, is_chain=not row.is_tree)
             fixed = fixed if row.can_draft or row.request.block_size else most  # what is forced needs no draft
         elif r not in proposed:
             continue

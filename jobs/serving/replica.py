@@ -79,7 +79,7 @@ class Replica:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self.pair = load()
         length = max_length or min(DEFAULT_MAX_LENGTH, self.pair.max_length)
-        kept = num_slots * length if prefix_tokens is None else prefix_tokens
+        kept = default_prefix_tokens(self.pair, num_slots, length) if prefix_tokens is None else prefix_tokens
         check_memory(self.pair, num_slots, length, kept)
         engine = Engine(
             self.pair,
@@ -330,6 +330,12 @@ def _choice_request(request: Request, number: int) -> Request:
     """The request of choice `number`: the same with its own seed, an int64 that wraps around."""
     seed = (request.sampling.seed + number + 2**63) % 2**64 - 2**63
     return replace(request, sampling=replace(request.sampling, seed=seed))
+
+
+def default_prefix_tokens(pair: Pair, num_slots: int, max_length: int) -> int:
+    """As many as the slots hold; none where a target's keys depend on the longest row."""
+    rotates_by_longest = Target(pair.target, pair.layer_ids).rotates_by_longest
+    return 0 if rotates_by_longest else num_slots * max_length
 
 
 def check_memory(pair: Pair, num_slots: int, max_length: int, prefix_tokens: int) -> None:

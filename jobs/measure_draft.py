@@ -21,7 +21,8 @@ from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt, load_prompts, split
 from blockpilot.storage import write_text
 from blockpilot.sweep.candidates import check_candidates
-from blockpilot.sweep.replay import Text, accepted_everywhere, emitted_along, know
+from blockpilot.sweep.replay import Text, accepted_everywhere, know
+from blockpilot.sweep.trees import emitted_along
 from blockpilot.types import Sampling
 from jobs.common.cluster import connect, num_threads, pooled
 from jobs.common.config import Config, PairConfig, Resources, absolute_in_submitted_job, main

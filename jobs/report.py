@@ -9,7 +9,7 @@ from base64 import b64encode
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import count
+from itertools import count, product
 from pathlib import Path, PurePath
 from statistics import geometric_mean
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ import numpy as np
 from jinja2 import Environment, PackageLoader
 from pydantic import Field
 
-from blockpilot.control.price import PRICE_FILE, StepPrice, loads_up_to, read_price
+from blockpilot.control.price import PRICE_FILE, Load, StepPrice, loads_up_to, read_price
 from blockpilot.evaluation.oracle import Table, potential
 from blockpilot.evaluation.statistics import Interval
 from blockpilot.evaluation.tables import with_range
@@ -219,17 +219,20 @@ def _of_sweep(place: Place, label: str) -> Section:
     for part in read_parts(place):
         for row in part.rows:  # without what is large and not shown
             light = replace(row, probs_ids=[], probs=[], context=[], step_contexts=b"", step_embeddings=b"")
+            light = replace(light, step_scores=b"", step_log_probs=b"")
             by_set[row.prompt_set].append(light)
     metadata, sets = part.metadata, dict(sorted(by_set.items()))
     every = [row for rows in sets.values() for row in rows]
     loads, ways = {1: [1.0] * len(metadata.candidates)}, {"by tau": [1.0] * len(metadata.candidates)}
-    if is_file(join(place, PRICE_FILE)):
-        price = read_price(join(place, PRICE_FILE))
+    price = read_price(join(place, PRICE_FILE)) if is_file(join(place, PRICE_FILE)) else None
+    if price is not None:
         loads = {num: price.relative(metadata.candidates, num) for num in loads_up_to(price.rows)}
         ways |= {f"by tokens/s, {num} row{'s' * (num > 1)}": each for num, each in loads.items()}
     best = {name: Counter(_best_size(row, step_costs) for row in every) for name, step_costs in ways.items()}
     curves = {name: Summary().add(rows).tau_curve for name, rows in sets.items()}
     name = label.replace("/", "-")
+    total = Summary().add(every)
+    trees = {f"{name}-trees.png": _trees(total, price, metadata.block_size - 1)} if total.num_places else {}
     return Section(
         f"Sweep {label}",
         f"{metadata.pair.target} with {metadata.pair.draft}, {metadata.dtype}. Ceilings are gains over the best "
@@ -242,8 +245,21 @@ def _of_sweep(place: Place, label: str) -> Section:
         pictures={
             f"{name}-tau_curves.png": figures.tau_curves(curves, metadata.block_size),
             f"{name}-best_block_sizes.png": figures.best_sizes(best, metadata.block_size),
+            **trees,
         },
     )
+
+
+def _trees(total: Summary, price: StepPrice | None, deepest: int) -> bytes:
+    """Trees of all sizes, out of `deepest` drafted positions, beside chains, which draft no more than they have."""
+    taus = {"chain": total.chain_curve, "tree": total.tree_curve}
+    speeds = {}
+    if price is not None:
+        for rows, (layout, curve) in product(loads_up_to(price.rows), taus.items()):
+            loads = {n: Load(rows, rows * (n if layout == "chain" else deepest), rows * n) for n in curve}
+            costs = {n: price.seconds(load) / price.seconds(Load(rows)) for n, load in loads.items()}
+            speeds[f"{layout}, {rows} row{'s' * (rows > 1)}"] = {n: tau / costs[n] for n, tau in curve.items()}
+    return figures.tree_curves(taus, speeds)
 
 
 def _best_size(row: SweepRow, step_costs: Sequence[float]) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from blockpilot.draft_training.batches import DraftBatch, collate, draw_anchors, possible_anchors
 from blockpilot.draft_training.features import Corpus, Document
 from blockpilot.draft_training.loss import DraftLoss, LossSums, Scores, Vocabulary, Weighting, sample_vocabulary
-from blockpilot.sweep.replay import emitted_along
+from blockpilot.sweep.trees import emitted_along
 
 GRADIENT_CLIP = 1.0  # largest norm
 LENGTH_WINDOW = 16  # batches whose documents are sorted by length together

@@ -15,10 +15,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from blockpilot.drafts.blocks import ANCHORS_PER_ROW, Blocks, KnownContext
+from blockpilot.drafts.choices import own_chances
 from blockpilot.engine.drafting import draft_candidates
 from blockpilot.models.packing import Packing, SideBySide
 from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
+from blockpilot.sweep.trees import MOST_NODES, nodes_needed
 from blockpilot.types import Candidates, Sampling
 
 PREFILL_COLUMNS = 1024  # of all texts of a group, scored by the target in one pass
@@ -169,12 +171,15 @@ class Offers(NamedTuple):
     scores: Tensor
     """[P, D, k] float16, as log_probs: those of `Candidates`."""
     log_probs: Tensor
+    nodes: Tensor | None
+    """[P, D] uint8: `nodes_needed` by the draft's own chances; None where a slot depends on the choices above."""
 
 
 @torch.inference_mode()
 def offers_at(pair: Pair, known: KnownTexts, anchors: Tensor, num_choices: int) -> Offers:
     """The best choices of the draft's trained block at some anchors [P] of one text."""
     (text,), block_size = known.texts, pair.block_size
+    is_linked = pair.draft.is_sequential or pair.prepared_draft.head.markov is not None
     ends = functional.pad(known.tokens[0], (0, block_size), value=-1)
     parts = []
     for num, blocks, hidden in _drafted_at(pair, known, anchors, block_size):
@@ -188,8 +193,19 @@ def offers_at(pair: Pair, known: KnownTexts, anchors: Tensor, num_choices: int) 
         drafted = places - places[:, :1] + 1 < blocks.sizes.flatten()[:num, None]
         ranks = torch.where(drafted & (places < len(text.tokens)), ranks, -2)
         shape = num, block_size - 1, -1
-        parts.append(Offers(ranks.char(), found.scores.half().view(shape), found.log_probs.half().view(shape)))
-    return Offers(*(torch.cat(values) for values in zip(*parts, strict=True)))
+        nodes = None if is_linked else _nodes(own_chances(found)[0].view(shape), ranks, drafted.sum(dim=1))
+        parts.append(Offers(ranks.char(), found.scores.half().view(shape), found.log_probs.half().view(shape), nodes))
+    nodes = None if is_linked else torch.cat([part.nodes for part in parts if part.nodes is not None])
+    ranks, scores, log_probs = (torch.cat(values) for values in list(zip(*parts, strict=True))[:3])
+    return Offers(ranks, scores, log_probs, nodes)
+
+
+def _nodes(chances: Tensor, ranks: Tensor, num_drafted: Tensor) -> Tensor:
+    """`nodes_needed` [P, D] for chances [P, D, k] and ranks [P, D], of which num_drafted [P] are drafted."""
+    places = zip(chances.tolist(), ranks.tolist(), num_drafted.tolist(), strict=True)
+    needed = [nodes_needed(of_place[:num], right[:num]) for of_place, right, num in places]
+    width = ranks.shape[1]
+    return torch.tensor([of_place + [MOST_NODES + 1] * (width - len(of_place)) for of_place in needed]).byte()
 
 
 def _candidates(
@@ -234,13 +250,3 @@ def _draw(pair: Pair, known: KnownTexts, hidden: Tensor, positions: Tensor, row:
     sampling = [known.texts[i].sampling for i in row.tolist()]
     before = known.tokens[row, positions - 1]
     return _candidates(pair, hidden, positions.tolist(), sampling, 1, before).tokens[:, 0]
-
-
-def emitted_along(num_accepted: Sequence[int]) -> list[int]:
-    """Tokens of each step that decodes a text, given the drafts accepted at each of its anchors, in order."""
-    emitted: list[int] = []
-    position = 0
-    while position < len(num_accepted):
-        emitted.append(min(num_accepted[position] + 1, len(num_accepted) - position))
-        position += emitted[-1]
-    return emitted

@@ -65,6 +65,9 @@ class SweepRow:
     step_ranks: bytes = b""  # int8 [places, D]: the choice that was right, -1 for none of them, -2 for not known
     step_scores: bytes = b""  # float16 [places, D, NUM_CHOICES], as step_log_probs: those of types.Candidates
     step_log_probs: bytes = b""
+    step_nodes: bytes = b""
+    """uint8 [places, D]: nodes of the smallest tree that accepts so far (sweep/trees.py); empty where slots depend on
+    the choices above."""
 
 
 def _arrow_type(annotation: Any) -> Any:
@@ -215,6 +218,8 @@ def _step_problems(row: SweepRow) -> Iterator[str]:
     offers = len(row.step_ranks), len(row.step_scores), len(row.step_log_probs)
     if offers[0] % len(places) or any(size != 2 * NUM_CHOICES * offers[0] for size in offers[1:]):
         yield f"step_ranks, step_scores and step_log_probs have {offers} bytes for {len(places)} places"
+    if len(row.step_nodes) not in (0, offers[0]) or 0 in row.step_nodes:
+        yield f"step_nodes has {len(row.step_nodes)} bytes for {offers[0]} ranks, none of them 0"
 
 
 def vectors(data: bytes, num: int) -> NDArray[np.float16]:

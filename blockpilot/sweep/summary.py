@@ -1,10 +1,13 @@
-"""Totals of a sweep: tau by candidate, best candidates, and the ceiling of a choice per step."""
+"""Totals of a sweep: tau by candidate and by tree, best candidates, and the ceiling of a choice per step."""
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from blockpilot.sweep.rows import SweepRow
+from blockpilot.sweep.trees import MOST_NODES, emitted_along
 
 
 @dataclass
@@ -18,6 +21,9 @@ class Summary:
     num_disagreements: int = 0  # rows whose candidates gave different texts
     num_dense_tokens: int = 0  # of rows of a dense sweep, and the fewest steps that emit them
     num_fewest_steps: int = 0
+    num_places: int = 0  # of rows that show which tree accepts what, and steps through them by drafted tokens of one
+    tree_steps: Counter[int] = field(default_factory=Counter)
+    chain_steps: Counter[int] = field(default_factory=Counter)
 
     def add(self, rows: Sequence[SweepRow]) -> "Summary":
         for row in rows:
@@ -30,12 +36,33 @@ class Summary:
             if row.accepted:
                 self.num_dense_tokens += len(row.accepted[0])
                 self.num_fewest_steps += fewest_steps(row.accepted)
+            if row.step_nodes:
+                self._add_trees(row)
         return self
+
+    def _add_trees(self, row: SweepRow) -> None:
+        places = slice(row.step_places[0], row.step_places[-1] + 1)
+        nodes = np.frombuffer(row.step_nodes, np.uint8).reshape(len(row.step_places), -1)
+        self.num_places += len(nodes)
+        for num in range(1, MOST_NODES + 1):
+            self.tree_steps[num] += len(emitted_along((nodes <= num).sum(axis=1).tolist()))
+        for size, accepted in zip(row.candidates, row.accepted, strict=True):
+            self.chain_steps[size - 1] += len(emitted_along(accepted[places]))
 
     @property
     def tau_curve(self) -> dict[int, float]:
         """tau of every candidate over all prompts: tokens emitted in total by verify steps in total."""
         return {size: self.emitted[size] / self.steps[size] for size in sorted(self.steps)}
+
+    @property
+    def tree_curve(self) -> dict[int, float]:
+        """tau of trees by their nodes, out of all positions of a draft's block, where a dense sweep shows it."""
+        return {num: self.num_places / steps for num, steps in self.tree_steps.items()}
+
+    @property
+    def chain_curve(self) -> dict[int, float]:
+        """tau at the same places of every candidate, by the tokens that it drafts."""
+        return {num: self.num_places / steps for num, steps in self.chain_steps.items()}
 
     @property
     def best_counts(self) -> dict[int, int]:

@@ -21,8 +21,9 @@ from blockpilot.engine.engine import Engine
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt
 from blockpilot.sweep.candidates import Method, check_candidates
-from blockpilot.sweep.replay import KnownTexts, Text, accepted_everywhere, emitted_along, know, offers_at, walk
+from blockpilot.sweep.replay import KnownTexts, Text, accepted_everywhere, know, offers_at, walk
 from blockpilot.sweep.rows import MIN_PROB, NUM_CHOICES, Outcome, Reject, SweepRow, prompt_ids
+from blockpilot.sweep.trees import emitted_along
 from blockpilot.types import Prefill, Request, Sampling, Step
 
 
@@ -41,6 +42,7 @@ class _Steps(NamedTuple):
     step_ranks: bytes = b""
     step_scores: bytes = b""
     step_log_probs: bytes = b""
+    step_nodes: bytes = b""
 
 
 @dataclass
@@ -281,8 +283,8 @@ def _known_before_steps(pair: Pair, known: KnownTexts, place: int, widest: Candi
     if not places:
         return _Steps(places, *vectors)
     offers = offers_at(pair, known.rows(torch.tensor([place])), positions, NUM_CHOICES)
-    ranks = offers.ranks.cpu().numpy().tobytes()
-    return _Steps(places, *vectors, ranks, _float16(offers.scores), _float16(offers.log_probs))
+    ranks, nodes = (b"" if each is None else each.cpu().numpy().tobytes() for each in (offers.ranks, offers.nodes))
+    return _Steps(places, *vectors, ranks, _float16(offers.scores), _float16(offers.log_probs), nodes)
 
 
 def _float16(values: Tensor) -> bytes:

@@ -32,6 +32,23 @@ def tau_curves(curves: Mapping[str, Mapping[int, float]], trained: int) -> bytes
     return _png(figure)
 
 
+def tree_curves(taus: Mapping[str, Mapping[int, float]], speeds: Mapping[str, Mapping[int, float]]) -> bytes:
+    """tau, and times plain decoding, by the drafted tokens that a step verifies: a line for each layout and load."""
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    panels = figure.subplots(1, 2, squeeze=False)[0]
+    for axes, curves, what in zip(
+        panels, (taus, speeds), ("tau (tokens a step)", "times plain decoding"), strict=True
+    ):
+        for name, curve in curves.items():
+            chain = name.startswith("chain")
+            axes.plot(list(curve), list(curve.values()), "o--" if chain else "-", markersize=3, label=name)
+        axes.set(xscale="log", xlabel="drafted tokens that a step verifies", ylabel=what)
+        ticks = [2**i for i in range(7)]
+        axes.set_xticks(ticks, map(str, ticks))
+        axes.legend(fontsize="small")
+    return _png(figure)
+
+
 def best_sizes(counts: Mapping[str, Mapping[int, int]], trained: int) -> bytes:
     """For how many prompts each block size is the best, by each way to judge."""
     figure, axes = _new("best block size", "share of the prompts")

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from blockpilot.prompts.files import Message, Prompt
 from blockpilot.storage import Place
-from blockpilot.sweep.replay import emitted_along
 from blockpilot.sweep.rows import Metadata, Sweep, SweepRow, prompt_ids, read_parts
+from blockpilot.sweep.trees import emitted_along
 from blockpilot.types import PairId
 
 CANDIDATES = [2, 4, 6, 8]

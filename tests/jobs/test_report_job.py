@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+from dataclasses import replace
 from html import unescape
 from itertools import product
 from pathlib import Path
@@ -53,6 +54,13 @@ def write_sweep(folder: Path, rows: list[SweepRow]) -> str:
     return str(folder)
 
 
+def with_trees(row: SweepRow) -> SweepRow:
+    """Also with what the draft proposes: right choices that trees of so many nodes hold."""
+    num = 7 * len(row.step_places)
+    offers = {"step_ranks": bytes(num), "step_scores": bytes(16 * num), "step_log_probs": bytes(16 * num)}
+    return replace(row, **offers, step_nodes=bytes([1, 2, 4, 8, 16, 32, 64] * len(row.step_places)))
+
+
 def words(page: str) -> str:
     """The page as it is read, without pictures."""
     return " ".join(unescape(re.sub(r"<style>.*?</style>|<[^>]+>", " ", page, flags=re.S)).split())
@@ -60,7 +68,7 @@ def words(page: str) -> str:
 
 def test_the_page_holds_everything_it_needs(tmp_path: Path) -> None:
     evaluations = tuple(write_evaluation(tmp_path / f"e{t}", t) for t in (0.0, 1.0))
-    sweep = write_sweep(tmp_path / "swept", synthetic_rows(20, 0))
+    sweep = write_sweep(tmp_path / "swept", [with_trees(row) for row in synthetic_rows(20, 0)])
     page = run(ReportConfig(evaluations=evaluations, sweeps=(sweep,), output=tmp_path / "report")).read_text()
     assert not re.search(r'(src|href)="(?!data:|#)', page)  # nothing is fetched
     inside = [base64.b64decode(found) for found in re.findall(r"data:image/png;base64,([^\"]+)", page)]
@@ -68,6 +76,7 @@ def test_the_page_holds_everything_it_needs(tmp_path: Path) -> None:
     assert sorted(inside) == sorted(files.values())
     assert all(picture.startswith(b"\x89PNG") for picture in inside)
     assert {"speed_ups.png", "over_best_fixed.png", "cost_curves.png", "swept-tau_curves.png"} <= set(files)
+    assert "swept-trees.png" in files
     assert re.findall(r"<pre>(\| \w+)", page) == 2 * [
         "| method",
         "| prompts",

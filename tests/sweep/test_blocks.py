@@ -13,7 +13,7 @@ from blockpilot.engine.generate import generate
 from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Message, Prompt
-from blockpilot.sweep.replay import emitted_along
+from blockpilot.sweep.trees import emitted_along
 
 MAX_NEW_TOKENS = 40
 

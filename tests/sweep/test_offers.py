@@ -11,7 +11,9 @@ from blockpilot.engine.trees import Slots
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import load_prompts
 from blockpilot.sweep.rows import NUM_CHOICES, Metadata, SweepRow, validate
+from blockpilot.sweep.summary import Summary
 from blockpilot.sweep.sweep import sweep_prompts
+from blockpilot.sweep.trees import MOST_NODES
 from blockpilot.types import Request, Sampling
 
 CANDIDATES = [1, 4, 6]
@@ -105,3 +107,42 @@ def test_a_row_whose_offers_are_torn_is_refused(tiny_pair: Pair) -> None:
         torn = dataclasses.replace(row, **{name: getattr(row, name)[:-2]})
         with pytest.raises(ValueError, match="step_ranks, step_scores and step_log_probs have"):
             validate(torn, metadata)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 6.0])
+def test_every_tree_takes_the_steps_of_decoding_with_it(tiny_pair: Pair, temperature: float) -> None:
+    """Those that draft the whole block, as far as a row shows its places."""
+    settings = {"max_new_tokens": 60, "temperature": temperature, "step_samples": 99}
+    prompts, seen = load_prompts("demo", 3), set[int]()
+    for row, prompt in zip(
+        sweep_prompts(tiny_pair, prompts, [1, 4], method="dense", **settings).rows, prompts, strict=True
+    ):
+        nodes = np.frombuffer(row.step_nodes, np.uint8).reshape(len(row.step_places), -1)
+        ids, sampling = prompt.encode(tiny_pair.tokenizer), Sampling(temperature, seed=row.seed)
+        for num in (3, 5, 12, 40):
+            engine, place = Engine(tiny_pair, num_slots=1, max_length=len(ids) + 60, max_block_size=64), 0
+            engine.add(Request(ids, 60, sampling, num + 1, tiny_pair.stop_token_ids, layout="tree"))
+            engine.step()  # the prompt
+            accepted = (nodes <= num).sum(axis=1).tolist()
+            while place < len(accepted):
+                [step] = engine.step()
+                assert len(step.tokens) == min(accepted[place] + 1, len(row.output_tokens) - 1 - place)
+                place += len(step.tokens)
+            seen |= set(accepted)
+    assert seen >= {0, 1, 2}
+
+
+def test_linked_slots_show_no_trees(markov_pair: Pair, eagle_pair: Pair) -> None:
+    for pair in (markov_pair, eagle_pair):
+        assert all(row.step_ranks and not row.step_nodes for row in dense(pair, 0.0))
+
+
+def test_totals_of_trees_and_chains(tiny_pair: Pair) -> None:
+    """tau by nodes rises to that of a draft whose every right choice is in the tree."""
+    rows = dense(tiny_pair, 6.0)
+    total = Summary().add(rows)
+    assert total.num_places == sum(len(row.step_places) for row in rows)
+    assert list(total.tree_curve) == list(range(1, MOST_NODES + 1))
+    assert list(total.chain_curve) == [size - 1 for size in CANDIDATES]
+    assert total.chain_curve[0] == 1.0
+    assert 1.0 < total.chain_curve[3] < total.tree_curve[MOST_NODES]

@@ -8,8 +8,9 @@ import torch
 from blockpilot.engine.engine import Engine
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Message, Prompt, load_prompts
-from blockpilot.sweep.replay import Text, accepted_everywhere, emitted_along, know, walk
+from blockpilot.sweep.replay import Text, accepted_everywhere, know, walk
 from blockpilot.sweep.sweep import sweep_prompts
+from blockpilot.sweep.trees import emitted_along
 from blockpilot.types import Request, Sampling
 
 ASKED = "Count from one to twenty in words.", "Name three fruits.", "What is the capital of France?"

@@ -84,6 +84,7 @@ STEPS: dict[str, Any] = {
     "step_contexts": halves(1, 2, 3, 4, 5, 6.5),  # two numbers each, as many as `context` has
     "step_embeddings": halves(*range(12)),
 }
+OFFERS = {"step_ranks": bytes(6), "step_scores": bytes(96), "step_log_probs": bytes(96)}  # two slots at each of STEPS
 
 
 def test_rows_and_metadata_survive_the_file(tmp_path: Path) -> None:
@@ -187,6 +188,8 @@ BAD_ROWS: dict[str, dict[str, Any]] = {
     r"step_embeddings have \(12, 0\) bytes": STEPS | {"step_embeddings": b""},
     r"step_embeddings have \(12, 22\) bytes": STEPS | {"step_embeddings": halves(*range(11))},
     r"step_embeddings have \(12, 9\) bytes": STEPS | {"step_embeddings": halves(*range(12))[:9]},
+    "step_nodes has 3 bytes for 6 ranks": STEPS | OFFERS | {"step_nodes": bytes([1, 2, 3])},
+    "step_nodes has 6 bytes for 6 ranks, none of them 0": STEPS | OFFERS | {"step_nodes": bytes(6)},
     "step_contexts or step_embeddings have entries": STEPS | {"step_contexts": halves(1, 2, 3, 4, 5, math.nan)},
     "step_embeddings have entries that are not finite": STEPS | {"step_embeddings": halves(*range(11), math.inf)},
 }

@@ -14,10 +14,10 @@ from blockpilot.engine.generate import generate
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Message, Prompt, load_prompts
 from blockpilot.sweep.candidates import candidates_around, check_candidates
-from blockpilot.sweep.replay import emitted_along
 from blockpilot.sweep.rows import MIN_PROB, Metadata, Outcome, SweepRow, prompt_ids, validate, vectors, write_rows
 from blockpilot.sweep.summary import Summary, fewest_steps
 from blockpilot.sweep.sweep import sampler_seed, sweep_prompts
+from blockpilot.sweep.trees import emitted_along
 from blockpilot.types import Step
 from helpers.sweeps import read_sweep
 from helpers.tiny import MASK_ID, tiny_draft, tiny_target

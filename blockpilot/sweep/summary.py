@@ -47,7 +47,8 @@ class Summary:
         for num in range(1, MOST_NODES + 1):
             self.tree_steps[num] += len(emitted_along((nodes <= num).sum(axis=1).tolist()))
         for size, accepted in zip(row.candidates, row.accepted, strict=True):
-            self.chain_steps[size - 1] += len(emitted_along(accepted[places]))
+            if size > 1:
+                self.chain_steps[size - 1] += len(emitted_along(accepted[places]))
 
     @property
     def tau_curve(self) -> dict[int, float]:

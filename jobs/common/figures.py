@@ -33,15 +33,15 @@ def tau_curves(curves: Mapping[str, Mapping[int, float]], trained: int) -> bytes
 
 
 def tree_curves(taus: Mapping[str, Mapping[int, float]], speeds: Mapping[str, Mapping[int, float]]) -> bytes:
-    """tau, and times plain decoding, by the drafted tokens that a step verifies: a line for each layout and load."""
+    """tau, and times plain decoding, by the drafted tokens that a step verifies: chains beside trees, in pairs."""
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     panels = figure.subplots(1, 2, squeeze=False)[0]
     for axes, curves, what in zip(
         panels, (taus, speeds), ("tau (tokens a step)", "times plain decoding"), strict=True
     ):
-        for name, curve in curves.items():
-            chain = name.startswith("chain")
-            axes.plot(list(curve), list(curve.values()), "o--" if chain else "-", markersize=3, label=name)
+        for i, (name, curve) in enumerate(curves.items()):
+            line = "o--" if name.startswith("chain") else "-"
+            axes.plot(list(curve), list(curve.values()), line, color=f"C{i // 2}", markersize=3, label=name)
         axes.set(xscale="log", xlabel="drafted tokens that a step verifies", ylabel=what)
         ticks = [2**i for i in range(7)]
         axes.set_xticks(ticks, map(str, ticks))

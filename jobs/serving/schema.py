@@ -112,17 +112,24 @@ class ChatMessage(JsonBody):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, BeforeValidator(_content_text)] = ""
+    content: Annotated[str, BeforeValidator(_content_text)]
     tool_calls: list[CallBody] = Field(default_factory=list, max_length=MAX_TOOLS)
     tool_call_id: str | None = None
     name: str | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _calls_are_content(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("tool_calls") and given.get("content") is None:
+            return given | {"content": ""}
+        return given
+
     @model_validator(mode="after")
     def _check_role(self) -> Self:
-        if "content" not in self.model_fields_set and not self.tool_calls:
-            raise ValueError("content: this field is required")
         if self.tool_calls and self.role != "assistant":
             raise ValueError("tool_calls: only the assistant's messages have some")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise ValueError("tool_call_id: a message of a tool names the call that it answers")
         return self
 
     @property

@@ -269,7 +269,7 @@ def test_the_deploy_file_names_the_store_absolutely(
     (app,) = yaml.safe_load((tmp_path / "serve.yaml").read_text())["applications"]
     assert app["runtime_env"]["env_vars"]["MLFLOW_TRACKING_URI"] == f"sqlite:///{tmp_path / 'mlflow.db'}"
     assert app["deployments"][0]["user_config"] == {
-        "policy": "champion",
+        "policy": "auto",
         "store": f"sqlite:///{tmp_path / 'mlflow.db'}",
         "follow_s": 20.0,
         "folder": str(tmp_path / "runs/serve"),

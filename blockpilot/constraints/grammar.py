@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 from llguidance import LLMatcher, LLParserLimits, grammar_from
 
 MAX_BYTES = 2**17  # of a grammar's source
+SEPARATORS: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
@@ -32,9 +33,7 @@ class Grammar(NamedTuple):
             return grammar_from(self.kind, self.source)
         if self.white_space is not None:
             return LLMatcher.grammar_from_json_schema(self.source, overrides={"whitespace_pattern": self.white_space})
-        return LLMatcher.grammar_from_json_schema(
-            self.source, overrides={"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-        )
+        return LLMatcher.grammar_from_json_schema(self.source, overrides=SEPARATORS)
 
 
 def of_schema(schema: Mapping[str, Any], white_space: str | None = None) -> Grammar:

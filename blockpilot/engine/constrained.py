@@ -87,7 +87,7 @@ def best_allowed(automaton: Automaton, slots: Slots, deepest: int, *, is_chain: 
 def _choices(
     automaton: Automaton, slots: Slots, path: tuple[int, ...], after: int, num_later: int
 ) -> Sequence[_Choice]:
-    """What may follow a path, the most probable first: chances are shares of what is not refused."""
+    """Choices that may follow a path, the most probable first: chances are shares of what is not refused."""
     depth = len(path)
     drafted = slots.tokens[depth][after] if depth < len(slots.tokens) and after >= 0 else []
     if forced := automaton.forced(path)[:1]:

@@ -31,7 +31,7 @@ class Row:
     forecast: Forecast | None = None
     """What every step's drafts are bought by; None where one block size is fixed."""
     automaton: Automaton | None = None
-    """Of the request's constraint."""
+    """State of the request's constraint."""
     can_draft: bool = True
     """The draft's cache is kept up with the row's context."""
     finished: bool = False

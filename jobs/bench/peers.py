@@ -48,7 +48,7 @@ class PeersConfig(Config):
     rounds: int = Field(default=3, ge=1)
     """Batches of every number of requests, after one that warms up."""
     num_tokens: int = Field(default=64, ge=2)
-    """Of every answer."""
+    """Tokens of every answer."""
     block_sizes: tuple[int, ...] = (1, 4, 8)
     """Of this engine; vLLM drafts one token less for each. 1 is plain decoding."""
     threads: int = Field(default=1, ge=1)
@@ -213,6 +213,14 @@ def table(found: dict[int, dict[str, list[DecodedBatch]]]) -> str:
     return markdown(rows)
 
 
+def keep(output: Path, text: str, found: dict[int, dict[str, list[DecodedBatch]]]) -> None:
+    """Write and print a table's text; write all batches, by number of requests and name, beside it."""
+    write_text(output / "table.md", text)
+    kept = {num: {name: [a._asdict() for a in of] for name, of in of_load.items()} for num, of_load in found.items()}
+    write_text(output / "answers.json", json.dumps(kept))
+    print(f"\n{text}")
+
+
 def run(config: PeersConfig) -> None:
     """Measure, print and keep the table."""
     torch.set_num_threads(config.threads)
@@ -220,10 +228,7 @@ def run(config: PeersConfig) -> None:
     settings = peers(config)[0].settings
     title = f"{config.pair.models[0]}, {settings['dtype']} on {device_name(torch.device('cpu'))}"
     text = f"{title}: tokens/s, and times the first row.\n\n{table(found)}\n"
-    write_text(config.output / "table.md", text)
-    kept = {num: {name: [a._asdict() for a in of] for name, of in of_load.items()} for num, of_load in found.items()}
-    write_text(config.output / "answers.json", json.dumps(kept))
-    print(f"\n{text}")
+    keep(config.output, text, found)
 
 
 if __name__ == "__main__":

@@ -42,18 +42,18 @@ class BenchPrefixConfig(Config):
     prompts: str = "docstrings"
     """Prompt set or file: texts of the chats' system prompts, and the unrelated requests."""
     block_size: int = Field(default=5, ge=1)
-    """Of every request, as a tree."""
+    """Block size of every request, as a tree."""
     shared_tokens: int = Field(default=1000, ge=32)
     """Tokens of a chat's system prompt."""
     chats: int = Field(default=5, ge=1)
     answer_tokens: int = Field(default=48, ge=2)
-    """Of a chat's answers."""
+    """Tokens of a chat's answers."""
     num_slots: int = Field(default=8, ge=1)
     """Unrelated requests that are decoded together."""
     rounds: int = Field(default=6, ge=2)
-    """Of unrelated requests, each of twice as many as there are slots."""
+    """Rounds of unrelated requests, each of twice as many as there are slots."""
     max_tokens: int = Field(default=64, ge=2)
-    """Of an unrelated request's answer; each prompt has its own limit, from half of this to all of it."""
+    """Tokens of an unrelated answer at most; each prompt has its own limit, from half of this to all of it."""
     max_prefill_tokens: int = Field(default=256, ge=1)
     output: Path = Path("runs/bench_prefix")
 
@@ -161,7 +161,7 @@ def unrelated(config: BenchPrefixConfig, pair: Pair, prompts: Sequence[Prompt]) 
 
 
 def _in_lockstep(engines: Sequence[Engine]) -> list[Spent]:
-    """What each of two engines with the same requests takes to their ends."""
+    """Seconds that each of two engines with the same requests takes to their ends."""
     spent, turn = [Spent(0, 0), Spent(0, 0)], 0
     while not all(engine.idle for engine in engines):
         for place in (turn, 1 - turn):

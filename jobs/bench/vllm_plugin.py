@@ -22,8 +22,7 @@ from blockpilot.evaluation.statistics import Interval, ratio_of_totals
 from blockpilot.evaluation.tables import markdown
 from blockpilot.pairs.checkpoints import find_draft, find_target
 from blockpilot.prompts.files import load_prompts
-from blockpilot.storage import write_text
-from jobs.bench.peers import DecodedBatch, Peer, Worker, running
+from jobs.bench.peers import DecodedBatch, Peer, Worker, keep, running
 from jobs.common.config import Config, PairConfig, Place, main, pick_dtype
 from jobs.common.registry import CHAMPION
 from jobs.vllm_plugin.policies import PluginSettings
@@ -32,13 +31,13 @@ PLAIN, CHOSEN = "vLLM, plain", "plug-in, chosen"
 
 
 class PluginBenchConfig(Config):
-    """What the plug-in chooses by, and the work."""
+    """Policy and price of the plug-in, and the work."""
 
     pair: PairConfig = PairConfig(dtype="fast")
     policy: str = CHAMPION
-    """Of the plug-in: "champion", the directory of a policy, "untrained", or one block size."""
+    """Policy of the plug-in: "champion", the directory of a policy, "untrained", or one block size."""
     price: Place | None = None
-    """Of its steps: price.json of a sweep by vLLM."""
+    """Price of its steps: price.json of a sweep by vLLM."""
     prompts: str = "demo"
     """A prompt set or file."""
     requests: tuple[int, ...] = (1, 4, 16)
@@ -46,7 +45,7 @@ class PluginBenchConfig(Config):
     rounds: int = Field(default=8, ge=2)
     """Batches of every number of requests, after one that warms up."""
     num_tokens: int = Field(default=64, ge=2)
-    """Of every answer."""
+    """Tokens of every answer."""
     drafted: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7)
     """Fixed numbers of drafted tokens, with the plug-in; the largest is what vLLM is started with."""
     stock: tuple[int, ...] = (3,)
@@ -54,7 +53,7 @@ class PluginBenchConfig(Config):
     own: tuple[int, ...] = (4,)
     """Block sizes of this engine, beside its trees."""
     threads: int = Field(default=1, ge=1)
-    """Of every engine."""
+    """Threads of every engine."""
     enforce_eager: bool = False
     """vLLM's engines start in seconds, not compiled; their steps are slower then."""
     output: Path = Path("runs/vllm_plugin")
@@ -149,10 +148,7 @@ def run(config: PluginBenchConfig) -> None:
     """Measure, print and keep the table."""
     found = measure(config)
     text = f"Tokens/s, and times vLLM's plain decoding.\n\n{table(found)}\n\n{overheads(config, found)}"
-    write_text(config.output / "table.md", text)
-    kept = {num: {name: [b._asdict() for b in of] for name, of in of_load.items()} for num, of_load in found.items()}
-    write_text(config.output / "answers.json", json.dumps(kept))
-    print(f"\n{text}")
+    keep(config.output, text, found)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,11 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from blockpilot.constraints.grammar import Grammar
+from blockpilot.constraints.grammar import SEPARATORS, Grammar
 
 Family = Literal["hermes", "llama", "coder"]
 JsonObject = dict[str, Any]
-WRITTEN = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+WRITTEN = {"x-guidance": SEPARATORS}
 ARGUMENTS = {"hermes": "arguments", "llama": "parameters"}
 OPEN, CLOSE = "<tool_call>\n", "\n</tool_call>"
 HEAD = re.compile(r'\{"name": ("(?:[^"\\]|\\.)*"), "(?:arguments|parameters)": ')

@@ -36,7 +36,7 @@ Stage = Literal["prompts", "sweep", "train", "evaluate", "transfer", "report"]
 STAGES: tuple[Stage, ...] = ("prompts", "sweep", "train", "evaluate", "transfer", "report")
 KEPT = Path(__file__).parent / "policies"
 KEPT_EVALUATIONS = Path(__file__).parent / "evaluations"
-SEEN_BY_DRAFT = {"docstrings": 1000, "signatures": 1500, "chitchat": 1000, "chatterbot": 400}
+SEEN_BY_DRAFT = {"docstrings": 3000, "signatures": 3000, "chitchat": 4000, "chatterbot": 500}
 NUM_MEASURED = 64  # of a benchmark, the first ones; of those, policies learn from others
 NUM_PROMPTS = {
     **{"docstrings": 200, "signatures": 150, "chitchat": 300, "chatterbot": 150},

@@ -22,9 +22,9 @@ STEP_DECAY = 0.8  # the paper's code
 class Eagle3Loss(DraftLoss):
     """Loss of the chains that an EAGLE-3 draft unrolls over the answers of a batch.
 
-    `embedding` and `head` are the target's weights [vocab, hidden]. `distill` is the share of the loss that is taken
-    against the target's distribution instead of the answer's token. With `anchors_only`, the chains of the batch's
-    anchors are scored instead of all: less work for the LM head.
+    `embedding` and `head` are the target's weights [vocab, hidden]. `distill` and `overlap` are shares as
+    BlockLoss has them. With `anchors_only`, the chains of the batch's anchors are scored instead of all: less work for
+    the LM head.
     """
 
     draft: Eagle3Model
@@ -39,13 +39,15 @@ class Eagle3Loss(DraftLoss):
         head: Tensor,
         *,
         distill: float = 1.0,
+        overlap: float = 0.0,
         decay: float = STEP_DECAY,
         anchors_only: bool = False,
     ) -> None:
         super().__init__()
         self.draft = draft
         self.block_size = draft.options.block_size
-        self.distill, self.decay, self.anchors_only = distill, decay, anchors_only
+        self.distill, self.overlap = distill, overlap
+        self.decay, self.anchors_only = decay, anchors_only
         vocabulary = draft.vocabulary.to(head.device)
         own_ids = torch.full((len(head),), -1, device=head.device)
         own_ids[vocabulary] = torch.arange(len(vocabulary), device=head.device)
@@ -77,7 +79,7 @@ class Eagle3Loss(DraftLoss):
             labels = self.own_ids[tokens[:, k + 2 : k + 2 + length]]
             known = inside[:, :, k] & (labels >= 0)
             log_probs, of_known = self.draft.logits(hidden[known]).log_softmax(-1, torch.float32), labels[known]
-            wanted = of_target[rows[:, k + 1 : k + 1 + length][known]] if self.distill else None
+            wanted = of_target[rows[:, k + 1 : k + 1 + length][known]] if self.distill or self.overlap else None
             loss = loss + self.decay**k * self._cross_entropy(log_probs, of_known, wanted).sum()
             weight = weight + self.decay**k * len(of_known)
             correct[:, :, k][known] = log_probs.detach().argmax(dim=-1) == of_known
@@ -101,11 +103,11 @@ class Eagle3Loss(DraftLoss):
     def _of_target(self, batch: DraftBatch, inside: Tensor) -> tuple[Tensor, Tensor]:
         """The target's distributions over the draft vocabulary [M, draft vocab] after the tokens that need one.
 
-        rows [N, S + B] is the row of every token's; with `distill` 0 no token needs one.
+        rows [N, S + B] is the row of every token's; with neither `distill` nor `overlap` no token needs one.
         """
         num_steps = inside.shape[2]
         needed = torch.zeros_like(functional.pad(inside[:, :, 0], (0, num_steps + 1)))
-        if self.distill:
+        if self.distill or self.overlap:
             for k in range(num_steps):  # step k of chain t drafts the token after t + 1 + k
                 needed[:, k + 1 : k + 1 + inside.shape[1]] |= inside[:, :, k]
         hidden = batch.hidden[needed[:, : inside.shape[1]]]
@@ -117,4 +119,4 @@ class Eagle3Loss(DraftLoss):
         """Losses [M] of log_probs [M, draft vocab] against the labels [M] mixed with the target's distributions."""
         if of_target is None:
             return functional.nll_loss(log_probs, labels, reduction="none")
-        return distilled(log_probs, labels, of_target, self.distill)
+        return distilled(log_probs, labels, of_target, self.distill, self.overlap)

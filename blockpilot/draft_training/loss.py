@@ -1,9 +1,10 @@
 """Loss of a draft's blocks (arXiv 2602.06036, section 4), over the whole vocabulary or a sample of it.
 
 The loss of a drafted position is the cross entropy with the answer's token, mixed with the cross entropy with the
-target's whole distribution there (`distill`). Positions are weighted by what they mean for the accepted length, since
-a late one counts only when all before it were right: by a fixed decay exp(-(offset - 1) / gamma), or by D-PACE
-(arXiv 2605.18810) from the draft's present confidences.
+target's whole distribution there (`distill`), and with the negative log of the probability that both have in common
+(`overlap`; LK loss, arXiv 2602.23881), which is what is accepted. Positions are weighted by what they mean for the
+accepted length, since a late one counts only when all before it were right: by a fixed decay
+exp(-(offset - 1) / gamma), or by D-PACE (arXiv 2605.18810) from the draft's present confidences.
 
 With a large vocabulary the LM head is most of the cost on a CPU. A step may therefore score every frequent token and
 a fresh sample of the rest, which stands for all of them (sampled softmax).
@@ -24,6 +25,7 @@ from blockpilot.drafts.dflash import DraftModel
 
 GAMMA_PER_BLOCK_SIZE = 0.5  # gamma 4 at B=8; the paper has 7 at B=16
 DPACE_ALPHA = 0.5  # smoothing of the confidences, the paper's
+SMALLEST_OVERLAP = 1e-4  # keeps the LK loss and its gradient finite
 
 Weighting = Literal["decay", "dpace"]
 
@@ -82,8 +84,9 @@ class DraftLoss(nn.Module):
 class BlockLoss(DraftLoss):
     """Loss of the blocks that a DFlash draft fills at a batch's anchors.
 
-    `embedding` and `head` are the target's weights [vocab, hidden]. `distill` is the share of the loss that is taken
-    against the target's distribution instead of the answer's token.
+    `embedding` and `head` are the target's weights [vocab, hidden]. `distill` is the share of the cross entropy that is
+    taken against the target's distribution instead of the answer's token, `overlap` the share of the loss that is the
+    LK loss instead of the cross entropy.
     """
 
     draft: DraftModel
@@ -97,11 +100,12 @@ class BlockLoss(DraftLoss):
         *,
         weighting: Weighting = "decay",
         distill: float = 0.0,
+        overlap: float = 0.0,
     ) -> None:
         super().__init__()
         self.draft = draft
         self.block_size = draft.options.block_size
-        self.weighting, self.distill = weighting, distill
+        self.weighting, self.distill, self.overlap = weighting, distill, overlap
         self.register_buffer("embedding", embedding, persistent=False)
         self.register_buffer("head", head, persistent=False)
 
@@ -117,9 +121,9 @@ class BlockLoss(DraftLoss):
         targets = labels[inside] if vocabulary is None else torch.searchsorted(vocabulary.ids, labels[inside])
         log_probs = logits.log_softmax(dim=-1)
         losses = hard = -log_probs.gather(-1, targets[:, None])[:, 0]
-        if self.distill:
+        if self.distill or self.overlap:
             of_target = self._logits(at(batch.hidden, positions - 1)[inside], vocabulary).float()
-            losses = distilled(log_probs, targets, of_target.softmax(dim=-1), self.distill)
+            losses = distilled(log_probs, targets, of_target.softmax(dim=-1), self.distill, self.overlap)
         weights = self._weights(hard.detach(), inside)
         weighted = (losses * weights[inside]).sum()
         correct = torch.zeros_like(inside)
@@ -142,12 +146,21 @@ class BlockLoss(DraftLoss):
         return logits if vocabulary is None else logits + vocabulary.correction.to(logits.dtype)
 
 
-def distilled(log_probs: Tensor, labels: Tensor, of_target: Tensor, share: float) -> Tensor:
-    """Cross entropies [M] of log_probs [M, V] with the target's distributions [M, V], a `share`, and labels [M]."""
+def distilled(
+    log_probs: Tensor, labels: Tensor, of_target: Tensor, share: float, overlap: float = 0.0
+) -> Tensor:
+    """Losses [M] of log_probs [M, V]: cross entropies with the target's distributions [M, V], a `share`, and labels
+    [M], mixed with an `overlap` of the negative log of what draft and target have in common.
+    """
+    goal = of_target
     if share < 1:
         rest = torch.full_like(log_probs[:, :1], 1 - share)
-        of_target = (of_target * share).scatter_add_(-1, labels[:, None], rest)
-    return -(of_target * log_probs).sum(dim=-1)
+        goal = (of_target * share).scatter_add_(-1, labels[:, None], rest)
+    cross_entropy = -(goal * log_probs).sum(dim=-1)
+    if not overlap:
+        return cross_entropy
+    common = torch.minimum(of_target, log_probs.exp()).sum(dim=-1)
+    return (1 - overlap) * cross_entropy - overlap * torch.log(common + SMALLEST_OVERLAP)
 
 
 def dpace_weights(losses: Tensor, inside: Tensor) -> Tensor:

@@ -48,7 +48,9 @@ class DraftFitSettings:
     weighting: Weighting = "decay"
     """Weights of the drafted positions: a fixed decay, or D-PACE, by the draft's present confidences."""
     distill: float = 0.0
-    """Share of the loss that is taken against the target's distribution instead of the answer's token."""
+    """Share of the cross entropy that is taken against the target's distribution instead of the answer's token."""
+    overlap: float = 0.0
+    """Share of the loss that is the LK loss, by the probability that draft and target have in common."""
     num_sampled: int = 1024
     """LM head rows drawn at each step for the rare tokens; 0 scores the whole vocabulary."""
     autocast: bool = True
@@ -61,8 +63,9 @@ class DraftFitSettings:
                 raise ValueError(f"{name} {getattr(self, name)}: must be at least {least}")
         if not self.lr > 0:
             raise ValueError(f"lr {self.lr}: must be above 0")
-        if not 0 <= self.distill <= 1:
-            raise ValueError(f"distill {self.distill}: must be from 0 to 1")
+        for name in ("distill", "overlap"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} {getattr(self, name)}: must be from 0 to 1")
 
 
 class DraftFit:

@@ -162,17 +162,17 @@ def draft_loss(config: TrainDraftConfig, answers: Sequence[Answer]) -> DraftLoss
     modules = model.get_input_embeddings(), model.get_output_embeddings()
     dtype = torch.bfloat16 if config.fit.autocast else torch.float32
     embedding, head = (cast(torch.Tensor, module.weight).detach().to(dtype) for module in modules)
-    draft, from_target = fresh_draft(config), config.start == "target"
+    draft, from_target, fit = fresh_draft(config), config.start == "target", config.fit
     if isinstance(draft, DraftModel):
         if from_target:
             start_from_target(draft, model, answers[0].tokens)
-        return BlockLoss(draft, embedding, head, weighting=config.fit.weighting, distill=config.fit.distill)
+        return BlockLoss(draft, embedding, head, weighting=fit.weighting, distill=fit.distill, overlap=fit.overlap)
     if config.start in ("target", "random"):
         ranked = by_frequency((answer.tokens[answer.num_prompt_tokens :] for answer in answers), len(head))
         draft.use_vocabulary(ranked[: config.draft_vocab_size])
     if from_target:
         start_eagle3_from_target(draft, model)
-    return Eagle3Loss(draft, embedding, head, distill=config.fit.distill)
+    return Eagle3Loss(draft, embedding, head, distill=fit.distill, overlap=fit.overlap)
 
 
 def export(draft: DraftModel | Eagle3Model, directory: Path) -> None:

@@ -127,13 +127,15 @@ def test_a_block_sees_neither_its_answers_nor_other_blocks(tiny_pair: Pair) -> N
 
 
 @pytest.mark.parametrize("weighting", ["decay", "dpace"])
-@pytest.mark.parametrize("distill", [0.0, 0.3])
+@pytest.mark.parametrize(("distill", "overlap"), [(0.0, 0.0), (0.3, 0.0), (1.0, 0.5), (0.0, 0.2)])
 @pytest.mark.parametrize("markov_rank", [0, 5])
-def test_the_loss_equals_a_slow_loop(weighting: str, distill: float, markov_rank: int, tiny_pair: Pair) -> None:
+def test_the_loss_equals_a_slow_loop(
+    weighting: str, distill: float, overlap: float, markov_rank: int, tiny_pair: Pair
+) -> None:
     shard = documents(3)
     batch = batch_of(shard, 4, seed=2)
     draft = tiny_draft(tiny_pair.target, BLOCK, markov_rank=markov_rank)
-    loss = loss_of(tiny_pair, draft, weighting=weighting, distill=distill)
+    loss = loss_of(tiny_pair, draft, weighting=weighting, distill=distill, overlap=overlap)
     scores = loss(batch)
     drafted = draft_batch(loss.draft, loss.embedding, batch, BLOCK).detach()
     total = weight = 0.0
@@ -152,12 +154,17 @@ def test_the_loss_equals_a_slow_loop(weighting: str, distill: float, markov_rank
                 -float((wanted.softmax(0) * found.log_softmax(0)).sum())
                 for found, wanted in zip(logits, of_target, strict=True)
             ]
+            common = [
+                float(torch.minimum(wanted.softmax(0), found.softmax(0)).sum())
+                for found, wanted in zip(logits, of_target, strict=True)
+            ]
             for offset in offsets:
                 w = math.exp(-(offset - 1) / (0.5 * BLOCK))
                 if weighting == "dpace":
                     smoothed = [0.5 * math.exp(-value) + 0.5 for value in hard]
                     w = sum(math.prod(smoothed[:k]) for k in range(offset, len(smoothed) + 1))
-                total += w * ((1 - distill) * hard[offset - 1] + distill * soft[offset - 1])
+                cross_entropy = (1 - distill) * hard[offset - 1] + distill * soft[offset - 1]
+                total += w * ((1 - overlap) * cross_entropy - overlap * math.log(common[offset - 1]))
                 weight += w
             right = [int(found.argmax()) == label for found, label in zip(logits, labels, strict=True)]
             assert scores.num_accepted[row, a] == [*right, False].index(False)
@@ -267,7 +274,7 @@ def test_too_few_documents_are_refused(tiny_pair: Pair, tmp_path: Path) -> None:
         fit_on(tiny_pair, shards, settings(batch_size=8))
 
 
-@pytest.mark.parametrize("change", [{"epochs": 0}, {"lr": 0.0}, {"distill": 1.5}, {"num_sampled": -1}])
+@pytest.mark.parametrize("change", [{"epochs": 0}, {"lr": 0.0}, {"distill": 1.5}, {"overlap": -0.1}, {"num_sampled": -1}])
 def test_settings_out_of_range_are_refused_by_name(change: dict[str, float]) -> None:
     [name] = change
     with pytest.raises(ValueError, match=f"{name} {change[name]}: must be"):

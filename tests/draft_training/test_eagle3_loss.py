@@ -1,5 +1,6 @@
 """EAGLE-3 training: the unrolled loss against one chain at a time, and that DraftFit learns with it."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +71,15 @@ def chain(slow: SlowEagle3, loss: Eagle3Loss, document: Document, anchor: int, t
     return scores
 
 
-@pytest.mark.parametrize(("distill", "anchors_only"), [(1.0, False), (0.3, False), (0.0, False), (1.0, True)])
-def test_the_unrolled_loss_equals_one_chain_at_a_time(distill: float, anchors_only: bool, tiny_pair: Pair) -> None:
+@pytest.mark.parametrize(
+    ("distill", "overlap", "anchors_only"),
+    [(1.0, 0.0, False), (0.3, 0.0, False), (0.0, 0.0, False), (1.0, 0.5, True), (0.0, 0.3, False)],
+)
+def test_the_unrolled_loss_equals_one_chain_at_a_time(
+    distill: float, overlap: float, anchors_only: bool, tiny_pair: Pair
+) -> None:
     shard = documents()
-    loss, batch = loss_of(tiny_pair, distill=distill, anchors_only=anchors_only), batch_of(shard)
+    loss, batch = loss_of(tiny_pair, distill=distill, overlap=overlap, anchors_only=anchors_only), batch_of(shard)
     slow = SlowEagle3(loss.draft.state_dict(), loss.draft.config)
     total, weight, count = 0.0, 0.0, [0] * (BLOCK - 1)
     for row, document in enumerate(shard):
@@ -90,7 +96,9 @@ def test_the_unrolled_loss_equals_one_chain_at_a_time(distill: float, anchors_on
                 own = torch.nn.functional.one_hot(torch.tensor(label - 20), len(OWN))
                 of_target = (loss.head @ document.hidden[anchor + k - 1])[OWN].softmax(0)
                 wanted = distill * of_target + (1 - distill) * own
-                total -= 0.8 ** (k - 1) * float(wanted @ scores[k - 1].log_softmax(0))
+                own_loss = -float(wanted @ scores[k - 1].log_softmax(0))
+                common = float(torch.minimum(of_target, scores[k - 1].softmax(0)).sum())
+                total += 0.8 ** (k - 1) * ((1 - overlap) * own_loss - overlap * math.log(common))
                 weight += 0.8 ** (k - 1)
     found = loss(batch)
     assert found.loss.item() == pytest.approx(total / weight, rel=1e-4)

@@ -22,6 +22,7 @@ from blockpilot.control.price import PRICE_FILE, Load, StepPrice, loads_up_to, r
 from blockpilot.evaluation.oracle import Table, potential
 from blockpilot.evaluation.statistics import Interval
 from blockpilot.evaluation.tables import with_range
+from blockpilot.policy.reliability import Bin
 from blockpilot.storage import is_file, join, write_bytes, write_text
 from blockpilot.sweep.rows import SweepRow, read_parts
 from blockpilot.sweep.summary import Summary, least_cost
@@ -290,6 +291,7 @@ def _of_policy(folder: Path) -> Section:
     found = _read(folder / TRAINING_FILE, "training", "report")
     params, lookup, balance = (found[name] for name in ("params", "report", "balance"))
     training, validation = found["num_examples"]
+    curves = {name: list(map(Bin._make, bins)) for name, bins in (found.get("reliability") or {}).items()}
     return Section(
         "The policy",
         f"kind {params['kind']}, objective "
@@ -300,6 +302,7 @@ def _of_policy(folder: Path) -> Section:
             {"best block size": size, "examples": str(num), "share": f"{num / sum(balance.values()):.0%}"}
             for size, num in balance.items()
         ],
+        pictures={"policy-reliability.png": figures.reliability(curves)} if curves else {},
     )
 
 

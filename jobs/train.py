@@ -71,7 +71,7 @@ def _work(config: TrainConfig, data: Dataset) -> None:
         if fit.done or fit.epoch % config.checkpoint_every == 0:
             state = fit.state_dict()
             if fit.done and rank == 0 and len(outcomes := training.outcomes):
-                state["nodes"] = fit_nodes(outcomes, seed=config.fit.seed).state_dict()
+                state["nodes"] = fit_nodes(outcomes).state_dict()
             report(metrics | {"epoch": fit.epoch}, state if rank == 0 else None)
 
 

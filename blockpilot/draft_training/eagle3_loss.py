@@ -22,9 +22,8 @@ STEP_DECAY = 0.8  # the paper's code
 class Eagle3Loss(DraftLoss):
     """Loss of the chains that an EAGLE-3 draft unrolls over the answers of a batch.
 
-    `embedding` and `head` are the target's weights [vocab, hidden]. `distill` and `overlap` are shares as
-    BlockLoss has them. With `anchors_only`, the chains of the batch's anchors are scored instead of all: less work for
-    the LM head.
+    `embedding` and `head` are the target's weights [vocab, hidden]; `distill` and `overlap` are those of BlockLoss.
+    With `anchors_only`, the chains of the batch's anchors are scored instead of all: less work for the LM head.
     """
 
     draft: Eagle3Model

@@ -84,9 +84,9 @@ class DraftLoss(nn.Module):
 class BlockLoss(DraftLoss):
     """Loss of the blocks that a DFlash draft fills at a batch's anchors.
 
-    `embedding` and `head` are the target's weights [vocab, hidden]. `distill` is the share of the cross entropy that is
-    taken against the target's distribution instead of the answer's token, `overlap` the share of the loss that is the
-    LK loss instead of the cross entropy.
+    `embedding` and `head` are the target's weights [vocab, hidden]. `distill` is the share of the cross entropy that
+    is taken against the target's distribution instead of the answer's token, `overlap` the share of the loss that is
+    the LK loss instead of the cross entropy.
     """
 
     draft: DraftModel
@@ -146,9 +146,7 @@ class BlockLoss(DraftLoss):
         return logits if vocabulary is None else logits + vocabulary.correction.to(logits.dtype)
 
 
-def distilled(
-    log_probs: Tensor, labels: Tensor, of_target: Tensor, share: float, overlap: float = 0.0
-) -> Tensor:
+def distilled(log_probs: Tensor, labels: Tensor, of_target: Tensor, share: float, overlap: float = 0.0) -> Tensor:
     """Losses [M] of log_probs [M, V]: cross entropies with the target's distributions [M, V], a `share`, and labels
     [M], mixed with an `overlap` of the negative log of what draft and target have in common.
     """

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from blockpilot.policy.network import Kind, PolicyFeatures, SparseProbs, scalars
 from blockpilot.policy.nodes import Outcomes, outcomes_of
+from blockpilot.policy.reliability import Proposed
 from blockpilot.storage import write_text
 from blockpilot.sweep.rows import SweepRow, vectors
 
@@ -95,10 +96,15 @@ class Examples:
         return self.all_taus[self.index]
 
     @property
-    def outcomes(self) -> Outcomes:
-        """Of the draft's choices in these examples, in memory."""
+    def proposed(self) -> Proposed:
+        """The draft's choices in these examples, in memory."""
         drawn = self.scalars[self.index, -1] > 0  # the temperature
-        return outcomes_of(self.ranks[self.index], self.scores[self.index], self.log_probs[self.index], drawn)
+        return Proposed(self.ranks[self.index], self.scores[self.index], self.log_probs[self.index], drawn)
+
+    @property
+    def outcomes(self) -> Outcomes:
+        """Of those choices."""
+        return outcomes_of(*self.proposed)
 
     @property
     def prompt_of(self) -> Tensor:

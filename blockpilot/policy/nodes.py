@@ -2,13 +2,13 @@
 
 A draft is too sure of some choices and not sure enough of others, and it does not know which choice above was made:
 what follows a second choice is right less often than what follows a first one (arXiv 2604.12989 has trees of the
-draft's own probabilities). The model sees of a choice its scores, their distances to the first and the next, the
-entropy of the slot, rank and depth, and how many choices above are no first ones.
+draft's own probabilities). Logistic regressions calibrate them, one for slots of temperature 0 and one for slots that
+are drawn: a step waits for them, and a network brings no more (LOG.md).
 """
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,88 +18,48 @@ from blockpilot.drafts.choices import own_chances
 from blockpilot.types import Candidates
 
 NUM_CONTEXTS = 3  # none, one, or more choices above that are no first ones
-NUM_FEATURES, OWN_LOGIT = 15, 0  # and the place of the logit of the draft's own chance
-LEAST_STEPS = 360
+FEATURES = "own_logit", "log_prob", "to_first", "to_next", "inverse_depth"
 LEAST_SCORE, LEAST_CHANCE = -30.0, 1e-4
+DECAY = 1e-4  # of squared weights, in nats
+MAX_ITERATIONS = 200
 
 
 def features(found: Candidates, depths: Tensor) -> Tensor:
-    """What is known of every choice: [N, k, NUM_FEATURES]; depths [N] are those of the slots, from 0 on."""
+    """FEATURES of every choice: [N, k, F]; depths [N] are those of the slots, from 0 on."""
     scores, log_probs = (values.float().clamp(min=LEAST_SCORE) for values in (found.scores, found.log_probs))
     own = own_chances(found._replace(scores=scores, log_probs=log_probs))[0].clamp(LEAST_CHANCE, 1 - LEAST_CHANCE)
-    probs = log_probs.exp()
-    ranks = torch.arange(scores.shape[1], device=scores.device).float().expand_as(scores)
-    of_slot = (
-        -(probs * log_probs).sum(dim=1),
-        probs.sum(dim=1),
-        scores[:, 0] - scores[:, min(1, scores.shape[1] - 1)],
-        depths.float(),
-        1 / (1 + depths.float()),
-        (depths == 0).float(),
-        found.drawn.float(),
-    )
-    of_choice = (
-        own.logit(),
-        own.log(),
-        scores,
-        log_probs,
-        scores - scores[:, :1],
-        functional.pad(scores[:, :-1] - scores[:, 1:], (0, 1)),
-        ranks,
-        (ranks == 0).float(),
-    )
-    return torch.stack([*of_choice, *(values[:, None].expand_as(scores) for values in of_slot)], dim=-1)
+    to_next = torch.zeros_like(scores)
+    to_next[:, :-1] = scores[:, :-1] - scores[:, 1:]
+    inverse_depth = (1 / (1 + depths.float()))[:, None].expand_as(scores)
+    return torch.stack([own.logit(), log_probs, scores - scores[:, :1], to_next, inverse_depth], dim=-1)
 
 
 class NodeModel(nn.Module):
     """Logits of the chance that the target makes a choice where it has made those above.
 
-    What it learns is added to the logit of the draft's own chance.
+    What it learns is added to the logit of the draft's own chance: weights of the features, and an addition by
+    context for the first choice of a slot and for later ones. Both parameters have one row for slots of temperature 0
+    and one for slots that are drawn.
     """
 
-    mean: Tensor
-    scale: Tensor
-
-    def __init__(self, hidden: int = 32) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.hidden = hidden
-        self.layers = nn.Sequential(
-            nn.Linear(NUM_FEATURES + NUM_CONTEXTS, hidden),
-            nn.SiLU(),
-            nn.Linear(hidden, hidden),
-            nn.SiLU(),
-            nn.Linear(hidden, 1),
-        )
-        last = self.layers[-1]
-        for parameter in last.parameters():
-            nn.init.zeros_(parameter)  # before it has learned anything the draft's own chances
-        self.register_buffer("mean", torch.zeros(NUM_FEATURES))
-        self.register_buffer("scale", torch.ones(NUM_FEATURES))
+        self.weight = nn.Parameter(torch.zeros(2, len(FEATURES)))
+        self.of_context = nn.Parameter(torch.zeros(2, NUM_CONTEXTS, 2))
 
-    def forward(self, known: Tensor, num_passed: Tensor) -> Tensor:
-        """Of `features` [N, k, F], after num_passed [N] choices that are no first ones: [N, k]."""
-        return self._outputs(known, self._of_contexts[num_passed.clamp(max=NUM_CONTEXTS - 1)][:, None])
-
-    @property
-    def _of_contexts(self) -> Tensor:
-        """Addition of every context to the first layer, [NUM_CONTEXTS, hidden]."""
-        return self._first.weight[:, NUM_FEATURES:].T
-
-    @property
-    def _first(self) -> nn.Linear:
-        return cast(nn.Linear, self.layers[0])
-
-    def _outputs(self, known: Tensor, of_context: Tensor) -> Tensor:
-        """[..., k], of all shapes that of_context [..., k or 1, hidden] spans with `known` [N, k, F]."""
-        weight, bias = self._first.weight[:, :NUM_FEATURES], self._first.bias
-        hidden = functional.linear((known - self.mean) / self.scale, weight, bias)
-        outputs: Tensor = self.layers[1:](hidden + of_context)
-        return known[..., OWN_LOGIT] + outputs[..., 0]
+    def forward(self, known: Tensor, drawn: Tensor) -> Tensor:
+        """Of `features` [N, k, F] of slots that are `drawn` [N], after none, one, or more choices that are no first
+        ones: [NUM_CONTEXTS, N, k].
+        """
+        kinds = drawn.long()
+        logits = known[..., FEATURES.index("own_logit")] + torch.matmul(known, self.weight[kinds][:, :, None])[..., 0]
+        first, later = self.of_context[kinds].transpose(0, 1).split(1, dim=-1)
+        return logits + torch.cat([first, later.expand(-1, -1, known.shape[1] - 1)], dim=-1)
 
     def chances(self, found: Candidates, depths: Sequence[int]) -> Tensor:
         """[NUM_CONTEXTS, N, k] of what a draft proposes for depths[r] positions of each row: they fall along k."""
         places = torch.tensor([i for depth in depths for i in range(depth)], device=found.scores.device)
-        chances = self._outputs(features(found, places), self._of_contexts[:, None, None]).sigmoid()
+        chances = self(features(found, places), found.drawn).sigmoid()
         chances = chances.where(found.scores > -math.inf, 0.0)  # of what cannot be drawn
         return (chances / chances.sum(dim=-1, keepdim=True).clamp(min=1)).cummin(dim=-1).values
 
@@ -134,39 +94,31 @@ def outcomes_of(ranks: Tensor, scores: Tensor, log_probs: Tensor, drawn: Tensor)
     return Outcomes(found, place, passed[reached], ranks[reached].long())
 
 
-def fit_nodes(
-    outcomes: Outcomes, *, hidden: int = 32, epochs: int = 20, batch_size: int = 512, lr: float = 3e-3, seed: int = 0
-) -> NodeModel:
-    """A node model by the cross entropy of every choice's being right; equal for equal seeds. On the CPU.
+def fit_nodes(outcomes: Outcomes) -> NodeModel:
+    """The node model of the least cross entropy of every choice's being right. On the CPU."""
+    model = NodeModel().double()
+    known, rights = features(outcomes.found, outcomes.depths).double(), _rights(outcomes).double()
+    parameters = list(model.parameters())
+    optimizer = torch.optim.LBFGS(parameters, max_iter=MAX_ITERATIONS, line_search_fn="strong_wolfe")
 
-    Few outcomes are seen more often, for LEAST_STEPS steps of the optimizer.
-    """
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = NodeModel(hidden)
-        known = features(outcomes.found, outcomes.depths)
-        model.mean, model.scale = known.mean(dim=(0, 1)), known.std(dim=(0, 1)) + 1e-3
-        rights = _rights(outcomes, known.shape[1])
-        optimizer = torch.optim.AdamW(model.parameters(), lr, weight_decay=1e-2)
-        each = -(-len(outcomes) // batch_size)
-        epochs = max(epochs, -(-LEAST_STEPS // each))
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=epochs * each)
-        for _ in range(epochs):
-            for index in torch.randperm(len(outcomes)).split(batch_size):
-                logits = model(known[index], outcomes.num_passed[index])
-                optimizer.zero_grad()
-                functional.binary_cross_entropy_with_logits(logits, rights[index]).backward()
-                optimizer.step()
-                schedule.step()
-    return model.eval().requires_grad_(False)
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        logits = _logits(model, known, outcomes)
+        total = functional.binary_cross_entropy_with_logits(logits, rights)
+        total = total + DECAY * sum(parameter.square().sum() for parameter in parameters)
+        total.backward()
+        return total
+
+    optimizer.step(loss)
+    return model.float().eval().requires_grad_(False)
 
 
 @torch.no_grad()
 def node_losses(model: NodeModel, outcomes: Outcomes) -> tuple[float, float]:
     """Nats a slot of the model, and of the draft's own probabilities."""
     known = features(outcomes.found, outcomes.depths)
-    learned = model(known, outcomes.num_passed).sigmoid()
-    rights = _rights(outcomes, known.shape[1])
+    learned = _logits(model, known, outcomes).sigmoid()
+    rights = _rights(outcomes)
     own = own_chances(outcomes.found)[0].clamp(LEAST_CHANCE, 1 - LEAST_CHANCE)
     ours, theirs = (
         float(functional.binary_cross_entropy(p, rights, reduction="sum")) / max(len(outcomes), 1)
@@ -175,6 +127,13 @@ def node_losses(model: NodeModel, outcomes: Outcomes) -> tuple[float, float]:
     return ours, theirs
 
 
-def _rights(outcomes: Outcomes, num_choices: int) -> Tensor:
+def _logits(model: NodeModel, known: Tensor, outcomes: Outcomes) -> Tensor:
+    """[S, k], each slot's in its context."""
+    contexts = outcomes.num_passed.clamp(max=NUM_CONTEXTS - 1)
+    logits: Tensor = model(known, outcomes.found.drawn)[contexts, torch.arange(len(outcomes))]
+    return logits
+
+
+def _rights(outcomes: Outcomes) -> Tensor:
     """[S, k]: 1 for the choice that was right."""
-    return (outcomes.ranks[:, None] == torch.arange(num_choices)).float()
+    return (outcomes.ranks[:, None] == torch.arange(outcomes.found.scores.shape[1])).float()

@@ -24,8 +24,7 @@ from blockpilot.types import CandidateSet, PairId
 WEIGHTS_FILE = "policy.safetensors"
 NODES_FILE = "nodes.safetensors"
 INFO_FILE = "policy.json"
-FIRST_LAYER, MAX_HIDDEN = "layers.0.weight", 1024  # of a node model
-FORMAT = 3
+FORMAT = 4
 
 
 def save_policy(policy: LearnedPolicy, directory: str | Path) -> None:
@@ -125,12 +124,8 @@ def _read_network(path: Path, shape: NetworkShape) -> PolicyNetwork:
 
 
 def _read_nodes(path: Path) -> NodeModel:
-    tensors = _read_tensors(path)
-    first = tensors.get(FIRST_LAYER)
-    if first is None or first.dim() != 2 or not 1 <= len(first) <= MAX_HIDDEN:
-        raise ValueError(f"{path}: tensor {FIRST_LAYER!r} must have 1 to {MAX_HIDDEN} rows")
-    model = NodeModel(len(first))
-    _fill(model, path, tensors)
+    model = NodeModel()
+    _fill(model, path, _read_tensors(path))
     return model
 
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from blockpilot.control.price import StepPrice, loads_up_to
 from blockpilot.evaluation.statistics import Interval
+from blockpilot.policy.reliability import Bin
 from blockpilot.types import MAX_BLOCK_SIZE
 
 DOTTED: dict[str, Any] = {"marker": "o", "markersize": 4}
@@ -106,6 +107,16 @@ def cost_curves(price: StepPrice) -> bytes:
     for rows in loads_up_to(price.rows):
         axes.plot(sizes, price.relative(sizes, rows), label=f"{rows} row{'s' * (rows > 1)}")
     axes.legend(fontsize="small", title=price.device, title_fontsize="small")
+    return _png(figure)
+
+
+def reliability(curves: Mapping[str, Sequence[Bin]]) -> bytes:
+    """Accepted by expected, of the nodes of draft trees: a line for every way to expect."""
+    figure, axes = _new("chance that a node had", "share accepted")
+    axes.plot([0, 1], [0, 1], color="gray", linewidth=1)
+    for name, bins in curves.items():
+        axes.plot([each.expected for each in bins], [each.accepted for each in bins], **DOTTED, label=name)
+    axes.legend(fontsize="small")
     return _png(figure)
 
 

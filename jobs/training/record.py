@@ -15,7 +15,8 @@ from blockpilot.policy.dataset import split_examples
 from blockpilot.policy.learned import LearnedPolicy, PolicyInfo
 from blockpilot.policy.nodes import NodeModel, node_losses
 from blockpilot.policy.offline import LookupReport, lookup_report
-from blockpilot.policy.store import FIRST_LAYER, FORMAT, INFO_FILE, load_policy, remove_policy, save_policy
+from blockpilot.policy.reliability import Bin, Proposed, reliability
+from blockpilot.policy.store import FORMAT, INFO_FILE, load_policy, remove_policy, save_policy
 from blockpilot.policy.training import fitted_network, new_network, shrink
 from blockpilot.storage import remove_folder, write_text
 from blockpilot.sweep.rows import MIN_PROB
@@ -25,6 +26,7 @@ from jobs.training.config import TrainConfig
 from jobs.training.dataset import Dataset
 
 TRAINING_FILE = "training.json"
+NUM_RELIABILITY_STEPS = 2000
 TRAINING_TAG = "training"  # of a version: the id of the training that it was registered for
 
 
@@ -77,6 +79,7 @@ def save(config: TrainConfig, data: Dataset, state: dict[str, Any]) -> None:
         "fell_back": fell_back,
         "num_examples": [len(training), len(validation)],
         "node_losses": None if nodes is None else node_losses(nodes, validation.outcomes),
+        "reliability": None if nodes is None else _reliability(nodes, validation.proposed),
         "balance": {size: labels[i] for i, size in enumerate(data.candidates)},
     }
     aside = config.output / ".new"
@@ -94,9 +97,16 @@ def fitted_nodes(state: dict[str, Any]) -> NodeModel | None:
     """The node model of a training's last state; None where the rows hold nothing to learn it from."""
     if "nodes" not in state:
         return None
-    model = NodeModel(len(state["nodes"][FIRST_LAYER]))
+    model = NodeModel()
     model.load_state_dict(state["nodes"])
     return model
+
+
+def _reliability(nodes: NodeModel, proposed: Proposed) -> dict[str, list[Bin]]:
+    """That of the node model, and of the draft's own chances, on some of the steps."""
+    every = -(-len(proposed) // NUM_RELIABILITY_STEPS)
+    some = Proposed(*(values[:: max(1, every)] for values in proposed))
+    return {"node model": reliability(nodes, some), "draft": reliability(None, some)}
 
 
 def _tags(info: PolicyInfo, data: Dataset, found: LookupReport) -> dict[str, object]:

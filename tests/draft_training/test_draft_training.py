@@ -274,7 +274,9 @@ def test_too_few_documents_are_refused(tiny_pair: Pair, tmp_path: Path) -> None:
         fit_on(tiny_pair, shards, settings(batch_size=8))
 
 
-@pytest.mark.parametrize("change", [{"epochs": 0}, {"lr": 0.0}, {"distill": 1.5}, {"overlap": -0.1}, {"num_sampled": -1}])
+@pytest.mark.parametrize(
+    "change", [{"epochs": 0}, {"lr": 0.0}, {"distill": 1.5}, {"overlap": -0.1}, {"num_sampled": -1}]
+)
 def test_settings_out_of_range_are_refused_by_name(change: dict[str, float]) -> None:
     [name] = change
     with pytest.raises(ValueError, match=f"{name} {change[name]}: must be"):

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from blockpilot.drafts.choices import own_chances
 from blockpilot.policy.nodes import (
+    FEATURES,
     NUM_CONTEXTS,
-    NUM_FEATURES,
     NodeModel,
     Outcomes,
     features,
@@ -55,13 +55,13 @@ def test_outcomes_are_of_slots_that_were_reached() -> None:
 @settings(deadline=None)
 def test_chances_fall_and_are_no_more_than_one_together(k: int, num: int, seed: int) -> None:
     torch.manual_seed(seed)
-    model = NodeModel(8).requires_grad_(False)
+    model = NodeModel().requires_grad_(False)
     for parameter in model.parameters():
         parameter.normal_(std=2)
     found = candidates(num, k, seed)
     found.scores[0, k // 2 :] = found.log_probs[0, k // 2 :] = -torch.inf
     assert features(found, torch.arange(num)).isfinite().all()
-    assert features(found, torch.arange(num)).shape == (num, k, NUM_FEATURES)
+    assert features(found, torch.arange(num)).shape == (num, k, len(FEATURES))
     chances = model.chances(found, [num])
     assert chances.shape == (NUM_CONTEXTS, num, k)
     assert (chances.diff(dim=-1) <= 0).all()
@@ -70,7 +70,7 @@ def test_chances_fall_and_are_no_more_than_one_together(k: int, num: int, seed: 
 
 
 def test_slots_without_numbers_have_no_chance_and_the_others_theirs() -> None:
-    found, model = candidates(6, 4), NodeModel(8).requires_grad_(False)
+    found, model = candidates(6, 4), NodeModel().requires_grad_(False)
     own, learned = own_chances(found), model.chances(found, [6])
     for field in (found.scores, found.log_probs):
         field[[1, 2]] = -torch.inf  # as the sampler gives them
@@ -99,29 +99,36 @@ def drawn_outcomes(num: int, seed: int) -> tuple[Outcomes, Tensor]:
 
 def test_it_learns_chances_that_the_draft_does_not_know() -> None:
     outcomes, _ = drawn_outcomes(6000, 0)
-    model = fit_nodes(outcomes, epochs=30, batch_size=128)
+    model = fit_nodes(outcomes)
     test, expected = drawn_outcomes(3000, 1)
-    logits = model(features(test.found, test.depths), test.num_passed)
-    found = logits.sigmoid()[:, :2]
-    assert (found - expected).abs().mean() < 0.04
+    found = model(features(test.found, test.depths), test.found.drawn).sigmoid()
+    found = found[test.num_passed, torch.arange(len(test))][:, :2]
+    assert (found - expected).abs().mean() < 0.05
     ours, own = node_losses(model, test)
-    # The entropy of what is right, and no more than a little above it.
+    # The entropy of what is right, and no more than a little above it: third choices never are, which it cannot tell.
     entropy = float(sum(torch.special.entr(p) + torch.special.entr(1 - p) for p in expected.T).mean())
-    assert entropy < ours < entropy + 0.05 < own
+    assert entropy < ours < entropy + 0.15 < own
 
 
-def test_equal_seeds_give_equal_models() -> None:
-    outcomes, _ = drawn_outcomes(300, 2)
-    one, same, other = (fit_nodes(outcomes, epochs=1, seed=seed).state_dict() for seed in (1, 1, 2))
+def test_slots_that_are_drawn_are_learned_apart() -> None:
+    outcomes, _ = drawn_outcomes(400, 2)
+    none_drawn = outcomes.found._replace(drawn=torch.zeros(400).bool())
+    model = fit_nodes(Outcomes(none_drawn, *outcomes[1:]))
+    assert model.weight[0].abs().min() > 0
+    assert (model.weight[1] == 0).all()
+    assert (model.of_context[1] == 0).all()
+
+
+def test_equal_outcomes_give_equal_models() -> None:
+    one, same = (fit_nodes(drawn_outcomes(300, 2)[0]).state_dict() for _ in range(2))
     assert all(torch.equal(one[name], same[name]) for name in one)
-    assert not all(torch.equal(one[name], other[name]) for name in one)
 
 
 # --- its file ---
 
 
 def saved(folder: Path) -> NodeModel:
-    nodes = fit_nodes(drawn_outcomes(200, 3)[0], hidden=5, epochs=1)
+    nodes = fit_nodes(drawn_outcomes(200, 3)[0])
     policy = tiny_policy(PAIR, 20, (1, 2, 4), kind="step", sizes=(3, 3))
     policy.nodes = nodes
     save_policy(policy, folder)
@@ -143,13 +150,13 @@ def test_other_files_are_refused(change: str, tmp_path: Path) -> None:
     path = tmp_path / NODES_FILE
     tensors = load_file(path)
     if change == "missing":
-        del tensors["mean"]
+        del tensors["weight"]
     elif change == "unknown":
         tensors["more"] = torch.zeros(1)
     elif change == "nan":
-        tensors["scale"][0] = torch.nan
+        tensors["weight"][0] = torch.nan
     elif change == "shape":
-        tensors["layers.0.weight"] = torch.zeros(0, 3)
+        tensors["weight"] = torch.zeros(2, 3)
     save_file(tensors, path)
     if change == "text":
         path.write_text("nodes")

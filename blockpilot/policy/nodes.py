@@ -54,7 +54,8 @@ class NodeModel(nn.Module):
         kinds = drawn.long()
         logits = known[..., FEATURES.index("own_logit")] + torch.matmul(known, self.weight[kinds][:, :, None])[..., 0]
         first, later = self.of_context[kinds].transpose(0, 1).split(1, dim=-1)
-        return logits + torch.cat([first, later.expand(-1, -1, known.shape[1] - 1)], dim=-1)
+        found: Tensor = logits + torch.cat([first, later.expand(-1, -1, known.shape[1] - 1)], dim=-1)
+        return found
 
     def chances(self, found: Candidates, depths: Sequence[int]) -> Tensor:
         """[NUM_CONTEXTS, N, k] of what a draft proposes for depths[r] positions of each row: they fall along k."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate, islice, takewhile
 from typing import NamedTuple, Protocol, TypeVar
 
-from blockpilot.control.price import Load, StepPrice, passes
+from blockpilot.control.price import TILE, Load, StepPrice, passes
 from blockpilot.control.ratio import largest_ratio
 
 
@@ -43,13 +43,45 @@ def choose_depths(
 
     reaches[r][d] is the chance that more than d drafted tokens of row r are accepted. `beside` is what other rows
     take in, which emit a token each. A position at depth d costs a slot, and tokens_a_slot[d] verified tokens.
+
+    The cost of tokens has a knee at TILE. The best at their price before it is the best of all if it stays there, and
+    so is that at the price beyond; about the knee the best of a few prices is taken.
     """
+    load = beside._replace(rows=beside.rows + len(reaches))
+    plain_s = price.seconds(load) - max(0, load.num_tokens - TILE) * price.beyond_s
+
+    def at(share: float) -> tuple[Depths, float]:
+        """Depths with this share of `beyond_s` in the price of all tokens, their true rate, and tokens beyond."""
+        base_s = plain_s + share * (load.num_tokens - TILE) * price.beyond_s
+        if base_s <= 0:
+            return Depths([0] * len(reaches), load.rows / price.seconds(load)), load.num_tokens - TILE
+        token_s = price.token_s + share * price.beyond_s
+        depths, rate = _at_one_price(reaches, price, beside, tokens_a_slot, base_s, token_s)
+        emitted = load.rows + sum(sum(reach[:depth]) for reach, depth in zip(reaches, depths, strict=True))
+        num_beyond = load.num_tokens - TILE + sum(sum(tokens_a_slot[:depth]) for depth in depths)
+        more_s = (max(0, num_beyond) - share * num_beyond) * price.beyond_s
+        return Depths(depths, emitted / (emitted / rate + more_s)), num_beyond
+
+    before, num_beyond = at(0)
+    if not price.beyond_s or num_beyond <= 0:
+        return before
+    beyond, num_beyond = at(1)
+    return beyond if num_beyond >= 0 else max(before, at(0.5)[0], beyond, key=lambda found: found.rate)
+
+
+def _at_one_price(
+    reaches: Sequence[Sequence[float]],
+    price: StepPrice,
+    beside: Load,
+    tokens_a_slot: Sequence[float],
+    plain_s: float,
+    token_s: float,
+) -> Depths:
+    """`choose_depths` where every token costs `token_s`, and a step that drafts nothing `plain_s`."""
     # Lists, not arrays: there are few rows, and a step waits for this.
     rows, deepest = len(reaches) + beside.rows, max(map(len, reaches))
     gains = [list(accumulate(of_row, initial=0.0)) for of_row in reaches]
-    of_slots = (price.slot_s + tokens * price.token_s for tokens in tokens_a_slot[:deepest])
-    costs = list(accumulate(of_slots, initial=0.0))
-    plain_s = price.seconds(beside._replace(rows=rows))
+    costs = list(accumulate((price.slot_s + num * token_s for num in tokens_a_slot[:deepest]), initial=0.0))
     launched = beside.num_passes if beside.num_drafted else 0  # those passes are made anyway
     more = (max(0, passes([depth], price.is_sequential) - launched) for depth in range(1, deepest + 1))
     launches = [0.0, *(price.launch_s * num for num in more)]
@@ -68,6 +100,21 @@ def choose_depths(
     return Depths(*largest_ratio(maximise, rows / plain_s))
 
 
-def buy(offered: Iterable[Offered], worth: float, most: int) -> list[Offered]:
-    """Tokens whose chance is at least `worth`, so many at most, of those offered by falling chance."""
-    return list(islice(takewhile(lambda token: token.chance >= worth, offered), most))
+def buy(
+    offered: Sequence[Iterable[Offered]], worth: float, worth_beyond: float, num_cheap: int, most: int
+) -> list[list[Offered]]:
+    """Tokens of every row, so many a row at most, of those offered by falling chance.
+
+    The `num_cheap` best of all rows are bought if their chance is at least `worth`, the others if it is at least
+    `worth_beyond`, which is no less.
+    """
+    bought = [_at_least(islice(of_row, most), worth) for of_row in offered]
+    chances = sorted((token.chance for of_row in bought for token in of_row), reverse=True)
+    if len(chances) <= num_cheap:
+        return bought
+    least = min(worth_beyond, chances[num_cheap - 1]) if num_cheap else worth_beyond
+    return [_at_least(of_row, least) for of_row in bought]
+
+
+def _at_least(falling: Iterable[Offered], worth: float) -> list[Offered]:
+    return list(takewhile(lambda token: token.chance >= worth, falling))

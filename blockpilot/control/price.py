@@ -1,8 +1,9 @@
 """Price of a step: seconds by the rows, drafted slots and verified tokens that it takes in.
 
-A step reads every weight once, whatever it does; the rest is linear in what it does, to a few percent on CPUs and
-GPUs. So a handful of coefficients, fitted to a few timed steps (evaluation/pricing.py), price every step that may be
-asked for, also those of ragged batches.
+A step reads every weight once, whatever it does, and multiplies a tile of tokens by it in nearly the time of one
+token. Beyond a tile the rest is linear in what it does, to a few percent on CPUs and GPUs. So a handful of
+coefficients, fitted to a few timed steps (evaluation/pricing.py), price every step that may be asked for, also those
+of ragged batches.
 """
 
 import json
@@ -20,7 +21,8 @@ from blockpilot.types import PairId
 Array = NDArray[np.float64]
 
 PRICE_FILE = "price.json"
-COEFFICIENTS = ("base_s", "row_s", "launch_s", "slot_s", "token_s")
+COEFFICIENTS = ("base_s", "row_s", "launch_s", "slot_s", "token_s", "beyond_s")
+TILE = 16  # tokens of a step: those beyond have a price of their own
 
 
 class Load(NamedTuple):
@@ -35,9 +37,15 @@ class Load(NamedTuple):
     """Passes of the draft, if anything is drafted (`passes`)."""
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens that the target scores, anchors included."""
+        return self.rows + self.num_verified
+
+    @property
     def terms(self) -> tuple[int, ...]:
         """Factors of the coefficients."""
-        return 1, self.rows, self.num_passes if self.num_drafted else 0, self.num_drafted, self.num_verified
+        num_passes, num_beyond = self.num_passes if self.num_drafted else 0, max(0, self.num_tokens - TILE)
+        return 1, self.rows, num_passes, self.num_drafted, self.num_verified, num_beyond
 
 
 def passes(depths: Iterable[int], is_sequential: bool) -> int:
@@ -69,15 +77,25 @@ class StepPrice:
     error: float
     is_sequential: bool = False
     """The draft proposes token by token, in a pass for each depth."""
+    beyond_s: float = 0.0
+    """Seconds more of every token of a step beyond TILE."""
 
     @property
     def coefficients(self) -> Array:
         return np.array([getattr(self, name) for name in COEFFICIENTS])
 
     def seconds(self, load: Load) -> float:
-        _, rows, num_passes, slots, tokens = load.terms
+        _, rows, num_passes, slots, tokens, beyond = load.terms
         plain_s = self.base_s + rows * self.row_s
-        return plain_s + num_passes * self.launch_s + slots * self.slot_s + tokens * self.token_s
+        of_tokens = tokens * self.token_s + beyond * self.beyond_s
+        return plain_s + num_passes * self.launch_s + slots * self.slot_s + of_tokens
+
+    def verifying(self, load: Load, most: int) -> Array:
+        """Seconds of a step that verifies 0 to `most` tokens more than `load`."""
+        more = np.arange(most + 1)
+        beyond = np.maximum(0, load.num_tokens + more - TILE) - max(0, load.num_tokens - TILE)
+        found: Array = self.seconds(load) + more * self.token_s + beyond * self.beyond_s
+        return found
 
     def chains_s(self, block_size: int, rows: int) -> float:
         """Seconds of a step in which all rows verify chains of this block size."""
@@ -101,7 +119,8 @@ class StepPrice:
     @classmethod
     def from_fields(cls, found: Mapping[str, Any]) -> Self:
         """From what `to_json` writes, read as JSON. Raises ValueError, TypeError or KeyError for anything else."""
-        values = {"is_sequential": False} | dict(found) | {"pair": PairId(**found["pair"])}  # older ones do not say
+        unsaid = {"is_sequential": False, "beyond_s": 0.0}  # in older files
+        values = unsaid | dict(found) | {"pair": PairId(**found["pair"])}
         for name in (*COEFFICIENTS, "error"):
             if type(values[name]) not in (int, float) or not 0 <= values[name] < np.inf:
                 raise ValueError(f"{name} {values[name]!r}: must be a number, at least 0")
@@ -132,7 +151,7 @@ def fit(loads: Sequence[Load], seconds: Sequence[float]) -> Array:
     """Coefficients, none negative, with the least squares of relative errors on these steps."""
     relative = np.array([load.terms for load in loads]) / np.array(seconds)[:, None]
     best, least = np.zeros(len(COEFFICIENTS)), np.inf
-    # Of all subsets that may be above 0: exact, and there are 32.
+    # Of all subsets that may be above 0: exact, and there are 64.
     for chosen in map(list, map(np.flatnonzero, product([False, True], repeat=len(COEFFICIENTS)))):
         found = np.zeros(len(COEFFICIENTS))
         found[chosen] = np.linalg.lstsq(relative[:, chosen], np.ones(len(loads)))[0]

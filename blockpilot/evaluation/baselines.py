@@ -37,7 +37,7 @@ class _WholeDraft(LiveController):
     def _best(self, chances: Sequence[float], rows: int, load: Load) -> int:
         """Length of the prefix of chances, which fall, that makes the most tokens a second of these rows."""
         tokens = rows + np.cumsum([0.0, *chances])
-        return int((tokens / (self.price.seconds(load) + self.price.token_s * np.arange(len(tokens)))).argmax())
+        return int((tokens / self.price.verifying(load, len(chances))).argmax())
 
 
 class AdaptiveVerification(_WholeDraft):

@@ -60,8 +60,8 @@ def _made_for(pair: Pair) -> tuple[PairId, str, str]:
 def mixtures_of(rows: int, block_size: int) -> list[tuple[int, ...]]:
     """Block sizes of so many rows, trees where they are larger than the draft's own; the last one is a mixture."""
     small, large = max(2, block_size // 2), min(2 * block_size, MAX_BLOCK_SIZE)
-    if rows == 1:
-        return [(1,), (2,), (small,), (block_size,), (MAX_BLOCK_SIZE,), (large,)]
+    if rows == 1:  # up to a tile and beyond; the last one lies between
+        return [(1,), (2,), (small,), (block_size,), (large,), (MAX_BLOCK_SIZE,), ((block_size + large) // 2,)]
     plain = (1,) * rows
     return [
         plain,

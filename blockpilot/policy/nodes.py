@@ -60,7 +60,7 @@ class NodeModel(nn.Module):
     def chances(self, found: Candidates, depths: Sequence[int]) -> Tensor:
         """[NUM_CONTEXTS, N, k] of what a draft proposes for depths[r] positions of each row: they fall along k."""
         places = torch.tensor([i for depth in depths for i in range(depth)], device=found.scores.device)
-        chances = self(features(found, places), found.drawn).sigmoid()
+        chances = self.forward(features(found, places), found.drawn).sigmoid()
         chances = chances.where(found.scores > -math.inf, 0.0)  # of what cannot be drawn
         return (chances / chances.sum(dim=-1, keepdim=True).clamp(min=1)).cummin(dim=-1).values
 

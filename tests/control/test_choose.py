@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blockpilot.control.choose import Depths, buy, choose_depths
-from blockpilot.control.price import Load, StepPrice, passes
+from blockpilot.control.price import TILE, Load, StepPrice, passes
 from helpers.prices import linear_price, price
 
 ALONE = Load(0)
@@ -33,8 +33,19 @@ def rate(
     tokens = rows + sum(sum(reach[:depth]) for reach, depth in zip(reaches, depths, strict=True))
     launched = beside.num_passes if beside.num_drafted else 0
     num_passes = max(launched, passes(depths, price.is_sequential))
-    seconds = price.seconds(Load(rows, beside.num_drafted + sum(depths), beside.num_verified, num_passes))
-    return tokens / (seconds + price.token_s * sum(sum(tokens_a_slot[:depth]) for depth in depths))
+    load = Load(rows, beside.num_drafted + sum(depths), beside.num_verified, num_passes)
+    return tokens / (price.seconds(load) + of_tokens(load, price, expected(depths, tokens_a_slot)))
+
+
+def expected(depths: Sequence[int], tokens_a_slot: Sequence[float]) -> float:
+    """Tokens that will be verified."""
+    return sum(sum(tokens_a_slot[:depth]) for depth in depths)
+
+
+def of_tokens(load: Load, price: StepPrice, num: float) -> float:
+    """Seconds of so many tokens beside a load."""
+    beyond = max(0, load.num_tokens + num - TILE) - max(0, load.num_tokens - TILE)
+    return num * price.token_s + beyond * price.beyond_s
 
 
 def choose(reaches: Sequence[Sequence[float]], price: StepPrice, beside: Load = ALONE) -> list[int]:
@@ -46,7 +57,7 @@ def choose(reaches: Sequence[Sequence[float]], price: StepPrice, beside: Load = 
 chances = st.floats(0, 1)
 falling = st.lists(chances, max_size=4).map(lambda drawn: sorted(drawn, reverse=True))
 seconds = st.just(0.0) | st.floats(1e-3, 2.0)
-costs = dict.fromkeys(("row_s", "launch_s", "slot_s", "token_s"), seconds)
+costs = dict.fromkeys(("row_s", "launch_s", "slot_s", "token_s", "beyond_s"), seconds)
 prices = st.builds(price, base_s=st.floats(0.1, 5), is_sequential=st.booleans(), **costs)
 few = st.integers(0, 9)
 loads = st.builds(Load, st.integers(0, 3), few, few, st.integers(1, 5)).filter(
@@ -64,12 +75,25 @@ loads = st.builds(Load, st.integers(0, 3), few, few, st.integers(1, 5)).filter(
 def test_the_choice_has_the_highest_rate(
     reaches: list[list[float]], price: StepPrice, beside: Load, tokens_a_slot: list[float]
 ) -> None:
-    """Rates are sums of a few numbers in another order."""
-    every = product(*(range(len(reach) + 1) for reach in reaches))
-    best = max(rate(depths, reaches, price, beside, tokens_a_slot) for depths in every)
+    """But about the knee of the price, where it has that of its depths. Rates are sums in another order."""
+    every = list(product(*(range(len(reach) + 1) for reach in reaches)))
+    rates = {depths: rate(depths, reaches, price, beside, tokens_a_slot) for depths in every}
+    best = max(every, key=lambda depths: rates[depths])
     found = choose_depths(reaches, price, beside, tokens_a_slot)
-    assert found.rate == pytest.approx(best, rel=1e-9)
-    assert rate(found.depths, reaches, price, beside, tokens_a_slot) == pytest.approx(best, rel=1e-9)
+    assert found.rate == pytest.approx(rates[tuple(found.depths)], rel=1e-9)
+    rows = len(reaches) + beside.rows
+    most = rows + beside.num_verified + max(expected(depths, tokens_a_slot) for depths in every)
+    if not price.beyond_s or most <= TILE or rows + beside.num_verified >= TILE:
+        assert found.rate == pytest.approx(rates[best], rel=1e-9)
+
+
+def test_beyond_a_tile_tokens_are_dearer() -> None:
+    """Alone a row drafts all 8, which fit into a tile; five rows draft about what fits."""
+    reach, knee = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2), price(token_s=0.01, beyond_s=0.5)
+    assert choose([reach], knee) == [8]
+    found = choose_depths([reach] * 5, knee, ALONE, A_TOKEN_A_SLOT)
+    assert found.rate == pytest.approx(rate(found.depths, [reach] * 5, knee, ALONE))
+    assert found.rate > rate([8] * 5, [reach] * 5, knee, ALONE)
 
 
 def test_rows_choose_apart() -> None:
@@ -137,8 +161,27 @@ def test_the_tokens_that_a_slot_will_bring_are_paid_for() -> None:
 @given(st.lists(chances).map(lambda drawn: sorted(drawn, reverse=True)), st.floats(0, 1.2), st.integers(0, 12))
 def test_exactly_the_tokens_worth_it_are_bought(offered: list[float], worth: float, most: int) -> None:
     tokens = [Token(chance, 1 + i) for i, chance in enumerate(offered)]
-    bought = buy(tokens, worth, most)
-    assert bought == [token for token in tokens if token.chance >= worth][:most]
+    bought = buy([tokens], worth, worth, 0, most)
+    assert bought == [[token for token in tokens if token.chance >= worth][:most]]
+
+
+@given(
+    st.lists(st.lists(chances, max_size=6).map(lambda drawn: sorted(drawn, reverse=True)), max_size=4),
+    st.floats(0, 1),
+    st.floats(0, 1),
+    st.integers(0, 12),
+)
+def test_what_does_not_fit_into_the_tile_must_be_worth_more(
+    offered: list[list[float]], worth: float, more: float, num_cheap: int
+) -> None:
+    rows = [[Token(chance, 1 + i) for i, chance in enumerate(of_row)] for of_row in offered]
+    bought = [token for of_row in buy(rows, worth, worth + more, num_cheap, 9) for token in of_row]
+    left = [token for of_row in rows for token in of_row if token not in bought]
+    dear = sorted((token.chance for token in bought), reverse=True)[num_cheap:]
+    assert all(token.chance >= worth for token in bought)
+    assert all(chance >= worth + more or chance == dear[0] for chance in dear)  # as good as the last cheap one
+    assert all(token.chance < worth + more for token in left)
+    assert len(bought) >= min(num_cheap, sum(token.chance >= worth for of_row in rows for token in of_row))
 
 
 def test_no_more_is_looked_at_than_is_bought() -> None:
@@ -149,7 +192,8 @@ def test_no_more_is_looked_at_than_is_bought() -> None:
         seen.append(len(seen))
         return Token(0.9 ** len(seen), len(seen))
 
-    assert len(buy((offered() for _ in count()), 0.0, 5)) == 5
+    assert len(buy([(offered() for _ in count())], 0.0, 0.0, 0, 5)[0]) == 5
     assert len(seen) == 5
-    assert [token.depth for token in buy((offered() for _ in count()), 0.9**8, 5)] == [6, 7, 8]
+    [tokens] = buy([(offered() for _ in count())], 0.9**8, 0.9**8, 0, 5)
+    assert [token.depth for token in tokens] == [6, 7, 8]
     assert len(seen) == 9

@@ -30,7 +30,7 @@ from helpers.prices import price
 
 # --- the filter ---
 
-MEASURED = price(base_s=0.05, row_s=0.004, launch_s=0.02, slot_s=0.0005, token_s=0.0015)
+MEASURED = price(base_s=0.05, row_s=0.004, launch_s=0.02, slot_s=0.0005, token_s=0.0015, beyond_s=0.001)
 
 
 def mixed_loads(num: int, seed: int = 0) -> Iterator[Load]:
@@ -49,7 +49,7 @@ def watched(tracker: PriceTracker, true: Array, loads: Sequence[Load], noise: fl
         tracker.observe(load, float(true @ load.terms) * math.exp(draws.normal(0, noise)))
 
 
-@pytest.mark.parametrize("factors", [[1.5] * 5, [1 / 1.5] * 5, [1.5, 0.8, 1 / 1.5, 1.3, 0.7]], ids=str)
+@pytest.mark.parametrize("factors", [[1.5] * 6, [1 / 1.5] * 6, [1.5, 0.8, 1 / 1.5, 1.3, 0.7, 1.2]], ids=str)
 def test_it_finds_the_coefficients_that_steps_have(factors: list[float]) -> None:
     """From others that are up to 1.5 times as large: what every load costs, and most of each coefficient."""
     tracker, true = PriceTracker(MEASURED), MEASURED.coefficients * factors

@@ -13,7 +13,7 @@ from blockpilot.control.price import COEFFICIENTS, Array, Load, fit, loads_up_to
 from blockpilot.types import PairId
 from helpers.prices import linear_price, price
 
-PRICE = price(base_s=10.0, row_s=2.0, launch_s=3.0, slot_s=0.5, token_s=0.25, error=0.03)
+PRICE = price(base_s=10.0, row_s=2.0, launch_s=3.0, slot_s=0.5, token_s=0.25, beyond_s=0.125, error=0.03)
 # As those that are measured (evaluation/pricing.py): plain steps, one row that drafts, many of them.
 LOADS = [
     Load(rows, drafted, verified)
@@ -37,10 +37,19 @@ def seconds_of(coefficients: Array) -> list[float]:
         (Load(2, 1, 1), 14 + 3 + 0.75),
         (Load(2, 6, 4), 14 + 3 + 3 + 1),
         (Load(2, 6), 14 + 3 + 3),  # drafted, and nothing of it verified
+        (Load(2, 6, 14), 14 + 3 + 3 + 3.5),  # a tile
+        (Load(2, 6, 16), 14 + 3 + 3 + 4 + 0.25),
+        (Load(20), 50 + 0.5),
     ],
 )
 def test_a_step_costs_the_sum_of_its_terms(load: Load, seconds: float) -> None:
     assert PRICE.seconds(load) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("load", [Load(1), Load(3, 14, 10), Load(17), Load(16)])
+def test_tokens_more_cost_what_a_step_with_them_does(load: Load) -> None:
+    steps = [load._replace(num_verified=load.num_verified + more) for more in range(9)]
+    np.testing.assert_allclose(PRICE.verifying(load, 8), [PRICE.seconds(step) for step in steps])
 
 
 def test_chains_are_priced_in_plain_steps() -> None:
@@ -50,7 +59,7 @@ def test_chains_are_priced_in_plain_steps() -> None:
     sequential = replace(PRICE, is_sequential=True)
     assert sequential.chains_s(5, 4) == PRICE.seconds(Load(4, 16, 16, num_passes=4))
     assert sequential.chains_s(1, 4) == PRICE.seconds(Load(4))
-    assert PRICE.relative([1, 5, 3], 4) == pytest.approx([1, (18 + 3 + 12) / 18, (18 + 3 + 6) / 18])
+    assert PRICE.relative([1, 5, 3], 4) == pytest.approx([1, (18 + 3 + 12 + 0.5) / 18, (18 + 3 + 6) / 18])
     assert PRICE.relative([], 4) == []
     assert linear_price(0.1).relative([1, 11], 2) == pytest.approx([1, 3])
 
@@ -124,11 +133,11 @@ def test_a_price_survives_the_file(tmp_path: Path) -> None:
     assert PRICE.to_json().count("\n") == 1
 
 
-def test_a_price_of_before_drafts_could_be_sequential_is_one_of_a_draft_that_is_not(tmp_path: Path) -> None:
+def test_an_older_price_is_that_of_a_draft_that_is_not_sequential_and_knows_no_tile(tmp_path: Path) -> None:
     fields = json.loads(PRICE.to_json())
-    del fields["is_sequential"]
+    del fields["is_sequential"], fields["beyond_s"]
     (tmp_path / "price.json").write_text(json.dumps(fields))
-    assert read_price(tmp_path / "price.json") == PRICE
+    assert read_price(tmp_path / "price.json") == replace(PRICE, beyond_s=0.0)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +173,7 @@ def test_what_is_no_file_of_a_price_is_refused(text: str | None, tmp_path: Path)
         read_price(path)
 
 
-@pytest.mark.parametrize("name", [*COEFFICIENTS, "error", "context", "rows", "device"])
+@pytest.mark.parametrize("name", [*COEFFICIENTS[:-1], "error", "context", "rows", "device"])
 def test_every_field_is_needed(name: str, tmp_path: Path) -> None:
     fields = json.loads(PRICE.to_json())
     del fields[name]

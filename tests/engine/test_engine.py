@@ -404,7 +404,8 @@ class Shadow:
                 assert step.tree.is_chain
                 continue
             is_chain = self.requests[step.request_id].layout == "chain"
-            nodes = buy(best_first(slots.first_choices() if is_chain else slots), worth, self.most)
+            grown = best_first(slots.first_choices() if is_chain else slots)
+            [nodes] = buy([grown], worth, worth, 0, self.most)
             assert step.tree == tree_of(nodes)
             assert step.block_size == 1 + len(nodes)
             bought += nodes

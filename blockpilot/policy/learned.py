@@ -116,7 +116,7 @@ class LearnedPolicy:
         """By the node model; by the draft itself without one."""
         if self.nodes is None:
             return own_chances(found)
-        if self.nodes.mean.device != found.scores.device:
+        if self.nodes.weight.device != found.scores.device:
             self.nodes.to(found.scores.device)
         return self.nodes.chances(found, depths)
 

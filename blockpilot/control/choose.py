@@ -27,6 +27,7 @@ class Priced(Protocol):
 
 
 Offered = TypeVar("Offered", bound=Priced)
+Reaches = Sequence[Sequence[float]]
 
 
 class Depths(NamedTuple):
@@ -36,9 +37,7 @@ class Depths(NamedTuple):
     rate: float
 
 
-def choose_depths(
-    reaches: Sequence[Sequence[float]], price: StepPrice, beside: Load, tokens_a_slot: Sequence[float]
-) -> Depths:
+def choose_depths(reaches: Reaches, price: StepPrice, beside: Load, tokens_a_slot: Sequence[float]) -> Depths:
     """The depths that are expected to make the most tokens a second of the whole batch.
 
     reaches[r][d] is the chance that more than d drafted tokens of row r are accepted. `beside` is what other rows
@@ -70,12 +69,7 @@ def choose_depths(
 
 
 def _at_one_price(
-    reaches: Sequence[Sequence[float]],
-    price: StepPrice,
-    beside: Load,
-    tokens_a_slot: Sequence[float],
-    plain_s: float,
-    token_s: float,
+    reaches: Reaches, price: StepPrice, beside: Load, tokens_a_slot: Sequence[float], plain_s: float, token_s: float
 ) -> Depths:
     """`choose_depths` where every token costs `token_s`, and a step that drafts nothing `plain_s`."""
     # Lists, not arrays: there are few rows, and a step waits for this.

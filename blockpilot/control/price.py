@@ -1,9 +1,8 @@
 """Price of a step: seconds by the rows, drafted slots and verified tokens that it takes in.
 
-A step reads every weight once, whatever it does, and multiplies a tile of tokens by it in nearly the time of one
-token. Beyond a tile the rest is linear in what it does, to a few percent on CPUs and GPUs. So a handful of
-coefficients, fitted to a few timed steps (evaluation/pricing.py), price every step that may be asked for, also those
-of ragged batches.
+A step reads every weight once, and multiplies a tile of tokens by it in nearly the time of one. Beyond that it is
+linear in what it takes in, to a few percent on CPUs and GPUs. So a handful of coefficients, fitted to a few timed
+steps (evaluation/pricing.py), price every step that may be asked for, also those of ragged batches.
 """
 
 import json
@@ -89,13 +88,6 @@ class StepPrice:
         plain_s = self.base_s + rows * self.row_s
         of_tokens = tokens * self.token_s + beyond * self.beyond_s
         return plain_s + num_passes * self.launch_s + slots * self.slot_s + of_tokens
-
-    def verifying(self, load: Load, most: int) -> Array:
-        """Seconds of a step that verifies 0 to `most` tokens more than `load`."""
-        more = np.arange(most + 1)
-        beyond = np.maximum(0, load.num_tokens + more - TILE) - max(0, load.num_tokens - TILE)
-        found: Array = self.seconds(load) + more * self.token_s + beyond * self.beyond_s
-        return found
 
     def chains_s(self, block_size: int, rows: int) -> float:
         """Seconds of a step in which all rows verify chains of this block size."""

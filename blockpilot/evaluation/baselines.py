@@ -10,7 +10,7 @@ from torch import Tensor
 
 from blockpilot.control.choose import Offered
 from blockpilot.control.live import LiveController
-from blockpilot.control.price import Load, passes
+from blockpilot.control.price import TILE, Array, Load, StepPrice, passes
 from blockpilot.drafts.choices import own_chances
 from blockpilot.types import Candidates, Prefill
 
@@ -37,7 +37,15 @@ class _WholeDraft(LiveController):
     def _best(self, chances: Sequence[float], rows: int, load: Load) -> int:
         """Length of the prefix of chances, which fall, that makes the most tokens a second of these rows."""
         tokens = rows + np.cumsum([0.0, *chances])
-        return int((tokens / self.price.verifying(load, len(chances))).argmax())
+        return int((tokens / verifying(self.price, load, len(chances))).argmax())
+
+
+def verifying(price: StepPrice, load: Load, most: int) -> Array:
+    """Seconds of a step that verifies 0 to `most` tokens more than `load`."""
+    more = np.arange(most + 1)
+    beyond = np.maximum(0, load.num_tokens + more - TILE) - max(0, load.num_tokens - TILE)
+    found: Array = price.seconds(load) + more * price.token_s + beyond * price.beyond_s
+    return found
 
 
 class AdaptiveVerification(_WholeDraft):

@@ -46,12 +46,6 @@ def test_a_step_costs_the_sum_of_its_terms(load: Load, seconds: float) -> None:
     assert PRICE.seconds(load) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("load", [Load(1), Load(3, 14, 10), Load(17), Load(16)])
-def test_tokens_more_cost_what_a_step_with_them_does(load: Load) -> None:
-    steps = [load._replace(num_verified=load.num_verified + more) for more in range(9)]
-    np.testing.assert_allclose(PRICE.verifying(load, 8), [PRICE.seconds(step) for step in steps])
-
-
 def test_chains_are_priced_in_plain_steps() -> None:
     """Also in any order, and of none."""
     assert PRICE.chains_s(1, 4) == PRICE.seconds(Load(4))

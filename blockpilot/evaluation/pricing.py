@@ -1,15 +1,20 @@
 """The step price of a pair on this device, from a few steps of an engine whose rows really decode.
 
-The text does not matter for the cost, so prompts are random tokens; mixtures of block sizes take turns, so that a
-slow moment of the machine falls on all of them.
+The text does not matter for the cost, so prompts are random tokens; mixtures take turns, so that a slow moment of the
+machine falls on all of them. How deep a row drafts and how many tokens it verifies vary apart: block sizes vary both
+alike, and what a drafted position costs could not be told from what a verified token does.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import torch
 
+from blockpilot.control.choose import Offered
+from blockpilot.control.controller import Controller
+from blockpilot.control.forecasts import StaticForecast
 from blockpilot.control.price import COEFFICIENTS, Load, StepPrice, fit, passes, relative_error
 from blockpilot.device import device_name, dtype_name
 from blockpilot.engine.engine import Engine
@@ -19,11 +24,42 @@ from blockpilot.types import MAX_BLOCK_SIZE, PairId, Request
 NUM_STEPS = 2  # of each mixture after the first; the fastest counts
 
 
+class Drafted(NamedTuple):
+    """Positions that a row drafts in a step, and tokens of them that it verifies."""
+
+    depth: int
+    num_verified: int
+
+    @classmethod
+    def of_size(cls, block_size: int, deepest: int) -> "Drafted":
+        """A chain, or a tree where the block size is larger than the draft's own."""
+        return cls(min(block_size - 1, deepest), block_size - 1)
+
+
+PLAIN = Drafted(0, 0)
+
+
 class TimedStep(NamedTuple):
-    """A mixture of block sizes, and the seconds of its fastest step."""
+    """The load of a mixture, and the seconds of its fastest step."""
 
     load: Load
     seconds: float
+
+
+class _Dictated(Controller):
+    """Rows draft and verify what `mixture` says of them, in the order of the requests."""
+
+    mixture: Sequence[Drafted]
+
+    def __init__(self, deepest: int) -> None:
+        super().__init__(lambda prefill: StaticForecast([1.0] * deepest))
+
+    def depths(self, reaches: Sequence[Sequence[float]], beside: Load) -> list[int]:
+        return [row.depth for row in self.mixture]
+
+    def buy(self, offered: Sequence[Iterable[Offered]], most: int) -> list[list[Offered]]:
+        drafting = (row for row in self.mixture if row.depth)
+        return [list(islice(of_row, row.num_verified)) for of_row, row in zip(offered, drafting, strict=True)]
 
 
 def measure_price(pair: Pair, rows: int, context: int, *, num_steps: int = NUM_STEPS) -> StepPrice:
@@ -57,48 +93,55 @@ def _made_for(pair: Pair) -> tuple[PairId, str, str]:
     return pair.id, dtype_name(pair.target.dtype), device_name(pair.target.device)
 
 
-def mixtures_of(rows: int, block_size: int) -> list[tuple[int, ...]]:
-    """Block sizes of so many rows, trees where they are larger than the draft's own; the last one is a mixture."""
-    small, large = max(2, block_size // 2), min(2 * block_size, MAX_BLOCK_SIZE)
-    if rows == 1:  # up to a tile and beyond; the last one lies between
-        return [(1,), (2,), (small,), (block_size,), (large,), (MAX_BLOCK_SIZE,), ((block_size + large) // 2,)]
-    plain = (1,) * rows
+def mixtures_of(rows: int, block_size: int) -> list[list[Drafted]]:
+    """What so many rows draft and verify; the last mixture is for the error of the fit."""
+    deepest = block_size - 1
+    small = max(1, deepest // 2)
+    tree, largest = min(2 * block_size, MAX_BLOCK_SIZE) - 1, MAX_BLOCK_SIZE - 1
+    if rows == 1:  # up to a tile and beyond
+        each = [PLAIN, Drafted(1, 1), Drafted(deepest, 1), Drafted(small, small), Drafted(deepest, deepest)]
+        each += [Drafted(deepest, tree), Drafted(deepest, largest), Drafted(small, (deepest + tree) // 2)]
+        return [[row] for row in each]
+    plain = [PLAIN] * (rows - 1)
     return [
-        plain,
-        (2, *plain[1:]),
-        (block_size, *plain[1:]),
-        (large, *plain[1:]),
-        (2,) * rows,
-        (small + 1,) * rows,
-        (large, *(2, 1, small + 1) * rows)[:rows],
+        [PLAIN, *plain],
+        [Drafted(1, 1), *plain],
+        [Drafted(deepest, deepest), *plain],
+        [Drafted(deepest, tree), *plain],
+        [Drafted(1, 1)] * rows,
+        [Drafted(deepest, 1)] * rows,
+        [Drafted(small, deepest)] * rows,
+        [Drafted(deepest, deepest)] * rows,
+        ([Drafted(deepest, tree), Drafted(1, 1), PLAIN, Drafted(small, small)] * rows)[:rows],
     ]
 
 
 def time_steps(
-    pair: Pair, mixtures: Sequence[Sequence[int]], context: int, *, num_steps: int = NUM_STEPS
+    pair: Pair, mixtures: Sequence[Sequence[Drafted]], context: int, *, num_steps: int = NUM_STEPS
 ) -> list[TimedStep]:
-    """The fastest of `num_steps` steps with each mixture: block sizes of as many rows, which verify trees.
+    """The fastest of `num_steps` steps with each mixture: what as many rows draft and verify, in trees.
 
     All rows begin with `context` tokens, fewer where the target has no room for them and the steps.
     """
-    num_rows, deepest = len(mixtures[0]), pair.block_size - 1
+    num_rows = len(mixtures[0])
     context = min(context, most := _room(pair, mixtures, num_steps))
     room = pair.max_length - most
-    engine = Engine(pair, num_slots=num_rows, max_length=min(context + room, pair.max_length))
+    controller = _Dictated(pair.block_size - 1)
+    engine = Engine(pair, num_slots=num_rows, max_length=min(context + room, pair.max_length), controller=controller)
     prompts = torch.randint(0, pair.vocab_size, (num_rows, context), generator=torch.Generator().manual_seed(0))
-    requests = [Request(tuple(p), room, block_size=2, layout="tree") for p in prompts.tolist()]
-    ids = [engine.add(request) for request in requests]
+    for prompt in prompts.tolist():
+        engine.add(Request(tuple(prompt), room))
     while engine.num_decoding < num_rows:
+        controller.mixture = [PLAIN] * engine.num_decoding
         engine.step()
     found: list[TimedStep | None] = [None] * len(mixtures)
     for turn in range(num_steps + 1):
-        for place, sizes in enumerate(mixtures):
-            for request_id, size in zip(ids, sizes, strict=True):
-                engine.set_block_size(request_id, size)
+        for place, mixture in enumerate(mixtures):
+            controller.mixture = mixture
             started = time.perf_counter()
             steps = engine.step()
             seconds = time.perf_counter() - started
-            depths = [min(n - 1, deepest) for n in sizes]
+            depths = [row.depth for row in mixture]
             num_passes = passes(depths, pair.draft.is_sequential)
             load = Load(num_rows, sum(depths), sum(len(s.tree.tokens) for s in steps), num_passes)
             best = found[place]
@@ -107,7 +150,7 @@ def time_steps(
     return [each for each in found if each is not None]
 
 
-def _room(pair: Pair, mixtures: Sequence[Sequence[int]], num_steps: int) -> int:
+def _room(pair: Pair, mixtures: Sequence[Sequence[Drafted]], num_steps: int) -> int:
     """Tokens that a row may begin with."""
-    widest = [min(max(sizes), pair.block_size) for sizes in mixtures]
-    return max(1, pair.max_length - (num_steps + 1) * sum(widest) - pair.block_size - 2)
+    emitted = [1 + max(row.depth for row in mixture) for mixture in mixtures]
+    return max(1, pair.max_length - (num_steps + 1) * sum(emitted) - pair.block_size - 2)

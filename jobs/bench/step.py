@@ -16,7 +16,7 @@ from pydantic import Field
 
 from blockpilot.control.price import COEFFICIENTS, fit
 from blockpilot.device import device_name, dtype_name
-from blockpilot.evaluation.pricing import TimedStep, time_steps
+from blockpilot.evaluation.pricing import Drafted, TimedStep, time_steps
 from blockpilot.evaluation.tables import markdown
 from blockpilot.pairs.loading import Pair
 from jobs.common.config import Config, PairConfig, main
@@ -81,7 +81,7 @@ def run(config: StepConfig) -> None:
         speed = read_speed(device)
         rows = []
         for num in config.rows:
-            mixtures = [(tokens,) * num for tokens in (1, *config.tokens)]
+            mixtures = [[Drafted.of_size(n, pair.block_size - 1)] * num for n in (1, *config.tokens)]
             costs = step_costs(time_steps(pair, mixtures, config.context, num_steps=config.num_steps), num)
             share = size / (costs["plain, ms"] / 1e3) / speed
             cells = {name: f"{value:.1f}" if name == "plain, ms" else f"{value:.2f}" for name, value in costs.items()}

@@ -1,11 +1,12 @@
 """The price of a pair's steps: which are timed, what they take in, and what is made of their seconds."""
 
+import numpy as np
 import pytest
 import torch
 
 from blockpilot.control.price import Load
 from blockpilot.drafts.dflash import DraftModel
-from blockpilot.evaluation.pricing import measure_price, mixtures_of, time_steps
+from blockpilot.evaluation.pricing import PLAIN, Drafted, measure_price, mixtures_of, time_steps
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import MAX_BLOCK_SIZE
 
@@ -14,24 +15,38 @@ from blockpilot.types import MAX_BLOCK_SIZE
 @pytest.mark.parametrize("block_size", [2, 4, 16, 32])
 def test_mixtures_have_plain_and_drafting_rows_and_trees(rows: int, block_size: int) -> None:
     mixtures = mixtures_of(rows, block_size)
-    assert mixtures[0] == (1,) * rows
-    assert all(len(sizes) == rows and min(sizes) >= 1 and max(sizes) <= MAX_BLOCK_SIZE for sizes in mixtures)
-    assert {max(sizes) for sizes in mixtures} >= {1, 2, block_size}
-    assert max(map(max, mixtures)) > block_size or block_size == MAX_BLOCK_SIZE  # more tokens than are drafted
+    every = [row for mixture in mixtures for row in mixture]
+    assert mixtures[0] == [PLAIN] * rows
+    assert all(len(mixture) == rows for mixture in mixtures)
+    assert all(0 <= row.depth < block_size and 0 <= row.num_verified < MAX_BLOCK_SIZE for row in every)
+    assert all((row.depth > 0) == (row.num_verified > 0) for row in every)
+    assert {row.depth for row in every} >= {0, 1, block_size - 1}
+    assert max(row.num_verified for row in every) >= min(block_size, MAX_BLOCK_SIZE - 1)  # more than are drafted
     if rows > 1:  # one of them drafts, all of them, and rows that differ
-        assert {sum(size > 1 for size in sizes) for sizes in mixtures} >= {0, 1, rows}
+        assert {sum(row.depth > 0 for row in mixture) for mixture in mixtures} >= {0, 1, rows}
         assert len(set(mixtures[-1])) > 1
+
+
+@pytest.mark.parametrize("block_size", [4, 8, 16])
+def test_their_loads_tell_all_coefficients_apart(block_size: int) -> None:
+    """Of a draft that is not sequential, with one row and with 16."""
+    loads = [
+        Load(rows, sum(row.depth for row in mixture), sum(row.num_verified for row in mixture))
+        for rows in (1, 16)
+        for mixture in mixtures_of(rows, block_size)[:-1]
+    ]
+    terms = np.array([load.terms for load in loads], dtype=float)
+    assert np.linalg.cond(terms / np.linalg.norm(terms, axis=0)) < 100
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_every_mixture_is_timed(tiny_pair: Pair, rows: int) -> None:
-    """A step drafts no deeper than the draft was trained, and verifies larger trees all the same."""
+    """A step verifies larger trees than it drafts deep, and smaller ones."""
     mixtures = mixtures_of(rows, tiny_pair.block_size)
     timed = time_steps(tiny_pair, mixtures, 10, num_steps=2)
-    deepest = tiny_pair.block_size - 1
     assert [step.load for step in timed] == [
-        Load(rows, sum(min(size - 1, deepest) for size in sizes), sum(size - 1 for size in sizes))
-        for sizes in mixtures
+        Load(rows, sum(row.depth for row in mixture), sum(row.num_verified for row in mixture))
+        for mixture in mixtures
     ]
     assert all(step.seconds > 0 for step in timed)
 
@@ -42,14 +57,16 @@ def test_loads_are_what_steps_really_verified(tiny_pair: Pair) -> None:
     draft = DraftModel(tiny_pair.draft.config).eval().requires_grad_(False)
     draft.norm.weight.mul_(1e5)
     pair = Pair(tiny_pair.id, tiny_pair.target, draft, tiny_pair.tokenizer)
-    timed = time_steps(pair, [(1, 1), (3, 1), (20, 20)], 10, num_steps=1)
     deepest = tiny_pair.block_size - 1
+    mixtures = [[PLAIN] * 2, [Drafted(2, 2), PLAIN], [Drafted(deepest, 19)] * 2]
+    timed = time_steps(pair, mixtures, 10, num_steps=1)
     assert [step.load for step in timed] == [Load(2), Load(2, 2, 2), Load(2, 2 * deepest, 2 * deepest)]
 
 
 def test_a_context_beyond_the_targets_room_is_shortened(tiny_pair: Pair) -> None:
-    [timed] = time_steps(tiny_pair, [(8, 1)], 10 * tiny_pair.max_length, num_steps=1)
-    assert timed.load == Load(2, tiny_pair.block_size - 1, 7)
+    deepest = tiny_pair.block_size - 1
+    [timed] = time_steps(tiny_pair, [[Drafted(deepest, 7), PLAIN]], 10 * tiny_pair.max_length, num_steps=1)
+    assert timed.load == Load(2, deepest, 7)
 
 
 def test_a_price_is_measured(tiny_pair: Pair) -> None:

@@ -29,14 +29,14 @@ from rich.console import Console
 
 from blockpilot.pairs.table import target_slug
 from blockpilot.storage import whole
-from blockpilot.types import MAX_BLOCK_SIZE
 from jobs.common.cluster import actor_options, connect, num_threads
-from jobs.common.config import Config, PairConfig, Resources, main
-from jobs.common.registry import AUTO, CHAMPION, UNTRAINED, Registry, model_name, tracking_uri
-from jobs.serving.api import ApiKeys, Limits, environment_key
-from jobs.serving.champions import copy_of
+from jobs.common.config import main
+from jobs.common.registry import AUTO, CHAMPION, tracking_uri
+from jobs.serving.api import Limits
 from jobs.serving.deployment import ReplicaDeployment
 from jobs.serving.gateway import Gateway
+from jobs.serving.keys import api_keys
+from jobs.serving.models import ModelConfig, find_policy, models_by_name
 from jobs.serving.schema import RETRY_AFTER_S
 
 APP = "blockpilot"
@@ -47,41 +47,6 @@ REMOVAL_PATIENCE_S = 30
 REPLICA_LIMITS = "num_slots", "max_length", "max_prefill_tokens", "prefix_tokens", "max_queue", "max_new_tokens"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LOOPBACK_NAMES = (*LOOPBACK, "[::1]")  # in the Host header
-
-
-class ModelConfig(Config):
-    """One model to serve: its pair, policy, replicas and limits."""
-
-    pair: PairConfig = PairConfig()
-    policy: str = AUTO
-    """What is drafted and verified: by "champion" of the registry, by the directory of a policy, by "untrained" (the
-    draft's own probabilities and running means), or one block size. "auto" is the champion, and while there is none
-    the policy that comes with this repository for its own pair, or else "untrained"."""
-    resources: Resources = Resources()
-    """Of each replica; num_actors is the number of replicas, or the minimum where max_replicas is larger."""
-    max_replicas: int = Field(default=1, ge=1)
-    """Upper bound of autoscaling; an idle replica is drained and stopped."""
-    num_slots: int = Field(default=8, ge=1)
-    """Requests that a replica decodes together."""
-    max_length: int | None = Field(default=None, ge=2)
-    """Tokens of prompt and answer together; by default 2048, or the target's context if that is shorter."""
-    max_new_tokens: int | None = Field(default=None, ge=1)
-    """Limit of an answer's tokens; by default only the context limits it."""
-    max_prefill_tokens: int = Field(default=256, ge=1)
-    """Prompt tokens in one step; a longer prompt takes several steps, and streams go on in between. A smaller number
-    shortens the gaps between tokens and costs throughput (LOG.md)."""
-    prefix_tokens: int | None = Field(default=None, ge=0)
-    """Tokens whose keys and values are kept for prompts that begin alike, the least recently used replaced first; by
-    default as many as the slots hold, 0 for none."""
-    max_queue: int = Field(default=64, ge=0)
-    """Requests that wait at a replica for a slot; more are answered 429."""
-
-    @property
-    def policy_source(self) -> int | str:
-        """A block size, "auto", "champion", "untrained", or the absolute directory of a policy."""
-        if self.policy.isdecimal():
-            return int(self.policy)
-        return self.policy if self.policy in (AUTO, CHAMPION, UNTRAINED) else str(Path(self.policy).absolute())
 
 
 class ServeConfig(ModelConfig):
@@ -125,13 +90,17 @@ class ServeConfig(ModelConfig):
     def models(self) -> tuple[ModelConfig, ...]:
         return (self, *self.others)
 
+    @property
+    def deployments(self) -> dict[str, ModelConfig]:
+        """Models by the names of their deployments: their target's, and a number where it is that of several."""
+        slugs = [target_slug(model.pair.models[0]) for model in self.models]
+        names = [slug if slugs.index(slug) == i else f"{slug}_{i}" for i, slug in enumerate(slugs)]
+        return dict(zip(names, self.models, strict=True))
+
 
 def build_app(args: ServeConfig) -> Application:
     """The Serve application; joins Ray. Raises ValueError for a model or a policy that cannot be served."""
-    names = [model.pair.models[0] for model in args.models]
-    slugs = [target_slug(name) for name in names]
-    if len(set(slugs)) < len(slugs):
-        raise ValueError(f"models {', '.join(names)}: each must have a name of its own")
+    names = models_by_name(args.models)
     keys = api_keys(args.api_key_file)
     if args.needs_api_key and not keys.digests:
         raise ValueError("needs_api_key: there is none in BLOCKPILOT_API_KEY, and no --api-key-file")
@@ -145,8 +114,8 @@ def build_app(args: ServeConfig) -> Application:
         graceful_shutdown_timeout_s=args.drain_s,
     )(serve.ingress()(Gateway))
     return gateway.bind(
-        {name: _replicas(model, args) for name, model in zip(names, args.models, strict=True)},
-        dict(zip(slugs, names, strict=True)),
+        {model.names[0]: _replicas(name, model, args) for name, model in args.deployments.items()},
+        names,
         keys,
         Limits(
             args.max_body_bytes,
@@ -158,7 +127,7 @@ def build_app(args: ServeConfig) -> Application:
     )
 
 
-def _replicas(model: ModelConfig, args: ServeConfig) -> Application:
+def _replicas(name: str, model: ModelConfig, args: ServeConfig) -> Application:
     """The deployment of one model."""
     resources, in_replica = model.resources, model.num_slots + model.max_queue
     replicas: dict[str, Any] = {"num_replicas": resources.num_actors}
@@ -166,7 +135,7 @@ def _replicas(model: ModelConfig, args: ServeConfig) -> Application:
         bounds = {"min_replicas": resources.num_actors, "max_replicas": model.max_replicas}
         replicas = {"autoscaling_config": bounds | {"target_ongoing_requests": model.num_slots}}
     deployment: serve.Deployment = serve.deployment(
-        name=target_slug(model.pair.models[0]),
+        name=name,
         ray_actor_options=actor_options(resources.accelerator_type, resources.num_cpus),
         user_config=policy_config(model, args),
         max_ongoing_requests=in_replica + SPARE_REQUESTS,
@@ -178,6 +147,7 @@ def _replicas(model: ModelConfig, args: ServeConfig) -> Application:
     )(ReplicaDeployment)
     return deployment.bind(
         model.pair.load,
+        name=model.names[0],
         num_threads=num_threads(resources.num_cpus),
         **model.model_dump(include=set(REPLICA_LIMITS)),
         **args.model_dump(include={"stream_interval_s", "logs_prompts"}),
@@ -189,54 +159,12 @@ def _capacity(model: ModelConfig) -> int:
     return max(model.resources.num_actors, model.max_replicas) * (model.num_slots + model.max_queue)
 
 
-# --- policies and keys ---
-
-
 def policy_config(model: ModelConfig, args: ServeConfig) -> dict[str, Any]:
     """Serve's user_config of a replica: its policy. Serve carries a change of it out in place."""
     found: dict[str, Any] = {"policy": model.policy_source}
     if model.policy not in (AUTO, CHAMPION):
         return found
     return found | {"store": tracking_uri(), "follow_s": args.registry_every_s, "folder": str(args.output.absolute())}
-
-
-def find_policy(model: ModelConfig, folder: Path) -> int | str | Path:
-    """A block size, "auto" where it is no champion, "untrained", or a policy's directory; ValueError if there is none
-    or it is for other models.
-    """
-    source = model.policy_source
-    if source == UNTRAINED:
-        return source
-    if isinstance(source, int):
-        if not 1 <= source <= MAX_BLOCK_SIZE:
-            raise ValueError(f"policy {source}: a block size must be 1 to {MAX_BLOCK_SIZE}")
-        return source
-    from blockpilot.policy.store import load_policy  # seconds to import
-
-    directory = Path(source)
-    if source in (AUTO, CHAMPION):
-        registry = Registry.open()
-        try:
-            version = registry.champion(model_name(model.pair.models[0]))
-        except ValueError as error:
-            if source == AUTO:
-                return AUTO
-            raise ValueError(
-                f"{error}. Make one with jobs/sweep.py, jobs/train.py and jobs/promote.py,"
-                " or serve without any with --policy untrained"
-            ) from None
-        directory = copy_of(registry, version, folder)
-    model.pair.check_made_for(f"policy {directory}", load_policy(directory).info.pair)
-    return directory
-
-
-def api_keys(file: Path | None) -> ApiKeys:
-    """The keys of a file, one a line, else of the environment; ValueError for a file without any."""
-    lines = file.read_text().splitlines() if file else [environment_key() or ""]
-    keys = tuple(line.strip() for line in lines if line.strip())
-    if file and not keys:
-        raise ValueError(f"api_key_file {file}: has no key; one a line is needed")
-    return ApiKeys.of(keys)
 
 
 def is_open(config: ServeConfig) -> bool:
@@ -266,8 +194,8 @@ def deploy_config(config: ServeConfig) -> dict[str, Any]:
                 "runtime_env": {"env_vars": {"MLFLOW_TRACKING_URI": tracking_uri()}},
                 "args": arguments,
                 "deployments": [
-                    {"name": target_slug(model.pair.models[0]), "user_config": policy_config(model, config)}
-                    for model in config.models
+                    {"name": name, "user_config": policy_config(model, config)}
+                    for name, model in config.deployments.items()
                 ],
             }
         ],
@@ -346,9 +274,9 @@ def _wait_for_port(host: str, port: int) -> None:
         time.sleep(0.1)
 
 
-def _policy_in_use(target: str) -> str:
+def _policy_in_use(deployment: str) -> str:
     """Its name, and why it is not the registry's champion where that was looked for."""
-    handle: DeploymentHandle[Any] = serve.get_deployment_handle(target_slug(target), APP)
+    handle: DeploymentHandle[Any] = serve.get_deployment_handle(deployment, APP)
     policy = handle.status.remote().result(timeout_s=REMOVAL_PATIENCE_S)["policy"]
     return f"{policy['name']} ({policy['error']})" if policy.get("error") else str(policy["name"])
 
@@ -368,8 +296,9 @@ def run(config: ServeConfig) -> None:
     leave, hurry = threading.Event(), threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: hurry.set() if leave.is_set() else leave.set())
-    target, _ = config.pair.models
-    console.print(f"serving {target} at {url} with policy {_policy_in_use(target)}; Ctrl-C to stop", soft_wrap=True)
+    for deployment, model in config.deployments.items():
+        shown = f"serving {model.names[0]} at {url} with policy {_policy_in_use(deployment)}; Ctrl-C to stop"
+        console.print(shown, soft_wrap=True)
     leave.wait()
     console.print("finishing the requests in flight; Ctrl-C once more ends them")
     stop(config.drain_s, hurry.is_set)

@@ -4,10 +4,7 @@ A model is anything that answers a body, in this process or in another one.
 """
 
 import asyncio
-import hashlib
-import hmac
 import json
-import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
@@ -22,6 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
 
+from jobs.serving.keys import NO_KEYS, ApiKeys
 from jobs.serving.schema import ApiError, Body, ChatRequest, CompletionRequest, Objects, parse, short
 
 STATUS_PATIENCE_S = 3.0
@@ -67,53 +65,12 @@ class Limits:
     """Requests at a time, from the first byte to the last token; one more is refused at once."""
 
 
-def environment_key() -> str | None:
-    """The key in BLOCKPILOT_API_KEY; None where there is none."""
-    return os.environ.get("BLOCKPILOT_API_KEY", "").strip() or None
-
-
-@dataclass(frozen=True)
-class ApiKeys:
-    """SHA-256 digests of the accepted keys; without any key, all requests are accepted."""
-
-    digests: tuple[bytes, ...] = ()
-
-    @classmethod
-    def of(cls, keys: tuple[str, ...]) -> "ApiKeys":
-        return cls(tuple(hashlib.sha256(key.encode()).digest() for key in keys))
-
-    def admit(self, http: HttpRequest) -> bool:
-        """True if a request brings an accepted key, or none is needed; compares in constant time."""
-        given = hashlib.sha256(_key(http).encode()).digest()
-        known = any(hmac.compare_digest(given, digest) for digest in self.digests)
-        return not self.digests or known
-
-    def client(self, http: HttpRequest) -> str:
-        """Name of who brings an accepted key; "" where there are not several."""
-        if len(self.digests) < 2:
-            return ""
-        return hashlib.sha256(_key(http).encode()).hexdigest()[:12]
-
-    def check(self, http: HttpRequest) -> None:
-        """Raise ApiError 401 for a request that is not admitted."""
-        if not self.admit(http):
-            given = http.headers.get("authorization", "").partition(" ")[2]
-            message = "unknown API key" if given else "an API key is needed: 'Authorization: Bearer KEY'"
-            raise ApiError(401, message, code="invalid_api_key")
-
-
-def _key(http: HttpRequest) -> str:
-    """The key that a request brings; "" for none."""
-    scheme, _, key = http.headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
-
-
 # --- answering ---
 
 
 @dataclass
 class Api:
-    """Models by name, with limits. `aliases` are further names of models."""
+    """Models by their own names, with limits. `aliases` gives the own name for others."""
 
     models: Mapping[str, Model]
     aliases: Mapping[str, str]
@@ -312,7 +269,7 @@ def make_app(
     models: Mapping[str, Model],
     *,
     aliases: Mapping[str, str] | None = None,
-    keys: ApiKeys = ApiKeys(),
+    keys: ApiKeys = NO_KEYS,
     limits: Limits = Limits(),
     hosts: Sequence[str] = ("*",),
     on_exchange: Callable[[Exchange], None] = lambda exchange: None,
@@ -338,7 +295,8 @@ def make_app(
 
     @v1.get("/models")
     async def list_models() -> dict[str, object]:
-        return {"object": "list", "data": [await _described(*each) for each in models.items()]}
+        found = await asyncio.gather(*map(_described, models, models.values()))
+        return {"object": "list", "data": found}
 
     @v1.get("/models/{name:path}")
     async def retrieve_model(name: str) -> dict[str, object]:
@@ -370,8 +328,10 @@ async def _status(model: Model) -> dict[str, Any]:
 
 
 async def _described(name: str, model: Model) -> dict[str, object]:
+    """OpenAI's entry of a model, and what vLLM's has beside: `root`, the target, and limits, if the model answers."""
     found = await _status(model)
-    known = {key: found[key] for key in ("max_model_len",) if key in found}
+    fields = {"root": "target", "max_model_len": "max_model_len", "max_completion_tokens": "max_completion_tokens"}
+    known = {shown: found[key] for shown, key in fields.items() if key in found}
     return {"id": name, "object": "model", "created": 0, "owned_by": "blockpilot"} | known
 
 

@@ -14,7 +14,8 @@ from ray.exceptions import RayActorError, RayError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse, DeploymentResponseGenerator
 
-from jobs.serving.api import ApiKeys, Exchange, Limits, make_app
+from jobs.serving.api import Exchange, Limits, make_app
+from jobs.serving.keys import ApiKeys
 from jobs.serving.metrics import GatewayMetrics
 from jobs.serving.schema import ApiError, Body, Objects
 
@@ -24,7 +25,7 @@ AWAY = (DeploymentUnavailableError, TaskCancelledError)
 
 
 class Gateway:
-    """What Serve runs. `models` are handles by the name of the target; `aliases` are further names."""
+    """What Serve runs. `models` are handles by the first name of each; `aliases` gives it for all names."""
 
     def __init__(
         self,

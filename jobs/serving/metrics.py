@@ -41,12 +41,13 @@ class GatewayMetrics:
 class ReplicaMetrics:
     """Metrics of one replica: counters and histograms of its steps and answers, gauges of its state.
 
-    `policy` gives the version of the champion in use, 0 for none, and whether the registry's could not be used.
+    `name` is the model's. `policy` gives the version of the champion in use, 0 for none, and whether the registry's
+    could not be used.
     """
 
-    def __init__(self, loop: "EngineLoop", policy: Callable[[], tuple[int, bool]]) -> None:
+    def __init__(self, name: str, loop: "EngineLoop", policy: Callable[[], tuple[int, bool]]) -> None:
         def of_model(metric: M) -> M:
-            metric.set_default_tags({"model": loop.engine.pair.id.target})
+            metric.set_default_tags({"model": name})
             return metric
 
         own: Any = ("model",)

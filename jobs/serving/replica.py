@@ -1,8 +1,4 @@
-"""Replica of the server: one pair, one engine, and the policy that chooses its block sizes.
-
-The policy is a small file beside the models. Serve's `user_config`, or a new champion of the registry, replaces it in
-place; the models and the requests in flight stay.
-"""
+"""Replica of the server: one pair, one engine, and the policy that chooses its block sizes (policies.py)."""
 
 import asyncio
 import logging
@@ -10,61 +6,51 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from blockpilot.constraints.automaton import GrammarError
 from blockpilot.constraints.grammar import Grammar
-from blockpilot.control.controller import FixedPolicy
-from blockpilot.control.forecasts import RunningMeans
-from blockpilot.control.price import COEFFICIENTS, StepPrice
+from blockpilot.control.price import COEFFICIENTS
 from blockpilot.device import device_name, dtype_name
 from blockpilot.engine.engine import Engine
-from blockpilot.engine.generate import generate
-from blockpilot.engine.prefixes import PAGE
-from blockpilot.evaluation.pricing import holds_here, measure_price
-from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.learned import LearnedPolicy
-from blockpilot.policy.store import load_policy
 from blockpilot.prompts.files import Message, Prompt, encode_messages
-from blockpilot.types import MAX_BLOCK_SIZE, Request, Sampling
-from jobs.common.registry import AUTO, CHAMPION, UNTRAINED, model_name
-from jobs.serving.champions import ChampionWatch
+from blockpilot.types import Request, Sampling
 from jobs.serving.engine_loop import EngineLoop, Stream
 from jobs.serving.grammars import Grammars
+from jobs.serving.memory import check_memory, default_prefix_tokens
 from jobs.serving.metrics import ReplicaMetrics
+from jobs.serving.policies import PolicyInUse
 from jobs.serving.replies import Reply
 from jobs.serving.schema import ApiError, Body, ChatRequest, Objects
 from jobs.serving.tool_calls import family_of, grammar_of, in_words, knows_tools
 
 DEFAULT_MAX_LENGTH = 2048
-COMMITTED = Path(__file__).parents[2] / "workflows" / "policies" / "policy-step"
-MEMORY_FILE = Path("/proc/meminfo")
 SWITCH_INTERVAL_S = 0.0002  # the engine's thread takes the interpreter back that soon; Python's own are 5 ms
-TRIAL_TOKENS = 8
-PRICE_CONTEXT, PRICE_ROWS = 256, 4  # tokens, and rows at most, of the steps timed at the start: requests wait for it
 log = logging.getLogger("ray.serve.blockpilot")  # Serve adds the id of the request
 
 
 class Replica:
     """Server of one pair, which `load` gives: an engine loop that answers bodies, and its policy.
 
-    Serve runs this class. num_threads are torch's, of this process; num_slots are requests decoded together;
-    max_length is in tokens of prompt and answer; max_new_tokens limits an answer where the context leaves room for
-    more; prefix_tokens are kept for prompts that begin alike, by default as many as the slots hold; stream_interval_s
-    is the least time between two chunks of a stream. Raises ValueError where the caches do not fit into memory.
+    Serve runs this class. Responses and metrics say `name`, by default the target's. num_threads are torch's, of this
+    process; num_slots are requests decoded together; max_length is in tokens of prompt and answer; max_new_tokens
+    limits an answer where the context leaves room for more; prefix_tokens are kept for prompts that begin alike, by
+    default as many as the slots hold; stream_interval_s is the least time between two chunks of a stream. Raises
+    ValueError where the caches do not fit into memory.
     """
 
     def __init__(
         self,
         load: Callable[[], Pair],
         *,
+        name: str | None = None,
         num_threads: int = 1,
         num_slots: int = 8,
         max_length: int | None = None,
@@ -78,6 +64,7 @@ class Replica:
         torch.set_num_threads(num_threads)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self.pair = load()
+        self.name = name or self.pair.id.target
         length = max_length or min(DEFAULT_MAX_LENGTH, self.pair.max_length)
         kept = default_prefix_tokens(self.pair, num_slots, length) if prefix_tokens is None else prefix_tokens
         check_memory(self.pair, num_slots, length, kept)
@@ -89,21 +76,18 @@ class Replica:
             prefix_tokens=kept,
         )
         sizes = {"num_slots": num_slots, "max_length": length, "cache_bytes": engine.cache_bytes}
-        log.info("engine", extra={"model": self.pair.id.target, **sizes})
-        self.watch: ChampionWatch | None = None
+        log.info("engine", extra={"model": self.name, **sizes})
         self.loop = EngineLoop(engine, max_queue=max_queue)
-        self._metrics = ReplicaMetrics(self.loop, self._champion_in_use)
+        self.policy = PolicyInUse(self.pair, self.loop)
+        self._metrics = ReplicaMetrics(self.name, self.loop, self.policy.champion)
         self.loop.on_step = self._metrics.on_step
         self._max_new_tokens, self._logs_prompts = max_new_tokens, logs_prompts
         self._stream_interval_s = stream_interval_s
         self._grammars = Grammars(self.pair)
-        self._price: StepPrice | None = None  # of this device
-        self._policy: Mapping[str, object] | None = None
 
     def close(self) -> None:
         """Stop the threads; requests in flight end with status 503."""
-        if self.watch is not None:
-            self.watch.stop()
+        self.policy.stop()
         self.loop.close()
         self._grammars.close()
         self._metrics.stop()
@@ -117,10 +101,12 @@ class Replica:
 
         An ApiError, the last one, says why there are no more. Serve takes what a replica raises for a broken replica.
         """
+        started = time.monotonic()
         try:
             streams = await self._submit(body, client)
-            reply = Reply(body, streams, self.pair, self._stream_interval_s, family_of(chat_template(self.pair)))
-            with self._recorded(reply):
+            family = family_of(chat_template(self.pair))
+            reply = Reply(body, streams, self.name, self.pair, self._stream_interval_s, family)
+            with self._recorded(reply, started):
                 async with aclosing(reply.chunks()) as chunks:
                     async for chunk in chunks:
                         yield chunk
@@ -133,13 +119,13 @@ class Replica:
         """The model's entry in /health."""
         loop, engine, controller = self.loop, self.loop.engine, self.loop.engine.controller
         policy = controller.policy
-        followed = {} if self.watch is None else {"follows": self.watch.name, "error": self.watch.error or None}
         return {
             "status": "ok" if loop.healthy else "stalled" if loop.stalled else "failed",
+            "target": self.pair.id.target,
             "draft": self.pair.id.draft,
             "device": device_name(self.pair.target.device),
             "dtype": dtype_name(self.pair.target.dtype),
-            "policy": dict(self._policy or {"name": "none"}) | followed,
+            "policy": self.policy.status,
             "step_price_s": dict(zip(COEFFICIENTS, controller.price.coefficients.tolist(), strict=True)),
             "backed_off": not controller.speculates,
             "accepted_over_expected": policy.record.ratio if isinstance(policy, LearnedPolicy) else None,
@@ -148,6 +134,7 @@ class Replica:
             "capacity": loop.capacity,
             "num_slots": engine.num_slots,
             "max_model_len": engine.max_length,
+            "max_completion_tokens": min(self._max_new_tokens or engine.max_length, engine.max_length - 1),
             "cache_bytes": engine.cache_bytes,
             "num_kept_tokens": engine.num_kept_tokens,
             "pid": os.getpid(),
@@ -157,6 +144,10 @@ class Replica:
         """Raise RuntimeError if the engine is broken; Serve then replaces the replica."""
         if not self.loop.healthy:
             raise RuntimeError("the engine is broken")
+
+    def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Use another policy (PolicyInUse.configure); Serve calls this once before the first request."""
+        self.policy.configure(user_config)
 
     async def _submit(self, body: Body, client: str) -> list[Stream]:
         """Start decoding; of `n` choices, number i has the seed plus i. Raises ApiError 400, or as `submit_all`."""
@@ -174,13 +165,13 @@ class Replica:
             raise ApiError(400, str(error), param) from None
 
     @contextmanager
-    def _recorded(self, reply: Reply) -> Iterator[None]:
-        """Log and count a request when it is over, however it ends."""
-        started, outcome = time.monotonic(), "cancelled"
+    def _recorded(self, reply: Reply, started: float) -> Iterator[None]:
+        """Log and count a request when it is over, however it ends; `started` is when it came (time.monotonic)."""
+        outcome = "cancelled"
         try:
             yield
             outcome = "finished"
-        except ApiError:
+        except Exception:
             outcome = "failed"
             raise
         finally:
@@ -227,82 +218,6 @@ class Replica:
             raise ApiError(400, message, "max_tokens", "max_tokens_exceeded")
         return asked or (room if most is None else min(room, most))
 
-    # --- policies ---
-
-    def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Use another policy from the next prefill on; ValueError for one that is not there or cannot be used.
-
-        user_config: `policy`, a block size, a directory, "untrained", "champion" or "auto"; of the last two also
-        `store`, the MLflow store, `follow_s`, how often to look for another one, and `folder`, where it is copied to.
-        Serve calls this once before the first request. A champion that the registry cannot give then is its last
-        copy; with "auto" also the policy that comes with the repository, or "untrained", until there is a champion.
-        """
-        if self.watch is not None:
-            self.watch.stop()
-            self.watch = None
-        policy = user_config["policy"]
-        if policy not in (AUTO, CHAMPION):
-            self._use(policy)
-            return
-        name, folder = model_name(self.pair.id.target), Path(user_config["folder"])
-        watch = ChampionWatch(name, user_config["store"], folder, user_config["follow_s"], use=self._use)
-        if watch.error and self._policy is None and not watch.use_last_copy():
-            if policy == CHAMPION:
-                raise ValueError(watch.error)
-            self._use_without_registry()
-        self.watch = watch
-        watch.follow()
-
-    def _use_without_registry(self) -> None:
-        """Use the policy that comes with the repository where it is for this pair, or else "untrained"."""
-        try:
-            self._use(COMMITTED)
-        except (ValueError, OSError) as error:
-            log.info("%s", error)
-            self._use(UNTRAINED)
-
-    def _champion_in_use(self) -> tuple[int, bool]:
-        """Its version, 0 for none, and whether the registry has another one that cannot be used."""
-        return (0, False) if self.watch is None else (self.watch.number, bool(self.watch.error))
-
-    def _use(self, policy: int | str | Path, version: int = 0) -> None:
-        """Put a policy to use; called on the thread that watches the registry, too."""
-        if isinstance(policy, int):
-            self.loop.set_policy(FixedPolicy(policy))
-            self._policy = {"name": f"block size {policy}", "version": None}
-            return
-        if policy == UNTRAINED:
-            self.loop.set_policy(RunningMeans(self.pair.block_size - 1), self._price_for(None))
-            self._policy = {"name": UNTRAINED, "version": None}
-            return
-        learned = load_policy(policy)
-        learned.check(self.pair)
-        try_out(self.pair, learned)
-        self.loop.set_policy(learned, self._price_for(learned.price))
-        self._policy = {"name": str(policy), "version": version or None}
-
-    def _price_for(self, own: StepPrice | None) -> StepPrice | None:
-        """A policy's own price where that was measured on such a device, or else the one that is known of this.
-
-        It is measured for the first policy only, before any request: timing beside requests would slow them and be
-        wrong.
-        """
-        if own is not None and holds_here(own, self.pair):
-            self._price = own
-        elif self._price is None and self._policy is None:
-            self._price = measure_price(self.pair, min(self.loop.engine.num_slots, PRICE_ROWS), PRICE_CONTEXT)
-        return self._price or own
-
-
-def try_out(pair: Pair, policy: LearnedPolicy) -> None:
-    """Raise ValueError for a policy that fails where it decides: one answer is decoded by it, for nobody."""
-    try:
-        for _ in generate(pair, (0, 1), policy=policy, max_new_tokens=TRIAL_TOKENS, stop_token_ids=frozenset()):
-            pass
-    except Exception as error:
-        raise ValueError(f"policy that fails when it is tried ({type(error).__name__}: {error})") from error
-    policy.forget()
-
 
 def chat_template(pair: Pair) -> str | None:
     """The tokenizer's own, or the one for tools where it has several."""
@@ -330,38 +245,3 @@ def _choice_request(request: Request, number: int) -> Request:
     """The request of choice `number`: the same with its own seed, an int64 that wraps around."""
     seed = (request.sampling.seed + number + 2**63) % 2**64 - 2**63
     return replace(request, sampling=replace(request.sampling, seed=seed))
-
-
-def default_prefix_tokens(pair: Pair, num_slots: int, max_length: int) -> int:
-    """As many as the slots hold; none where a target's keys depend on the longest row."""
-    rotates_by_longest = Target(pair.target, pair.layer_ids).rotates_by_longest
-    return 0 if rotates_by_longest else num_slots * max_length
-
-
-def check_memory(pair: Pair, num_slots: int, max_length: int, prefix_tokens: int) -> None:
-    """Raise ValueError where the caches of so many slots and kept tokens do not fit into the memory that is left."""
-    needed, free = cache_bytes(pair, num_slots, max_length, prefix_tokens), _free_bytes(pair.target.device)
-    if free is not None and needed > free:
-        raise ValueError(
-            f"num_slots {num_slots} of {max_length} tokens, prefix_tokens {prefix_tokens}: the caches take"
-            f" {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free; fewer slots or prefix_tokens, or a smaller"
-            " max_length, are needed"
-        )
-
-
-def cache_bytes(pair: Pair, num_slots: int, max_length: int, prefix_tokens: int) -> int:
-    """Memory of the caches of an engine of this size, by those of one slot with one token."""
-    target = Target(pair.target, pair.layer_ids).new_cache(1, 1).num_bytes
-    first, second = (pair.prepared_draft.new_cache(1, length).num_bytes for length in (1, 2))
-    of_slot = target * (max_length + MAX_BLOCK_SIZE) + first + (max_length - 1) * (second - first)
-    return num_slots * of_slot + prefix_tokens // PAGE * PAGE * (target + second - first)
-
-
-def _free_bytes(device: torch.device) -> int | None:
-    """Free memory of a GPU, or of a Linux machine; None where it is not known."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    if not MEMORY_FILE.exists():
-        return None
-    lines = MEMORY_FILE.read_text().splitlines()
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)

@@ -91,10 +91,12 @@ class CompletionFormat:
 class Reply:
     """The response to one request: its choices, and the fields that all its objects share.
 
-    `interval_s` is the least time between two chunks of a choice.
+    `name` is the model's; `interval_s` is the least time between two chunks of a choice.
     """
 
-    def __init__(self, body: Body, streams: Sequence[Stream], pair: Pair, interval_s: float, family: Family) -> None:
+    def __init__(
+        self, body: Body, streams: Sequence[Stream], name: str, pair: Pair, interval_s: float, family: Family
+    ) -> None:
         self.body, self.request = body, streams[0].request
         include_steps = body.stream_options.include_steps
         self.choices = [ChoiceText(each, pair, i, interval_s, include_steps) for i, each in enumerate(streams)]
@@ -105,7 +107,7 @@ class Reply:
             "id": self._format.id_prefix + uuid.uuid4().hex,
             "object": self._format.chunk_object if body.stream else self._format.whole_object,
             "created": int(time.time()),
-            "model": pair.id.target,
+            "model": name,
             "system_fingerprint": f"fp_{pair.id.target_revision[:8]}_{pair.id.draft_revision[:8]}",
             "seed": self.request.sampling.seed,
         }

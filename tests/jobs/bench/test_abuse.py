@@ -11,7 +11,8 @@ from jobs.bench import abusers
 from jobs.bench.abuse import LOST, Report, _outcome, shown
 from jobs.bench.abusers import Abuser
 from jobs.bench.http_load import Received
-from jobs.serving.api import ApiKeys, Limits
+from jobs.serving.api import Limits
+from jobs.serving.keys import ApiKeys
 
 
 def test_abusers_are_answered_and_get_no_internal_error(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,9 @@ from helpers.prices import price
 from jobs.common.registry import Registry, Version, model_name
 from jobs.serving import champions
 from jobs.serving.champions import ChampionWatch
-from jobs.serving.replica import COMMITTED, Replica, cache_bytes, check_memory
+from jobs.serving.memory import cache_bytes, check_memory
+from jobs.serving.policies import COMMITTED
+from jobs.serving.replica import Replica
 from jobs.serving.schema import ApiError, ChatRequest, parse
 
 CHAT = {"messages": [{"role": "user", "content": "Once"}], "model": "target", "temperature": 0, "max_tokens": 20}
@@ -96,8 +98,8 @@ def test_a_new_champion_is_used_for_new_requests_and_changes_no_text(
     while not replica.loop.engine.num_active:
         pass
     second = crown(registry, tmp_path, tiny_pair.id, target, (5,))
-    assert replica.watch is not None
-    replica.watch.look()
+    assert replica.policy.watch is not None
+    replica.policy.watch.look()
     assert status(replica)["version"] == second.number
     after = client.post("/v1/chat/completions", json=CHAT).json()
     in_flight.join()
@@ -124,16 +126,16 @@ def test_an_outage_keeps_the_policy_and_is_reported_until_it_is_over(
 ) -> None:
     first = crown(registry, tmp_path, tiny_pair.id, tiny_pair.id.target, (3,))
     replica.reconfigure(following(registry, tmp_path / "copies"))
-    assert replica.watch is not None
+    assert replica.policy.watch is not None
     crown(registry, tmp_path, tiny_pair.id, tiny_pair.id.target, (5,))
     store, kept = tmp_path / "mlflow.db", (tmp_path / "mlflow.db").read_bytes()
     store.write_bytes(b"no database at all" * 1000)
-    replica.watch.look()
+    replica.policy.watch.look()
     assert status(replica)["version"] == first.number
     assert "mlflow.db" in str(status(replica)["error"])
     assert client.post("/v1/chat/completions", json=CHAT).json()["usage"]["block_size"] == 3
     store.write_bytes(kept)
-    replica.watch.look()
+    replica.policy.watch.look()
     assert status(replica)["error"] is None
     assert client.post("/v1/chat/completions", json=CHAT).json()["usage"]["block_size"] == 5
 
@@ -144,14 +146,14 @@ def test_a_champion_of_another_pair_is_refused_and_reported(
     target = tiny_pair.id.target
     first = crown(registry, tmp_path, tiny_pair.id, target, (3,))
     replica.reconfigure(following(registry, tmp_path / "copies"))
-    assert replica.watch is not None
+    assert replica.policy.watch is not None
     crown(registry, tmp_path, tiny_pair.id._replace(draft_revision="0123abcd"), target, (5,))
-    replica.watch.look()
+    replica.policy.watch.look()
     assert status(replica)["version"] == first.number
     assert "0123abcd" in str(status(replica)["error"])
     assert client.post("/v1/chat/completions", json=CHAT).json()["usage"]["block_size"] == 3
     third = crown(registry, tmp_path, tiny_pair.id, target, (6,))
-    replica.watch.look()
+    replica.policy.watch.look()
     assert (status(replica)["version"], status(replica)["error"]) == (third.number, None)
 
 
@@ -161,13 +163,13 @@ def test_a_champion_that_fails_where_it_decides_is_not_used(
     """One with a block size that no engine verifies, and one that reads vectors of another size."""
     first = crown(registry, tmp_path, tiny_pair.id, tiny_pair.id.target, (3,))
     replica.reconfigure(following(registry, tmp_path / "copies"))
-    assert replica.watch is not None
+    assert replica.policy.watch is not None
     crown(registry, tmp_path, tiny_pair.id, tiny_pair.id.target, (3, 33))
-    replica.watch.look()
+    replica.policy.watch.look()
     assert "block size 33: must be at most 32" in str(status(replica)["error"])
     strange = tiny_policy(tiny_pair.id, 260, (1, 4), kind="step", sizes=(7, 5))
     crown_policy(registry, tmp_path, strange, tiny_pair.id.target)
-    replica.watch.look()
+    replica.policy.watch.look()
     assert "fails when it is tried" in str(status(replica)["error"])
     assert status(replica)["version"] == first.number
     assert client.post("/v1/chat/completions", json=CHAT).json()["usage"]["block_size"] == 3
@@ -262,7 +264,7 @@ def test_a_look_that_has_begun_does_not_overrule_what_came_later(
 ) -> None:
     crown(registry, tmp_path, tiny_pair.id, tiny_pair.id.target, (3,))
     replica.reconfigure(following(registry, tmp_path / "copies"))
-    watch = replica.watch
+    watch = replica.policy.watch
     assert watch is not None
     crown(registry, tmp_path, tiny_pair.id, tiny_pair.id.target, (5,))
     asked, answered, copy = threading.Event(), threading.Event(), champions.copy_of
@@ -323,7 +325,7 @@ def timed(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(replica.loop.num_in_flight)
         return measure_price(*arguments)
 
-    monkeypatch.setattr("jobs.serving.replica.measure_price", timing)
+    monkeypatch.setattr("jobs.serving.policies.measure_price", timing)
     return found
 
 

@@ -25,7 +25,8 @@ from helpers.api import (
     text_of,
 )
 from jobs.serve import LOOPBACK_NAMES
-from jobs.serving.api import ApiKeys, Exchange, Limits, make_app
+from jobs.serving.api import Exchange, Limits, make_app
+from jobs.serving.keys import ApiKeys
 from jobs.serving.replica import Replica
 from jobs.serving.schema import ApiError, Body, ChatRequest, Objects, parse
 

@@ -9,7 +9,8 @@ from fastapi.testclient import TestClient
 from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
 from helpers.api import CHAT, COMPLETIONS, JsonObject, ask, client_of, events, replica_of, text_of
-from jobs.serving.replica import Replica, default_prefix_tokens
+from jobs.serving.memory import default_prefix_tokens
+from jobs.serving.replica import Replica
 
 SYSTEM = {"role": "system", "content": "Answer in short and simple words, and say so where you do not know."}
 FIRST = [SYSTEM, {"role": "user", "content": "What is a block?"}]

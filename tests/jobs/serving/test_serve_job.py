@@ -19,8 +19,9 @@ from helpers.processes import Job, listeners
 from helpers.servers import ROOT, Server, free_port, serving
 from jobs.common.config import ConfigError, PairConfig, Resources, main
 from jobs.common.registry import Registry, model_name
-from jobs.serve import ServeConfig, api_keys, build_app, find_policy, run
-from jobs.serving.api import ApiKeys
+from jobs.serve import ServeConfig, build_app, run
+from jobs.serving.keys import ApiKeys, api_keys
+from jobs.serving.models import ModelConfig, find_policy, models_by_name
 
 CHAT = {"messages": [{"role": "user", "content": "Once"}], "model": "target", "temperature": 0}
 
@@ -214,8 +215,33 @@ def test_keys_come_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: p
 
 def test_models_of_one_name_are_refused(pair_config: PairConfig) -> None:
     one = ServeConfig(pair=pair_config, policy="2")
-    with pytest.raises(ValueError, match="each must have a name of its own"):
-        run(ServeConfig(pair=pair_config, policy="2", others=(one.models[0],)))
+    with pytest.raises(ValueError, match=r"name '.*target' of two models: served_model_name gives each"):
+        run(ServeConfig(pair=pair_config, policy="2", served_model_name=("a",), others=(one, one)))
+    with pytest.raises(ValueError, match="name 'target' of two models"):
+        run(ServeConfig(pair=pair_config, policy="2", served_model_name=("a", "target"), others=(one,)))
+
+
+@pytest.mark.parametrize(
+    ("names", "complaint"),
+    [(("a", "a"), "repeated name 'a'"), (("a", ""), "empty name ''"), ((" ",), "empty name ' '")],
+)
+def test_names_that_name_nothing_are_refused(names: tuple[str, ...], complaint: str) -> None:
+    for refused in (lambda: ServeConfig(served_model_name=names), lambda: ModelConfig(served_model_name=names)):
+        with pytest.raises(ConfigError, match=f"served_model_name: {complaint}"):
+            refused()
+
+
+def test_a_model_answers_to_its_target_by_default_and_otherwise_to_the_names_that_it_is_given() -> None:
+    pinned = ModelConfig(pair=PairConfig(target="Qwen/Qwen3-4B@main", draft="z-lab/Qwen3-4B-DFlash-b16"))
+    assert pinned.names == ("Qwen/Qwen3-4B", "qwen3-4b")
+    renamed = pinned.model_copy(update={"served_model_name": ("chat", "gpt-4o")})
+    assert models_by_name((pinned, renamed)) == {
+        "Qwen/Qwen3-4B": "Qwen/Qwen3-4B",
+        "qwen3-4b": "Qwen/Qwen3-4B",
+        "chat": "chat",
+        "gpt-4o": "chat",
+    }
+    assert list(ServeConfig(pair=pinned.pair, others=(renamed,)).deployments) == ["qwen3-4b", "qwen3-4b_1"]
 
 
 def test_the_deploy_file_is_one_that_serve_takes(

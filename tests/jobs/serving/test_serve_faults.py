@@ -20,18 +20,19 @@ import pytest
 
 from blockpilot.drafts.checkpoint import save_draft
 from helpers.api import events
-from helpers.servers import Server, configured, free_port
+from helpers.servers import ROOT, Server, configured, free_port
 from helpers.tiny import byte_tokenizer, tiny_draft, tiny_target
 
 KEY = "a-key-of-the-test"
 MODEL = {"num_slots": 4, "max_queue": 4, "policy": "3"}
 LONG = {"model": "target", "prompt": "a", "max_tokens": 800, "temperature": 0}
+DOCS = ROOT / "docs/serving.md"
 pytestmark = pytest.mark.ray
 
 
 @pytest.fixture(scope="module")
 def second_pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Another target than the tiny pair's, called `other`."""
+    """Another target than the tiny pair's."""
     import torch
 
     root = tmp_path_factory.mktemp("second")
@@ -55,8 +56,8 @@ def server(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Server]:
     target, draft = map(str, tiny_pair_dirs)
-    config = MODEL | {"pair": {"target": target, "draft": draft}, "others": [{"pair": second_pair, "policy": "2"}]}
-    config |= {"metrics_port": metrics_port}
+    second = {"pair": second_pair, "policy": "2", "served_model_name": ["second", "other"]}
+    config = MODEL | {"pair": {"target": target, "draft": draft}, "others": [second], "metrics_port": metrics_port}
     folder = tmp_path_factory.mktemp("server")
     with configured(config, folder, BLOCKPILOT_API_KEY=KEY) as server:
         yield server
@@ -73,13 +74,21 @@ def name(tiny_pair_dirs: tuple[Path, Path]) -> str:
 
 
 def test_models_share_a_server_by_name(client: openai.OpenAI, second_pair: dict[str, str], name: str) -> None:
-    assert [model.id for model in client.models.list()] == [name, second_pair["target"]]
+    assert [(model.id, model.model_dump()["root"]) for model in client.models.list()] == [
+        (name, name),
+        ("second", second_pair["target"]),
+    ]
     first, second = (
         client.completions.create(model=model, prompt="a", max_tokens=20, temperature=0)
         for model in ("target", "other")
     )
     assert first.choices[0].text != second.choices[0].text
+    assert (first.model, second.model) == (name, "second")
     assert (first.usage.model_dump()["block_size"], second.usage.model_dump()["block_size"]) == (3, 2)
+    again = client.completions.create(model="second", prompt="a", max_tokens=20, temperature=0)
+    assert again.choices == second.choices
+    with pytest.raises(openai.NotFoundError, match=r"this server has .*, 'second'"):
+        client.completions.create(model=second_pair["target"], prompt="a")
 
 
 def test_without_the_key_nothing_is_answered(server: Server) -> None:
@@ -208,23 +217,32 @@ def test_a_client_that_does_not_read_holds_no_row_beyond_its_deadline(server: Se
     assert b"deadline_exceeded" in received[-500:]
 
 
-def test_metrics_of_requests_and_steps_come_through_ray(
-    server: Server, client: openai.OpenAI, metrics_port: int
-) -> None:
-    client.completions.create(**LONG | {"max_tokens": 30})
-    wanted = {
-        "ray_blockpilot_requests_total", "ray_blockpilot_tokens_total", "ray_blockpilot_blocks_total",
-        "ray_blockpilot_verified_tokens_total", "ray_blockpilot_step_seconds_bucket", "ray_blockpilot_slots",
-        "ray_blockpilot_first_token_seconds_bucket", "ray_blockpilot_policy_version", "blocks of 3",
-    }  # fmt: skip
-    found, text, deadline = set[str](), "", time.monotonic() + 60
-    while missing := wanted - found:  # processes export apart, every few seconds
-        assert time.monotonic() < deadline, sorted(missing)
+def documented_metrics() -> dict[str, tuple[str, set[str]]]:
+    """Type and labels by name, of the table in docs/serving.md."""
+    rows = re.findall(r"^\| `(ray_blockpilot_\w+)` \| (\w+) \| ([\w, ]+) \|", DOCS.read_text(), re.MULTILINE)
+    return {name: (kind, set(labels.split(", "))) for name, kind, labels in rows}
+
+
+def exposed_metrics(text: str) -> dict[str, tuple[str, set[str]]]:
+    """Those in Prometheus' format, without the labels that Serve and Ray put to all of them."""
+    samples = re.findall(r"^(ray_blockpilot_\w+?)(?:_bucket|_sum|_count)?\{(.*)\}", text, re.MULTILINE)
+    labels = {name: set(re.findall(r'(\w+)="', shown)) - {"le"} for name, shown in samples}
+    everywhere = set[str].intersection(*labels.values()) - {"model"} if labels else set()
+    kinds = re.findall(r"^# TYPE (ray_blockpilot_\w+) (\w+)", text, re.MULTILINE)
+    return {name: (kind, labels[name] - everywhere) for name, kind in kinds}
+
+
+def test_the_table_of_metrics_is_what_the_server_exposes(client: openai.OpenAI, metrics_port: int) -> None:
+    forced = {"structured_outputs": {"choice": ["a text that a grammar drafts, token by token"]}}
+    for _ in range(2):  # the second prompt is found
+        client.completions.create(model="target", prompt="a" * 40, max_tokens=60, extra_body=forced)
+    documented, text, deadline = documented_metrics(), "", time.monotonic() + 60
+    assert len(documented) >= 18
+    while exposed_metrics(text) != documented and time.monotonic() < deadline:  # processes export every few seconds
         time.sleep(1)
         text = httpx.get(f"http://127.0.0.1:{metrics_port}/metrics").text
-        found = {name for name in wanted if name in text}
-        sizes = re.findall(r'ray_blockpilot_blocks_total\{[^}]*block_size="(\d+)"', text)
-        found |= {f"blocks of {size}" for size in sizes}
+    assert exposed_metrics(text) == documented
+    assert 'block_size="3"' in text
     assert KEY not in text
 
 

@@ -34,10 +34,10 @@ from jobs.common.config import main
 from jobs.common.registry import AUTO, CHAMPION, tracking_uri
 from jobs.serving.api import Limits
 from jobs.serving.deployment import ReplicaDeployment
+from jobs.serving.errors import RETRY_AFTER_S
 from jobs.serving.gateway import Gateway
 from jobs.serving.keys import api_keys
 from jobs.serving.models import ModelConfig, find_policy, models_by_name
-from jobs.serving.schema import RETRY_AFTER_S
 
 APP = "blockpilot"
 SPARE_REQUESTS = 32  # places of a replica for what is not decoded: its status, and 429s

@@ -19,8 +19,9 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
 
+from jobs.serving.errors import ApiError, short
 from jobs.serving.keys import NO_KEYS, ApiKeys
-from jobs.serving.schema import ApiError, Body, ChatRequest, CompletionRequest, Objects, parse, short
+from jobs.serving.schema import Body, ChatRequest, CompletionRequest, Objects, parse
 
 STATUS_PATIENCE_S = 3.0
 GONE = 499  # what web servers log for a client that closed the connection

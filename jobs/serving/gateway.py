@@ -15,9 +15,10 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 from ray.serve.handle import DeploymentHandle, DeploymentResponse, DeploymentResponseGenerator
 
 from jobs.serving.api import Exchange, Limits, make_app
+from jobs.serving.errors import ApiError
 from jobs.serving.keys import ApiKeys
 from jobs.serving.metrics import GatewayMetrics
-from jobs.serving.schema import ApiError, Body, Objects
+from jobs.serving.schema import Body, Objects
 
 log = logging.getLogger("ray.serve.blockpilot")
 LOST = (RayActorError, ReplicaUnavailableError)

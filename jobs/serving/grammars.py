@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from blockpilot.constraints.automaton import CompiledGrammar, GrammarCompiler, GrammarError
 from blockpilot.constraints.grammar import Grammar
 from blockpilot.pairs.loading import Pair
-from jobs.serving.schema import ApiError
+from jobs.serving.errors import ApiError
 
 CPU_S = 2  # of compiling one grammar
 PATIENCE_S = 10.0  # on a busy machine

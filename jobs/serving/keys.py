@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fastapi import Request as HttpRequest
 
-from jobs.serving.schema import ApiError
+from jobs.serving.errors import ApiError
 
 
 def environment_key() -> str | None:

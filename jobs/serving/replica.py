@@ -23,12 +23,13 @@ from blockpilot.policy.learned import LearnedPolicy
 from blockpilot.prompts.files import Message, Prompt, encode_messages
 from blockpilot.types import Request, Sampling
 from jobs.serving.engine_loop import EngineLoop, Stream
+from jobs.serving.errors import ApiError
 from jobs.serving.grammars import Grammars
 from jobs.serving.memory import check_memory, default_prefix_tokens
 from jobs.serving.metrics import ReplicaMetrics
 from jobs.serving.policies import PolicyInUse
 from jobs.serving.replies import Reply
-from jobs.serving.schema import ApiError, Body, ChatRequest, Objects
+from jobs.serving.schema import Body, ChatRequest, Objects
 from jobs.serving.tool_calls import family_of, grammar_of, in_words, knows_tools
 
 DEFAULT_MAX_LENGTH = 2048
@@ -209,7 +210,7 @@ class Replica:
         context, asked, most = self.loop.engine.max_length, body.num_tokens_asked, self._max_new_tokens
         room = context - num_prompt_tokens
         if (asked or 1) > room:
-            message = f"the context is {context} tokens; the prompt has {num_prompt_tokens}"
+            message = f"this model's maximum context length is {context} tokens; the prompt has {num_prompt_tokens}"
             message += f" and the answer needs {asked or 'at least 1'}"
             field = body.prompt_field if room < 1 else "max_tokens"
             raise ApiError(400, message, field, "context_length_exceeded")

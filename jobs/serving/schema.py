@@ -1,4 +1,4 @@
-"""Request bodies of OpenAI's chat and completions endpoints, and errors in OpenAI's shape.
+"""Request bodies of OpenAI's chat and completions endpoints.
 
 Fields of the API that this server does not support are refused by name, never ignored; null, and the value that
 changes nothing (such as best_of=1), are accepted. Extensions: `block_size` (or llama.cpp's `speculative.n_max`),
@@ -8,7 +8,6 @@ a stream's.
 
 import json
 from collections.abc import AsyncGenerator, Mapping
-from reprlib import Repr
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
@@ -23,11 +22,12 @@ from pydantic import (
 
 from blockpilot.constraints.grammar import Grammar
 from blockpilot.types import MAX_BLOCK_SIZE, Layout
+from jobs.serving.errors import ApiError, short
+from jobs.serving.messages import ChatMessage
 from jobs.serving.structured import JsonBody, ResponseFormat, StructuredOutputs, structured
-from jobs.serving.tool_calls import JsonObject, Tool
-from jobs.serving.tools import MAX_TOOLS, CallBody, ToolBody, ToolChoiceBody
+from jobs.serving.tool_calls import Tool
+from jobs.serving.tools import MAX_TOOLS, ToolBody, ToolChoiceBody
 
-RETRY_AFTER_S = 1
 MAX_STOPS = 4
 MAX_MESSAGES = 4096  # of a conversation: bounds what a bad body makes us build
 MAX_CHOICES = 8
@@ -35,41 +35,20 @@ MAX_SALT = 256  # characters
 MAX_TOP_LOGPROBS, MAX_COMPLETION_LOGPROBS = 20, 5  # of chat and of completions, as OpenAI documents them
 DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI documents it
 
-# Fields of the API that are not supported, and the value with which each changes nothing.
+# Fields of OpenAI's and vLLM's API that are not supported, and the value with which each changes nothing.
 NEUTRAL: Mapping[str, object] = {
     "best_of": 1,
     "echo": False,
     "frequency_penalty": 0,
-    "presence_penalty": 0,
+    "ignore_eos": False,
+    "logit_bias": {},
     "logprobs": False,
+    "min_p": 0,
+    "min_tokens": 0,
+    "presence_penalty": 0,
+    "repetition_penalty": 1,
     "store": False,
 }
-
-
-class ApiError(Exception):
-    """An answer other than 200, in OpenAI's error shape. Travels between processes."""
-
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(status, message, param, code)
-        self.status, self.message, self.param, self.code = status, message, param, code
-
-    def __str__(self) -> str:
-        return self.message
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """WWW-Authenticate or Retry-After, where the status calls for it."""
-        if self.status == 401:
-            return {"WWW-Authenticate": "Bearer"}
-        return {"Retry-After": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
-
-    def body(self) -> dict[str, object]:
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        kind = "rate_limit_error" if self.status == 429 else kind
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
-
-
-# --- requests ---
 
 
 def _block_size(value: Any) -> Any:
@@ -80,66 +59,11 @@ def _block_size(value: Any) -> Any:
     return value
 
 
-def _content_text(value: Any) -> Any:
-    """OpenAI's content is a string or a list of parts; text parts are joined by newlines."""
-    if not isinstance(value, list):
-        return value
-    for part in value:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ValueError('must be a string or a list of {"type": "text", "text": ...} parts')
-    return "\n".join(part["text"] for part in value)
-
-
 def _prompt(value: Any) -> Any:
     is_ids = isinstance(value, list) and all(type(item) is int for item in value)
     if not (isinstance(value, str) or is_ids):
         raise ValueError("must be one string or one list of token ids")
     return value
-
-
-def _object(text: str) -> Any:
-    """The object that a string of JSON holds; raises ValueError, naming it, for anything else."""
-    try:
-        found = json.loads(text or "{}")
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise ValueError(f"tool_calls: arguments {short(text)} are no JSON object")
-    return found
-
-
-class ChatMessage(JsonBody):
-    """One turn of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, BeforeValidator(_content_text)]
-    tool_calls: list[CallBody] = Field(default_factory=list, max_length=MAX_TOOLS)
-    tool_call_id: str | None = None
-    name: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _calls_are_content(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given.get("tool_calls") and given.get("content") is None:
-            return given | {"content": ""}
-        return given
-
-    @model_validator(mode="after")
-    def _check_role(self) -> Self:
-        if self.tool_calls and self.role != "assistant":
-            raise ValueError("tool_calls: only the assistant's messages have some")
-        if self.role == "tool" and self.tool_call_id is None:
-            raise ValueError("tool_call_id: a message of a tool names the call that it answers")
-        return self
-
-    @property
-    def shown(self) -> JsonObject:
-        """As a chat template takes it: arguments are objects there."""
-        found: JsonObject = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
-        calls = [
-            {"name": call.function.name, "arguments": _object(call.function.arguments)} for call in self.tool_calls
-        ]
-        return found | ({"tool_calls": [{"type": "function", "function": call} for call in calls]} if calls else {})
 
 
 class StreamOptions(JsonBody):
@@ -194,15 +118,15 @@ class GenerateRequest(JsonBody):
             raise ValueError("speculative.n_max: block_size says the same; one of them is needed")
         return self
 
-    @property
-    def size(self) -> int | None:
-        """Tokens that a step verifies; None lets the policy choose."""
-        return self.block_size if self.n_max is None else self.n_max + 1
-
     @model_validator(mode="after")
     def _check_structure(self) -> Self:
         structured(self.response_format, self.structured_outputs)
         return self
+
+    @property
+    def size(self) -> int | None:
+        """Tokens that a step verifies; None lets the policy choose."""
+        return self.block_size if self.n_max is None else self.n_max + 1
 
     @property
     def grammar(self) -> Grammar | None:
@@ -330,13 +254,3 @@ def _complaint(path: str | None, error: Mapping[str, Any]) -> str:
     if path in NEUTRAL:
         return f"{path}: {short(error['input'])} is not supported; allowed: {json.dumps(NEUTRAL[path])}"
     return f"{path}: this field is not supported"
-
-
-_BRIEF = Repr()
-_BRIEF.maxstring = _BRIEF.maxother = _BRIEF.maxlong = 100
-
-
-def short(value: object) -> str:
-    """`repr` of the beginning of a value, cut at 80 characters."""
-    shown = _BRIEF.repr(value)
-    return shown if len(shown) <= 80 else shown[:77] + "..."

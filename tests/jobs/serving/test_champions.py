@@ -27,10 +27,11 @@ from helpers.prices import price
 from jobs.common.registry import Registry, Version, model_name
 from jobs.serving import champions
 from jobs.serving.champions import ChampionWatch
+from jobs.serving.errors import ApiError
 from jobs.serving.memory import cache_bytes, check_memory
 from jobs.serving.policies import COMMITTED
 from jobs.serving.replica import Replica
-from jobs.serving.schema import ApiError, ChatRequest, parse
+from jobs.serving.schema import ChatRequest, parse
 
 CHAT = {"messages": [{"role": "user", "content": "Once"}], "model": "target", "temperature": 0, "max_tokens": 20}
 NEVER_S = 3600.0

@@ -26,9 +26,10 @@ from helpers.api import (
 )
 from jobs.serve import LOOPBACK_NAMES
 from jobs.serving.api import Exchange, Limits, make_app
+from jobs.serving.errors import ApiError
 from jobs.serving.keys import ApiKeys
 from jobs.serving.replica import Replica
-from jobs.serving.schema import ApiError, Body, ChatRequest, Objects, parse
+from jobs.serving.schema import Body, ChatRequest, Objects, parse
 
 SHORT = {"model": "target", "prompt": "Once", "max_tokens": 20, "temperature": 0}
 

@@ -28,6 +28,7 @@ from helpers.api import (
 )
 from helpers.policies import step_policy
 from jobs.serving.replica import Replica
+from jobs.serving.schema import NEUTRAL
 
 MAX_LENGTH = 300
 
@@ -63,11 +64,10 @@ def question_ids(pair: Pair) -> tuple[int, ...]:
 
 def test_models_and_health(client: TestClient, tiny_pair: Pair) -> None:
     (model,) = client.get("/v1/models").json()["data"]
-    assert (model["id"], model["object"], model["max_model_len"]) == (
-        tiny_pair.id.target,
-        "model",
-        MAX_LENGTH,
-    )
+    target = tiny_pair.id.target
+    limits = {"max_model_len": MAX_LENGTH, "max_completion_tokens": MAX_LENGTH - 1}
+    kind = {"object": "model", "created": 0, "owned_by": "blockpilot"}
+    assert model == {"id": target, "root": target, **kind, **limits}
     assert client.get("/v1/models/target").json() == model  # by its slug
     assert client.get(f"/v1/models/{tiny_pair.id.target.lstrip('/')}x").status_code == 404
     health = client.get("/health").json()
@@ -287,6 +287,16 @@ def test_bad_chat_fields_are_refused_by_name(
     response = client.post(CHAT, json={"model": "target", "messages": QUESTION} | change)
     assert response.status_code == status
     check_error(response.json(), param)
+
+
+def test_values_that_change_nothing_are_taken(client: TestClient) -> None:
+    body = {"model": "target", "messages": QUESTION, "max_tokens": 20, "seed": 1}
+    unchanged = ask(client, CHAT, body)["choices"]
+    for name, value in {**NEUTRAL, "user": None, "stop": None, "unknown": None}.items():
+        assert ask(client, CHAT, body | {name: value})["choices"] == unchanged
+        if name in NEUTRAL:
+            changed = client.post(CHAT, json=body | {name: 7}).json()
+            assert check_error(changed, name)["param"] == name
 
 
 @pytest.mark.parametrize(

@@ -180,6 +180,7 @@ def test_a_body_beyond_the_limit_is_refused(replica: Replica) -> None:
 
 def test_max_new_tokens_limits_answers(tiny_pair: Pair) -> None:
     with replica_of(tiny_pair, max_length=300, max_new_tokens=30) as replica, client_of(replica) as client:
+        assert client.get("/v1/models/target").json()["max_completion_tokens"] == 30
         refused = client.post(CHAT, json={"model": "target", "messages": QUESTION, "max_tokens": 31})
         assert refused.status_code == 400
         error = check_error(refused.json(), "max_tokens")

@@ -243,6 +243,7 @@ def test_the_table_of_metrics_is_what_the_server_exposes(client: openai.OpenAI, 
         text = httpx.get(f"http://127.0.0.1:{metrics_port}/metrics").text
     assert exposed_metrics(text) == documented
     assert 'block_size="3"' in text
+    assert re.search(r'ray_blockpilot_slots\{[^}]*model="second"', text)
     assert KEY not in text
 
 

@@ -297,8 +297,8 @@ def run(config: ServeConfig) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: hurry.set() if leave.is_set() else leave.set())
     for deployment, model in config.deployments.items():
-        shown = f"serving {model.names[0]} at {url} with policy {_policy_in_use(deployment)}; Ctrl-C to stop"
-        console.print(shown, soft_wrap=True)
+        names, policy = " or ".join(model.names), _policy_in_use(deployment)
+        console.print(f"serving {names} at {url} with policy {policy}; Ctrl-C to stop", soft_wrap=True)
     leave.wait()
     console.print("finishing the requests in flight; Ctrl-C once more ends them")
     stop(config.drain_s, hurry.is_set)

@@ -1,17 +1,18 @@
 """The playground in a real browser: what it shows is what the server sent."""
 
+import json
 import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from blockpilot.engine.generate import generate
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Message, Prompt
-from blockpilot.types import Layout
+from blockpilot.types import Layout, Step
 from helpers.api import app_of, over_http, replica_of
 from jobs.serving.keys import ApiKeys
 
@@ -20,7 +21,35 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 KEY = "the-key"
+QUESTION = "What is a block?"
+SCHEMA = {
+    "type": "object",
+    "properties": {"count": {"enum": [7]}},
+    "required": ["count"],
+    "additionalProperties": False,
+}
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+
+# Texts whose colour stands out of their ground by less than 4.5 to 1, WCAG's least for small text.
+PALE = """() => {
+  const numbers = colour => colour.match(/[\\d.]+/g).map(Number);
+  const light = colour => numbers(colour).slice(0, 3).map(v => v / 255)
+    .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const ground = of => numbers(getComputedStyle(of).backgroundColor)[3] === 0 ? ground(of.parentElement) : of;
+  const pale = [];
+  for (const found of document.querySelectorAll("body *:not(:disabled):not(script)")) {
+    const written = [...found.childNodes].some(node => node.nodeType === Node.TEXT_NODE && node.data.trim());
+    if (!written || !found.checkVisibility()) continue;
+    const colours = [getComputedStyle(found).color, getComputedStyle(ground(found)).backgroundColor];
+    const [low, high] = colours.map(light).sort((a, b) => a - b), ratio = (high + 0.05) / (low + 0.05);
+    if (ratio < 4.5) pale.push(`${found.className} ${found.textContent}: ${ratio.toFixed(2)}`);
+  }
+  return pale;
+}"""
+NAMELESS = """() => [...document.querySelectorAll("input, select, textarea, button")]
+  .filter(found => !(found.labels?.length || found.ariaLabel || found.textContent.trim()))
+  .map(found => found.outerHTML)"""
 
 
 @pytest.fixture(scope="module")
@@ -52,60 +81,156 @@ def log_in(page: "Page") -> None:
     page.wait_for_selector("#model option", state="attached")
 
 
-@pytest.mark.parametrize(("together", "layout"), [(False, "tree"), (True, "chain")])
-def test_both_answers_are_the_targets_own_and_their_blocks_are_coloured(
-    page: "Page", embedded_pair: Pair, together: bool, layout: Layout, tmp_path: Path
+def ask(page: "Page", prompt: str, **settings: str) -> dict[str, Any]:
+    """Send a prompt with settings, by their names on the page, and wait for the answer; the body that was sent."""
+    for name, value in settings.items():
+        page.locator(f"#{name}").evaluate("(field, value) => { field.value = value; }", value)
+    page.fill("#prompt", prompt)
+    with page.expect_request("**/chat/completions") as sent:
+        page.press("#prompt", "Enter")
+    page.wait_for_selector("#go:not([disabled])")
+    return dict(sent.value.post_data_json)
+
+
+def decoded(pair: Pair, *turns: str, **settings: Any) -> tuple[str, list[Step]]:
+    """The target's own answer to a conversation that the user begins, and the steps that made it."""
+    roles = ("user", "assistant")
+    prompt = Prompt("test", tuple(Message(roles[i % 2], turn) for i, turn in enumerate(turns)))
+    steps = list(generate(pair, prompt.encode(pair.tokenizer), **settings))
+    return pair.tokenizer.decode([t for step in steps for t in step.tokens], skip_special_tokens=True), steps
+
+
+def figure(page: "Page", name: str) -> str:
+    """A figure of the last answer; "" where it is not told."""
+    texts = page.locator(".usage").last.locator("dt, dd").all_text_contents()
+    return dict(zip(texts[::2], texts[1::2], strict=True)).get(name, "")
+
+
+@pytest.mark.parametrize(("layout", "temperature"), [("tree", 0.0), ("chain", 0.8)])
+def test_the_answer_is_the_targets_own_and_every_step_is_shown_as_a_tree(
+    page: "Page", embedded_pair: Pair, layout: Layout, temperature: float, tmp_path: Path
 ) -> None:
-    pair, prompt = embedded_pair, Prompt("test", (Message("user", "What is a block?"),))
-    steps = list(generate(pair, prompt.encode(pair.tokenizer), block_size=4, layout=layout, max_new_tokens=40))
-    want = pair.tokenizer.decode([t for step in steps for t in step.tokens], skip_special_tokens=True)
-    assert any(step.num_accepted for step in steps)
+    want, steps = decoded(
+        embedded_pair, QUESTION, block_size=5, layout=layout, temperature=temperature, seed=3, max_new_tokens=40
+    )
     log_in(page)
-    page.fill("#prompt", "What is a block?")
-    page.fill("#tokens", "40")
-    page.select_option("#size", "4")
-    page.select_option("#layout", layout)
-    page.set_checked("#together", together)
-    page.click("#go")
-    page.wait_for_selector("#verdict:not(:empty)")
-    assert "The same text, bit for bit" in page.inner_text("#verdict")
-    for panel in ("#adaptive", "#plain"):
-        assert page.text_content(f"{panel} .text") == want
-        assert re.search(r"40 tokens, [\d.]+ tokens/s", page.inner_text(f"{panel} .figures"))
-    assert page.locator("#adaptive .text .accepted").count() == sum(step.num_accepted for step in steps)
-    assert page.locator("#adaptive .text .bonus").count() == sum(len(s.tokens) - s.num_accepted for s in steps[1:])
-    assert page.locator("#plain .text .accepted").count() == 0
-    best = max(range(1, len(steps)), key=lambda i: steps[i].num_accepted)
-    page.hover(f"#adaptive .sizes i:nth-child({best})")
-    assert page.locator("#adaptive .tree .node:not(.bonus)").count() == len(steps[best].tree.tokens)
-    assert page.locator("#adaptive .tree .accepted").count() == steps[best].num_accepted > 0
-    assert page.locator("#adaptive .sizes i").count() == len(steps) - 1
-    assert f"{len(steps) - 1} steps" in page.inner_text("#adaptive .figures")
+    ask(page, QUESTION, tokens="40", size="5", layout=layout, temperature=str(temperature), seed="3")
+    assert "the same text, bit for bit" in page.inner_text(".verdict")
+    assert re.search(r"[\d.]+ times as fast", page.inner_text(".verdict"))
+    assert page.text_content(".text") == want
+    assert page.locator(".text .accepted").count() == sum(step.num_accepted for step in steps)
+    assert page.locator(".text .own").count() == sum(len(step.tokens) - step.num_accepted for step in steps[1:])
+    assert page.locator(".bars i").count() == len(steps) - 1
+    assert (figure(page, "steps"), figure(page, "answer tokens")) == (str(len(steps) - 1), "40")
+    assert (figure(page, "layout"), figure(page, "block size")) == (layout, "5")
+    assert figure(page, "seed") == ("3" if temperature else "")
+
+    best = max(range(1, len(steps)), key=lambda i: (len(steps[i].path), steps[i].path))
+    page.click(f".bars i:nth-child({best})")
+    check_tree(page, steps[best])
+    assert f"Step {best} of {len(steps) - 1}: " in page.inner_text(".caption")
+    assert page.locator(".text .shown").count() == len(steps[best].tokens)
+    page.click(".back" if best > 1 else ".on")
+    check_tree(page, steps[best - 1 if best > 1 else 2])
     page.screenshot(path=tmp_path / "playground.png")
     assert (tmp_path / "playground.png").stat().st_size > 10_000
 
 
-def test_errors_are_shown_and_a_stop_is_one(page: "Page") -> None:
-    page.wait_for_selector("#verdict:has-text('API key')")
+def check_tree(page: "Page", step: Step) -> None:
+    """Every drafted token stands to the right of its parent and not above it; the accepted path is marked."""
+    nodes = page.locator(".tree .node").all()
+    drafted = nodes[1 : 1 + len(step.tree.tokens)]
+    assert len(nodes) == 1 + len(step.tree.tokens) + len(step.tokens) - step.num_accepted
+    boxes = [node.bounding_box() or pytest.fail("a node is not shown") for node in nodes]
+    for i, parent in enumerate(step.tree.parents, start=1):
+        assert boxes[i]["x"] > boxes[parent]["x"] + boxes[parent]["width"]
+        assert boxes[i]["y"] > boxes[parent]["y"] - 5
+    assert len({(box["x"], box["y"]) for box in boxes}) == len(boxes)
+    marked = [i for i, node in enumerate(drafted, start=1) if "accepted" in (node.get_attribute("class") or "")]
+    assert marked == sorted(step.path)
+
+
+def test_a_second_turn_takes_the_first_along_and_tells_what_was_cached(page: "Page", embedded_pair: Pair) -> None:
+    settings = {"tokens": "30", "size": "4", "layout": "chain"}
+    first, _ = decoded(embedded_pair, QUESTION, block_size=4, max_new_tokens=30)
+    second, _ = decoded(embedded_pair, QUESTION, first, "Why?", block_size=4, max_new_tokens=30)
     log_in(page)
-    page.fill("#tokens", "100000")
+    page.uncheck("#compare")
+    ask(page, QUESTION, **settings)
+    body = ask(page, "Why?", **settings)
+    assert [message["content"] for message in body["messages"]] == [QUESTION, first, "Why?"]
+    assert page.locator(".text").all_text_contents() == [first, second]
+    found = re.fullmatch(r"(\d+) \((\d+) cached\)", figure(page, "prompt tokens"))
+    assert found is not None
+    assert 16 <= int(found[2]) < int(found[1])
+    assert page.locator(".tree:visible").count() == 1  # earlier ones are folded
+    page.click("#fresh")
+    assert page.locator(".answer").count() == 0
+    assert len(ask(page, QUESTION, **settings)["messages"]) == 1
+
+
+def test_a_structured_answer_follows_the_schema_that_stands_on_the_page(page: "Page") -> None:
+    log_in(page)
+    page.select_option("#format", "json_schema")
+    page.fill("#schema", json.dumps(SCHEMA)[:-1])
+    page.fill("#prompt", QUESTION)
     page.click("#go")
-    page.wait_for_selector("#plain .error")
-    assert "100000" in page.inner_text("#adaptive .error")
+    assert page.inner_text("#schema-problem").startswith("schema: ")
+    assert page.locator(".answer").count() == 0
+    page.fill("#schema", json.dumps(SCHEMA))
+    assert page.inner_text("#schema-problem") == ""
+    body = ask(page, QUESTION)
+    assert body["response_format"]["json_schema"]["schema"] == SCHEMA
+    assert json.loads(page.inner_text(".text")) == {"count": 7}
+    assert figure(page, "JSON") == "valid"
+    assert "the same text, bit for bit" in page.inner_text(".verdict")
+    page.select_option("#format", "json_object")
+    assert not page.is_visible("#schema")
+    assert ask(page, QUESTION, tokens="3")["response_format"] == {"type": "json_object"}
+    assert page.locator(".text").last.inner_text().startswith("{")
+    assert (figure(page, "JSON"), figure(page, "finish")) == ("not complete", "length")
+
+
+def test_errors_are_shown_a_stop_is_one_and_an_unanswered_prompt_comes_back(page: "Page") -> None:
+    page.wait_for_selector("#server:has-text('API key')")
+    log_in(page)
+    ask(page, QUESTION, tokens="100000")
+    assert "100000" in page.inner_text(".error")
+    assert page.input_value("#prompt") == QUESTION
     page.fill("#tokens", "500")
     page.select_option("#size", "2")
     page.click("#go")
-    page.wait_for_selector("#adaptive .text span")
+    page.wait_for_selector(".text span")
     page.click("#stop")
-    page.wait_for_selector("#adaptive .error")
-    assert page.inner_text("#adaptive .error") == "stopped"
     page.wait_for_selector("#go:not([disabled])")
+    assert page.locator(".error").last.inner_text() == "stopped"
+    assert page.input_value("#prompt") == ""
+    assert len(ask(page, QUESTION, tokens="5")["messages"]) == 3  # what had come is a part of the conversation
 
 
 def test_what_a_prompt_says_is_never_markup(page: "Page") -> None:
+    prompt = "<img src=x onerror=alert(1)> & <b>"
     log_in(page)
-    page.fill("#prompt", "<img src=x onerror=alert(1)>")
-    page.fill("#tokens", "5")
-    page.click("#go")
-    page.wait_for_selector("#go:not([disabled])")
-    assert page.locator("img").count() == 0
+    assert ask(page, prompt, tokens="5")["messages"] == [{"role": "user", "content": prompt}]
+    assert page.text_content(".user") == prompt
+    assert page.locator("img, .user *").count() == 0
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_all_texts_stand_out_all_controls_have_names_and_nothing_lies_outside(page: "Page", scheme: Any) -> None:
+    page.emulate_media(color_scheme=scheme)
+    log_in(page)
+    page.select_option("#format", "json_schema")
+    page.fill("#schema", "{")
+    assert page.evaluate(PALE) == []
+    page.select_option("#format", "text")
+    ask(page, QUESTION, tokens="40", layout="tree", size="8")
+    ask(page, QUESTION, tokens="100000")
+    page.click(".blocks >> nth=0")
+    assert page.locator(".tree .accepted:visible, .tree .own:visible, .text .shown, .error").count() > 2
+    assert page.evaluate(PALE) == []
+    assert page.evaluate(NAMELESS) == []
+    for width in (360, 820, 1600):
+        page.set_viewport_size({"width": width, "height": 800})
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+        assert page.locator("#go").bounding_box()["y"] < 800

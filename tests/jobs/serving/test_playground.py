@@ -150,6 +150,20 @@ def check_tree(page: "Page", step: Step) -> None:
     assert marked == sorted(step.path)
 
 
+def test_the_token_that_ends_an_answer_is_shown_with_its_step(page: "Page", embedded_pair: Pair) -> None:
+    question = "What is the capital of France?"
+    want, steps = decoded(embedded_pair, question, block_size=4, max_new_tokens=40)
+    assert steps[-1].finish_reason == "stop"
+    log_in(page)
+    ask(page, question, tokens="40", size="4", layout="chain")
+    assert page.text_content(".text") == want
+    assert figure(page, "answer tokens") == str(sum(len(step.tokens) for step in steps))
+    page.click(".bars i:last-child")
+    assert page.inner_text(".caption").endswith("⟨end⟩")
+    check_tree(page, steps[-1])
+    assert page.locator(".bars i:last-child b").count() == len(steps[-1].tokens)
+
+
 def test_a_second_turn_takes_the_first_along_and_tells_what_was_cached(page: "Page", embedded_pair: Pair) -> None:
     settings = {"tokens": "30", "size": "4", "layout": "chain"}
     first, _ = decoded(embedded_pair, QUESTION, block_size=4, max_new_tokens=30)
@@ -164,6 +178,8 @@ def test_a_second_turn_takes_the_first_along_and_tells_what_was_cached(page: "Pa
     assert found is not None
     assert 16 <= int(found[2]) < int(found[1])
     assert page.locator(".tree:visible").count() == 1  # earlier ones are folded
+    page.locator(".text").first.locator("[data-step]").first.click()
+    assert page.locator(".tree:visible").count() == 2
     page.click("#fresh")
     assert page.locator(".answer").count() == 0
     assert len(ask(page, QUESTION, **settings)["messages"]) == 1

@@ -6,6 +6,7 @@ second that this promises is the price of time. After it, tokens are bought whil
 Prompts that a step takes in do not matter: their seconds are spent anyway.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, islice, takewhile
 from typing import NamedTuple, Protocol, TypeVar
@@ -43,26 +44,27 @@ def choose_depths(reaches: Reaches, price: StepPrice, beside: Load, tokens_a_slo
     reaches[r][d] is the chance that more than d drafted tokens of row r are accepted. `beside` is what other rows
     take in, which emit a token each. A position at depth d costs a slot, and tokens_a_slot[d] verified tokens.
 
-    The cost of tokens has a knee at TILE. The best at their price before it is the best of all if it stays there, and
-    so is that at the price beyond; about the knee the best of a few prices is taken.
+    Tokens beyond the first tile are charged their share of theirs. The best at the price before it is the best of all
+    if it stays there, and so is that at the price beyond; about the knee the best of a few prices is taken.
     """
-    load = beside._replace(rows=beside.rows + len(reaches))
-    plain_s = price.seconds(load) - max(0, load.num_tokens - TILE) * price.beyond_s
+    load, share_s = beside._replace(rows=beside.rows + len(reaches)), price.tile_s / TILE
+    plain_s = price.seconds(load) - load.terms[-1] * price.tile_s
 
     def at(share: float) -> tuple[Depths, float]:
-        """Depths with this share of `beyond_s` in the price of all tokens, their true rate, and tokens beyond."""
-        base_s = plain_s + share * (load.num_tokens - TILE) * price.beyond_s
+        """Depths with this part of `share_s` in the price of all tokens, their true rate, tokens beyond a tile."""
+        num_beyond = load.num_tokens - TILE
+        base_s = plain_s + share * num_beyond * share_s
         if base_s <= 0:
-            return Depths([0] * len(reaches), load.rows / price.seconds(load)), load.num_tokens - TILE
-        token_s = price.token_s + share * price.beyond_s
+            return Depths([0] * len(reaches), load.rows / (plain_s + max(0, num_beyond) * share_s)), num_beyond
+        token_s = price.token_s + share * share_s
         depths, rate = _at_one_price(reaches, price, beside, tokens_a_slot, base_s, token_s)
         emitted = load.rows + sum(sum(reach[:depth]) for reach, depth in zip(reaches, depths, strict=True))
-        num_beyond = load.num_tokens - TILE + sum(sum(tokens_a_slot[:depth]) for depth in depths)
-        more_s = (max(0, num_beyond) - share * num_beyond) * price.beyond_s
-        return Depths(depths, emitted / (emitted / rate + more_s)), num_beyond
+        expected = num_beyond + sum(sum(tokens_a_slot[:depth]) for depth in depths)
+        more_s = (max(0, expected) - share * expected) * share_s
+        return Depths(depths, emitted / (emitted / rate + more_s)), expected
 
     before, num_beyond = at(0)
-    if not price.beyond_s or num_beyond <= 0:
+    if not share_s or num_beyond <= 0:
         return before
     beyond, num_beyond = at(1)
     return beyond if num_beyond >= 0 else max(before, at(0.5)[0], beyond, key=lambda found: found.rate)
@@ -95,20 +97,19 @@ def _at_one_price(
 
 
 def buy(
-    offered: Sequence[Iterable[Offered]], worth: float, worth_beyond: float, num_cheap: int, most: int
+    offered: Sequence[Iterable[Offered]], worth: float, worth_tile: float, num_free: int, most: int
 ) -> list[list[Offered]]:
     """Tokens of every row, so many a row at most, of those offered by falling chance.
 
-    The `num_cheap` best of all rows are bought if their chance is at least `worth`, the others if it is at least
-    `worth_beyond`, which is no less.
+    One is worth it if its chance is at least `worth`, and a tile more if its tokens bring `worth_tile` beyond that;
+    `num_free` fit into the tile that is begun.
     """
-    bought = [_at_least(islice(of_row, most), worth) for of_row in offered]
-    chances = sorted((token.chance for of_row in bought for token in of_row), reverse=True)
-    if len(chances) <= num_cheap:
+    bought = [list(takewhile(lambda token: token.chance >= worth, islice(of_row, most))) for of_row in offered]
+    best_first = sorted((-token.chance, r) for r, of_row in enumerate(bought) for token in of_row)
+    if len(best_first) <= num_free:
         return bought
-    least = min(worth_beyond, chances[num_cheap - 1]) if num_cheap else worth_beyond
-    return [_at_least(of_row, least) for of_row in bought]
-
-
-def _at_least(falling: Iterable[Offered], worth: float) -> list[Offered]:
-    return list(takewhile(lambda token: token.chance >= worth, falling))
+    gains = list(accumulate((-negative - worth for negative, _ in best_first), initial=0.0))
+    ends = [*range(num_free, len(best_first), TILE), len(best_first)]
+    best = max(reversed(range(len(ends))), key=lambda num_tiles: gains[ends[num_tiles]] - num_tiles * worth_tile)
+    taken = Counter(r for _, r in best_first[: ends[best]])
+    return [of_row[: taken[r]] for r, of_row in enumerate(bought)]

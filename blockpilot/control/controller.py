@@ -62,7 +62,7 @@ class Controller:
         self._calibration = TrackRecord(DOUBT, MEMORY)
         self._tokens_a_slot = [TrackRecord(SLOTS_DOUBT, SLOTS_MEMORY) for _ in range(MAX_BLOCK_SIZE)]
         self._depths: list[int] = []
-        self._num_cheap = 0  # tokens that the next step may verify before its tile is full
+        self._num_free = 0  # tokens that fit into the tile that the next step begins anyway
         self._rate = self._expected = 0.0
 
     @property
@@ -89,13 +89,13 @@ class Controller:
         """
         tokens_a_slot = [record.ratio for record in self._tokens_a_slot]
         self._depths, self._rate = choose_depths(reaches, self.price, beside, tokens_a_slot)
-        self._num_cheap = max(0, TILE - len(reaches) - beside.num_tokens)
+        self._num_free = -(len(reaches) + beside.num_tokens) % TILE
         return self._depths
 
     def buy(self, offered: Sequence[Iterable[Offered]], most: int) -> list[list[Offered]]:
         """Tokens to verify of those that each row's draft offers by falling chance, so many a row at most."""
         price, rate = self.price, self._rate / self.calibration
-        bought = buy(offered, rate * price.token_s, rate * (price.token_s + price.beyond_s), self._num_cheap, most)
+        bought = buy(offered, rate * price.token_s, rate * price.tile_s, self._num_free, most)
         tokens = [token for of_row in bought for token in of_row]
         self._expected = sum(token.chance for token in tokens)
         at_depth = Counter(token.depth for token in tokens)

@@ -20,8 +20,8 @@ from blockpilot.types import PairId
 Array = NDArray[np.float64]
 
 PRICE_FILE = "price.json"
-COEFFICIENTS = ("base_s", "row_s", "launch_s", "slot_s", "token_s", "beyond_s")
-TILE = 16  # tokens of a step: those beyond have a price of their own
+COEFFICIENTS = ("base_s", "row_s", "launch_s", "slot_s", "token_s", "tile_s")
+TILE = 16  # tokens that a product with the weights takes in nearly the time of one
 
 
 class Load(NamedTuple):
@@ -43,8 +43,8 @@ class Load(NamedTuple):
     @property
     def terms(self) -> tuple[int, ...]:
         """Factors of the coefficients."""
-        num_passes, num_beyond = self.num_passes if self.num_drafted else 0, max(0, self.num_tokens - TILE)
-        return 1, self.rows, num_passes, self.num_drafted, self.num_verified, num_beyond
+        num_passes, more_tiles = self.num_passes if self.num_drafted else 0, (self.num_tokens - 1) // TILE
+        return 1, self.rows, num_passes, self.num_drafted, self.num_verified, more_tiles
 
 
 def passes(depths: Iterable[int], is_sequential: bool) -> int:
@@ -76,17 +76,17 @@ class StepPrice:
     error: float
     is_sequential: bool = False
     """The draft proposes token by token, in a pass for each depth."""
-    beyond_s: float = 0.0
-    """Seconds more of every token of a step beyond TILE."""
+    tile_s: float = 0.0
+    """Seconds of every tile that the tokens of a step begin beyond the first."""
 
     @property
     def coefficients(self) -> Array:
         return np.array([getattr(self, name) for name in COEFFICIENTS])
 
     def seconds(self, load: Load) -> float:
-        _, rows, num_passes, slots, tokens, beyond = load.terms
+        _, rows, num_passes, slots, tokens, more_tiles = load.terms
         plain_s = self.base_s + rows * self.row_s
-        of_tokens = tokens * self.token_s + beyond * self.beyond_s
+        of_tokens = tokens * self.token_s + more_tiles * self.tile_s
         return plain_s + num_passes * self.launch_s + slots * self.slot_s + of_tokens
 
     def chains_s(self, block_size: int, rows: int) -> float:
@@ -111,7 +111,7 @@ class StepPrice:
     @classmethod
     def from_fields(cls, found: Mapping[str, Any]) -> Self:
         """From what `to_json` writes, read as JSON. Raises ValueError, TypeError or KeyError for anything else."""
-        unsaid = {"is_sequential": False, "beyond_s": 0.0}  # in older files
+        unsaid = {"is_sequential": False, "tile_s": 0.0}  # in older files
         values = unsaid | dict(found) | {"pair": PairId(**found["pair"])}
         for name in (*COEFFICIENTS, "error"):
             if type(values[name]) not in (int, float) or not 0 <= values[name] < np.inf:

@@ -43,8 +43,8 @@ class _WholeDraft(LiveController):
 def verifying(price: StepPrice, load: Load, most: int) -> Array:
     """Seconds of a step that verifies 0 to `most` tokens more than `load`."""
     more = np.arange(most + 1)
-    beyond = np.maximum(0, load.num_tokens + more - TILE) - max(0, load.num_tokens - TILE)
-    found: Array = price.seconds(load) + more * price.token_s + beyond * price.beyond_s
+    more_tiles = (load.num_tokens + more - 1) // TILE - (load.num_tokens - 1) // TILE
+    found: Array = price.seconds(load) + more * price.token_s + more_tiles * price.tile_s
     return found
 
 

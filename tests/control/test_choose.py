@@ -43,9 +43,9 @@ def expected(depths: Sequence[int], tokens_a_slot: Sequence[float]) -> float:
 
 
 def of_tokens(load: Load, price: StepPrice, num: float) -> float:
-    """Seconds of so many tokens beside a load."""
-    beyond = max(0, load.num_tokens + num - TILE) - max(0, load.num_tokens - TILE)
-    return num * price.token_s + beyond * price.beyond_s
+    """Seconds of so many tokens beside a load, whose own tiles are taken back: tokens have shares of them."""
+    beyond = max(0, load.num_tokens + num - TILE)
+    return num * price.token_s + beyond * price.tile_s / TILE - load.terms[-1] * price.tile_s
 
 
 def choose(reaches: Sequence[Sequence[float]], price: StepPrice, beside: Load = ALONE) -> list[int]:
@@ -57,7 +57,7 @@ def choose(reaches: Sequence[Sequence[float]], price: StepPrice, beside: Load = 
 chances = st.floats(0, 1)
 falling = st.lists(chances, max_size=4).map(lambda drawn: sorted(drawn, reverse=True))
 seconds = st.just(0.0) | st.floats(1e-3, 2.0)
-costs = dict.fromkeys(("row_s", "launch_s", "slot_s", "token_s", "beyond_s"), seconds)
+costs = dict.fromkeys(("row_s", "launch_s", "slot_s", "token_s", "tile_s"), seconds)
 prices = st.builds(price, base_s=st.floats(0.1, 5), is_sequential=st.booleans(), **costs)
 few = st.integers(0, 9)
 loads = st.builds(Load, st.integers(0, 3), few, few, st.integers(1, 5)).filter(
@@ -83,13 +83,13 @@ def test_the_choice_has_the_highest_rate(
     assert found.rate == pytest.approx(rates[tuple(found.depths)], rel=1e-9)
     rows = len(reaches) + beside.rows
     most = rows + beside.num_verified + max(expected(depths, tokens_a_slot) for depths in every)
-    if not price.beyond_s or most <= TILE or rows + beside.num_verified >= TILE:
+    if not price.tile_s or most <= TILE or rows + beside.num_verified >= TILE:
         assert found.rate == pytest.approx(rates[best], rel=1e-9)
 
 
 def test_beyond_a_tile_tokens_are_dearer() -> None:
     """Alone a row drafts all 8, which fit into a tile; five rows draft about what fits."""
-    reach, knee = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2), price(token_s=0.01, beyond_s=0.5)
+    reach, knee = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2), price(token_s=0.01, tile_s=8.0)
     assert choose([reach], knee) == [8]
     found = choose_depths([reach] * 5, knee, ALONE, A_TOKEN_A_SLOT)
     assert found.rate == pytest.approx(rate(found.depths, [reach] * 5, knee, ALONE))
@@ -161,27 +161,31 @@ def test_the_tokens_that_a_slot_will_bring_are_paid_for() -> None:
 @given(st.lists(chances).map(lambda drawn: sorted(drawn, reverse=True)), st.floats(0, 1.2), st.integers(0, 12))
 def test_exactly_the_tokens_worth_it_are_bought(offered: list[float], worth: float, most: int) -> None:
     tokens = [Token(chance, 1 + i) for i, chance in enumerate(offered)]
-    bought = buy([tokens], worth, worth, 0, most)
+    bought = buy([tokens], worth, 0.0, 0, most)
     assert bought == [[token for token in tokens if token.chance >= worth][:most]]
 
 
 @given(
-    st.lists(st.lists(chances, max_size=6).map(lambda drawn: sorted(drawn, reverse=True)), max_size=4),
+    st.lists(st.lists(chances, max_size=9).map(lambda drawn: sorted(drawn, reverse=True)), max_size=6),
     st.floats(0, 1),
-    st.floats(0, 1),
-    st.integers(0, 12),
+    st.floats(0, 3),
+    st.integers(0, 15),
 )
-def test_what_does_not_fit_into_the_tile_must_be_worth_more(
-    offered: list[list[float]], worth: float, more: float, num_cheap: int
+def test_tiles_are_bought_whose_tokens_pay_for_them(
+    offered: list[list[float]], worth: float, worth_tile: float, num_free: int
 ) -> None:
+    """No number of the best tokens brings more beyond what tokens and tiles are worth."""
     rows = [[Token(chance, 1 + i) for i, chance in enumerate(of_row)] for of_row in offered]
-    bought = [token for of_row in buy(rows, worth, worth + more, num_cheap, 9) for token in of_row]
-    left = [token for of_row in rows for token in of_row if token not in bought]
-    dear = sorted((token.chance for token in bought), reverse=True)[num_cheap:]
-    assert all(token.chance >= worth for token in bought)
-    assert all(chance >= worth + more or chance == dear[0] for chance in dear)  # as good as the last cheap one
-    assert all(token.chance < worth + more for token in left)
-    assert len(bought) >= min(num_cheap, sum(token.chance >= worth for of_row in rows for token in of_row))
+    found = buy(rows, worth, worth_tile, num_free, 9)
+    assert all(of_row == given[: len(of_row)] for of_row, given in zip(found, rows, strict=True))
+    every = sorted((chance for of_row in offered for chance in of_row), reverse=True)
+
+    def gain(falling: Sequence[float]) -> float:
+        return sum(chance - worth for chance in falling) - worth_tile * -(-max(0, len(falling) - num_free) // TILE)
+
+    bought = [token.chance for of_row in found for token in of_row]
+    assert sorted(bought, reverse=True) == every[: len(bought)]
+    assert gain(bought) == pytest.approx(max(gain(every[:num]) for num in range(len(every) + 1)), abs=1e-9)
 
 
 def test_no_more_is_looked_at_than_is_bought() -> None:
@@ -194,6 +198,6 @@ def test_no_more_is_looked_at_than_is_bought() -> None:
 
     assert len(buy([(offered() for _ in count())], 0.0, 0.0, 0, 5)[0]) == 5
     assert len(seen) == 5
-    [tokens] = buy([(offered() for _ in count())], 0.9**8, 0.9**8, 0, 5)
+    [tokens] = buy([(offered() for _ in count())], 0.9**8, 0.0, 0, 5)
     assert [token.depth for token in tokens] == [6, 7, 8]
     assert len(seen) == 9

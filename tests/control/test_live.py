@@ -30,7 +30,7 @@ from helpers.prices import price
 
 # --- the filter ---
 
-MEASURED = price(base_s=0.05, row_s=0.004, launch_s=0.02, slot_s=0.0005, token_s=0.0015, beyond_s=0.001)
+MEASURED = price(base_s=0.05, row_s=0.004, launch_s=0.02, slot_s=0.0005, token_s=0.0015, tile_s=0.01)
 
 
 def mixed_loads(num: int, seed: int = 0) -> Iterator[Load]:

@@ -13,7 +13,7 @@ from blockpilot.control.price import COEFFICIENTS, Array, Load, fit, loads_up_to
 from blockpilot.types import PairId
 from helpers.prices import linear_price, price
 
-PRICE = price(base_s=10.0, row_s=2.0, launch_s=3.0, slot_s=0.5, token_s=0.25, beyond_s=0.125, error=0.03)
+PRICE = price(base_s=10.0, row_s=2.0, launch_s=3.0, slot_s=0.5, token_s=0.25, tile_s=0.125, error=0.03)
 # As those that are measured (evaluation/pricing.py): plain steps, one row that drafts, many of them.
 LOADS = [
     Load(rows, drafted, verified)
@@ -38,8 +38,8 @@ def seconds_of(coefficients: Array) -> list[float]:
         (Load(2, 6, 4), 14 + 3 + 3 + 1),
         (Load(2, 6), 14 + 3 + 3),  # drafted, and nothing of it verified
         (Load(2, 6, 14), 14 + 3 + 3 + 3.5),  # a tile
-        (Load(2, 6, 16), 14 + 3 + 3 + 4 + 0.25),
-        (Load(20), 50 + 0.5),
+        (Load(2, 6, 15), 14 + 3 + 3 + 3.75 + 0.125),
+        (Load(40), 90 + 0.25),
     ],
 )
 def test_a_step_costs_the_sum_of_its_terms(load: Load, seconds: float) -> None:
@@ -53,7 +53,7 @@ def test_chains_are_priced_in_plain_steps() -> None:
     sequential = replace(PRICE, is_sequential=True)
     assert sequential.chains_s(5, 4) == PRICE.seconds(Load(4, 16, 16, num_passes=4))
     assert sequential.chains_s(1, 4) == PRICE.seconds(Load(4))
-    assert PRICE.relative([1, 5, 3], 4) == pytest.approx([1, (18 + 3 + 12 + 0.5) / 18, (18 + 3 + 6) / 18])
+    assert PRICE.relative([1, 5, 3], 4) == pytest.approx([1, (18 + 3 + 12 + 0.125) / 18, (18 + 3 + 6) / 18])
     assert PRICE.relative([], 4) == []
     assert linear_price(0.1).relative([1, 11], 2) == pytest.approx([1, 3])
 
@@ -129,9 +129,9 @@ def test_a_price_survives_the_file(tmp_path: Path) -> None:
 
 def test_an_older_price_is_that_of_a_draft_that_is_not_sequential_and_knows_no_tile(tmp_path: Path) -> None:
     fields = json.loads(PRICE.to_json())
-    del fields["is_sequential"], fields["beyond_s"]
+    del fields["is_sequential"], fields["tile_s"]
     (tmp_path / "price.json").write_text(json.dumps(fields))
-    assert read_price(tmp_path / "price.json") == replace(PRICE, beyond_s=0.0)
+    assert read_price(tmp_path / "price.json") == replace(PRICE, tile_s=0.0)
 
 
 @pytest.mark.parametrize(

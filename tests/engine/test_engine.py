@@ -405,7 +405,7 @@ class Shadow:
                 continue
             is_chain = self.requests[step.request_id].layout == "chain"
             grown = best_first(slots.first_choices() if is_chain else slots)
-            [nodes] = buy([grown], worth, worth, 0, self.most)
+            [nodes] = buy([grown], worth, 0.0, 0, self.most)
             assert step.tree == tree_of(nodes)
             assert step.block_size == 1 + len(nodes)
             bought += nodes

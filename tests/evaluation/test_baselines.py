@@ -28,7 +28,7 @@ class Token(NamedTuple):
 
 falling = st.lists(st.floats(0.01, 1), min_size=1, max_size=5).map(lambda found: sorted(found, reverse=True))
 prices = st.builds(price, base_s=st.floats(0.1, 2), row_s=st.floats(0, 0.2), launch_s=st.floats(0, 1),
-                   slot_s=st.floats(0, 0.1), token_s=st.floats(0.001, 0.5), beyond_s=st.floats(0, 0.1))  # fmt: skip
+                   slot_s=st.floats(0, 0.1), token_s=st.floats(0.001, 0.5), tile_s=st.floats(0, 0.1))  # fmt: skip
 
 
 def offered(rows: Sequence[Sequence[float]]) -> list[list[Token]]:

@@ -481,7 +481,7 @@ def test_the_real_draft_accepts_as_much_after_plain_decoding(embedded_pair: Pair
         add_generation_prompt=True,
         return_dict=False,
     )
-    request = Request(tuple(ids), 20, block_size=6, stop_token_ids=NEVER)
+    request = Request(tuple(ids), 40, block_size=6, stop_token_ids=NEVER)
 
     def run(plain_until: int) -> tuple[list[int], list[int]]:
         """Tokens emitted before, and drafts accepted in, every step; plain until so many tokens are there."""

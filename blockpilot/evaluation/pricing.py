@@ -15,7 +15,7 @@ import torch
 from blockpilot.control.choose import Offered
 from blockpilot.control.controller import Controller
 from blockpilot.control.forecasts import StaticForecast
-from blockpilot.control.price import COEFFICIENTS, Load, StepPrice, fit, passes, relative_error
+from blockpilot.control.price import COEFFICIENTS, TILE, Load, StepPrice, fit, passes, relative_error
 from blockpilot.device import device_name, dtype_name
 from blockpilot.engine.engine import Engine
 from blockpilot.pairs.loading import Pair
@@ -98,9 +98,10 @@ def mixtures_of(rows: int, block_size: int) -> list[list[Drafted]]:
     deepest = block_size - 1
     small = max(1, deepest // 2)
     tree, largest = min(2 * block_size, MAX_BLOCK_SIZE) - 1, MAX_BLOCK_SIZE - 1
-    if rows == 1:  # up to a tile and beyond
+    if rows == 1:  # up to a tile, a little beyond, and to the end of the next
         each = [PLAIN, Drafted(1, 1), Drafted(deepest, 1), Drafted(small, small), Drafted(deepest, deepest)]
-        each += [Drafted(deepest, tree), Drafted(deepest, largest), Drafted(small, (deepest + tree) // 2)]
+        each += [Drafted(deepest, min(n, largest)) for n in (tree, TILE - 1, TILE + 3, largest)]
+        each += [Drafted(small, (deepest + tree) // 2)]
         return [[row] for row in each]
     plain = [PLAIN] * (rows - 1)
     return [

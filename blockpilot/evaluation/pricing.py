@@ -94,7 +94,7 @@ def _made_for(pair: Pair) -> tuple[PairId, str, str]:
 
 
 def mixtures_of(rows: int, block_size: int) -> list[list[Drafted]]:
-    """What so many rows draft and verify; the last mixture is for the error of the fit."""
+    """Mixtures of what so many rows draft and verify; the last one is for the error of the fit."""
     deepest = block_size - 1
     small = max(1, deepest // 2)
     tree, largest = min(2 * block_size, MAX_BLOCK_SIZE) - 1, MAX_BLOCK_SIZE - 1

@@ -103,7 +103,7 @@ class Examples:
 
     @property
     def outcomes(self) -> Outcomes:
-        """Of those choices."""
+        """Outcomes of those choices."""
         return outcomes_of(*self.proposed)
 
     @property

@@ -48,8 +48,8 @@ class NodeModel(nn.Module):
         self.of_context = nn.Parameter(torch.zeros(2, NUM_CONTEXTS, 2))
 
     def forward(self, known: Tensor, drawn: Tensor) -> Tensor:
-        """Of `features` [N, k, F] of slots that are `drawn` [N], after none, one, or more choices that are no first
-        ones: [NUM_CONTEXTS, N, k].
+        """Logits [NUM_CONTEXTS, N, k] for `features` [N, k, F] of slots that are `drawn` [N], after none, one, or
+        more choices that are no first ones.
         """
         kinds = drawn.long()
         logits = known[..., FEATURES.index("own_logit")] + torch.matmul(known, self.weight[kinds][:, :, None])[..., 0]

@@ -26,7 +26,7 @@ AWAY = (DeploymentUnavailableError, TaskCancelledError)
 
 
 class Gateway:
-    """What Serve runs. `models` are handles by the first name of each; `aliases` gives it for all names."""
+    """Ingress that Serve runs. `models` are handles by the first name of each; `aliases` gives it for all names."""
 
     def __init__(
         self,

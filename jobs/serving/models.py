@@ -20,11 +20,11 @@ class ModelConfig(Config):
     """Names under which the model answers, and no others; responses and /v1/models say the first. By default the
     target's own and its last part in small letters: Qwen/Qwen3-4B and qwen3-4b."""
     policy: str = AUTO
-    """What is drafted and verified: by "champion" of the registry, by the directory of a policy, by "untrained" (the
-    draft's own probabilities and running means), or one block size. "auto" is the champion, and while there is none
-    the policy that comes with this repository for its own pair, or else "untrained"."""
+    """Choice of what is drafted and verified: by "champion" of the registry, by the directory of a policy, by
+    "untrained" (the draft's own probabilities and running means), or one block size. "auto" is the champion, and
+    while there is none the policy that comes with this repository for its own pair, or else "untrained"."""
     resources: Resources = Resources()
-    """Of each replica; num_actors is the number of replicas, or the minimum where max_replicas is larger."""
+    """Resources of each replica; num_actors is their number, or the least number where max_replicas is larger."""
     max_replicas: int = Field(default=1, ge=1)
     """Upper bound of autoscaling; an idle replica is drained and stopped."""
     num_slots: int = Field(default=8, ge=1)

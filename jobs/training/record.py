@@ -103,7 +103,7 @@ def fitted_nodes(state: dict[str, Any]) -> NodeModel | None:
 
 
 def _reliability(nodes: NodeModel, proposed: Proposed) -> dict[str, list[Bin]]:
-    """That of the node model, and of the draft's own chances, on some of the steps."""
+    """Reliability of the node model's chances and of the draft's own, on some of the steps."""
     every = -(-len(proposed) // NUM_RELIABILITY_STEPS)
     some = Proposed(*(values[:: max(1, every)] for values in proposed))
     return {"node model": reliability(nodes, some), "draft": reliability(None, some)}

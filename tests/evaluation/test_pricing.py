@@ -29,7 +29,7 @@ def test_mixtures_have_plain_and_drafting_rows_and_trees(rows: int, block_size: 
 
 @pytest.mark.parametrize("block_size", [4, 8, 16])
 def test_their_loads_tell_all_coefficients_apart(block_size: int) -> None:
-    """Of a draft that is not sequential, with one row and with 16."""
+    """Loads of a draft that is not sequential, with one row and with 16."""
     loads = [
         Load(rows, sum(row.depth for row in mixture), sum(row.num_verified for row in mixture))
         for rows in (1, 16)

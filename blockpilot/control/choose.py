@@ -6,13 +6,14 @@ second that this promises is the price of time. After it, tokens are bought whil
 Prompts that a step takes in do not matter: their seconds are spent anyway.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, islice, takewhile
+from operator import add
 from typing import NamedTuple, Protocol, TypeVar
 
 from blockpilot.control.price import TILE, Load, StepPrice, passes
-from blockpilot.control.ratio import largest_ratio
 
 
 class Priced(Protocol):
@@ -38,62 +39,70 @@ class Depths(NamedTuple):
     rate: float
 
 
+class _Bundle(NamedTuple):
+    """Positions of a row that are drafted together: later ones bring more for their seconds than the first alone."""
+
+    cost: float
+    """Seconds for a token that is expected of them to be accepted."""
+    row: int
+    num_slots: int
+    gain: float
+    """Tokens of them that are expected to be accepted."""
+    num_tokens: float
+    """Tokens of them that will be verified."""
+    seconds: float
+
+
 def choose_depths(reaches: Reaches, price: StepPrice, beside: Load, tokens_a_slot: Sequence[float]) -> Depths:
     """The depths that are expected to make the most tokens a second of the whole batch.
 
     reaches[r][d] is the chance that more than d drafted tokens of row r are accepted. `beside` is what other rows
-    take in, which emit a token each. A position at depth d costs a slot, and tokens_a_slot[d] verified tokens.
+    take in, which emit a token each. A position at depth d costs a slot, and tokens_a_slot[d] verified tokens; tokens
+    beyond the first tile are charged their share of theirs.
 
-    Tokens beyond the first tile are charged their share of theirs. The best at the price before it is the best of all
-    if it stays there, and so is that at the price beyond; about the knee the best of a few prices is taken.
+    The best of all, but where a step may leave a tile: there rows are compared by what positions cost within it.
     """
-    load, share_s = beside._replace(rows=beside.rows + len(reaches)), price.tile_s / TILE
-    plain_s = price.seconds(load) - load.terms[-1] * price.tile_s
+    load = beside._replace(rows=beside.rows + len(reaches))
+    deepest, launched = max(map(len, reaches)), beside.num_passes if beside.num_drafted else 0
+    plain_s, share_s = price.seconds(load) - load.terms[-1] * price.tile_s, price.tile_s / TILE
+    token_s = price.token_s + (share_s if load.num_tokens >= TILE else 0.0)
+    costs = [(num, price.slot_s + num * token_s) for num in tokens_a_slot[:deepest]]
+    best = Depths([0] * len(reaches), load.rows / (plain_s + max(0, load.num_tokens - TILE) * share_s))
+    for limit in range(1, deepest + 1) if price.is_sequential else (deepest,):
+        launch_s = price.launch_s * max(0, passes([limit], price.is_sequential) - launched)
+        emitted, seconds, num_tokens = float(load.rows), plain_s + launch_s, float(load.num_tokens)
+        bundles, most, num_taken = _bundles([reach[:limit] for reach in reaches], costs), best.rate, 0
+        for place, (_, _, num_slots, gain, tokens, _) in enumerate(bundles, 1):
+            emitted += gain
+            num_tokens += tokens
+            seconds += num_slots * price.slot_s + tokens * price.token_s
+            beyond = num_tokens - TILE
+            rate = emitted / (seconds + beyond * share_s if beyond > 0 else seconds)
+            if rate > most:
+                most, num_taken = rate, place
+        if num_taken:
+            depths = [0] * len(reaches)
+            for bundle in bundles[:num_taken]:
+                depths[bundle.row] += bundle.num_slots
+            best = Depths(depths, most)
+    return best
 
-    def at(share: float) -> tuple[Depths, float]:
-        """Depths with this part of `share_s` in the price of all tokens, their true rate, tokens beyond a tile."""
-        num_beyond = load.num_tokens - TILE
-        base_s = plain_s + share * num_beyond * share_s
-        if base_s <= 0:
-            return Depths([0] * len(reaches), load.rows / (plain_s + max(0, num_beyond) * share_s)), num_beyond
-        token_s = price.token_s + share * share_s
-        depths, rate = _at_one_price(reaches, price, beside, tokens_a_slot, base_s, token_s)
-        emitted = load.rows + sum(sum(reach[:depth]) for reach, depth in zip(reaches, depths, strict=True))
-        expected = num_beyond + sum(sum(tokens_a_slot[:depth]) for depth in depths)
-        more_s = (max(0, expected) - share * expected) * share_s
-        return Depths(depths, emitted / (emitted / rate + more_s)), expected
 
-    before, num_beyond = at(0)
-    if not share_s or num_beyond <= 0:
-        return before
-    beyond, num_beyond = at(1)
-    return beyond if num_beyond >= 0 else max(before, at(0.5)[0], beyond, key=lambda found: found.rate)
-
-
-def _at_one_price(
-    reaches: Reaches, price: StepPrice, beside: Load, tokens_a_slot: Sequence[float], plain_s: float, token_s: float
-) -> Depths:
-    """`choose_depths` where every token costs `token_s`, and a step that drafts nothing `plain_s`."""
-    # Lists, not arrays: there are few rows, and a step waits for this.
-    rows, deepest = len(reaches) + beside.rows, max(map(len, reaches))
-    gains = [list(accumulate(of_row, initial=0.0)) for of_row in reaches]
-    costs = list(accumulate((price.slot_s + num * token_s for num in tokens_a_slot[:deepest]), initial=0.0))
-    launched = beside.num_passes if beside.num_drafted else 0  # those passes are made anyway
-    more = (max(0, passes([depth], price.is_sequential) - launched) for depth in range(1, deepest + 1))
-    launches = [0.0, *(price.launch_s * num for num in more)]
-    limits = range(deepest + 1) if price.is_sequential else (0, deepest)
-
-    def maximise(rate: float) -> tuple[list[int], float]:
-        """At a rate rows choose apart, none deeper than passes are worth to all of them together."""
-        worth = [[gain - rate * cost for gain, cost in zip(of_row, costs, strict=False)] for of_row in gains]
-        best = [list(accumulate(of_row, max)) for of_row in worth]  # by the limit
-        together = [sum(of_row[min(n, len(of_row) - 1)] for of_row in best) - rate * launches[n] for n in limits]
-        limit = limits[together.index(max(together))]
-        depths = [of_row.index(most[min(limit, len(most) - 1)]) for of_row, most in zip(worth, best, strict=True)]
-        tokens = rows + sum(of_row[depth] for of_row, depth in zip(gains, depths, strict=True))
-        return depths, tokens / (plain_s + launches[max(depths)] + sum(costs[depth] for depth in depths))
-
-    return Depths(*largest_ratio(maximise, rows / plain_s))
+def _bundles(reaches: Reaches, costs: Sequence[tuple[float, float]]) -> list[_Bundle]:
+    """All positions, the cheapest first; costs[d] are tokens and seconds of one at depth d."""
+    found = list[_Bundle]()
+    for r, reach in enumerate(reaches):
+        of_row = list[_Bundle]()
+        for gain, (num_tokens, seconds) in zip(reach, costs, strict=False):
+            bundle = _Bundle(seconds / gain if gain else math.inf, r, 1, gain, num_tokens, seconds)
+            while of_row and of_row[-1].cost > bundle.cost:
+                _, _, num, *sums = of_row.pop()
+                gain, num_tokens, seconds = map(add, sums, bundle[3:])
+                bundle = _Bundle(seconds / gain, r, num + 1, gain, num_tokens, seconds)
+            of_row.append(bundle)
+        found += of_row
+    found.sort()
+    return found
 
 
 def buy(

@@ -87,7 +87,7 @@ class Controller:
 
         reaches[r] is row r's `Forecast.reach` as far as it may draft; `beside` is what the other rows take in.
         """
-        tokens_a_slot = [record.ratio for record in self._tokens_a_slot]
+        tokens_a_slot = [record.ratio for record in self._tokens_a_slot[: max(map(len, reaches))]]
         self._depths, self._rate = choose_depths(reaches, self.price, beside, tokens_a_slot)
         self._num_free = -(len(reaches) + beside.num_tokens) % TILE
         return self._depths

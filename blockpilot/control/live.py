@@ -16,7 +16,8 @@ from blockpilot.types import Policy
 
 LEVEL, SLOPES = 0.5, 0.2  # standard deviations of what is not known of a price at first, as shares of it
 LEVEL_STEP, SLOPE_STEP = 0.03, 0.002  # of how they wander, from step to step
-NOISE = 0.08  # of a step's seconds
+NUM_STEPS = 8  # that are observed as one: their loads and seconds add up
+NOISE = 0.08  # of the seconds of those that are observed as one
 OUTLIER = 3.0  # standard deviations: what is further off counts as much as this
 LEAST = 0.1  # of a coefficient that was measured
 PROBE_EVERY = 128  # steps of one kind, plain or drafting, after which one of the other shows what that takes now
@@ -26,21 +27,34 @@ class PriceTracker:
     """Kalman filter (1960) over the coefficients of a price: a level that all share, and slopes of their own.
 
     Plain steps of one moment and drafting steps of another differ by the level, too; so both are estimated together.
+    Steps of one kind are taken in `num_steps` at a time: a step waits for this.
     """
 
-    def __init__(self, price: StepPrice) -> None:
-        self.price = price
+    def __init__(self, price: StepPrice, num_steps: int = NUM_STEPS) -> None:
+        self.price, self._num_steps = price, num_steps
         measured = price.coefficients
         self._least = LEAST * measured
         scale = np.maximum(measured, 1e-3 * measured.max())
         self._together, self._apart = np.outer(scale, scale), np.diag(scale**2)
         self._mean = measured
         self._covariance = LEVEL**2 * self._together + SLOPES**2 * self._apart
+        self._wander = LEVEL_STEP**2 * self._together + SLOPE_STEP**2 * self._apart
+        self._seen: list[tuple[Load, float]] = []
 
     def observe(self, load: Load, seconds: float) -> None:
         """Learn from a step without prompts."""
-        terms = np.array(load.terms, dtype=float)
-        self._covariance += LEVEL_STEP**2 * self._together + SLOPE_STEP**2 * self._apart
+        if self._seen and (self._seen[-1][0].num_drafted > 0) != (load.num_drafted > 0):
+            self._update()
+        self._seen.append((load, seconds))
+        if len(self._seen) >= self._num_steps:
+            self._update()
+
+    def _update(self) -> None:
+        """Take in the sums of the steps seen."""
+        terms = np.array([load.terms for load, _ in self._seen], dtype=float).sum(axis=0)
+        seconds = sum(seconds for _, seconds in self._seen)
+        self._covariance += len(self._seen) * self._wander
+        self._seen = []
         expected, with_step = terms @ self._mean, self._covariance @ terms
         variance = terms @ with_step + (NOISE * expected) ** 2
         limit = OUTLIER * np.sqrt(variance)

@@ -57,7 +57,7 @@ def test_it_finds_the_coefficients_that_steps_have(factors: list[float]) -> None
     for load in mixed_loads(50, seed=2):
         assert tracker.price.seconds(load) == pytest.approx(float(true @ load.terms), rel=0.05)
     error = np.abs(np.log(tracker.price.coefficients / true))
-    assert (error < 0.15).all()
+    assert (error < 0.2).all()
 
 
 def test_a_level_that_changes_for_all_steps_is_followed_within_some_tens_of_steps() -> None:
@@ -99,7 +99,7 @@ def test_it_is_the_regression_that_sees_all_steps_at_once() -> None:
     """A Gaussian process with the same covariances, solved densely; no step is far enough off to be clipped."""
     loads = list(mixed_loads(40))
     draws, measured = np.random.default_rng(3), MEASURED.coefficients
-    tracker, seconds, variances = PriceTracker(MEASURED), list[float](), list[float]()
+    tracker, seconds, variances = PriceTracker(MEASURED, num_steps=1), list[float](), list[float]()
     for load in loads:
         expected = tracker.price.seconds(load)
         variances.append((NOISE * expected) ** 2)

@@ -21,7 +21,7 @@ from blockpilot.engine.engine import Engine
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import MAX_BLOCK_SIZE, PairId, Request
 
-NUM_STEPS = 2  # of each mixture after the first; the fastest counts
+NUM_STEPS = 5  # of each mixture after the first; the fastest counts
 
 
 class Drafted(NamedTuple):

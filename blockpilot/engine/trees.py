@@ -55,12 +55,13 @@ class Node(NamedTuple):
 
 def best_first(slots: Slots) -> Iterator[Node]:
     """Nodes by falling chance; the first is number 1. Ends where no choice is left that has a chance."""
+    tokens, chances, places = slots
     heap: list[tuple[float, int, int, int, int, int, float]] = []
 
     def offer(parent: int, depth: int, after: int, rank: int, num_later: int, above: float) -> None:
         """Choice `rank` of the slot below a parent that is choice `after` there and reached with chance `above`."""
-        if depth < len(slots.tokens) and after >= 0 and rank < len(slots.tokens[depth][after]):
-            chance = above * slots.chances[min(num_later, len(slots.chances) - 1)][depth][after][rank]
+        if depth < len(tokens) and after >= 0 and rank < len(tokens[depth][after]):
+            chance = above * chances[min(num_later, len(chances) - 1)][depth][after][rank]
             if chance > 0:
                 heappush(heap, (-chance, parent, depth, after, rank, num_later, above))
 
@@ -69,21 +70,18 @@ def best_first(slots: Slots) -> Iterator[Node]:
     while heap:
         negative, parent, depth, after, rank, num_later, above = heappop(heap)
         number += 1
-        yield Node(slots.tokens[depth][after][rank], parent, -negative, depth + 1, num_later + rank == 0)
+        yield Node(tokens[depth][after][rank], parent, -negative, depth + 1, num_later + rank == 0)
         offer(parent, depth, after, rank + 1, num_later, above)
-        offer(number, depth + 1, slots.places[depth][after][rank], 0, num_later + (rank > 0), -negative)
+        offer(number, depth + 1, places[depth][after][rank], 0, num_later + (rank > 0), -negative)
 
 
 def tree_of(nodes: Iterable[Node]) -> Tree:
     """The tree of nodes as `best_first` gives them, with first choices laid out first: if they are accepted, their
     keys and values lie where they belong.
     """
-    numbered = list(enumerate(nodes, 1))
-    order = [n for n, node in numbered if node.is_first] + [n for n, node in numbered if not node.is_first]
-    place = {0: 0} | {number: i for i, number in enumerate(order, 1)}
-    by_number = dict(numbered)
-    tokens = tuple(by_number[n].token for n in order)
-    return Tree(tokens, tuple(place[by_number[n].parent] for n in order))
+    taken = sorted(enumerate(nodes, 1), key=lambda numbered: not numbered[1].is_first)  # else in their order
+    place = {0: 0} | {number: i for i, (number, _) in enumerate(taken, 1)}
+    return Tree(tuple(node.token for _, node in taken), tuple(place[node.parent] for _, node in taken))
 
 
 def first_choices(slots: Slots) -> Tree:

@@ -27,11 +27,11 @@ MAX_ITERATIONS = 200
 def features(found: Candidates, depths: Tensor) -> Tensor:
     """FEATURES of every choice: [N, k, F]; depths [N] are those of the slots, from 0 on."""
     scores, log_probs = (values.float().clamp(min=LEAST_SCORE) for values in (found.scores, found.log_probs))
-    own = own_chances(found._replace(scores=scores, log_probs=log_probs))[0].clamp(LEAST_CHANCE, 1 - LEAST_CHANCE)
+    own = own_chances(found._replace(scores=scores, log_probs=log_probs))[0].logit(LEAST_CHANCE)
     to_next = torch.zeros_like(scores)
     to_next[:, :-1] = scores[:, :-1] - scores[:, 1:]
-    inverse_depth = (1 / (1 + depths.float()))[:, None].expand_as(scores)
-    return torch.stack([own.logit(), log_probs, scores - scores[:, :1], to_next, inverse_depth], dim=-1)
+    inverse_depth = (1 + depths).reciprocal()[:, None].expand_as(scores)
+    return torch.stack([own, log_probs, scores - scores[:, :1], to_next, inverse_depth], dim=-1)
 
 
 class NodeModel(nn.Module):

@@ -8,7 +8,7 @@ an answer. The choice is made later, at the load there is then.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import Literal, get_args
 
 import torch
@@ -23,7 +23,7 @@ from blockpilot.policy.network import (
     NetworkShape,
     PolicyFeatures,
     PolicyNetwork,
-    no_probs,
+    SparseProbs,
     scalars,
     sparse_probs,
 )
@@ -98,7 +98,7 @@ class LearnedPolicy:
     def __call__(self, prefill: Prefill) -> int | Forecast:
         """Raises ValueError for another vocabulary, or vectors of another size."""
         features = self._features(prefill)
-        outputs = self._run(features)
+        outputs = self._run(features.probs, features.dense)
         if self.info.kind == "prompt":
             return self.candidates[int(outputs[0].argmax())]
         return LearnedForecast(self, features.scalars[0].tolist(), self._reaches(outputs)[0])
@@ -106,10 +106,9 @@ class LearnedPolicy:
     @torch.inference_mode()
     def read(self, forecasts: Sequence["LearnedForecast"], contexts: Tensor, anchors: Tensor) -> None:
         """Predict the next steps of some requests: contexts [R, draft hidden], anchors [R, target hidden]."""
-        device = contexts.device
-        scalars_of = torch.tensor([forecast.scalars for forecast in forecasts], device=device)
-        features = PolicyFeatures(no_probs(len(forecasts), device), contexts.float(), anchors.float(), scalars_of)
-        for forecast, expected in zip(forecasts, self._reaches(self._run(features)), strict=True):
+        scalars_of = torch.tensor([forecast.scalars for forecast in forecasts], device=contexts.device)
+        outputs = self._run(None, torch.cat([contexts, anchors, scalars_of], dim=1))  # float32, as scalars are
+        for forecast, expected in zip(forecasts, self._reaches(outputs), strict=True):
             forecast.expected = expected
 
     def chances(self, forecasts: Sequence["LearnedForecast"], found: Candidates, depths: Sequence[int]) -> Tensor:
@@ -120,18 +119,18 @@ class LearnedPolicy:
             self.nodes.to(found.scores.device)
         return self.nodes.chances(found, depths)
 
-    def _run(self, features: PolicyFeatures) -> Tensor:
-        if self._layers.head.device != features.scalars.device:
-            self._layers = self.network.to(features.scalars.device).layers()
-        return self._layers.outputs(self._layers.hidden(features.probs, features.dense))
+    def _run(self, probs: SparseProbs | None, dense: Tensor) -> Tensor:
+        if self._layers.head.device != dense.device:
+            self._layers = self.network.to(dense.device).layers()
+        return self._layers.outputs(self._layers.hidden(probs, dense))
 
     def _reaches(self, outputs: Tensor) -> list[list[float]]:
         """Chance that each position is accepted, of each request: outputs [R, K] of kind `step`."""
         # What is no number would spoil the record that all requests share: nothing is expected then.
-        shares = outputs.nan_to_num(-MAX_LOGIT).clamp(-MAX_LOGIT, MAX_LOGIT).sigmoid()
-        gaps = slot_gaps(self.candidates.sizes).to(outputs.device, torch.int64)
-        reaches: list[list[float]] = shares.repeat_interleave(gaps, dim=1).cummin(dim=1).values.tolist()
-        return reaches
+        shares = outputs.nan_to_num(-MAX_LOGIT).clamp(-MAX_LOGIT, MAX_LOGIT).sigmoid().tolist()
+        gaps = [size - before for before, size in pairwise((1, *self.candidates))]
+        by_slot = ([s for s, gap in zip(of_row, gaps, strict=True) for _ in range(gap)] for of_row in shares)
+        return [list(accumulate(of_row, min)) for of_row in by_slot]
 
     def _features(self, prefill: Prefill) -> PolicyFeatures:
         shape, device = self.info.shape, prefill.logits.device
@@ -167,12 +166,6 @@ def expected_taus(outputs: Tensor, candidates: Sequence[int]) -> Tensor:
 
 def slot_gaps(candidates: Sequence[int]) -> Tensor:
     """Positions of each candidate beyond those of the one before, [K] float32; the anchor is the first one's."""
-    return _gaps(tuple(candidates))
-
-
-@lru_cache
-@torch.inference_mode(False)
-def _gaps(candidates: tuple[int, ...]) -> Tensor:
     return torch.tensor([1, *candidates], dtype=torch.float32).diff()
 
 

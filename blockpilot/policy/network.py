@@ -71,12 +71,6 @@ def sparse_probs(probs: Tensor, threshold: float) -> SparseProbs:
     return SparseProbs(ids, probs[ids], torch.zeros(1, dtype=torch.int64, device=probs.device))
 
 
-def no_probs(num: int, device: torch.device) -> SparseProbs:
-    """`num` empty distributions, for kind `step`."""
-    nothing = torch.zeros(0, dtype=torch.int64, device=device)
-    return SparseProbs(nothing, torch.zeros(0, device=device), torch.zeros(num, dtype=torch.int64, device=device))
-
-
 def scalars(probs: Tensor, num_prompt_tokens: int, temperature: float) -> list[float]:
     """SCALARS of one request; the entropy (nats) is that of the entries given, which pass the threshold."""
     return [float(torch.special.entr(probs).sum()), math.log(num_prompt_tokens), temperature]
@@ -186,10 +180,11 @@ class Layers(NamedTuple):
     """[num_outputs, hidden]"""
     head_bias: Tensor
 
-    def hidden(self, probs: SparseProbs, dense: Tensor) -> Tensor:
-        """[B, hidden] of the features that the kind reads."""
+    def hidden(self, probs: SparseProbs | None, dense: Tensor) -> Tensor:
+        """[B, hidden] of the features that the kind reads: `probs`, or with kind `step` `dense`."""
         if self.row_of_id is None:
             return functional.linear(dense, self.first, self.first_bias).relu()
+        assert probs is not None
         rows = self.row_of_id[probs.ids]
         weights = torch.where(rows >= 0, probs.probs, 0.0)
         bags = functional.embedding_bag(

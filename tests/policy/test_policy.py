@@ -35,7 +35,6 @@ from blockpilot.policy.network import (
     PolicyFeatures,
     PolicyNetwork,
     SparseProbs,
-    no_probs,
     scalars,
     sparse_probs,
 )
@@ -74,6 +73,9 @@ def random_policy(kind: Kind = "prompt", objective: Objective = "tau", seed: int
 
 def step_policy(seed: int = 0) -> LearnedPolicy:
     return random_policy("step", seed=seed)
+
+
+NO_PROBS = SparseProbs(torch.zeros(0, dtype=torch.int64), torch.zeros(0), torch.zeros(1, dtype=torch.int64))
 
 
 def random_prefill(seed: int) -> Prefill:
@@ -171,7 +173,7 @@ def test_every_feature_of_a_kind_is_read(kind: Kind) -> None:
 def test_requests_of_a_batch_are_independent(kind: Kind) -> None:
     network = random_network(shape_of(kind))
     parts = [features_of(random_prefill(seed)) for seed in range(4)]
-    parts[2] = parts[2]._replace(probs=no_probs(1, torch.device("cpu")))
+    parts[2] = parts[2]._replace(probs=NO_PROBS)
     alone = torch.cat([network(part) for part in parts])
     torch.testing.assert_close(network(batch_of(parts)), alone)
 
@@ -180,7 +182,7 @@ def test_token_ids_without_a_row_count_nothing() -> None:
     prefill = random_prefill(0)
     unknown = [i for i in range(VOCAB_SIZE) if prefill.probs[i] < THRESHOLD]
     network = random_network(shape_of(), unknown)
-    nothing = features_of(prefill)._replace(probs=no_probs(1, torch.device("cpu")))
+    nothing = features_of(prefill)._replace(probs=NO_PROBS)
     torch.testing.assert_close(network(features_of(prefill)), network(nothing), rtol=0, atol=0)
 
 

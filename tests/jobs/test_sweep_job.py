@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 import pytest
@@ -178,10 +179,7 @@ def test_the_output_may_be_a_uri(
     config = config.model_copy(update={"output": f"{folder_uri}/by-uri"})
     with Lease(config.output) as held:
         shards, folder = open_sweep(config)
-        identity, size = folder.identity, tiny_pair.vocab_size
-        metadata = Metadata(identity, tiny_pair.id, "float32", size, tiny_pair.block_size, [*CANDIDATES], {}, "")
-        for shard in shards:
-            folder.write(shard, expected[shard.part], metadata)
+        OpenSweep(config, shards, folder, metadata_of(folder, tiny_pair), expected).write(*shards)
         folder.write_rejects([])
         held.check()
     assert read_sweep(folder.rows).rows == [row for rows in expected.values() for row in rows]
@@ -214,15 +212,28 @@ def test_shards_hold_every_prompt_once_in_order(config: SweepConfig, prompt_file
     assert not {shard.part for shard in reseeded} & {shard.part for shard in shards}
 
 
-@pytest.fixture
-def opened(config: SweepConfig) -> tuple[list[SweepShard], SweepFolder]:
-    return open_sweep(config)
+class OpenSweep(NamedTuple):
+    """A sweep's folder, ready to be written to, and the rows of every part."""
+
+    config: SweepConfig
+    shards: list[SweepShard]
+    folder: SweepFolder
+    metadata: Metadata
+    expected: dict[str, list[SweepRow]]
+
+    def write(self, *shards: SweepShard) -> None:
+        for shard in shards:
+            self.folder.write(shard, self.expected[shard.part], self.metadata)
 
 
 @pytest.fixture
-def metadata(opened: tuple[list[SweepShard], SweepFolder], tiny_pair: Pair) -> Metadata:
-    size, identity = tiny_pair.vocab_size, opened[1].identity
-    return Metadata(identity, tiny_pair.id, "float32", size, tiny_pair.block_size, [*CANDIDATES], {}, "")
+def opened(config: SweepConfig, tiny_pair: Pair, expected: dict[str, list[SweepRow]]) -> OpenSweep:
+    shards, folder = open_sweep(config)
+    return OpenSweep(config, shards, folder, metadata_of(folder, tiny_pair), expected)
+
+
+def metadata_of(folder: SweepFolder, pair: Pair) -> Metadata:
+    return Metadata(folder.identity, pair.id, "float32", pair.vocab_size, pair.block_size, [*CANDIDATES], {}, "")
 
 
 def left(config: SweepConfig) -> dict[str, list[str]]:
@@ -232,16 +243,11 @@ def left(config: SweepConfig) -> dict[str, list[str]]:
     return {part: texts for part, texts in found.items() if texts}
 
 
-def test_a_folder_knows_what_is_left(
-    config: SweepConfig,
-    opened: tuple[list[SweepShard], SweepFolder],
-    metadata: Metadata,
-    expected: dict[str, list[SweepRow]],
-) -> None:
-    shards, folder = opened
+def test_a_folder_knows_what_is_left(opened: OpenSweep) -> None:
+    config, shards, folder, metadata, expected = opened
     assert left(config) == {shard.part: texts(folder, shard) for shard in shards}
     first, second, third = shards[:3]
-    folder.write(first, expected[first.part], metadata)
+    opened.write(first)
     folder.write(second, expected[second.part][1:], metadata)  # one of its two
     assert next(iter(left(config).items())) == (second.part, texts(folder, second)[:1])
     folder.write(second, expected[second.part][:1], metadata)
@@ -249,16 +255,9 @@ def test_a_folder_knows_what_is_left(
     assert read_sweep(folder.rows).rows == expected[first.part] + expected[second.part]
 
 
-def test_a_damaged_part_is_done_again(
-    config: SweepConfig,
-    opened: tuple[list[SweepShard], SweepFolder],
-    metadata: Metadata,
-    expected: dict[str, list[SweepRow]],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    shards, folder = opened
-    for shard in shards:
-        folder.write(shard, expected[shard.part], metadata)
+def test_a_damaged_part_is_done_again(opened: OpenSweep, capsys: pytest.CaptureFixture[str]) -> None:
+    config, shards, folder, *_ = opened
+    opened.write(*shards)
     (with_long,) = (shard for shard in shards if TOO_LONG in texts(folder, shard))
     damaged = next(shard for shard in shards if shard != with_long)
     part = Path(folder.rows) / damaged.part
@@ -269,15 +268,11 @@ def test_a_damaged_part_is_done_again(
     assert [file.name for file in sorted(part.parent.iterdir())] == [shard.part for shard in shards]
 
 
-def test_a_folder_of_another_sweep_is_refused(
-    config: SweepConfig,
-    opened: tuple[list[SweepShard], SweepFolder],
-    metadata: Metadata,
-    expected: dict[str, list[SweepRow]],
-) -> None:
+def test_a_folder_of_another_sweep_is_refused(opened: OpenSweep) -> None:
+    config, shards, folder, *_ = opened
     open_sweep(config.model_copy(update={"temperature": 0.5}))  # no rows are there yet: nothing to lose
-    shards, folder = open_sweep(config)
-    folder.write(shards[0], expected[shards[0].part], metadata)
+    open_sweep(config)
+    opened.write(shards[0])
     for field, value in {
         "temperature": 0.5,
         "candidates": (1, 2),
@@ -294,33 +289,27 @@ def test_a_folder_of_another_sweep_is_refused(
     assert not ray.is_initialized()
 
 
-def test_a_changed_prompt_file_is_another_sweep(
-    config: SweepConfig, tiny_pair: Pair, metadata: Metadata, tmp_path: Path
-) -> None:
+def test_a_changed_prompt_file_is_another_sweep(config: SweepConfig, tiny_pair: Pair, tmp_path: Path) -> None:
     path = tmp_path / "questions.txt"
     path.write_text("one\ntwo\n")
     config = config.model_copy(update={"prompts": (str(path),)})
     (shard,), folder = open_sweep(config)
     rows = sweep_prompts(tiny_pair, prompts(folder, shard), CANDIDATES, **SETTINGS).rows
-    folder.write(shard, rows, dataclasses.replace(metadata, config=folder.identity))
+    folder.write(shard, rows, metadata_of(folder, tiny_pair))
     path.write_text("one\nthree\n")
     with pytest.raises(ValueError, match=r"holds another sweep \(there and here: prompts_digest"):
         run(config)
 
 
 def test_a_retrained_draft_of_the_same_name_is_another_sweep(
-    config: SweepConfig,
-    tiny_pair_dirs: tuple[Path, Path],
-    metadata: Metadata,
-    expected: dict[str, list[SweepRow]],
-    tmp_path: Path,
+    opened: OpenSweep, tiny_pair_dirs: tuple[Path, Path], tmp_path: Path
 ) -> None:
     draft = tmp_path / "draft"
     shutil.copytree(tiny_pair_dirs[1], draft)
-    config = config.model_copy(update={"pair": PairConfig(target=str(tiny_pair_dirs[0]), draft=str(draft))})
+    pair = PairConfig(target=str(tiny_pair_dirs[0]), draft=str(draft))
+    config = opened.config.model_copy(update={"pair": pair})
     shards, folder = open_sweep(config)
-    for shard in shards:
-        folder.write(shard, expected[shard.part], metadata)
+    opened._replace(folder=folder).write(*shards)
     weights = load_file(draft / "model.safetensors")
     save_file({name: weight * 1.5 for name, weight in weights.items()}, draft / "model.safetensors")
     with pytest.raises(ValueError, match=r"holds another sweep \(there and here: revisions"):
@@ -338,28 +327,18 @@ def test_one_driver_writes_at_a_time(config: SweepConfig, monkeypatch: pytest.Mo
     assert not Path(config.output, "config.json").exists()
 
 
-def test_parts_of_two_pairs_are_refused(
-    config: SweepConfig,
-    opened: tuple[list[SweepShard], SweepFolder],
-    metadata: Metadata,
-    expected: dict[str, list[SweepRow]],
-) -> None:
-    (first, second, *_), folder = opened
-    folder.write(first, expected[first.part], metadata)
+def test_parts_of_two_pairs_are_refused(opened: OpenSweep) -> None:
+    config, (first, second, *_), folder, metadata, expected = opened
+    opened.write(first)
     retrained = dataclasses.replace(metadata, pair=metadata.pair._replace(draft_revision="new"))
     write_rows(f"{folder.rows}/{second.part}", expected[second.part], retrained)
     with pytest.raises(ValueError, match=r"another pair or precision \(pair.draft_revision: '.*' and 'new'\)"):
         run(config)
 
 
-def test_rows_of_another_pair_do_not_join(
-    config: SweepConfig,
-    opened: tuple[list[SweepShard], SweepFolder],
-    metadata: Metadata,
-    expected: dict[str, list[SweepRow]],
-) -> None:
-    (first, second, *_), folder = opened
-    folder.write(first, expected[first.part], metadata)
+def test_rows_of_another_pair_do_not_join(opened: OpenSweep) -> None:
+    config, (first, second, *_), folder, metadata, expected = opened
+    opened.write(first)
     again = SweepFolder(config.output, folder.identity)
     assert again.left(first) == ()
     retrained = dataclasses.replace(metadata, pair=metadata.pair._replace(draft_revision="new"))
@@ -367,14 +346,9 @@ def test_rows_of_another_pair_do_not_join(
         again.write(second, expected[second.part], retrained)
 
 
-def test_files_that_are_not_ours_are_refused(
-    config: SweepConfig,
-    opened: tuple[list[SweepShard], SweepFolder],
-    metadata: Metadata,
-    expected: dict[str, list[SweepRow]],
-) -> None:
-    (first, *_), folder = opened
-    folder.write(first, expected[first.part], metadata)
+def test_files_that_are_not_ours_are_refused(opened: OpenSweep) -> None:
+    config, (first, *_), folder, metadata, expected = opened
+    opened.write(first)
     write_rows(f"{folder.rows}/part-00099-x.parquet", expected[first.part], metadata)
     with pytest.raises(ValueError, match=r"rows/part-00099-x\.parquet is no part of this sweep"):
         run(config)

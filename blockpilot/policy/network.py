@@ -106,6 +106,11 @@ class NetworkShape:
             if not allowed:
                 raise ValueError(f"{name} {size} with kind {self.kind!r}: {rule}")
 
+    @property
+    def width(self) -> int:
+        """Inputs of the first layer."""
+        return self.vocab_size if self.kind == "prompt" else self.context_size + self.anchor_size + len(SCALARS)
+
 
 class PolicyNetwork(nn.Module):
     """First layer - ReLU - dropout - linear head: [B, num_outputs] of PolicyFeatures.
@@ -122,7 +127,6 @@ class PolicyNetwork(nn.Module):
     def __init__(self, shape: NetworkShape, support: Tensor, dropout: float = 0.0) -> None:
         super().__init__()
         self.shape, self.dropout = shape, dropout
-        width = shape.vocab_size
         self.register_buffer("support", support, persistent=False)
         self.register_buffer("mean", None)
         self.register_buffer("std", None)
@@ -132,9 +136,8 @@ class PolicyNetwork(nn.Module):
             self.register_buffer("row_of_id", row_of_id, persistent=False)
             self.rows = nn.Parameter(torch.zeros(len(support), shape.hidden))
         else:
-            width = shape.context_size + shape.anchor_size + len(SCALARS)
-            self.dense = nn.Linear(width, shape.hidden, bias=False)
-        self.bias = nn.Parameter(torch.empty(shape.hidden).uniform_(-1, 1) / math.sqrt(width))
+            self.dense = nn.Linear(shape.width, shape.hidden, bias=False)
+        self.bias = nn.Parameter(torch.empty(shape.hidden).uniform_(-1, 1) / math.sqrt(shape.width))
         self.head = nn.Linear(shape.hidden, shape.num_outputs)
 
     def forward(self, features: PolicyFeatures) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from blockpilot.control.price import PRICE_FILE, read_price
 from blockpilot.policy.learned import LearnedPolicy, PolicyInfo
-from blockpilot.policy.network import SCALARS, NetworkShape, PolicyNetwork
+from blockpilot.policy.network import NetworkShape, PolicyNetwork
 from blockpilot.policy.nodes import NodeModel
 from blockpilot.storage import write_text
 from blockpilot.types import CandidateSet, PairId
@@ -115,7 +115,7 @@ def _read_network(path: Path, shape: NetworkShape) -> PolicyNetwork:
     tensors = _read_tensors(path)
     sizes: dict[str, tuple[int, ...]] = {"bias": (shape.hidden,), "head.weight": (shape.num_outputs, shape.hidden)}
     if shape.kind == "step":
-        sizes["dense.weight"] = shape.hidden, shape.context_size + shape.anchor_size + len(SCALARS)
+        sizes["dense.weight"] = shape.hidden, shape.width
     for name, size in sizes.items():  # before memory is taken for a network that the file does not hold
         _check_tensor(path, name, tensors.get(name), torch.empty(size, device="meta"))
     network = PolicyNetwork(shape, _read_support(path, tensors, shape))

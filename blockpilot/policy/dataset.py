@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from blockpilot.policy.network import Kind, PolicyFeatures, SparseProbs, scalars
-from blockpilot.policy.nodes import Outcomes, outcomes_of
-from blockpilot.policy.reliability import Proposed
+from blockpilot.policy.nodes import Outcomes, Proposed, outcomes_of
 from blockpilot.storage import write_text
 from blockpilot.sweep.rows import SweepRow, vectors
 
@@ -104,7 +103,7 @@ class Examples:
     @property
     def outcomes(self) -> Outcomes:
         """Outcomes of those choices."""
-        return outcomes_of(*self.proposed)
+        return outcomes_of(self.proposed)
 
     @property
     def prompt_of(self) -> Tensor:

@@ -65,6 +65,22 @@ class NodeModel(nn.Module):
         return (chances / chances.sum(dim=-1, keepdim=True).clamp(min=1)).cummin(dim=-1).values
 
 
+class Proposed(NamedTuple):
+    """Steps of a draft that proposed k choices for D slots, and which of them were right.
+
+    ranks [E, D] int8: -1 is none of the k, -2 unknown; what follows either of them was never reached. scores and
+    log_probs [E, D, k]. drawn [E] says of which steps tokens are drawn.
+    """
+
+    ranks: Tensor
+    scores: Tensor
+    log_probs: Tensor
+    drawn: Tensor
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+
 class Outcomes(NamedTuple):
     """Slots whose path was right up to them, and which choice then was.
 
@@ -80,12 +96,9 @@ class Outcomes(NamedTuple):
         return len(self.ranks)
 
 
-def outcomes_of(ranks: Tensor, scores: Tensor, log_probs: Tensor, drawn: Tensor) -> Outcomes:
-    """Of steps whose draft proposed scores and log_probs [E, D, k], where ranks [E, D] int8 were right.
-
-    A rank of -1 is none of the k, -2 unknown; what follows either of them was never reached. drawn [E] says of which
-    steps tokens are drawn.
-    """
+def outcomes_of(steps: Proposed) -> Outcomes:
+    """Slots of the steps that were reached."""
+    ranks, scores, log_probs, drawn = steps
     right = (ranks >= 0).long().cumprod(dim=1)
     reached = functional.pad(right, (1, 0), value=1)[:, :-1].bool() & (ranks >= -1)
     passed = functional.pad((ranks > 0).long().cumsum(dim=1), (1, 0))[:, :-1]

@@ -7,11 +7,10 @@ from itertools import islice
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from blockpilot.drafts.choices import own_chances
 from blockpilot.engine.trees import best_first, drawn_apart
-from blockpilot.policy.nodes import NodeModel
+from blockpilot.policy.nodes import NodeModel, Proposed
 from blockpilot.types import Candidates
 
 NUM_NODES = 15  # of a tree
@@ -26,21 +25,6 @@ class Bin(NamedTuple):
     """Mean chance."""
     accepted: float
     """Share that the target chose, and all above them."""
-
-
-class Proposed(NamedTuple):
-    """Steps of a draft that proposed k choices for D slots, and which of them were right.
-
-    ranks [E, D] int8: -1 is none of them, -2 unknown. drawn [E] says of which steps tokens are drawn.
-    """
-
-    ranks: Tensor
-    scores: Tensor
-    log_probs: Tensor
-    drawn: Tensor
-
-    def __len__(self) -> int:
-        return len(self.ranks)
 
 
 @torch.no_grad()

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from blockpilot.policy.dataset import split_examples
 from blockpilot.policy.learned import LearnedPolicy, PolicyInfo
-from blockpilot.policy.nodes import NodeModel, node_losses
+from blockpilot.policy.nodes import NodeModel, Proposed, node_losses
 from blockpilot.policy.offline import LookupReport, lookup_report
-from blockpilot.policy.reliability import Bin, Proposed, reliability
+from blockpilot.policy.reliability import Bin, reliability
 from blockpilot.policy.store import FORMAT, INFO_FILE, load_policy, remove_policy, save_policy
 from blockpilot.policy.training import fitted_network, new_network, shrink
 from blockpilot.storage import remove_folder, write_text

@@ -15,6 +15,7 @@ from blockpilot.policy.nodes import (
     NUM_CONTEXTS,
     NodeModel,
     Outcomes,
+    Proposed,
     features,
     fit_nodes,
     node_losses,
@@ -42,7 +43,7 @@ def candidates(num: int, k: int, seed: int = 0) -> Candidates:
 def test_outcomes_are_of_slots_that_were_reached() -> None:
     ranks = torch.tensor([[0, 2, 1, -1], [-1, 0, 0, 0], [0, 0, -2, -2]], dtype=torch.int8)
     scores = torch.arange(3 * 4 * 2).view(3, 4, 2).half()
-    found = outcomes_of(ranks, scores, scores - 100, torch.tensor([True, False, False]))
+    found = outcomes_of(Proposed(ranks, scores, scores - 100, torch.tensor([True, False, False])))
     assert found.ranks.tolist() == [0, 2, 1, -1, -1, 0, 0]
     assert found.depths.tolist() == [0, 1, 2, 3, 0, 0, 1]
     assert found.num_passed.tolist() == [0, 0, 1, 2, 0, 0, 0]
@@ -166,4 +167,5 @@ def test_other_files_are_refused(change: str, tmp_path: Path) -> None:
 
 def test_rows_without_recorded_choices_have_no_outcomes() -> None:
     nothing = torch.zeros(3, 0, 0)
-    assert len(outcomes_of(torch.zeros(3, 0, dtype=torch.int8), nothing, nothing, torch.zeros(3).bool())) == 0
+    steps = Proposed(torch.zeros(3, 0, dtype=torch.int8), nothing, nothing, torch.zeros(3).bool())
+    assert len(outcomes_of(steps)) == 0

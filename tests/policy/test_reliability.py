@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from blockpilot.policy.reliability import Proposed, reliability
+from blockpilot.policy.nodes import Proposed
+from blockpilot.policy.reliability import reliability
 
 
 def test_nodes_of_one_step_worked_by_hand() -> None:

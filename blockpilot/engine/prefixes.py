@@ -9,7 +9,6 @@ always computed: with it come the logits and the context vector that a policy re
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from itertools import takewhile
 from typing import NamedTuple
 
 from blockpilot.engine.rows import Row
@@ -75,10 +74,11 @@ class Prefixes:
 
     def worth_waiting(self, row: Row, beside: Sequence[Row]) -> bool:
         """True if one of the rows whose prompts are taken in now will leave much more of this one's prompt."""
-        if not self._num_pages:
+        if not self._num_pages or not beside:
             return False
-        num_found = len(self._found(row)) * PAGE
-        return any(_shared(row, other) - num_found >= WORTH_WAITING for other in beside)
+        num = len(self._found(row)) * PAGE + WORTH_WAITING
+        start = row.tokens[:num]
+        return len(start) == num and any(_may_use(row, other) and other.tokens[:num] == start for other in beside)
 
     def _keep(self, row: Row, slot: int) -> None:
         """Keep all tokens but the anchor, which the caches do not hold."""
@@ -123,9 +123,6 @@ def _pages_of(tokens: Sequence[int]) -> Iterator[tuple[int, ...]]:
     return (tuple(tokens[first : first + PAGE + 1]) for first in range(0, len(tokens) - PAGE, PAGE))
 
 
-def _shared(row: Row, other: Row) -> int:
-    """Tokens that two prompts begin with alike, where a row may use what the other one leaves."""
-    if row.request.cache_salt != other.request.cache_salt or (row.can_draft and not other.can_draft):
-        return 0
-    pairs = zip(row.tokens, other.tokens, strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+def _may_use(row: Row, other: Row) -> bool:
+    """True if a row may use what the other one leaves."""
+    return row.request.cache_salt == other.request.cache_salt and (other.can_draft or not row.can_draft)

@@ -8,7 +8,7 @@
 #include <omp.h>
 #include <stdlib.h>
 
-#define ARRIVALS 256
+#define ARRIVALS 256 /* NUM_ARRIVALS of sampling.py: every text drawn depends on it */
 #define ROUNDING 1e-3 /* of float32 scores, and much more; relative to the largest for scores that are large */
 #define LARGEST 1e30f
 #define BINS 2048 /* of scores, by their distance from the best */

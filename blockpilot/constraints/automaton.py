@@ -13,7 +13,7 @@ from llguidance.hf import from_tokenizer
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from blockpilot.constraints.grammar import Grammar, limits
+from blockpilot.constraints.grammar import Grammar, complaint, limits
 
 
 class GrammarError(ValueError):
@@ -45,7 +45,7 @@ class GrammarCompiler:
         except ValueError as error:
             raise GrammarError(f"grammar: {error}") from None
         if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
-            raise GrammarError(f"grammar: {_complaint(matcher)}")
+            raise GrammarError(f"grammar: {complaint(matcher)}")
         return CompiledGrammar(matcher, self.vocab_size)
 
 
@@ -70,13 +70,13 @@ class GrammarAutomaton:
     @property
     def error(self) -> GrammarError | None:
         """Why the grammar can be followed no further."""
-        return GrammarError(f"grammar: {_complaint(self._matcher)}") if self._matcher.is_error() else None
+        return GrammarError(f"grammar: {complaint(self._matcher)}") if self._matcher.is_error() else None
 
     def take(self, token: int) -> None:
         """Make a token final; raises GrammarError for one that may not follow."""
         self._follow(())
         if not self._matcher.consume_token(token):
-            raise GrammarError(f"grammar: {_complaint(self._matcher)}")
+            raise GrammarError(f"grammar: {complaint(self._matcher)}")
 
     def ends(self, path: Sequence[int] = ()) -> bool:
         """True where nothing can follow."""
@@ -112,9 +112,3 @@ class GrammarAutomaton:
         if path[shared:]:
             self._matcher.consume_tokens(list(path[shared:]))
         self._ahead[shared:] = path[shared:]
-
-
-def _complaint(matcher: LLMatcher) -> str:
-    """The first line of what is wrong."""
-    lines = matcher.get_error().strip().splitlines()
-    return lines[0] if lines else "no text matches it"

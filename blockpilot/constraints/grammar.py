@@ -49,3 +49,8 @@ def of_choices(texts: Sequence[str]) -> Grammar:
 def limits(max_lexer_states: int = 50_000) -> LLParserLimits:
     """Bounds of what compiling a grammar, and every later step, may cost: about 20 ms a step, 100 MB."""
     return LLParserLimits(max_lexer_states=max_lexer_states, verbose_errors=False)
+
+
+def complaint(matcher: LLMatcher) -> str:
+    """The first line of what is wrong with a matcher's grammar."""
+    return next(iter(matcher.get_error().strip().splitlines()), "no text matches it")

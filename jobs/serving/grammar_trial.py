@@ -12,7 +12,7 @@ import time
 
 from llguidance import LLMatcher, LLTokenizer
 
-from blockpilot.constraints.grammar import Grammar, limits
+from blockpilot.constraints.grammar import Grammar, complaint, limits
 
 MEMORY_BYTES = 4 * 2**30  # of addresses
 
@@ -38,7 +38,7 @@ def wrong_with(grammar: Grammar, tokenizer: LLTokenizer) -> str:
         matcher.compute_bitmask()
     except ValueError as error:
         return f"grammar: {error}"
-    return f"grammar: {matcher.get_error().splitlines()[0]}" if matcher.is_error() else ""
+    return f"grammar: {complaint(matcher)}" if matcher.is_error() else ""
 
 
 if __name__ == "__main__":

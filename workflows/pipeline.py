@@ -3,12 +3,11 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 from jobs import evaluate, promote, serve, sweep, train
 from jobs.common.cluster import connect
 from jobs.common.config import Config
-from jobs.common.registry import UNTRAINED, Registry
+from jobs.common.registry import Registry
 from jobs.evaluation.inputs import EvaluateConfig
 from jobs.evaluation.result import EvaluateResult
 from jobs.training.config import TrainConfig
@@ -33,14 +32,7 @@ def stage(name: str) -> Iterator[None]:
     print(f"{name}: {time.monotonic() - started:.0f} s", flush=True)
 
 
-class Learned(NamedTuple):
-    """Results of evaluation and promotion."""
-
-    measured: EvaluateResult
-    promotion: promote.PromoteResult
-
-
-def learn(pipeline: Pipeline) -> Learned:
+def learn(pipeline: Pipeline) -> EvaluateResult:
     """Run every stage but serving: a new version is registered, measured, and promoted if it is fast enough."""
     with stage("ray"):
         Registry.open()  # one that is out of reach is known before anything is measured
@@ -52,13 +44,5 @@ def learn(pipeline: Pipeline) -> Learned:
     with stage("evaluate"):
         measured = evaluate.run(pipeline.evaluate)
     with stage("promote"):
-        promotion = promote.run(pipeline.promote)
-    return Learned(measured, promotion)
-
-
-def to_serve(pipeline: Pipeline, learned: Learned) -> serve.ServeConfig:
-    """Configuration that serves the champion or, where there is none, what needs no training."""
-    if learned.promotion.champion is not None:
-        return pipeline.serve
-    print(f"no champion yet: serving with --policy {UNTRAINED}")
-    return pipeline.serve.model_copy(update={"policy": UNTRAINED})
+        promote.run(pipeline.promote)
+    return measured

@@ -25,7 +25,7 @@ from jobs.promote import PromoteConfig
 from jobs.serve import ServeConfig
 from jobs.sweep import SweepConfig
 from jobs.training.config import TrainConfig
-from workflows.pipeline import Pipeline, learn, stage, to_serve
+from workflows.pipeline import Pipeline, learn, stage
 
 QUESTION = "Write a short list of three things to pack for a day at the beach."
 
@@ -145,9 +145,9 @@ def run(config: DemoConfig) -> None:
     """Run all stages; raises RuntimeError for a served answer that is not the target's own."""
     stages = pipeline(config)
     split_prompts(config)
-    learned = learn(stages)
+    measured = learn(stages)
     with stage("serve"):
-        url = serve.start(to_serve(stages, learned))
+        url = serve.start(stages.serve)
     with stage("ask"):
         try:
             sizes = ("auto", max(config.candidates))
@@ -162,7 +162,7 @@ def run(config: DemoConfig) -> None:
                     f"served with block size {size}: {answer!r}; one token at a time the target writes {plain!r}"
                 )
         print("Both served answers are bit for bit what the target writes one token at a time (float32).")
-    print(f"\n{learned.measured.table}")
+    print(f"\n{measured.table}")
 
 
 if __name__ == "__main__":

@@ -14,12 +14,11 @@ from blockpilot.prompts.files import load_prompts
 from helpers.api import app_of, over_http, replica_of
 from jobs import serve
 from jobs.common.config import PairConfig, main
-from jobs.common.registry import Version, model_name
+from jobs.common.registry import model_name
 from jobs.evaluation.result import EvaluateResult
-from jobs.promote import PromoteResult
 from workflows import paper, smollm2_135m
 from workflows.paper import PaperConfig
-from workflows.pipeline import Learned, Pipeline, learn, stage, to_serve
+from workflows.pipeline import Pipeline, learn, stage
 from workflows.smollm2_135m import DemoConfig
 
 HUB_PAIRS = tuple(name for name in NAMED_PAIRS if name != "smollm2-135m")
@@ -84,25 +83,6 @@ def test_hub_pairs_train_the_papers_policy(tmp_path: Path) -> None:
         fit = paper.pipeline(PaperConfig(pair=pair, output=tmp_path)).train.fit
         assert (fit.kind, fit.hidden, fit.epochs, fit.lr, fit.patience) == ("prompt", 2048, 100, 1e-5, None)
         assert (fit.anneal, fit.weight_decay) == (False, 0)  # Adam
-
-
-def learned(champion: int | None) -> Learned:
-    version = Version("blockpilot-x", 2, None, {})
-    measured = EvaluateResult([], 6, None, "the table", "run")
-    return Learned(measured, PromoteResult(version, champion == 2, "a reason", champion))
-
-
-def test_without_a_champion_what_needs_no_training_is_served(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stages = smollm2_135m.pipeline(DemoConfig(output=tmp_path, port=1234))
-    for champion in (1, 2):
-        assert to_serve(stages, learned(champion)) == stages.serve
-    assert capsys.readouterr().out == ""
-    served = to_serve(stages, learned(None))
-    assert served.policy == "untrained"
-    assert served.model_copy(update={"policy": "auto"}) == stages.serve
-    assert "no champion yet: serving with --policy untrained" in capsys.readouterr().out
 
 
 def test_candidates_lie_around_the_drafts_block_size(tmp_path: Path) -> None:
@@ -208,7 +188,7 @@ def test_a_served_answer_that_is_not_the_targets_own_is_an_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The check at the end of the demo can fail."""
-    monkeypatch.setattr(smollm2_135m, "learn", lambda stages: learned(champion=1))
+    monkeypatch.setattr(smollm2_135m, "learn", lambda stages: EvaluateResult([], 6, None, "the table", "run"))
     monkeypatch.setattr(serve, "start", lambda config: "url")
     monkeypatch.setattr(serve, "stop", lambda: None)
     monkeypatch.setattr(smollm2_135m, "ask", lambda *_: "served")

@@ -72,6 +72,10 @@ class Kept:
                 cache.layers[:, :, 0, :, column] = number
         self.prefixes.keep([self._row(text, salt, drafts)], [Step(0, (1,), 1, 0, "length")])
 
+    def waits(self, asked: tuple[list[int], str, bool], beside: tuple[list[int], str, bool]) -> bool:
+        """True if a request is not computed beside another one whose prompt is taken in."""
+        return self.prefixes.worth_waiting(self._row(*asked), [self._row(*beside)])
+
     def _row(self, text: Sequence[int], salt: str, drafts: bool) -> Row:
         return Row(0, Request(tuple(text), 1, cache_salt=salt), 128, list(text), None, can_draft=drafts)
 
@@ -108,6 +112,20 @@ def test_what_was_not_used_for_longest_goes_first() -> None:
     assert [kept.reuse(text, "", True) for text in (second, first, third)] == [0, 2 * PAGE, 2 * PAGE]
     kept.keep(range(400, 401 + PAGE), "", True)
     assert kept.reuse(first, "", True) == PAGE  # from its end
+
+
+def test_a_request_waits_for_what_it_shares_and_does_not_find() -> None:
+    kept, text = Kept(16 * PAGE), list(range(5 * PAGE))  # 64 tokens are worth it
+    assert kept.waits((text, "", True), beside=(text[:64], "", True))
+    assert not kept.waits((text, "", True), beside=(text[:63], "", True))
+    assert not kept.waits((text[:63], "", True), beside=(text[:63], "", True))
+    assert not kept.waits(([*text[:63], 0], "", True), beside=(text, "", True))
+    assert not kept.waits((text, "a", True), beside=(text, "", True))
+    assert not kept.waits((text, "", True), beside=(text, "", False))
+    assert kept.waits((text, "", False), beside=(text, "", True))
+    kept.keep(text[: PAGE + 1], "", True)
+    assert kept.waits((text, "", True), beside=(text, "", True))  # 16 found, 64 more shared
+    assert not kept.waits((text, "", True), beside=(text[:-1], "", True))
 
 
 # --- requests that begin alike ---

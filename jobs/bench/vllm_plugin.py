@@ -28,6 +28,7 @@ from jobs.common.registry import CHAMPION
 from jobs.vllm_plugin.policies import PluginSettings
 
 PLAIN, CHOSEN = "vLLM, plain", "plug-in, chosen"
+WARM_UP = 4  # tokens
 
 
 class PluginBenchConfig(Config):
@@ -46,7 +47,7 @@ class PluginBenchConfig(Config):
     """Batches of every number of requests, after one that warms up."""
     num_tokens: int = Field(default=64, ge=2)
     """Tokens of every answer."""
-    drafted: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7)
+    drafted: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)
     """Fixed numbers of drafted tokens, with the plug-in; the largest is what vLLM is started with."""
     stock: tuple[int, ...] = (3,)
     """Numbers of drafted tokens of engines without the plug-in; each is 4 GB more on a CPU."""
@@ -108,7 +109,9 @@ def measure(config: PluginBenchConfig) -> dict[int, dict[str, list[DecodedBatch]
             for i, batch in enumerate(batches):
                 order = list(chosen.items())
                 for name, method in order[i % len(order) :] + order[: i % len(order)]:
-                    decoded = workers[method.engine].decode(batch, config.num_tokens if i else 4, **method.more)
+                    worker = workers[method.engine]
+                    worker.decode(batch[:1], WARM_UP, **method.more)  # it may have been stopped for long
+                    decoded = worker.decode(batch, config.num_tokens if i else WARM_UP, **method.more)
                     if i:
                         found[num][name].append(decoded)
                 print(f"vllm_plugin: {num} requests, {i}/{config.rounds} batches", flush=True)

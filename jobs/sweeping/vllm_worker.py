@@ -26,7 +26,8 @@ from blockpilot.types import PairId, Prefill, Sampling
 from jobs.common.config import Config, PairConfig, pick_dtype
 
 MIN_TIMED = 3  # steps of one load, for a median
-TIMED_TOKENS = 48  # of every answer that is timed
+TIMED_TOKENS = 24  # of every answer that is timed
+TURNS = 3  # of all mixtures: a slow moment of the machine falls on each of them
 
 
 class VllmOptions(Config):
@@ -161,7 +162,7 @@ class VllmSweepWorker:
         generator = torch.Generator().manual_seed(0)
         for num in sorted({1, rows}):
             prompts = torch.randint(0, known.vocab_size, (num, context), generator=generator).tolist()
-            for sizes in timed_mixtures(num, known.candidates[-1]):
+            for sizes in TURNS * timed_mixtures(num, known.candidates[-1]):
                 of_rows = zip(prompts, sizes, strict=True)
                 self._engine.decode([VllmRequest(p, TIMED_TOKENS, block_size=b, stops=False) for p, b in of_rows])
         device = device_name(torch.device(_device()))

@@ -48,10 +48,9 @@ class VllmEngine:
         self, target: str | Path, draft: str | Path | None, num_drafted: int, settings: PluginSettings, **options: Any
     ) -> None:
         """options: of `vllm.LLM`. draft None decodes plainly and has no use for settings."""
-        cores = sorted(os.sched_getaffinity(0))
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", KV_SPACE_GB)
-        # By itself vLLM leaves a core to its own front end, and binds all threads to the others.
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
+        # By itself vLLM leaves a core to its own front end and takes all others, however many this process may use.
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
         from vllm import LLM
 

@@ -139,12 +139,13 @@ def read_price(place: Place) -> StepPrice:
         raise ValueError(f"{place}: not the step price of a pair ({error})") from None
 
 
-def fit(loads: Sequence[Load], seconds: Sequence[float]) -> Array:
-    """Coefficients, none negative, with the least squares of relative errors on these steps."""
+def fit(loads: Sequence[Load], seconds: Sequence[float], names: Sequence[str] = COEFFICIENTS) -> Array:
+    """Coefficients, none negative, with the least squares of relative errors on these steps; 0 but for `names`."""
     relative = np.array([load.terms for load in loads]) / np.array(seconds)[:, None]
     best, least = np.zeros(len(COEFFICIENTS)), np.inf
     # Of all subsets that may be above 0: exact, and there are 64.
-    for chosen in map(list, map(np.flatnonzero, product([False, True], repeat=len(COEFFICIENTS)))):
+    subsets = product(*([False, True] if name in names else [False] for name in COEFFICIENTS))
+    for chosen in map(list, map(np.flatnonzero, subsets)):
         found = np.zeros(len(COEFFICIENTS))
         found[chosen] = np.linalg.lstsq(relative[:, chosen], np.ones(len(loads)))[0]
         error = float(np.square(relative @ found - 1).sum())

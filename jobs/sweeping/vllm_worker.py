@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from statistics import median
 from typing import Any
 
+import numpy as np
 import ray
 from pydantic import Field
 
@@ -25,7 +25,8 @@ from blockpilot.sweep.rows import Metadata, Outcome
 from blockpilot.types import PairId, Prefill, Sampling
 from jobs.common.config import Config, PairConfig, pick_dtype
 
-MIN_TIMED = 3  # steps of one load, for a median
+MIN_TIMED = 3  # steps of one load
+NAMES = tuple(name for name in COEFFICIENTS if name != "tile_s")
 TIMED_TOKENS = 24  # of every answer that is timed
 TURNS = 3  # of all mixtures: a slow moment of the machine falls on each of them
 
@@ -190,19 +191,21 @@ def timed_mixtures(rows: int, largest: int) -> list[tuple[int, ...]]:
 
 
 def price_of_steps(lines: Iterable[str], like: StepPrice) -> StepPrice:
-    """Price fitted to the median seconds of steps of the same load: lines of the plug-in's `steps`.
+    """Price fitted to the seconds that a quarter of the steps of a load stay below: lines of the plug-in's `steps`.
 
-    Every fifth load is left out of the fit and gives its error. Raises ValueError for too few loads.
+    vLLM's products have no tiles of TILE tokens. Every fifth load is left out of the fit and gives its error. Raises
+    ValueError for too few loads.
     """
     by_load = defaultdict[Load, list[float]](list)
     for line in lines:
         *load, seconds = json.loads(line)
         by_load[Load(*load)].append(seconds)
-    timed = [(load, median(seconds)) for load, seconds in sorted(by_load.items()) if len(seconds) >= MIN_TIMED]
+    known = {load: each for load, each in sorted(by_load.items()) if len(each) >= MIN_TIMED}
+    timed = [(load, float(np.quantile(each, 0.25))) for load, each in known.items()]
     held_out, fitted = timed[4::5], [each for i, each in enumerate(timed) if i % 5 != 4]
-    if len(fitted) < len(COEFFICIENTS):
+    if len(fitted) < len(NAMES):
         raise ValueError(f"{len(timed)} loads with {MIN_TIMED} steps: too few for the price of a step")
-    coefficients = fit(*zip(*fitted, strict=True))
+    coefficients = fit([load for load, _ in fitted], [each for _, each in fitted], NAMES)
     error = relative_error(coefficients, *zip(*(held_out or fitted), strict=True))
     return replace(like.with_coefficients(coefficients), error=error)
 

@@ -49,8 +49,12 @@ class VllmEngine:
     ) -> None:
         """options: of `vllm.LLM`. draft None decodes plainly and has no use for settings."""
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", KV_SPACE_GB)
-        # By itself vLLM leaves a core to its own front end and takes all others, however many this process may use.
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        cores = sorted(os.sched_getaffinity(0))
+        has_all = int(os.environ.get("OMP_NUM_THREADS", len(cores))) >= len(cores)
+        # By itself vLLM leaves a core to its own front end, and binds a thread to each other one, also where Ray has
+        # given this process fewer.
+        bound = ",".join(map(str, cores)) if has_all else "nobind"
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", bound)
         os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
         from vllm import LLM
 

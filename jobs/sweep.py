@@ -32,7 +32,7 @@ from jobs.common.progress import Progress
 from jobs.sweeping.folder import REJECTS_FILE, SweepFolder, SweepShard, digest
 from jobs.sweeping.scheduler import Scheduler, SweepTask
 from jobs.sweeping.screen import show
-from jobs.sweeping.vllm_worker import VllmOptions, VllmSweepWorker
+from jobs.sweeping.vllm_worker import VllmSweepOptions, VllmSweepWorker
 
 
 class SweepConfig(Config):
@@ -49,7 +49,7 @@ class SweepConfig(Config):
     """Block sizes, ascending; 1 is plain decoding. Default: the draft's trained one and two to each side."""
     engine: Literal["blockpilot", "vllm"] = "blockpilot"
     """vllm: the answers are vLLM's, for pairs that only it can hold; by `--method decode` (docs/vllm.md)."""
-    vllm: VllmOptions = VllmOptions()
+    vllm: VllmSweepOptions = VllmSweepOptions()
     method: Method = "replay"
     """replay: decode each prompt once, and walk its text with every candidate. dense: also at every position that a
     walk passes over. decode: really decode with every candidate, for comparison."""

@@ -46,14 +46,14 @@ class GrammarCompiler:
             raise GrammarError(f"grammar: {error}") from None
         if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
             raise GrammarError(f"grammar: {complaint(matcher)}")
-        return CompiledGrammar(matcher, self.vocab_size)
+        return CompiledGrammar(grammar, matcher, self.vocab_size)
 
 
 class CompiledGrammar:
-    """Grammar that any number of requests may follow."""
+    """Grammar that any number of requests may follow; `grammar` is its source."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
-        self._matcher, self._vocab_size = matcher, vocab_size
+    def __init__(self, grammar: Grammar, matcher: LLMatcher, vocab_size: int) -> None:
+        self.grammar, self._matcher, self._vocab_size = grammar, matcher, vocab_size
 
     def start(self) -> "GrammarAutomaton":
         """Its state before the first token."""

@@ -12,8 +12,8 @@ from contextlib import aclosing, closing
 from typing import NamedTuple
 
 from blockpilot.engine.detokenize import TextStream
-from blockpilot.pairs.loading import Pair
 from blockpilot.types import Layout, Step
+from jobs.serving.backends import PairFacts
 from jobs.serving.engine_loop import Stream
 
 
@@ -45,7 +45,7 @@ class ChoiceText:
     A piece holds the steps of `interval_s` seconds. With `include_steps` it holds one step, and says which.
     """
 
-    def __init__(self, stream: Stream, pair: Pair, index: int, interval_s: float, include_steps: bool) -> None:
+    def __init__(self, stream: Stream, pair: PairFacts, index: int, interval_s: float, include_steps: bool) -> None:
         self.index = index
         self.texts: list[str] = []
         self.tokens: list[TokenText] = []

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from blockpilot.constraints.automaton import CompiledGrammar, GrammarCompiler, GrammarError
 from blockpilot.constraints.grammar import Grammar
-from blockpilot.pairs.loading import Pair
+from jobs.serving.backends import PairFacts
 from jobs.serving.errors import ApiError
 
 CPU_S = 2  # of compiling one grammar
@@ -27,7 +27,7 @@ MAX_WAITING, MAX_KEPT = 8, 64
 class Grammars:
     """Compiled grammars of a pair, the latest ones kept; `cpu_s` bounds the compilation of each."""
 
-    def __init__(self, pair: Pair, cpu_s: int = CPU_S, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, pair: PairFacts, cpu_s: int = CPU_S, patience_s: float = PATIENCE_S) -> None:
         self._pair, self._cpu_s, self._patience_s = pair, cpu_s, patience_s
         self._thread = ThreadPoolExecutor(1, "grammars")  # one at a time
         self._kept: OrderedDict[Grammar, CompiledGrammar | GrammarError] = OrderedDict()

@@ -15,17 +15,12 @@ import torch
 
 from blockpilot.constraints.automaton import GrammarError
 from blockpilot.constraints.grammar import Grammar
-from blockpilot.control.price import COEFFICIENTS
-from blockpilot.device import device_name, dtype_name
-from blockpilot.engine.engine import Engine
-from blockpilot.pairs.loading import Pair
-from blockpilot.policy.learned import LearnedPolicy
 from blockpilot.prompts.files import Message, Prompt, encode_messages
 from blockpilot.types import Request, Sampling
+from jobs.serving.backends import Backend, EngineSizes, OwnBackend, PairFacts
 from jobs.serving.engine_loop import EngineLoop, Stream
 from jobs.serving.errors import ApiError
 from jobs.serving.grammars import Grammars
-from jobs.serving.memory import check_memory, default_prefix_tokens
 from jobs.serving.metrics import ReplicaMetrics
 from jobs.serving.policies import PolicyInUse
 from jobs.serving.replies import Reply
@@ -38,18 +33,19 @@ log = logging.getLogger("ray.serve.blockpilot")  # Serve adds the id of the requ
 
 
 class Replica:
-    """Server of one pair, which `load` gives: an engine loop that answers bodies, and its policy.
+    """Server of one pair, which `load` gives (PairFacts): an engine loop that answers bodies, and its policy.
 
-    Serve runs this class. Responses and metrics say `name`, by default the target's. num_threads are torch's, of this
-    process; num_slots are requests decoded together; max_length is in tokens of prompt and answer; max_new_tokens
-    limits an answer where the context leaves room for more; prefix_tokens are kept for prompts that begin alike, by
-    default as many as the slots hold; stream_interval_s is the least time between two chunks of a stream. Raises
-    ValueError where the caches do not fit into memory.
+    `backend` makes what decodes from the pair. Serve runs this class. Responses and metrics say `name`, by default
+    the target's. num_threads are torch's, of this process; num_slots are requests decoded together; max_length is in
+    tokens of prompt and answer; max_new_tokens limits an answer where the context leaves room for more; prefix_tokens
+    are kept for prompts that begin alike, by default as many as the slots hold; stream_interval_s is the least time
+    between two chunks of a stream. Raises ValueError where the caches do not fit into memory.
     """
 
     def __init__(
         self,
-        load: Callable[[], Pair],
+        load: Callable[[], Any],
+        backend: Callable[[Any, EngineSizes], Backend] = OwnBackend,
         *,
         name: str | None = None,
         num_threads: int = 1,
@@ -64,22 +60,16 @@ class Replica:
     ) -> None:
         torch.set_num_threads(num_threads)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        self.pair = load()
-        self.name = name or self.pair.id.target
-        length = max_length or min(DEFAULT_MAX_LENGTH, self.pair.max_length)
-        kept = default_prefix_tokens(self.pair, num_slots, length) if prefix_tokens is None else prefix_tokens
-        check_memory(self.pair, num_slots, length, kept)
-        engine = Engine(
-            self.pair,
-            num_slots=num_slots,
-            max_length=length,
-            max_prefill_tokens=max_prefill_tokens,
-            prefix_tokens=kept,
-        )
+        pair = load()
+        self.pair: PairFacts = pair
+        self.name = name or pair.id.target
+        length = max_length or min(DEFAULT_MAX_LENGTH, pair.max_length)
+        self._backend = backend(pair, EngineSizes(num_slots, length, max_prefill_tokens, prefix_tokens))
+        engine = self._backend.engine
         sizes = {"num_slots": num_slots, "max_length": length, "cache_bytes": engine.cache_bytes}
         log.info("engine", extra={"model": self.name, **sizes})
         self.loop = EngineLoop(engine, max_queue=max_queue)
-        self.policy = PolicyInUse(self.pair, self.loop)
+        self.policy = PolicyInUse(pair.id.target, self._backend, self.loop)
         self._metrics = ReplicaMetrics(self.name, self.loop, self.policy.champion)
         self.loop.on_step = self._metrics.on_step
         self._max_new_tokens, self._logs_prompts = max_new_tokens, logs_prompts
@@ -90,6 +80,7 @@ class Replica:
         """Stop the threads; requests in flight end with status 503."""
         self.policy.stop()
         self.loop.close()
+        self._backend.close()
         self._grammars.close()
         self._metrics.stop()
 
@@ -118,18 +109,14 @@ class Replica:
 
     async def status(self) -> dict[str, Any]:
         """The model's entry in /health."""
-        loop, engine, controller = self.loop, self.loop.engine, self.loop.engine.controller
-        policy = controller.policy
+        loop, engine = self.loop, self.loop.engine
         return {
-            "status": "ok" if loop.healthy else "stalled" if loop.stalled else "failed",
+            "status": "ok" if self._healthy else "stalled" if loop.stalled else "failed",
             "target": self.pair.id.target,
             "draft": self.pair.id.draft,
-            "device": device_name(self.pair.target.device),
-            "dtype": dtype_name(self.pair.target.dtype),
             "policy": self.policy.status,
-            "step_price_s": dict(zip(COEFFICIENTS, controller.price.coefficients.tolist(), strict=True)),
-            "backed_off": not controller.speculates,
-            "accepted_over_expected": policy.record.ratio if isinstance(policy, LearnedPolicy) else None,
+            **self._backend.status,
+            "backed_off": not engine.controller.speculates,
             "num_in_flight": loop.num_in_flight,
             "num_active": engine.num_active,
             "capacity": loop.capacity,
@@ -141,9 +128,13 @@ class Replica:
             "pid": os.getpid(),
         }
 
+    @property
+    def _healthy(self) -> bool:
+        return self.loop.healthy and self._backend.healthy
+
     def check_health(self) -> None:
         """Raise RuntimeError if the engine is broken; Serve then replaces the replica."""
-        if not self.loop.healthy:
+        if not self._healthy:
             raise RuntimeError("the engine is broken")
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
@@ -162,7 +153,8 @@ class Replica:
             field = "tools" if isinstance(body, ChatRequest) and body.callable_tools else body.grammar_field
             raise ApiError(400, f"{field}: {error}", field, "invalid_grammar") from None
         except ValueError as error:
-            param = "block_size" if str(error).startswith("block_size") else body.prompt_field
+            named = str(error).partition(" ")[0]
+            param = named if named in type(body).model_fields else body.prompt_field
             raise ApiError(400, str(error), param) from None
 
     @contextmanager
@@ -220,13 +212,13 @@ class Replica:
         return asked or (room if most is None else min(room, most))
 
 
-def chat_template(pair: Pair) -> str | None:
+def chat_template(pair: PairFacts) -> str | None:
     """The tokenizer's own, or the one for tools where it has several."""
     found = pair.tokenizer.chat_template
     return found.get("tool_use", found.get("default")) if isinstance(found, dict) else found
 
 
-def _encode(body: Body, pair: Pair) -> tuple[int, ...]:
+def _encode(body: Body, pair: PairFacts) -> tuple[int, ...]:
     """The prompt's token ids; raises ValueError for messages that the chat template refuses."""
     if isinstance(body, ChatRequest):
         messages, tools = [message.shown for message in body.messages], [each.shown for each in body.tools]

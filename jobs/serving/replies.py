@@ -11,8 +11,8 @@ from contextlib import aclosing
 from itertools import accumulate
 from typing import NamedTuple
 
-from blockpilot.pairs.loading import Pair
 from jobs.serving.answer import ChoiceText, Piece, TokenText, merged
+from jobs.serving.backends import PairFacts
 from jobs.serving.engine_loop import Stream
 from jobs.serving.schema import Body, ChatRequest
 from jobs.serving.tool_calls import CallReader, Family, JsonObject, whole_calls
@@ -95,7 +95,7 @@ class Reply:
     """
 
     def __init__(
-        self, body: Body, streams: Sequence[Stream], name: str, pair: Pair, interval_s: float, family: Family
+        self, body: Body, streams: Sequence[Stream], name: str, pair: PairFacts, interval_s: float, family: Family
     ) -> None:
         self.body, self.request = body, streams[0].request
         include_steps = body.stream_options.include_steps

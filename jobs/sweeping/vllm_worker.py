@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
 from pydantic import Field
 
 from blockpilot.control.price import COEFFICIENTS, Load, StepPrice, fit, relative_error
 from blockpilot.prompts.files import Prompt
 from blockpilot.sweep.rows import Metadata, Outcome
-from blockpilot.types import PairId, Prefill, Sampling
-from jobs.common.config import Config, PairConfig, pick_dtype
+from blockpilot.types import Prefill, Sampling
+from jobs.common.config import PairConfig
+from jobs.common.vllm_options import VllmOptions
 
 MIN_TIMED = 3  # steps of one load
 NAMES = tuple(name for name in COEFFICIENTS if name != "tile_s")
@@ -31,29 +31,17 @@ TIMED_TOKENS = 24  # of every answer that is timed
 TURNS = 3  # of all mixtures: a slow moment of the machine falls on each of them
 
 
-class VllmOptions(Config):
-    """Settings of vLLM's engine."""
+class VllmSweepOptions(VllmOptions):
+    """Settings of vLLM's engine in a sweep."""
 
-    tensor_parallel_size: int = Field(default=1, ge=1)
-    """GPUs of an engine."""
-    quantization: str | None = None
-    """Format of quantised weights, where vLLM does not see it by itself."""
     max_length: int = Field(default=2048, ge=2)
     """Tokens of prompt and answer together."""
-    enforce_eager: bool = False
-    """Start in seconds, without compiled graphs; steps are slower then."""
-
-    @property
-    def actor_options(self) -> dict[str, object]:
-        """Of the Ray actor that owns the engine, in a cluster that runs."""
-        has_gpus = ray.cluster_resources().get("GPU", 0) >= 1
-        return {"num_gpus": self.tensor_parallel_size} if has_gpus else {}
 
 
 class VllmSweepWorker:
     """An actor that starts vLLM once and sweeps shards with it; the methods are SweepWorker's."""
 
-    def __init__(self, pair: PairConfig, options: VllmOptions, num_slots: int, settings: dict[str, Any]) -> None:
+    def __init__(self, pair: PairConfig, options: VllmSweepOptions, num_slots: int, settings: dict[str, Any]) -> None:
         """settings: max_new_tokens, temperature, top_p and seed of the answers."""
         self._pair, self._options, self._num_slots, self._settings = pair, options, num_slots, settings
         self._engine: Any = None
@@ -63,45 +51,34 @@ class VllmSweepWorker:
 
     def load(self, identity: dict[str, Any], git_commit: str) -> Metadata:
         """Start the engine; returns what goes into every part file. ValueError for a pair that vLLM cannot run."""
-        from transformers import AutoConfig, AutoTokenizer
-
-        from blockpilot.drafts.dflash import DraftModel
-        from blockpilot.drafts.families import load_any_draft
-        from blockpilot.pairs.checkpoints import find_draft, find_target
-        from blockpilot.pairs.table import split_revision
         from blockpilot.sweep.candidates import candidates_around, check_candidates
         from jobs.vllm_plugin.engine import VllmEngine
+        from jobs.vllm_plugin.pair import VllmPair
         from jobs.vllm_plugin.policies import PluginSettings
 
-        names = self._pair.models
-        target, draft = find_target(names[0]), find_draft(names[1])
-        network = load_any_draft(draft.directory)
-        if not isinstance(network, DraftModel):
-            raise ValueError(f"draft {names[1]}: {type(network).__name__}; by vLLM only DFlash drafts are swept")
-        candidates = identity["candidates"] or candidates_around(network.block_size)
+        pair = VllmPair.of(self._pair)
+        candidates = identity["candidates"] or candidates_around(pair.block_size)
         check_candidates(candidates, self._options.max_length)
-        self._tokenizer = AutoTokenizer.from_pretrained(target.directory)
-        dtype = pick_dtype(self._pair.dtype, _device())
-        options = {"max_model_len": self._options.max_length, "enforce_eager": self._options.enforce_eager}
-        options |= {"tensor_parallel_size": self._options.tensor_parallel_size, "max_num_seqs": self._num_slots}
+        self._tokenizer = pair.tokenizer
         self._engine = VllmEngine(
-            target.directory,
-            draft.directory,
+            pair.target,
+            pair.draft,
             max(candidates[-1] - 1, 1),
             PluginSettings(policy="1", steps=self._steps),
-            quantization=self._options.quantization,
-            dtype=dtype,
+            dtype=pair.dtype,
+            max_model_len=self._options.max_length,
+            max_num_seqs=self._num_slots,
             # Logits of the whole vocabulary, once a prompt; and each candidate's draft sees the whole prompt.
             max_logprobs=-1,
             enable_prefix_caching=False,
-            **options,
+            **self._options.engine_options,
         )
         self._metadata = Metadata(
             config=identity,
-            pair=PairId(split_revision(names[0])[0], target.revision, split_revision(names[1])[0], draft.revision),
-            dtype=dtype,
-            vocab_size=AutoConfig.from_pretrained(target.directory).vocab_size,
-            block_size=network.block_size,
+            pair=pair.id,
+            dtype=pair.dtype,
+            vocab_size=pair.vocab_size,
+            block_size=pair.block_size,
             candidates=list(candidates),
             versions={"python": platform.python_version()}
             | {name: version(name) for name in ("torch", "transformers")}
@@ -155,6 +132,7 @@ class VllmSweepWorker:
 
         from blockpilot.device import device_name
         from jobs.vllm_plugin.engine import VllmRequest
+        from jobs.vllm_plugin.pair import device
 
         assert self._metadata is not None
         known = self._metadata
@@ -166,8 +144,8 @@ class VllmSweepWorker:
             for sizes in TURNS * timed_mixtures(num, known.candidates[-1]):
                 of_rows = zip(prompts, sizes, strict=True)
                 self._engine.decode([VllmRequest(p, TIMED_TOKENS, block_size=b, stops=False) for p, b in of_rows])
-        device = device_name(torch.device(_device()))
-        price = StepPrice(known.pair, known.dtype, device, context, rows, 1.0, 0.0, 0.0, 0.0, 0.0, error=0.0)
+        name = device_name(torch.device(device()))
+        price = StepPrice(known.pair, known.dtype, name, context, rows, 1.0, 0.0, 0.0, 0.0, 0.0, error=0.0)
         return price_of_steps(self._steps.read_text().splitlines(), price)
 
 
@@ -216,9 +194,3 @@ def _prefill(first: Any, vocab_size: int, turn: Any) -> Prefill:
     logits = torch.full((vocab_size,), -torch.inf)
     logits[list(first.first_logprobs)] = torch.tensor(list(first.first_logprobs.values()))
     return Prefill(logits, None, len(turn.prompt_ids), turn.sampling.temperature)
-
-
-def _device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -65,6 +65,11 @@ class VllmEngine:
         self._llm = LLM(str(target), **options)
 
     @property
+    def core(self) -> Any:
+        """vLLM's `LLMEngine`, which takes requests and gives outputs step by step."""
+        return self._llm.llm_engine
+
+    @property
     def version(self) -> str:
         """vLLM's."""
         import vllm
@@ -97,20 +102,28 @@ def plugin_options(settings: PluginSettings) -> dict[str, Any]:
     }
 
 
-def _params(request: VllmRequest) -> Any:
+def sampling_params(sampling: Sampling, block_size: int | None, **options: Any) -> Any:
+    """vLLM's SamplingParams, with more of its options; no text is made of tokens."""
     from vllm import SamplingParams
 
-    sampling = request.sampling
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         seed=None if sampling.is_greedy else sampling.seed,
+        detokenize=False,
+        extra_args=None if block_size is None else {BLOCK_SIZE_ARG: block_size},
+        **options,
+    )
+
+
+def _params(request: VllmRequest) -> Any:
+    return sampling_params(
+        request.sampling,
+        request.block_size,
         max_tokens=request.max_new_tokens,
         ignore_eos=not request.stops,
         logprobs=request.num_logprobs,
-        detokenize=False,
-        extra_args=None if request.block_size is None else {BLOCK_SIZE_ARG: request.block_size},
     )
 
 

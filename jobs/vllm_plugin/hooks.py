@@ -34,6 +34,7 @@ SCHEDULER_HOOKS = (
     Hook("vllm.v1.core.sched.scheduler", "Scheduler", ("update_draft_token_ids", "requests", "num_spec_tokens")),
     Hook("vllm.v1.core.sched.output", "SchedulerOutput", ("num_spec_tokens_to_schedule", "finished_req_ids")),
     Hook("vllm.v1.core.sched.output", "SchedulerOutput", ("scheduled_spec_decode_tokens", "num_scheduled_tokens")),
+    Hook("vllm.v1.engine", "EngineCoreOutput", ("request_id", "kv_transfer_params")),
     Hook("vllm.v1.outputs", "ModelRunnerOutput", ("req_id_to_index", "sampled_token_ids")),
     Hook("vllm.v1.outputs", "DraftTokenIds", ("req_ids", "draft_token_ids")),
     Hook("vllm.v1.sample.logits_processor", "LogitsProcessor", ("validate_params",)),
@@ -43,6 +44,18 @@ WORKER_HOOKS = (
     Hook("vllm.v1.worker.gpu_worker", "Worker", ("load_model", "execute_model", "sample_tokens")),
     Hook("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", ("sampler", "input_batch")),
     Hook("vllm.v1.sample.sampler", "Sampler", ("forward", "logits")),
+)
+
+SERVING_HOOKS = (
+    Hook("vllm", "LLM", ("llm_engine",)),
+    Hook("vllm.v1.engine.llm_engine", "LLMEngine", ("add_request", "step", "abort_request", "engine_core")),
+    Hook("vllm.v1.engine.core_client", "MPClient", ("resources", "shutdown")),
+    Hook("vllm.v1.engine.core_client", "SyncMPClient", ("outputs_queue",)),
+    Hook("vllm.v1.engine.core_client", "BackgroundResources", ("engine_manager",)),
+    Hook("vllm.v1.engine.utils", "CoreEngineProcManager", ("sentinels",)),
+    Hook("vllm.outputs", "RequestOutput", ("outputs", "kv_transfer_params")),
+    Hook("vllm.outputs", "CompletionOutput", ("token_ids", "finish_reason", "logprobs")),
+    Hook("vllm.sampling_params", "SamplingParams", ("structured_outputs", "output_kind", "stop_token_ids")),
 )
 
 

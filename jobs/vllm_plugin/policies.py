@@ -1,4 +1,4 @@
-"""Policy of the plug-in: the registry's champion, followed while vLLM runs, a directory, none, or one block size."""
+"""Policy of the plug-in: a directory, none, one block size, or what is followed: the registry's champion, a file."""
 
 import logging
 from collections.abc import Callable
@@ -29,7 +29,7 @@ class PluginSettings(Config):
 
     policy: str = CHAMPION
     """What chooses: "champion" of the registry, the directory of a policy of kind `prompt`, "untrained" (running
-    means at the price of a step), or one block size."""
+    means at the price of a step), one block size, or a file that holds one of the last three: it is followed."""
     target: str | None = None
     """Name of the target that policies are made for; by default vLLM's model."""
     draft: str | None = None
@@ -45,6 +45,8 @@ class PluginSettings(Config):
     where they do not pay. Without it a policy's block size holds at any load."""
     steps: Path | None = None
     """File that load and seconds of every step without prompts are added to, one JSON array a line."""
+    reports: bool = False
+    """Put into every output what its step drafted (`StepReport`), for jobs/serve.py."""
 
 
 class ServedPair(NamedTuple):
@@ -57,21 +59,43 @@ class ServedPair(NamedTuple):
     """num_speculative_tokens of vLLM."""
 
 
-def follow_policy(settings: PluginSettings, pair: ServedPair, use: Callable[[Chooser], None]) -> ChampionWatch | None:
-    """Put the policy to use, now and whenever the registry has a new champion; the watch of the registry, if any.
+class PolicyFile:
+    """A file that holds the directory of a policy, "untrained" or one block size, read again when it has changed.
+
+    `use` takes its text. What it raises for the first is raised; what it raises later is logged, and changes nothing.
+    """
+
+    def __init__(self, path: Path, use: Callable[[str], None]) -> None:
+        self._path, self._use = path, use
+        self._seen = self._state()
+        use(self._path.read_text().strip())
+
+    def look(self) -> None:
+        """Read the file if it is another one than at the last look: some microseconds if not."""
+        try:
+            if (state := self._state()) != self._seen:
+                self._seen = state
+                self._use(self._path.read_text().strip())
+        except Exception as error:  # requests go on
+            log.warning("%s: the policy stays as it is: %s", self._path, error)
+
+    def stop(self) -> None:
+        """Nothing runs between looks."""
+
+    def _state(self) -> tuple[int, int]:
+        found = self._path.stat()
+        return found.st_ino, found.st_mtime_ns
+
+
+def follow_policy(
+    settings: PluginSettings, pair: ServedPair, use: Callable[[Chooser], None]
+) -> ChampionWatch | PolicyFile | None:
+    """Put the policy to use, now and whenever it is another one; what watches the registry or the file, if any.
 
     Raises ValueError for a policy that cannot be used or had.
     """
     price = None if settings.price is None else read_price(settings.price)
-    if settings.policy == UNTRAINED:
-        if price is None:
-            raise ValueError("policy 'untrained': chooses by the price of a step; `price` is needed")
-        use(Chooser.of(None, price, pair.num_drafted))
-    elif settings.policy.isdecimal():
-        use(Chooser.of(FixedPolicy(int(settings.policy)), None, pair.num_drafted))
-    elif settings.policy != CHAMPION:
-        use(_learned(settings.policy, price, pair))
-    else:
+    if settings.policy == CHAMPION:
         put = partial(_use_champion, price, pair, use)
         store, name = settings.store or tracking_uri(), model_name(pair.target)
         watch = ChampionWatch(name, store, settings.copies, settings.registry_every_s, put)
@@ -79,20 +103,32 @@ def follow_policy(settings: PluginSettings, pair: ServedPair, use: Callable[[Cho
             raise ValueError(watch.error)
         watch.follow()
         return watch
+    if Path(settings.policy).is_file():
+        return PolicyFile(Path(settings.policy), lambda policy: use(chooser(policy, price, pair)))
+    use(chooser(settings.policy, price, pair))
     return None
+
+
+def chooser(policy: int | str | Path, price: StepPrice | None, pair: ServedPair) -> Chooser:
+    """What chooses by a policy: its directory, "untrained", or one block size; ValueError for one that cannot be
+    used.
+    """
+    if policy == UNTRAINED:
+        if price is None:
+            raise ValueError("policy 'untrained': chooses by the price of a step; `price` is needed")
+        return Chooser.of(None, price, pair.num_drafted)
+    if str(policy).isdecimal():
+        return Chooser.of(FixedPolicy(int(str(policy))), None, pair.num_drafted)
+    learned = load_policy(policy)
+    _check(learned, pair)
+    return Chooser.of(learned, price, pair.num_drafted)  # type: ignore[arg-type]
 
 
 def _use_champion(
     price: StepPrice | None, pair: ServedPair, use: Callable[[Chooser], None], directory: Path, version: int
 ) -> None:
-    use(_learned(directory, price, pair))
+    use(chooser(directory, price, pair))
     log.info("champion: version %d of %s", version, model_name(pair.target))
-
-
-def _learned(directory: str | Path, price: StepPrice | None, pair: ServedPair) -> Chooser:
-    policy = load_policy(directory)
-    _check(policy, pair)
-    return Chooser.of(policy, price, pair.num_drafted)  # type: ignore[arg-type]
 
 
 def _check(policy: LearnedPolicy, pair: ServedPair) -> None:

@@ -16,8 +16,10 @@ from vllm.v1.outputs import DraftTokenIds
 from jobs.vllm_plugin.choice import BatchChoice, Chooser, VerifiedRow
 from jobs.vllm_plugin.hooks import SCHEDULER_HOOKS, check_hooks, check_installed
 from jobs.vllm_plugin.override import asked_block_size
-from jobs.vllm_plugin.policies import SETTINGS_KEY, PluginSettings, ServedPair, follow_policy
+from jobs.vllm_plugin.policies import SETTINGS_KEY, PluginSettings, PolicyFile, ServedPair, follow_policy
 from jobs.vllm_plugin.prefill import PREFILLS
+from jobs.vllm_plugin.process import end_with_parent
+from jobs.vllm_plugin.report import StepReport
 
 WORKER_CLASS = "jobs.vllm_plugin.worker.AdaptiveWorker"
 SCHEDULER_CLASS = "jobs.vllm_plugin.scheduler.AdaptiveScheduler"
@@ -47,6 +49,7 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
     def __init__(self, *args: Any, **named: Any) -> None:
         check_hooks(SCHEDULER_HOOKS)
         check_installed()
+        end_with_parent()
         super().__init__(*args, **named)
         config = self.vllm_config
         check_config(config)
@@ -64,6 +67,8 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
         self._choice.chooser = chooser
 
     def add_request(self, request: Any) -> None:
+        if isinstance(self._watch, PolicyFile):
+            self._watch.look()
         super().add_request(request)
         self._choice.admit(request.request_id, asked_block_size(request.sampling_params))
 
@@ -85,7 +90,19 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
                 prefill = found.prefill(self._vocab_size, request.num_prompt_tokens, temperature)
                 self._choice.decide(key, prefill)
         self._learn(scheduler_output, model_runner_output, seconds)
-        return super().update_from_output(scheduler_output, model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if self._settings.reports:
+            self._report(scheduler_output, outputs)
+        return outputs
+
+    def _report(self, scheduled: Any, outputs: Any) -> None:
+        """Say in every request's output what the step drafted: vLLM itself tells sums, at the request's end."""
+        controller = self._choice.chooser.controller
+        speculates = controller is None or controller.speculates
+        for output in (each for of_client in outputs.values() for each in of_client.outputs):
+            drafts = scheduled.scheduled_spec_decode_tokens.get(output.request_id, ())
+            drafted = [token for token in drafts if token >= 0]  # the others are padding
+            output.kv_transfer_params = StepReport(drafted, speculates)._asdict()
 
     def _learn(self, scheduled: Any, output: Any, seconds: float) -> None:
         rows, num_decoding = {}, 0

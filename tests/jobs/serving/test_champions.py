@@ -326,7 +326,7 @@ def timed(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(replica.loop.num_in_flight)
         return measure_price(*arguments)
 
-    monkeypatch.setattr("jobs.serving.policies.measure_price", timing)
+    monkeypatch.setattr("jobs.serving.backends.measure_price", timing)
     return found
 
 

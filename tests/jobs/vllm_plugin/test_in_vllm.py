@@ -21,7 +21,7 @@ from blockpilot.types import Prefill
 from helpers.policies import tiny_policy
 from helpers.vllm_engine import EngineProcess, vllm_process
 from jobs.common.registry import Registry
-from jobs.vllm_plugin.hooks import SCHEDULER_HOOKS, WORKER_HOOKS, Hook, missing
+from jobs.vllm_plugin.hooks import SCHEDULER_HOOKS, SERVING_HOOKS, WORKER_HOOKS, Hook, missing
 
 pytestmark = [
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed"),
@@ -91,7 +91,9 @@ def request(prompt: list[int], **more: Any) -> dict[str, Any]:
     return {"prompt_ids": prompt, "max_new_tokens": NUM_TOKENS, "stops": False, **more}
 
 
-@pytest.mark.parametrize("hook", SCHEDULER_HOOKS + WORKER_HOOKS, ids=lambda hook: f"{hook.name}-{hook.parts[0]}")
+@pytest.mark.parametrize(
+    "hook", SCHEDULER_HOOKS + WORKER_HOOKS + SERVING_HOOKS, ids=lambda hook: f"{hook.name}-{hook.parts[0]}"
+)
 def test_this_vllm_has_every_hook(hook: Hook) -> None:
     assert missing([hook]) == []
 

@@ -13,7 +13,7 @@ from helpers.policies import tiny_policy
 from helpers.prices import price
 from jobs.common.config import ConfigError
 from jobs.vllm_plugin.choice import Chooser
-from jobs.vllm_plugin.policies import PluginSettings, ServedPair, follow_policy
+from jobs.vllm_plugin.policies import PluginSettings, PolicyFile, ServedPair, follow_policy
 
 PAIR_ID = PairId("org/target", "1", "org/draft", "2")
 PAIR = ServedPair("org/target@main", "org/draft", 50, 7)
@@ -77,6 +77,31 @@ def test_policies_that_do_not_fit_are_refused_by_name(
 ) -> None:
     with pytest.raises(ValueError, match=error):
         _followed(pair, policy=_saved(tmp_path, **changes))
+
+
+def test_a_policy_file_is_followed_and_what_it_cannot_name_changes_nothing(tmp_path: Path) -> None:
+    file, found = tmp_path / "policy", list[Chooser]()
+    file.write_text("5\n")
+    watch = follow_policy(PluginSettings(policy=str(file)), PAIR, found.append)
+    assert isinstance(watch, PolicyFile)
+    assert [chooser.policy for chooser in found] == [FixedPolicy(5)]
+    watch.look()
+    assert len(found) == 1  # the file is the same
+    for content in ("untrained", "/no/such/directory", _saved(tmp_path, kind="step", sizes=(4, 4))):
+        _replace(file, content)
+        watch.look()
+    assert len(found) == 1
+    _replace(file, "3")
+    watch.look()
+    assert found[-1].policy == FixedPolicy(3)
+    file.unlink()
+    watch.look()
+    assert len(found) == 2
+
+
+def _replace(file: Path, content: str) -> None:
+    (new := file.with_suffix(".new")).write_text(content)
+    new.replace(file)
 
 
 def test_settings_that_choose_nothing_are_refused(tmp_path: Path) -> None:

@@ -169,14 +169,14 @@ def _replicas(name: str, model: ModelConfig, args: ServeConfig) -> Application:
 
 
 def _vllm_pair(model: ModelConfig) -> "VllmPair":
-    """In the replica: what it knows of a pair that vLLM loads."""
+    """Facts of a pair that vLLM loads; called in the replica."""
     from jobs.vllm_plugin.pair import VllmPair
 
     return VllmPair.of(model.pair)
 
 
 def _vllm_backend(model: ModelConfig, pair: "VllmPair", sizes: "EngineSizes") -> "Backend":
-    """In the replica: vLLM."""
+    """vLLM on that pair; called in the replica."""
     from jobs.vllm_plugin.served import VllmBackend
 
     return VllmBackend(pair, sizes, options=model.vllm, price=model.price)

@@ -18,11 +18,11 @@ class VllmOptions(Config):
 
     @property
     def actor_options(self) -> dict[str, object]:
-        """Of the Ray actor that owns the engine, in a cluster that runs."""
+        """Options of the Ray actor that owns the engine, in a cluster that runs."""
         has_gpus = ray.cluster_resources().get("GPU", 0) >= 1
         return {"num_gpus": self.tensor_parallel_size} if has_gpus else {}
 
     @property
     def engine_options(self) -> dict[str, object]:
-        """Of `vllm.LLM`."""
+        """Options of `vllm.LLM`."""
         return self.model_dump(include=set(VllmOptions.model_fields))

@@ -1,4 +1,4 @@
-"""What decodes for a replica: this project's engine here, vLLM's in jobs/vllm_plugin/served.py."""
+"""Backends that decode for a replica: this project's engine here, vLLM in jobs/vllm_plugin/served.py."""
 
 import logging
 from pathlib import Path
@@ -30,7 +30,7 @@ log = logging.getLogger("ray.serve.blockpilot")
 
 
 class PairFacts(Protocol):
-    """What a replica needs to know of its pair; `Pair` holds the models, too."""
+    """Facts of a pair that a replica needs; `Pair` holds the models, too."""
 
     @property
     def id(self) -> PairId: ...
@@ -73,7 +73,7 @@ class Backend(Protocol):
 
     @property
     def status(self) -> dict[str, object]:
-        """What /health tells of it."""
+        """Its entries in /health."""
         ...
 
     def put(self, policy: PolicySource, loop: EngineLoop) -> None:

@@ -82,7 +82,7 @@ class ServedEngine(Protocol):
         """Drop a request; unknown and finished ids are ignored."""
 
     def step(self) -> list[Step]:
-        """What the next step makes final."""
+        """Results of the next step, of every request that it advances."""
         ...
 
 

@@ -75,5 +75,5 @@ class VllmPair:
 
 
 def device() -> str:
-    """Where vLLM decodes on this machine."""
+    """Device that vLLM decodes on, of this machine."""
     return "cuda" if torch.cuda.is_available() else "cpu"

@@ -109,8 +109,8 @@ def follow_policy(
     return None
 
 
-def chooser(policy: int | str | Path, price: StepPrice | None, pair: ServedPair) -> Chooser:
-    """What chooses by a policy: its directory, "untrained", or one block size; ValueError for one that cannot be
+def chooser(policy: str | Path, price: StepPrice | None, pair: ServedPair) -> Chooser:
+    """Choice by a policy, which is its directory, "untrained", or one block size; ValueError for one that cannot be
     used.
     """
     if policy == UNTRAINED:

@@ -93,7 +93,7 @@ class VllmBackend:
         most = self._served.num_drafted + 1
         if isinstance(policy, int) and policy > most:
             raise ValueError(f"policy {policy}: a block size must be 1 to {most}, the draft's")
-        chooser(policy, self._price, self._served)
+        chooser(str(policy), self._price, self._served)
         self._name(policy)
 
     def _name(self, policy: PolicySource) -> None:
@@ -117,7 +117,7 @@ class VllmRow:
     has_begun: bool = False
 
     def cut(self, tokens: Sequence[int], reason: FinishReason | None) -> tuple[list[str], FinishReason | None]:
-        """What each token adds to the text, up to the one that completes a stop string, and why the request ends."""
+        """Texts that tokens add, up to the one that completes a stop string, and the reason that ends the request."""
         texts: list[str] = []
         if self.text is None:
             return texts, reason
@@ -183,7 +183,7 @@ class VllmServedEngine:
             self._core.abort_request([str(request_id)])
 
     def step(self) -> list[Step]:
-        """What one step of vLLM made final; RuntimeError once its engine process has ended."""
+        """Results of one step of vLLM; RuntimeError once its engine process has ended."""
         if not self.alive:
             raise RuntimeError(ENDED)
         refused, self._refused = self._refused, []
@@ -191,8 +191,14 @@ class VllmServedEngine:
             self._fail(request_id, error)
         if not self._rows:
             return []
-        steps = (self._step(int(output.request_id), output) for output in self._core.step())
-        return [step for step in steps if step is not None]
+        steps = list[Step]()
+        for output in self._core.step():
+            request_id, (found,) = int(output.request_id), output.outputs
+            if found.finish_reason not in (None, "stop", "length"):
+                self._fail(request_id, RuntimeError(f"vLLM ended the request: {found.finish_reason}"))
+            elif request_id in self._rows:
+                steps.append(self._step(request_id, found, StepReport(**output.kv_transfer_params)))
+        return steps
 
     def close(self) -> None:
         """End vLLM's processes."""
@@ -209,16 +215,9 @@ class VllmServedEngine:
         if self._rows.pop(request_id, None) is not None and self.on_failure is not None:
             self.on_failure(request_id, error)
 
-    def _step(self, request_id: int, output: Any) -> Step | None:
-        """A request's output of one step; None for one that is not held any more, or lost."""
-        row, (found,) = self._rows.get(request_id), output.outputs
-        if row is None:
-            return None
-        if found.finish_reason not in (None, "stop", "length"):
-            self._fail(request_id, RuntimeError(f"vLLM ended the request: {found.finish_reason}"))
-            return None
-        report = StepReport(**output.kv_transfer_params)
-        self.controller.speculates = report.speculates
+    def _step(self, request_id: int, found: Any, report: StepReport) -> Step:
+        """The step of a request that vLLM's CompletionOutput tells of."""
+        row, self.controller.speculates = self._rows[request_id], report.speculates
         texts, reason = row.cut(found.token_ids, found.finish_reason)
         tokens = tuple(found.token_ids[: len(texts)] if row.text else found.token_ids)
         is_prefill, row.has_begun = not row.has_begun, True
@@ -227,12 +226,12 @@ class VllmServedEngine:
             if found.finish_reason is None:  # a stop string, which vLLM does not look for
                 self._core.abort_request([str(request_id)])
         drafted = tuple(report.drafted)
-        pairs = zip(tokens, drafted, strict=False)
+        accepted = takewhile(lambda pair: pair[0] == pair[1], zip(tokens, drafted, strict=False))
         return Step(
             request_id,
             tokens,
             0 if is_prefill else len(drafted) + 1,
-            num_accepted=sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)),
+            num_accepted=len(list(accepted)),
             finish_reason=reason,
             logprobs=_logprobs(tokens, found.logprobs, row.request.num_logprobs),
             texts=tuple(texts),
@@ -276,7 +275,7 @@ def structured_outputs(grammar: Grammar) -> Any:
 def _logprobs(
     tokens: Sequence[int], found: Sequence[Any] | None, num_logprobs: int | None
 ) -> tuple[TokenLogprobs, ...]:
-    """Of vLLM's dictionaries, which hold a token's own log probability and the likeliest ones."""
+    """Log probabilities from vLLM's dictionaries, which hold a token's own and the likeliest ones."""
     if found is None or num_logprobs is None:
         return ()
     logprobs = []

@@ -26,10 +26,10 @@ from helpers.policies import step_policy, tiny_policy
 from helpers.prices import price
 from jobs.common.registry import Registry, Version, model_name
 from jobs.serving import champions
+from jobs.serving.backends import COMMITTED
 from jobs.serving.champions import ChampionWatch
 from jobs.serving.errors import ApiError
 from jobs.serving.memory import cache_bytes, check_memory
-from jobs.serving.policies import COMMITTED
 from jobs.serving.replica import Replica
 from jobs.serving.schema import ChatRequest, parse
 

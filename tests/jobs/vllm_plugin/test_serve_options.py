@@ -65,7 +65,7 @@ def test_policies_and_prices_that_do_not_fit_are_refused_before_vllm_starts(
     (tmp_path / "price.json").write_text(price(token_s=0.01).to_json())
     with pytest.raises(ValueError, match=r"price .*price.json: made for target"):
         find_policy(ModelConfig(**shared, price=str(tmp_path / "price.json")), tmp_path)
-    with pytest.raises(ValueError, match=r"nowhere\.json: no such file"):
+    with pytest.raises(ValueError, match=r"nowhere\.json: not the step price of a pair"):
         find_policy(ModelConfig(**shared, price=str(tmp_path / "nowhere.json")), tmp_path)
 
 

@@ -72,8 +72,9 @@ def server(registry: Registry, metrics_port: int, tmp_path_factory: pytest.TempP
 
 
 @pytest.fixture
-def client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=server.url, api_key="unused", max_retries=0, timeout=120)
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url, api_key="unused", max_retries=0, timeout=120) as client:
+        yield client
 
 
 def engine_pids(server: Server) -> list[int]:

@@ -58,7 +58,6 @@ class VllmBackend:
         self.without_registry: tuple[PolicySource, ...] = (UNTRAINED if price else pair.block_size,)
         self._dtype = pair.dtype
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # as many threads as the replica holds cores
         settings = PluginSettings(
             policy=str(self._policy), target=pair.id.target, draft=pair.id.draft, price=price, reports=True
         )

@@ -80,7 +80,7 @@ def test_policies_that_do_not_fit_are_refused_by_name(
 
 
 def test_a_policy_file_is_followed_and_what_it_cannot_name_changes_nothing(tmp_path: Path) -> None:
-    file, found = tmp_path / "policy", list[Chooser]()
+    file, found = tmp_path / "followed", list[Chooser]()
     file.write_text("5\n")
     watch = follow_policy(PluginSettings(policy=str(file)), PAIR, found.append)
     assert isinstance(watch, PolicyFile)

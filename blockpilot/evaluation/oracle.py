@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from blockpilot.control.ratio import largest_ratio
+from blockpilot.evaluation.ratio import largest_ratio
 from blockpilot.evaluation.statistics import Interval, interval, resampling_weights
 
 Array = NDArray[np.float64]

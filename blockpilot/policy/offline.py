@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blockpilot.control.ratio import largest_ratio
 from blockpilot.evaluation.oracle import Array, Table, gain
+from blockpilot.evaluation.ratio import largest_ratio
 from blockpilot.policy.dataset import Examples
 from blockpilot.policy.network import PolicyNetwork
 from blockpilot.policy.training import FitTask, predict

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockpilot.control.ratio import largest_ratio
+from blockpilot.evaluation.ratio import largest_ratio
 
 PAIRS = st.tuples(st.floats(0, 10), st.floats(0.1, 10))
 

@@ -80,8 +80,13 @@ class StepPrice:
     """Seconds of every tile that the tokens of a step begin beyond the first."""
 
     @property
+    def by_name(self) -> dict[str, float]:
+        """The coefficients, by their names."""
+        return {name: getattr(self, name) for name in COEFFICIENTS}
+
+    @property
     def coefficients(self) -> Array:
-        return np.array([getattr(self, name) for name in COEFFICIENTS])
+        return np.array(list(self.by_name.values()))
 
     def seconds(self, load: Load) -> float:
         _, rows, num_passes, slots, tokens, more_tiles = load.terms

@@ -1,6 +1,5 @@
 """Backends that decode for a replica: this project's engine here, vLLM in jobs/vllm_plugin/served.py."""
 
-import logging
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -8,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from blockpilot.control.controller import FixedPolicy
 from blockpilot.control.forecasts import RunningMeans
-from blockpilot.control.price import COEFFICIENTS, StepPrice
+from blockpilot.control.price import StepPrice
 from blockpilot.device import device_name, dtype_name
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.generate import generate
@@ -26,7 +25,6 @@ TRIAL_TOKENS = 8
 PRICE_CONTEXT, PRICE_ROWS = 256, 4  # tokens, and rows at most, of the steps timed at the start: requests wait for it
 PolicySource = int | str | Path
 """A block size, "untrained", or the directory of a policy."""
-log = logging.getLogger("ray.serve.blockpilot")
 
 
 class PairFacts(Protocol):
@@ -105,7 +103,7 @@ class OwnBackend:
         return {
             "device": device_name(target.device),
             "dtype": dtype_name(target.dtype),
-            "step_price_s": dict(zip(COEFFICIENTS, controller.price.coefficients.tolist(), strict=True)),
+            "step_price_s": controller.price.by_name,
             "accepted_over_expected": policy.record.ratio if isinstance(policy, LearnedPolicy) else None,
         }
 

@@ -20,10 +20,11 @@ import torch
 
 from blockpilot.constraints.automaton import CompiledGrammar
 from blockpilot.constraints.grammar import SEPARATORS, Grammar
-from blockpilot.control.price import COEFFICIENTS, read_price
+from blockpilot.control.price import read_price
 from blockpilot.device import device_name
 from blockpilot.engine.detokenize import TextStream
 from blockpilot.engine.limits import EngineLimits
+from blockpilot.storage import write_text
 from blockpilot.types import NO_TREE, FinishReason, Request, Step, TokenLogprobs, Tree
 from jobs.common.registry import UNTRAINED
 from jobs.common.vllm_options import VllmOptions
@@ -83,7 +84,7 @@ class VllmBackend:
     @property
     def status(self) -> dict[str, object]:
         """The price is the one of the start: the scheduler's own follows its steps."""
-        price = self._price and dict(zip(COEFFICIENTS, self._price.coefficients.tolist(), strict=True))
+        price = self._price and self._price.by_name
         engine = f"vllm {self._vllm.version}"
         name = device_name(torch.device(device()))
         return {"engine": engine, "device": name, "dtype": self._dtype, "step_price_s": price}
@@ -97,9 +98,7 @@ class VllmBackend:
 
     def _name(self, policy: PolicySource) -> None:
         """Put a policy into the file that the scheduler looks at before every request."""
-        written = self._policy.with_suffix(".new")
-        written.write_text(str(policy))
-        written.replace(self._policy)
+        write_text(self._policy, str(policy))
 
     def close(self) -> None:
         self.engine.close()

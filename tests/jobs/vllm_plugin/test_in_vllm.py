@@ -1,7 +1,6 @@
 """The plug-in inside vLLM, on the embedded pair in float32; where vLLM is installed (docs/vllm.md)."""
 
 import dataclasses
-import shutil
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -43,15 +42,6 @@ def prompts(embedded_pair: Pair) -> list[list[int]]:
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
     template = embedded_pair.tokenizer.apply_chat_template
     return [list(template(chat, add_generation_prompt=True, return_dict=False)) for chat in chats]
-
-
-@pytest.fixture(scope="module")
-def registry(empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
-    store = tmp_path_factory.mktemp("registry") / "mlflow.db"
-    shutil.copy(empty_store, store)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{store}")
-        yield Registry.open()
 
 
 @pytest.fixture(scope="module")

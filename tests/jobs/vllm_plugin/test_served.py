@@ -4,7 +4,6 @@ where vLLM is installed (docs/vllm.md).
 
 import json
 import os
-import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -37,16 +36,6 @@ pytestmark = [
 MODEL = "smollm2-135m-instruct"
 QUESTIONS = "Write a poem about the sea.", "List five colours.", "Say hello in French."
 NUM_TOKENS = 24
-
-
-@pytest.fixture(scope="module")
-def registry(empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
-    """Without a champion."""
-    file = tmp_path_factory.mktemp("registry") / "mlflow.db"
-    shutil.copy(empty_store, file)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{file}")
-        yield Registry.open()
 
 
 @pytest.fixture(scope="module")

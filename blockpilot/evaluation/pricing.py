@@ -7,7 +7,7 @@ alike, and what a drafted position costs could not be told from what a verified 
 
 import time
 from collections.abc import Iterable, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import NamedTuple
 
 import torch
@@ -70,14 +70,11 @@ def measure_price(pair: Pair, rows: int, context: int, *, num_steps: int = NUM_S
     for name, value in (("rows", rows), ("context", context), ("num_steps", num_steps)):
         if value < 1:
             raise ValueError(f"{name} {value}: must be at least 1")
-    fitted, held_out = list[TimedStep](), list[TimedStep]()
-    largest = max(rows, 2)  # of one row alone base and row cannot be told apart
-    for num in (1, largest):
-        mixtures = mixtures_of(num, pair.block_size)
-        context = min(context, _room(pair, mixtures, num_steps))
-        timed = time_steps(pair, mixtures, context, num_steps=num_steps)
-        fitted += timed[:-1]
-        held_out += timed[-1:]
+    of_loads = [mixtures_of(num, pair.block_size) for num in (1, max(rows, 2))]  # of one alone base and row are one
+    context = min(context, *(_most_context(pair, mixtures, num_steps) for mixtures in of_loads))
+    timed = time_steps(pair, [*chain(*of_loads)], context, num_steps=num_steps)
+    held_out = [timed[len(of_loads[0]) - 1], timed[-1]]
+    fitted = [step for step in timed if step not in held_out]
     coefficients = fit([step.load for step in fitted], [step.seconds for step in fitted])
     error = relative_error(coefficients, [step.load for step in held_out], [step.seconds for step in held_out])
     named = dict(zip(COEFFICIENTS, coefficients.tolist(), strict=True))
@@ -111,6 +108,7 @@ def mixtures_of(rows: int, block_size: int) -> list[list[Drafted]]:
         [Drafted(deepest, tree), *plain],
         [Drafted(1, 1)] * rows,
         [Drafted(deepest, 1)] * rows,
+        [Drafted(small, small)] * rows,
         [Drafted(small, deepest)] * rows,
         [Drafted(deepest, deepest)] * rows,
         ([Drafted(deepest, tree), Drafted(1, 1), PLAIN, Drafted(small, small)] * rows)[:rows],
@@ -122,36 +120,52 @@ def time_steps(
 ) -> list[TimedStep]:
     """The fastest of `num_steps` steps with each mixture: what as many rows draft and verify, in trees.
 
-    All rows begin with `context` tokens, fewer where the target has no room for them and the steps.
+    All mixtures take turns, also those of different numbers of rows, which have an engine for each number. All rows
+    begin with `context` tokens, fewer where the target has no room for them and the steps.
     """
-    num_rows = len(mixtures[0])
-    context = min(context, most := _room(pair, mixtures, num_steps))
-    room = pair.max_length - most
-    controller = _Dictated(pair.block_size - 1)
-    engine = Engine(pair, num_slots=num_rows, max_length=min(context + room, pair.max_length), controller=controller)
-    prompts = torch.randint(0, pair.vocab_size, (num_rows, context), generator=torch.Generator().manual_seed(0))
-    for prompt in prompts.tolist():
-        engine.add(Request(tuple(prompt), room))
-    while engine.num_decoding < num_rows:
-        controller.mixture = [PLAIN] * engine.num_decoding
-        engine.step()
+    of_nums = {num: [mixture for mixture in mixtures if len(mixture) == num] for num in map(len, mixtures)}
+    context = min(context, *(_most_context(pair, some, num_steps) for some in of_nums.values()))
+    batches = {num: _Batch(pair, num, context, _num_emitted(pair, some, num_steps)) for num, some in of_nums.items()}
     found: list[TimedStep | None] = [None] * len(mixtures)
     for turn in range(num_steps + 1):
         for place, mixture in enumerate(mixtures):
-            controller.mixture = mixture
-            started = time.perf_counter()
-            steps = engine.step()
-            seconds = time.perf_counter() - started
-            depths = [row.depth for row in mixture]
-            num_passes = passes(depths, pair.draft.is_sequential)
-            load = Load(num_rows, sum(depths), sum(len(s.tree.tokens) for s in steps), num_passes)
-            best = found[place]
-            if turn and (best is None or seconds < best.seconds):  # the first of a shape pays for memory and kernels
-                found[place] = TimedStep(load, seconds)
+            step, best = batches[len(mixture)].timed(mixture), found[place]
+            if turn and (best is None or step.seconds < best.seconds):  # the first of a shape pays for its kernels
+                found[place] = step
     return [each for each in found if each is not None]
 
 
-def _room(pair: Pair, mixtures: Sequence[Sequence[Drafted]], num_steps: int) -> int:
-    """Tokens that a row may begin with."""
+class _Batch:
+    """Rows that decode, each of `context` random tokens and with room for so many more."""
+
+    def __init__(self, pair: Pair, num_rows: int, context: int, room: int) -> None:
+        self._pair, self._controller = pair, _Dictated(pair.block_size - 1)
+        most = min(context + room, pair.max_length)
+        self._engine = Engine(pair, num_slots=num_rows, max_length=most, controller=self._controller)
+        prompts = torch.randint(0, pair.vocab_size, (num_rows, context), generator=torch.Generator().manual_seed(0))
+        for prompt in prompts.tolist():
+            self._engine.add(Request(tuple(prompt), room))
+        while self._engine.num_decoding < num_rows:
+            self._controller.mixture = [PLAIN] * self._engine.num_decoding
+            self._engine.step()
+
+    def timed(self, mixture: Sequence[Drafted]) -> TimedStep:
+        """A step in which the rows draft and verify so much."""
+        self._controller.mixture = mixture
+        started = time.perf_counter()
+        steps = self._engine.step()
+        seconds = time.perf_counter() - started
+        depths = [row.depth for row in mixture]
+        num_passes = passes(depths, self._pair.draft.is_sequential)
+        return TimedStep(Load(len(mixture), sum(depths), sum(len(s.tree.tokens) for s in steps), num_passes), seconds)
+
+
+def _num_emitted(pair: Pair, mixtures: Sequence[Sequence[Drafted]], num_steps: int) -> int:
+    """Tokens that a row may come to emit, with what an engine keeps free."""
     emitted = [1 + max(row.depth for row in mixture) for mixture in mixtures]
-    return max(1, pair.max_length - (num_steps + 1) * sum(emitted) - pair.block_size - 2)
+    return (num_steps + 1) * sum(emitted) + pair.block_size + 2
+
+
+def _most_context(pair: Pair, mixtures: Sequence[Sequence[Drafted]], num_steps: int) -> int:
+    """Tokens that a row may begin with."""
+    return max(1, pair.max_length - _num_emitted(pair, mixtures, num_steps))

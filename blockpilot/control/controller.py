@@ -47,6 +47,8 @@ class StepOutcome(NamedTuple):
     """Emitted, of all rows."""
     next_rows: int
     """That decode in the next step."""
+    has_captured: bool = False
+    """A CUDA graph was captured in it, which takes longer than the step."""
 
 
 class Controller:

@@ -102,10 +102,10 @@ class LiveController(Controller):
         self.learn(outcome, self._clock() - self._started)
 
     def learn(self, outcome: StepOutcome, seconds: float) -> None:
-        """`finish` for a step of so many seconds. Those of a step that takes in prompts teach nothing."""
+        """`finish` for a step of so many seconds; those with prompts, or the capture of a graph, teach nothing."""
         super().finish(outcome)
         load = outcome.load
-        if self._measured and load.rows and not outcome.num_prompt_tokens:
+        if self._measured and load.rows and not outcome.num_prompt_tokens and not outcome.has_captured:
             self._tracker.observe(load, seconds)
             self.price = self._tracker.price
             drafted, before = load.num_drafted > 0, self._num_alike > 0

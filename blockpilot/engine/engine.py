@@ -171,6 +171,7 @@ class Engine:
         pass of the draft.
         """
         self.controller.begin()
+        num_graphs = self._cache.num_graphs
         rows, prompts = list(self._rows), self._schedule_prompts()
         depths = self._choose_depths(rows)
         trees = self._draft(rows, depths)
@@ -181,7 +182,8 @@ class Engine:
         steps = self._commit(work, scores)
         self._prefixes.keep(self._rows, steps)
         self._retire()
-        self.controller.finish(work.outcome(steps, self.num_decoding))
+        has_captured = self._cache.num_graphs > num_graphs
+        self.controller.finish(work.outcome(steps, self.num_decoding, has_captured=has_captured))
         return steps
 
     # --- schedule ---

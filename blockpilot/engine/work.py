@@ -74,7 +74,7 @@ class Work:
         num_verified = self.num_block_tokens - len(self.depths)
         return Load(len(self.depths), sum(self.depths), num_verified, self.num_passes)
 
-    def outcome(self, steps: Sequence[Step], next_rows: int) -> StepOutcome:
+    def outcome(self, steps: Sequence[Step], next_rows: int, *, has_captured: bool) -> StepOutcome:
         """Load and results: `steps` are those of the blocks, but for rows that failed, and of prompts."""
         rows = self.blocks.rows if self.blocks is not None else []
         chosen = {row.request_id for row in rows if row.forecast is not None}
@@ -85,6 +85,7 @@ class Work:
             num_accepted=sum(step.num_accepted for step in steps if step.request_id in chosen),
             num_tokens=sum(len(step.tokens) for step in steps),
             next_rows=next_rows,
+            has_captured=has_captured,
         )
 
     def final(self, paths: Sequence[Sequence[int]]) -> "Final | None":

@@ -327,15 +327,17 @@ def check_texts(pair: Pair, family: str, temperature: float, ways: Sequence[str]
     for way in ways:
         for plain in (False, True):
             name = f"{family}, T={temperature:g}, {way}, {'one at a time in a batch' if plain else 'blocks'}"
-            engine = with_graphs(pair, way, num_slots=4, max_length=512, max_prefill_tokens=100)
-            found, num_accepted = answers(engine, requests_of(pair, temperature, plain=plain))
-            equal = sum(a == b for a, b in zip(found, expected, strict=True))
-            graphs = engine._cache.graphs
-            told = f"{equal}/{len(found)} texts equal, {num_accepted} accepted, {len(graphs or ())} graphs"
-            if equal == len(found):
-                print(f"PASS {name}: {told}", flush=True)
-            else:
-                failures.add(f"{name}: {told}")
+            room: Any = {"num_slots": 4, "max_length": 512, "max_prefill_tokens": 100, "prefix_tokens": 4096}
+            engine = with_graphs(pair, way, **room)
+            for prompts in ("", ", kept prompts"):  # the second time they are in the engine's prefixes
+                found, num_accepted = answers(engine, requests_of(pair, temperature, plain=plain))
+                equal = sum(a == b for a, b in zip(found, expected, strict=True))
+                told = f"{equal}/{len(found)} texts equal, {num_accepted} accepted, {engine._cache.num_graphs} graphs"
+                told += f", {engine.num_kept_tokens} tokens kept"
+                if equal == len(found):
+                    print(f"PASS {name}{prompts}: {told}", flush=True)
+                else:
+                    failures.add(f"{name}{prompts}: {told}")
 
 
 def check(options: argparse.Namespace, failures: Failures) -> None:

@@ -231,6 +231,14 @@ def test_a_step_without_rows_teaches_nothing() -> None:
     assert live.price == MEASURED
 
 
+@pytest.mark.parametrize("has_captured", [True, False])
+def test_a_step_that_captures_a_graph_teaches_nothing(*, has_captured: bool) -> None:
+    live = World(FixedPolicy(2), MEASURED, lambda outcome: 9.0)
+    for _ in range(20):
+        live.finish(StepOutcome(Load(1), 0, 0, 0, 1, next_rows=1, has_captured=has_captured))
+    assert (live.price == MEASURED) == has_captured
+
+
 def test_another_controller_begins_anew(tiny_pair: Pair) -> None:
     live = world(1.6, drafting_takes(1.4), takes(plain=1.2, drafting=1.75))
     drafted(tiny_pair, live, 100)

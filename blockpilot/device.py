@@ -10,6 +10,11 @@ BFLOAT16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16")
 CPU_INSTRUCTIONS = (*BFLOAT16_INSTRUCTIONS, "avx512_f", "avx2")  # best first
 
 
+def best_device() -> str:
+    """cuda where there is a GPU, else cpu."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """float32, bfloat16, ..."""
     return str(dtype).removeprefix("torch.")

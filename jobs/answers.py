@@ -16,6 +16,7 @@ import torch
 from pydantic import Field
 from transformers.utils.logging import disable_progress_bar
 
+from blockpilot.device import best_device
 from blockpilot.draft_training.answers import AnswerSource, generate_answers, write_answers, write_prompts
 from blockpilot.pairs.loading import Pair, target_only
 from blockpilot.pairs.table import EMBEDDED_TARGET
@@ -167,8 +168,7 @@ class AnswerWorker:
         torch.set_num_threads(num_threads(config.resources.num_cpus))
         disable_progress_bar()
         self.config = config
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.pair: Pair = target_only(config.target, dtype="bfloat16", device=device)
+        self.pair: Pair = target_only(config.target, dtype="bfloat16", device=best_device())
 
     def answer(self, shard: AnswerShard) -> int:
         """Write a shard; returns the number of answer tokens."""

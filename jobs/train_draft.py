@@ -19,6 +19,7 @@ import ray.train.torch
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from blockpilot.device import best_device
 from blockpilot.draft_training.answers import answer_source, read_answers
 from blockpilot.draft_training.features import (
     Corpus,
@@ -145,7 +146,7 @@ def feature_target(config: TrainDraftConfig) -> tuple[Target, str]:
     """The target in bf16 with the layers that the draft reads, and its revision."""
     disable_progress_bar()
     model, _, revision = load_target(config.target, torch.bfloat16)
-    model.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
+    model.to(best_device())  # type: ignore[arg-type]
     return Target(model, layer_ids_of(config)), revision
 
 

@@ -18,6 +18,8 @@ class Pipeline(Config):
 
     sweep: sweep.SweepConfig
     train: TrainConfig
+    rivals: tuple[TrainConfig, ...] = ()
+    """Further policies, for `evaluate` to measure beside it."""
     evaluate: EvaluateConfig
     promote: promote.PromoteConfig
     serve: serve.ServeConfig
@@ -40,7 +42,8 @@ def learn(pipeline: Pipeline) -> EvaluateResult:
     with stage("sweep"):
         sweep.run(pipeline.sweep)
     with stage("train"):
-        train.run(pipeline.train)
+        for policy in (pipeline.train, *pipeline.rivals):
+            train.run(policy)
     with stage("evaluate"):
         measured = evaluate.run(pipeline.evaluate)
     with stage("promote"):

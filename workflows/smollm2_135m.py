@@ -1,10 +1,10 @@
 """The whole pipeline on the embedded pair, in minutes on two CPU cores: `make demo`.
 
 The demo's prompts are split by a hash of their text. On the training side every candidate block size is swept, and a
-policy is trained on the rows. On the held-out side all methods really decode, in bfloat16 where the CPU has
-instructions for it. The policy is registered, measured, promoted if it is faster, and served in float32, where the
-answer must be exactly what the target writes one token at a time. A second run reuses the sweep's rows and registers
-a new version.
+policy is trained on the rows, and the paper's beside it. On the held-out side all methods really decode, in bfloat16
+where the CPU has instructions for it. The policy is registered, measured, promoted if it is faster, and served in
+float32, where the answer must be exactly what the target writes one token at a time. A second run reuses the sweep's
+rows and registers a new version.
 """
 
 import socket
@@ -19,7 +19,7 @@ from blockpilot.policy.training import FitSettings
 from blockpilot.prompts.files import Message, Prompt, load_prompts, save_prompts, split
 from jobs import serve
 from jobs.common.config import Config, PairConfig, Resources, main
-from jobs.common.registry import model_name
+from jobs.common.registry import CHAMPION, model_name
 from jobs.evaluation.inputs import NEWEST, EvaluateConfig
 from jobs.promote import PromoteConfig
 from jobs.serve import ServeConfig
@@ -27,6 +27,8 @@ from jobs.sweep import SweepConfig
 from jobs.training.config import TrainConfig
 from workflows.pipeline import Pipeline, learn, stage
 
+PAPER = FitSettings("prompt", 128, epochs=50, batch_size=16, dropout=0.2)
+"""The paper's policy: one block size for an answer, from the distribution after the prompt."""
 QUESTION = "Write a short list of three things to pack for a day at the beach."
 
 
@@ -66,11 +68,14 @@ def pipeline(config: DemoConfig) -> Pipeline:
         output=str(output / "sweep"),
         resources=Resources(num_actors=2),
     )
+    train = TrainConfig(sweep=(sweep.output,), output=output / "policy", fit=FitSettings(batch_size=128))
+    papers = {"output": output / "paper-policy", "fit": PAPER, "register_version": False}
     evaluate = EvaluateConfig(
         pair=fast,
         prompts=(str(output / "held_out.jsonl"),),
         num_prompts=config.num_prompts,
         policy=NEWEST,
+        rivals=(CHAMPION, str(output / "paper-policy")),
         baselines=("untrained", "oracle"),
         block_sizes=tuple(size for size in config.candidates if size > 1),
         sweep=(sweep.output,),
@@ -79,7 +84,8 @@ def pipeline(config: DemoConfig) -> Pipeline:
     )
     return Pipeline(
         sweep=sweep,
-        train=TrainConfig(sweep=(sweep.output,), output=output / "policy", fit=FitSettings(batch_size=128)),
+        train=train,
+        rivals=(train.model_copy(update=papers),),
         evaluate=evaluate,
         promote=PromoteConfig(model=model_name(evaluate.pair.models[0])),
         serve=ServeConfig(pair=exact, port=config.port or free_port(), max_length=512, output=output / "serve"),

@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, islice, takewhile
-from operator import add
+from operator import add, itemgetter
 from typing import NamedTuple, Protocol, TypeVar
 
 from blockpilot.control.price import TILE, Load, StepPrice, passes
@@ -98,10 +98,10 @@ def _bundles(reaches: Reaches, costs: Sequence[tuple[float, float]]) -> list[_Bu
             while of_row and of_row[-1].cost > bundle.cost:
                 _, _, num, *sums = of_row.pop()
                 gain, num_tokens, seconds = map(add, sums, bundle[3:])
-                bundle = _Bundle(seconds / gain, r, num + 1, gain, num_tokens, seconds)
+                bundle = _Bundle(seconds / gain, r, num + bundle.num_slots, gain, num_tokens, seconds)
             of_row.append(bundle)
         found += of_row
-    found.sort()
+    found.sort(key=itemgetter(0))  # of one row's alike in cost the first stays the first
     return found
 
 

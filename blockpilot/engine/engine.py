@@ -9,7 +9,7 @@ How much a row drafts is the controller's business (control/controller.py).
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -30,7 +30,7 @@ from blockpilot.engine.prefixes import Prefixes
 from blockpilot.engine.rows import Row
 from blockpilot.engine.sampling import keyed_sample
 from blockpilot.engine.trees import MAX_DEPTH, Slots
-from blockpilot.engine.work import Part, StepScores, Work, blocks_of
+from blockpilot.engine.work import Contexts, Part, StepScores, Work, blocks_of
 from blockpilot.models.graphs import Graphs
 from blockpilot.models.packing import Packing
 from blockpilot.models.target import Target
@@ -302,21 +302,18 @@ class Engine:
 
     def _keep_up(
         self, work: Work, paths: Sequence[Sequence[int]], chosen: Sequence[int], features: Tensor | None
-    ) -> dict[Row, Tensor]:
-        """Take what became final of rows that may draft into the draft's cache.
-
-        Returns the context vector [draft hidden] of each such row's last final token.
-        """
+    ) -> Contexts | None:
+        """Take what became final of rows that may draft into the draft's cache; None where no row may."""
         final = work.final(paths)
         if features is None or final is None:
-            return {}
+            return None
         following = work.following(chosen)
         of_final = features[self._tensor(final.places)]
-        contexts = self._drafter.keep_up(of_final, [following[i] for i in final.places], final)
+        vectors = self._drafter.keep_up(of_final, [following[i] for i in final.places], final)
         ends = accumulate(size for packing in final.packing.parts for size in packing.sizes)
-        return {row: contexts[end - 1] for row, end in zip(final.rows, ends, strict=True)}
+        return Contexts(vectors, {row: end - 1 for row, end in zip(final.rows, ends, strict=True)})
 
-    def _read_forecasts(self, contexts: Mapping[Row, Tensor]) -> None:
+    def _read_forecasts(self, contexts: Contexts | None) -> None:
         """Let policies that read every step see what the next one starts from: the rows' last context vectors."""
         by_reader: dict[Reader, list[Row]] = {}
         for row in self._rows:
@@ -324,11 +321,10 @@ class Engine:
                 by_reader.setdefault(row.forecast.reader, []).append(row)
         for reader, rows in by_reader.items():
             anchors = self._target.embed(self._tensor([row.tokens[-1] for row in rows]))
-            reader.read([row.forecast for row in rows], torch.stack([contexts[row] for row in rows]), anchors)
+            assert contexts is not None  # rows with a forecast may draft
+            reader.read([row.forecast for row in rows], contexts.of(rows), anchors)
 
-    def _begin(
-        self, rows: list[Row], logits: Tensor, chosen: Sequence[int], contexts: Mapping[Row, Tensor]
-    ) -> list[Step]:
+    def _begin(self, rows: list[Row], logits: Tensor, chosen: Sequence[int], contexts: Contexts | None) -> list[Step]:
         """First tokens, and decisions of the policy, of rows that decode from now on.
 
         logits [R, vocab] are those of the last prompt tokens, chosen [R] the tokens drawn from them.
@@ -339,8 +335,8 @@ class Engine:
         steps = []
         for i, row in enumerate(rows):
             prefill = Prefill(logits[i], None, lengths[i], row.request.sampling.temperature)
-            if row in contexts:
-                prefill = prefill._replace(context=contexts[row].float(), anchor=anchors[i])
+            if contexts is not None and row in contexts.last:
+                prefill = prefill._replace(context=contexts.of([row])[0].float(), anchor=anchors[i])
             with self._alone(row):
                 step = row.commit([chosen[i]], logits[i : i + 1], [0])
                 self._decide(row, prefill)

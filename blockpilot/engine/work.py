@@ -1,6 +1,6 @@
 """One step's work: blocks and prompts on their way through the target, and what it says of them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -128,6 +128,17 @@ class Final(NamedTuple):
     places: list[int]
     """The tokens among those of the step."""
     packing: SideBySide
+
+
+class Contexts(NamedTuple):
+    """The draft's context vectors [N, draft hidden] of a step's final tokens, and the place of every row's last."""
+
+    vectors: Tensor
+    last: Mapping[Row, int]
+
+    def of(self, rows: Sequence[Row]) -> Tensor:
+        """[R, draft hidden], of the last final tokens of some rows."""
+        return self.vectors[tensor_on(self.vectors.device, [self.last[row] for row in rows])]
 
 
 def blocks_of(rows: list[Row], trees: Sequence[Tree], device: torch.device) -> Part | None:

@@ -6,6 +6,7 @@ anew before every step, from what the draft is about to draft from: two thirds o
 an answer. The choice is made later, at the load there is then.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -113,11 +114,7 @@ class LearnedPolicy:
 
     def chances(self, forecasts: Sequence["LearnedForecast"], found: Candidates, depths: Sequence[int]) -> Tensor:
         """By the node model; by the draft itself without one."""
-        if self.nodes is None:
-            return own_chances(found)
-        if self.nodes.weight.device != found.scores.device:
-            self.nodes.to(found.scores.device)
-        return self.nodes.chances(found, depths)
+        return own_chances(found) if self.nodes is None else self.nodes.chances(found, depths)
 
     def _run(self, probs: SparseProbs | None, dense: Tensor) -> Tensor:
         if self._layers.head.device != dense.device:
@@ -126,11 +123,11 @@ class LearnedPolicy:
 
     def _reaches(self, outputs: Tensor) -> list[list[float]]:
         """Chance that each position is accepted, of each request: outputs [R, K] of kind `step`."""
-        # What is no number would spoil the record that all requests share: nothing is expected then.
-        shares = outputs.nan_to_num(-MAX_LOGIT).clamp(-MAX_LOGIT, MAX_LOGIT).sigmoid().tolist()
-        gaps = [size - before for before, size in pairwise((1, *self.candidates))]
-        by_slot = ([s for s, gap in zip(of_row, gaps, strict=True) for _ in range(gap)] for of_row in shares)
-        return [list(accumulate(of_row, min)) for of_row in by_slot]
+        gaps, found = slot_gaps(self.candidates), list[list[float]]()
+        for of_row in outputs.tolist():  # numbers of the host: each call of torch takes longer than all of this
+            shares = (share for share, gap in zip(map(_share, of_row), gaps, strict=True) for _ in range(gap))
+            found.append(list(accumulate(shares, min)))
+        return found
 
     def _features(self, prefill: Prefill) -> PolicyFeatures:
         shape, device = self.info.shape, prefill.logits.device
@@ -161,12 +158,18 @@ def expected_taus(outputs: Tensor, candidates: Sequence[int]) -> Tensor:
     An output is the logit of the share of its drafted positions, beyond those of the candidate before, that are
     accepted.
     """
-    return 1 + (slot_gaps(candidates).to(outputs) * outputs.clamp(-MAX_LOGIT, MAX_LOGIT).sigmoid()).cumsum(dim=1)
+    gaps = outputs.new_tensor(slot_gaps(candidates))
+    return 1 + (gaps * outputs.clamp(-MAX_LOGIT, MAX_LOGIT).sigmoid()).cumsum(dim=1)
 
 
-def slot_gaps(candidates: Sequence[int]) -> Tensor:
-    """Positions of each candidate beyond those of the one before, [K] float32; the anchor is the first one's."""
-    return torch.tensor([1, *candidates], dtype=torch.float32).diff()
+def _share(output: float) -> float:
+    """The logistic function of what the network says; least for what is no number, which would spoil all records."""
+    return 1 / (1 + math.exp(-min(MAX_LOGIT, max(-MAX_LOGIT, output))))  # max keeps the first of numbers and NaN
+
+
+def slot_gaps(candidates: Sequence[int]) -> list[int]:
+    """Positions of each candidate beyond those of the one before, [K]; the anchor is the first one's."""
+    return [size - before for before, size in pairwise((1, *candidates))]
 
 
 class LearnedForecast:

@@ -8,17 +8,21 @@ are drawn: a step waits for them, and a network brings no more (LOG.md).
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
 from blockpilot.drafts.choices import own_chances
 from blockpilot.types import Candidates
 
+Array = NDArray[Any]
+
 NUM_CONTEXTS = 3  # none, one, or more choices above that are no first ones
-FEATURES = "own_logit", "log_prob", "to_first", "to_next", "inverse_depth"
+FEATURES = "own_logit", "log_prob", "to_first", "to_next", "inverse_depth"  # in this order
 LEAST_SCORE, LEAST_CHANCE = -30.0, 1e-4
 DECAY = 1e-4  # of squared weights, in nats
 MAX_ITERATIONS = 200
@@ -26,12 +30,29 @@ MAX_ITERATIONS = 200
 
 def features(found: Candidates, depths: Tensor) -> Tensor:
     """FEATURES of every choice: [N, k, F]; depths [N] are those of the slots, from 0 on."""
-    scores, log_probs = (values.float().clamp(min=LEAST_SCORE) for values in (found.scores, found.log_probs))
-    own = own_chances(found._replace(scores=scores, log_probs=log_probs))[0].logit(LEAST_CHANCE)
-    to_next = torch.zeros_like(scores)
-    to_next[:, :-1] = scores[:, :-1] - scores[:, 1:]
-    inverse_depth = (1 + depths).reciprocal()[:, None].expand_as(scores)
-    return torch.stack([own, log_probs, scores - scores[:, :1], to_next, inverse_depth], dim=-1)
+    on_host = (values.numpy(force=True) for values in (found.scores, found.log_probs, found.drawn, depths))
+    return torch.from_numpy(_features(*on_host))
+
+
+def _features(scores: Array, log_probs: Array, drawn: Array, depths: Array) -> Array:
+    found = np.empty((*scores.shape, len(FEATURES)), dtype=np.float32)
+    scores, log_probs = (np.maximum(values, LEAST_SCORE, dtype=np.float32) for values in (scores, log_probs))
+    shares = np.exp(scores - scores[:, :1])
+    own = np.where(drawn[:, None], shares / shares.sum(axis=1, keepdims=True), np.exp(log_probs))
+    own = own.clip(LEAST_CHANCE, 1 - LEAST_CHANCE)
+    found[..., 0], found[..., 1], found[..., 2] = np.log(own / (1 - own)), log_probs, scores - scores[:, :1]
+    found[:, :-1, 3], found[:, -1, 3] = scores[:, :-1] - scores[:, 1:], 0
+    found[..., 4] = (1 / (1 + depths))[:, None]
+    return found
+
+
+def _logits(known: Any, kinds: Any, weight: Any, of_context: Any) -> Any:
+    """[N, NUM_CONTEXTS, k] of FEATURES [N, k, F] of slots of these kinds [N]; arrays or tensors, as it is given."""
+    learned = known[..., 0] + (known @ weight[kinds][:, :, None])[..., 0]
+    by_context = of_context[kinds]
+    found = learned[:, None] + by_context[..., 1:]
+    found[..., 0] = learned[:, None, 0] + by_context[..., 0]
+    return found
 
 
 class NodeModel(nn.Module):
@@ -51,18 +72,22 @@ class NodeModel(nn.Module):
         """Logits [NUM_CONTEXTS, N, k] for `features` [N, k, F] of slots that are `drawn` [N], after none, one, or
         more choices that are no first ones.
         """
-        kinds = drawn.long()
-        logits = known[..., FEATURES.index("own_logit")] + torch.matmul(known, self.weight[kinds][:, :, None])[..., 0]
-        first, later = self.of_context[kinds].transpose(0, 1).split(1, dim=-1)
-        found: Tensor = logits + torch.cat([first, later.expand(-1, -1, known.shape[1] - 1)], dim=-1)
+        found: Tensor = _logits(known, drawn.long(), self.weight, self.of_context).transpose(0, 1)
         return found
 
     def chances(self, found: Candidates, depths: Sequence[int]) -> Tensor:
-        """[NUM_CONTEXTS, N, k] of what a draft proposes for depths[r] positions of each row: they fall along k."""
-        places = torch.tensor([i for depth in depths for i in range(depth)], device=found.scores.device)
-        chances = self.forward(features(found, places), found.drawn).sigmoid()
-        chances = chances.where(found.scores > -math.inf, 0.0)  # of what cannot be drawn
-        return (chances / chances.sum(dim=-1, keepdim=True).clamp(min=1)).cummin(dim=-1).values
+        """[NUM_CONTEXTS, N, k] of what a draft proposes for depths[r] positions of each row: they fall along k.
+
+        On the host, where they are wanted: twenty calls for a few hundred numbers cost torch ten times as much.
+        """
+        scores, log_probs, drawn = (each.numpy(force=True) for each in (found.scores, found.log_probs, found.drawn))
+        places = np.array([i for depth in depths for i in range(depth)])
+        parameters = self.weight.numpy(force=True), self.of_context.numpy(force=True)
+        logits = _logits(_features(scores, log_probs, drawn, places), drawn.astype(int), *parameters)
+        chances = 0.5 + 0.5 * np.tanh(0.5 * logits)  # the logistic function, which cannot overflow so
+        chances = np.where((scores > -math.inf)[:, None], chances, 0)  # what cannot be drawn has none
+        chances /= np.maximum(chances.sum(axis=-1, keepdims=True), 1)
+        return torch.from_numpy(np.minimum.accumulate(chances, axis=-1).swapaxes(0, 1))
 
 
 class Proposed(NamedTuple):
@@ -117,7 +142,7 @@ def fit_nodes(outcomes: Outcomes) -> NodeModel:
 
     def loss() -> Tensor:
         optimizer.zero_grad()
-        logits = _logits(model, known, outcomes)
+        logits = _after_contexts(model, known, outcomes)
         total = functional.binary_cross_entropy_with_logits(logits, rights)
         total = total + DECAY * sum(parameter.square().sum() for parameter in parameters)
         total.backward()
@@ -131,7 +156,7 @@ def fit_nodes(outcomes: Outcomes) -> NodeModel:
 def node_losses(model: NodeModel, outcomes: Outcomes) -> tuple[float, float]:
     """Nats a slot of the model, and of the draft's own probabilities."""
     known = features(outcomes.found, outcomes.depths)
-    learned = _logits(model, known, outcomes).sigmoid()
+    learned = _after_contexts(model, known, outcomes).sigmoid()
     rights = _rights(outcomes)
     own = own_chances(outcomes.found)[0].clamp(LEAST_CHANCE, 1 - LEAST_CHANCE)
     ours, theirs = (
@@ -141,7 +166,7 @@ def node_losses(model: NodeModel, outcomes: Outcomes) -> tuple[float, float]:
     return ours, theirs
 
 
-def _logits(model: NodeModel, known: Tensor, outcomes: Outcomes) -> Tensor:
+def _after_contexts(model: NodeModel, known: Tensor, outcomes: Outcomes) -> Tensor:
     """[S, k], each slot's in its context."""
     contexts = outcomes.num_passed.clamp(max=NUM_CONTEXTS - 1)
     logits: Tensor = model(known, outcomes.found.drawn)[contexts, torch.arange(len(outcomes))]

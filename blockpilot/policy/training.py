@@ -113,7 +113,7 @@ class FitTask:
         """Summed over the examples."""
         if self.kind == "prompt":
             return functional.cross_entropy(outputs, self.labels(taus), reduction="sum")
-        gaps = slot_gaps(self.candidates).to(taus)
+        gaps = taus.new_tensor(slot_gaps(self.candidates))
         shares = taus.diff(dim=1, prepend=torch.ones_like(taus[:, :1])) / gaps.clamp(min=1)
         # Each size drafts anew, so a share may lie outside [0, 1]; the mean that is learned does not.
         losses = functional.softplus(clamped := outputs.clamp(-MAX_LOGIT, MAX_LOGIT)) - shares * clamped
@@ -155,7 +155,7 @@ def shrink(network: PolicyNetwork, train: Examples, task: FitTask, share: float)
     Forecasts vary more than what they forecast, and more so on prompts of other kinds. With a share of 1 the network
     expects the mean of every request: what is left is the best fixed block size at every load.
     """
-    gaps = slot_gaps(task.candidates)
+    gaps = train.taus.new_tensor(slot_gaps(task.candidates))
     shares = train.taus.mean(dim=0).diff(prepend=torch.ones(1)) / gaps.clamp(min=1)
     head = network.head
     head.weight.mul_(1 - share)

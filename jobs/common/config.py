@@ -88,14 +88,14 @@ class PairConfig(Config):
     def load(self) -> "Pair":
         """Load target, draft and tokenizer onto the device."""
         # Seconds to import, and needed by those alone that load a pair.
-        import torch
         from transformers.utils.logging import disable_progress_bar
 
+        from blockpilot.device import best_device
         from blockpilot.pairs.loading import load_pair
 
         name, target, draft = self.names()
         disable_progress_bar()  # in actors, too: a job's own progress is the one that counts
-        device = self.device if self.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+        device = best_device() if self.device == "auto" else self.device
         return load_pair(name, target=target, draft=draft, dtype=pick_dtype(self.dtype, device), device=device)
 
 

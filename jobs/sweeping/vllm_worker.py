@@ -130,9 +130,8 @@ class VllmSweepWorker:
         """Price of vLLM's own steps, from answers of one row and of `rows`, with block sizes alike and mixed."""
         import torch
 
-        from blockpilot.device import device_name
+        from blockpilot.device import best_device, device_name
         from jobs.vllm_plugin.engine import VllmRequest
-        from jobs.vllm_plugin.pair import device
 
         assert self._metadata is not None
         known = self._metadata
@@ -144,7 +143,7 @@ class VllmSweepWorker:
             for sizes in TURNS * timed_mixtures(num, known.candidates[-1]):
                 of_rows = zip(prompts, sizes, strict=True)
                 self._engine.decode([VllmRequest(p, TIMED_TOKENS, block_size=b, stops=False) for p, b in of_rows])
-        name = device_name(torch.device(device()))
+        name = device_name(torch.device(best_device()))
         price = StepPrice(known.pair, known.dtype, name, context, rows, 1.0, 0.0, 0.0, 0.0, 0.0, error=0.0)
         return price_of_steps(self._steps.read_text().splitlines(), price)
 

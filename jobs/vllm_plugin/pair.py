@@ -5,9 +5,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Self
 
-import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
+from blockpilot.device import best_device
 from blockpilot.drafts.families import family, load_any_draft
 from blockpilot.pairs.checkpoints import NOT_FOUND, find_draft, find_target, not_found
 from blockpilot.pairs.table import split_revision
@@ -46,7 +46,7 @@ class VllmPair:
             draft.directory,
             tokenizer,
             network.block_size,
-            pick_dtype(config.dtype, device()),
+            pick_dtype(config.dtype, best_device()),
         )
 
     @property
@@ -72,8 +72,3 @@ class VllmPair:
     def _config(self) -> PretrainedConfig:
         found: PretrainedConfig = AutoConfig.from_pretrained(self.target).get_text_config()
         return found
-
-
-def device() -> str:
-    """Device that vLLM decodes on, of this machine."""
-    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -21,7 +21,7 @@ import torch
 from blockpilot.constraints.automaton import CompiledGrammar
 from blockpilot.constraints.grammar import SEPARATORS, Grammar
 from blockpilot.control.price import read_price
-from blockpilot.device import device_name
+from blockpilot.device import best_device, device_name
 from blockpilot.engine.detokenize import TextStream
 from blockpilot.engine.limits import EngineLimits
 from blockpilot.storage import write_text
@@ -31,7 +31,7 @@ from jobs.common.vllm_options import VllmOptions
 from jobs.serving.backends import EngineSizes, PolicySource
 from jobs.serving.engine_loop import EngineLoop
 from jobs.vllm_plugin.hooks import SERVING_HOOKS, check_hooks
-from jobs.vllm_plugin.pair import VllmPair, device
+from jobs.vllm_plugin.pair import VllmPair
 from jobs.vllm_plugin.policies import PluginSettings, ServedPair, chooser
 from jobs.vllm_plugin.report import StepReport
 
@@ -86,7 +86,7 @@ class VllmBackend:
         """The price is the one of the start: the scheduler's own follows its steps."""
         price = self._price and self._price.by_name
         engine = f"vllm {self._vllm.version}"
-        name = device_name(torch.device(device()))
+        name = device_name(torch.device(best_device()))
         return {"engine": engine, "device": name, "dtype": self._dtype, "step_price_s": price}
 
     def put(self, policy: PolicySource, loop: EngineLoop) -> None:

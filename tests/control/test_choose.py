@@ -5,7 +5,7 @@ from itertools import count, product
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from blockpilot.control.choose import Depths, buy, choose_depths
@@ -66,6 +66,15 @@ loads = st.builds(Load, st.integers(0, 3), few, few, st.integers(1, 5)).filter(
 
 
 @settings(deadline=None, max_examples=200)
+@example(  # three positions are cheaper together than two, and two than one
+    reaches=[[1.0, 1.0, 1.0]], price=price(token_s=1.0), beside=ALONE, tokens_a_slot=[1.0, 1.0, 0.0, 0.0]
+)
+@example(  # positions of one row that cost the same: the first is the better one
+    reaches=[[1.0], [1.0, 1.0], [1.0, 0.5]],
+    price=price(tile_s=1.0),
+    beside=Load(1),
+    tokens_a_slot=[3.0, 3.0, 0.0, 0.0],
+)
 @given(
     reaches=st.lists(falling, min_size=1, max_size=3),
     price=prices,

@@ -340,7 +340,7 @@ def test_the_reach_falls_and_adds_up_to_the_expected_tokens(sizes: list[int], da
 @settings(deadline=None)
 @given(candidate_sets)
 def test_gaps_add_up_to_the_drafts(sizes: list[int]) -> None:
-    gaps = slot_gaps(sizes).tolist()
+    gaps = slot_gaps(sizes)
     assert [sum(gaps[: i + 1]) for i in range(len(sizes))] == [size - 1 for size in sizes]
 
 

@@ -234,7 +234,7 @@ def test_the_loss_of_a_step_is_unbiased() -> None:
     sizes = (1, 2, 4, 8)
     # Each size drafts anew: a wider block may well emit less.
     taus = torch.stack([torch.randint(1, size + 1, (500,), generator=generator) for size in sizes], dim=1).float()
-    gaps = slot_gaps(sizes)[1:]
+    gaps = torch.tensor(slot_gaps(sizes)[1:])
     shares = taus.diff(dim=1) / gaps
     assert bool((shares < 0).any())
     mean = shares.mean(dim=0)

@@ -7,7 +7,7 @@ an answer. The choice is made later, at the load there is then.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Literal, get_args
@@ -167,7 +167,7 @@ def _share(output: float) -> float:
     return 1 / (1 + math.exp(-min(MAX_LOGIT, max(-MAX_LOGIT, output))))  # max keeps the first of numbers and NaN
 
 
-def slot_gaps(candidates: Sequence[int]) -> list[int]:
+def slot_gaps(candidates: Iterable[int]) -> list[int]:
     """Positions of each candidate beyond those of the one before, [K]; the anchor is the first one's."""
     return [size - before for before, size in pairwise((1, *candidates))]
 

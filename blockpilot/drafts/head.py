@@ -6,7 +6,6 @@ draft may therefore come with a vocabulary of its own, the target's most frequen
 outside the vocabulary is never drafted, only never accepted.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any, Self, cast
 
@@ -16,12 +15,13 @@ from transformers import PreTrainedModel
 
 from blockpilot.drafts.markov import MarkovHead
 from blockpilot.models.kernels import Product
+from blockpilot.native.ranking import Subset
 
 
 class DraftHead:
     """hidden [M, hidden] -> logits [M, target's vocabulary], -inf for tokens that the draft does not propose.
 
-    `own` gives the logits of `tokens` [K], ids of the draft's vocabulary; None where it is the target's.
+    `own` gives the logits of `tokens` [K], ids of the draft's vocabulary, ascending; None where it is the target's.
     """
 
     def __init__(
@@ -32,8 +32,8 @@ class DraftHead:
         markov: MarkovHead | None = None,
     ) -> None:
         is_whole = tokens is None or torch.equal(tokens.cpu(), torch.arange(vocab_size))
-        self.tokens, self.markov = None if is_whole else tokens, markov
-        self._own, self._vocab_size = own, vocab_size
+        self.subset = None if tokens is None or is_whole else Subset.of(tokens, vocab_size)
+        self.markov, self._own = markov, own
 
     @classmethod
     def of_target(cls, target: PreTrainedModel, vocabulary: Tensor | None, markov: MarkovHead | None = None) -> Self:
@@ -44,13 +44,10 @@ class DraftHead:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         found = self.of_own(hidden)
-        if self.tokens is None:
-            return found
-        every = found.new_full((len(found), self._vocab_size), -math.inf)
-        return every.index_copy_(1, self.tokens, found)
+        return found if self.subset is None else self.subset.expanded(found)
 
     def of_own(self, hidden: Tensor) -> Tensor:
-        """Logits of the draft's own vocabulary alone, [M, len(tokens)]."""
+        """Logits of the draft's own vocabulary alone, [M, K]."""
         return self._own(hidden)
 
 

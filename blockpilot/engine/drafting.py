@@ -99,16 +99,9 @@ def grow_all(
 def draft_candidates(
     head: DraftHead, hidden: Tensor, positions: Sequence[int], sampling: Sequence[Sampling], num: int
 ) -> Candidates:
-    """The draft's `num` best choices at hidden states [N, hidden], as `sampling.candidates` gives them.
-
-    Where no token is drawn its own vocabulary is enough; a race is one of all of the target's tokens. With a Markov
-    head at least WIDTH, which it links.
-    """
+    """The draft's `num` best choices at hidden states [N, hidden]; at least WIDTH for a Markov head to link."""
     num = num if head.markov is None else max(num, WIDTH)
-    if head.tokens is None or not all(each.is_greedy for each in sampling):
-        return candidates(head(hidden), positions, sampling, num)
-    found = candidates(head.of_own(hidden), positions, sampling, num)
-    return found._replace(tokens=head.tokens[found.tokens])
+    return candidates(head.of_own(hidden), positions, sampling, num, head.subset)
 
 
 def with_chances(found: Candidates, rows: Sequence[Row], depths: Sequence[int]) -> list[Slots]:

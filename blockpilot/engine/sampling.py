@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from blockpilot.device import tensor_on
-from blockpilot.native.ranking import LARGEST, Ranked, in_c, rank
+from blockpilot.native.ranking import LARGEST, Ranked, Subset, in_c, rank
 from blockpilot.types import Candidates, Sampling
 
 GROUP = 64  # tokens
@@ -53,9 +53,14 @@ def keyed_sample(logits: Tensor, positions: Sequence[int], sampling: Sequence[Sa
     return found.tokens[:, 0].masked_fill(found.broken, NO_TOKEN)
 
 
-def candidates(logits: Tensor, positions: Sequence[int], sampling: Sequence[Sampling], num: int) -> Candidates:
-    """The `num` best tokens of each of N positions in the order in which `keyed_sample` would choose them."""
-    tokens, values, broken, log_probs = _ranked(logits, positions, sampling, num, with_log_probs=True)
+def candidates(
+    logits: Tensor, positions: Sequence[int], sampling: Sequence[Sampling], num: int, of: Subset | None = None
+) -> Candidates:
+    """The `num` best tokens of each of N positions in the order in which `keyed_sample` would choose them.
+
+    logits [N, V]; with `of` those of its tokens alone, [N, K]: others have no chance.
+    """
+    tokens, values, broken, log_probs = _ranked(logits, positions, sampling, num, of=of, with_log_probs=True)
     assert log_probs is not None
     of_race, of_scores = (each.masked_fill(broken[:, None], -math.inf) for each in (values, log_probs))
     drawn = tensor_on(logits.device, [not each.is_greedy for each in sampling])
@@ -63,11 +68,20 @@ def candidates(logits: Tensor, positions: Sequence[int], sampling: Sequence[Samp
 
 
 def _ranked(
-    logits: Tensor, positions: Sequence[int], sampling: Sequence[Sampling], num: int, *, with_log_probs: bool
+    logits: Tensor,
+    positions: Sequence[int],
+    sampling: Sequence[Sampling],
+    num: int,
+    *,
+    of: Subset | None = None,
+    with_log_probs: bool,
 ) -> Ranked:
     """The `num` best, or V, of logits [N, V]: in C where that can be, each row as if it were alone."""
-    way = rank if in_c(logits) else ranked_by_torch
-    return way(logits, positions, sampling, min(num, logits.shape[-1]), with_log_probs=with_log_probs)
+    num = min(num, logits.shape[-1])
+    if in_c(logits):
+        return rank(logits, positions, sampling, num, of=of, with_log_probs=with_log_probs)
+    logits = logits if of is None else of.expanded(logits)
+    return ranked_by_torch(logits, positions, sampling, num, with_log_probs=with_log_probs)
 
 
 def cuts(sampling: Sampling, vocab_size: int) -> bool:

@@ -14,6 +14,20 @@
 #define BINS 2048 /* of scores, by their distance from the best */
 #define SPAN 32.0f /* of the distances; all that is further away is in the last bin */
 
+/* The vocabulary, and the tokens of it that a row has logits of: ids [size], ascending, with the place of every token
+ * [vocabulary] among them, -1 for none. Null: all of them. */
+struct subset {
+    long vocabulary;
+    const int64_t *ids;
+    const int32_t *places;
+};
+
+static inline int64_t token_at(const struct subset *subset, long place) { return subset->ids ? subset->ids[place] : place; }
+static inline long place_of(const struct subset *subset, int64_t token)
+{
+    return subset->places ? subset->places[token] : token;
+}
+
 /* The best `num` so far, the first first; `found` of them. */
 struct ranking {
     long num, found;
@@ -99,13 +113,14 @@ static float largest(const stored *row, long size)
     return any(broken) ? NAN : found;
 }
 
-static void rank_all(const stored *row, long size, struct ranking *ranking)
+static void rank_all(const stored *row, long size, const struct subset *subset, struct ranking *ranking)
 {
     for (long i = 0; i < size; i += LANES) {
         lanes x = vector(row, size, i);
         if (any(x > (float)bound(ranking)))
             for (long lane = 0; lane < LANES; lane++)
-                rank(ranking, i + lane, x[lane]);
+                if (i + lane < size)
+                    rank(ranking, token_at(subset, i + lane), x[lane]);
     }
 }
 
@@ -208,16 +223,17 @@ static float least_kept(const stored *row, long size, float top, float temperatu
 
 /* Those that arrive, one by one, and then all that are likely enough to be among the first nevertheless; of logits from
  * `least` on. */
-static void race(const stored *row, long size, float top, float temperature, float least, uint64_t key,
-                 struct ranking *ranking)
+static void race(const stored *row, long size, const struct subset *subset, float top, float temperature, float least,
+                 uint64_t key, struct ranking *ranking)
 {
+    long all = subset->vocabulary;
     double time = 0;
     for (long i = 0; i < ARRIVALS; i++) {
-        int64_t token = uniform(key, i + ARRIVALS) * size;
-        token = token < size ? token : size - 1;
-        time += waiting(key, i) / size;
-        if (at(row, token) >= least)
-            rank(ranking, token, at(row, token) / temperature - log(time));
+        int64_t token = uniform(key, i + ARRIVALS) * all;
+        long place = place_of(subset, token = token < all ? token : all - 1);
+        time += waiting(key, i) / all;
+        if (place >= 0 && at(row, place) >= least)
+            rank(ranking, token, at(row, place) / temperature - log(time));
     }
     double until = log(time), rounding = ROUNDING * temperature + 1e-6 * fabsf(top);
     for (long i = 0; i < size; i += LANES) {
@@ -228,8 +244,9 @@ static void race(const stored *row, long size, float top, float temperature, flo
         if (any(x >= limit))
             for (long lane = 0; lane < LANES; lane++)
                 if (x[lane] >= limit) {
-                    double late = time + waiting(key, i + lane + 2 * ARRIVALS);
-                    rank(ranking, i + lane, x[lane] / temperature - log(late));
+                    int64_t token = token_at(subset, i + lane);
+                    double late = time + waiting(key, token + 2 * ARRIVALS);
+                    rank(ranking, token, x[lane] / temperature - log(late));
                 }
     }
 }
@@ -245,14 +262,17 @@ static double log_total(const stored *row, long size, float top, float temperatu
     return top / temperature + log(sum(total));
 }
 
-/* logits [rows, size] -> tokens and values [rows, num] of the best of each, values as `sampling.race` has them;
+/* logits [rows, size] of a `vocabulary`, or of its tokens `ids` with their `places` (struct subset; null for all) ->
+ * tokens and values [rows, num] of the best of each, values as `sampling.race` has them;
  * temperatures [rows], 0 for none, which top_k and top_p [rows] do not touch; a row's key is of its seed and position.
  * With log_probs [rows, num] these, and values are relative to all. Where fewer than num can be drawn, and in broken
  * rows, values are -INFINITY and tokens any. */
-void rank_rows(long rows, long size, const stored *logits, const float *temperatures, const int64_t *top_k,
-               const double *top_p, const int64_t *seeds, const int64_t *positions, long num, int64_t *tokens,
-               double *values, double *log_probs, uint8_t *broken, int threads)
+void rank_rows(long rows, long size, long vocabulary, const int64_t *ids, const int32_t *places, const stored *logits,
+               const float *temperatures, const int64_t *top_k, const double *top_p, const int64_t *seeds,
+               const int64_t *positions, long num, int64_t *tokens, double *values, double *log_probs, uint8_t *broken,
+               int threads)
 {
+    const struct subset subset = {vocabulary, ids, places};
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
     for (long i = 0; i < rows; i++) {
         const stored *row = logits + i * size;
@@ -262,16 +282,18 @@ void rank_rows(long rows, long size, const stored *logits, const float *temperat
         if (!broken[i] && temperatures[i] > 0 && (top_k[i] < size || top_p[i] < 1))
             least = least_kept(row, size, top, temperature, top_k[i], top_p[i]);
         if (!broken[i] && temperatures[i] > 0)
-            race(row, size, top, temperature, least, mixed((mixed(seeds[i] + step) ^ positions[i]) + step), &ranking);
+            race(row, size, &subset, top, temperature, least, mixed((mixed(seeds[i] + step) ^ positions[i]) + step),
+                 &ranking);
         else if (!broken[i])
-            rank_all(row, size, &ranking);
+            rank_all(row, size, &subset, &ranking);
         double total = log_probs && !broken[i] ? log_total(row, size, top, temperature, least) : 0;
         for (long place = 0; place < num; place++) {
             int is_found = place < ranking.found;
-            ranking.tokens[place] = is_found ? ranking.tokens[place] : 0;
+            ranking.tokens[place] = is_found ? ranking.tokens[place] : token_at(&subset, 0);
             ranking.values[place] = is_found ? ranking.values[place] - total : -INFINITY;
             if (log_probs)
-                log_probs[i * num + place] = is_found ? at(row, ranking.tokens[place]) / temperature - total : -INFINITY;
+                log_probs[i * num + place] =
+                    is_found ? at(row, place_of(&subset, ranking.tokens[place])) / temperature - total : -INFINITY;
         }
     }
 }

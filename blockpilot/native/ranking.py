@@ -3,9 +3,10 @@
 Temperature 1 costs a block of 16 tokens 9 ms by torch, which reads all scores several times, and less than 1 so.
 """
 
+import math
 from collections.abc import Sequence
 from ctypes import c_int, c_long, c_void_p
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -29,15 +30,38 @@ class Ranked(NamedTuple):
     log_probs: Tensor | None
 
 
+class Subset(NamedTuple):
+    """Tokens [K] of a vocabulary, ascending, and the place [V] (int32) of every token among them, -1 for none."""
+
+    tokens: Tensor
+    places: Tensor
+
+    @classmethod
+    def of(cls, tokens: Tensor, vocab_size: int) -> Self:
+        places = torch.full((vocab_size,), -1, dtype=torch.int32, device=tokens.device)
+        places[tokens] = torch.arange(len(tokens), dtype=torch.int32, device=tokens.device)
+        return cls(tokens, places)
+
+    def expanded(self, logits: Tensor) -> Tensor:
+        """Logits [N, K] of the tokens among those of all, [N, V]: -inf for others."""
+        return logits.new_full((len(logits), len(self.places)), -math.inf).index_copy_(1, self.tokens, logits)
+
+
 def in_c(logits: Tensor) -> bool:
     """True if `rank` can rank these logits."""
     return library_for(logits.dtype, logits.device) is not None
 
 
 def rank(
-    logits: Tensor, positions: Sequence[int], sampling: Sequence[Sampling], num: int, *, with_log_probs: bool
+    logits: Tensor,
+    positions: Sequence[int],
+    sampling: Sequence[Sampling],
+    num: int,
+    *,
+    of: Subset | None = None,
+    with_log_probs: bool,
 ) -> Ranked:
-    """The `num` best, at most V, of logits [N, V]."""
+    """The `num` best, at most V, of logits [N, V]; with `of` those of its tokens alone, the others having none."""
     library = library_for(logits.dtype, logits.device)
     assert library is not None
     logits, shape = logits.contiguous(), (len(logits), num)
@@ -50,8 +74,14 @@ def rank(
     tokens, values = torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.float64)
     log_probs = torch.empty(shape, dtype=torch.float64) if with_log_probs else None
     broken = torch.empty(len(logits), dtype=torch.bool)
-    given = (c_void_p(each.data_ptr()) for each in (logits, temperatures, top_k, top_p, seeds, places))
-    found = (None if each is None else c_void_p(each.data_ptr()) for each in (tokens, values, log_probs, broken))
-    rows, size = map(c_long, logits.shape)
-    library.rank_rows(rows, size, *given, c_long(num), *found, c_int(torch.get_num_threads()))
+    given = map(_pointer, (logits, temperatures, top_k, top_p, seeds, places))
+    found = map(_pointer, (tokens, values, log_probs, broken))
+    ids, among = (None, None) if of is None else map(_pointer, of)
+    vocab_size = logits.shape[1] if of is None else len(of.places)
+    sizes = map(c_long, (*logits.shape, vocab_size))
+    library.rank_rows(*sizes, ids, among, *given, c_long(num), *found, c_int(torch.get_num_threads()))
     return Ranked(tokens, values.float(), broken, None if log_probs is None else log_probs.float())
+
+
+def _pointer(values: Tensor | None) -> c_void_p | None:
+    return None if values is None else c_void_p(values.data_ptr())

@@ -24,7 +24,7 @@ from blockpilot.engine.sampling import (
     top,
     truncated_scores,
 )
-from blockpilot.native.ranking import in_c, rank
+from blockpilot.native.ranking import Subset, in_c, rank
 from blockpilot.types import Sampling
 
 LOGITS = torch.tensor([1.0, 0.3, -0.7, 2.1, 0.0, -3.0, 1.4])
@@ -193,12 +193,23 @@ def test_of_many_tokens_those_are_left_that_float64_leaves(
     num=st.integers(1, 9),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     sampling=st.lists(st.sampled_from([*SAMPLINGS, Sampling(0.05), Sampling(1e30)]), min_size=1, max_size=6),
+    is_part=st.booleans(),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_c_ranks_as_torch_does(
-    vocab_size: int, spread: float, seed: int, num: int, dtype: torch.dtype, sampling: list[Sampling]
+    vocab_size: int,
+    spread: float,
+    seed: int,
+    num: int,
+    dtype: torch.dtype,
+    sampling: list[Sampling],
+    *,
+    is_part: bool,
 ) -> None:
-    """Scores that are -inf or equal, and rows that are no numbers, among others; what is given stays as it is."""
+    """Scores that are -inf or equal, and rows that are no numbers, among others; what is given stays as it is.
+
+    Scores of all tokens, or of a part of them, which may be one alone.
+    """
     if not in_c(LOGITS):
         pytest.skip("no compiler, or no CPU for it")
     generator = torch.Generator().manual_seed(seed)
@@ -206,10 +217,15 @@ def test_c_ranks_as_torch_does(
     logits[:, torch.rand(vocab_size, generator=generator) < 0.3] = -math.inf
     logits[0, seed % vocab_size] = [1.0, math.nan, math.inf, 1e35][seed % 4]
     sampling = [replace(each, seed=seed) for each in sampling]
-    num, positions, before = min(num, vocab_size), range(seed, seed + len(sampling)), logits.clone()
-    tokens, values, broken, log_probs = _ranked(logits, positions, sampling, num, with_log_probs=True)
-    expected = ranked_by_torch(logits, positions, sampling, num, with_log_probs=True)
+    of = None
+    if is_part:
+        own = torch.randperm(vocab_size, generator=generator)[: 1 + seed % vocab_size].sort().values
+        of, logits = Subset.of(own, vocab_size), logits[:, own]
+    num, positions, before = min(num, logits.shape[1]), range(seed, seed + len(sampling)), logits.clone()
+    tokens, values, broken, log_probs = _ranked(logits, positions, sampling, num, of=of, with_log_probs=True)
     assert torch.equal(logits.nan_to_num(), before.nan_to_num())
+    logits = logits if of is None else of.expanded(logits)
+    expected = ranked_by_torch(logits, positions, sampling, num, with_log_probs=True)
     assert broken.equal(expected.broken)
     for row in (~broken).nonzero()[:, 0].tolist():
         can_be = expected.values[row] > -math.inf

@@ -352,8 +352,8 @@ def test_an_eagle3_draft_is_loaded_by_its_architecture(tiny_pair_dirs: tuple[Pat
     save_eagle3(draft, tmp_path, dtype=torch.float32)
     pair = load_pair(target=str(tiny_pair_dirs[0]), draft=str(tmp_path))
     assert (pair.block_size, pair.layer_ids, pair.draft.context_size) == (6, (0, 2, 4), 48)
-    assert pair.prepared_draft.head.tokens is not None
-    assert pair.prepared_draft.head.tokens.tolist() == list(range(5, 105))
+    assert pair.prepared_draft.head.subset is not None
+    assert pair.prepared_draft.head.subset.tokens.tolist() == list(range(5, 105))
     steps = list(generate(pair, PROMPT, max_new_tokens=12, stop_token_ids=NEVER))
     assert text_of(steps) == plain_text(pair, PROMPT, 12, Sampling())
     assert steps[1].block_size == 6

@@ -171,7 +171,7 @@ class Engine:
         pass of the draft.
         """
         self.controller.begin()
-        num_graphs = self._cache.num_graphs
+        graphs, num_graphs = self._cache.graphs, len(self._cache.graphs or ())
         rows, prompts = list(self._rows), self._schedule_prompts()
         depths = self._choose_depths(rows)
         trees = self._draft(rows, depths)
@@ -182,8 +182,7 @@ class Engine:
         steps = self._commit(work, scores)
         self._prefixes.keep(self._rows, steps)
         self._retire()
-        has_captured = self._cache.num_graphs > num_graphs
-        self.controller.finish(work.outcome(steps, self.num_decoding, has_captured=has_captured))
+        self.controller.finish(work.outcome(steps, self.num_decoding, has_captured=len(graphs or ()) > num_graphs))
         return steps
 
     # --- schedule ---

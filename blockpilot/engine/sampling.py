@@ -49,7 +49,8 @@ def keyed_sample(logits: Tensor, positions: Sequence[int], sampling: Sequence[Sa
     `positions` holds the absolute position of the token that is drawn (one past the token that was scored) and
     `sampling` the parameters of the request it belongs to; both have N entries. NO_TOKEN where logits are no numbers.
     """
-    found = _ranked(logits, positions, sampling, 1, with_log_probs=False)
+    way = rank if in_c(logits) else ranked_by_torch
+    found = way(logits, positions, sampling, 1, with_log_probs=False)
     return found.tokens[:, 0].masked_fill(found.broken, NO_TOKEN)
 
 
@@ -60,28 +61,17 @@ def candidates(
 
     logits [N, V]; with `of` those of its tokens alone, [N, K]: others have no chance.
     """
-    tokens, values, broken, log_probs = _ranked(logits, positions, sampling, num, of=of, with_log_probs=True)
+    num = min(num, logits.shape[-1])
+    if in_c(logits):
+        found = rank(logits, positions, sampling, num, of=of, with_log_probs=True)
+    else:
+        logits = logits if of is None else of.expanded(logits)
+        found = ranked_by_torch(logits, positions, sampling, num, with_log_probs=True)
+    tokens, values, broken, log_probs = found
     assert log_probs is not None
     of_race, of_scores = (each.masked_fill(broken[:, None], -math.inf) for each in (values, log_probs))
     drawn = tensor_on(logits.device, [not each.is_greedy for each in sampling])
     return Candidates(tokens, of_race, of_scores, drawn)
-
-
-def _ranked(
-    logits: Tensor,
-    positions: Sequence[int],
-    sampling: Sequence[Sampling],
-    num: int,
-    *,
-    of: Subset | None = None,
-    with_log_probs: bool,
-) -> Ranked:
-    """The `num` best, or V, of logits [N, V]: in C where that can be, each row as if it were alone."""
-    num = min(num, logits.shape[-1])
-    if in_c(logits):
-        return rank(logits, positions, sampling, num, of=of, with_log_probs=with_log_probs)
-    logits = logits if of is None else of.expanded(logits)
-    return ranked_by_torch(logits, positions, sampling, num, with_log_probs=with_log_probs)
 
 
 def cuts(sampling: Sampling, vocab_size: int) -> bool:

@@ -42,11 +42,6 @@ class SlotCache:
         """Memory of keys and values together."""
         return self.layers.nbytes
 
-    @property
-    def num_graphs(self) -> int:
-        """Captured so far, by all caches that share them."""
-        return 0 if self.graphs is None else len(self.graphs)
-
     def bare(self) -> Self:
         """The same memory without graphs: what graphs refer to, lest a cycle keeps all of it."""
         same = copy(self)

@@ -332,8 +332,8 @@ def check_texts(pair: Pair, family: str, temperature: float, ways: Sequence[str]
             for prompts in ("", ", kept prompts"):  # the second time they are in the engine's prefixes
                 found, num_accepted = answers(engine, requests_of(pair, temperature, plain=plain))
                 equal = sum(a == b for a, b in zip(found, expected, strict=True))
-                told = f"{equal}/{len(found)} texts equal, {num_accepted} accepted, {engine._cache.num_graphs} graphs"
-                told += f", {engine.num_kept_tokens} tokens kept"
+                told = f"{equal}/{len(found)} texts equal, {num_accepted} accepted, "
+                told += f"{len(engine._cache.graphs or ())} graphs, {engine.num_kept_tokens} tokens kept"
                 if equal == len(found):
                     print(f"PASS {name}{prompts}: {told}", flush=True)
                 else:

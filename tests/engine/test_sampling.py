@@ -14,7 +14,6 @@ from blockpilot.engine.sampling import (
     FEW_BEST,
     NO_TOKEN,
     NUM_ARRIVALS,
-    _ranked,
     arrivals,
     candidates,
     keyed_sample,
@@ -222,7 +221,7 @@ def test_c_ranks_as_torch_does(
         own = torch.randperm(vocab_size, generator=generator)[: 1 + seed % vocab_size].sort().values
         of, logits = Subset.of(own, vocab_size), logits[:, own]
     num, positions, before = min(num, logits.shape[1]), range(seed, seed + len(sampling)), logits.clone()
-    tokens, values, broken, log_probs = _ranked(logits, positions, sampling, num, of=of, with_log_probs=True)
+    tokens, values, broken, log_probs = rank(logits, positions, sampling, num, of=of, with_log_probs=True)
     assert torch.equal(logits.nan_to_num(), before.nan_to_num())
     logits = logits if of is None else of.expanded(logits)
     expected = ranked_by_torch(logits, positions, sampling, num, with_log_probs=True)

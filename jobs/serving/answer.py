@@ -7,7 +7,7 @@ with stop strings the engine has looked for them, and its steps come with their 
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, closing
 from typing import NamedTuple
 
@@ -42,10 +42,12 @@ class Piece(NamedTuple):
 class ChoiceText:
     """One choice: the text and tokens that it has so far, and the counts of its steps.
 
-    A piece holds the steps of `interval_s` seconds. With `include_steps` it holds one step, and says which.
+    A piece holds the steps of `interval()` seconds. With `include_steps` it holds one step, and says which.
     """
 
-    def __init__(self, stream: Stream, pair: PairFacts, index: int, interval_s: float, include_steps: bool) -> None:
+    def __init__(
+        self, stream: Stream, pair: PairFacts, index: int, interval: Callable[[], float], include_steps: bool
+    ) -> None:
         self.index = index
         self.texts: list[str] = []
         self.tokens: list[TokenText] = []
@@ -61,7 +63,7 @@ class ChoiceText:
         self.layout: Layout | None = None
         """Of the blocks so far: a tree as soon as one is no chain."""
         self._stream, self._tokenizer = stream, pair.tokenizer
-        self._interval_s, self._include_steps = 0.0 if include_steps else interval_s, include_steps
+        self._interval, self._include_steps = interval, include_steps
         self._stop_token_ids = stream.request.stop_token_ids
         self._has_texts = bool(stream.request.stop_strings)
         self._text = TextStream(pair.tokenizer)  # of the other requests
@@ -76,7 +78,7 @@ class ChoiceText:
                 now = time.monotonic()
                 if now >= due or step.finish_reason is not None:
                     yield self._piece(steps)
-                    steps, due = [], now + self._interval_s
+                    steps, due = [], now + (0.0 if self._include_steps else self._interval())
         yield Piece(self._text.finish())
 
     def take(self, piece: Piece) -> None:

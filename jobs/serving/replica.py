@@ -28,6 +28,7 @@ from jobs.serving.schema import Body, ChatRequest, Objects
 from jobs.serving.tool_calls import family_of, grammar_of, in_words, knows_tools
 
 DEFAULT_MAX_LENGTH = 2048
+MOST_CHUNKS = 100.0  # a second, of all streams: each takes a millisecond of the interpreter that the engine shares
 SWITCH_INTERVAL_S = 0.0002  # the engine's thread takes the interpreter back that soon; Python's own are 5 ms
 log = logging.getLogger("ray.serve.blockpilot")  # Serve adds the id of the request
 
@@ -39,7 +40,7 @@ class Replica:
     the target's. num_threads are torch's, of this process; num_slots are requests decoded together; max_length is in
     tokens of prompt and answer; max_new_tokens limits an answer where the context leaves room for more; prefix_tokens
     are kept for prompts that begin alike, by default as many as the slots hold; stream_interval_s is the least time
-    between two chunks of a stream. Raises ValueError where the caches do not fit into memory.
+    between two chunks of a stream, 0 for one a step. Raises ValueError where the caches do not fit into memory.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Replica:
         try:
             streams = await self._submit(body, client)
             family = family_of(chat_template(self.pair))
-            reply = Reply(body, streams, self.name, self.pair, self._stream_interval_s, family)
+            reply = Reply(body, streams, self.name, self.pair, self._interval, family)
             with self._recorded(reply, started):
                 async with aclosing(reply.chunks()) as chunks:
                     async for chunk in chunks:
@@ -131,6 +132,11 @@ class Replica:
     @property
     def _healthy(self) -> bool:
         return self.loop.healthy and self._backend.healthy
+
+    def _interval(self) -> float:
+        """Seconds between two chunks of a stream at present."""
+        least = self._stream_interval_s
+        return max(least, self.loop.num_in_flight / MOST_CHUNKS) if least else 0.0
 
     def check_health(self) -> None:
         """Raise RuntimeError if the engine is broken; Serve then replaces the replica."""

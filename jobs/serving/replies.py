@@ -6,7 +6,7 @@ the seed that was used, and its usage has `block_size`, `layout`, `num_steps` an
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from itertools import accumulate
 from typing import NamedTuple
@@ -91,15 +91,21 @@ class CompletionFormat:
 class Reply:
     """The response to one request: its choices, and the fields that all its objects share.
 
-    `name` is the model's; `interval_s` is the least time between two chunks of a choice.
+    `name` is the model's; `interval` gives the least seconds between two chunks of a choice.
     """
 
     def __init__(
-        self, body: Body, streams: Sequence[Stream], name: str, pair: PairFacts, interval_s: float, family: Family
+        self,
+        body: Body,
+        streams: Sequence[Stream],
+        name: str,
+        pair: PairFacts,
+        interval: Callable[[], float],
+        family: Family,
     ) -> None:
         self.body, self.request = body, streams[0].request
         include_steps = body.stream_options.include_steps
-        self.choices = [ChoiceText(each, pair, i, interval_s, include_steps) for i, each in enumerate(streams)]
+        self.choices = [ChoiceText(each, pair, i, interval, include_steps) for i, each in enumerate(streams)]
         tools = body.callable_tools if isinstance(body, ChatRequest) else []
         self._readers = [CallReader(family, tools) if tools else None for _ in streams]
         self._format = ChatFormat() if isinstance(body, ChatRequest) else CompletionFormat()

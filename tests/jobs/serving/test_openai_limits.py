@@ -261,13 +261,17 @@ def test_a_stream_can_show_its_steps(replica: Replica, path: str, stops: bool) -
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_a_stream_sends_what_comes_within_its_interval_together(tiny_pair: Pair, path: str) -> None:
+def test_a_stream_sends_what_comes_within_its_interval_together(
+    tiny_pair: Pair, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own, or that of a server which many ask."""
     prompt = {"messages": QUESTION} if path == CHAT else {"prompt": "Once"}
     body = {"model": "target", "max_tokens": 40, "temperature": 0, "block_size": 2, **prompt}
     body["logprobs"] = True if path == CHAT else 0
     rest = {"stream": True, "stream_options": {"include_usage": True}}
     texts, num_chunks, usages = [], [], []
-    for interval_s in (0.0, 3600.0):
+    for interval_s, most_chunks in ((0.0, 100.0), (3600.0, 100.0), (0.001, 1e-4)):
+        monkeypatch.setattr("jobs.serving.replica.MOST_CHUNKS", most_chunks)
         settings = {"max_length": 300, "stream_interval_s": interval_s}
         with replica_of(tiny_pair, **settings) as replica, client_of(replica) as client:
             *chunks, last = events(client.post(path, json=body | rest).text)
@@ -278,10 +282,10 @@ def test_a_stream_sends_what_comes_within_its_interval_together(tiny_pair: Pair,
         assert len(tokens) == last["usage"]["completion_tokens"] == 40
         num_chunks.append(len(chunks))
         usages.append(last["usage"])
-    assert texts[0] == texts[1]
-    assert usages[0] == usages[1]
+    assert texts[0] == texts[1] == texts[2]
+    assert usages[0] == usages[1] == usages[2]
     # The first token, the others, half a character, the end.
-    assert num_chunks[1] <= 4 < usages[1]["num_steps"] < num_chunks[0]
+    assert num_chunks[1] == num_chunks[2] <= 4 < usages[1]["num_steps"] < num_chunks[0]
 
 
 # --- what is kept of requests ---

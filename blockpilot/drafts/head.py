@@ -19,7 +19,7 @@ from blockpilot.native.ranking import Subset
 
 
 class DraftHead:
-    """hidden [M, hidden] -> logits [M, target's vocabulary], -inf for tokens that the draft does not propose.
+    """hidden [M, hidden] -> logits [M, K] of the tokens that the draft may propose: its `subset`, or None for all.
 
     `own` gives the logits of `tokens` [K], ids of the draft's vocabulary, ascending; None where it is the target's.
     """
@@ -43,11 +43,6 @@ class DraftHead:
         return cls(own, tokens, target.config.vocab_size, markov)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        found = self.of_own(hidden)
-        return found if self.subset is None else self.subset.expanded(found)
-
-    def of_own(self, hidden: Tensor) -> Tensor:
-        """Logits of the draft's own vocabulary alone, [M, K]."""
         return self._own(hidden)
 
 

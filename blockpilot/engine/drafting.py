@@ -101,7 +101,7 @@ def draft_candidates(
 ) -> Candidates:
     """The draft's `num` best choices at hidden states [N, hidden]; at least WIDTH for a Markov head to link."""
     num = num if head.markov is None else max(num, WIDTH)
-    return candidates(head.of_own(hidden), positions, sampling, num, head.subset)
+    return candidates(head(hidden), positions, sampling, num, head.subset)
 
 
 def with_chances(found: Candidates, rows: Sequence[Row], depths: Sequence[int]) -> list[Slots]:

@@ -65,8 +65,10 @@ def candidates(
     if in_c(logits):
         found = rank(logits, positions, sampling, num, of=of, with_log_probs=True)
     else:
-        logits = logits if of is None else of.expanded(logits)
+        some = of if all(each.is_greedy for each in sampling) else None  # where none is drawn they are enough
+        logits = logits if of is None or some else of.expanded(logits)
         found = ranked_by_torch(logits, positions, sampling, num, with_log_probs=True)
+        found = found._replace(tokens=some.tokens[found.tokens]) if some else found
     tokens, values, broken, log_probs = found
     assert log_probs is not None
     of_race, of_scores = (each.masked_fill(broken[:, None], -math.inf) for each in (values, log_probs))

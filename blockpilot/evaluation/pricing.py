@@ -73,8 +73,8 @@ def measure_price(pair: Pair, rows: int, context: int, *, num_steps: int = NUM_S
     of_loads = [mixtures_of(num, pair.block_size) for num in (1, max(rows, 2))]  # of one alone base and row are one
     context = min(context, *(_most_context(pair, mixtures, num_steps) for mixtures in of_loads))
     timed = time_steps(pair, [*chain(*of_loads)], context, num_steps=num_steps)
-    held_out = [timed[len(of_loads[0]) - 1], timed[-1]]
-    fitted = [step for step in timed if step not in held_out]
+    alone, together = timed[: len(of_loads[0])], timed[len(of_loads[0]) :]
+    fitted, held_out = [*alone[:-1], *together[:-1]], [alone[-1], together[-1]]
     coefficients = fit([step.load for step in fitted], [step.seconds for step in fitted])
     error = relative_error(coefficients, [step.load for step in held_out], [step.seconds for step in held_out])
     named = dict(zip(COEFFICIENTS, coefficients.tolist(), strict=True))

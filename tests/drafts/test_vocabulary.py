@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from blockpilot.draft_training.vocabulary import by_frequency, coverage
 from blockpilot.drafts.checkpoint import load_draft, save_draft, write_vocabulary
@@ -37,9 +37,14 @@ def pair(tiny_pair_dirs: tuple[Path, Path], draft_dir: Path) -> Pair:
     return load_pair(target=str(tiny_pair_dirs[0]), draft=str(draft_dir))
 
 
+def of_all(head: DraftHead, hidden: Tensor) -> Tensor:
+    """Logits of all tokens, -inf for those that the draft does not propose."""
+    return head(hidden) if head.subset is None else head.subset.expanded(head(hidden))
+
+
 def test_tokens_outside_are_never_proposed_and_the_others_score_as_ever(pair: Pair, tiny_pair: Pair) -> None:
     hidden = torch.randn(5, 48, generator=torch.Generator().manual_seed(1))
-    whole, found = tiny_pair.prepared_draft.head(hidden), pair.prepared_draft.head(hidden)
+    whole, found = (of_all(each.prepared_draft.head, hidden) for each in (tiny_pair, pair))
     assert found.shape == whole.shape
     torch.testing.assert_close(found[:, SOME], whole[:, SOME])
     outside = torch.ones(260, dtype=torch.bool).index_fill_(0, SOME, False)
@@ -52,7 +57,7 @@ def test_choices_are_those_of_the_whole_vocabulary(pair: Pair, num: int, second:
     """At temperature 0 only the draft's own vocabulary is looked at; where a row beside it is drawn, all is."""
     hidden, sampling = torch.randn(2, 48, generator=torch.Generator().manual_seed(1)), [Sampling(), second]
     found = draft_candidates(pair.prepared_draft.head, hidden, [3, 4], sampling, num)
-    expected = candidates(pair.prepared_draft.head(hidden), [3, 4], sampling, num)
+    expected = candidates(of_all(pair.prepared_draft.head, hidden), [3, 4], sampling, num)
     assert found.tokens.equal(expected.tokens)
     for some, every in zip(found[1:], expected[1:], strict=True):
         torch.testing.assert_close(some, every)
@@ -68,7 +73,8 @@ def test_a_bias_goes_with_its_rows() -> None:
             return self.head
 
     model, some, hidden = Model(), torch.tensor([7, 3]), torch.randn(2, 6)
-    torch.testing.assert_close(DraftHead.of_target(model, some)(hidden)[:, some], model.head(hidden)[:, some])  # type: ignore[arg-type]
+    found = of_all(DraftHead.of_target(model, some), hidden)  # type: ignore[arg-type]
+    torch.testing.assert_close(found[:, some], model.head(hidden)[:, some])
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=3)])

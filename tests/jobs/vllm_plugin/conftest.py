@@ -11,7 +11,7 @@ from jobs.common.registry import Registry
 
 @pytest.fixture(scope="module")
 def registry(empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
-    """Of the tests of a file, and without a champion."""
+    """Registry of a file's tests, without a champion."""
     file = tmp_path_factory.mktemp("registry") / "mlflow.db"
     shutil.copy(empty_store, file)
     with pytest.MonkeyPatch.context() as patch:

@@ -239,6 +239,18 @@ def test_c_ranks_as_torch_does(
             assert found.equal(wanted)
 
 
+@pytest.mark.parametrize("second", [Sampling(), Sampling(1.0, seed=2)])
+def test_candidates_of_a_part_are_those_of_all_by_torch(second: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("blockpilot.engine.sampling.in_c", lambda logits: False)
+    of = Subset.of(torch.arange(3, 200, 2), 260)
+    logits = torch.randn(2, len(of.tokens), generator=torch.Generator().manual_seed(0))
+    found = candidates(logits, [1, 2], [Sampling(), second], 5, of)
+    expected = candidates(of.expanded(logits), [1, 2], [Sampling(), second], 5)
+    assert found.tokens.equal(expected.tokens)
+    torch.testing.assert_close(found.scores, expected.scores)
+    torch.testing.assert_close(found.log_probs, expected.log_probs)
+
+
 def test_noise_is_of_float64() -> None:
     assert (
         arrivals(torch.tensor([3]), 100)[1].dtype

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
@@ -185,6 +185,15 @@ def test_of_many_tokens_those_are_left_that_float64_leaves(
     assert len(left) == int((logits[0] >= logits[0, left].min()).sum())
 
 
+def _rounding_cuts(logits: torch.Tensor, sampling: Sampling) -> bool:
+    """True if the last token that top_p keeps is another one where sums are rounded otherwise."""
+    if sampling.is_greedy or sampling.top_p == 1:
+        return False
+    scores = (logits.double() / sampling.temperature).sort(descending=True).values
+    mass = scores[: sampling.top_k or None].softmax(dim=0).cumsum(dim=0)
+    return bool(((mass - sampling.top_p).abs() < 1e-5).any())
+
+
 @given(
     vocab_size=st.integers(1, 3000),
     spread=st.just(0.0) | st.floats(1e-3, 12.0),
@@ -193,6 +202,15 @@ def test_of_many_tokens_those_are_left_that_float64_leaves(
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     sampling=st.lists(st.sampled_from([*SAMPLINGS, Sampling(0.05), Sampling(1e30)]), min_size=1, max_size=6),
     is_part=st.booleans(),
+)
+@example(  # a token that sums of float64 keep, and of float32 do not
+    vocab_size=1689,
+    spread=0.05,
+    seed=1689,
+    num=1,
+    dtype=torch.float32,
+    sampling=[Sampling()] * 4 + [Sampling(1.3, top_p=0.6), Sampling()],
+    is_part=False,
 )
 @settings(max_examples=200, deadline=None)
 def test_c_ranks_as_torch_does(
@@ -227,6 +245,8 @@ def test_c_ranks_as_torch_does(
     expected = ranked_by_torch(logits, positions, sampling, num, with_log_probs=True)
     assert broken.equal(expected.broken)
     for row in (~broken).nonzero()[:, 0].tolist():
+        if _rounding_cuts(logits[row], sampling[row]):
+            continue
         can_be = expected.values[row] > -math.inf
         assert can_be.equal(values[row] > -math.inf)
         tolerance = {"rtol": 1e-4, "atol": 1e-3}

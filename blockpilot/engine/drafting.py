@@ -19,6 +19,7 @@ from blockpilot.engine.rows import Row
 from blockpilot.engine.sampling import candidates
 from blockpilot.engine.trees import MAX_DEPTH, Node, Slots, best_first, drawn_apart, first_choices, tree_of
 from blockpilot.engine.work import Final
+from blockpilot.models.graphs import Graphs
 from blockpilot.types import NO_TREE, Candidates, Forecast, Reader, Sampling, Tree
 
 
@@ -49,7 +50,8 @@ class Drafter:
         width = num if any(row.is_tree for row in rows) else 1
 
         def choose(hidden: Tensor, of_rows: Sequence[int], positions: Sequence[int]) -> Candidates:
-            return draft_candidates(self._draft.head, hidden, positions, [sampling[r] for r in of_rows], num)
+            own = [sampling[r] for r in of_rows]
+            return draft_candidates(self._draft.head, hidden, positions, own, num, self.cache.graphs)
 
         asked = Asked(slots, starts, anchors, depths, sampling, num, width)
         return self._draft.propose(asked, self.cache, choose)
@@ -97,11 +99,16 @@ def grow_all(
 
 
 def draft_candidates(
-    head: DraftHead, hidden: Tensor, positions: Sequence[int], sampling: Sequence[Sampling], num: int
+    head: DraftHead,
+    hidden: Tensor,
+    positions: Sequence[int],
+    sampling: Sequence[Sampling],
+    num: int,
+    graphs: Graphs | None = None,
 ) -> Candidates:
     """The draft's `num` best choices at hidden states [N, hidden]; at least WIDTH for a Markov head to link."""
     num = num if head.markov is None else max(num, WIDTH)
-    return candidates(head(hidden), positions, sampling, num, head.subset)
+    return candidates(head(hidden), positions, sampling, num, head.subset, graphs)
 
 
 def with_chances(found: Candidates, rows: Sequence[Row], depths: Sequence[int]) -> list[Slots]:

@@ -257,8 +257,8 @@ class Engine:
     def _commit(self, work: Work, scores: StepScores) -> list[Step]:
         """Make final what the target confirms of every block, and begin the answers of prompts that are through."""
         num, ends = work.num_block_tokens, work.prompt_ends
-        draws = work.draws
-        chosen = keyed_sample(scores.logits, *zip(*draws, strict=True)).tolist() if draws else []
+        draws, graphs = work.draws, self._cache.graphs
+        chosen = keyed_sample(scores.logits, *zip(*draws, strict=True), graphs=graphs).tolist() if draws else []
         settle_all(work, chosen, scores.logits)
         steps, paths = self._verify(work, scores.logits[:num], chosen)
         contexts = self._keep_up(work, paths, chosen, scores.features)

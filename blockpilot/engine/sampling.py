@@ -19,20 +19,25 @@ by shared randomness, arXiv 2408.07978); the tokens that come next in the race a
 
 import math
 from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from blockpilot.device import tensor_on
+from blockpilot.device import sent, tensor_on
+from blockpilot.models.graphs import Graphs
 from blockpilot.native.ranking import LARGEST, Ranked, Subset, in_c, rank
 from blockpilot.types import Candidates, Sampling
 
 GROUP = 64  # tokens
 NUM_ARRIVALS = 256  # drawn one by one: more of them leave fewer tokens that may win after all
-FEW_BEST = (256, 4096)  # tokens among which top_p looks for its last one, before it looks at all
+FEW = (256, 1024, 4096)  # likeliest tokens that are looked at, before all are; for several choices not the first
+MOST_SCORES = 2**24  # of a graph, which keeps a few numbers of each
 ROUNDING = 1e-3  # of float32 scores, and much more
-LOWEST, TINY = torch.finfo(torch.float32).min, torch.finfo(torch.float32).tiny
+TINY = torch.finfo(torch.float32).tiny
 NO_TOKEN = -1
 
 
@@ -43,19 +48,26 @@ def _as_int64(x: int) -> int:
 _GAMMA = _as_int64(0x9E3779B97F4A7C15)
 
 
-def keyed_sample(logits: Tensor, positions: Sequence[int], sampling: Sequence[Sampling]) -> Tensor:
+def keyed_sample(
+    logits: Tensor, positions: Sequence[int], sampling: Sequence[Sampling], *, graphs: Graphs | None = None
+) -> Tensor:
     """The target's token at each of N positions: logits [N, V] -> tokens [N] (int64).
 
     `positions` holds the absolute position of the token that is drawn (one past the token that was scored) and
     `sampling` the parameters of the request it belongs to; both have N entries. NO_TOKEN where logits are no numbers.
     """
-    way = rank if in_c(logits) else ranked_by_torch
+    way = rank if in_c(logits) else partial(ranked_by_torch, graphs=graphs)
     found = way(logits, positions, sampling, 1, with_log_probs=False)
     return found.tokens[:, 0].masked_fill(found.broken, NO_TOKEN)
 
 
 def candidates(
-    logits: Tensor, positions: Sequence[int], sampling: Sequence[Sampling], num: int, of: Subset | None = None
+    logits: Tensor,
+    positions: Sequence[int],
+    sampling: Sequence[Sampling],
+    num: int,
+    of: Subset | None = None,
+    graphs: Graphs | None = None,
 ) -> Candidates:
     """The `num` best tokens of each of N positions in the order in which `keyed_sample` would choose them.
 
@@ -67,7 +79,7 @@ def candidates(
     else:
         some = of if all(each.is_greedy for each in sampling) else None  # where none is drawn they are enough
         logits = logits if of is None or some else of.expanded(logits)
-        found = ranked_by_torch(logits, positions, sampling, num, with_log_probs=True)
+        found = ranked_by_torch(logits, positions, sampling, num, with_log_probs=True, graphs=graphs)
         found = found._replace(tokens=some.tokens[found.tokens]) if some else found
     tokens, values, broken, log_probs = found
     assert log_probs is not None
@@ -81,92 +93,145 @@ def cuts(sampling: Sampling, vocab_size: int) -> bool:
     return sampling.top_p < 1 or 0 < sampling.top_k < vocab_size
 
 
+class _How(NamedTuple):
+    """What is wanted of positions: how many tokens, whether log_probs, and if any are drawn, or cut before."""
+
+    num: int
+    with_log_probs: bool
+    is_drawn: bool
+    is_cut: bool
+
+
+class _Draws(NamedTuple):
+    """What each of N positions is drawn by; temperature 0 for the likeliest, top_p infinite for no limit."""
+
+    keys: Tensor
+    temperatures: Tensor
+    top_k: Tensor
+    top_p: Tensor
+
+    @classmethod
+    def of(cls, numbers: Tensor) -> Self:
+        """Those of `_numbers` [N, 5], on their device."""
+        seeds, positions, _, top_k, _ = numbers.unbind(dim=1)
+        _, _, temperatures, _, top_p = numbers.view(torch.float64).unbind(dim=1)
+        return cls(_keys(seeds, positions), temperatures.float(), top_k, top_p.float())
+
+
+def _numbers(positions: Sequence[int], sampling: Sequence[Sampling], vocab_size: int) -> Tensor:
+    """Seeds, positions, temperatures, top_k and top_p [N, 5] on the host, in one tensor: floats by their bits."""
+    found = np.empty((len(sampling), 5), dtype=np.int64)
+    floats = found.view(np.float64)
+    found[:, 0], found[:, 1] = [each.seed for each in sampling], positions
+    floats[:, 2] = [0.0 if each.is_greedy else min(each.temperature, LARGEST) for each in sampling]
+    found[:, 3] = [vocab_size if each.is_greedy else min(each.top_k or vocab_size, vocab_size) for each in sampling]
+    # Above 0 in float32, so that the likeliest stays in; without a limit where it is 1, which sums reach early.
+    limits = [1.0 if each.is_greedy else each.top_p for each in sampling]
+    floats[:, 4] = [max(limit, TINY) if limit < 1 else math.inf for limit in limits]
+    return torch.from_numpy(found)
+
+
 def ranked_by_torch(
-    logits: Tensor, positions: Sequence[int], sampling: Sequence[Sampling], num: int, *, with_log_probs: bool
+    logits: Tensor,
+    positions: Sequence[int],
+    sampling: Sequence[Sampling],
+    num: int,
+    *,
+    with_log_probs: bool,
+    graphs: Graphs | None = None,
 ) -> Ranked:
-    """The `num` best, at most V, of logits [N, V]."""
-    scores = logits.float()  # bfloat16 is several times slower on a CPU
-    tokens, values = top(scores, num)
+    """The `num` best, at most V, of logits [N, V].
+
+    Nearly always what can win, and what top_p leaves in, is among the likeliest few. A row decides by itself how many
+    are looked at, so its result does not depend on its neighbours. All shapes are fixed, hence one graph on a GPU.
+    """
+    vocab_size, drawn = logits.shape[1], [each for each in sampling if not each.is_greedy]
+    how = _How(num, with_log_probs, bool(drawn), any(cuts(each, vocab_size) for each in drawn))
+    numbers = sent(_numbers(positions, sampling, vocab_size), logits.device)
+    first, *more = FEW if num == 1 else FEW[1:]
+    whole, *found = _ranked_first(logits, numbers, how, first, graphs)
+    for few in (*more, vocab_size):
+        if not how.is_drawn or whole.all():
+            break
+        left = (~whole).nonzero()[:, 0]
+        whole[left], *of_left = _ranked(logits[left], numbers[left], how, few)
+        for values, some in zip(found, of_left, strict=True):
+            values[left] = some
+    tokens, values, broken, *log_probs = found
+    return Ranked(tokens, values, broken, log_probs[0] if with_log_probs else None)
+
+
+def _ranked_first(logits: Tensor, numbers: Tensor, how: _How, few: int, graphs: Graphs | None) -> tuple[Tensor, ...]:
+    """`_ranked`, by a graph where that saves launches."""
+    ranked, found = partial(_ranked, how=how, few=few), None
+    if how.is_drawn and graphs is not None and logits.numel() <= MOST_SCORES:
+        key = "ranked", how, logits.shape[1], logits.dtype
+        found = graphs.of_tokens(key, ranked, [(logits, 0), (numbers, 0)])
+    return ranked(logits, numbers) if found is None else found
+
+
+def _ranked(logits: Tensor, numbers: Tensor, how: _How, few: int) -> tuple[Tensor, ...]:
+    """Which rows [N] are certain, `few` or more of their tokens being looked at, and then what `Ranked` holds."""
+    num, scores = how.num, logits.float()  # bfloat16 is several times slower on a CPU
+    few = min(max(num, few), scores.shape[1]) if how.is_drawn else num
+    tokens, values = top(scores, few)
     broken = ~(values[:, 0].abs() < LARGEST)  # true of NaN
-    drawn = [i for i, s in enumerate(sampling) if not s.is_greedy]
-    if drawn:
-        scores = scores.masked_fill(broken[:, None], 0.0)
-        index = tensor_on(logits.device, drawn)
-        of_drawn = truncated_scores(scores[index], [sampling[i] for i in drawn])
-        scores = scores.index_copy(0, index, of_drawn)
-        there = values > -math.inf
-        values = scores.gather(1, tokens).where(there, -math.inf)  # in the order of the logits, but for what is cut
-        seeds = tensor_on(logits.device, [sampling[i].seed for i in drawn])
-        places = tensor_on(logits.device, [positions[i] for i in drawn])
-        tokens[index], perturbed = race(of_drawn, tokens[index], _keys(seeds, places))
-        values[index] = perturbed.float()
-    if not with_log_probs:
-        return Ranked(tokens, values, broken, None)
+    whole = torch.ones_like(broken)
+    if how.is_drawn:
+        draws = _Draws.of(numbers)
+        is_drawn = draws.temperatures > 0
+        temperatures = torch.where(is_drawn, draws.temperatures, 1.0)[:, None]
+        scores, values = (each.masked_fill(broken[:, None], 0.0) / temperatures for each in (scores, values))
+        if how.is_cut:
+            least, whole = _least_kept(scores, tokens, values, draws)
+            scores, values = (each.masked_fill(each < least, -math.inf) for each in (scores, values))
+        of_race, in_race, ended = race(scores, tokens, values, draws.keys, num)
+        tokens = torch.where(is_drawn[:, None], of_race, tokens[:, :num])
+        values = torch.where(is_drawn[:, None], in_race.float(), values[:, :num])
+        whole = (whole & ended) | ~is_drawn | broken
+    if not how.with_log_probs:
+        return whole, tokens, values, broken
     log_probs = scores.log_softmax(dim=-1).gather(1, tokens)  # logsumexp: 8 times as long where many are -inf
     total = scores.gather(1, tokens[:, :1]) - log_probs[:, :1]
-    return Ranked(tokens, values - total, broken, log_probs.where(values > -math.inf, -math.inf))
+    return whole, tokens, values - total, broken, log_probs.where(values > -math.inf, -math.inf)
 
 
-def truncated_scores(logits: Tensor, sampling: Sequence[Sampling]) -> Tensor:
-    """logits / temperature, with -inf outside top_k and then top_p. logits [N, V] float32; ties stay in."""
-    device, vocab_size = logits.device, logits.shape[-1]
-    temperatures = [min(s.temperature, LARGEST) for s in sampling]
-    scores = logits / tensor_on(device, temperatures)[:, None]
-    cut = [i for i, s in enumerate(sampling) if cuts(s, vocab_size)]
-    if not cut:
-        return scores
-    index = tensor_on(device, cut)
-    top_k = tensor_on(device, [min(sampling[i].top_k or vocab_size, vocab_size) for i in cut])[:, None]
-    # Above 0 in float32, so that the likeliest stays in; without a limit where it is 1, which sums reach early.
-    limits = [max(sampling[i].top_p, TINY) if sampling[i].top_p < 1 else math.inf for i in cut]
-    least = _least_kept(scores[index], top_k, tensor_on(device, limits)[:, None])
-    scores[index] = scores[index].masked_fill(scores[index] < least, -math.inf)
-    return scores
+def _least_kept(scores: Tensor, tokens: Tensor, best: Tensor, draws: _Draws) -> tuple[Tensor, Tensor]:
+    """The least of each row's scores [N, V] that top_k and then top_p leave in, [N, 1], ties with it among them.
 
-
-def _least_kept(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """The least of each row's scores [N, V] that top_k [N, 1] and then top_p [N, 1] leave in: [N, 1].
-
-    Nearly always it is among the best few, which takes a tenth of the time of sorting all of them. A row decides by
-    itself how many it needs, so its result does not depend on its neighbours.
+    `tokens` [N, few] are the likeliest, `best` their scores. Of which rows [N] they suffice comes second.
     """
-    vocab_size = scores.shape[-1]
-    least = torch.empty_like(scores[:, :1])
-    left = torch.arange(len(scores), device=scores.device)
-    for num in (min(few, vocab_size) for few in (*FEW_BEST, vocab_size)):
-        of_row, most = scores[left], top_k[left]
-        best, tokens = of_row.topk(num, dim=-1)
-        ranked = best.masked_fill(torch.arange(num, device=scores.device) >= most, -math.inf)
-        # Not logsumexp: it takes 8 times as long where many are -inf, and sums one row in another order than many.
-        of_all, of_few = of_row.log_softmax(dim=-1).gather(-1, tokens[:, :1]), ranked.log_softmax(dim=-1)[:, :1]
-        probs = (ranked - best[:, :1] + torch.where(most < vocab_size, of_few, of_all)).exp()
-        kept = ((probs.cumsum(dim=-1) - probs < top_p[left]) & (ranked > -math.inf)).sum(dim=-1, keepdim=True)
-        least[left] = ranked.gather(-1, kept - 1)
-        left = left[
-            ((most > num) & ((most < vocab_size) | (kept == num)))[:, 0]
-        ]  # what top_k leaves, or top_p, is more
-        if num == vocab_size or not len(left):
-            break
-    return least
+    few, vocab_size = best.shape[1], scores.shape[1]
+    most, is_free = draws.top_k[:, None], draws.top_k[:, None] == vocab_size
+    ranked = best.masked_fill(torch.arange(few, device=best.device) >= most, -math.inf)
+    # Not logsumexp: it takes 8 times as long where many are -inf, and sums one row in another order than many.
+    of_all, of_few = scores.log_softmax(dim=-1).gather(1, tokens[:, :1]), ranked.log_softmax(dim=-1)[:, :1]
+    probs = (ranked - best[:, :1] + torch.where(is_free, of_all, of_few)).exp()
+    kept = ((probs.cumsum(dim=-1) - probs < draws.top_p[:, None]) & (ranked > -math.inf)).sum(dim=-1, keepdim=True)
+    least, is_open = ranked.gather(1, (kept - 1).clamp(min=0)), is_free & draws.top_p[:, None].isinf()
+    whole = is_open | (most <= few) | (is_free & (kept < few))
+    return least.masked_fill(is_open, -math.inf), whole[:, 0]
 
 
-def race(scores: Tensor, likeliest: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """The first k of E_v / exp(scores[v]), and the logarithms of its inverse: both [N, k], the winner first.
+def race(scores: Tensor, likeliest: Tensor, best: Tensor, keys: Tensor, num: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The first `num` of E_v / exp(scores[v]), and the logarithms of its inverse, both [N, num], the winner first.
 
-    scores [N, V] float32, `likeliest` [N, k] the best ones of each, keys [N] int64. A Poisson process in which every
-    token arrives at rate 1 gives the noise: E_v is the time of v's first arrival. Its first arrivals are drawn; after
-    them (`horizon`) a token that has not come has an Exp(1) of its own before it, since the process has no memory.
+    scores [N, V] float32, `likeliest` [N, few] the best ones of each, `best` their scores, keys [N] int64. Of which
+    rows [N] no other token can be among the first comes last.
+
+    A Poisson process in which every token arrives at rate 1 gives the noise: E_v is the time of v's first arrival.
+    Its first arrivals are drawn; after them (`horizon`) a token that has not come has an Exp(1) of its own before it,
+    since the process has no memory.
     """
-    num = likeliest.shape[1]
     arrived, times = arrivals(keys, scores.shape[-1])
     horizon = times[:, -1:]
-    values = scores.gather(1, arrived) - times.log()
-    lead = scores.gather(1, likeliest) - (horizon + own_times(keys[:, None], likeliest)).log()
-    reached = torch.maximum(first_of_each(arrived, values, num)[1], lead.sort(dim=1, descending=True).values)[:, -1:]
-    bound = reached + horizon.log()  # of scores that no time after the horizon can bring among the first k
-    row, late = _at_least(_grouped(scores), (bound[:, 0] - ROUNDING).float().clamp(min=LOWEST))
-    of_late = scores[row, late] - (horizon[row, 0] + own_times(keys[row], late)).log()
-    return first_of_each(*_joined(arrived, values, row, late, of_late), num)
+    of_arrived = scores.gather(1, arrived) - times.log()
+    of_likeliest = best - (horizon + own_times(keys[:, None], likeliest)).log()
+    both = torch.cat([arrived, likeliest], dim=1), torch.cat([of_arrived, of_likeliest], dim=1)
+    tokens, values = first_of_each(*both, num)
+    bound = values[:, -1] + horizon[:, 0].log()  # of scores that no time after the horizon can bring among the first
+    ended = (best[:, -1] < bound - ROUNDING) | (best[:, -1] == -math.inf)
+    return tokens, values, ended | (best.shape[1] == scores.shape[1])
 
 
 def first_of_each(tokens: Tensor, values: Tensor, num: int) -> tuple[Tensor, Tensor]:
@@ -180,16 +245,6 @@ def first_of_each(tokens: Tensor, values: Tensor, num: int) -> tuple[Tensor, Ten
     again = functional.pad(alike[:, 1:] == alike[:, :-1], (1, 0))
     best, order = _largest(values.masked_fill(again.gather(1, place.argsort(dim=1)), -math.inf), num)
     return tokens.gather(1, order), best
-
-
-def _joined(arrived: Tensor, values: Tensor, row: Tensor, late: Tensor, of_late: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens and values [N, A + most]: those that arrived [N, A], and late ones of their rows, all three [L]."""
-    counts = torch.bincount(row, minlength=len(arrived))
-    place = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
-    shape = len(arrived), int(counts.max())
-    tokens = late.new_zeros(shape).index_put_((row, place), late)
-    more = values.new_full(shape, -math.inf).index_put_((row, place), of_late)
-    return torch.cat([arrived, tokens], dim=1), torch.cat([values, more], dim=1)
 
 
 def top(scores: Tensor, num: int) -> tuple[Tensor, Tensor]:
@@ -212,13 +267,6 @@ def _grouped(scores: Tensor) -> Tensor:
     short = -scores.shape[1] % GROUP
     whole = functional.pad(scores, (0, short), value=-math.inf) if short else scores
     return whole.reshape(len(scores), whole.shape[1] // GROUP, GROUP)
-
-
-def _at_least(grouped: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows and places of all that reach bound [N] of their row."""
-    row, group = (grouped.amax(dim=2) >= bound[:, None]).nonzero(as_tuple=True)
-    found, inside = (grouped[row, group] >= bound[row, None]).nonzero(as_tuple=True)
-    return row[found], group[found] * GROUP + inside
 
 
 def arrivals(keys: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:

@@ -166,17 +166,16 @@ def floors(pair: Pair, rows: int, tokens: int, length: int, speed: float) -> tup
 
 
 @torch.inference_mode()
-def measure(
-    pair: Pair, name: str, way: str, rows: int, sizes: Sequence[int], context: int, num_steps: int, speed: float
-) -> Iterator[Point]:
+def measure(pair: Pair, name: str, way: str, rows: int, options: argparse.Namespace, speed: float) -> Iterator[Point]:
     """Points of an engine of `rows` rows, whose blocks take all sizes in turn."""
+    context, sampling = options.context, Sampling(options.temperature)
     device = pair.target.device
     engine = with_graphs(pair, way, num_slots=rows, max_length=context + ROOM)
     prompts = torch.randint(0, pair.vocab_size, (rows, context), generator=torch.Generator().manual_seed(0))
-    ids = [engine.add(Request(tuple(p), ROOM, block_size=2, layout="chain")) for p in prompts.tolist()]
+    ids = [engine.add(Request(tuple(p), ROOM, sampling, 2, layout="chain")) for p in prompts.tolist()]
     while engine.num_decoding < rows:
         engine.step()
-    for size in sizes:
+    for size in options.tokens:
         for request_id in ids:
             engine.set_block_size(request_id, size)
         started = time.perf_counter()
@@ -185,31 +184,31 @@ def measure(
         capture_s = time.perf_counter() - started
         engine.step()
         seconds = []
-        for _ in range(num_steps):
+        for _ in range(options.steps):
             started = time.perf_counter()
             engine.step()
             seconds.append(time.perf_counter() - started)
         assert engine.num_decoding == rows, "a row came to its end: fewer steps or more room are needed"
         length = len(engine._rows[0].tokens)
-        target_ms, draft_ms = passes_ms(engine, size)
+        target_ms, draft_ms = passes_ms(engine, size, sampling)
         floor_ms, target_floor_ms = floors(pair, rows, size, length, speed)
         num_syncs = count_syncs(engine)
         times = 1e3 * median(seconds), target_ms, draft_ms, floor_ms, target_floor_ms
         yield Point(name, way, rows, size, *times, num_syncs, capture_s)
 
 
-def passes_ms(engine: Engine, size: int) -> tuple[float, float]:
+def passes_ms(engine: Engine, size: int, of_all: Sampling) -> tuple[float, float]:
     """Milliseconds of the target's pass, with LM head and choice, and of the draft's, of NUM_PASSES back to back."""
     device, rows = engine.pair.target.device, engine._rows
     starts, slots = [row.anchor_position for row in rows], list(range(len(rows)))
     tokens = torch.zeros(size * len(rows), dtype=torch.int64, device=device)
-    sampling, positions = [Sampling()] * len(tokens), [0] * len(tokens)
+    sampling, positions, graphs = [of_all] * len(tokens), [0] * len(tokens), engine._cache.graphs
 
     def target() -> None:
         packing = SideBySide([Packing([size] * len(rows), starts, device)])
         view = engine._cache.view(packing.rows, packing.columns, slice(0, len(rows)), packing.length)
         hidden = engine._target.score(tokens, view, packing, features=True).hidden
-        keyed_sample(engine._target.logits(hidden), positions, sampling)
+        keyed_sample(engine._target.logits(hidden), positions, sampling, graphs=graphs)
 
     def draft() -> None:
         engine._drafter.proposed(rows, slots, [size - 1] * len(rows), 1)
@@ -263,7 +262,7 @@ def bench(options: argparse.Namespace, failures: Failures) -> None:
     points: list[Point] = []
 
     def one(pair: Pair, name: str, way: str, rows: int) -> None:
-        for p in measure(pair, name, way, rows, options.tokens, options.context, options.steps, speed):
+        for p in measure(pair, name, way, rows, options, speed):
             points.append(p)
             of_step = f"{p.step_ms:.2f} | {p.floor_ms:.2f} | {p.step_ms / p.floor_ms:.2f}"
             of_target = f"{p.target_ms:.2f} | {p.target_floor_ms:.2f} | {p.target_ms / p.target_floor_ms:.2f}"
@@ -366,6 +365,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 8, 16], help="B, tokens that a row verifies")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--temperature", type=float, default=0.0, help="of every row; above 0 tokens are drawn")
     parser.add_argument("--context", type=int, default=512, help="tokens of every row at first")
     parser.add_argument("--steps", type=int, default=15, help="of each kind; the median counts")
     parser.add_argument("--seconds", type=float, default=75.0, help="no engine is begun after so many")

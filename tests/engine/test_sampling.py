@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from blockpilot.engine.sampling import (
-    FEW_BEST,
+    FEW,
     NO_TOKEN,
     NUM_ARRIVALS,
     arrivals,
@@ -21,8 +21,8 @@ from blockpilot.engine.sampling import (
     race,
     ranked_by_torch,
     top,
-    truncated_scores,
 )
+from blockpilot.models.graphs import Graphs
 from blockpilot.native.ranking import Subset, in_c, rank
 from blockpilot.types import Sampling
 
@@ -32,6 +32,15 @@ LOGITS = torch.tensor([1.0, 0.3, -0.7, 2.1, 0.0, -3.0, 1.4])
 def frequencies(sampling: list[Sampling], positions: list[int], logits: torch.Tensor = LOGITS) -> torch.Tensor:
     tokens = keyed_sample(logits.expand(len(positions), -1), positions, sampling)
     return torch.bincount(tokens, minlength=len(logits)).double()
+
+
+def left_in(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Which tokens [V] of logits [1, V] torch draws from; with one alone it is the likeliest."""
+    found = ranked_by_torch(logits, [7], [sampling], logits.shape[1], with_log_probs=True)
+    assert found.log_probs is not None
+    return torch.zeros(logits.shape[1], dtype=torch.bool).index_fill_(
+        0, found.tokens[found.log_probs > -math.inf], True
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
@@ -100,13 +109,15 @@ def test_the_race_ends_in_the_order_that_a_look_at_all_times_says(
     scores[:, seed % vocab_size] = 1.0
     num = min(num, vocab_size)
     keys = torch.tensor([seed, -seed, 7, 2**62 + seed])
-    tokens, values = race(scores, top(scores, num)[0], keys)
+    few = max(num, min(seed % 100, vocab_size))
+    tokens, values, ended = race(scores, *top(scores, few), keys, num)
     arrived, times = arrivals(keys, vocab_size)
     own = own_times(keys[:, None].expand(-1, vocab_size), torch.arange(vocab_size).expand(4, -1))
     first = (times[:, -1:] + own).scatter_reduce(1, arrived, times, "amin")
     best = (scores - first.log()).topk(num, dim=1)
-    assert values.equal(best.values)
-    can_win = values > -math.inf
+    assert ended.all() or few < vocab_size
+    assert values[ended].equal(best.values[ended])
+    can_win = ended[:, None] & (values > -math.inf)
     assert tokens[can_win].equal(best.indices[can_win])
 
 
@@ -144,7 +155,7 @@ def test_candidates_are_what_would_be_chosen_one_after_the_other(
     open_ = rows.clone()
     for i, s in enumerate(sampling):
         if s.temperature:
-            open_[i] = truncated_scores(rows[i : i + 1], [s])[0] * s.temperature
+            open_[i, ~left_in(rows[i : i + 1], s)] = -math.inf
     free = [Sampling(s.temperature, seed=s.seed) for s in sampling]
     for place in range(num):
         possible = open_.amax(dim=1) > -math.inf
@@ -171,7 +182,7 @@ def test_of_many_tokens_those_are_left_that_float64_leaves(
         pytest.skip("no compiler, or no CPU for it")
     logits = torch.randn(1, vocab_size, generator=torch.Generator().manual_seed(seed)) * spread
     if by_torch:
-        left = (truncated_scores(logits, [sampling])[0] > -math.inf).nonzero()[:, 0]
+        left = left_in(logits, sampling).nonzero()[:, 0]
     else:
         found = rank(logits, [7], [sampling], vocab_size, with_log_probs=True)
         left = found.tokens[found.values > -math.inf]
@@ -345,15 +356,34 @@ def test_truncation_keeps_what_a_slow_loop_keeps(
     values: list[int], top_p: float, top_k: int, temperature: float
 ) -> None:
     logits, sampling = [v / 8 for v in values], Sampling(temperature, top_p, top_k)
-    for few in (FEW_BEST, (1, 3)):  # of so few tokens the last one is rarely among the best
-        with mock.patch("blockpilot.engine.sampling.FEW_BEST", few):
-            scores = truncated_scores(torch.tensor([logits]), [sampling])[0]
-        assert {i for i, s in enumerate(scores.tolist()) if s > -math.inf} == slow_truncation(logits, sampling)
+    for few in (FEW, (1, 2, 3)):  # of so few tokens the last one is rarely among the best
+        with mock.patch("blockpilot.engine.sampling.FEW", few):
+            left = left_in(torch.tensor([logits]), sampling)
+        assert {i for i, is_in in enumerate(left.tolist()) if is_in} == slow_truncation(logits, sampling)
+
+
+@pytest.mark.parametrize("num", [1, 5])
+@torch.inference_mode()
+def test_rows_of_a_graph_are_ranked_as_those_alone(num: int) -> None:
+    """Graphs pad rows, and look at few tokens; where those do not suffice, more are looked at without a graph."""
+    logits = torch.randn(len(SAMPLINGS), 3000, generator=torch.Generator().manual_seed(num)) * 3
+    logits[2, 5:900], logits[4] = 9.0, math.nan
+    graphs, positions = Graphs(logits.device, capture=False), range(len(SAMPLINGS))
+    for few in (FEW, (2, 2, 30)):
+        with mock.patch("blockpilot.engine.sampling.FEW", few):
+            found = ranked_by_torch(logits, positions, SAMPLINGS, num, with_log_probs=True, graphs=graphs)
+        for i, sampling in enumerate(SAMPLINGS):
+            alone = ranked_by_torch(logits[i : i + 1], [i], [sampling], num, with_log_probs=True)
+            for of_all, of_one in zip(found, alone, strict=True):
+                assert of_all is not None
+                assert of_one is not None
+                assert of_all[i].nan_to_num().equal(of_one[0].nan_to_num())
+    assert len(graphs) == 1
 
 
 def test_top_p_of_1_keeps_tokens_that_a_float32_sum_does_not_see() -> None:
     logits = torch.tensor([[0.0, -20.0, -21.0, -22.0]])
-    assert truncated_scores(logits, [Sampling(1.0, top_p=1.0, top_k=3)]).isfinite().tolist() == [[True] * 3 + [False]]
+    assert left_in(logits, Sampling(1.0, top_p=1.0, top_k=3)).tolist() == [True] * 3 + [False]
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,10 @@ import numpy as np
 from jinja2 import Environment, PackageLoader
 from pydantic import Field
 
-from blockpilot.control.price import PRICE_FILE, Load, StepPrice, loads_up_to, read_price
+from blockpilot.control.price import PRICE_FILE, Load, StepPrice, read_price
 from blockpilot.evaluation.oracle import Table, potential
 from blockpilot.evaluation.statistics import Interval
-from blockpilot.evaluation.tables import with_range
+from blockpilot.evaluation.tables import loads_up_to, with_range
 from blockpilot.policy.reliability import Bin
 from blockpilot.storage import is_file, join, write_bytes, write_text
 from blockpilot.sweep.rows import SweepRow, read_parts

@@ -1,4 +1,4 @@
-"""Forecasts that learn nothing beforehand: the same for every step, and running means of acceptance."""
+"""Forecasts that learn nothing beforehand: running means of acceptance."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -6,18 +6,6 @@ from operator import mul
 
 from blockpilot.control.calibration import TrackRecord
 from blockpilot.types import Prefill
-
-
-class StaticForecast:
-    """The same for every step of a request."""
-
-    reader = None
-
-    def __init__(self, reach: Sequence[float]) -> None:
-        self.reach = tuple(reach)
-
-    def observe(self, depth: int, num_verified: int, num_accepted: int) -> None:
-        pass
 
 
 class RunningMeans:

@@ -131,11 +131,6 @@ class StepPrice:
         return price
 
 
-def loads_up_to(rows: int) -> list[int]:
-    """1, 4, 16, ... rows, and so many: loads to show figures for."""
-    return sorted({rows, *(4**i for i in range(rows.bit_length()) if 4**i < rows)})
-
-
 def read_price(place: Place) -> StepPrice:
     """From a file of `to_json`; raises ValueError for anything else."""
     try:

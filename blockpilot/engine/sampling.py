@@ -32,7 +32,6 @@ from blockpilot.models.graphs import Graphs
 from blockpilot.native.ranking import LARGEST, Ranked, Subset, in_c, rank
 from blockpilot.types import Candidates, Sampling
 
-GROUP = 64  # tokens
 NUM_ARRIVALS = 256  # drawn one by one: more of them leave fewer tokens that may win after all
 FEW = (256, 1024, 4096)  # likeliest tokens that are looked at, before all are; for several choices not the first
 MOST_SCORES = 2**24  # of a graph, which keeps a few numbers of each
@@ -93,15 +92,6 @@ def cuts(sampling: Sampling, vocab_size: int) -> bool:
     return sampling.top_p < 1 or 0 < sampling.top_k < vocab_size
 
 
-class _How(NamedTuple):
-    """What is wanted of positions: how many tokens, whether log_probs, and if any are drawn, or cut before."""
-
-    num: int
-    with_log_probs: bool
-    is_drawn: bool
-    is_cut: bool
-
-
 class _Draws(NamedTuple):
     """What each of N positions is drawn by; temperature 0 for the likeliest, top_p infinite for no limit."""
 
@@ -126,8 +116,8 @@ def _numbers(positions: Sequence[int], sampling: Sequence[Sampling], vocab_size:
     floats[:, 2] = [0.0 if each.is_greedy else min(each.temperature, LARGEST) for each in sampling]
     found[:, 3] = [vocab_size if each.is_greedy else min(each.top_k or vocab_size, vocab_size) for each in sampling]
     # Above 0 in float32, so that the likeliest stays in; without a limit where it is 1, which sums reach early.
-    limits = [1.0 if each.is_greedy else each.top_p for each in sampling]
-    floats[:, 4] = [max(limit, TINY) if limit < 1 else math.inf for limit in limits]
+    is_free = [each.is_greedy or each.top_p == 1 for each in sampling]
+    floats[:, 4] = [math.inf if free else max(each.top_p, TINY) for each, free in zip(sampling, is_free, strict=True)]
     return torch.from_numpy(found)
 
 
@@ -146,50 +136,46 @@ def ranked_by_torch(
     are looked at, so its result does not depend on its neighbours. All shapes are fixed, hence one graph on a GPU.
     """
     vocab_size, drawn = logits.shape[1], [each for each in sampling if not each.is_greedy]
-    how = _How(num, with_log_probs, bool(drawn), any(cuts(each, vocab_size) for each in drawn))
+    is_cut, (first, *more) = any(cuts(each, vocab_size) for each in drawn), FEW if num == 1 else FEW[1:]
+    ranked = partial(_ranked, num=num, is_drawn=bool(drawn), is_cut=is_cut, with_log_probs=with_log_probs)
     numbers = sent(_numbers(positions, sampling, vocab_size), logits.device)
-    first, *more = FEW if num == 1 else FEW[1:]
-    whole, *found = _ranked_first(logits, numbers, how, first, graphs)
+    rows = None
+    if graphs is not None and drawn and logits.numel() <= MOST_SCORES:  # else it saves no launches
+        key = "ranked", num, is_cut, with_log_probs, vocab_size, logits.dtype
+        rows = graphs.of_tokens(key, partial(ranked, few=first), [(logits, 0), (numbers, 0)])
+    whole, *found = rows or ranked(logits, numbers, few=first)
     for few in (*more, vocab_size):
-        if not how.is_drawn or whole.all():
+        if not drawn or whole.all():
             break
         left = (~whole).nonzero()[:, 0]
-        whole[left], *of_left = _ranked(logits[left], numbers[left], how, few)
+        whole[left], *of_left = ranked(logits[left], numbers[left], few=few)
         for values, some in zip(found, of_left, strict=True):
             values[left] = some
     tokens, values, broken, *log_probs = found
     return Ranked(tokens, values, broken, log_probs[0] if with_log_probs else None)
 
 
-def _ranked_first(logits: Tensor, numbers: Tensor, how: _How, few: int, graphs: Graphs | None) -> tuple[Tensor, ...]:
-    """`_ranked`, by a graph where that saves launches."""
-    ranked, found = partial(_ranked, how=how, few=few), None
-    if how.is_drawn and graphs is not None and logits.numel() <= MOST_SCORES:
-        key = "ranked", how, logits.shape[1], logits.dtype
-        found = graphs.of_tokens(key, ranked, [(logits, 0), (numbers, 0)])
-    return ranked(logits, numbers) if found is None else found
-
-
-def _ranked(logits: Tensor, numbers: Tensor, how: _How, few: int) -> tuple[Tensor, ...]:
+def _ranked(
+    logits: Tensor, numbers: Tensor, *, few: int, num: int, is_drawn: bool, is_cut: bool, with_log_probs: bool
+) -> tuple[Tensor, ...]:
     """Which rows [N] are certain, `few` or more of their tokens being looked at, and then what `Ranked` holds."""
-    num, scores = how.num, logits.float()  # bfloat16 is several times slower on a CPU
-    few = min(max(num, few), scores.shape[1]) if how.is_drawn else num
-    tokens, values = top(scores, few)
+    scores = logits.float()  # bfloat16 is several times slower on a CPU
+    values, tokens = _largest(scores, min(max(num, few), scores.shape[1]) if is_drawn else num)
     broken = ~(values[:, 0].abs() < LARGEST)  # true of NaN
     whole = torch.ones_like(broken)
-    if how.is_drawn:
+    if is_drawn:
         draws = _Draws.of(numbers)
-        is_drawn = draws.temperatures > 0
-        temperatures = torch.where(is_drawn, draws.temperatures, 1.0)[:, None]
+        own = draws.temperatures > 0
+        temperatures = torch.where(own, draws.temperatures, 1.0)[:, None]
         scores, values = (each.masked_fill(broken[:, None], 0.0) / temperatures for each in (scores, values))
-        if how.is_cut:
+        if is_cut:
             least, whole = _least_kept(scores, tokens, values, draws)
             scores, values = (each.masked_fill(each < least, -math.inf) for each in (scores, values))
         of_race, in_race, ended = race(scores, tokens, values, draws.keys, num)
-        tokens = torch.where(is_drawn[:, None], of_race, tokens[:, :num])
-        values = torch.where(is_drawn[:, None], in_race.float(), values[:, :num])
-        whole = (whole & ended) | ~is_drawn | broken
-    if not how.with_log_probs:
+        tokens = torch.where(own[:, None], of_race, tokens[:, :num])
+        values = torch.where(own[:, None], in_race.float(), values[:, :num])
+        whole = (whole & ended) | ~own | broken
+    if not with_log_probs:
         return whole, tokens, values, broken
     log_probs = scores.log_softmax(dim=-1).gather(1, tokens)  # logsumexp: 8 times as long where many are -inf
     total = scores.gather(1, tokens[:, :1]) - log_probs[:, :1]
@@ -247,43 +233,22 @@ def first_of_each(tokens: Tensor, values: Tensor, num: int) -> tuple[Tensor, Ten
     return tokens.gather(1, order), best
 
 
-def top(scores: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    """The places [N, num] of the largest of scores [N, V], and these; of equals one of them."""
-    grouped = _grouped(scores)
-    _, groups = _largest(grouped.amax(dim=2), min(num, grouped.shape[1]))
-    found = grouped.gather(1, groups[:, :, None].expand(-1, -1, GROUP))
-    best, place = _largest(found.flatten(1), num)
-    places = groups.gather(1, place // GROUP) * GROUP + place % GROUP
-    return places.clamp_max(scores.shape[1] - 1), best  # of scores -inf any place will do
-
-
 def _largest(values: Tensor, num: int) -> tuple[Tensor, Tensor]:
     """The `num` largest of values [N, M], and their places; of equals the first, where one is wanted."""
     return values.max(dim=1, keepdim=True) if num == 1 else values.topk(num, dim=1)
 
 
-def _grouped(scores: Tensor) -> Tensor:
-    """[N, V] -> [N, groups, GROUP]: the maximum is found many times faster than its place."""
-    short = -scores.shape[1] % GROUP
-    whole = functional.pad(scores, (0, short), value=-math.inf) if short else scores
-    return whole.reshape(len(scores), whole.shape[1] // GROUP, GROUP)
-
-
 def arrivals(keys: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
     """Tokens and times [N, NUM_ARRIVALS] (int64, float64) of the first arrivals in the processes of keys [N]."""
     numbers = torch.arange(NUM_ARRIVALS, device=keys.device)
-    gaps = _exponential(_uniform(keys[:, None], numbers)) / vocab_size
+    gaps = -torch.log1p(-_uniform(keys[:, None], numbers)) / vocab_size
     tokens = (_uniform(keys[:, None], numbers + NUM_ARRIVALS) * vocab_size).long().clamp_max(vocab_size - 1)
     return tokens, gaps.cumsum(dim=1)
 
 
 def own_times(keys: Tensor, tokens: Tensor) -> Tensor:
-    """How long after the horizon each of the tokens arrives; keys and tokens have one shape."""
-    return _exponential(_uniform(keys, tokens + 2 * NUM_ARRIVALS))
-
-
-def _exponential(uniform: Tensor) -> Tensor:
-    return -torch.log1p(-uniform)
+    """How long after the horizon each of the tokens arrives, Exp(1); keys and tokens have one shape."""
+    return -torch.log1p(-_uniform(keys, tokens + 2 * NUM_ARRIVALS))
 
 
 def _uniform(keys: Tensor, numbers: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ import torch
 
 from blockpilot.control.choose import Offered
 from blockpilot.control.controller import Controller
-from blockpilot.control.forecasts import StaticForecast
 from blockpilot.control.price import COEFFICIENTS, TILE, Load, StepPrice, fit, passes, relative_error
 from blockpilot.device import device_name, dtype_name
 from blockpilot.engine.engine import Engine
@@ -44,6 +43,18 @@ class TimedStep(NamedTuple):
 
     load: Load
     seconds: float
+
+
+class StaticForecast:
+    """The same for every step of a request."""
+
+    reader = None
+
+    def __init__(self, reach: Sequence[float]) -> None:
+        self.reach = tuple(reach)
+
+    def observe(self, depth: int, num_verified: int, num_accepted: int) -> None:
+        pass
 
 
 class _Dictated(Controller):

@@ -37,3 +37,8 @@ def with_range(interval: Interval, digits: int) -> str:
     if math.isnan(interval.value):
         return "-"
     return f"{interval.value:.{digits}f} ({interval.low:.{digits}f} to {interval.high:.{digits}f})"
+
+
+def loads_up_to(rows: int) -> list[int]:
+    """1, 4, 16, ... rows, and so many: loads to show figures for."""
+    return sorted({rows, *(4**i for i in range(rows.bit_length()) if 4**i < rows)})

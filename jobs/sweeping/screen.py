@@ -3,7 +3,8 @@
 from rich.console import Console
 from rich.table import Table
 
-from blockpilot.control.price import StepPrice, loads_up_to
+from blockpilot.control.price import StepPrice
+from blockpilot.evaluation.tables import loads_up_to
 from blockpilot.sweep.rows import Metadata
 from blockpilot.sweep.summary import Summary
 

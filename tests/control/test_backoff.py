@@ -7,11 +7,11 @@ import pytest
 
 from blockpilot.control.backoff import Backoff
 from blockpilot.control.controller import FixedPolicy, StepOutcome
-from blockpilot.control.forecasts import StaticForecast
 from blockpilot.control.live import LiveController
 from blockpilot.control.price import Load
 from blockpilot.drafts.decoder import DraftDecoder
 from blockpilot.engine.engine import Engine
+from blockpilot.evaluation.pricing import StaticForecast
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import Request, Sampling
 from helpers.controllers import Switch

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from blockpilot.control.controller import FixedPolicy, StepOutcome
-from blockpilot.control.forecasts import StaticForecast
 from blockpilot.control.live import (
     LEAST,
     LEVEL,
@@ -23,6 +22,7 @@ from blockpilot.control.live import (
 )
 from blockpilot.control.price import Array, Load, StepPrice
 from blockpilot.engine.engine import Engine
+from blockpilot.evaluation.pricing import StaticForecast
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import Policy, Request
 from helpers.controllers import Switch, World

@@ -16,9 +16,10 @@ from llguidance.hf import from_tokenizer
 from blockpilot.constraints.automaton import GrammarCompiler, GrammarError
 from blockpilot.constraints.grammar import Grammar, limits, of_choices, of_schema
 from blockpilot.control.controller import FixedPolicy
-from blockpilot.control.forecasts import RunningMeans, StaticForecast
+from blockpilot.control.forecasts import RunningMeans
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.sampling import keyed_sample
+from blockpilot.evaluation.pricing import StaticForecast
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import LAYOUTS, Layout, Policy, Request, Sampling
 from helpers.engines import PROMPT, plain_text, run, text_of

@@ -19,7 +19,7 @@ from blockpilot.control.controller import (
     FixedPolicy,
     StepOutcome,
 )
-from blockpilot.control.forecasts import RunningMeans, StaticForecast
+from blockpilot.control.forecasts import RunningMeans
 from blockpilot.control.price import Load
 from blockpilot.drafts.choices import own_chances
 from blockpilot.drafts.decoder import DraftDecoder, PreparedDFlash
@@ -27,6 +27,7 @@ from blockpilot.engine.engine import Engine
 from blockpilot.engine.generate import generate
 from blockpilot.engine.trees import Slots, best_first, tree_of
 from blockpilot.evaluation.baselines import DepthController
+from blockpilot.evaluation.pricing import StaticForecast
 from blockpilot.models.cache import SlotView
 from blockpilot.models.packing import Packing
 from blockpilot.pairs.loading import Pair

@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from blockpilot.control.controller import FixedPolicy
-from blockpilot.control.forecasts import RunningMeans, StaticForecast
+from blockpilot.control.forecasts import RunningMeans
 from blockpilot.engine.engine import Engine
+from blockpilot.evaluation.pricing import StaticForecast
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import Policy, Request, Sampling, Step
 from helpers.controllers import Switch

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from blockpilot.control.forecasts import StaticForecast
 from blockpilot.control.price import Load
 from blockpilot.engine.engine import Engine
+from blockpilot.evaluation.pricing import StaticForecast
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import Prefill, Request, Sampling
 from helpers.controllers import Switch

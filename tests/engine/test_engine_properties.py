@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from blockpilot.control.controller import FixedPolicy
-from blockpilot.control.forecasts import RunningMeans, StaticForecast
+from blockpilot.control.forecasts import RunningMeans
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.engine.engine import Engine
+from blockpilot.evaluation.pricing import StaticForecast
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import LAYOUTS, FinishReason, Layout, Policy, Request, Sampling, Step
 from helpers.controllers import Switch

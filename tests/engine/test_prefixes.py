@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from blockpilot.control.controller import FixedPolicy
-from blockpilot.control.forecasts import RunningMeans, StaticForecast
+from blockpilot.control.forecasts import RunningMeans
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.prefixes import PAGE, Prefixes
 from blockpilot.engine.rows import Row
+from blockpilot.evaluation.pricing import StaticForecast
 from blockpilot.models.cache import SlotCache
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import LAYOUTS, Layout, Prefill, Request, Sampling, Step

@@ -17,7 +17,7 @@ METHODS = {
     "policy-class": ("#fdae6b", "paper's policy (once an answer)"),
     "untrained": ("#2a9d4e", "BlockPilot (trees by price)"),
 }
-LOADS = [(0, 1), (1, 1), (0, 4), (1, 4), (0, 16)]  # those measured with the present draft
+LOADS = [(0, 1), (1, 1), (0, 4), (1, 4), (0, 16), (1, 16)]
 
 
 def figures(temperature: int, rows: int) -> dict[str, dict[str, float]]:

@@ -130,6 +130,7 @@ class _Bench:
         if any(mode.startswith(BARE) for mode in config.modes):
             torch.set_num_threads(config.num_threads)
             self._pair = config.pair.load()
+            self._decode(prompts[:1], 2, 1)  # weights are packed when they are first used
 
     async def rounds(self, load: BenchLoad) -> dict[str, list[Round]]:
         """All rounds under a load, by mode."""

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import ray
 import tyro
 import yaml
 from pydantic import Field
@@ -107,7 +108,15 @@ class ServeConfig(ModelConfig):
 
 
 def build_app(args: ServeConfig) -> Application:
-    """The Serve application; joins Ray. Raises ValueError for a model or a policy that cannot be served."""
+    """The Serve application behind Serve's proxies, for `serve deploy`; joins Ray.
+
+    Raises ValueError for a model or a policy that cannot be served.
+    """
+    return _app(args, listens=False)
+
+
+def _app(args: ServeConfig, *, listens: bool) -> Application:
+    """`build_app`; with `listens` the gateway listens by itself, on this machine."""
     names = models_by_name(args.models)
     keys = api_keys(args.api_key_file)
     if args.needs_api_key and not keys.digests:
@@ -115,9 +124,10 @@ def build_app(args: ServeConfig) -> Application:
     for model in args.models:
         find_policy(model, args.output)
     connect(metrics_port=args.metrics_port)
+    here = {"label_selector": {"ray.io/node-id": ray.get_runtime_context().get_node_id()}} if listens else {}
     gateway: serve.Deployment = serve.deployment(
         name="gateway",
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={"num_cpus": 0} | here,
         max_ongoing_requests=GATEWAY_PLACES,
         graceful_shutdown_timeout_s=args.drain_s,
     )(serve.ingress()(Gateway))
@@ -132,6 +142,7 @@ def build_app(args: ServeConfig) -> Application:
             max_requests=sum(map(_capacity, args.models)) + SPARE_REQUESTS,
         ),
         args.allowed_hosts or (LOOPBACK_NAMES if args.host in LOOPBACK else ("*",)),
+        (args.host, args.port) if listens else None,
     )
 
 
@@ -240,12 +251,12 @@ def start(config: ServeConfig) -> str:
             "RAY_AUTH_MODE disabled: Ray listens on all interfaces, and whoever reaches it runs code here;"
             " leave it unset, or set it to token"
         )
-    app = build_app(config)
+    app = _app(config, listens=True)
     _wait_for_port(config.host, config.port)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     quiet = LoggingConfig(encoding="JSON", log_level="WARNING", enable_access_log=False)
     to_files = LoggingConfig(encoding="JSON", enable_access_log=False)
-    serve.start(http_options={"host": config.host, "port": config.port}, logging_config=quiet)
+    serve.start(proxy_location="Disabled", logging_config=quiet)
     try:
         serve.run(app, name=APP, route_prefix="/", logging_config=to_files)
     except RuntimeError as error:

@@ -4,6 +4,7 @@ It holds no model. A bad request therefore costs the replicas nothing, and the g
 replica is lost before anything was sent goes to another replica, once. A stream that is cut ends in an error event.
 """
 
+import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
@@ -17,6 +18,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponse, DeploymentRes
 from jobs.serving.api import Exchange, Limits, make_app
 from jobs.serving.errors import ApiError
 from jobs.serving.keys import ApiKeys
+from jobs.serving.listener import bound, serve_http
 from jobs.serving.metrics import GatewayMetrics
 from jobs.serving.schema import Body, Objects
 
@@ -26,7 +28,10 @@ AWAY = (DeploymentUnavailableError, TaskCancelledError)
 
 
 class Gateway:
-    """Ingress that Serve runs. `models` are handles by the first name of each; `aliases` gives it for all names."""
+    """Ingress that Serve runs. `models` are handles by the first name of each; `aliases` gives it for all names.
+
+    With an `address`, host and port, it listens there; without one Serve's proxies hand it what they receive.
+    """
 
     def __init__(
         self,
@@ -35,6 +40,7 @@ class Gateway:
         keys: ApiKeys,
         limits: Limits,
         hosts: Sequence[str],
+        address: tuple[str, int] | None = None,
     ) -> None:
         self._metrics = GatewayMetrics()
         self._app = make_app(
@@ -45,6 +51,8 @@ class Gateway:
             hosts=hosts,
             on_exchange=self._on_exchange,
         )
+        if address is not None:  # Serve makes this object on the event loop that it runs it on
+            self._http = asyncio.get_running_loop().create_task(serve_http(self._app, bound(*address)))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._app

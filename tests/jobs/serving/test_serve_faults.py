@@ -20,6 +20,7 @@ import pytest
 
 from blockpilot.drafts.checkpoint import save_draft
 from helpers.api import events
+from helpers.processes import descendants
 from helpers.servers import ROOT, Server, configured, free_port
 from helpers.tiny import byte_tokenizer, tiny_draft, tiny_target
 
@@ -272,3 +273,27 @@ def test_one_seed_is_one_text_alone_and_in_a_crowd_at_every_block_size(client: o
                 assert found.choices[0].text == want
         finally:
             stop.set()
+
+
+def test_an_answer_has_the_id_of_its_request(server: Server) -> None:
+    of_client = httpx.get(f"{server.root}/health", headers={"x-request-id": "an-id"})
+    assert of_client.headers["x-request-id"] == "an-id"
+    new, newer = (httpx.get(f"{server.url}/nothing").headers["x-request-id"] for _ in range(2))
+    assert len(new) == len(newer) == 36
+    assert new != newer
+
+
+def test_a_killed_gateway_is_replaced_and_listens_again(server: Server, client: openai.OpenAI) -> None:
+    asked = LONG | {"max_tokens": 20}
+    want = client.completions.create(**asked).choices[0].text
+    (pid,) = descendants(server.process.pid, "ServeReplica:blockpilot:gateway")
+    os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 90
+    while True:
+        try:
+            assert httpx.get(f"{server.root}/health", timeout=30).status_code == 200
+            break
+        except (httpx.TransportError, AssertionError):
+            assert time.monotonic() < deadline, server.process.log
+            time.sleep(0.2)
+    assert client.completions.create(**asked).choices[0].text == want

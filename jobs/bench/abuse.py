@@ -40,7 +40,7 @@ from jobs.common.registry import Registry, Version
 ROOT = Path(__file__).parents[2]
 GOOD_KEY, BAD_KEY = "of-the-well-behaved", "of-the-abusers"
 START_S, HEALTH_EVERY_S, HEALTH_PATIENCE_S, MEMORY_EVERY_S = 300.0, 1.0, 30.0, 5.0
-PROCESSES = ("ProxyActor", "ServeReplica:blockpilot:gateway", "ServeReplica:blockpilot:smollm2")
+PROCESSES = ("ServeReplica:blockpilot:gateway", "ServeReplica:blockpilot:smollm2")
 POLICIES = tuple(str(ROOT / "workflows" / "policies" / name) for name in ("policy-step", "policy-class"))
 LOST = "the replica with this request was lost"
 

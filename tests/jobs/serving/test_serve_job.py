@@ -110,7 +110,7 @@ def test_bad_settings_end_in_one_line(
 
 DOCUMENTED_LISTENERS = (  # docs/serving.md, "What listens"
     *("/gcs_server ", "/raylet ", "/monitor.py ", "/dashboard.py ", "ray::IDLE", "ray::DashboardAgent"),
-    *("ray::RuntimeEnvAgent", "ray::ServeController", "ray::ProxyActor", "ray::ServeReplica:"),
+    *("ray::RuntimeEnvAgent", "ray::ServeController", "ray::ServeReplica:"),
 )
 
 

@@ -137,15 +137,14 @@ def ranked_by_torch(
     """
     vocab_size, drawn = logits.shape[1], [each for each in sampling if not each.is_greedy]
     is_cut, (first, *more) = any(cuts(each, vocab_size) for each in drawn), FEW if num == 1 else FEW[1:]
-    ranked = partial(_ranked, num=num, is_drawn=bool(drawn), is_cut=is_cut, with_log_probs=with_log_probs)
-    numbers = sent(_numbers(positions, sampling, vocab_size), logits.device)
-    rows = None
-    if graphs is not None and drawn and logits.numel() <= MOST_SCORES:  # else it saves no launches
+    ranked, rows = partial(_ranked, num=num, is_cut=is_cut, with_log_probs=with_log_probs), None
+    numbers = sent(_numbers(positions, sampling, vocab_size), logits.device) if drawn else None
+    if graphs is not None and numbers is not None and logits.numel() <= MOST_SCORES:
         key = "ranked", num, is_cut, with_log_probs, vocab_size, logits.dtype
         rows = graphs.of_tokens(key, partial(ranked, few=first), [(logits, 0), (numbers, 0)])
     whole, *found = rows or ranked(logits, numbers, few=first)
     for few in (*more, vocab_size):
-        if not drawn or whole.all():
+        if numbers is None or whole.all():
             break
         left = (~whole).nonzero()[:, 0]
         whole[left], *of_left = ranked(logits[left], numbers[left], few=few)
@@ -156,14 +155,14 @@ def ranked_by_torch(
 
 
 def _ranked(
-    logits: Tensor, numbers: Tensor, *, few: int, num: int, is_drawn: bool, is_cut: bool, with_log_probs: bool
+    logits: Tensor, numbers: Tensor | None, *, few: int, num: int, is_cut: bool, with_log_probs: bool
 ) -> tuple[Tensor, ...]:
-    """Which rows [N] are certain, `few` or more of their tokens being looked at, and then what `Ranked` holds."""
+    """Rows [N] that are certain with `few` tokens looked at, then what `Ranked` holds; without numbers none drawn."""
     scores = logits.float()  # bfloat16 is several times slower on a CPU
-    values, tokens = _largest(scores, min(max(num, few), scores.shape[1]) if is_drawn else num)
+    values, tokens = _largest(scores, num if numbers is None else min(max(num, few), scores.shape[1]))
     broken = ~(values[:, 0].abs() < LARGEST)  # true of NaN
     whole = torch.ones_like(broken)
-    if is_drawn:
+    if numbers is not None:
         draws = _Draws.of(numbers)
         own = draws.temperatures > 0
         temperatures = torch.where(own, draws.temperatures, 1.0)[:, None]

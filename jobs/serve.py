@@ -12,7 +12,6 @@ For a permanent cluster, `--write-config serve.yaml` writes the file that `serve
 import logging
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -41,6 +40,7 @@ from jobs.serving.deployment import ReplicaDeployment
 from jobs.serving.errors import RETRY_AFTER_S
 from jobs.serving.gateway import Gateway
 from jobs.serving.keys import api_keys
+from jobs.serving.listener import bound
 from jobs.serving.models import ModelConfig, find_policy, models_by_name
 
 if TYPE_CHECKING:  # they need torch, which is seconds to import
@@ -305,7 +305,7 @@ def _wait_for_port(host: str, port: int) -> None:
     deadline = time.monotonic() + PORT_PATIENCE_S
     while True:
         try:
-            return socket.create_server((host, port)).close()
+            return bound(host, port).close()
         except OSError as error:
             if time.monotonic() > deadline:
                 message = f"cannot listen on {host}:{port} ({error}); choose another --host or --port"

@@ -37,6 +37,7 @@ FEW = (256, 1024, 4096)  # likeliest tokens that are looked at, before all are; 
 MOST_SCORES = 2**24  # of a graph, which keeps a few numbers of each
 ROUNDING = 1e-3  # of float32 scores, and much more
 TINY = torch.finfo(torch.float32).tiny
+GREEDY = Sampling()
 NO_TOKEN = -1
 
 
@@ -93,7 +94,7 @@ def cuts(sampling: Sampling, vocab_size: int) -> bool:
 
 
 class _Draws(NamedTuple):
-    """What each of N positions is drawn by; temperature 0 for the likeliest, top_p infinite for no limit."""
+    """Keys and parameters of N positions' draws; temperature 0 for the likeliest, top_p infinite for no limit."""
 
     keys: Tensor
     temperatures: Tensor
@@ -110,14 +111,13 @@ class _Draws(NamedTuple):
 
 def _numbers(positions: Sequence[int], sampling: Sequence[Sampling], vocab_size: int) -> Tensor:
     """Seeds, positions, temperatures, top_k and top_p [N, 5] on the host, in one tensor: floats by their bits."""
-    found = np.empty((len(sampling), 5), dtype=np.int64)
+    found, own = np.empty((len(sampling), 5), dtype=np.int64), [GREEDY if s.is_greedy else s for s in sampling]
     floats = found.view(np.float64)
-    found[:, 0], found[:, 1] = [each.seed for each in sampling], positions
-    floats[:, 2] = [0.0 if each.is_greedy else min(each.temperature, LARGEST) for each in sampling]
-    found[:, 3] = [vocab_size if each.is_greedy else min(each.top_k or vocab_size, vocab_size) for each in sampling]
+    found[:, 0], found[:, 1] = [each.seed for each in own], positions
+    floats[:, 2] = [min(each.temperature, LARGEST) for each in own]
+    found[:, 3] = [min(each.top_k or vocab_size, vocab_size) for each in own]
     # Above 0 in float32, so that the likeliest stays in; without a limit where it is 1, which sums reach early.
-    is_free = [each.is_greedy or each.top_p == 1 for each in sampling]
-    floats[:, 4] = [math.inf if free else max(each.top_p, TINY) for each, free in zip(sampling, is_free, strict=True)]
+    floats[:, 4] = [max(each.top_p, TINY) if each.top_p < 1 else math.inf for each in own]
     return torch.from_numpy(found)
 
 
@@ -187,7 +187,8 @@ def _least_kept(scores: Tensor, tokens: Tensor, best: Tensor, draws: _Draws) -> 
     `tokens` [N, few] are the likeliest, `best` their scores. Of which rows [N] they suffice comes second.
     """
     few, vocab_size = best.shape[1], scores.shape[1]
-    most, is_free = draws.top_k[:, None], draws.top_k[:, None] == vocab_size
+    most = draws.top_k[:, None]
+    is_free = most == vocab_size
     ranked = best.masked_fill(torch.arange(few, device=best.device) >= most, -math.inf)
     # Not logsumexp: it takes 8 times as long where many are -inf, and sums one row in another order than many.
     of_all, of_few = scores.log_softmax(dim=-1).gather(1, tokens[:, :1]), ranked.log_softmax(dim=-1)[:, :1]
@@ -246,7 +247,7 @@ def arrivals(keys: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
 
 
 def own_times(keys: Tensor, tokens: Tensor) -> Tensor:
-    """How long after the horizon each of the tokens arrives, Exp(1); keys and tokens have one shape."""
+    """Times after the horizon at which tokens arrive, Exp(1) each; keys and tokens have one shape."""
     return -torch.log1p(-_uniform(keys, tokens + 2 * NUM_ARRIVALS))
 
 

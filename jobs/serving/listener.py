@@ -17,8 +17,7 @@ BACKLOG = 2048
 
 def bound(host: str, port: int) -> socket.socket:
     """A socket that listens there; raises OSError where it cannot."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    return socket.create_server((host, port), backlog=BACKLOG)
 
 
 async def serve_http(app: ASGIApp, listener: socket.socket) -> None:

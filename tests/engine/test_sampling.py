@@ -34,7 +34,7 @@ def frequencies(sampling: list[Sampling], positions: list[int], logits: torch.Te
 
 
 def left_in(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Which tokens [V] of logits [1, V] torch draws from; with one alone it is the likeliest."""
+    """Tokens [V] of logits [1, V] that torch draws from; one alone is the likeliest."""
     found = ranked_by_torch(logits, [7], [sampling], logits.shape[1], with_log_probs=True)
     assert found.log_probs is not None
     return torch.zeros(logits.shape[1], dtype=torch.bool).index_fill_(

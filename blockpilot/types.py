@@ -15,18 +15,32 @@ LEAST_TEMPERATURE = 1e-5  # scores divided by less leave float32
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters of a request. temperature 0 is greedy, and so is any below LEAST_TEMPERATURE; top_p 1 and
-    top_k 0 are off; seed is an int64.
+    """Sampling parameters of a request, in vLLM's words and with its order: bias, penalties, temperature, min_p, top_k,
+    top_p. The defaults change nothing.
+
+    temperature 0 is greedy, and so is any below LEAST_TEMPERATURE; top_p 1, top_k 0 and min_p 0 are off; seed is an
+    int64. Frequency and presence count the tokens of the answer, repetition those of the prompt as well. logit_bias
+    may be given as a mapping of token ids.
     """
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature < LEAST_TEMPERATURE
+
+    @property
+    def has_penalties(self) -> bool:
+        """True if a token's logit depends on the tokens before it."""
+        return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -37,6 +51,20 @@ class Sampling:
             raise ValueError(f"top_k {self.top_k}: must be at least 0 (0 is off)")
         if not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"seed {self.seed}: must fit in a signed 64-bit integer")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p {self.min_p}: must be 0 to 1 (0 is off)")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not math.isfinite(value := getattr(self, name)):
+                raise ValueError(f"{name} {value}: must be a finite number (0 is off)")
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+            raise ValueError(
+                f"repetition_penalty {self.repetition_penalty}: must be a finite number above 0 (1 is off)"
+            )
+        bias = dict(self.logit_bias)
+        for token, value in bias.items():
+            if type(token) is not int or token < 0 or not math.isfinite(value):
+                raise ValueError(f"logit_bias {token!r}: {value!r}: must be a token id and a finite number")
+        object.__setattr__(self, "logit_bias", tuple(sorted(bias.items())))
 
 
 class PairId(NamedTuple):
@@ -168,6 +196,9 @@ class Request:
     cache_salt: only requests with the same one share kept prefixes.
     constraint: the target chooses among the tokens that it allows, before top_k and top_p; log probabilities stay the
     target's own. The request ends where nothing can follow.
+    min_new_tokens: before so many tokens stop tokens have no chance, and stop strings do not count; a constraint that
+    leaves nothing else wins.
+    num_prompt_logprobs: the same as num_logprobs for the prompt's own tokens, which are then all computed.
     """
 
     prompt_ids: tuple[int, ...]
@@ -181,6 +212,8 @@ class Request:
     layout: Layout = "auto"
     cache_salt: str = ""
     constraint: Constraint | None = None
+    min_new_tokens: int = 0
+    num_prompt_logprobs: int | None = None
 
 
 class TokenLogprobs(NamedTuple):
@@ -199,6 +232,7 @@ class Step:
     those of `tokens`, where they were asked for.
     texts are what each of `tokens` adds to the text of a request with stop strings; it ends before the stop string.
     num_reused: of a prefill, the prompt tokens that were kept of other requests and not computed.
+    prompt_logprobs: of a prefill, those of the prompt's tokens, where they were asked for; None of the first one.
     """
 
     request_id: int
@@ -211,6 +245,7 @@ class Step:
     texts: tuple[str, ...] = ()
     tree: Tree = NO_TREE
     num_reused: int = 0
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
 
     @property
     def path(self) -> list[int]:

@@ -2,7 +2,7 @@
 
 The text is what one-token-at-a-time decoding under the same mask gives. The noise of a token in the keyed sampler's
 race does not depend on what else is allowed, so a free choice that is allowed is the constrained choice as well. The
-mask is needed only where the free choice is refused, and where top_k or top_p cut by what is allowed.
+mask is needed only where the free choice is refused, and where min_p, top_k or top_p cut by what is allowed.
 """
 
 import math
@@ -15,8 +15,7 @@ from torch import Tensor
 from blockpilot.engine.rows import Row
 from blockpilot.engine.sampling import NO_TOKEN, cuts, keyed_sample
 from blockpilot.engine.trees import Node, Slots
-from blockpilot.engine.work import Work
-from blockpilot.types import NO_TREE, Automaton, Tree
+from blockpilot.types import Automaton, Tree
 
 NO_SLOTS = Slots([], [], [])
 
@@ -30,22 +29,14 @@ class _Choice(NamedTuple):
     num_later: int
 
 
-def settle_all(work: Work, chosen: list[int], logits: Tensor) -> None:
-    """`settle` every constrained row of a step whose tokens were chosen: chosen [M] from logits [M, vocab]."""
-    blocks, ends = work.blocks, work.prompt_ends
-    places = [] if blocks is None else list(zip(blocks.rows, work.trees, blocks.packing.firsts, strict=True))
-    places += [(row, NO_TREE, work.num_block_tokens + i) for i, row in enumerate(ends)]
-    for row, tree, first in places:
-        if row.automaton is not None:
-            own = slice(first, first + 1 + len(tree.tokens))
-            chosen[own] = settle(row, row.automaton, tree, chosen[own], logits[own])
-
-
-def settle(row: Row, automaton: Automaton, tree: Tree, chosen: Sequence[int], logits: Tensor) -> list[int]:
+def settle(
+    row: Row, automaton: Automaton, tree: Tree, chosen: Sequence[int], logits: Tensor, of_target: Tensor
+) -> list[int]:
     """The choices that a row's automaton allows in the place of free ones, along the path that they accept.
 
     chosen [1 + nodes] are the target's free choices after the anchor and after every node, drawn from
-    logits [1 + nodes, vocab]. NO_TOKEN where the automaton fails.
+    logits [1 + nodes, vocab]; where these leave nothing that is allowed (all stop tokens, before the least length),
+    the target's own logits, of_target, decide. NO_TOKEN where the automaton fails.
     """
     chosen, sampling = list(chosen), row.request.sampling
     is_cut = not sampling.is_greedy and cuts(sampling, logits.shape[1])
@@ -55,6 +46,8 @@ def settle(row: Row, automaton: Automaton, tree: Tree, chosen: Sequence[int], lo
         if is_cut or not automaton.allowed(path, chosen[node : node + 1])[0]:
             refused = ~automaton.mask(path).to(logits.device)
             masked = logits[node : node + 1].masked_fill(refused, -math.inf)
+            if logits is not of_target and masked.isneginf().all():
+                masked = of_target[node : node + 1].masked_fill(refused, -math.inf)
             chosen[node] = int(keyed_sample(masked, [len(row.tokens) + len(path)], [sampling]))
         path.append(chosen[node])
         node = children.get((node, chosen[node]))

@@ -50,8 +50,10 @@ class Drafter:
         width = num if any(row.is_tree for row in rows) else 1
 
         def choose(hidden: Tensor, of_rows: Sequence[int], positions: Sequence[int]) -> Candidates:
-            own = [sampling[r] for r in of_rows]
-            return draft_candidates(self._draft.head, hidden, positions, own, num, self.cache.graphs)
+            head, own = self._draft.head, [sampling[r] for r in of_rows]
+            if all(rows[r].processor is None for r in set(of_rows)):
+                return draft_candidates(head, hidden, positions, own, num, self.cache.graphs)
+            return _changed_candidates(head, hidden, positions, [rows[r] for r in of_rows], num)
 
         asked = Asked(slots, starts, anchors, depths, sampling, num, width)
         return self._draft.propose(asked, self.cache, choose)
@@ -107,8 +109,27 @@ def draft_candidates(
     graphs: Graphs | None = None,
 ) -> Candidates:
     """The draft's `num` best choices at hidden states [N, hidden]; at least WIDTH for a Markov head to link."""
-    num = num if head.markov is None else max(num, WIDTH)
-    return candidates(head(hidden), positions, sampling, num, head.subset, graphs)
+    return candidates(head(hidden), positions, sampling, _num_of(head, num), head.subset, graphs)
+
+
+def _num_of(head: DraftHead, num: int) -> int:
+    return num if head.markov is None else max(num, WIDTH)
+
+
+def _changed_candidates(
+    head: DraftHead, hidden: Tensor, positions: Sequence[int], rows: Sequence[Row], num: int
+) -> Candidates:
+    """`draft_candidates` for rows [N] of which some have logits processors: the draft's logits change as the target's."""
+    logits = head(hidden)
+    logits = logits if head.subset is None else head.subset.expanded(logits)
+    logits = logits.float()
+    by_row: dict[Row, list[int]] = {}
+    for i, row in enumerate(rows):
+        by_row.setdefault(row, []).append(i)
+    for row, places in by_row.items():
+        if row.processor is not None:
+            logits[places] = row.processor(logits[places], row.tokens, [positions[i] for i in places])
+    return candidates(logits, positions, [row.request.sampling for row in rows], _num_of(head, num))
 
 
 def with_chances(found: Candidates, rows: Sequence[Row], depths: Sequence[int]) -> list[Slots]:

@@ -22,13 +22,13 @@ from torch import Tensor
 from blockpilot.control.controller import Controller, FixedPolicy
 from blockpilot.control.price import Load, passes
 from blockpilot.device import tensor_on
-from blockpilot.engine.constrained import settle_all
 from blockpilot.engine.detokenize import TextStream
 from blockpilot.engine.drafting import Drafter, grow_all
+from blockpilot.engine.drawing import choose_tokens
 from blockpilot.engine.limits import EngineLimits, at_least_one
+from blockpilot.engine.penalties import LogitsProcessor
 from blockpilot.engine.prefixes import Prefixes
 from blockpilot.engine.rows import Row
-from blockpilot.engine.sampling import keyed_sample
 from blockpilot.engine.trees import MAX_DEPTH, Slots
 from blockpilot.engine.work import Contexts, Part, StepScores, Work, blocks_of
 from blockpilot.models.graphs import Graphs
@@ -136,6 +136,7 @@ class Engine:
         limit = min(len(request.prompt_ids) + request.max_new_tokens, self.max_length)
         row = Row(request_id, request, limit, list(request.prompt_ids), text)
         row.automaton = None if request.constraint is None else request.constraint.start()
+        row.processor = LogitsProcessor.of(request)
         row.block_size, row.can_draft = request.block_size or 0, request.block_size != 1
         self._waiting.append(row)
         return request_id
@@ -249,6 +250,10 @@ class Engine:
         scored = self._target.score(tokens, view, packing, features=any(row.can_draft for row in rows))
         num, ends = work.num_block_tokens, list(work.prompt_ends.values())
         hidden = scored.hidden
+        if work.prompts is not None:
+            of_prompts = hidden[num:].split(work.prompts.packing.sizes)
+            for row, of_row in zip(work.prompts.rows, of_prompts, strict=True):
+                row.note_prompt(self._target.logits, of_row)
         read_from = torch.cat([hidden[:num], hidden[ends]]) if ends else hidden[:num]
         return StepScores(self._target.logits(read_from), scored.features)
 
@@ -257,9 +262,7 @@ class Engine:
     def _commit(self, work: Work, scores: StepScores) -> list[Step]:
         """Make final what the target confirms of every block, and begin the answers of prompts that are through."""
         num, ends = work.num_block_tokens, work.prompt_ends
-        draws, graphs = work.draws, self._cache.graphs
-        chosen = keyed_sample(scores.logits, *zip(*draws, strict=True), graphs=graphs).tolist() if draws else []
-        settle_all(work, chosen, scores.logits)
+        chosen = choose_tokens(work, scores.logits, self._cache.graphs)
         steps, paths = self._verify(work, scores.logits[:num], chosen)
         contexts = self._keep_up(work, paths, chosen, scores.features)
         if work.prompts is not None:
@@ -339,7 +342,8 @@ class Engine:
             with self._alone(row):
                 step = row.commit([chosen[i]], logits[i : i + 1], [0])
                 self._decide(row, prefill)
-                steps.append(replace(step, prefill=prefill, num_reused=row.num_reused))
+                of_prompt = tuple(row.prompt_logprobs)
+                steps.append(replace(step, prefill=prefill, num_reused=row.num_reused, prompt_logprobs=of_prompt))
         return steps
 
     @contextmanager

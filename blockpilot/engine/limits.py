@@ -23,8 +23,14 @@ class EngineLimits(NamedTuple):
         if outside := [t for t in request.prompt_ids if not 0 <= t < vocab_size]:
             raise ValueError(f"prompt token {outside[0]}: must be 0 to {vocab_size - 1}")
         at_least_one(max_new_tokens=request.max_new_tokens)
-        if request.num_logprobs is not None and not 0 <= request.num_logprobs <= vocab_size:
-            raise ValueError(f"num_logprobs {request.num_logprobs}: must be 0 to {vocab_size}")
+        for name in ("num_logprobs", "num_prompt_logprobs"):
+            if (num := getattr(request, name)) is not None and not 0 <= num <= vocab_size:
+                raise ValueError(f"{name} {num}: must be 0 to {vocab_size}")
+        if not 0 <= request.min_new_tokens <= request.max_new_tokens:
+            most = f"{request.max_new_tokens}, the most new tokens"
+            raise ValueError(f"min_new_tokens {request.min_new_tokens}: must be 0 to {most}")
+        if outside := [t for t, _ in request.sampling.logit_bias if t >= vocab_size]:
+            raise ValueError(f"logit_bias: token {outside[0]}: must be 0 to {vocab_size - 1}")
         if request.block_size is not None:
             self.check_block_size(request.block_size)
         if request.layout not in LAYOUTS:

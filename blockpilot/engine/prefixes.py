@@ -56,8 +56,11 @@ class Prefixes:
         return len(self._pages) * PAGE
 
     def reuse(self, row: Row, slot: int) -> None:
-        """Fill a new row's slot with what is kept of its prompt; of a row that drafts, with its context."""
-        keys = self._found(row)
+        """Fill a new row's slot with what is kept of its prompt; of a row that drafts, with its context.
+
+        A row that wants log probabilities of its prompt computes all of it.
+        """
+        keys = self._found(row) if row.request.num_prompt_logprobs is None else []
         for i, key in enumerate(keys):
             self._target.load(self._pages[key].place, slot, i * PAGE)
             if row.can_draft:
@@ -74,7 +77,7 @@ class Prefixes:
 
     def worth_waiting(self, row: Row, beside: Sequence[Row]) -> bool:
         """True if one of the rows whose prompts are taken in now will leave much more of this one's prompt."""
-        if not self._num_pages or not beside:
+        if not self._num_pages or not beside or row.request.num_prompt_logprobs is not None:
             return False
         num = len(self._found(row)) * PAGE + WORTH_WAITING
         start = row.tokens[:num]

@@ -1,14 +1,17 @@
 """A request while the engine holds it: its tokens, where it ends, and the step that it reports."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor, tensor
 
 from blockpilot.engine.detokenize import TextStream
+from blockpilot.engine.penalties import LogitsProcessor
 from blockpilot.engine.sampling import NO_TOKEN
 from blockpilot.engine.trees import walk
 from blockpilot.types import NO_TREE, Automaton, FinishReason, Forecast, Request, Step, TokenLogprobs, Tree
+
+HEAD_ROWS = 256  # of a prompt, scored by the LM head at once
 
 
 @dataclass(eq=False)
@@ -32,6 +35,12 @@ class Row:
     """What every step's drafts are bought by; None where one block size is fixed."""
     automaton: Automaton | None = None
     """State of the request's constraint."""
+    processor: LogitsProcessor | None = None
+    """What it changes of its logits."""
+    error: Exception | None = None
+    """Why its tokens could not be drawn."""
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    """Of the prompt's tokens so far, where they are asked for."""
     can_draft: bool = True
     """The draft's cache is kept up with the row's context."""
     finished: bool = False
@@ -97,12 +106,12 @@ class Row:
     ) -> Step:
         """Append tokens [n] up to the first that ends the request; they were drawn from logits[path].
 
-        Raises FloatingPointError where the target's scores are no numbers, and the error of a constraint that failed.
+        Raises FloatingPointError where the target's scores are no numbers, and the row's error where it has one.
         """
         if NO_TOKEN in tokens:
-            if self.automaton is not None and self.automaton.error is not None:
-                raise self.automaton.error
-            raise FloatingPointError(f"the target's scores after {len(self.tokens)} tokens are not finite")
+            raise self.error or FloatingPointError(
+                f"the target's scores after {len(self.tokens)} tokens are not finite"
+            )
         emitted, texts = list[int](), list[str]()
         reason: FinishReason | None = None
         while reason is None and len(emitted) < len(tokens):
@@ -140,11 +149,28 @@ class Row:
     def _logprobs(self, tokens: list[int], logits: Tensor, path: Sequence[int]) -> tuple[TokenLogprobs, ...]:
         """Log probabilities of tokens [n], where the request asks for them: tokens[i] comes from logits[path[i]]."""
         num = self.request.num_logprobs
+        return () if num is None else logprobs_of(tokens, logits[list(path[: len(tokens)])], num)
+
+    def note_prompt(self, head: Callable[[Tensor], Tensor], hidden: Tensor) -> None:
+        """Note the log probabilities of prompt tokens, where they are asked for.
+
+        hidden [n, hidden] are the target's, before its LM head, of the n prompt tokens that this step takes in.
+        """
+        num, first = self.request.num_prompt_logprobs, self.num_cached + 1
         if num is None:
-            return ()
-        scores = logits[list(path[: len(tokens)])].float().log_softmax(dim=-1)
-        of_tokens = scores.gather(1, tensor(tokens, device=scores.device)[:, None])[:, 0].tolist()
-        top = scores.topk(num, dim=-1)
-        pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-        likeliest = (tuple(zip(ids, values, strict=True)) for ids, values in pairs)
-        return tuple(map(TokenLogprobs, of_tokens, likeliest))
+            return
+        self.prompt_logprobs = self.prompt_logprobs or [None]
+        following = self.tokens[first : first + len(hidden)]
+        for start in range(0, len(following), HEAD_ROWS):  # logits of a whole prompt would not fit
+            some = following[start : start + HEAD_ROWS]
+            self.prompt_logprobs += logprobs_of(some, head(hidden[start : start + len(some)]), num)
+
+
+def logprobs_of(tokens: Sequence[int], logits: Tensor, num: int) -> tuple[TokenLogprobs, ...]:
+    """Log probabilities of tokens [n] and of the `num` likeliest, by logits [n, vocab]."""
+    scores = logits.float().log_softmax(dim=-1)
+    of_tokens = scores.gather(1, tensor(tokens, device=scores.device)[:, None])[:, 0].tolist()
+    top = scores.topk(num, dim=-1)
+    pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    likeliest = (tuple(zip(ids, values, strict=True)) for ids, values in pairs)
+    return tuple(map(TokenLogprobs, of_tokens, likeliest))

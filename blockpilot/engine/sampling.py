@@ -29,7 +29,7 @@ from torch.nn import functional
 
 from blockpilot.device import sent, tensor_on
 from blockpilot.models.graphs import Graphs
-from blockpilot.native.ranking import LARGEST, Ranked, Subset, in_c, rank
+from blockpilot.native.ranking import LARGEST, Ranked, Subset, in_c, log_min_p, rank
 from blockpilot.types import Candidates, Sampling
 
 NUM_ARRIVALS = 256  # drawn one by one: more of them leave fewer tokens that may win after all
@@ -89,35 +89,42 @@ def candidates(
 
 
 def cuts(sampling: Sampling, vocab_size: int) -> bool:
-    """True if top_p or top_k keeps some tokens from being drawn."""
-    return sampling.top_p < 1 or 0 < sampling.top_k < vocab_size
+    """True if min_p, top_k or top_p keeps some tokens from being drawn."""
+    return sampling.top_p < 1 or 0 < sampling.top_k < vocab_size or sampling.min_p > 0
 
 
 class _Draws(NamedTuple):
-    """Keys and parameters of N positions' draws; temperature 0 for the likeliest, top_p infinite for no limit."""
+    """Keys and parameters of N positions' draws; temperature 0 for the likeliest, top_p infinite for no limit.
+
+    log_min_p: how far a score may lie below the best at most; -inf for no limit.
+    """
 
     keys: Tensor
     temperatures: Tensor
     top_k: Tensor
     top_p: Tensor
+    log_min_p: Tensor
 
     @classmethod
     def of(cls, numbers: Tensor) -> Self:
-        """Those of `_numbers` [N, 5], on their device."""
-        seeds, positions, _, top_k, _ = numbers.unbind(dim=1)
-        _, _, temperatures, _, top_p = numbers.view(torch.float64).unbind(dim=1)
-        return cls(_keys(seeds, positions), temperatures.float(), top_k, top_p.float())
+        """Those of `_numbers` [N, 6], on their device."""
+        seeds, positions, _, top_k, _, _ = numbers.unbind(dim=1)
+        _, _, temperatures, _, top_p, log_min_p = numbers.view(torch.float64).unbind(dim=1)
+        return cls(_keys(seeds, positions), temperatures.float(), top_k, top_p.float(), log_min_p.float())
 
 
 def _numbers(positions: Sequence[int], sampling: Sequence[Sampling], vocab_size: int) -> Tensor:
-    """Seeds, positions, temperatures, top_k and top_p [N, 5] on the host, in one tensor: floats by their bits."""
-    found, own = np.empty((len(sampling), 5), dtype=np.int64), [GREEDY if s.is_greedy else s for s in sampling]
+    """Seeds, positions, temperatures, top_k, top_p and log min_p [N, 6] on the host, in one tensor: floats by their
+    bits.
+    """
+    found, own = np.empty((len(sampling), 6), dtype=np.int64), [GREEDY if s.is_greedy else s for s in sampling]
     floats = found.view(np.float64)
     found[:, 0], found[:, 1] = [each.seed for each in own], positions
     floats[:, 2] = [min(each.temperature, LARGEST) for each in own]
     found[:, 3] = [min(each.top_k or vocab_size, vocab_size) for each in own]
     # Above 0 in float32, so that the likeliest stays in; without a limit where it is 1, which sums reach early.
     floats[:, 4] = [max(each.top_p, TINY) if each.top_p < 1 else math.inf for each in own]
+    floats[:, 5] = [log_min_p(each) for each in own]
     return torch.from_numpy(found)
 
 
@@ -182,20 +189,21 @@ def _ranked(
 
 
 def _least_kept(scores: Tensor, tokens: Tensor, best: Tensor, draws: _Draws) -> tuple[Tensor, Tensor]:
-    """The least of each row's scores [N, V] that top_k and then top_p leave in, [N, 1], ties with it among them.
+    """The least of each row's scores [N, V] that min_p, top_k and then top_p leave in, [N, 1], ties with it among them.
 
     `tokens` [N, few] are the likeliest, `best` their scores. Of which rows [N] they suffice comes second.
     """
     few, vocab_size = best.shape[1], scores.shape[1]
-    most = draws.top_k[:, None]
-    is_free = most == vocab_size
-    ranked = best.masked_fill(torch.arange(few, device=best.device) >= most, -math.inf)
+    most, floor = draws.top_k[:, None], best[:, :1] + draws.log_min_p[:, None]
+    is_free = (most == vocab_size) & floor.isneginf()
+    ranked = best.masked_fill((torch.arange(few, device=best.device) >= most) | (best < floor), -math.inf)
     # Not logsumexp: it takes 8 times as long where many are -inf, and sums one row in another order than many.
     of_all, of_few = scores.log_softmax(dim=-1).gather(1, tokens[:, :1]), ranked.log_softmax(dim=-1)[:, :1]
     probs = (ranked - best[:, :1] + torch.where(is_free, of_all, of_few)).exp()
     kept = ((probs.cumsum(dim=-1) - probs < draws.top_p[:, None]) & (ranked > -math.inf)).sum(dim=-1, keepdim=True)
     least, is_open = ranked.gather(1, (kept - 1).clamp(min=0)), is_free & draws.top_p[:, None].isinf()
-    whole = is_open | (most <= few) | (is_free & (kept < few))
+    is_cut_here = (most <= few) | (best[:, -1:] < floor)  # nothing beyond the likeliest `few` is left in
+    whole = is_open | is_cut_here | (is_free & (kept < few)) | torch.full_like(is_open, few == vocab_size)
     return least.masked_fill(is_open, -math.inf), whole[:, 0]
 
 

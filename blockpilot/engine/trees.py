@@ -93,6 +93,14 @@ def first_choices(slots: Slots) -> Tree:
     return Tree(tuple(tokens), tuple(range(len(tokens))))
 
 
+def paths_of(tree: Tree) -> list[tuple[int, ...]]:
+    """Tokens from the anchor (without it) to every node [1 + nodes], the node itself the last."""
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in zip(tree.tokens, tree.parents, strict=True):
+        paths.append((*paths[parent], token))
+    return paths
+
+
 def walk(tree: Tree, chosen: Sequence[int]) -> list[int]:
     """The accepted path, from the anchor (0) on: nodes that the target chose where it had chosen those before.
 

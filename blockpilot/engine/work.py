@@ -13,7 +13,7 @@ from blockpilot.control.price import Load
 from blockpilot.device import tensor_on
 from blockpilot.engine.rows import Row
 from blockpilot.models.packing import Packing, SideBySide
-from blockpilot.types import Sampling, Step, Tree
+from blockpilot.types import NO_TREE, Sampling, Step, Tree
 
 
 class Part(NamedTuple):
@@ -67,6 +67,16 @@ class Work:
             for row, depths in zip(self.blocks.rows, self.blocks.packing.depths, strict=True):
                 found += [(row.anchor_position + depth + 1, row.request.sampling) for depth in depths]
         return found + [(len(row.tokens), row.request.sampling) for row in self.prompt_ends]
+
+    @property
+    def scored(self) -> list[tuple[Row, Tree, slice]]:
+        """Every row whose tokens are drawn, its tree, and where its logits lie among the step's [M]."""
+        found, num = list[tuple[Row, Tree, slice]](), self.num_block_tokens
+        if self.blocks is not None:
+            packing = self.blocks.packing
+            spans = (slice(first, first + size) for first, size in zip(packing.firsts, packing.sizes, strict=True))
+            found += zip(self.blocks.rows, self.trees, spans, strict=True)
+        return found + [(row, NO_TREE, slice(num + i, num + i + 1)) for i, row in enumerate(self.prompt_ends)]
 
     @property
     def load(self) -> Load:

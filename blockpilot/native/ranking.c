@@ -124,7 +124,7 @@ static void rank_all(const stored *row, long size, const struct subset *subset, 
     }
 }
 
-/* --- what top_k and top_p leave in --- */
+/* --- what min_p, top_k and top_p leave in --- */
 
 /* A row's scores by how far they lie below the best, and what has been walked over from the best on. */
 struct bins {
@@ -184,6 +184,19 @@ static void walk_to(struct bins *bins, long count, double mass)
                     bins->members[found++] = x[lane];
     }
     qsort(bins->members, found, sizeof *bins->members, falling);
+}
+
+/* How many logits of a row are at least `floor`. */
+static long count_from(const stored *row, long size, float floor)
+{
+    long found = 0;
+    for (long i = 0; i < size; i += LANES) {
+        lanes x = vector(row, size, i);
+        if (any(x >= floor))
+            for (long lane = 0; lane < LANES && i + lane < size; lane++)
+                found += x[lane] >= floor;
+    }
+    return found;
 }
 
 /* The least logit of a row that is left in: the first top_k, and of those as many as hold a share top_p of their mass;
@@ -264,13 +277,14 @@ static double log_total(const stored *row, long size, float top, float temperatu
 
 /* logits [rows, size] of a `vocabulary`, or of its tokens `ids` with their `places` (struct subset; null for all) ->
  * tokens and values [rows, num] of the best of each, values as `sampling.race` has them;
- * temperatures [rows], 0 for none, which top_k and top_p [rows] do not touch; a row's key is of its seed and position.
+ * temperatures [rows], 0 for none, which top_k, top_p and log_min_p [rows] do not touch; a row's key is of its seed and
+ * position.
  * With log_probs [rows, num] these, and values are relative to all. Where fewer than num can be drawn, and in broken
  * rows, values are -INFINITY and tokens any. */
 void rank_rows(long rows, long size, long vocabulary, const int64_t *ids, const int32_t *places, const stored *logits,
-               const float *temperatures, const int64_t *top_k, const double *top_p, const int64_t *seeds,
-               const int64_t *positions, long num, int64_t *tokens, double *values, double *log_probs, uint8_t *broken,
-               int threads)
+               const float *temperatures, const int64_t *top_k, const double *top_p, const double *log_min_p,
+               const int64_t *seeds, const int64_t *positions, long num, int64_t *tokens, double *values,
+               double *log_probs, uint8_t *broken, int threads)
 {
     const struct subset subset = {vocabulary, ids, places};
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
@@ -279,8 +293,14 @@ void rank_rows(long rows, long size, long vocabulary, const int64_t *ids, const 
         struct ranking ranking = {num, 0, tokens + i * num, values + i * num};
         float top = largest(row, size), temperature = temperatures[i] > 0 ? temperatures[i] : 1, least = -INFINITY;
         broken[i] = !(fabsf(top) < LARGEST);
-        if (!broken[i] && temperatures[i] > 0 && (top_k[i] < size || top_p[i] < 1))
-            least = least_kept(row, size, top, temperature, top_k[i], top_p[i]);
+        if (!broken[i] && temperatures[i] > 0 && (top_k[i] < size || top_p[i] < 1 || log_min_p[i] > -INFINITY)) {
+            long most = top_k[i];
+            if (log_min_p[i] > -INFINITY) { /* min_p leaves the first so many in, as top_k does */
+                long left = count_from(row, size, top + temperature * log_min_p[i]);
+                most = left < most ? left : most;
+            }
+            least = least_kept(row, size, top, temperature, most, top_p[i]);
+        }
         if (!broken[i] && temperatures[i] > 0)
             race(row, size, &subset, top, temperature, least, mixed((mixed(seeds[i] + step) ^ positions[i]) + step),
                  &ranking);

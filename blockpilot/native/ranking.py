@@ -47,6 +47,11 @@ class Subset(NamedTuple):
         return logits.new_full((len(logits), len(self.places)), -math.inf).index_copy_(1, self.tokens, logits)
 
 
+def log_min_p(sampling: Sampling) -> float:
+    """How far a score at the request's temperature may lie below the best; -inf without min_p."""
+    return math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf
+
+
 def in_c(logits: Tensor) -> bool:
     """True if `rank` can rank these logits."""
     return library_for(logits.dtype, logits.device) is not None
@@ -69,12 +74,13 @@ def rank(
     temperatures = torch.tensor(of_rows, dtype=torch.float32)
     top_k = torch.tensor([min(each.top_k or logits.shape[1], logits.shape[1]) for each in sampling])
     top_p = torch.tensor([each.top_p for each in sampling], dtype=torch.float64)
+    min_p = torch.tensor([log_min_p(each) for each in sampling], dtype=torch.float64)
     seeds, places = (torch.tensor(x, dtype=torch.int64) for x in ([each.seed for each in sampling], list(positions)))
     assert len(temperatures) == len(places) == len(logits)
     tokens, values = torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.float64)
     log_probs = torch.empty(shape, dtype=torch.float64) if with_log_probs else None
     broken = torch.empty(len(logits), dtype=torch.bool)
-    given = map(_pointer, (logits, temperatures, top_k, top_p, seeds, places))
+    given = map(_pointer, (logits, temperatures, top_k, top_p, min_p, seeds, places))
     found = map(_pointer, (tokens, values, log_probs, broken))
     ids, among = (None, None) if of is None else map(_pointer, of)
     vocab_size = logits.shape[1] if of is None else len(of.places)

@@ -1,0 +1,67 @@
+"""The target's choices of a step: one token after every token that it scored, each row by its own sampling.
+
+Rows without a logits processor are drawn together from the target's logits as they are. The others are drawn from a
+changed copy, and constrained rows then settle their choices along the path that they accept.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from blockpilot.engine.constrained import settle
+from blockpilot.engine.rows import Row
+from blockpilot.engine.sampling import NO_TOKEN, keyed_sample
+from blockpilot.engine.trees import paths_of
+from blockpilot.engine.work import Work
+from blockpilot.models.graphs import Graphs
+from blockpilot.types import Sampling
+
+Draws = Sequence[tuple[int, Sampling]]
+
+
+def choose_tokens(work: Work, logits: Tensor, graphs: Graphs | None = None) -> list[int]:
+    """Tokens [M] for logits [M, V] of the step's blocks and of prompts that end; NO_TOKEN where a row fails.
+
+    What a row's own automaton or processor raises is that row's error (`Row.error`), and no other's.
+    """
+    draws, scored = work.draws, work.scored
+    if not draws:
+        return []
+    changed = {
+        row: _changed(row, paths_of(tree), logits[own], draws[own]) for row, tree, own in scored if row.processor
+    }
+    if not changed:
+        chosen = _sample(logits, draws, graphs)
+    else:
+        free = [i for row, _, own in scored if row not in changed for i in range(own.start, own.stop)]
+        apart = [i for row, _, own in scored if row in changed for i in range(own.start, own.stop)]
+        chosen = [NO_TOKEN] * len(draws)
+        of_changed = torch.cat(list(changed.values()))
+        for places, some in ((free, logits[free]), (apart, of_changed)):
+            for i, token in zip(places, _sample(some, [draws[i] for i in places], graphs), strict=True):
+                chosen[i] = token
+    for row, tree, own in scored:
+        if row.automaton is not None:
+            try:
+                own_logits = changed.get(row, logits[own])
+                chosen[own] = settle(row, row.automaton, tree, chosen[own], own_logits, logits[own])
+            except Exception as error:  # of the automaton, which is the request's own
+                row.error = error
+            row.error = row.error or row.automaton.error
+            if row.error is not None:
+                chosen[own] = [NO_TOKEN] * len(chosen[own])
+    return chosen
+
+
+def _changed(row: Row, paths: Sequence[Sequence[int]], logits: Tensor, draws: Draws) -> Tensor:
+    assert row.processor is not None
+    return row.processor(logits, row.tokens, [position for position, _ in draws], paths)
+
+
+def _sample(logits: Tensor, draws: Draws, graphs: Graphs | None) -> list[int]:
+    if not draws:
+        return []
+    positions, sampling = zip(*draws, strict=True)
+    tokens: list[int] = keyed_sample(logits, positions, sampling, graphs=graphs).tolist()
+    return tokens

@@ -15,8 +15,9 @@ LEAST_TEMPERATURE = 1e-5  # scores divided by less leave float32
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters of a request, in vLLM's words and with its order: bias, penalties, temperature, min_p, top_k,
-    top_p. The defaults change nothing.
+    """Sampling parameters of a request. The defaults change nothing.
+
+    They act in vLLM's order: bias, penalties, temperature, min_p, top_k, top_p.
 
     temperature 0 is greedy, and so is any below LEAST_TEMPERATURE; top_p 1, top_k 0 and min_p 0 are off; seed is an
     int64. Frequency and presence count the tokens of the answer, repetition those of the prompt as well. logit_bias

@@ -119,7 +119,7 @@ def _num_of(head: DraftHead, num: int) -> int:
 def _changed_candidates(
     head: DraftHead, hidden: Tensor, positions: Sequence[int], rows: Sequence[Row], num: int
 ) -> Candidates:
-    """`draft_candidates` for rows [N] of which some have logits processors: the draft's logits change as the target's."""
+    """`draft_candidates` for rows [N] of which some have logits processors, which change the draft's logits alike."""
     logits = head(hidden)
     logits = logits if head.subset is None else head.subset.expanded(logits)
     logits = logits.float()

@@ -28,9 +28,11 @@ def choose_tokens(work: Work, logits: Tensor, graphs: Graphs | None = None) -> l
     draws, scored = work.draws, work.scored
     if not draws:
         return []
-    changed = {
-        row: _changed(row, paths_of(tree), logits[own], draws[own]) for row, tree, own in scored if row.processor
-    }
+    changed = dict[Row, Tensor]()
+    for row, tree, own in scored:
+        if row.processor is not None:
+            positions = [position for position, _ in draws[own]]
+            changed[row] = row.processor(logits[own], row.tokens, positions, paths_of(tree))
     if not changed:
         chosen = _sample(logits, draws, graphs)
     else:
@@ -52,11 +54,6 @@ def choose_tokens(work: Work, logits: Tensor, graphs: Graphs | None = None) -> l
             if row.error is not None:
                 chosen[own] = [NO_TOKEN] * len(chosen[own])
     return chosen
-
-
-def _changed(row: Row, paths: Sequence[Sequence[int]], logits: Tensor, draws: Draws) -> Tensor:
-    assert row.processor is not None
-    return row.processor(logits, row.tokens, [position for position, _ in draws], paths)
 
 
 def _sample(logits: Tensor, draws: Draws, graphs: Graphs | None) -> list[int]:

@@ -27,10 +27,11 @@ class EngineLimits(NamedTuple):
             if (num := getattr(request, name)) is not None and not 0 <= num <= vocab_size:
                 raise ValueError(f"{name} {num}: must be 0 to {vocab_size}")
         if not 0 <= request.min_new_tokens <= request.max_new_tokens:
-            most = f"{request.max_new_tokens}, the most new tokens"
-            raise ValueError(f"min_new_tokens {request.min_new_tokens}: must be 0 to {most}")
-        if outside := [t for t, _ in request.sampling.logit_bias if t >= vocab_size]:
-            raise ValueError(f"logit_bias: token {outside[0]}: must be 0 to {vocab_size - 1}")
+            bound = f"{request.max_new_tokens}, the most new tokens"
+            raise ValueError(f"min_new_tokens {request.min_new_tokens}: must be 0 to {bound}")
+        biased = [t for t, _ in request.sampling.logit_bias if t >= vocab_size]
+        if biased:
+            raise ValueError(f"logit_bias: token {biased[0]}: must be 0 to {vocab_size - 1}")
         if request.block_size is not None:
             self.check_block_size(request.block_size)
         if request.layout not in LAYOUTS:

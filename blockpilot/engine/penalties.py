@@ -57,10 +57,7 @@ class LogitsProcessor:
         """
         changed = logits.to(torch.float32, copy=True)
         if bias := self._sampling.logit_bias:
-            ids, values = (
-                tensor_on(changed.device, [t for t, _ in bias]),
-                tensor_on(changed.device, [v for _, v in bias]),
-            )
+            ids, values = (tensor_on(changed.device, of_bias) for of_bias in zip(*bias, strict=True))
             changed[:, ids] += values.float()
         early = [i for i, at in enumerate(positions) if at - self._num_prompt_tokens < self._least]
         if early and self._stop_token_ids:
@@ -89,7 +86,7 @@ class LogitsProcessor:
         new = dict.fromkeys(token for path in paths for token in path if token not in self._places)
         places = {token: known + i for i, token in enumerate(new)}
         counts = np.zeros((len(paths), known + len(new)), dtype=np.float32)
-        counts[:, :known] = np.frombuffer(self._counts, dtype=np.float32)
+        counts[:, :known] = self._counts
         for i, path in enumerate(paths):
             for token in path:
                 counts[i, places[token] if token in places else self._places[token]] += 1

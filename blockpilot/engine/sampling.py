@@ -189,7 +189,7 @@ def _ranked(
 
 
 def _least_kept(scores: Tensor, tokens: Tensor, best: Tensor, draws: _Draws) -> tuple[Tensor, Tensor]:
-    """The least of each row's scores [N, V] that min_p, top_k and then top_p leave in, [N, 1], ties with it among them.
+    """The least of each row's scores [N, V] that min_p, top_k and then top_p leave in, [N, 1], and ties with it.
 
     `tokens` [N, few] are the likeliest, `best` their scores. Of which rows [N] they suffice comes second.
     """

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
@@ -127,6 +127,8 @@ SAMPLINGS = [
     Sampling(0.7, seed=3),
     Sampling(1.0, top_k=2, seed=4),
     Sampling(1.3, top_p=0.6, seed=5),
+    Sampling(1.1, min_p=0.1, seed=6),
+    Sampling(0.9, top_p=0.9, top_k=200, min_p=0.003, seed=7),
 ]
 
 
@@ -157,14 +159,20 @@ def test_candidates_are_what_would_be_chosen_one_after_the_other(
     vocab_size=st.integers(1, 6000),
     spread=st.just(0.0) | st.floats(1e-3, 12.0),
     seed=st.integers(0, 10**6),
-    sampling=st.builds(Sampling, st.floats(0.05, 5.0), st.floats(1e-9, 1.0), st.integers(0, 7000)),
+    sampling=st.builds(
+        Sampling,
+        st.floats(0.05, 5.0),
+        st.floats(1e-9, 1.0),
+        st.integers(0, 7000),
+        min_p=st.just(0.0) | st.floats(1e-9, 1.0),
+    ),
     by_torch=st.booleans(),
 )
 @settings(max_examples=150, deadline=None)
 def test_of_many_tokens_those_are_left_that_float64_leaves(
     vocab_size: int, spread: float, seed: int, sampling: Sampling, by_torch: bool
 ) -> None:
-    """The best ones, and at the edge of top_p as many as float32 cannot tell apart."""
+    """The best ones, and at the edges of min_p and top_p as many as float32 cannot tell apart."""
     if not (by_torch or in_c(LOGITS)):
         pytest.skip("no compiler, or no CPU for it")
     logits = torch.randn(1, vocab_size, generator=torch.Generator().manual_seed(seed)) * spread
@@ -176,19 +184,26 @@ def test_of_many_tokens_those_are_left_that_float64_leaves(
         assert found.log_probs is not None
         torch.testing.assert_close(found.log_probs.exp().sum(), torch.tensor(1.0), rtol=1e-4, atol=1e-4)
     ordered = logits[0].double().sort(descending=True).values
-    probs = (ordered[: sampling.top_k or None] / sampling.temperature).softmax(0)
-    before = probs.cumsum(0) - probs
-    fewest, most = (max(1, int((before < sampling.top_p + slack).sum())) for slack in (-1e-5, 1e-5))
+    bounds = []
+    for slack in (-1e-5, 1e-5):
+        likely = (ordered - ordered[0]) / sampling.temperature >= math.log(max(sampling.min_p, 1e-300)) - slack
+        num_likely = max(1, min(int(likely.sum()), sampling.top_k or vocab_size))
+        probs = (ordered[:num_likely] / sampling.temperature).softmax(0)
+        bounds.append(max(1, int((probs.cumsum(0) - probs < sampling.top_p + slack).sum())))
+    fewest, most = bounds
     assert ordered[most - 1] <= logits[0, left].min() <= ordered[fewest - 1]
     assert len(left) == int((logits[0] >= logits[0, left].min()).sum())
 
 
 def _rounding_cuts(logits: torch.Tensor, sampling: Sampling) -> bool:
-    """True if the last token that top_p keeps is another one where sums are rounded otherwise."""
-    if sampling.is_greedy or sampling.top_p == 1:
+    """True if the last token that min_p or top_p keeps is another one where sums are rounded otherwise."""
+    if sampling.is_greedy or (sampling.top_p == 1 and not sampling.min_p):
         return False
     scores = (logits.double() / sampling.temperature).sort(descending=True).values
-    mass = scores[: sampling.top_k or None].softmax(dim=0).cumsum(dim=0)
+    above_floor = scores - scores[0] - math.log(max(sampling.min_p, 1e-300))
+    if (above_floor.abs() < 1e-5).any():
+        return True
+    mass = scores[above_floor >= 0][: sampling.top_k or None].softmax(dim=0).cumsum(dim=0)
     return bool(((mass - sampling.top_p).abs() < 1e-5).any())
 
 
@@ -320,8 +335,10 @@ def test_all_64_bits_of_the_seed_count() -> None:
 
 
 def slow_truncation(logits: list[float], sampling: Sampling) -> set[int]:
-    """Tokens that may be drawn: top_k first, then the smallest set of at least top_p mass."""
-    order = sorted(range(len(logits)), key=lambda i: -logits[i])[: sampling.top_k or None]
+    """Tokens that may be drawn: min_p and top_k first, then the smallest set of at least top_p mass."""
+    floor = max(logits) + sampling.temperature * math.log(sampling.min_p or 1e-300)
+    order = sorted((i for i, logit in enumerate(logits) if logit >= floor), key=lambda i: -logits[i])
+    order = order[: sampling.top_k or None]
     weights = [math.exp(logits[i] / sampling.temperature) for i in order]
     kept, mass = set(), 0.0
     for token, weight in zip(order, weights, strict=True):
@@ -337,12 +354,15 @@ def slow_truncation(logits: list[float], sampling: Sampling) -> set[int]:
     st.floats(0.05, 0.999) | st.just(1.0),  # between them float32 cannot tell
     st.integers(0, 14),
     st.floats(0.2, 2.0),
+    st.sampled_from([0.0, 0.0103, 0.2007, 0.97]),
 )
 @settings(max_examples=200, deadline=None)
 def test_truncation_keeps_what_a_slow_loop_keeps(
-    values: list[int], top_p: float, top_k: int, temperature: float
+    values: list[int], top_p: float, top_k: int, temperature: float, min_p: float
 ) -> None:
-    logits, sampling = [v / 8 for v in values], Sampling(temperature, top_p, top_k)
+    logits, sampling = [v / 8 for v in values], Sampling(temperature, top_p, top_k, min_p=min_p)
+    ratios = [math.exp((x - max(logits)) / temperature) / (min_p or 1) for x in logits]
+    assume(all(abs(ratio - 1) > 1e-4 for ratio in ratios) or not min_p)
     for few in (FEW, (1, 2, 3)):  # of so few tokens the last one is rarely among the best
         with mock.patch("blockpilot.engine.sampling.FEW", few):
             left = left_in(torch.tensor([logits]), sampling)
@@ -398,6 +418,7 @@ any_sampling = st.builds(
     top_p=st.floats(0, 1, exclude_min=True) | st.just(1e-50),
     top_k=st.integers(0) | st.just(10**30),
     seed=st.integers(-(2**63), 2**63 - 1),
+    min_p=st.floats(0, 1) | st.just(5e-324),
 )
 any_logits = st.lists(st.floats(width=32), min_size=5, max_size=5)
 
@@ -425,7 +446,8 @@ def test_no_number_makes_the_sampler_raise_or_reaches_another_row(
 
 
 @pytest.mark.parametrize(
-    "least", [Sampling(1e-39), Sampling(1.0, top_p=1e-50), Sampling(1e-5), Sampling(5.0, top_k=1)]
+    "least",
+    [Sampling(1e-39), Sampling(1.0, top_p=1e-50), Sampling(1e-5), Sampling(5.0, top_k=1), Sampling(5.0, min_p=1.0)],
 )
 def test_the_least_of_a_parameter_is_the_argmax(least: Sampling) -> None:
     logits = LOGITS.expand(50, -1)

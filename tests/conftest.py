@@ -17,12 +17,16 @@ from pathlib import Path
 import pytest
 import ray
 import torch
+from hypothesis import settings
 
 from blockpilot.drafts.checkpoint import save_draft
 from blockpilot.pairs.loading import Pair, load_pair
 from helpers.eagle3 import eagle3_pair
 from helpers.stores import CREATE, NUM_CREATORS
 from helpers.tiny import byte_tokenizer, tiny_draft, tiny_target
+
+settings.register_profile("blockpilot", deadline=None)  # a busy machine is slow, not wrong
+settings.load_profile("blockpilot")
 
 
 @pytest.fixture(autouse=True, scope="session")

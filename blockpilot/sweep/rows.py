@@ -16,6 +16,7 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
@@ -23,7 +24,7 @@ from blockpilot.prompts.files import Prompt
 from blockpilot.storage import Place, file_names, first_line, is_file, is_folder, join, located, write_bytes
 from blockpilot.types import PairId
 
-METADATA_KEY = b"blockpilot"
+METADATA_KEY, DIGEST_KEY = b"blockpilot", b"blockpilot.sha256"
 NUM_CHOICES = 8  # of a slot
 MIN_PROB = 1e-5  # prefill_probs below it are summed into tail_mass
 MASS_TOLERANCE = 1e-3  # of sum(probs) + tail_mass around 1: float32 softmax over a large vocabulary, rounded
@@ -230,11 +231,33 @@ def vectors(data: bytes, num: int) -> NDArray[np.float16]:
 def write_rows(place: Place, rows: Sequence[SweepRow], metadata: Metadata) -> None:
     """Write one Parquet file; it is there whole or not at all, whenever the writer is killed."""
     _validate_all(place, rows, metadata)
-    schema = SCHEMA.with_metadata({METADATA_KEY: metadata.to_json().encode()})
-    table = pa.Table.from_pylist([vars(row) for row in rows], schema=schema)
+    about = metadata.to_json().encode()
+    table = pa.Table.from_pylist([vars(row) for row in rows], schema=SCHEMA)
+    table = table.replace_schema_metadata({METADATA_KEY: about, DIGEST_KEY: _digest(table, about)})
     content = pa.BufferOutputStream()
-    pq.write_table(table, content, compression="zstd", row_group_size=ROW_GROUP_SIZE)
+    pq.write_table(table, content, compression="zstd", row_group_size=ROW_GROUP_SIZE, write_page_checksum=True)
     write_bytes(place, content.getvalue())
+
+
+def _digest(table: pa.Table, about: bytes) -> bytes:
+    """Checksum of all values and of the metadata; the pages' own checksums do not cover the file's footer."""
+    digest = hashlib.sha256(about)
+    for column in table.columns:
+        _add(digest, column.combine_chunks())
+    return digest.hexdigest().encode()
+
+
+def _add(digest: Any, array: Any) -> None:
+    """Add an array's values, whatever its chunks, offsets and buffers are."""
+    digest.update(f"{len(array)} {array.null_count} ".encode())
+    if pa.types.is_list(array.type):
+        digest.update(pc.list_value_length(array).to_numpy(zero_copy_only=False).tobytes())
+        _add(digest, array.flatten())
+    elif pa.types.is_string(array.type) or pa.types.is_large_binary(array.type):
+        digest.update(pc.binary_length(array).to_numpy(zero_copy_only=False).tobytes())
+        digest.update(b"".join(array.cast(pa.large_binary()).to_pylist()))
+    else:
+        digest.update(array.to_numpy(zero_copy_only=False).tobytes())
 
 
 def _validate_all(place: Place, rows: Iterable[SweepRow], metadata: Metadata) -> None:
@@ -252,11 +275,14 @@ def read_file(place: Place) -> Sweep:
     fs, path = located(place)
     try:
         with fs.open_input_file(path) as file:
-            table = pq.ParquetFile(file).read()
+            table = pq.ParquetFile(file, page_checksum_verification=True).read()
         values = table.to_pylist()
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{place}: not a readable Parquet file ({first_line(error)})") from error
     metadata = _file_metadata(place, table.schema)
+    stored = table.schema.metadata
+    if DIGEST_KEY in stored and stored[DIGEST_KEY] != _digest(table, stored[METADATA_KEY]):
+        raise ValueError(f"{place}: damaged, its rows are not those that were written (checksum)")
     rows = [SweepRow(**of_row) for of_row in values]
     _validate_all(place, rows, metadata)
     return Sweep(rows, metadata)

@@ -22,7 +22,8 @@ from blockpilot.engine.sampling import keyed_sample
 from blockpilot.evaluation.pricing import StaticForecast
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import LAYOUTS, Layout, Policy, Request, Sampling
-from helpers.engines import PROMPT, plain_text, run, text_of
+from helpers.engines import PROMPT, changed_logits, plain_text, run, text_of
+from helpers.tiny import EOS_ID
 
 NUM = 24
 SCHEMA = {
@@ -45,6 +46,8 @@ SAMPLINGS = (
     Sampling(0.7, top_p=0.8, seed=4),
     Sampling(1.5, top_k=5, seed=5),
     Sampling(1.0, top_p=0.5, top_k=200, seed=6),
+    Sampling(1.0, seed=7, min_p=0.05, repetition_penalty=1.4, logit_bias={98: 2.0, 122: -3.0}),
+    Sampling(frequency_penalty=0.9, presence_penalty=0.5),
 )
 
 
@@ -68,8 +71,9 @@ def oracle(pair: Pair, grammar: Grammar, prompt: Sequence[int], sampling: Sampli
             break
         bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         allowed = torch.from_numpy(np.unpackbits(bits, bitorder="little")[: pair.vocab_size].astype(bool))
-        logits = pair.target(torch.tensor([tokens])).logits[0, -1:].masked_fill(~allowed, -torch.inf)
-        tokens.append(int(keyed_sample(logits, [len(tokens)], [sampling])))
+        logits = pair.target(torch.tensor([tokens])).logits[0, -1].masked_fill(~allowed, -torch.inf)
+        logits = changed_logits(logits, sampling, prompt, tokens[len(prompt) :])
+        tokens.append(int(keyed_sample(logits[None], [len(tokens)], [replace(sampling, min_p=0.0)])))
     return tuple(tokens[len(prompt) :])
 
 
@@ -144,6 +148,16 @@ def test_a_complete_text_ends_without_a_stop_token_and_a_stop_token_only_where_i
         shown = tiny_pair.tokenizer.decode([token for token in text if token not in ended])
         if steps[-1].finish_reason == "stop":
             assert shown == "aaa" if seed == 0 and "3" in grammar.source else shown == "ab" * (len(shown) // 2)
+
+
+def test_a_constraint_wins_over_the_least_length(tiny_pair: Pair) -> None:
+    """Nothing but a stop token may follow two letters, or the text is complete."""
+    for pattern in ("ab", "a(b|)"):
+        constraint = compiler(tiny_pair).compile(Grammar("regex", pattern))
+        asked_for = Request(PROMPT, NUM, Sampling(), 4, tiny_pair.stop_token_ids, constraint=constraint)
+        (steps,) = run(Engine(tiny_pair, max_length=512), [replace(asked_for, min_new_tokens=8)])
+        assert steps[-1].finish_reason == "stop"
+        assert tiny_pair.tokenizer.decode([t for t in text_of(steps) if t != EOS_ID]) == "ab"
 
 
 def test_stop_strings_and_log_probabilities_are_those_of_the_text(tiny_pair: Pair) -> None:

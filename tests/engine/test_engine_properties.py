@@ -75,7 +75,11 @@ def set_block_size(engine: Engine, request_id: int, block_size: int) -> bool:
 # --- the pair and its texts ---
 
 MAX_LENGTH, MAX_NEW_TOKENS, MAX_PROMPT_TOKENS = 48, 20, 40  # some requests reach the first
-SAMPLINGS = (Sampling(), Sampling(1.0, seed=1), Sampling(1.0, seed=2))
+SAMPLINGS = (
+    Sampling(),
+    Sampling(1.0, seed=1),
+    Sampling(1.0, seed=2, min_p=0.01, repetition_penalty=1.2, presence_penalty=0.4, logit_bias={65: 1.5}),
+)
 
 
 class KnowingDraft(DraftModel):

@@ -1,6 +1,7 @@
 """Bias, penalties, min_p and the least length: a speculated text is the one of one token at a time.
 
-The oracle reads the whole text anew for every token, by the stock model, and changes its logits token by token.
+The oracle reads the whole text anew for every token, by the stock model, and changes its logits token by token
+(helpers/engines.py).
 """
 
 import math
@@ -18,7 +19,7 @@ from blockpilot.engine.penalties import LogitsProcessor
 from blockpilot.engine.sampling import keyed_sample
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import LAYOUTS, FinishReason, Request, Sampling
-from helpers.engines import NEVER, PROMPT, plain_text, run, text_of
+from helpers.engines import NEVER, PROMPT, changed_logits, plain_text, run, text_of
 
 MAX_NEW_TOKENS = 14
 PLAIN = {"min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": ()}
@@ -27,24 +28,10 @@ PLAIN = {"min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repet
 # --- one token at a time ---
 
 
-def changed(logits: torch.Tensor, request: Request, text: Sequence[int]) -> torch.Tensor:
-    """Logits [V] of the next token after a text, token by token in numpy's float32."""
-    found, sampling = logits.numpy().astype(np.float32), request.sampling
+def next_scores(logits: torch.Tensor, request: Request, text: Sequence[int]) -> torch.Tensor:
     prompt, answer = text[: len(request.prompt_ids)], text[len(request.prompt_ids) :]
-    for token, bias in sampling.logit_bias:
-        found[token] += np.float32(bias)
-    for token in request.stop_token_ids if len(answer) < request.min_new_tokens else ():
-        found[token] = -np.inf
-    for token in set(answer) | (set(prompt) if sampling.repetition_penalty != 1 else set()):
-        penalty = np.float32(sampling.repetition_penalty)
-        found[token] = found[token] / penalty if found[token] > 0 else found[token] * penalty
-        count = np.float32(list(answer).count(token))
-        found[token] -= np.float32(sampling.frequency_penalty) * count
-        found[token] -= np.float32(sampling.presence_penalty) * np.float32(count > 0)
-    if sampling.min_p and not sampling.is_greedy:
-        probs = torch.from_numpy(found).double().div(sampling.temperature).softmax(dim=0)
-        found[(probs < sampling.min_p * probs.max()).numpy()] = -np.inf
-    return torch.from_numpy(found)
+    is_early = len(answer) < request.min_new_tokens
+    return changed_logits(logits, request.sampling, prompt, answer, request.stop_token_ids if is_early else ())
 
 
 def expected(pair: Pair, requests: Sequence[Request]) -> list[tuple[tuple[int, ...], FinishReason]]:
@@ -54,7 +41,7 @@ def expected(pair: Pair, requests: Sequence[Request]) -> list[tuple[tuple[int, .
     ends, samplings = [0] * len(requests), [replace(request.sampling, min_p=0.0) for request in requests]
     while None in reasons:
         logits = pair.target(torch.tensor(texts)).logits[:, -1]
-        scores = torch.stack([changed(*of_request) for of_request in zip(logits, requests, texts, strict=True)])
+        scores = torch.stack([next_scores(*each) for each in zip(logits, requests, texts, strict=True)])
         next_tokens = keyed_sample(scores, [len(text) for text in texts], samplings).tolist()
         for i, (request, next_token) in enumerate(zip(requests, next_tokens, strict=True)):
             texts[i].append(next_token)  # also after its end, so that all are equally long

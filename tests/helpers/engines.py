@@ -1,7 +1,9 @@
 """Running an engine to its end, and the text of one-token-at-a-time decoding."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
+import numpy as np
 import torch
 
 from blockpilot.engine.engine import Engine
@@ -25,12 +27,37 @@ def run(engine: Engine, requests: Sequence[Request]) -> list[list[Step]]:
     return [steps[i] for i in ids]
 
 
+def changed_logits(
+    logits: torch.Tensor,
+    sampling: Sampling,
+    prompt: Sequence[int],
+    answer: Sequence[int],
+    barred: Collection[int] = (),
+) -> torch.Tensor:
+    """Logits [V] of the token after a text as penalties, bias and min_p leave them, by a slow loop in float32."""
+    found = logits.numpy().astype(np.float32)
+    for token, bias in sampling.logit_bias:
+        found[token] += np.float32(bias)
+    found[list(barred)] = -np.inf
+    for token in set(answer) | (set(prompt) if sampling.repetition_penalty != 1 else set()):
+        penalty = np.float32(sampling.repetition_penalty)
+        found[token] = found[token] / penalty if found[token] > 0 else found[token] * penalty
+        count = np.float32(list(answer).count(token))
+        found[token] -= np.float32(sampling.frequency_penalty) * count
+        found[token] -= np.float32(sampling.presence_penalty) * np.float32(count > 0)
+    if sampling.min_p and not sampling.is_greedy:
+        probs = torch.from_numpy(found).double().div(sampling.temperature).softmax(dim=0)
+        found[(probs < sampling.min_p * probs.max()).numpy()] = -np.inf
+    return torch.from_numpy(found)
+
+
 def plain_text(pair: Pair, prompt: Sequence[int], num: int, sampling: Sampling) -> tuple[int, ...]:
     """One token at a time by the stock model, without any cache of ours; T = 0 by argmax, T > 0 by the key."""
     from blockpilot.engine.sampling import keyed_sample
 
     tokens = list(prompt)
     for _ in range(num):
-        logits = pair.target(torch.tensor([tokens])).logits[0, -1:]
-        tokens.append(int(keyed_sample(logits, [len(tokens)], [sampling])[0]))
+        logits = pair.target(torch.tensor([tokens])).logits[0, -1]
+        logits = changed_logits(logits, sampling, prompt, tokens[len(prompt) :])
+        tokens.append(int(keyed_sample(logits[None], [len(tokens)], [replace(sampling, min_p=0.0)])[0]))
     return tuple(tokens[len(prompt) :])

@@ -228,6 +228,33 @@ def test_truncated_files_are_refused(tmp_path: Path, share: float) -> None:
         read_sweep(path)
 
 
+def test_no_flipped_byte_is_read_as_other_values(tmp_path: Path) -> None:
+    """Every third byte of a part file, one at a time: refused, or nothing that is read depends on it."""
+    path = tmp_path / "part.parquet"
+    rows = [make_row("a", **STEPS, **OFFERS), make_row("b")]
+    write_rows(path, rows, METADATA)
+    whole, wanted, num_refused = path.read_bytes(), read_sweep(path), 0
+    for place in range(0, len(whole), 3):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << place % 8
+        path.write_bytes(damaged)
+        try:
+            assert read_sweep(path) == wanted, place
+        except ValueError:
+            num_refused += 1
+    assert num_refused > len(whole) / 6
+
+
+def test_a_file_without_a_checksum_is_read(tmp_path: Path) -> None:
+    """As sweeps before it wrote them."""
+    path = tmp_path / "part.parquet"
+    write_rows(path, [make_row()], METADATA)
+    table = pq.read_table(path)
+    about = {METADATA_KEY: table.schema.metadata[METADATA_KEY]}
+    pq.write_table(table.replace_schema_metadata(about), path)
+    assert read_sweep(path).rows == [make_row()]
+
+
 def test_files_of_others_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "part.parquet"
     columns = {name: [getattr(make_row(), name)] for name in SCHEMA.names}

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-NUM_BEFORE = 4  # tokens that the bytes of the next may depend on; a character has at most four bytes
+_MAX_WAITING = 16  # tokens whose bytes `decode` shows as U+FFFD, until no later token is expected to mend them
 _UNDECODED = "\ufffd"
 _TOKENWISE = {"Replace", "ByteFallback", "Metaspace", "WordPiece", "Strip", "Fuse"}
 """Steps of a decoder that change each piece by itself, and may treat the first one differently."""
@@ -27,14 +27,23 @@ class Speller:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokens = _token_bytes(tokenizer)
-        self._before: tuple[int, ...] = ()  # the last few tokens that have text
+        self._before: tuple[int, ...] = ()  # what the next token's bytes may depend on: the last tokens with text,
+        self._num_shown = 0  # so many that make whole characters, and then those that wait
 
     def push(self, token: int) -> bytes:
         """Bytes that the next token adds; none for a special one, nor for an id that is no token."""
         added = self._tokens.added(token, self._before)
         if added is None:
             return b""
-        self._before = (*self._before[1 - NUM_BEFORE :], token)
+        before, waiting = (*self._before, token), self._tokens.unfinished((*self._before, token))
+        if added and not waiting:
+            self._before, self._num_shown = before[self._num_shown :], len(before) - self._num_shown
+        elif len(before) - self._num_shown > _MAX_WAITING:
+            added += waiting
+            self._before = () if waiting else (token,)
+            self._num_shown = len(self._before)
+        else:
+            self._before = before
         return added
 
     def peek(self, token: int) -> bytes:
@@ -74,7 +83,7 @@ class _TokenBytes:
         self._first, self._later = dict[int, bytes](), dict[int, bytes]()
 
     def added(self, token: int, before: tuple[int, ...]) -> bytes | None:
-        """Bytes that a token adds after others, the last NUM_BEFORE of them; None where it has no text."""
+        """Bytes that a token adds after others; None where it has no text."""
         known = self._later if before else self._first
         if (found := known.get(token)) is not None:
             return found
@@ -93,14 +102,16 @@ class _TokenBytes:
         return found
 
     def unfinished(self, before: tuple[int, ...]) -> bytes:
-        """One U+FFFD where the text ends with bytes that `decode` shows as such."""
-        is_open = self._is_text_only and self._decode_all(before).endswith(_UNDECODED)
-        return _UNDECODED.encode() if is_open else b""
+        """What `decode` shows of bytes that still wait for the rest of a character, where that is all we know."""
+        if not self._is_text_only:
+            return b""
+        return self._decode_all(before)[len(self._decode(before)) :].encode()
 
     def _piece(self, token: int) -> str | None:
         if self._ids is not None and token not in self._ids:
             return None
-        piece: str | None = self._tokenizer.convert_ids_to_tokens(token)
+        piece = self._tokenizer.convert_ids_to_tokens(token)
+        assert piece is None or isinstance(piece, str)
         return piece
 
     def _decode(self, tokens: tuple[int, ...]) -> str:

@@ -54,8 +54,8 @@ class TokenReader:
     def _offset(self, added: bytes) -> int:
         """Take in bytes; the place of the character that the first of them begins or is a part of."""
         self._num_characters += len(self._utf8.decode(added[:1]))
-        is_waiting = bool(self._utf8.getstate()[0])
-        offset = self._num_characters - (1 if added and not is_waiting else 0)
+        waiting = self._utf8.getstate()[0].decode(errors="replace")  # half a surrogate waits as two characters
+        offset = self._num_characters + (len(waiting) - 1 if added else 0)
         self._num_characters += len(self._utf8.decode(added[1:]))
         return offset
 

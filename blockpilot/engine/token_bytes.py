@@ -35,7 +35,8 @@ class Speller:
         added = self._tokens.added(token, self._before)
         if added is None:
             return b""
-        before, waiting = (*self._before, token), self._tokens.unfinished((*self._before, token))
+        before = (*self._before, token)
+        waiting = self._tokens.unfinished(before)
         if added and not waiting:
             self._before, self._num_shown = before[self._num_shown :], len(before) - self._num_shown
         elif len(before) - self._num_shown > _MAX_WAITING:

@@ -12,17 +12,11 @@ from contextlib import aclosing, closing
 from typing import NamedTuple
 
 from blockpilot.engine.detokenize import TextStream
+from blockpilot.engine.token_bytes import Speller
 from blockpilot.types import Layout, Step
 from jobs.serving.backends import PairFacts
 from jobs.serving.engine_loop import Stream
-
-
-class TokenText(NamedTuple):
-    """An emitted token with its log probability and those of the likeliest ones, as text."""
-
-    text: str
-    logprob: float
-    likeliest: tuple[tuple[str, float], ...]
+from jobs.serving.token_texts import TokenReader, TokenText
 
 
 class Piece(NamedTuple):
@@ -51,7 +45,6 @@ class ChoiceText:
         self.index = index
         self.texts: list[str] = []
         self.tokens: list[TokenText] = []
-        self.num_token_characters = 0
         self.finish_reason: str | None = None
         self.first_token_at: float | None = None
         self.num_reused = 0
@@ -67,6 +60,7 @@ class ChoiceText:
         self._stop_token_ids = stream.request.stop_token_ids
         self._has_texts = bool(stream.request.stop_strings)
         self._text = TextStream(pair.tokenizer)  # of the other requests
+        self._reader = TokenReader(pair.tokenizer)  # of tokens with log probabilities
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """Every piece, and one at the end that may be empty; leaving early cancels the request."""
@@ -85,7 +79,6 @@ class ChoiceText:
         """Add a piece to the text and the tokens so far."""
         self.texts.append(piece.text)
         self.tokens += piece.tokens
-        self.num_token_characters += sum(len(token.text) for token in piece.tokens)
 
     def close(self) -> None:
         """Cancel the request, if it is not over; its row is free before the engine's next step."""
@@ -96,7 +89,7 @@ class ChoiceText:
         if self._include_steps:
             (step,) = steps
             texts = step.texts if self._has_texts else tuple(self._text.push([t]) for t in self._shown(step))
-            return Piece("".join(texts), tokens, step, texts, tuple(map(self._decode, step.tree.tokens)))
+            return Piece("".join(texts), tokens, step, texts, self._drafted_texts(step))
         if self._has_texts:
             return Piece("".join(text for step in steps for text in step.texts), tokens)
         return Piece(self._text.push(token for step in steps for token in self._shown(step)), tokens)
@@ -105,13 +98,14 @@ class ChoiceText:
         return [token for token in step.tokens if token not in self._stop_token_ids]
 
     def _tokens(self, step: Step) -> Iterator[TokenText]:
-        for token, found in zip(step.tokens, step.logprobs, strict=bool(step.logprobs)):
+        for token, logprobs in zip(step.tokens, step.logprobs, strict=bool(step.logprobs)):
             if token not in self._stop_token_ids:
-                likeliest = tuple((self._decode(each), logprob) for each, logprob in found.likeliest)
-                yield TokenText(self._decode(token), found.logprob, likeliest)
+                yield self._reader.read(token, logprobs)
 
-    def _decode(self, token: int) -> str:
-        return str(self._tokenizer.decode([token], clean_up_tokenization_spaces=False))
+    def _drafted_texts(self, step: Step) -> tuple[str, ...]:
+        speller = Speller(self._tokenizer)
+        speller.push(step.tokens[0])  # any token: what was drafted is not the first of the text
+        return tuple(speller.peek(token).decode(errors="replace") for token in step.tree.tokens)
 
     def _count(self, step: Step) -> None:
         self.first_token_at = self.first_token_at or time.monotonic()

@@ -1,6 +1,7 @@
 """OpenAI's response objects: the chunks of a stream, or one whole object, from the pieces of all choices.
 
-Log probabilities are the target's own, before temperature and truncation. Beyond OpenAI's fields, every response has
+Log probabilities are the target's own, before temperature and truncation, and are those of every token, also of one
+whose text a stop string cut off. Beyond OpenAI's fields, every response has
 the seed that was used, and its usage has `block_size`, `layout`, `num_steps` and `acceptance_length`.
 """
 
@@ -8,13 +9,13 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from itertools import accumulate
 from typing import NamedTuple
 
-from jobs.serving.answer import ChoiceText, Piece, TokenText, merged
+from jobs.serving.answer import ChoiceText, Piece, merged
 from jobs.serving.backends import PairFacts
 from jobs.serving.engine_loop import Stream
 from jobs.serving.schema import Body, ChatRequest
+from jobs.serving.token_texts import ScoredToken, TokenText, unique_names
 from jobs.serving.tool_calls import CallReader, Family, JsonObject, whole_calls
 
 
@@ -52,18 +53,15 @@ class ChatFormat:
         called = {"tool_calls": list(calls)} if calls else {}
         return {"delta": role | ({} if text is None or (calls and not text) else {"content": text}) | called}
 
-    def logprobs(self, tokens: Sequence[TokenText], offset: int) -> JsonObject:
+    def logprobs(self, tokens: Sequence[TokenText]) -> JsonObject:
         content = [
-            _chat_token(token.text, token.logprob)
-            | {"top_logprobs": [_chat_token(*each) for each in token.likeliest]}
-            for token in tokens
+            _chat_token(token.scored) | {"top_logprobs": list(map(_chat_token, token.likeliest))} for token in tokens
         ]
         return {"content": content, "refusal": None}
 
 
-def _chat_token(text: str, logprob: float) -> JsonObject:
-    """Bytes are null for a token that is a part of a character."""
-    return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
+def _chat_token(token: ScoredToken) -> JsonObject:
+    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.data)}
 
 
 class CompletionFormat:
@@ -77,14 +75,13 @@ class CompletionFormat:
     def delta(self, text: str | None, first: bool, calls: Sequence[JsonObject] = ()) -> JsonObject:
         return {"text": text or ""}
 
-    def logprobs(self, tokens: Sequence[TokenText], offset: int) -> JsonObject:
-        """text_offset counts the characters of all tokens before, the first `offset` of them in earlier chunks."""
-        offsets = accumulate((len(token.text) for token in tokens[:-1]), initial=offset)
+    def logprobs(self, tokens: Sequence[TokenText]) -> JsonObject:
+        """Of a prompt's first token, which has none, null."""
         return {
-            "tokens": [token.text for token in tokens],
-            "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": [dict(token.likeliest) for token in tokens],
-            "text_offset": list(offsets) if tokens else [],
+            "tokens": [token.scored.text for token in tokens],
+            "token_logprobs": [token.scored.logprob for token in tokens],
+            "top_logprobs": [None if t.scored.logprob is None else unique_names(t.likeliest) for t in tokens],
+            "text_offset": [token.offset for token in tokens],
         }
 
 
@@ -156,8 +153,7 @@ class Reply:
             return self._choice(choice, content, None, choice.finish_reason)
         if not (first or text or calls or piece.tokens or piece.step):
             return None
-        logprobs = self._logprobs(piece.tokens, choice.num_token_characters)
-        shown = self._choice(choice, content, logprobs, None)
+        shown = self._choice(choice, content, self._logprobs(piece.tokens), None)
         if (step := piece.step) is not None:  # block size 0 marks the first token, which the prefill emits
             texts = list(piece.step_texts)
             drafted = {"drafted": list(piece.drafted_texts), "parents": list(step.tree.parents), "path": step.path}
@@ -173,8 +169,8 @@ class Reply:
             finish_reason = "tool_calls"
         return {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
 
-    def _logprobs(self, tokens: Sequence[TokenText], offset: int = 0) -> JsonObject | None:
-        return None if self.body.num_logprobs is None else self._format.logprobs(tokens, offset)
+    def _logprobs(self, tokens: Sequence[TokenText]) -> JsonObject | None:
+        return None if self.body.num_logprobs is None else self._format.logprobs(tokens)
 
     def usage(self) -> JsonObject:
         """Counts over all choices. What tells of blocks is null where none was verified."""

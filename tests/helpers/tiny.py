@@ -28,6 +28,19 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
+    """As `byte_tokenizer`, with the bytes as pieces `<0xNN>` and one word, in Llama 2's manner."""
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    vocab |= {"<pad>": 256, "<eos>": EOS_ID, "<mask>": MASK_ID, "\u2581a": 259}
+    backend = Tokenizer(models.BPE(vocab, [], byte_fallback=True))
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    backend.add_special_tokens(["<pad>", "<eos>", "<mask>"])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", chat_template=CHAT_TEMPLATE
+    )
+
+
 def tiny_target(seed: int = 0) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     config = LlamaConfig(

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from fastapi.testclient import TestClient
@@ -19,8 +20,10 @@ from helpers.api import (
     replica_of,
     text_of,
 )
+from helpers.tiny import byte_fallback_tokenizer
 from jobs.serving.replica import Replica
 
+NAMES = ("<pad>", "<mask>", "<unused>")  # of special tokens, which have no text
 PROMPTS: dict[str, JsonObject] = {CHAT: {"messages": QUESTION}, COMPLETIONS: {"prompt": "Once"}}
 
 
@@ -101,7 +104,10 @@ def test_chat_log_probabilities(client: TestClient, block_size: int) -> None:
         assert values == sorted(values, reverse=True)
         assert values[0] >= token["logprob"]
         assert sum(map(math.exp, values)) <= 1 + 1e-5
-        assert token["bytes"] is None or bytes(token["bytes"]).decode() == token["token"]
+        for each in (token, *token["top_logprobs"]):
+            assert bytes(each["bytes"]).decode(errors="replace") == each["token"]
+    data = b"".join(bytes(token["bytes"]) for token in content if token["token"] not in NAMES)
+    assert data.decode(errors="replace") == choice["message"]["content"]
     choices, _ = streamed(client, CHAT, body)
     pieces = [token for each in choices if each["logprobs"] for token in each["logprobs"]["content"]]
     assert [token["token"] for token in pieces] == [token["token"] for token in content]
@@ -117,14 +123,51 @@ def test_completion_log_probabilities(client: TestClient) -> None:
     (choice,) = ask(client, COMPLETIONS, body)["choices"]
     found = choice["logprobs"]
     assert {len(column) for column in found.values()} == {20}
-    offsets = [sum(map(len, found["tokens"][:i])) for i in range(20)]
-    assert found["text_offset"] == offsets
+    check_offsets(choice)
     for token, logprob, top in zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True):
+        assert len(top) == 2
         assert max(top.values()) == pytest.approx(top.get(token, logprob))  # greedy: the likeliest is taken
     choices, _ = streamed(client, COMPLETIONS, body)
     pieces = [each["logprobs"] for each in choices if each["logprobs"]]
     for name in ("tokens", "text_offset"):
         assert [value for piece in pieces for value in piece[name]] == found[name]
+
+
+def check_offsets(choice: JsonObject) -> None:
+    """Whole tokens are where their offset says, and offsets follow each other."""
+    found, text = choice["logprobs"], choice["text"]
+    for token, offset in zip(found["tokens"], found["text_offset"], strict=True):
+        if "\ufffd" not in token and token not in NAMES:
+            assert text[offset : offset + len(token)] == token
+    assert found["text_offset"] == sorted(found["text_offset"])
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "byte-fallback"])
+def test_a_text_of_half_characters_is_one_at_every_block_size(tiny_pair: Pair, kind: str) -> None:
+    """Characters of one to four bytes, the last one cut by max_tokens; streamed or not, with stop strings or not."""
+    pair = replace(tiny_pair, tokenizer=byte_fallback_tokenizer()) if kind == "byte-fallback" else tiny_pair
+    body = {"model": "target", "prompt": [10, 20, 30], "seed": 1, "logprobs": 5}
+    body |= {"structured_outputs": {"regex": "(\U0001f642|\U0001f643|\u4f60|\u00e9|a){40}"}}
+    with replica_of(pair, num_slots=2, max_length=300) as replica, client_of(replica) as client:
+        ends = set()
+        for num in range(8, 14):
+            limited = body | {"max_tokens": num}
+            choice = ask(client, COMPLETIONS, limited | {"block_size": 1})["choices"][0]
+            text, logprobs = choice["text"], choice["logprobs"]
+            ends.add(text[-1])
+            assert "\ufffd" not in text[:-1]
+            assert [len(top) for top in logprobs["top_logprobs"]] == [5] * num
+            check_offsets(choice)
+            for size, stop in ((1, ["zz"]), (4, []), (4, ["zz", "\U0001f642z"])):
+                more = limited | {"block_size": size, "stop": stop}
+                again = ask(client, COMPLETIONS, more)["choices"][0]
+                choices, _ = streamed(client, COMPLETIONS, more)
+                assert (again["text"], shown(COMPLETIONS, choices, 0)) == (text, text)
+                parts = [part["logprobs"] for part in choices if part["logprobs"]]
+                for name in ("tokens", "text_offset"):
+                    assert again["logprobs"][name] == logprobs[name]
+                    assert [value for part in parts for value in part[name]] == logprobs[name]
+        assert "\ufffd" in ends
 
 
 @pytest.mark.parametrize(

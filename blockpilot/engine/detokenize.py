@@ -35,9 +35,13 @@ class TextStream:
         """True once a stop string has occurred; the text ends before it."""
         return self._search.stopped
 
-    def push(self, tokens: Iterable[int]) -> str:
-        """New text that no later token can change; empty when stopped."""
-        return self._search.push(self._utf8.decode(b"".join(map(self._speller.push, tokens))))
+    def push(self, tokens: Iterable[int], *, may_stop: bool = True) -> str:
+        """New text that no later token can change; empty when stopped.
+
+        Stop strings are looked for in the text from the first tokens on that `may_stop`.
+        """
+        text = self._utf8.decode(b"".join(map(self._speller.push, tokens)))
+        return self._search.push(text) if may_stop else text
 
     def finish(self) -> str:
         """The rest of the text, at the end of the response (nothing after a stop string)."""

@@ -138,7 +138,8 @@ class Row:
             reason = "stop" if self.automaton.ends() else reason
         is_stop_token = token in self.request.stop_token_ids
         if self.text is not None:
-            text = "" if is_stop_token else self.text.push([token])
+            may_stop = len(self.tokens) - len(self.request.prompt_ids) > self.request.min_new_tokens
+            text = "" if is_stop_token else self.text.push([token], may_stop=may_stop)
             if self.text.stopped:
                 reason = "stop"
             elif is_stop_token or reason:

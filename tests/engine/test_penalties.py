@@ -177,6 +177,18 @@ def test_no_stop_token_comes_before_the_least_length(tiny_pair: Pair) -> None:
             assert steps[-1].finish_reason == "stop"
 
 
+def test_stop_strings_are_looked_for_after_the_least_length(tiny_pair: Pair) -> None:
+    """A text of one letter, which is the stop string."""
+    sampling = Sampling(logit_bias={65: 1000.0})
+    letter = tiny_pair.tokenizer.decode([65])
+    for least in (0, 3, 12):
+        request = Request(PROMPT, 12, sampling, 4, NEVER, (letter * 2,), min_new_tokens=least)
+        (steps,) = run(Engine(tiny_pair, max_length=128), [request])
+        assert "".join(text for step in steps for text in step.texts) == letter * least
+        assert len(text_of(steps)) == min(12, least + 2)
+        assert steps[-1].finish_reason == ("stop" if least < 12 else "length")
+
+
 def test_changed_logits_keep_what_bfloat16_would_lose() -> None:
     request = Request(PROMPT, 4, Sampling(logit_bias=((3, 0.01),)))
     processor = LogitsProcessor.of(request)

@@ -112,7 +112,7 @@ def texts(folder: SweepFolder, shard: SweepShard) -> list[str]:
     [
         ("--prompts nope", "unknown prompt set 'nope': choose one of demo, "),
         ("--prompts gone.jsonl", "prompt file not found: gone.jsonl"),
-        ("--prompts {bad}", "bad.jsonl, line 2: not JSON"),
+        ("--prompts {bad}", "bad.jsonl: no prompt in 2 rows: line 1: empty prompt; line 2: not JSON"),
         ("--pair nope", "unknown pair 'nope': named pairs are smollm2-135m, "),
         ("--target x", "target 'x' and draft None: both are needed"),
     ],
@@ -120,7 +120,7 @@ def texts(folder: SweepFolder, shard: SweepShard) -> list[str]:
 def test_bad_input_is_one_line(
     arguments: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "bad.jsonl").write_text('{"prompt": "fine"}\n{"prompt": \n')
+    (tmp_path / "bad.jsonl").write_text('{"prompt": ""}\n{"prompt": \n')
     given = arguments.format(bad=tmp_path / "bad.jsonl").split()
     monkeypatch.setattr(sys, "argv", ["sweep.py", "--output", str(tmp_path / "out"), *given])
     with pytest.raises(SystemExit) as exited:
@@ -387,7 +387,7 @@ def assert_complete(config: SweepConfig, expected: dict[str, list[SweepRow]]) ->
     assert read_sweep(config.output).rows == [row for rows in expected.values() for row in rows]
     (reject,) = map(json.loads, Path(config.output, "rejects.jsonl").read_text().splitlines())
     assert reject["prompt"] == TOO_LONG
-    assert "tokens: at most" in reject["error"]
+    assert "tokens: at most 1023 leave room for an answer (the model's limit is 1024 tokens)" in reject["error"]
 
 
 FULL_DISK_JOB = """

@@ -334,9 +334,8 @@ def run(config: ServeConfig) -> None:
     """Serve until SIGTERM or Ctrl-C, or write the file of `serve deploy`."""
     console = Console()
     if is_open(config):
-        warning = (
-            f"anybody who reaches {netloc(config.host, config.port)} may use this server: set BLOCKPILOT_API_KEY"
-        )
+        where = netloc(config.host, config.port)
+        warning = f"anybody who reaches {where} may use this server: set BLOCKPILOT_API_KEY"
         console.print(f"[bold red]warning[/]: {warning} or --api-key-file", soft_wrap=True)
     if config.write_config is not None:
         with whole(config.write_config) as file:

@@ -90,8 +90,8 @@ def train(
 def _cluster_is_named() -> Iterator[None]:
     """Say in the environment of Ray Train's own actors which cluster they are in.
 
-    Those that ask whether the controller lives look for a cluster on the machine otherwise. With another one there they
-    die, or ask that one, which knows no such controller, and take its workers' place from a training that runs.
+    Otherwise those that ask whether the controller lives look for any cluster on the machine. Where there are two,
+    they die, or ask the other one, which knows no such controller, and take the resources of a training that runs.
     """
     ENV_VARS_TO_PROPAGATE.add(STATE_API)
     before = os.environ.get(STATE_API)

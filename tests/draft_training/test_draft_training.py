@@ -305,7 +305,8 @@ def test_prompts_that_cannot_be_answered_are_left_out_and_named(
     assert answer.tokens[: answer.num_prompt_tokens] == list(prompts[0].encode(tiny_pair.tokenizer))
     assert caplog.messages == [
         "3 of 4 prompts left out: prompt 2 (some): 118 tokens, max_prompt_tokens is 64; "
-        "prompt 3 (some): 1518 tokens, the model's limit is 1024 with the answer; prompt 4 (other): chat template: odd roles"
+        "prompt 3 (some): 1518 tokens, the model's limit is 1024 with the answer; "
+        "prompt 4 (other): chat template: odd roles"
     ]
 
 

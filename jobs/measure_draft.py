@@ -89,7 +89,8 @@ def run(config: MeasureDraftConfig) -> list[TauFigure]:
     """Measure, print and write the figures; raises ValueError for bad input before Ray starts."""
     absolute_in_submitted_job(config.output, "output")
     config.pair.names()
-    tasks = [MeasureTask(name, prompts_of(config, name), t) for name in config.prompts for t in config.temperatures]
+    prompts = {name: prompts_of(config, name) for name in config.prompts}
+    tasks = [MeasureTask(name, prompts[name], t) for name in prompts for t in config.temperatures]
     connect()
     found = measure(config, tasks)
     rows = [m._asdict() | {"tau": m.tau._asdict()} for m in found]
@@ -157,6 +158,8 @@ class DraftWorker:
         sampling = [Sampling(task.temperature, seed=config.seed + i) for i in range(len(task.prompts))]
         most = {"max_new_tokens": config.max_new_tokens, "max_prompt_tokens": config.max_prompt_tokens}
         answers = generate_answers(pair, task.prompts, sampling, **most)
+        if not answers:
+            raise ValueError(f"prompts {task.name!r}: all {len(task.prompts)} are left out, see the warning above")
         sizes = config.block_sizes or (pair.block_size,)
         counts: dict[int, list[tuple[int, int]]] = {size: [] for size in sizes}  # tokens emitted and verify steps
         for answer in answers:

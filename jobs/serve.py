@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import ray
 import tyro
 import yaml
-from pydantic import Field
+from pydantic import Field, field_validator
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve import Application
@@ -40,7 +40,7 @@ from jobs.serving.deployment import ReplicaDeployment
 from jobs.serving.errors import RETRY_AFTER_S
 from jobs.serving.gateway import Gateway
 from jobs.serving.keys import api_keys
-from jobs.serving.listener import bound
+from jobs.serving.listener import bound, close, is_loopback, netloc
 from jobs.serving.models import ModelConfig, find_policy, models_by_name
 
 if TYPE_CHECKING:  # they need torch, which is seconds to import
@@ -54,8 +54,7 @@ PORT_PATIENCE_S = 5
 HEALTH_EVERY_S = 3.0  # a replica that is broken three times in a row is replaced
 REMOVAL_PATIENCE_S = 30
 REPLICA_LIMITS = "num_slots", "max_length", "max_prefill_tokens", "prefix_tokens", "max_queue", "max_new_tokens"
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-LOOPBACK_NAMES = (*LOOPBACK, "[::1]")  # in the Host header
+LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1", "[::1]")  # in the Host header
 
 
 class ServeConfig(ModelConfig):
@@ -63,8 +62,8 @@ class ServeConfig(ModelConfig):
 
     others: Annotated[tuple[ModelConfig, ...], tyro.conf.Suppress] = ()
     """Further models, asked for by name; in Python or in the file of --write-config."""
-    host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 for all interfaces."""
+    host: str = Field(default="127.0.0.1", min_length=1)
+    """Address to listen on, of IPv4 or IPv6; 0.0.0.0 for all interfaces, :: with IPv6, too."""
     port: int = Field(default=8000, ge=1, le=65535)
     api_key_file: Path | None = None
     """File of accepted keys, one a line; by default the key in BLOCKPILOT_API_KEY, or none."""
@@ -95,9 +94,20 @@ class ServeConfig(ModelConfig):
     write_config: Path | None = None
     """Write this file for `serve deploy` instead of serving."""
 
+    @field_validator("host")
+    @classmethod
+    def _without_brackets(cls, host: str) -> str:
+        return host.removeprefix("[").removesuffix("]")
+
     @property
     def models(self) -> tuple[ModelConfig, ...]:
         return (self, *self.others)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Names in the Host header that are answered."""
+        of_loopback = {*LOOPBACK_NAMES, self.host, f"[{self.host}]"}
+        return self.allowed_hosts or (tuple(sorted(of_loopback)) if is_loopback(self.host) else ("*",))
 
     @property
     def deployments(self) -> dict[str, ModelConfig]:
@@ -141,7 +151,7 @@ def _app(args: ServeConfig, *, listens: bool) -> Application:
             args.body_timeout_s,
             max_requests=sum(map(_capacity, args.models)) + SPARE_REQUESTS,
         ),
-        args.allowed_hosts or (LOOPBACK_NAMES if args.host in LOOPBACK else ("*",)),
+        args.hosts,
         (args.host, args.port) if listens else None,
     )
 
@@ -208,7 +218,7 @@ def policy_config(model: ModelConfig, args: ServeConfig) -> dict[str, Any]:
 
 def is_open(config: ServeConfig) -> bool:
     """True if other machines can reach the server, and no key is asked for."""
-    return config.host not in LOOPBACK and not (config.needs_api_key or api_keys(config.api_key_file).digests)
+    return not is_loopback(config.host) and not (config.needs_api_key or api_keys(config.api_key_file).digests)
 
 
 # --- a file for `serve deploy` ---
@@ -263,7 +273,7 @@ def start(config: ServeConfig) -> str:
         reason = _failure() or str(error)
         stop(drain_s=0)
         raise ValueError(f"the server did not start: {reason}") from error
-    return f"http://{config.host}:{config.port}/v1"
+    return f"http://{netloc(config.host, config.port)}/v1"
 
 
 def stop(drain_s: float = 120.0, hurry: Callable[[], bool] = lambda: False) -> None:
@@ -305,10 +315,10 @@ def _wait_for_port(host: str, port: int) -> None:
     deadline = time.monotonic() + PORT_PATIENCE_S
     while True:
         try:
-            return bound(host, port).close()
+            return close(bound(host, port))
         except OSError as error:
             if time.monotonic() > deadline:
-                message = f"cannot listen on {host}:{port} ({error}); choose another --host or --port"
+                message = f"cannot listen on {netloc(host, port)} ({error}); choose another --host or --port"
                 raise ValueError(message) from None
         time.sleep(0.1)
 
@@ -324,7 +334,8 @@ def run(config: ServeConfig) -> None:
     """Serve until SIGTERM or Ctrl-C, or write the file of `serve deploy`."""
     console = Console()
     if is_open(config):
-        warning = f"anybody who reaches {config.host}:{config.port} may use this server: set BLOCKPILOT_API_KEY"
+        where = netloc(config.host, config.port)
+        warning = f"anybody who reaches {where} may use this server: set BLOCKPILOT_API_KEY"
         console.print(f"[bold red]warning[/]: {warning} or --api-key-file", soft_wrap=True)
     if config.write_config is not None:
         with whole(config.write_config) as file:

@@ -10,6 +10,7 @@ os.environ["RAY_AUTH_MODE"] = "token"
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # in this process and those that it starts
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,11 +23,26 @@ from hypothesis import settings
 from blockpilot.drafts.checkpoint import save_draft
 from blockpilot.pairs.loading import Pair, load_pair
 from helpers.eagle3 import eagle3_pair
+from helpers.patience import patient
 from helpers.stores import CREATE, NUM_CREATORS
 from helpers.tiny import byte_tokenizer, tiny_draft, tiny_target
 
 settings.register_profile("blockpilot", deadline=None)  # a busy machine is slow, not wrong
 settings.load_profile("blockpilot")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Seconds by file, where CI is set."""
+    if not os.environ.get("CI"):
+        return
+    seconds = Counter[str]()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.partition("::")[0]] += report.duration  # type: ignore[assignment]
+    terminalreporter.section(f"seconds by file, {sum(seconds.values()):.0f} in all")
+    for file, of_file in seconds.most_common():
+        terminalreporter.write_line(f"{of_file:8.1f} {file}")
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -87,6 +103,6 @@ def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("store") / "mlflow.db"
     command = [sys.executable, "-c", CREATE, f"sqlite:///{path}"]
     processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(NUM_CREATORS)]
-    errors = [process.communicate(timeout=200)[1] for process in processes]
+    errors = [process.communicate(timeout=patient(200))[1] for process in processes]
     assert [process.returncode for process in processes] == [0] * NUM_CREATORS, errors
     return path

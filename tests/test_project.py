@@ -18,6 +18,7 @@ from packaging.utils import canonicalize_name
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 import blockpilot
+from helpers.patience import patient
 
 ROOT = Path(__file__).parents[1]
 PIN = re.compile(r"([A-Za-z0-9._-]+)==([0-9][A-Za-z0-9.]*)((?: --hash=sha256:[0-9a-f]{64})+)")
@@ -162,7 +163,7 @@ def test_import_contracts_hold_and_notice_a_breach(tmp_path: Path, module: str, 
 def _lint_imports(root: Path, cache: Path) -> subprocess.CompletedProcess[str]:
     program = Path(sys.executable).with_name("lint-imports")
     return subprocess.run(
-        [program, "--cache-dir", str(cache / "cache")], cwd=root, capture_output=True, text=True, timeout=120
+        [program, "--cache-dir", str(cache / "cache")], cwd=root, capture_output=True, text=True, timeout=patient(120)
     )
 
 

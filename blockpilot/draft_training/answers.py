@@ -5,6 +5,7 @@ DFlash trains on the target's own answers (arXiv 2602.06036, section 4). The tar
 """
 
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,9 +16,11 @@ import pyarrow.parquet as pq
 
 from blockpilot.engine.engine import Engine
 from blockpilot.pairs.loading import Pair
-from blockpilot.prompts.files import Prompt
+from blockpilot.prompts.files import Prompt, SetAside, reasons
 from blockpilot.storage import first_line, whole
 from blockpilot.types import Request, Sampling
+
+log = logging.getLogger(__name__)
 
 ANSWER_SCHEMA = pa.schema(
     [
@@ -51,13 +54,20 @@ def generate_answers(
 ) -> list[Answer]:
     """Answers of the target, each with the sampling beside its prompt.
 
-    They come in the order of the prompts; prompts longer than `max_prompt_tokens` are left out.
+    They come in the order of the prompts. Prompts longer than `max_prompt_tokens` or the model's own limit, and those
+    that the chat template refuses, are left out, with a warning in the log.
     """
-    answers = []
-    for prompt, drawn in zip(prompts, sampling, strict=True):
-        ids = prompt.encode(pair.tokenizer)
-        if len(ids) <= max_prompt_tokens:
+    answers, left_out = [], list[SetAside]()
+    for number, (prompt, drawn) in enumerate(zip(prompts, sampling, strict=True), start=1):
+        try:
+            ids = prompt.encode(pair.tokenizer)
+            _check_length(len(ids), max_prompt_tokens, pair.max_length)
+        except ValueError as error:
+            left_out.append(SetAside(f"prompt {number} ({prompt.set})", str(error)))
+        else:
             answers.append(Answer(prompt.set, list(ids), len(ids), drawn.temperature, drawn.seed))
+    if left_out:
+        log.warning("%d of %d prompts left out: %s", len(left_out), len(prompts), reasons(left_out))
     # Prompts of one length together: less padding in prefill and attention.
     by_length = sorted(answers, key=lambda answer: answer.num_prompt_tokens)
     requests = [(answer.tokens, Sampling(answer.temperature, seed=answer.seed)) for answer in by_length]
@@ -65,6 +75,13 @@ def generate_answers(
     for answer, tokens in zip(by_length, written, strict=True):
         answer.tokens.extend(tokens)
     return answers
+
+
+def _check_length(num_tokens: int, max_prompt_tokens: int, model_length: int) -> None:
+    if num_tokens >= model_length:
+        raise ValueError(f"{num_tokens} tokens, the model's limit is {model_length} with the answer")
+    if num_tokens > max_prompt_tokens:
+        raise ValueError(f"{num_tokens} tokens, max_prompt_tokens is {max_prompt_tokens}")
 
 
 def write_prompts(

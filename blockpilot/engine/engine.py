@@ -77,7 +77,7 @@ class Engine:
         self.controller = controller or Controller(policy or FixedPolicy(pair.block_size))
         self.num_slots, self.max_length, self.max_block_size = num_slots, max_length, max_block_size
         self.max_prefill_tokens = max_prefill_tokens
-        self._limits = EngineLimits(max_length, max_block_size, pair.vocab_size)
+        self._limits = EngineLimits(max_length, pair.max_length, max_block_size, pair.vocab_size)
         self.on_failure: Callable[[int, Exception], None] | None = None
         self._device = pair.target.device
         self._target = Target(pair.target, pair.layer_ids)

@@ -6,9 +6,10 @@ from blockpilot.types import LAYOUTS, Request
 
 
 class EngineLimits(NamedTuple):
-    """Tokens of prompt and answer together, tokens of a block, and the target's vocabulary."""
+    """Tokens of prompt and answer together, in the engine and in the target; tokens of a block; the vocabulary."""
 
     max_length: int
+    model_length: int
     max_block_size: int
     vocab_size: int
 
@@ -18,8 +19,11 @@ class EngineLimits(NamedTuple):
         if num_prompt_tokens == 0:
             raise ValueError("prompt is empty: at least 1 token is needed")
         if num_prompt_tokens >= self.max_length:
-            most = self.max_length - 1
-            raise ValueError(f"prompt of {num_prompt_tokens} tokens: at most {most} leave room for an answer")
+            own = f"max_length is {self.max_length}, " if self.max_length < self.model_length else ""
+            raise ValueError(
+                f"prompt of {num_prompt_tokens} tokens: at most {self.max_length - 1} leave room for an answer"
+                f" ({own}the model's limit is {self.model_length} tokens)"
+            )
         if outside := [t for t in request.prompt_ids if not 0 <= t < vocab_size]:
             raise ValueError(f"prompt token {outside[0]}: must be 0 to {vocab_size - 1}")
         at_least_one(max_new_tokens=request.max_new_tokens)

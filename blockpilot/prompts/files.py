@@ -1,29 +1,30 @@
 """Prompts by set name or from a file: what sweeps, training and evaluation run on.
 
-Named sets are listed in sets.py. Files: `.jsonl`, one object a line with `prompt` (text) or `messages` (list of
-{role, content}) and optionally `set` and `follow_ups` (list of the user's later turns); `.parquet`, the same as
-columns; `.txt`, one prompt a line. Blank lines are ignored; `set` defaults to the file's stem.
+Named sets are listed in sets.py. Files: `.jsonl` and `.ndjson`, one row a line; `.json`, a list of rows; `.parquet`;
+`.txt`, one prompt a line. conversations.py has the names that a row's prompt may have. A row may also have a `set`,
+by default the file's stem, and `follow_ups` (list of the user's later turns).
 """
 
 import hashlib
 import json
+import logging
 import re
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from blockpilot.prompts.conversations import conversation_of
+from blockpilot.prompts.rows import COMPRESSIONS, ENDINGS, FileName, read_rows
 from blockpilot.prompts.sets import PROMPT_SETS, read_set
-from blockpilot.storage import Place, first_line, write_text
+from blockpilot.storage import Place, write_text
 
-ROLES = ("system", "user", "assistant")
-FILE_SUFFIXES = (".jsonl", ".parquet", ".txt")
+NUM_REASONS = 3  # that a message gives
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Conversation that ends with the user's turn, and the set that it belongs to.
+    """Conversation that ends with the user's turn, or a tool's, and the set that it belongs to.
 
     `follow_ups` are later turns of the user, each asked after an answer of the target.
     """
@@ -132,15 +133,69 @@ def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 def load_prompts(name_or_path: str, num: int | None = None, seed: int = 0) -> list[Prompt]:
     """First `num` prompts (by default all) of a named set or file, in an order drawn by `seed`.
 
-    The order depends only on the seed and the prompts' own texts; repeated prompts are dropped. Raises ValueError for
-    an unknown name, a set that cannot be obtained, or a malformed or empty file.
+    The order depends only on the seed and the prompts' own texts; repeated prompts are dropped. Rows of a file that
+    cannot be read are set aside, with a warning in the log. Raises ValueError for an unknown name, a set that cannot
+    be obtained, or a file with nothing that can be read.
     """
     if num is not None and num < 1:
         raise ValueError(f"number of prompts must be at least 1, got {num}")
-    prompts = dict.fromkeys(_read(name_or_path))
-    if not prompts:
-        raise ValueError(f"{name_or_path}: holds no prompts")
-    return sorted(prompts, key=lambda prompt: _digest("order", seed, prompt.text))[:num]
+    if name_or_path in PROMPT_SETS:
+        sets = read_set(name_or_path)
+        prompts = [Prompt(name_or_path, (Message("user", turns[0]),), turns[1:]) for turns in sets]
+    else:
+        prompts, set_aside = read_prompts(Path(name_or_path))
+        if set_aside:
+            num_rows = len(prompts) + len(set_aside)
+            log.warning("%s: %d of %d rows set aside: %s", name_or_path, len(set_aside), num_rows, reasons(set_aside))
+    order = sorted(dict.fromkeys(prompts), key=lambda prompt: _digest("order", seed, prompt.text))
+    return order[:num]
+
+
+class SetAside(NamedTuple):
+    """A row that cannot be read: where it is, such as "line 7", and why."""
+
+    where: str
+    reason: str
+
+
+class PromptFile(NamedTuple):
+    """What a file holds, in its order."""
+
+    prompts: list[Prompt]
+    set_aside: list[SetAside]
+
+
+def read_prompts(path: Path) -> PromptFile:
+    """Every row of a prompt file. Raises ValueError for a file with nothing that can be read."""
+    name = FileName.of(path)
+    if name.ending not in ENDINGS:
+        raise ValueError(
+            f"unknown prompt set {str(path)!r}: choose one of {', '.join(PROMPT_SETS)}, or a file that ends with"
+            f" {', '.join(ENDINGS)}, as it is or packed ({', '.join(COMPRESSIONS)})"
+        )
+    if not path.is_file():
+        raise ValueError(f"prompt file not found: {path}")
+    found = PromptFile([], [])
+    for where, row in read_rows(path):
+        try:
+            if isinstance(row, ValueError):
+                raise row
+            conversation = conversation_of(row)
+            turns = tuple(Message(*turn) for turn in conversation.turns)
+            found.prompts.append(Prompt(conversation.set or name.stem, turns, conversation.follow_ups))
+        except ValueError as error:
+            found.set_aside.append(SetAside(where, str(error)))
+    if not found.prompts:
+        rows = f"no prompt in {len(found.set_aside)} rows: {reasons(found.set_aside)}"
+        raise ValueError(f"{path}: {rows if found.set_aside else 'holds no prompts'}")
+    return found
+
+
+def reasons(set_aside: Sequence[SetAside]) -> str:
+    """The first reasons, and how many more there are."""
+    first = [f"{where}: {reason}" for where, reason in set_aside[:NUM_REASONS]]
+    more = len(set_aside) - len(first)
+    return "; ".join([*first, *[f"and {more} more"] * (more > 0)])
 
 
 def save_prompts(path: Place, prompts: Iterable[Prompt]) -> None:
@@ -178,91 +233,3 @@ def _share(purpose: str, seed: int, text: str) -> float:
 
 def _digest(purpose: str, seed: int, text: str) -> bytes:
     return hashlib.sha256(f"{purpose}\0{seed}\0{text}".encode()).digest()
-
-
-def _read(name_or_path: str) -> Iterator[Prompt]:
-    if name_or_path in PROMPT_SETS:
-        conversations = read_set(name_or_path)
-        return (Prompt(name_or_path, (Message("user", turns[0]),), turns[1:]) for turns in conversations)
-    path = Path(name_or_path)
-    if path.suffix not in FILE_SUFFIXES:
-        raise ValueError(
-            f"unknown prompt set {name_or_path!r}: choose one of {', '.join(PROMPT_SETS)}"
-            f" or a {', '.join(FILE_SUFFIXES)} file"
-        )
-    if not path.is_file():
-        raise ValueError(f"prompt file not found: {path}")
-    rows = _parquet_rows(path) if path.suffix == ".parquet" else _text_rows(path)
-    return (_to_prompt(row, where, default_set=path.stem) for where, row in rows)
-
-
-def _text_rows(path: Path) -> Iterator[tuple[str, object]]:
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        where = f"{path}, line {number}"
-        try:
-            text = line.decode("utf-8").strip()
-            row = json.loads(text) if text and path.suffix == ".jsonl" else {"prompt": text}
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{where}: not UTF-8 text ({error.reason})") from error
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
-        if text:
-            yield where, row
-
-
-def _parquet_rows(path: Path) -> Iterator[tuple[str, object]]:
-    try:
-        names = pq.read_schema(path).names
-        columns = [name for name in ("prompt", "messages", "set", "follow_ups") if name in names]
-        table = pq.read_table(path, columns=columns)
-    except pa.ArrowException as error:
-        raise ValueError(f"{path}: not a Parquet file ({first_line(error)})") from error
-    if not {"prompt", "messages"} & set(columns):
-        raise ValueError(f"{path}: needs a column prompt or messages, has {', '.join(names) or 'none'}")
-    for number, row in enumerate(table.to_pylist(), start=1):
-        yield f"{path}, row {number}", row
-
-
-def _to_prompt(row: object, where: str, default_set: str) -> Prompt:
-    """Check one row of a file; errors begin with `where`."""
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: expected an object with prompt or messages, got {_brief(row)}")
-    prompt, messages, prompt_set = row.get("prompt"), row.get("messages"), row.get("set")
-    follow_ups = [] if row.get("follow_ups") is None else row["follow_ups"]
-    if (prompt is None) == (messages is None):
-        raise ValueError(f"{where}: expected either prompt or messages, got {_brief(row)}")
-    if messages is None:
-        messages = [{"role": "user", "content": prompt}]
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"{where}: messages must be a list of {{role, content}}, got {_brief(messages)}")
-    if prompt_set is not None and (not isinstance(prompt_set, str) or not prompt_set):
-        raise ValueError(f"{where}: set must be a name, got {_brief(prompt_set)}")
-    if not isinstance(follow_ups, list):
-        raise ValueError(f"{where}: follow_ups must be a list of texts, got {_brief(follow_ups)}")
-    turns = tuple(_to_message(message, where) for message in messages)
-    if turns[-1].role != "user":
-        raise ValueError(f"{where}: the last message must be the user's, got role {turns[-1].role!r}")
-    later = (_to_message({"role": "user", "content": text}, where).content for text in follow_ups)
-    return Prompt(prompt_set or default_set, turns, tuple(later))
-
-
-def _to_message(message: object, where: str) -> Message:
-    if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-        raise ValueError(f"{where}: a message needs role and content, got {_brief(message)}")
-    role, content = message["role"], message["content"]
-    if role not in ROLES:
-        raise ValueError(f"{where}: role must be one of {', '.join(ROLES)}, got {_brief(role)}")
-    if not isinstance(content, str):
-        raise ValueError(f"{where}: a prompt must be text, got {_brief(content)}")
-    try:
-        content.encode()
-    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
-        raise ValueError(f"{where}: a prompt must be Unicode text, got {_brief(content)}") from error
-    if not content.strip():
-        raise ValueError(f"{where}: empty prompt")
-    return Message(role, content)
-
-
-def _brief(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

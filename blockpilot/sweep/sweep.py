@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from blockpilot.engine.engine import Engine
+from blockpilot.engine.limits import EngineLimits
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt
 from blockpilot.sweep.candidates import Method, check_candidates
@@ -199,6 +200,7 @@ def _decode(
     fitting = [len(job.prompt_ids) for job in jobs if len(job.prompt_ids) < pair.max_length]
     max_length = min(max(fitting, default=1) + max_new_tokens, pair.max_length)
     engine = Engine(pair, num_slots=num_slots, max_length=max_length, max_block_size=candidates[-1])
+    limits = EngineLimits(pair.max_length, pair.max_length, candidates[-1], pair.vocab_size)  # not of these prompts
     results: list[Runs] = [job.error or [CandidateRun(size) for size in candidates] for job in jobs]
     running: dict[int, CandidateRun] = {}
     # Candidate by candidate, not prompt by prompt: a step is as wide as its widest row.
@@ -209,6 +211,7 @@ def _decode(
                 continue
             request = Request(job.prompt_ids, max_new_tokens, job.sampling, block_size, pair.stop_token_ids)
             try:
+                limits.check(request)
                 running[engine.add(request)] = runs[place]
             except ValueError as error:
                 results[index] = str(error)

@@ -17,11 +17,13 @@ import ray
 import ray.train
 import ray.train.torch
 import torch
+from ray.train.v2._internal.constants import ENV_VARS_TO_PROPAGATE
 
 from jobs.common.cluster import actor_options
 from jobs.common.registry import Registry, RunRecord, without_password
 
 STATE_FILE = "state.pt"
+STATE_API = "RAY_API_SERVER_ADDRESS"  # takes the cluster's address, too; RAY_ADDRESS means more to jobs (cluster.py)
 log = logging.getLogger(__name__)
 State = dict[str, Any]
 
@@ -78,9 +80,29 @@ def train(
             logging_config=ray.train.LoggingConfig(log_level="WARNING"),
         ),
     )
-    result = trainer.fit()
+    with _cluster_is_named():
+        result = trainer.fit()
     assert result.checkpoint is not None, "the last state is always reported"
     return _load(result.checkpoint), result.metrics or {}
+
+
+@contextmanager
+def _cluster_is_named() -> Iterator[None]:
+    """Say in the environment of Ray Train's own actors which cluster they are in.
+
+    Otherwise those that ask whether the controller lives look for any cluster on the machine. Where there are two,
+    they die, or ask the other one, which knows no such controller, and take the resources of a training that runs.
+    """
+    ENV_VARS_TO_PROPAGATE.add(STATE_API)
+    before = os.environ.get(STATE_API)
+    os.environ[STATE_API] = ray.get_runtime_context().gcs_address
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[STATE_API]
+        else:
+            os.environ[STATE_API] = before
 
 
 # --- in a worker ---

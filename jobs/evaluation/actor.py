@@ -26,6 +26,7 @@ from blockpilot.control.price import StepPrice
 from blockpilot.device import device_name, dtype_name
 from blockpilot.drafts.families import family
 from blockpilot.engine.engine import Engine
+from blockpilot.engine.limits import EngineLimits
 from blockpilot.evaluation.baselines import AdaptiveVerification, DepthController, Margins, TreeBudget
 from blockpilot.evaluation.measurement import Flow, RequestTiming, in_turns
 from blockpilot.evaluation.pricing import holds_here, measure_price
@@ -74,6 +75,8 @@ class Setting(NamedTuple):
     """Rivals that cannot run with this pair, and why."""
     rivals: dict[str, PairId]
     """Rival drafts beside the pair's, by the word that their methods begin with."""
+    set_aside: dict[int, str]
+    """Why prompts cannot be decoded, by their place in the plan."""
 
 
 class RivalMethod(NamedTuple):
@@ -97,7 +100,8 @@ class Evaluator:
         if plan.sweep is not None and plan.sweep.pair != pair.id:
             raise ValueError(f"sweep made for {plan.sweep.pair}; this pair is {pair.id}: sweep it to another place")
         policies, left_out = self._load_policies(pair)
-        self._prompt_ids = {prompt: _encode(prompt, pair) for prompt in plan.prompts}
+        set_aside = self._encode_prompts(pair)
+        self._plan = plan = plan.without(set_aside, config.group_size)
         lengths, most = list(map(len, self._prompt_ids.values())), max(map(config.limit, plan.prompts))
         self._pair = pair
         self._fixed = {method_name(size): size for size in (1, *self._block_sizes(pair, policies))}
@@ -114,8 +118,6 @@ class Evaluator:
             m: Engine(self._pair_of(m), num_slots=num_slots, max_length=max_length) for m in self.methods
         }
         self._reset()
-        for place in range(len(plan.prompts)):
-            self._check(place)
         rotating = [method for method in self.methods if method != ORACLE]
         if pair.target.device.type == "cuda":  # graphs are captured as their shapes come
             self._decode(rotating, plan.groups[0], 0)
@@ -124,7 +126,7 @@ class Evaluator:
         sizes = {method: self._fixed.get(method) for method in self.methods}
         here = dtype_name(pair.target.dtype), device_name(pair.target.device)
         rivals = {name: rival.id for name, rival in self._rivals.items()}
-        return Setting(pair.id, *here, sizes, self._price, context, left_out, rivals)
+        return Setting(pair.id, *here, sizes, self._price, context, left_out, rivals, set_aside)
 
     @property
     def _sizes(self) -> tuple[int, ...]:
@@ -284,19 +286,20 @@ class Evaluator:
             return given
         return measure_price(pair, self._config.concurrency, context)
 
-    def _check(self, place: int) -> None:
-        try:
-            self._engines[AR].check(self._request(place, AR, 0))
-        except ValueError as error:
-            prompt = self._plan.prompts[place]
-            raise ValueError(f"prompt {prompt.text[:60]!r} of {prompt.set}: {error}") from None
-
-
-def _encode(prompt: Prompt, pair: Pair) -> tuple[int, ...]:
-    try:
-        return prompt.encode(pair.tokenizer)
-    except ValueError as error:
-        raise ValueError(f"prompt {prompt.text[:60]!r} of {prompt.set}: {error}") from None
+    def _encode_prompts(self, pair: Pair) -> dict[int, str]:
+        """Encode all prompts; returns why some cannot be decoded, by place. ValueError if fewer than two can be."""
+        limits = EngineLimits(pair.max_length, pair.max_length, pair.block_size, pair.vocab_size)
+        self._prompt_ids, set_aside = dict[Prompt, tuple[int, ...]](), dict[int, str]()
+        for place, prompt in enumerate(self._plan.prompts):
+            try:
+                ids = prompt.encode(pair.tokenizer)
+                limits.check(Request(ids, max_new_tokens=1))
+                self._prompt_ids[prompt] = ids
+            except ValueError as error:
+                set_aside[place] = str(error)
+        if len(self._prompt_ids) < 2:
+            raise ValueError(f"intervals need at least two prompts; set aside: {self._plan.reasons(set_aside)}")
+        return set_aside
 
 
 def default_block_sizes(trained: int) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 Checks everything that can be checked before Ray starts and a model is loaded.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from pydantic import Field, field_validator
 from blockpilot.control.price import PRICE_FILE, StepPrice, read_price
 from blockpilot.policy.dataset import prompt_key
 from blockpilot.policy.store import load_policy
-from blockpilot.prompts.files import Prompt, answer_limit, load_prompts
+from blockpilot.prompts.files import Prompt, SetAside, answer_limit, load_prompts, reasons
 from blockpilot.storage import is_file, join
 from blockpilot.sweep.rows import prompt_ids, read_parts
 from blockpilot.sweep.summary import Summary
@@ -99,6 +99,11 @@ class EvaluateConfig(Config):
         """The chosen baselines by the names of their methods."""
         return [method for name, method in BASELINES.items() if name in self.baselines]
 
+    @property
+    def group_size(self) -> int:
+        """Prompts that share a queue."""
+        return self.concurrency * self.waves
+
     def limit(self, prompt: Prompt) -> int:
         """Tokens of a prompt's answer at most."""
         return self.max_new_tokens if self.concurrency == 1 else answer_limit(prompt, self.max_new_tokens)
@@ -149,6 +154,16 @@ class Plan(NamedTuple):
     price: StepPrice | None = None
     """Used where it was measured on such a device; measured anew otherwise."""
 
+    def without(self, places: Collection[int], group_size: int) -> "Plan":
+        """The plan of the other prompts."""
+        kept = tuple(prompt for place, prompt in enumerate(self.prompts) if place not in places)
+        return self._replace(prompts=kept, groups=group(kept, group_size)) if places else self
+
+    def reasons(self, set_aside: Mapping[int, str]) -> str:
+        """The first reasons why prompts are set aside, by their place."""
+        prompts = {place: self.prompts[place] for place in set_aside}
+        return reasons([SetAside(f"{p.text[:60]!r} of {p.set}", set_aside[i]) for i, p in prompts.items()])
+
     def learned_from(self, method: str) -> LearnedFrom:
         """The record of a policy's training prompts and taus; empty without a record or without the policy."""
         return LearnedFrom.read(self.policies[method]) if method in self.policies else LearnedFrom()
@@ -156,7 +171,7 @@ class Plan(NamedTuple):
 
 def plan_for(config: EvaluateConfig, prompts: tuple[Prompt, ...], swept: Swept | None, registry: Registry) -> Plan:
     """What to do with inputs that were read. Raises ValueError for policies that do not fit them."""
-    groups = group(prompts, config.concurrency * config.waves)
+    groups = group(prompts, config.group_size)
     found = Plan(prompts, groups, swept, *find_policies(config, registry))
     _check_held_out(found)
     return found._replace(price=known_price(config, found))

@@ -2,7 +2,11 @@
 chunk would pass and which costs some 4% of the tokens a second on two cores. On a cluster Serve's proxies listen.
 """
 
+import errno
+import ipaddress
 import socket
+from collections.abc import Sequence
+from typing import Any
 from uuid import uuid4
 
 import uvicorn
@@ -13,19 +17,60 @@ REQUEST_ID = b"x-request-id"
 LONGEST_ID = 128
 KEEP_ALIVE_S = 90  # as Serve's proxies
 BACKLOG = 2048
+ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
-def bound(host: str, port: int) -> socket.socket:
-    """A socket that listens there; raises OSError where it cannot."""
-    return socket.create_server((host, port), backlog=BACKLOG)
+def is_loopback(host: str) -> bool:
+    """True for addresses that only this machine reaches."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
-async def serve_http(app: ASGIApp, listener: socket.socket) -> None:
+def netloc(host: str, port: int) -> str:
+    """Host and port as in a URL, where an IPv6 address has brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def bound(host: str, port: int) -> list[socket.socket]:
+    """Sockets that listen there, one for each address of the host: `localhost` has one of IPv4 and one of IPv6. `::`
+    takes IPv4, too. Raises OSError where it cannot.
+    """
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    listeners, absent = list[socket.socket](), None
+    try:
+        for family, _, _, _, address in dict.fromkeys(found):
+            try:
+                listeners.append(_listener(family, address))
+            except OSError as error:
+                if error.errno not in ABSENT:
+                    raise
+                absent = error  # a name may have addresses that this machine has not
+        if absent is not None and not listeners:
+            raise absent
+    except OSError:
+        close(listeners)
+        raise
+    return listeners
+
+
+def close(listeners: Sequence[socket.socket]) -> None:
+    for listener in listeners:
+        listener.close()
+
+
+def _listener(family: socket.AddressFamily, address: tuple[Any, ...]) -> socket.socket:
+    both = family == socket.AF_INET6 and address[0] == "::" and socket.has_dualstack_ipv6()
+    return socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=both)
+
+
+async def serve_http(app: ASGIApp, listeners: Sequence[socket.socket]) -> None:
     """Answer what comes there until the process ends."""
     config = uvicorn.Config(
         identified(app), log_config=None, access_log=False, lifespan="off", timeout_keep_alive=KEEP_ALIVE_S
     )
-    await uvicorn.Server(config).serve(sockets=[listener])
+    await uvicorn.Server(config).serve(sockets=list(listeners))
 
 
 def identified(app: ASGIApp) -> ASGIApp:

@@ -210,6 +210,8 @@ class Replica:
         if (asked or 1) > room:
             message = f"this model's maximum context length is {context} tokens; the prompt has {num_prompt_tokens}"
             message += f" and the answer needs {asked or 'at least 1'}"
+            if context < self.pair.max_length:
+                message += f" (the server's max_length; the model's own limit is {self.pair.max_length})"
             field = body.prompt_field if room < 1 else "max_tokens"
             raise ApiError(400, message, field, "context_length_exceeded")
         if most is not None and (asked or 1) > most:

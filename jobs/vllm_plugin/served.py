@@ -74,7 +74,7 @@ class VllmBackend:
             structured_outputs_config={"backend": "guidance"},  # the library that checks grammars here
             **options.engine_options,
         )
-        limits = EngineLimits(sizes.max_length, self._served.num_drafted + 1, pair.vocab_size)
+        limits = EngineLimits(sizes.max_length, pair.max_length, self._served.num_drafted + 1, pair.vocab_size)
         self.engine = VllmServedEngine(self._vllm.core, limits, sizes.num_slots, pair.tokenizer)
 
     @property

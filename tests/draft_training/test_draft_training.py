@@ -293,6 +293,23 @@ def test_an_epoch_visits_every_document_once_and_batches_alike_lengths() -> None
     assert batches != list(epoch_batches(lengths, 4, seed=1, epoch=1))
 
 
+def test_prompts_that_cannot_be_answered_are_left_out_and_named(
+    tiny_pair: Pair, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusing = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('odd roles') }}{% endif %}"
+    monkeypatch.setattr(tiny_pair.tokenizer, "chat_template", refusing + str(tiny_pair.tokenizer.chat_template))
+    of_texts = {text: Prompt("some", (Message("user", text),)) for text in ("short", "long " * 20, "long " * 300)}
+    prompts = [*of_texts.values(), Prompt("other", (Message("tool", "42"),))]
+    settings = {"max_new_tokens": 4, "max_prompt_tokens": 64}
+    (answer,) = generate_answers(tiny_pair, prompts, [Sampling()] * 4, **settings)  # type: ignore[arg-type]
+    assert answer.tokens[: answer.num_prompt_tokens] == list(prompts[0].encode(tiny_pair.tokenizer))
+    assert caplog.messages == [
+        "3 of 4 prompts left out: prompt 2 (some): 118 tokens, max_prompt_tokens is 64; "
+        "prompt 3 (some): 1518 tokens, the model's limit is 1024 with the answer; "
+        "prompt 4 (other): chat template: odd roles"
+    ]
+
+
 def test_validation_walks_the_text_as_decoding_would(tiny_pair: Pair, tmp_path: Path) -> None:
     """Tau from one pass over all anchors equals the steps of the engine on the same answers."""
     prompts = [Prompt("test", (Message("user", text),)) for text in ("abc", "the cat", "12 + 3", "why")]

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from blockpilot.pairs.loading import Pair
+from helpers.patience import patient
 from jobs.serving.api import make_app
 from jobs.serving.replica import Replica
 
@@ -56,7 +57,7 @@ def over_http(app: FastAPI) -> Iterator[str]:
     thread.start()
     yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     server.should_exit = True
-    thread.join(timeout=10)
+    thread.join(timeout=patient(10))
 
 
 def ask(client: TestClient, path: str, body: JsonObject) -> JsonObject:
@@ -123,7 +124,7 @@ class HttpCall:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(patient(10)):
         while not condition():
             await asyncio.sleep(0.005)
 

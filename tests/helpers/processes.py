@@ -5,11 +5,12 @@ import multiprocessing
 import os
 import runpy
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
+
+from helpers.patience import wait_until
 
 # Importing torch, transformers and Ray takes longer than what most tests do: their jobs are forked from one process
 # that has imported them.
@@ -36,21 +37,26 @@ class Job:
         """The exit code, negative for a signal; None while it runs."""
         return self._process.exitcode
 
-    def wait(self, timeout_s: float) -> int:
-        """The exit code. Raises TimeoutError, with what the program has said, when it takes longer."""
-        self._process.join(timeout_s)
+    def wait(self, limit_s: float) -> int:
+        """The exit code. TimeoutError, with what the program has said, when it has said nothing new for so long."""
+        wait_until(lambda: self.poll() is not None, limit_s, lambda: self.log, progress=self._size)
         code = self.poll()
-        if code is None:
-            raise TimeoutError(f"not finished in {timeout_s} s:\n{self.log}")
+        assert code is not None
         return code
 
-    def wait_for(self, condition: Callable[[], object], timeout_s: float = 300) -> None:
-        """Return once the condition holds. AssertionError, with what the program has said, if it ends before that."""
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert self.poll() is None, f"it ended before that:\n{self.log}"
-            assert time.monotonic() < deadline, f"nothing in {timeout_s} s:\n{self.log}"
-            time.sleep(0.02)
+    def wait_for(self, condition: Callable[[], object], limit_s: float = 300) -> None:
+        """Return once the condition holds. As `wait`; AssertionError if the program ends before that."""
+
+        def holds() -> bool:
+            ended = self.poll() is not None
+            held = bool(condition())
+            assert held or not ended, f"it ended before that:\n{self.log}"
+            return held
+
+        wait_until(holds, limit_s, lambda: self.log, progress=self._size)
+
+    def _size(self) -> int:
+        return self.output.stat().st_size
 
     def kill(self) -> None:
         """SIGKILL, and wait for the end."""

@@ -3,7 +3,6 @@
 import json
 import os
 import socket
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,10 +11,11 @@ from typing import Any
 
 import httpx
 
+from helpers.patience import FACTOR, patient, wait_until
 from helpers.processes import Job
 
 ROOT = Path(__file__).parents[2]
-START_TIMEOUT_S = 120
+START_LIMIT_S = 120
 RUN = "import json, sys; from jobs.serve import ServeConfig, run; run(ServeConfig(**json.loads(sys.argv[1])))"
 
 
@@ -44,29 +44,37 @@ class Server:
 
     def model(self, name: str) -> dict[str, Any]:
         """A model's entry in /health."""
-        health = httpx.get(f"{self.root}/health", timeout=30, headers=self.authorization).json()
+        health = httpx.get(f"{self.root}/health", timeout=patient(30), headers=self.authorization).json()
         found: dict[str, Any] = health["models"][name]
         return found
 
-    def until(self, name: str, wanted: Mapping[str, object], timeout_s: float = 30) -> dict[str, Any]:
-        """A model's entry in /health once it has these values; AssertionError if that takes too long."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            found = self.model(name)
-            if all(found.get(key) == value for key, value in wanted.items()):
-                return found
-            assert time.monotonic() < deadline, f"{found}, wanted: {dict(wanted)}\n{self.process.log}"
-            time.sleep(0.1)
+    def until(
+        self, name: str, wanted: Mapping[str, object], limit_s: float = 30, factor: float = FACTOR
+    ) -> dict[str, Any]:
+        """A model's entry in /health once it has these values; as `wait_until`."""
+        found: dict[str, Any] = {}
+
+        def holds() -> bool:
+            found.clear()
+            found.update(self.model(name))
+            return all(found.get(key) == value for key, value in wanted.items())
+
+        wait_until(
+            holds, limit_s, lambda: f"{found}, wanted: {dict(wanted)}\n{self.process.log}", factor=factor, poll_s=0.1
+        )
+        return found
 
 
 @contextmanager
-def serving(arguments: list[str], folder: Path, port: int, **variables: str) -> Iterator[Server]:
+def serving(
+    arguments: list[str], folder: Path, port: int, host: str = "127.0.0.1", **variables: str
+) -> Iterator[Server]:
     """The server of a command line, until SIGTERM; `variables` are added to its environment."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | variables
     process = Job(arguments, cwd=folder, env=environment, output=folder / f"server-{port}.log")
     try:
-        process.wait_for(lambda: "serving" in process.log, START_TIMEOUT_S)
-        yield Server(process, f"http://127.0.0.1:{port}", variables.get("BLOCKPILOT_API_KEY", ""))
+        process.wait_for(lambda: "serving" in process.log, START_LIMIT_S)
+        yield Server(process, f"http://{host}:{port}", variables.get("BLOCKPILOT_API_KEY", ""))
     finally:
         process.terminate()
         process.wait(60)

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from helpers.patience import patient
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -52,7 +54,7 @@ def vllm_process(folder: Path, **arguments: Any) -> Iterator[EngineProcess]:
         finally:
             assert process.stdin is not None
             process.stdin.close()
-            process.wait(timeout=60)
+            process.wait(timeout=patient(60))
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ import functools
 import itertools
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -557,10 +558,27 @@ def test_a_price_that_was_given_is_used_where_it_holds(
         assert {engine.controller.price for engine in evaluator._engines.values()} == {measured}
 
 
-def test_a_prompt_longer_than_the_context_is_named(config: EvaluateConfig, tmp_path: Path) -> None:
-    path = prompt_file(tmp_path / "long.jsonl", ["short?", "long " * 300])
-    with pytest.raises(ValueError, match=r"prompt 'long long .*' of long: prompt of 15\d\d tokens: at most 1023"):
-        Watched(config, plan_of(config, load_prompts(str(path))))
+@pytest.mark.usefixtures("price_as_given")
+def test_a_prompt_longer_than_the_context_is_set_aside(
+    config: EvaluateConfig, tiny_pair: Pair, tmp_path: Path
+) -> None:
+    """The others are measured as if it were not there."""
+    short, config = ["short?", "shorter", "brief"], changed(config, waves=2)
+    plans = [
+        plan_of(config, load_prompts(str(prompt_file(tmp_path / "some.jsonl", texts))))
+        for texts in (short, [*short, "long " * 300])
+    ]
+    without, plan = (Watched(config, of, price_here(tiny_pair.id)) for of in plans)
+    ((place, reason),) = plan.setting.set_aside.items()
+    limit = r"at most 1023 leave room for an answer \(the model's limit is 1024 tokens\)"
+    assert re.fullmatch(rf"prompt of 15\d\d tokens: {limit}", reason)
+    assert plans[1].prompts[place].text == "long " * 300
+    assert plans[1].without(plan.setting.set_aside, config.group_size) == plans[0]
+    assert plans[0].without(without.setting.set_aside, config.group_size) is plans[0]
+    for measured in zip(plan.measure(0, 1), without.measure(0, 1), strict=True):
+        assert len({(run.method, run.prompt, run.totals.num_tokens) for run in measured}) == 1
+    with pytest.raises(ValueError, match=r"at least two prompts; set aside: 'long long .*' of some: prompt of 15"):
+        Watched(config, plans[1]._replace(prompts=(plans[1].prompts[place],), groups=((0,),)))
 
 
 def test_a_policy_or_sweep_of_other_weights_is_refused(
@@ -777,7 +795,7 @@ def one(method: str, number: int, tokens_per_s: float, step_s: float = 1.0) -> M
 
 def setting_of(pair: PairId, *methods: str) -> Setting:
     sizes = {m: 1 if m == AR else int(m[2:]) if m.startswith("B=") else None for m in methods}
-    return Setting(pair, "float32", "cpu", sizes, price_here(pair), 30, {}, {})
+    return Setting(pair, "float32", "cpu", sizes, price_here(pair), 30, {}, {}, {})
 
 
 def test_best_fixed_is_chosen_before_the_held_out_prompts_are_seen(tiny_pair: Pair) -> None:
@@ -1270,8 +1288,9 @@ def test_the_job_goes_on_after_a_kill_measures_records_and_tags(
     registry.set_champion(register(registry, write_policy(tmp_path / "first", tiny_pair, 2), tiny_pair))
     version = register(registry, policy_dir, tiny_pair)
     old = write_policy(tmp_path / "old", retrained(tiny_pair))
+    odd = prompt_file(tmp_path / "odd.jsonl", ["", "long " * 300])
     command = [
-        *("jobs/evaluate.py", "--prompts", *config.prompts, "--policy", "newest"),
+        *("jobs/evaluate.py", "--prompts", *config.prompts, str(odd), "--policy", "newest"),
         *("--target", str(config.pair.target), "--draft", str(config.pair.draft)),
         *("--sweep", str(tmp_path / "sweep"), "--output", str(config.output), "--concurrency", "2", "--waves", "1"),
         *(
@@ -1313,6 +1332,8 @@ def test_the_job_goes_on_after_a_kill_measures_records_and_tags(
     output = job.log
     assert f"evaluate: going on after {len(before)} of 8 groups" in output
     assert "evaluate: 8/8 groups, 0 s left" in output
+    assert f"{odd}: 1 of 2 rows set aside: line 1: empty prompt" in output
+    assert "evaluate: 1 of 9 prompts set aside: 'long long" in output
     assert not file.exists()
 
     table = (config.output / "table.md").read_text()

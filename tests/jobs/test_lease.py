@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.patience import patient
 from jobs.common import lease
 from jobs.common.lease import LEASE_FILE, Lease
 
@@ -34,7 +35,7 @@ with lease.Lease(sys.argv[1]) as held:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "BEAT_S", 0.05)
-    monkeypatch.setattr(lease, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(lease, "PATIENCE_S", patient(1.0))
 
 
 @contextlib.contextmanager
@@ -79,7 +80,8 @@ def test_a_holder_of_a_lost_host_is_succeeded_after_a_wait(
     (tmp_path / LEASE_FILE).write_text(json.dumps(found))
     with Lease(tmp_path) as mine:
         mine.check()
-    assert "leased to the driver with process id 1 on a-lost-host; waiting 1 s" in capsys.readouterr().out
+    waiting = f"waiting {lease.PATIENCE_S:.0f} s"
+    assert f"leased to the driver with process id 1 on a-lost-host; {waiting}" in capsys.readouterr().out
 
 
 def test_a_holder_that_slept_learns_that_it_was_succeeded(tmp_path: Path) -> None:
@@ -87,7 +89,7 @@ def test_a_holder_that_slept_learns_that_it_was_succeeded(tmp_path: Path) -> Non
         sleeper.send_signal(signal.SIGSTOP)
         with Lease(tmp_path) as mine:
             sleeper.send_signal(signal.SIGCONT)
-            assert sleeper.wait(20) == 1
+            assert sleeper.wait(patient(20)) == 1
             mine.check()
             assert sleeper.stdout is not None
             assert f"process id {os.getpid()} on {socket.gethostname()} has taken over" in sleeper.stdout.read()

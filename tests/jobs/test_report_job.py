@@ -38,7 +38,7 @@ def write_evaluation(folder: Path, temperature: float = 0.0) -> Path:
     prompts = tuple(Prompt(name, (Message("user", f"<{name}> {i}"),)) for name in ("maths", "code") for i in range(2))
     plan = Plan(prompts, evaluate_inputs.group(prompts, 1), None, {POLICY: folder}, None, None)
     methods = {name: {"AR": 1, "B=2": 2, "B=4": 4}.get(name) for name in SPEEDS}
-    setting = Setting(PAIR, "float32", "cpu", methods, PRICE, 64, {}, {})
+    setting = Setting(PAIR, "float32", "cpu", methods, PRICE, 64, {}, {}, {})
     runs = [
         MethodRun(name, number, 0, Totals(1, 100, 100 / speed + 0.1 * number, 90, 40, 9.0, 40, 99, 120, 1))
         for number, (name, speed) in product(range(len(prompts)), SPEEDS.items())

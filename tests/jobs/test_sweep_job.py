@@ -1,22 +1,17 @@
 """The sweep job as a user runs it: by command, killed at any moment, continued, submitted to a cluster."""
 
-import contextlib
 import dataclasses
 import json
 import os
-import random
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import httpx
 import pytest
 import ray
 from ray.cluster_utils import Cluster
@@ -27,6 +22,8 @@ from blockpilot.prompts.files import Prompt
 from blockpilot.storage import file_names
 from blockpilot.sweep.rows import Metadata, SweepRow, read_file, write_rows
 from blockpilot.sweep.sweep import sweep_prompts
+from helpers.clusters import RAY, free_ports, head_node
+from helpers.patience import patient
 from helpers.processes import Job, descendants
 from helpers.s3 import s3_server
 from helpers.sweeps import read_sweep
@@ -37,7 +34,6 @@ from jobs.sweep import SweepConfig, _cut, _identity, run
 from jobs.sweeping.folder import SweepFolder, SweepShard
 
 ROOT = Path(__file__).parents[2]
-RAY = str(Path(sys.executable).with_name("ray"))
 CANDIDATES = (1, 2, 4)
 SETTINGS = {"max_new_tokens": 24, "temperature": 0.7, "seed": 3}
 TOO_LONG = "x" * 1100  # the tiny target's context is 1024
@@ -112,7 +108,7 @@ def texts(folder: SweepFolder, shard: SweepShard) -> list[str]:
     [
         ("--prompts nope", "unknown prompt set 'nope': choose one of demo, "),
         ("--prompts gone.jsonl", "prompt file not found: gone.jsonl"),
-        ("--prompts {bad}", "bad.jsonl, line 2: not JSON"),
+        ("--prompts {bad}", "bad.jsonl: no prompt in 2 rows: line 1: empty prompt; line 2: not JSON"),
         ("--pair nope", "unknown pair 'nope': named pairs are smollm2-135m, "),
         ("--target x", "target 'x' and draft None: both are needed"),
     ],
@@ -120,7 +116,7 @@ def texts(folder: SweepFolder, shard: SweepShard) -> list[str]:
 def test_bad_input_is_one_line(
     arguments: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "bad.jsonl").write_text('{"prompt": "fine"}\n{"prompt": \n')
+    (tmp_path / "bad.jsonl").write_text('{"prompt": ""}\n{"prompt": \n')
     given = arguments.format(bad=tmp_path / "bad.jsonl").split()
     monkeypatch.setattr(sys, "argv", ["sweep.py", "--output", str(tmp_path / "out"), *given])
     with pytest.raises(SystemExit) as exited:
@@ -318,7 +314,7 @@ def test_a_retrained_draft_of_the_same_name_is_another_sweep(
 
 def test_one_driver_writes_at_a_time(config: SweepConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "BEAT_S", 0.05)
-    monkeypatch.setattr(lease, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(lease, "PATIENCE_S", patient(0.5))
     me = f"process id {os.getpid()} on {socket.gethostname()}"
     with Lease(config.output) as held:
         with pytest.raises(ValueError, match=f"output {config.output}: the driver with {me} is writing there"):
@@ -387,7 +383,7 @@ def assert_complete(config: SweepConfig, expected: dict[str, list[SweepRow]]) ->
     assert read_sweep(config.output).rows == [row for rows in expected.values() for row in rows]
     (reject,) = map(json.loads, Path(config.output, "rejects.jsonl").read_text().splitlines())
     assert reject["prompt"] == TOO_LONG
-    assert "tokens: at most" in reject["error"]
+    assert "tokens: at most 1023 leave room for an answer (the model's limit is 1024 tokens)" in reject["error"]
 
 
 FULL_DISK_JOB = """
@@ -492,46 +488,8 @@ def test_a_lost_node_costs_no_prompt(config: SweepConfig, expected: dict[str, li
 @pytest.fixture
 def cluster() -> Iterator[str]:
     """Address of the jobs API of a head node of our own."""
-    folder = tempfile.mkdtemp(prefix="bp")  # short, for Ray puts sockets below it
-    gcs, dashboard, client, agent = free_ports()
-    address = f"http://127.0.0.1:{dashboard}"
-    command = [RAY, "start", "--head", "--block", "--num-cpus", "4", "--temp-dir", folder, "--port", str(gcs)]
-    command += ["--dashboard-port", str(dashboard), "--dashboard-agent-listen-port", str(agent)]
-    command += ["--ray-client-server-port", str(client)]
-    head = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + 60
-        while not (answers(f"{address}/api/version") and answers(f"http://127.0.0.1:{agent}/api/healthz")):
-            assert head.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        yield address
-    finally:
-        head.terminate()  # with --block it takes its processes along
-        head.wait(timeout=60)
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def free_ports() -> list[int]:
-    """Four ports below those that Ray gives to its workers (10002 to 19999)."""
-    sockets: list[socket.socket] = []
-    for port in random.sample(range(6000, 10000), k=200):
-        with contextlib.suppress(OSError):
-            sockets.append(socket.create_server(("127.0.0.1", port)))
-        if len(sockets) == 4:
-            break
-    ports = [opened.getsockname()[1] for opened in sockets]
-    for opened in sockets:
-        opened.close()
-    return ports
-
-
-def answers(url: str) -> bool:
-    try:
-        token = {"Authorization": f"Bearer {os.environ['RAY_AUTH_TOKEN']}"}  # set for all tests by conftest.py
-        return httpx.get(url, headers=token).status_code == 200
-    except httpx.TransportError:
-        return False
+    with head_node(environment()) as head:
+        yield head.dashboard
 
 
 @pytest.mark.ray
@@ -545,7 +503,7 @@ def test_a_submitted_job_writes_the_same(
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=patient(180),
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -20,6 +20,7 @@ from blockpilot.policy.store import load_policy
 from blockpilot.policy.training import Fit, FitSettings, FitTask, fitted_network, new_network, predict, shrink
 from blockpilot.sweep.rows import Metadata, SweepRow, write_rows
 from blockpilot.sweep.summary import Summary
+from helpers.clusters import head_node
 from helpers.prices import price
 from helpers.processes import Job, descendants
 from helpers.sweeps import CANDIDATES, NUM_PLACES, PAIR, VOCAB_SIZE, metadata, synthetic_rows
@@ -419,6 +420,24 @@ def test_kills_change_nothing(start: Start, tmp_path: Path) -> None:
     )
 
     check_what_is_kept(tmp_path, rows, losses)
+
+
+@pytest.mark.ray
+def test_another_cluster_on_the_machine_is_left_alone(tmp_path: Path) -> None:
+    """It is the one that Ray finds first, and knows nothing of this training's controller."""
+    write_sweep(tmp_path / "sweep", synthetic_rows(60, 0))
+    settings = FitSettings("prompt", hidden=32, epochs=400, batch_size=16, lr=1e-3, patience=400)
+    config = TrainConfig(sweep=("sweep",), output=Path("policy"), fit=settings, objective="tau", checkpoint_every=50)
+    with head_node(environment()) as other:
+        surroundings = environment() | {"RAY_TMPDIR": other.ray_tmpdir, "RAY_DEDUP_LOGS": "0"}
+        job = Job(
+            ["-c", PROGRAM, config.model_dump_json()], cwd=tmp_path, env=surroundings, output=tmp_path / "stdout"
+        )
+        assert job.wait(300) == 0, job.log
+        assert not descendants(other.pid, "ray::Train")
+        assert "policy in policy" in job.log
+    for complaint in ("multiple active Ray instances", "Cleaning up placement group", "PlacementGroupCleanerMonitor"):
+        assert complaint not in job.log
 
 
 def check_what_is_kept(folder: Path, rows: Sequence[SweepRow], losses: Sequence[dict[str, float]]) -> None:

@@ -32,6 +32,7 @@ from blockpilot.pairs.table import EMBEDDED_TARGET, NAMED_PAIRS, check_pair_name
 from blockpilot.types import Sampling
 from helpers.eagle3 import random_eagle3
 from helpers.engines import NEVER, PROMPT, plain_text, text_of
+from helpers.patience import patient
 from helpers.tiny import MASK_ID, byte_tokenizer, tiny_draft, tiny_target
 
 SMALL = {
@@ -167,7 +168,7 @@ def test_two_processes_convert_at_once(tmp_path: Path) -> None:
     workers = [context.Process(target=_convert, args=arguments) for _ in range(4)]
     for worker in workers:
         worker.start()
-    found = {queue.get(timeout=60) for _ in workers}
+    found = {queue.get(timeout=patient(60)) for _ in workers}
     for worker in workers:
         worker.join()
     [directory] = found

@@ -8,18 +8,22 @@ import sys
 from importlib import metadata
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts import sets as prompt_sets
-from blockpilot.prompts.files import Message, Prompt, answer_limit, load_prompts, save_prompts, split
+from blockpilot.prompts.conversations import FIELDS, ROLES, conversation_of
+from blockpilot.prompts.files import Message, Prompt, answer_limit, load_prompts, read_prompts, save_prompts, split
+from blockpilot.prompts.rows import COMPRESSIONS
 from blockpilot.prompts.sets import PROMPT_SETS
+from helpers.patience import patient
 
 CONVERSATION = [
     {"role": "system", "content": "Be brief."},
@@ -84,52 +88,239 @@ def test_conversations_keep_roles_and_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("line", "reason"),
     [
-        ('{"prompt": "x"', "line 2: not JSON"),
-        ('"x"', "line 2: expected an object with prompt or messages, got 'x'"),
-        ("{}", "line 2: expected either prompt or messages"),
-        ('{"prompt": "x", "messages": [{"role": "user", "content": "x"}]}', "line 2: expected either"),
-        ('{"prompt": 3}', "line 2: a prompt must be text, got 3"),
-        ('{"prompt": " \\n "}', "line 2: empty prompt"),
-        ('{"messages": [{"role": "user", "content": ""}]}', "line 2: empty prompt"),
-        (r'{"prompt": "\ud800"}', "line 2: a prompt must be Unicode text"),
-        ('{"messages": []}', "line 2: messages must be a list"),
-        ('{"messages": "x"}', "line 2: messages must be a list"),
-        ('{"messages": [{"role": "user"}]}', "line 2: a message needs role and content"),
-        ('{"messages": [{"role": "robot", "content": "x"}]}', "role must be one of system, user, assistant"),
-        ('{"messages": [{"role": ["user"], "content": "x"}]}', r"role must be one of .* got \['user'\]"),
+        ('{"prompt": "x"', "not JSON (Expecting ',' delimiter at column 15)"),
+        ("[" * 100_000, "not JSON that can be read"),
+        ("9" * 5000, "not JSON that can be read"),
+        ("7", "expected an object with a prompt, got 7"),
+        ("{}", "needs one of messages, prompt, conversations"),
+        ('{"answer": "x"}', "got {'answer': 'x'}"),
+        ('{"question": "x", "problem": "y"}', "question and problem could each be the prompt"),
+        ('{"prompt": 3}', "a prompt must be text, got 3"),
+        ('{"prompt": [1, 2]}', "prompt must be a list of {role, content}, got 1 in it"),
+        ('{"prompt": " \\n "}', "empty prompt"),
+        ('{"turns": []}', "the last message must be the user's, got []"),
+        ('{"turns": ["x", ""]}', "empty prompt"),
+        ('{"messages": [{"role": "user", "content": ""}]}', "empty prompt"),
+        (r'{"prompt": "\ud800"}', "a prompt must be Unicode text"),
+        ('{"messages": []}', "the last message must be the user's"),
+        ('{"messages": "x"}', "messages must be a list of {role, content}, got 'x'"),
+        ('{"messages": [{"role": "user"}]}', "a prompt must be text, got None"),
+        ('{"messages": [{"role": "robot", "content": "x"}]}', "role must be one of system, user, assistant, tool, "),
+        ('{"messages": [{"role": ["user"], "content": "x"}]}', "got ['user']"),
         (
-            '{"messages": [{"role": "assistant", "content": "x"}]}',
-            "line 2: the last message must be the user's",
+            '{"conversations": [{"from": "gpt", "value": "x"}]}',
+            "before the answer, the last message must be the user's",
         ),
-        ('{"prompt": "x", "set": 5}', "line 2: set must be a name, got 5"),
+        (
+            '{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}',
+            "a prompt must be text, got the part {'type': 'image_url'",
+        ),
+        (
+            '{"messages": [{"role": "assistant", "tool_calls": [1]}, {"role": "tool", "content": "x"}]}',
+            "an assistant's tool call without text",
+        ),
+        ('{"prompt": "x", "set": 5}', "set must be a name, got 5"),
+        ('{"prompt": "x", "follow_ups": "y"}', "follow_ups must be a list of texts, got 'y'"),
     ],
 )
-def test_malformed_jsonl_names_file_and_line(tmp_path: Path, line: str, message: str) -> None:
-    path = write(tmp_path / "bad.jsonl", '{"prompt": "fine"}', line)
-    with pytest.raises(ValueError, match=message) as error:
-        load_prompts(path)
-    assert str(error.value).startswith(f"{path}, line 2: ")
-    assert "\n" not in str(error.value)
+def test_an_odd_row_is_set_aside_with_its_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, line: str, reason: str
+) -> None:
+    path = write(tmp_path / "odd.jsonl", '{"prompt": "fine"}', "", line, '{"prompt": "fine, too"}')
+    (set_aside,) = read_prompts(Path(path)).set_aside
+    assert set_aside.where == "line 3"
+    assert reason in set_aside.reason
+    assert "\n" not in set_aside.reason
+    assert set(load_prompts(path)) == {user("fine", "odd"), user("fine, too", "odd")}
+    assert caplog.messages == [f"{path}: 1 of 3 rows set aside: line 3: {set_aside.reason}"]
+
+    alone = write(tmp_path / "alone.jsonl", line)
+    with pytest.raises(ValueError, match=r"alone\.jsonl: no prompt in 1 rows: line 1: ") as error:
+        load_prompts(alone)
+    assert reason in str(error.value)
 
 
-def test_other_malformed_files_name_the_file(tmp_path: Path) -> None:
-    (tmp_path / "bytes.jsonl").write_bytes(b'{"prompt": "fine"}\n{"prompt": "\xff"}\n')
-    with pytest.raises(ValueError, match=r"bytes\.jsonl, line 2: not UTF-8"):
-        load_prompts(str(tmp_path / "bytes.jsonl"))
+def test_the_first_reasons_are_shown_and_the_others_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "odd.jsonl").write_bytes(b'{"prompt": "fine"}\n{"prompt": "\xff"}\n' + b'{"prompt": 1}\n' * 5)
+    assert load_prompts(str(tmp_path / "odd.jsonl")) == [user("fine", "odd")]
+    (said,) = caplog.messages
+    assert "odd.jsonl: 6 of 7 rows set aside: line 2: not UTF-8 text (invalid start byte); line 3: " in said
+    assert said.endswith("; and 3 more")
+
+
+def test_files_that_hold_no_rows_name_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ValueError, match=r"junk\.parquet: not a Parquet file"):
         load_prompts(write(tmp_path / "junk.parquet", "PAR0"))
-    pq.write_table(pa.table({"question": ["x"]}), tmp_path / "column.parquet")
-    with pytest.raises(ValueError, match=r"needs a column prompt or messages, has question"):
+    pq.write_table(pa.table({"label": ["x"]}), tmp_path / "column.parquet")
+    with pytest.raises(ValueError, match=r"column\.parquet: needs one of messages, prompt, .* has label"):
         load_prompts(str(tmp_path / "column.parquet"))
     pq.write_table(pa.table({"prompt": ["x", ""]}), tmp_path / "empty.parquet")
-    with pytest.raises(ValueError, match=r"empty\.parquet, row 2: empty prompt"):
-        load_prompts(str(tmp_path / "empty.parquet"))
+    assert load_prompts(str(tmp_path / "empty.parquet")) == [user("x", "empty")]
+    assert "empty.parquet: 1 of 2 rows set aside: row 2: empty prompt" in caplog.messages[-1]
     with pytest.raises(ValueError, match=r"blank\.txt: holds no prompts"):
         load_prompts(write(tmp_path / "blank.txt", "", " "))
     with pytest.raises(ValueError, match=r"not found: .*absent\.txt"):
         load_prompts(str(tmp_path / "absent.txt"))
+    with pytest.raises(ValueError, match=r"plain\.jsonl\.gz: not a gzip file"):
+        load_prompts(write(tmp_path / "plain.jsonl.gz", '{"prompt": "x"}'))
+    (tmp_path / "cut.txt.gz").write_bytes(gzip.compress(b"a prompt\n" * 99)[:-9])
+    with pytest.raises(ValueError, match=r"cut\.txt\.gz: not a gzip file, or a part of one"):
+        load_prompts(str(tmp_path / "cut.txt.gz"))
+    (tmp_path / "odd.txt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match=r"odd\.txt: not UTF-16 text"):
+        load_prompts(str(tmp_path / "odd.txt"))
+
+
+WHY, AND_THEN = ("user", "Why?"), ("user", "And then?")
+BRIEF, SO = ("system", "Be brief."), ("assistant", "So.")
+
+
+@pytest.mark.parametrize(
+    ("row", "turns", "follow_ups"),
+    [
+        ({"prompt": "Why?", "output_tokens": 3}, (WHY,), ()),  # vLLM's custom data set
+        ({"prompt": ["Why?", "And then?"]}, (WHY,), ("And then?",)),  # MT-Bench on the hub
+        ({"prompt": [{"role": "user", "content": "Why?"}], "chosen": []}, (WHY,), ()),  # preference data
+        ({"prompt": "And then?", "messages": [{"role": "user", "content": "Why?"}]}, (WHY,), ()),  # UltraChat
+        (
+            {"id": "1", "conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So."}]},
+            (WHY,),
+            (),
+        ),
+        (
+            {
+                "conversations": [
+                    {"from": "system", "value": ""},
+                    {"from": "Human", "value": "Why?"},
+                    {"from": "bing", "value": "So."},
+                    {"from": "user", "value": "And then?"},
+                    {"from": "chatgpt", "value": None},
+                ]
+            },
+            (WHY, SO, AND_THEN),
+            (),
+        ),
+        ({"system": "Be brief.", "conversation": [{"role": "human", "content": "Why?"}]}, (BRIEF, WHY), ()),
+        ({"question_id": 1, "category": "writing", "turns": ["Why?", "And then?"]}, (WHY,), ("And then?",)),
+        ({"turns": [{"content": "Why?"}], "cluster": "x"}, (WHY,), ()),  # Arena-Hard
+        ({"turns": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]}, (WHY,), ()),
+        (
+            {
+                "messages": [
+                    {"role": "developer", "content": [{"type": "text", "text": "Be brief."}]},
+                    {"role": "user", "content": [{"type": "text", "text": "Why"}, {"type": "text", "text": "not?"}]},
+                    {"role": "assistant", "content": [{"type": "output_text", "text": "So."}]},
+                    {"role": "tool", "tool_call_id": "1", "content": [{"type": "input_text", "text": "42"}]},
+                    {"role": "assistant", "content": None, "tool_calls": [{"id": "2"}]},
+                ]
+            },
+            (BRIEF, ("user", "Why\nnot?"), SO, ("tool", "42")),
+            (),
+        ),
+        (
+            {"custom_id": "1", "method": "POST", "body": {"messages": [{"role": "user", "content": "Why?"}]}},
+            (WHY,),
+            (),
+        ),
+        ({"custom_id": "1", "url": "/v1/completions", "body": {"model": "m", "prompt": "Why?"}}, (WHY,), ()),
+        ({"custom_id": "1", "url": "/v1/responses", "body": {"input": "Why?"}}, (WHY,), ()),
+        ({"input": [{"role": "user", "content": "Why?"}], "ideal": "So."}, (WHY,), ()),  # OpenAI's evals
+        ({"question": "Why?", "answer": "So.", "text": "Why? So."}, (WHY,), ()),
+        ({"Question": "Why?", "ID": 3}, (WHY,), ()),
+        ({"system_prompt": "Be brief.", "question": "Why?", "response": "So."}, (BRIEF, WHY), ()),  # OpenOrca
+        ({"instruction": "Why?", "input": "", "output": "So.", "text": "Why? So."}, (WHY,), ()),  # Alpaca
+        ({"instruction": "Add.", "input": "1, 2", "output": "3"}, (("user", "Add.\n\n1, 2"),), ()),
+        ({"problem": "Why?", "solution": "So."}, (WHY,), ()),
+        ({"query": "Why?"}, (WHY,), ()),
+        ({"task_id": 1, "text": "Why?", "code": "pass"}, (WHY,), ()),
+        ("Why?", (WHY,), ()),
+        ([{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}], (WHY,), ()),
+    ],
+)
+def test_rows_as_others_publish_them(
+    tmp_path: Path, row: Any, turns: tuple[tuple[str, str], ...], follow_ups: tuple[str, ...]
+) -> None:
+    """In JSON lines, in a list, and as columns."""
+    expected = Prompt("rows", tuple(Message(*turn) for turn in turns), follow_ups)
+    assert load_prompts(write(tmp_path / "rows.jsonl", json.dumps(row))) == [expected]
+    assert load_prompts(write(tmp_path / "rows.json", json.dumps([row, row], indent=1))) == [expected]
+    if isinstance(row, dict):
+        pq.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
+        assert load_prompts(str(tmp_path / "rows.parquet")) == [expected]
+
+
+HARD = "a\u2028b\x85c\x1cd"  # at which a string is split into lines, and JSON is not
+ROWS = [{"prompt": "Größe?"}, {"prompt": HARD}]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("s.jsonl", "{0}\n{1}\n"),
+        ("s.ndjson", "{0}\r\n\r\n{1}"),
+        ("S.JSONL", "{0}\n{1}\n"),
+        ("s.jsonl", " [{0},\n{1}]"),
+        ("s.json", "{0}\n{1}\n"),
+        ("s.json", "[{0},\n {1}]"),
+        ("s.json", '{{"version": 1, "tags": ["x"], "data": [{0}, {1}]}}'),
+        ("s.json", '{{"first": {0}, "second": {1}}}'),
+        ("s.json", '{{"rows": ["Größe?", "a\u2028b\x85c\\u001cd"]}}'),
+    ],
+)
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("packed", ["", ".gz", ".bz2", ".zst"])
+def test_files_as_others_write_them(tmp_path: Path, name: str, content: str, encoding: str, packed: str) -> None:
+    lines = [json.dumps(row, ensure_ascii=False) for row in ROWS]
+    path = tmp_path / (name + packed.upper() if name.isupper() else name + packed)
+    with pa.output_stream(str(path), compression=COMPRESSIONS.get(packed)) as stream:
+        stream.write(content.format(*lines).encode(encoding))
+    expected = {user("Größe?", name[0]), user(HARD, name[0])}
+    assert set(load_prompts(str(path))) == expected
+
+
+def test_marks_of_text_files_are_no_text(tmp_path: Path) -> None:
+    (tmp_path / "s.txt").write_bytes(b"\xef\xbb\xbfWhy?\r\nHow?\r\n")
+    assert set(load_prompts(str(tmp_path / "s.txt"))) == {user("Why?"), user("How?")}
+    (tmp_path / "s.jsonl.gz").write_bytes(b"".join(gzip.compress(json.dumps(row).encode() + b"\n") for row in ROWS))
+    assert len(load_prompts(str(tmp_path / "s.jsonl.gz"))) == 2  # of two packed files, one after the other
+
+
+def test_a_pretty_object_is_one_row(tmp_path: Path) -> None:
+    conversation = {"messages": CONVERSATION}
+    (tmp_path / "one.json").write_text(json.dumps(conversation, indent=2))
+    (prompt,) = load_prompts(str(tmp_path / "one.json"))
+    assert [message.role for message in prompt.messages] == ["system", "user", "assistant", "user"]
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from((*FIELDS, "role", "from", "content", "value", "type")), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(json_values)
+def test_any_row_is_read_or_refused(row: object) -> None:
+    """A row of whatever JSON gives a conversation that is asked something, or a reason of one line."""
+    reason = ""
+    try:
+        turns, follow_ups, _ = conversation_of(row)
+    except ValueError as error:
+        reason = str(error)
+    if reason:
+        assert len(reason.splitlines()) == 1
+    else:
+        assert turns[-1].role in ("user", "tool")
+        assert all(turn.role in ROLES and turn.content.strip() for turn in turns)
+        assert all(text.strip() for text in follow_ups)
 
 
 def test_unknown_set_names_the_sets() -> None:
@@ -308,7 +499,7 @@ def test_set_without_wheel_or_hub_names_the_remedy() -> None:
     )
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": "/nonexistent"}
     result = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=patient(120)
     )
     hub, wheel = result.stdout.splitlines()
     assert "prompt set 'gsm8k' is not installed and the hub's openai/gsm8k cannot be read" in hub

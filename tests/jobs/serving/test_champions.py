@@ -5,7 +5,6 @@ import json
 import pickle
 import shutil
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from blockpilot.policy.learned import LearnedPolicy
 from blockpilot.policy.store import load_policy, save_policy
 from blockpilot.types import PairId
 from helpers.api import client_of, replica_of
+from helpers.patience import patient, wait_until
 from helpers.policies import step_policy, tiny_policy
 from helpers.prices import price
 from jobs.common.registry import Registry, Version, model_name
@@ -189,7 +189,7 @@ def test_whatever_a_look_meets_the_watch_goes_on(registry: Registry, tiny_pair: 
     watch = ChampionWatch(model_name(tiny_pair.id.target), registry.uri, tmp_path / "copies", 0.02, use)
     assert watch.error == "none left"
     watch.follow()
-    assert used.wait(20)
+    assert used.wait(patient(20))
     watch.stop()
 
 
@@ -272,16 +272,16 @@ def test_a_look_that_has_begun_does_not_overrule_what_came_later(
 
     def slow_copy(*arguments: Any) -> Path:
         asked.set()
-        assert answered.wait(20)
+        assert answered.wait(patient(20))
         return copy(*arguments)
 
     monkeypatch.setattr(champions, "copy_of", slow_copy)
     look = threading.Thread(target=watch.look)
     look.start()
-    assert asked.wait(20)
+    assert asked.wait(patient(20))
     replica.reconfigure({"policy": 7})
     answered.set()
-    look.join(20)
+    look.join(patient(20))
     assert not look.is_alive()
     assert status(replica) == {"name": "block size 7", "version": None}
 
@@ -391,10 +391,7 @@ def test_without_a_champion_auto_serves_at_once_and_takes_the_first_one(
     assert policy["name"] == "untrained"
     assert "not found" in policy["error"]
     crown(registry, tmp_path, tiny_pair.id, tiny_pair.id.target, (2, 3))
-    deadline = time.monotonic() + 30
-    while asyncio.run(replica.status())["policy"]["version"] != 1:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: asyncio.run(replica.status())["policy"]["version"] == 1, 30, poll_s=0.1)
 
 
 def test_the_embedded_pair_has_a_policy_of_its_own(embedded_pair: Pair, registry: Registry, tmp_path: Path) -> None:

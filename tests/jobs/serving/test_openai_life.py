@@ -17,6 +17,7 @@ from blockpilot.engine.work import StepScores, Work
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import Prefill
 from helpers.api import COMPLETIONS, LONG, HttpCall, app_of, check_error, client_of, idle, replica_of, until
+from helpers.patience import patient
 from jobs.serving import engine_loop
 from jobs.serving.api import GONE, Exchange, Limits
 from jobs.serving.engine_loop import MAX_FAILURES
@@ -64,7 +65,7 @@ def test_full_queue_is_429_at_once_and_recovers(tiny_pair: Pair) -> None:
             taken = [HttpCall(app, COMPLETIONS, LONG) for _ in range(2)]
             await until(lambda: replica.loop.num_in_flight == 2)
             refused = HttpCall(app, COMPLETIONS, LONG)
-            async with asyncio.timeout(1):
+            async with asyncio.timeout(patient(1)):
                 await refused.task
             assert refused.status == 429
             assert check_error(json.loads(refused.text))["type"] == "rate_limit_error"
@@ -218,7 +219,7 @@ def test_a_step_that_does_not_end_makes_health_fail(replica: Replica, monkeypatc
     score = engine._score
 
     def hang(work: Work) -> StepScores:
-        goes_on.wait(20)
+        goes_on.wait(patient(20))
         return score(work)
 
     monkeypatch.setattr(engine, "_score", hang)

@@ -20,6 +20,7 @@ import pytest
 
 from blockpilot.drafts.checkpoint import save_draft
 from helpers.api import events
+from helpers.patience import Patience, patient, wait_until
 from helpers.processes import descendants
 from helpers.servers import ROOT, Server, configured, free_port
 from helpers.tiny import byte_tokenizer, tiny_draft, tiny_target
@@ -66,7 +67,7 @@ def server(
 
 @pytest.fixture
 def client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=server.url, api_key=KEY, max_retries=0, timeout=120)
+    return openai.OpenAI(base_url=server.url, api_key=KEY, max_retries=0, timeout=patient(120))
 
 
 @pytest.fixture
@@ -141,7 +142,7 @@ def test_a_killed_replica_ends_its_streams_with_an_error_and_its_whole_requests_
             texts.extend(chunk.choices[0].text for chunk in stream)
         assert len("".join(texts)) < len(want)
         assert want.startswith("".join(texts))
-        assert whole.result(timeout=120).choices[0].text == want
+        assert whole.result(timeout=patient(120)).choices[0].text == want
     after = server.until(name, {"num_in_flight": 0})
     assert after["pid"] != pid
     assert client.completions.create(**LONG | {"max_tokens": 5}).usage.completion_tokens == 5
@@ -154,8 +155,8 @@ def test_a_stopped_replica_takes_neither_health_nor_the_other_model_along(
     os.kill(pid, signal.SIGSTOP)
     try:
         started = time.monotonic()
-        health = httpx.get(f"{server.root}/health", timeout=30)
-        assert time.monotonic() - started < 8
+        health = httpx.get(f"{server.root}/health", timeout=patient(30))
+        assert time.monotonic() - started < patient(8)
         assert health.status_code == 503
         other = client.completions.create(model="other", prompt="a", max_tokens=5, temperature=0)
         assert other.usage.completion_tokens == 5
@@ -169,7 +170,7 @@ def test_a_full_queue_is_429_at_once_and_what_was_accepted_ends(server: Server, 
     body = LONG | {"max_tokens": 200}
     limits = httpx.Limits(max_connections=32)
     with (
-        httpx.Client(headers={"Authorization": f"Bearer {KEY}"}, timeout=120, limits=limits) as client,
+        httpx.Client(headers={"Authorization": f"Bearer {KEY}"}, timeout=patient(120), limits=limits) as client,
         ThreadPoolExecutor(32) as pool,
     ):
 
@@ -200,7 +201,7 @@ def test_clients_that_vanish_leave_no_rows(server: Server, name: str) -> None:
 
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(leave, range(6)))
-    server.until(name, {"num_in_flight": 0, "num_active": 0}, timeout_s=5)
+    server.until(name, {"num_in_flight": 0, "num_active": 0}, limit_s=5, factor=1)
 
 
 def test_a_client_that_does_not_read_holds_no_row_beyond_its_deadline(server: Server, name: str) -> None:
@@ -212,7 +213,7 @@ def test_a_client_that_does_not_read_holds_no_row_beyond_its_deadline(server: Se
         connection.connect(("127.0.0.1", int(server.root.rpartition(":")[2])))
         connection.sendall(head.encode() + body)
         server.until(name, {"num_in_flight": 4})
-        server.until(name, {"num_in_flight": 0, "num_active": 0}, timeout_s=5)
+        server.until(name, {"num_in_flight": 0, "num_active": 0}, limit_s=5, factor=1)
         with connection.makefile("rb") as stream:
             received = stream.read()
     assert b"deadline_exceeded" in received[-500:]
@@ -237,11 +238,12 @@ def test_the_table_of_metrics_is_what_the_server_exposes(client: openai.OpenAI, 
     forced = {"structured_outputs": {"choice": ["a text that a grammar drafts, token by token"]}}
     for _ in range(2):  # the second prompt is found
         client.completions.create(model="target", prompt="a" * 40, max_tokens=60, extra_body=forced)
-    documented, text, deadline = documented_metrics(), "", time.monotonic() + 60
+    documented, text = documented_metrics(), ""
     assert len(documented) >= 18
-    while exposed_metrics(text) != documented and time.monotonic() < deadline:  # processes export every few seconds
+    patience = Patience(patient(60))
+    while exposed_metrics(text) != documented and patience.left:  # processes export every few seconds
         time.sleep(1)
-        text = httpx.get(f"http://127.0.0.1:{metrics_port}/metrics").text
+        text = httpx.get(f"http://127.0.0.1:{metrics_port}/metrics", timeout=patient(5)).text
     assert exposed_metrics(text) == documented
     assert 'block_size="3"' in text
     assert re.search(r'ray_blockpilot_slots\{[^}]*model="second"', text)
@@ -252,7 +254,7 @@ def test_a_deadline_holds_through_the_server(client: openai.OpenAI, server: Serv
     with pytest.raises(openai.InternalServerError, match=r"not complete after 0\.2 s") as error:
         client.completions.create(**LONG, extra_body={"timeout_s": 0.2})
     assert error.value.status_code == 504
-    server.until(name, {"num_in_flight": 0}, timeout_s=2)
+    server.until(name, {"num_in_flight": 0}, limit_s=2, factor=1)
 
 
 def test_one_seed_is_one_text_alone_and_in_a_crowd_at_every_block_size(client: openai.OpenAI) -> None:
@@ -288,12 +290,12 @@ def test_a_killed_gateway_is_replaced_and_listens_again(server: Server, client: 
     want = client.completions.create(**asked).choices[0].text
     (pid,) = descendants(server.process.pid, "ServeReplica:blockpilot:gateway")
     os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + 90
-    while True:
+
+    def answers() -> bool:
         try:
-            assert httpx.get(f"{server.root}/health", timeout=30).status_code == 200
-            break
-        except (httpx.TransportError, AssertionError):
-            assert time.monotonic() < deadline, server.process.log
-            time.sleep(0.2)
+            return httpx.get(f"{server.root}/health", timeout=patient(30)).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    wait_until(answers, 90, lambda: server.process.log, poll_s=0.2)
     assert client.completions.create(**asked).choices[0].text == want

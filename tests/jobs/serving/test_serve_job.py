@@ -1,11 +1,14 @@
 """The serving job: settings that it refuses, and the server by command with the openai client."""
 
+import asyncio
+import socket
 import stat
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 import yaml
@@ -14,9 +17,12 @@ from ray.serve.schema import ServeDeploySchema
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.store import save_policy
 from blockpilot.types import PairId
+from helpers.patience import patient
 from helpers.policies import tiny_policy
 from helpers.processes import Job, listeners
 from helpers.servers import ROOT, Server, free_port, serving
+from jobs import serve
+from jobs.bench.http_load import Clients, Received
 from jobs.common.config import ConfigError, PairConfig, Resources, main
 from jobs.common.registry import Registry, model_name
 from jobs.serve import ServeConfig, build_app, run
@@ -175,8 +181,50 @@ def test_served_to_the_openai_client_until_sigterm(server: Server, tiny_pair: Pa
     name = tiny_pair.id.target
     assert server.model(name)["num_active"] == 1
     stream.close()
-    server.until(name, {"num_active": 0}, timeout_s=1)  # the whole answer takes seconds
+    server.until(name, {"num_active": 0}, limit_s=1, factor=1)  # the whole answer takes seconds
     check_drain(server.process, client)
+
+
+@pytest.fixture
+def ipv6_server(tiny_pair_dirs: tuple[Path, Path], tmp_path: Path) -> Iterator[Server]:
+    """As `server`, on the loopback address of IPv6."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"no IPv6 here: {error}")
+    target, draft = map(str, tiny_pair_dirs)
+    port = free_port()
+    settings = ["--policy", "3", "--host", "[::1]", "--port", str(port), "--num-slots", "2"]
+    command = [str(ROOT / "jobs/serve.py"), "--target", target, "--draft", draft, *settings]
+    with serving(command, tmp_path, port, host="[::1]") as server:
+        yield server
+
+
+@pytest.mark.ray
+def test_served_by_ipv6(ipv6_server: Server) -> None:
+    """To the address that it prints, by every client."""
+    server = ipv6_server
+    assert f"at {server.url} with policy" in server.process.log
+    assert "warning" not in server.process.log.split("serving")[0]  # nobody else reaches it
+    client = openai.OpenAI(base_url=server.url, api_key="unused", max_retries=0, timeout=patient(120))
+    assert client.completions.create(model="target", prompt="Once", max_tokens=5).usage.completion_tokens == 5
+    port = server.root.rpartition(":")[2]
+    names = {"evil.example": 400, f"localhost:{port}": 200, "[::1]": 200, f"[::1]:{port}": 200, "[::2]": 400}
+    for page in ("health", ""):
+        found = {name: httpx.get(f"{server.root}/{page}", headers={"Host": name}).status_code for name in names}
+        assert found == names
+
+    async def load() -> list[Received]:
+        async with Clients(server.url) as clients:
+            body = {"model": await clients.first_model(), "messages": CHAT["messages"], "max_tokens": 5}
+            return await clients.closed_loop([body], 1)
+
+    (received,) = asyncio.run(load())
+    assert received.whole
+    with pytest.raises(ValueError, match=rf"cannot listen on \[::1\]:{port} "):
+        serve._wait_for_port("::1", int(port))
+    server.process.terminate()
+    assert server.process.wait(60) == 0
 
 
 def check_drain(process: Job, client: openai.OpenAI) -> None:

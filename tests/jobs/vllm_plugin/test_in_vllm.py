@@ -17,6 +17,7 @@ from blockpilot.pairs.table import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from blockpilot.policy.learned import LearnedPolicy
 from blockpilot.policy.store import save_policy
 from blockpilot.types import Prefill
+from helpers.patience import Patience, patient
 from helpers.policies import tiny_policy
 from helpers.vllm_engine import EngineProcess, vllm_process
 from jobs.common.registry import Registry
@@ -165,9 +166,9 @@ def test_a_new_champion_is_used_while_vllm_runs(
 ) -> None:
     other = tiny_policy(policy.info.pair, policy.info.shape.vocab_size, (6,))
     crown(registry, other, tmp_path / "second")
-    deadline = time.monotonic() + 60
+    patience = Patience(patient(60))
     found: set[int] = set()
-    while found != {5} and time.monotonic() < deadline:
+    while found != {5} and patience.left:
         answers = adaptive.decode([request(prompt, max_new_tokens=8) for prompt in prompts])
         found = {num for answer in answers for num in answer["verified"]}
     assert found == {5}

@@ -5,7 +5,6 @@ where vLLM is installed (docs/vllm.md).
 import json
 import os
 import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
@@ -22,6 +21,7 @@ from blockpilot.pairs.loading import Pair
 from blockpilot.pairs.table import EMBEDDED_TARGET
 from blockpilot.policy.store import save_policy
 from helpers.api import events
+from helpers.patience import patient, wait_until
 from helpers.policies import tiny_policy
 from helpers.processes import descendants
 from helpers.servers import ROOT, Server, free_port, serving
@@ -57,12 +57,12 @@ def server(registry: Registry, metrics_port: int, tmp_path_factory: pytest.TempP
         left = engine_pids(server)
     assert left
     assert server.process.poll() == 0
-    until(lambda: not any(map(lives, left)), 10)
+    wait_until(lambda: not any(map(lives, left)), 10)
 
 
 @pytest.fixture
 def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=server.url, api_key="unused", max_retries=0, timeout=120) as client:
+    with openai.OpenAI(base_url=server.url, api_key="unused", max_retries=0, timeout=patient(120)) as client:
         yield client
 
 
@@ -75,13 +75,6 @@ def lives(pid: int) -> bool:
         return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except FileNotFoundError:
         return False
-
-
-def until(condition: Any, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not in {timeout_s} s"
-        time.sleep(0.1)
 
 
 def ask(question: str, **more: Any) -> dict[str, Any]:
@@ -116,7 +109,7 @@ def test_greedy_texts_are_vllms_own_whatever_the_block_sizes_of_a_batch(
 
 def test_a_stream_shows_each_step_and_what_it_drafted(server: Server, wanted: list[str]) -> None:
     body = ask(QUESTIONS[0], stream=True, block_size=4, stream_options={"include_steps": True, "include_usage": True})
-    *chunks, last = events(httpx.post(f"{server.url}/chat/completions", json=body, timeout=60).text)
+    *chunks, last = events(httpx.post(f"{server.url}/chat/completions", json=body, timeout=patient(60)).text)
     choices = [chunk["choices"][0] for chunk in chunks]
     assert "".join(choice["delta"].get("content") or "" for choice in choices) == wanted[0]
     first, *steps = (choice["step"] for choice in choices if "step" in choice)
@@ -156,7 +149,7 @@ def test_a_stop_string_ends_the_text_before_it_and_frees_the_row(
     answer = client.chat.completions.create(**ask(QUESTIONS[0], stop=[stop]))
     assert answer.choices[0].message.content == wanted[0][: wanted[0].index(stop)]
     assert answer.choices[0].finish_reason == "stop"
-    server.until(EMBEDDED_TARGET, {"num_active": 0}, timeout_s=5)
+    server.until(EMBEDDED_TARGET, {"num_active": 0}, limit_s=5, factor=1)
 
 
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}}, "required": ["name"]}
@@ -221,8 +214,8 @@ def test_more_than_the_places_is_429_and_who_vanishes_frees_the_row(client: open
             client.chat.completions.create(**body)
         for stream in streams:
             stream.close()
-        assert waiting.result(timeout=60).usage.completion_tokens == 4
-    server.until(EMBEDDED_TARGET, {"num_in_flight": 0, "num_active": 0}, timeout_s=5)
+        assert waiting.result(timeout=patient(60)).usage.completion_tokens == 4
+    server.until(EMBEDDED_TARGET, {"num_in_flight": 0, "num_active": 0}, limit_s=5, factor=1)
 
 
 def test_health_and_metrics_have_the_names_of_the_other_engine(
@@ -248,7 +241,7 @@ def test_health_and_metrics_have_the_names_of_the_other_engine(
         page = httpx.get(f"http://127.0.0.1:{metrics_port}/metrics").text
         return all(f"ray_blockpilot_{name}{{" in page for name in counted) and 'block_size="3"' in page
 
-    until(exported, 30)
+    wait_until(exported, 30)
 
 
 def test_the_registrys_champion_is_followed(
@@ -258,7 +251,7 @@ def test_the_registrys_champion_is_followed(
     with registry.log_run("train") as record:
         version = registry.register_policy(tmp_path / "policy", target=EMBEDDED_TARGET, run_id=record.id, tags={})
     registry.set_champion(version)
-    until(lambda: server.model(EMBEDDED_TARGET)["policy"]["version"] == version.number, 30)
+    wait_until(lambda: server.model(EMBEDDED_TARGET)["policy"]["version"] == version.number, 30)
     answer = client.chat.completions.create(**ask(QUESTIONS[0]))
     assert answer.usage.model_dump()["block_size"] == 5
 
@@ -270,22 +263,22 @@ def test_a_replica_whose_engine_process_dies_is_replaced(client: openai.OpenAI, 
     os.kill(engine, signal.SIGKILL)
     with pytest.raises(openai.APIError, match="the request is lost"):
         list(stream)
-    until(lambda: answers(server) not in (None, before), 120)
+    wait_until(lambda: answers(server) not in (None, before), 120)
     assert client.chat.completions.create(**ask(QUESTIONS[0])).usage.completion_tokens == NUM_TOKENS
 
 
 def test_no_engine_process_outlives_a_replica_that_is_killed(client: openai.OpenAI, server: Server) -> None:
     replica, (engine,) = server.model(EMBEDDED_TARGET)["pid"], engine_pids(server)
     os.kill(replica, signal.SIGKILL)
-    until(lambda: not lives(engine), 10)
-    until(lambda: answers(server) not in (None, replica), 120)
+    wait_until(lambda: not lives(engine), 10)
+    wait_until(lambda: answers(server) not in (None, replica), 120)
     assert client.chat.completions.create(**ask(QUESTIONS[0])).usage.completion_tokens == NUM_TOKENS
 
 
 def answers(server: Server) -> int | None:
     """Pid of a replica that is well; None while there is none."""
     try:
-        found = httpx.get(f"{server.root}/health", timeout=30).json()["models"][EMBEDDED_TARGET]
+        found = httpx.get(f"{server.root}/health", timeout=patient(30)).json()["models"][EMBEDDED_TARGET]
     except (httpx.HTTPError, KeyError):
         return None
     return found["pid"] if found.get("status") == "ok" else None

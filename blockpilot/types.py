@@ -197,8 +197,8 @@ class Request:
     cache_salt: only requests with the same one share kept prefixes.
     constraint: the target chooses among the tokens that it allows, before top_k and top_p; log probabilities stay the
     target's own. The request ends where nothing can follow.
-    min_new_tokens: before so many tokens stop tokens have no chance, and stop strings are looked for in the text after
-    them; a constraint that leaves nothing else wins.
+    min_new_tokens: before so many tokens stop tokens have no chance, and stop strings are looked for in the text
+    after them; a constraint that leaves nothing else wins.
     num_prompt_logprobs: the same as num_logprobs for the prompt's own tokens, which are then all computed.
     """
 

@@ -37,7 +37,7 @@ def connect(include_dashboard: bool = False, metrics_port: int | None = None) ->
 
 
 def _init(**options: Any) -> None:
-    """Ray gives a node 30 s to start. A busy machine may take longer, and then less, for what was read stays cached."""
+    """Ray gives a node 30 s to start. A busy machine may take longer, and less the next time: files are cached."""
     for starts_left in reversed(range(NUM_STARTS)):
         try:
             ray.init(log_to_driver=True, **options)

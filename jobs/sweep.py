@@ -40,7 +40,7 @@ class SweepConfig(Config):
 
     pair: PairConfig = PairConfig()
     prompts: tuple[str, ...] = Field(default=("demo",), min_length=1)
-    """Prompt sets by name, and files (.jsonl, .parquet, .txt)."""
+    """Prompt sets by name, and files (docs/your-own-pair.md)."""
     num_prompts: int | None = Field(default=None, ge=1)
     """Prompts of each set and file; all of them by default."""
     shuffle_seed: int = 0

@@ -1,5 +1,6 @@
 """Joining a Ray cluster, and what to ask of it."""
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,9 @@ from ray.util import ActorPool
 
 from jobs.common.config import Resources
 
+STARTED_LATE = "timed out during startup"
+NUM_STARTS = 3
+log = logging.getLogger(__name__)
 TOKEN_FILE = Path.home() / ".ray" / "auth_token"  # Ray writes it for everybody to read
 
 
@@ -29,7 +33,19 @@ def connect(include_dashboard: bool = False, metrics_port: int | None = None) ->
     local: dict[str, Any] = {"address": "local", "num_cpus": max(4, os.cpu_count() or 1)}
     local |= {"include_dashboard": include_dashboard, "_metrics_export_port": metrics_port}
     with _private_files():
-        ray.init(log_to_driver=True, **({} if os.environ.get("RAY_ADDRESS") else local))
+        _init(**({} if os.environ.get("RAY_ADDRESS") else local))
+
+
+def _init(**options: Any) -> None:
+    """Ray gives a node 30 s to start. A busy machine may take longer, and less the next time: files are cached."""
+    for starts_left in reversed(range(NUM_STARTS)):
+        try:
+            ray.init(log_to_driver=True, **options)
+            return
+        except Exception as error:  # Ray's own has no type
+            if STARTED_LATE not in str(error) or not starts_left:
+                raise
+            log.warning("Ray did not start in its time on this machine, which is busy; trying again")
 
 
 @contextmanager

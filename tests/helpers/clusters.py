@@ -10,12 +10,14 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import httpx
 
 from helpers.patience import patient, wait_until
+from jobs.common.cluster import NUM_STARTS, STARTED_LATE
 
 RAY = str(Path(sys.executable).with_name("ray"))
 
@@ -30,26 +32,43 @@ class HeadNode(NamedTuple):
 
 @contextmanager
 def head_node(environment: Mapping[str, str]) -> Iterator[HeadNode]:
+    """Start one, again if the machine is too busy for Ray's own limit, and end it with the block."""
     folder = tempfile.mkdtemp(prefix="bp")  # short, for Ray puts sockets below it
+    log = Path(folder) / "log"
+    try:
+        for starts_left in reversed(range(NUM_STARTS)):
+            head, dashboard, agent = _start(environment, folder, log)
+            wait_until(partial(_is_up, head, dashboard, agent), 60, log.read_text, poll_s=0.1)
+            if head.poll() is None:
+                break
+            assert starts_left, log.read_text()
+            assert STARTED_LATE in log.read_text(), log.read_text()
+        try:
+            yield HeadNode(head.pid, dashboard, folder)
+        finally:
+            head.terminate()  # with --block it takes its processes along
+            head.wait(timeout=patient(60))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start(environment: Mapping[str, str], folder: str, log: Path) -> "tuple[subprocess.Popen[bytes], str, str]":
+    """The process, and the addresses of its dashboard and of its agent."""
     gcs, dashboard, client, agent = free_ports()
-    address = f"http://127.0.0.1:{dashboard}"
     command = [RAY, "start", "--head", "--block", "--num-cpus", "4", "--port", str(gcs)]
     command += ["--dashboard-port", str(dashboard), "--dashboard-agent-listen-port", str(agent)]
     command += ["--ray-client-server-port", str(client)]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    head = subprocess.Popen(command, env={**environment, "RAY_TMPDIR": folder}, **quiet)
+    with log.open("wb") as output:
+        told = {"stdout": output, "stderr": subprocess.STDOUT}
+        head = subprocess.Popen(command, env={**environment, "RAY_TMPDIR": folder}, **told)
+    return head, f"http://127.0.0.1:{dashboard}", f"http://127.0.0.1:{agent}"
 
-    def is_up() -> bool:
-        assert head.poll() is None
-        return answers(f"{address}/api/version") and answers(f"http://127.0.0.1:{agent}/api/healthz")
 
-    try:
-        wait_until(is_up, 60, poll_s=0.1)
-        yield HeadNode(head.pid, address, folder)
-    finally:
-        head.terminate()  # with --block it takes its processes along
-        head.wait(timeout=patient(60))
-        shutil.rmtree(folder, ignore_errors=True)
+def _is_up(head: "subprocess.Popen[bytes]", dashboard: str, agent: str) -> bool:
+    """True when it has ended, too."""
+    if head.poll() is not None:
+        return True
+    return answers(f"{dashboard}/api/version") and answers(f"{agent}/api/healthz")
 
 
 def free_ports() -> list[int]:

@@ -3,6 +3,7 @@
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -59,9 +60,9 @@ def test_a_name_is_reached_by_all_its_addresses(monkeypatch: pytest.MonkeyPatch)
     """As localhost often has two. One that the machine lacks does not matter beside another one."""
     told = socket.getaddrinfo
 
-    def both(host: str, port: int, **options: int) -> list[object]:
-        names = ("::1", "127.0.0.1", "192.0.2.1") if host == "localhost" else (host,)
-        return [found for name in names for found in told(name, port, **options)]
+    def both(host: str, *arguments: Any, **options: Any) -> list[Any]:
+        names = ("::1", "127.0.0.1", "203.0.113.1") if host == "localhost" else (host,)
+        return [found for name in names for found in told(name, *arguments, **options)]
 
     monkeypatch.setattr(socket, "getaddrinfo", both)
     with listening("localhost") as port:
@@ -74,7 +75,7 @@ def test_a_name_is_reached_by_all_its_addresses(monkeypatch: pytest.MonkeyPatch)
             bound("localhost", port)
         assert not reached("::1", port)
     with pytest.raises(OSError, match="assign"):
-        bound("192.0.2.1", 0)
+        bound("203.0.113.1", 0)
 
 
 def test_the_address_of_an_ipv6_host_has_brackets() -> None:
@@ -92,7 +93,7 @@ def test_loopback_answers_to_its_names_only(monkeypatch: pytest.MonkeyPatch) -> 
         assert {*LOOPBACK_NAMES, config.host} <= set(config.hosts)
         assert "*" not in config.hosts
         assert not is_open(config)
-    for host in ("0.0.0.0", "::", "192.0.2.1", "2001:db8::1", "example.com"):
+    for host in ("0.0.0.0", "::", "203.0.113.1", "2001:db8::1", "example.com"):
         assert ServeConfig(host=host).hosts == ("*",)
         assert is_open(ServeConfig(host=host))
         assert not is_loopback(host)

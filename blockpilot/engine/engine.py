@@ -81,10 +81,7 @@ class Engine:
         self.on_failure: Callable[[int, Exception], None] | None = None
         self._device = pair.target.device
         self._target = Target(pair.target, pair.layer_ids)
-        if prefix_tokens and self._target.rotates_by_longest:
-            raise ValueError(f"prefix_tokens {prefix_tokens}: must be 0, the target's keys depend on the longest row")
-        num_columns = max_length + max_block_size  # a tree fills more columns than positions
-        self._cache = self._target.new_cache(num_slots, num_columns)
+        self._cache = self._target.new_cache(num_slots, max_length, num_spare=max_block_size)
         self._drafter = Drafter(pair.prepared_draft, num_slots, max_length)
         self._prefixes = Prefixes(self._cache, self._drafter.cache, prefix_tokens)
         if graphs and self._device.type == "cuda":

@@ -40,24 +40,20 @@ class Decoder:
             leave_file(model)
             use_huge_pages()
 
-    @property
-    def rotates_by_longest(self) -> bool:
-        return self._rotary.depends_on_longest
-
     def __call__(
         self, tokens: Tensor, packing: SideBySide, cache: SlotView, kept: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
         """Hidden states [N, hidden] of packed tokens [N]: normed; and after the layers `kept`, side by side."""
         hidden = self.embed(tokens)
-        if self._layers.is_dense and not self._rotary.depends_on_longest and len(packing.parts) == 1:
-            in_box = partial(self._in_box, self._rotary.table(cache.num_columns, hidden), tuple(kept))
+        table = self._rotary.table(cache, hidden)
+        if self._layers.is_dense and len(packing.parts) == 1:
+            in_box = partial(self._in_box, table, tuple(kept))
             found = cache.by_graph(in_box, ("target", *kept), hidden, packing.parts[0])
             if found is not None:
                 normed, after = found
                 return normed, after
-        rotary = self._rotary.at(packing.positions, cache.num_columns, hidden)
         masks = [Mask(part, part.visible, self._groups, hidden.dtype) for part in packing.parts]
-        return self._layers(hidden, rotary, cache, [masks] * len(self._layers), kept)
+        return self._layers(hidden, table.at(packing.positions), cache, [masks] * len(self._layers), kept)
 
     def _in_box(
         self,

@@ -34,7 +34,7 @@ class Target:
         self._decoder = Decoder(model)
 
     def new_cache(self, num_slots: int, length: int, num_spare: int = 0) -> SlotCache:
-        """An empty cache of `num_slots` texts of at most `length` tokens, with spare columns for trees, of this model."""
+        """This model's empty cache of `num_slots` texts of at most `length` tokens, with spare columns for trees."""
         config, dtype, device = self.model.config, self.model.dtype, self.model.device
         return SlotCache(config, num_slots, length, dtype, device, num_spare)
 

@@ -5,6 +5,7 @@ only, the token is forced: no model has to be asked.
 """
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ class GrammarError(ValueError):
 class GrammarCompiler:
     """Compiler of grammars over a tokenizer's vocabulary; made once, since its own tables take a second.
 
-    vocab_size is the target's. Stop tokens may follow where a text is complete, and nowhere else.
+    vocab_size is the target's: no token beyond it is allowed. Stop tokens may follow where a text is complete, and nowhere else.
     """
 
     def __init__(
@@ -36,7 +37,8 @@ class GrammarCompiler:
         self.vocab_size, self._bounds = vocab_size, bounds or limits()
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             raise GrammarError(f"tokenizer {type(tokenizer).__name__}: grammars need one of the tokenizers library")
-        self._tokenizer: LLTokenizer = from_tokenizer(tokenizer, vocab_size, sorted(stop_token_ids))
+        num_tokens = max(vocab_size, len(tokenizer))  # some tokenizers have tokens that the embedding has no row for
+        self._tokenizer: LLTokenizer = from_tokenizer(tokenizer, num_tokens, sorted(stop_token_ids))
 
     def compile(self, grammar: Grammar) -> "CompiledGrammar":
         """Raises GrammarError, saying what is wrong with it. Lets other threads run meanwhile."""
@@ -86,12 +88,12 @@ class GrammarAutomaton:
     def allowed(self, path: Sequence[int], tokens: Sequence[int]) -> list[bool]:
         """Which of some tokens may come after the path."""
         self._follow(path)
-        return [self._matcher.validate_tokens([token]) == 1 for token in tokens]
+        return [token < self._vocab_size and self._matcher.validate_tokens([token]) == 1 for token in tokens]
 
     def forced(self, path: Sequence[int] = ()) -> list[int]:
         """Tokens each of which is the only one that may come next, as many as there are."""
         self._follow(path)
-        return self._matcher.compute_ff_tokens()
+        return list(takewhile(lambda token: token < self._vocab_size, self._matcher.compute_ff_tokens()))
 
     def mask(self, path: Sequence[int] = ()) -> Tensor:
         """Tokens that may come after the path, [vocab] bool; none where the grammar's limits are reached."""

@@ -21,7 +21,7 @@ class EngineLimits(NamedTuple):
             most = self.max_length - 1
             raise ValueError(f"prompt of {num_prompt_tokens} tokens: at most {most} leave room for an answer")
         if outside := [t for t in request.prompt_ids if not 0 <= t < vocab_size]:
-            raise ValueError(f"prompt token {outside[0]}: must be 0 to {vocab_size - 1}")
+            raise ValueError(f"prompt token {outside[0]}: must be 0 to {vocab_size - 1}, the target embeds no other")
         at_least_one(max_new_tokens=request.max_new_tokens)
         if request.num_logprobs is not None and not 0 <= request.num_logprobs <= vocab_size:
             raise ValueError(f"num_logprobs {request.num_logprobs}: must be 0 to {vocab_size}")

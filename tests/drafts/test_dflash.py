@@ -236,7 +236,10 @@ def test_block_size_inside_dflash_config() -> None:
             "lacks block_size, target_layer_ids",
         ),
         ({"dflash_config": {"mask_token_id": 5, "target_layer_ids": []}}, "lacks target_layer_ids"),
-        ({"dflash_config": {"mask_token_id": 5, "target_layer_ids": [1], "causal_head": "yes"}}, "'causal_head': 'yes'"),
+        (
+            {"dflash_config": {"mask_token_id": 5, "target_layer_ids": [1], "causal_head": "yes"}},
+            "'causal_head': 'yes'",
+        ),
         ({"is_causal": False, "causal": True}, "must be one of true and false"),
         ({"layer_types": ["sliding_attention"] * 5, "sliding_window": 4}, "sliding_attention without a window"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config = .*fp8"),

@@ -32,6 +32,7 @@ from blockpilot.storage import first_line
 from blockpilot.types import PairId
 
 PathOrName = str | os.PathLike[str]
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 @dataclass(frozen=True)
@@ -182,6 +183,8 @@ def network_config(directory: Path) -> PretrainedConfig:
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """A checkpoint's tokenizer, its chat template in any of the places where files have it; ValueError for none."""
+    if not any((directory / name).is_file() for name in _TOKENIZERS):  # some classes would make an empty one
+        raise ValueError(f"target {directory}: no tokenizer there, one of {', '.join(_TOKENIZERS)}")
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except NOT_FOUND:

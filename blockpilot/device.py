@@ -8,11 +8,31 @@ from torch import Tensor
 
 BFLOAT16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16")
 CPU_INSTRUCTIONS = (*BFLOAT16_INSTRUCTIONS, "avx512_f", "avx2")  # best first
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+Device = str | int | torch.device
 
 
 def best_device() -> str:
     """cuda where there is a GPU, else cpu."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def to_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """Torch's dtype, given by itself or its name; raises ValueError for one that models are not run in."""
+    found = DTYPES.get(str(dtype).removeprefix("torch."))
+    if found is None:
+        raise ValueError(f"dtype {dtype!r}: must be one of {', '.join(DTYPES)}")
+    return found
+
+
+def to_device(device: Device) -> torch.device:
+    """Torch's device, given by itself, its name or a GPU's number; raises ValueError for one that is not here."""
+    name = f"cuda:{device}" if type(device) is int else str(device)
+    gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    here = ["cpu", *(("cuda", *gpus) if gpus else ())]
+    if name not in (*here, "cpu:0"):
+        raise ValueError(f"device {name!r}: must be one of {', '.join(here)}, which this machine has")
+    return torch.device(name)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

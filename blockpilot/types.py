@@ -1,7 +1,7 @@
 """Plain data that every package speaks of: requests and steps, pairs and candidates. Imports nothing of ours."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
 
@@ -187,10 +187,35 @@ class Constraint(Protocol):
         ...
 
 
+def token_ids(given: Any, name: str = "prompt_ids") -> tuple[int, ...]:
+    """Token ids of one text: a sequence, tensor or array of integers [n] or [1, n], or what a tokenizer returns.
+
+    Raises ValueError, by `name`, for text, several texts, padding, and what is no whole number.
+    """
+    if isinstance(given, str | bytes):
+        raise ValueError(f"{name} {given[:20]!r}: is text; encode it by pair.tokenizer(text) or apply_chat_template")
+    if isinstance(given, Mapping):
+        if 0 in token_ids(given.get("attention_mask", ()), "attention_mask"):
+            raise ValueError(f"{name}: some are padding (attention_mask 0); encode one text without padding")
+        given = given.get("input_ids")
+    ids = given.tolist() if hasattr(given, "tolist") else given
+    if not isinstance(ids, Iterable):
+        raise ValueError(f"{name} {ids!r}: must be a sequence of token ids")
+    ids = tuple(each.tolist() if hasattr(each, "tolist") else each for each in ids)
+    if ids and isinstance(ids[0], list | tuple):
+        if len(ids) > 1:
+            raise ValueError(f"{name} of {len(ids)} texts: must be those of one")
+        return token_ids(ids[0], name)
+    if wrong := [each for each in ids if type(each) is not int]:
+        raise ValueError(f"{name} with {wrong[0]!r}: must be token ids, whole numbers")
+    return ids
+
+
 @dataclass(frozen=True)
 class Request:
     """One sequence to decode. block_size None lets the policy choose after prefill; 1 never drafts.
 
+    prompt_ids: whatever `token_ids` takes, such as a list, a tensor or what a chat template returns.
     block_size: tokens that a step verifies, the anchor among them. layout: what they are laid out as.
     policy: chooses for this request in place of the engine's.
     num_logprobs: how many of the likeliest tokens come with every emitted one, and its own; None for nothing.
@@ -215,6 +240,12 @@ class Request:
     constraint: Constraint | None = None
     min_new_tokens: int = 0
     num_prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        stops = (self.stop_strings,) if isinstance(self.stop_strings, str) else tuple(self.stop_strings)
+        object.__setattr__(self, "prompt_ids", token_ids(self.prompt_ids))
+        object.__setattr__(self, "stop_token_ids", frozenset(token_ids(self.stop_token_ids, "stop_token_ids")))
+        object.__setattr__(self, "stop_strings", stops)
 
 
 class TokenLogprobs(NamedTuple):
@@ -241,7 +272,7 @@ class Step:
     block_size: int
     num_accepted: int
     finish_reason: FinishReason | None
-    prefill: Prefill | None = None
+    prefill: Prefill | None = field(default=None, repr=False)
     logprobs: tuple[TokenLogprobs, ...] = ()
     texts: tuple[str, ...] = ()
     tree: Tree = NO_TREE

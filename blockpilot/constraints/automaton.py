@@ -4,12 +4,13 @@ llguidance (an Earley parser over derivatives of regular expressions) does the w
 only, the token is forced: no model has to be asked.
 """
 
+import json
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.hf import from_tokenizer
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -23,7 +24,8 @@ class GrammarError(ValueError):
 class GrammarCompiler:
     """Compiler of grammars over a tokenizer's vocabulary; made once, since its own tables take a second.
 
-    vocab_size is the target's. Stop tokens may follow where a text is complete, and nowhere else.
+    vocab_size is the target's: no token beyond it is allowed. Stop tokens may follow where a text is complete, and
+    nowhere else.
     """
 
     def __init__(
@@ -36,7 +38,8 @@ class GrammarCompiler:
         self.vocab_size, self._bounds = vocab_size, bounds or limits()
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             raise GrammarError(f"tokenizer {type(tokenizer).__name__}: grammars need one of the tokenizers library")
-        self._tokenizer: LLTokenizer = from_tokenizer(tokenizer, vocab_size, sorted(stop_token_ids))
+        self.tokenizer = tokenizer_json(tokenizer, vocab_size)
+        self._tokenizer = LLTokenizer(self.tokenizer, vocab_size, sorted(stop_token_ids))
 
     def compile(self, grammar: Grammar) -> "CompiledGrammar":
         """Raises GrammarError, saying what is wrong with it. Lets other threads run meanwhile."""
@@ -47,6 +50,27 @@ class GrammarCompiler:
         if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
             raise GrammarError(f"grammar: {complaint(matcher)}")
         return CompiledGrammar(grammar, matcher, self.vocab_size)
+
+
+def tokenizer_json(tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> str:
+    """A tokenizer as JSON, less the tokens that the target's embedding has no row for."""
+    found: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())
+    found |= {"padding": None, "truncation": None}
+    if len(tokenizer) > vocab_size:
+        model = found["model"]
+        found["added_tokens"] = [token for token in found["added_tokens"] if token["id"] < vocab_size]
+        if isinstance(model["vocab"], list):  # Unigram
+            model["vocab"] = model["vocab"][:vocab_size]
+        else:
+            model["vocab"] = known = {text: i for text, i in model["vocab"].items() if i < vocab_size}
+            if "merges" in model:  # BPE
+                model["merges"] = [merge for merge in model["merges"] if _makes_one_of(known, merge)]
+    return json.dumps(found)
+
+
+def _makes_one_of(known: dict[str, int], merge: str | Sequence[str]) -> bool:
+    first, second = merge.split(" ") if isinstance(merge, str) else merge
+    return first in known and second in known and first + second in known
 
 
 class CompiledGrammar:

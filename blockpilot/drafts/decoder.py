@@ -3,7 +3,7 @@
 It computes what `DraftModel` computes, from the same weights.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
 
@@ -50,19 +50,19 @@ class DraftDecoder:
 
         Returns their context vectors [N, hidden].
         """
-        features, num_columns = features.to(self.draft.dtype), cache.num_columns
-        if cache.graphs is not None and not self._rotary.depends_on_longest:
-            in_graph = partial(self._extend, self._rotary.table(num_columns, features).at, cache.bare())
-            inputs = (features, 0), (slots, 0), (positions, num_columns - 1)
+        features = features.to(self.draft.dtype)
+        table = self._rotary.table(cache, features)
+        if cache.graphs is not None:
+            in_graph = partial(self._extend, table, cache.bare())
+            inputs = (features, 0), (slots, 0), (positions, cache.num_columns - 1)
             found = cache.graphs.of_tokens("extend", in_graph, inputs)
             if found is not None:
                 return found[0]
-        rotate = partial(self._rotary.at, num_columns=num_columns, hidden=features)
-        return self._extend(rotate, cache, features, slots, positions)[0]
+        return self._extend(table, cache, features, slots, positions)[0]
 
     def _extend(
         self,
-        rotate: Callable[[Tensor], Rotary],
+        table: Rotary,
         cache: SlotCache,
         features: Tensor,
         slots: Tensor,
@@ -71,22 +71,20 @@ class DraftDecoder:
         norm, found = self.draft.hidden_norm, self._fc(features)
         contexts = functional.rms_norm(found, found.shape[-1:], norm.weight, norm.variance_epsilon)
         view = cache.view(slots, positions, slice(0, 0), 0)
-        self._layers.project(contexts, rotate(positions), view)
+        self._layers.project(contexts, table.at(positions), view)
         return (contexts,)
 
     def propose(self, embedded: Tensor, packing: Packing, cache: SlotView) -> Tensor:
         """Hidden states [N, hidden] of packed blocks [N, hidden], on top of the cached context."""
         hidden = embedded.to(self.draft.dtype, copy=True)
-        if not self._rotary.depends_on_longest:
-            in_box = partial(self._in_box, self._rotary.table(cache.num_columns, hidden))
-            by_graph = cache.by_graph(in_box, "propose", hidden, packing)
-            if by_graph is not None:
-                return by_graph[0]
+        table = self._rotary.table(cache, hidden)
+        by_graph = cache.by_graph(partial(self._in_box, table), "propose", hidden, packing)
+        if by_graph is not None:
+            return by_graph[0]
         queries = packing.pad(packing.positions)
         ends = queries[:, 0] + packing.spans[0]
         masks = self._masks(packing, queries, ends, cache.length)
-        rotary = self._rotary.at(packing.positions, cache.num_columns, hidden)
-        found, _ = self._layers(hidden, rotary, cache, masks, ())
+        found, _ = self._layers(hidden, table.at(packing.positions), cache, masks, ())
         return found
 
     def _in_box(

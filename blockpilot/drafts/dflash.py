@@ -236,5 +236,5 @@ class DraftModel(Draft):
     def _layer_kind(self, layer_idx: int) -> tuple[bool, int | None]:
         """(causal, window) of a layer; sliding-window layers are causal unless the checkpoint says otherwise."""
         sliding = (self.config.layer_types or [])[layer_idx] == "sliding_attention"
-        causal = getattr(self.config, "is_causal", None)
-        return sliding if causal is None else bool(causal), self.config.sliding_window if sliding else None
+        causal = self.options.causal
+        return sliding if causal is None else causal, self.config.sliding_window if sliding else None

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3Config
 
 from blockpilot.drafts.checkpoint import check_weights, named_errors, read_config, read_weights, write_checkpoint
 from blockpilot.drafts.eagle3 import NUM_FEATURES, Eagle3Model, Eagle3Options, eagle3_layer_ids
@@ -108,7 +108,9 @@ def parse_eagle3(stored: dict[str, Any]) -> tuple[LlamaConfig, Eagle3Options]:
     )
     own = {"draft_vocab_size", "block_size", "eagle_config", _LAYER_IDS, "norm_before_residual", "architectures"}
     own |= {"model_type", "layer_types", "target_layer_ids"}
-    return LlamaConfig.from_dict({name: value for name, value in network.items() if name not in own}), options
+    family = Qwen3Config if network.get("model_type") == "qwen3" else LlamaConfig  # which fills in what is missing
+    filled = family.from_dict({name: value for name, value in network.items() if name not in own}).to_dict()
+    return LlamaConfig.from_dict({name: value for name, value in filled.items() if name not in own}), options
 
 
 def _refuse(options: Mapping[str, Any], neutral: Mapping[str, Any]) -> None:

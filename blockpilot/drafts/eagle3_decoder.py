@@ -177,7 +177,7 @@ class PreparedEagle3(PreparedDraft):
         both = functional.rms_norm(both, hidden.shape[-1:], eps=self._eps).mul_(self._before)
         if self._draft.midlayer.norm_before_residual:
             hidden = both[:, 1].contiguous()
-        rotary = self._rotary.at(positions, view.num_columns, embedded)
+        rotary = self._rotary.table(view, embedded).at(positions)
         self._layers(hidden, rotary, view, [masks], (), both.flatten(1))
         return hidden
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
 
 from blockpilot.drafts.dflash import DraftModel
-from blockpilot.drafts.options import ARCHITECTURE
+from blockpilot.drafts.options import ARCHITECTURE, OWN_OPTIONS
 
 DSPARK = "Qwen3DSparkModel"
 DFLASH_ARCHITECTURES = (
@@ -29,11 +30,13 @@ def as_dflash(stored: dict[str, Any]) -> dict[str, Any]:
     """The config.json of any of the formats as DFlash's own; raises ValueError for what it lacks."""
     named = stored.get("architectures") or [ARCHITECTURE]
     if "transformer_layer_config" in stored:
-        return _of_speculators(stored) | {"architectures": [ARCHITECTURE] if _is_known(named) else named}
-    if DSPARK not in named:
-        return stored
-    own = {**(stored.get("dflash_config") or {}), "sample_from_anchor": True}
-    return stored | {"architectures": [ARCHITECTURE], "dflash_config": own}
+        stored = _of_speculators(stored) | {"architectures": [ARCHITECTURE] if _is_known(named) else named}
+    elif DSPARK in named:
+        own = {**(stored.get("dflash_config") or {}), "sample_from_anchor": True}
+        stored = stored | {"architectures": [ARCHITECTURE], "dflash_config": own}
+    if "sliding_attention" in (stored.get("layer_types") or ()):  # which Qwen3's class would give no window
+        stored = {"use_sliding_window": True} | stored
+    return stored
 
 
 def _is_known(named: list[str]) -> bool:
@@ -44,9 +47,10 @@ def _of_speculators(stored: dict[str, Any]) -> dict[str, Any]:
     network: dict[str, Any] = stored["transformer_layer_config"]
     if missing := [name for name in ("aux_hidden_state_layer_ids", "mask_token_id") if stored.get(name) is None]:
         raise ValueError(f"draft config.json lacks {', '.join(missing)}")
-    kept = ("block_size", "mask_token_id", "markov_rank", "markov_head_type", "sample_from_anchor", "shift_label")
-    own = {name: stored[name] for name in (*kept, "projector_type", "target_hidden_size") if name in stored}
+    own = {name: stored[name] for name in OWN_OPTIONS if name in stored}
     own["target_layer_ids"] = [i - 1 for i in stored["aux_hidden_state_layer_ids"]]
+    if network.get("model_type") == "llama":  # whose class fills in what is missing
+        network = LlamaConfig.from_dict(network).to_dict()
     causal = {"is_causal": False} if stored.get("sliding_window_non_causal") else {}
     return network | causal | {"model_type": "qwen3", "dflash_config": own}
 

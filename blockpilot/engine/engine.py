@@ -37,22 +37,24 @@ from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import MAX_BLOCK_SIZE, Policy, Prefill, Reader, Request, Step, Tree
 
+MAX_LENGTH = 2048  # by default
 MAX_PREFILL_TOKENS = 8192
 NUM_CANDIDATES = 8  # of a tree's every slot
 
 
 class Engine:
-    """Continuous batch of up to `num_slots` requests of at most `max_length` tokens (prompt and output).
+    """Continuous batch of requests: `add` them, then `step` until `idle`. Not thread-safe: one caller does all of it.
 
-    Not thread-safe: one caller adds, cancels and steps. Block sizes are those that `policy` chooses, by default the
-    draft's trained one; a `controller` stands for a policy together with what it is weighed with, and may be replaced
-    between steps. A step takes in `max_prefill_tokens` tokens of prompts at most, so a long prompt takes several
-    steps, and requests that decode go on meanwhile. Keys and values of `prefix_tokens` tokens are kept for requests
-    that begin alike (prefixes.py). On a GPU, steps of few tokens run by CUDA graphs (models/graphs.py) unless
-    `graphs` is False.
+    num_slots: requests that decode together; others wait. max_length: tokens of a prompt and its answer at most, by
+    default 2,048 or the target's context. Memory for both is taken at once (`cache_bytes`).
+    policy: chooses block sizes, by default the draft's trained one; a `controller` stands for a policy together with
+    what it is weighed with, and may be replaced between steps. max_block_size: of any request.
+    max_prefill_tokens: tokens of prompts that a step takes in at most, so that a long prompt takes several steps, and
+    requests that decode go on meanwhile. prefix_tokens: keys and values kept for requests that begin alike
+    (prefixes.py). graphs: on a GPU, steps of few tokens run by CUDA graphs (models/graphs.py).
 
-    What goes wrong with one request ends that one alone where its id and the exception are taken by `on_failure`;
-    else the step raises it.
+    Raises ValueError for a size that cannot be. What goes wrong with one request ends that one alone where its id and
+    the exception are taken by `on_failure`; else the step raises it.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class Engine:
         pair: Pair,
         *,
         num_slots: int = 8,
-        max_length: int = 2048,
+        max_length: int | None = None,
         policy: Policy | None = None,
         controller: Controller | None = None,
         max_block_size: int = MAX_BLOCK_SIZE,
@@ -69,6 +71,7 @@ class Engine:
         graphs: bool = True,
     ) -> None:
         at_least_one(num_slots=num_slots, max_prefill_tokens=max_prefill_tokens)
+        max_length = min(MAX_LENGTH, pair.max_length) if max_length is None else max_length
         if not 2 <= max_length <= pair.max_length:
             raise ValueError(f"max_length {max_length}: must be 2 to {pair.max_length}, the target's context")
         if policy is not None and controller is not None:
@@ -81,10 +84,7 @@ class Engine:
         self.on_failure: Callable[[int, Exception], None] | None = None
         self._device = pair.target.device
         self._target = Target(pair.target, pair.layer_ids)
-        if prefix_tokens and self._target.rotates_by_longest:
-            raise ValueError(f"prefix_tokens {prefix_tokens}: must be 0, the target's keys depend on the longest row")
-        num_columns = max_length + max_block_size  # a tree fills more columns than positions
-        self._cache = self._target.new_cache(num_slots, num_columns)
+        self._cache = self._target.new_cache(num_slots, max_length, num_spare=max_block_size)
         self._drafter = Drafter(pair.prepared_draft, num_slots, max_length)
         self._prefixes = Prefixes(self._cache, self._drafter.cache, prefix_tokens)
         if graphs and self._device.type == "cuda":
@@ -94,6 +94,10 @@ class Engine:
         self._partial: Row | None = None  # the one whose prompt is taken in by parts, in the slot after theirs
         self._waiting: deque[Row] = deque()
         self._next_id = 0
+
+    def __repr__(self) -> str:
+        sizes = f"num_slots={self.num_slots}, max_length={self.max_length}"
+        return f"Engine({self.pair}, {sizes}, {self.num_active} active, {self.num_waiting} waiting)"
 
     @property
     def num_active(self) -> int:
@@ -129,7 +133,10 @@ class Engine:
         self._limits.check(request)
 
     def add(self, request: Request) -> int:
-        """Queue a request; returns the id that its steps carry. Raises ValueError as `check` does."""
+        """Queue a request; returns the id that its steps carry. Raises ValueError as `check` does.
+
+        A request ends at its own `stop_token_ids`: `pair.stop_token_ids` are those of the model.
+        """
         self.check(request)
         request_id, self._next_id = self._next_id, self._next_id + 1
         text = TextStream(self.pair.tokenizer, request.stop_strings) if request.stop_strings else None

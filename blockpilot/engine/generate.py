@@ -1,15 +1,16 @@
 """One prompt decoded by an engine of its own."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 from blockpilot.engine.engine import Engine
 from blockpilot.pairs.loading import Pair
-from blockpilot.types import Layout, Policy, Request, Sampling, Step
+from blockpilot.types import Layout, Policy, Request, Sampling, Step, token_ids
 
 
 def generate(
     pair: Pair,
-    prompt_ids: Sequence[int],
+    prompt_ids: Any,
     *,
     block_size: int | None = None,
     layout: Layout = "auto",
@@ -19,24 +20,38 @@ def generate(
     top_p: float = 1.0,
     top_k: int = 0,
     seed: int = 0,
-    stop_token_ids: frozenset[int] | None = None,
-    stop_strings: tuple[str, ...] = (),
+    stop_token_ids: Collection[int] | None = None,
+    stop_strings: str | Sequence[str] = (),
 ) -> Iterator[Step]:
-    """Decode one prompt, yielding every step. Without a block size or policy, the draft's trained block size.
+    """Decode one prompt; yields every step, whose `tokens` are final: `pair.tokenizer.decode(step.tokens)`.
 
-    layout: "tree" lays a step's tokens out as a draft tree, "chain" one after the other.
+    prompt_ids: token ids, as a list, tuple, tensor or array [n] or [1, n], or what `pair.tokenizer(text)` and
+    `pair.tokenizer.apply_chat_template(messages, add_generation_prompt=True)` return.
+    block_size: tokens that a step verifies, the anchor among them; 1 never drafts. Without it `policy` chooses, and
+    without that it is the draft's trained one. layout: "tree" lays a step's tokens out as a draft tree, "chain" one
+    after the other. The text is the same for all of these.
+    max_new_tokens: at most; fewer where the target's context ends. temperature 0 is greedy; top_p 1 and top_k 0 are
+    off; one seed is one text.
+    stop_token_ids: end the text and are its last token; by default the pair's. stop_strings end the text before
+    them: `step.texts` is then the text to show.
+
+    Raises ValueError at once, naming it, for a value that cannot be.
     """
     request = Request(
-        tuple(prompt_ids),
+        prompt_ids,
         max_new_tokens,
         Sampling(temperature, top_p, top_k, seed),
         block_size,
-        pair.stop_token_ids if stop_token_ids is None else stop_token_ids,
-        stop_strings,
+        pair.stop_token_ids if stop_token_ids is None else frozenset(token_ids(stop_token_ids, "stop_token_ids")),
+        (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings),
         layout=layout,
     )
     max_length = max(2, min(len(request.prompt_ids) + max_new_tokens, pair.max_length))
     engine = Engine(pair, num_slots=1, max_length=max_length, policy=policy)
     engine.add(request)
+    return _steps(engine)
+
+
+def _steps(engine: Engine) -> Iterator[Step]:
     while not engine.idle:
         yield from engine.step()

@@ -25,7 +25,7 @@ class EngineLimits(NamedTuple):
                 f" ({own}the model's limit is {self.model_length} tokens)"
             )
         if outside := [t for t in request.prompt_ids if not 0 <= t < vocab_size]:
-            raise ValueError(f"prompt token {outside[0]}: must be 0 to {vocab_size - 1}")
+            raise ValueError(f"prompt token {outside[0]}: must be 0 to {vocab_size - 1}, the target embeds no other")
         at_least_one(max_new_tokens=request.max_new_tokens)
         for name in ("num_logprobs", "num_prompt_logprobs"):
             if (num := getattr(request, name)) is not None and not 0 <= num <= vocab_size:

@@ -21,10 +21,22 @@ from blockpilot.models.packing import Packing
 
 
 class SlotCache:
-    """Keys and values of a model's layers for `num_slots` sequences of `length` columns; zeros at first."""
+    """Keys and values of a model's layers for `num_slots` texts of at most `length` tokens; zeros at first.
 
-    def __init__(self, config: Any, num_slots: int, length: int, dtype: torch.dtype, device: torch.device) -> None:
-        shape = (config.num_hidden_layers, 2, num_slots, num_kv_heads(config), length, head_dim(config))
+    A tree fills more columns than positions: that many may be spare.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        num_slots: int,
+        length: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_spare: int = 0,
+    ) -> None:
+        self.max_length = length
+        shape = (config.num_hidden_layers, 2, num_slots, num_kv_heads(config), length + num_spare, head_dim(config))
         # Zeros, not empty: masked columns are multiplied by zero, and garbage may hold NaN.
         self.layers = torch.zeros(shape, dtype=dtype, device=device)
         """[layers, 2, num_slots, kv_heads, length, head_dim], keys and then values."""
@@ -122,6 +134,11 @@ class SlotView:
     def num_columns(self) -> int:
         """Columns of the whole cache, read or not."""
         return self.cache.layers.shape[4]
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest text that the cache can hold."""
+        return self.cache.max_length
 
     @property
     def layers(self) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from blockpilot.models.cache import SlotView, num_kv_heads
 from blockpilot.models.graphs import Box, BoxPlaces
@@ -19,6 +19,7 @@ from blockpilot.models.native_layers import layers_of
 from blockpilot.models.packing import Packing, SideBySide
 
 FAMILIES = ("llama", "qwen3", "qwen3_moe")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 class Decoder:
@@ -29,7 +30,7 @@ class Decoder:
 
     @torch.no_grad()
     def __init__(self, model: PreTrainedModel) -> None:
-        check_family(model.config)
+        check_network(model.config)
         body, config = cast(Any, model.model), model.config
         self._layers = layers_of(body.layers, body.norm.weight, config)
         self._rotary, self.embed = RotaryTable(body.rotary_emb), body.embed_tokens
@@ -40,24 +41,20 @@ class Decoder:
             leave_file(model)
             use_huge_pages()
 
-    @property
-    def rotates_by_longest(self) -> bool:
-        return self._rotary.depends_on_longest
-
     def __call__(
         self, tokens: Tensor, packing: SideBySide, cache: SlotView, kept: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
         """Hidden states [N, hidden] of packed tokens [N]: normed; and after the layers `kept`, side by side."""
         hidden = self.embed(tokens)
-        if self._layers.is_dense and not self._rotary.depends_on_longest and len(packing.parts) == 1:
-            in_box = partial(self._in_box, self._rotary.table(cache.num_columns, hidden), tuple(kept))
+        table = self._rotary.table(cache, hidden)
+        if self._layers.is_dense and len(packing.parts) == 1:
+            in_box = partial(self._in_box, table, tuple(kept))
             found = cache.by_graph(in_box, ("target", *kept), hidden, packing.parts[0])
             if found is not None:
                 normed, after = found
                 return normed, after
-        rotary = self._rotary.at(packing.positions, cache.num_columns, hidden)
         masks = [Mask(part, part.visible, self._groups, hidden.dtype) for part in packing.parts]
-        return self._layers(hidden, rotary, cache, [masks] * len(self._layers), kept)
+        return self._layers(hidden, table.at(packing.positions), cache, [masks] * len(self._layers), kept)
 
     def _in_box(
         self,
@@ -73,10 +70,35 @@ class Decoder:
         return self._layers(hidden, table.at(places.positions), cache, [masks] * len(self._layers), kept)
 
 
-def check_family(config: PretrainedConfig) -> None:
-    """Raise ValueError for a model that this engine cannot run exactly."""
-    if config.model_type not in FAMILIES:
-        raise ValueError(f"target family {config.model_type!r}: supported are {', '.join(FAMILIES)}")
-    layer_types = getattr(config, "layer_types", None) or []
-    if "sliding_attention" in layer_types:
+def check_family(model_type: object) -> None:
+    """Raise ValueError for a family that this engine does not know."""
+    if model_type not in FAMILIES:
+        raise ValueError(f"target family {model_type!r}: supported are {', '.join(FAMILIES)}")
+
+
+def check_network(config: Any) -> None:
+    """Raise ValueError, naming why, for a model that this engine cannot run exactly."""
+    check_family(config.model_type)
+    # Qwen3-MoE's class has no layer types: a window is that of all layers.
+    slides = config.model_type == "qwen3_moe" and config.sliding_window is not None
+    if slides or "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         raise ValueError("target with sliding-window layers: only full attention is supported")
+    if (quantized := getattr(config, "quantization_config", None)) is not None:
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        raise ValueError(f"target with quantization_config {method}: only weights of floats are supported")
+    rope = config.rope_parameters or {}
+    for name, value, supported in (
+        ("hidden_act", config.hidden_act, ("silu",)),
+        ("rope_type", rope.get("rope_type"), ROPE_TYPES),
+        ("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), (1.0,)),
+    ):
+        if value not in supported:
+            raise ValueError(f"target option {name} = {value}: supported is {', '.join(map(str, supported))}")
+
+
+def context_length(config: Any) -> int:
+    """Tokens of a model's longest text: by YaRN, the original length times the factor where that is more."""
+    rope, longest = config.rope_parameters or {}, int(config.max_position_embeddings)
+    if rope.get("rope_type") != "yarn":
+        return longest
+    return max(longest, int(rope["original_max_position_embeddings"] * rope["factor"]))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PretrainedConfig
 
-from blockpilot.models.cache import SlotView, head_dim, num_kv_heads
+from blockpilot.models.cache import SlotCache, SlotView, head_dim, num_kv_heads
 from blockpilot.models.kernels import Product, prepared
 from blockpilot.models.packing import Packing, folded
 
@@ -37,26 +37,31 @@ class Rotary(NamedTuple):
 
 
 class RotaryTable:
-    """A model's rotary embedding, worked out once for all positions of a cache."""
+    """A model's rotary embedding, worked out once for all positions of a cache.
+
+    Embeddings of the kinds "dynamic" and "longrope" depend on the longest text. Here that is the longest that the
+    cache can hold, as in vLLM, so that no row's numbers depend on the rows beside it or on when they came.
+    """
 
     def __init__(self, embedding: Any) -> None:
         self._embedding = embedding
         self._table: Rotary | None = None
+        self._length = 0  # of texts, that the table is for
         kind = getattr(embedding, "rope_type", "default")
-        self.depends_on_longest = "dynamic" in kind or kind == "longrope"
-        """The rotation of a position depends on the largest of its pass."""
+        self._depends_on_longest = "dynamic" in kind or kind == "longrope"
 
-    def at(self, positions: Tensor, num_columns: int, hidden: Tensor) -> Rotary:
-        """For tokens at positions [N] of a cache of so many columns, in the dtype of `hidden`."""
-        if self.depends_on_longest:
-            return Rotary.of(self._embedding, hidden, positions)
-        return self.table(num_columns, hidden).at(positions)
-
-    def table(self, num_columns: int, hidden: Tensor) -> Rotary:
-        """For all positions of a cache of so many columns, and maybe more."""
-        table = self._table
-        if table is None or len(table.cosines) < num_columns or table.cosines.dtype != hidden.dtype:
-            table = Rotary.of(self._embedding, hidden, torch.arange(num_columns, device=hidden.device))
+    def table(self, cache: SlotCache | SlotView, hidden: Tensor) -> Rotary:
+        """For the positions of a cache, and maybe more, in the dtype of `hidden`."""
+        table, length = self._table, cache.max_length
+        is_long = self._length == length if self._depends_on_longest else self._length >= length
+        if (
+            table is None
+            or not is_long
+            or len(table.cosines) < cache.num_columns
+            or table.cosines.dtype != hidden.dtype
+        ):
+            positions = torch.arange(cache.num_columns, device=hidden.device).clamp_(max=length - 1)
+            table, self._length = Rotary.of(self._embedding, hidden, positions), length
             self._table = table
         return table
 

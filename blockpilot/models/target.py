@@ -33,14 +33,10 @@ class Target:
         self.layer_ids = tuple(layer_ids)
         self._decoder = Decoder(model)
 
-    @property
-    def rotates_by_longest(self) -> bool:
-        """A token's keys depend on the longest row of its pass, as with rotary embeddings of the dynamic kind."""
-        return self._decoder.rotates_by_longest
-
-    def new_cache(self, num_slots: int, length: int) -> SlotCache:
-        """An empty cache of `num_slots` rows of `length` columns for this model."""
-        return SlotCache(self.model.config, num_slots, length, self.model.dtype, self.model.device)
+    def new_cache(self, num_slots: int, length: int, num_spare: int = 0) -> SlotCache:
+        """This model's empty cache of `num_slots` texts of at most `length` tokens, with spare columns for trees."""
+        config, dtype, device = self.model.config, self.model.dtype, self.model.device
+        return SlotCache(config, num_slots, length, dtype, device, num_spare)
 
     def score(self, tokens: Tensor, cache: SlotView, packing: SideBySide, *, features: bool) -> Scored:
         """Run packed tokens [N], storing their keys and values in `cache`, whose rows are those of the packing."""

@@ -22,7 +22,10 @@ from blockpilot.storage import first_line
 EMBEDDED_DRAFT_DIRECTORY = Path(__file__).parents[1] / "data" / "smollm2_135m_dflash_b8"
 NOT_FOUND = (OSError, HFValidationError)  # the hub's own errors are OSErrors
 _DRAFT_FILES = ("config.json", "*.safetensors", VOCABULARY_FILE)
-_TARGET_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+_TARGET_FILES = (
+    *("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"),
+    "additional_chat_templates/*.jinja",  # where transformers keeps templates beside the default one
+)
 
 
 @dataclass(frozen=True)

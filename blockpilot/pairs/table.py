@@ -1,6 +1,8 @@
 """Pairs by name: a new backbone is one line of NAMED_PAIRS."""
 
+import hashlib
 import re
+import unicodedata
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,5 +45,14 @@ def split_revision(name: str) -> tuple[str, str | None]:
 
 
 def target_slug(target: str) -> str:
-    """Name of a target in the registry, from its hub id or path: 'Qwen/Qwen3-4B' -> 'qwen3-4b'."""
-    return re.sub(r"[^a-z0-9.]+", "-", Path(split_revision(target)[0]).name.lower()).strip("-")
+    """Name of a target in the registry, from its hub id or path: 'Qwen/Qwen3-4B' -> 'qwen3-4b'.
+
+    Where letters or digits of other alphabets are lost, a checksum of the whole name keeps two such targets apart.
+    """
+    name = unicodedata.normalize("NFC", split_revision(target)[0])
+    last = Path(name).name.lower()
+    slug = re.sub(r"[^a-z0-9.]+", "-", last).strip("-")
+    loses_letters = any(char.isalnum() and not char.isascii() for char in last)
+    if slug.strip(".") and not loses_letters:
+        return slug
+    return f"{slug.strip('.') or 'target'}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"

@@ -18,7 +18,7 @@ from blockpilot.policy.store import load_policy
 from blockpilot.types import PairId
 from jobs.common.registry import UNTRAINED
 from jobs.serving.engine_loop import EngineLoop, ServedEngine
-from jobs.serving.memory import check_memory, default_prefix_tokens
+from jobs.serving.memory import check_memory
 
 COMMITTED = Path(__file__).parents[2] / "workflows" / "policies" / "policy-step"
 TRIAL_TOKENS = 8
@@ -88,7 +88,7 @@ class OwnBackend:
 
     def __init__(self, pair: Pair, sizes: EngineSizes) -> None:
         slots, length, prefill, kept = sizes
-        kept = default_prefix_tokens(pair, slots, length) if kept is None else kept
+        kept = slots * length if kept is None else kept
         check_memory(pair, slots, length, kept)
         self._pair = pair
         self.engine = Engine(pair, num_slots=slots, max_length=length, max_prefill_tokens=prefill, prefix_tokens=kept)

@@ -92,8 +92,8 @@ class Grammars:
             stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
-        backend, stops = self._pair.tokenizer.backend_tokenizer, sorted(self._pair.stop_token_ids)
-        if _ask(trial, [backend.to_str(), self._pair.vocab_size, stops, self._cpu_s], START_S) is None:
+        vocab_size, stops = self._pair.vocab_size, sorted(self._pair.stop_token_ids)
+        if _ask(trial, [self._compiler.tokenizer, vocab_size, stops, self._cpu_s], START_S) is None:
             trial.kill()
             raise ApiError(503, "the process that tries grammars did not start", code="unavailable")
         return trial

@@ -12,12 +12,6 @@ from blockpilot.types import MAX_BLOCK_SIZE
 MEMORY_FILE = Path("/proc/meminfo")
 
 
-def default_prefix_tokens(pair: Pair, num_slots: int, max_length: int) -> int:
-    """As many as the slots hold; none where a target's keys depend on the longest row."""
-    rotates_by_longest = Target(pair.target, pair.layer_ids).rotates_by_longest
-    return 0 if rotates_by_longest else num_slots * max_length
-
-
 def check_memory(pair: Pair, num_slots: int, max_length: int, prefix_tokens: int) -> None:
     """Raise ValueError where the caches of so many slots and kept tokens do not fit into the memory that is left."""
     needed, free = cache_bytes(pair, num_slots, max_length, prefix_tokens), _free_bytes(pair.target.device)

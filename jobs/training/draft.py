@@ -7,7 +7,7 @@ from typing import Literal, cast
 
 import torch
 from pydantic import Field
-from transformers import AutoTokenizer, PretrainedConfig, Qwen3Config
+from transformers import PretrainedConfig, Qwen3Config
 from transformers.utils.logging import disable_progress_bar
 
 from blockpilot.draft_training.answers import Answer
@@ -22,7 +22,7 @@ from blockpilot.drafts.eagle3 import LEAST_VOCABULARY, Eagle3Model, eagle3_layer
 from blockpilot.drafts.eagle3_checkpoint import load_eagle3, new_eagle3, save_eagle3
 from blockpilot.drafts.options import parse_options
 from blockpilot.pairs.checkpoints import find_target
-from blockpilot.pairs.loading import load_target, network_config
+from blockpilot.pairs.loading import load_target, load_tokenizer, network_config
 from jobs.answers import AnswersConfig
 
 
@@ -87,7 +87,7 @@ def target_config(config: TrainDraftConfig) -> PretrainedConfig:
 
 def mask_token_id(config: TrainDraftConfig) -> int:
     """Id of the mask token; raises ValueError where the vocabulary does not have it."""
-    tokenizer = AutoTokenizer.from_pretrained(find_target(config.target).directory, trust_remote_code=False)
+    tokenizer = load_tokenizer(find_target(config.target).directory)
     vocabulary = tokenizer.get_vocab()
     if config.mask_token not in vocabulary:
         raise ValueError(f"mask_token {config.mask_token!r}: not in the vocabulary of {config.target}")

@@ -5,11 +5,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Self
 
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from blockpilot.device import best_device
 from blockpilot.drafts.families import family, load_any_draft
 from blockpilot.pairs.checkpoints import NOT_FOUND, find_draft, find_target, not_found
+from blockpilot.pairs.loading import load_tokenizer
 from blockpilot.pairs.table import split_revision
 from blockpilot.types import PairId
 from jobs.common.config import PairConfig, pick_dtype
@@ -36,7 +37,7 @@ class VllmPair:
         if (kind := family(network)) != "dflash":
             raise ValueError(f"draft {names[1]}: {kind}; by vLLM only DFlash drafts are swept and served")
         try:
-            tokenizer = AutoTokenizer.from_pretrained(target.directory)
+            tokenizer = load_tokenizer(target.directory)
         except NOT_FOUND as error:
             raise ValueError(not_found("target", names[0], error)) from None
         target_name, draft_name = (split_revision(name)[0] for name in names)

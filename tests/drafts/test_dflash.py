@@ -86,15 +86,19 @@ def in_training(draft: DraftModel, features: Tensor, block: Tensor, anchors: lis
 SLIDING = {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "sliding_window": 4}
 
 
+CAUSAL: list[dict[str, Any]] = [{}, {"is_causal": True}, SLIDING, SLIDING | {"is_causal": False}]
+
+
 @pytest.mark.parametrize("run", [in_training, propose])
-@pytest.mark.parametrize("changes", [{}, {"is_causal": True}, SLIDING, SLIDING | {"is_causal": False}])
+@pytest.mark.parametrize("changes", [*CAUSAL, {"causal": True}, {"causal_head": True}, SLIDING | {"causal": False}])
 def test_equals_the_reference(changes: dict[str, Any], run: Callable[..., Tensor]) -> None:
     """fp32 against float64: about 300 rounded operations deep, so 1e-5 of values of size 1 leaves 100 ulp."""
     draft = random_draft(use_sliding_window=True, **changes)
     features, block = inputs()
     found, slow = run(draft, features, block, [CONTEXT, CONTEXT], [BLOCK, BLOCK]), SlowDFlash.of(draft)
     for row in range(2):
-        expected = slow(features[row], block[row], CONTEXT, changes.get("is_causal"), changes.get("sliding_window"))
+        causal = next((changes[name] for name in ("is_causal", "causal", "causal_head") if name in changes), None)
+        expected = slow(features[row], block[row], CONTEXT, causal, changes.get("sliding_window"))
         torch.testing.assert_close(found[row].double(), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -228,9 +232,17 @@ def test_block_size_inside_dflash_config() -> None:
         ({"dflash_config": {"mask_token_id": 5, "selector_rank": 8}}, "selector_rank = 8"),
         ({"dflash_config": {}}, "lacks mask_token_id"),
         (
-            {"dflash_config": {"mask_token_id": 5}, "num_target_layers": None, "block_size": None},
-            "block_size, num_target_layers",
+            {"dflash_config": {"mask_token_id": 5}, "block_size": None},
+            "lacks block_size, target_layer_ids",
         ),
+        ({"dflash_config": {"mask_token_id": 5, "target_layer_ids": []}}, "lacks target_layer_ids"),
+        (
+            {"dflash_config": {"mask_token_id": 5, "target_layer_ids": [1], "causal_head": "yes"}},
+            "'causal_head': 'yes'",
+        ),
+        ({"is_causal": False, "causal": True}, "must be one of true and false"),
+        ({"layer_types": ["sliding_attention"] * 5, "sliding_window": 4}, "sliding_attention without a window"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config = .*fp8"),
     ],
 )
 def test_unsupported_checkpoints_are_refused_by_name(changes: dict[str, Any], message: str) -> None:

@@ -3,8 +3,11 @@
 import hashlib
 import json
 import multiprocessing
+import re
 import shutil
+import unicodedata
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
@@ -27,7 +30,7 @@ from blockpilot.engine.generate import generate
 from blockpilot.pairs import checkpoints, embedded
 from blockpilot.pairs.checkpoints import directory_revision, known_revision
 from blockpilot.pairs.embedded import converted
-from blockpilot.pairs.loading import Pair, load_pair
+from blockpilot.pairs.loading import Pair, load_pair, target_only, with_draft
 from blockpilot.pairs.table import EMBEDDED_TARGET, NAMED_PAIRS, check_pair_names, split_revision, target_slug
 from blockpilot.types import Sampling
 from helpers.eagle3 import random_eagle3
@@ -335,10 +338,46 @@ def test_paths_have_no_pinned_revision(tmp_path: Path, monkeypatch: pytest.Monke
         ("HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2-135m-instruct"),
         ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b-instruct"),
         ("/models/My Model", "my-model"),
+        ("/models/1.5", "1.5"),
     ],
 )
 def test_slugs(target: str, slug: str) -> None:
     assert target_slug(target) == slug
+
+
+def test_names_of_other_alphabets_have_slugs_of_their_own() -> None:
+    """Names of registered models and of deployments: distinct, and the same in every spelling of Unicode."""
+    names = [
+        "模型/千问",
+        "模型/文心",
+        "别的/千问",
+        "千问-7B",
+        "文心-7B",
+        "Größe 7B",
+        "Модель",
+        "/models/モデル",
+        ".",
+        "x/...",
+        "x/_",
+    ]
+    slugs = [target_slug(name) for name in names]
+    assert len({*slugs}) == len(names)
+    assert all(re.fullmatch(r"[a-z0-9][a-z0-9.-]*[a-z0-9]", slug) for slug in slugs)
+    assert all(target_slug(unicodedata.normalize("NFD", name)) == target_slug(name) for name in names)
+    assert target_slug("千问-7B@main") == target_slug("千问-7B") != target_slug("7B")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16])
+def test_a_pair_is_loaded_from_paths_in_torchs_dtype(dtype: Any, tiny_pair_dirs: tuple[Path, Path]) -> None:
+    target, draft = tiny_pair_dirs
+    pair = load_pair(target=target, draft=draft, dtype=dtype, device=torch.device("cpu"))
+    assert pair.target.dtype == pair.draft.dtype == torch.bfloat16
+    assert pair.id.target == str(target)
+    assert with_draft(pair, draft).id == pair.id
+    assert target_only(target, dtype=dtype).target.dtype == torch.bfloat16
+    for wrong in ({"dtype": torch.float16}, {"device": "gpu"}):
+        with pytest.raises(ValueError, match="must be one of"):
+            load_pair(target=target, draft=draft, **wrong)
 
 
 def test_named_pairs_are_the_published_ones() -> None:

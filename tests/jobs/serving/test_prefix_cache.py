@@ -6,10 +6,8 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
 from helpers.api import CHAT, COMPLETIONS, JsonObject, ask, client_of, events, replica_of, text_of
-from jobs.serving.memory import default_prefix_tokens
 from jobs.serving.replica import Replica
 
 SYSTEM = {"role": "system", "content": "Answer in short and simple words, and say so where you do not know."}
@@ -101,11 +99,3 @@ def test_health_and_metrics_count_what_is_kept(client: TestClient, replica: Repl
     assert counted["_prompts"] == 2 * answers[0]["usage"]["prompt_tokens"]
     found = client.get("/health").json()["models"][replica.pair.id.target]
     assert found["num_kept_tokens"] == replica.loop.engine.num_kept_tokens > 0
-
-
-def test_none_are_kept_by_default_where_keys_depend_on_the_longest_row(
-    tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert default_prefix_tokens(tiny_pair, 4, 100) == 400
-    monkeypatch.setattr(Target, "rotates_by_longest", True)
-    assert default_prefix_tokens(tiny_pair, 4, 100) == 0

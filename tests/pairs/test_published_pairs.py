@@ -1,0 +1,248 @@
+"""The named pairs in the form in which they are published: config.json of transformers 4, shards, tokenizer files."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from blockpilot.drafts.dflash import DraftModel
+from blockpilot.drafts.families import load_any_draft
+from blockpilot.engine.detokenize import TextStream
+from blockpilot.engine.engine import Engine
+from blockpilot.engine.generate import generate
+from blockpilot.pairs.loading import Pair, load_pair, load_tokenizer, network_config, target_only
+from blockpilot.pairs.table import NAMED_PAIRS
+from blockpilot.types import Request, Sampling
+from helpers.engines import NEVER, run, text_of
+from helpers.published import EOS, MASK_ID, PUBLISHED, VOCAB_SIZE, small_draft, small_target, write_tokenizer
+from helpers.tiny import CHAT_TEMPLATE
+
+PROMPT = list(range(60, 75))
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    """Target and draft of every pair."""
+    root = tmp_path_factory.mktemp("published")
+    return {
+        name: (small_target(name, root / name / "target"), small_draft(name, root / name / "draft"))
+        for name in PUBLISHED
+    }
+
+
+def changed(directory: Path, copy: Path, **changes: Any) -> Path:
+    """A copy of a checkpoint with other values in its config.json; those that are ... are left out of it."""
+    shutil.copytree(directory, copy)
+    config = json.loads((copy / "config.json").read_text()) | changes
+    kept = {name: value for name, value in config.items() if value is not ...}
+    (copy / "config.json").write_text(json.dumps(kept))
+    return copy
+
+
+def test_every_named_pair_but_the_embedded_one_is_here() -> None:
+    assert PUBLISHED.keys() == NAMED_PAIRS.keys() - {"smollm2-135m"}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_published_configurations_are_understood(name: str, tmp_path: Path) -> None:
+    """With the sizes that they have."""
+    target, draft = PUBLISHED[name]
+    (tmp_path / "config.json").write_text(json.dumps(target))
+    config = network_config(tmp_path)
+    assert (config.vocab_size, config.num_hidden_layers) == (target["vocab_size"], target["num_hidden_layers"])
+    assert config.rope_parameters["rope_theta"] == target["rope_theta"]
+    assert config.rope_parameters["rope_type"] == ("llama3" if name == "llama31-8b" else "default")
+    assert config.eos_token_id == target["eos_token_id"]
+    assert draft["num_target_layers"] == config.num_hidden_layers
+    assert draft["hidden_size"] == config.hidden_size
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_pair_loads_and_decodes_exactly(name: str, directories: dict[str, tuple[Path, Path]]) -> None:
+    target, draft = directories[name]
+    assert len(list(target.glob("model-*-of-*.safetensors"))) > 1
+    pair = load_pair(target=target, draft=draft)
+    assert pair.stop_token_ids == {257, *EOS[PUBLISHED[name][0]["model_type"]]}
+    assert pair.max_length == PUBLISHED[name][0]["max_position_embeddings"]
+    assert pair.block_size == PUBLISHED[name][1]["block_size"]
+    stock = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    prompt = torch.tensor([PROMPT])
+    options: dict[str, Any] = {"do_sample": False, "temperature": None, "eos_token_id": None}
+    expected = stock.generate(prompt, max_new_tokens=24, min_new_tokens=24, **options)[0, len(PROMPT) :].tolist()
+    for block_size in (1, 4, 16):
+        steps = generate(pair, PROMPT, block_size=block_size, max_new_tokens=24, stop_token_ids=())
+        assert [token for step in steps for token in step.tokens] == expected
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_tokens_without_text_add_none(name: str, directories: dict[str, tuple[Path, Path]]) -> None:
+    """Rows of the embedding that the tokenizer has no token for are drawn at a high temperature."""
+    target, draft = directories[name]
+    pair = load_pair(target=target, draft=draft)
+    requests = [
+        Request(PROMPT, 40, Sampling(9.0, seed=1), size, NEVER, ("never",), num_logprobs=5) for size in (1, 4, 8)
+    ]
+    found = run(Engine(pair, num_slots=3, max_length=64), requests)
+    tokens = text_of(found[0])
+    assert all(text_of(steps) == tokens for steps in found)
+    assert max(tokens) >= len(pair.tokenizer)
+    known = [token for token in tokens if token < len(pair.tokenizer)]
+    for steps in found:
+        text = "".join(text for step in steps for text in step.texts)
+        stream = TextStream(pair.tokenizer)
+        assert text == stream.push(known) + stream.finish()
+
+
+# --- other forms of the same ---
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_scaling": ..., "rope_theta": ...},
+        {"rope_scaling": {"type": "linear", "factor": 4.0}},
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}},
+        {"rms_norm_eps": ..., "attention_bias": ..., "rope_scaling": {"rope_type": "default"}},
+        {"torch_dtype": "float16", "sliding_window": 4096, "use_sliding_window": False},
+        {"sliding_window": 4096, "use_sliding_window": ..., "max_window_layers": 2},
+        {"layer_types": ["full_attention"] * 6},
+        {"auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}},
+    ],
+)
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_other_published_forms_load_as_transformers_reads_them(
+    name: str, changes: dict[str, Any], directories: dict[str, tuple[Path, Path]], tmp_path: Path
+) -> None:
+    target = changed(directories[name][0], tmp_path / "target", **changes)
+    pair = target_only(target)
+    stock = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, trust_remote_code=False)
+    with torch.inference_mode():
+        expected = stock(torch.tensor([PROMPT])).logits[0, -1]
+    (first,) = generate(pair, PROMPT, max_new_tokens=1)
+    assert first.prefill is not None
+    torch.testing.assert_close(first.prefill.logits, expected, rtol=1e-3, atol=1e-3)
+    assert pair.max_length == (131072 if "yarn" in str(changes) and "qwen3-coder" not in name else pair.max_length)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("llama31-8b", {"hidden_act": "gelu"}, "hidden_act = gelu: supported is silu"),
+        (
+            "llama31-8b",
+            {"rope_scaling": {"type": "su", "factor": 2.0}},
+            "rope_type = su: supported is default, linear,",
+        ),
+        ("llama31-8b", {"rope_scaling": {"type": "linear"}}, "config.json: not a configuration .*factor"),
+        ("llama31-8b", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        ("qwen3-8b", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config fp8"),
+        ("qwen3-8b", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}, "sliding-window"),
+        ("qwen3-coder-30b-a3b", {"use_sliding_window": True, "sliding_window": 8}, "sliding-window"),
+        ("qwen3-8b", {"hidden_size": "wide"}, "config.json: not a configuration"),
+        ("qwen3-8b", {"model_type": ...}, "family None: supported are llama, qwen3, qwen3_moe"),
+        ("qwen3-8b", {"vocab_size": 280}, "its weights do not load"),
+    ],
+)
+def test_what_cannot_be_run_is_named(
+    name: str, changes: dict[str, Any], message: str, directories: dict[str, tuple[Path, Path]], tmp_path: Path
+) -> None:
+    target = changed(directories[name][0], tmp_path / "target", **changes)
+    with pytest.raises(ValueError, match=f"target .*{message}"):
+        target_only(target)
+
+
+def test_stop_tokens_without_a_generation_config(directories: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
+    target = changed(directories["llama31-8b"][0], tmp_path / "target")
+    (target / "generation_config.json").unlink()
+    assert target_only(target).stop_token_ids == {257, 258, 259}
+    (target / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 0.6}))
+    assert target_only(target).stop_token_ids == {257, 258, 259}
+
+
+@pytest.mark.parametrize("scaling", [{"type": "yarn", "factor": 48.0}, {"rope_type": "linear", "factor": 2.0}, None])
+def test_a_drafts_scaling_is_read_as_its_family_does(
+    scaling: dict[str, Any] | None, tmp_path: Path, directories: dict[str, tuple[Path, Path]]
+) -> None:
+    changes = {"rope_scaling": scaling, "rope_theta": 1e4, "max_position_embeddings": 4096}
+    draft = load_any_draft(changed(directories["qwen3-4b"][1], tmp_path / "draft", **changes))
+    rope = draft.config.rope_parameters
+    assert (rope["rope_theta"], rope.get("factor")) == (1e4, scaling and scaling["factor"])
+    assert rope["rope_type"] == next(iter((scaling or {"type": "default"}).values()))
+
+
+def test_a_jetspec_head_is_causal(tmp_path: Path, directories: dict[str, tuple[Path, Path]]) -> None:
+    own = {"mask_token_id": MASK_ID, "target_layer_ids": [1, 2, 4], "causal_head": True}
+    target, published = directories["qwen3-8b"]
+    draft = changed(published, tmp_path / "draft", dflash_config=own)
+    visible, distance = torch.ones(1, 1, 4, dtype=torch.bool), (torch.arange(4)[:, None] - torch.arange(4))[None]
+    of_dflash, of_jetspec = map(load_any_draft, (published, draft))
+    assert isinstance(of_dflash, DraftModel)
+    assert isinstance(of_jetspec, DraftModel)
+    assert of_dflash.layer_masks(visible, distance)[0].all()
+    assert torch.equal(of_jetspec.layer_masks(visible, distance)[0][0, 0], torch.ones(4, 4).tril().bool())
+    pair = load_pair(target=target, draft=draft)
+    texts = [
+        [t for step in generate(pair, PROMPT, block_size=n, max_new_tokens=20) for t in step.tokens] for n in (1, 6)
+    ]
+    assert texts[0] == texts[1]
+
+
+# --- tokenizers ---
+
+
+@pytest.mark.parametrize("form", ["text", "named", "jinja", "json", "none"])
+def test_a_chat_template_is_found_wherever_files_have_it(form: str, tmp_path: Path) -> None:
+    named = [{"name": "default", "template": CHAT_TEMPLATE}, {"name": "tool_use", "template": "{{ tools }}"}]
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["llama31-8b"][0]))
+    template = {"text": CHAT_TEMPLATE, "named": named}.get(form)
+    write_tokenizer(tmp_path, "PreTrainedTokenizerFast", chat_template=template)
+    if form == "jinja":
+        (tmp_path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    if form == "json":
+        (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": CHAT_TEMPLATE}))
+    tokenizer = load_tokenizer(tmp_path)
+    if form == "none":
+        assert not tokenizer.chat_template
+        return
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    assert text == "<user>hi\n"
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_tokenizer_json_alone_is_enough(name: str, directories: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
+    target = changed(directories[name][0], tmp_path / "target")
+    (target / "tokenizer_config.json").unlink()
+    pair = target_only(target)
+    assert pair.tokenizer("h\u00e9<eos>")["input_ids"] == [
+        *load_tokenizer(directories[name][0])("h\u00e9")["input_ids"],
+        257,
+    ]
+    assert EOS[PUBLISHED[name][0]["model_type"]][0] in pair.stop_token_ids
+    assert pair.vocab_size == VOCAB_SIZE > len(pair.tokenizer)
+
+
+@pytest.mark.parametrize(("text", "message"), [(None, "no tokenizer there"), ("{", "no tokenizer that loads")])
+@pytest.mark.parametrize("name", ["qwen3-4b", "llama31-8b"])
+def test_no_tokenizer_is_named(
+    name: str, text: str | None, message: str, directories: dict[str, tuple[Path, Path]], tmp_path: Path
+) -> None:
+    target = changed(directories[name][0], tmp_path / "target")
+    (target / "tokenizer.json").unlink()
+    if text is not None:
+        (target / "tokenizer.json").write_text(text)
+    with pytest.raises(ValueError, match=f"target .*: {message}") as caught:
+        target_only(target)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_pairs_say_what_they_are(directories: dict[str, tuple[Path, Path]]) -> None:
+    target, draft = directories["qwen3-4b"]
+    pair: Pair = load_pair(target=target, draft=draft)
+    names = f"target={str(target)!r}, draft={str(draft)!r} (dflash, block_size 16)"
+    assert repr(pair) == f"Pair({names}, float32 on cpu, max_length 40960)"
+    assert repr(Engine(pair)) == f"Engine({pair}, num_slots=8, max_length=2048, 0 active, 0 waiting)"

@@ -10,12 +10,11 @@ import json
 import logging
 import re
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from blockpilot.prompts.conversations import conversation_of
@@ -24,6 +23,8 @@ from blockpilot.prompts.sets import PROMPT_SETS, read_set
 from blockpilot.storage import Place, write_text
 
 NUM_REASONS = 3  # that a message gives
+# The published Qwen3 drafts were trained without thinking; other templates ignore the option.
+TEMPLATE_DEFAULTS = {"add_generation_prompt": True, "enable_thinking": False}
 log = logging.getLogger(__name__)
 
 
@@ -81,29 +82,35 @@ class Prompt:
 
 
 def encode_messages(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[dict[str, Any]],
+    tools: Sequence[dict[str, Any]] = (),
+    chat_template_kwargs: Mapping[str, Any] = TEMPLATE_DEFAULTS,
 ) -> tuple[int, ...]:
     """Token ids by the chat template of messages, which may call tools; as `Prompt.encode`.
 
-    Control tokens in anything but a message's content are refused.
+    chat_template_kwargs: what the template reads beside, with TEMPLATE_DEFAULTS for what is missing. Control tokens
+    in anything but a message's content are refused.
     """
-    control = _control_tokens(tokenizer)
-    others = json.dumps([tools, [message.get("tool_calls") for message in messages]])
-    if found := [token for token in control if token in others]:
-        raise ValueError(f"tools: {found[0]} is a control token of the model")
+    control, calls = _control_tokens(tokenizer), [message.get("tool_calls") for message in messages]
+    for name, value in (("tools", [tools, calls]), ("chat_template_kwargs", dict(chat_template_kwargs))):
+        text = json.dumps(value)
+        if found := [token for token in control if token in text]:
+            raise ValueError(f"{name}: {found[0]} is a control token of the model")
+    how = {"tools": list(tools) or None} | TEMPLATE_DEFAULTS | dict(chat_template_kwargs)
     if any(token in message["content"] for token in control for message in messages):
-        return _encode_apart(tokenizer, messages, tools)
-    return tuple(_render(tokenizer, messages, tools, tokenize=True, return_dict=False))
+        return _encode_apart(tokenizer, messages, how)
+    return tuple(_render(tokenizer, messages, how | {"tokenize": True, "return_dict": False}))
 
 
 def _encode_apart(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], how: dict[str, Any]
 ) -> tuple[int, ...]:
     """Token ids of the template around the messages, and of each message's text by itself."""
     mark = uuid.uuid4().hex
     marked = [message | {"content": f"{mark}{i}."} for i, message in enumerate(messages)]
     # Template, number of a message, template, ...
-    pieces = re.split(rf"{mark}(\d+)\.", _render(tokenizer, marked, tools, tokenize=False))
+    pieces = re.split(rf"{mark}(\d+)\.", _render(tokenizer, marked, how | {"tokenize": False}))
     ids = list[int]()
     for place, piece in enumerate(pieces):
         text = messages[int(piece)]["content"] if place % 2 else piece
@@ -111,17 +118,10 @@ def _encode_apart(
     return tuple(ids)
 
 
-def _render(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[dict[str, Any]],
-    tools: Sequence[dict[str, Any]],
-    **how: Any,
-) -> Any:
-    # The published Qwen3 drafts were trained without thinking; other templates ignore the option.
-    how |= {"add_generation_prompt": True, "enable_thinking": False, "tools": list(tools) or None}
+def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], how: dict[str, Any]) -> Any:
     try:
         return tokenizer.apply_chat_template(list(messages), **how)
-    except (ValueError, TypeError, TemplateError) as error:
+    except Exception as error:  # a template is a program, and fails as it likes
         raise ValueError(f"chat template: {error}") from None
 
 

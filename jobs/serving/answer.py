@@ -9,11 +9,12 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, closing
+from dataclasses import replace
 from typing import NamedTuple
 
 from blockpilot.engine.detokenize import TextStream
 from blockpilot.engine.token_bytes import Speller
-from blockpilot.types import Layout, Step
+from blockpilot.types import Layout, Step, TokenLogprobs
 from jobs.serving.backends import PairFacts
 from jobs.serving.engine_loop import Stream
 from jobs.serving.token_texts import TokenReader, TokenText
@@ -33,16 +34,29 @@ class Piece(NamedTuple):
     """Of the tokens that the step verified."""
 
 
+class Shown(NamedTuple):
+    """What a choice shows."""
+
+    echo: str | None = None
+    """The prompt, which its text begins with, and the prompt's tokens."""
+    answer: bool = True
+    stop_token: bool = False
+    """The model's or the request's, among the tokens with log probabilities."""
+    steps: bool = False
+    """Every step, in a piece of its own."""
+
+
 class ChoiceText:
     """One choice: the text and tokens that it has so far, and the counts of its steps.
 
-    A piece holds the steps of `interval()` seconds. With `include_steps` it holds one step, and says which.
+    A piece holds the steps of `interval()` seconds, or one that is shown.
     """
 
     def __init__(
-        self, stream: Stream, pair: PairFacts, index: int, interval: Callable[[], float], include_steps: bool
+        self, stream: Stream, pair: PairFacts, index: int, interval: Callable[[], float], shown: Shown
     ) -> None:
         self.index = index
+        self.prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
         self.texts: list[str] = []
         self.tokens: list[TokenText] = []
         self.finish_reason: str | None = None
@@ -56,7 +70,7 @@ class ChoiceText:
         self.layout: Layout | None = None
         """Of the blocks so far: a tree as soon as one is no chain."""
         self._stream, self._tokenizer = stream, pair.tokenizer
-        self._interval, self._include_steps = interval, include_steps
+        self._interval, self._shows = interval, shown
         self._stop_token_ids = stream.request.stop_token_ids
         self._has_texts = bool(stream.request.stop_strings)
         self._text = TextStream(pair.tokenizer)  # of the other requests
@@ -66,13 +80,14 @@ class ChoiceText:
         """Every piece, and one at the end that may be empty; leaving early cancels the request."""
         steps, due = list[Step](), 0.0  # the first step comes alone
         with closing(self._stream):
-            async for step in self._stream:
+            async for emitted in self._stream:
+                step = emitted if self._shows.answer else _without_answer(emitted)
                 self._count(step)
                 steps.append(step)
                 now = time.monotonic()
                 if now >= due or step.finish_reason is not None:
                     yield self._piece(steps)
-                    steps, due = [], now + (0.0 if self._include_steps else self._interval())
+                    steps, due = [], now + (0.0 if self._shows.steps else self._interval())
         yield Piece(self._text.finish())
 
     def take(self, piece: Piece) -> None:
@@ -85,8 +100,15 @@ class ChoiceText:
         self._stream.close()
 
     def _piece(self, steps: Sequence[Step]) -> Piece:
+        if self._shows.echo is None or steps[0].block_size:
+            return self._answer_piece(steps)
+        prompt = tuple(self._prompt_tokens(steps[0])) if self._stream.request.num_logprobs is not None else ()
+        piece = self._answer_piece(steps)
+        return piece._replace(text=self._shows.echo + piece.text, tokens=prompt + piece.tokens)
+
+    def _answer_piece(self, steps: Sequence[Step]) -> Piece:
         tokens = tuple(token for step in steps for token in self._tokens(step))
-        if self._include_steps:
+        if self._shows.steps:
             (step,) = steps
             texts = step.texts if self._has_texts else tuple(self._text.push([t]) for t in self._shown(step))
             return Piece("".join(texts), tokens, step, texts, self._drafted_texts(step))
@@ -99,8 +121,16 @@ class ChoiceText:
 
     def _tokens(self, step: Step) -> Iterator[TokenText]:
         for token, logprobs in zip(step.tokens, step.logprobs, strict=bool(step.logprobs)):
-            if token not in self._stop_token_ids:
+            if self._shows.stop_token or token not in self._stop_token_ids:
                 yield self._reader.read(token, logprobs)
+
+    def _prompt_tokens(self, step: Step) -> Iterator[TokenText]:
+        """Of the prompt, with as many of the likeliest as the answer's tokens have."""
+        request = self._stream.request
+        for token, logprobs in zip(request.prompt_ids, step.prompt_logprobs, strict=bool(step.prompt_logprobs)):
+            if logprobs is not None:
+                logprobs = logprobs._replace(likeliest=logprobs.likeliest[: request.num_logprobs])
+            yield self._reader.read(token, logprobs)
 
     def _drafted_texts(self, step: Step) -> tuple[str, ...]:
         speller = Speller(self._tokenizer)
@@ -112,6 +142,7 @@ class ChoiceText:
         self.finish_reason = step.finish_reason
         self.num_tokens += len(step.tokens)
         self.num_reused += step.num_reused
+        self.prompt_logprobs += step.prompt_logprobs
         if step.block_size:  # not the prefill
             self.num_steps += 1
             self.num_emitted += len(step.tokens)
@@ -120,6 +151,11 @@ class ChoiceText:
             self.block_size = max(self.block_size, step.block_size)  # a step near the limit has a smaller one
             if step.tree.tokens and self.layout != "tree":
                 self.layout = "chain" if step.tree.is_chain else "tree"
+
+
+def _without_answer(step: Step) -> Step:
+    """The prefill of a request that asks for no token: the engine emits one all the same."""
+    return replace(step, tokens=(), logprobs=(), texts=(), finish_reason="length")
 
 
 async def merged(choices: Sequence[ChoiceText]) -> AsyncGenerator[tuple[ChoiceText, Piece | None], None]:

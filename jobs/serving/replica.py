@@ -16,7 +16,7 @@ import torch
 from blockpilot.constraints.automaton import GrammarError
 from blockpilot.constraints.grammar import Grammar
 from blockpilot.prompts.files import Message, Prompt, encode_messages
-from blockpilot.types import Request, Sampling
+from blockpilot.types import Request
 from jobs.serving.backends import Backend, EngineSizes, OwnBackend, PairFacts
 from jobs.serving.engine_loop import EngineLoop, Stream
 from jobs.serving.errors import ApiError
@@ -148,13 +148,18 @@ class Replica:
         self.policy.configure(user_config)
 
     async def _submit(self, body: Body, client: str) -> list[Stream]:
-        """Start decoding; of `n` choices, number i has the seed plus i. Raises ApiError 400, or as `submit_all`."""
-        self.loop.check_room(body.n, client)  # before any work is done for it
+        """Start decoding every choice. Raises ApiError 400, or as `submit_all`."""
+        if body.num_choices > self.loop.capacity:
+            field = "n" if body.num_choices == body.n else body.prompt_field
+            message = f"{field}: {body.num_choices} choices are asked for; at most {self.loop.capacity} are in flight"
+            raise ApiError(400, message, field, "too_many_choices")
+        self.loop.check_room(body.num_choices, client)  # before any work is done for it
         try:
-            request = await asyncio.to_thread(self._request, body)  # a long prompt is not tokenized at once
+            requests = await asyncio.to_thread(self._requests, body)  # a long prompt is not tokenized at once
             if (grammar := self._grammar(body)) is not None:
-                request = replace(request, constraint=await self._grammars.compile(grammar))
-            return self.loop.submit_all([_choice_request(request, number) for number in range(body.n)], client)
+                constraint = await self._grammars.compile(grammar)
+                requests = [replace(request, constraint=constraint) for request in requests]
+            return self.loop.submit_all(requests, client)
         except GrammarError as error:
             field = "tools" if isinstance(body, ChatRequest) and body.callable_tools else body.grammar_field
             raise ApiError(400, f"{field}: {error}", field, "invalid_grammar") from None
@@ -188,24 +193,40 @@ class Replica:
         family, parallel = family_of(chat_template(self.pair)), body.parallel_tool_calls
         return grammar_of(family, body.callable_tools, must_call=body.must_call, parallel=parallel)
 
-    def _request(self, body: Body) -> Request:
-        prompt_ids = _encode(body, self.pair)
+    def _requests(self, body: Body) -> list[Request]:
+        """A request for every choice, prompt by prompt; choice i of a prompt has the seed plus i."""
+        self._check_tokens(body)
         seed = body.seed if body.seed is not None else secrets.randbits(53)  # exact in every JSON reader
+        requests = (self._request(body, prompt_ids, seed) for prompt_ids in _encode(body, self.pair))
+        return [_choice_request(request, i) for request in requests for i in range(body.n)]
+
+    def _request(self, body: Body, prompt_ids: tuple[int, ...], seed: int) -> Request:
+        num_prompt_logprobs = (body.num_echo_logprobs, body.prompt_logprobs)
         return Request(
             prompt_ids,
             self._num_tokens(body, len(prompt_ids)),
-            Sampling(body.temperature, body.top_p, body.top_k, seed),
+            body.sampling(seed),
             body.size,
-            self.pair.stop_token_ids,
+            frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else self.pair.stop_token_ids),
             tuple(body.stop),
             body.num_logprobs,
             layout=body.layout,
             cache_salt=body.cache_salt,
+            min_new_tokens=body.min_tokens,
+            num_prompt_logprobs=max((num for num in num_prompt_logprobs if num is not None), default=None),
         )
+
+    def _check_tokens(self, body: Body) -> None:
+        """Raise ApiError for a token outside the vocabulary."""
+        for name, tokens in (("logit_bias", body.logit_bias), ("stop_token_ids", body.stop_token_ids)):
+            if outside := [token for token in tokens if not 0 <= token < self.pair.vocab_size]:
+                message = f"{name}: token {outside[0]} is outside the vocabulary, 0 to {self.pair.vocab_size - 1}"
+                raise ApiError(400, message, name, "unknown_token")
 
     def _num_tokens(self, body: Body, num_prompt_tokens: int) -> int:
         """Tokens of the answer at most; raises ApiError where there is no room for as many as are asked for."""
         context, asked, most = self.loop.engine.max_length, body.num_tokens_asked, self._max_new_tokens
+        asked = 1 if asked == 0 else asked  # one that is not shown
         room = context - num_prompt_tokens
         if (asked or 1) > room:
             message = f"this model's maximum context length is {context} tokens; the prompt has {num_prompt_tokens}"
@@ -217,7 +238,12 @@ class Replica:
         if most is not None and (asked or 1) > most:
             message = f"max_tokens: {asked} are asked for; this server gives at most {most}"
             raise ApiError(400, message, "max_tokens", "max_tokens_exceeded")
-        return asked or (room if most is None else min(room, most))
+        most = room if most is None else min(room, most)
+        if asked is None and body.min_tokens > most:
+            raise ApiError(
+                400, f"min_tokens: {body.min_tokens} are asked for; there is room for {most}", "min_tokens"
+            )
+        return asked or most
 
 
 def chat_template(pair: PairFacts) -> str | None:
@@ -226,20 +252,26 @@ def chat_template(pair: PairFacts) -> str | None:
     return found.get("tool_use", found.get("default")) if isinstance(found, dict) else found
 
 
-def _encode(body: Body, pair: PairFacts) -> tuple[int, ...]:
-    """The prompt's token ids; raises ValueError for messages that the chat template refuses."""
+def _encode(body: Body, pair: PairFacts) -> list[tuple[int, ...]]:
+    """The token ids of every prompt; raises ValueError for messages that the chat template refuses."""
     if isinstance(body, ChatRequest):
-        messages, tools = [message.shown for message in body.messages], [each.shown for each in body.tools]
-        template = chat_template(pair)
-        if not knows_tools(template):
-            messages, tools = in_words(messages, tools), []
-        if template is None:
-            turns = tuple(Message(message["role"], message["content"]) for message in messages)
-            return Prompt("request", turns).encode(pair.tokenizer)
-        return encode_messages(pair.tokenizer, messages, tools)
-    if isinstance(body.prompt, str):
-        return tuple(pair.tokenizer(body.prompt)["input_ids"])
-    return tuple(body.prompt)
+        return [_encode_chat(body, pair)]
+    around = {"add_special_tokens": body.add_special_tokens}
+    return [tuple(pair.tokenizer(p, **around)["input_ids"] if isinstance(p, str) else p) for p in body.prompt]
+
+
+def _encode_chat(body: ChatRequest, pair: PairFacts) -> tuple[int, ...]:
+    messages, tools = [message.shown for message in body.messages], [each.shown for each in body.tools]
+    template = chat_template(pair)
+    if body.reasoning_effort != "none" and "reasoning_effort" not in (template or ""):
+        message = f"reasoning_effort: {body.reasoning_effort!r} means nothing to this model; allowed: none"
+        raise ApiError(400, message, "reasoning_effort")
+    if not knows_tools(template):
+        messages, tools = in_words(messages, tools), []
+    if template is None:
+        turns = tuple(Message(message["role"], message["content"]) for message in messages)
+        return Prompt("request", turns).encode(pair.tokenizer)
+    return encode_messages(pair.tokenizer, messages, tools, body.template_kwargs)
 
 
 def _choice_request(request: Request, number: int) -> Request:

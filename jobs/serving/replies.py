@@ -11,7 +11,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import NamedTuple
 
-from jobs.serving.answer import ChoiceText, Piece, merged
+from blockpilot.engine.detokenize import TextStream
+from jobs.serving.answer import ChoiceText, Piece, Shown, merged
 from jobs.serving.backends import PairFacts
 from jobs.serving.engine_loop import Stream
 from jobs.serving.schema import Body, ChatRequest
@@ -101,8 +102,10 @@ class Reply:
         family: Family,
     ) -> None:
         self.body, self.request = body, streams[0].request
-        include_steps = body.stream_options.include_steps
-        self.choices = [ChoiceText(each, pair, i, interval, include_steps) for i, each in enumerate(streams)]
+        self._tokenizer = pair.tokenizer
+        shown = [self._shown(i) for i in range(len(streams))]
+        self.choices = [ChoiceText(each, pair, i, interval, shown[i]) for i, each in enumerate(streams)]
+        self._prompts = [stream.request.prompt_ids for stream in streams[:: body.n]]
         tools = body.callable_tools if isinstance(body, ChatRequest) else []
         self._readers = [CallReader(family, tools) if tools else None for _ in streams]
         self._format = ChatFormat() if isinstance(body, ChatRequest) else CompletionFormat()
@@ -115,12 +118,27 @@ class Reply:
             "seed": self.request.sampling.seed,
         }
 
+    def _shown(self, index: int) -> Shown:
+        """What a choice shows; those of one prompt follow each other."""
+        steps = self.body.stream_options.include_steps
+        if isinstance(self.body, ChatRequest):
+            return Shown(steps=steps)
+        prompt = self.body.prompt[index // self.body.n]
+        echo = (prompt if isinstance(prompt, str) else self._text(prompt)) if self.body.echo else None
+        return Shown(echo, answer=self.body.num_tokens_asked != 0, stop_token=True, steps=steps)
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        text = TextStream(self._tokenizer)
+        return text.push(tokens) + text.finish()
+
     async def chunks(self) -> AsyncGenerator[JsonObject, None]:
         """Take in all pieces; with `stream` in the body, yield their chunks. Leaving early cancels all choices."""
-        usage = {"usage": None} if self.body.stream_options.include_usage else {}
+        options = self.body.stream_options
         async with aclosing(merged(self.choices)) as pieces:
             async for choice, piece in pieces:
                 if self.body.stream and (shown := self._chunk(choice, piece)):
+                    so_far = self.usage() if options.continuous_usage_stats else None
+                    usage = {"usage": so_far} if so_far or options.include_usage else {}
                     yield self._head | usage | {"choices": [shown]}
                 if piece is not None:
                     choice.take(piece)
@@ -131,7 +149,10 @@ class Reply:
             asked = self.body.stream_options.include_usage
             return self._head | {"choices": [], "usage": self.usage()} | self._metrics() if asked else None
         choices = [self._whole(choice) for choice in self.choices]
-        return self._head | {"choices": choices, "usage": self.usage()} | self._metrics()
+        prompt = {}
+        if self.body.prompt_logprobs is not None and isinstance(self.body, ChatRequest):
+            prompt = {"prompt_logprobs": self._prompt_logprobs(self.choices[0], self.body.prompt_logprobs)}
+        return self._head | {"choices": choices, "usage": self.usage()} | prompt | self._metrics()
 
     def _whole(self, choice: ChoiceText) -> JsonObject:
         text, calls = "".join(choice.texts), list[JsonObject]()
@@ -139,7 +160,31 @@ class Reply:
             deltas = reader.push(text, is_last=True)
             text, calls = "".join(delta.content for delta in deltas), whole_calls(deltas)
         content = self._format.whole(text, calls)
+        if self.body.prompt_logprobs is not None and not isinstance(self.body, ChatRequest):
+            content["prompt_logprobs"] = self._prompt_logprobs(choice, self.body.prompt_logprobs)
         return self._choice(choice, content, self._logprobs(choice.tokens), choice.finish_reason)
+
+    def _prompt_logprobs(self, choice: ChoiceText, num_likeliest: int) -> list[JsonObject | None]:
+        """Of the tokens of its prompt, as vLLM has them: by token id, with ranks where they are known."""
+        prompt_ids, found = self._prompts[choice.index // self.body.n], list[JsonObject | None]()
+        for token, logprobs in zip(prompt_ids, choice.prompt_logprobs, strict=True):
+            if logprobs is None:
+                found.append(None)
+                continue
+            likeliest = logprobs.likeliest[:num_likeliest]
+            ranks = {each: rank for rank, (each, _) in enumerate(logprobs.likeliest, 1)}
+            values = {token: logprobs.logprob} | dict(likeliest)
+            found.append(
+                {
+                    str(each): {
+                        "logprob": value,
+                        "rank": ranks.get(each),
+                        "decoded_token": self._tokenizer.decode([each]),
+                    }
+                    for each, value in values.items()
+                }
+            )
+        return found
 
     def _chunk(self, choice: ChoiceText, piece: Piece | None) -> JsonObject | None:
         """The choice of one chunk; None for a piece with nothing to send."""
@@ -174,13 +219,15 @@ class Reply:
 
     def usage(self) -> JsonObject:
         """Counts over all choices. What tells of blocks is null where none was verified."""
-        num_prompt_tokens = len(self.request.prompt_ids)
+        num_prompt_tokens = sum(map(len, self._prompts))
+        of_prompts = [self.choices[i : i + self.body.n] for i in range(0, len(self.choices), self.body.n)]
+        num_cached = sum(min(choice.num_reused for choice in choices) for choices in of_prompts)
         num_tokens = sum(choice.num_tokens for choice in self.choices)
         num_steps = sum(choice.num_steps for choice in self.choices)
         num_emitted = sum(choice.num_emitted for choice in self.choices)
         return {
             "prompt_tokens": num_prompt_tokens,
-            "prompt_tokens_details": {"cached_tokens": min(choice.num_reused for choice in self.choices)},
+            "prompt_tokens_details": {"cached_tokens": num_cached},
             "completion_tokens": num_tokens,
             "total_tokens": num_prompt_tokens + num_tokens,
             "block_size": self.request.block_size or max(choice.block_size for choice in self.choices) or None,

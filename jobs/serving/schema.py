@@ -1,12 +1,11 @@
 """Request bodies of OpenAI's chat and completions endpoints.
 
-Fields of the API that this server does not support are refused by name, never ignored; null, and the value that
-changes nothing (such as best_of=1), are accepted. Extensions: `block_size` (or llama.cpp's `speculative.n_max`),
-`layout`, `top_k`, `timeout_s`, `cache_salt` and `structured_outputs` in a request, `stream_options.include_steps` in
-a stream's.
+Fields of the API that this server does not support are refused by name, never ignored; null, and values that change
+nothing (neutral.py), are accepted. Sampling beyond OpenAI's is named as by vLLM. Extensions: `block_size` (or
+llama.cpp's `speculative.n_max`), `layout`, `timeout_s`, `cache_salt` and `structured_outputs` in a request,
+`stream_options.include_steps` in a stream's.
 """
 
-import json
 from collections.abc import AsyncGenerator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
@@ -21,56 +20,91 @@ from pydantic import (
 )
 
 from blockpilot.constraints.grammar import Grammar
-from blockpilot.types import MAX_BLOCK_SIZE, Layout
+from blockpilot.types import MAX_BLOCK_SIZE, Layout, Sampling
 from jobs.serving.errors import ApiError, short
 from jobs.serving.messages import ChatMessage
+from jobs.serving.neutral import NEUTRAL, allowed, is_neutral
 from jobs.serving.structured import JsonBody, ResponseFormat, StructuredOutputs, structured
 from jobs.serving.tool_calls import Tool
 from jobs.serving.tools import MAX_TOOLS, ToolBody, ToolChoiceBody
 
-MAX_STOPS = 4
+MAX_STOPS = 16  # OpenAI takes 4; evaluations send more
+MAX_STOP_TOKENS = 256
+MAX_BIASES = 1024
+MAX_METADATA = 64  # fields; OpenAI takes 16
 MAX_MESSAGES = 4096  # of a conversation: bounds what a bad body makes us build
 MAX_CHOICES = 8
 MAX_SALT = 256  # characters
 MAX_TOP_LOGPROBS, MAX_COMPLETION_LOGPROBS = 20, 5  # of chat and of completions, as OpenAI documents them
 DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI documents it
+# Arguments of `apply_chat_template` that are the server's.
+TEMPLATE_FIELDS = {"conversation", "messages", "tools", "documents", "chat_template", "tokenize", "tokenizer_kwargs"}
+TEMPLATE_FIELDS |= {"add_generation_prompt", "continue_final_message", "padding", "truncation", "max_length"}
+TEMPLATE_FIELDS |= {"return_tensors", "return_dict", "return_assistant_tokens_mask"}
 
-# Fields of OpenAI's and vLLM's API that are not supported, and the value with which each changes nothing.
-NEUTRAL: Mapping[str, object] = {
-    "best_of": 1,
-    "echo": False,
-    "frequency_penalty": 0,
-    "ignore_eos": False,
-    "logit_bias": {},
-    "logprobs": False,
-    "min_p": 0,
-    "min_tokens": 0,
-    "presence_penalty": 0,
-    "repetition_penalty": 1,
-    "store": False,
-}
+
+def _whole(value: Any) -> Any:
+    """JSON has one kind of number: 10.0 is an integer."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _flag(value: Any) -> Any:
+    return bool(value) if type(value) is int and value in (0, 1) else value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+Flag = Annotated[bool, BeforeValidator(_flag)]
+Prompt = str | list[int]
+"""Of a completion: text, or token ids."""
 
 
 def _block_size(value: Any) -> Any:
     if value == "auto":
         return None
-    if type(value) is not int or value < 1:
+    if type(size := _whole(value)) is not int or size < 1:
         raise ValueError('must be "auto" or an integer of at least 1')
-    return value
+    return size
 
 
-def _prompt(value: Any) -> Any:
-    is_ids = isinstance(value, list) and all(type(item) is int for item in value)
-    if not (isinstance(value, str) or is_ids):
-        raise ValueError("must be one string or one list of token ids")
+def _is_prompt(value: Any) -> bool:
+    is_ids = isinstance(value, list) and all(type(token) is int for token in value)
+    return value != "" and value != [] and (isinstance(value, str) or is_ids)
+
+
+def _prompts(value: Any) -> list[Prompt]:
+    prompts = [value] if _is_prompt(value) else value
+    if not isinstance(prompts, list) or not prompts or not all(map(_is_prompt, prompts)):
+        raise ValueError("must be a string, a list of token ids, or a list of such prompts; none of them empty")
+    return prompts
+
+
+def _biases(value: Any) -> dict[int, float]:
+    """Token ids are strings in JSON."""
+    if not isinstance(value, dict) or len(value) > MAX_BIASES:
+        raise ValueError(f"must be an object of at most {MAX_BIASES} token ids, each with a number from -100 to 100")
+    for token, bias in value.items():
+        if not (token.isascii() and token.isdecimal() and len(token) <= 10):
+            raise ValueError(f"{short(token)} is no token id")
+        if type(bias) not in (int, float) or not -100 <= bias <= 100:
+            raise ValueError(f"token {token} has {short(bias)}; must be a number from -100 to 100")
+    return {int(token): float(bias) for token, bias in value.items()}
+
+
+def _metadata(value: Any) -> Any:
+    is_map = isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
+    if not is_map or len(value) > MAX_METADATA:
+        raise ValueError(f"must be an object of at most {MAX_METADATA} strings")
     return value
 
 
 class StreamOptions(JsonBody):
     """Extra contents of a stream."""
 
-    include_usage: bool = False
-    include_steps: bool = False
+    include_usage: Flag = False
+    continuous_usage_stats: Flag = False
+    """Every chunk has the usage so far, as vLLM names it."""
+    include_obfuscation: Literal[False] = False
+    include_steps: Flag = False
     """Every chunk has its step: block size, drafted tokens and their parents (0 is the token before, i the i-th), the
     path that was accepted, and the text of every token."""
 
@@ -82,35 +116,60 @@ class GenerateRequest(JsonBody):
     prompt_field: ClassVar[str]
 
     model: str
-    n: int = Field(1, ge=1, le=MAX_CHOICES)
-    max_tokens: int | None = Field(None, ge=1)
+    n: Whole = Field(1, ge=1, le=MAX_CHOICES)
+    best_of: Whole | None = None
+    """1 or n: every choice is answered."""
+    max_tokens: Whole | None = Field(None, ge=1)
+    max_completion_tokens: Whole | None = Field(None, ge=1)
+    """The same under a later name, which wins."""
+    min_tokens: Whole = Field(0, ge=0)
+    """Before so many, nothing ends the answer."""
     temperature: float = Field(1.0, ge=0, le=2, allow_inf_nan=False)
     top_p: float = Field(1.0, gt=0, le=1, allow_inf_nan=False)
-    top_k: int = Field(0, ge=0)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    top_k: Whole = Field(0, ge=-1)
+    """0 and -1 are all tokens."""
+    min_p: float = Field(0.0, ge=0, le=1, allow_inf_nan=False)
+    presence_penalty: float = Field(0.0, ge=-2, le=2, allow_inf_nan=False)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2, allow_inf_nan=False)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100, allow_inf_nan=False)
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_biases)] = Field(default_factory=dict)
+    seed: Whole | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Annotated[
         list[Annotated[str, Field(min_length=1)]],
         FailFast(),
         BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
         Field(max_length=MAX_STOPS),
     ] = Field(default_factory=list)
+    stop_token_ids: Annotated[list[Whole], FailFast(), Field(max_length=MAX_STOP_TOKENS)] = Field(
+        default_factory=list
+    )
+    """Beside the model's own."""
+    ignore_eos: Flag = False
+    """The model's own stop tokens end nothing."""
     block_size: Annotated[int | None, BeforeValidator(_block_size)] = None
-    n_max: int | None = Field(None, ge=0, lt=MAX_BLOCK_SIZE, alias="speculative.n_max")
+    n_max: Whole | None = Field(None, ge=0, lt=MAX_BLOCK_SIZE, alias="speculative.n_max")
     """Drafted tokens of a step, as llama.cpp counts them: block_size without the anchor."""
     layout: Layout = "auto"
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    stream: bool = False
+    stream: Flag = False
     stream_options: StreamOptions = StreamOptions()
+    prompt_logprobs: Whole | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    """Log probabilities of the prompt's tokens with so many of the likeliest, as vLLM has them."""
     timeout_s: float | None = Field(None, gt=0, allow_inf_nan=False)
-    user: str | None = None
     cache_salt: str = Field("", max_length=MAX_SALT)
     """Only requests with the same one share kept prefixes; as vLLM names it."""
+    # What a client may say of a request, and no answer depends on.
+    metadata: Annotated[dict[str, str] | None, BeforeValidator(_metadata)] = None
+    user: str | None = None
+    prompt_cache_key: str | None = None
+    request_id: str | None = None
+    safety_identifier: str | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _drop_neutral(cls, value: Any) -> Any:
-        return {k: v for k, v in value.items() if not _neutral(k, v)} if isinstance(value, dict) else value
+        return {k: v for k, v in value.items() if not is_neutral(k, v)} if isinstance(value, dict) else value
 
     @model_validator(mode="after")
     def _check_n_max(self) -> Self:
@@ -119,9 +178,48 @@ class GenerateRequest(JsonBody):
         return self
 
     @model_validator(mode="after")
+    def _check_numbers(self) -> Self:
+        if self.num_tokens_asked is not None and self.min_tokens > self.num_tokens_asked:
+            raise ValueError(f"min_tokens: {self.min_tokens} are more than max_tokens, {self.num_tokens_asked}")
+        if self.best_of not in (None, 1, self.n):
+            raise ValueError(f"best_of: {self.best_of} is not supported; allowed: 1 or n, {self.n}")
+        if self.stream and self.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs: a stream has none")
+        return self
+
+    @model_validator(mode="after")
     def _check_structure(self) -> Self:
         structured(self.response_format, self.structured_outputs)
         return self
+
+    @property
+    def num_tokens_asked(self) -> int | None:
+        """Tokens of an answer at most; None for as many as there is room for."""
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    @property
+    def num_choices(self) -> int:
+        """Choices of the response."""
+        return self.n
+
+    def sampling(self, seed: int) -> Sampling:
+        """How tokens are drawn."""
+        return Sampling(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=max(self.top_k, 0),
+            seed=seed,
+            min_p=self.min_p,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=tuple(self.logit_bias.items()),
+        )
+
+    @property
+    def num_echo_logprobs(self) -> int | None:
+        """Number of likeliest tokens reported with every token of a prompt that is shown; None for nothing."""
+        return None
 
     @property
     def size(self) -> int | None:
@@ -146,12 +244,28 @@ class ChatRequest(GenerateRequest):
     prompt_field: ClassVar[str] = "messages"
 
     messages: Annotated[list[ChatMessage], FailFast(), Field(min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: bool = False
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    logprobs: Flag = False
+    top_logprobs: Whole | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     tools: Annotated[list[ToolBody], FailFast()] = Field(default_factory=list, max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | ToolChoiceBody = "auto"
-    parallel_tool_calls: bool = True
+    parallel_tool_calls: Flag = True
+    add_special_tokens: Literal[False] = False
+    """The chat template writes them."""
+    add_generation_prompt: Flag = True
+    continue_final_message: Flag = False
+    """The answer goes on with the last message."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """What the chat template reads beside messages and tools."""
+    reasoning_effort: str = "none"
+    """Also for the chat template, where it reads that."""
+
+    @model_validator(mode="after")
+    def _check_template(self) -> Self:
+        if taken := sorted(TEMPLATE_FIELDS & self.chat_template_kwargs.keys()):
+            raise ValueError(f"chat_template_kwargs: {taken[0]} is the server's to say")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message: needs add_generation_prompt: false")
+        return self
 
     @model_validator(mode="after")
     def _check_tools(self) -> Self:
@@ -165,6 +279,16 @@ class ChatRequest(GenerateRequest):
         if self.callable_tools and self.grammar is not None:
             raise ValueError("tools: response_format or structured_outputs ask for a structure, too; one is needed")
         return self
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """What the chat template is given beside messages and tools."""
+        effort = {} if self.reasoning_effort == "none" else {"reasoning_effort": self.reasoning_effort}
+        ends = {
+            "add_generation_prompt": self.add_generation_prompt,
+            "continue_final_message": self.continue_final_message,
+        }
+        return self.chat_template_kwargs | effort | ends
 
     @property
     def must_call(self) -> bool:
@@ -181,13 +305,9 @@ class ChatRequest(GenerateRequest):
     @field_validator("top_logprobs")
     @classmethod
     def _check_top_logprobs(cls, value: int | None, found: ValidationInfo) -> int | None:
-        if value is not None and not found.data.get("logprobs"):
+        if value and not found.data.get("logprobs"):
             raise ValueError("needs logprobs: true")
         return value
-
-    @property
-    def num_tokens_asked(self) -> int | None:
-        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
     @property
     def prompt_text(self) -> str:
@@ -206,25 +326,41 @@ class CompletionRequest(GenerateRequest):
     path: ClassVar[str] = "/v1/completions"
     prompt_field: ClassVar[str] = "prompt"
 
-    prompt: Annotated[str | list[int], BeforeValidator(_prompt)]
-    logprobs: int | None = Field(None, ge=0, le=MAX_COMPLETION_LOGPROBS)
+    prompt: Annotated[list[Prompt], BeforeValidator(_prompts)]
+    """Prompts, also where the client sends one."""
+    max_tokens: Whole | None = Field(None, ge=0)
+    logprobs: Whole | None = Field(None, ge=0, le=MAX_COMPLETION_LOGPROBS)
+    echo: Flag = False
+    """The text begins with the prompt, and log probabilities with those of the prompt."""
+    add_special_tokens: Flag = True
+    """Those that the tokenizer puts around a text."""
+
+    @model_validator(mode="after")
+    def _check_echo(self) -> Self:
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens: 0 needs echo: true")
+        return self
 
     @property
     def num_tokens_asked(self) -> int:
-        return self.max_tokens if self.max_tokens is not None else DEFAULT_COMPLETION_TOKENS
+        asked = super().num_tokens_asked
+        return DEFAULT_COMPLETION_TOKENS if asked is None else asked
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompt) * self.n
+
+    @property
+    def num_echo_logprobs(self) -> int | None:
+        return self.logprobs if self.echo else None
 
     @property
     def prompt_text(self) -> str:
-        return str(self.prompt)
+        return "\n".join(map(str, self.prompt))
 
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
-
-
-def _neutral(name: str, value: object) -> bool:
-    known = NEUTRAL.get(name)  # never None; a bool differs from the number that it equals
-    return known is not None and value == known and isinstance(value, bool) == isinstance(known, bool)
 
 
 Body = ChatRequest | CompletionRequest
@@ -239,18 +375,28 @@ def parse(kind: type[BodyT], raw: bytes) -> BodyT:
         return kind.model_validate_json(raw)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        path = ".".join(map(str, first["loc"])) or None
+        path = ".".join(map(str, first["loc"])) or _named(kind, first)
         raise ApiError(400, _complaint(path, first), path, str(first["type"])) from None
 
 
+def _named(kind: type[GenerateRequest], error: Mapping[str, Any]) -> str | None:
+    """The field that the message of an error about several fields begins with."""
+    name = _message(error).partition(":")[0]
+    return name if name in {field.alias or own for own, field in kind.model_fields.items()} else None
+
+
+def _message(error: Mapping[str, Any]) -> str:
+    return str(error["msg"]).removeprefix("Value error, ")
+
+
 def _complaint(path: str | None, error: Mapping[str, Any]) -> str:
-    message = error["msg"].removeprefix("Value error, ")
-    if path is None:
-        return f"request body: {message}"
+    message = _message(error)
+    if not error["loc"]:
+        return message if path else f"request body: {message}"
     if error["type"] == "missing":
         return f"{path}: this field is required"
     if error["type"] != "extra_forbidden":
         return f"{path}: {message} (got {short(error['input'])})"
-    if path in NEUTRAL:
-        return f"{path}: {short(error['input'])} is not supported; allowed: {json.dumps(NEUTRAL[path])}"
+    if path and path in NEUTRAL:
+        return f"{path}: {short(error['input'])} is not supported; allowed: {allowed(path)}"
     return f"{path}: this field is not supported"

@@ -9,7 +9,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import takewhile
 from multiprocessing import connection
 from pathlib import Path
@@ -25,7 +25,7 @@ from blockpilot.device import best_device, device_name
 from blockpilot.engine.detokenize import TextStream
 from blockpilot.engine.limits import EngineLimits
 from blockpilot.storage import write_text
-from blockpilot.types import NO_TREE, FinishReason, Request, Step, TokenLogprobs, Tree
+from blockpilot.types import NO_TREE, FinishReason, Request, Sampling, Step, TokenLogprobs, Tree
 from jobs.common.registry import UNTRAINED
 from jobs.common.vllm_options import VllmOptions
 from jobs.serving.backends import EngineSizes, PolicySource
@@ -163,6 +163,7 @@ class VllmServedEngine:
         temperature = request.sampling.temperature
         if 0 < temperature < LEAST_TEMPERATURE:
             raise ValueError(f"temperature {temperature}: by vLLM it must be 0 or at least {LEAST_TEMPERATURE}")
+        refuse_unserved(request)
 
     def add(self, request: Request) -> int:
         """Take in a request; one that vLLM refuses all the same ends in the next step."""
@@ -171,7 +172,8 @@ class VllmServedEngine:
         self._rows[request_id] = VllmRow(request, text)
         prompt = {"prompt_token_ids": list(request.prompt_ids)}
         try:
-            self._core.add_request(str(request_id), prompt, _params(request))
+            ignores_eos = self._tokenizer.eos_token_id not in request.stop_token_ids
+            self._core.add_request(str(request_id), prompt, _params(request, ignores_eos))
         except Exception as error:
             self._refused.append((request_id, error))
         return request_id
@@ -237,7 +239,18 @@ class VllmServedEngine:
         )
 
 
-def _params(request: Request) -> Any:
+def refuse_unserved(request: Request) -> None:
+    """Raise ValueError for sampling that vLLM refuses or ignores beside drafts, and for what is not passed on."""
+    sampling = request.sampling
+    served = Sampling(sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed)
+    asked = {field.name: getattr(sampling, field.name) for field in fields(Sampling)}
+    asked |= {"min_tokens": request.min_new_tokens or None, "prompt_logprobs": request.num_prompt_logprobs}
+    for name, value in asked.items():
+        if value != getattr(served, name, None):
+            raise ValueError(f"{name} {value}: not with engine vllm")
+
+
+def _params(request: Request, ignores_eos: bool) -> Any:
     from vllm.sampling_params import RequestOutputKind
 
     from jobs.vllm_plugin.engine import sampling_params
@@ -249,6 +262,7 @@ def _params(request: Request) -> Any:
         request.block_size,
         max_tokens=request.max_new_tokens,
         stop_token_ids=sorted(request.stop_token_ids),
+        ignore_eos=ignores_eos,
         logprobs=request.num_logprobs,
         output_kind=RequestOutputKind.DELTA,
         structured_outputs=None if constraint is None else structured_outputs(constraint.grammar),

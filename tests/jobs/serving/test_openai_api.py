@@ -149,6 +149,9 @@ def test_default_lengths(client: TestClient, tiny_pair: Pair) -> None:
     completion = ask(client, COMPLETIONS, {"model": "target", "prompt": "x", "temperature": 0})
     assert completion["usage"]["completion_tokens"] == 16
     once = [{"role": "user", "content": "Once"}]
+    for field in ("max_tokens", "max_completion_tokens"):
+        few = ask(client, COMPLETIONS, {"model": "target", "prompt": "x", "temperature": 0, field: 3})
+        assert few["usage"]["completion_tokens"] == 3
     chat = ask(client, CHAT, {"model": "target", "messages": once, "temperature": 0})
     assert chat["usage"]["total_tokens"] == MAX_LENGTH
 
@@ -253,11 +256,11 @@ BAD_FIELDS: list[tuple[JsonObject, int, str | None]] = [
     ({"temperature": "1"}, 400, "temperature"),
     ({"top_p": 0}, 400, "top_p"),
     ({"top_p": 1.01}, 400, "top_p"),
-    ({"top_k": -1}, 400, "top_k"),
+    ({"top_k": -2}, 400, "top_k"),
     ({"seed": 2**63}, 400, "seed"),
     ({"seed": -(2**63) - 1}, 400, "seed"),
-    ({"seed": 1.0}, 400, "seed"),
-    ({"stop": ["a"] * 5}, 400, "stop"),
+    ({"seed": 1.5}, 400, "seed"),
+    ({"stop": ["a"] * 17}, 400, "stop"),
     ({"stop": [""]}, 400, "stop.0"),
     ({"stop": [1]}, 400, "stop.0"),
     ({"block_size": 0}, 400, "block_size"),
@@ -275,7 +278,42 @@ BAD_FIELDS: list[tuple[JsonObject, int, str | None]] = [
     ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": -1}, 400, "top_logprobs"),
     ({"echo": True}, 400, "echo"),
-    ({"frequency_penalty": 0.5}, 400, "frequency_penalty"),
+    ({"stop_token_ids": [5, "a"]}, 400, "stop_token_ids.1"),
+    ({"stop_token_ids": [5, 260]}, 400, "stop_token_ids"),
+    ({"stop_token_ids": [-1]}, 400, "stop_token_ids"),
+    ({"ignore_eos": "yes"}, 400, "ignore_eos"),
+    ({"ignore_eos": 2}, 400, "ignore_eos"),
+    ({"min_tokens": -1}, 400, "min_tokens"),
+    ({"min_tokens": 21, "max_tokens": 20}, 400, "min_tokens"),
+    ({"min_tokens": 300}, 400, "min_tokens"),
+    ({"max_tokens": 0}, 400, "max_tokens"),
+    ({"min_p": 1.1}, 400, "min_p"),
+    ({"min_p": -0.1}, 400, "min_p"),
+    ({"frequency_penalty": 2.1}, 400, "frequency_penalty"),
+    ({"presence_penalty": -2.1}, 400, "presence_penalty"),
+    ({"presence_penalty": "high"}, 400, "presence_penalty"),
+    ({"repetition_penalty": 0}, 400, "repetition_penalty"),
+    ({"repetition_penalty": 101}, 400, "repetition_penalty"),
+    ({"logit_bias": {"5": 101}}, 400, "logit_bias"),
+    ({"logit_bias": {"5": True}}, 400, "logit_bias"),
+    ({"logit_bias": {"a": 1}}, 400, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, 400, "logit_bias"),
+    ({"logit_bias": {"260": 1}}, 400, "logit_bias"),
+    ({"logit_bias": {"9" * 4000: 1}}, 400, "logit_bias"),
+    ({"logit_bias": dict.fromkeys(map(str, range(1025)), 1)}, 400, "logit_bias"),
+    ({"logit_bias": [5]}, 400, "logit_bias"),
+    ({"prompt_logprobs": 21}, 400, "prompt_logprobs"),
+    ({"prompt_logprobs": 1, "stream": True}, 400, "prompt_logprobs"),
+    ({"metadata": {"a": 1}}, 400, "metadata"),
+    ({"metadata": "a"}, 400, "metadata"),
+    ({"prompt_cache_key": 1}, 400, "prompt_cache_key"),
+    ({"chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"tokenize": False}}, 400, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"self": 1}}, 400, "messages"),
+    ({"chat_template_kwargs": {"note": "<eos>"}}, 400, "chat_template_kwargs"),
+    ({"chat_template_kwargs": "thinking"}, 400, "chat_template_kwargs"),
+    ({"continue_final_message": True}, 400, "continue_final_message"),
+    ({"reasoning_effort": "high"}, 400, "reasoning_effort"),
     ({"response_format": {"type": "json_schema"}}, 400, "response_format"),
 ]  # fmt: skip
 
@@ -292,16 +330,57 @@ def test_bad_chat_fields_are_refused_by_name(
 def test_values_that_change_nothing_are_taken(client: TestClient) -> None:
     body = {"model": "target", "messages": QUESTION, "max_tokens": 20, "seed": 1}
     unchanged = ask(client, CHAT, body)["choices"]
-    for name, value in {**NEUTRAL, "user": None, "stop": None, "unknown": None}.items():
-        assert ask(client, CHAT, body | {name: value})["choices"] == unchanged
-        if name in NEUTRAL:
-            changed = client.post(CHAT, json=body | {name: 7}).json()
-            assert check_error(changed, name)["param"] == name
+    for name, values in NEUTRAL.items():
+        for value in (*values, None):
+            assert ask(client, CHAT, body | {name: value})["choices"] == unchanged
+        refused = client.post(CHAT, json=body | {name: 7})
+        assert refused.status_code == 400
+        check_error(refused.json(), name)
+    for change in SAYS_NOTHING:
+        assert ask(client, CHAT, body | change)["choices"] == unchanged
+
+
+SAYS_NOTHING: list[JsonObject] = [
+    {"unknown": None, "stop": None, "user": None},
+    {"user": "me", "prompt_cache_key": "key", "safety_identifier": "me", "request_id": "1"},
+    {"metadata": {}},
+    {"metadata": {"team": "a", "run": "7"}},
+    {"reasoning_effort": "none"},
+    {"chat_template_kwargs": {}},
+    {"chat_template_kwargs": {"enable_thinking": False, "unread": [1, {"a": None}]}},
+    {"add_generation_prompt": True, "continue_final_message": False, "add_special_tokens": False},
+    {"response_format": {"type": "text"}, "tool_choice": "auto", "parallel_tool_calls": False},
+    {"best_of": 1, "n": 1.0, "stream": 0, "logprobs": 0, "top_logprobs": 0, "ignore_eos": 0},
+    {"max_tokens": 20.0, "seed": 1.0, "top_k": 0.0, "min_tokens": 0.0},
+    {"top_k": -1, "min_p": 0, "presence_penalty": 0, "repetition_penalty": 1, "logit_bias": {}, "stop_token_ids": []},
+    {"temperature": 1, "top_p": 1, "frequency_penalty": 0.0},
+]
 
 
 @pytest.mark.parametrize(
     "prompt",
-    ["", [], ["a", "b"], [[1, 2]], [1, "a"], [True], [260], [-1], [2**70], 5, {}, "x" * 300, [1] * 285],
+    [
+        "",
+        [],
+        [""],
+        [[]],
+        ["a", ""],
+        ["a", 1],
+        [1, "a"],
+        ["a", ["b"]],
+        [[1], ["a"]],
+        [True],
+        [[True]],
+        [260],
+        [-1],
+        [[1], [260]],
+        [2**70],
+        5,
+        {},
+        "x" * 300,
+        ["a", "x" * 300],
+        [1] * 285,
+    ],
 )
 def test_bad_prompts_are_refused(client: TestClient, prompt: object) -> None:
     response = client.post(COMPLETIONS, json={"model": "target", "prompt": prompt})
@@ -386,6 +465,15 @@ FIELDS = st.sampled_from(
         "tools",
         "logit_bias",
         "metadata",
+        "min_p",
+        "min_tokens",
+        "ignore_eos",
+        "stop_token_ids",
+        "presence_penalty",
+        "repetition_penalty",
+        "prompt_logprobs",
+        "chat_template_kwargs",
+        "continue_final_message",
         "\ud7ff",
         "🙂",
     ]
@@ -429,6 +517,15 @@ SAMPLING = st.fixed_dictionaries(
         "top_k": st.integers(0) | st.just(10**30),
         "seed": st.integers(-(2**63), 2**63 - 1),
         "logprobs": st.booleans(),
+        "min_p": st.floats(0, 1) | st.sampled_from([5e-324]),
+        "presence_penalty": st.floats(-2, 2),
+        "frequency_penalty": st.floats(-2, 2),
+        "repetition_penalty": st.floats(0.01, 100),
+        "logit_bias": st.dictionaries(st.integers(0, 259).map(str), st.floats(-100, 100), max_size=3),
+        "min_tokens": st.integers(0, 2),
+        "ignore_eos": st.booleans(),
+        "stop_token_ids": st.lists(st.integers(0, 259), max_size=3),
+        "prompt_logprobs": st.integers(0, 20),
     },
 )
 

@@ -82,12 +82,15 @@ def test_choices_are_those_of_following_seeds(client: TestClient, path: str, see
 
 
 def test_all_choices_or_none(client: TestClient, replica: Replica) -> None:
-    """Six places: a request for seven choices takes none of them."""
-    refused = client.post(COMPLETIONS, json={"model": "target", "prompt": "x", "n": 7})
-    assert refused.status_code == 429
-    check_error(refused.json())
-    assert replica.loop.num_in_flight == 0
-    assert len(ask(client, COMPLETIONS, {"model": "target", "prompt": "x", "n": 6})["choices"]) == 6
+    """Six places: a request for seven choices takes none of them, and never can."""
+    changes = [({"n": 7}, "n"), ({"prompt": ["x"] * 7}, "prompt"), ({"prompt": ["x"] * 4, "n": 2}, "prompt")]
+    for change, param in changes:
+        refused = client.post(COMPLETIONS, json={"model": "target", "prompt": "x"} | change)
+        assert refused.status_code == 400
+        assert "at most 6" in check_error(refused.json(), param)["message"]
+        assert replica.loop.num_in_flight == 0
+    body = {"model": "target", "prompt": "x", "n": 6, "best_of": 6}
+    assert len(ask(client, COMPLETIONS, body)["choices"]) == 6
 
 
 @pytest.mark.parametrize("block_size", [1, 4])
@@ -173,12 +176,14 @@ def test_a_text_of_half_characters_is_one_at_every_block_size(tiny_pair: Pair, k
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        ({"echo": True}, "echo"),
+        ({"echo": "yes"}, "echo"),
+        ({"max_tokens": 0}, "max_tokens"),
         ({"logprobs": 6}, "logprobs"),
         ({"logprobs": -1}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
         ({"top_logprobs": 1}, "top_logprobs"),
         ({"best_of": 3}, "best_of"),
+        ({"best_of": 3, "n": 2}, "best_of"),
     ],
 )
 def test_what_does_not_go_together_is_refused(client: TestClient, change: JsonObject, param: str) -> None:

@@ -88,7 +88,7 @@ def test_a_prompt_that_there_is_no_place_for_is_not_tokenized(
             taken = HttpCall(app, COMPLETIONS, LONG)
             await until(lambda: replica.loop.num_in_flight == 1)
             with monkeypatch.context() as full:
-                full.setattr(replica, "_request", lambda body: pytest.fail("tokenized"))
+                full.setattr(replica, "_requests", lambda body: pytest.fail("tokenized"))
                 refused = HttpCall(app, COMPLETIONS, LONG)
                 await refused.task
             assert refused.status == 429

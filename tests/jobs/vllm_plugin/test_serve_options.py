@@ -10,7 +10,7 @@ import torch
 from blockpilot.drafts.eagle3_checkpoint import save_eagle3
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.store import save_policy
-from blockpilot.types import Request
+from blockpilot.types import Request, Sampling
 from helpers.eagle3 import random_eagle3
 from helpers.policies import step_policy, tiny_policy
 from helpers.prices import price
@@ -18,7 +18,7 @@ from helpers.tiny import tiny_target
 from jobs.common.config import ConfigError, PairConfig
 from jobs.serving.models import ModelConfig, find_policy
 from jobs.vllm_plugin.pair import VllmPair
-from jobs.vllm_plugin.served import VllmRow
+from jobs.vllm_plugin.served import VllmRow, refuse_unserved
 
 
 @pytest.fixture
@@ -105,3 +105,18 @@ def test_stop_strings_cut_the_tokens_of_vllm_as_the_other_engine_does(size: int,
     assert len(stopped) == len(tiny_pair.tokenizer("a stop h")["input_ids"])
     whole, reason = texts_of("hers")  # what was held back comes at the end
     assert ("".join(whole), reason, len(whole)) == ("a stop here", "length", len(tokens))
+
+
+def test_sampling_that_vllm_does_not_do_beside_drafts_is_refused_by_name() -> None:
+    refuse_unserved(Request((1,), 4, Sampling(0.5, 0.9, 20, 7), stop_token_ids=frozenset({5})))
+    for request, name in (
+        (Request((1,), 4, Sampling(min_p=0.1)), "min_p 0.1"),
+        (Request((1,), 4, Sampling(presence_penalty=0.5)), "presence_penalty 0.5"),
+        (Request((1,), 4, Sampling(frequency_penalty=0.5)), "frequency_penalty 0.5"),
+        (Request((1,), 4, Sampling(repetition_penalty=1.1)), "repetition_penalty 1.1"),
+        (Request((1,), 4, Sampling(logit_bias=((5, 1.0),))), "logit_bias"),
+        (Request((1,), 4, min_new_tokens=2), "min_tokens 2"),
+        (Request((1,), 4, num_prompt_logprobs=0), "prompt_logprobs 0"),
+    ):
+        with pytest.raises(ValueError, match=f"{name}.*: not with engine vllm"):
+            refuse_unserved(request)

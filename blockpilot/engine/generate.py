@@ -1,6 +1,6 @@
 """One prompt decoded by an engine of its own."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from blockpilot.engine.engine import Engine
@@ -20,6 +20,12 @@ def generate(
     top_p: float = 1.0,
     top_k: int = 0,
     seed: int = 0,
+    min_p: float = 0.0,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
+    repetition_penalty: float = 1.0,
+    logit_bias: Mapping[int, float] | None = None,
+    min_new_tokens: int = 0,
     stop_token_ids: Collection[int] | None = None,
     stop_strings: str | Sequence[str] = (),
 ) -> Iterator[Step]:
@@ -30,21 +36,33 @@ def generate(
     block_size: tokens that a step verifies, the anchor among them; 1 never drafts. Without it `policy` chooses, and
     without that it is the draft's trained one. layout: "tree" lays a step's tokens out as a draft tree, "chain" one
     after the other. The text is the same for all of these.
-    max_new_tokens: at most; fewer where the target's context ends. temperature 0 is greedy; top_p 1 and top_k 0 are
-    off; one seed is one text.
+    max_new_tokens: at most; fewer where the target's context ends; before min_new_tokens nothing stops the text.
+    temperature 0 is greedy; the other sampling parameters are off as they are (`Sampling`); one seed is one text.
     stop_token_ids: end the text and are its last token; by default the pair's. stop_strings end the text before
     them: `step.texts` is then the text to show.
 
     Raises ValueError at once, naming it, for a value that cannot be.
     """
+    sampling = Sampling(
+        temperature,
+        top_p,
+        top_k,
+        seed,
+        min_p,
+        presence_penalty,
+        frequency_penalty,
+        repetition_penalty,
+        tuple((logit_bias or {}).items()),
+    )
     request = Request(
         prompt_ids,
         max_new_tokens,
-        Sampling(temperature, top_p, top_k, seed),
+        sampling,
         block_size,
         pair.stop_token_ids if stop_token_ids is None else frozenset(token_ids(stop_token_ids, "stop_token_ids")),
         (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings),
         layout=layout,
+        min_new_tokens=min_new_tokens,
     )
     max_length = max(2, min(len(request.prompt_ids) + max_new_tokens, pair.max_length))
     engine = Engine(pair, num_slots=1, max_length=max_length, policy=policy)

@@ -15,6 +15,7 @@ import torch
 from blockpilot.control.controller import FixedPolicy
 from blockpilot.control.forecasts import RunningMeans
 from blockpilot.engine.engine import Engine
+from blockpilot.engine.generate import generate
 from blockpilot.engine.penalties import LogitsProcessor
 from blockpilot.engine.sampling import keyed_sample
 from blockpilot.pairs.loading import Pair
@@ -187,6 +188,15 @@ def test_stop_strings_are_looked_for_after_the_least_length(tiny_pair: Pair) -> 
         assert "".join(text for step in steps for text in step.texts) == letter * least
         assert len(text_of(steps)) == min(12, least + 2)
         assert steps[-1].finish_reason == ("stop" if least < 12 else "length")
+
+
+def test_generate_takes_all_of_them(tiny_pair: Pair) -> None:
+    """Each by its own name: the text is that of a request with the same sampling."""
+    fields = {"min_p": 0.01, "presence_penalty": 0.7, "frequency_penalty": 0.3, "repetition_penalty": 1.2}
+    found = generate(
+        tiny_pair, PROMPT, max_new_tokens=20, temperature=1.0, seed=5, logit_bias={9: 2.0}, min_new_tokens=4, **fields
+    )
+    assert text_of(list(found)) == decode(tiny_pair, logit_bias={9: 2.0}, **fields)
 
 
 def test_changed_logits_keep_what_bfloat16_would_lose() -> None:

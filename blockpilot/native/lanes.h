@@ -41,6 +41,19 @@ static inline int any(ints where)
 #endif
 }
 
+/* x * y + z, rounded once. Compilers fuse by their own rules, one loop and not its neighbour (GCC for AMD's Zen), so that
+ * a row would depend on how many there are: library.py forbids it, and what is to be fused says so. */
+static inline lanes fused(lanes x, lanes y, lanes z)
+{
+#ifdef __AVX512F__
+    return (lanes)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)z);
+#elif defined(__FMA__)
+    return (lanes)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)z);
+#else
+    return x * y + z;
+#endif
+}
+
 static inline lanes load(const stored *from)
 {
     packed found = *(const packed *)from;
@@ -99,13 +112,14 @@ static inline lanes exponential(lanes x) /* e^x for x <= 0, relative error 2e-7;
     ints power = __builtin_convertvector(x * 1.44269504f - 0.5f, ints); /* towards 0: it is negative */
     lanes whole = __builtin_convertvector(power, lanes);
 #endif
-    lanes rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
-    lanes y = rest * 1.9875691500e-4f + 1.3981999507e-3f; /* Cephes */
-    y = y * rest + 8.3334519073e-3f;
-    y = y * rest + 4.1665795894e-2f;
-    y = y * rest + 1.6666665459e-1f;
-    y = y * rest + 5.0000001201e-1f;
-    y = y * rest * rest + rest + 1;
+    const lanes none = {0};
+    lanes rest = fused(whole, none + 2.12194440e-4f, fused(whole, none - 0.693359375f, x));
+    lanes y = fused(rest, none + 1.9875691500e-4f, none + 1.3981999507e-3f); /* Cephes */
+    y = fused(y, rest, none + 8.3334519073e-3f);
+    y = fused(y, rest, none + 4.1665795894e-2f);
+    y = fused(y, rest, none + 1.6666665459e-1f);
+    y = fused(y, rest, none + 5.0000001201e-1f);
+    y = fused(y * rest, rest, rest) + 1;
 #ifdef __AVX512F__
     return (lanes)_mm512_scalef_ps((__m512)y, (__m512)whole);
 #else

@@ -56,7 +56,7 @@ static inline void norm(long width, const stored *x, const stored *weight, float
 {
     lanes squares = {0};
     for (long i = 0; i < width; i += LANES)
-        squares += load(x + i) * load(x + i);
+        squares = fused(load(x + i), load(x + i), squares);
     float scale = 1 / sqrtf(sum(squares) / width + eps);
     for (long i = 0; i < width; i += LANES)
         store(rounded(load(x + i) * scale) * load(weight + i), out + i);
@@ -104,8 +104,8 @@ static void rotate_and_store(const struct tokens *tokens, long queries, long kv,
                 norm(dim, own, norms + head * dim, eps, own);
             for (long i = 0; i < half; i += LANES) {
                 lanes first = load(own + i), second = load(own + half + i);
-                store(first * load(cosine + i) + second * load(sine + i), own + i);
-                store(second * load(cosine + half + i) + first * load(sine + half + i), own + half + i);
+                store(fused(first, load(cosine + i), second * load(sine + i)), own + i);
+                store(fused(second, load(cosine + half + i), first * load(sine + half + i)), own + half + i);
             }
         }
         for (long head = 0; head < 2 * kv; head++) {
@@ -175,7 +175,7 @@ static inline __attribute__((always_inline)) void add_values(
                 lanes value = load(own + v * LANES);
 #pragma GCC unroll 8
                 for (long q = 0; q < num; q++)
-                    sum[q][v] += chances[column * stride + q] * value;
+                    sum[q][v] = fused((lanes){0} + chances[column * stride + q], value, sum[q][v]);
             }
         }
         for (long q = 0; q < num; q++)

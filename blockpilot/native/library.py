@@ -17,7 +17,7 @@ import torch
 
 FOLDER = Path(__file__).parent
 SOURCES = tuple(FOLDER / name for name in ("products.c", "layers.c", "ranking.c"))
-FLAGS = ("-O3", "-march=native", "-fPIC", "-fopenmp", "-Wno-psabi")
+FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-fopenmp", "-Wno-psabi")
 _DEFINES = {torch.float32: (), torch.bfloat16: ("-DBFLOAT16",)}
 
 _logger = logging.getLogger(__name__)

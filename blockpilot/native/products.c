@@ -31,13 +31,13 @@ static inline lanes multiplied(lanes sum, bits weight, uint32_t x)
 #ifndef BFLOAT16
     float input;
     memcpy(&input, &x, sizeof input);
-    return sum + (lanes)weight * input;
+    return fused((lanes)weight, (lanes){0} + input, sum);
 #elif defined(__AVX512BF16__)
     return (lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weight, (__m512bh)((bits){0} + x));
 #else
     lanes low = (lanes)(weight << 16), high = (lanes)(weight & 0xffff0000);
     bits both = (bits){0} + x;
-    return sum + low * (lanes)(both << 16) + high * (lanes)(both & 0xffff0000);
+    return fused(high, (lanes)(both & 0xffff0000), fused(low, (lanes)(both << 16), sum));
 #endif
 }
 

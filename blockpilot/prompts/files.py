@@ -16,7 +16,6 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from blockpilot.prompts.sets import PROMPT_SETS, read_set
@@ -84,30 +83,57 @@ def encode_messages(
 ) -> tuple[int, ...]:
     """Token ids by the chat template of messages, which may call tools; as `Prompt.encode`.
 
-    Control tokens in anything but a message's content are refused.
+    A control token is text wherever it stands in the messages or the tools.
     """
     control = _control_tokens(tokenizer)
-    others = json.dumps([tools, [message.get("tool_calls") for message in messages]])
-    if found := [token for token in control if token in others]:
-        raise ValueError(f"tools: {found[0]} is a control token of the model")
-    if any(token in message["content"] for token in control for message in messages):
-        return _encode_apart(tokenizer, messages, tools)
+    if any(token in text for text in _strings([messages, tools]) for token in control):
+        return _encode_apart(tokenizer, messages, tools, control)
     return tuple(_render(tokenizer, messages, tools, tokenize=True, return_dict=False))
 
 
 def _encode_apart(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[dict[str, Any]],
+    tools: Sequence[dict[str, Any]],
+    control: Sequence[str],
 ) -> tuple[int, ...]:
-    """Token ids of the template around the messages, and of each message's text by itself."""
+    """Token ids of the template around messages and tools, and of each control token in these by itself, as text."""
     mark = uuid.uuid4().hex
-    marked = [message | {"content": f"{mark}{i}."} for i, message in enumerate(messages)]
-    # Template, number of a message, template, ...
-    pieces = re.split(rf"{mark}(\d+)\.", _render(tokenizer, marked, tools, tokenize=False))
+    longest_first = sorted(control, key=len, reverse=True)
+    pattern = re.compile("|".join(map(re.escape, longest_first)))
+    numbers = {token: i for i, token in enumerate(longest_first)}
+
+    def marked(value: Any) -> Any:
+        if isinstance(value, str):
+            return pattern.sub(lambda found: f"{mark}{numbers[found[0]]}.", value)
+        if isinstance(value, dict):
+            return {marked(key): marked(inside) for key, inside in value.items()}
+        return [marked(inside) for inside in value] if isinstance(value, list | tuple) else value
+
+    try:
+        messages, tools = marked(messages), marked(tools)
+    except RecursionError:
+        raise ValueError("messages: nested too deeply") from None
+    # Template, number of a control token, template, ...
+    pieces = re.split(rf"{mark}(\d+)\.", _render(tokenizer, messages, tools, tokenize=False))
     ids = list[int]()
     for place, piece in enumerate(pieces):
-        text = messages[int(piece)]["content"] if place % 2 else piece
+        text = longest_first[int(piece)] if place % 2 else piece
         ids += tokenizer(text, add_special_tokens=False, split_special_tokens=place % 2 == 1)["input_ids"]
     return tuple(ids)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All strings in a JSON value, names of fields among them."""
+    left = [value]
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict):
+            left += [*value, *value.values()]
+        elif isinstance(value, list | tuple):
+            left += value
 
 
 def _render(
@@ -120,8 +146,8 @@ def _render(
     how |= {"add_generation_prompt": True, "enable_thinking": False, "tools": list(tools) or None}
     try:
         return tokenizer.apply_chat_template(list(messages), **how)
-    except (ValueError, TypeError, TemplateError) as error:
-        raise ValueError(f"chat template: {error}") from None
+    except Exception as error:  # a template is a program: on odd messages it may fail in any way
+        raise ValueError(f"chat template: {first_line(error)}") from None
 
 
 def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:

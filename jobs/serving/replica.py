@@ -15,17 +15,19 @@ import torch
 
 from blockpilot.constraints.automaton import GrammarError
 from blockpilot.constraints.grammar import Grammar
+from blockpilot.constraints.schemas import JsonObject
 from blockpilot.prompts.files import Message, Prompt, encode_messages
 from blockpilot.types import Request, Sampling
 from jobs.serving.backends import Backend, EngineSizes, OwnBackend, PairFacts
 from jobs.serving.engine_loop import EngineLoop, Stream
 from jobs.serving.errors import ApiError
-from jobs.serving.grammars import Grammars
+from jobs.serving.grammars import Calls, Grammars
+from jobs.serving.messages import shown
 from jobs.serving.metrics import ReplicaMetrics
 from jobs.serving.policies import PolicyInUse
 from jobs.serving.replies import Reply
 from jobs.serving.schema import Body, ChatRequest, Objects
-from jobs.serving.tool_calls import family_of, grammar_of, in_words, knows_tools
+from jobs.serving.tool_calls import CallReader, Tool, family_of, in_words, knows_tools
 
 DEFAULT_MAX_LENGTH = 2048
 MOST_CHUNKS = 100.0  # a second, of all streams: each takes a millisecond of the interpreter that the engine shares
@@ -96,9 +98,9 @@ class Replica:
         """
         started = time.monotonic()
         try:
-            streams = await self._submit(body, client)
-            family = family_of(chat_template(self.pair))
-            reply = Reply(body, streams, self.name, self.pair, self._interval, family)
+            streams, tools = await self._submit(body, client)
+            readers = [CallReader(family_of(chat_template(self.pair)), tools) if tools else None for _ in streams]
+            reply = Reply(body, streams, self.name, self.pair, self._interval, readers)
             with self._recorded(reply, started):
                 async with aclosing(reply.chunks()) as chunks:
                     async for chunk in chunks:
@@ -147,14 +149,20 @@ class Replica:
         """Use another policy (PolicyInUse.configure); Serve calls this once before the first request."""
         self.policy.configure(user_config)
 
-    async def _submit(self, body: Body, client: str) -> list[Stream]:
-        """Start decoding; of `n` choices, number i has the seed plus i. Raises ApiError 400, or as `submit_all`."""
+    async def _submit(self, body: Body, client: str) -> tuple[list[Stream], tuple[Tool, ...]]:
+        """Start decoding; the streams, and the tools that they may call. Raises ApiError 400, or as `submit_all`.
+
+        Of `n` choices, number i has the seed plus i.
+        """
         self.loop.check_room(body.n, client)  # before any work is done for it
         try:
             request = await asyncio.to_thread(self._request, body)  # a long prompt is not tokenized at once
-            if (grammar := self._grammar(body)) is not None:
-                request = replace(request, constraint=await self._grammars.compile(grammar))
-            return self.loop.submit_all([_choice_request(request, number) for number in range(body.n)], client)
+            tools: tuple[Tool, ...] = ()
+            if (asked := self._structure(body)) is not None:
+                constraint, tools = await self._grammars.compile(asked)
+                request = replace(request, constraint=constraint)
+            requests = [_choice_request(request, number) for number in range(body.n)]
+            return self.loop.submit_all(requests, client), tools
         except GrammarError as error:
             field = "tools" if isinstance(body, ChatRequest) and body.callable_tools else body.grammar_field
             raise ApiError(400, f"{field}: {error}", field, "invalid_grammar") from None
@@ -181,12 +189,12 @@ class Replica:
             log.info("answered", extra={"log_to_stderr": False, **answered._asdict(), **prompt})
             self._metrics.on_answer(answered)
 
-    def _grammar(self, body: Body) -> Grammar | None:
-        """Grammar of the structure that is asked for, or of the calls of tools in the model's own words."""
+    def _structure(self, body: Body) -> Grammar | Calls | None:
+        """Grammar of the structure that is asked for, or the calls of tools in the model's own words."""
         if not isinstance(body, ChatRequest) or not body.callable_tools:
             return body.grammar
-        family, parallel = family_of(chat_template(self.pair)), body.parallel_tool_calls
-        return grammar_of(family, body.callable_tools, must_call=body.must_call, parallel=parallel)
+        family = family_of(chat_template(self.pair))
+        return Calls(family, tuple(body.callable_tools), body.must_call, body.parallel_tool_calls)
 
     def _request(self, body: Body) -> Request:
         prompt_ids = _encode(body, self.pair)
@@ -227,17 +235,25 @@ def chat_template(pair: PairFacts) -> str | None:
 def _encode(body: Body, pair: PairFacts) -> tuple[int, ...]:
     """The prompt's token ids; raises ValueError for messages that the chat template refuses."""
     if isinstance(body, ChatRequest):
-        messages, tools = [message.shown for message in body.messages], [each.shown for each in body.tools]
-        template = chat_template(pair)
-        if not knows_tools(template):
-            messages, tools = in_words(messages, tools), []
-        if template is None:
-            turns = tuple(Message(message["role"], message["content"]) for message in messages)
-            return Prompt("request", turns).encode(pair.tokenizer)
-        return encode_messages(pair.tokenizer, messages, tools)
+        tools = [each.shown for each in body.tools]
+        if not knows_tools(chat_template(pair)):
+            return _encode_chat(in_words(shown(body.messages), tools), [], pair)
+        try:
+            return _encode_chat(shown(body.messages), tools, pair)
+        except ValueError:
+            if (plain := shown(body.messages, plain=True)) == shown(body.messages):
+                raise
+            return _encode_chat(plain, tools, pair)  # arguments that are no object, and a template that needs one
     if isinstance(body.prompt, str):
         return tuple(pair.tokenizer(body.prompt)["input_ids"])
     return tuple(body.prompt)
+
+
+def _encode_chat(messages: list[JsonObject], tools: list[JsonObject], pair: PairFacts) -> tuple[int, ...]:
+    if chat_template(pair) is None:
+        turns = tuple(Message(message["role"], message["content"]) for message in messages)
+        return Prompt("request", turns).encode(pair.tokenizer)
+    return encode_messages(pair.tokenizer, messages, tools)
 
 
 def _choice_request(request: Request, number: int) -> Request:

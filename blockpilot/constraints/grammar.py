@@ -12,9 +12,12 @@ from typing import Any, Literal, NamedTuple
 
 from llguidance import LLMatcher, LLParserLimits, grammar_from
 
+from blockpilot.constraints.schemas import inexact, prepared, subschemas
+
 MAX_BYTES = 2**17  # of a grammar's source
 SEPARATORS: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+ROUNDED = "is an integer of more than 53 bits, which would be rounded"
 
 
 class Grammar(NamedTuple):
@@ -37,8 +40,12 @@ class Grammar(NamedTuple):
 
 
 def of_schema(schema: Mapping[str, Any], white_space: str | None = None) -> Grammar:
-    """JSON texts that validate."""
-    return Grammar("json", json.dumps(schema), white_space)
+    """JSON texts that validate; raises ValueError for integers in the schema that would be rounded."""
+    ready = prepared(dict(schema))
+    for path, node in subschemas(ready):
+        for key in inexact(node):
+            raise ValueError(f"{'.'.join((*path, key))}: {str(node[key])[:80]} {ROUNDED}")
+    return Grammar("json", json.dumps(ready), white_space)
 
 
 def of_choices(texts: Sequence[str]) -> Grammar:

@@ -10,7 +10,7 @@ import json
 import logging
 import re
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from blockpilot.prompts.conversations import conversation_of
 from blockpilot.prompts.rows import COMPRESSIONS, ENDINGS, FileName, read_rows
 from blockpilot.prompts.sets import PROMPT_SETS, read_set
-from blockpilot.storage import Place, write_text
+from blockpilot.storage import Place, first_line, write_text
 
 NUM_REASONS = 3  # that a message gives
 # The published Qwen3 drafts were trained without thinking; other templates ignore the option.
@@ -89,40 +89,67 @@ def encode_messages(
 ) -> tuple[int, ...]:
     """Token ids by the chat template of messages, which may call tools; as `Prompt.encode`.
 
-    chat_template_kwargs: what the template reads beside, with TEMPLATE_DEFAULTS for what is missing. Control tokens
-    in anything but a message's content are refused.
+    A control token is text wherever it stands in the messages, the tools or chat_template_kwargs: what the template
+    reads beside, with TEMPLATE_DEFAULTS for what is missing.
     """
-    control, calls = _control_tokens(tokenizer), [message.get("tool_calls") for message in messages]
-    for name, value in (("tools", [tools, calls]), ("chat_template_kwargs", dict(chat_template_kwargs))):
-        text = json.dumps(value)
-        if found := [token for token in control if token in text]:
-            raise ValueError(f"{name}: {found[0]} is a control token of the model")
-    how = {"tools": list(tools) or None} | TEMPLATE_DEFAULTS | dict(chat_template_kwargs)
-    if any(token in message["content"] for token in control for message in messages):
-        return _encode_apart(tokenizer, messages, how)
-    return tuple(_render(tokenizer, messages, how | {"tokenize": True, "return_dict": False}))
+    control = _control_tokens(tokenizer)
+    given = [list(messages), list(tools), dict(chat_template_kwargs)]
+    if any(token in text for text in _strings(given) for token in control):
+        return _encode_apart(tokenizer, given, control)
+    return tuple(_render(tokenizer, given, tokenize=True, return_dict=False))
 
 
 def _encode_apart(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], how: dict[str, Any]
+    tokenizer: PreTrainedTokenizerBase,
+    given: list[Any],
+    control: Sequence[str],
 ) -> tuple[int, ...]:
-    """Token ids of the template around the messages, and of each message's text by itself."""
+    """Token ids of the template around messages and tools, and of each control token in these by itself, as text."""
     mark = uuid.uuid4().hex
-    marked = [message | {"content": f"{mark}{i}."} for i, message in enumerate(messages)]
-    # Template, number of a message, template, ...
-    pieces = re.split(rf"{mark}(\d+)\.", _render(tokenizer, marked, how | {"tokenize": False}))
+    longest_first = sorted(control, key=len, reverse=True)
+    pattern = re.compile("|".join(map(re.escape, longest_first)))
+    numbers = {token: i for i, token in enumerate(longest_first)}
+
+    def marked(value: Any) -> Any:
+        if isinstance(value, str):
+            return pattern.sub(lambda found: f"{mark}{numbers[found[0]]}.", value)
+        if isinstance(value, dict):
+            return {marked(key): marked(inside) for key, inside in value.items()}
+        return [marked(inside) for inside in value] if isinstance(value, list | tuple) else value
+
+    try:
+        given = marked(given)
+    except RecursionError:
+        raise ValueError("messages: nested too deeply") from None
+    # Template, number of a control token, template, ...
+    pieces = re.split(rf"{mark}(\d+)\.", _render(tokenizer, given, tokenize=False))
     ids = list[int]()
     for place, piece in enumerate(pieces):
-        text = messages[int(piece)]["content"] if place % 2 else piece
+        text = longest_first[int(piece)] if place % 2 else piece
         ids += tokenizer(text, add_special_tokens=False, split_special_tokens=place % 2 == 1)["input_ids"]
     return tuple(ids)
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], how: dict[str, Any]) -> Any:
+def _strings(value: Any) -> Iterator[str]:
+    """All strings in a JSON value, names of fields among them."""
+    left = [value]
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict):
+            left += [*value, *value.values()]
+        elif isinstance(value, list | tuple):
+            left += value
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, given: list[Any], **how: Any) -> Any:
+    """The template's text or tokens of messages, tools and further arguments."""
+    messages, tools, more = given
     try:
-        return tokenizer.apply_chat_template(list(messages), **how)
-    except Exception as error:  # a template is a program, and fails as it likes
-        raise ValueError(f"chat template: {error}") from None
+        return tokenizer.apply_chat_template(messages, **{"tools": tools or None} | TEMPLATE_DEFAULTS | more | how)
+    except Exception as error:  # a template is a program: on odd messages it may fail in any way
+        raise ValueError(f"chat template: {first_line(error)}") from None
 
 
 def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -6,48 +6,89 @@ bound of memory for each; what outlives it is compiled again here, in as many se
 
 import asyncio
 import json
+import logging
 import os
 import select
+import signal
 import subprocess
 import sys
 from collections import OrderedDict
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
+from typing import Any, NamedTuple
 
 from blockpilot.constraints.automaton import CompiledGrammar, GrammarCompiler, GrammarError
 from blockpilot.constraints.grammar import Grammar
 from jobs.serving.backends import PairFacts
 from jobs.serving.errors import ApiError
+from jobs.serving.tool_calls import Family, Tool, grammar_of
+from jobs.serving.tool_schemas import opened
 
 CPU_S = 2  # of compiling one grammar
-PATIENCE_S = 10.0  # on a busy machine
+PATIENCE_S = 60.0  # on a busy machine: the process ends itself when it has had its seconds of a CPU
 START_S = 60.0
-MAX_WAITING, MAX_KEPT = 8, 64
+MAX_WAITING, MAX_KEPT, MAX_KEPT_BYTES = 8, 64, 2**28
+MAX_STALLS = 2  # tools of a request that may be too much for the process; any later one is opened untried
+log = logging.getLogger("ray.serve.blockpilot")
+
+
+class Calls(NamedTuple):
+    """Calls that a request asks for, or allows: what a grammar is made of."""
+
+    family: Family
+    tools: tuple[Tool, ...]
+    must_call: bool
+    parallel: bool
+
+    @property
+    def source(self) -> str:
+        return json.dumps(self)
+
+
+class Constraint(NamedTuple):
+    """What a text must match, compiled; the tools that it may call are those that the grammar follows."""
+
+    compiled: CompiledGrammar
+    tools: tuple[Tool, ...] = ()
+
+
+class TriedGrammar(NamedTuple):
+    """What the process found: what is wrong, and the memory that the compiled grammar takes."""
+
+    wrong: str
+    num_bytes: int = 0
 
 
 class Grammars:
-    """Compiled grammars of a pair, the latest ones kept; `cpu_s` bounds the compilation of each."""
+    """Compiled grammars of a pair, up to `max_bytes` of the latest kept; `cpu_s` bounds the compilation of each."""
 
-    def __init__(self, pair: PairFacts, cpu_s: int = CPU_S, patience_s: float = PATIENCE_S) -> None:
+    def __init__(
+        self, pair: PairFacts, cpu_s: int = CPU_S, patience_s: float = PATIENCE_S, max_bytes: int = MAX_KEPT_BYTES
+    ) -> None:
         self._pair, self._cpu_s, self._patience_s = pair, cpu_s, patience_s
         self._thread = ThreadPoolExecutor(1, "grammars")  # one at a time
-        self._kept: OrderedDict[Grammar, CompiledGrammar | GrammarError] = OrderedDict()
+        self._kept = Kept(max_bytes)
         self._num_waiting = 0
         self._compiler: GrammarCompiler | None = None  # a second's work, made when it is first asked for
         self._trial: subprocess.Popen[bytes] | None = None
 
-    async def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Raises GrammarError for one that is wrong or takes too long, ApiError 429 where too many wait."""
-        if grammar not in self._kept:
+    async def compile(self, asked: Grammar | Calls) -> Constraint:
+        """Raises GrammarError for one that is wrong or takes too much to compile.
+
+        Raises ApiError 429 where too many wait, 503 where the machine is too busy to say.
+        """
+        key = (type(asked).__name__, asked.source, getattr(asked, "kind", None), getattr(asked, "white_space", None))
+        if (found := self._kept.get(key)) is None:
             if self._num_waiting >= MAX_WAITING:
                 raise ApiError(429, f"{MAX_WAITING} grammars are being compiled; try again", code="queue_full")
             self._num_waiting += 1
             try:
-                await asyncio.get_running_loop().run_in_executor(self._thread, self._keep, grammar)
+                found = await asyncio.get_running_loop().run_in_executor(self._thread, self._make, key, asked)
             finally:
                 self._num_waiting -= 1
-        found = self._kept[grammar]
-        if isinstance(found, GrammarError):
-            raise found
+        if isinstance(found, str):
+            raise GrammarError(found)  # a new one: a raised error keeps what its request held
         return found
 
     def close(self) -> None:
@@ -57,32 +98,85 @@ class Grammars:
 
     # --- on the thread ---
 
-    def _keep(self, grammar: Grammar) -> None:
-        """Compile a grammar, or find out why not."""
-        found: CompiledGrammar | GrammarError
+    def _make(self, key: "Key", asked: Grammar | Calls) -> Constraint | str:
+        """Compile a grammar, or say why not."""
+        if (found := self._kept.get(key)) is not None:  # by whoever waited before
+            return found
+        num_bytes = 0
         try:
-            if grammar in self._kept:  # by whoever waited before
-                return
             pair = self._pair
             self._compiler = self._compiler or GrammarCompiler(pair.tokenizer, pair.vocab_size, pair.stop_token_ids)
-            self._try(grammar)
-            found = self._compiler.compile(grammar)
+            if isinstance(asked, Calls):
+                grammar, tools, num_bytes = self._fit(asked)
+            else:
+                grammar, tools, num_bytes = asked, (), self._try(asked)
+            found = Constraint(self._compiler.compile(grammar), tools)
         except GrammarError as error:
-            found = error
-        self._kept[grammar] = found
-        if len(self._kept) > MAX_KEPT:
-            self._kept.popitem(last=False)
+            found = str(error)
+        self._kept.put(key, found, num_bytes + len(asked.source))
+        return found
 
-    def _try(self, grammar: Grammar) -> None:
-        """Raise GrammarError for a grammar that the process refuses, or that it does not survive."""
+    def _fit(self, calls: Calls) -> tuple[Grammar, tuple[Tool, ...], int]:
+        """The grammar of calls, its tools as it follows them, and its bytes.
+
+        A keyword that it cannot follow is an error in a tool that is strict, or whose call is demanded. Others lose
+        it.
+        """
+        tools, num_stalls = list[Tool](), 0
+        for tool in calls.tools:
+            exact = tool.strict or calls.must_call
+            answer = self._ask(["tool", calls.family, *tool, exact]) if num_stalls < MAX_STALLS or exact else None
+            num_stalls += answer is None
+            if answer is None and exact:
+                raise GrammarError(f"tool {tool.name!r}: {self._too_much}")
+            if answer is not None and answer["wrong"]:
+                raise GrammarError(answer["wrong"])
+            dropped = ["parameters"] if answer is None else answer["dropped"]
+            tools.append(opened(tool) if answer is None else tool._replace(parameters=answer["parameters"]))
+            if dropped:
+                log.warning("tool %r: calls need not follow its %s", tool.name, ", ".join(dropped))
+        try:
+            return self._grammar(calls, tools)
+        except GrammarError:
+            loose = [tool.name for tool in tools if not (tool.strict or calls.must_call)]
+            if not loose:
+                raise
+        log.warning("tools %s: calls need not follow their parameters", ", ".join(loose))
+        return self._grammar(calls, [opened(tool) if tool.name in loose else tool for tool in tools])
+
+    def _grammar(self, calls: Calls, tools: Sequence[Tool]) -> tuple[Grammar, tuple[Tool, ...], int]:
+        grammar = grammar_of(calls.family, tools, must_call=calls.must_call, parallel=calls.parallel)
+        return grammar, tuple(tools), self._try(grammar)
+
+    def _try(self, grammar: Grammar) -> int:
+        """Bytes of a compiled grammar; raises GrammarError where the process refuses it, or does not survive it."""
+        answer = self._ask(["grammar", *grammar])
+        if answer is None:
+            raise GrammarError(f"grammar: {self._too_much}")
+        if answer["wrong"]:
+            raise GrammarError(answer["wrong"])
+        return int(answer["num_bytes"])
+
+    @property
+    def _too_much(self) -> str:
+        return f"it takes more than {self._cpu_s} s, or too much memory, to compile"
+
+    def _ask(self, question: list[object]) -> dict[str, Any] | None:
+        """The process's answer; None where the question was too much for it.
+
+        Raises ApiError 503 where it has not had its time: the next request may have more luck.
+        """
         if self._trial is None or self._trial.poll() is not None:
             self._trial = self._start_trial()
-        answer = _ask(self._trial, list(grammar), self._patience_s)
-        if answer is None:
-            self._end_trial()
-            raise GrammarError(f"grammar: it takes more than {self._cpu_s} s, or too much memory, to compile")
-        if answer:
-            raise GrammarError(answer)
+        trial = self._trial
+        answer = _answer(trial, question, self._patience_s)
+        if answer is not None:
+            return answer
+        status = _status(trial)
+        self._end_trial()
+        if status is None or status == -signal.SIGKILL:  # too slow, or ended by somebody else
+            raise ApiError(503, "the machine is too busy to compile a grammar; try again", code="unavailable")
+        return None
 
     def _start_trial(self) -> "subprocess.Popen[bytes]":
         assert self._compiler is not None
@@ -93,7 +187,7 @@ class Grammars:
             env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
         vocab_size, stops = self._pair.vocab_size, sorted(self._pair.stop_token_ids)
-        if _ask(trial, [self._compiler.tokenizer, vocab_size, stops, self._cpu_s], START_S) is None:
+        if _answer(trial, [self._compiler.tokenizer, vocab_size, stops, self._cpu_s], START_S) is None:
             trial.kill()
             raise ApiError(503, "the process that tries grammars did not start", code="unavailable")
         return trial
@@ -105,7 +199,33 @@ class Grammars:
             self._trial = None
 
 
-def _ask(process: "subprocess.Popen[bytes]", question: list[object], patience_s: float) -> str | None:
+Key = tuple[str, str, str | None, str | None]
+
+
+class Kept:
+    """The latest results, for several threads: at most MAX_KEPT and `max_bytes`. A string says what is wrong."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes, self.num_bytes = max_bytes, 0
+        self._results: OrderedDict[Key, tuple[Constraint | str, int]] = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, key: Key) -> Constraint | str | None:
+        with self._lock:
+            if key not in self._results:
+                return None
+            self._results.move_to_end(key)
+            return self._results[key][0]
+
+    def put(self, key: Key, result: Constraint | str, num_bytes: int) -> None:
+        with self._lock:
+            self._results[key] = (result, num_bytes)
+            self.num_bytes += num_bytes
+            while len(self._results) > MAX_KEPT or (self.num_bytes > self._max_bytes and len(self._results) > 1):
+                self.num_bytes -= self._results.popitem(last=False)[1][1]
+
+
+def _answer(process: "subprocess.Popen[bytes]", question: list[object], patience_s: float) -> dict[str, Any] | None:
     """The answer to one line of JSON; None where there is none in time."""
     assert process.stdin is not None
     assert process.stdout is not None
@@ -117,4 +237,12 @@ def _ask(process: "subprocess.Popen[bytes]", question: list[object], patience_s:
     if not select.select([process.stdout], [], [], patience_s)[0]:
         return None
     line = process.stdout.readline()
-    return str(json.loads(line)) if line else None
+    return dict(json.loads(line)) if line else None
+
+
+def _status(process: "subprocess.Popen[bytes]") -> int | None:
+    """How a process ended whose output has; None for one that goes on."""
+    try:
+        return process.wait(1.0)
+    except subprocess.TimeoutExpired:
+        return None

@@ -1,35 +1,37 @@
-"""Messages of a conversation, as OpenAI has them, and as chat templates take them."""
+"""Messages of a conversation, as OpenAI has them, and as chat templates take them.
+
+Clients send back what they were given, with fields that other servers and libraries have added to it. Those that say
+nothing to a model are accepted and left out; reasoning, names and ids are given to the template.
+"""
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from jobs.serving.errors import short
+from blockpilot.constraints.schemas import JsonObject
 from jobs.serving.structured import JsonBody
-from jobs.serving.tool_calls import JsonObject
-from jobs.serving.tools import MAX_TOOLS, CallBody
+from jobs.serving.tools import MAX_TOOLS, CallBody, without
+
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+IGNORED = (
+    *("annotations", "cache_control", "id", "index", "parsed", "provider_specific_fields", "reasoning_details"),
+    *("refusal", "thinking_blocks"),
+)
 
 
 def _content_text(value: Any) -> Any:
     """OpenAI's content is a string or a list of parts; text parts are joined by newlines."""
-    if not isinstance(value, list):
-        return value
-    for part in value:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ValueError('must be a string or a list of {"type": "text", "text": ...} parts')
-    return "\n".join(part["text"] for part in value)
+    return "\n".join(map(_part_text, value)) if isinstance(value, list) else value
 
 
-def _object(text: str) -> Any:
-    """The object that a string of JSON holds; raises ValueError, naming it, for anything else."""
-    try:
-        found = json.loads(text or "{}")
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise ValueError(f"tool_calls: arguments {short(text)} are no JSON object")
-    return found
+def _part_text(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    text = part.get(TEXT_PARTS[kind]) if isinstance(kind, str) and kind in TEXT_PARTS else None
+    if not isinstance(text, str):
+        raise ValueError('must be a string or a list of {"type": "text", "text": ...} parts')
+    return text
 
 
 class ChatMessage(JsonBody):
@@ -40,13 +42,21 @@ class ChatMessage(JsonBody):
     tool_calls: list[CallBody] = Field(default_factory=list, max_length=MAX_TOOLS)
     tool_call_id: str | None = None
     name: str | None = None
+    reasoning_content: str | None = None
+    """As DeepSeek's API and many templates name it; vLLM's name is `reasoning`."""
 
     @model_validator(mode="before")
     @classmethod
-    def _calls_are_content(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given.get("tool_calls") and given.get("content") is None:
-            return given | {"content": ""}
-        return given
+    def _as_sent_back(cls, given: Any) -> Any:
+        """Without what says nothing; content may be absent where there is a refusal, or in an answer or a result."""
+        if not isinstance(given, dict):
+            return given
+        found = without(given, IGNORED)
+        if (reasoning := found.pop("reasoning", None)) is not None:
+            found.setdefault("reasoning_content", reasoning)
+        if found.get("content") is None and given.get("role") in ("assistant", "tool"):
+            found["content"] = given.get("refusal") or ""
+        return found
 
     @model_validator(mode="after")
     def _check_role(self) -> Self:
@@ -56,11 +66,44 @@ class ChatMessage(JsonBody):
             raise ValueError("tool_call_id: a message of a tool names the call that it answers")
         return self
 
-    @property
-    def shown(self) -> JsonObject:
-        """As a chat template takes it: arguments are objects there."""
-        found: JsonObject = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
-        calls = [
-            {"name": call.function.name, "arguments": _object(call.function.arguments)} for call in self.tool_calls
-        ]
-        return found | ({"tool_calls": [{"type": "function", "function": call} for call in calls]} if calls else {})
+
+def shown(messages: Sequence[ChatMessage], *, plain: bool = False) -> list[JsonObject]:
+    """Messages as a chat template takes them, arguments as objects.
+
+    Arguments that are no JSON object, such as those of a call that was cut, stay the text that they are; with `plain`
+    they are an object that holds it, for templates that need one.
+    """
+    names = {call.id: call.function.name for message in messages for call in message.tool_calls if call.id}
+    return [_shown(message, names, plain) for message in messages]
+
+
+def _shown(message: ChatMessage, names: dict[str, str], plain: bool) -> JsonObject:
+    name = message.name or (names.get(message.tool_call_id or "") if message.role == "tool" else None)
+    found: JsonObject = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": message.content,
+        "reasoning_content": message.reasoning_content,
+        "reasoning": message.reasoning_content,
+        "name": name,
+        "tool_call_id": message.tool_call_id,
+        "tool_calls": [_shown_call(call, plain) for call in message.tool_calls],
+    }
+    return {key: value for key, value in found.items() if key in ("role", "content") or value}
+
+
+def _shown_call(call: CallBody, plain: bool) -> JsonObject:
+    arguments = _object(call.function.arguments)
+    if plain and isinstance(arguments, str):
+        arguments = {"arguments": arguments}
+    shown_call = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    return shown_call | ({"id": call.id} if call.id else {})
+
+
+def _object(text: str) -> JsonObject | str:
+    """The object that a string of JSON holds; the string itself where it holds none."""
+    try:
+        found = json.loads(text or "{}")
+        json.dumps(found, ensure_ascii=False).encode()  # no half of a surrogate pair, and not nested too deeply
+    except (ValueError, RecursionError):
+        return text
+    return {} if found is None else found if isinstance(found, dict) else text

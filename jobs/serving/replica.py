@@ -20,12 +20,13 @@ from blockpilot.types import Request
 from jobs.serving.backends import Backend, EngineSizes, OwnBackend, PairFacts
 from jobs.serving.engine_loop import EngineLoop, Stream
 from jobs.serving.errors import ApiError
-from jobs.serving.grammars import Grammars
+from jobs.serving.grammars import Calls, Grammars
+from jobs.serving.messages import shown
 from jobs.serving.metrics import ReplicaMetrics
 from jobs.serving.policies import PolicyInUse
 from jobs.serving.replies import Reply
 from jobs.serving.schema import Body, ChatRequest, Objects
-from jobs.serving.tool_calls import family_of, grammar_of, in_words, knows_tools
+from jobs.serving.tool_calls import CallReader, Tool, family_of, in_words, knows_tools
 
 DEFAULT_MAX_LENGTH = 2048
 MOST_CHUNKS = 100.0  # a second, of all streams: each takes a millisecond of the interpreter that the engine shares
@@ -96,9 +97,9 @@ class Replica:
         """
         started = time.monotonic()
         try:
-            streams = await self._submit(body, client)
-            family = family_of(chat_template(self.pair))
-            reply = Reply(body, streams, self.name, self.pair, self._interval, family)
+            streams, tools = await self._submit(body, client)
+            readers = [CallReader(family_of(chat_template(self.pair)), tools) if tools else None for _ in streams]
+            reply = Reply(body, streams, self.name, self.pair, self._interval, readers)
             with self._recorded(reply, started):
                 async with aclosing(reply.chunks()) as chunks:
                     async for chunk in chunks:
@@ -147,8 +148,11 @@ class Replica:
         """Use another policy (PolicyInUse.configure); Serve calls this once before the first request."""
         self.policy.configure(user_config)
 
-    async def _submit(self, body: Body, client: str) -> list[Stream]:
-        """Start decoding every choice. Raises ApiError 400, or as `submit_all`."""
+    async def _submit(self, body: Body, client: str) -> tuple[list[Stream], tuple[Tool, ...]]:
+        """Start decoding every choice; their streams, and the tools that they may call.
+
+        Raises ApiError 400, or as `submit_all`.
+        """
         if body.num_choices > self.loop.capacity:
             field = "n" if body.num_choices == body.n else body.prompt_field
             message = f"{field}: {body.num_choices} choices are asked for; at most {self.loop.capacity} are in flight"
@@ -156,10 +160,11 @@ class Replica:
         self.loop.check_room(body.num_choices, client)  # before any work is done for it
         try:
             requests = await asyncio.to_thread(self._requests, body)  # a long prompt is not tokenized at once
-            if (grammar := self._grammar(body)) is not None:
-                constraint = await self._grammars.compile(grammar)
+            tools: tuple[Tool, ...] = ()
+            if (asked := self._structure(body)) is not None:
+                constraint, tools = await self._grammars.compile(asked)
                 requests = [replace(request, constraint=constraint) for request in requests]
-            return self.loop.submit_all(requests, client)
+            return self.loop.submit_all(requests, client), tools
         except GrammarError as error:
             field = "tools" if isinstance(body, ChatRequest) and body.callable_tools else body.grammar_field
             raise ApiError(400, f"{field}: {error}", field, "invalid_grammar") from None
@@ -186,12 +191,12 @@ class Replica:
             log.info("answered", extra={"log_to_stderr": False, **answered._asdict(), **prompt})
             self._metrics.on_answer(answered)
 
-    def _grammar(self, body: Body) -> Grammar | None:
-        """Grammar of the structure that is asked for, or of the calls of tools in the model's own words."""
+    def _structure(self, body: Body) -> Grammar | Calls | None:
+        """Grammar of the structure that is asked for, or the calls of tools in the model's own words."""
         if not isinstance(body, ChatRequest) or not body.callable_tools:
             return body.grammar
-        family, parallel = family_of(chat_template(self.pair)), body.parallel_tool_calls
-        return grammar_of(family, body.callable_tools, must_call=body.must_call, parallel=parallel)
+        family = family_of(chat_template(self.pair))
+        return Calls(family, tuple(body.callable_tools), body.must_call, body.parallel_tool_calls)
 
     def _requests(self, body: Body) -> list[Request]:
         """A request for every choice, prompt by prompt; choice i of a prompt has the seed plus i."""
@@ -255,23 +260,29 @@ def chat_template(pair: PairFacts) -> str | None:
 def _encode(body: Body, pair: PairFacts) -> list[tuple[int, ...]]:
     """The token ids of every prompt; raises ValueError for messages that the chat template refuses."""
     if isinstance(body, ChatRequest):
-        return [_encode_chat(body, pair)]
+        return [_encode_messages(body, pair)]
     around = {"add_special_tokens": body.add_special_tokens}
     return [tuple(pair.tokenizer(p, **around)["input_ids"] if isinstance(p, str) else p) for p in body.prompt]
 
 
-def _encode_chat(body: ChatRequest, pair: PairFacts) -> tuple[int, ...]:
-    messages, tools = [message.shown for message in body.messages], [each.shown for each in body.tools]
-    template = chat_template(pair)
+def _encode_messages(body: ChatRequest, pair: PairFacts) -> tuple[int, ...]:
+    template, tools = chat_template(pair), [each.shown for each in body.tools]
     if body.reasoning_effort != "none" and "reasoning_effort" not in (template or ""):
         message = f"reasoning_effort: {body.reasoning_effort!r} means nothing to this model; allowed: none"
         raise ApiError(400, message, "reasoning_effort")
-    if not knows_tools(template):
-        messages, tools = in_words(messages, tools), []
     if template is None:
+        messages = in_words(shown(body.messages), tools)
         turns = tuple(Message(message["role"], message["content"]) for message in messages)
         return Prompt("request", turns).encode(pair.tokenizer)
-    return encode_messages(pair.tokenizer, messages, tools, body.template_kwargs)
+    if not knows_tools(template):
+        return encode_messages(pair.tokenizer, in_words(shown(body.messages), tools), [], body.template_kwargs)
+    try:
+        return encode_messages(pair.tokenizer, shown(body.messages), tools, body.template_kwargs)
+    except ValueError:
+        if (plain := shown(body.messages, plain=True)) == shown(body.messages):
+            raise
+        # Arguments that are no object, and a template that needs one.
+        return encode_messages(pair.tokenizer, plain, tools, body.template_kwargs)
 
 
 def _choice_request(request: Request, number: int) -> Request:

@@ -11,13 +11,14 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import NamedTuple
 
+from blockpilot.constraints.schemas import JsonObject
 from blockpilot.engine.detokenize import TextStream
 from jobs.serving.answer import ChoiceText, Piece, Shown, merged
 from jobs.serving.backends import PairFacts
 from jobs.serving.engine_loop import Stream
 from jobs.serving.schema import Body, ChatRequest
 from jobs.serving.token_texts import ScoredToken, TokenText, unique_names
-from jobs.serving.tool_calls import CallReader, Family, JsonObject, whole_calls
+from jobs.serving.tool_calls import CallReader, whole_calls
 
 
 class Answered(NamedTuple):
@@ -89,7 +90,8 @@ class CompletionFormat:
 class Reply:
     """The response to one request: its choices, and the fields that all its objects share.
 
-    `name` is the model's; `interval` gives the least seconds between two chunks of a choice.
+    `name` is the model's; `interval` gives the least seconds between two chunks of a choice; `readers` find the calls
+    of each choice, where there may be some.
     """
 
     def __init__(
@@ -99,15 +101,14 @@ class Reply:
         name: str,
         pair: PairFacts,
         interval: Callable[[], float],
-        family: Family,
+        readers: Sequence[CallReader | None],
     ) -> None:
         self.body, self.request = body, streams[0].request
         self._tokenizer = pair.tokenizer
         shown = [self._shown(i) for i in range(len(streams))]
         self.choices = [ChoiceText(each, pair, i, interval, shown[i]) for i, each in enumerate(streams)]
         self._prompts = [stream.request.prompt_ids for stream in streams[:: body.n]]
-        tools = body.callable_tools if isinstance(body, ChatRequest) else []
-        self._readers = [CallReader(family, tools) if tools else None for _ in streams]
+        self._readers = readers
         self._format = ChatFormat() if isinstance(body, ChatRequest) else CompletionFormat()
         self._head: JsonObject = {
             "id": self._format.id_prefix + uuid.uuid4().hex,
@@ -210,7 +211,7 @@ class Reply:
         self, choice: ChoiceText, content: JsonObject, logprobs: JsonObject | None, finish_reason: str | None
     ) -> JsonObject:
         reader = self._readers[choice.index]
-        if finish_reason == "stop" and reader is not None and reader.num_calls:
+        if finish_reason == "stop" and reader is not None and reader.is_whole:
             finish_reason = "tool_calls"
         return {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
 

@@ -1,5 +1,7 @@
 """Fields of a request that ask for structured outputs, as OpenAI (`response_format`) and vLLM name them."""
 
+import json
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -77,9 +79,17 @@ class StructuredOutputs(JsonBody):
             return of_choices(self.choice)
         if self.grammar_ is not None:
             return Grammar("grammar", self.grammar_)
-        if isinstance(self.json_, str):
-            return Grammar("json", self.json_, self.whitespace_pattern)
-        return of_schema(ANY_OBJECT if self.json_ is None else self.json_, self.whitespace_pattern)
+        schema = ANY_OBJECT if self.json_ is None else _parsed(self.json_)
+        if not isinstance(schema, Mapping):  # what is wrong with it is said when it is compiled
+            return Grammar("json", str(self.json_), self.whitespace_pattern)
+        return of_schema(schema, self.whitespace_pattern)
+
+
+def _parsed(schema: Any) -> Any:
+    try:
+        return json.loads(schema) if isinstance(schema, str) else schema
+    except (ValueError, RecursionError):
+        return None
 
 
 def structured(response_format: ResponseFormat | None, outputs: StructuredOutputs | None) -> Grammar | None:

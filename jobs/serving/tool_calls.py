@@ -7,19 +7,18 @@ answer is {"name": ..., "parameters": ...}. Qwen3-Coder: <function=...> and <par
 import json
 import re
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 from blockpilot.constraints.grammar import SEPARATORS, Grammar
+from blockpilot.constraints.schemas import JsonObject, moved, pointer, prepared, resolved
+from jobs.serving.coder_calls import END_OF_CALL, ROOT, read_call, rules_of
 
 Family = Literal["hermes", "llama", "coder"]
-JsonObject = dict[str, Any]
-WRITTEN = {"x-guidance": SEPARATORS}
 ARGUMENTS = {"hermes": "arguments", "llama": "parameters"}
 OPEN, CLOSE = "<tool_call>\n", "\n</tool_call>"
 HEAD = re.compile(r'\{"name": ("(?:[^"\\]|\\.)*"), "(?:arguments|parameters)": ')
-CODER = re.compile(r"<function=([^>]+)>\n(.*?)</function>", re.DOTALL)
-PARAMETER = re.compile(r"<parameter=([^>]+)>\n(.*?)\n</parameter>\n", re.DOTALL)
+MAX_HEAD = 256  # characters of it: names have at most 64
 PREAMBLE = (
     "# Tools\n\nYou may call one or more functions to assist with the user query. Their signatures are within"
     " <tools></tools>:\n<tools>\n{tools}\n</tools>\n\nFor each call, return a json object with its name and arguments"
@@ -28,10 +27,14 @@ PREAMBLE = (
 
 
 class Tool(NamedTuple):
-    """A function that a model may call, and the JSON Schema of its arguments."""
+    """A function that a model may call, and the JSON Schema of its arguments.
+
+    If the schema has keywords that no grammar can enforce, a strict tool is refused; of another one they are dropped.
+    """
 
     name: str
     parameters: JsonObject
+    strict: bool = False
 
 
 class CallDelta(NamedTuple):
@@ -77,8 +80,11 @@ def knows_tools(chat_template: str | None) -> bool:
 
 
 def grammar_of(family: Family, tools: Sequence[Tool], *, must_call: bool, parallel: bool) -> Grammar:
-    """Texts with calls of these tools; with free text before and after them unless one must be called."""
-    rules = [_call_rule(family, i, tool) for i, tool in enumerate(tools)]
+    """Texts with calls of these tools; with free text before and after them unless one must be called.
+
+    Raises ValueError, naming the tool, for parameters that no call can have.
+    """
+    rules = [_call_rules(family, i, tool) for i, tool in enumerate(tools)]
     calls = " | ".join(f"call_{i}" for i in range(len(tools)))
     more = "(" + _text("\n") + " call)*" if parallel and family != "llama" else ""
     if must_call:
@@ -91,36 +97,38 @@ def grammar_of(family: Family, tools: Sequence[Tool], *, must_call: bool, parall
     return Grammar("lark", "\n".join(["%llguidance {}", start, f"body: {calls}", *rules]))
 
 
-def _call_rule(family: Family, number: int, tool: Tool) -> str:
-    if family == "coder":
-        return _coder_rule(number, tool)
-    named = {"name": {"const": tool.name}, ARGUMENTS[family]: tool.parameters}
+def arguments_schema(parameters: JsonObject) -> JsonObject:
+    """The schema of a call's arguments, an object; raises ValueError for parameters that are none."""
+    schema = prepared(parameters)
+    found = resolved(schema, schema)
+    types = found.get("type", "object") if isinstance(found, dict) else "object"
+    if types != "object" and "object" not in (types if isinstance(types, list) else ()):
+        raise ValueError(f'type: {json.dumps(types)}; parameters are an "object"')
+    # A `$ref` keeps no other keyword beside it: llguidance refuses that where the reference is circular
+    return schema if found is not schema and "type" in found else schema | {"type": "object"}
+
+
+def _call_rules(family: Family, number: int, tool: Tool) -> str:
+    try:
+        parameters = arguments_schema(tool.parameters)
+        if family == "coder":
+            return rules_of(number, tool.name, parameters)
+        return _json_rule(family, number, tool.name, moved(parameters, ROOT))
+    except ValueError as error:
+        raise ValueError(f"tool {tool.name!r}: {error}") from None
+
+
+def _json_rule(family: Family, number: int, name: str, arguments: JsonObject) -> str:
+    named = {"name": {"const": name}, ARGUMENTS[family]: {"$ref": "#" + pointer(ROOT)}}
     schema: JsonObject = {
         "type": "object",
         "properties": named,
         "required": list(named),
         "additionalProperties": False,
-    } | WRITTEN
-    schema |= {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
-    end = "" if family == "llama" else _text(CLOSE)
-    return f"call_{number}: %json {json.dumps(schema)} {end}"
-
-
-def _coder_rule(number: int, tool: Tool) -> str:
-    parts, rules = [_text(f"<function={tool.name}>\n")], list[str]()
-    for i, (name, schema) in enumerate(tool.parameters.get("properties", {}).items()):
-        rule = f"value_{number}_{i}"
-        optional = "" if name in tool.parameters.get("required", []) else "?"
-        parts.append(f"({_text(f'<parameter={name}>' + chr(10))} {rule}){optional}")
-        if schema.get("type") == "string" and "enum" not in schema:
-            rules.append(f"{rule}[lazy]: /(.|\\n)*/ {_text(chr(10) + '</parameter>' + chr(10))}")
-        elif schema.get("type") == "string":
-            choices = " | ".join(_text(text) for text in schema["enum"])
-            rules.append(f"{rule}: ({choices}) {_text(chr(10) + '</parameter>' + chr(10))}")
-        else:
-            rules.append(f"{rule}: %json {json.dumps(schema | WRITTEN)} {_text(chr(10) + '</parameter>' + chr(10))}")
-    parts.append(_text("</function>" + CLOSE))
-    return "\n".join([f"call_{number}: {' '.join(parts)}", *rules])
+        "$defs": {"arguments": arguments},
+        "x-guidance": SEPARATORS,
+    }
+    return f"call_{number}: %json {json.dumps(schema)} {'' if family == 'llama' else _text(CLOSE)}"
 
 
 def _text(text: str) -> str:
@@ -131,15 +139,26 @@ def _text(text: str) -> str:
 
 
 class CallReader:
-    """Content and calls of a text as it comes; arguments in JSON are handed on as they come."""
+    """Content and calls of a text as it comes; arguments in JSON are handed on as they come.
+
+    Of a call that is cut no character of its name or arguments is lost: it has the arguments that there are, or where
+    even its name is not whole, and in Qwen3-Coder's words, it is content as it was written.
+    """
 
     def __init__(self, family: Family, tools: Sequence[Tool]) -> None:
         self._family, self._tools = family, {tool.name: tool.parameters for tool in tools}
         self._opening = '{"name": ' if family == "llama" else OPEN
-        self._closing = {"hermes": "}" + CLOSE, "llama": "}", "coder": CLOSE}[family]
+        self._closing = "}" if family == "llama" else "}" + CLOSE
         self._held, self._state = "", "content"
-        self._begun = self._ended = False
+        self._begun = False
+        self._searched = 0  # of what is held: no call in Qwen3-Coder's words ends there
+        self._value = JsonEnd()
         self.num_calls = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """True if there are calls, and the last one has not been cut."""
+        return self.num_calls > 0 and self._state == "content"
 
     def push(self, text: str, *, is_last: bool = False) -> list[CallDelta]:
         """What the text adds; with is_last also what was held back."""
@@ -147,11 +166,18 @@ class CallReader:
         deltas = list[CallDelta]()
         while (delta := self._next(is_last)) is not None:
             deltas.append(delta)
+        if is_last and self._state == "head":
+            deltas.append(CallDelta(("" if self._family == "llama" else OPEN) + self._held))
+            self._held = ""
         return [delta for delta in deltas if delta != CallDelta()]
 
     def _next(self, is_last: bool) -> CallDelta | None:
         """The next delta; None where more text is needed."""
-        return {"content": self._content, "head": self._head, "arguments": self._arguments}[self._state](is_last)
+        if self._state == "content":
+            return self._content(is_last)
+        if self._state == "head":
+            return self._coder_call() if self._family == "coder" else self._head()
+        return self._arguments() if self._state == "arguments" else self._close()
 
     def _content(self, is_last: bool) -> CallDelta | None:
         place = self._held.find(self._opening)
@@ -160,57 +186,78 @@ class CallReader:
         if place >= 0:
             shown, self._held = self._held[:place], self._held[place:]
             self._held = self._held if self._family == "llama" else self._held.removeprefix(OPEN)
-            self._state = "head"
+            self._state, self._searched = "head", 0
             return CallDelta(shown.rstrip("\n") if self.num_calls else shown)
         kept = 0 if is_last else _overlap(self._held, self._opening)
         shown, self._held = self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]
         self._begun |= bool(shown)
         return CallDelta("" if self.num_calls and not shown.strip() else shown) if shown else None
 
-    def _head(self, is_last: bool) -> CallDelta | None:
-        if self._family == "coder":
-            place = self._held.find(CLOSE)
-            if place < 0:
-                return None
-            called, self._held = self._held[:place], self._held[place + len(CLOSE) :]
-            self._state = "content"
-            return self._of_coder(called)
+    def _head(self) -> CallDelta | None:
         if (found := HEAD.match(self._held)) is None:
-            return None
-        self._held, self._state = self._held[found.end() :], "arguments"
+            return self._no_call() if len(self._held) > MAX_HEAD else None
+        self._held, self._state, self._value = self._held[found.end() :], "arguments", JsonEnd()
         self.num_calls += 1
         return CallDelta(number=self.num_calls - 1, name=str(json.loads(found[1])))
 
-    def _arguments(self, is_last: bool) -> CallDelta | None:
-        number = self.num_calls - 1
-        place = len(self._held) - 1 if self._family == "llama" and is_last else self._held.find(self._closing)
-        if self._family == "llama" and not is_last:
-            place = -1
-        if place >= 0:
-            shown, self._held = self._held[:place], self._held[place + len(self._closing) :]
-            self._state, self._begun = "content", True
-            return CallDelta(number=number, arguments=shown)
-        kept = 1 if self._family == "llama" else _overlap(self._held, self._closing)
-        shown, self._held = self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]
-        return CallDelta(number=number, arguments=shown) if shown else None
+    def _arguments(self) -> CallDelta | None:
+        if not self._held:
+            return None
+        end = self._value.find(self._held)
+        shown, self._held = self._held[:end], self._held[end:]
+        self._state = "closing" if self._value.is_over else "arguments"
+        return CallDelta(number=self.num_calls - 1, arguments=shown)
 
-    def _of_coder(self, called: str) -> CallDelta:
-        found = CODER.search(called)
-        if found is None:
-            return CallDelta(OPEN + called + CLOSE)
-        types = self._tools.get(found[1], {}).get("properties", {})
-        values = {name: _typed(text, types.get(name, {})) for name, text in PARAMETER.findall(found[2])}
-        self.num_calls += 1
-        return CallDelta(number=self.num_calls - 1, name=found[1], arguments=json.dumps(values, ensure_ascii=False))
+    def _close(self) -> CallDelta | None:
+        if not self._held.startswith(self._closing) and self._closing.startswith(self._held):
+            return None
+        self._held = self._held.removeprefix(self._closing)
+        self._state, self._begun = "content", True
+        return CallDelta()
+
+    def _coder_call(self) -> CallDelta | None:
+        while (end := self._held.find(END_OF_CALL, self._searched)) >= 0:
+            try:
+                found = read_call(self._held[: end + len(END_OF_CALL)], self._tools)
+            except ValueError:
+                return self._no_call()
+            if found is not None:
+                self._held, self._state = self._held[found.end :], "content"
+                self.num_calls += 1
+                return CallDelta(number=self.num_calls - 1, name=found.name, arguments=found.arguments)
+            self._searched = end + 1  # it stands in a value
+        self._searched = max(self._searched, len(self._held) - len(END_OF_CALL) + 1)
+        return None
+
+    def _no_call(self) -> CallDelta:
+        self._state = "content"
+        opening = self._held[:1] if self._family == "llama" else OPEN
+        self._held = self._held.removeprefix(opening) if self._family == "llama" else self._held
+        self._begun = True
+        return CallDelta(opening)
 
 
-def _typed(text: str, schema: Mapping[str, Any]) -> Any:
-    if schema.get("type") == "string":
-        return text
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+class JsonEnd:
+    """Search for the end of a JSON object or list, piece by piece."""
+
+    def __init__(self) -> None:
+        self._depth, self._in_string, self._is_escaped = 0, False, False
+        self.is_over = False
+
+    def find(self, text: str) -> int:
+        """Length of the part of this piece that belongs to the value."""
+        for i, char in enumerate(text):
+            if self._in_string:
+                self._in_string = self._is_escaped or char != '"'
+                self._is_escaped = char == "\\" and not self._is_escaped
+            elif char == '"':
+                self._in_string = True
+            elif char in "{}[]":
+                self._depth += 1 if char in "{[" else -1
+                if self._depth == 0:
+                    self.is_over = True
+                    return i + 1
+        return len(text)
 
 
 def _overlap(text: str, mark: str) -> int:

@@ -97,7 +97,7 @@ def langchain(settings: Settings) -> Uses:
     from langchain_openai import ChatOpenAI, OpenAI
     from pydantic import BaseModel
 
-    class Trip(BaseModel):
+    class Journey(BaseModel):
         """A trip."""
 
         days: Literal[1, 2, 3]
@@ -127,8 +127,8 @@ def langchain(settings: Settings) -> Uses:
         "completions, streamed": lambda: "".join(text.stream("Once")),
         "completions, batch": lambda: text.batch(["Once", "Twice"])[1],
         "tool loop": tool_loop,
-        "structured, by schema": lambda: chat.with_structured_output(Trip, method="json_schema").invoke(QUESTION),
-        "structured, by a call": lambda: chat.with_structured_output(Trip, method="function_calling").invoke(
+        "structured, by schema": lambda: chat.with_structured_output(Journey, method="json_schema").invoke(QUESTION),
+        "structured, by a call": lambda: chat.with_structured_output(Journey, method="function_calling").invoke(
             QUESTION
         ),
         "agent": lambda: create_agent(chat, tools=[add]).invoke({"messages": [HumanMessage(QUESTION)]})["messages"],
@@ -148,7 +148,7 @@ def openai_agents(settings: Settings) -> Uses:
     from openai import AsyncOpenAI
     from pydantic import BaseModel
 
-    class Trip(BaseModel):
+    class Route(BaseModel):
         days: Literal[1, 2, 3]
         is_long: bool
 
@@ -181,7 +181,7 @@ def openai_agents(settings: Settings) -> Uses:
         "run, sampling": lambda: asyncio.run(whole(**sampling)),
         "tool loop": lambda: asyncio.run(whole(**tools)),
         "tool loop, streamed": lambda: asyncio.run(streamed(**tools)),
-        "output of a type": lambda: asyncio.run(whole(output_type=Trip)),
+        "output of a type": lambda: asyncio.run(whole(output_type=Route)),
         "handoff": lambda: asyncio.run(whole(handoffs=[agent()], sampling=one_call)),
     }
 
@@ -322,28 +322,16 @@ def lm_eval(settings: Settings) -> Uses:
     ]
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}}}
+    question, answer = {"doc_to_text": "{{question}}"}, "{{choices[answer]}}"
+    options = {"doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}"}
+    until = {"generation_kwargs": {"until": ["\n", "."], "max_gen_toks": 8, "do_sample": False}}
     tasks = {
-        "choice": {
-            "output_type": "multiple_choice",
-            "doc_to_text": "{{question}}",
-            "doc_to_choice": "{{choices}}",
-            "doc_to_target": "{{answer}}",
-            "metric_list": [{"metric": "acc"}],
-        },
-        "perplexity": {
-            "output_type": "loglikelihood_rolling",
-            "doc_to_text": "",
-            "doc_to_target": "{{question}}",
-            "metric_list": [{"metric": "word_perplexity"}],
-        },
-        "generation": {
-            "output_type": "generate_until",
-            "doc_to_text": "{{question}}",
-            "doc_to_target": "{{choices[answer]}}",
-            "generation_kwargs": {"until": ["\n", "."], "max_gen_toks": 8, "do_sample": False},
-            "metric_list": [{"metric": "exact_match"}],
-        },
+        "choice": {"output_type": "multiple_choice", **question, **options},
+        "perplexity": {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{question}}"},
+        "generation": {"output_type": "generate_until", **question, "doc_to_target": answer, **until},
     }
+    for name, metric in (("choice", "acc"), ("perplexity", "word_perplexity"), ("generation", "exact_match")):
+        tasks[name]["metric_list"] = [{"metric": metric}]
     for name, task in tasks.items():
         (folder / f"{name}.yaml").write_text(json.dumps({"task": name, "test_split": "test"} | data | task))
     manager = TaskManager(include_path=str(folder), include_defaults=False)

@@ -169,7 +169,7 @@ class Replica:
             field = "tools" if isinstance(body, ChatRequest) and body.callable_tools else body.grammar_field
             raise ApiError(400, f"{field}: {error}", field, "invalid_grammar") from None
         except ValueError as error:
-            named = str(error).partition(" ")[0]
+            named = str(error).partition(" ")[0].rstrip(":")
             param = named if named in type(body).model_fields else body.prompt_field
             raise ApiError(400, str(error), param) from None
 

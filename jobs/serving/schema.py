@@ -27,11 +27,10 @@ from jobs.serving.neutral import NEUTRAL, allowed, is_neutral
 from jobs.serving.structured import JsonBody, ResponseFormat, StructuredOutputs, structured
 from jobs.serving.tool_calls import Tool
 from jobs.serving.tools import MAX_TOOLS, ToolBody, ToolChoiceBody
+from jobs.serving.values import Biases, Flag, Metadata, Whole, whole
 
 MAX_STOPS = 16  # OpenAI takes 4; evaluations send more
 MAX_STOP_TOKENS = 256
-MAX_BIASES = 1024
-MAX_METADATA = 64  # fields; OpenAI takes 16
 MAX_MESSAGES = 4096  # of a conversation: bounds what a bad body makes us build
 MAX_CHOICES = 8
 MAX_SALT = 256  # characters
@@ -43,17 +42,6 @@ TEMPLATE_FIELDS |= {"add_generation_prompt", "continue_final_message", "padding"
 TEMPLATE_FIELDS |= {"return_tensors", "return_dict", "return_assistant_tokens_mask"}
 
 
-def _whole(value: Any) -> Any:
-    """JSON has one kind of number: 10.0 is an integer."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _flag(value: Any) -> Any:
-    return bool(value) if type(value) is int and value in (0, 1) else value
-
-
-Whole = Annotated[int, BeforeValidator(_whole)]
-Flag = Annotated[bool, BeforeValidator(_flag)]
 Prompt = str | list[int]
 """Of a completion: text, or token ids."""
 
@@ -61,7 +49,7 @@ Prompt = str | list[int]
 def _block_size(value: Any) -> Any:
     if value == "auto":
         return None
-    if type(size := _whole(value)) is not int or size < 1:
+    if type(size := whole(value)) is not int or size < 1:
         raise ValueError('must be "auto" or an integer of at least 1')
     return size
 
@@ -76,25 +64,6 @@ def _prompts(value: Any) -> list[Prompt]:
     if not isinstance(prompts, list) or not prompts or not all(map(_is_prompt, prompts)):
         raise ValueError("must be a string, a list of token ids, or a list of such prompts; none of them empty")
     return prompts
-
-
-def _biases(value: Any) -> dict[int, float]:
-    """Token ids are strings in JSON."""
-    if not isinstance(value, dict) or len(value) > MAX_BIASES:
-        raise ValueError(f"must be an object of at most {MAX_BIASES} token ids, each with a number from -100 to 100")
-    for token, bias in value.items():
-        if not (token.isascii() and token.isdecimal() and len(token) <= 10):
-            raise ValueError(f"{short(token)} is no token id")
-        if type(bias) not in (int, float) or not -100 <= bias <= 100:
-            raise ValueError(f"token {token} has {short(bias)}; must be a number from -100 to 100")
-    return {int(token): float(bias) for token, bias in value.items()}
-
-
-def _metadata(value: Any) -> Any:
-    is_map = isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
-    if not is_map or len(value) > MAX_METADATA:
-        raise ValueError(f"must be an object of at most {MAX_METADATA} strings")
-    return value
 
 
 class StreamOptions(JsonBody):
@@ -132,7 +101,7 @@ class GenerateRequest(JsonBody):
     presence_penalty: float = Field(0.0, ge=-2, le=2, allow_inf_nan=False)
     frequency_penalty: float = Field(0.0, ge=-2, le=2, allow_inf_nan=False)
     repetition_penalty: float = Field(1.0, ge=0.01, le=100, allow_inf_nan=False)
-    logit_bias: Annotated[dict[int, float], BeforeValidator(_biases)] = Field(default_factory=dict)
+    logit_bias: Biases = Field(default_factory=dict)
     seed: Whole | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Annotated[
         list[Annotated[str, Field(min_length=1)]],
@@ -160,7 +129,7 @@ class GenerateRequest(JsonBody):
     cache_salt: str = Field("", max_length=MAX_SALT)
     """Only requests with the same one share kept prefixes; as vLLM names it."""
     # What a client may say of a request, and no answer depends on.
-    metadata: Annotated[dict[str, str] | None, BeforeValidator(_metadata)] = None
+    metadata: Metadata | None = None
     user: str | None = None
     prompt_cache_key: str | None = None
     request_id: str | None = None

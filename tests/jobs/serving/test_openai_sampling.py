@@ -165,7 +165,9 @@ def test_a_template_that_fails_is_400(tiny_pair: Pair) -> None:
     tokenizer = type(tiny_pair.tokenizer)(tokenizer_object=tiny_pair.tokenizer.backend_tokenizer)
     tokenizer.chat_template = "{{ 1 // zero }}{{ messages[0].content }}"
     with replica_of(replace(tiny_pair, tokenizer=tokenizer), max_length=300) as replica, client_of(replica) as client:
-        body = {"model": "target", "messages": QUESTION, "chat_template_kwargs": {"zero": 0}}
-        refused = client.post(CHAT, json=body)
-        assert refused.status_code == 400
-        assert "chat template" in refused.json()["error"]["message"]
+        for kwargs in ({"zero": 0}, {"self": 1}, {"unread": 1}):
+            refused = client.post(
+                CHAT, json={"model": "target", "messages": QUESTION, "chat_template_kwargs": kwargs}
+            )
+            assert refused.status_code == 400
+            assert "chat template" in refused.json()["error"]["message"]

@@ -19,7 +19,7 @@ ENDINGS = (".jsonl", ".ndjson", ".json", ".parquet", ".txt")
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # those that pyarrow has
 
 
-class Row(NamedTuple):
+class FileRow(NamedTuple):
     """A row, or why it cannot be read, and where it is: "line 7", "row 7"."""
 
     where: str
@@ -40,7 +40,7 @@ class FileName(NamedTuple):
         return cls(named.stem, named.suffix.lower(), compression)
 
 
-def read_rows(path: Path) -> Iterator[Row]:
+def read_rows(path: Path) -> Iterator[FileRow]:
     """Rows of a file whose ending is one of ENDINGS; blank lines are none."""
     _, ending, compression = FileName.of(path)
     if ending == ".parquet":
@@ -51,7 +51,7 @@ def read_rows(path: Path) -> Iterator[Row]:
     document = _document(content, wanted=ending == ".json")
     if document is None:
         return _lines(content, is_json=True)
-    return (Row(f"row {number}", value) for number, value in enumerate(document, start=1))
+    return (FileRow(f"row {number}", value) for number, value in enumerate(document, start=1))
 
 
 def _unpacked(path: Path, compression: str) -> bytes:
@@ -72,20 +72,20 @@ def _as_utf8(path: Path, content: bytes) -> bytes:
     return content.removeprefix(codecs.BOM_UTF8)
 
 
-def _lines(content: bytes, *, is_json: bool) -> Iterator[Row]:
+def _lines(content: bytes, *, is_json: bool) -> Iterator[FileRow]:
     # Bytes are split at \n, \r and \r\n only; a string also at characters that JSON has in its strings, as U+2028.
     for number, line in enumerate(content.splitlines(), start=1):
         where = f"line {number}"
         try:
             text = line.decode("utf-8").strip()
             if text:
-                yield Row(where, json.loads(text) if is_json else text)
+                yield FileRow(where, json.loads(text) if is_json else text)
         except UnicodeDecodeError as error:
-            yield Row(where, ValueError(f"not UTF-8 text ({error.reason})"))
+            yield FileRow(where, ValueError(f"not UTF-8 text ({error.reason})"))
         except json.JSONDecodeError as error:
-            yield Row(where, ValueError(f"not JSON ({error.msg} at column {error.colno})"))
+            yield FileRow(where, ValueError(f"not JSON ({error.msg} at column {error.colno})"))
         except (ValueError, RecursionError) as error:  # an integer of thousands of digits; thousands of brackets
-            yield Row(where, ValueError(f"not JSON that can be read ({first_line(error)})"))
+            yield FileRow(where, ValueError(f"not JSON that can be read ({first_line(error)})"))
 
 
 def _document(content: bytes, *, wanted: bool) -> Sequence[object] | None:
@@ -113,7 +113,7 @@ def _document(content: bytes, *, wanted: bool) -> Sequence[object] | None:
     return [found]
 
 
-def _parquet_rows(path: Path, compression: str) -> Iterator[Row]:
+def _parquet_rows(path: Path, compression: str) -> Iterator[FileRow]:
     source = pa.BufferReader(_unpacked(path, compression)) if compression else path
     try:
         names = pq.read_schema(source).names
@@ -124,4 +124,4 @@ def _parquet_rows(path: Path, compression: str) -> Iterator[Row]:
     if not has_prompt_field(columns):
         raise ValueError(f"{path}: needs one of {', '.join(PROMPT_FIELDS)}, has {', '.join(names) or 'no columns'}")
     for number, row in enumerate(table.to_pylist(), start=1):
-        yield Row(f"row {number}", row)
+        yield FileRow(f"row {number}", row)

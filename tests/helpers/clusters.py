@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import httpx
 
@@ -22,17 +21,9 @@ from jobs.common.cluster import NUM_STARTS, STARTED_LATE
 RAY = str(Path(sys.executable).with_name("ray"))
 
 
-class HeadNode(NamedTuple):
-    """A head node; `ray_tmpdir` is the RAY_TMPDIR of processes that take it for the machine's latest cluster."""
-
-    pid: int
-    dashboard: str
-    ray_tmpdir: str
-
-
 @contextmanager
-def head_node(environment: Mapping[str, str]) -> Iterator[HeadNode]:
-    """Start one, again if the machine is too busy for Ray's own limit, and end it with the block."""
+def head_node(environment: Mapping[str, str]) -> Iterator[str]:
+    """Address of the jobs API of a new one. It starts again if the machine is too busy for Ray's own limit."""
     folder = tempfile.mkdtemp(prefix="bp")  # short, for Ray puts sockets below it
     log = Path(folder) / "log"
     try:
@@ -44,7 +35,7 @@ def head_node(environment: Mapping[str, str]) -> Iterator[HeadNode]:
             assert starts_left, log.read_text()
             assert STARTED_LATE in log.read_text(), log.read_text()
         try:
-            yield HeadNode(head.pid, dashboard, folder)
+            yield dashboard
         finally:
             head.terminate()  # with --block it takes its processes along
             head.wait(timeout=patient(60))

@@ -488,8 +488,8 @@ def test_a_lost_node_costs_no_prompt(config: SweepConfig, expected: dict[str, li
 @pytest.fixture
 def cluster() -> Iterator[str]:
     """Address of the jobs API of a head node of our own."""
-    with head_node(environment()) as head:
-        yield head.dashboard
+    with head_node(environment()) as address:
+        yield address
 
 
 @pytest.mark.ray

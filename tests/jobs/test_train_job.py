@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,7 +21,6 @@ from blockpilot.policy.store import load_policy
 from blockpilot.policy.training import Fit, FitSettings, FitTask, fitted_network, new_network, predict, shrink
 from blockpilot.sweep.rows import Metadata, SweepRow, write_rows
 from blockpilot.sweep.summary import Summary
-from helpers.clusters import head_node
 from helpers.prices import price
 from helpers.processes import Job, descendants
 from helpers.sweeps import CANDIDATES, NUM_PLACES, PAIR, VOCAB_SIZE, metadata, synthetic_rows
@@ -422,21 +422,37 @@ def test_kills_change_nothing(start: Start, tmp_path: Path) -> None:
     check_what_is_kept(tmp_path, rows, losses)
 
 
+OTHER = """
+import os, time
+from pathlib import Path
+import ray
+from jobs.common.cluster import connect
+connect(include_dashboard=True)
+# As `ray start` does, for Ray to take this for the machine's latest cluster.
+(Path(os.environ["RAY_TMPDIR"]) / "ray" / "ray_current_cluster").write_text(ray.get_runtime_context().gcs_address)
+print("another cluster", flush=True)
+time.sleep(10**6)
+"""
+
+
 @pytest.mark.ray
 def test_another_cluster_on_the_machine_is_left_alone(tmp_path: Path) -> None:
     """It is the one that Ray finds first, and knows nothing of this training's controller."""
     write_sweep(tmp_path / "sweep", synthetic_rows(60, 0))
     settings = FitSettings("prompt", hidden=32, epochs=400, batch_size=16, lr=1e-3, patience=400)
     config = TrainConfig(sweep=("sweep",), output=Path("policy"), fit=settings, objective="tau", checkpoint_every=50)
-    with head_node(environment()) as other:
-        surroundings = environment() | {"RAY_TMPDIR": other.ray_tmpdir, "RAY_DEDUP_LOGS": "0"}
-        job = Job(
-            ["-c", PROGRAM, config.model_dump_json()], cwd=tmp_path, env=surroundings, output=tmp_path / "stdout"
-        )
+    with tempfile.TemporaryDirectory(prefix="bp", ignore_cleanup_errors=True) as folder:  # short: sockets are in it
+        both = environment() | {"RAY_TMPDIR": folder, "RAY_DEDUP_LOGS": "0", "PYTHONPATH": str(ROOT)}
+        other = Job(["-c", OTHER], cwd=tmp_path, env=both, output=tmp_path / "other")
+        other.wait_for(lambda: "another cluster" in other.log)
+        job = Job(["-c", PROGRAM, config.model_dump_json()], cwd=tmp_path, env=both, output=tmp_path / "stdout")
         assert job.wait(300) == 0, job.log
-        assert not descendants(other.pid, "ray::Train")
         assert "policy in policy" in job.log
-    for complaint in ("multiple active Ray instances", "Cleaning up placement group", "PlacementGroupCleanerMonitor"):
+        assert other.poll() is None
+        assert not descendants(other.pid, "ray::Train")
+        other.terminate()
+        other.wait(60)
+    for complaint in ("multiple active Ray instances", "Cleaning up placement group"):
         assert complaint not in job.log
 
 

@@ -49,7 +49,7 @@ FORMATS: Mapping[str, str] = {
 }
 
 
-class Text(NamedTuple):
+class RawString(NamedTuple):
     """A value that is a string, of one of these schemas, or null where `may_be_null`; written without quotes."""
 
     schemas: tuple[JsonObject, ...]
@@ -67,7 +67,7 @@ class Called(NamedTuple):
 # --- schemas ---
 
 
-def text_of(root: JsonObject, schema: Any) -> Text | None:
+def text_of(root: JsonObject, schema: Any) -> RawString | None:
     """The value as text; None for one that is written as JSON. `root` is where references lead."""
     schema = resolved(root, schema)
     if not isinstance(schema, dict):
@@ -82,16 +82,16 @@ def text_of(root: JsonObject, schema: Any) -> Text | None:
     if not types <= {"string", "null"} or "string" not in types:
         return None
     may_be_null = "null" in types and (constants is None or None in constants)
-    return None if may_be_null and "null" in (constants or ()) else Text((schema,), may_be_null)
+    return None if may_be_null and "null" in (constants or ()) else RawString((schema,), may_be_null)
 
 
-def _of_options(root: JsonObject, options: list[Any]) -> Text | None:
+def _of_options(root: JsonObject, options: list[Any]) -> RawString | None:
     texts = [text_of(root, option) for option in options if not _is_null(resolved(root, option))]
     found = [text for text in texts if text is not None]
     if not found or len(found) < len(texts):
         return None
     schemas = tuple(schema for text in found for schema in text.schemas)
-    return Text(schemas, len(texts) < len(options) or any(text.may_be_null for text in found))
+    return RawString(schemas, len(texts) < len(options) or any(text.may_be_null for text in found))
 
 
 def _is_only(schema: JsonObject, key: str) -> bool:
@@ -292,7 +292,7 @@ def read_call(text: str, tools: Mapping[str, JsonObject]) -> Called | None:
     return Called(name, "{" + shown + "}", place + len(END_OF_CALL))
 
 
-def _as_json(text: str, kind: Text | None) -> str:
+def _as_json(text: str, kind: RawString | None) -> str:
     if kind is not None and kind.may_be_null and text == "null":
         return text
     if kind is None:

@@ -46,7 +46,7 @@ class Calls(NamedTuple):
         return json.dumps(self)
 
 
-class Constraint(NamedTuple):
+class CompiledStructure(NamedTuple):
     """What a text must match, compiled; the tools that it may call are those that the grammar follows."""
 
     compiled: CompiledGrammar
@@ -73,7 +73,7 @@ class Grammars:
         self._compiler: GrammarCompiler | None = None  # a second's work, made when it is first asked for
         self._trial: subprocess.Popen[bytes] | None = None
 
-    async def compile(self, asked: Grammar | Calls) -> Constraint:
+    async def compile(self, asked: Grammar | Calls) -> CompiledStructure:
         """Raises GrammarError for one that is wrong or takes too much to compile.
 
         Raises ApiError 429 where too many wait, 503 where the machine is too busy to say.
@@ -98,7 +98,7 @@ class Grammars:
 
     # --- on the thread ---
 
-    def _make(self, key: "Key", asked: Grammar | Calls) -> Constraint | str:
+    def _make(self, key: "Key", asked: Grammar | Calls) -> CompiledStructure | str:
         """Compile a grammar, or say why not."""
         if (found := self._kept.get(key)) is not None:  # by whoever waited before
             return found
@@ -110,7 +110,7 @@ class Grammars:
                 grammar, tools, num_bytes = self._fit(asked)
             else:
                 grammar, tools, num_bytes = asked, (), self._try(asked)
-            found = Constraint(self._compiler.compile(grammar), tools)
+            found = CompiledStructure(self._compiler.compile(grammar), tools)
         except GrammarError as error:
             found = str(error)
         self._kept.put(key, found, num_bytes + len(asked.source))
@@ -207,17 +207,17 @@ class Kept:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes, self.num_bytes = max_bytes, 0
-        self._results: OrderedDict[Key, tuple[Constraint | str, int]] = OrderedDict()
+        self._results: OrderedDict[Key, tuple[CompiledStructure | str, int]] = OrderedDict()
         self._lock = Lock()
 
-    def get(self, key: Key) -> Constraint | str | None:
+    def get(self, key: Key) -> CompiledStructure | str | None:
         with self._lock:
             if key not in self._results:
                 return None
             self._results.move_to_end(key)
             return self._results[key][0]
 
-    def put(self, key: Key, result: Constraint | str, num_bytes: int) -> None:
+    def put(self, key: Key, result: CompiledStructure | str, num_bytes: int) -> None:
         with self._lock:
             self._results[key] = (result, num_bytes)
             self.num_bytes += num_bytes

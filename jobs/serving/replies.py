@@ -159,7 +159,11 @@ class Reply:
         text, calls = "".join(choice.texts), list[JsonObject]()
         if (reader := self._readers[choice.index]) is not None:
             deltas = reader.push(text, is_last=True)
-            text, calls = "".join(delta.content for delta in deltas), whole_calls(deltas)
+            content_text, calls = "".join(delta.content for delta in deltas), whole_calls(deltas)
+            if choice.finish_reason == "stop" and calls and not reader.is_whole:
+                # A stop string cut the last call: as text no client can take it for a whole one.
+                content_text, calls = content_text + text[reader.last_begins :], calls[:-1]
+            text = content_text
         content = self._format.whole(text, calls)
         if self.body.prompt_logprobs is not None and not isinstance(self.body, ChatRequest):
             content["prompt_logprobs"] = self._prompt_logprobs(choice, self.body.prompt_logprobs)

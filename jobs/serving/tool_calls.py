@@ -154,6 +154,9 @@ class CallReader:
         self._searched = 0  # of what is held: no call in Qwen3-Coder's words ends there
         self._value = JsonEnd()
         self.num_calls = 0
+        self.last_begins = 0
+        """Where in the whole text the last call begins, if there is one."""
+        self._num_characters = 0  # of the text so far
 
     @property
     def is_whole(self) -> bool:
@@ -163,6 +166,7 @@ class CallReader:
     def push(self, text: str, *, is_last: bool = False) -> list[CallDelta]:
         """What the text adds; with is_last also what was held back."""
         self._held += text
+        self._num_characters += len(text)
         deltas = list[CallDelta]()
         while (delta := self._next(is_last)) is not None:
             deltas.append(delta)
@@ -184,6 +188,7 @@ class CallReader:
         if self._family == "llama" and (self._begun or place > 0):
             place = -1  # only the whole answer is a call
         if place >= 0:
+            self.last_begins = self._num_characters - len(self._held) + place
             shown, self._held = self._held[:place], self._held[place:]
             self._held = self._held if self._family == "llama" else self._held.removeprefix(OPEN)
             self._state, self._searched = "head", 0

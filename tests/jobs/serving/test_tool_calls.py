@@ -189,7 +189,13 @@ def test_a_stop_string_inside_a_call_ends_it_as_stop(client: TestClient, replica
         said = (whole["message"]["content"] or "") + "".join(call["function"]["arguments"] for call in calls)
         parts = [part for chunk in chunks for part in chunk["delta"].get("tool_calls", [])]
         streamed = "".join(chunk["delta"].get("content") or "" for chunk in chunks)
-        assert streamed + "".join(part["function"]["arguments"] for part in parts) == said
+        arguments = "".join(part["function"]["arguments"] for part in parts)
+        if whole["finish_reason"] == "stop":  # what was cut is text: nobody takes it for a whole call
+            assert all(json.loads(call["function"]["arguments"]) for call in calls)
+            assert said.startswith(streamed)
+            assert arguments in said
+        else:
+            assert streamed + arguments == said
         assert whole["finish_reason"] == chunks[-1]["finish_reason"]
         if stop in TEXTS[family_of(replica.pair.tokenizer.chat_template)] or asked["max_tokens"] == 30:
             assert whole["finish_reason"] == ("length" if asked["max_tokens"] == 30 else "stop")

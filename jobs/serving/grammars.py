@@ -40,6 +40,8 @@ class Calls(NamedTuple):
     tools: tuple[Tool, ...]
     must_call: bool
     parallel: bool
+    otherwise: Grammar | None = None
+    """A JSON text that the answer may be in place of calls; None for free text."""
 
     @property
     def source(self) -> str:
@@ -145,7 +147,9 @@ class Grammars:
         return self._grammar(calls, [opened(tool) if tool.name in loose else tool for tool in tools])
 
     def _grammar(self, calls: Calls, tools: Sequence[Tool]) -> tuple[Grammar, tuple[Tool, ...], int]:
-        grammar = grammar_of(calls.family, tools, must_call=calls.must_call, parallel=calls.parallel)
+        grammar = grammar_of(
+            calls.family, tools, must_call=calls.must_call, parallel=calls.parallel, otherwise=calls.otherwise
+        )
         return grammar, tuple(tools), self._try(grammar)
 
     def _try(self, grammar: Grammar) -> int:

@@ -161,13 +161,13 @@ class Replica:
         try:
             requests = await asyncio.to_thread(self._requests, body)  # a long prompt is not tokenized at once
             tools: tuple[Tool, ...] = ()
-            if (asked := self._structure(body)) is not None:
-                constraint, tools = await self._grammars.compile(asked)
+            for asked, field in self._structures(body):  # the last one is that of the text
+                try:
+                    constraint, tools = await self._grammars.compile(asked)
+                except GrammarError as error:
+                    raise ApiError(400, f"{field}: {error}", field, "invalid_grammar") from None
                 requests = [replace(request, constraint=constraint) for request in requests]
             return self.loop.submit_all(requests, client), tools
-        except GrammarError as error:
-            field = "tools" if isinstance(body, ChatRequest) and body.callable_tools else body.grammar_field
-            raise ApiError(400, f"{field}: {error}", field, "invalid_grammar") from None
         except ValueError as error:
             named = str(error).partition(" ")[0].rstrip(":")
             param = named if named in type(body).model_fields else body.prompt_field
@@ -191,12 +191,15 @@ class Replica:
             log.info("answered", extra={"log_to_stderr": False, **answered._asdict(), **prompt})
             self._metrics.on_answer(answered)
 
-    def _structure(self, body: Body) -> Grammar | Calls | None:
-        """Grammar of the structure that is asked for, or the calls of tools in the model's own words."""
-        if not isinstance(body, ChatRequest) or not body.callable_tools:
-            return body.grammar
-        family = family_of(chat_template(self.pair))
-        return Calls(family, tuple(body.callable_tools), body.must_call, body.parallel_tool_calls)
+    def _structures(self, body: Body) -> list[tuple[Grammar | Calls, str]]:
+        """The structure that is asked for, then the calls of tools in the model's own words; each with its field."""
+        found: list[tuple[Grammar | Calls, str]] = []
+        if body.grammar is not None:
+            found.append((body.grammar, body.grammar_field))
+        if isinstance(body, ChatRequest) and body.callable_tools:
+            family, tools = family_of(chat_template(self.pair)), tuple(body.callable_tools)
+            found.append((Calls(family, tools, body.must_call, body.parallel_tool_calls, body.grammar), "tools"))
+        return found
 
     def _requests(self, body: Body) -> list[Request]:
         """A request for every choice, prompt by prompt; choice i of a prompt has the seed plus i."""

@@ -245,8 +245,8 @@ class ChatRequest(GenerateRequest):
             raise ValueError(f"tool_choice: {short(self.tool_choice.function.name)} is none of the tools")
         if self.must_call and not self.tools:
             raise ValueError("tool_choice: there are no tools")
-        if self.callable_tools and self.grammar is not None:
-            raise ValueError("tools: response_format or structured_outputs ask for a structure, too; one is needed")
+        if self.callable_tools and self.grammar is not None and self.grammar.kind != "json":
+            raise ValueError("tools: structured_outputs asks for a text that is no JSON, too; one is needed")
         return self
 
     @property

@@ -79,16 +79,25 @@ def knows_tools(chat_template: str | None) -> bool:
 # --- grammars ---
 
 
-def grammar_of(family: Family, tools: Sequence[Tool], *, must_call: bool, parallel: bool) -> Grammar:
-    """Texts with calls of these tools; with free text before and after them unless one must be called.
+def grammar_of(
+    family: Family, tools: Sequence[Tool], *, must_call: bool, parallel: bool, otherwise: Grammar | None = None
+) -> Grammar:
+    """Texts with calls of these tools.
 
-    Raises ValueError, naming the tool, for parameters that no call can have.
+    Unless one must be called, there is free text before and after them; or the text is `otherwise`, a JSON text, or
+    calls. Raises ValueError, naming the tool, for parameters that no call can have.
     """
     rules = [_call_rules(family, i, tool) for i, tool in enumerate(tools)]
     calls = " | ".join(f"call_{i}" for i in range(len(tools)))
     more = "(" + _text("\n") + " call)*" if parallel and family != "llama" else ""
+    only_calls = f"{'' if family == 'llama' else _text(OPEN)} body {more}\ncall: {_text(OPEN)} body"
     if must_call:
-        start = f"start: {'' if family == 'llama' else _text(OPEN)} body {more}\ncall: {_text(OPEN)} body"
+        start = f"start: {only_calls}"
+    elif otherwise is not None:
+        spaces = SEPARATORS if otherwise.white_space is None else {"whitespace_pattern": otherwise.white_space}
+        schema = json.loads(otherwise.source)
+        schema = (schema if isinstance(schema, dict) else {"allOf": [schema]}) | {"x-guidance": spaces}
+        start = f"start: calls | otherwise\ncalls: {only_calls}\notherwise: %json {json.dumps(schema)}"
     elif family == "llama":
         start = "start: body | FREE\nFREE: /[^{](.|\\n)*/"
     else:

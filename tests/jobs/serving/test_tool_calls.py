@@ -156,7 +156,8 @@ def test_a_conversation_goes_on_after_a_call(client: TestClient, replica: Replic
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "'other' is none of the tools"),
         ({"tools": [], "tool_choice": "required"}, "there are no tools"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "name"),
-        ({"response_format": {"type": "json_object"}}, "one is needed"),
+        ({"structured_outputs": {"regex": "a+"}}, "one is needed"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "y"}}}}, "response_format"),
         ({"messages": [{"role": "user"}]}, "content"),
         ({"tools": [unknown_type(strict=True)]}, "tools: tool 'x': no grammar can enforce properties.a.type"),
         ({"tools": [unknown_type()], "tool_choice": "required"}, "tools: tool 'x'"),
@@ -177,6 +178,27 @@ def test_an_odd_tool_that_is_not_strict_is_left_looser_and_logged_once(
     assert [record.getMessage() for record in caplog.records] == [
         "tool 'x': calls need not follow its properties.a.type"
     ]
+
+
+def test_an_answer_with_tools_and_a_structure_is_calls_or_matches(client: TestClient, replica: Replica) -> None:
+    """As agents ask that want an answer of a type once they have called what they need."""
+    schema = {"type": "object", "properties": {"answer": {"enum": ["yes", "no"]}}, "required": ["answer"]}
+    schema |= {"additionalProperties": False}
+    body = ASKED | {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}
+    first = dict(zip("<{", byte_tokenizer()("<{")["input_ids"], strict=True))
+    for char, seed in [("<", 1), ("{", 1), ("{", 2), ("{", 3)]:
+        asked = body | {"seed": seed, "temperature": 2.0, "logit_bias": {str(first[char]): 90}, "min_tokens": 1}
+        choice = ask(client, CHAT, asked)["choices"][0]
+        message, is_llama = choice["message"], family_of(replica.pair.tokenizer.chat_template) == "llama"
+        if choice["finish_reason"] == "tool_calls":
+            assert char == "<" or is_llama
+            assert all(call["function"]["name"] in ("weather", "nothing") for call in message["tool_calls"])
+            assert not message["content"]
+        elif choice["finish_reason"] == "stop":
+            assert char == "{" or is_llama
+            jsonschema.validate(json.loads(message["content"]), schema)
+    demanded = ask(client, CHAT, body | {"tool_choice": "required", "seed": 1})["choices"][0]
+    assert demanded["message"]["tool_calls"] or demanded["finish_reason"] == "length"
 
 
 @pytest.mark.parametrize("stop", ['"days": ', "</tool_call>", "days"])

@@ -175,7 +175,7 @@ class Automaton(Protocol):
         ...
 
     def mask(self, path: Sequence[int] = ()) -> Tensor:
-        """All tokens that may come after the path, [vocab] bool."""
+        """All tokens that may come after the path, [vocab] bool; ValueError where that cannot be said."""
         ...
 
 

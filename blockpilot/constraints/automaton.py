@@ -5,7 +5,9 @@ only, the token is forced: no model has to be asked.
 """
 
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from blockpilot.constraints.grammar import Grammar, complaint, limits
+
+ALLOWANCE_S = 1.0
+ALLOWANCE_PER_TOKEN_S = 0.01  # ordinary grammars take 0.3 ms
 
 
 class GrammarError(ValueError):
@@ -34,8 +39,9 @@ class GrammarCompiler:
         vocab_size: int,
         stop_token_ids: frozenset[int],
         bounds: LLParserLimits | None = None,
+        allowance_s: float = ALLOWANCE_S,
     ) -> None:
-        self.vocab_size, self._bounds = vocab_size, bounds or limits()
+        self.vocab_size, self._bounds, self._allowance_s = vocab_size, bounds or limits(), allowance_s
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             raise GrammarError(f"tokenizer {type(tokenizer).__name__}: grammars need one of the tokenizers library")
         self.tokenizer = tokenizer_json(tokenizer, vocab_size)
@@ -49,7 +55,7 @@ class GrammarCompiler:
             raise GrammarError(f"grammar: {error}") from None
         if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
             raise GrammarError(f"grammar: {complaint(matcher)}")
-        return CompiledGrammar(grammar, matcher, self.vocab_size)
+        return CompiledGrammar(grammar, matcher, self.vocab_size, self._allowance_s)
 
 
 def tokenizer_json(tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> str:
@@ -74,60 +80,92 @@ def _makes_one_of(known: dict[str, int], merge: str | Sequence[str]) -> bool:
 
 
 class CompiledGrammar:
-    """Grammar that any number of requests may follow; `grammar` is its source."""
+    """Grammar that any number of requests may follow; `grammar` is its source.
 
-    def __init__(self, grammar: Grammar, matcher: LLMatcher, vocab_size: int) -> None:
+    allowance_s: CPU seconds that a request may spend in its automaton, beside ALLOWANCE_PER_TOKEN_S for every token.
+    """
+
+    def __init__(self, grammar: Grammar, matcher: LLMatcher, vocab_size: int, allowance_s: float) -> None:
         self.grammar, self._matcher, self._vocab_size = grammar, matcher, vocab_size
+        self._allowance_s = allowance_s
 
     def start(self) -> "GrammarAutomaton":
         """Its state before the first token."""
-        return GrammarAutomaton(self._matcher.deep_copy(), self._vocab_size)
+        return GrammarAutomaton(self._matcher, self._vocab_size, self._allowance_s)
 
 
 class GrammarAutomaton:
-    """State of a grammar after the final tokens of a request. `path` are tokens that may follow them."""
+    """State of a grammar after the final tokens of a request. `path` are tokens that may follow them.
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
-        self._matcher, self._vocab_size = matcher, vocab_size
+    A path that outgrows the grammar's limits fails alone, for a draft may look where no text goes: the state is then
+    made again from the final tokens. The request fails where its own text does, and where it has spent its seconds.
+    """
+
+    def __init__(self, start: LLMatcher, vocab_size: int, allowance_s: float) -> None:
+        self._start, self._matcher, self._vocab_size = start, start.deep_copy(), vocab_size
+        self._final: list[int] = []
         self._ahead: list[int] = []  # tokens of the matcher that are not final
+        self._failed: tuple[tuple[int, ...], str] | None = None  # a path that nothing may follow, and why
+        self._left_s = allowance_s
 
     @property
     def error(self) -> GrammarError | None:
         """Why the grammar can be followed no further."""
-        return GrammarError(f"grammar: {complaint(self._matcher)}") if self._matcher.is_error() else None
+        if self._left_s < 0:
+            return GrammarError("grammar: following it takes too much of the machine's time")
+        if self._matcher.is_error():
+            return GrammarError(f"grammar: {complaint(self._matcher)}")
+        return None
 
     def take(self, token: int) -> None:
         """Make a token final; raises GrammarError for one that may not follow."""
-        self._follow(())
-        if not self._matcher.consume_token(token):
-            raise GrammarError(f"grammar: {complaint(self._matcher)}")
+        with self._charged():
+            self._follow(())
+            if not self._matcher.consume_token(token):
+                raise GrammarError(f"grammar: {complaint(self._matcher)}")
+        self._final.append(token)
+        self._failed, self._left_s = None, self._left_s + ALLOWANCE_PER_TOKEN_S
 
     def ends(self, path: Sequence[int] = ()) -> bool:
         """True where nothing can follow."""
-        self._follow(path)
-        return self._matcher.is_stopped()
+        with self._charged():
+            return self._follow(path) and self._matcher.is_stopped()
 
     def allowed(self, path: Sequence[int], tokens: Sequence[int]) -> list[bool]:
-        """Which of some tokens may come after the path."""
-        self._follow(path)
-        return [self._matcher.validate_tokens([token]) == 1 for token in tokens]
+        """Which of some tokens may come after the path; none where its limits are reached."""
+        with self._charged():
+            found = [self._follow(path) and self._matcher.validate_tokens([token]) == 1 for token in tokens]
+            return found if self._holds(path) else [False] * len(found)
 
     def forced(self, path: Sequence[int] = ()) -> list[int]:
         """Tokens each of which is the only one that may come next, as many as there are."""
-        self._follow(path)
-        return self._matcher.compute_ff_tokens()
+        with self._charged():
+            found = self._matcher.compute_ff_tokens() if self._follow(path) else []
+            return found if self._holds(path) else []
 
     def mask(self, path: Sequence[int] = ()) -> Tensor:
-        """Tokens that may come after the path, [vocab] bool; none where the grammar's limits are reached."""
-        self._follow(path)
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        allowed = torch.from_numpy(np.unpackbits(bits, count=self._vocab_size, bitorder="little")).bool()
-        return torch.zeros_like(allowed) if self._matcher.is_error() else allowed
+        """Tokens that may come after the path, [vocab] bool; raises GrammarError where its limits are reached."""
+        with self._charged():
+            bits = self._matcher.compute_bitmask() if self._follow(path) else b""
+            if not self._holds(path):
+                why = self._failed[1] if self._failed else complaint(self._matcher)
+                raise GrammarError(f"grammar: {why}")
+        array = np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=self._vocab_size, bitorder="little")
+        return torch.from_numpy(array).bool()
 
-    def _follow(self, path: Sequence[int]) -> None:
-        """Move from one path to another, by way of what they share."""
-        if self._matcher.is_error():
-            return
+    @contextmanager
+    def _charged(self) -> Iterator[None]:
+        """Charge the CPU seconds of the block to the request."""
+        begun = time.thread_time()
+        try:
+            yield
+        finally:
+            self._left_s -= time.thread_time() - begun
+
+    def _follow(self, path: Sequence[int]) -> bool:
+        """Move from one path to another, by way of what they share; False where it reaches the grammar's limits."""
+        if not self._holds(path):
+            return False
         shared = 0
         while shared < min(len(path), len(self._ahead)) and path[shared] == self._ahead[shared]:
             shared += 1
@@ -136,3 +174,16 @@ class GrammarAutomaton:
         if path[shared:]:
             self._matcher.consume_tokens(list(path[shared:]))
         self._ahead[shared:] = path[shared:]
+        return self._holds(path)
+
+    def _holds(self, path: Sequence[int]) -> bool:
+        """True unless the path has failed, or fails now: an error of the matcher is for good, so it is made again."""
+        if self._failed is not None and tuple(path[: len(self._failed[0])]) == self._failed[0]:
+            return False
+        if not self._matcher.is_error():
+            return True
+        if path:
+            self._failed = tuple(path), complaint(self._matcher)
+            self._matcher, self._ahead = self._start.deep_copy(), []
+            self._matcher.consume_tokens(self._final)
+        return False

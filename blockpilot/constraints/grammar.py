@@ -53,9 +53,12 @@ def of_choices(texts: Sequence[str]) -> Grammar:
     return Grammar("choice", json.dumps(texts))
 
 
-def limits(max_lexer_states: int = 50_000) -> LLParserLimits:
-    """Bounds of what compiling a grammar, and every later step, may cost: about 20 ms a step, 100 MB."""
-    return LLParserLimits(max_lexer_states=max_lexer_states, verbose_errors=False)
+def limits(max_lexer_states: int = 50_000, step_max_items: int = 10_000) -> LLParserLimits:
+    """Bounds of what compiling a grammar, and every later step, may cost: about 20 ms a step, 100 MB.
+
+    step_max_items: of the parser, for one mask; an ambiguous grammar's grow with the square of its text.
+    """
+    return LLParserLimits(max_lexer_states=max_lexer_states, step_max_items=step_max_items, verbose_errors=False)
 
 
 def complaint(matcher: LLMatcher) -> str:

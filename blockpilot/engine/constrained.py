@@ -36,7 +36,8 @@ def settle(
 
     chosen [1 + nodes] are the target's free choices after the anchor and after every node, drawn from
     logits [1 + nodes, vocab]; where these leave nothing that is allowed (all stop tokens, before the least length),
-    the target's own logits, of_target, decide. NO_TOKEN where the automaton fails.
+    the target's own logits, of_target, decide. NO_TOKEN after a path beyond which the automaton's limits are; raises
+    its error where they are reached at once.
     """
     chosen, sampling = list(chosen), row.request.sampling
     is_cut = not sampling.is_greedy and cuts(sampling, logits.shape[1])
@@ -44,7 +45,13 @@ def settle(
     node: int | None = 0
     while node is not None and chosen[node] != NO_TOKEN and not automaton.ends(path):
         if is_cut or not automaton.allowed(path, chosen[node : node + 1])[0]:
-            refused = ~automaton.mask(path).to(logits.device)
+            try:
+                refused = ~automaton.mask(path).to(logits.device)
+            except ValueError:
+                if not path:
+                    raise
+                chosen[node] = NO_TOKEN  # the tokens before it stand, as in plain decoding
+                break
             masked = logits[node : node + 1].masked_fill(refused, -math.inf)
             if logits is not of_target and masked.isneginf().all():
                 masked = of_target[node : node + 1].masked_fill(refused, -math.inf)

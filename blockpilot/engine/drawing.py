@@ -44,15 +44,15 @@ def choose_tokens(work: Work, logits: Tensor, graphs: Graphs | None = None) -> l
             for i, token in zip(places, _sample(some, [draws[i] for i in places], graphs), strict=True):
                 chosen[i] = token
     for row, tree, own in scored:
-        if row.automaton is not None:
+        if row.automaton is not None and row.error is None:
             try:
                 own_logits = changed.get(row, logits[own])
                 chosen[own] = settle(row, row.automaton, tree, chosen[own], own_logits, logits[own])
             except Exception as error:  # of the automaton, which is the request's own
                 row.error = error
             row.error = row.error or row.automaton.error
-            if row.error is not None:
-                chosen[own] = [NO_TOKEN] * len(chosen[own])
+        if row.error is not None:
+            chosen[own] = [NO_TOKEN] * len(chosen[own])
     return chosen
 
 

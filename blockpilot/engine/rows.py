@@ -97,9 +97,12 @@ class Row:
         anchor and every node; logits [1 + nodes, vocab] are those that they were drawn from.
         """
         path = walk(tree, chosen)
+        if chosen[path[-1]] == NO_TOKEN and len(path) > 1:
+            path.pop()  # nothing can be drawn there: the text ends before, or the next step fails, as plain decoding
         if self.forecast is not None and (depth or not tree.tokens):  # else a constraint forced all of them
             self.forecast.observe(depth, len(tree.tokens), min(len(path) - 1, depth))
-        return path, self.commit([chosen[i] for i in path], logits, path, len(chosen), tree)
+        step = self.commit([chosen[i] for i in path], logits, path, len(chosen), tree)
+        return path[: len(step.tokens)], step
 
     def commit(
         self, tokens: list[int], logits: Tensor, path: Sequence[int], block_size: int = 0, tree: Tree = NO_TREE
@@ -117,7 +120,13 @@ class Row:
         while reason is None and len(emitted) < len(tokens):
             emitted.append(tokens[len(emitted)])
             self.tokens.append(emitted[-1])
-            reason = self._end(emitted[-1], texts)
+            try:
+                reason = self._end(emitted[-1], texts)
+            except ValueError as error:  # of the automaton: the tokens before stand, as in plain decoding
+                if len(emitted) == 1:
+                    raise
+                self.error, _, _ = error, emitted.pop(), self.tokens.pop()
+                break
         self.finished = reason is not None
         return Step(
             self.request_id,

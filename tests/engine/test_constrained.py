@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.hf import from_tokenizer
 
 from blockpilot.constraints.automaton import GrammarCompiler, GrammarError
@@ -19,6 +19,7 @@ from blockpilot.control.controller import FixedPolicy
 from blockpilot.control.forecasts import RunningMeans
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.sampling import keyed_sample
+from blockpilot.engine.trees import drawn_apart
 from blockpilot.evaluation.pricing import StaticForecast
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import LAYOUTS, Layout, Policy, Request, Sampling
@@ -184,6 +185,51 @@ def test_a_constraint_that_fails_ends_its_request_alone(tiny_pair: Pair) -> None
     assert isinstance(errors[0][1], GrammarError)
     assert "too many states" in str(errors[0][1])
     assert text_of(beside) == plain_text(tiny_pair, PROMPT, NUM, Sampling())
+
+
+def test_a_draft_that_looks_past_a_grammars_limits_ends_nothing(tiny_pair: Pair) -> None:
+    """One branch outgrows the limits at once. Drafts look into it; texts and failures are plain decoding's."""
+    rules = "\n".join(f'r{i}: /[c-z]/ "{i}"' for i in range(2500))
+    source = f'start: ("a" | "b" big)* "!"\nbig: {" | ".join(f"r{i}" for i in range(2500))}\n{rules}'
+    constraint = compiler(tiny_pair).compile(Grammar("grammar", source))
+    both = list(tiny_pair.tokenizer("ab", add_special_tokens=False)["input_ids"])
+
+    def decode(seed: int, block_size: int, offered: Sequence[int]) -> tuple[str, list[str]]:
+        engine, lost = Engine(tiny_pair, num_slots=1, max_length=64), list[str]()
+        engine.on_failure = lambda request_id, error: lost.append(str(error))
+        chances = [0.5, 0.4][: len(offered)]
+        engine._drafter.propose = lambda rows, slots, depths, num: [  # type: ignore[method-assign]
+            drawn_apart([offered] * depth, [[chances] * depth]) for depth in depths
+        ]
+        engine.add(Request((1, 2, seed), 30, Sampling(), block_size, layout="tree", constraint=constraint))
+        steps = [step for _ in range(40) for step in engine.step()]
+        return str(tiny_pair.tokenizer.decode(text_of(steps))), lost
+
+    plain = [decode(seed, 1, both) for seed in range(12, 26)]
+    assert [decode(seed, 8, both) for seed in range(12, 26)] == plain
+    assert any(lost for _, lost in plain)
+    assert not all(lost for _, lost in plain)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "allowance_s", "reason"), [(limits(step_max_items=200), 1.0, "items"), (None, 0.0, "time")]
+)
+def test_an_ambiguous_grammar_ends_its_request_alone(
+    tiny_pair: Pair, bounds: LLParserLimits | None, allowance_s: float, reason: str
+) -> None:
+    """The items of its masks grow with the square of the text, and the seconds of the machine with them."""
+    pair, stops = tiny_pair, tiny_pair.stop_token_ids
+    bounded = GrammarCompiler(pair.tokenizer, pair.vocab_size, stops, bounds, allowance_s)
+    constraint = bounded.compile(Grammar("grammar", 'start: e "!"\ne: e e | "a" | "b"'))
+    engine, lost = Engine(pair, max_length=512), list[str]()
+    engine.on_failure = lambda request_id, error: lost.append(str(error))
+    (end,) = pair.tokenizer("!", add_special_tokens=False)["input_ids"]
+    failing = Request(PROMPT, 400, Sampling(logit_bias={end: -100.0}), 8, constraint=constraint)
+    steps, beside = run(engine, [failing, Request(PROMPT, NUM, block_size=4)])
+    assert len(lost) == 1
+    assert reason in lost[0]
+    assert len(text_of(steps)) < 400
+    assert text_of(beside) == plain_text(pair, PROMPT, NUM, Sampling())
 
 
 @pytest.mark.parametrize("layout", ["chain", "tree"])

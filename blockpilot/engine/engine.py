@@ -361,7 +361,7 @@ class Engine:
         except Exception as error:
             if self.on_failure is None:
                 raise
-            row.finished = True
+            row.finished = row.failed = True
             self.on_failure(row.request_id, error)
 
     def _decide(self, row: Row, prefill: Prefill) -> None:
@@ -381,6 +381,9 @@ class Engine:
         for slot in reversed(range(before)):
             if not self._rows[slot].finished:
                 continue
+            if self._rows[slot].failed:
+                self._cache.clear(slot)
+                self._drafter.cache.clear(slot)
             last = self._rows.pop()
             if slot < len(self._rows):
                 self._move(len(self._rows), slot, len(last.tokens))

@@ -44,6 +44,8 @@ class Row:
     can_draft: bool = True
     """The draft's cache is kept up with the row's context."""
     finished: bool = False
+    failed: bool = False
+    """It ended with an error: its slot may hold what is not finite."""
 
     @property
     def anchor_position(self) -> int:

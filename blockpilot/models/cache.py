@@ -76,6 +76,10 @@ class SlotCache:
         """Copy the first `length` columns of slot `source` over slot `destination`."""
         self.layers[:, :, destination, :, :length] = self.layers[:, :, source, :, :length]
 
+    def clear(self, slot: int) -> None:
+        """Forget what a failed row has left: by torch masked columns are multiplied by zero, and 0 * NaN is NaN."""
+        self.layers[:, :, slot] = 0
+
 
 class Pages:
     """Keys and values of `num` runs of `size` columns, kept apart from the slots of a cache that they come from."""

@@ -89,8 +89,17 @@ static void swiglu(long rows, long inner, const stored *gate_up, stored *out)
         }
 }
 
+static int is_finite(long dim, const stored *x)
+{
+    ints broken = {0};
+    for (long i = 0; i < dim; i += LANES)
+        broken |= load(x + i) - load(x + i) != 0; /* NaN and infinity */
+    return !any(broken);
+}
+
 /* heads [tokens, queries + 2 * kv, dim]: norm queries and keys, where there are norms, rotate them, and store keys and
- * values in the cache of the layer. */
+ * values in the cache of the layer. Values that are not finite are stored as 0 beside a key of NaN: who sees them gets
+ * NaN, and who does not, for whom they count 0 times, does not. */
 static void rotate_and_store(const struct tokens *tokens, long queries, long kv, long dim, const stored *norms,
                              float eps, long layer, stored *heads)
 {
@@ -111,7 +120,12 @@ static void rotate_and_store(const struct tokens *tokens, long queries, long kv,
         for (long head = 0; head < 2 * kv; head++) {
             long of_slot = (layer * 2 + head / kv) * tokens->slots + tokens->own_slots[token];
             stored *to = tokens->cache + (of_slot * kv + head % kv) * each + tokens->own_columns[token] * dim;
-            memcpy(to, heads + (token * all + queries + head) * dim, dim * sizeof(stored));
+            const stored *from = heads + (token * all + queries + head) * dim;
+            memcpy(to, from, dim * sizeof(stored));
+            if (head >= kv && !is_finite(dim, from)) {
+                memset(to, 0, dim * sizeof(stored));
+                store((lanes){0} + NAN, to - tokens->slots * kv * each);
+            }
         }
     }
 }

@@ -1,0 +1,103 @@
+"""States that are not finite, as of a damaged embedding, end the request whose text has them, and no other."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from blockpilot.drafts.checkpoint import new_draft_config
+from blockpilot.drafts.dflash import DraftModel
+from blockpilot.engine.engine import Engine
+from blockpilot.engine.trees import drawn_apart
+from blockpilot.models.native_layers import NativeLayers
+from blockpilot.pairs.loading import Pair
+from blockpilot.types import PairId, Request
+from helpers.tiny import EOS_ID, MASK_ID, byte_tokenizer
+
+BAD = 200
+GOOD, LONG = tuple(range(30, 35)), tuple(range(20, 90))
+DIMS = {"torch": 12, "C": 32}  # of a head: C has no vectors for the first
+
+
+def damaged_pair(head_dim: int, dtype: torch.dtype, bad: Sequence[int]) -> Pair:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=272,
+        hidden_size=64 if head_dim == 32 else 48,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=head_dim,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=EOS_ID,
+        pad_token_id=256,
+        initializer_range=0.2,
+    )
+    target = LlamaForCausalLM(config)
+    draft = DraftModel(new_draft_config(config, mask_token_id=MASK_ID, num_layers=2, block_size=4))
+    target.model.embed_tokens.weight.data[list(bad)] = float("nan")
+    models = (model.to(dtype).eval().requires_grad_(False) for model in (target, draft))
+    return Pair(PairId("t", "1", "d", "2"), *models, byte_tokenizer())  # type: ignore[arg-type]
+
+
+def decode(engine: Engine, requests: Sequence[Request]) -> tuple[list[tuple[int, ...]], set[int]]:
+    """Texts, and which requests were lost."""
+    lost = set[int]()
+    engine.on_failure = lambda request_id, error: lost.add(request_id)
+    ids = [engine.add(request) for request in requests]
+    texts = dict.fromkeys(ids, ())
+    while not engine.idle:
+        for step in engine.step():
+            texts[step.request_id] += step.tokens
+    return [texts[i] for i in ids], {ids.index(i) for i in lost}
+
+
+@pytest.mark.parametrize("way", DIMS)
+def test_a_slot_keeps_nothing_of_a_request_that_failed(way: str) -> None:
+    pair = damaged_pair(DIMS[way], torch.float32, [BAD])
+    (expected,), _ = decode(Engine(pair, num_slots=1, max_length=200), [Request(GOOD, 20, block_size=1)])
+    engine = Engine(pair, num_slots=2, max_length=200)
+    assert isinstance(engine._target._decoder._layers, NativeLayers) == (way == "C")
+    assert decode(engine, [Request((*LONG, BAD, *LONG[:40]), 20, block_size=1)]) == ([()], {0})
+    texts, lost = decode(engine, [Request(GOOD, 20, block_size=4), Request(LONG, 20, block_size=1)])
+    assert texts[0] == expected
+    assert not lost
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_drafted_token_whose_states_are_not_finite_ends_nothing(dtype: torch.dtype) -> None:
+    """In C: the target does not choose it."""
+    pair = damaged_pair(DIMS["C"], dtype, [BAD])
+    (expected,), _ = decode(Engine(pair, num_slots=1, max_length=200), [Request(GOOD, 20, block_size=1)])
+    engine = Engine(pair, num_slots=2, max_length=200)
+    engine._drafter.propose = lambda rows, slots, depths, num: [  # type: ignore[method-assign]
+        drawn_apart([[BAD, *range(num - 1)]] * depth, [[[0.5] + [0.01] * (num - 1)] * depth]) for depth in depths
+    ]
+    for layout in ("chain", "tree"):
+        texts, lost = decode(engine, [Request(GOOD, 20, block_size=4, layout=layout), Request(LONG, 20)])
+        assert texts[0] == expected
+        assert not lost
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_text_ends_as_plainly_where_its_stop_token_has_states_that_are_not_finite(dtype: torch.dtype) -> None:
+    """A block that accepts the stop token has scores after it, which nobody asks for."""
+    whole, _ = decode(
+        Engine(damaged_pair(DIMS["C"], dtype, []), num_slots=1, max_length=200), [Request(GOOD, 20, block_size=1)]
+    )
+    stop = whole[0][3]
+    pair = damaged_pair(DIMS["C"], dtype, [stop])
+    for stops in (frozenset({stop}), frozenset[int]()):
+        plain = decode(
+            Engine(pair, num_slots=1, max_length=200), [Request(GOOD, 20, block_size=1, stop_token_ids=stops)]
+        )
+        engine = Engine(pair, num_slots=1, max_length=200)
+        engine._drafter.propose = lambda rows, slots, depths, num: [  # type: ignore[method-assign]
+            drawn_apart([[whole[0][min(19, len(row.tokens) - len(GOOD) + i)]] for i in range(d)], [[[0.9]] * d])
+            for row, d in zip(rows, depths, strict=True)
+        ]
+        assert decode(engine, [Request(GOOD, 20, block_size=6, stop_token_ids=stops)]) == plain

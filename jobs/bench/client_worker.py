@@ -201,7 +201,7 @@ def pydantic_ai(settings: Settings) -> Uses:
         BLUE = "blue"
 
     class Flag(BaseModel):
-        colors: set[Color] = Field(max_length=2)
+        colors: list[Color] = Field(max_length=2)  # a set has uniqueItems, which no grammar enforces: refused by name
         is_old: bool | None = None
 
     def paint(colors: set[Color], is_bright: bool | None = None, title: str | None = None) -> str:
@@ -225,8 +225,8 @@ def pydantic_ai(settings: Settings) -> Uses:
         "run": lambda: asked(QUESTION),
         "run, streamed": lambda: asyncio.run(streamed()),
         "tools with a set and optionals": lambda: asked("Hello", tools=[paint]),
-        "output by a call, with a set": lambda: asked("A red and blue flag", output_type=Flag),
-        "output by a schema, with a set": lambda: asked("A red and blue flag", output_type=NativeOutput(Flag)),
+        "output by a call": lambda: asked("A red and blue flag", output_type=Flag),
+        "output by a schema": lambda: asked("A red and blue flag", output_type=NativeOutput(Flag)),
     }
 
 

@@ -27,7 +27,8 @@ def fitted(family: Family, tool: Tool, exact: bool) -> FittedTool:
     looser, dropped = _looser(family, tool)
     if exact:
         named = f": no grammar can enforce {', '.join(dropped[:3])}" if dropped else ""
-        raise ValueError(f"tool {tool.name!r}{named} ({wrong.removeprefix(f'tool {tool.name!r}: ')})")
+        reason = wrong.removeprefix(f"tool {tool.name!r}: ").partition("\n")[0]  # then the grammar's own lines
+        raise ValueError(f"tool {tool.name!r}{named} ({reason})")
     return FittedTool(looser, dropped)
 
 

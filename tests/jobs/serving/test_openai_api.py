@@ -309,7 +309,6 @@ BAD_FIELDS: list[tuple[JsonObject, int, str | None]] = [
     ({"prompt_cache_key": 1}, 400, "prompt_cache_key"),
     ({"chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"tokenize": False}}, 400, "chat_template_kwargs"),
-    ({"chat_template_kwargs": {"note": "<eos>"}}, 400, "chat_template_kwargs"),
     ({"chat_template_kwargs": "thinking"}, 400, "chat_template_kwargs"),
     ({"continue_final_message": True}, 400, "continue_final_message"),
     ({"reasoning_effort": "high"}, 400, "reasoning_effort"),

@@ -169,7 +169,7 @@ def test_served_to_the_openai_client_until_sigterm(server: Server, tiny_pair: Pa
     both = client.chat.completions.create(**CHAT, n=2, max_tokens=40, logprobs=True, top_logprobs=2)
     assert [choice.message.content for choice in both.choices] == [whole.choices[0].message.content] * 2
     assert all(len(token.top_logprobs) == 2 for token in both.choices[0].logprobs.content)
-    with pytest.raises(openai.BadRequestError, match="presence_penalty: .*less than or equal to 2"):
+    with pytest.raises(openai.BadRequestError, match=r"presence_penalty: .*less than or equal to 2"):
         client.chat.completions.create(**CHAT, presence_penalty=3.0)
     with pytest.raises(openai.NotFoundError, match="gpt-9"):
         client.chat.completions.create(**CHAT | {"model": "gpt-9"})

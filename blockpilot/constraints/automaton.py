@@ -177,7 +177,7 @@ class GrammarAutomaton:
         return self._holds(path)
 
     def _holds(self, path: Sequence[int]) -> bool:
-        """True unless the path has failed, or fails now: an error of the matcher is for good, so it is made again."""
+        """True unless the path has failed, or fails now: then a new matcher replaces the old one."""
         if self._failed is not None and tuple(path[: len(self._failed[0])]) == self._failed[0]:
             return False
         if not self._matcher.is_error():

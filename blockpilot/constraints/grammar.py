@@ -12,12 +12,11 @@ from typing import Any, Literal, NamedTuple
 
 from llguidance import LLMatcher, LLParserLimits, grammar_from
 
-from blockpilot.constraints.schemas import inexact, prepared, subschemas
+from blockpilot.constraints.schemas import check_exact, prepared
 
 MAX_BYTES = 2**17  # of a grammar's source
 SEPARATORS: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
-ROUNDED = "is an integer of more than 53 bits, which would be rounded"
 
 
 class Grammar(NamedTuple):
@@ -34,17 +33,18 @@ class Grammar(NamedTuple):
             raise ValueError(f"grammar of {size} bytes: at most {MAX_BYTES} are compiled")
         if self.kind != "json":
             return grammar_from(self.kind, self.source)
-        if self.white_space is not None:
-            return LLMatcher.grammar_from_json_schema(self.source, overrides={"whitespace_pattern": self.white_space})
-        return LLMatcher.grammar_from_json_schema(self.source, overrides=SEPARATORS)
+        return LLMatcher.grammar_from_json_schema(self.source, overrides=self.spacing)
+
+    @property
+    def spacing(self) -> Any:
+        """Options of llguidance for the white space of a JSON text."""
+        return SEPARATORS if self.white_space is None else {"whitespace_pattern": self.white_space}
 
 
 def of_schema(schema: Mapping[str, Any], white_space: str | None = None) -> Grammar:
     """JSON texts that validate; raises ValueError for integers in the schema that would be rounded."""
     ready = prepared(dict(schema))
-    for path, node in subschemas(ready):
-        for key in inexact(node):
-            raise ValueError(f"{'.'.join((*path, key))}: {str(node[key])[:80]} {ROUNDED}")
+    check_exact(ready)
     return Grammar("json", json.dumps(ready), white_space)
 
 

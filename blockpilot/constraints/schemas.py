@@ -67,15 +67,20 @@ def rebuilt(schema: Any, change: Callable[[Path, JsonObject], JsonObject], path:
     """The schema with each subschema changed, innermost first; anything but an object stays as it is."""
     if not isinstance(schema, dict):
         return schema
+    return change(path, _with_children(schema, lambda step, child: rebuilt(child, change, (*path, *step))))
+
+
+def _with_children(schema: JsonObject, change: Callable[[Path, Any], Any]) -> JsonObject:
+    """The schema with each subschema right below it changed, by its path from here."""
     new = dict(schema)
     for key, value in schema.items():
         if key in MAPS and isinstance(value, dict):
-            new[key] = {name: rebuilt(child, change, (*path, key, name)) for name, child in value.items()}
+            new[key] = {name: change((key, name), child) for name, child in value.items()}
         elif key in LISTS and isinstance(value, list):
-            new[key] = [rebuilt(child, change, (*path, key, str(i))) for i, child in enumerate(value)]
+            new[key] = [change((key, str(i)), child) for i, child in enumerate(value)]
         elif key in SINGLES:
-            new[key] = rebuilt(value, change, (*path, key))
-    return change(path, new)
+            new[key] = change((key,), value)
+    return new
 
 
 def _children(key: str, value: Any) -> Iterator[tuple[Path, Any]]:
@@ -139,7 +144,7 @@ def target_path(root: JsonObject, ref: Any) -> Path | None:
 
 
 def at(root: Any, path: Path) -> Any:
-    """What stands at a path; None for nothing."""
+    """The value at a path; None where there is none."""
     for step in path:
         if isinstance(root, list) and step.isdecimal() and int(step) < len(root):
             root = root[int(step)]
@@ -308,6 +313,14 @@ def inexact(schema: JsonObject) -> list[str]:
     return bounds + [key for key in ("const", "enum") if key in schema and _rounded(schema[key])]
 
 
+def check_exact(schema: JsonObject) -> None:
+    """Raise ValueError, naming it, for the first integer that llguidance would round."""
+    for path, node in subschemas(schema):
+        for key in inexact(node):
+            place, value = ".".join((*path, key)), str(node[key])[:80]
+            raise ValueError(f"{place}: {value} is an integer of more than 53 bits, which would be rounded")
+
+
 def _rounded(value: Any) -> bool:
     """True for an integer that no float64 is, or no int64, wherever it stands in the value."""
     if type(value) is int:
@@ -366,16 +379,5 @@ def _culprit(node: JsonObject, complains: Callable[[JsonObject], str]) -> str:
 
 def _shallow(node: JsonObject) -> JsonObject:
     """The node's own keywords: subschemas are replaced by ones that allow everything."""
-    new = JsonObject()
-    for key, value in node.items():
-        if key in REFERENCES:
-            continue
-        if key in MAPS and isinstance(value, dict):
-            new[key] = {name: True if isinstance(child, dict) else child for name, child in value.items()}
-        elif key in LISTS and isinstance(value, list):
-            new[key] = [True if isinstance(child, dict) else child for child in value]
-        elif key in SINGLES and isinstance(value, dict):
-            new[key] = True
-        else:
-            new[key] = value
-    return new
+    own = {key: value for key, value in node.items() if key not in REFERENCES}
+    return _with_children(own, lambda _, child: True if isinstance(child, dict) else child)

@@ -37,7 +37,7 @@ class DraftOptions:
     sample_from_anchor: bool = False
     """A slot of the draft's pass proposes the token after its own position: as many as there are slots (DSpark)."""
     causal: bool | None = None
-    """Whether a slot sees only those before it; None: in sliding-window layers alone."""
+    """Causal mask inside the block; None: in sliding-window layers alone."""
 
 
 def default_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:

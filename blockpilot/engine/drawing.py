@@ -23,7 +23,7 @@ Draws = Sequence[tuple[int, Sampling]]
 def choose_tokens(work: Work, logits: Tensor, graphs: Graphs | None = None) -> list[int]:
     """Tokens [M] for logits [M, V] of the step's blocks and of prompts that end; NO_TOKEN where a row fails.
 
-    What a row's own automaton or processor raises is that row's error (`Row.error`), and no other's.
+    An exception of a row's automaton is that row's error (`Row.error`), and no other's.
     """
     draws, scored = work.draws, work.scored
     if not draws:

@@ -5,7 +5,7 @@ from typing import Any
 
 from blockpilot.engine.engine import Engine
 from blockpilot.pairs.loading import Pair
-from blockpilot.types import Layout, Policy, Request, Sampling, Step, token_ids
+from blockpilot.types import Layout, Policy, Request, Sampling, Step
 
 
 def generate(
@@ -54,13 +54,15 @@ def generate(
         repetition_penalty,
         tuple((logit_bias or {}).items()),
     )
+    stops: Any = pair.stop_token_ids if stop_token_ids is None else stop_token_ids
+    strings: Any = stop_strings  # Request takes all forms of both
     request = Request(
         prompt_ids,
         max_new_tokens,
         sampling,
         block_size,
-        pair.stop_token_ids if stop_token_ids is None else frozenset(token_ids(stop_token_ids, "stop_token_ids")),
-        (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings),
+        stops,
+        strings,
         layout=layout,
         min_new_tokens=min_new_tokens,
     )

@@ -30,7 +30,7 @@ class LogitsProcessor:
         self._sampling, self._num_prompt_tokens = request.sampling, len(request.prompt_ids)
         self._least, self._stop_token_ids = request.min_new_tokens, sorted(request.stop_token_ids)
         self._places: dict[int, int] = {}  # of the tokens that penalties are for, in the order in which they came
-        self._ids, self._counts = array("q"), array("f")  # those tokens, and how often each is in the answer
+        self._counts = array("f")  # how often each of them is in the answer
         self._num_counted = self._num_prompt_tokens
         if self._sampling.repetition_penalty != 1:
             for token in request.prompt_ids:
@@ -71,7 +71,6 @@ class LogitsProcessor:
     def _place(self, token: int) -> int:
         if token not in self._places:
             self._places[token] = len(self._places)
-            self._ids.append(token)
             self._counts.append(0)
         return self._places[token]
 
@@ -94,7 +93,7 @@ class LogitsProcessor:
         seen = of_answer > 0
         of_text = seen.clone()
         of_text[:, : self._num_of_prompt] = True
-        ids = sent(torch.tensor([*self._ids, *new], dtype=torch.int64), logits.device)
+        ids = sent(torch.tensor([*self._places, *new], dtype=torch.int64), logits.device)
         some = logits[:, ids]
         repeated = torch.where(some > 0, some / sampling.repetition_penalty, some * sampling.repetition_penalty)
         some = torch.where(of_text, repeated, some)

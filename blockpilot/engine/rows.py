@@ -36,11 +36,11 @@ class Row:
     automaton: Automaton | None = None
     """State of the request's constraint."""
     processor: LogitsProcessor | None = None
-    """What it changes of its logits."""
+    """Penalties, bias and least length of the request; None where it changes no logits."""
     error: Exception | None = None
     """Why its tokens could not be drawn."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
-    """Of the prompt's tokens so far, where they are asked for."""
+    """Log probabilities of the prompt's tokens so far, where they are asked for."""
     can_draft: bool = True
     """The draft's cache is kept up with the row's context."""
     finished: bool = False
@@ -127,7 +127,9 @@ class Row:
             except ValueError as error:  # of the automaton: the tokens before stand, as in plain decoding
                 if len(emitted) == 1:
                     raise
-                self.error, _, _ = error, emitted.pop(), self.tokens.pop()
+                self.error = error
+                emitted.pop()
+                self.tokens.pop()
                 break
         self.finished = reason is not None
         return Step(

@@ -203,7 +203,7 @@ def _least_kept(scores: Tensor, tokens: Tensor, best: Tensor, draws: _Draws) -> 
     kept = ((probs.cumsum(dim=-1) - probs < draws.top_p[:, None]) & (ranked > -math.inf)).sum(dim=-1, keepdim=True)
     least, is_open = ranked.gather(1, (kept - 1).clamp(min=0)), is_free & draws.top_p[:, None].isinf()
     is_cut_here = (most <= few) | (best[:, -1:] < floor)  # nothing beyond the likeliest `few` is left in
-    whole = is_open | is_cut_here | (is_free & (kept < few)) | torch.full_like(is_open, few == vocab_size)
+    whole = is_open | is_cut_here | (is_free & (kept < few))
     return least.masked_fill(is_open, -math.inf), whole[:, 0]
 
 

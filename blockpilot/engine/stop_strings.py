@@ -37,7 +37,7 @@ class StopSearch:
         return string[: min(num_held, num_shown)] + text[: max(0, num_shown - num_held)]
 
     def finish(self) -> str:
-        """What is held back, at the end of the text."""
+        """The text held back, at the end of the response."""
         (string, num_held), self._held = self._held, ("", 0)
         return string[:num_held]
 

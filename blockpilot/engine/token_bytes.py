@@ -103,7 +103,7 @@ class _TokenBytes:
         return found
 
     def unfinished(self, before: tuple[int, ...]) -> bytes:
-        """What `decode` shows of bytes that still wait for the rest of a character, where that is all we know."""
+        """Bytes of the U+FFFD that `decode` writes for an incomplete character, where only its text is known."""
         if not self._is_text_only:
             return b""
         return self._decode_all(before)[len(self._decode(before)) :].encode()
@@ -128,7 +128,7 @@ class _TokenBytes:
 
 
 def _steps(decoder: Any) -> list[dict[str, Any]]:
-    """What a decoder of the library does, in order; sequences flattened."""
+    """Steps of a decoder of the tokenizers library, in order; sequences flattened."""
 
     def flat(spec: dict[str, Any]) -> list[dict[str, Any]]:
         return [step for each in spec["decoders"] for step in flat(each)] if spec["type"] == "Sequence" else [spec]

@@ -48,7 +48,7 @@ class Subset(NamedTuple):
 
 
 def log_min_p(sampling: Sampling) -> float:
-    """How far a score at the request's temperature may lie below the best; -inf without min_p."""
+    """Logarithm of min_p: the least score that is kept, relative to the best; -inf without min_p."""
     return math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf
 
 

@@ -186,7 +186,7 @@ class SetAside(NamedTuple):
 
 
 class PromptFile(NamedTuple):
-    """What a file holds, in its order."""
+    """Prompts of a file in its order, and the rows set aside."""
 
     prompts: list[Prompt]
     set_aside: list[SetAside]

@@ -1,4 +1,4 @@
-"""What the users of a client library do with a server, in a process that has the library.
+"""Uses of a client library against a server, in a process that has the library.
 
 Run by `jobs/bench/clients.py`, by the Python of the client's environment, which need not have BlockPilot: this file
 imports a client and the standard library only. Standard output carries a line of JSON for every use; what a library
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 Uses = Mapping[str, Callable[[], object]]
-"""What is done with a client, by name; it fails by raising, or by a result that is None or empty."""
+"""Uses of a client, by name; one fails by raising, or by a result that is None or empty."""
 Settings = Mapping[str, str]
 """`url` of the server's root, `model`, and `tokenizer`, the directory of the target's."""
 LENGTH = 96
@@ -113,11 +113,11 @@ def langchain(settings: Settings) -> Uses:
     chat, text = ChatOpenAI(**server), OpenAI(**server)
 
     def tool_loop() -> object:
-        turns = [HumanMessage("Add true and false.")]
-        turns.append(chat.bind_tools([add], tool_choice="add").invoke(turns))
-        turns += [add.invoke(call) for call in turns[-1].tool_calls]
-        assert len(turns) > 2, turns
-        return chat.bind_tools([add]).invoke(turns)
+        messages = [HumanMessage("Add true and false.")]
+        messages.append(chat.bind_tools([add], tool_choice="add").invoke(messages))
+        messages += [add.invoke(call) for call in messages[-1].tool_calls]
+        assert len(messages) > 2, messages
+        return chat.bind_tools([add]).invoke(messages)
 
     return {
         "chat": lambda: chat.invoke(QUESTION).content,
@@ -338,7 +338,7 @@ def lm_eval(settings: Settings) -> Uses:
     found: dict[str, Any] = {}
 
     def results(name: str, batch_size: int, **more: Any) -> object:
-        """What the server answered; the same whatever is sent together, and in which form."""
+        """Answers of the server, which depend neither on the batch nor on the form of the prompts."""
         server = {"model": settings["model"], "base_url": f"{settings['url']}/v1/completions"}
         server |= {"tokenizer": settings["tokenizer"], "tokenizer_backend": "huggingface", **more}
         done = lm_eval.simple_evaluate(

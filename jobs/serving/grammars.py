@@ -55,13 +55,6 @@ class CompiledStructure(NamedTuple):
     tools: tuple[Tool, ...] = ()
 
 
-class TriedGrammar(NamedTuple):
-    """What the process found: what is wrong, and the memory that the compiled grammar takes."""
-
-    wrong: str
-    num_bytes: int = 0
-
-
 class Grammars:
     """Compiled grammars of a pair, up to `max_bytes` of the latest kept; `cpu_s` bounds the compilation of each."""
 

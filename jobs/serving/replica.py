@@ -273,16 +273,16 @@ def _encode_messages(body: ChatRequest, pair: PairFacts) -> tuple[int, ...]:
     if body.reasoning_effort != "none" and "reasoning_effort" not in (template or ""):
         message = f"reasoning_effort: {body.reasoning_effort!r} means nothing to this model; allowed: none"
         raise ApiError(400, message, "reasoning_effort")
+    messages = shown(body.messages)
+    if not knows_tools(template):
+        messages, tools = in_words(messages, tools), []
     if template is None:
-        messages = in_words(shown(body.messages), tools)
         turns = tuple(Message(message["role"], message["content"]) for message in messages)
         return Prompt("request", turns).encode(pair.tokenizer)
-    if not knows_tools(template):
-        return encode_messages(pair.tokenizer, in_words(shown(body.messages), tools), [], body.template_kwargs)
     try:
-        return encode_messages(pair.tokenizer, shown(body.messages), tools, body.template_kwargs)
+        return encode_messages(pair.tokenizer, messages, tools, body.template_kwargs)
     except ValueError:
-        if (plain := shown(body.messages, plain=True)) == shown(body.messages):
+        if not knows_tools(template) or (plain := shown(body.messages, plain=True)) == messages:
             raise
         # Arguments that are no object, and a template that needs one.
         return encode_messages(pair.tokenizer, plain, tools, body.template_kwargs)

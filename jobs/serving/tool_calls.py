@@ -94,9 +94,8 @@ def grammar_of(
     if must_call:
         start = f"start: {only_calls}"
     elif otherwise is not None:
-        spaces = SEPARATORS if otherwise.white_space is None else {"whitespace_pattern": otherwise.white_space}
         schema = json.loads(otherwise.source)
-        schema = (schema if isinstance(schema, dict) else {"allOf": [schema]}) | {"x-guidance": spaces}
+        schema = (schema if isinstance(schema, dict) else {"allOf": [schema]}) | {"x-guidance": otherwise.spacing}
         start = f"start: calls | otherwise\ncalls: {only_calls}\notherwise: %json {json.dumps(schema)}"
     elif family == "llama":
         start = "start: body | FREE\nFREE: /[^{](.|\\n)*/"

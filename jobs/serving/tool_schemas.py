@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from llguidance import LLMatcher
 
-from blockpilot.constraints.schemas import JsonObject, inexact, loosened, subschemas
+from blockpilot.constraints.schemas import JsonObject, check_exact, loosened
 from jobs.serving.coder_calls import flat
 from jobs.serving.tool_calls import Family, Tool, arguments_schema, grammar_of
 
@@ -43,9 +43,7 @@ def _wrong_with(family: Family, tool: Tool) -> str:
     """What no grammar follows in a tool; "" for nothing."""
     try:
         schema = arguments_schema(tool.parameters)
-        for path, node in subschemas(schema):
-            for key in inexact(node):
-                return f"{'.'.join((*path, key))}: {str(node[key])[:80]} has an integer of more than 53 bits"
+        check_exact(schema)
         return LLMatcher.validate_grammar(grammar_of(family, [tool], must_call=True, parallel=False).compiled_from())
     except (ValueError, RecursionError) as error:
         return str(error)

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from blockpilot.drafts.checkpoint import new_draft_config
 from blockpilot.drafts.dflash import DraftModel
@@ -13,7 +12,7 @@ from blockpilot.engine.trees import drawn_apart
 from blockpilot.models.native_layers import NativeLayers
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import PairId, Request
-from helpers.tiny import EOS_ID, MASK_ID, byte_tokenizer
+from helpers.tiny import MASK_ID, byte_tokenizer, tiny_target
 
 BAD = 200
 GOOD, LONG = tuple(range(30, 35)), tuple(range(20, 90))
@@ -21,24 +20,9 @@ DIMS = {"torch": 12, "C": 32}  # of a head: C has no vectors for the first
 
 
 def damaged_pair(head_dim: int, dtype: torch.dtype, bad: Sequence[int]) -> Pair:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=272,
-        hidden_size=64 if head_dim == 32 else 48,
-        intermediate_size=96,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=head_dim,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=EOS_ID,
-        pad_token_id=256,
-        initializer_range=0.2,
-    )
-    target = LlamaForCausalLM(config)
-    draft = DraftModel(new_draft_config(config, mask_token_id=MASK_ID, num_layers=2, block_size=4))
+    width = {"hidden_size": 64 if head_dim == 32 else 48, "head_dim": head_dim}
+    target = tiny_target(vocab_size=272, num_hidden_layers=4, tie_word_embeddings=False, **width)
+    draft = DraftModel(new_draft_config(target.config, mask_token_id=MASK_ID, num_layers=2, block_size=4))
     target.model.embed_tokens.weight.data[list(bad)] = float("nan")
     models = (model.to(dtype).eval().requires_grad_(False) for model in (target, draft))
     return Pair(PairId("t", "1", "d", "2"), *models, byte_tokenizer())  # type: ignore[arg-type]

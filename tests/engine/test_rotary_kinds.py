@@ -1,4 +1,4 @@
-"""Exactness of targets whose rotary embedding depends on the longest text: in batches, blocks and kept prefixes."""
+"""Exactness of targets whose rotary embedding depends on the longest text: batches, blocks and the prefix cache."""
 
 from dataclasses import replace
 from typing import Any
@@ -35,7 +35,7 @@ def pair(request: pytest.FixtureRequest, tiny_pair: Pair) -> Pair:
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(4.0, seed=2)])
 def test_no_row_depends_on_those_beside_it(pair: Pair, sampling: Sampling) -> None:
-    """Long and short texts together, in blocks and trees, with kept prefixes: each is what it is alone, plainly."""
+    """Long and short texts together, in blocks and trees, with a prefix cache: each equals its plain decoding."""
     prompts = [tuple(range(40, 40 + n)) for n in (70, 12, 28, 20)]
     asked = [Request(p, 24, sampling, size, NEVER) for p, size in zip(prompts, (6, 4, 8, 1), strict=True)]
     asked[2] = replace(asked[2], layout="tree")
@@ -44,7 +44,7 @@ def test_no_row_depends_on_those_beside_it(pair: Pair, sampling: Sampling) -> No
         for request in asked
     ]
     engine = Engine(pair, num_slots=3, max_length=LENGTH, prefix_tokens=512, max_prefill_tokens=16)
-    for _ in range(2):  # the second time from kept prefixes
+    for _ in range(2):  # the second time from the prefix cache
         assert [text_of(steps) for steps in run(engine, asked)] == alone
     assert engine.num_kept_tokens
     # A text that fills the engine is the transformers model's.

@@ -1,5 +1,7 @@
 """A tiny random target and draft with a tokenizer of bytes."""
 
+from typing import Any
+
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -41,23 +43,24 @@ def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def tiny_target(seed: int = 0) -> LlamaForCausalLM:
+def tiny_target(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
+    """A random Llama, with changes of its configuration."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=260,
-        hidden_size=48,
-        intermediate_size=96,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=EOS_ID,
-        pad_token_id=256,
-        initializer_range=0.2,
-    )
-    return LlamaForCausalLM(config)
+    shape: dict[str, Any] = {
+        "vocab_size": 260,
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": EOS_ID,
+        "pad_token_id": 256,
+        "initializer_range": 0.2,
+    }
+    return LlamaForCausalLM(LlamaConfig(**shape | changes))
 
 
 def tiny_draft(target: LlamaForCausalLM, block_size: int = 4, seed: int = 1, markov_rank: int = 0) -> DraftModel:

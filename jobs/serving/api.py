@@ -6,7 +6,7 @@ A model is anything that answers a body, in this process or in another one.
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +18,10 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingRes
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
+from starlette.types import Message, Send
 
 from jobs.serving.errors import ApiError, short
+from jobs.serving.fair_queue import has_room
 from jobs.serving.keys import NO_KEYS, ApiKeys
 from jobs.serving.schema import Body, ChatRequest, CompletionRequest, Objects, parse
 
@@ -103,20 +105,19 @@ class Api:
 
     async def respond(self, http: HttpRequest, kind: type[ChatRequest] | type[CompletionRequest]) -> Response:
         """The response, or its stream once the first object is there. Raises ApiError."""
-        watch = _Watch(self._open, self.on_exchange, kind.path, Deadline(self.limits.timeout_s))
+        client, deadline = self.keys.client(http), Deadline(self.limits.timeout_s)
+        watch = _Watch(self._open, self.on_exchange, kind.path, client, deadline)
         try:
             if self.draining:
                 raise _shutting_down()
             if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
                 raise ApiError(415, "content-type: must be application/json", code="unsupported_media_type")
-            if len(self._open) > self.limits.max_requests:
-                message = f"{self.limits.max_requests} requests are open, as many as are accepted; try again"
-                raise ApiError(429, message, code="queue_full")
+            self._check_room(client)
             body = parse(kind, await watch.deadline.bound(self._read(http)))
             watch.model, model = self.find(body.model)
             if body.timeout_s is not None and body.timeout_s < self.limits.timeout_s:
                 watch.deadline = Deadline(body.timeout_s)
-            objects = model.answer(body, self.keys.client(http))
+            objects = model.answer(body, client)
             work = _next(objects) if body.stream else _whole(objects)
             first = await _unless_gone(http, watch.deadline.bound(work))  # fails with a status of its own
         except ApiError as error:
@@ -126,9 +127,17 @@ class Api:
             watch.over(500 if isinstance(error, Exception) else GONE)  # else it was cancelled
             raise
         if body.stream:
-            return StreamingResponse(_events(first, objects, watch), media_type="text/event-stream")
+            return _Stream(_events(first, objects, watch), watch)
         watch.over(200)
         return JSONResponse(first)
+
+    def _check_room(self, client: str) -> None:
+        """Raise ApiError 429 where the latest request is one too many, of all or of this client."""
+        most, num_held = self.limits.max_requests, sum(watch.client == client for watch in self._open) - 1
+        if not has_room(num_held, 1, most - (len(self._open) - 1), alone=not client):
+            share = f", {num_held} of them yours" if client else ""
+            message = f"{len(self._open) - 1} requests are open{share}; at most {most} are accepted; try again"
+            raise ApiError(429, message, code="queue_full")
 
     async def _read(self, http: HttpRequest) -> bytes:
         """The body of a request; raises ApiError 408 where it does not arrive in time, 413 where it is too large."""
@@ -144,17 +153,19 @@ class _Watch:
     """Stopwatch of one exchange, which is among the `open` ones until it reports, once, at the end."""
 
     def __init__(
-        self, open_: set["_Watch"], tell: Callable[[Exchange], None], path: str, deadline: "Deadline"
+        self, open_: set["_Watch"], tell: Callable[[Exchange], None], path: str, client: str, deadline: "Deadline"
     ) -> None:
         self.model: str | None = None
-        self.deadline = deadline
+        self.client, self.deadline = client, deadline
         self._tell, self._path, self._started = tell, path, time.monotonic()
         self._open = open_
         self._open.add(self)
 
     def over(self, status: int, code: str | None = None) -> None:
-        self._open.discard(self)
-        self._tell(Exchange(self.model, self._path, status, time.monotonic() - self._started, code))
+        """Give the place back and report; what is over stays as it was reported."""
+        if self in self._open:
+            self._open.remove(self)
+            self._tell(Exchange(self.model, self._path, status, time.monotonic() - self._started, code))
 
 
 class Deadline:
@@ -199,7 +210,7 @@ async def _whole(objects: Objects) -> dict[str, Any] | None:
     return whole
 
 
-async def _events(first: dict[str, Any] | None, chunks: Objects, watch: _Watch) -> AsyncIterator[str]:
+async def _events(first: dict[str, Any] | None, chunks: Objects, watch: _Watch) -> AsyncGenerator[str]:
     """Server-sent events: the chunks, then [DONE] or an error event."""
     status, code = GONE, None  # unless it comes to its end
     try:
@@ -218,6 +229,24 @@ async def _events(first: dict[str, Any] | None, chunks: Objects, watch: _Watch) 
         raise
     finally:
         watch.over(status, code)
+
+
+class _Stream(StreamingResponse):
+    """Stream of events whose sending is cut at the deadline, too: a client may not read."""
+
+    def __init__(self, events: AsyncGenerator[str], watch: _Watch) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._events, self._watch = events, watch
+
+    async def stream_response(self, send: Send) -> None:
+        async def send_in_time(message: Message) -> None:
+            await self._watch.deadline.bound(send(message))
+
+        async with aclosing(self._events):
+            try:
+                await super().stream_response(send_in_time)
+            except ApiError as error:  # without its last chunk the server closes the connection
+                self._watch.over(error.status, error.code)
 
 
 def _event(data: Mapping[str, object]) -> str:

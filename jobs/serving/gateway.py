@@ -51,11 +51,18 @@ class Gateway:
             hosts=hosts,
             on_exchange=self._on_exchange,
         )
+        self._http: asyncio.Task[None] | None = None
         if address is not None:  # Serve makes this object on the event loop that it runs it on
             self._http = asyncio.get_running_loop().create_task(serve_http(self._app, bound(*address)))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._app
+
+    def check_health(self) -> None:
+        """Raise RuntimeError if it does not listen any more; Serve then replaces it."""
+        if self._http is not None and self._http.done():
+            error = None if self._http.cancelled() else self._http.exception()
+            raise RuntimeError(f"the gateway does not listen any more ({error})")
 
     async def drain(self) -> int:
         """Refuse what comes from now on; returns how many requests are still open."""

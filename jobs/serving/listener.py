@@ -2,20 +2,24 @@
 chunk would pass and which costs some 4% of the tokens a second on two cores. On a cluster Serve's proxies listen.
 """
 
+import asyncio
 import errno
 import ipaddress
 import socket
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import uvicorn
 from ray.serve.context import _RequestContext, _serve_request_context
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 REQUEST_ID = b"x-request-id"
 LONGEST_ID = 128
 KEEP_ALIVE_S = 90  # as Serve's proxies
+LOOK_S = 15.0  # between two looks at a connection, whose client has moved meanwhile or is cut off
+MAX_HEAD_BYTES = 2**15  # of a request's line and headers
 BACKLOG = 2048
 ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
@@ -67,10 +71,57 @@ def _listener(family: socket.AddressFamily, address: tuple[Any, ...]) -> socket.
 
 async def serve_http(app: ASGIApp, listeners: Sequence[socket.socket]) -> None:
     """Answer what comes there until the process ends."""
+    await http_server(identified(app)).serve(sockets=list(listeners))
+
+
+def http_server(app: ASGIApp) -> uvicorn.Server:
+    """The application's HTTP, with bounds for what clients hold open."""
     config = uvicorn.Config(
-        identified(app), log_config=None, access_log=False, lifespan="off", timeout_keep_alive=KEEP_ALIVE_S
+        app,
+        http=Connection,
+        ws="none",
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        timeout_keep_alive=KEEP_ALIVE_S,
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
     )
-    await uvicorn.Server(config).serve(sockets=list(listeners))
+    return uvicorn.Server(config)
+
+
+class Connection(H11Protocol):
+    """Connection that is cut where its client sends no whole head, or reads nothing, for LOOK_S to twice that."""
+
+    _look_again: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._look_again = self.loop.call_later(LOOK_S, self._look, self._state())
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._look_again is not None:
+            self._look_again.cancel()
+
+    def _look(self, before: "_State") -> None:
+        now = self._state()
+        if now == before and (now.in_head or now.num_unsent):
+            self.transport.abort()
+        else:
+            self._look_again = self.loop.call_later(LOOK_S, self._look, now)
+
+    def _state(self) -> "_State":
+        idle = self.timeout_keep_alive_task is not None  # kept for another request: uvicorn closes it in time
+        in_head = not idle and (self.cycle is None or self.cycle.response_complete)
+        return _State(self.cycle, in_head, self.transport.get_write_buffer_size())
+
+
+class _State(NamedTuple):
+    """What a client can change."""
+
+    request: object  # the latest one
+    in_head: bool  # of the next one
+    num_unsent: int  # bytes of the answer
 
 
 def identified(app: ASGIApp) -> ASGIApp:

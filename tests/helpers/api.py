@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import uvicorn
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from blockpilot.pairs.loading import Pair
 from helpers.patience import patient
 from jobs.serving.api import make_app
+from jobs.serving.listener import http_server
 from jobs.serving.replica import Replica
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -50,12 +50,14 @@ def client_of(replica: Replica, **settings: Any) -> Iterator[TestClient]:
 
 @contextmanager
 def over_http(app: FastAPI) -> Iterator[str]:
-    """The app over real HTTP, without Ray Serve; the address of its root."""
+    """The app over real HTTP as the gateway speaks it, without Ray Serve; the address of its root."""
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+    server = http_server(app)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    for connection in tuple(server.server_state.connections):  # those that a test has left open
+        connection.loop.call_soon_threadsafe(connection.transport.abort)
     server.should_exit = True
     thread.join(timeout=patient(10))
 

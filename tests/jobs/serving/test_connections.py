@@ -1,0 +1,192 @@
+"""Connections of clients that send no whole head, no body, or do not read: none of them takes another's place."""
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import httpx
+import pytest
+
+from helpers.api import COMPLETIONS, HttpCall, over_http, until
+from helpers.patience import patient
+from helpers.servers import free_port
+from jobs.serving import listener
+from jobs.serving.api import Exchange, Limits, make_app
+from jobs.serving.gateway import Gateway
+from jobs.serving.keys import ApiKeys
+from jobs.serving.schema import Body
+
+KEYS = ApiKeys.of(("greedy", "modest"))
+BODY = {"model": "fast", "prompt": "Once", "stream": True}
+
+
+class FastModel:
+    """Answers with megabytes as fast as they are read, as log probabilities of a fast model are."""
+
+    def __init__(self) -> None:
+        self.num_open = 0
+
+    async def answer(self, body: Body, client: str) -> AsyncIterator[dict[str, Any]]:
+        self.num_open += 1
+        try:
+            for _ in range(body.num_tokens_asked or 1):
+                yield {"text": "x" * 50_000}
+        finally:
+            self.num_open -= 1
+
+    async def status(self) -> dict[str, Any]:
+        return {"status": "ok"}
+
+
+Open = Callable[[str, bytes], socket.socket]
+
+
+@pytest.fixture
+def opened() -> Iterator[Open]:
+    """Opens connections with small buffers, over which something is sent."""
+    with ExitStack() as stack:
+
+        def open_(url: str, sent: bytes) -> socket.socket:
+            found = stack.enter_context(socket.socket())
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            found.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+            found.sendall(sent)
+            found.settimeout(patient(10))
+            return found
+
+        yield open_
+
+
+def request_of(body: dict[str, Any], key: str) -> bytes:
+    content = json.dumps(body).encode()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: here\r\nAuthorization: Bearer {key}\r\n"
+    return f"{head}Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content
+
+
+def drip(connection: socket.socket) -> None:
+    """Send a byte at a time, for long; ends with an error."""
+    for _ in range(int(patient(100))):
+        connection.send(b"y")
+        time.sleep(0.1)
+
+
+def is_cut(connection: socket.socket) -> bool:
+    """True once the server has let go of a connection, whose rest is read."""
+    try:
+        while connection.recv(2**16):
+            pass
+    except ConnectionError:
+        return True
+    except TimeoutError:
+        return False
+    return True
+
+
+def asked(url: str, key: str) -> int:
+    """Status of a short answer that is read."""
+    headers = {"Authorization": f"Bearer {key}"}
+    body = BODY | {"max_tokens": 1}
+    return httpx.post(url + COMPLETIONS, json=body, headers=headers, timeout=patient(10)).status_code
+
+
+def test_streams_that_nobody_reads_hold_their_key_s_places_until_their_deadline(opened: Open) -> None:
+    model, exchanges, deadline_s = FastModel(), list[Exchange](), patient(1.5)
+    limits = Limits(max_requests=4, timeout_s=deadline_s)
+    app = make_app({"fast": model}, keys=KEYS, limits=limits, on_exchange=exchanges.append)
+    with over_http(app) as url:
+        for _ in range(6):
+            opened(url, request_of(BODY | {"max_tokens": 900}, "greedy"))
+        asyncio.run(until(lambda: len(exchanges) == 4))
+        assert [exchange.status for exchange in exchanges] == [429] * 4
+        assert (app.state.api.num_open, model.num_open) == (2, 2)
+        assert asked(url, "modest") == 200
+        assert asked(url, "greedy") == 429
+        asyncio.run(until(lambda: app.state.api.num_open == 0))
+        assert model.num_open == 0
+        assert asked(url, "greedy") == 200
+    late = [exchange for exchange in exchanges if exchange.code == "deadline_exceeded"]
+    assert [exchange.status for exchange in late] == [504] * 2
+    assert all(exchange.seconds < deadline_s + patient(1) for exchange in late)
+
+
+def test_slow_bodies_of_a_key_leave_places_to_others() -> None:
+    app = make_app({"fast": FastModel()}, keys=KEYS, limits=Limits(max_requests=8, body_timeout_s=patient(1)))
+
+    async def scenario() -> None:
+        slow = [HttpCall(app, COMPLETIONS, None, key="greedy") for _ in range(14)]
+        await until(lambda: sum(call.status == 429 for call in slow) == 10)
+        assert "4 requests are open, 4 of them yours; at most 8" in next(c.text for c in slow if c.text)
+        other = HttpCall(app, COMPLETIONS, BODY, key="modest")
+        await other.task
+        assert other.status == 200
+        await asyncio.gather(*(call.task for call in slow))
+        assert sorted(call.status for call in slow) == [408] * 4 + [429] * 10
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: here\r\nX: "])
+def test_a_connection_without_a_whole_head_is_cut(sent: bytes, opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silent ones, those that drip, and those that go on with a head that does not end."""
+    monkeypatch.setattr(listener, "LOOK_S", 0.3)
+    with over_http(make_app({"fast": FastModel()})) as url:
+        silent, dripping = opened(url, sent), opened(url, b"GET /health HTTP/1.1\r\nHost: here\r\nX: ")
+        with pytest.raises(ConnectionError):
+            drip(dripping)
+        assert is_cut(silent)
+        endless = opened(url, b"GET /health HTTP/1.1\r\nHost: here\r\nX: ")
+        with pytest.raises(ConnectionError):
+            endless.sendall(b"y" * 2**24)
+        assert httpx.get(f"{url}/health", timeout=patient(10)).status_code == 200
+
+
+def test_a_connection_that_is_kept_for_the_next_request_outlives_many_looks(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one that waits for its answer, or reads it slowly."""
+    monkeypatch.setattr(listener, "LOOK_S", 0.05)
+    with over_http(make_app({"fast": FastModel()})) as url:
+        get = b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n"
+        kept = opened(url, get)
+        assert kept.recv(2**16).startswith(b"HTTP/1.1 200")
+        time.sleep(0.5)
+        kept.sendall(get)
+        assert kept.recv(2**16).startswith(b"HTTP/1.1 200")
+        read, slow = b"", opened(url, request_of(BODY | {"max_tokens": 8}, ""))
+        while not read.endswith(b"0\r\n\r\n"):
+            read += slow.recv(2**15)
+            time.sleep(0.01)
+        assert read.count(b"x" * 1000) == 8 * 50
+
+
+def test_a_connection_that_does_not_read_is_cut(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "LOOK_S", 0.3)
+    app = make_app({"fast": FastModel()})
+    with over_http(app) as url:
+        unread = opened(url, request_of(BODY | {"max_tokens": 900}, ""))
+        asyncio.run(until(lambda: app.state.api.num_open == 1))
+        asyncio.run(until(lambda: app.state.api.num_open == 0))
+        assert is_cut(unread)
+
+
+def test_a_gateway_that_does_not_listen_any_more_is_not_healthy() -> None:
+    """Serve then replaces it."""
+
+    async def scenario() -> None:
+        port = free_port()
+        gateway = Gateway({}, {}, KEYS, Limits(), ("*",), ("127.0.0.1", port))
+        async with httpx.AsyncClient(timeout=patient(10)) as client:
+            await asyncio.sleep(0.2)
+            assert (await client.get(f"http://127.0.0.1:{port}/health")).status_code == 200
+        gateway.check_health()
+        assert gateway._http is not None
+        gateway._http.cancel()
+        await asyncio.wait([gateway._http])
+        with pytest.raises(RuntimeError, match="does not listen"):
+            gateway.check_health()
+
+    asyncio.run(scenario())

@@ -175,8 +175,7 @@ class Engine:
     def step(self) -> list[Step]:
         """Advance every row that decodes by one block, and take in as many prompt tokens as a step may.
 
-        One pass of the target over blocks and prompts together, whose weights are read once for all, and at most one
-        pass of the draft.
+        One pass of the target over blocks and prompts together, and at most one pass of the draft.
         """
         self.controller.begin()
         graphs, num_graphs = self._cache.graphs, len(self._cache.graphs or ())
@@ -277,7 +276,8 @@ class Engine:
                 row.num_cached += size
             last = work.prompts.rows[-1]
             self._partial = None if last in ends else last
-        self._read_forecasts(contexts)
+        if contexts is not None:
+            self._read_forecasts(contexts)
         return steps + (self._begin(list(ends), scores.logits[num:].float(), chosen[num:], contexts) if ends else [])
 
     def _verify(self, work: Work, logits: Tensor, chosen: Sequence[int]) -> tuple[list[Step], list[list[int]]]:
@@ -322,7 +322,7 @@ class Engine:
         ends = accumulate(size for packing in final.packing.parts for size in packing.sizes)
         return Contexts(vectors, {row: end - 1 for row, end in zip(final.rows, ends, strict=True)})
 
-    def _read_forecasts(self, contexts: Contexts | None) -> None:
+    def _read_forecasts(self, contexts: Contexts) -> None:
         """Let policies that read every step see what the next one starts from: the rows' last context vectors."""
         by_reader: dict[Reader, list[Row]] = {}
         for row in self._rows:
@@ -330,8 +330,8 @@ class Engine:
                 by_reader.setdefault(row.forecast.reader, []).append(row)
         for reader, rows in by_reader.items():
             anchors = self._target.embed(self._tensor([row.tokens[-1] for row in rows]))
-            assert contexts is not None  # rows with a forecast may draft
-            reader.read([row.forecast for row in rows], contexts.of(rows), anchors)
+            with self._alone(*rows):
+                reader.read([row.forecast for row in rows], contexts.of(rows), anchors)
 
     def _begin(self, rows: list[Row], logits: Tensor, chosen: Sequence[int], contexts: Contexts | None) -> list[Step]:
         """First tokens, and decisions of the policy, of rows that decode from now on.
@@ -354,15 +354,16 @@ class Engine:
         return steps
 
     @contextmanager
-    def _alone(self, row: Row) -> Iterator[None]:
-        """Isolation of failures: an exception inside ends this row and no other."""
+    def _alone(self, *rows: Row) -> Iterator[None]:
+        """Isolation of failures: an exception inside ends these rows and no other."""
         try:
             yield
         except Exception as error:
             if self.on_failure is None:
                 raise
-            row.finished = row.failed = True
-            self.on_failure(row.request_id, error)
+            for row in rows:
+                row.finished = row.failed = True
+                self.on_failure(row.request_id, error)
 
     def _decide(self, row: Row, prefill: Prefill) -> None:
         """Set a row's block size for good, or the forecast to buy drafts by at every step, unless it is fixed."""

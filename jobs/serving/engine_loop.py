@@ -194,7 +194,7 @@ class EngineLoop:
     def _advance(self) -> None:
         """Do the queued work, then one step; with an idle engine, wait for work."""
         try:
-            if self.engine.idle:
+            if self.engine.idle and not self._waiting:
                 self._work.get()()
             while not self._work.empty():
                 self._work.get()()
@@ -217,7 +217,13 @@ class EngineLoop:
         for step in steps:
             self._deliver(step)
         if steps:
+            self._report(steps, seconds)
+
+    def _report(self, steps: Sequence[Step], seconds: float) -> None:
+        try:
             self.on_step(steps, seconds)
+        except Exception:  # metrics that fail end no request
+            log.exception("the results of a step are not reported")
 
     def _fail(self, request_id: int, error: Exception) -> None:
         """End the one request that an exception in a step belongs to."""

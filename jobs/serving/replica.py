@@ -5,6 +5,7 @@ import logging
 import os
 import secrets
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import aclosing, contextmanager
@@ -30,6 +31,7 @@ from jobs.serving.tool_calls import CallReader, Tool, family_of, in_words, knows
 
 DEFAULT_MAX_LENGTH = 2048
 MOST_CHUNKS = 100.0  # a second, of all streams: each takes a millisecond of the interpreter that the engine shares
+STACK_BYTES = 2**24  # of threads: four times of those that try grammars, whose compiler recurses
 SWITCH_INTERVAL_S = 0.0002  # the engine's thread takes the interpreter back that soon; Python's own are 5 ms
 log = logging.getLogger("ray.serve.blockpilot")  # Serve adds the id of the request
 
@@ -62,6 +64,7 @@ class Replica:
     ) -> None:
         torch.set_num_threads(num_threads)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
+        threading.stack_size(STACK_BYTES)
         pair = load()
         self.pair: PairFacts = pair
         self.name = name or pair.id.target

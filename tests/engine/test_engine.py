@@ -614,6 +614,27 @@ def test_a_reader_is_shown_what_the_next_step_starts_from(
         assert [position for position, _, _ in forecast.shown] == starts[1:-1]
 
 
+class Breaking(Watcher):
+    """Raises at its third step."""
+
+    def read(self, forecasts: Sequence[Watched], contexts: Tensor, anchors: Tensor) -> None:
+        if max(forecast.num_steps for forecast in forecasts) == 2:
+            raise RuntimeError("no forecast")
+
+
+def test_a_reader_that_raises_ends_its_own_requests_alone(tiny_pair: Pair) -> None:
+    engine, failed = Engine(tiny_pair, num_slots=3, max_length=128, policy=Breaking()), list[int]()
+    engine.on_failure = lambda request_id, error: failed.append(request_id)
+    forecast = engine.add(Request(PROMPT, 30, stop_token_ids=NEVER))
+    fixed = [engine.add(Request(PROMPT, 30, block_size=size, stop_token_ids=NEVER)) for size in (1, 4)]
+    tokens = dict.fromkeys((forecast, *fixed), ())
+    while not engine.idle:
+        for step in engine.step():
+            tokens[step.request_id] += step.tokens
+    assert failed == [forecast]
+    assert [tokens[each] for each in fixed] == [plain_text(tiny_pair, PROMPT, 30, Sampling())] * 2
+
+
 def test_the_prefill_shows_anchor_and_temperature(tiny_pair: Pair) -> None:
     """Of a request that may draft; one that never does has neither context nor anchor."""
     engine = Engine(tiny_pair, num_slots=3, max_length=64, policy=KINDS["static"](tiny_pair))

@@ -3,7 +3,10 @@
 import asyncio
 import gc
 import os
+import resource
 import signal
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
 
@@ -108,3 +111,49 @@ def test_a_large_grammar_counts_for_more_than_its_source(grammars: Grammars) -> 
     schema = module.json.dumps({"type": "object", "properties": names})
     asyncio.run(grammars.compile(Grammar("json", schema)))
     assert grammars._kept.num_bytes > len(schema)
+
+
+DEEPEST = """
+import sys, torch
+from fastapi.testclient import TestClient
+from blockpilot.pairs.loading import Pair
+from blockpilot.types import PairId
+from helpers.api import app_of, replica_of
+from helpers.tiny import byte_tokenizer, tiny_draft, tiny_target
+
+target = tiny_target().eval().requires_grad_(False)
+draft = tiny_draft(target).eval().requires_grad_(False)
+pair = Pair(PairId("t", "1" * 40, "d", "2" * 40), target, draft, byte_tokenizer())
+
+def status(client, length):
+    chain = "".join(f"a{i}: a{i + 1}\\n" for i in range(length))
+    grammar = f'start: a0\\n{chain}a{length}: "z"'
+    body = {"model": "target", "prompt": "a", "max_tokens": 2, "structured_outputs": {"grammar": grammar}}
+    return client.post("/v1/completions", json=body).status_code
+
+with replica_of(pair, max_length=200) as replica, TestClient(app_of(replica)) as client:
+    taken, refused = 100, 8000
+    while refused > taken + 50:
+        half = (taken + refused) // 2
+        taken, refused = (half, refused) if status(client, half) == 200 else (taken, half)
+    print("taken", taken, "then", status(client, 100))
+"""
+
+
+@pytest.mark.parametrize("stack", [2**20, resource.RLIM_INFINITY])
+def test_a_chain_of_rules_that_is_taken_does_not_end_the_replica(stack: int) -> None:
+    """The compiler recurses; the deepest chain that the process survives is compiled here, too."""
+    before = resource.getrlimit(resource.RLIMIT_STACK)
+    if before[1] not in (resource.RLIM_INFINITY, stack):
+        pytest.skip("the stack is limited here")
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_STACK, (stack, before[1]))
+
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", DEEPEST]
+    done = subprocess.run(command, env=environment, preexec_fn=limit, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    *_, taken, _, after = done.stdout.split()
+    assert int(taken) >= 500
+    assert int(after) == 200

@@ -4,7 +4,7 @@ import asyncio
 import json
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -15,7 +15,7 @@ from blockpilot.control.controller import FixedPolicy
 from blockpilot.engine.generate import generate
 from blockpilot.engine.work import StepScores, Work
 from blockpilot.pairs.loading import Pair
-from blockpilot.types import Prefill
+from blockpilot.types import Prefill, Request, Step
 from helpers.api import COMPLETIONS, LONG, HttpCall, app_of, check_error, client_of, idle, replica_of, until
 from helpers.patience import patient
 from jobs.serving import engine_loop
@@ -243,6 +243,37 @@ def test_a_step_that_does_not_end_makes_health_fail(replica: Replica, monkeypatc
 
     asyncio.run(scene())
     assert replica.loop.healthy
+
+
+def test_metrics_that_fail_end_no_request(replica: Replica, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(steps: Sequence[Step], seconds: float) -> None:
+        raise OSError("the metrics agent is gone")
+
+    replica.loop.on_step = fail
+    with client_of(replica) as client:
+        assert client.post(COMPLETIONS, json=LONG | {"max_tokens": 5}).status_code == 200
+    assert replica.loop.healthy
+    assert "the metrics agent is gone" in caplog.text
+
+
+def test_requests_that_wait_in_the_loop_wait_for_nothing_else(tiny_pair: Pair) -> None:
+    """The engine refuses what is added beyond its slots, and no stream that closes wakes the loop."""
+
+    async def scene() -> None:
+        with replica_of(tiny_pair, num_slots=1, max_length=MAX_LENGTH) as replica:
+            streams = replica.loop.submit_all([Request((1, 2, 3), 3, stop_token_ids=frozenset())] * 5)
+            for stream in streams:
+                stream.close = lambda: None  # type: ignore[method-assign]
+            async with asyncio.timeout(patient(10)):
+                for stream in streams:
+                    while (await stream.__anext__()).finish_reason is None:
+                        pass
+            for stream in streams:
+                del stream.close  # type: ignore[method-assign]
+                stream.close()
+            await idle(replica)
+
+    asyncio.run(scene())
 
 
 def test_closing_ends_requests_with_503(replica: Replica) -> None:

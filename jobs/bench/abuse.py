@@ -79,7 +79,7 @@ class Report:
     def kept(self) -> bool:
         """True if every promise was kept."""
         failed = (
-            self.good["lost"] + self.good["wrong"] + sum(n for kind, n in self.bad.items() if kind.endswith(": 500"))
+            self.good["lost"] + self.good["wrong"] + sum("500" in kind.replace(",", " ").split() for kind in self.bad)
         )
         return not failed and max(self.health_s) <= 5
 

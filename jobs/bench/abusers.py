@@ -1,14 +1,25 @@
-"""Abusers of a server: bodies that never end, answers that nobody reads, early leavers, absurdities and junk."""
+"""Abusers of a server: bodies that never end, answers that nobody reads, early leavers, hostile grammars, absurdities
+and junk.
+"""
 
 import asyncio
 import json
 import math
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 READER_S, ANSWER_S = 15.0, 70.0  # that a slow reader stays, and that any other waits
+NUM_AT_ONCE = 140  # connections of a flood: more than a gateway has places
+GRAMMARS = {
+    "ambiguous": 'start: e "!"\ne: e e | "a" | "b"',
+    "wrong": "start: nowhere",
+    "deep": "start: a0\n" + "".join(f"a{i}: a{i + 1}\n" for i in range(5000)) + 'a5000: "z"',
+    "repeated": 'start: ("a"{0,1000}){0,1000}',
+    "stalling": '{"allOf": [{"type": "integer", "multipleOf": 97}, {"type": "integer", "multipleOf": 101},'
+    ' {"type": "integer", "multipleOf": 103}, {"type": "integer", "multipleOf": 107}]}',
+}
 FIELDS = (
     *("temperature", "top_p", "top_k", "max_tokens", "n", "seed", "logprobs", "stop", "block_size", "layout"),
     *("prompt", "model", "stream", "stream_options", "timeout_s", "presence_penalty", "unknown"),
@@ -26,18 +37,14 @@ class Abuser:
     def __init__(self, port: int, key: str, model: str, seed: int) -> None:
         self._port, self._key, self._model, self._dice = port, key, model, random.Random(seed)
         self._kinds: tuple[Callable[[], Awaitable[str]], ...] = (
-            self._slow_body, self._slow_reader, self._leave, self._absurd, self._absurd, self._oversized, self._junk,
+            self._slow_body, self._slow_bodies, self._slow_reader, self._slow_readers, self._leave, self._grammar,
+            self._grammar, self._absurd, self._absurd, self._oversized, self._junk, self._endless_head,
         )  # fmt: skip
 
     async def abuse(self) -> str:
         """Something of its kinds; returns which, and the status that answered it."""
         kind = self._dice.choice(self._kinds)
-        try:
-            async with asyncio.timeout(ANSWER_S):
-                outcome = await kind()
-        except OSError as error:  # a timeout is one
-            outcome = type(error).__name__
-        return f"{kind.__name__.strip('_').replace('_', ' ')}: {outcome}"
+        return f"{kind.__name__.strip('_').replace('_', ' ')}: {await _outcome(kind())}"
 
     async def _slow_body(self) -> str:
         """A body that is announced and does not come."""
@@ -53,6 +60,28 @@ class Abuser:
             status = _status(await reader.readline())
             await asyncio.sleep(READER_S)
             return status
+
+    async def _slow_bodies(self) -> str:
+        """As many of them at once as the server has places, and more."""
+        return await _together([self._slow_body() for _ in range(NUM_AT_ONCE)])
+
+    async def _slow_readers(self) -> str:
+        return await _together([self._slow_reader() for _ in range(NUM_AT_ONCE // 4)])
+
+    async def _grammar(self) -> str:
+        """A grammar that stalls, is wrong, or grows with the text; a new one each time, so that none is kept."""
+        kind = self._dice.choice(list(GRAMMARS))
+        field = "json" if kind == "stalling" else "grammar"
+        grammar = GRAMMARS[kind] + " " * self._dice.randint(0, 1000)
+        body = {"prompt": "a", "max_tokens": 200, "structured_outputs": {field: grammar}}
+        async with self._connection() as (reader, writer):
+            writer.write(self._request(body))
+            return f"{kind} {_status(await reader.readline())}"
+
+    async def _endless_head(self) -> str:
+        async with self._connection() as (reader, writer):
+            writer.write(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX: " + b"a" * 2**18)
+            return _status(await reader.readline())
 
     async def _leave(self) -> str:
         """A client that is gone before its answer is."""
@@ -98,6 +127,20 @@ class Abuser:
     def _head(self, length: int) -> bytes:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {self._key}\r\n"
         return f"{head}Content-Type: application/json\r\nContent-Length: {length}\r\n\r\n".encode()
+
+
+async def _outcome(abuse: Awaitable[str]) -> str:
+    """What came of it, errors of the connection included."""
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            return await abuse
+    except OSError as error:  # a timeout is one
+        return type(error).__name__
+
+
+async def _together(abuses: Sequence[Awaitable[str]]) -> str:
+    """What came of all of them, each outcome once."""
+    return ", ".join(sorted(set(await asyncio.gather(*map(_outcome, abuses)))))
 
 
 def _status(line: bytes) -> str:

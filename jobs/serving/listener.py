@@ -78,7 +78,7 @@ def http_server(app: ASGIApp) -> uvicorn.Server:
     """The application's HTTP, with bounds for what clients hold open."""
     config = uvicorn.Config(
         app,
-        http=Connection,
+        http=HttpConnection,
         ws="none",
         log_config=None,
         access_log=False,
@@ -89,8 +89,8 @@ def http_server(app: ASGIApp) -> uvicorn.Server:
     return uvicorn.Server(config)
 
 
-class Connection(H11Protocol):
-    """Connection that is cut where its client sends no whole head, or reads nothing, for LOOK_S to twice that."""
+class HttpConnection(H11Protocol):
+    """HTTP connection that is cut where a client sends no whole head, or reads nothing, for LOOK_S to twice that."""
 
     _look_again: asyncio.TimerHandle | None = None
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from blockpilot.control.controller import FixedPolicy
-    from blockpilot.control.price import StepPrice
+    from blockpilot.control.cost import StepPrice
     from blockpilot.engine.engine import Engine
     from blockpilot.engine.generate import generate
     from blockpilot.pairs.loading import Pair, load_pair

@@ -18,7 +18,7 @@ import numpy as np
 from jinja2 import Environment, PackageLoader
 from pydantic import Field
 
-from blockpilot.control.price import PRICE_FILE, Load, StepPrice, read_price
+from blockpilot.control.cost import PRICE_FILE, Load, StepPrice, read_price
 from blockpilot.evaluation.oracle import Table, potential
 from blockpilot.evaluation.statistics import Interval
 from blockpilot.evaluation.tables import loads_up_to, with_range

@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from blockpilot.control.price import read_price
+from blockpilot.control.cost import read_price
 from blockpilot.draft_training.answers import Answer, AnswerSource, answer_source, read_answers, write_answers
 from blockpilot.drafts.checkpoint import save_draft, write_vocabulary
 from blockpilot.drafts.eagle3_checkpoint import save_eagle3

@@ -1,34 +1,20 @@
 """The choice: how deep every row drafts, and which drafted tokens are verified, by what they bring and cost.
 
 A position drafted, or a token verified, is worth its chance of being accepted, and costs its share of a step's
-seconds. Before the draft runs, positions are bought by the reach that is expected of them; the best rate of tokens a
-second that this promises is the price of time. After it, tokens are bought while their chance is worth that price.
-Prompts that a step takes in do not matter: their seconds are spent anyway.
+seconds. Before the draft runs, depths are chosen by what each is expected to bring. After it, nodes are taken by
+falling chance, of all rows together, as many as make the most tokens a second. Prompts that a step takes in do not
+matter: their seconds are spent anyway.
 """
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from itertools import accumulate, islice, takewhile
+from collections.abc import Sequence
 from operator import add, itemgetter
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
-from blockpilot.control.price import TILE, Load, StepPrice, passes
+import numpy as np
 
+from blockpilot.control.cost import TILE, Array, Load, StepPrice, passes
 
-class Priced(Protocol):
-    """A drafted token that may be verified."""
-
-    @property
-    def chance(self) -> float:
-        """That the target chooses it, and all before it."""
-
-    @property
-    def depth(self) -> int:
-        """Its place after the anchor, from 1 on."""
-
-
-Offered = TypeVar("Offered", bound=Priced)
 Reaches = Sequence[Sequence[float]]
 
 
@@ -105,20 +91,24 @@ def _bundles(reaches: Reaches, costs: Sequence[tuple[float, float]]) -> list[_Bu
     return found
 
 
-def buy(
-    offered: Sequence[Iterable[Offered]], worth: float, worth_tile: float, num_free: int, most: int
-) -> list[list[Offered]]:
-    """Tokens of every row, so many a row at most, of those offered by falling chance.
+def choose_nodes(chances: Sequence[Sequence[float] | Array], price: StepPrice, drafted: Load) -> list[int]:
+    """How many nodes of every row's tree are verified: the N of all rows that make the most tokens a second.
 
-    One is worth it if its chance is at least `worth`, and a tile more if its tokens bring `worth_tile` beyond that;
-    `num_free` fit into the tile that is begun.
+    chances[r] are those of row r's nodes by falling chance. `drafted` is the load before anything of these is
+    verified; its rows emit a token each, and the draft's seconds are spent.
     """
-    bought = [list(takewhile(lambda token: token.chance >= worth, islice(of_row, most))) for of_row in offered]
-    best_first = sorted((-token.chance, r) for r, of_row in enumerate(bought) for token in of_row)
-    if len(best_first) <= num_free:
-        return bought
-    gains = list(accumulate((-negative - worth for negative, _ in best_first), initial=0.0))
-    ends = [*range(num_free, len(best_first), TILE), len(best_first)]
-    best = max(reversed(range(len(ends))), key=lambda num_tiles: gains[ends[num_tiles]] - num_tiles * worth_tile)
-    taken = Counter(r for _, r in best_first[: ends[best]])
-    return [of_row[: taken[r]] for r, of_row in enumerate(bought)]
+    sizes = [len(of_row) for of_row in chances]
+    every = np.concatenate([np.asarray(of_row, dtype=float) for of_row in chances]) if chances else np.zeros(0)
+    best_first = np.argsort(-every, kind="stable")
+    tokens = drafted.rows + np.concatenate([[0.0], every[best_first].cumsum()])
+    num = int((tokens / seconds_of_more(price, drafted, len(every))).argmax())
+    rows = np.repeat(np.arange(len(sizes)), sizes)[best_first[:num]]
+    return np.bincount(rows, minlength=len(sizes)).tolist()
+
+
+def seconds_of_more(price: StepPrice, load: Load, most: int) -> Array:
+    """Seconds of a step that verifies 0 to `most` tokens more than `load`, [most + 1]."""
+    more = np.arange(most + 1)
+    more_tiles = (load.num_tokens + more - 1) // TILE - (load.num_tokens - 1) // TILE
+    found: Array = price.seconds(load) + more * price.token_s + more_tiles * price.tile_s
+    return found

@@ -4,23 +4,31 @@ The target's features of every final token of a row that may draft go into the c
 the row decodes plainly: a draft that misses part of its context is accepted less, and nothing else would show it.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate, islice
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import islice
+from typing import NamedTuple
 
+import numpy as np
 from torch import Tensor
 
-from blockpilot.drafts.choices import Linked, own_chances
+from blockpilot.control.acceptance import Array
+from blockpilot.control.controller import NOTHING_VERIFIED, Controller, Verified
+from blockpilot.drafts.choices import Linked
 from blockpilot.drafts.head import DraftHead
 from blockpilot.drafts.interface import Asked, PreparedDraft
 from blockpilot.drafts.markov import WIDTH
 from blockpilot.engine.constrained import NO_SLOTS, best_allowed
 from blockpilot.engine.rows import Row
 from blockpilot.engine.sampling import candidates
-from blockpilot.engine.trees import MAX_DEPTH, Node, Slots, best_first, drawn_apart, first_choices, tree_of
+from blockpilot.engine.trees import MAX_DEPTH, Node, Slots, best_first, places_of
 from blockpilot.engine.work import Final
 from blockpilot.models.graphs import Graphs
-from blockpilot.types import NO_TREE, Candidates, Forecast, Reader, Sampling, Tree
+from blockpilot.native.growing import Grown, grow
+from blockpilot.types import Candidates, Sampling
+
+Select = Callable[[Sequence[Array]], list[int]]
+"""How many nodes of every row are verified, given the chances [n] of each by falling chance."""
 
 
 class Drafter:
@@ -30,21 +38,14 @@ class Drafter:
         self._draft = draft
         self.cache = draft.new_cache(num_slots, length)
 
-    def propose(self, rows: Sequence[Row], slots: Sequence[int], depths: Sequence[int], num: int) -> list[Slots]:
+    def propose(
+        self, rows: Sequence[Row], slots: Sequence[int], depths: Sequence[int], num: int
+    ) -> Candidates | Linked:
         """The `num` best choices for each of the depths[r] (1 or more) positions after the anchor of every row [R].
 
         The rows lie in `slots` [R]. Draft and target draw a position's token with the same key: where their
         distributions agree, so do the tokens, at any temperature.
         """
-        found = self.proposed(rows, slots, depths, num)
-        if isinstance(found, Linked):
-            return linked_with_chances(found, rows, depths)
-        return with_chances(found, rows, depths)
-
-    def proposed(
-        self, rows: Sequence[Row], slots: Sequence[int], depths: Sequence[int], num: int
-    ) -> Candidates | Linked:
-        """Choices on the device, before anybody has given them their chances."""
         starts, anchors = [row.anchor_position for row in rows], [row.tokens[-1] for row in rows]
         sampling = [row.request.sampling for row in rows]
         width = num if any(row.is_tree for row in rows) else 1
@@ -66,38 +67,73 @@ class Drafter:
         return self._draft.keep_up(features, following, final.slots, final.packing, self.cache)
 
 
-def grow_all(
-    rows: Sequence[Row],
-    proposed: Mapping[int, Slots],
-    buy: Callable[[Sequence[Iterator[Node]], int], list[list[Node]]],
-    most: int,
-) -> list[Tree]:
-    """Trees to verify of rows [R], those of `proposed` with slots: a row with a forecast has what `buy` takes for it.
+class Offered(NamedTuple):
+    """What a draft offers the rows of a step, on the host: N slots with P lists of K choices each.
 
-    most: tokens of a tree.
+    A row's slots follow each other: firsts[r] is its first one, depths[r] how many it has. chances [A, N, P, K] and
+    places [N, P, K] as in `Slots`; tokens [N * P * K].
     """
-    trees, free = [NO_TREE] * len(rows), dict[int, Iterator[Node]]()
-    for r, row in enumerate(rows):
-        slots = proposed.get(r, NO_SLOTS)
-        fixed = row.next_block_size - 1
+
+    firsts: list[int]
+    depths: list[int]
+    tokens: list[int]
+    chances: Array
+    places: Array
+
+    def of_row(self, r: int) -> Slots:
+        """As lists, of one row."""
+        some = slice(self.firsts[r], self.firsts[r] + self.depths[r])
+        places = self.places[some]
+        size = places[0].size if len(places) else 0
+        tokens = np.array(self.tokens[some.start * size : some.stop * size], dtype=int).reshape(places.shape)
+        return Slots(tokens.tolist(), self.chances[:, some].tolist(), places.tolist())
+
+
+def offer(found: Candidates | Linked, rows: Sequence[int], depths: Sequence[int], controller: Controller) -> Offered:
+    """Choices with their chances: rows [R] are places among those that the controller has planned, -1 for others."""
+    candidates, places = (found.found, found.places.numpy(force=True)) if isinstance(found, Linked) else (found, None)
+    num, k = sum(depths), candidates.tokens.shape[1]
+    places = np.zeros((num, 1, k), dtype=np.int64) if places is None else places.astype(np.int64)
+    per_slot = places.shape[1]
+    of_slots = np.repeat(np.repeat(np.array(rows), depths), per_slot)
+    below = np.repeat(np.concatenate([np.arange(depth) for depth in depths]), per_slot)
+    proposal = controller.propose(of_slots, candidates, below)
+    ends = np.cumsum(depths)
+    chances = np.ascontiguousarray(proposal.chances.reshape(-1, num, per_slot, k))
+    return Offered((ends - depths).tolist(), list(depths), candidates.tokens.flatten().tolist(), chances, places)
+
+
+class _Growth(NamedTuple):
+    """Nodes of a row by falling chance; `take` makes the first so many."""
+
+    chances: Array
+    take: Callable[[int], list[Node]]
+
+
+def grow_all(
+    rows: Sequence[Row], slots: Sequence[int], offered: Offered | None, select: Select, most: int
+) -> list[list[Node]]:
+    """Nodes to verify of rows [R]: a row that adapts has as many as `select` says, others their fixed size.
+
+    `slots` are those that draft, with what is offered them. most: nodes of a tree.
+    """
+    place, growths = {slot: i for i, slot in enumerate(slots)}, dict[int, _Growth]()
+    sizes = [most if row.adapts else row.next_block_size - 1 for row in rows]
+    drafted = [slot for slot in slots if rows[slot].automaton is None]
+    if offered is not None and drafted:
+        places = [place[slot] for slot in drafted]
+        widest = [offered.places.shape[2] if rows[slot].is_tree else 1 for slot in drafted]
+        limits = [min(sizes[slot], most if rows[slot].is_tree else offered.depths[place[slot]]) for slot in drafted]
+        growths |= zip(drafted, _grown(offered, places, widest, limits, most), strict=True)
+    for slot, row in enumerate(rows):
         if row.automaton is not None:
+            of_row = offered.of_row(place[slot]) if offered is not None and slot in place else NO_SLOTS
             deepest = min(row.deepest, MAX_DEPTH) if row.is_tree else row.deepest
-            nodes = best_allowed(row.automaton, slots, deepest, is_chain=not row.is_tree)
-            fixed = fixed if row.can_draft or row.request.block_size else most  # what is forced needs no draft
-        elif r not in proposed:
-            continue
-        else:
-            nodes = best_first(slots if row.is_tree else slots.first_choices())
-        if row.forecast is not None:
-            free[r] = nodes
-        elif row.is_tree or row.automaton is not None:
-            trees[r] = tree_of(islice(nodes, fixed))
-        else:
-            trees[r] = first_choices(slots)
-    bought = buy(list(free.values()), most) if free else []
-    for r, taken in zip(free, bought, strict=True):
-        trees[r] = tree_of(taken)
-    return trees
+            found = list(islice(best_allowed(row.automaton, of_row, deepest, is_chain=not row.is_tree), sizes[slot]))
+            growths[slot] = _listed(found)
+    free = [slot for slot in growths if rows[slot].adapts]
+    taken = dict(zip(free, select([growths[slot].chances for slot in free]), strict=True)) if free else {}
+    return [growths[slot].take(taken.get(slot, sizes[slot])) if slot in growths else [] for slot in range(len(rows))]
 
 
 def draft_candidates(
@@ -132,68 +168,45 @@ def _changed_candidates(
     return candidates(logits, positions, [row.request.sampling for row in rows], _num_of(head, num))
 
 
-def with_chances(found: Candidates, rows: Sequence[Row], depths: Sequence[int]) -> list[Slots]:
-    """Each row's slots [R], with the chances that its policy or else the draft itself gives them.
-
-    `found` are those of depths[r] positions of every row, N in all.
-    """
-    tokens = _split(found.tokens.tolist(), depths)
-    chances = _chances(found, [row.forecast for row in rows], depths)
-    return [drawn_apart(*of_row) for of_row in zip(tokens, chances, strict=True)]
-
-
-def linked_with_chances(linked: Linked, rows: Sequence[Row], depths: Sequence[int]) -> list[Slots]:
-    """`with_chances` of slots that depend on the choices above: [N * P, k], N positions in all.
-
-    A policy is asked of every choice above as if it were a row of its own, and at last of the chain, which a reader
-    that learns from chains keeps.
-    """
-    num, width = linked.places.shape[:2]
-    places, tokens = linked.places.tolist(), linked.found.tokens.view(num, width, -1).tolist()
-    index, repeated, forecasts, start = list[int](), list[int](), list[Forecast | None](), 0
-    for row, depth in zip(rows, depths, strict=True):
-        positions = range(start, start + depth)
-        index += [position * width + after for after in range(width) for position in positions]
-        after = 0
-        for position in positions:
-            index.append(position * width + after)
-            after = places[position][after][0]
-        repeated += [depth] * (width + 1)
-        forecasts += [row.forecast] * (width + 1)
-        start += depth
-    chances = _chances(linked.found.at(index), forecasts, repeated)
-    slots = []
-    of_rows = zip(_split(tokens, depths), _split(places, depths), strict=True)
-    for r, (of_tokens, of_places) in enumerate(of_rows):
-        after_each = chances[r * (width + 1) : (r + 1) * (width + 1) - 1]  # [P][A][D][K]
-        by_context = zip(*after_each, strict=True)
-        slots.append(Slots(of_tokens, [list(zip(*at, strict=True)) for at in by_context], of_places))
-    return slots
+def _grown(
+    offered: Offered, rows: Sequence[int], widest: Sequence[int], limits: Sequence[int], most: int
+) -> list[_Growth]:
+    """Growths of rows by their places in the offer, of the widest[r] best choices of each list, up to limits[r]."""
+    firsts, depths = ([values[r] for r in rows] for values in (offered.firsts, offered.depths))
+    sizes = (np.array(values, dtype=np.int64) for values in (firsts, depths, limits, widest))
+    found = grow(offered.chances, offered.places, *sizes, most)
+    if found is None:
+        return [_in_python(offered, *of_row) for of_row in zip(rows, widest, limits, strict=True)]
+    made = enumerate(zip(found.num.tolist(), firsts, strict=True))
+    return [_Growth(found.chances[r, :num], partial(_take, offered, found, r, first)) for r, (num, first) in made]
 
 
-def _split(values: list[Any], depths: Sequence[int]) -> list[list[Any]]:
-    """Those of every row."""
-    ends = list(accumulate(depths))
-    return [values[end - depth : end] for end, depth in zip(ends, depths, strict=True)]
+def _take(offered: Offered, found: Grown, r: int, first: int, num: int) -> list[Node]:
+    num_contexts, width = offered.places.shape[1:]
+    columns = (values[r, :num].tolist() for values in (found.choices, found.parents, found.chances, found.laters))
+    return [
+        Node(offered.tokens[choice], parent, chance, choice // (num_contexts * width) - first + 1,
+             later + choice % width == 0, choice, later)
+        for choice, parent, chance, later in zip(*columns, strict=True)
+    ]  # fmt: skip
 
 
-def _chances(
-    found: Candidates, forecasts: Sequence[Forecast | None], depths: Sequence[int]
-) -> list[list[list[list[float]]]]:
-    """Chances [A][D][K] of every row's choices [R], by its policy or else the draft itself."""
-    ends = list(accumulate(depths))
-    by_reader: dict[Reader | None, list[int]] = {}
-    for r, forecast in enumerate(forecasts):
-        by_reader.setdefault(None if forecast is None else forecast.reader, []).append(r)
-    chances: dict[int, list[list[list[float]]]] = {}
-    for reader, members in by_reader.items():
-        some, of_members = found, [depths[r] for r in members]
-        if len(by_reader) > 1:
-            some = found.at([i for r in members for i in range(ends[r] - depths[r], ends[r])])
-        if reader is None:
-            given = own_chances(some)
-        else:
-            given = reader.chances([forecasts[r] for r in members], some, of_members)
-        of_rows = zip(*(_split(at, of_members) for at in given.tolist()), strict=True)
-        chances.update(zip(members, map(list, of_rows), strict=True))
-    return [chances[r] for r in range(len(forecasts))]
+def _in_python(offered: Offered, r: int, widest: int, limit: int) -> _Growth:
+    slots, start = offered.of_row(r), offered.firsts[r] * offered.places[0].size
+    nodes = islice(best_first(slots if widest > 1 else slots.first_choices()), limit)
+    return _listed([node._replace(choice=start + node.choice) for node in nodes])
+
+
+def _listed(nodes: list[Node]) -> _Growth:
+    return _Growth(np.array([node.chance for node in nodes]), lambda num: nodes[:num])
+
+
+def verified(drafts: Sequence[Sequence[Node]], paths: Sequence[Sequence[int]]) -> Verified:
+    """What became of nodes of rows [R]: paths [R] are the accepted ones, of places in their trees, the anchor first."""
+    columns = list[tuple[int, int, float, int, int, bool, bool]]()
+    for r, (nodes, path) in enumerate(zip(drafts, paths, strict=True)):
+        places, on_path = places_of(nodes), set(path)
+        for place, node in zip(places[1:], nodes, strict=True):
+            reached, right = places[node.parent] in on_path, place in on_path
+            columns.append((r, node.depth, node.chance, node.choice, node.num_later, reached, right))
+    return Verified(*map(np.array, zip(*columns, strict=True))) if columns else NOTHING_VERIFIED

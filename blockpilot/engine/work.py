@@ -8,12 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from blockpilot.control.controller import StepOutcome
-from blockpilot.control.price import Load
+from blockpilot.control.cost import Load
 from blockpilot.device import tensor_on
 from blockpilot.engine.rows import Row
 from blockpilot.models.packing import Packing, SideBySide
-from blockpilot.types import NO_TREE, Sampling, Step, Tree
+from blockpilot.types import NO_TREE, Sampling, Tree
 
 
 class Part(NamedTuple):
@@ -83,20 +82,6 @@ class Work:
         """Of its blocks."""
         num_verified = self.num_block_tokens - len(self.depths)
         return Load(len(self.depths), sum(self.depths), num_verified, self.num_passes)
-
-    def outcome(self, steps: Sequence[Step], next_rows: int, *, has_captured: bool) -> StepOutcome:
-        """Load and results: `steps` are those of the blocks, but for rows that failed, and of prompts."""
-        rows = self.blocks.rows if self.blocks is not None else []
-        chosen = {row.request_id for row in rows if row.forecast is not None}
-        return StepOutcome(
-            self.load,
-            num_prompt_tokens=self.prompts.packing.num_tokens if self.prompts is not None else 0,
-            num_chosen=len(chosen),
-            num_accepted=sum(step.num_accepted for step in steps if step.request_id in chosen),
-            num_tokens=sum(len(step.tokens) for step in steps),
-            next_rows=next_rows,
-            has_captured=has_captured,
-        )
 
     def final(self, paths: Sequence[Sequence[int]]) -> "Final | None":
         """Tokens that are final: of every block its path [R], and all of prompts. None where no row may draft."""

@@ -14,7 +14,7 @@ import torch
 
 from blockpilot.control.choose import Offered
 from blockpilot.control.controller import Controller
-from blockpilot.control.price import COEFFICIENTS, TILE, Load, StepPrice, fit, passes, relative_error
+from blockpilot.control.cost import COEFFICIENTS, TILE, Load, StepPrice, fit, passes, relative_error
 from blockpilot.device import device_name, dtype_name
 from blockpilot.engine.engine import Engine
 from blockpilot.pairs.loading import Pair

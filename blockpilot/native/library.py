@@ -1,6 +1,7 @@
 """The functions in C for a CPU, compiled by the machine's own compiler when a model is prepared, in a second or two.
 
-products.c multiplies with the weights, layers.c runs all layers of a decoder, ranking.c ranks logits. Where there is
+products.c multiplies with the weights, layers.c runs all layers of a decoder, ranking.c ranks logits, growing.c grows
+draft trees. Where there is
 no compiler or no x86-64 CPU with AVX2, torch does all of it.
 """
 
@@ -16,7 +17,7 @@ from pathlib import Path
 import torch
 
 FOLDER = Path(__file__).parent
-SOURCES = tuple(FOLDER / name for name in ("products.c", "layers.c", "ranking.c"))
+SOURCES = tuple(FOLDER / name for name in ("products.c", "layers.c", "ranking.c", "growing.c"))
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-fopenmp", "-Wno-psabi")
 _DEFINES = {torch.float32: (), torch.bfloat16: ("-DBFLOAT16",)}
 

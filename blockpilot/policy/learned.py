@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from blockpilot.control.calibration import TrackRecord
-from blockpilot.control.price import StepPrice
+from blockpilot.control.cost import StepPrice
 from blockpilot.drafts.choices import own_chances
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.network import (

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from blockpilot.control.price import PRICE_FILE, read_price
+from blockpilot.control.cost import PRICE_FILE, read_price
 from blockpilot.policy.learned import LearnedPolicy, PolicyInfo
 from blockpilot.policy.network import NetworkShape, PolicyNetwork
 from blockpilot.policy.nodes import NodeModel

@@ -22,7 +22,7 @@ import torch
 from blockpilot.control.controller import Controller, FixedPolicy
 from blockpilot.control.forecasts import RunningMeans
 from blockpilot.control.live import LiveController
-from blockpilot.control.price import StepPrice
+from blockpilot.control.cost import StepPrice
 from blockpilot.device import device_name, dtype_name
 from blockpilot.drafts.families import family
 from blockpilot.engine.engine import Engine

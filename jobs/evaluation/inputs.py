@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from pydantic import Field, field_validator
 
-from blockpilot.control.price import PRICE_FILE, StepPrice, read_price
+from blockpilot.control.cost import PRICE_FILE, StepPrice, read_price
 from blockpilot.policy.dataset import prompt_key
 from blockpilot.policy.store import load_policy
 from blockpilot.prompts.files import Prompt, SetAside, answer_limit, load_prompts, reasons

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from blockpilot.control.controller import FixedPolicy
 from blockpilot.control.forecasts import RunningMeans
-from blockpilot.control.price import StepPrice
+from blockpilot.control.cost import StepPrice
 from blockpilot.device import device_name, dtype_name
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.generate import generate

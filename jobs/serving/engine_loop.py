@@ -16,7 +16,7 @@ from typing import Any, Protocol, Self
 
 from blockpilot.constraints.automaton import GrammarError
 from blockpilot.control.live import LiveController
-from blockpilot.control.price import StepPrice
+from blockpilot.control.cost import StepPrice
 from blockpilot.types import Policy, Request, Step
 from jobs.serving.errors import ApiError
 from jobs.serving.fair_queue import FairQueue, has_room

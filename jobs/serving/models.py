@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from blockpilot.control.price import read_price
+from blockpilot.control.cost import read_price
 from blockpilot.pairs.table import split_revision, target_slug
 from blockpilot.types import MAX_BLOCK_SIZE
 from jobs.common.config import Config, PairConfig, Place, Resources

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from blockpilot.control.price import PRICE_FILE, StepPrice, read_price
+from blockpilot.control.cost import PRICE_FILE, StepPrice, read_price
 from blockpilot.policy.dataset import Index, write_examples
 from blockpilot.policy.network import NetworkShape
 from blockpilot.policy.training import FitTask

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from blockpilot.control.controller import StepOutcome
 from blockpilot.control.forecasts import RunningForecast, RunningMeans
 from blockpilot.control.live import LiveController
-from blockpilot.control.price import Load, StepPrice
+from blockpilot.control.cost import Load, StepPrice
 from blockpilot.types import Prefill
 
 PromptPolicy = Callable[[Prefill], int]

@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 
 from blockpilot.control.controller import FixedPolicy
-from blockpilot.control.price import StepPrice, read_price
+from blockpilot.control.cost import StepPrice, read_price
 from blockpilot.pairs.table import split_revision
 from blockpilot.policy.learned import LearnedPolicy
 from blockpilot.policy.store import load_policy

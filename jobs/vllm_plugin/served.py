@@ -20,7 +20,7 @@ import torch
 
 from blockpilot.constraints.automaton import CompiledGrammar
 from blockpilot.constraints.grammar import SEPARATORS, Grammar
-from blockpilot.control.price import read_price
+from blockpilot.control.cost import read_price
 from blockpilot.device import best_device, device_name
 from blockpilot.engine.detokenize import TextStream
 from blockpilot.engine.limits import EngineLimits

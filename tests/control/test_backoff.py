@@ -8,7 +8,7 @@ import pytest
 from blockpilot.control.backoff import Backoff
 from blockpilot.control.controller import FixedPolicy, StepOutcome
 from blockpilot.control.live import LiveController
-from blockpilot.control.price import Load
+from blockpilot.control.cost import Load
 from blockpilot.drafts.decoder import DraftDecoder
 from blockpilot.engine.engine import Engine
 from blockpilot.evaluation.pricing import StaticForecast

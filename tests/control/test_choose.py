@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from blockpilot.control.choose import Depths, buy, choose_depths
-from blockpilot.control.price import TILE, Load, StepPrice, passes
+from blockpilot.control.cost import TILE, Load, StepPrice, passes
 from helpers.prices import linear_price, price
 
 ALONE = Load(0)

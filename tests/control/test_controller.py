@@ -14,7 +14,7 @@ from blockpilot.control.controller import (
     FixedPolicy,
     StepOutcome,
 )
-from blockpilot.control.price import Load
+from blockpilot.control.cost import Load
 from blockpilot.engine.trees import Node
 from blockpilot.evaluation.baselines import DepthController
 from blockpilot.pairs.loading import Pair

@@ -11,7 +11,7 @@ import torch
 
 from blockpilot.control.choose import choose_depths
 from blockpilot.control.forecasts import RunningForecast, RunningMeans
-from blockpilot.control.price import Load, StepPrice
+from blockpilot.control.cost import Load, StepPrice
 from blockpilot.evaluation.pricing import StaticForecast
 from blockpilot.types import Prefill
 from helpers.prices import linear_price

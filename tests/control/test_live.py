@@ -20,7 +20,7 @@ from blockpilot.control.live import (
     LiveController,
     PriceTracker,
 )
-from blockpilot.control.price import Array, Load, StepPrice
+from blockpilot.control.cost import Array, Load, StepPrice
 from blockpilot.engine.engine import Engine
 from blockpilot.evaluation.pricing import StaticForecast
 from blockpilot.pairs.loading import Pair

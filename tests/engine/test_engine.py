@@ -20,7 +20,7 @@ from blockpilot.control.controller import (
     StepOutcome,
 )
 from blockpilot.control.forecasts import RunningMeans
-from blockpilot.control.price import Load
+from blockpilot.control.cost import Load
 from blockpilot.drafts.choices import own_chances
 from blockpilot.drafts.decoder import DraftDecoder, PreparedDFlash
 from blockpilot.engine.engine import Engine

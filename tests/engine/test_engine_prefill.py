@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from blockpilot.control.price import Load
+from blockpilot.control.cost import Load
 from blockpilot.engine.engine import Engine
 from blockpilot.evaluation.pricing import StaticForecast
 from blockpilot.pairs.loading import Pair

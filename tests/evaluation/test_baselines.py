@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from blockpilot.control.controller import Controller
 from blockpilot.control.forecasts import RunningMeans
-from blockpilot.control.price import Load, StepPrice
+from blockpilot.control.cost import Load, StepPrice
 from blockpilot.engine.engine import Engine
 from blockpilot.evaluation.baselines import AdaptiveVerification, DepthController, Margins, TreeBudget
 from blockpilot.pairs.loading import Pair

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from blockpilot.control.price import Load
+from blockpilot.control.cost import Load
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.evaluation.pricing import PLAIN, Drafted, measure_price, mixtures_of, time_steps
 from blockpilot.pairs.loading import Pair

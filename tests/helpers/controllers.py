@@ -5,7 +5,7 @@ from collections.abc import Callable
 from blockpilot.control.backoff import Backoff
 from blockpilot.control.controller import Controller, StepOutcome
 from blockpilot.control.live import LiveController
-from blockpilot.control.price import StepPrice
+from blockpilot.control.cost import StepPrice
 from blockpilot.types import Policy
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from blockpilot.control.price import StepPrice
+from blockpilot.control.cost import StepPrice
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.learned import LearnedPolicy, PolicyInfo, Scalar
 from blockpilot.policy.network import Kind, NetworkShape, PolicyNetwork

@@ -19,7 +19,7 @@ import torch
 
 from blockpilot.control.controller import Controller
 from blockpilot.control.live import LiveController
-from blockpilot.control.price import PRICE_FILE, StepPrice
+from blockpilot.control.cost import PRICE_FILE, StepPrice
 from blockpilot.device import device_name
 from blockpilot.drafts.checkpoint import save_draft
 from blockpilot.drafts.eagle3_checkpoint import save_eagle3

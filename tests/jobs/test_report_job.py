@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from blockpilot.control.price import PRICE_FILE
+from blockpilot.control.cost import PRICE_FILE
 from blockpilot.evaluation.statistics import MethodRun, Totals
 from blockpilot.prompts.files import Message, Prompt
 from blockpilot.sweep.rows import SweepRow, write_rows

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from blockpilot.control.price import Load, read_price
+from blockpilot.control.cost import Load, read_price
 from helpers.prices import price
 from helpers.sweeps import read_sweep
 from jobs.sweep import SweepConfig, run

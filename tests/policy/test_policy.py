@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from blockpilot.control.choose import choose_depths
 from blockpilot.control.controller import FixedPolicy
-from blockpilot.control.price import Load
+from blockpilot.control.cost import Load
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.learned import (
     LearnedForecast,

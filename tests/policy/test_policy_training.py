@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from blockpilot.control.choose import choose_depths
-from blockpilot.control.price import Load
+from blockpilot.control.cost import Load
 from blockpilot.evaluation.oracle import Table, potential
 from blockpilot.evaluation.statistics import resampling_weights
 from blockpilot.policy.dataset import Examples, open_examples, write_examples

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from blockpilot.control.price import StepPrice
+from blockpilot.control.cost import StepPrice
 from blockpilot.device import device_name
 from blockpilot.engine.engine import Engine
 from blockpilot.evaluation.pricing import measure_price

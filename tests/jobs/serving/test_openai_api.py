@@ -10,7 +10,7 @@ from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from blockpilot.control.price import COEFFICIENTS
+from blockpilot.control.cost import COEFFICIENTS
 from blockpilot.engine.generate import generate
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Message, Prompt

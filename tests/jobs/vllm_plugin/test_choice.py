@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from blockpilot.control.price import Load
+from blockpilot.control.cost import Load
 from blockpilot.sweep.rows import MIN_PROB
 from blockpilot.types import Prefill
 from helpers.prices import price

@@ -1,24 +1,19 @@
-"""Choosing depths from forecasts and buying what was drafted, against all choices there are."""
+"""Depths before the draft and nodes after it, against all choices there are."""
 
 from collections.abc import Sequence
-from itertools import count, product
-from typing import NamedTuple
+from itertools import product
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from blockpilot.control.choose import Depths, buy, choose_depths
+from blockpilot.control.choose import Depths, choose_depths, choose_nodes
 from blockpilot.control.cost import TILE, Load, StepPrice, passes
 from helpers.prices import linear_price, price
 
 ALONE = Load(0)
 A_TOKEN_A_SLOT = (1.0,) * 8
-
-
-class Token(NamedTuple):
-    chance: float
-    depth: int
 
 
 def rate(
@@ -164,49 +159,36 @@ def test_the_tokens_that_a_slot_will_bring_are_paid_for() -> None:
     assert choose_depths([reach], of_tokens, ALONE, (1.0, 3.0)).depths == [1]
 
 
-# --- bought tokens ---
-
-
-@given(st.lists(chances).map(lambda drawn: sorted(drawn, reverse=True)), st.floats(0, 1.2), st.integers(0, 12))
-def test_exactly_the_tokens_worth_it_are_bought(offered: list[float], worth: float, most: int) -> None:
-    tokens = [Token(chance, 1 + i) for i, chance in enumerate(offered)]
-    bought = buy([tokens], worth, 0.0, 0, most)
-    assert bought == [[token for token in tokens if token.chance >= worth][:most]]
+# --- nodes ---
 
 
 @given(
-    st.lists(st.lists(chances, max_size=9).map(lambda drawn: sorted(drawn, reverse=True)), max_size=6),
-    st.floats(0, 1),
-    st.floats(0, 3),
-    st.integers(0, 15),
+    st.lists(st.lists(chances, max_size=9).map(lambda drawn: sorted(drawn, reverse=True)), min_size=1, max_size=6),
+    prices,
+    loads,
 )
-def test_tiles_are_bought_whose_tokens_pay_for_them(
-    offered: list[list[float]], worth: float, worth_tile: float, num_free: int
+def test_the_best_nodes_of_all_rows_are_taken_as_many_as_make_the_highest_rate(
+    offered: list[list[float]], price: StepPrice, beside: Load
 ) -> None:
-    """No number of the best tokens brings more beyond what tokens and tiles are worth."""
-    rows = [[Token(chance, 1 + i) for i, chance in enumerate(of_row)] for of_row in offered]
-    found = buy(rows, worth, worth_tile, num_free, 9)
-    assert all(of_row == given[: len(of_row)] for of_row, given in zip(found, rows, strict=True))
-    every = sorted((chance for of_row in offered for chance in of_row), reverse=True)
+    """No other number of every row's best nodes has a higher rate."""
+    drafted = beside._replace(rows=beside.rows + len(offered))
+    found = choose_nodes([np.array(of_row) for of_row in offered], price, drafted)
 
-    def gain(falling: Sequence[float]) -> float:
-        return sum(chance - worth for chance in falling) - worth_tile * -(-max(0, len(falling) - num_free) // TILE)
+    def rate_of(taken: Sequence[int]) -> float:
+        tokens = drafted.rows + sum(sum(of_row[:n]) for of_row, n in zip(offered, taken, strict=True))
+        return tokens / price.seconds(drafted._replace(num_verified=drafted.num_verified + sum(taken)))
 
-    bought = [token.chance for of_row in found for token in of_row]
-    assert sorted(bought, reverse=True) == every[: len(bought)]
-    assert gain(bought) == pytest.approx(max(gain(every[:num]) for num in range(len(every) + 1)), abs=1e-9)
+    every = product(*(range(len(of_row) + 1) for of_row in offered)) if sum(map(len, offered)) < 12 else [found]
+    assert rate_of(found) == pytest.approx(max(map(rate_of, every)), rel=1e-9)
+    last = [of_row[n - 1] for of_row, n in zip(offered, found, strict=True) if n]
+    left = [of_row[n] for of_row, n in zip(offered, found, strict=True) if n < len(of_row)]
+    assert not last or not left or min(last) >= max(left)
 
 
-def test_no_more_is_looked_at_than_is_bought() -> None:
-    """Trees grow while they are bought: a token that is not asked for is never found."""
-    seen = list[int]()
-
-    def offered() -> Token:
-        seen.append(len(seen))
-        return Token(0.9 ** len(seen), len(seen))
-
-    assert len(buy([(offered() for _ in count())], 0.0, 0.0, 0, 5)[0]) == 5
-    assert len(seen) == 5
-    [tokens] = buy([(offered() for _ in count())], 0.9**8, 0.0, 0, 5)
-    assert [token.depth for token in tokens] == [6, 7, 8]
-    assert len(seen) == 9
+def test_a_node_is_worth_more_the_slower_the_step() -> None:
+    """A node of 0.3 for 0.2 seconds lowers 2.4 tokens in 1.4, and raises 2.4 tokens in 10.4 seconds."""
+    row = [0.9, 0.5, 0.3, 0.1, 0.05]
+    assert choose_nodes([row], price(base_s=1.0, token_s=0.2), Load(1)) == [2]
+    assert choose_nodes([row], price(base_s=10.0, token_s=0.2), Load(1)) == [4]
+    assert choose_nodes([row, row], price(base_s=1.0, token_s=0.2), Load(2)) == [1, 1]
+    assert choose_nodes([[], []], price(), Load(2)) == [0, 0]

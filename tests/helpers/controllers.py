@@ -1,39 +1,44 @@
-"""Controllers that tests can switch and look into."""
+"""Controllers that tests can look into, or that do as they are told."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from blockpilot.control.backoff import Backoff
-from blockpilot.control.controller import Controller, StepOutcome
-from blockpilot.control.live import LiveController
-from blockpilot.control.cost import StepPrice
-from blockpilot.types import Policy
+from blockpilot.control.acceptance import AcceptanceModel, Array
+from blockpilot.control.controller import Controller, Planned, StepOutcome
+from blockpilot.control.cost import Load, StepPrice
 
 
-class Switch(Controller):
-    """Backs off when told to, and keeps what came of steps."""
+class Watched(Controller):
+    """Keeps what came of steps, which take made-up seconds where these are given."""
 
-    def __init__(self, policy: Policy, price: StepPrice | None = None) -> None:
-        super().__init__(policy, price)
-        self.backs_off = False
-        self.outcomes: list[StepOutcome] = []
-
-    @property
-    def speculates(self) -> bool:
-        return not self.backs_off
-
-    def finish(self, outcome: StepOutcome) -> None:
-        super().finish(outcome)
-        self.outcomes.append(outcome)
-
-
-class World(LiveController):
-    """A live controller whose steps take made-up seconds, `seconds` of what came of a step. Never backs off."""
-
-    def __init__(self, policy: Policy, price: StepPrice | None, seconds: Callable[[StepOutcome], float]) -> None:
-        super().__init__(policy, price, backoff=Backoff(window=10**9))
+    def __init__(
+        self, deepest: int, price: StepPrice | None = None, seconds: Callable[[StepOutcome], float] | None = None
+    ) -> None:
+        super().__init__(AcceptanceModel(deepest), price)
         self.seconds = seconds
         self.outcomes: list[StepOutcome] = []
 
-    def finish(self, outcome: StepOutcome) -> None:
+    def learn(self, outcome: StepOutcome, seconds: float) -> None:
         self.outcomes.append(outcome)
-        self.learn(outcome, self.seconds(outcome))
+        super().learn(outcome, seconds if self.seconds is None else self.seconds(outcome))
+
+
+class Told(Controller):
+    """Drafts and verifies so much in turn: depths and sizes of trees, of all rows alike, step by step."""
+
+    def __init__(self, deepest: int, turns: Sequence[tuple[int, int]]) -> None:
+        super().__init__(AcceptanceModel(deepest))
+        self.turns, self.num_steps = turns, 0
+
+    def plan(self, rows: Planned, beside: Load) -> list[int]:
+        super().plan(rows, beside)
+        depth = self.turns[self.num_steps % len(self.turns)][0]
+        depths = [min(depth, most) for most in rows.deepest.tolist()]
+        self._depths[:] = depths
+        return depths
+
+    def select(self, chances: Sequence[Array], drafted: Load) -> list[int]:
+        return [min(self.turns[self.num_steps % len(self.turns)][1], len(of_row)) for of_row in chances]
+
+    def learn(self, outcome: StepOutcome, seconds: float) -> None:
+        self.num_steps += 1
+        super().learn(outcome, seconds)

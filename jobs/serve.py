@@ -1,7 +1,5 @@
 """Server of the OpenAI API on Ray Serve: replicas of one engine each, block sizes chosen by a policy.
 
-`--engine vllm` serves by vLLM with the plug-in (docs/vllm.md).
-
 One gateway speaks HTTP (gateway.py); each model has replicas of its own (replica.py). Another policy is loaded in
 place, and the models and the requests in flight stay. On SIGTERM and Ctrl-C the server takes no more requests,
 finishes those in flight, and exits.
@@ -15,9 +13,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import ray
 import tyro
@@ -42,10 +39,6 @@ from jobs.serving.gateway import Gateway
 from jobs.serving.keys import api_keys
 from jobs.serving.listener import bound, close, is_loopback, netloc
 from jobs.serving.models import ModelConfig, find_policy, models_by_name
-
-if TYPE_CHECKING:  # they need torch, which is seconds to import
-    from jobs.serving.backends import Backend, EngineSizes
-    from jobs.vllm_plugin.pair import VllmPair
 
 APP = "blockpilot"
 SPARE_REQUESTS = 32  # places of a replica for what is not decoded: its status, and 429s
@@ -163,13 +156,9 @@ def _replicas(name: str, model: ModelConfig, args: ServeConfig) -> Application:
     if model.max_replicas > resources.num_actors:
         bounds = {"min_replicas": resources.num_actors, "max_replicas": model.max_replicas}
         replicas = {"autoscaling_config": bounds | {"target_ongoing_requests": model.num_slots}}
-    by_vllm = model.engine == "vllm"
-    load = partial(_vllm_pair, model) if by_vllm else model.pair.load
-    backend = {"backend": partial(_vllm_backend, model)} if by_vllm else {}
-    held = actor_options(resources.accelerator_type, resources.num_cpus)
     deployment: serve.Deployment = serve.deployment(
         name=name,
-        ray_actor_options=held | (model.vllm.actor_options if by_vllm else {}),
+        ray_actor_options=actor_options(resources.accelerator_type, resources.num_cpus),
         health_check_period_s=HEALTH_EVERY_S,
         user_config=policy_config(model, args),
         max_ongoing_requests=in_replica + SPARE_REQUESTS,
@@ -180,27 +169,12 @@ def _replicas(name: str, model: ModelConfig, args: ServeConfig) -> Application:
         **replicas,
     )(ReplicaDeployment)
     return deployment.bind(
-        load,
-        **backend,
+        model.pair.load,
         name=model.names[0],
         num_threads=num_threads(resources.num_cpus),
         **model.model_dump(include=set(REPLICA_LIMITS)),
         **args.model_dump(include={"stream_interval_s", "logs_prompts"}),
     )
-
-
-def _vllm_pair(model: ModelConfig) -> "VllmPair":
-    """Facts of a pair that vLLM loads; called in the replica."""
-    from jobs.vllm_plugin.pair import VllmPair
-
-    return VllmPair.of(model.pair)
-
-
-def _vllm_backend(model: ModelConfig, pair: "VllmPair", sizes: "EngineSizes") -> "Backend":
-    """vLLM on that pair; called in the replica."""
-    from jobs.vllm_plugin.served import VllmBackend
-
-    return VllmBackend(pair, sizes, options=model.vllm, price=model.price)
 
 
 def _capacity(model: ModelConfig) -> int:

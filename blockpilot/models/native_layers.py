@@ -17,10 +17,27 @@ from transformers import PretrainedConfig
 from blockpilot.models.cache import SlotView, head_dim, num_kv_heads
 from blockpilot.models.kernels import Product
 from blockpilot.models.layers import DecoderLayers, LayerWeights, Mask, Rotary
-from blockpilot.native.library import library_for
-from blockpilot.native.products import INPUTS, Linear
+from blockpilot.native.library import DtypeChoice, fastest_dtype, library_for
+from blockpilot.native.products import INPUTS, PANEL, Linear
 
 QUERIES = 16  # as in layers.c
+
+
+def fastest_dtype_for(config: PretrainedConfig, device: torch.device) -> DtypeChoice:
+    """`fastest_dtype`, but float32 for a network whose layers are not in C on a CPU."""
+    found = fastest_dtype(device)
+    if device.type != "cpu" or found.name == "float32" or _fits(config):
+        return found
+    return DtypeChoice("float32", f"{config.model_type} layers of this shape are not in C")
+
+
+def _fits(config: PretrainedConfig) -> bool:
+    """Whether layers.c has the shapes of a network's layers."""
+    dim, heads, kv = head_dim(config), config.num_attention_heads, num_kv_heads(config)
+    inputs = dim, config.hidden_size, heads * dim, config.intermediate_size
+    outputs = (heads + 2 * kv) * dim, config.hidden_size, 2 * config.intermediate_size
+    is_dense = config.model_type != "qwen3_moe"
+    return is_dense and not any([*(num % INPUTS for num in inputs), *(num % PANEL for num in outputs)])
 
 
 def layers_of(modules: Iterable[Any], norm: Tensor, config: PretrainedConfig) -> DecoderLayers:

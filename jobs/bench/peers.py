@@ -40,7 +40,7 @@ WORKER = Path(__file__).with_name("peer_worker.py")
 class PeersConfig(Config):
     """Which peers, and the work."""
 
-    pair: PairConfig = PairConfig(dtype="fast")
+    pair: PairConfig = PairConfig()
     prompts: str = "demo"
     """A prompt set or file."""
     requests: tuple[int, ...] = (1, 4, 16)

@@ -7,9 +7,17 @@ from pydantic import Field, field_validator
 
 from blockpilot.pairs.table import split_revision, target_slug
 from blockpilot.types import MAX_BLOCK_SIZE
-from jobs.common.config import Config, PairConfig, Resources
+from jobs.common.config import Config, PairConfig, Placement
 from jobs.common.registry import AUTO, CHAMPION, UNTRAINED, Registry, model_name
 from jobs.serving.champions import copy_of
+
+
+class ReplicaResources(Placement):
+    """What each replica of a model holds."""
+
+    num_cpus: float | None = Field(default=None, gt=0)
+    """CPU cores of a replica; also its torch threads (at least one). By default the replicas of all models share the
+    cores of the machine where this command starts Ray; in a cluster each has one."""
 
 
 class ModelConfig(Config):
@@ -23,7 +31,7 @@ class ModelConfig(Config):
     """Choice of what is drafted and verified: by "champion" of the registry, by the directory of a policy, by
     "untrained" (the draft's own probabilities and running means), or one block size. "auto" is the champion, and
     while there is none the policy that comes with this repository for its own pair, or else "untrained"."""
-    resources: Resources = Resources()
+    resources: ReplicaResources = ReplicaResources()
     """Resources of each replica; num_actors is their number, or the least number where max_replicas is larger."""
     max_replicas: int = Field(default=1, ge=1)
     """Upper bound of autoscaling; an idle replica is drained and stopped."""

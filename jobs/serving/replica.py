@@ -18,6 +18,7 @@ from blockpilot.constraints.automaton import GrammarError
 from blockpilot.constraints.grammar import Grammar
 from blockpilot.device import device_name, dtype_name
 from blockpilot.engine.engine import Engine
+from blockpilot.models.native_layers import fastest_dtype_for
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.learned import LearnedPolicy
 from blockpilot.prompts.files import Message, Prompt, encode_messages
@@ -43,8 +44,8 @@ log = logging.getLogger("ray.serve.blockpilot")  # Serve adds the id of the requ
 class Replica:
     """Server of one pair, which `load` gives: an engine loop that answers bodies, and its policy.
 
-    Serve runs this class. Responses and metrics say `name`, by default
-    the target's. num_threads are torch's, of this process; num_slots are requests decoded together; max_length is in
+    Serve runs this class. Responses and metrics say `name`, by default the target's. num_threads are torch's, of this
+    process, and why_threads says to /health why so many; num_slots are requests decoded together; max_length is in
     tokens of prompt and answer; max_new_tokens limits an answer where the context leaves room for more; prefix_tokens
     are kept for prompts that begin alike, by default as many as the slots hold; stream_interval_s is the least time
     between two chunks of a stream, 0 for one a step. Raises ValueError where the caches do not fit into memory.
@@ -56,6 +57,7 @@ class Replica:
         *,
         name: str | None = None,
         num_threads: int = 1,
+        why_threads: str = "asked for",
         num_slots: int = 8,
         max_length: int | None = None,
         max_prefill_tokens: int = 256,
@@ -80,8 +82,13 @@ class Replica:
             max_prefill_tokens=max_prefill_tokens,
             prefix_tokens=kept,
         )
+        self._chosen: dict[str, object] = {
+            "dtype": dtype_name(pair.target.dtype),
+            "num_threads": num_threads,
+            "chosen": {"dtype": why_dtype(pair), "num_threads": why_threads},
+        }
         sizes = {"num_slots": num_slots, "max_length": length, "cache_bytes": engine.cache_bytes}
-        log.info("engine", extra={"model": self.name, **sizes})
+        log.info("engine", extra={"model": self.name, **sizes, **self._chosen})
         self.loop = EngineLoop(engine, max_queue=max_queue)
         self.policy = PolicyInUse(pair, self.loop)
         self._metrics = ReplicaMetrics(self.name, self.loop, self.policy.champion)
@@ -130,7 +137,7 @@ class Replica:
             "draft": self.pair.id.draft,
             "policy": self.policy.status,
             "device": device_name(self.pair.target.device),
-            "dtype": dtype_name(self.pair.target.dtype),
+            **self._chosen,
             "step_price_s": engine.controller.price.by_name,
             "accepted_over_expected": policy.record.ratio if isinstance(policy, LearnedPolicy) else None,
             "backed_off": not engine.controller.speculates,
@@ -263,6 +270,12 @@ class Replica:
                 400, f"min_tokens: {body.min_tokens} are asked for; there is room for {most}", "min_tokens"
             )
         return asked or most
+
+
+def why_dtype(pair: Pair) -> str:
+    """Why a pair has its dtype: the machine, or that it was asked for."""
+    best = fastest_dtype_for(pair.target.config, pair.target.device)
+    return best.why if dtype_name(pair.target.dtype) == best.name else f"asked for; auto: {best.name}, {best.why}"
 
 
 def chat_template(pair: Pair) -> str | None:

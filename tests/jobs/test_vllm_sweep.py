@@ -76,7 +76,7 @@ def test_batches_are_timed_by_powers_of_two(most: int, sizes: list[int]) -> None
 
 def test_a_pair_is_known_without_its_weights(tiny_pair_dirs: tuple[Path, Path], tiny_pair: Pair) -> None:
     target, draft = map(str, tiny_pair_dirs)
-    found = VllmPair.of(PairConfig(target=target, draft=draft))
+    found = VllmPair.of(PairConfig(target=target, draft=draft, dtype="float32"))
     for name in ("id", "vocab_size", "block_size"):
         assert getattr(found, name) == getattr(tiny_pair, name), name
     assert found.tokenizer.decode([70, 71]) == tiny_pair.tokenizer.decode([70, 71])

@@ -172,7 +172,7 @@ def test_the_answer_that_is_asked_for_is_the_targets_own(
     url: str, tiny_pair_dirs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     target, draft = tiny_pair_dirs
-    pair = PairConfig(target=str(target), draft=str(draft))
+    pair = PairConfig(target=str(target), draft=str(draft), dtype="float32")
     answer = smollm2_135m.ask(url, "what?", 20)
     out = capsys.readouterr().out
     assert answer

@@ -105,6 +105,7 @@ def run(config: SweepConfig) -> SweepResult:
     with Lease(config.output) as lease:
         folder.open(shards, prompts)
         rejects = _sweep(config, shards, folder, lease)
+        lease.check()
         folder.write_rejects(rejects)
         if _needs_price(config):  # a sweep that was cut between its rows and its price
             connect()

@@ -82,6 +82,8 @@ class HeldOut:
     speed_ratio_low: float
     """95% interval over prompts of policy_speed / best_fixed_speed."""
     speed_ratio_high: float
+    num_prompts: float = 0
+    """Of the evaluation."""
     champion: float = 0
     """Version number of the champion that was measured in the same runs; 0 for none."""
     champion_ratio: float = 0.0

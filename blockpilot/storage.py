@@ -4,6 +4,7 @@ A place is a path or such a URI. What is written is there whole or not at all, w
 """
 
 import os
+import re
 import secrets
 import shutil
 import time
@@ -153,6 +154,15 @@ def remove_unfinished(folder: Place) -> None:
     for name in file_names(folder, suffix=".tmp"):
         if name.rpartition("/")[2].startswith("."):
             delete(join(folder, name))
+
+
+_SECRET = r"[^=&?#\s\"'\\]*(?:key|secret|token|sig|password|credential)[^=&?#\s\"'\\]*"  # name of a query parameter
+
+
+def without_secrets(text: str) -> str:
+    """A text, or JSON, whose addresses have lost their user names and passwords, presigned ones also their keys."""
+    text = re.sub(r"://[^/\s\"'\\]*@", "://***@", text)
+    return re.sub(rf"([?&]{_SECRET}=)[^&#\s\"'\\]+", r"\1***", text, flags=re.IGNORECASE)
 
 
 def first_line(error: Exception) -> str:

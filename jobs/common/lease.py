@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from blockpilot.storage import Place, create, delete, file_names, join, read_bytes, write_bytes
+from blockpilot.storage import Place, create, delete, file_names, join, read_bytes, without_secrets, write_bytes
 
 LEASE_FILE = "lease.json"
 BEAT_S = 2.0
@@ -95,7 +95,8 @@ class Lease:
         if not unknown:
             return found
         name = _name(unknown[-1])
-        print(f"output {self.place}: leased to {name}; waiting {PATIENCE_S:g} s to see whether it lives")
+        where = without_secrets(os.fspath(self.place))
+        print(f"output {where}: leased to {name}; waiting {PATIENCE_S:g} s to see whether it lives")
         time.sleep(PATIENCE_S)
         again = self._found()
         if again.items() - found.items():

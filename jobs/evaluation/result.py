@@ -40,7 +40,7 @@ def save(config: EvaluateConfig, plan: Plan, setting: Setting, runs: Sequence[Me
     shown = bool(plan.sweep or plan.learned_from(POLICY).prompts)
     table = _describe(config, plan, setting, figures, by_set, best, chosen_on, held_out, shown)
     content = {
-        "config": config.model_dump(mode="json"),
+        "config": config.recorded(),
         "setting": setting._asdict()
         | {"pair": setting.pair._asdict(), "price": json.loads(setting.price.to_json())}
         | {"rivals": {name: pair._asdict() for name, pair in setting.rivals.items()}}

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from jobs.common.registry import Registry, Version, without_password
+from blockpilot.storage import without_secrets
+from jobs.common.registry import Registry, Version
 
 log = logging.getLogger("ray.serve.blockpilot")
 
@@ -61,7 +62,7 @@ class ChampionWatch:
             self.error = ""
         except Exception as error:  # whatever it is, the thread goes on
             self._registry = None
-            if (message := without_password(str(error))) != self.error:
+            if (message := without_secrets(str(error))) != self.error:
                 log.warning("the policy stays as it is: %s", message)
             self.error = message
 

@@ -1,6 +1,7 @@
 """The registry against a real sqlite store, and the rule of promotion."""
 
 import dataclasses
+import json
 import os
 import shutil
 import traceback
@@ -21,6 +22,7 @@ from jobs.common.registry import HeldOut, Registry, Version, model_name, trackin
 from jobs.promote import MIN_PROMPTS, PromoteConfig
 from jobs.promote import run as promote
 from jobs.serving.champions import ChampionWatch
+from jobs.training.config import TrainConfig
 
 TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
 MODEL = "blockpilot-smollm2-135m-instruct"
@@ -89,6 +91,16 @@ def test_a_password_in_the_stores_address_is_told_nobody(monkeypatch: pytest.Mon
     watch = ChampionWatch(MODEL, address, Path("nowhere"), 1.0, lambda directory, number: None)
     assert "a-secret" not in watch.error
     assert "***@127.0.0.1" in watch.error
+
+
+def test_logged_settings_hold_no_secrets(registry: Registry) -> None:
+    """As they are written beside a result, too."""
+    config = TrainConfig(sweep=("s3://KEY:SECRET@bucket/sweep", "https://host/b?X-Amz-Signature=SECRET"))
+    assert "SECRET" not in json.dumps(config.recorded())
+    with registry.log_run("train") as run:
+        run.log_params(config.model_dump(mode="json"))
+    logged = registry._client.get_run(run.id).data.params["sweep"]
+    assert logged == "['s3://***@bucket/sweep', 'https://host/b?X-Amz-Signature=***']"
 
 
 def test_model_name() -> None:

@@ -52,6 +52,7 @@ def _check_machine() -> None:
 
 
 def _run(folder: str, *command: str) -> None:
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=folder, capture_output=True, timeout=60, check=False)
     if done.returncode:
-        raise OSError(f"{' '.join(command[:1])}: {done.stderr.strip()[-400:]}")
+        said = done.stderr[-400:].decode(errors="replace").strip()
+        raise OSError(f"{command[0]}: {said or f'ended with status {done.returncode}'}")

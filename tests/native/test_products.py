@@ -1,8 +1,10 @@
 """Products in C beside those of torch: the same numbers up to rounding, and torch where C cannot be."""
 
 import logging
+import os
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -100,3 +102,27 @@ def test_torch_where_there_is_no_compiler(
         library._library.cache_clear()
     (line,) = caplog.messages  # once
     assert line.startswith("decoder layers by torch, which is slower:")
+
+
+@pytest.mark.skipif(not torch.backends.cpu.get_cpu_capability().startswith("AVX"), reason="no such CPU")
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("printf '\\377\\376 no' >&2; exit 1", "cc: \ufffd\ufffd no"),
+        ("exit 3", "cc: ended with status 3"),
+    ],
+)
+def test_torch_where_the_compiler_fails(
+    script: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever its message is encoded in, if there is one."""
+    (tmp_path / "cc").write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / "cc").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    library._library.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert library_for(torch.float32, CPU) is None
+    finally:
+        library._library.cache_clear()
+    assert caplog.messages == [f"decoder layers by torch, which is slower: {said}"]

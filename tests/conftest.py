@@ -21,6 +21,7 @@ import torch
 from hypothesis import settings
 
 from blockpilot.drafts.checkpoint import save_draft
+from blockpilot.native import library
 from blockpilot.pairs.loading import Pair, load_pair
 from helpers.eagle3 import eagle3_pair
 from helpers.patience import patient
@@ -48,6 +49,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def without_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without a compiler."""
+    monkeypatch.setattr(library, "_library", lambda dtype: None)
 
 
 @pytest.fixture(autouse=True)

@@ -41,6 +41,11 @@ class Decoder:
             leave_file(model)
             use_huge_pages()
 
+    @property
+    def cache_dim(self) -> int:
+        """Numbers of a key in the cache that the layers read."""
+        return self._layers.cache_dim
+
     def __call__(
         self, tokens: Tensor, packing: SideBySide, cache: SlotView, kept: Sequence[int]
     ) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 FOLDER = Path(__file__).parent
-SOURCES = tuple(FOLDER / name for name in ("products.c", "layers.c", "ranking.c"))
+SOURCES = tuple(FOLDER / name for name in ("products.c", "tiles.c", "experts.c", "layers.c", "ranking.c"))
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-fopenmp", "-Wno-psabi")
 _DEFINES = {torch.float32: (), torch.bfloat16: ("-DBFLOAT16",)}
 

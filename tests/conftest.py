@@ -57,6 +57,16 @@ def without_c(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "_library", lambda dtype: None)
 
 
+@pytest.fixture(params=["C", "torch"])
+def in_c(request: pytest.FixtureRequest) -> bool:
+    """Whether layers are in C: once they are, where they can be, and once they are not."""
+    if request.param == "torch":
+        request.getfixturevalue("without_c")
+    elif library.library_for(torch.float32, torch.device("cpu")) is None:
+        pytest.skip("no compiler, or no CPU for it")
+    return bool(request.param == "C")
+
+
 @pytest.fixture(autouse=True)
 def _no_ray_is_left() -> Iterator[None]:
     """A test that joined a cluster in this process leaves it, so that the next can tell whether it started one."""

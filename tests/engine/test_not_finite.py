@@ -41,16 +41,11 @@ def decode(engine: Engine, requests: Sequence[Request]) -> tuple[list[tuple[int,
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("way", ["torch", "C"])
-def test_a_slot_keeps_nothing_of_a_request_that_failed(
-    way: str, target: Callable[..., Any], request: pytest.FixtureRequest
-) -> None:
-    if way == "torch":
-        request.getfixturevalue("without_c")
+def test_a_slot_keeps_nothing_of_a_request_that_failed(in_c: bool, target: Callable[..., Any]) -> None:
     pair = damaged_pair(torch.float32, [BAD], target)
     (expected,), _ = decode(Engine(pair, num_slots=1, max_length=200), [Request(GOOD, 20, block_size=1)])
     engine = Engine(pair, num_slots=2, max_length=200)
-    assert isinstance(engine._target._decoder._layers, NativeLayers) == (way == "C")
+    assert isinstance(engine._target._decoder._layers, NativeLayers) == in_c
     assert decode(engine, [Request((*LONG, BAD, *LONG[:40]), 20, block_size=1)]) == ([()], {0})
     texts, lost = decode(engine, [Request(GOOD, 20, block_size=4), Request(LONG, 20, block_size=1)])
     assert texts[0] == expected

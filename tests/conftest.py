@@ -54,7 +54,7 @@ def _one_thread() -> None:
 @pytest.fixture
 def without_c(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine without a compiler."""
-    monkeypatch.setattr(library, "_library", lambda dtype: None)
+    monkeypatch.setattr(library, "_library", lambda dtype: "no C compiler")
 
 
 @pytest.fixture(params=["C", "torch"])

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from blockpilot.native import library
-from blockpilot.native.library import library_for
+from blockpilot.native.library import library_for, reason_without
 from blockpilot.native.products import NativeProduct, Padding, native_product
 
 CPU = torch.device("cpu")
@@ -29,7 +29,10 @@ def close(found: Tensor, expected: Tensor) -> bool:
 @pytest.mark.skipif(not torch.backends.cpu.get_cpu_capability().startswith("AVX"), reason="no such CPU")
 def test_a_machine_with_a_compiler_has_them() -> None:
     assert all(library_for(dtype, CPU) is not None for dtype in DTYPES)
+    assert all(reason_without(dtype, CPU) == "" for dtype in DTYPES)
     assert library_for(torch.float16, CPU) is None
+    assert reason_without(torch.float16, CPU) == "float16"
+    assert reason_without(torch.float32, torch.device("meta")) == "device meta"
     assert library_for(torch.float32, torch.device("meta")) is None
 
 
@@ -100,9 +103,15 @@ def test_torch_where_c_has_no_such_numbers() -> None:
     assert native_product(torch.zeros(16, 32, device="meta"), None) is None
 
 
-@pytest.mark.parametrize("error", [FileNotFoundError(2, "no cc"), subprocess.TimeoutExpired("cc", 60)])
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (FileNotFoundError(2, "no cc"), "no C compiler"),
+        (subprocess.TimeoutExpired("cc", 60), "Command 'cc' timed out after 60 seconds"),
+    ],
+)
 def test_torch_where_there_is_no_compiler(
-    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: Exception, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def failing(*_: object, **__: object) -> None:
         raise error
@@ -113,7 +122,9 @@ def test_torch_where_there_is_no_compiler(
         with caplog.at_level(logging.WARNING):
             for _ in range(3):
                 assert library_for(torch.float32, CPU) is None
+                assert reason_without(torch.float32, CPU) == reason
     finally:
         library._library.cache_clear()
     (line,) = caplog.messages  # once
-    assert line.startswith("decoder layers by torch, which is slower:")
+    assert line.startswith("decoder layers by torch, which is slower, and exact up to rounding: ")
+    assert line.endswith(reason)

@@ -100,6 +100,11 @@ class Engine:
         return f"Engine({self.pair}, {sizes}, {self.num_active} active, {self.num_waiting} waiting)"
 
     @property
+    def exactness(self) -> str:
+        """What holds of texts beside those of plain decoding: "bit for bit" or "up to rounding", and why."""
+        return self._target.exactness
+
+    @property
     def num_active(self) -> int:
         """Requests that hold a slot."""
         return len(self._rows) + (self._partial is not None)

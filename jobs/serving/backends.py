@@ -70,6 +70,11 @@ class Backend(Protocol):
         ...
 
     @property
+    def exactness(self) -> str:
+        """What holds of texts beside those of plain decoding, and why."""
+        ...
+
+    @property
     def status(self) -> dict[str, object]:
         """Its entries in /health."""
         ...
@@ -95,6 +100,10 @@ class OwnBackend:
         self.without_registry: tuple[PolicySource, ...] = (COMMITTED, UNTRAINED)
         self._price: StepPrice | None = None  # of this device
         self._has_policy = False
+
+    @property
+    def exactness(self) -> str:
+        return self.engine.exactness
 
     @property
     def status(self) -> dict[str, object]:

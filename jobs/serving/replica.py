@@ -72,7 +72,7 @@ class Replica:
         self._backend = backend(pair, EngineSizes(num_slots, length, max_prefill_tokens, prefix_tokens))
         engine = self._backend.engine
         sizes = {"num_slots": num_slots, "max_length": length, "cache_bytes": engine.cache_bytes}
-        log.info("engine", extra={"model": self.name, **sizes})
+        log.info("engine", extra={"model": self.name, **sizes, "exactness": self._backend.exactness})
         self.loop = EngineLoop(engine, max_queue=max_queue)
         self.policy = PolicyInUse(pair.id.target, self._backend, self.loop)
         self._metrics = ReplicaMetrics(self.name, self.loop, self.policy.champion)
@@ -121,6 +121,7 @@ class Replica:
             "draft": self.pair.id.draft,
             "policy": self.policy.status,
             **self._backend.status,
+            "exactness": self._backend.exactness,
             "backed_off": not engine.controller.speculates,
             "num_in_flight": loop.num_in_flight,
             "num_active": engine.num_active,

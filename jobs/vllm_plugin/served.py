@@ -82,6 +82,10 @@ class VllmBackend:
         return self.engine.alive
 
     @property
+    def exactness(self) -> str:
+        return "up to rounding: layers by vLLM"
+
+    @property
     def status(self) -> dict[str, object]:
         """The price is the one of the start: the scheduler's own follows its steps."""
         price = self._price and self._price.by_name

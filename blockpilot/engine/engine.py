@@ -174,9 +174,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Step]:
-        """Advance every row that decodes by one block, and take in as many prompt tokens as a step may: by one pass of
-        the target over both, and at most one pass of the draft.
-        """
+        """Advance every row that decodes by one block, and take in as many prompt tokens as a step may."""
         self.controller.begin()
         graphs, num_graphs = self._cache.graphs, len(self._cache.graphs or ())
         rows, prompts = list(self._rows), self._schedule_prompts()

@@ -82,6 +82,7 @@ class Engine:
         self.on_failure: Callable[[int, Exception], None] | None = None
         self._device = pair.target.device
         self._target = Target(pair.target, pair.layer_ids)
+        self.exactness = self._target.exactness  # of texts beside those of plain decoding, and why
         self._cache = self._target.new_cache(num_slots, max_length, num_spare=max_block_size)
         self._drafter = Drafter(pair.prepared_draft, num_slots, max_length)
         self._prefixes = Prefixes(self._cache, self._drafter.cache, prefix_tokens)
@@ -96,11 +97,6 @@ class Engine:
     def __repr__(self) -> str:
         sizes = f"num_slots={self.num_slots}, max_length={self.max_length}"
         return f"Engine({self.pair}, {sizes}, {self.num_active} active, {self.num_waiting} waiting)"
-
-    @property
-    def exactness(self) -> str:
-        """What holds of texts beside those of plain decoding: "bit for bit" or "up to rounding", and why."""
-        return self._target.exactness
 
     @property
     def num_active(self) -> int:

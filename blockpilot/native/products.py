@@ -29,13 +29,15 @@ class Padding(NamedTuple):
         """[..., runs * size] -> [..., runs * padded], a copy where that is more."""
         if self.size == self.padded:
             return x
-        return functional.pad(x.unflatten(-1, (-1, self.size)), (0, self.padded - self.size)).flatten(-2)
+        padded: Tensor = functional.pad(x.unflatten(-1, (-1, self.size)), (0, self.padded - self.size)).flatten(-2)
+        return padded
 
     def cut(self, x: Tensor) -> Tensor:
         """[..., runs * padded] -> [..., runs * size]"""
         if self.size == self.padded:
             return x
-        return x.unflatten(-1, (-1, self.padded))[..., : self.size].flatten(-2)
+        cut: Tensor = x.unflatten(-1, (-1, self.padded))[..., : self.size].flatten(-2)
+        return cut
 
 
 class Linear(ctypes.Structure):

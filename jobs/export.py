@@ -6,15 +6,15 @@ Nothing is decoded here.
 """
 
 import json
-from collections import defaultdict
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import yaml
 from pydantic import Field
 
 from blockpilot.control.price import PRICE_FILE, StepPrice, read_price
-from blockpilot.evaluation.static import StaticChoices, choose_static, ranges, tau_resamples
+from blockpilot.evaluation.static import PromptTotals, StaticChoices, choose_static, ranges
 from blockpilot.evaluation.tables import markdown, with_range
 from blockpilot.pairs.checkpoints import EMBEDDED_DRAFT_DIRECTORY
 from blockpilot.pairs.table import EMBEDDED_DRAFT
@@ -58,15 +58,11 @@ class ExportResult(NamedTuple):
 
 
 class Acceptance(NamedTuple):
-    """Emitted tokens and verify steps of each prompt, by block size."""
+    """Totals of each prompt by block size, and what made them."""
 
-    emitted: dict[int, list[int]]
-    steps: dict[int, list[int]]
+    totals: dict[int, PromptTotals]
+    num_prompts: int
     metadata: Metadata
-
-    @property
-    def num_prompts(self) -> int:
-        return len(self.steps[self.metadata.candidates[0]])
 
 
 def run(config: ExportConfig) -> ExportResult:
@@ -82,7 +78,7 @@ def run(config: ExportConfig) -> ExportResult:
     ):
         raise ValueError(f"price and sweep are not of the same models ({found})")
     batch_sizes = range(1, (config.max_batch_size or price.rows) + 1)
-    chosen = choose_static(tau_resamples(swept.emitted, swept.steps), price, batch_sizes)
+    chosen = choose_static(swept.totals, price, batch_sizes)
     show(chosen, swept, price, config.engine)
     file = config.output / FILES[config.engine]
     write_text(file, to_text(config, chosen, swept.metadata, price))
@@ -91,15 +87,16 @@ def run(config: ExportConfig) -> ExportResult:
 
 
 def read_acceptance(place: Place) -> Acceptance:
-    """Sums of a sweep's rows; ValueError as `read_parts`."""
-    emitted, steps = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
+    """Totals of a sweep's rows; ValueError as `read_parts`."""
+    rows, metadata = [], None
     for part in read_parts(place):
+        rows += [(row.taus, row.num_steps) for row in part.rows]
         metadata = part.metadata
-        for row in part.rows:
-            for size, num_steps, histogram in zip(row.candidates, row.num_steps, row.emitted_histograms, strict=True):
-                steps[size].append(num_steps)
-                emitted[size].append(sum(n * count for n, count in enumerate(histogram)))
-    return Acceptance(emitted, steps, metadata)
+    assert metadata is not None, "read_parts gives a part or raises"
+    taus, steps = np.array(rows, dtype=float).transpose(1, 2, 0)  # [candidates, prompts]
+    columns = enumerate(metadata.candidates)
+    totals = {size: PromptTotals(taus[c] * steps[c], steps[c]) for c, size in columns}
+    return Acceptance(totals, len(rows), metadata)
 
 
 # --- the file ---

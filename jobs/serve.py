@@ -9,6 +9,7 @@ For a permanent cluster, `--write-config serve.yaml` writes the file that `serve
 
 import logging
 import os
+import re
 import signal
 import threading
 import time
@@ -21,6 +22,7 @@ import tyro
 import yaml
 from pydantic import Field, field_validator
 from ray import serve
+from ray._private.ray_logging import stdout_deduplicator
 from ray.exceptions import RayError
 from ray.serve import Application
 from ray.serve.handle import DeploymentHandle
@@ -289,7 +291,17 @@ def stop(drain_s: float = 120.0, hurry: Callable[[], bool] = lambda: False) -> N
     while APP in serve.status().applications and time.monotonic() < deadline:
         time.sleep(0.2)
     if not serve.status().applications:
+        _expect_killed_controller()
         serve.shutdown()
+
+
+def _expect_killed_controller() -> None:
+    """Keep Ray from printing errors for the calls that wait for Serve's controller, which ends by killing itself.
+
+    As RAY_DEDUP_LOGS_SKIP_REGEX does, which is read as Ray is imported.
+    """
+    if stdout_deduplicator.skip_re is None:
+        stdout_deduplicator.skip_re = re.compile(r"Task ServeController\.\w+ failed\..* was killed by `ray\.kill`")
 
 
 def _drain(gateway: DeploymentHandle[Any], drain_s: float, hurry: Callable[[], bool]) -> None:

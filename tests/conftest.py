@@ -21,6 +21,7 @@ import torch
 from hypothesis import settings
 
 from blockpilot.drafts.checkpoint import save_draft
+from blockpilot.native import library
 from blockpilot.pairs.loading import Pair, load_pair
 from helpers.eagle3 import eagle3_pair
 from helpers.patience import patient
@@ -48,6 +49,22 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def without_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without a compiler."""
+    monkeypatch.setattr(library, "_library", lambda dtype: "no C compiler")
+
+
+@pytest.fixture(params=["C", "torch"])
+def in_c(request: pytest.FixtureRequest) -> bool:
+    """Whether layers are in C: once they are, where they can be, and once they are not."""
+    if request.param == "torch":
+        request.getfixturevalue("without_c")
+    elif library.library_for(torch.float32, torch.device("cpu")) is None:
+        pytest.skip("no compiler, or no CPU for it")
+    return bool(request.param == "C")
 
 
 @pytest.fixture(autouse=True)

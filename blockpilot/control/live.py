@@ -17,7 +17,9 @@ from blockpilot.types import Policy
 LEVEL, SLOPES = 0.5, 0.2  # standard deviations of what is not known of a price at first, as shares of it
 LEVEL_STEP, SLOPE_STEP = 0.03, 0.002  # of how they wander, from step to step
 NUM_STEPS = 8  # that are observed as one: their loads and seconds add up
-NOISE = 0.08  # of the seconds of those that are observed as one
+NOISE = (
+    0.12  # of the seconds of a step, independent of the others': of several as one it is less by their square root
+)
 OUTLIER = 3.0  # standard deviations: what is further off counts as much as this
 LEAST = 0.1  # of a coefficient that was measured
 PROBE_EVERY = 128  # steps of one kind, plain or drafting, after which one of the other shows what that takes now
@@ -51,12 +53,13 @@ class PriceTracker:
 
     def _update(self) -> None:
         """Take in the sums of the steps seen."""
+        num = len(self._seen)
         terms = np.array([load.terms for load, _ in self._seen], dtype=float).sum(axis=0)
         seconds = sum(seconds for _, seconds in self._seen)
-        self._covariance += len(self._seen) * self._wander
+        self._covariance += num * self._wander
         self._seen = []
         expected, with_step = terms @ self._mean, self._covariance @ terms
-        variance = terms @ with_step + (NOISE * expected) ** 2
+        variance = terms @ with_step + (NOISE * expected) ** 2 / num
         limit = OUTLIER * np.sqrt(variance)
         self._mean = self._mean + with_step / variance * np.clip(seconds - expected, -limit, limit)
         self._mean = np.maximum(self._mean, self._least)

@@ -5,6 +5,7 @@ The block sizes are chosen on all prompts, and the intervals are over the same p
 what the choice itself gains by chance.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -12,9 +13,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockpilot.control.price import StepPrice
-from blockpilot.evaluation.statistics import NUM_RESAMPLES, Interval, interval, resampling_weights
+from blockpilot.evaluation.statistics import Interval, interval
 
 Array = NDArray[np.float64]
+
+
+class PromptTotals(NamedTuple):
+    """Emitted tokens and verify steps of each prompt under one block size, [prompts]."""
+
+    emitted: Array
+    steps: Array
+
+    @property
+    def tau(self) -> float:
+        return float(self.emitted.sum() / self.steps.sum())
 
 
 class StaticChoice(NamedTuple):
@@ -34,39 +46,32 @@ class StaticChoices(NamedTuple):
 
     choices: list[StaticChoice]
     single: int
-    speedups: dict[int, list[float]]
-    """By block size: expected speed-ups over plain decoding, in the order of `choices`."""
 
 
-def tau_resamples(
-    emitted: Mapping[int, Sequence[int]], steps: Mapping[int, Sequence[int]], num_resamples: int = NUM_RESAMPLES
-) -> dict[int, Array]:
-    """By block size tau [1 + resamples]: of all prompts, then of resamples of them, the same for all block sizes.
+def choose_static(totals: Mapping[int, PromptTotals], price: StepPrice, batch_sizes: Sequence[int]) -> StaticChoices:
+    """Best block size of each batch size; the smallest of equal ones.
 
-    emitted, steps: tokens and verify steps of each prompt by block size. Plain decoding (block size 1) emits one
-    token a step, whether or not it is among them. ValueError for fewer than two prompts.
+    totals: by block size. Plain decoding (block size 1) emits one token a step, whether or not it is among them.
+    ValueError for fewer than two prompts.
     """
-    num_prompts = len(next(iter(steps.values()), ()))
+    num_prompts = len(next(iter(totals.values())).steps) if totals else 0
     if num_prompts < 2:
         raise ValueError(f"{num_prompts} prompts: intervals need at least 2")
-    weights = resampling_weights(num_prompts, num_resamples, seed=0)
-    taus = {size: (weights @ np.array(emitted[size])) / (weights @ np.array(steps[size])) for size in sorted(steps)}
-    return {1: np.ones(1 + num_resamples)} | {size: tau for size, tau in taus.items() if size > 1}
-
-
-def choose_static(taus: Mapping[int, Array], price: StepPrice, batch_sizes: Sequence[int]) -> StaticChoices:
-    """Best block size of each batch size; the smallest of equal ones. taus: of `tau_resamples`, 1 among them."""
-    relative = {size: [price.relative([size], rows)[0] for rows in batch_sizes] for size in taus}
-    speedups = {size: [float(taus[size][0]) / seconds for seconds in relative[size]] for size in taus}
-    single = max(sorted(taus), key=lambda size: float(np.log(speedups[size]).sum()))
+    plain = {1: PromptTotals(np.ones(num_prompts), np.ones(num_prompts))}
+    by_size = dict(sorted((dict(totals) | plain).items()))
+    relative = {size: [price.relative([size], rows)[0] for rows in batch_sizes] for size in by_size}
+    speedups = {size: [of.tau / seconds for seconds in relative[size]] for size, of in by_size.items()}
+    single = max(by_size, key=lambda size: sum(map(math.log, speedups[size])))
     choices = []
     for i, rows in enumerate(batch_sizes):
-        best = max(sorted(taus), key=lambda size: speedups[size][i])
-        of_best, of_single = (taus[size] / relative[size][i] for size in (best, single))
-        choices.append(
-            StaticChoice(rows, best, interval(taus[best]), interval(of_best), interval(of_best / of_single))
-        )
-    return StaticChoices(choices, single, speedups)
+        best = max(by_size, key=lambda size: speedups[size][i])
+        ours, theirs = by_size[best], by_size[single]
+        tau = _interval([ours.emitted], [ours.steps])
+        gain = _interval([ours.emitted, theirs.steps], [ours.steps, theirs.emitted])
+        speedup = _scaled(tau, 1 / relative[best][i])
+        over_single = _scaled(gain, relative[single][i] / relative[best][i])
+        choices.append(StaticChoice(rows, best, tau, speedup, over_single))
+    return StaticChoices(choices, single)
 
 
 def ranges(choices: Sequence[StaticChoice]) -> list[tuple[int, int, int]]:
@@ -74,3 +79,11 @@ def ranges(choices: Sequence[StaticChoice]) -> list[tuple[int, int, int]]:
     starts = [c for i, c in enumerate(choices) if not i or c.block_size != choices[i - 1].block_size]
     ends = [following.batch_size - 1 for following in starts[1:]] + [choices[-1].batch_size]
     return [(start.batch_size, end, start.block_size) for start, end in zip(starts, ends, strict=True)]
+
+
+def _interval(above: Sequence[Array], below: Sequence[Array]) -> Interval:
+    return interval([part[None] for part in above], [part[None] for part in below])
+
+
+def _scaled(figure: Interval, factor: float) -> Interval:
+    return Interval(*(factor * bound for bound in figure))

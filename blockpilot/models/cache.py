@@ -23,7 +23,7 @@ from blockpilot.models.packing import Packing
 class SlotCache:
     """Keys and values of a model's layers for `num_slots` texts of at most `length` tokens; zeros at first.
 
-    A tree fills more columns than positions: that many may be spare.
+    A tree fills more columns than positions: that many may be spare. dim: of a key, where layers pad heads.
     """
 
     def __init__(
@@ -34,9 +34,11 @@ class SlotCache:
         dtype: torch.dtype,
         device: torch.device,
         num_spare: int = 0,
+        dim: int | None = None,
     ) -> None:
         self.max_length = length
-        shape = (config.num_hidden_layers, 2, num_slots, num_kv_heads(config), length + num_spare, head_dim(config))
+        of_slot = num_kv_heads(config), length + num_spare, dim or head_dim(config)
+        shape = (config.num_hidden_layers, 2, num_slots, *of_slot)
         # Zeros, not empty: masked columns are multiplied by zero, and garbage may hold NaN.
         self.layers = torch.zeros(shape, dtype=dtype, device=device)
         """[layers, 2, num_slots, kv_heads, length, head_dim], keys and then values."""

@@ -26,7 +26,7 @@ from blockpilot.device import Device, dtype_name, to_device, to_dtype
 from blockpilot.drafts.families import family, load_any_draft, no_draft, prepared_draft
 from blockpilot.drafts.interface import Draft, PreparedDraft
 from blockpilot.models.decoder import check_family, check_network, context_length
-from blockpilot.models.native_layers import fastest_dtype_for
+from blockpilot.native.library import fastest_dtype
 from blockpilot.pairs.checkpoints import NOT_FOUND, find_draft, find_target, not_found
 from blockpilot.pairs.table import NAMED_PAIRS, check_pair_names, split_revision
 from blockpilot.storage import first_line
@@ -97,8 +97,8 @@ def load_pair(
 
     name: one of NAMED_PAIRS; or else `target` and `draft`, each a hub id ("Qwen/Qwen3-4B", "Qwen/Qwen3-4B@REVISION")
     or a local directory. dtype: "float32" or "bfloat16", or torch's own, of weights and activations; "auto" is
-    bfloat16 on a GPU, and on a CPU with instructions for it whose layers are in C, where texts are exact in it, too;
-    else float32. device: "cpu", "cuda", "cuda:1", a GPU's number or a torch.device.
+    bfloat16 on a GPU, and on a CPU with instructions for it and layers in C, where texts are exact in it, too; else
+    float32. device: "cpu", "cuda", "cuda:1", a GPU's number or a torch.device.
 
     Raises ValueError for unknown names, models that cannot be read, unsupported families, drafts that do not fit, and
     a dtype or device that cannot be had.
@@ -106,14 +106,14 @@ def load_pair(
     target, draft = (None if given is None else os.fspath(given) for given in (target, draft))
     check_pair_names(name, target, draft)
     place = to_device(device)
-    weights_dtype = None if dtype == "auto" else to_dtype(dtype)
+    weights_dtype = to_dtype(fastest_dtype(place).name if dtype == "auto" else dtype)
     if name is not None:
         target, draft = NAMED_PAIRS[name]
     assert target is not None
     assert draft is not None
     found = find_draft(draft)
     draft_model = load_any_draft(found.directory)
-    model, tokenizer, target_revision = load_target(target, weights_dtype, place)
+    model, tokenizer, target_revision = load_target(target, weights_dtype)
     draft_model.check_fit(model.config)
     pair_id = PairId(split_revision(target)[0], target_revision, split_revision(draft)[0], found.revision)
     return _pair(pair_id, model, draft_model, tokenizer, place)
@@ -147,20 +147,15 @@ def _pair(
     return pair
 
 
-def load_target(
-    name: str, dtype: torch.dtype | None, device: torch.device | None = None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
+def load_target(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
     """Causal language model, tokenizer and revision of a hub id or local directory; raises ValueError for none.
 
-    dtype None is the fastest on `device` (`fastest_dtype_for`), where the model will run; it is loaded on the host.
     The family is checked before anything else is read, and weights are safetensors or refused.
     """
     found = find_target(name)
     path = str(found.directory)
     try:
-        config = network_config(found.directory)
-        if dtype is None:
-            dtype = to_dtype(fastest_dtype_for(config, device or torch.device("cpu")).name)
+        network_config(found.directory)
         tokenizer = load_tokenizer(found.directory)
         options = {"use_safetensors": True, "trust_remote_code": False, "attn_implementation": "sdpa"}
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)

@@ -2,7 +2,7 @@
 
 The keyed sampler makes a request's text the same for every block size, so the target runs once over the finished text
 and what a step emits follows from the draft alone: draft at the anchor, compare with the text, jump. Replaying gives
-what the engine counts, at any temperature (bit for bit where arithmetic is exact enough to give equal tokens: fp32).
+what the engine counts, at any temperature (where layers are in C; elsewhere but for near ties).
 
 The LM head runs position by position over the blocks that are right so far, so a block costs about tau of its rows.
 """

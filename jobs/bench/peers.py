@@ -132,11 +132,22 @@ def running(peer: Peer, log: Path) -> Iterator["Worker"]:
             env=environment,
             start_new_session=True,
         )
-    with process:
+    with process, _ended_with_this_process(process.pid):
         try:
             yield Worker(process, log)
         finally:
             _end_group(process)
+
+
+@contextmanager
+def _ended_with_this_process(group: int) -> Iterator[None]:
+    """A process group is killed, stopped or not, when this process is: a shell sees its standard input end."""
+    command = ["sh", "-c", f"read _; kill -s KILL -- -{group}"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True) as shell:
+        try:
+            yield
+        finally:
+            shell.kill()
 
 
 def _end_group(process: "subprocess.Popen[str]") -> None:

@@ -3,6 +3,7 @@
 A default is written once, here or in the job's own Config; the command line is generated from it (tyro).
 """
 
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from blockpilot.pairs.checkpoints import known_revision
 from blockpilot.pairs.table import NAMED_PAIRS, check_pair_names, split_revision
-from blockpilot.storage import is_uri
+from blockpilot.storage import is_uri, without_secrets
 from blockpilot.types import PairId
 
 if TYPE_CHECKING:
@@ -43,6 +44,11 @@ class Config(BaseModel):
                 for e in error.errors()
             ]
             raise ConfigError("; ".join(refused)) from None
+
+    def recorded(self, **options: Any) -> dict[str, Any]:
+        """`model_dump` as JSON, for files and MLflow: without the secrets of addresses."""
+        found: dict[str, Any] = json.loads(without_secrets(json.dumps(self.model_dump(mode="json", **options))))
+        return found
 
 
 class PairConfig(Config):
@@ -146,5 +152,5 @@ def main(config_type: type[ConfigT], run: Callable[[ConfigT], object]) -> None:
     except (ConfigError, ValueError, OSError) as error:
         if os.environ.get("BLOCKPILOT_TRACEBACK"):
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {without_secrets(str(error))}", file=sys.stderr)
         sys.exit(2)

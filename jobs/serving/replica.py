@@ -18,7 +18,7 @@ from blockpilot.constraints.automaton import GrammarError
 from blockpilot.constraints.grammar import Grammar
 from blockpilot.device import device_name, dtype_name
 from blockpilot.engine.engine import Engine
-from blockpilot.models.native_layers import fastest_dtype_for
+from blockpilot.native.library import fastest_dtype
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.learned import LearnedPolicy
 from blockpilot.prompts.files import Message, Prompt, encode_messages
@@ -86,6 +86,7 @@ class Replica:
             "dtype": dtype_name(pair.target.dtype),
             "num_threads": num_threads,
             "chosen": {"dtype": why_dtype(pair), "num_threads": why_threads},
+            "exactness": engine.exactness,
         }
         sizes = {"num_slots": num_slots, "max_length": length, "cache_bytes": engine.cache_bytes}
         log.info("engine", extra={"model": self.name, **sizes, **self._chosen})
@@ -274,7 +275,7 @@ class Replica:
 
 def why_dtype(pair: Pair) -> str:
     """Why a pair has its dtype: the machine, or that it was asked for."""
-    best = fastest_dtype_for(pair.target.config, pair.target.device)
+    best = fastest_dtype(pair.target.device)
     return best.why if dtype_name(pair.target.dtype) == best.name else f"asked for; auto: {best.name}, {best.why}"
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blockpilot.evaluation.static import choose_static, ranges, tau_resamples
+from blockpilot.evaluation.static import PromptTotals, choose_static, ranges
 from helpers.prices import price
 
 SIZES = (2, 4, 8)
@@ -14,6 +14,10 @@ PRICES = st.builds(
     **{name: st.floats(0, 2) for name in ("row_s", "launch_s", "slot_s", "token_s", "tile_s")},
     is_sequential=st.booleans(),
 )
+
+
+def totals_of(emitted: dict[int, list[int]], steps: dict[int, list[int]]) -> dict[int, PromptTotals]:
+    return {size: PromptTotals(np.array(emitted[size], float), np.array(steps[size], float)) for size in steps}
 
 
 @st.composite
@@ -32,7 +36,7 @@ def test_every_batch_size_gets_the_block_size_with_the_most_tokens_a_second(
 ) -> None:
     emitted, steps = swept
     batch_sizes = range(1, most + 1)
-    chosen = choose_static(tau_resamples(emitted, steps, 10), step_price, batch_sizes)  # type: ignore[arg-type]
+    chosen = choose_static(totals_of(emitted, steps), step_price, batch_sizes)  # type: ignore[arg-type]
 
     def tokens_per_s(size: int, rows: int) -> float:
         tau = 1.0 if size == 1 else sum(emitted[size]) / sum(steps[size])
@@ -60,20 +64,22 @@ def test_intervals_cover_the_truth_over_prompts() -> None:
     for _ in range(200):
         means = generator.uniform(1, 4, size=40)
         emitted = [int(n) for n in generator.poisson(means * 30)]
-        choice = choose_static(tau_resamples({4: emitted}, {4: [30] * 40}, 500), price(), [1]).choices[0]
+        choice = choose_static(totals_of({4: emitted}, {4: [30] * 40}), price(), [1]).choices[0]
         covered += choice.tau.low <= 2.5 <= choice.tau.high
     assert 180 <= covered <= 198
 
 
 def test_one_prompt_has_no_interval() -> None:
     with pytest.raises(ValueError, match="1 prompts: intervals need at least 2"):
-        tau_resamples({4: [9]}, {4: [3]})
+        choose_static(totals_of({4: [9]}, {4: [3]}), price(), [1])
+    with pytest.raises(ValueError, match="0 prompts"):
+        choose_static({}, price(), [1])
 
 
 def test_drafting_that_costs_by_the_row_fades_out() -> None:
     """tau 1.9 and 3.0, and a drafted token that costs 5.8% of a plain step: 3 / (1 + 0.174 r) meets
     1.9 / (1 + 0.058 r) at 7.02 rows, which meets 1 at 15.5.
     """
-    taus = tau_resamples({2: [18, 20], 4: [26, 34]}, {2: [10, 10], 4: [10, 10]}, 10)
-    chosen = choose_static(taus, price(token_s=0.058), range(1, 33))
+    totals = totals_of({2: [18, 20], 4: [26, 34]}, {2: [10, 10], 4: [10, 10]})
+    chosen = choose_static(totals, price(token_s=0.058), range(1, 33))
     assert ranges(chosen.choices) == [(1, 7, 4), (8, 15, 2), (16, 32, 1)]

@@ -25,12 +25,12 @@ def test_dtype_is_what_the_device_is_good_at(
     monkeypatch: pytest.MonkeyPatch, wanted: str, device: str, instructions: dict[str, Any], dtype: str
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: instructions)
-    monkeypatch.setattr(library, "library_for", lambda dtype, device: "layers in C")
+    monkeypatch.setattr(library, "reason_without", lambda dtype, device: "")
     assert pick_dtype(wanted, device) == dtype
 
 
 def test_without_a_compiler_bfloat16_is_not_exact_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
-    monkeypatch.setattr(library, "library_for", lambda dtype, device: None)
+    monkeypatch.setattr(library, "reason_without", lambda dtype, device: "no cc")
     found = library.fastest_dtype(torch.device("cpu"))
-    assert found == ("float32", "amx_bf16, but no compiler for layers in C")
+    assert found == ("float32", "amx_bf16, but no layers in C: no cc")

@@ -5,11 +5,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
 from blockpilot.control.price import PRICE_FILE, StepPrice, read_price
-from blockpilot.evaluation.static import choose_static, tau_resamples
+from blockpilot.evaluation.static import PromptTotals, choose_static
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Message, Prompt
 from blockpilot.sweep.rows import read_parts, write_rows
@@ -115,8 +116,8 @@ def test_sglang_counts_the_anchor_among_the_draft_tokens(sweep: Path, embedded_p
 
 
 def test_a_draft_of_the_hub_is_named_with_the_revision_that_was_swept() -> None:
-    taus = tau_resamples({4: [26, 34]}, {4: [10, 10]}, 10)
-    chosen = choose_static(taus, price(), [1, 2])
+    totals = {4: PromptTotals(np.array([26.0, 34.0]), np.array([10.0, 10.0]))}
+    chosen = choose_static(totals, price(), [1, 2])
     known = metadata()
     assert vllm_options(chosen, known, "dflash", single=False) == {
         "method": "dflash",

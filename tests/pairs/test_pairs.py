@@ -21,8 +21,6 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3MoeConfig,
 )
 
 from blockpilot.drafts.checkpoint import new_draft_config, save_draft
@@ -30,7 +28,7 @@ from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.eagle3_checkpoint import save_eagle3
 from blockpilot.engine.generate import generate
 from blockpilot.models.decoder import Decoder
-from blockpilot.models.native_layers import NativeLayers, fastest_dtype_for
+from blockpilot.models.native_layers import NativeLayers
 from blockpilot.pairs import checkpoints, embedded
 from blockpilot.pairs.checkpoints import directory_revision, known_revision
 from blockpilot.pairs.embedded import converted
@@ -392,22 +390,6 @@ def test_by_default_a_pair_has_the_fastest_dtype_that_is_exact_here(
     pair = load_pair("smollm2-135m")
     assert pair.target.dtype == pair.draft.dtype == getattr(torch, dtype)
     assert isinstance(Decoder(pair.target)._layers, NativeLayers)
-
-
-def test_layers_that_are_not_in_c_stay_in_float32(
-    tiny_pair_dirs: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
-    target, draft = tiny_pair_dirs
-    assert load_pair(target=target, draft=draft).target.dtype == torch.float32
-    sizes = {"hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 256, "head_dim": 64}
-    dense, experts = Qwen3Config(**sizes), Qwen3MoeConfig(**sizes)
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert fastest_dtype_for(dense, cpu) == ("bfloat16", "amx_bf16, layers in C")
-    assert fastest_dtype_for(experts, cpu) == ("float32", "qwen3_moe layers of this shape are not in C")
-    for name, size in (("head_dim", 12), ("hidden_size", 120), ("intermediate_size", 250)):
-        assert fastest_dtype_for(Qwen3Config(**sizes | {name: size}), cpu).name == "float32"
-    assert {fastest_dtype_for(config, gpu).name for config in (dense, experts)} == {"bfloat16"}
 
 
 def test_named_pairs_are_the_published_ones() -> None:

@@ -130,8 +130,8 @@ def test_the_demo_holds_prompts_out(tmp_path: Path) -> None:
 def test_the_demo_measures_fast_and_serves_exactly(tmp_path: Path) -> None:
     stages = smollm2_135m.pipeline(DemoConfig(output=tmp_path, port=1234))
     assert (stages.sweep.pair.dtype, stages.evaluate.pair.dtype, stages.serve.pair.dtype) == (
-        "fast",
-        "fast",
+        "auto",
+        "auto",
         "float32",
     )
     assert stages.serve.port == 1234

@@ -176,6 +176,43 @@ def test_a_champion_that_fails_where_it_decides_is_not_used(
     assert client.post("/v1/chat/completions", json=CHAT).json()["usage"]["block_size"] == 3
 
 
+def test_a_refused_champion_is_tried_once(
+    replica: Replica, registry: Registry, tiny_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the registry has named another; /health says all the time why it is not used."""
+    target, copied = tiny_pair.id.target, []
+    download = Registry.download
+
+    def counted(self: Registry, version: Version, directory: Path) -> Path:
+        copied.append(version.number)
+        return download(self, version, directory)
+
+    monkeypatch.setattr(Registry, "download", counted)
+    first = crown(registry, tmp_path, tiny_pair.id, target, (3,))
+    replica.reconfigure(following(registry, tmp_path / "copies"))
+    watch = replica.policy.watch
+    assert watch is not None
+    refused = crown(registry, tmp_path, tiny_pair.id._replace(draft_revision="0123abcd"), target, (5,))
+    store, kept = tmp_path / "mlflow.db", (tmp_path / "mlflow.db").read_bytes()
+    for _ in range(3):
+        watch.look()
+        assert "0123abcd" in str(status(replica)["error"])
+    store.write_bytes(b"no database at all" * 1000)
+    watch.look()
+    assert "mlflow.db" in str(status(replica)["error"])
+    store.write_bytes(kept)
+    watch.look()
+    assert "0123abcd" in str(status(replica)["error"])
+    assert copied == [first.number, refused.number]
+    registry.set_champion(first)
+    watch.look()
+    assert (status(replica)["version"], status(replica)["error"]) == (first.number, None)
+    registry.set_champion(refused)
+    watch.look()
+    assert "0123abcd" in str(status(replica)["error"])
+    assert copied == [first.number, refused.number, refused.number]
+
+
 def test_whatever_a_look_meets_the_watch_goes_on(registry: Registry, tiny_pair: Pair, tmp_path: Path) -> None:
     crown(registry, tmp_path, tiny_pair.id, tiny_pair.id.target, (3,))
     errors: list[Exception] = [TypeError("no such thing"), RuntimeError("out of memory"), MemoryError("none left")]

@@ -79,6 +79,7 @@ def test_models_and_health(client: TestClient, tiny_pair: Pair) -> None:
     assert found["step_price_s"]["base_s"] > 0
     assert found["accepted_over_expected"] is None
     assert found["backed_off"] is False
+    assert found["exactness"].split(":")[0] in ("bit for bit", "up to rounding")
 
 
 def test_health_tells_what_came_of_the_policys_forecasts(

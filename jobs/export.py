@@ -107,7 +107,7 @@ def to_text(config: ExportConfig, chosen: StaticChoices, metadata: Metadata, pri
     method = config.method or ("eagle3" if price.is_sequential else "dflash")
     if config.engine == "sglang":
         return yaml.safe_dump(sglang_options(chosen, metadata, method), sort_keys=False)
-    return json.dumps(vllm_options(chosen, metadata, method, single=config.single), indent=1) + "\n"
+    return json.dumps(vllm_options(chosen, metadata, method, single=config.single)) + "\n"
 
 
 def vllm_options(chosen: StaticChoices, metadata: Metadata, method: Method, *, single: bool) -> dict[str, Any]:

@@ -339,7 +339,7 @@ def _wait_for_port(host: str, port: int) -> None:
         time.sleep(0.1)
 
 
-def _what_runs(deployment: str) -> str:
+def what_runs(deployment: str) -> str:
     """Policy of a model, dtype and threads, each with the reason where it was not asked for."""
     handle: DeploymentHandle[Any] = serve.get_deployment_handle(deployment, APP)
     found = handle.status.remote().result(timeout_s=REMOVAL_PATIENCE_S)
@@ -369,7 +369,7 @@ def run(config: ServeConfig) -> None:
         signal.signal(number, lambda *_: hurry.set() if leave.is_set() else leave.set())
     for deployment, model in config.deployments.items():
         names = " or ".join(model.names)
-        console.print(f"serving {names} at {url} with {_what_runs(deployment)}; Ctrl-C to stop", soft_wrap=True)
+        console.print(f"serving {names} at {url} with {what_runs(deployment)}; Ctrl-C to stop", soft_wrap=True)
     leave.wait()
     console.print("finishing the requests in flight; Ctrl-C once more ends them")
     stop(config.drain_s, hurry.is_set)

@@ -153,6 +153,8 @@ def run(config: DemoConfig) -> None:
     measured = learn(stages)
     with stage("serve"):
         url = serve.start(stages.serve)
+        for name in stages.serve.deployments:
+            print(f"{url}: {serve.what_runs(name)}")
     with stage("ask"):
         try:
             sizes = ("auto", max(config.candidates))

@@ -190,6 +190,7 @@ def test_a_served_answer_that_is_not_the_targets_own_is_an_error(
     """The check at the end of the demo can fail."""
     monkeypatch.setattr(smollm2_135m, "learn", lambda stages: EvaluateResult([], 6, None, "the table", "run"))
     monkeypatch.setattr(serve, "start", lambda config: "url")
+    monkeypatch.setattr(serve, "what_runs", lambda name: "policy none")
     monkeypatch.setattr(serve, "stop", lambda: None)
     monkeypatch.setattr(smollm2_135m, "ask", lambda *_: "served")
     monkeypatch.setattr(smollm2_135m, "plain_answer", lambda *_: "plain")

@@ -88,7 +88,7 @@ def tiny_pair_dirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path
 @pytest.fixture(scope="session")
 def tiny_pair(tiny_pair_dirs: tuple[Path, Path]) -> Pair:
     target, draft = tiny_pair_dirs
-    return load_pair(target=str(target), draft=str(draft))
+    return load_pair(target=str(target), draft=str(draft), dtype="float32")
 
 
 @pytest.fixture(scope="session")
@@ -108,7 +108,7 @@ def eagle_pair(tiny_pair: Pair) -> Pair:
 @pytest.fixture(scope="session")
 def embedded_pair() -> Pair:
     """SmolLM2-135M-Instruct with its draft, fp32."""
-    return load_pair("smollm2-135m")
+    return load_pair("smollm2-135m", dtype="float32")
 
 
 # --- an MLflow store ---

@@ -79,7 +79,7 @@ class StudyConfig(Config):
 
     @property
     def pair(self) -> PairConfig:
-        return PairConfig(dtype="fast")
+        return PairConfig()
 
     def prompts(self, temperature: float) -> Path:
         return self.output / f"train-T{temperature:g}.jsonl"

@@ -13,10 +13,11 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from blockpilot.device import dtype_name
+from blockpilot.device import BFLOAT16_INSTRUCTIONS, dtype_name
 
 FOLDER = Path(__file__).parent
 SOURCES = tuple(FOLDER / name for name in ("products.c", "tiles.c", "experts.c", "layers.c", "ranking.c"))
@@ -24,6 +25,28 @@ FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-fopenmp", "-Wno
 _DEFINES = {torch.float32: (), torch.bfloat16: ("-DBFLOAT16",)}
 
 _logger = logging.getLogger(__name__)
+
+
+class DtypeChoice(NamedTuple):
+    """A dtype by its name, and why it is the one."""
+
+    name: str
+    why: str
+
+
+def fastest_dtype(device: torch.device) -> DtypeChoice:
+    """bfloat16 on a GPU, and on a CPU that multiplies it and has the functions in C, by which texts are exact in it;
+    float32 elsewhere.
+    """
+    if device.type != "cpu":
+        return DtypeChoice("bfloat16", "a GPU")
+    capabilities = torch.cpu.get_capabilities()
+    instructions = next((name for name in BFLOAT16_INSTRUCTIONS if capabilities.get(name)), None)
+    if instructions is None:
+        return DtypeChoice("float32", "this CPU has no bfloat16 instructions")
+    if reason := reason_without(torch.bfloat16, device):
+        return DtypeChoice("float32", f"{instructions}, but no layers in C: {reason}")
+    return DtypeChoice("bfloat16", f"{instructions}, layers in C")
 
 
 def library_for(dtype: torch.dtype, device: torch.device) -> ctypes.CDLL | None:

@@ -40,7 +40,7 @@ WORKER = Path(__file__).with_name("peer_worker.py")
 class PeersConfig(Config):
     """Which peers, and the work."""
 
-    pair: PairConfig = PairConfig(dtype="fast")
+    pair: PairConfig = PairConfig()
     prompts: str = "demo"
     """A prompt set or file."""
     requests: tuple[int, ...] = (1, 4, 16)
@@ -167,12 +167,11 @@ class Worker:
         self._process, self._log = process, log
         self._answer()
 
-    def decode(self, prompts: Sequence[Sequence[int]], num_tokens: int, **more: object) -> DecodedBatch:
-        """Decode prompts together; `more` is what the peer takes beside them."""
+    def decode(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> DecodedBatch:
+        """Decode prompts together."""
         assert self._process.stdin is not None
         os.killpg(self._process.pid, signal.SIGCONT)
-        work = {"prompts": prompts, "num_tokens": num_tokens, **more}
-        print(json.dumps(work), file=self._process.stdin, flush=True)
+        print(json.dumps({"prompts": prompts, "num_tokens": num_tokens}), file=self._process.stdin, flush=True)
         return DecodedBatch(**self._answer())
 
     def _answer(self) -> dict[str, Any]:

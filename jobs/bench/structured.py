@@ -2,7 +2,7 @@
 
 Every text must be the same both ways and validate, unless the limit cut it. Figures are sums divided once at the end.
 
-    python jobs/bench/structured.py --num 500 --dtype fast
+    python jobs/bench/structured.py --num 500
 """
 
 import json

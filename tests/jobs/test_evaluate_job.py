@@ -102,7 +102,7 @@ def metadata(tiny_pair: Pair) -> Metadata:
 def config(tiny_pair_dirs: tuple[Path, Path], prompts: tuple[Path, list[Prompt]], tmp_path: Path) -> EvaluateConfig:
     target, draft = tiny_pair_dirs
     return EvaluateConfig(
-        pair=PairConfig(target=str(target), draft=str(draft)),
+        pair=PairConfig(target=str(target), draft=str(draft), dtype="float32"),
         prompts=(str(prompts[0]),),
         policy="none",
         max_new_tokens=NUM_TOKENS,
@@ -1314,7 +1314,7 @@ def test_the_job_goes_on_after_a_kill_measures_records_and_tags(
     odd = prompt_file(tmp_path / "odd.jsonl", ["", "long " * 300])
     command = [
         *("jobs/evaluate.py", "--prompts", *config.prompts, str(odd), "--policy", "newest"),
-        *("--target", str(config.pair.target), "--draft", str(config.pair.draft)),
+        *("--target", str(config.pair.target), "--draft", str(config.pair.draft), "--dtype", "float32"),
         *("--sweep", str(tmp_path / "sweep"), "--output", str(config.output), "--concurrency", "2", "--waves", "1"),
         *(
             "--max-new-tokens",

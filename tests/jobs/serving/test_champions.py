@@ -26,10 +26,10 @@ from helpers.policies import step_policy, tiny_policy
 from helpers.prices import price
 from jobs.common.registry import Registry, Version, model_name
 from jobs.serving import champions
-from jobs.serving.backends import COMMITTED
 from jobs.serving.champions import ChampionWatch
 from jobs.serving.errors import ApiError
 from jobs.serving.memory import cache_bytes, check_memory
+from jobs.serving.policies import COMMITTED
 from jobs.serving.replica import Replica
 from jobs.serving.schema import ChatRequest, parse
 
@@ -363,7 +363,7 @@ def timed(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(replica.loop.num_in_flight)
         return measure_price(*arguments)
 
-    monkeypatch.setattr("jobs.serving.backends.measure_price", timing)
+    monkeypatch.setattr("jobs.serving.policies.measure_price", timing)
     return found
 
 

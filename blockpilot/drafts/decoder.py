@@ -44,7 +44,7 @@ class DraftDecoder:
     def new_cache(self, num_slots: int, length: int) -> SlotCache:
         """An empty cache of projected context: `num_slots` rows of `length` columns."""
         config, dtype, device = self.draft.config, self.draft.dtype, self.draft.norm.weight.device
-        return SlotCache(config, num_slots, length, dtype, device, dim=self._layers.cache_dim)
+        return SlotCache(config, num_slots, length, dtype, device, halves=self._layers.halves)
 
     def extend(self, features: Tensor, slots: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
         """Cache the target's features [N, F] of final tokens in slots [N] at positions [N].

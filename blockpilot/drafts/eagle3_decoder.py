@@ -24,6 +24,7 @@ from blockpilot.models.kernels import prepared
 from blockpilot.models.layers import Mask, RotaryTable
 from blockpilot.models.native_layers import layers_of
 from blockpilot.models.packing import Packing, SideBySide
+from blockpilot.native.products import Padding
 from blockpilot.types import MAX_BLOCK_SIZE, Candidates
 
 MOST_CONTEXTS = 8  # of a drafted position: more prefixes than that are not followed
@@ -33,9 +34,9 @@ class Eagle3Cache(SlotCache):
     """Keys and values of entries, with room for drafted ones; each slot's last hidden state."""
 
     def __init__(
-        self, config: Any, num_slots: int, length: int, dtype: torch.dtype, device: torch.device, dim: int
+        self, config: Any, num_slots: int, length: int, dtype: torch.dtype, device: torch.device, halves: Padding
     ) -> None:
-        super().__init__(config, num_slots, length + MOST_CONTEXTS * MAX_BLOCK_SIZE, dtype, device, dim=dim)
+        super().__init__(config, num_slots, length + MOST_CONTEXTS * MAX_BLOCK_SIZE, dtype, device, halves=halves)
         self.hidden = torch.zeros(num_slots, config.hidden_size, dtype=dtype, device=device)
         """[num_slots, hidden]"""
 
@@ -74,7 +75,7 @@ class PreparedEagle3(PreparedDraft):
 
     def new_cache(self, num_slots: int, length: int) -> Eagle3Cache:
         config, dtype, device = self._draft.config, self._draft.dtype, self._draft.norm.weight.device
-        return Eagle3Cache(config, num_slots, length, dtype, device, self._layers.cache_dim)
+        return Eagle3Cache(config, num_slots, length, dtype, device, self._layers.halves)
 
     def keep_up(
         self, features: Tensor, following: Sequence[int], slots: Sequence[int], packing: SideBySide, cache: SlotCache

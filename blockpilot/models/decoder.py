@@ -18,6 +18,7 @@ from blockpilot.models.layers import Mask, Rotary, RotaryTable
 from blockpilot.models.native_layers import NativeLayers, layers_of
 from blockpilot.models.packing import Packing, SideBySide
 from blockpilot.native.library import reason_without
+from blockpilot.native.products import Padding
 
 FAMILIES = ("llama", "qwen3", "qwen3_moe")
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
@@ -51,9 +52,9 @@ class Decoder:
         return f"up to rounding: layers by torch ({reason_without(*self._kind)})"
 
     @property
-    def cache_dim(self) -> int:
-        """Numbers of a key in the cache that the layers read."""
-        return self._layers.cache_dim
+    def halves(self) -> Padding:
+        """How the halves of a head lie in the cache that the layers read."""
+        return self._layers.halves
 
     def __call__(
         self, tokens: Tensor, packing: SideBySide, cache: SlotView, kept: Sequence[int]

@@ -138,9 +138,9 @@ class DecoderLayers:
         return len(self._layers)
 
     @property
-    def cache_dim(self) -> int:
-        """Numbers of a key in the cache that these layers read."""
-        return self._dim
+    def halves(self) -> Padding:
+        """How the halves of a head lie in the cache that these layers read."""
+        return Padding(self._dim // 2, self._dim // 2)
 
     @property
     def is_dense(self) -> bool:

@@ -89,8 +89,8 @@ class NativeLayers(DecoderLayers):
         self._shape = _ShapeStruct(len(layers), *sizes, self._eps)
 
     @property
-    def cache_dim(self) -> int:
-        return int(self._shape.dim)
+    def halves(self) -> Padding:
+        return self._halves
 
     def _norms_of(self, layer: LayerWeights) -> list[Tensor | None]:
         """Weights of a layer's norms, padded."""

@@ -94,7 +94,7 @@ def know(pair: Pair, texts: Sequence[Text]) -> KnownTexts:
         found = draft.keep_up(scored.features.flatten(0, 1), after, slots, packing, draft_cache)
         context[rows, start:end] = found.view(len(rows), end - start, -1)
         start = end
-    keys, values = (tuple(draft_cache.layers[:, i, :, :, :length]) for i in range(2))
+    keys, values = (tuple(of_layers) for of_layers in draft_cache.unpadded(length).unbind(dim=1))
     return KnownTexts(tuple(texts), tokens, keys, values, context)
 
 

@@ -8,14 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from blockpilot.drafts.checkpoint import new_draft_config
-from blockpilot.drafts.dflash import DraftModel
 from blockpilot.engine.engine import Engine
 from blockpilot.native.library import library_for
 from blockpilot.pairs.loading import Pair
-from blockpilot.types import LAYOUTS, PairId, Request, Sampling
+from blockpilot.types import LAYOUTS, Request, Sampling
 from helpers.engines import NEVER, run, text_of
-from helpers.tiny import MASK_ID, byte_tokenizer, tiny_mixture, tiny_target
+from helpers.fuzz import pair_of
+from helpers.tiny import tiny_mixture, tiny_target
 
 FP32, BF16 = torch.float32, torch.bfloat16
 TARGETS: dict[str, tuple[Callable[..., Any], dict[str, Any], torch.dtype]] = {
@@ -27,12 +26,6 @@ TARGETS: dict[str, tuple[Callable[..., Any], dict[str, Any], torch.dtype]] = {
     "odd widths": (tiny_target, {"head_dim": 10, "hidden_size": 44, "intermediate_size": 50}, FP32),
     "an odd vocabulary in bfloat16": (tiny_target, {"vocab_size": 263}, BF16),
 }
-
-
-def pair_of(target: Any, dtype: torch.dtype) -> Pair:
-    draft = DraftModel(new_draft_config(target.config, mask_token_id=MASK_ID, num_layers=2, block_size=8))
-    models = (model.to(dtype).eval().requires_grad_(False) for model in (target, draft))
-    return Pair(PairId("t", "1", "d", "2"), *models, byte_tokenizer())  # type: ignore[arg-type]
 
 
 def with_near_ties(target: Any) -> Any:

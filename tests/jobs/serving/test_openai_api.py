@@ -262,6 +262,7 @@ BAD_FIELDS: list[tuple[JsonObject, int, str | None]] = [
     ({"seed": -(2**63) - 1}, 400, "seed"),
     ({"seed": 1.5}, 400, "seed"),
     ({"stop": ["a"] * 17}, 400, "stop"),
+    ({"stop": "x" * 4097}, 400, "stop.0"),
     ({"stop": [""]}, 400, "stop.0"),
     ({"stop": [1]}, 400, "stop.0"),
     ({"block_size": 0}, 400, "block_size"),

@@ -4,8 +4,10 @@ A place is a path or such a URI. What is written is there whole or not at all, w
 """
 
 import os
+import re
 import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -68,10 +70,10 @@ def _type(place: Place) -> FileType:
     return fs.get_file_info([path])[0].type
 
 
-def file_names(place: Place, suffix: str = "") -> list[str]:
+def file_names(place: Place, suffix: str = "", *, recursive: bool = True) -> list[str]:
     """Files below a folder, as paths relative to it, in order; none where there is no folder."""
     fs, path = located(place)
-    found = fs.get_file_info(FileSelector(path, allow_not_found=True, recursive=True))
+    found = fs.get_file_info(FileSelector(path, allow_not_found=True, recursive=recursive))
     names = (info.path[len(path) :].lstrip("/") for info in found if info.type == FileType.File)
     return sorted(name for name in names if name.endswith(suffix))
 
@@ -96,6 +98,29 @@ def write_bytes(place: Place, content: bytes | pa.Buffer) -> None:
     with fs.open_output_stream(unfinished_path) as stream:
         stream.write(content)
     fs.move(unfinished_path, path)
+
+
+def create(place: Place, content: bytes, settle_s: float = 2.0) -> bool:
+    """Write a file unless it is there; returns whether this caller wrote it, which of several is one.
+
+    Exclusive on local file systems, where a writer that is killed may leave an empty file. pyarrow's others have no
+    such call: there the last writer's stands, and each reads back after settle_s, which must be longer than a check
+    and a write take (Fischer's mutual exclusion).
+    """
+    fs, path = located(place)
+    if isinstance(fs, LocalFileSystem):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(path, "xb") as file:
+                file.write(content)
+        except FileExistsError:
+            return False
+        return True
+    if is_file(place):
+        return False
+    write_bytes(place, content)
+    time.sleep(settle_s)
+    return is_file(place) and read_bytes(place) == content
 
 
 def _unfinished_name(name: str) -> str:
@@ -129,6 +154,15 @@ def remove_unfinished(folder: Place) -> None:
     for name in file_names(folder, suffix=".tmp"):
         if name.rpartition("/")[2].startswith("."):
             delete(join(folder, name))
+
+
+_SECRET = r"[^=&?#\s\"'\\]*(?:key|secret|token|sig|password|credential)[^=&?#\s\"'\\]*"  # name of a query parameter
+
+
+def without_secrets(text: str) -> str:
+    """A text, or JSON, whose addresses have lost their user names and passwords, presigned ones also their keys."""
+    text = re.sub(r"://[^/\s\"'\\]*@", "://***@", text)
+    return re.sub(rf"([?&]{_SECRET}=)[^&#\s\"'\\]+", r"\1***", text, flags=re.IGNORECASE)
 
 
 def first_line(error: Exception) -> str:

@@ -85,15 +85,16 @@ def run(config: AnswersConfig) -> AnswerShards:
     """Write the shards that are missing; raises ValueError for bad input before Ray starts."""
     absolute_in_submitted_job(config.answers, "answers")
     plan(config, own=())
-    with Lease(config.answers):
+    with Lease(config.answers) as lease:
         remove_unfinished(config.answers)
         connect(include_dashboard=True)
-        own = write_own_prompts(config, range(config.num_own_prompts))
+        own = write_own_prompts(config, lease, range(config.num_own_prompts))
         shards = plan(config, own)
         # In a random order, so that an unfinished run has some of every set.
         train = random.Random(config.seed).sample(shards.train, len(shards.train))
         missing = [shard for shard in (*shards.held_out, *train) if not shard.path.exists()]
-        show_progress("answers", pooled(AnswerWorker, config, missing, "answer", config.resources), len(missing))
+        written = pooled(AnswerWorker, config, missing, "answer", config.resources)
+        show_progress("answers", lease.while_held(written), len(missing))
         return shards
 
 
@@ -192,14 +193,16 @@ class AnswerWorker:
         return len(texts)
 
 
-def write_own_prompts(config: AnswersConfig, seeds: range, openings: Sequence[str] = OPENINGS) -> list[Prompt]:
+def write_own_prompts(
+    config: AnswersConfig, lease: Lease, seeds: range, openings: Sequence[str] = OPENINGS
+) -> list[Prompt]:
     """Prompts of the target's own, one a seed at most, written file by file; files that exist are kept."""
     folder, size = config.answers.absolute() / OWN_PROMPTS, config.prompts_per_shard
     parts = [seeds[i : i + size] for i in range(0, len(seeds), size)]
     files = {folder / f"part-{config.seed}-{part.start:06d}-{len(part)}.jsonl": part for part in parts}
     missing = [(path, part, openings) for path, part in files.items() if not path.exists()]
     written = pooled(AnswerWorker, config, missing, "write_prompts", config.resources)
-    show_progress("own prompts", written, len(missing), "prompts")
+    show_progress("own prompts", lease.while_held(written), len(missing), "prompts")
     return [prompt for path in files if path.stat().st_size for prompt in load_prompts(str(path), None, config.seed)]
 
 

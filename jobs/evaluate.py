@@ -41,7 +41,7 @@ def run(config: EvaluateConfig) -> EvaluateResult:
     plan = plan_for(config, prompts, swept, registry)
     connect()
     resources = Resources(accelerator_type=config.accelerator_type, num_cpus=config.num_cpus)
-    with Lease(config.output), lone_actor(Evaluator, resources, config, plan) as call:
+    with Lease(config.output) as lease, lone_actor(Evaluator, resources, config, plan) as call:
         setting: Setting = call("load")
         if setting.set_aside:
             num, why = len(setting.set_aside), plan.reasons(setting.set_aside)
@@ -50,13 +50,14 @@ def run(config: EvaluateConfig) -> EvaluateResult:
         for name, reason in setting.left_out.items():
             print(f"evaluate: {name} is left out: {reason}")
         file = _runs_file(config, plan, setting)
-        runs = list(_measure_all(call, config, plan, file))
+        runs = list(_measure_all(call, config, plan, file, lease))
+        lease.check()
         save(config, plan, setting, runs)
         file.unlink()
     return log(config.output, registry)
 
 
-def _measure_all(call: Any, config: EvaluateConfig, plan: Plan, file: Path) -> Iterator[MethodRun]:
+def _measure_all(call: Any, config: EvaluateConfig, plan: Plan, file: Path, lease: Lease) -> Iterator[MethodRun]:
     """Every repeat of every group, one at a time, with a line of progress every few seconds; what an earlier process
     with the same settings has measured is read from their file.
     """
@@ -69,6 +70,7 @@ def _measure_all(call: Any, config: EvaluateConfig, plan: Plan, file: Path) -> I
         for place in places:
             if place not in done:
                 done[place] = call("measure", *place)
+                lease.check()
                 log.write(json.dumps({"place": place, "runs": list(map(stored_run, done[place]))}) + "\n")
                 log.flush()
                 progress.advance()

@@ -3,7 +3,8 @@
 The decision takes what jobs/evaluate.py measured of the version on held-out prompts. The version must not be slower
 than the best fixed block size beyond the interval. It must beat the present champion on the same prompts in the same
 run: the whole 95% interval of the ratio of their speeds lies above 1. A champion of another pair, such as a draft
-before its retraining, is not compared. `--force` skips all checks and is recorded as a tag.
+before its retraining, is not compared. An evaluation needs at least `MIN_PROMPTS` prompts: with fewer, a few long
+answers decide. `--force` skips all checks and is recorded as a tag.
 """
 
 from typing import NamedTuple
@@ -16,6 +17,8 @@ from blockpilot.pairs.table import NAMED_PAIRS
 from blockpilot.types import PairId
 from jobs.common.config import DEFAULT_PAIR, Config, main
 from jobs.common.registry import Registry, Version, model_name
+
+MIN_PROMPTS = 12
 
 
 class PromoteConfig(Config):
@@ -64,6 +67,9 @@ def _judge(version: Version, champion: Version | None) -> tuple[bool, str]:
     ours = version.held_out
     if ours is None:
         return False, "no held-out figures; run jobs/evaluate.py on it first"
+    if ours.num_prompts < MIN_PROMPTS:
+        few = f"measured on {ours.num_prompts:g} held-out prompts, at least {MIN_PROMPTS} are needed"
+        return False, f"{few}; run jobs/evaluate.py on more"
     if ours.speed_ratio_high < 1:
         ratio = ours.policy_speed / ours.best_fixed_speed
         measured = with_range(Interval(ratio, ours.speed_ratio_low, ours.speed_ratio_high), 3)

@@ -1,7 +1,5 @@
 """Server of the OpenAI API on Ray Serve: replicas of one engine each, block sizes chosen by a policy.
 
-`--engine vllm` serves by vLLM with the plug-in (docs/vllm.md).
-
 One gateway speaks HTTP (gateway.py); each model has replicas of its own (replica.py). Another policy is loaded in
 place, and the models and the requests in flight stay. On SIGTERM and Ctrl-C the server takes no more requests,
 finishes those in flight, and exits.
@@ -11,19 +9,20 @@ For a permanent cluster, `--write-config serve.yaml` writes the file that `serve
 
 import logging
 import os
+import re
 import signal
 import threading
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import ray
 import tyro
 import yaml
 from pydantic import Field, field_validator
 from ray import serve
+from ray._private.ray_logging import stdout_deduplicator
 from ray.exceptions import RayError
 from ray.serve import Application
 from ray.serve.handle import DeploymentHandle
@@ -32,7 +31,7 @@ from rich.console import Console
 
 from blockpilot.pairs.table import target_slug
 from blockpilot.storage import whole
-from jobs.common.cluster import actor_options, connect, num_threads
+from jobs.common.cluster import actor_options, connect, num_cores, num_threads
 from jobs.common.config import main
 from jobs.common.registry import AUTO, CHAMPION, tracking_uri
 from jobs.serving.api import Limits
@@ -42,10 +41,6 @@ from jobs.serving.gateway import Gateway
 from jobs.serving.keys import api_keys
 from jobs.serving.listener import bound, close, is_loopback, netloc
 from jobs.serving.models import ModelConfig, find_policy, models_by_name
-
-if TYPE_CHECKING:  # they need torch, which is seconds to import
-    from jobs.serving.backends import Backend, EngineSizes
-    from jobs.vllm_plugin.pair import VllmPair
 
 APP = "blockpilot"
 SPARE_REQUESTS = 32  # places of a replica for what is not decoded: its status, and 429s
@@ -142,7 +137,10 @@ def _app(args: ServeConfig, *, listens: bool) -> Application:
         graceful_shutdown_timeout_s=args.drain_s,
     )(serve.ingress()(Gateway))
     return gateway.bind(
-        {model.names[0]: _replicas(name, model, args) for name, model in args.deployments.items()},
+        {
+            model.names[0]: _replicas(name, model, args, replica_cpus(model, args.models, alone=listens))
+            for name, model in args.deployments.items()
+        },
         names,
         keys,
         Limits(
@@ -156,20 +154,42 @@ def _app(args: ServeConfig, *, listens: bool) -> Application:
     )
 
 
-def _replicas(name: str, model: ModelConfig, args: ServeConfig) -> Application:
+class ReplicaCpus(NamedTuple):
+    """CPU cores of each replica of a model, and why so many."""
+
+    num: float
+    why: str
+
+
+def replica_cpus(model: ModelConfig, models: Sequence[ModelConfig], *, alone: bool) -> ReplicaCpus:
+    """Those that are asked for, or else an equal share of the machine's; one in a cluster, which may have other work.
+
+    alone: no `serve deploy`, so that this process has started Ray where RAY_ADDRESS names no cluster.
+    """
+    asked = model.resources.num_cpus
+    if asked is not None:
+        return ReplicaCpus(asked, f"num_cpus {asked:g}")
+    if os.environ.get("RAY_ADDRESS") or not alone:
+        return ReplicaCpus(1, "one core of a cluster")
+    replicas, cores = sum(map(_most_replicas, models)), num_cores()
+    share = "all" if replicas == 1 else f"1/{replicas} of the"
+    return ReplicaCpus(max(1, cores // replicas), f"{share} {cores} cores of this machine")
+
+
+def _most_replicas(model: ModelConfig) -> int:
+    return max(model.resources.num_actors, model.max_replicas)
+
+
+def _replicas(name: str, model: ModelConfig, args: ServeConfig, cpus: ReplicaCpus) -> Application:
     """The deployment of one model."""
     resources, in_replica = model.resources, model.num_slots + model.max_queue
     replicas: dict[str, Any] = {"num_replicas": resources.num_actors}
     if model.max_replicas > resources.num_actors:
         bounds = {"min_replicas": resources.num_actors, "max_replicas": model.max_replicas}
         replicas = {"autoscaling_config": bounds | {"target_ongoing_requests": model.num_slots}}
-    by_vllm = model.engine == "vllm"
-    load = partial(_vllm_pair, model) if by_vllm else model.pair.load
-    backend = {"backend": partial(_vllm_backend, model)} if by_vllm else {}
-    held = actor_options(resources.accelerator_type, resources.num_cpus)
     deployment: serve.Deployment = serve.deployment(
         name=name,
-        ray_actor_options=held | (model.vllm.actor_options if by_vllm else {}),
+        ray_actor_options=actor_options(resources.accelerator_type, cpus.num),
         health_check_period_s=HEALTH_EVERY_S,
         user_config=policy_config(model, args),
         max_ongoing_requests=in_replica + SPARE_REQUESTS,
@@ -180,32 +200,18 @@ def _replicas(name: str, model: ModelConfig, args: ServeConfig) -> Application:
         **replicas,
     )(ReplicaDeployment)
     return deployment.bind(
-        load,
-        **backend,
+        model.pair.load,
         name=model.names[0],
-        num_threads=num_threads(resources.num_cpus),
+        num_threads=num_threads(cpus.num),
+        why_threads=cpus.why,
         **model.model_dump(include=set(REPLICA_LIMITS)),
         **args.model_dump(include={"stream_interval_s", "logs_prompts"}),
     )
 
 
-def _vllm_pair(model: ModelConfig) -> "VllmPair":
-    """Facts of a pair that vLLM loads; called in the replica."""
-    from jobs.vllm_plugin.pair import VllmPair
-
-    return VllmPair.of(model.pair)
-
-
-def _vllm_backend(model: ModelConfig, pair: "VllmPair", sizes: "EngineSizes") -> "Backend":
-    """vLLM on that pair; called in the replica."""
-    from jobs.vllm_plugin.served import VllmBackend
-
-    return VllmBackend(pair, sizes, options=model.vllm, price=model.price)
-
-
 def _capacity(model: ModelConfig) -> int:
     """Requests that all its replicas hold at most."""
-    return max(model.resources.num_actors, model.max_replicas) * (model.num_slots + model.max_queue)
+    return _most_replicas(model) * (model.num_slots + model.max_queue)
 
 
 def policy_config(model: ModelConfig, args: ServeConfig) -> dict[str, Any]:
@@ -285,7 +291,17 @@ def stop(drain_s: float = 120.0, hurry: Callable[[], bool] = lambda: False) -> N
     while APP in serve.status().applications and time.monotonic() < deadline:
         time.sleep(0.2)
     if not serve.status().applications:
+        _expect_killed_controller()
         serve.shutdown()
+
+
+def _expect_killed_controller() -> None:
+    """Keep Ray from printing errors for the calls that wait for Serve's controller, which ends by killing itself.
+
+    As RAY_DEDUP_LOGS_SKIP_REGEX does, which is read as Ray is imported.
+    """
+    if stdout_deduplicator.skip_re is None:
+        stdout_deduplicator.skip_re = re.compile(r"Task ServeController\.\w+ failed\..* was killed by `ray\.kill`")
 
 
 def _drain(gateway: DeploymentHandle[Any], drain_s: float, hurry: Callable[[], bool]) -> None:
@@ -323,11 +339,16 @@ def _wait_for_port(host: str, port: int) -> None:
         time.sleep(0.1)
 
 
-def _policy_in_use(deployment: str) -> str:
-    """Its name, and why it is not the registry's champion where that was looked for."""
+def what_runs(deployment: str) -> str:
+    """Policy of a model, dtype and threads, each with the reason where it was not asked for."""
     handle: DeploymentHandle[Any] = serve.get_deployment_handle(deployment, APP)
-    policy = handle.status.remote().result(timeout_s=REMOVAL_PATIENCE_S)["policy"]
-    return f"{policy['name']} ({policy['error']})" if policy.get("error") else str(policy["name"])
+    found = handle.status.remote().result(timeout_s=REMOVAL_PATIENCE_S)
+    policy, why = found["policy"], found["chosen"]
+    reason = f" ({policy['error']})" if policy.get("error") else ""
+    threads = f"{found['num_threads']} thread{'s' if found['num_threads'] > 1 else ''}"
+    return (
+        f"policy {policy['name']}{reason}, in {found['dtype']} ({why['dtype']}) on {threads} ({why['num_threads']})"
+    )
 
 
 def run(config: ServeConfig) -> None:
@@ -347,8 +368,8 @@ def run(config: ServeConfig) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: hurry.set() if leave.is_set() else leave.set())
     for deployment, model in config.deployments.items():
-        names, policy = " or ".join(model.names), _policy_in_use(deployment)
-        console.print(f"serving {names} at {url} with policy {policy}; Ctrl-C to stop", soft_wrap=True)
+        names = " or ".join(model.names)
+        console.print(f"serving {names} at {url} with {what_runs(deployment)}; Ctrl-C to stop", soft_wrap=True)
     leave.wait()
     console.print("finishing the requests in flight; Ctrl-C once more ends them")
     stop(config.drain_s, hurry.is_set)

@@ -21,7 +21,7 @@ from ray.exceptions import RayError
 
 from blockpilot.control.cost import PRICE_FILE, StepPrice, read_price
 from blockpilot.prompts.files import Prompt, load_prompts
-from blockpilot.storage import is_file, join, write_text
+from blockpilot.storage import is_file, join, without_secrets, write_text
 from blockpilot.sweep.candidates import Method, candidates_around, check_candidates
 from blockpilot.sweep.rows import Metadata, Outcome, Reject, prompt_ids, read_parts
 from blockpilot.sweep.summary import Summary
@@ -105,6 +105,7 @@ def run(config: SweepConfig) -> SweepResult:
     with Lease(config.output) as lease:
         folder.open(shards, prompts)
         rejects = _sweep(config, shards, folder, lease)
+        lease.check()
         folder.write_rejects(rejects)
         if _needs_price(config):  # a sweep that was cut between its rows and its price
             connect()
@@ -263,9 +264,9 @@ def _finish(config: SweepConfig, folder: SweepFolder, num_turns: int, rejects: S
     place = join(config.output, PRICE_FILE)
     price = read_price(place) if is_file(place) else None
     show(summary, metadata, config.method, price if price and price.pair == metadata.pair else None)
-    print(f"{summary.num_rows} rows in {folder.rows}")
+    print(f"{summary.num_rows} rows in {without_secrets(folder.rows)}")
     if rejects:
-        where = join(folder.place, REJECTS_FILE)
+        where = without_secrets(join(folder.place, REJECTS_FILE))
         print(f"{len(rejects)} prompts set aside in {where}; the first: {rejects[0].error}")
     return SweepResult(folder.rows, summary)
 

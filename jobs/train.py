@@ -36,13 +36,14 @@ def run(config: TrainConfig) -> TrainResult:
         return log(config.output, Registry.open())
     check_sweeps(config)
     storage = config.output.absolute() / "train"
-    with Lease(config.output):
+    with Lease(config.output) as lease:
         data = read_dataset(config, storage / "examples")
         registry = Registry.open()
         connect(include_dashboard=True)
         scaling = scaling_config(config.num_workers, config.accelerator_type, config.num_cpus)
         work = functools.partial(_work, config, data)
         state, _ = train(work, scaling, storage, run_name(config, data), config.max_failures)
+        lease.check()
         save(config, data, state)
         remove_folder(storage)  # the same command trains anew from here on
         return log(config.output, registry)

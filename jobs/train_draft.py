@@ -86,7 +86,7 @@ def run(config: TrainDraftConfig) -> TrainDraftResult:
     scaling = scaling_config(config.num_workers, config.resources.accelerator_type, config.resources.num_cpus)
     storage, name = config.output.absolute() / "train", _run_name(config, written)
     with recorded(registry, "train_draft", storage, name) as record:
-        record.log_params(config.model_dump(mode="json", exclude={"fit"}) | asdict(config.fit))
+        record.log_params(config.recorded(exclude={"fit"}) | asdict(config.fit))
         work = functools.partial(_work, config, data, registry.uri, record.id)
         state, metrics = train(work, scaling, storage, name, config.max_failures)
         MetricLog(registry.uri, record.id, state["unlogged"]).flush()

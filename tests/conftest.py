@@ -21,6 +21,7 @@ import torch
 from hypothesis import settings
 
 from blockpilot.drafts.checkpoint import save_draft
+from blockpilot.native import library
 from blockpilot.pairs.loading import Pair, load_pair
 from helpers.eagle3 import eagle3_pair
 from helpers.patience import patient
@@ -50,6 +51,22 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture
+def without_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without a compiler."""
+    monkeypatch.setattr(library, "_library", lambda dtype: "no C compiler")
+
+
+@pytest.fixture(params=["C", "torch"])
+def in_c(request: pytest.FixtureRequest) -> bool:
+    """Whether layers are in C: once they are, where they can be, and once they are not."""
+    if request.param == "torch":
+        request.getfixturevalue("without_c")
+    elif library.library_for(torch.float32, torch.device("cpu")) is None:
+        pytest.skip("no compiler, or no CPU for it")
+    return bool(request.param == "C")
+
+
 @pytest.fixture(autouse=True)
 def _no_ray_is_left() -> Iterator[None]:
     """A test that joined a cluster in this process leaves it, so that the next can tell whether it started one."""
@@ -71,7 +88,7 @@ def tiny_pair_dirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path
 @pytest.fixture(scope="session")
 def tiny_pair(tiny_pair_dirs: tuple[Path, Path]) -> Pair:
     target, draft = tiny_pair_dirs
-    return load_pair(target=str(target), draft=str(draft))
+    return load_pair(target=str(target), draft=str(draft), dtype="float32")
 
 
 @pytest.fixture(scope="session")
@@ -91,7 +108,7 @@ def eagle_pair(tiny_pair: Pair) -> Pair:
 @pytest.fixture(scope="session")
 def embedded_pair() -> Pair:
     """SmolLM2-135M-Instruct with its draft, fp32."""
-    return load_pair("smollm2-135m")
+    return load_pair("smollm2-135m", dtype="float32")
 
 
 # --- an MLflow store ---

@@ -141,7 +141,7 @@ def _closure() -> Iterator[str]:
         ("blockpilot", "import jobs.common.config", "Imports go down"),
         ("blockpilot", "import ray", "blockpilot is a library"),
         ("jobs", "import mlflow", "Only jobs.common.registry knows MLflow"),
-        ("jobs/serving", "import vllm", "Only jobs.vllm_plugin and the worker of peers know vLLM"),
+        ("jobs/serving", "import vllm", "Only the sweep by vLLM and the worker of peers know vLLM"),
     ],
 )
 def test_import_contracts_hold_and_notice_a_breach(tmp_path: Path, module: str, line: str, contract: str) -> None:

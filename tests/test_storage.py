@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from blockpilot.storage import file_names, first_line, remove_unfinished, write_text
+from blockpilot.storage import file_names, first_line, remove_unfinished, without_secrets, write_text
 
 
 def test_an_error_leaves_the_file_as_it_was(tmp_path: Path) -> None:
@@ -36,3 +36,22 @@ def test_a_relative_place_is_below_the_present_directory(tmp_path: Path, monkeyp
 @pytest.mark.parametrize(("message", "line"), [("one\ntwo", "one"), ("\n  one\n", "one"), ("", "ValueError")])
 def test_an_error_has_a_first_line(message: str, line: str) -> None:
     assert first_line(ValueError(message)) == line
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("output s3://AKIA:SE%2FC+R@bucket/sweep: no", "output s3://***@bucket/sweep: no"),
+        ("postgresql://me:p@ss@host/db", "postgresql://***@host/db"),
+        (
+            '["s3://K:S@one/a", "https://two/b?X-Amz-Signature=ab1&x=2"]',
+            '["s3://***@one/a", "https://two/b?X-Amz-Signature=***&x=2"]',
+        ),
+        ("https://a/b?AWSAccessKeyId=K&Expires=1&sig=S#c", "https://a/b?AWSAccessKeyId=***&Expires=1&sig=***#c"),
+        ("s3://bucket/a?region=eu-1&secret_key=S", "s3://bucket/a?region=eu-1&secret_key=***"),
+        ('{"a": "http://x?token=t\\"u"}', '{"a": "http://x?token=***\\"u"}'),
+        ("mail me@home, s3://bucket/a@b", "mail me@home, s3://bucket/a@b"),
+    ],
+)
+def test_addresses_lose_their_secrets(text: str, shown: str) -> None:
+    assert without_secrets(text) == shown

@@ -26,6 +26,7 @@ from jobs.common.registry import model_name
 from jobs.evaluation.inputs import NEWEST, EvaluateConfig
 from jobs.promote import PromoteConfig
 from jobs.serve import ServeConfig
+from jobs.serving.models import ReplicaResources
 from jobs.sweep import SweepConfig
 from jobs.training.config import TrainConfig
 from workflows.pipeline import Pipeline, learn
@@ -148,7 +149,7 @@ def pipeline(config: PaperConfig) -> Pipeline:
             **on_gpu,
         ),
         promote=PromoteConfig(model=model_name(NAMED_PAIRS[config.pair].target)),
-        serve=ServeConfig(pair=pair, resources=Resources(**on_gpu), output=output / "serve"),
+        serve=ServeConfig(pair=pair, resources=ReplicaResources(**on_gpu), output=output / "serve"),
     )
 
 

@@ -26,6 +26,7 @@ from jobs import evaluate, report, sweep, train
 from jobs.answers import AnswersConfig, write_own_prompts
 from jobs.common.cluster import connect
 from jobs.common.config import Config, PairConfig, Resources, main
+from jobs.common.lease import Lease
 from jobs.evaluation.inputs import EvaluateConfig
 from jobs.evaluation.result import RESULT_FILE
 from jobs.report import ReportConfig
@@ -78,7 +79,7 @@ class StudyConfig(Config):
 
     @property
     def pair(self) -> PairConfig:
-        return PairConfig(dtype="fast")
+        return PairConfig()
 
     def prompts(self, temperature: float) -> Path:
         return self.output / f"train-T{temperature:g}.jsonl"
@@ -124,7 +125,8 @@ def own_prompts(config: StudyConfig) -> list[Prompt]:
     connect()
     resources = Resources(num_actors=config.num_actors)
     writing = AnswersConfig(answers=config.output, prompts_per_shard=SEEDS_PER_FILE, resources=resources)
-    return write_own_prompts(writing, OWN_SEEDS, OPENINGS)
+    with Lease(config.output) as lease:
+        return write_own_prompts(writing, lease, OWN_SEEDS, OPENINGS)
 
 
 def write_prompts(config: StudyConfig) -> None:

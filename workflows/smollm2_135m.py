@@ -55,10 +55,9 @@ class DemoConfig(Config):
 def pipeline(config: DemoConfig) -> Pipeline:
     """Configurations of the stages, for two CPU cores."""
     output = config.output
-    fast = config.pair.model_copy(update={"dtype": "fast"})
     exact = config.pair.model_copy(update={"dtype": "float32"})
     sweep = SweepConfig(
-        pair=fast,
+        pair=config.pair,
         prompts=(str(output / "train.jsonl"),),
         num_prompts=config.num_training_prompts,
         candidates=config.candidates,
@@ -71,7 +70,7 @@ def pipeline(config: DemoConfig) -> Pipeline:
     train = TrainConfig(sweep=(sweep.output,), output=output / "policy", fit=FitSettings(batch_size=128))
     papers = {"output": output / "paper-policy", "fit": PAPER, "register_version": False}
     evaluate = EvaluateConfig(
-        pair=fast,
+        pair=config.pair,
         prompts=(str(output / "held_out.jsonl"),),
         num_prompts=config.num_prompts,
         policy=NEWEST,
@@ -154,6 +153,8 @@ def run(config: DemoConfig) -> None:
     measured = learn(stages)
     with stage("serve"):
         url = serve.start(stages.serve)
+        for name in stages.serve.deployments:
+            print(f"{url}: {serve.what_runs(name)}")
     with stage("ask"):
         try:
             sizes = ("auto", max(config.candidates))

@@ -29,7 +29,7 @@ TILE = 16  # tokens that a product with the weights takes in nearly the time of 
 LEVEL, SLOPES = 0.5, 0.2  # standard deviations of what is not known of a price at first, as shares of it
 LEVEL_STEP, SLOPE_STEP = 0.03, 0.002  # of how they wander, from step to step
 NUM_STEPS = 8  # that are observed as one: their loads and seconds add up
-NOISE = 0.08  # of the seconds of those that are observed as one
+NOISE = 0.12  # of the seconds of a step; of several as one it is less by the root of their number
 OUTLIER = 3.0  # standard deviations: what is further off counts as much as this
 LEAST = 0.1  # of a coefficient that was measured
 
@@ -214,12 +214,13 @@ class LiveCost:
 
     def _update(self) -> None:
         """Take in the sums of the steps seen."""
+        num = len(self._seen)
         terms = np.array([load.terms for load, _ in self._seen], dtype=float).sum(axis=0)
         seconds = sum(seconds for _, seconds in self._seen)
-        self._covariance += len(self._seen) * self._wander
+        self._covariance += num * self._wander
         self._seen = []
         expected, with_step = terms @ self._mean, self._covariance @ terms
-        variance = terms @ with_step + (NOISE * expected) ** 2
+        variance = terms @ with_step + (NOISE * expected) ** 2 / num
         limit = OUTLIER * np.sqrt(variance)
         self._mean = self._mean + with_step / variance * np.clip(seconds - expected, -limit, limit)
         self._mean = np.maximum(self._mean, self._least)

@@ -43,7 +43,8 @@ class DraftDecoder:
 
     def new_cache(self, num_slots: int, length: int) -> SlotCache:
         """An empty cache of projected context: `num_slots` rows of `length` columns."""
-        return SlotCache(self.draft.config, num_slots, length, self.draft.dtype, self.draft.norm.weight.device)
+        config, dtype, device = self.draft.config, self.draft.dtype, self.draft.norm.weight.device
+        return SlotCache(config, num_slots, length, dtype, device, halves=self._layers.halves)
 
     def extend(self, features: Tensor, slots: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
         """Cache the target's features [N, F] of final tokens in slots [N] at positions [N].

@@ -24,6 +24,7 @@ from blockpilot.models.kernels import prepared
 from blockpilot.models.layers import Mask, RotaryTable
 from blockpilot.models.native_layers import layers_of
 from blockpilot.models.packing import Packing, SideBySide
+from blockpilot.native.products import Padding
 from blockpilot.types import MAX_BLOCK_SIZE, Candidates
 
 MOST_CONTEXTS = 8  # of a drafted position: more prefixes than that are not followed
@@ -32,8 +33,10 @@ MOST_CONTEXTS = 8  # of a drafted position: more prefixes than that are not foll
 class Eagle3Cache(SlotCache):
     """Keys and values of entries, with room for drafted ones; each slot's last hidden state."""
 
-    def __init__(self, config: Any, num_slots: int, length: int, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(config, num_slots, length + MOST_CONTEXTS * MAX_BLOCK_SIZE, dtype, device)
+    def __init__(
+        self, config: Any, num_slots: int, length: int, dtype: torch.dtype, device: torch.device, halves: Padding
+    ) -> None:
+        super().__init__(config, num_slots, length + MOST_CONTEXTS * MAX_BLOCK_SIZE, dtype, device, halves=halves)
         self.hidden = torch.zeros(num_slots, config.hidden_size, dtype=dtype, device=device)
         """[num_slots, hidden]"""
 
@@ -71,7 +74,8 @@ class PreparedEagle3(PreparedDraft):
         self.head = DraftHead(self._scores, tokens, config.vocab_size)
 
     def new_cache(self, num_slots: int, length: int) -> Eagle3Cache:
-        return Eagle3Cache(self._draft.config, num_slots, length, self._draft.dtype, self._draft.norm.weight.device)
+        config, dtype, device = self._draft.config, self._draft.dtype, self._draft.norm.weight.device
+        return Eagle3Cache(config, num_slots, length, dtype, device, self._layers.halves)
 
     def keep_up(
         self, features: Tensor, following: Sequence[int], slots: Sequence[int], packing: SideBySide, cache: SlotCache

@@ -1,11 +1,9 @@
 """The batched decoding engine: requests share one batch of slots, each with its own block size.
 
 A step drafts a block for every row that drafts, lets the target score all blocks in one pass, and commits what the
-keyed sampler confirms (sampling.py). Rows have their own lengths, block sizes, seeds and limits. The target sees the
-blocks side by side without padding (models/packing.py), and the prompts of new requests beside them; the draft sees
-only the blocks of rows that draft. Block size 1 is plain autoregressive decoding through the same code.
-
-What is drafted and verified is the controller's business (control/controller.py).
+keyed sampler confirms (sampling.py). The target sees the blocks side by side without padding (models/packing.py), and
+the prompts of new requests beside them. Block size 1 is plain autoregressive decoding through the same code. What is
+drafted and verified is the controller's business (control/controller.py).
 """
 
 import time
@@ -52,12 +50,12 @@ class Engine:
     default 2,048 or the target's context. Memory for both is taken at once (`cache_bytes`).
     controller: chooses at every step what is drafted and verified, and may be replaced between steps; a `policy`
     fixes the block size of every request instead, when its prompt is through. max_block_size: of any request.
-    max_prefill_tokens: tokens of prompts that a step takes in at most, so that a long prompt takes several steps, and
-    requests that decode go on meanwhile. prefix_tokens: keys and values kept for requests that begin alike
-    (prefixes.py). graphs: on a GPU, steps of few tokens run by CUDA graphs (models/graphs.py).
+    max_prefill_tokens: tokens of prompts that a step takes in at most; requests that decode go on meanwhile.
+    prefix_tokens: keys and values kept for requests that begin alike (prefixes.py). graphs: on a GPU, steps of few
+    tokens run by CUDA graphs (models/graphs.py).
 
-    Raises ValueError for a size that cannot be. What goes wrong with one request ends that one alone where its id and
-    the exception are taken by `on_failure`; else the step raises it.
+    Raises ValueError for a size that cannot be. What goes wrong with one request ends that one alone where
+    `on_failure` takes its id and the exception; else the step raises it.
     """
 
     def __init__(
@@ -85,6 +83,7 @@ class Engine:
         self.on_failure: Callable[[int, Exception], None] | None = None
         self._device = pair.target.device
         self._target = Target(pair.target, pair.layer_ids)
+        self.exactness = self._target.exactness  # of texts beside those of plain decoding, and why
         self._cache = self._target.new_cache(num_slots, max_length, num_spare=max_block_size)
         self._drafter = Drafter(pair.prepared_draft, num_slots, max_length)
         self._prefixes = Prefixes(self._cache, self._drafter.cache, prefix_tokens)
@@ -107,12 +106,11 @@ class Engine:
 
     @property
     def num_decoding(self) -> int:
-        """Requests whose prompts are through: the rows that the next step chooses block sizes for."""
+        """Requests whose prompts are through."""
         return len(self._rows)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for a slot."""
         return len(self._waiting)
 
     @property
@@ -161,8 +159,7 @@ class Engine:
     def set_block_size(self, request_id: int, block_size: int) -> None:
         """Verify blocks of this size for a request that decodes, from the next step on.
 
-        Raises ValueError for a size out of range, for an id that does not decode, and for a request whose context the
-        draft has not seen, which was added with block size 1.
+        Raises ValueError for a size out of range, an id that does not decode, and a request that must decode plainly.
         """
         self._limits.check_block_size(block_size)
         row = next((row for row in self._rows if row.request_id == request_id), None)
@@ -174,10 +171,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Step]:
-        """Advance every row that decodes by one block, and take in as many prompt tokens as a step may.
-
-        One pass of the target over blocks and prompts together, and at most one pass of the draft.
-        """
+        """Advance every row that decodes by one block, and take in as many prompt tokens as a step may."""
         started = time.perf_counter()
         graphs, num_graphs = self._cache.graphs, len(self._cache.graphs or ())
         rows, prompts = list(self._rows), self._schedule_prompts()

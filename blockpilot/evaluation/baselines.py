@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from blockpilot.control.choose import Offered
-from blockpilot.control.live import LiveController
 from blockpilot.control.cost import TILE, Array, Load, StepPrice, passes
+from blockpilot.control.live import LiveController
 from blockpilot.drafts.choices import own_chances
 from blockpilot.types import Candidates, Prefill
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockpilot.evaluation.ratio import largest_ratio
-from blockpilot.evaluation.statistics import Interval, interval, resampling_weights
+from blockpilot.evaluation.statistics import Interval, interval
 
 Array = NDArray[np.float64]
 Columns = NDArray[np.int64]
@@ -69,11 +69,12 @@ def oracle(table: Table) -> Columns:
     return largest_ratio(maximise)[0]
 
 
-def gain(table: Table, chosen: Columns, fixed: Columns, num_resamples: int = 2000, seed: int = 0) -> Interval:
+def gain(table: Table, chosen: Columns, fixed: Columns) -> Interval:
     """Rate of the columns `chosen` over that of `fixed`, less one, with its 95% interval over choices."""
-    weights = resampling_weights(len(chosen), num_resamples, seed)
-    rates = [(weights @ _at(table.tokens, c)) / (weights @ _at(table.seconds, c)) for c in (chosen, fixed)]
-    return interval(rates[0] / rates[1] - 1)
+    (tokens, seconds), (fixed_tokens, fixed_seconds) = (
+        [_at(values, columns)[None] for values in table] for columns in (chosen, fixed)
+    )
+    return Interval(*(end - 1 for end in interval([tokens, fixed_seconds], [seconds, fixed_tokens])))
 
 
 def _at(values: Array, chosen: Columns) -> Array:

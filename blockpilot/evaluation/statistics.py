@@ -1,8 +1,10 @@
 """What decoding runs add up to: sums per method and prompt -> figures with intervals (`tables.py` prints them).
 
-Runs are kept as sums and divided once, at the end: every figure is a ratio of two totals. All methods ran the same
-prompts, so they are compared on the same resamples of the prompts: a paired bootstrap (Efron 1979), percentile
-intervals of 95%.
+Runs are kept as sums and divided once, at the end: every figure is a ratio of totals. Its 95% interval is Student's t
+of its logarithm, which covers the truth also with few prompts, where quantiles of a bootstrap do not. The variance is
+the jackknife's over prompts, so methods that ran the same prompts are compared in pairs; the degrees of freedom are
+those of so many equal prompts as weigh like these (Kish 1965). What whole repeats differ by, and what two engines
+differ by that do the same work, is added (Satterthwaite 1946).
 """
 
 import math
@@ -13,8 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-NUM_RESAMPLES = 2000
-_QUANTILES = (0.025, 0.975)
+LEVEL = 0.95
 
 Array = NDArray[np.float64]
 
@@ -45,7 +46,10 @@ class MethodRun(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """A figure of all prompts and its 95% interval over prompts; not a number where nothing was counted."""
+    """A figure of all prompts and its 95% interval over prompts.
+
+    Not a number where nothing was counted; low and high alone where it was in one prompt, or came to 0.
+    """
 
     value: float
     low: float
@@ -76,34 +80,49 @@ class Figures:
     mean_block_size: float  # of a verify step
 
 
-class Comparison:
-    """Runs of several methods over the same prompts, with one set of resamples for all of them.
+class Variance(NamedTuple):
+    """An estimate of a variance, of the logarithm of a figure."""
 
-    Raises ValueError when there are fewer than two prompts or a method has not run what the first one has.
+    value: float
+    freedom: float
+    """Degrees of freedom of the estimate."""
+
+
+class Comparison:
+    """Runs of several methods over the same prompts.
+
+    control: two of the methods that do the same work; what their figures differ by beyond their own interval is noise
+    that all ratios of methods have. Raises ValueError when there are fewer than two prompts or a method has not run
+    what the first one has.
     """
 
-    def __init__(self, runs: Sequence[MethodRun], *, num_resamples: int = NUM_RESAMPLES, seed: int = 0) -> None:
+    def __init__(self, runs: Sequence[MethodRun], control: tuple[str, str] | None = None) -> None:
         done: dict[str, list[tuple[int, int]]] = {}
         for run in runs:
-            done.setdefault(run.method, []).append((run.prompt, run.repeat))
+            done.setdefault(run.method, []).append((run.repeat, run.prompt))
         self.methods = tuple(done)
         for method, places in done.items():
             if sorted(places) != sorted(set(done[self.methods[0]])):
                 raise ValueError(f"method {method!r} ran other prompts or repeats than {self.methods[0]!r}")
-        prompts = sorted({run.prompt for run in runs})
-        if len(prompts) < 2:
-            raise ValueError(f"{len(prompts)} prompts: intervals need at least 2")
-        self._sums = {method: _sums([run for run in runs if run.method == method], prompts) for method in done}
-        self._weights = resampling_weights(len(prompts), num_resamples, seed)
+        self.num_prompts = len({run.prompt for run in runs})
+        if self.num_prompts < 2:
+            raise ValueError(f"{self.num_prompts} prompts: intervals need at least 2")
+        self._control = control
+        self._counts = {method: _counts([run for run in runs if run.method == method]) for method in done}
 
     def figure(self, name: str, method: str) -> Interval:
         """A figure of RATIOS for one method."""
-        return interval(self._resampled(name, method))
+        return interval(*self._parts(name, method))
 
     def ratio(self, name: str, method: str, baseline: str) -> Interval:
         """A figure of one method over the same of another, paired by prompt."""
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return interval(self._resampled(name, method) / self._resampled(name, baseline))
+        of_machine = []
+        if self._control is not None and method != baseline and {method, baseline} != set(self._control):
+            above, below = self._paired(name, *self._control)
+            if all(part.sum() > 0 for part in (*above, *below)):
+                unpaired = math.log(_ratio(above, below)) ** 2 - _over_prompts(above, below).value
+                of_machine.append(Variance(max(0.0, unpaired), 1))
+        return interval(*self._paired(name, method, baseline), of_machine)
 
     def figures(self, baseline: str) -> list[Figures]:
         """A row for every method, in the order of the runs; speed-ups are over `baseline`."""
@@ -120,47 +139,88 @@ class Comparison:
             for method in self.methods
         ]
 
-    def _resampled(self, name: str, method: str) -> Array:
-        """The figure itself, then its value in every resample."""
-        if method not in self._sums:
+    def _paired(self, name: str, method: str, baseline: str) -> tuple[list[Array], list[Array]]:
+        (ours, our_divisor), (theirs, their_divisor) = self._parts(name, method), self._parts(name, baseline)
+        return [*ours, *their_divisor], [*our_divisor, *theirs]
+
+    def _parts(self, name: str, method: str) -> tuple[list[Array], list[Array]]:
+        """What a figure adds up, and what it divides by, [repeats, prompts] each."""
+        if method not in self._counts:
             raise ValueError(f"method {method!r}: must be one of {', '.join(self.methods)}")
-        above, below = (self._weights @ self._sums[method][part] for part in RATIOS[name])
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return above / below
+        above, below = (self._counts[method][part] for part in RATIOS[name])
+        return [above], [below]
 
 
 def ratio_of_totals(above: Sequence[float], below: Sequence[float]) -> Interval:
     """sum(above) / sum(below) with its interval over the entries, which are those of one prompt each."""
-    weights = resampling_weights(len(above), NUM_RESAMPLES, seed=0)
+    return interval([np.array([above], dtype=float)], [np.array([below], dtype=float)])
+
+
+def interval(above: Sequence[Array], below: Sequence[Array], more: Sequence[Variance] = ()) -> Interval:
+    """Product of the totals of `above` over that of `below`, [repeats, prompts] each, with its interval.
+
+    more: other variances that its logarithm has.
+    """
+    value = _ratio(above, below)
+    if not math.isfinite(value) or any((part.sum(axis=0) == part.sum()).any() for part in (*above, *below)):
+        return Interval(value, math.nan, math.nan)
+    variances = [_over_prompts(above, below), _over_repeats(above, below), *more]
+    variance = sum(each.value for each in variances)
+    if variance == 0:
+        return Interval(value, value, value)
+    freedom = variance**2 / sum(each.value**2 / each.freedom for each in variances)
+    factor = math.exp(student_t(freedom) * math.sqrt(variance))
+    return Interval(value, value / factor, value * factor)
+
+
+def student_t(freedom: float) -> float:
+    """The quantile of Student's t that `LEVEL` of it lies within, on both sides of 0.
+
+    With t = sqrt(freedom) tan(angle), its density is proportional to cos(angle) ** (freedom - 1).
+    """
+    edges = np.linspace(0, math.pi / 2, 20_001)
+    mass = np.cumsum(np.cos((edges[1:] + edges[:-1]) / 2) ** (freedom - 1))
+    return math.sqrt(freedom) * math.tan(np.interp(LEVEL * mass[-1], mass, edges[1:]))
+
+
+def _ratio(above: Sequence[Array], below: Sequence[Array]) -> float:
     with np.errstate(divide="ignore", invalid="ignore"):
-        return interval((weights @ np.array(above, dtype=float)) / (weights @ np.array(below, dtype=float)))
+        value = np.prod([part.sum() for part in above]) / np.prod([part.sum() for part in below])
+    return float(value) if np.isfinite(value) else math.nan
 
 
-def resampling_weights(num_prompts: int, num_resamples: int, seed: int) -> Array:
-    """How often each prompt counts [1 + resamples, prompts]; first every prompt once, which is the figure itself."""
-    draws = np.random.default_rng(seed).multinomial(
-        num_prompts, np.full(num_prompts, 1 / num_prompts), size=num_resamples
-    )
-    return np.vstack([np.ones(num_prompts), draws])
+def _over_prompts(above: Sequence[Array], below: Sequence[Array]) -> Variance:
+    """Jackknife: what the logarithm varies by as each of the prompts is left out."""
+    shares = np.array([part.sum(axis=0) / part.sum() for part in (*above, *below)])
+    logs = np.log1p(-shares)
+    without = logs[: len(above)].sum(axis=0) - logs[len(above) :].sum(axis=0)
+    num = shares.shape[1]
+    equal_prompts = 1 / np.square(shares.mean(axis=0)).sum()
+    return Variance(float((num - 1) * without.var()), max(1.0, float(equal_prompts) - 1))
 
 
-def _sums(runs: Sequence[MethodRun], prompts: Sequence[int]) -> dict[str, Array]:
-    """For every field of Totals its sum over the repeats of each prompt, [prompts]."""
-    place = {prompt: i for i, prompt in enumerate(prompts)}
-    sums = {field.name: np.zeros(len(prompts)) for field in fields(Totals)}
+def _over_repeats(above: Sequence[Array], below: Sequence[Array]) -> Variance:
+    """What whole repeats differ by, beyond their prompts' differences: two-way analysis of variance."""
+    shares = np.array([part / part.sum() for part in (*above, *below)])  # [totals, repeats, prompts]
+    parts = shares[: len(above)].sum(axis=0) - shares[len(above) :].sum(axis=0)  # of the logarithm
+    repeats, num = parts.shape
+    if repeats == 1:
+        return Variance(0.0, 1)
+    rest = parts - parts.mean(axis=0) - parts.mean(axis=1, keepdims=True) + parts.mean()
+    expected = num * np.square(rest).sum() / (num - 1)
+    found = np.square(parts.sum(axis=1) - parts.sum() / repeats).sum()
+    # parts.sum(axis=1) are the repeats' deviations over `repeats`, so the variance of their mean is this.
+    return Variance(max(0.0, float(found - expected)) * repeats / (repeats - 1), repeats - 1)
+
+
+def _counts(runs: Sequence[MethodRun]) -> dict[str, Array]:
+    """Every field of Totals, [repeats, prompts]."""
+    repeats, prompts = (sorted({getattr(run, name) for run in runs}) for name in ("repeat", "prompt"))
+    counts = {field.name: np.zeros((len(repeats), len(prompts))) for field in fields(Totals)}
     for run in runs:
-        for name, column in sums.items():
-            column[place[run.prompt]] += getattr(run.totals, name)
-    return sums
-
-
-def interval(values: Array) -> Interval:
-    """values[0] with the quantiles of the others; resamples in which nothing was counted are left out."""
-    resamples = values[1:][np.isfinite(values[1:])]
-    if not (math.isfinite(values[0]) and len(resamples)):
-        return Interval(math.nan, math.nan, math.nan)
-    low, high = np.quantile(resamples, _QUANTILES)
-    return Interval(float(values[0]), float(low), float(high))
+        for name, column in counts.items():
+            column[repeats.index(run.repeat), prompts.index(run.prompt)] = getattr(run.totals, name)
+    return counts
 
 
 def fastest_block_size(tau: Mapping[int, float], step_s: Mapping[int, float]) -> int:

@@ -33,10 +33,9 @@ def _number(value: float, digits: int) -> str:
 
 
 def with_range(interval: Interval, digits: int) -> str:
-    """A figure with its interval, as text: 1.23 (1.10 to 1.35)."""
-    if math.isnan(interval.value):
-        return "-"
-    return f"{interval.value:.{digits}f} ({interval.low:.{digits}f} to {interval.high:.{digits}f})"
+    """A figure with its interval, as text: 1.23 (1.10 to 1.35); alone if it has none."""
+    value, low, high = (_number(end, digits) for end in interval)
+    return value if math.isnan(interval.low) else f"{value} ({low} to {high})"
 
 
 def loads_up_to(rows: int) -> list[int]:

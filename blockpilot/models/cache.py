@@ -18,12 +18,14 @@ from torch import Tensor
 from blockpilot.device import sent
 from blockpilot.models.graphs import Box, BoxPlaces, Graphs
 from blockpilot.models.packing import Packing
+from blockpilot.native.products import Padding
 
 
 class SlotCache:
     """Keys and values of a model's layers for `num_slots` texts of at most `length` tokens; zeros at first.
 
-    A tree fills more columns than positions: that many may be spare.
+    A tree fills more columns than positions: that many may be spare. Layers in C pad the
+    `halves` of a head.
     """
 
     def __init__(
@@ -34,9 +36,12 @@ class SlotCache:
         dtype: torch.dtype,
         device: torch.device,
         num_spare: int = 0,
+        halves: Padding | None = None,
     ) -> None:
         self.max_length = length
-        shape = (config.num_hidden_layers, 2, num_slots, num_kv_heads(config), length + num_spare, head_dim(config))
+        self._halves = halves or Padding(head_dim(config) // 2, head_dim(config) // 2)
+        of_slot = num_kv_heads(config), length + num_spare, 2 * self._halves.padded
+        shape = (config.num_hidden_layers, 2, num_slots, *of_slot)
         # Zeros, not empty: masked columns are multiplied by zero, and garbage may hold NaN.
         self.layers = torch.zeros(shape, dtype=dtype, device=device)
         """[layers, 2, num_slots, kv_heads, length, head_dim], keys and then values."""
@@ -53,6 +58,10 @@ class SlotCache:
     def num_bytes(self) -> int:
         """Memory of keys and values together."""
         return self.layers.nbytes
+
+    def unpadded(self, length: int) -> Tensor:
+        """Keys and values of the first `length` columns, [layers, 2, num_slots, kv_heads, length, head_dim]."""
+        return self._halves.cut(self.layers[..., :length, :])
 
     def bare(self) -> Self:
         """The same memory without graphs: what graphs refer to, lest a cycle keeps all of it."""

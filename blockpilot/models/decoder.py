@@ -15,8 +15,10 @@ from blockpilot.models.cache import SlotView, num_kv_heads
 from blockpilot.models.graphs import Box, BoxPlaces
 from blockpilot.models.kernels import leave_file, prepared, use_huge_pages
 from blockpilot.models.layers import Mask, Rotary, RotaryTable
-from blockpilot.models.native_layers import layers_of
+from blockpilot.models.native_layers import NativeLayers, layers_of
 from blockpilot.models.packing import Packing, SideBySide
+from blockpilot.native.library import reason_without
+from blockpilot.native.products import Padding
 
 FAMILIES = ("llama", "qwen3", "qwen3_moe")
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
@@ -37,9 +39,22 @@ class Decoder:
         self._groups = config.num_attention_heads // num_kv_heads(config)
         is_new = type(model.lm_head) is nn.Linear
         self.head = prepared(model, "lm_head")
+        self._kind = model.dtype, model.device
         if self.head.is_packed and is_new:
             leave_file(model)
             use_huge_pages()
+
+    @property
+    def exactness(self) -> str:
+        """What holds of texts beside those of plain decoding on this machine, and why."""
+        if isinstance(self._layers, NativeLayers) and self.head.is_packed:
+            return "bit for bit: layers in C"
+        return f"up to rounding: layers by torch ({reason_without(*self._kind)})"
+
+    @property
+    def halves(self) -> Padding:
+        """How the halves of a head lie in the cache that the layers read."""
+        return self._layers.halves
 
     def __call__(
         self, tokens: Tensor, packing: SideBySide, cache: SlotView, kept: Sequence[int]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from blockpilot.native.products import NativeProduct, native_product
+from blockpilot.native.products import NativeProduct, Padding, native_product
 
 MAPS = Path("/proc/self/maps")  # Linux
 HUGE_PAGE = 2 << 20  # bytes
@@ -24,12 +24,14 @@ _MADV_COLLAPSE = 25
 class Product:
     """x [..., inputs] -> x @ weight.T + bias, for the outputs of all `layers` side by side."""
 
-    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+    def __init__(
+        self, layers: Sequence[nn.Linear], inputs: Padding | None = None, outputs: Padding | None = None
+    ) -> None:
         weights = [layer.weight.detach() for layer in layers]
         self.sizes = [len(weight) for weight in weights]
         self._bias = _joined_bias(layers)
         weight = _side_by_side(weights)
-        self._weight: Tensor | NativeProduct = native_product(weight, self._bias) or weight
+        self._weight: Tensor | NativeProduct = native_product(weight, self._bias, inputs, outputs) or weight
 
     @property
     def packed(self) -> NativeProduct | None:
@@ -104,19 +106,72 @@ class PreparedLinear(nn.Module):
             destination[f"{prefix}bias"] = self.bias.clone()
 
 
-def prepared(parent: nn.Module, *names: str) -> Product:
-    """The product of the linear layers of these names, made once: the layers give their weights up for it."""
+def prepared(
+    parent: nn.Module, *names: str, inputs: Padding | None = None, outputs: Padding | None = None
+) -> Product:
+    """The product of the linear layers of these names, made once: the layers give their weights up for it.
+
+    inputs, outputs: how these are padded where the product is in C.
+    """
     layers: list[Any] = [getattr(parent, name) for name in names]
     if all(isinstance(layer, PreparedLinear) for layer in layers):
         product: Product = layers[0].product
         return product
-    product = Product(layers)
+    product = Product(layers, inputs, outputs)
     for place, (name, layer) in enumerate(zip(names, layers, strict=True)):
         if product.is_packed:
             setattr(parent, name, PreparedLinear(layer, product, place))
         elif len(layers) > 1:
             layer.weight = nn.Parameter(product.parts()[place][0], requires_grad=False)
     return product
+
+
+class PreparedExperts(nn.Module):
+    """In the place of Qwen3MoeExperts: the products of every expert, and of the router that chooses among them."""
+
+    def __init__(
+        self, products: Sequence[tuple[NativeProduct, NativeProduct]], router: NativeProduct, gate: Any
+    ) -> None:
+        super().__init__()
+        self.products, self.router = products, router
+        """Gate and up together, and down, of every expert; scores of all experts."""
+        self.num_chosen: int = gate.top_k
+        self.is_normed: bool = gate.norm_topk_prob
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """[N, hidden], and experts and their weights [N, k] of every token -> [N, hidden]."""
+        mixed = torch.zeros_like(hidden_states, dtype=torch.float32)
+        for expert in top_k_index.unique().tolist():
+            (gate_up, down), (rows, places) = self.products[expert], torch.where(top_k_index == expert)
+            gate, up = gate_up(hidden_states[rows]).chunk(2, dim=-1)
+            found = down(functional.silu(gate) * up)
+            mixed.index_add_(0, rows, found * top_k_weights[rows, places, None].float())
+        return mixed.to(hidden_states.dtype)
+
+    def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
+        for place, name in enumerate(("gate_up_proj", "down_proj")):
+            weights = [products[place].unpacked() for products in self.products]
+            destination[f"{prefix}{name}"] = torch.stack(weights)
+
+
+def prepared_experts(mixture: Any) -> PreparedExperts | None:
+    """Those of a Qwen3MoeSparseMoeBlock in C, made once: experts give their weights up. None where there is no C."""
+    experts, hidden = mixture.experts, Padding.to_multiple(mixture.gate.weight.shape[1])
+    if isinstance(experts, PreparedExperts):
+        return experts
+    router = native_product(mixture.gate.weight.detach(), None)
+    if router is None:
+        return None
+    inner, products = Padding.to_multiple(experts.down_proj.shape[2]), []
+    for of_gate_up, of_down in zip(experts.gate_up_proj.detach(), experts.down_proj.detach(), strict=True):
+        gate_up = native_product(of_gate_up, None, outputs=inner)
+        down = native_product(of_down, None, inputs=inner, outputs=hidden)
+        assert gate_up is not None
+        assert down is not None
+        products.append((gate_up, down))
+    mixture.experts = PreparedExperts(products, router, mixture.gate)
+    found: PreparedExperts = mixture.experts
+    return found
 
 
 def outputs(layers: Sequence[nn.Module], x: Tensor) -> list[Tensor]:

@@ -14,8 +14,9 @@ from torch.nn import functional
 from transformers import PretrainedConfig
 
 from blockpilot.models.cache import SlotCache, SlotView, head_dim, num_kv_heads
-from blockpilot.models.kernels import Product, prepared
+from blockpilot.models.kernels import PreparedExperts, Product, prepared, prepared_experts
 from blockpilot.models.packing import Packing, folded
+from blockpilot.native.products import INPUTS, Padding
 
 
 class Rotary(NamedTuple):
@@ -88,12 +89,20 @@ class LayerWeights:
         """Norm weights [hidden]: copies, which layers.c can point to."""
         self.of_heads = _head_norms(module.self_attn, config)
         """Norm weights of queries and keys [query and key heads, head_dim]; None where there are none."""
-        self.qkv = prepared(module.self_attn, "q_proj", "k_proj", "v_proj")
-        self.out = prepared(module.self_attn, "o_proj")
-        dense = hasattr(module.mlp, "gate_proj")
-        self.gate_up: Product | None = prepared(module.mlp, "gate_proj", "up_proj") if dense else None
-        self.down: Product | None = prepared(module.mlp, "down_proj") if dense else None
+        heads, hidden = half_heads(config), Padding.to_multiple(config.hidden_size)
+        self.qkv = prepared(module.self_attn, "q_proj", "k_proj", "v_proj", outputs=heads)
+        self.out = prepared(module.self_attn, "o_proj", inputs=heads, outputs=hidden)
+        self.gate_up: Product | None = None
+        self.down: Product | None = None
+        self.experts: PreparedExperts | None = None
+        """In place of gate_up and down, where the layer is a mixture of experts and these are in C."""
         self._mlp = module.mlp
+        if hasattr(module.mlp, "gate_proj"):
+            inner = Padding.to_multiple(module.mlp.gate_proj.out_features)
+            self.gate_up = prepared(module.mlp, "gate_proj", "up_proj", outputs=inner)
+            self.down = prepared(module.mlp, "down_proj", inputs=inner, outputs=hidden)
+        else:
+            self.experts = prepared_experts(module.mlp)
 
     def mlp(self, x: Tensor) -> Tensor:
         """SwiGLU, or the model's own mixture of experts: [N, hidden] -> [N, hidden]."""
@@ -101,6 +110,11 @@ class LayerWeights:
             return cast(Tensor, self._mlp(x[None])[0])
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         return self.down(functional.silu(gate).mul_(up))
+
+
+def half_heads(config: PretrainedConfig) -> Padding:
+    """Of the halves of a head, whose numbers are rotated in pairs, one of each."""
+    return Padding.to_multiple(head_dim(config) // 2, INPUTS // 2)
 
 
 def _head_norms(attention: Any, config: Any) -> Tensor | None:
@@ -122,6 +136,11 @@ class DecoderLayers:
 
     def __len__(self) -> int:
         return len(self._layers)
+
+    @property
+    def halves(self) -> Padding:
+        """How the halves of a head lie in the cache that these layers read."""
+        return Padding(self._dim // 2, self._dim // 2)
 
     @property
     def is_dense(self) -> bool:

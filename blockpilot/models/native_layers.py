@@ -1,12 +1,12 @@
 """The layers of a decoder in one call in C, on a CPU (native/layers.c): rows do not depend on those beside them.
 
-A token is the same alone, in a batch, and verified in a tree, in bfloat16, too. Where there is no compiler, no x86-64
-CPU with AVX2, no fitting shape, or a mixture of experts, torch does all of it (layers.py).
+A token is the same alone, in a batch, and verified in a tree, in bfloat16, too. Widths that C has no vectors for are
+padded with zeros. Where there is no compiler or no x86-64 CPU with AVX2, torch does all of it (layers.py).
 """
 
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
-from ctypes import POINTER, Structure, byref, c_float, c_int, c_long, c_void_p
+from ctypes import POINTER, Structure, byref, c_float, c_int, c_long, c_void_p, pointer
 from itertools import accumulate
 from typing import Any
 
@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from blockpilot.models.cache import SlotView, head_dim, num_kv_heads
+from blockpilot.models.cache import SlotView, num_kv_heads
 from blockpilot.models.kernels import Product
-from blockpilot.models.layers import DecoderLayers, LayerWeights, Mask, Rotary
+from blockpilot.models.layers import DecoderLayers, LayerWeights, Mask, Rotary, half_heads
+from blockpilot.models.native_experts import ExpertsStruct, NativeExperts, RoomOfExperts, RoomStruct
 from blockpilot.native.library import library_for
-from blockpilot.native.products import INPUTS, Linear
+from blockpilot.native.products import Linear, Padding
 
 QUERIES = 16  # as in layers.c
 
@@ -27,12 +28,14 @@ def layers_of(modules: Iterable[Any], norm: Tensor, config: PretrainedConfig) ->
     """The quickest that there are for a model's layers and the weight of the norm after them."""
     layers = [LayerWeights(module, config) for module in modules]
     library = library_for(norm.dtype, norm.device)
-    if library is None or head_dim(config) % INPUTS or not all(_is_packed(layer) for layer in layers):
+    if library is None or not all(_is_packed(layer) for layer in layers):
         return DecoderLayers(layers, norm, config)
     return NativeLayers(library, layers, norm, config)
 
 
 def _is_packed(layer: LayerWeights) -> bool:
+    if layer.experts is not None:
+        return layer.qkv.is_packed and layer.out.is_packed
     products = layer.qkv, layer.out, layer.gate_up, layer.down
     return all(product is not None and product.is_packed for product in products)
 
@@ -40,12 +43,16 @@ def _is_packed(layer: LayerWeights) -> bool:
 class _LayerStruct(Structure):
     _fields_ = (
         *((name, Linear) for name in ("qkv", "out", "gate_up", "down")),
+        ("experts", POINTER(ExpertsStruct)),
         *((name, c_void_p) for name in ("before", "after", "of_heads")),
     )
 
 
 class _ShapeStruct(Structure):
-    _fields_ = (*((name, c_long) for name in ("layers", "hidden", "queries", "kv", "dim", "inner")), ("eps", c_float))
+    _fields_ = (
+        *((name, c_long) for name in ("layers", "hidden", "queries", "kv", "dim", "inner", "own_hidden", "own_dim")),
+        ("eps", c_float),
+    )
 
 
 class _TokensStruct(Structure):
@@ -70,10 +77,35 @@ class NativeLayers(DecoderLayers):
     def __init__(self, library: ctypes.CDLL, layers: Sequence[LayerWeights], norm: Tensor, config: Any) -> None:
         super().__init__(layers, norm, config)
         self._run, self._project = _declared(library)
-        self._structs = (_LayerStruct * len(layers))(*map(_struct, layers))
-        heads = config.num_attention_heads, num_kv_heads(config)
-        sizes = config.hidden_size, *heads, self._dim, config.intermediate_size
+        self._halves, self._widths = half_heads(config), Padding.to_multiple(config.hidden_size)
+        self._norm = self._widths.pad(self._norm)
+        self._experts = [None if layer.experts is None else NativeExperts(layer.experts) for layer in layers]
+        self._weights = [self._norms_of(layer) for layer in layers]
+        structs = map(self._struct, layers, self._weights, self._experts)
+        self._structs = (_LayerStruct * len(layers))(*structs)
+        heads, dim = (config.num_attention_heads, num_kv_heads(config)), 2 * self._halves.padded
+        inner = max(struct.down.inputs for struct in self._structs)
+        sizes = self._widths.padded, *heads, dim, inner, self._widths.size, self._dim
         self._shape = _ShapeStruct(len(layers), *sizes, self._eps)
+
+    @property
+    def halves(self) -> Padding:
+        return self._halves
+
+    def _norms_of(self, layer: LayerWeights) -> list[Tensor | None]:
+        """Weights of a layer's norms, padded."""
+        of_heads = None if layer.of_heads is None else self._halves.pad(layer.of_heads)
+        return [self._widths.pad(layer.before), self._widths.pad(layer.after), of_heads]
+
+    def _struct(
+        self, layer: LayerWeights, norms: Sequence[Tensor | None], experts: "NativeExperts | None"
+    ) -> _LayerStruct:
+        products = [_packed(product) for product in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        pointers = (None if norm is None else norm.data_ptr() for norm in norms)
+        return _LayerStruct(*products, None if experts is None else pointer(experts.struct), *pointers)
+
+    def _padded(self, rotary: Rotary) -> Rotary:
+        return Rotary(*(self._halves.pad(table) for table in rotary))
 
     def __call__(
         self,
@@ -84,32 +116,37 @@ class NativeLayers(DecoderLayers):
         kept: Sequence[int],
         given: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        assert hidden.is_contiguous()
-        assert given is None or given.is_contiguous()
+        given = None if given is None else Padding.to_multiple(given.shape[1]).pad(given).contiguous()
+        own = self._widths.pad(hidden)
+        assert own.is_contiguous()
         shape, num, threads = self._shape, len(hidden), torch.get_num_threads()
         places = _Places(cache)
         parts = [places.parts(of_layer) for of_layer in masks]
         room = 1 + max(mask.packing.length for mask in masks[0])
         widths = shape.hidden, (shape.queries + 2 * shape.kv) * shape.dim, shape.queries * shape.dim, shape.hidden
-        rooms = [hidden.new_empty(num, width) for width in (*widths, 2 * shape.inner, shape.inner)]
+        rooms = [own.new_empty(num, width) for width in (*widths, 2 * shape.inner, shape.inner)]
         scores = torch.empty(threads * 2 * QUERIES * room)
-        features, layers = hidden.new_empty(num, len(kept) * shape.hidden), torch.tensor(kept, dtype=torch.int64)
+        features, layers = own.new_empty(num, len(kept) * shape.hidden), torch.tensor(kept, dtype=torch.int64)
+        of_experts = RoomOfExperts([each for each in self._experts if each is not None], own, threads)
         places.check(
             self._run(
-                *(byref(shape), self._structs, self._norm.data_ptr(), byref(places.tokens(rotary))),
+                *(byref(shape), self._structs, self._norm.data_ptr(), byref(places.tokens(self._padded(rotary)))),
                 *(len(masks[0]), (POINTER(_PartStruct) * len(parts))(*parts)),
-                *(None if given is None else given.data_ptr(), hidden.data_ptr()),
+                *(None if given is None else given.data_ptr(), own.data_ptr()),
                 *(each.data_ptr() for each in (*rooms, scores)),
-                *(room, len(kept), layers.data_ptr(), features.data_ptr(), threads),
+                *(room, byref(of_experts.struct), len(kept), layers.data_ptr(), features.data_ptr(), threads),
             )
         )
-        return rooms[0], features
+        if own is not hidden:
+            hidden.copy_(self._widths.cut(own))
+        return self._widths.cut(rooms[0]), self._widths.cut(features)
 
     def project(self, x: Tensor, rotary: Rotary, cache: SlotView) -> None:
+        x = self._widths.pad(x)
         assert x.is_contiguous()
         places = _Places(cache)
         heads = x.new_empty(len(x), 2 * self._shape.kv * self._shape.dim)
-        tokens = places.tokens(rotary)
+        tokens = places.tokens(self._padded(rotary))
         structs = byref(self._shape), self._structs, byref(tokens)
         places.check(self._project(*structs, x.data_ptr(), heads.data_ptr(), torch.get_num_threads()))
 
@@ -157,14 +194,9 @@ class _Places:
         return self._kept[-1].data_ptr()
 
 
-def _struct(layer: LayerWeights) -> _LayerStruct:
-    products = [_packed(product) for product in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-    norms = (None if norm is None else norm.data_ptr() for norm in (layer.before, layer.after, layer.of_heads))
-    return _LayerStruct(*products, *norms)
-
-
 def _packed(product: Product | None) -> Linear:
-    assert product is not None
+    if product is None:
+        return Linear()
     assert product.packed is not None
     return product.packed.linear
 
@@ -176,7 +208,7 @@ def _declared(library: ctypes.CDLL) -> tuple[Callable[..., int], Callable[..., i
     structs = POINTER(_ShapeStruct), POINTER(_LayerStruct)
     run.argtypes = (
         *(*structs, c_void_p, POINTER(_TokensStruct), c_long, POINTER(POINTER(_PartStruct)), *buffers),
-        *(c_long, c_long, c_void_p, c_void_p, c_int),
+        *(c_long, POINTER(RoomStruct), c_long, c_void_p, c_void_p, c_int),
     )
     project.argtypes = *structs, POINTER(_TokensStruct), c_void_p, c_void_p, c_int
     run.restype = project.restype = c_int

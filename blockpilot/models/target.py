@@ -33,10 +33,15 @@ class Target:
         self.layer_ids = tuple(layer_ids)
         self._decoder = Decoder(model)
 
+    @property
+    def exactness(self) -> str:
+        """What holds of texts beside those of plain decoding on this machine, and why."""
+        return self._decoder.exactness
+
     def new_cache(self, num_slots: int, length: int, num_spare: int = 0) -> SlotCache:
         """This model's empty cache of `num_slots` texts of at most `length` tokens, with spare columns for trees."""
         config, dtype, device = self.model.config, self.model.dtype, self.model.device
-        return SlotCache(config, num_slots, length, dtype, device, num_spare)
+        return SlotCache(config, num_slots, length, dtype, device, num_spare, self._decoder.halves)
 
     def score(self, tokens: Tensor, cache: SlotView, packing: SideBySide, *, features: bool) -> Scored:
         """Run packed tokens [N], storing their keys and values in `cache`, whose rows are those of the packing."""

@@ -76,6 +76,13 @@ static inline packed narrowed(lanes x) /* to nearest, ties to even; NaN stays */
 #endif
 }
 
+static inline lanes load_floats(const float *from)
+{
+    lanes x;
+    memcpy(&x, from, sizeof x);
+    return x;
+}
+
 static inline void store(lanes x, stored *to) { *(packed *)to = narrowed(x); }
 
 static inline lanes rounded(lanes x) /* as it would be stored */

@@ -2,9 +2,9 @@
  * structs.
  *
  * Whatever is stored, sums and products are of float32. What a row gives does not depend on the rows beside it.
- * Widths are multiples of 32 and head_dim is, too.
+ * Widths and dim are multiples of 32: narrower ones are padded with zeros, heads at the end of each of their halves.
  */
-#include "products.h"
+#include "experts.h"
 
 #define QUERIES PANEL /* that read the same keys at once: a panel of products with them */
 #define SUMS 8 /* queries by VALUES vectors whose sums over values are in registers at once */
@@ -13,13 +13,15 @@
 typedef float four __attribute__((vector_size(16), may_alias));
 
 struct layer {
-    struct linear qkv, out, gate_up, down;
+    struct linear qkv, out, gate_up, down; /* the last two unused where there are experts */
+    const struct experts *experts; /* or NULL */
     const stored *before, *after; /* weights of its norms [hidden] */
     const stored *of_heads; /* of the norms of queries and keys [queries + kv, dim], or NULL */
 };
 
 struct shape {
     long layers, hidden, queries, kv, dim, inner;
+    long own_hidden, own_dim; /* of which are no padding */
     float eps;
 };
 
@@ -51,42 +53,30 @@ static inline lanes largest_of_fours(lanes x)
 #endif
 }
 
-/* x [width] -> RMSNorm(x) * weight [width], rounded where transformers rounds. */
-static inline void norm(long width, const stored *x, const stored *weight, float eps, stored *out)
+/* x [width], of which `num` are no padding -> RMSNorm(x) * weight [width], rounded where transformers rounds. */
+static inline void norm(long width, long num, const stored *x, const stored *weight, float eps, stored *out)
 {
     lanes squares = {0};
     for (long i = 0; i < width; i += LANES)
         squares = fused(load(x + i), load(x + i), squares);
-    float scale = 1 / sqrtf(sum(squares) / width + eps);
+    float scale = 1 / sqrtf(sum(squares) / num + eps);
     for (long i = 0; i < width; i += LANES)
         store(rounded(load(x + i) * scale) * load(weight + i), out + i);
 }
 
-/* Of all rows: hidden += delta [rows, width], where there is one; out = RMSNorm(hidden) * weight [width]. */
-static void add_norm(long rows, long width, stored *hidden, const stored *delta, const stored *weight, float eps,
+/* Of all rows: hidden += delta [rows, hidden], where there is one; out = RMSNorm(hidden) * weight [hidden]. */
+static void add_norm(const struct shape *shape, long rows, stored *hidden, const stored *delta, const stored *weight,
                      stored *out)
 {
+    long width = shape->hidden;
 #pragma omp for
     for (long row = 0; row < rows; row++) {
         stored *own = hidden + row * width;
         if (delta)
             for (long i = 0; i < width; i += LANES)
                 store(load(own + i) + load(delta + row * width + i), own + i);
-        norm(width, own, weight, eps, out + row * width);
+        norm(width, shape->own_hidden, own, weight, shape->eps, out + row * width);
     }
-}
-
-/* gate_up [rows, 2, inner] -> silu(gate) * up [rows, inner], rounded where transformers rounds. */
-static void swiglu(long rows, long inner, const stored *gate_up, stored *out)
-{
-#pragma omp for
-    for (long row = 0; row < rows; row++)
-        for (long i = 0; i < inner; i += LANES) {
-            lanes gate = load(gate_up + row * 2 * inner + i), up = load(gate_up + (row * 2 + 1) * inner + i);
-            lanes small = exponential(chosen(gate > 0, -gate, gate)); /* at most 1 */
-            lanes silu = gate * chosen(gate > 0, (lanes){0} + 1, small) / (1 + small);
-            store(rounded(silu) * up, out + row * inner + i);
-        }
 }
 
 static int is_finite(long dim, const stored *x)
@@ -100,17 +90,17 @@ static int is_finite(long dim, const stored *x)
 /* heads [tokens, queries + 2 * kv, dim]: norm queries and keys, where there are norms, rotate them, and store keys and
  * values in the cache of the layer. Values that are not finite are stored as 0 beside a key of NaN: who sees them gets
  * NaN, and who does not, for whom they count 0 times, does not. */
-static void rotate_and_store(const struct tokens *tokens, long queries, long kv, long dim, const stored *norms,
-                             float eps, long layer, stored *heads)
+static void rotate_and_store(const struct tokens *tokens, const struct shape *shape, long queries, const stored *norms,
+                             long layer, stored *heads)
 {
-    long half = dim / 2, all = queries + 2 * kv, each = tokens->length * dim; /* a head of a slot */
+    long kv = shape->kv, dim = shape->dim, half = dim / 2, all = queries + 2 * kv, each = tokens->length * dim; /* a head of a slot */
 #pragma omp for
     for (long token = 0; token < tokens->num; token++) {
         const stored *cosine = tokens->cosines + token * dim, *sine = tokens->sines + token * dim;
         for (long head = 0; head < queries + kv; head++) {
             stored *own = heads + (token * all + head) * dim;
             if (norms)
-                norm(dim, own, norms + head * dim, eps, own);
+                norm(dim, shape->own_dim, own, norms + head * dim, shape->eps, own);
             for (long i = 0; i < half; i += LANES) {
                 lanes first = load(own + i), second = load(own + half + i);
                 store(fused(first, load(cosine + i), second * load(sine + i)), own + i);
@@ -231,7 +221,7 @@ static inline __attribute__((always_inline)) void sum_values(
 /* `num` queries, `stride` at most, of one head of keys and values [length, dim], each with its mask [length]: softmax of
  * their products over what they see, times the values. scores: room for 2 * `stride` a column, and LANES. */
 static inline __attribute__((always_inline)) void attend_some(
-    long num, const long stride, long dim, long length, const stored *const *queries, const stored *keys,
+    long num, const long stride, long dim, float scale, long length, const stored *const *queries, const stored *keys,
     const stored *values, const uint8_t *const *masks, const long *whole, float *scores, stored *const *out)
 {
     uint32_t panel[dim / PER_UNIT * QUERIES] __attribute__((aligned(64)));
@@ -245,7 +235,7 @@ static inline __attribute__((always_inline)) void attend_some(
             if (!masks[q][column])
                 scores[column * stride + q] = -INFINITY;
     }
-    exponentials(length, stride, 1 / sqrtf(dim), scores, totals);
+    exponentials(length, stride, scale, scores, totals);
     sum_values(num, stride, dim, length, scores, whole, values, sums);
     for (long q = 0; q < num; q++)
         for (long i = 0; i < dim; i += LANES)
@@ -269,11 +259,13 @@ static long seen_of(long num, const uint8_t *const *masks, long length)
     return length;
 }
 
-/* heads [tokens, groups * kv + 2 * kv, dim], of which the queries attend -> out [tokens, groups * kv, dim].
+/* heads [tokens, queries + 2 * kv, dim], of which the queries attend -> out [tokens, queries, dim].
  * scores [threads, room, 2 * QUERIES], aligned to 64 bytes, room above the length. */
-static void attend(const struct part *part, const struct tokens *tokens, long groups, long kv, long dim, long layer,
+static void attend(const struct part *part, const struct tokens *tokens, const struct shape *shape, long layer,
                    const stored *heads, float *scores, long room, stored *out)
 {
+    long kv = shape->kv, groups = shape->queries / kv, dim = shape->dim;
+    float scale = 1 / sqrtf(shape->own_dim);
     long chunks = (part->width * groups + QUERIES - 1) / QUERIES, each = tokens->length * dim;
 #pragma omp for collapse(3) schedule(dynamic)
     for (long row = 0; row < part->rows; row++)
@@ -302,9 +294,9 @@ static void attend(const struct part *part, const struct tokens *tokens, long gr
                 if (chunk == 0)
                     fetch(key, seen * dim), fetch(value, seen * dim);
                 if (num <= FEW)
-                    attend_some(num, FEW, dim, seen, of, key, value, mask, whole, own, to);
+                    attend_some(num, FEW, dim, scale, seen, of, key, value, mask, whole, own, to);
                 else
-                    attend_some(num, QUERIES, dim, seen, of, key, value, mask, whole, own, to);
+                    attend_some(num, QUERIES, dim, scale, seen, of, key, value, mask, whole, own, to);
             }
 }
 
@@ -332,23 +324,24 @@ static void keep(long layer, long num_kept, const int64_t *kept, long tokens, lo
 
 /* hidden [tokens, hidden], which is worked on -> x, normed after the last layer by `last` [hidden]; features: see keep.
  * parts [layers] of num_parts each. Room is given for x [tokens, hidden], heads [tokens, queries + 2 * kv, dim], attended
- * [tokens, queries, dim], found [tokens, hidden], gate_up [tokens, 2, inner], gated [tokens, inner] and scores (see
- * attend). The first layer's queries, keys and values are of `given` where that is not NULL, else of hidden, normed.
+ * [tokens, queries, dim], found [tokens, hidden], gate_up [tokens, 2, inner], gated [tokens, inner], scores (see
+ * attend) and experts, where there are any. The first layer's queries, keys and values are of `given` where that is not NULL, else of hidden, normed.
  * Returns 0, or -1 for tokens that the cache has no place for, before anything is written. */
 int run_layers(const struct shape *shape, const struct layer *layers, const stored *last, const struct tokens *tokens,
                long num_parts, const struct part *const *parts, const stored *given, stored *hidden, stored *x,
                stored *heads, stored *attended, stored *found, stored *gate_up, stored *gated, float *scores, long room,
-               long num_kept, const int64_t *kept, stored *features, int threads)
+               const struct room_of_experts *of_experts, long num_kept, const int64_t *kept, stored *features,
+               int threads)
 {
-    long num = tokens->num, groups = shape->queries / shape->kv;
+    long num = tokens->num;
     uint64_t shares[shape->layers][4][threads];
     if (!fits(tokens))
         return -1;
     for (long i = 0; i < shape->layers; i++) {
-        share_out(&layers[i].qkv, threads, shares[i][0]);
-        share_out(&layers[i].out, threads, shares[i][1]);
-        share_out(&layers[i].gate_up, threads, shares[i][2]);
-        share_out(&layers[i].down, threads, shares[i][3]);
+        share_out(&layers[i].qkv, 1, threads, shares[i][0]);
+        share_out(&layers[i].out, 1, threads, shares[i][1]);
+        share_out(&layers[i].gate_up, 1, threads, shares[i][2]);
+        share_out(&layers[i].down, 1, threads, shares[i][3]);
     }
 #pragma omp parallel num_threads(threads)
     {
@@ -356,19 +349,23 @@ int run_layers(const struct shape *shape, const struct layer *layers, const stor
             const struct layer *layer = layers + i;
             int is_given = !i && given;
             if (!is_given)
-                add_norm(num, shape->hidden, hidden, i ? found : NULL, layer->before, shape->eps, x);
+                add_norm(shape, num, hidden, i ? found : NULL, layer->before, x);
             keep(i - 1, num_kept, kept, num, shape->hidden, hidden, features);
             multiply(&layer->qkv, num, is_given ? given : x, heads, shares[i][0], threads);
-            rotate_and_store(tokens, shape->queries, shape->kv, shape->dim, layer->of_heads, shape->eps, i, heads);
+            rotate_and_store(tokens, shape, shape->queries, layer->of_heads, i, heads);
             for (long part = 0; part < num_parts; part++)
-                attend(parts[i] + part, tokens, groups, shape->kv, shape->dim, i, heads, scores, room, attended);
+                attend(parts[i] + part, tokens, shape, i, heads, scores, room, attended);
             multiply(&layer->out, num, attended, found, shares[i][1], threads);
-            add_norm(num, shape->hidden, hidden, found, layer->after, shape->eps, x);
+            add_norm(shape, num, hidden, found, layer->after, x);
+            if (layer->experts) {
+                mix(layer->experts, num, shape->hidden, x, of_experts, found, threads);
+                continue;
+            }
             multiply(&layer->gate_up, num, x, gate_up, shares[i][2], threads);
             swiglu(num, shape->inner, gate_up, gated);
             multiply(&layer->down, num, gated, found, shares[i][3], threads);
         }
-        add_norm(num, shape->hidden, hidden, found, last, shape->eps, x);
+        add_norm(shape, num, hidden, found, last, x);
         keep(shape->layers - 1, num_kept, kept, num, shape->hidden, x, features); /* normed, as in transformers */
     }
     return 0;
@@ -384,14 +381,13 @@ int project_layers(const struct shape *shape, const struct layer *layers, const 
         return -1;
     for (long i = 0; i < shape->layers; i++) {
         struct linear kv = from_output(layers[i].qkv, skipped);
-        share_out(&kv, threads, shares[i]);
+        share_out(&kv, 1, threads, shares[i]);
     }
 #pragma omp parallel num_threads(threads)
     for (long i = 0; i < shape->layers; i++) {
         struct linear kv = from_output(layers[i].qkv, skipped);
         multiply(&kv, tokens->num, x, heads, shares[i], threads);
-        rotate_and_store(tokens, 0, shape->kv, shape->dim, layers[i].of_heads ? layers[i].of_heads + skipped : NULL,
-                         shape->eps, i, heads);
+        rotate_and_store(tokens, shape, 0, layers[i].of_heads ? layers[i].of_heads + skipped : NULL, i, heads);
     }
     return 0;
 }

@@ -1,8 +1,8 @@
 """The functions in C for a CPU, compiled by the machine's own compiler when a model is prepared, in a second or two.
 
-products.c multiplies with the weights, layers.c runs all layers of a decoder, ranking.c ranks logits, growing.c grows
-draft trees. Where there is
-no compiler or no x86-64 CPU with AVX2, torch does all of it.
+products.c multiplies with the weights (tiles.c where the CPU has tiles), layers.c runs all layers of a decoder
+(experts.c those of mixtures), ranking.c ranks logits, growing.c grows draft trees. Where there is no compiler or no x86-64 CPU with AVX2, torch
+does all of it.
 """
 
 import ctypes
@@ -13,25 +13,63 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
+from blockpilot.device import BFLOAT16_INSTRUCTIONS, dtype_name
+
 FOLDER = Path(__file__).parent
-SOURCES = tuple(FOLDER / name for name in ("products.c", "layers.c", "ranking.c", "growing.c"))
+SOURCES = tuple(FOLDER / name for name in ("products.c", "tiles.c", "experts.c", "layers.c", "ranking.c", "growing.c"))
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-fopenmp", "-Wno-psabi")
 _DEFINES = {torch.float32: (), torch.bfloat16: ("-DBFLOAT16",)}
 
 _logger = logging.getLogger(__name__)
 
 
+class DtypeChoice(NamedTuple):
+    """A dtype by its name, and why it is the one."""
+
+    name: str
+    why: str
+
+
+def fastest_dtype(device: torch.device) -> DtypeChoice:
+    """bfloat16 on a GPU, and on a CPU that multiplies it and has the functions in C, by which texts are exact in it;
+    float32 elsewhere.
+    """
+    if device.type != "cpu":
+        return DtypeChoice("bfloat16", "a GPU")
+    capabilities = torch.cpu.get_capabilities()
+    instructions = next((name for name in BFLOAT16_INSTRUCTIONS if capabilities.get(name)), None)
+    if instructions is None:
+        return DtypeChoice("float32", "this CPU has no bfloat16 instructions")
+    if reason := reason_without(torch.bfloat16, device):
+        return DtypeChoice("float32", f"{instructions}, but no layers in C: {reason}")
+    return DtypeChoice("bfloat16", f"{instructions}, layers in C")
+
+
 def library_for(dtype: torch.dtype, device: torch.device) -> ctypes.CDLL | None:
     """The functions in C for a dtype, or None."""
-    return _library(dtype) if device.type == "cpu" and dtype in _DEFINES else None
+    found = _library_or_reason(dtype, device)
+    return found if isinstance(found, ctypes.CDLL) else None
+
+
+def reason_without(dtype: torch.dtype, device: torch.device) -> str:
+    """Why there are no functions in C for a dtype; empty where there are."""
+    found = _library_or_reason(dtype, device)
+    return found if isinstance(found, str) else ""
+
+
+def _library_or_reason(dtype: torch.dtype, device: torch.device) -> ctypes.CDLL | str:
+    if device.type != "cpu":
+        return f"device {device.type}"
+    return _library(dtype) if dtype in _DEFINES else dtype_name(dtype)
 
 
 @cache
-def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
-    """The functions in C for a dtype; None, with a line in the log, where it cannot be."""
+def _library(dtype: torch.dtype) -> ctypes.CDLL | str:
+    """The functions in C for a dtype; where it cannot be the reason, with a line in the log."""
     try:
         _check_machine()
         with tempfile.TemporaryDirectory() as folder:
@@ -42,8 +80,9 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
             _run(folder, "cc", "-shared", *(f"{source.stem}.o" for source in SOURCES), "-o", "native.so", "-lm")
             return ctypes.CDLL(str(Path(folder, "native.so")))
     except (OSError, subprocess.SubprocessError, NotImplementedError) as error:
-        _logger.warning("decoder layers by torch, which is slower: %s", error)
-        return None
+        reason = "no C compiler" if isinstance(error, FileNotFoundError) else str(error)
+        _logger.warning("decoder layers by torch, which is slower, and exact up to rounding: %s", reason)
+        return reason
 
 
 def _check_machine() -> None:
@@ -53,6 +92,7 @@ def _check_machine() -> None:
 
 
 def _run(folder: str, *command: str) -> None:
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=folder, capture_output=True, timeout=60, check=False)
     if done.returncode:
-        raise OSError(f"{' '.join(command[:1])}: {done.stderr.strip()[-400:]}")
+        said = done.stderr[-400:].decode(errors="replace").strip()
+        raise OSError(f"{command[0]}: {said or f'ended with status {done.returncode}'}")

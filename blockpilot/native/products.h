@@ -7,10 +7,20 @@
 #define PER_UNIT (4 / (long)sizeof(stored))
 
 struct linear {
-    long inputs, outputs; /* multiples of 32 and of 16 */
-    const uint32_t *weights; /* [outputs / PANEL, inputs / PER_UNIT, PANEL] */
-    const stored *bias; /* [outputs], or NULL */
+    long inputs, outputs; /* inputs: a multiple of 32 */
+    const uint32_t *weights; /* [panels, inputs / PER_UNIT, PANEL] */
+    const stored *bias; /* [panels, PANEL], or NULL */
 };
+
+/* x [rows, inputs] -> out [rows, outputs], x @ weights.T + bias, which is to be multiplied. */
+struct batch {
+    const struct linear *linear;
+    long rows;
+    const stored *x;
+    stored *out;
+};
+
+static inline long panels_of(const struct linear *linear) { return (linear->outputs + PANEL - 1) / PANEL; }
 
 /* Its outputs from a multiple of PANEL on. */
 static inline struct linear from_output(struct linear linear, long first)
@@ -21,12 +31,13 @@ static inline struct linear from_output(struct linear linear, long first)
     return linear;
 }
 
-/* What each of so many threads is to multiply, [threads]. */
-void share_out(const struct linear *linear, long threads, uint64_t *shares);
+/* What each of so many threads is to multiply of `num` batches of one shape of weights, [threads]. */
+void share_out(const struct linear *linear, long num, long threads, uint64_t *shares);
 
-/* x [rows, inputs] -> out [rows, outputs], x @ weights.T + bias. All threads of a parallel region call it together, with
- * shares for it alone; `product` is a region of its own. */
+/* All threads of a parallel region call them together, with shares for this call alone; `product` is a region of its
+ * own. */
 void multiply(const struct linear *linear, long rows, const stored *x, stored *out, uint64_t *shares, long threads);
+void multiply_all(const struct batch *batches, uint64_t *shares, long threads);
 void product(const struct linear *linear, long rows, const stored *x, stored *out, int threads);
 
 #define STRETCH 32 /* columns that tiles take at once */

@@ -3,13 +3,41 @@
 import ctypes
 from collections.abc import Callable
 from functools import cache
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from blockpilot.native.library import library_for
 
-PANEL, INPUTS = 16, 32  # of which products.c takes multiples
+PANEL, INPUTS = 16, 32  # outputs lie in panels; of inputs products.c takes multiples
+
+
+class Padding(NamedTuple):
+    """Numbers come in runs of `size`, and lie in runs of `padded`: the rest are zeros."""
+
+    size: int
+    padded: int
+
+    @classmethod
+    def to_multiple(cls, size: int, of: int = INPUTS) -> Self:
+        """The least padding of a run."""
+        return cls(size, -(-size // of) * of)
+
+    def pad(self, x: Tensor) -> Tensor:
+        """[..., runs * size] -> [..., runs * padded], a copy where that is more."""
+        if self.size == self.padded:
+            return x
+        padded: Tensor = functional.pad(x.unflatten(-1, (-1, self.size)), (0, self.padded - self.size)).flatten(-2)
+        return padded
+
+    def cut(self, x: Tensor) -> Tensor:
+        """[..., runs * padded] -> [..., runs * size]"""
+        if self.size == self.padded:
+            return x
+        cut: Tensor = x.unflatten(-1, (-1, self.padded))[..., : self.size].flatten(-2)
+        return cut
 
 
 class Linear(ctypes.Structure):
@@ -22,28 +50,41 @@ class Linear(ctypes.Structure):
 
 
 class NativeProduct:
-    """x [..., inputs] -> x @ weight.T + bias, with the weight [outputs, inputs] packed as products.c reads it."""
+    """x [..., inputs] -> x @ weight.T + bias, with the weight [outputs, inputs] packed as products.c reads it.
 
-    def __init__(self, library: ctypes.CDLL, weight: Tensor, bias: Tensor | None) -> None:
+    Inputs and outputs of the packed weight, `linear`, are padded.
+    """
+
+    def __init__(
+        self, library: ctypes.CDLL, weight: Tensor, bias: Tensor | None, inputs: Padding, outputs: Padding
+    ) -> None:
+        self._inputs, self._outputs = inputs, outputs
+        weight = outputs.pad(inputs.pad(weight).T).T
         num_outputs, num_inputs = weight.shape
-        per_unit = 4 // weight.element_size()
-        panels = weight.view(-1, PANEL, num_inputs // per_unit, per_unit)
+        of_panels, per_unit = Padding.to_multiple(num_outputs, PANEL), 4 // weight.element_size()
+        panels = of_panels.pad(weight.T).T.reshape(-1, PANEL, num_inputs // per_unit, per_unit)
         self._packed = panels.transpose(1, 2).contiguous()  # [panels, units, PANEL, inputs of a unit]
-        self._product, self._bias = _declared(library), bias
-        pointers = self._packed.data_ptr(), None if bias is None else bias.data_ptr()
+        self._bias = None if bias is None else of_panels.pad(outputs.pad(bias)).contiguous()
+        self._product = _declared(library)
+        pointers = self._packed.data_ptr(), None if self._bias is None else self._bias.data_ptr()
         self.linear = Linear(num_inputs, num_outputs, *pointers)
 
     def __call__(self, x: Tensor) -> Tensor:
-        x, linear = x.contiguous(), self.linear
+        x, linear = self._inputs.pad(x).contiguous(), self.linear
         assert (x.dtype, x.shape[-1]) == (self._packed.dtype, linear.inputs)
         out = x.new_empty(*x.shape[:-1], linear.outputs)
         rows, threads = x.numel() // linear.inputs, torch.get_num_threads()
         self._product(ctypes.byref(linear), rows, x.data_ptr(), out.data_ptr(), threads)
-        return out
+        return self._outputs.cut(out)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # never changed
 
     def unpacked(self) -> Tensor:
         """The weight, a copy."""
-        return self._packed.transpose(1, 2).reshape(self.linear.outputs, self.linear.inputs)
+        inputs, outputs = self.linear.inputs, self.linear.outputs
+        weight = self._packed.transpose(1, 2).reshape(-1, inputs)[:outputs]
+        return self._inputs.cut(self._outputs.cut(weight.T).T).contiguous()
 
 
 @cache
@@ -55,9 +96,13 @@ def _declared(library: ctypes.CDLL) -> Callable[..., None]:
     return found
 
 
-def native_product(weight: Tensor, bias: Tensor | None) -> NativeProduct | None:
-    """For a weight [outputs, inputs] on a CPU; None where there is none."""
+def native_product(
+    weight: Tensor, bias: Tensor | None, inputs: Padding | None = None, outputs: Padding | None = None
+) -> NativeProduct | None:
+    """For a weight [outputs, inputs], whose inputs are padded as C needs it; None where there is no C for it."""
+    library = library_for(weight.dtype, weight.device)
+    if library is None:
+        return None
     num_outputs, num_inputs = weight.shape
-    fits = num_outputs % PANEL == 0 and num_inputs % INPUTS == 0
-    library = library_for(weight.dtype, weight.device) if fits else None
-    return None if library is None else NativeProduct(library, weight, bias)
+    inputs, outputs = inputs or Padding.to_multiple(num_inputs), outputs or Padding(num_outputs, num_outputs)
+    return NativeProduct(library, weight, bias, inputs, outputs)

@@ -26,6 +26,7 @@ from blockpilot.device import Device, dtype_name, to_device, to_dtype
 from blockpilot.drafts.families import family, load_any_draft, no_draft, prepared_draft
 from blockpilot.drafts.interface import Draft, PreparedDraft
 from blockpilot.models.decoder import check_family, check_network, context_length
+from blockpilot.native.library import fastest_dtype
 from blockpilot.pairs.checkpoints import NOT_FOUND, find_draft, find_target, not_found
 from blockpilot.pairs.table import NAMED_PAIRS, check_pair_names, split_revision
 from blockpilot.storage import first_line
@@ -89,21 +90,23 @@ def load_pair(
     *,
     target: PathOrName | None = None,
     draft: PathOrName | None = None,
-    dtype: str | torch.dtype = "float32",
+    dtype: str | torch.dtype = "auto",
     device: Device = "cpu",
 ) -> Pair:
-    """Load a pair, such as `load_pair("qwen3-4b", dtype="bfloat16", device="cuda")`.
+    """Load a pair, such as `load_pair("qwen3-4b", device="cuda")`.
 
     name: one of NAMED_PAIRS; or else `target` and `draft`, each a hub id ("Qwen/Qwen3-4B", "Qwen/Qwen3-4B@REVISION")
-    or a local directory. dtype: "float32" or "bfloat16", or torch's own, of weights and activations. device: "cpu",
-    "cuda", "cuda:1", a GPU's number or a torch.device.
+    or a local directory. dtype: "float32" or "bfloat16", or torch's own, of weights and activations; "auto" is
+    bfloat16 on a GPU, and on a CPU with instructions for it and layers in C, where texts are exact in it, too; else
+    float32. device: "cpu", "cuda", "cuda:1", a GPU's number or a torch.device.
 
     Raises ValueError for unknown names, models that cannot be read, unsupported families, drafts that do not fit, and
     a dtype or device that cannot be had.
     """
     target, draft = (None if given is None else os.fspath(given) for given in (target, draft))
     check_pair_names(name, target, draft)
-    weights_dtype, place = to_dtype(dtype), to_device(device)
+    place = to_device(device)
+    weights_dtype = to_dtype(fastest_dtype(place).name if dtype == "auto" else dtype)
     if name is not None:
         target, draft = NAMED_PAIRS[name]
     assert target is not None

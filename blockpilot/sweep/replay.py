@@ -2,7 +2,7 @@
 
 The keyed sampler makes a request's text the same for every block size, so the target runs once over the finished text
 and what a step emits follows from the draft alone: draft at the anchor, compare with the text, jump. Replaying gives
-what the engine counts, at any temperature (bit for bit where arithmetic is exact enough to give equal tokens: fp32).
+what the engine counts, at any temperature (where layers are in C; elsewhere but for near ties).
 
 The LM head runs position by position over the blocks that are right so far, so a block costs about tau of its rows.
 """
@@ -94,7 +94,7 @@ def know(pair: Pair, texts: Sequence[Text]) -> KnownTexts:
         found = draft.keep_up(scored.features.flatten(0, 1), after, slots, packing, draft_cache)
         context[rows, start:end] = found.view(len(rows), end - start, -1)
         start = end
-    keys, values = (tuple(draft_cache.layers[:, i, :, :, :length]) for i in range(2))
+    keys, values = (tuple(of_layers) for of_layers in draft_cache.unpadded(length).unbind(dim=1))
     return KnownTexts(tuple(texts), tokens, keys, values, context)
 
 

@@ -145,7 +145,7 @@ class AbuseRun:
             await self._until_ready(clients)
             self._model = await clients.first_model()
             bodies = [self._body(i, prompt.text) for i, prompt in enumerate(load_prompts("demo")[:12])]
-            known = [(body, (await clients.send(body)).text) for body in bodies]
+            known = [(body, await self._known(clients, body)) for body in bodies]
             self._started = time.monotonic()
             self._end = self._started + 60 * self._config.minutes
             async with asyncio.TaskGroup() as group:
@@ -168,6 +168,13 @@ class AbuseRun:
                 return
             await asyncio.sleep(1)
         raise ValueError(f"the server did not start: {self._folder / 'server.log'}")
+
+    async def _known(self, clients: Clients, body: Mapping[str, Any]) -> str:
+        """The answer before there is any abuse; raises ValueError where it is not whole."""
+        received = await clients.send(body)
+        if not received.whole:
+            raise ValueError(f"the server does not answer before it is abused: {received.status} {received.error}")
+        return received.text
 
     @property
     def _over(self) -> bool:

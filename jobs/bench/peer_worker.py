@@ -1,8 +1,8 @@
 """A peer of the comparison in a process of its own: loads once, then decodes batches that it reads as lines of JSON.
 
 Run by `jobs/bench/peers.py`, by whichever Python has the peer installed: vLLM's need not have BlockPilot, so this
-file imports a peer and the standard library only; vLLM with the plug-in needs both. Standard output carries one line
-of JSON an answer; what a library prints there goes to standard error.
+file imports a peer and the standard library only. Standard output carries one line of JSON an answer; what a library
+prints there goes to standard error.
 """
 
 import json
@@ -14,16 +14,16 @@ from collections.abc import Callable
 from typing import Any
 
 Batch = list[list[int]]
-Decode = Callable[..., list[list[int]]]
-"""(prompts, tokens, what else a batch is sent with) -> the tokens of every answer."""
+Decode = Callable[[Batch, int], list[list[int]]]
+"""(prompts, tokens) -> the tokens of every answer."""
 
 
 def blockpilot(settings: dict[str, Any]) -> Decode:
     """This engine, with the block size `num_drafted` + 1, or with trees `bought` at the price of its steps."""
     import torch
-
     from blockpilot.control.forecasts import RunningMeans
     from blockpilot.control.live import LiveController
+
     from blockpilot.engine.engine import Engine
     from blockpilot.evaluation.pricing import measure_price
     from blockpilot.pairs.loading import load_pair
@@ -78,7 +78,7 @@ def vllm(settings: dict[str, Any]) -> Decode:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
     from vllm import LLM, SamplingParams
 
-    options: dict[str, Any] = settings.get("options", {})
+    options: dict[str, Any] = {}
     if settings["num_drafted"]:
         draft = {"model": settings["draft"], "num_speculative_tokens": settings["num_drafted"]}
         options["speculative_config"] = {"method": "dflash", **draft}
@@ -88,28 +88,6 @@ def vllm(settings: dict[str, Any]) -> Decode:
         sampling = SamplingParams(temperature=0, max_tokens=num, ignore_eos=True)
         found = engine.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
         return [list(request.outputs[0].token_ids) for request in found]
-
-    return decode
-
-
-def vllm_plugin(settings: dict[str, Any]) -> Decode:
-    """vLLM with BlockPilot's plug-in: requests ask for a `block_size`, or are left to the `plugin`'s policy."""
-    from jobs.vllm_plugin.engine import VllmEngine, VllmRequest
-    from jobs.vllm_plugin.policies import PluginSettings
-
-    plugin, num_drafted = PluginSettings(**settings["plugin"]), settings["num_drafted"]
-    options = {"dtype": settings["dtype"], "max_model_len": 1024, "max_num_seqs": 32}
-    options |= settings["options"]
-    cores = sorted(os.sched_getaffinity(0))[: settings["threads"]]
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
-    engine = VllmEngine(settings["target"], settings["draft"], num_drafted, plugin, **options)
-
-    def decode(prompts: Batch, num: int, block_size: int | None = None) -> list[list[int]]:
-        found = engine.decode([VllmRequest(p, num, block_size=block_size, stops=False) for p in prompts])
-        refused = [answer for answer in found if isinstance(answer, str)]
-        if refused:
-            raise ValueError(refused[0])
-        return [answer.tokens for answer in found if not isinstance(answer, str)]
 
     return decode
 
@@ -132,7 +110,6 @@ PEERS = {
     "blockpilot": blockpilot,
     "transformers": transformers,
     "vllm": vllm,
-    "vllm plug-in": vllm_plugin,
     "llama.cpp": llama_cpp,
 }
 
@@ -146,7 +123,7 @@ def main() -> None:
     for line in sys.stdin:
         batch = json.loads(line)
         started = time.perf_counter()
-        found = decode(batch.pop("prompts"), batch.pop("num_tokens"), **batch)
+        found = decode(batch["prompts"], batch["num_tokens"])
         seconds = settings.pop("seconds", time.perf_counter() - started)
         print(json.dumps({"seconds": seconds, "answers": found}), file=answers)
 

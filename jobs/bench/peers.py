@@ -40,7 +40,7 @@ WORKER = Path(__file__).with_name("peer_worker.py")
 class PeersConfig(Config):
     """Which peers, and the work."""
 
-    pair: PairConfig = PairConfig(dtype="fast")
+    pair: PairConfig = PairConfig()
     prompts: str = "demo"
     """A prompt set or file."""
     requests: tuple[int, ...] = (1, 4, 16)
@@ -132,11 +132,22 @@ def running(peer: Peer, log: Path) -> Iterator["Worker"]:
             env=environment,
             start_new_session=True,
         )
-    with process:
+    with process, _ended_with_this_process(process.pid):
         try:
             yield Worker(process, log)
         finally:
             _end_group(process)
+
+
+@contextmanager
+def _ended_with_this_process(group: int) -> Iterator[None]:
+    """A process group is killed, stopped or not, when this process is: a shell sees its standard input end."""
+    command = ["sh", "-c", f"read _; kill -s KILL -- -{group}"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True) as shell:
+        try:
+            yield
+        finally:
+            shell.kill()
 
 
 def _end_group(process: "subprocess.Popen[str]") -> None:
@@ -156,12 +167,11 @@ class Worker:
         self._process, self._log = process, log
         self._answer()
 
-    def decode(self, prompts: Sequence[Sequence[int]], num_tokens: int, **more: object) -> DecodedBatch:
-        """Decode prompts together; `more` is what the peer takes beside them."""
+    def decode(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> DecodedBatch:
+        """Decode prompts together."""
         assert self._process.stdin is not None
         os.killpg(self._process.pid, signal.SIGCONT)
-        work = {"prompts": prompts, "num_tokens": num_tokens, **more}
-        print(json.dumps(work), file=self._process.stdin, flush=True)
+        print(json.dumps({"prompts": prompts, "num_tokens": num_tokens}), file=self._process.stdin, flush=True)
         return DecodedBatch(**self._answer())
 
     def _answer(self) -> dict[str, Any]:

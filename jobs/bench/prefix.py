@@ -36,7 +36,7 @@ NEXT = Message("user", "Now say it again, in one sentence.")
 class BenchPrefixConfig(Config):
     """Pair, chats and unrelated requests."""
 
-    pair: PairConfig = PairConfig(dtype="fast")
+    pair: PairConfig = PairConfig()
     threads: int = Field(default=1, ge=1)
     """Torch threads."""
     prompts: str = "docstrings"

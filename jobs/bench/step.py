@@ -28,7 +28,7 @@ READS = 8
 class StepConfig(Config):
     """Which pair, and which steps."""
 
-    pair: PairConfig = PairConfig(dtype="fast")
+    pair: PairConfig = PairConfig()
     threads: tuple[int, ...] = (1,)
     """Torch threads; a table for each number."""
     rows: tuple[int, ...] = (1, 4, 16)

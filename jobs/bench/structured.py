@@ -2,7 +2,7 @@
 
 Every text must be the same both ways and validate, unless the limit cut it. Figures are sums divided once at the end.
 
-    python jobs/bench/structured.py --num 500 --dtype fast
+    python jobs/bench/structured.py --num 500
 """
 
 import json
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from blockpilot.control.forecasts import RunningMeans
 from jsonschema import Draft202012Validator
 from pydantic import Field
 from rich.console import Console
@@ -20,7 +21,6 @@ from rich.console import Console
 from blockpilot.constraints.automaton import CompiledGrammar, GrammarAutomaton, GrammarCompiler
 from blockpilot.constraints.grammar import of_schema
 from blockpilot.control.controller import Controller
-from blockpilot.control.forecasts import RunningMeans
 from blockpilot.engine.engine import Engine
 from blockpilot.evaluation.pricing import measure_price
 from blockpilot.pairs.loading import Pair

@@ -60,6 +60,11 @@ def _private_files() -> Iterator[None]:
         os.umask(before)
 
 
+def num_cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def num_threads(num_cpus: float) -> int:
     """Torch threads of a process that holds so many CPU cores."""
     return max(1, int(num_cpus))

@@ -3,6 +3,7 @@
 A default is written once, here or in the job's own Config; the command line is generated from it (tyro).
 """
 
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from blockpilot.pairs.checkpoints import known_revision
 from blockpilot.pairs.table import NAMED_PAIRS, check_pair_names, split_revision
-from blockpilot.storage import is_uri
+from blockpilot.storage import is_uri, without_secrets
 from blockpilot.types import PairId
 
 if TYPE_CHECKING:
@@ -44,6 +45,11 @@ class Config(BaseModel):
             ]
             raise ConfigError("; ".join(refused)) from None
 
+    def recorded(self, **options: Any) -> dict[str, Any]:
+        """`model_dump` as JSON, for files and MLflow: without the secrets of addresses."""
+        found: dict[str, Any] = json.loads(without_secrets(json.dumps(self.model_dump(mode="json", **options))))
+        return found
+
 
 class PairConfig(Config):
     """Which target and draft: a named pair, or both by hub id or local directory."""
@@ -54,9 +60,9 @@ class PairConfig(Config):
     """Target by hub id or local directory; needs `draft` too."""
     draft: str | None = None
     """DFlash or EAGLE-3 draft by hub id or local directory."""
-    dtype: Literal["auto", "fast", "float32", "bfloat16"] = "auto"
-    """Weights and activations; auto: bfloat16 on a GPU, float32 on a CPU; fast: also on a CPU with bfloat16
-    instructions."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Weights and activations; auto: bfloat16 on a GPU, and on a CPU with bfloat16 instructions and a compiler, where
+    texts are exact in it, too; float32 elsewhere."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is one, else cpu."""
 
@@ -96,28 +102,30 @@ class PairConfig(Config):
         name, target, draft = self.names()
         disable_progress_bar()  # in actors, too: a job's own progress is the one that counts
         device = best_device() if self.device == "auto" else self.device
-        return load_pair(name, target=target, draft=draft, dtype=pick_dtype(self.dtype, device), device=device)
+        return load_pair(name, target=target, draft=draft, dtype=self.dtype, device=device)
 
 
 def pick_dtype(wanted: str, device: str) -> str:
-    """float32 or bfloat16 for `PairConfig.dtype` on this machine's device "cpu" or "cuda"."""
-    if wanted not in ("auto", "fast"):
-        return wanted
+    """float32 or bfloat16 for `PairConfig.dtype`, for a program that takes no "auto" on this machine's device."""
     import torch
 
-    from blockpilot.device import BFLOAT16_INSTRUCTIONS
+    from blockpilot.native.library import fastest_dtype
 
-    slow = wanted == "auto" or not any(map(torch.cpu.get_capabilities().get, BFLOAT16_INSTRUCTIONS))
-    return "float32" if device == "cpu" and slow else "bfloat16"
+    return fastest_dtype(torch.device(device)).name if wanted == "auto" else wanted
 
 
-class Resources(Config):
-    """What each Ray actor of a job holds."""
+class Placement(Config):
+    """How many Ray actors, and on which GPUs."""
 
     num_actors: int = Field(default=1, ge=1)
     """Actors, each with its own copy of the pair."""
     accelerator_type: str | None = None
     """Pin every actor to one GPU of this type, such as H100."""
+
+
+class Resources(Placement):
+    """What each Ray actor of a job holds."""
+
     num_cpus: float = Field(default=1.0, gt=0)
     """CPU cores of an actor; also its torch threads (at least one)."""
 
@@ -144,5 +152,5 @@ def main(config_type: type[ConfigT], run: Callable[[ConfigT], object]) -> None:
     except (ConfigError, ValueError, OSError) as error:
         if os.environ.get("BLOCKPILOT_TRACEBACK"):
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {without_secrets(str(error))}", file=sys.stderr)
         sys.exit(2)

@@ -2,43 +2,55 @@
 
 The holder renews a small file every BEAT_S seconds. A driver that finds one watches it for PATIENCE_S: a lease that
 is renewed belongs to a driver that lives, and the newcomer is refused; one that is not belongs to a dead driver and
-is taken over. A dead driver of this host is told by its process id, without a wait.
+is taken over. A dead process of the same PID namespace is told by its id, without a wait.
+
+The file is `lease.json`; what takes over from number n is the file of number n + 1, and the highest number holds. As
+a file is created exclusively (storage.create), one driver at most succeeds another.
 """
 
 import json
 import os
+import re
 import socket
 import threading
 import time
 import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
-from blockpilot.storage import Place, delete, is_file, join, read_bytes, write_text
+from blockpilot.storage import Place, create, delete, file_names, join, read_bytes, without_secrets, write_bytes
 
 LEASE_FILE = "lease.json"
 BEAT_S = 2.0
 PATIENCE_S = 6.0
+T = TypeVar("T")
 
 
 class Lease:
     """A lease of `place`, held inside a `with` block. Raises ValueError where another driver holds it."""
 
     def __init__(self, place: Place) -> None:
-        self.place, self._file = place, join(place, LEASE_FILE)
-        self._me = {"holder": uuid.uuid4().hex, "host": socket.gethostname(), "pid": os.getpid()}
+        self.place = place
+        self._me = {"holder": uuid.uuid4().hex, "host": socket.gethostname(), "pid": os.getpid()} | _pid_namespace()
+        self._number = 0
         self._leave = threading.Event()
-        self._lost_to: dict[str, Any] | None = None
+        self._lost = ""
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
 
     def __enter__(self) -> "Lease":
-        found = self._read()
-        if found is not None and not _is_dead(found):
-            print(f"output {self.place}: leased to {_name(found)}; waiting {PATIENCE_S:g} s to see whether it lives")
-            time.sleep(PATIENCE_S)
-            if (again := self._read()) is not None and again != found:
-                raise ValueError(f"output {self.place}: {_name(again)} is writing there; end it, or choose another")
-        self._write(0)
+        dead = self._dead()
+        self._number = max(dead, default=0) + 1
+        if not create(self._file(self._number), self._content(0)):
+            raise ValueError(f"output {self.place}: another driver has just begun to write there")
+        others = {number: content for number, content in self._found().items() if number != self._number}
+        if others.items() - dead.items():  # one woke up, or several that had seen different files
+            delete(self._file(self._number))
+            raise ValueError(f"output {self.place}: {_name(others[max(others)])} is writing there, too; try again")
+        for number in others:
+            delete(self._file(number))
         self._thread.start()
         return self
 
@@ -47,44 +59,86 @@ class Lease:
     ) -> None:
         self._leave.set()
         self._thread.join()
-        if self._lost_to is None:
-            delete(self._file)
+        if self._is_mine(self._found()):
+            delete(self._file(self._number))
 
     def check(self) -> None:
         """Raise ValueError if another driver has taken the lease over, as after a long sleep of this one."""
-        if self._lost_to is not None:
-            raise ValueError(f"output {self.place}: {_name(self._lost_to)} has taken over; this driver stops")
+        found = self._found()
+        if not self._lost and not (self._is_mine(found) and max(found) == self._number):
+            self._lost = f"{_name(found[max(found)])} has taken over" if found else "its lease is gone"
+        if self._lost:
+            raise ValueError(f"output {self.place}: {self._lost}; this driver stops")
+
+    def while_held(self, results: Iterator[T]) -> Iterator[T]:
+        """Results as they come, with a `check` at each."""
+        for result in results:
+            self.check()
+            yield result
 
     def _renew(self) -> None:
         beat = 0
         while not self._leave.wait(BEAT_S):
             beat += 1
             try:
-                found = self._read()
-                if found is not None and found["holder"] != self._me["holder"]:
-                    self._lost_to = found
-                    return
-                self._write(beat)
+                self.check()
+                write_bytes(self._file(self._number), self._content(beat))
             except OSError:  # a full or absent disk: what is written there next says so
                 continue
+            except ValueError:  # lost: the next `check` says so
+                return
 
-    def _read(self) -> dict[str, Any] | None:
-        """The lease there; None for none, and for a file that is none."""
-        if not is_file(self._file):
-            return None
-        try:
-            found = json.loads(read_bytes(self._file))
-        except (FileNotFoundError, ValueError):  # released meanwhile; damaged
-            return None
-        return found if isinstance(found, dict) and self._me.keys() <= found.keys() else None
+    def _dead(self) -> dict[int, bytes]:
+        """The leases there, none of a driver that lives. Raises ValueError for one that does."""
+        found = self._found()
+        unknown = [content for content in found.values() if not _is_dead(content)]
+        if not unknown:
+            return found
+        name = _name(unknown[-1])
+        where = without_secrets(os.fspath(self.place))
+        print(f"output {where}: leased to {name}; waiting {PATIENCE_S:g} s to see whether it lives")
+        time.sleep(PATIENCE_S)
+        again = self._found()
+        if again.items() - found.items():
+            raise ValueError(
+                f"output {self.place}: {_name(again[max(again)])} is writing there; end it, or choose another"
+            )
+        return again
 
-    def _write(self, beat: int) -> None:
-        write_text(self._file, json.dumps(self._me | {"beat": beat}) + "\n")
+    def _found(self) -> dict[int, bytes]:
+        """Content of the leases there by their numbers, ascending."""
+        names = map(
+            re.compile(rf"{re.escape(LEASE_FILE)}(?:\.(\d+))?").fullmatch, file_names(self.place, recursive=False)
+        )
+        found = {}
+        for number in sorted(int(name[1] or 1) for name in names if name):
+            with suppress(FileNotFoundError):  # released meanwhile
+                found[number] = read_bytes(self._file(number))
+        return found
+
+    def _is_mine(self, found: Mapping[int, bytes]) -> bool:
+        return _read(found.get(self._number, b"")).get("holder") == self._me["holder"]
+
+    def _file(self, number: int) -> str:
+        return join(self.place, LEASE_FILE if number == 1 else f"{LEASE_FILE}.{number}")
+
+    def _content(self, beat: int) -> bytes:
+        return json.dumps(self._me | {"beat": beat}).encode() + b"\n"
 
 
-def _is_dead(lease: dict[str, Any]) -> bool:
-    """True if the holder ran on this host and does not any more."""
-    if lease["host"] != socket.gethostname():
+def _pid_namespace() -> dict[str, str]:
+    """What a process id of this process is valid in: the kernel's boot and its PID namespace; empty where unknown."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return {"boot": boot, "pid_namespace": os.readlink("/proc/self/ns/pid")}
+    except OSError:  # not Linux
+        return {"boot": "", "pid_namespace": ""}
+
+
+def _is_dead(content: bytes) -> bool:
+    """True if the holder ran in this PID namespace and does not any more."""
+    lease, here = _read(content), {"host": socket.gethostname()} | _pid_namespace()
+    if not here.items() <= lease.items() or type(lease.get("pid")) is not int:
         return False
     try:
         os.kill(lease["pid"], 0)
@@ -95,5 +149,15 @@ def _is_dead(lease: dict[str, Any]) -> bool:
     return False
 
 
-def _name(lease: dict[str, Any]) -> str:
-    return f"the driver with process id {lease['pid']} on {lease['host']}"
+def _read(content: bytes) -> dict[str, Any]:
+    """What a lease says; nothing for a damaged one."""
+    try:
+        found = json.loads(content)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _name(content: bytes) -> str:
+    lease = _read(content)
+    return f"the driver with process id {lease.get('pid', '?')} on {lease.get('host', '?')}"

@@ -19,8 +19,9 @@ import ray.train.torch
 import torch
 from ray.train.v2._internal.constants import ENV_VARS_TO_PROPAGATE
 
+from blockpilot.storage import without_secrets
 from jobs.common.cluster import actor_options
-from jobs.common.registry import Registry, RunRecord, without_password
+from jobs.common.registry import Registry, RunRecord
 
 STATE_FILE = "state.pt"
 STATE_API = "RAY_API_SERVER_ADDRESS"  # takes the cluster's address, too; RAY_ADDRESS means more to jobs (cluster.py)
@@ -153,7 +154,7 @@ class MetricLog:
                     self._last_step = step
                 del self.waiting[0]
         except Exception as error:  # MLflow's, its database's, its server's: none is worth a checkpoint
-            log.warning("metrics of %d steps are logged later: %s", len(self.waiting), without_password(str(error)))
+            log.warning("metrics of %d steps are logged later: %s", len(self.waiting), without_secrets(str(error)))
 
 
 def _load(checkpoint: ray.train.Checkpoint) -> State:

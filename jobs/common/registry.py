@@ -8,7 +8,6 @@ are registered as the plain files of `save_policy`; nothing is pickled or unpick
 import json
 import logging
 import os
-import re
 import shutil
 import tempfile
 import time
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from filelock import FileLock
 
 from blockpilot.pairs.table import target_slug
-from blockpilot.storage import first_line
+from blockpilot.storage import first_line, without_secrets
 from jobs.common.config import in_submitted_job
 
 if TYPE_CHECKING:
@@ -46,11 +45,6 @@ _QUIET = {
 def model_name(target: str) -> str:
     """The registered model of a target's policies: 'Qwen/Qwen3-4B' -> 'blockpilot-qwen3-4b'."""
     return f"blockpilot-{target_slug(target)}"
-
-
-def without_password(text: str) -> str:
-    """A text whose addresses have lost their user names and passwords."""
-    return re.sub(r"://[^/\s]*@", "://***@", text)
 
 
 def tracking_uri() -> str:
@@ -82,6 +76,8 @@ class HeldOut:
     speed_ratio_low: float
     """95% interval over prompts of policy_speed / best_fixed_speed."""
     speed_ratio_high: float
+    num_prompts: float = 0
+    """Of the evaluation."""
     champion: float = 0
     """Version number of the champion that was measured in the same runs; 0 for none."""
     champion_ratio: float = 0.0
@@ -115,11 +111,12 @@ class RunRecord:
         self._client = client
 
     def log_params(self, params: Mapping[str, object]) -> None:
-        """Log settings of the run; a continued run keeps the values that it began with."""
+        """Log settings of the run, without secrets; a continued run keeps the values that it began with."""
         from mlflow.entities import Param
 
         known = self._client.get_run(self.id).data.params
-        self._client.log_batch(self.id, params=[Param(k, str(v)) for k, v in params.items() if k not in known])
+        new = [Param(k, without_secrets(str(v))) for k, v in params.items() if k not in known]
+        self._client.log_batch(self.id, params=new)
 
     def log_tags(self, tags: Mapping[str, object]) -> None:
         for key, value in tags.items():
@@ -247,7 +244,7 @@ class Registry:
         """The last version; ValueError when there is no such model, or no version of it."""
         if versions := self.versions(name):
             return versions[-1]
-        raise ValueError(without_password(f"registered model {name!r} in {self.uri}: has no versions"))
+        raise ValueError(without_secrets(f"registered model {name!r} in {self.uri}: has no versions"))
 
     def version(self, name: str, number: int) -> Version:
         with _clear_errors(f"version {number} of {name!r} in {self.uri}"):
@@ -326,4 +323,4 @@ def _clear_errors(what: str) -> Iterator[None]:
     try:
         yield
     except (MlflowException, SQLAlchemyError) as error:
-        raise ValueError(without_password(f"{what}: {first_line(error)}")) from None
+        raise ValueError(without_secrets(f"{what}: {first_line(error)}")) from None

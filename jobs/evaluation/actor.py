@@ -18,10 +18,10 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-
-from blockpilot.control.controller import Controller, FixedPolicy
 from blockpilot.control.forecasts import RunningMeans
 from blockpilot.control.live import LiveController
+
+from blockpilot.control.controller import Controller, FixedPolicy
 from blockpilot.control.cost import StepPrice
 from blockpilot.device import device_name, dtype_name
 from blockpilot.drafts.families import family

@@ -31,16 +31,16 @@ class EvaluateResult(NamedTuple):
 
 def save(config: EvaluateConfig, plan: Plan, setting: Setting, runs: Sequence[MethodRun]) -> None:
     """Work out the figures and write them, with all that `log` needs."""
-    comparison = Comparison(runs, seed=config.seed)
+    comparison = _comparison(runs, setting)
     best, chosen_on = best_fixed_of(comparison, setting, *known_taus(plan, config.temperature))
     champion = plan.champion if CHAMPION in setting.block_sizes else None
     held_out = _held_out(comparison, method_name(best), champion) if POLICY in setting.block_sizes else None
-    by_set = _by_set(config, plan, runs, setting, best)
+    by_set = _by_set(plan, runs, setting, best)
     figures = comparison.figures(AR)
     shown = bool(plan.sweep or plan.learned_from(POLICY).prompts)
     table = _describe(config, plan, setting, figures, by_set, best, chosen_on, held_out, shown)
     content = {
-        "config": config.model_dump(mode="json"),
+        "config": config.recorded(),
         "setting": setting._asdict()
         | {"pair": setting.pair._asdict(), "price": json.loads(setting.price.to_json())}
         | {"rivals": {name: pair._asdict() for name, pair in setting.rivals.items()}}
@@ -134,6 +134,10 @@ def best_fixed_of(
     return fastest_block_size(speed, dict.fromkeys(speed, 1.0)), "these prompts"
 
 
+def _comparison(runs: Sequence[MethodRun], setting: Setting) -> Comparison:
+    return Comparison(runs, control=(CONTROL, AR) if CONTROL in setting.block_sizes else None)
+
+
 def _held_out(comparison: Comparison, best_fixed: str, champion: int | None) -> HeldOut:
     ratio = comparison.ratio("tokens_per_s", POLICY, best_fixed)
     over = comparison.ratio("tokens_per_s", POLICY, CHAMPION) if champion else None
@@ -144,6 +148,7 @@ def _held_out(comparison: Comparison, best_fixed: str, champion: int | None) -> 
         best_fixed_speed=comparison.figure("tokens_per_s", best_fixed).value,
         speed_ratio_low=ratio.low,
         speed_ratio_high=ratio.high,
+        num_prompts=comparison.num_prompts,
         champion=champion or 0,
         champion_ratio=over.value if over else 0.0,
         champion_ratio_low=over.low if over else 0.0,
@@ -151,9 +156,7 @@ def _held_out(comparison: Comparison, best_fixed: str, champion: int | None) -> 
     )
 
 
-def _by_set(
-    config: EvaluateConfig, plan: Plan, runs: Sequence[MethodRun], setting: Setting, best: int
-) -> dict[str, dict[str, Interval]]:
+def _by_set(plan: Plan, runs: Sequence[MethodRun], setting: Setting, best: int) -> dict[str, dict[str, Interval]]:
     """For every set, and for all of them, the speed of each method over that of the best fixed block size; of the
     control over that of AR.
     """
@@ -166,7 +169,7 @@ def _by_set(
         name: {method: comparison.ratio("tokens_per_s", method, baseline) for method, baseline in fixed.items()}
         for name, some in of_sets.items()
         if len({run.prompt for run in some}) > 1
-        for comparison in [Comparison(some, seed=config.seed)]
+        for comparison in [_comparison(some, setting)]
     }
 
 
@@ -222,7 +225,7 @@ def _clock(by_set: Mapping[str, Mapping[str, Interval]]) -> str:
     by_sets = f"; by set {min(values):.3f} to {max(values):.3f}" if of_sets else ""
     return (
         f"Clock: {CONTROL}, which is the same work by another engine, made {with_range(of_all, 3)} of AR's "
-        f"tokens/s{by_sets}. What is less than that from 1 may be the machine, whatever its interval."
+        f"tokens/s{by_sets}. The intervals of the other ratios are wider by it."
     )
 
 

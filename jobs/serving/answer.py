@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from blockpilot.engine.detokenize import TextStream
 from blockpilot.engine.token_bytes import Speller
+from blockpilot.pairs.loading import Pair
 from blockpilot.types import Layout, Step, TokenLogprobs
-from jobs.serving.backends import PairFacts
 from jobs.serving.engine_loop import Stream
 from jobs.serving.token_texts import TokenReader, TokenText
 
@@ -52,9 +52,7 @@ class ChoiceText:
     A piece holds the steps of `interval()` seconds, or one that is shown.
     """
 
-    def __init__(
-        self, stream: Stream, pair: PairFacts, index: int, interval: Callable[[], float], shown: Shown
-    ) -> None:
+    def __init__(self, stream: Stream, pair: Pair, index: int, interval: Callable[[], float], shown: Shown) -> None:
         self.index = index
         self.prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
         self.texts: list[str] = []

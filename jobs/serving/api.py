@@ -127,7 +127,7 @@ class Api:
             watch.over(500 if isinstance(error, Exception) else GONE)  # else it was cancelled
             raise
         if body.stream:
-            return _Stream(_events(first, objects, watch), watch)
+            return _EventStream(_events(first, objects, watch), watch)
         watch.over(200)
         return JSONResponse(first)
 
@@ -231,7 +231,7 @@ async def _events(first: dict[str, Any] | None, chunks: Objects, watch: _Watch) 
         watch.over(status, code)
 
 
-class _Stream(StreamingResponse):
+class _EventStream(StreamingResponse):
     """Stream of events whose sending is cut at the deadline, too: a client may not read."""
 
     def __init__(self, events: AsyncGenerator[str], watch: _Watch) -> None:

@@ -2,7 +2,8 @@
 
 An error changes nothing: the policy in use stays when the registry does not answer, when files cannot be read, when
 the champion is made for other models, and when it fails as it is tried. A copy of every champion in use stays on
-disk, so that a replica can start while the registry is away; one that is refused is copied anew by the next look.
+disk, so that a replica can start while the registry is away. One that is refused is copied anew by the next look, for
+it may be damaged; a champion that is refused as it has just come is tried again after the registry has named another.
 """
 
 import logging
@@ -13,7 +14,8 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from jobs.common.registry import Registry, Version, without_password
+from blockpilot.storage import without_secrets
+from jobs.common.registry import Registry, Version
 
 log = logging.getLogger("ray.serve.blockpilot")
 
@@ -30,6 +32,7 @@ class ChampionWatch:
         self._store, self._folder, self._every_s, self._use = store, folder, every_s, use
         self._registry: Registry | None = None
         self._leave = threading.Event()
+        self._refused: tuple[Version, str] | None = None
         self._using = threading.Lock()  # held while a champion is put to use
         self.look()
 
@@ -51,23 +54,30 @@ class ChampionWatch:
         try:
             self._registry = self._registry or Registry.open(self._store)
             version = self._registry.champion(self.name)
+            if self._refused is not None and _same(version, self._refused[0]):
+                raise ValueError(self._refused[1])
+            self._refused = None
             if version.number != self.number:
-                self._put_to_use(version, copy_of(self._registry, version, self._folder))
+                self._put_to_use(version, self._registry)
             self.error = ""
         except Exception as error:  # whatever it is, the thread goes on
             self._registry = None
-            if (message := without_password(str(error))) != self.error:
+            if (message := without_secrets(str(error))) != self.error:
                 log.warning("the policy stays as it is: %s", message)
             self.error = message
 
-    def _put_to_use(self, version: Version, copy: Path) -> None:
+    def _put_to_use(self, version: Version, registry: Registry) -> None:
+        is_new = not _directory(version, self._folder).exists()
+        copy = copy_of(registry, version, self._folder)
         with self._using:
             if self._leave.is_set():
                 return
             try:
                 self._use(copy, version.number)
-            except Exception:
+            except Exception as error:
                 shutil.rmtree(copy, ignore_errors=True)  # it may be damaged
+                if is_new and isinstance(error, ValueError):
+                    self._refused = version, str(error)
                 raise
             self.number = version.number
         log.info("new champion", extra={"policy": version.name, "version": version.number})
@@ -87,10 +97,19 @@ class ChampionWatch:
 
 def copy_of(registry: Registry, version: Version, folder: Path) -> Path:
     """Directory of a version's files below `folder`; copied on the first call."""
-    directory = folder.absolute() / f"{version.name}-{(version.run_id or 'none')[:8]}-{version.number}"
+    directory = _directory(version, folder)
     directory.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{directory}.lock"):  # replicas of one machine may share the folder
         return directory if directory.exists() else registry.download(version, directory)
+
+
+def _directory(version: Version, folder: Path) -> Path:
+    return folder.absolute() / f"{version.name}-{(version.run_id or 'none')[:8]}-{version.number}"
+
+
+def _same(one: Version, other: Version) -> bool:
+    """Tags aside: numbers begin anew where a model is deleted and registered again."""
+    return one[:3] == other[:3]
 
 
 def _number(directory: Path) -> int:

@@ -12,11 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Self
+
+from blockpilot.control.live import LiveController
 
 from blockpilot.constraints.automaton import GrammarError
-from blockpilot.control.live import LiveController
 from blockpilot.control.cost import StepPrice
+from blockpilot.engine.engine import Engine
 from blockpilot.types import Policy, Request, Step
 from jobs.serving.errors import ApiError
 from jobs.serving.fair_queue import FairQueue, has_room
@@ -24,66 +26,6 @@ from jobs.serving.fair_queue import FairQueue, has_room
 MAX_FAILURES = 3  # steps in a row that raise; after them the loop is unhealthy
 STALL_S = 120.0  # seconds that a step may take; beyond them the loop is unhealthy, until it ends
 log = logging.getLogger(__name__)
-
-
-class ServedEngine(Protocol):
-    """Engine that a loop steps: `blockpilot.Engine`, or vLLM's (jobs/vllm_plugin/served.py). Its loop's thread alone
-    calls `add`, `cancel` and `step`.
-    """
-
-    controller: Any
-    """Says whether drafting pays (`speculates`)."""
-    on_failure: Callable[[int, Exception], None] | None
-    """Called in a step with the id of a request that is lost, and why; the others go on."""
-
-    @property
-    def num_slots(self) -> int:
-        """Requests that are decoded together."""
-        ...
-
-    @property
-    def max_length(self) -> int:
-        """Tokens of prompt and answer together."""
-        ...
-
-    @property
-    def cache_bytes(self) -> int | None:
-        """Memory of the caches, where it is known."""
-        ...
-
-    @property
-    def num_active(self) -> int:
-        """Requests that hold a slot."""
-        ...
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that wait for one."""
-        ...
-
-    @property
-    def num_kept_tokens(self) -> int:
-        """Tokens kept for prompts to come."""
-        ...
-
-    @property
-    def idle(self) -> bool:
-        """True without any request."""
-        ...
-
-    def check(self, request: Request) -> None:
-        """Raise ValueError for a request that cannot be served; called on any thread."""
-
-    def add(self, request: Request) -> int:
-        """Take in a request that has been checked; returns the id of its steps."""
-        ...
-
-    def cancel(self, request_id: int) -> None:
-        """Drop a request; unknown and finished ids are ignored."""
-
-    def step(self) -> list[Step]:
-        """Results of the next step, of every request that it advances."""
-        ...
 
 
 def _shutting_down() -> ApiError:
@@ -103,7 +45,7 @@ class EngineLoop:
     `on_step` is called with the results and the seconds of every step, on the engine's thread.
     """
 
-    def __init__(self, engine: ServedEngine, *, max_queue: int = 64) -> None:
+    def __init__(self, engine: Engine, *, max_queue: int = 64) -> None:
         if max_queue < 0:
             raise ValueError(f"max_queue {max_queue}: must be at least 0")
         self.engine = engine

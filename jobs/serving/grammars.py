@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from blockpilot.constraints.automaton import CompiledGrammar, GrammarCompiler, GrammarError
 from blockpilot.constraints.grammar import Grammar
-from jobs.serving.backends import PairFacts
+from blockpilot.pairs.loading import Pair
 from jobs.serving.errors import ApiError
 from jobs.serving.tool_calls import Family, Tool, grammar_of
 from jobs.serving.tool_schemas import opened
@@ -59,7 +59,7 @@ class Grammars:
     """Compiled grammars of a pair, up to `max_bytes` of the latest kept; `cpu_s` bounds the compilation of each."""
 
     def __init__(
-        self, pair: PairFacts, cpu_s: int = CPU_S, patience_s: float = PATIENCE_S, max_bytes: int = MAX_KEPT_BYTES
+        self, pair: Pair, cpu_s: int = CPU_S, patience_s: float = PATIENCE_S, max_bytes: int = MAX_KEPT_BYTES
     ) -> None:
         self._pair, self._cpu_s, self._patience_s = pair, cpu_s, patience_s
         self._thread = ThreadPoolExecutor(1, "grammars")  # one at a time

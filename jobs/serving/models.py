@@ -1,19 +1,23 @@
 """Models of a server: what each one's configuration says, its names, and its policy."""
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from blockpilot.control.cost import read_price
 from blockpilot.pairs.table import split_revision, target_slug
 from blockpilot.types import MAX_BLOCK_SIZE
-from jobs.common.config import Config, PairConfig, Place, Resources
+from jobs.common.config import Config, PairConfig, Placement
 from jobs.common.registry import AUTO, CHAMPION, UNTRAINED, Registry, model_name
-from jobs.common.vllm_options import VllmOptions
 from jobs.serving.champions import copy_of
+
+
+class ReplicaResources(Placement):
+    """What each replica of a model holds."""
+
+    num_cpus: float | None = Field(default=None, gt=0)
+    """CPU cores of a replica; also its torch threads (at least one). By default the replicas of all models share the
+    cores of the machine where this command starts Ray; in a cluster each has one."""
 
 
 class ModelConfig(Config):
@@ -27,13 +31,7 @@ class ModelConfig(Config):
     """Choice of what is drafted and verified: by "champion" of the registry, by the directory of a policy, by
     "untrained" (the draft's own probabilities and running means), or one block size. "auto" is the champion, and
     while there is none the policy that comes with this repository for its own pair, or else "untrained"."""
-    engine: Literal["blockpilot", "vllm"] = "blockpilot"
-    """vllm: vLLM decodes, with this project's plug-in (docs/vllm.md)."""
-    vllm: VllmOptions = VllmOptions()
-    price: Place | None = None
-    """With engine vllm, the `price.json` of a sweep by vLLM: drafts are bought at the load of the moment. This engine
-    times its own steps."""
-    resources: Resources = Resources()
+    resources: ReplicaResources = ReplicaResources()
     """Resources of each replica; num_actors is their number, or the least number where max_replicas is larger."""
     max_replicas: int = Field(default=1, ge=1)
     """Upper bound of autoscaling; an idle replica is drained and stopped."""
@@ -59,18 +57,6 @@ class ModelConfig(Config):
             if not name.strip() or names.count(name) > 1:
                 raise ValueError(f"{'empty' if not name.strip() else 'repeated'} name {name!r}")
         return names
-
-    @model_validator(mode="after")
-    def _check_engine(self) -> Self:
-        by_vllm = self.engine == "vllm"
-        for name in ("max_prefill_tokens", "prefix_tokens") if by_vllm else ("price", "vllm"):
-            if getattr(self, name) != ModelConfig.model_fields[name].default:
-                raise ValueError(f"{name}: not with engine {self.engine}")
-        if by_vllm and self.pair.device != "auto":
-            raise ValueError(f"device {self.pair.device}: with engine vllm it must be auto")
-        if by_vllm and self.policy == UNTRAINED and self.price is None:
-            raise ValueError("policy untrained: with engine vllm it buys drafts by a price; --price is needed")
-        return self
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -101,8 +87,6 @@ def find_policy(model: ModelConfig, folder: Path) -> int | str | Path:
     or it is for other models.
     """
     source = model.policy_source
-    if model.engine == "vllm":
-        _check_vllm(model)
     if source == UNTRAINED:
         return source
     if isinstance(source, int):
@@ -126,13 +110,4 @@ def find_policy(model: ModelConfig, folder: Path) -> int | str | Path:
         directory = copy_of(registry, version, folder)
     info = load_policy(directory).info
     model.pair.check_made_for(f"policy {directory}", info.pair)
-    if model.engine == "vllm" and info.kind != "prompt":
-        raise ValueError(f"policy {directory}: kind {info.kind!r}; with engine vllm it must be 'prompt'")
     return directory
-
-
-def _check_vllm(model: ModelConfig) -> None:
-    if find_spec("vllm") is None:
-        raise ValueError("engine vllm: vLLM is not installed here (docs/vllm.md)")
-    if model.price is not None:
-        model.pair.check_made_for(f"price {model.price}", read_price(model.price).pair)

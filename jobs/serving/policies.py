@@ -8,21 +8,35 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jobs.common.registry import AUTO, CHAMPION, model_name
-from jobs.serving.backends import Backend, PolicySource
+from blockpilot.control.forecasts import RunningMeans
+
+from blockpilot.control.controller import FixedPolicy
+from blockpilot.control.cost import StepPrice
+from blockpilot.engine.generate import generate
+from blockpilot.evaluation.pricing import holds_here, measure_price
+from blockpilot.pairs.loading import Pair
+from blockpilot.policy.learned import LearnedPolicy
+from blockpilot.policy.store import load_policy
+from jobs.common.registry import AUTO, CHAMPION, UNTRAINED, model_name
 from jobs.serving.champions import ChampionWatch
 from jobs.serving.engine_loop import EngineLoop
 
+COMMITTED = Path(__file__).parents[2] / "workflows" / "policies" / "policy-step"
+TRIAL_TOKENS = 8
+PRICE_CONTEXT, PRICE_ROWS = 256, 4  # tokens, and rows at most, of the steps timed at the start: requests wait for it
+PolicySource = int | str | Path
+"""A block size, "untrained", or the directory of a policy."""
 log = logging.getLogger("ray.serve.blockpilot")
 
 
 class PolicyInUse:
-    """The policy of an engine loop, and the watch of the registry that may replace it. `target` is its pair's."""
+    """The policy of an engine loop that decodes with `pair`, and the watch of the registry that may replace it."""
 
-    def __init__(self, target: str, backend: Backend, loop: EngineLoop) -> None:
+    def __init__(self, pair: Pair, loop: EngineLoop) -> None:
         self.watch: ChampionWatch | None = None
-        self._target, self._backend, self._loop = target, backend, loop
+        self._pair, self._loop = pair, loop
         self._named: Mapping[str, object] | None = None
+        self._price: StepPrice | None = None  # of this device
 
     def stop(self) -> None:
         """Stop asking the registry; the policy stays."""
@@ -45,15 +59,15 @@ class PolicyInUse:
 
         user_config: `policy`, a block size, a directory, "untrained", "champion" or "auto"; of the last two also
         `store`, the MLflow store, `follow_s`, how often to look for another one, and `folder`, where it is copied to.
-        A champion that the registry cannot give at the start is its last copy; with "auto" also what the backend
-        decodes by until there is a champion.
+        A champion that the registry cannot give at the start is its last copy. With "auto" and no champion it is this
+        repository's policy where that is made for the pair, or else "untrained".
         """
         self.stop()
         policy = user_config["policy"]
         if policy not in (AUTO, CHAMPION):
             self._use(policy)
             return
-        name, folder = model_name(self._target), Path(user_config["folder"])
+        name, folder = model_name(self._pair.id.target), Path(user_config["folder"])
         watch = ChampionWatch(name, user_config["store"], folder, user_config["follow_s"], use=self._use)
         if watch.error and self._named is None and not watch.use_last_copy():
             if policy == CHAMPION:
@@ -63,16 +77,45 @@ class PolicyInUse:
         watch.follow()
 
     def _use_without_registry(self) -> None:
-        *others, last = self._backend.without_registry
-        for policy in others:
-            try:
-                return self._use(policy)
-            except (ValueError, OSError) as error:
-                log.info("%s", error)
-        return self._use(last)
+        try:
+            self._use(COMMITTED)
+        except (ValueError, OSError) as error:
+            log.info("%s", error)
+            self._use(UNTRAINED)
 
     def _use(self, policy: PolicySource, version: int = 0) -> None:
         """Put a policy to use; called on the thread that watches the registry, too."""
-        self._backend.put(policy, self._loop)
+        if isinstance(policy, int):
+            self._loop.set_policy(FixedPolicy(policy))
+        elif policy == UNTRAINED:
+            self._loop.set_policy(RunningMeans(self._pair.block_size - 1), self._price_for(None))
+        else:
+            learned = load_policy(policy)
+            learned.check(self._pair)
+            try_out(self._pair, learned)
+            self._loop.set_policy(learned, self._price_for(learned.price))
         name = f"block size {policy}" if isinstance(policy, int) else str(policy)
         self._named = {"name": name, "version": version or None}
+
+    def _price_for(self, own: StepPrice | None) -> StepPrice | None:
+        """A policy's own price where that was measured on such a device, or else the one that is known of this.
+
+        It is measured for the first policy only, before any request: timing beside requests would slow them and be
+        wrong.
+        """
+        if own is not None and holds_here(own, self._pair):
+            self._price = own
+        elif self._price is None and self._named is None:
+            rows = min(self._loop.engine.num_slots, PRICE_ROWS)
+            self._price = measure_price(self._pair, rows, PRICE_CONTEXT)
+        return self._price or own
+
+
+def try_out(pair: Pair, policy: LearnedPolicy) -> None:
+    """Smoke test: decode 8 tokens with a policy; ValueError for one that fails where it decides."""
+    try:
+        for _ in generate(pair, (0, 1), policy=policy, max_new_tokens=TRIAL_TOKENS, stop_token_ids=frozenset()):
+            pass
+    except Exception as error:
+        raise ValueError(f"policy that fails when it is tried ({type(error).__name__}: {error})") from error
+    policy.forget()

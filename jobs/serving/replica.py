@@ -16,12 +16,17 @@ import torch
 
 from blockpilot.constraints.automaton import GrammarError
 from blockpilot.constraints.grammar import Grammar
+from blockpilot.device import device_name, dtype_name
+from blockpilot.engine.engine import Engine
+from blockpilot.native.library import fastest_dtype
+from blockpilot.pairs.loading import Pair
+from blockpilot.policy.learned import LearnedPolicy
 from blockpilot.prompts.files import Message, Prompt, encode_messages
 from blockpilot.types import Request
-from jobs.serving.backends import Backend, EngineSizes, OwnBackend, PairFacts
 from jobs.serving.engine_loop import EngineLoop, Stream
 from jobs.serving.errors import ApiError
 from jobs.serving.grammars import Calls, Grammars
+from jobs.serving.memory import check_memory
 from jobs.serving.messages import shown
 from jobs.serving.metrics import ReplicaMetrics
 from jobs.serving.policies import PolicyInUse
@@ -37,10 +42,10 @@ log = logging.getLogger("ray.serve.blockpilot")  # Serve adds the id of the requ
 
 
 class Replica:
-    """Server of one pair, which `load` gives (PairFacts): an engine loop that answers bodies, and its policy.
+    """Server of one pair, which `load` gives: an engine loop that answers bodies, and its policy.
 
-    `backend` makes what decodes from the pair. Serve runs this class. Responses and metrics say `name`, by default
-    the target's. num_threads are torch's, of this process; num_slots are requests decoded together; max_length is in
+    Serve runs this class. Responses and metrics say `name`, by default the target's. num_threads are torch's, of this
+    process, and why_threads says to /health why so many; num_slots are requests decoded together; max_length is in
     tokens of prompt and answer; max_new_tokens limits an answer where the context leaves room for more; prefix_tokens
     are kept for prompts that begin alike, by default as many as the slots hold; stream_interval_s is the least time
     between two chunks of a stream, 0 for one a step. Raises ValueError where the caches do not fit into memory.
@@ -48,11 +53,11 @@ class Replica:
 
     def __init__(
         self,
-        load: Callable[[], Any],
-        backend: Callable[[Any, EngineSizes], Backend] = OwnBackend,
+        load: Callable[[], Pair],
         *,
         name: str | None = None,
         num_threads: int = 1,
+        why_threads: str = "asked for",
         num_slots: int = 8,
         max_length: int | None = None,
         max_prefill_tokens: int = 256,
@@ -65,16 +70,28 @@ class Replica:
         torch.set_num_threads(num_threads)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         threading.stack_size(STACK_BYTES)
-        pair = load()
-        self.pair: PairFacts = pair
+        self.pair = pair = load()
         self.name = name or pair.id.target
         length = max_length or min(DEFAULT_MAX_LENGTH, pair.max_length)
-        self._backend = backend(pair, EngineSizes(num_slots, length, max_prefill_tokens, prefix_tokens))
-        engine = self._backend.engine
+        kept = num_slots * length if prefix_tokens is None else prefix_tokens
+        check_memory(pair, num_slots, length, kept)
+        engine = Engine(
+            pair,
+            num_slots=num_slots,
+            max_length=length,
+            max_prefill_tokens=max_prefill_tokens,
+            prefix_tokens=kept,
+        )
+        self._chosen: dict[str, object] = {
+            "dtype": dtype_name(pair.target.dtype),
+            "num_threads": num_threads,
+            "chosen": {"dtype": why_dtype(pair), "num_threads": why_threads},
+            "exactness": engine.exactness,
+        }
         sizes = {"num_slots": num_slots, "max_length": length, "cache_bytes": engine.cache_bytes}
-        log.info("engine", extra={"model": self.name, **sizes})
+        log.info("engine", extra={"model": self.name, **sizes, **self._chosen})
         self.loop = EngineLoop(engine, max_queue=max_queue)
-        self.policy = PolicyInUse(pair.id.target, self._backend, self.loop)
+        self.policy = PolicyInUse(pair, self.loop)
         self._metrics = ReplicaMetrics(self.name, self.loop, self.policy.champion)
         self.loop.on_step = self._metrics.on_step
         self._max_new_tokens, self._logs_prompts = max_new_tokens, logs_prompts
@@ -85,7 +102,6 @@ class Replica:
         """Stop the threads; requests in flight end with status 503."""
         self.policy.stop()
         self.loop.close()
-        self._backend.close()
         self._grammars.close()
         self._metrics.stop()
 
@@ -115,12 +131,16 @@ class Replica:
     async def status(self) -> dict[str, Any]:
         """The model's entry in /health."""
         loop, engine = self.loop, self.loop.engine
+        policy = engine.controller.policy
         return {
-            "status": "ok" if self._healthy else "stalled" if loop.stalled else "failed",
+            "status": "ok" if loop.healthy else "stalled" if loop.stalled else "failed",
             "target": self.pair.id.target,
             "draft": self.pair.id.draft,
             "policy": self.policy.status,
-            **self._backend.status,
+            "device": device_name(self.pair.target.device),
+            **self._chosen,
+            "step_price_s": engine.controller.price.by_name,
+            "accepted_over_expected": policy.record.ratio if isinstance(policy, LearnedPolicy) else None,
             "backed_off": not engine.controller.speculates,
             "num_in_flight": loop.num_in_flight,
             "num_active": engine.num_active,
@@ -133,10 +153,6 @@ class Replica:
             "pid": os.getpid(),
         }
 
-    @property
-    def _healthy(self) -> bool:
-        return self.loop.healthy and self._backend.healthy
-
     def _interval(self) -> float:
         """Seconds between two chunks of a stream at present."""
         least = self._stream_interval_s
@@ -144,7 +160,7 @@ class Replica:
 
     def check_health(self) -> None:
         """Raise RuntimeError if the engine is broken; Serve then replaces the replica."""
-        if not self._healthy:
+        if not self.loop.healthy:
             raise RuntimeError("the engine is broken")
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
@@ -257,13 +273,19 @@ class Replica:
         return asked or most
 
 
-def chat_template(pair: PairFacts) -> str | None:
+def why_dtype(pair: Pair) -> str:
+    """Why a pair has its dtype: the machine, or that it was asked for."""
+    best = fastest_dtype(pair.target.device)
+    return best.why if dtype_name(pair.target.dtype) == best.name else f"asked for; auto: {best.name}, {best.why}"
+
+
+def chat_template(pair: Pair) -> str | None:
     """The tokenizer's own, or the one for tools where it has several."""
     found = pair.tokenizer.chat_template
     return found.get("tool_use", found.get("default")) if isinstance(found, dict) else found
 
 
-def _encode(body: Body, pair: PairFacts) -> list[tuple[int, ...]]:
+def _encode(body: Body, pair: Pair) -> list[tuple[int, ...]]:
     """The token ids of every prompt; raises ValueError for messages that the chat template refuses."""
     if isinstance(body, ChatRequest):
         return [_encode_messages(body, pair)]
@@ -271,7 +293,7 @@ def _encode(body: Body, pair: PairFacts) -> list[tuple[int, ...]]:
     return [tuple(pair.tokenizer(p, **around)["input_ids"] if isinstance(p, str) else p) for p in body.prompt]
 
 
-def _encode_messages(body: ChatRequest, pair: PairFacts) -> tuple[int, ...]:
+def _encode_messages(body: ChatRequest, pair: Pair) -> tuple[int, ...]:
     template, tools = chat_template(pair), [each.shown for each in body.tools]
     if body.reasoning_effort != "none" and "reasoning_effort" not in (template or ""):
         message = f"reasoning_effort: {body.reasoning_effort!r} means nothing to this model; allowed: none"

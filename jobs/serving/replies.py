@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from blockpilot.constraints.schemas import JsonObject
 from blockpilot.engine.detokenize import TextStream
+from blockpilot.pairs.loading import Pair
 from jobs.serving.answer import ChoiceText, Piece, Shown, merged
-from jobs.serving.backends import PairFacts
 from jobs.serving.engine_loop import Stream
 from jobs.serving.schema import Body, ChatRequest
 from jobs.serving.token_texts import ScoredToken, TokenText, unique_names
@@ -99,7 +99,7 @@ class Reply:
         body: Body,
         streams: Sequence[Stream],
         name: str,
-        pair: PairFacts,
+        pair: Pair,
         interval: Callable[[], float],
         readers: Sequence[CallReader | None],
     ) -> None:

@@ -30,6 +30,7 @@ from jobs.serving.tools import MAX_TOOLS, ToolBody, ToolChoiceBody
 from jobs.serving.values import Biases, Flag, Metadata, Whole, whole
 
 MAX_STOPS = 16  # OpenAI takes 4; evaluations send more
+MAX_STOP_LENGTH = 4096  # characters; a text that nearly matches is held back as long
 MAX_STOP_TOKENS = 256
 MAX_MESSAGES = 4096  # of a conversation: bounds what a bad body makes us build
 MAX_CHOICES = 8
@@ -104,7 +105,7 @@ class GenerateRequest(JsonBody):
     logit_bias: Biases = Field(default_factory=dict)
     seed: Whole | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Annotated[
-        list[Annotated[str, Field(min_length=1)]],
+        list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]],
         FailFast(),
         BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
         Field(max_length=MAX_STOPS),

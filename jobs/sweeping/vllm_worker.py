@@ -1,78 +1,76 @@
-"""Worker of a sweep by vLLM: an actor that owns an engine of vLLM and decodes with every candidate in turn.
+"""Worker of a sweep by vLLM: an actor that decodes with an engine of vLLM for every candidate, one after the other.
 
-It serves pairs that only vLLM can hold. One engine with the plug-in measures all candidates: while all its requests
-ask for one block size, it drafts as wide as an engine that was started for it. vLLM cannot replay a text, and above
-temperature 0 its texts depend on the block size.
+It serves pairs that only vLLM can hold, by vLLM's public API. An engine has one number of drafted tokens, so each
+candidate starts its own; every other shard takes them in descending order and keeps the one that runs. vLLM cannot
+replay a text, and above temperature 0 its texts depend on the block size.
 """
 
-import json
 import platform
-import tempfile
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ray
 from pydantic import Field
 
 from blockpilot.control.cost import COEFFICIENTS, Load, StepPrice, fit, relative_error
 from blockpilot.prompts.files import Prompt
 from blockpilot.sweep.rows import Metadata, Outcome
 from blockpilot.types import Prefill, Sampling
-from jobs.common.config import PairConfig
-from jobs.common.vllm_options import VllmOptions
+from jobs.common.config import Config, PairConfig
 
-MIN_TIMED = 3  # steps of one load
-NAMES = tuple(name for name in COEFFICIENTS if name != "tile_s")
-TIMED_TOKENS = 24  # of every answer that is timed
-TURNS = 3  # of all mixtures: a slow moment of the machine falls on each of them
+# Chains verify every position that is drafted, so token_s holds both; vLLM's products have no tiles of TILE tokens.
+NAMES = tuple(name for name in COEFFICIENTS if name not in ("slot_s", "tile_s"))
+TIMED_TOKENS = 33  # of every answer that is timed
+NUM_TIMES = 8  # that each load is timed; the quicker quarter counts
 
 
-class VllmSweepOptions(VllmOptions):
-    """Settings of vLLM's engine in a sweep."""
+class VllmSweepOptions(Config):
+    """Settings of vLLM's engines in a sweep."""
 
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """GPUs of an engine of vLLM."""
+    quantization: str | None = None
+    """Format of quantised weights, where vLLM does not see it by itself."""
+    enforce_eager: bool = False
+    """Start vLLM in seconds, without compiled graphs; steps are slower then."""
     max_length: int = Field(default=2048, ge=2)
     """Tokens of prompt and answer together."""
 
+    @property
+    def actor_options(self) -> dict[str, object]:
+        """Options of the Ray actor that owns the engines, in a cluster that runs."""
+        has_gpus = ray.cluster_resources().get("GPU", 0) >= 1
+        return {"num_gpus": self.tensor_parallel_size} if has_gpus else {}
+
+    @property
+    def engine_options(self) -> dict[str, object]:
+        """Options of `vllm.LLM`."""
+        return self.model_dump(exclude={"max_length"}) | {"max_model_len": self.max_length}
+
 
 class VllmSweepWorker:
-    """An actor that starts vLLM once and sweeps shards with it; the methods are SweepWorker's."""
+    """An actor that sweeps shards with vLLM; the methods are SweepWorker's."""
 
     def __init__(self, pair: PairConfig, options: VllmSweepOptions, num_slots: int, settings: dict[str, Any]) -> None:
         """settings: max_new_tokens, temperature, top_p and seed of the answers."""
-        self._pair, self._options, self._num_slots, self._settings = pair, options, num_slots, settings
-        self._engine: Any = None
-        self._tokenizer: Any = None
+        self._config, self._options, self._num_slots, self._settings = pair, options, num_slots, settings
+        self._pair: Any = None  # VllmPair
+        self._engine: Any = None  # VllmEngine
         self._metadata: Metadata | None = None
-        self._steps = Path(tempfile.mkdtemp(prefix="blockpilot-")) / "steps.jsonl"
 
     def load(self, identity: dict[str, Any], git_commit: str) -> Metadata:
-        """Start the engine; returns what goes into every part file. ValueError for a pair that vLLM cannot run."""
+        """Start an engine; returns what goes into every part file. ValueError for a pair that vLLM cannot run."""
         from blockpilot.sweep.candidates import candidates_around, check_candidates
-        from jobs.vllm_plugin.engine import VllmEngine
-        from jobs.vllm_plugin.pair import VllmPair
-        from jobs.vllm_plugin.policies import PluginSettings
+        from jobs.sweeping.vllm_engine import VllmPair
 
-        pair = VllmPair.of(self._pair)
+        self._pair = pair = VllmPair.of(self._config)
         candidates = identity["candidates"] or candidates_around(pair.block_size)
         check_candidates(candidates, self._options.max_length)
-        self._tokenizer = pair.tokenizer
-        self._engine = VllmEngine(
-            pair.target,
-            pair.draft,
-            max(candidates[-1] - 1, 1),
-            PluginSettings(policy="1", steps=self._steps),
-            dtype=pair.dtype,
-            max_model_len=self._options.max_length,
-            max_num_seqs=self._num_slots,
-            # Logits of the whole vocabulary, once a prompt; and each candidate's draft sees the whole prompt.
-            max_logprobs=-1,
-            enable_prefix_caching=False,
-            **self._options.engine_options,
-        )
+        engine = self._engine_of(candidates[0])
         self._metadata = Metadata(
             config=identity,
             pair=pair.id,
@@ -82,7 +80,7 @@ class VllmSweepWorker:
             candidates=list(candidates),
             versions={"python": platform.python_version()}
             | {name: version(name) for name in ("torch", "transformers")}
-            | {"vllm": self._engine.version},
+            | {"vllm": engine.version},
             git_commit=git_commit,
         )
         return self._metadata
@@ -92,7 +90,53 @@ class VllmSweepWorker:
         from blockpilot.sweep.sweep import turn_by_turn
 
         sampling = Sampling(self._settings["temperature"], self._settings["top_p"], seed=self._settings["seed"])
-        return turn_by_turn(self._tokenizer, prompts, sampling, self._decode)
+        return turn_by_turn(self._pair.tokenizer, prompts, sampling, self._decode)
+
+    def measure_price(self, rows: int, context: int) -> StepPrice:
+        """Price of vLLM's own steps, of batches of 1, 2, 4 ... `rows` rows with each candidate."""
+        import torch
+
+        from blockpilot.device import best_device, device_name
+
+        assert self._metadata is not None
+        known = self._metadata
+        context = min(context, self._options.max_length - TIMED_TOKENS)
+        prompt = torch.randint(0, known.vocab_size, (context,), generator=torch.Generator().manual_seed(0)).tolist()
+        rows = min(rows, self._num_slots)
+        timed = dict[Load, float]()
+        for size in self._sizes():
+            self._engine_of(size)
+            for num in batch_sizes(rows):
+                num_drafted = num * (size - 1)
+                timed[Load(num, num_drafted, num_drafted)] = self._step_s(prompt, num)
+        name = device_name(torch.device(best_device()))
+        price = StepPrice(known.pair, known.dtype, name, context, rows, 1.0, 0.0, 0.0, 0.0, 0.0, error=0.0)
+        return price_of_steps(timed, price)
+
+    def _engine_of(self, block_size: int) -> Any:
+        """The engine that drafts for this block size; the one before ends."""
+        from jobs.sweeping.vllm_engine import VllmEngine
+
+        if self._engine is None or self._engine.block_size != block_size:
+            if self._engine is not None:
+                self._engine.close()
+                self._engine = None
+            self._engine = VllmEngine(
+                self._pair,
+                block_size,
+                max_num_seqs=self._num_slots,
+                # Logits of the whole vocabulary, once a prompt; and each candidate's draft sees the whole prompt.
+                max_logprobs=-1,
+                enable_prefix_caching=False,
+                **self._options.engine_options,
+            )
+        return self._engine
+
+    def _sizes(self) -> list[int]:
+        """The candidates, that of the engine that runs first."""
+        assert self._metadata is not None
+        sizes = self._metadata.candidates
+        return sizes[::-1] if self._engine is not None and self._engine.block_size == sizes[-1] else sizes
 
     def _decode(self, turns: Sequence[Any]) -> list[Any]:
         """Runs of every candidate on each turn, or why there are none."""
@@ -100,52 +144,51 @@ class VllmSweepWorker:
 
         assert self._metadata is not None
         results: list[Any] = [turn.error or [] for turn in turns]
-        firsts = self._ask(turns, results, 1, block_size=1, num_logprobs=-1)
-        for size in self._metadata.candidates:
-            answers = self._ask(turns, results, self._settings["max_new_tokens"], block_size=size)
-            for place, answer in answers.items():
-                prefill = _prefill(firsts[place], self._metadata.vocab_size, turns[place])
+        prefills: dict[int, Prefill] = {}
+        for size in self._sizes():
+            self._engine_of(size)
+            if not prefills:
+                firsts = self._ask(turns, results, 1, num_logprobs=-1)
+                prefills |= {
+                    place: _prefill(first, self._metadata.vocab_size, turns[place]) for place, first in firsts.items()
+                }
+            for place, answer in self._ask(turns, results, self._settings["max_new_tokens"]).items():
                 emitted = emitted_by_step(len(answer.tokens) - 1, answer.accepted)
-                run = CandidateRun(size, answer.tokens, emitted, [], answer.finish_reason, prefill)
+                run = CandidateRun(size, answer.tokens, emitted, [], answer.finish_reason, prefills[place])
                 results[place].append(run)
-        return results
+        return [runs if isinstance(runs, str) else sorted(runs, key=lambda run: run.block_size) for runs in results]
 
     def _ask(
-        self, turns: Sequence[Any], results: list[Any], limit: int, block_size: int, num_logprobs: int | None = None
+        self, turns: Sequence[Any], results: list[Any], limit: int, num_logprobs: int | None = None
     ) -> dict[int, Any]:
         """Answers by place; a turn that vLLM refuses has the reason as its result, and is asked no more."""
-        from jobs.vllm_plugin.engine import VllmRequest
+        from jobs.sweeping.vllm_engine import VllmRequest
 
         places = [place for place, result in enumerate(results) if not isinstance(result, str)]
-        asked = [
-            (turns[place].prompt_ids, limit, turns[place].sampling, block_size, num_logprobs) for place in places
-        ]
-        found = dict(zip(places, self._engine.decode([VllmRequest(*each) for each in asked]), strict=True))
-        for place, answer in found.items():
+        asked = [VllmRequest(turns[place].prompt_ids, limit, turns[place].sampling, num_logprobs) for place in places]
+        answers = dict(zip(places, self._engine.decode(asked), strict=True))
+        for place, answer in answers.items():
             if isinstance(answer, str):
                 results[place] = answer
-        return {place: answer for place, answer in found.items() if not isinstance(answer, str)}
+        return {place: answer for place, answer in answers.items() if not isinstance(answer, str)}
 
-    def measure_price(self, rows: int, context: int) -> StepPrice:
-        """Price of vLLM's own steps, from answers of one row and of `rows`, with block sizes alike and mixed."""
-        import torch
+    def _step_s(self, prompt: Sequence[int], rows: int) -> float:
+        """Seconds of a quick step with so many rows, all of the same prompt, so that they end in the same step."""
+        from jobs.sweeping.vllm_engine import VllmRequest
 
-        from blockpilot.device import best_device, device_name
-        from jobs.vllm_plugin.engine import VllmRequest
+        def timed(num_tokens: int) -> tuple[float, int]:
+            started = time.perf_counter()
+            found = self._engine.decode([VllmRequest(prompt, num_tokens, stops=False)] * rows)
+            seconds = time.perf_counter() - started
+            return seconds, max(len(emitted_by_step(len(answer.tokens) - 1, answer.accepted)) for answer in found)
 
-        assert self._metadata is not None
-        known = self._metadata
-        self._steps.write_text("")
-        context = min(context, self._options.max_length - TIMED_TOKENS - 1)
-        generator = torch.Generator().manual_seed(0)
-        for num in sorted({1, rows}):
-            prompts = torch.randint(0, known.vocab_size, (num, context), generator=generator).tolist()
-            for sizes in TURNS * timed_mixtures(num, known.candidates[-1]):
-                of_rows = zip(prompts, sizes, strict=True)
-                self._engine.decode([VllmRequest(p, TIMED_TOKENS, block_size=b, stops=False) for p, b in of_rows])
-        name = device_name(torch.device(best_device()))
-        price = StepPrice(known.pair, known.dtype, name, context, rows, 1.0, 0.0, 0.0, 0.0, 0.0, error=0.0)
-        return price_of_steps(self._steps.read_text().splitlines(), price)
+        timed(TIMED_TOKENS)  # warm-up
+        steps_s = []
+        for _ in range(NUM_TIMES):
+            prefill_s, _ = timed(1)
+            seconds, num_steps = timed(TIMED_TOKENS)
+            steps_s.append((seconds - prefill_s) / num_steps)
+        return float(np.quantile(steps_s, 0.25))
 
 
 def emitted_by_step(num_tokens: int, accepted: Sequence[int]) -> list[int]:
@@ -160,29 +203,21 @@ def emitted_by_step(num_tokens: int, accepted: Sequence[int]) -> list[int]:
     return emitted + [1] * left
 
 
-def timed_mixtures(rows: int, largest: int) -> list[tuple[int, ...]]:
-    """Block sizes of so many rows; the mixed ones tell what drafting costs from what verifying does."""
-    sizes = sorted({1, min(2, largest), (largest + 1) // 2, largest})
-    alike = [(size,) * rows for size in sizes]
-    return alike if rows == 1 else [*alike, (largest, *(1,) * (rows - 1)), (largest, *(2,) * (rows - 1))]
+def batch_sizes(most: int) -> list[int]:
+    """1, 2, 4 ... and the largest."""
+    return sorted({*(2**i for i in range(most.bit_length())), most})
 
 
-def price_of_steps(lines: Iterable[str], like: StepPrice) -> StepPrice:
-    """Price fitted to the seconds that a quarter of the steps of a load stay below: lines of the plug-in's `steps`.
+def price_of_steps(timed: Mapping[Load, float], like: StepPrice) -> StepPrice:
+    """Price fitted to the seconds of a step by load. Every fifth load is left out of the fit and gives its error.
 
-    vLLM's products have no tiles of TILE tokens. Every fifth load is left out of the fit and gives its error. Raises
-    ValueError for too few loads.
+    Raises ValueError for too few loads.
     """
-    by_load = defaultdict[Load, list[float]](list)
-    for line in lines:
-        *load, seconds = json.loads(line)
-        by_load[Load(*load)].append(seconds)
-    known = {load: each for load, each in sorted(by_load.items()) if len(each) >= MIN_TIMED}
-    timed = [(load, float(np.quantile(each, 0.25))) for load, each in known.items()]
-    held_out, fitted = timed[4::5], [each for i, each in enumerate(timed) if i % 5 != 4]
+    steps = sorted((load, seconds) for load, seconds in timed.items() if seconds > 0)
+    held_out, fitted = steps[4::5], [step for i, step in enumerate(steps) if i % 5 != 4]
     if len(fitted) < len(NAMES):
-        raise ValueError(f"{len(timed)} loads with {MIN_TIMED} steps: too few for the price of a step")
-    coefficients = fit([load for load, _ in fitted], [each for _, each in fitted], NAMES)
+        raise ValueError(f"{len(steps)} loads: too few for the price of a step; more candidates or rows are needed")
+    coefficients = fit([load for load, _ in fitted], [seconds for _, seconds in fitted], NAMES)
     error = relative_error(coefficients, *zip(*(held_out or fitted), strict=True))
     return replace(like.with_coefficients(coefficients), error=error)
 

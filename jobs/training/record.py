@@ -68,7 +68,7 @@ def save(config: TrainConfig, data: Dataset, state: dict[str, Any]) -> None:
     info = PolicyInfo(data.metadata.pair, data.candidates, config.objective, network.shape, MIN_PROB, provenance)
     nodes = fitted_nodes(state)
     labels = Counter(task.labels(training.taus).tolist())
-    params = config.model_dump(mode="json", exclude={"fit"}) | dataclasses.asdict(settings)
+    params = config.recorded(exclude={"fit"}) | dataclasses.asdict(settings)
     content = {
         "id": uuid.uuid4().hex,
         "params": params | {"sweep_id": data.id},

@@ -74,26 +74,41 @@ def test_steps_as_measured_change_nothing() -> None:
     np.testing.assert_allclose(tracker.price.coefficients, MEASURED.coefficients, rtol=1e-9)
 
 
-def test_it_is_the_regression_that_sees_all_steps_at_once() -> None:
-    """A Gaussian process with the same covariances, solved densely; no step is far enough off to be clipped."""
+@pytest.mark.parametrize("num_steps", [1, 4])
+def test_it_is_the_regression_that_sees_all_steps_at_once(num_steps: int) -> None:
+    """A Gaussian process with the same covariances, solved densely; no step is far enough off to be clipped.
+
+    Sums of steps of one kind, whose noises are independent: a probe of one step weighs a quarter of four.
+    """
     loads = list(mixed_loads(40))
     draws, measured = np.random.default_rng(3), MEASURED.coefficients
-    tracker, seconds, variances = LiveCost(MEASURED, num_steps=1), list[float](), list[float]()
-    for load in loads:
-        expected = tracker.price.seconds(load)
-        variances.append((NOISE * expected) ** 2)
-        seconds.append(MEASURED.seconds(load) * math.exp(draws.normal(0, 0.05)))
-        tracker.observe(load, seconds[-1])
-    terms = np.array([load.terms for load in loads], dtype=float)
+    tracker, seconds, variances = LiveCost(MEASURED, num_steps), list[float](), list[float]()
+    taken = [MEASURED.seconds(load) * math.exp(draws.normal(0, 0.05)) for load in loads]
+    runs = [list(run) for _, run in itertools.groupby(range(40), lambda i: loads[i].num_drafted > 0)]
+    sums = [run[i : i + num_steps] for run in runs for i in range(0, len(run), num_steps)]
+    for steps in sums:
+        expected = sum(tracker.price.seconds(loads[i]) for i in steps)
+        for i in steps:
+            tracker.observe(loads[i], taken[i])
+        if tracker._seen:  # taken in as soon as a step of another kind comes
+            tracker._update()
+        variances.append((NOISE * expected) ** 2 / len(steps))
+        seconds.append(sum(taken[i] for i in steps))
+    terms = np.array([np.sum([loads[i].terms for i in steps], axis=0) for steps in sums], dtype=float)
 
     def covariance(after: int) -> Array:
         """Of the coefficients, `after` steps of wandering after the start."""
         level, slopes = LEVEL**2 + after * LEVEL_STEP**2, SLOPES**2 + after * SLOPE_STEP**2
         return level * np.outer(measured, measured) + slopes * np.diag(measured**2)
 
-    steps = range(len(loads))
-    between = np.array([[terms[i] @ covariance(1 + min(i, j)) @ terms[j] for j in steps] for i in steps])
-    now = np.array([covariance(1 + j) @ terms[j] for j in steps]).T
+    ends = np.cumsum([len(steps) for steps in sums])
+    between = np.array(
+        [
+            [terms[i] @ covariance(min(ends[i], ends[j])) @ terms[j] for j in range(len(sums))]
+            for i in range(len(sums))
+        ]
+    )
+    now = np.array([covariance(end) @ row for end, row in zip(ends, terms, strict=True)]).T
     surprise = np.array(seconds) - terms @ measured
     expected_now = measured + now @ np.linalg.solve(between + np.diag(variances), surprise)
     np.testing.assert_allclose(tracker.price.coefficients, expected_now, rtol=1e-6)

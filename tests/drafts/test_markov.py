@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import pytest
 import torch
+from blockpilot.control.forecasts import RunningMeans
 
 from blockpilot.control.controller import Controller
-from blockpilot.control.forecasts import RunningMeans
 from blockpilot.drafts.markov import MarkovHead
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.generate import generate

@@ -173,7 +173,7 @@ def first_choices(proposal: Proposal) -> list[int]:
 @torch.inference_mode()
 def test_drafts_are_those_of_a_slow_network(name: str, target_dir: Path, tmp_path: Path) -> None:
     draft_dir = FORMATS[name](tmp_path / "draft")
-    pair = load_pair(target=str(target_dir), draft=str(draft_dir))
+    pair = load_pair(target=str(target_dir), draft=str(draft_dir), dtype="float32")
     assert isinstance(pair.draft, DraftModel)
     from_anchor, markov = name.endswith(("7", "anchor", "k")) and name != "speculators dspark", "dspark" in name
     assert pair.block_size == SLOTS + from_anchor
@@ -197,7 +197,7 @@ def dspark(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     root = tmp_path_factory.mktemp("dspark")
     TARGETS["qwen3"]().save_pretrained(root / "target")
     byte_tokenizer().save_pretrained(root / "target")
-    return load_pair(target=str(root / "target"), draft=str(deepspec(root / "draft")))
+    return load_pair(target=str(root / "target"), draft=str(deepspec(root / "draft")), dtype="float32")
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(6.0, seed=3)])
@@ -231,7 +231,9 @@ def test_copies_of_the_targets_weights_are_given_up(dspark: Pair, tmp_path: Path
     target_dir = tmp_path / "target"
     dspark.target.save_pretrained(target_dir)
     byte_tokenizer().save_pretrained(target_dir)
-    pair = load_pair(target=str(target_dir), draft=str(deepspec(tmp_path / "draft", copies=target_dir)))
+    pair = load_pair(
+        target=str(target_dir), draft=str(deepspec(tmp_path / "draft", copies=target_dir)), dtype="float32"
+    )
     assert isinstance(pair.draft, DraftModel)
     assert pair.draft.embed_tokens is pair.draft.lm_head is pair.draft.vocabulary is None
     sampling = Sampling(6.0, seed=3)

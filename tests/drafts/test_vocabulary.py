@@ -34,7 +34,7 @@ def draft_dir(tiny_pair_dirs: tuple[Path, Path], tmp_path: Path) -> Path:
 
 @pytest.fixture
 def pair(tiny_pair_dirs: tuple[Path, Path], draft_dir: Path) -> Pair:
-    return load_pair(target=str(tiny_pair_dirs[0]), draft=str(draft_dir))
+    return load_pair(target=str(tiny_pair_dirs[0]), draft=str(draft_dir), dtype="float32")
 
 
 def of_all(head: DraftHead, hidden: Tensor) -> Tensor:

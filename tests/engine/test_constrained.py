@@ -8,6 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from blockpilot.control.forecasts import RunningMeans
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -16,7 +17,6 @@ from llguidance.hf import from_tokenizer
 from blockpilot.constraints.automaton import GrammarCompiler, GrammarError
 from blockpilot.constraints.grammar import Grammar, limits, of_choices, of_schema
 from blockpilot.control.controller import FixedPolicy
-from blockpilot.control.forecasts import RunningMeans
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.sampling import keyed_sample
 from blockpilot.engine.trees import drawn_apart

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from blockpilot.control.forecasts import RunningMeans
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from blockpilot.control.controller import Controller
-from blockpilot.control.forecasts import RunningMeans
 from blockpilot.drafts.choices import own_chances
 from blockpilot.drafts.eagle3 import Eagle3Model
 from blockpilot.drafts.eagle3_decoder import Eagle3Cache, PreparedEagle3
@@ -18,7 +18,6 @@ from blockpilot.engine.engine import Engine
 from blockpilot.engine.generate import generate
 from blockpilot.engine.sampling import candidates
 from blockpilot.models.native_layers import NativeLayers
-from blockpilot.native.library import library_for
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.nodes import NodeModel
 from blockpilot.sweep.replay import Text, know
@@ -145,10 +144,12 @@ def variant(tiny_pair: Pair, family: str, **options: Any) -> tuple[Pair, Eagle3M
 
 @pytest.mark.parametrize("family", TARGETS)
 @torch.inference_mode()
-def test_chains_are_those_of_a_slow_network(family: str, tiny_pair: Pair) -> None:
+def test_chains_are_those_of_a_slow_network(family: str, in_c: bool, tiny_pair: Pair) -> None:
     """In a batch whose rows move, decode plainly for a while, and have their prompts cut."""
     torch.manual_seed(2)
     pair, draft = variant(tiny_pair, family)
+    assert isinstance(pair.prepared_draft, PreparedEagle3)
+    assert isinstance(pair.prepared_draft._layers, NativeLayers) == in_c
     slow = SlowEagle3(draft.state_dict(), draft.config, draft.midlayer.norm_before_residual)
     requests = [
         Request(PROMPT[: 3 + 5 * i], 6 + 4 * i, replace(SAMPLINGS[i % 3], seed=9), 2 + 2 * (i % 3), NEVER)
@@ -164,7 +165,7 @@ def test_chains_are_those_of_a_slow_network(family: str, tiny_pair: Pair) -> Non
 
 @pytest.mark.parametrize("family", TARGETS)
 @torch.inference_mode()
-def test_trees_are_those_of_a_slow_network(family: str, tiny_pair: Pair) -> None:
+def test_trees_are_those_of_a_slow_network(family: str, in_c: bool, tiny_pair: Pair) -> None:
     """The eight most probable prefixes of every depth are followed, the chain of first choices among them."""
     torch.manual_seed(2)
     pair, draft = variant(tiny_pair, family, block_size=5)
@@ -262,16 +263,6 @@ def test_the_context_vector_is_the_hidden_state_that_is_scored_next(eagle_pair: 
         torch.testing.assert_close(context, known.context[0, length - 2], rtol=1e-4, atol=1e-4)
     assert torch.equal(known.prefill_context, known.context[:, len(PROMPT) - 1])
     assert len(shown) > 4
-
-
-def test_the_layer_runs_in_c_where_it_can(tiny_pair: Pair) -> None:
-    """So the comparisons with a slow network are of both forms: with qwen3 in C, with heads of 12 by torch."""
-    if library_for(torch.float32, torch.device("cpu")) is None:
-        pytest.skip("no compiler, or no CPU for it")
-    for family, in_c in (("llama", False), ("qwen3", True)):
-        prepared = variant(tiny_pair, family)[0].prepared_draft
-        assert isinstance(prepared, PreparedEagle3)
-        assert isinstance(prepared._layers, NativeLayers) == in_c
 
 
 def test_a_row_that_fails_leaves_its_neighbours_alone(eagle_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from blockpilot.control.calibration import TrackRecord
+from blockpilot.control.forecasts import RunningMeans
 from torch import Tensor
 
 import blockpilot as bp
-from blockpilot.control.calibration import TrackRecord
 from blockpilot.control.choose import buy, choose_depths
 from blockpilot.control.controller import (
     DOUBT,
@@ -19,7 +20,6 @@ from blockpilot.control.controller import (
     FixedPolicy,
     StepOutcome,
 )
-from blockpilot.control.forecasts import RunningMeans
 from blockpilot.control.cost import Load
 from blockpilot.drafts.choices import own_chances
 from blockpilot.drafts.decoder import DraftDecoder, PreparedDFlash
@@ -769,7 +769,7 @@ def test_public_names() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_cuda_emits_the_text_of_one_token_at_a_time(tiny_pair_dirs: tuple[str, str]) -> None:
-    pair = bp.load_pair(target=str(tiny_pair_dirs[0]), draft=str(tiny_pair_dirs[1]), device="cuda")
+    pair = bp.load_pair(target=str(tiny_pair_dirs[0]), draft=str(tiny_pair_dirs[1]), device="cuda", dtype="float32")
     texts = {
         text_of(list(generate(pair, PROMPT, block_size=b, max_new_tokens=40, temperature=1.0, stop_token_ids=NEVER)))
         for b in (1, 2, 4, 8)

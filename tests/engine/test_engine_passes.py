@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
+from blockpilot.control.forecasts import RunningMeans
 
 from blockpilot.control.controller import FixedPolicy
-from blockpilot.control.forecasts import RunningMeans
 from blockpilot.engine.engine import Engine
 from blockpilot.evaluation.pricing import StaticForecast
 from blockpilot.pairs.loading import Pair

@@ -7,12 +7,12 @@ from unittest.mock import ANY
 
 import pytest
 import torch
+from blockpilot.control.forecasts import RunningMeans
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from blockpilot.control.controller import FixedPolicy
-from blockpilot.control.forecasts import RunningMeans
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.engine.engine import Engine
 from blockpilot.evaluation.pricing import StaticForecast

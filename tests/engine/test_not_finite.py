@@ -1,6 +1,7 @@
 """States that are not finite, as of a damaged embedding, end the request whose text has them, and no other."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -12,16 +13,15 @@ from blockpilot.engine.trees import drawn_apart
 from blockpilot.models.native_layers import NativeLayers
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import PairId, Request
-from helpers.tiny import MASK_ID, byte_tokenizer, tiny_target
+from helpers.tiny import MASK_ID, byte_tokenizer, tiny_mixture, tiny_target
 
 BAD = 200
 GOOD, LONG = tuple(range(30, 35)), tuple(range(20, 90))
-DIMS = {"torch": 12, "C": 32}  # of a head: C has no vectors for the first
+TARGETS = [tiny_target, tiny_mixture]
 
 
-def damaged_pair(head_dim: int, dtype: torch.dtype, bad: Sequence[int]) -> Pair:
-    width = {"hidden_size": 64 if head_dim == 32 else 48, "head_dim": head_dim}
-    target = tiny_target(vocab_size=272, num_hidden_layers=4, tie_word_embeddings=False, **width)
+def damaged_pair(dtype: torch.dtype, bad: Sequence[int], of: Callable[..., Any] = tiny_target) -> Pair:
+    target = of(num_hidden_layers=4, tie_word_embeddings=False)
     draft = DraftModel(new_draft_config(target.config, mask_token_id=MASK_ID, num_layers=2, block_size=4))
     target.model.embed_tokens.weight.data[list(bad)] = float("nan")
     models = (model.to(dtype).eval().requires_grad_(False) for model in (target, draft))
@@ -40,22 +40,25 @@ def decode(engine: Engine, requests: Sequence[Request]) -> tuple[list[tuple[int,
     return [texts[i] for i in ids], {ids.index(i) for i in lost}
 
 
-@pytest.mark.parametrize("way", DIMS)
-def test_a_slot_keeps_nothing_of_a_request_that_failed(way: str) -> None:
-    pair = damaged_pair(DIMS[way], torch.float32, [BAD])
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_slot_keeps_nothing_of_a_request_that_failed(in_c: bool, target: Callable[..., Any]) -> None:
+    pair = damaged_pair(torch.float32, [BAD], target)
     (expected,), _ = decode(Engine(pair, num_slots=1, max_length=200), [Request(GOOD, 20, block_size=1)])
     engine = Engine(pair, num_slots=2, max_length=200)
-    assert isinstance(engine._target._decoder._layers, NativeLayers) == (way == "C")
+    assert isinstance(engine._target._decoder._layers, NativeLayers) == in_c
     assert decode(engine, [Request((*LONG, BAD, *LONG[:40]), 20, block_size=1)]) == ([()], {0})
     texts, lost = decode(engine, [Request(GOOD, 20, block_size=4), Request(LONG, 20, block_size=1)])
     assert texts[0] == expected
     assert not lost
 
 
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_drafted_token_whose_states_are_not_finite_ends_nothing(dtype: torch.dtype) -> None:
+def test_a_drafted_token_whose_states_are_not_finite_ends_nothing(
+    dtype: torch.dtype, target: Callable[..., Any]
+) -> None:
     """In C: the target does not choose it."""
-    pair = damaged_pair(DIMS["C"], dtype, [BAD])
+    pair = damaged_pair(dtype, [BAD], target)
     (expected,), _ = decode(Engine(pair, num_slots=1, max_length=200), [Request(GOOD, 20, block_size=1)])
     engine = Engine(pair, num_slots=2, max_length=200)
     engine._drafter.propose = lambda rows, slots, depths, num: [  # type: ignore[method-assign]
@@ -70,11 +73,9 @@ def test_a_drafted_token_whose_states_are_not_finite_ends_nothing(dtype: torch.d
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_text_ends_as_plainly_where_its_stop_token_has_states_that_are_not_finite(dtype: torch.dtype) -> None:
     """A block that accepts the stop token has scores after it, which nobody asks for."""
-    whole, _ = decode(
-        Engine(damaged_pair(DIMS["C"], dtype, []), num_slots=1, max_length=200), [Request(GOOD, 20, block_size=1)]
-    )
+    whole, _ = decode(Engine(damaged_pair(dtype, []), num_slots=1, max_length=200), [Request(GOOD, 20, block_size=1)])
     stop = whole[0][3]
-    pair = damaged_pair(DIMS["C"], dtype, [stop])
+    pair = damaged_pair(dtype, [stop])
     for stops in (frozenset({stop}), frozenset[int]()):
         plain = decode(
             Engine(pair, num_slots=1, max_length=200), [Request(GOOD, 20, block_size=1, stop_token_ids=stops)]

@@ -11,18 +11,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from blockpilot.control.forecasts import RunningMeans
 
 from blockpilot.control.controller import FixedPolicy
-from blockpilot.control.forecasts import RunningMeans
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.generate import generate
 from blockpilot.engine.penalties import LogitsProcessor
 from blockpilot.engine.sampling import keyed_sample
 from blockpilot.pairs.loading import Pair
-from blockpilot.types import LAYOUTS, FinishReason, Request, Sampling
+from blockpilot.types import FinishReason, Request, Sampling
 from helpers.engines import NEVER, PROMPT, changed_logits, plain_text, run, text_of
+from helpers.fuzz import any_request
 
-MAX_NEW_TOKENS = 14
 PLAIN = {"min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": ()}
 
 
@@ -58,38 +58,6 @@ def expected(pair: Pair, requests: Sequence[Request]) -> list[tuple[tuple[int, .
 
 
 # --- random requests ---
-
-
-def any_request(rng: np.random.Generator, num_prompt_tokens: int) -> Request:
-    """All sampling fields at random, each off in about half of the requests."""
-
-    def maybe(value: object, off: object) -> object:
-        return value if rng.random() < 0.5 else off
-
-    few = rng.choice(256, size=12, replace=False).tolist()
-    sampling = Sampling(
-        temperature=float(rng.choice([0.0, 0.0, 0.7, 1.0, 6.0])),
-        top_p=float(rng.choice([1.0, 1.0, 0.9, 0.5])),
-        top_k=int(rng.choice([0, 0, 40, 3])),
-        seed=int(rng.integers(2**40)),
-        min_p=float(rng.choice([0.0, 0.0, 0.02, 0.3])),
-        presence_penalty=float(maybe(rng.uniform(-2, 2), 0.0)),  # type: ignore[arg-type]
-        frequency_penalty=float(maybe(rng.uniform(-2, 2), 0.0)),  # type: ignore[arg-type]
-        repetition_penalty=float(maybe(rng.uniform(0.7, 1.8), 1.0)),  # type: ignore[arg-type]
-        logit_bias=tuple((t, float(rng.uniform(-8, 8))) for t in few[: int(rng.choice([0, 0, 1, 12]))]),
-    )
-    num = int(rng.integers(1, MAX_NEW_TOKENS + 1))
-    size = None if rng.random() < 0.3 else int(rng.integers(1, 10))
-    stops = frozenset(rng.choice(256, size=40, replace=False).tolist()) if rng.random() < 0.5 else NEVER
-    return Request(
-        tuple(rng.integers(0, 256, size=num_prompt_tokens).tolist()),
-        num,
-        sampling,
-        size,
-        stops,
-        layout=LAYOUTS[int(rng.integers(len(LAYOUTS)))],
-        min_new_tokens=int(maybe(rng.integers(0, num + 1), 0)),  # type: ignore[call-overload]
-    )
 
 
 def compare(pair: Pair, num_requests: int, seed: int) -> tuple[int, int]:

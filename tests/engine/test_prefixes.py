@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from blockpilot.control.forecasts import RunningMeans
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
 from blockpilot.control.controller import FixedPolicy
-from blockpilot.control.forecasts import RunningMeans
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.prefixes import PAGE, Prefixes
 from blockpilot.engine.rows import Row

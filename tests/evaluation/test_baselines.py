@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from blockpilot.control.forecasts import RunningMeans
 from hypothesis import given
 from hypothesis import strategies as st
 
 from blockpilot.control.controller import Controller
-from blockpilot.control.forecasts import RunningMeans
 from blockpilot.control.cost import Load, StepPrice
 from blockpilot.engine.engine import Engine
 from blockpilot.evaluation.baselines import AdaptiveVerification, DepthController, Margins, TreeBudget

@@ -157,7 +157,7 @@ def columns(num: int, column: int) -> NDArray[np.int64]:
     return np.full(num, column, np.int64)
 
 
-def test_gain_is_that_of_a_slow_bootstrap() -> None:
+def test_gain_is_near_that_of_a_bootstrap() -> None:
     table, num = noisy(80, 0.1, 0), 80
     found = gain(table, columns(num, 1), columns(num, 0))
     assert found.value == pytest.approx(table.rate(columns(num, 1)) / table.rate(columns(num, 0)) - 1)
@@ -167,10 +167,10 @@ def test_gain_is_that_of_a_slow_bootstrap() -> None:
         lines = draw.integers(0, num, num)
         rates = [table.tokens[lines, c].sum() / table.seconds[lines, c].sum() for c in (0, 1)]
         gains.append(rates[1] / rates[0] - 1)
-    # Quantiles of 2000 resamples against those of 4000 others: an error of some hundredths of the interval's width.
+    # Of 80 lines a bootstrap's quantiles are near the ends of a t-interval of the logarithm.
     low, high = np.quantile(gains, [0.025, 0.975])
-    assert found.low == pytest.approx(low, abs=0.06 * (high - low))
-    assert found.high == pytest.approx(high, abs=0.06 * (high - low))
+    assert found.low == pytest.approx(low, abs=0.1 * (high - low))
+    assert found.high == pytest.approx(high, abs=0.1 * (high - low))
 
 
 def test_gain_over_itself_is_nothing() -> None:
@@ -181,6 +181,6 @@ def test_intervals_cover_the_truth() -> None:
     """Both columns' seconds are alike on average, so the second one's true gain is 10%. 95% of 200, less 4 errors."""
     covers = 0
     for seed in range(200):
-        found = gain(noisy(100, 0.1, seed), columns(100, 1), columns(100, 0), num_resamples=300)
+        found = gain(noisy(100, 0.1, seed), columns(100, 1), columns(100, 0))
         covers += found.low <= 0.1 <= found.high
     assert 200 * 0.95 - 4 * math.sqrt(200 * 0.95 * 0.05) <= covers < 200

@@ -4,12 +4,26 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from blockpilot.drafts.checkpoint import new_draft_config
 from blockpilot.drafts.dflash import DraftModel
 
 MASK_ID, EOS_ID = 258, 257
+SHAPE: dict[str, Any] = {
+    "vocab_size": 260,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": EOS_ID,
+    "pad_token_id": 256,
+    "initializer_range": 0.2,
+}
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -46,21 +60,14 @@ def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
 def tiny_target(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
     """A random Llama, with changes of its configuration."""
     torch.manual_seed(seed)
-    shape: dict[str, Any] = {
-        "vocab_size": 260,
-        "hidden_size": 48,
-        "intermediate_size": 96,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 1024,
-        "tie_word_embeddings": True,
-        "bos_token_id": None,
-        "eos_token_id": EOS_ID,
-        "pad_token_id": 256,
-        "initializer_range": 0.2,
-    }
-    return LlamaForCausalLM(LlamaConfig(**shape | changes))
+    return LlamaForCausalLM(LlamaConfig(**SHAPE | changes))
+
+
+def tiny_mixture(seed: int = 0, **changes: Any) -> Qwen3MoeForCausalLM:
+    """A random Qwen3-MoE, its first layer dense, with changes of its configuration."""
+    torch.manual_seed(seed)
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [0]}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE | {"head_dim": 12} | experts | changes))
 
 
 def tiny_draft(target: LlamaForCausalLM, block_size: int = 4, seed: int = 1, markov_rank: int = 0) -> DraftModel:

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import ray
 import torch
+from blockpilot.control.live import LiveController
 
 from blockpilot.control.controller import Controller
-from blockpilot.control.live import LiveController
 from blockpilot.control.cost import PRICE_FILE, StepPrice
 from blockpilot.device import device_name
 from blockpilot.drafts.checkpoint import save_draft
@@ -26,7 +26,7 @@ from blockpilot.drafts.eagle3_checkpoint import save_eagle3
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.generate import generate
 from blockpilot.evaluation.measurement import Flow, RequestTiming, in_turns
-from blockpilot.evaluation.statistics import Comparison, MethodRun, Totals
+from blockpilot.evaluation.statistics import Comparison, MethodRun, Totals, student_t
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.dataset import prompt_key
 from blockpilot.policy.store import save_policy
@@ -35,12 +35,14 @@ from blockpilot.sweep.rows import Metadata, SweepRow, prompt_ids, write_rows
 from blockpilot.sweep.summary import Summary
 from blockpilot.sweep.sweep import sweep_prompts
 from blockpilot.types import PairId, Prefill, Request, Sampling, Step, Tree
+from helpers.leases import take_over
 from helpers.policies import step_policy, tiny_policy
 from helpers.prices import price
 from helpers.processes import Job
 from jobs import evaluate
 from jobs.common.config import PairConfig, main
 from jobs.common.learned_from import LearnedFrom
+from jobs.common.lease import Lease
 from jobs.common.registry import CHAMPION, UNTRAINED, Registry, Version, model_name
 from jobs.evaluation import inputs as evaluate_inputs
 from jobs.evaluation import result as evaluate_result
@@ -100,7 +102,7 @@ def metadata(tiny_pair: Pair) -> Metadata:
 def config(tiny_pair_dirs: tuple[Path, Path], prompts: tuple[Path, list[Prompt]], tmp_path: Path) -> EvaluateConfig:
     target, draft = tiny_pair_dirs
     return EvaluateConfig(
-        pair=PairConfig(target=str(target), draft=str(draft)),
+        pair=PairConfig(target=str(target), draft=str(draft), dtype="float32"),
         prompts=(str(prompts[0]),),
         policy="none",
         max_new_tokens=NUM_TOKENS,
@@ -666,7 +668,8 @@ def killed_after(evaluator: Watched, num_groups: int) -> Callable[..., list[Meth
 def measure_all(
     evaluator: Watched, call: Callable[..., list[MethodRun]], config: EvaluateConfig, plan: Plan
 ) -> Iterator[MethodRun]:
-    return evaluate._measure_all(call, config, plan, runs_file(evaluator, config, plan))
+    with Lease(config.output) as lease:
+        yield from evaluate._measure_all(call, config, plan, runs_file(evaluator, config, plan), lease)
 
 
 def identity_of(config: EvaluateConfig, plan: Plan, pair: Pair, dtype: str = "float32", device: str = "cpu") -> str:
@@ -687,7 +690,7 @@ def test_what_was_measured_is_kept_and_a_torn_line_is_not(
     path = runs_file(evaluator, config, plan)
     found: list[MethodRun] = []
     with pytest.raises(KilledError):
-        found.extend(evaluate._measure_all(killed_after(evaluator, 5), config, plan, path))
+        found.extend(measure_all(evaluator, killed_after(evaluator, 5), config, plan))
     kept = path.read_text().splitlines()
     assert len(kept) == 5
     with path.open("a") as file:
@@ -700,7 +703,7 @@ def test_what_was_measured_is_kept_and_a_torn_line_is_not(
         return evaluator.call(method, *place)
 
     capsys.readouterr()
-    runs = list(evaluate._measure_all(call, config, plan, path))
+    runs = list(measure_all(evaluator, call, config, plan))
     assert "evaluate: going on after 5 of 8 groups" in capsys.readouterr().out
     assert decoded == [(1, 1), (1, 2), (1, 3)]
     assert path.read_text().splitlines()[:5] == kept
@@ -709,7 +712,25 @@ def test_what_was_measured_is_kept_and_a_torn_line_is_not(
     assert [(run.repeat, run.prompt, run.method) for run in runs] == every
     assert runs[: 5 * 4 * 2] == found  # to the last digit of their seconds
     # Killed before the result was written, it measures nothing again.
-    assert list(evaluate._measure_all(pytest.fail, config, plan, path)) == runs
+    assert list(measure_all(evaluator, pytest.fail, config, plan)) == runs
+
+
+def test_a_driver_that_lost_its_lease_keeps_no_group(
+    config: EvaluateConfig, prompts: tuple[Path, list[Prompt]]
+) -> None:
+    config = changed(config, baselines=(), concurrency=2, waves=1)
+    plan = plan_of(config, prompts[1])
+    evaluator = Watched(config, plan)
+    groups = iter(range(10))
+
+    def call(method: str, *place: int) -> list[MethodRun]:
+        if next(groups) == 1:
+            take_over(config.output)
+        return evaluator.call(method, *place)
+
+    with pytest.raises(ValueError, match="process id 7 on elsewhere has taken over; this driver stops"):
+        list(measure_all(evaluator, call, config, plan))
+    assert len(runs_file(evaluator, config, plan).read_text().splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -911,7 +932,7 @@ def test_speeds_by_prompt_set(config: EvaluateConfig, tiny_pair: Pair) -> None:
     assert rows[3] == ["b", "1.000 (1.000 to 1.000)", "0.900 (0.900 to 0.900)"]
     assert rows[4][0] == "all"
     everywhere = (6 / 20) / (2 / 22 + 4 / 18)  # tokens over seconds in all, both
-    assert rows[4][2].startswith(f"{everywhere:.3f} (0.9")
+    assert rows[4][2].startswith(f"{everywhere:.3f} (0.8")
     assert rows[5] == [""]
     by_set = json.loads((config.output / "evaluation.json").read_text())["by_set"]
     assert list(by_set) == ["a", "b", "all"]
@@ -924,14 +945,16 @@ def test_the_control_tells_what_the_clock_is_worth(config: EvaluateConfig, tiny_
     lines = saved(config, speeds, tiny_pair.id, "aabb").splitlines()
     everywhere = (4 / 10) / (2 / 10.2 + 2 / 9.9)
     (clock,) = [line for line in lines if line.startswith("Clock")]
-    assert f"{CONTROL}, which is the same work by another engine, made {everywhere:.3f} (0.990 to" in clock
+    assert f"{CONTROL}, which is the same work by another engine, made {everywhere:.3f} (0.978 to" in clock
     assert "; by set 0.990 to 1.020." in clock
     start = lines.index("Speed over that of B=2 (AR again: over AR's), by prompt set:") + 2
     assert lines[start].split("|")[2].strip() == CONTROL
     assert lines[start + 2].split("|")[2].strip() == "1.020 (1.020 to 1.020)"
+    wider = 1.02 ** student_t(1)  # no prompt differs from another, and two engines do by 2%
+    assert lines[start + 2].split("|")[3].strip() == f"1.000 ({1 / wider:.3f} to {wider:.3f})"
     assert "Clock" not in saved(config, {AR: [10] * 2, "B=2": [20] * 2}, tiny_pair.id, "aa")
     alone = saved(config, {AR: [10] * 2, CONTROL: [9] * 2}, tiny_pair.id, "aa")
-    assert "made 0.900 (0.900 to 0.900) of AR's tokens/s. What" in alone
+    assert "made 0.900 (0.900 to 0.900) of AR's tokens/s. The intervals" in alone
 
 
 # Bad input: one line, before Ray, and before MLflow where the policy is not at fault
@@ -1291,7 +1314,7 @@ def test_the_job_goes_on_after_a_kill_measures_records_and_tags(
     odd = prompt_file(tmp_path / "odd.jsonl", ["", "long " * 300])
     command = [
         *("jobs/evaluate.py", "--prompts", *config.prompts, str(odd), "--policy", "newest"),
-        *("--target", str(config.pair.target), "--draft", str(config.pair.draft)),
+        *("--target", str(config.pair.target), "--draft", str(config.pair.draft), "--dtype", "float32"),
         *("--sweep", str(tmp_path / "sweep"), "--output", str(config.output), "--concurrency", "2", "--waves", "1"),
         *(
             "--max-new-tokens",

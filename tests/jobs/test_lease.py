@@ -1,18 +1,23 @@
 """One driver writes to an output at a time: the dead are succeeded, the living are not disturbed."""
 
 import contextlib
+import itertools
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from helpers.patience import patient
+from blockpilot.storage import file_names, write_text
+from helpers.leases import take_over
+from helpers.patience import patient, wait_until
+from helpers.s3 import s3_server
 from jobs.common import lease
 from jobs.common.lease import LEASE_FILE, Lease
 
@@ -29,6 +34,38 @@ with lease.Lease(sys.argv[1]) as held:
         except ValueError as error:
             print(error)
             raise SystemExit(1)
+"""
+
+RACE = """
+import multiprocessing, os, sys, time
+from jobs.common import lease
+place, kind, num = sys.argv[1], sys.argv[2], int(sys.argv[3])
+lease.BEAT_S, lease.PATIENCE_S = 0.05, float(sys.argv[4])
+fork = multiprocessing.get_context("fork")
+if kind == "after a dead one" and os.fork() == 0:
+    lease.Lease(place).__enter__()
+    os._exit(0)
+time.sleep(0.5)
+start, inside, refused = fork.Barrier(num), fork.Value("i"), fork.Value("i")
+def drive():
+    mine = lease.Lease(place)
+    start.wait()
+    try:
+        with mine:
+            inside.value += 1
+            while inside.value + refused.value < num:
+                time.sleep(0.01)
+            mine.check()
+    except ValueError as error:
+        assert "another driver has just begun" in str(error) or "is writing there" in str(error), error
+        with refused.get_lock():
+            refused.value += 1
+drivers = [fork.Process(target=drive) for _ in range(num)]
+for driver in drivers:
+    driver.start()
+for driver in drivers:
+    driver.join()
+print(inside.value, "inside,", refused.value, "refused;", os.listdir(place))
 """
 
 
@@ -96,8 +133,93 @@ def test_a_holder_that_slept_learns_that_it_was_succeeded(tmp_path: Path) -> Non
     assert not (tmp_path / LEASE_FILE).exists()
 
 
+@pytest.mark.parametrize("kind", ["none before", "after a dead one"])
+def test_of_many_that_start_at_once_one_gets_in(kind: str, tmp_path: Path) -> None:
+    for i in range(4):
+        place = tmp_path / str(i)
+        place.mkdir()
+        command = [sys.executable, "-c", RACE, str(place), kind, "8", str(patient(0.5))]
+        found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=patient(60))
+        assert found.stdout.splitlines()[-1] == "1 inside, 7 refused; []", found.stdout
+
+
+def test_of_many_that_start_at_once_on_an_object_store_one_gets_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no exclusive creation: the last that writes stands, and all read back."""
+    num, inside = 6, []
+    start, all_decided = threading.Barrier(num), threading.Barrier(num)
+    with s3_server(monkeypatch) as bucket:
+
+        def drive() -> None:
+            mine = Lease(f"{bucket}/output")
+            start.wait()
+            with contextlib.suppress(ValueError), mine:
+                inside.append(mine)
+                all_decided.wait()
+                mine.check()
+                return
+            all_decided.wait()
+
+        drivers = [threading.Thread(target=drive) for _ in range(num)]
+        for driver in drivers:
+            driver.start()
+        for driver in drivers:
+            driver.join()
+        assert len(inside) == 1
+        assert file_names(bucket) == []
+
+
+def another(pid_namespace: str) -> dict[str, object]:
+    """What a driver writes whose process id is none here."""
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    return Lease("x")._me | {"holder": "x", "pid": ended.pid, "pid_namespace": pid_namespace}
+
+
+def test_a_process_id_of_another_namespace_says_nothing(tmp_path: Path) -> None:
+    """Containers that share a host's name do not see each other's processes."""
+    ended = threading.Event()
+
+    def renew() -> None:
+        for beat in itertools.count():
+            write_text(tmp_path / LEASE_FILE, json.dumps(another("pid:[1]") | {"beat": beat}))
+            if ended.wait(0.05):
+                return
+
+    holder = threading.Thread(target=renew)
+    holder.start()
+    try:
+        wait_until((tmp_path / LEASE_FILE).exists, 10)
+        with pytest.raises(ValueError, match="is writing there; end it"):
+            Lease(tmp_path).__enter__()
+    finally:
+        ended.set()
+        holder.join()
+
+
+def test_a_lease_that_is_gone_is_lost(tmp_path: Path) -> None:
+    """Another driver took it over and has finished since, or somebody has deleted the output."""
+    with Lease(tmp_path) as mine:
+        (tmp_path / LEASE_FILE).unlink()
+        for _ in range(2):
+            with pytest.raises(ValueError, match="its lease is gone; this driver stops"):
+                mine.check()
+            (tmp_path / LEASE_FILE).write_text(json.dumps(another("") | {"beat": 1}))
+    assert (tmp_path / LEASE_FILE).exists()
+
+
+def test_results_come_while_the_lease_is_held(tmp_path: Path) -> None:
+    with Lease(tmp_path) as mine:
+        results = mine.while_held(iter(range(3)))
+        assert next(results) == 0
+        take_over(tmp_path)
+        with pytest.raises(ValueError, match="process id 7 on elsewhere has taken over"):
+            next(results)
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"holder": 1}'])
-def test_a_damaged_lease_is_none(content: str, tmp_path: Path) -> None:
+def test_a_damaged_lease_is_taken_over_after_a_wait(content: str, tmp_path: Path) -> None:
     (tmp_path / LEASE_FILE).write_text(content)
-    with Lease(tmp_path):
-        assert json.loads((tmp_path / LEASE_FILE).read_text())["pid"] == os.getpid()
+    with Lease(tmp_path) as mine:
+        assert [path.name for path in tmp_path.iterdir()] == [f"{LEASE_FILE}.2"]
+        mine.check()
+    assert not list(tmp_path.iterdir())

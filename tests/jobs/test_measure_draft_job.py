@@ -41,7 +41,7 @@ def config(tiny_pair_dirs: tuple[Path, Path], tmp_path: Path) -> MeasureDraftCon
 def test_figures_are_those_of_decoding(config: MeasureDraftConfig) -> None:
     task = MeasureTask("sums", tuple(load_prompts(config.prompts[0], 4)), 1.0)
     found = {m.block_size: m for m in DraftWorker(config).measure(task)}
-    pair = load_pair(target=config.pair.target, draft=config.pair.draft)
+    pair = load_pair(target=config.pair.target, draft=config.pair.draft, dtype="float32")
     for block_size in (2, 4):
         runs = [
             list(

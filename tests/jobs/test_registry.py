@@ -1,6 +1,7 @@
 """The registry against a real sqlite store, and the rule of promotion."""
 
 import dataclasses
+import json
 import os
 import shutil
 import traceback
@@ -18,14 +19,15 @@ from helpers.servers import free_port
 from helpers.stores import NUM_CREATORS
 from jobs.common.ray_train import MetricLog
 from jobs.common.registry import HeldOut, Registry, Version, model_name, tracking_uri
-from jobs.promote import PromoteConfig
+from jobs.promote import MIN_PROMPTS, PromoteConfig
 from jobs.promote import run as promote
 from jobs.serving.champions import ChampionWatch
+from jobs.training.config import TrainConfig
 
 TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
 MODEL = "blockpilot-smollm2-135m-instruct"
 PAIR = PairId(TARGET, "1", "draft", "2")
-GOOD = HeldOut(3.0, 2.8, 30.0, 28.0, 1.02, 1.12)
+GOOD = HeldOut(3.0, 2.8, 30.0, 28.0, 1.02, 1.12, num_prompts=MIN_PROMPTS)
 ROOT = Path(__file__).parents[2]
 
 
@@ -89,6 +91,16 @@ def test_a_password_in_the_stores_address_is_told_nobody(monkeypatch: pytest.Mon
     watch = ChampionWatch(MODEL, address, Path("nowhere"), 1.0, lambda directory, number: None)
     assert "a-secret" not in watch.error
     assert "***@127.0.0.1" in watch.error
+
+
+def test_logged_settings_hold_no_secrets(registry: Registry) -> None:
+    """As they are written beside a result, too."""
+    config = TrainConfig(sweep=("s3://KEY:SECRET@bucket/sweep", "https://host/b?X-Amz-Signature=SECRET"))
+    assert "SECRET" not in json.dumps(config.recorded())
+    with registry.log_run("train") as run:
+        run.log_params(config.model_dump(mode="json"))
+    logged = registry._client.get_run(run.id).data.params["sweep"]
+    assert logged == "['s3://***@bucket/sweep', 'https://host/b?X-Amz-Signature=***']"
 
 
 def test_model_name() -> None:
@@ -278,7 +290,11 @@ def beside(champion: int, low: float, high: float, figures: HeldOut = GOOD) -> H
     [
         (None, "no held-out figures; run jobs/evaluate.py on it first"),
         (
-            HeldOut(3.0, 2.8, 27.0, 28.0, 0.9, 0.99),
+            dataclasses.replace(GOOD, num_prompts=MIN_PROMPTS - 1),
+            "measured on 11 held-out prompts, at least 12 are needed; run jobs/evaluate.py on more",
+        ),
+        (
+            dataclasses.replace(GOOD, policy_speed=27.0, speed_ratio_low=0.9, speed_ratio_high=0.99),
             "slower than the best fixed block size on held-out prompts, 0.964 (0.900 to 0.990) of its speed",
         ),
     ],
@@ -293,7 +309,7 @@ def test_the_first_champion_earns_it_too(registry: Registry, figures: HeldOut | 
 def test_the_first_champion_may_be_as_fast_as_the_best_fixed_block_size(
     registry: Registry, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    register(registry, 1, HeldOut(3.0, 2.8, 27.9, 28.0, 0.95, 1.0))
+    register(registry, 1, dataclasses.replace(GOOD, policy_speed=27.9, speed_ratio_low=0.95, speed_ratio_high=1.0))
     result = promote(PromoteConfig())
     assert result.promoted
     assert capsys.readouterr().out == f"promote: {MODEL} version 1 is the champion: the first of its model\n"
@@ -306,7 +322,9 @@ def test_the_first_champion_may_be_as_fast_as_the_best_fixed_block_size(
     [
         (None, "no held-out figures"),
         (
-            beside(1, 1.1, 1.3, HeldOut(3.0, 2.8, 27.0, 28.0, 0.9, 0.99)),
+            beside(
+                1, 1.1, 1.3, dataclasses.replace(GOOD, policy_speed=27.0, speed_ratio_low=0.9, speed_ratio_high=0.99)
+            ),
             "slower than the best fixed block size on held-out prompts, 0.964 (0.900 to 0.990) of its speed",
         ),
         (GOOD, "not measured beside champion version 1; run jobs/evaluate.py on it again"),
@@ -354,7 +372,9 @@ def test_the_champion_of_another_pair_does_not_stand_in_the_way(registry: Regist
     promote(PromoteConfig())
     register(registry, 2, None, other)
     assert "no held-out figures" in promote(PromoteConfig()).reason
-    register(registry, 3, HeldOut(3.0, 2.8, 27.0, 28.0, 0.9, 0.99), other)
+    register(
+        registry, 3, dataclasses.replace(GOOD, policy_speed=27.0, speed_ratio_low=0.9, speed_ratio_high=0.99), other
+    )
     assert "slower than the best fixed block size" in promote(PromoteConfig()).reason
     register(registry, 4, GOOD, other)
     assert promote(PromoteConfig()).promoted

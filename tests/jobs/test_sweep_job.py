@@ -51,7 +51,7 @@ def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config(tiny_pair_dirs: tuple[Path, Path], prompt_file: Path, tmp_path: Path) -> SweepConfig:
     target, draft = tiny_pair_dirs
     return SweepConfig(
-        pair=PairConfig(target=str(target), draft=str(draft)),
+        pair=PairConfig(target=str(target), draft=str(draft), dtype="float32"),
         prompts=(str(prompt_file),),
         candidates=CANDIDATES,
         prompts_per_shard=2,
@@ -66,7 +66,7 @@ def command(config: SweepConfig) -> list[str]:
     assert config.pair.target is not None
     assert config.pair.draft is not None
     return [
-        *("--target", config.pair.target, "--draft", config.pair.draft),
+        *("--target", config.pair.target, "--draft", config.pair.draft, "--dtype", "float32"),
         *("--prompts", *config.prompts, "--candidates", *map(str, CANDIDATES)),
         *("--max-new-tokens", "24", "--temperature", "0.7", "--seed", "3", "--prompts-per-shard", "2"),
         *("--output", config.output, "--max-attempts", "2", "--price-rows", "0"),
@@ -302,7 +302,7 @@ def test_a_retrained_draft_of_the_same_name_is_another_sweep(
 ) -> None:
     draft = tmp_path / "draft"
     shutil.copytree(tiny_pair_dirs[1], draft)
-    pair = PairConfig(target=str(tiny_pair_dirs[0]), draft=str(draft))
+    pair = PairConfig(target=str(tiny_pair_dirs[0]), draft=str(draft), dtype="float32")
     config = opened.config.model_copy(update={"pair": pair})
     shards, folder = open_sweep(config)
     opened._replace(folder=folder).write(*shards)

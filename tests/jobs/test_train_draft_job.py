@@ -221,7 +221,7 @@ def test_a_killed_worker_changes_nothing(
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], weight.to(found[name].dtype)) for name, weight in expected.items())
     assert logged_losses(tmp_path / "mlflow.db") == pytest.approx(losses)
-    pair = load_pair(target=training.target, draft=str(training.output / "draft"))
+    pair = load_pair(target=training.target, draft=str(training.output / "draft"), dtype="float32")
     assert pair.block_size == 4
     assert "tau at T=0" in job.log
 

@@ -21,6 +21,7 @@ from blockpilot.policy.store import load_policy
 from blockpilot.policy.training import Fit, FitSettings, FitTask, fitted_network, new_network, predict, shrink
 from blockpilot.sweep.rows import Metadata, SweepRow, write_rows
 from blockpilot.sweep.summary import Summary
+from helpers.leases import take_over
 from helpers.prices import price
 from helpers.processes import Job, descendants
 from helpers.sweeps import CANDIDATES, NUM_PLACES, PAIR, VOCAB_SIZE, metadata, synthetic_rows
@@ -595,3 +596,22 @@ def test_a_policy_without_a_gain_takes_the_best_fixed_size_at_every_load(tmp_pat
     expected = data.task.taus(predict(network, training))
     torch.testing.assert_close(expected, training.taus.mean(dim=0).expand_as(expected), rtol=1e-2, atol=1e-2)
     assert len(data.task.chosen(predict(network, training)).unique()) == 1
+
+
+def test_a_driver_that_lost_its_lease_saves_no_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another driver takes the output over while Ray Train works."""
+    write_sweep(tmp_path / "sweep", synthetic_rows(40, 0))
+    output = tmp_path / "policy"
+
+    def train(*_: object) -> tuple[dict[str, object], dict[str, float]]:
+        take_over(output)
+        return {}, {}
+
+    for name in ("connect", "scaling_config"):
+        monkeypatch.setattr(f"jobs.train.{name}", lambda *_, **__: None)
+    monkeypatch.setattr("jobs.train.train", train)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="process id 7 on elsewhere has taken over; this driver stops"):
+        run(TrainConfig(sweep=(str(tmp_path / "sweep"),), objective="tau", output=output))
+    assert not (output / "policy.json").exists()
+    assert (output / "train" / "examples").exists()  # they are the new driver's now

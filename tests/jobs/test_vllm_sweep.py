@@ -7,14 +7,38 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
-from blockpilot.control.cost import Load, read_price
+from blockpilot.control.cost import PRICE_FILE, Load, read_price
+from blockpilot.drafts.eagle3_checkpoint import save_eagle3
+from blockpilot.pairs.checkpoints import find_target
+from blockpilot.pairs.loading import Pair
+from blockpilot.prompts.files import Message, Prompt
+from blockpilot.sweep.rows import write_rows
+from blockpilot.sweep.sweep import sweep_prompts
+from helpers.eagle3 import random_eagle3
 from helpers.prices import price
-from helpers.sweeps import read_sweep
+from helpers.sweeps import metadata, read_sweep
+from helpers.tiny import tiny_target
+from jobs.common.config import PairConfig
+from jobs.export import ExportConfig
+from jobs.export import run as run_export
 from jobs.sweep import SweepConfig, run
-from jobs.sweeping.vllm_worker import emitted_by_step, price_of_steps, timed_mixtures
+from jobs.sweeping.vllm_engine import VllmPair
+from jobs.sweeping.vllm_worker import batch_sizes, emitted_by_step, price_of_steps
 
 ROOT = Path(__file__).parents[2]
+DECODE = """
+import json, sys
+from vllm import LLM, SamplingParams
+
+options = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "enforce_eager": True}
+with open(sys.argv[2]) as file:
+    engine = LLM(sys.argv[1], speculative_config=json.load(file), **options)
+sampling = SamplingParams(temperature=0, max_tokens=16, detokenize=False)
+(found,) = engine.generate([{"prompt_token_ids": json.loads(sys.argv[3])}], sampling, use_tqdm=False)
+print("\\n" + json.dumps(list(found.outputs[0].token_ids)))
+"""
 
 
 @pytest.mark.parametrize(
@@ -33,20 +57,36 @@ def test_tokens_of_steps_add_up_to_the_answer(num_tokens: int, accepted: list[in
 
 
 def test_price_is_that_of_the_steps() -> None:
-    true = price(base_s=0.01, row_s=0.001, launch_s=0.002, slot_s=0.0002, token_s=0.0005)
-    loads = [
-        Load(rows, rows * (max(sizes) - 1), sum(sizes) - rows) for rows in (1, 4) for sizes in timed_mixtures(rows, 8)
-    ]
-    assert len(set(loads)) == len(loads)
-    seconds = [true.seconds(load) for load in loads]
-    slow = [json.dumps([*load, 5.0]) for load in loads]
-    lines = [json.dumps([*load, s]) for load, s in zip(loads, seconds, strict=True) for _ in range(3)] + slow
-    found = price_of_steps(lines, price(rows=4))
-    for load, s in zip(loads, seconds, strict=True):
-        assert found.seconds(load) == pytest.approx(s, rel=1e-3)
+    true = price(base_s=0.01, row_s=0.001, launch_s=0.002, token_s=0.0005)
+    loads = [Load(rows, rows * num, rows * num) for rows in batch_sizes(6) for num in (0, 3, 7)]
+    timed = {load: true.seconds(load) for load in loads}
+    found = price_of_steps(timed | {Load(5, 5, 5): -0.1}, price(rows=6))  # below 0: nothing but timing noise
+    for load, seconds in timed.items():
+        assert found.seconds(load) == pytest.approx(seconds, rel=1e-3)
     assert found.error < 1e-3
-    with pytest.raises(ValueError, match="1 loads with 3 steps: too few"):
-        price_of_steps(lines[:3], price())
+    assert found.rows == 6
+    with pytest.raises(ValueError, match="3 loads: too few for the price of a step"):
+        price_of_steps(dict(list(timed.items())[:3]), price())
+
+
+@pytest.mark.parametrize(("most", "sizes"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
+def test_batches_are_timed_by_powers_of_two(most: int, sizes: list[int]) -> None:
+    assert batch_sizes(most) == sizes
+
+
+def test_a_pair_is_known_without_its_weights(tiny_pair_dirs: tuple[Path, Path], tiny_pair: Pair) -> None:
+    target, draft = map(str, tiny_pair_dirs)
+    found = VllmPair.of(PairConfig(target=target, draft=draft, dtype="float32"))
+    for name in ("id", "vocab_size", "block_size"):
+        assert getattr(found, name) == getattr(tiny_pair, name), name
+    assert found.tokenizer.decode([70, 71]) == tiny_pair.tokenizer.decode([70, 71])
+
+
+def test_a_draft_of_another_family_is_refused_by_name(tiny_pair_dirs: tuple[Path, Path], tmp_path: Path) -> None:
+    draft = random_eagle3(tiny_target().config, torch.arange(5, 105), block_size=6)
+    save_eagle3(draft, tmp_path, dtype=torch.float32)
+    with pytest.raises(ValueError, match="eagle3; by vLLM only DFlash drafts are swept"):
+        VllmPair.of(PairConfig(target=str(tiny_pair_dirs[0]), draft=str(tmp_path)))
 
 
 def test_vllm_cannot_replay(tmp_path: Path) -> None:
@@ -87,3 +127,20 @@ def test_a_sweep_by_vllm_gives_what_this_engine_decodes(tmp_path: Path) -> None:
         assert row.num_steps[0] == len(row.output_tokens) - 1
     assert theirs.metadata.pair == ours.metadata.pair
     assert read_price(tmp_path / "vllm" / "price.json").pair == ours.metadata.pair
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_vllm_takes_the_exported_file_and_keeps_its_text(embedded_pair: Pair, tmp_path: Path) -> None:
+    """A schedule of several numbers of drafted tokens, 0 among them."""
+    prompts = [Prompt("questions", (Message("user", text),)) for text in ("List five colours.", "Who was Newton?")]
+    swept = sweep_prompts(embedded_pair, prompts, (1, 4, 8), max_new_tokens=16)
+    known = metadata(pair=embedded_pair.id, vocab_size=embedded_pair.vocab_size, candidates=[1, 4, 8])
+    write_rows(tmp_path / "rows" / "part-0.parquet", swept.rows, known)
+    (tmp_path / PRICE_FILE).write_text(price(pair=embedded_pair.id, rows=8, token_s=0.1).to_json())
+    file = run_export(ExportConfig(sweep=str(tmp_path), output=tmp_path)).file
+    assert len(json.loads(file.read_text())["num_speculative_tokens_per_batch_size"]) > 1
+    ids = prompts[0].encode(embedded_pair.tokenizer)
+    target = find_target(embedded_pair.id.target).directory
+    command = [sys.executable, "-c", DECODE, target, file, json.dumps(ids)]
+    found = subprocess.run(command, check=True, cwd=tmp_path, stdout=subprocess.PIPE, text=True).stdout
+    assert json.loads(found.splitlines()[-1]) == swept.rows[0].output_tokens

@@ -48,9 +48,12 @@ MODELS = {
     "llama 3": lambda: llama(rope_parameters=LLAMA3),
     "one query for every key": lambda: llama(num_key_value_heads=4),
     "qwen3": qwen3,
-    "llama, in C": lambda: llama(head_dim=32),
-    "qwen3, in C": lambda: qwen3(head_dim=64),
+    "llama, nothing padded": lambda: llama(head_dim=32),
+    "llama, all padded": lambda: llama(head_dim=10, hidden_size=44, intermediate_size=50, vocab_size=265),
+    "qwen3, nothing padded": lambda: qwen3(head_dim=64),
     "qwen3_moe": qwen3_moe,
+    "qwen3_moe, all padded": lambda: qwen3_moe(head_dim=10, hidden_size=44, moe_intermediate_size=20, vocab_size=265),
+    "qwen3_moe, weights of experts that sum to 1": lambda: qwen3_moe(norm_topk_prob=True),
     "qwen3_moe with a dense layer": lambda: qwen3_moe(mlp_only_layers=[1]),
 }
 
@@ -61,7 +64,7 @@ MODELS = {
 def test_computes_what_the_model_does(name: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits, and features of layers in any order; the model itself stays one to call."""
     if not packed:
-        monkeypatch.setattr(kernels, "native_product", lambda weight, bias: None)
+        monkeypatch.setattr(kernels, "native_product", lambda *_, **__: None)
     torch.manual_seed(0)
     model = MODELS[name]().eval().requires_grad_(False)
     stock = copy.deepcopy(model)
@@ -73,6 +76,10 @@ def test_computes_what_the_model_does(name: str, packed: bool, monkeypatch: pyte
     features = torch.cat([expected.hidden_states[i + 1] for i in (2, 0)], dim=-1)
     torch.testing.assert_close(scored.features, features, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(model(tokens).logits, expected.logits, rtol=1e-4, atol=1e-4)
+    state = model.state_dict()
+    assert {name: weight.equal(state[name]) for name, weight in stock.state_dict().items()} == dict.fromkeys(
+        state, True
+    )
 
 
 @torch.inference_mode()

@@ -51,7 +51,7 @@ def filled(cache: SlotCache) -> SlotCache:
 @pytest.fixture(params=["torch", "native"])
 def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "torch":
-        monkeypatch.setattr(kernels, "native_product", lambda weight, bias: None)
+        monkeypatch.setattr(kernels, "native_product", lambda *_, **__: None)
 
 
 def boxed(cache: SlotCache) -> SlotCache:
@@ -173,7 +173,7 @@ def test_a_controller_hears_of_new_graphs(tiny_pair: Pair) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_cuda_graphs_emit_the_same_text(tiny_pair_dirs: tuple[str, str], temperature: float) -> None:
-    pair = load_pair(target=str(tiny_pair_dirs[0]), draft=str(tiny_pair_dirs[1]), device="cuda")
+    pair = load_pair(target=str(tiny_pair_dirs[0]), draft=str(tiny_pair_dirs[1]), device="cuda", dtype="float32")
     graphs = Graphs(torch.device("cuda"))
     assert texts(pair, temperature, graphs) == texts(pair, temperature, None)
     assert len(graphs) > 4

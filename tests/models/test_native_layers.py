@@ -2,14 +2,14 @@
 
 import random
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
@@ -22,32 +22,42 @@ from blockpilot.native.library import library_for
 
 CPU, LENGTH, SLOTS = torch.device("cpu"), 140, 7
 DTYPES = [torch.float32, torch.bfloat16]
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.05}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.1}
 SHAPE = {"hidden_size": 96, "intermediate_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2}
-KINDS = {"llama": (LlamaDecoderLayer, LlamaConfig), "qwen3": (Qwen3DecoderLayer, Qwen3Config)}
+KINDS: dict[str, tuple[Any, Any]] = {
+    "llama": (LlamaDecoderLayer, LlamaConfig),
+    "qwen3": (Qwen3DecoderLayer, Qwen3Config),
+    "qwen3_moe": (Qwen3MoeDecoderLayer, Qwen3MoeConfig),
+}
+EXPERTS = {"num_experts": 7, "moe_intermediate_size": 40, "mlp_only_layers": [1]}
 
 
 class Model(NamedTuple):
     """Both forms of layers of the same random weights."""
 
-    config: LlamaConfig | Qwen3Config
+    config: PretrainedConfig
     native: NativeLayers
     torch: DecoderLayers
 
 
-def model_of(kind: str, dtype: torch.dtype, *, groups: int = 3, dim: int = 32, bias: bool = False) -> Model:
+def model_of(
+    kind: str, dtype: torch.dtype, *, groups: int = 3, dim: int = 32, bias: bool = False, hidden: int = 96
+) -> Model:
     if library_for(dtype, CPU) is None:
         pytest.skip("no compiler, or no CPU for it")
     torch.manual_seed(0)
     layer_class, config_class = KINDS[kind]
     shape = {**SHAPE, "num_attention_heads": 2 * groups, "head_dim": dim, "num_hidden_layers": 3}
-    config = config_class(**shape, attention_bias=bias)
+    shape |= {"hidden_size": hidden, "attention_bias": bias}
+    if kind == "qwen3_moe":  # all are chosen where scores are rounded to few numbers, of which many are equal
+        shape |= EXPERTS | {"num_experts_per_tok": 3 if dtype == torch.float32 else EXPERTS["num_experts"]}
+    config = config_class(**shape)
     config._attn_implementation = "eager"
     modules = [layer_class(config, i).to(dtype) for i in range(3)]
     for module in modules:
         for parameter in module.parameters():
             nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.1)
-    norm = torch.rand(96).to(dtype)
+    norm = torch.rand(hidden).to(dtype)
     layers = layers_of(modules, norm, config)
     assert isinstance(layers, NativeLayers)
     return Model(config, layers, DecoderLayers([LayerWeights(module, config) for module in modules], norm, config))
@@ -65,19 +75,20 @@ class Work(NamedTuple):
     kept: Tensor
     """Keys and values that the cache has before."""
 
-    def run(self, layers: DecoderLayers, config: LlamaConfig | Qwen3Config) -> tuple[Tensor, Tensor, SlotCache]:
-        cache = SlotCache(config, SLOTS, LENGTH, self.hidden.dtype, CPU)
-        cache.layers.copy_(self.kept)
+    def run(self, layers: DecoderLayers, config: PretrainedConfig) -> tuple[Tensor, Tensor, Tensor]:
+        """Hidden states, features, and what the cache has after."""
+        cache = SlotCache(config, SLOTS, LENGTH, self.hidden.dtype, CPU, halves=layers.halves)
+        cache.layers.copy_(layers.halves.pad(self.kept))
         view = self.view(cache)
         normed, features = layers(self.hidden.clone(), self.rotary, view, self.masks, (0, 2, 1))
-        return normed, features, cache
+        return normed, features, cache.unpadded(LENGTH)
 
     def view(self, cache: SlotCache) -> SlotView:
         return cache.view(self.slots, self.packing.columns, self.rows, self.packing.length)
 
 
 def work_of(
-    config: LlamaConfig | Qwen3Config, dtype: torch.dtype, parts: Sequence[Sequence[int]], seed: int, dim: int = 32
+    config: PretrainedConfig, dtype: torch.dtype, parts: Sequence[Sequence[int]], seed: int, dim: int = 32
 ) -> Work:
     """Rows of these widths, in parts. Tokens see a random half of their rows' columns, in layers 0 and 2 the same."""
     torch.manual_seed(seed)
@@ -91,7 +102,15 @@ def work_of(
     kinds = [[Mask(p, _half(p), groups, dtype) for p in packings] for _ in range(2)]
     rotary = Rotary(*torch.randn(2, num, 1, dim).to(dtype))
     kept = torch.randn(3, 2, SLOTS, 2, LENGTH, dim).to(dtype)
-    return Work(torch.randn(num, 96).to(dtype), rotary, packing, [kinds[0], kinds[1], kinds[0]], slots, rows, kept)
+    return Work(
+        torch.randn(num, config.hidden_size).to(dtype),
+        rotary,
+        packing,
+        [kinds[0], kinds[1], kinds[0]],
+        slots,
+        rows,
+        kept,
+    )
 
 
 def _half(packing: Packing) -> Tensor:
@@ -114,24 +133,25 @@ def close(found: Tensor, expected: Tensor) -> bool:
     parts=st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=3), min_size=1, max_size=2),
     seed=st.integers(0, 99),
     groups=st.sampled_from([1, 2, 3, 4, 6]),
-    dim=st.sampled_from([32, 64, 128]),
+    dim=st.sampled_from([12, 16, 32, 48, 64, 128]),
     bias=st.booleans(),
+    hidden=st.sampled_from([72, 96]),
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers(
-    kind: str, dtype: torch.dtype, parts: list[list[int]], seed: int, groups: int, dim: int, bias: bool
+    kind: str, dtype: torch.dtype, parts: list[list[int]], seed: int, groups: int, dim: int, bias: bool, hidden: int
 ) -> None:
     """Rows of any widths, in parts, to keys and values of any slots, alike in all that is stored, found and kept."""
-    model = model_of(kind, dtype, groups=groups, dim=dim, bias=bias)
+    model = model_of(kind, dtype, groups=groups, dim=dim, bias=bias, hidden=hidden)
     work = work_of(model.config, dtype, parts, seed, dim)
     normed, features, cache = work.run(model.native, model.config)
     expected, expected_features, expected_cache = work.run(model.torch, model.config)
     assert close(normed, expected)
     assert close(features, expected_features)
-    assert features[:, 96:192].equal(normed)
-    assert close(cache.layers, expected_cache.layers)
-    touched = (cache.layers != work.kept).any(dim=-1)
+    assert features[:, hidden : 2 * hidden].equal(normed)
+    assert close(cache, expected_cache)
+    touched = (cache != work.kept).any(dim=-1)
     own = torch.zeros(SLOTS, LENGTH, dtype=torch.bool)
     own[work.slots, work.packing.columns] = True
     assert touched.any(dim=3).any(dim=1)[0].equal(own)
@@ -156,11 +176,13 @@ def test_keys_and_values_without_queries(kind: str, dtype: torch.dtype, num: int
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dim", [12, 32])
 @pytest.mark.parametrize("spoilt", [torch.nan, torch.inf])
-def test_a_row_is_the_same_beside_any_others(dtype: torch.dtype, spoilt: float) -> None:
+def test_a_row_is_the_same_beside_any_others(kind: str, dtype: torch.dtype, dim: int, spoilt: float) -> None:
     """To the bit: alone, and beside rows of NaN and infinity, by any number of threads."""
-    model = model_of("qwen3", dtype)
-    work = work_of(model.config, dtype, [[3, 9, 5]], 1)
+    model = model_of(kind, dtype, dim=dim)
+    work = work_of(model.config, dtype, [[3, 9, 5]], 1, dim)
     before, found = torch.get_num_threads(), []
     hidden = work.hidden.clone()
     hidden[:3], hidden[12:] = spoilt, spoilt
@@ -183,15 +205,16 @@ def test_a_row_is_the_same_beside_any_others(dtype: torch.dtype, spoilt: float) 
 @settings(deadline=None, max_examples=30)
 @given(stretches=st.integers(1, 3), left=st.integers(1, 8), seed=st.integers(0, 999), num=st.integers(12, 24))
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
 def test_a_token_of_a_tree_is_that_of_its_text(
-    dtype: torch.dtype, stretches: int, left: int, seed: int, num: int
+    kind: str, dtype: torch.dtype, stretches: int, left: int, seed: int, num: int
 ) -> None:
     """To the bit, wherever what it follows lies among other branches, and one token at a time.
 
     Anchors lie before the end of a stretch of columns, which tiles take at once.
     """
     anchor = 32 * stretches - left
-    model = model_of("llama", dtype)
+    model = model_of(kind, dtype)
     choice = random.Random(seed)
     parents = [choice.choice([i, i, choice.randint(0, i)]) for i in range(num)]
     tree = Packing([1 + num], [anchor], CPU, [parents])
@@ -231,15 +254,7 @@ def test_nothing_is_written_outside_the_cache(place: tuple[int, int]) -> None:
     assert not cache.layers.any()
 
 
-def test_torch_where_layers_do_not_fit() -> None:
-    """A mixture of experts, sizes that C has no vectors for, a dtype that it does not know."""
-    shape = {**SHAPE, "num_hidden_layers": 1}
-    experts = Qwen3MoeConfig(**shape, head_dim=32, num_experts=2, moe_intermediate_size=32)
-    for layer_class, config, dtype in (
-        (Qwen3MoeDecoderLayer, experts, torch.float32),
-        (LlamaDecoderLayer, LlamaConfig(**shape, head_dim=48), torch.float32),
-        (LlamaDecoderLayer, LlamaConfig(**{**shape, "hidden_size": 48}, head_dim=32), torch.float32),
-        (LlamaDecoderLayer, LlamaConfig(**shape, head_dim=32), torch.float16),
-    ):
-        norm = torch.ones(config.hidden_size, dtype=dtype)
-        assert type(layers_of([layer_class(config, 0).to(dtype)], norm, config)) is DecoderLayers
+def test_torch_where_c_has_no_such_numbers() -> None:
+    config = LlamaConfig(**SHAPE, num_hidden_layers=1, head_dim=32)
+    layer, norm = LlamaDecoderLayer(config, 0).to(torch.float16), torch.ones(96, dtype=torch.float16)
+    assert type(layers_of([layer], norm, config)) is DecoderLayers

@@ -1,8 +1,10 @@
 """Products in C beside those of torch: the same numbers up to rounding, and torch where C cannot be."""
 
 import logging
+import os
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from blockpilot.native import library
-from blockpilot.native.library import library_for
-from blockpilot.native.products import NativeProduct, native_product
+from blockpilot.native.library import library_for, reason_without
+from blockpilot.native.products import NativeProduct, Padding, native_product
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -29,7 +31,10 @@ def close(found: Tensor, expected: Tensor) -> bool:
 @pytest.mark.skipif(not torch.backends.cpu.get_cpu_capability().startswith("AVX"), reason="no such CPU")
 def test_a_machine_with_a_compiler_has_them() -> None:
     assert all(library_for(dtype, CPU) is not None for dtype in DTYPES)
+    assert all(reason_without(dtype, CPU) == "" for dtype in DTYPES)
     assert library_for(torch.float16, CPU) is None
+    assert reason_without(torch.float16, CPU) == "float16"
+    assert reason_without(torch.float32, torch.device("meta")) == "device meta"
     assert library_for(torch.float32, torch.device("meta")) is None
 
 
@@ -42,15 +47,18 @@ def product_of(weight: Tensor, bias: Tensor | None = None) -> NativeProduct:
 
 @settings(deadline=None)
 @given(
-    rows=st.integers(0, 70), inputs=st.integers(1, 9), outputs=st.integers(1, 9), bias=st.booleans(), data=st.data()
+    rows=st.integers(0, 70),
+    inputs=st.integers(1, 290),
+    outputs=st.integers(1, 150),
+    bias=st.booleans(),
+    data=st.data(),
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_products(dtype: torch.dtype, rows: int, inputs: int, outputs: int, bias: bool, data: st.DataObject) -> None:
     """Of any shape as torch makes them; a row's bits are the same among any others, NaN or not, by any threads."""
     torch.manual_seed(rows)
-    weight = torch.randn(16 * outputs, 32 * inputs).div(32 * inputs).to(dtype)
-    x = torch.randn(rows, 32 * inputs).to(dtype)
-    added = torch.randn(16 * outputs).to(dtype) if bias else None
+    weight, x = torch.randn(outputs, inputs).div(inputs).to(dtype), torch.randn(rows, inputs).to(dtype)
+    added = torch.randn(outputs).to(dtype) if bias else None
     product = product_of(weight, added)
     found = product(x)
     assert close(found, functional.linear(x, weight, added))
@@ -76,16 +84,36 @@ def test_products_by_threads(dtype: torch.dtype) -> None:
     assert all(each.equal(found[0]) for each in found)
 
 
-@pytest.mark.parametrize("shape", [(17, 32), (16, 33), (8, 32)])
-def test_torch_where_a_product_has_another_shape(shape: tuple[int, int]) -> None:
-    assert native_product(torch.zeros(shape), None) is None
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("runs", [1, 3])
+def test_padded_products(dtype: torch.dtype, runs: int) -> None:
+    """Runs of inputs and outputs lie apart in the packed weight, with zeros between, and come out side by side."""
+    inputs, outputs = Padding(10, 32), Padding(6, 16)
+    weight, bias = torch.randn(6 * runs, 10 * runs).to(dtype), torch.randn(6 * runs).to(dtype)
+    product = native_product(weight, bias, inputs, outputs)
+    if product is None:
+        pytest.skip("no compiler, or no CPU for it")
+    x = torch.randn(5, 10 * runs).to(dtype)
+    assert (product.linear.inputs, product.linear.outputs) == (32 * runs, 16 * runs)
+    assert close(product(x), functional.linear(x, weight, bias))
+    assert product.unpacked().equal(weight)
+    assert inputs.cut(inputs.pad(x)).equal(x)
+
+
+def test_torch_where_c_has_no_such_numbers() -> None:
     assert native_product(torch.zeros(16, 32, dtype=torch.float64), None) is None
     assert native_product(torch.zeros(16, 32, device="meta"), None) is None
 
 
-@pytest.mark.parametrize("error", [FileNotFoundError(2, "no cc"), subprocess.TimeoutExpired("cc", 60)])
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (FileNotFoundError(2, "no cc"), "no C compiler"),
+        (subprocess.TimeoutExpired("cc", 60), "Command 'cc' timed out after 60 seconds"),
+    ],
+)
 def test_torch_where_there_is_no_compiler(
-    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: Exception, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def failing(*_: object, **__: object) -> None:
         raise error
@@ -96,7 +124,33 @@ def test_torch_where_there_is_no_compiler(
         with caplog.at_level(logging.WARNING):
             for _ in range(3):
                 assert library_for(torch.float32, CPU) is None
+                assert reason_without(torch.float32, CPU) == reason
     finally:
         library._library.cache_clear()
     (line,) = caplog.messages  # once
-    assert line.startswith("decoder layers by torch, which is slower:")
+    assert line.startswith("decoder layers by torch, which is slower, and exact up to rounding: ")
+    assert line.endswith(reason)
+
+
+@pytest.mark.skipif(not torch.backends.cpu.get_cpu_capability().startswith("AVX"), reason="no such CPU")
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("printf '\\377\\376 no' >&2; exit 1", "cc: \ufffd\ufffd no"),
+        ("exit 3", "cc: ended with status 3"),
+    ],
+)
+def test_torch_where_the_compiler_fails(
+    script: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever its message is encoded in, if there is one."""
+    (tmp_path / "cc").write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / "cc").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    library._library.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert library_for(torch.float32, CPU) is None
+    finally:
+        library._library.cache_clear()
+    assert caplog.messages == [f"decoder layers by torch, which is slower, and exact up to rounding: {said}"]

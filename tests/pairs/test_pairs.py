@@ -27,6 +27,8 @@ from blockpilot.drafts.checkpoint import new_draft_config, save_draft
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.eagle3_checkpoint import save_eagle3
 from blockpilot.engine.generate import generate
+from blockpilot.models.decoder import Decoder
+from blockpilot.models.native_layers import NativeLayers
 from blockpilot.pairs import checkpoints, embedded
 from blockpilot.pairs.checkpoints import directory_revision, known_revision
 from blockpilot.pairs.embedded import converted
@@ -69,7 +71,7 @@ def save_pair(model: PreTrainedModel, directory: Path) -> dict[str, str]:
 def test_families_load_and_decode_exactly(family: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SMALL, **OF_FAMILY[family])).eval()
-    pair = load_pair(**save_pair(model, tmp_path))
+    pair = load_pair(**save_pair(model, tmp_path), dtype="float32")
     prompt = torch.randint(0, 250, (1, 9))
     expected = model.generate(prompt, max_new_tokens=16, do_sample=False)[0, 9:].tolist()
     for block_size in (1, 3, 8):
@@ -227,7 +229,7 @@ def test_an_unsupported_family_is_refused(tmp_path: Path, tiny_pair_dirs: tuple[
     Qwen2ForCausalLM(Qwen2Config(**SMALL)).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="target family 'qwen2': supported are llama, qwen3, qwen3_moe"):
-        load_pair(target=str(tmp_path), draft=str(tiny_pair_dirs[1]))
+        load_pair(target=str(tmp_path), draft=str(tiny_pair_dirs[1]), dtype="float32")
 
 
 @pytest.mark.parametrize(
@@ -248,7 +250,7 @@ def test_a_draft_that_does_not_fit_is_refused(
         setattr(config, name, value)
     save_draft(DraftModel(config), tmp_path)
     with pytest.raises(ValueError, match=message):
-        load_pair(target=str(tiny_pair_dirs[0]), draft=str(tmp_path))
+        load_pair(target=str(tiny_pair_dirs[0]), draft=str(tmp_path), dtype="float32")
 
 
 def test_a_revision_changes_with_the_weights(tmp_path: Path) -> None:
@@ -282,7 +284,7 @@ def test_pickled_weights_are_refused(tmp_path: Path, tiny_pair_dirs: tuple[Path,
     (tmp_path / "model.safetensors").unlink()
     torch.save(weights, tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"target .*safetensors"):
-        load_pair(target=str(tmp_path), draft=str(tiny_pair_dirs[1]))
+        load_pair(target=str(tmp_path), draft=str(tiny_pair_dirs[1]), dtype="float32")
 
 
 def test_code_of_a_checkpoint_never_runs(tmp_path: Path, tiny_pair_dirs: tuple[Path, Path]) -> None:
@@ -294,7 +296,7 @@ def test_code_of_a_checkpoint_never_runs(tmp_path: Path, tiny_pair_dirs: tuple[P
     classes = {"AutoConfig": "evil.EvilConfig", "AutoModelForCausalLM": "evil.EvilConfig"}
     (target / "config.json").write_text(json.dumps(config | {"model_type": "evil", "auto_map": classes}))
     with pytest.raises(ValueError, match="evil"):
-        load_pair(target=str(target), draft=str(tiny_pair_dirs[1]))
+        load_pair(target=str(target), draft=str(tiny_pair_dirs[1]), dtype="float32")
     assert not ran.exists()
 
 
@@ -311,7 +313,7 @@ def test_hub_ids_are_pinned_by_a_revision(
         return str(commit)
 
     monkeypatch.setattr(checkpoints, "snapshot_download", download)
-    pair = load_pair(target="some/target@v1.0", draft="some/draft")
+    pair = load_pair(target="some/target@v1.0", draft="some/draft", dtype="float32")
     assert asked == [("some/draft", None), ("some/target", "v1.0")]
     assert pair.id == ("some/target", "0123abcd", "some/draft", "0123abcd")
 
@@ -380,6 +382,16 @@ def test_a_pair_is_loaded_from_paths_in_torchs_dtype(dtype: Any, tiny_pair_dirs:
             load_pair(target=target, draft=draft, **wrong)
 
 
+@pytest.mark.parametrize(("instructions", "dtype"), [("avx512_bf16", "bfloat16"), ("avx2", "float32")])
+def test_by_default_a_pair_has_the_fastest_dtype_that_is_exact_here(
+    instructions: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {instructions: True})
+    pair = load_pair("smollm2-135m")
+    assert pair.target.dtype == pair.draft.dtype == getattr(torch, dtype)
+    assert isinstance(Decoder(pair.target)._layers, NativeLayers)
+
+
 def test_named_pairs_are_the_published_ones() -> None:
     assert NAMED_PAIRS["qwen3-4b"] == ("Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16")
 
@@ -390,7 +402,7 @@ def test_named_pairs_are_the_published_ones() -> None:
 def test_an_eagle3_draft_is_loaded_by_its_architecture(tiny_pair_dirs: tuple[Path, Path], tmp_path: Path) -> None:
     draft = random_eagle3(tiny_target().config, torch.arange(5, 105), block_size=6)
     save_eagle3(draft, tmp_path, dtype=torch.float32)
-    pair = load_pair(target=str(tiny_pair_dirs[0]), draft=str(tmp_path))
+    pair = load_pair(target=str(tiny_pair_dirs[0]), draft=str(tmp_path), dtype="float32")
     assert (pair.block_size, pair.layer_ids, pair.draft.context_size) == (6, (0, 2, 4), 48)
     assert pair.prepared_draft.head.subset is not None
     assert pair.prepared_draft.head.subset.tokens.tolist() == list(range(5, 105))
@@ -416,7 +428,7 @@ def test_other_drafts_are_refused_by_name(
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | changes))
     with pytest.raises(ValueError, match=f"draft .*{message}"):
-        load_pair(target=str(tiny_pair_dirs[0]), draft=str(tmp_path))
+        load_pair(target=str(tiny_pair_dirs[0]), draft=str(tmp_path), dtype="float32")
 
 
 def test_an_eagle3_draft_fits_its_target_or_is_refused(tiny_pair_dirs: tuple[Path, Path], tmp_path: Path) -> None:
@@ -430,4 +442,4 @@ def test_an_eagle3_draft_fits_its_target_or_is_refused(tiny_pair_dirs: tuple[Pat
         ("few", "draft_vocab_size 7: must be at least 8"),
     ):
         with pytest.raises(ValueError, match=message):
-            load_pair(target=str(tiny_pair_dirs[0]), draft=str(tmp_path / name))
+            load_pair(target=str(tiny_pair_dirs[0]), draft=str(tmp_path / name), dtype="float32")

@@ -65,7 +65,7 @@ def test_the_published_configurations_are_understood(name: str, tmp_path: Path) 
 def test_a_published_pair_loads_and_decodes_exactly(name: str, directories: dict[str, tuple[Path, Path]]) -> None:
     target, draft = directories[name]
     assert len(list(target.glob("model-*-of-*.safetensors"))) > 1
-    pair = load_pair(target=target, draft=draft)
+    pair = load_pair(target=target, draft=draft, dtype="float32")
     assert pair.stop_token_ids == {257, *EOS[PUBLISHED[name][0]["model_type"]]}
     assert pair.max_length == PUBLISHED[name][0]["max_position_embeddings"]
     assert pair.block_size == PUBLISHED[name][1]["block_size"]
@@ -82,7 +82,7 @@ def test_a_published_pair_loads_and_decodes_exactly(name: str, directories: dict
 def test_tokens_without_text_add_none(name: str, directories: dict[str, tuple[Path, Path]]) -> None:
     """Rows of the embedding that the tokenizer has no token for are drawn at a high temperature."""
     target, draft = directories[name]
-    pair = load_pair(target=target, draft=draft)
+    pair = load_pair(target=target, draft=draft, dtype="float32")
     requests = [
         Request(PROMPT, 40, Sampling(9.0, seed=1), size, NEVER, ("never",), num_logprobs=5) for size in (1, 4, 8)
     ]
@@ -185,7 +185,7 @@ def test_a_jetspec_head_is_causal(tmp_path: Path, directories: dict[str, tuple[P
     assert isinstance(of_jetspec, DraftModel)
     assert of_dflash.layer_masks(visible, distance)[0].all()
     assert torch.equal(of_jetspec.layer_masks(visible, distance)[0][0, 0], torch.ones(4, 4).tril().bool())
-    pair = load_pair(target=target, draft=draft)
+    pair = load_pair(target=target, draft=draft, dtype="float32")
     texts = [
         [t for step in generate(pair, PROMPT, block_size=n, max_new_tokens=20) for t in step.tokens] for n in (1, 6)
     ]
@@ -242,7 +242,7 @@ def test_no_tokenizer_is_named(
 
 def test_pairs_say_what_they_are(directories: dict[str, tuple[Path, Path]]) -> None:
     target, draft = directories["qwen3-4b"]
-    pair: Pair = load_pair(target=target, draft=draft)
+    pair: Pair = load_pair(target=target, draft=draft, dtype="float32")
     names = f"target={str(target)!r}, draft={str(draft)!r} (dflash, block_size 16)"
     assert repr(pair) == f"Pair({names}, float32 on cpu, max_length 40960)"
     assert repr(Engine(pair)) == f"Engine({pair}, num_slots=8, max_length=2048, 0 active, 0 waiting)"

@@ -58,7 +58,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(folder / "target")
     config = new_draft_config(model.config, num_layers=2, block_size=16, mask_token_id=MASK_ID)
     save_draft(DraftModel(config), folder / "draft")
-    return load_pair(target=str(folder / "target"), draft=str(folder / "draft"))
+    return load_pair(target=str(folder / "target"), draft=str(folder / "draft"), dtype="float32")
 
 
 def test_the_template_closes_the_thinking(pair: Pair) -> None:

@@ -130,8 +130,8 @@ def test_the_demo_holds_prompts_out(tmp_path: Path) -> None:
 def test_the_demo_measures_fast_and_serves_exactly(tmp_path: Path) -> None:
     stages = smollm2_135m.pipeline(DemoConfig(output=tmp_path, port=1234))
     assert (stages.sweep.pair.dtype, stages.evaluate.pair.dtype, stages.serve.pair.dtype) == (
-        "fast",
-        "fast",
+        "auto",
+        "auto",
         "float32",
     )
     assert stages.serve.port == 1234
@@ -172,7 +172,7 @@ def test_the_answer_that_is_asked_for_is_the_targets_own(
     url: str, tiny_pair_dirs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     target, draft = tiny_pair_dirs
-    pair = PairConfig(target=str(target), draft=str(draft))
+    pair = PairConfig(target=str(target), draft=str(draft), dtype="float32")
     answer = smollm2_135m.ask(url, "what?", 20)
     out = capsys.readouterr().out
     assert answer
@@ -190,6 +190,7 @@ def test_a_served_answer_that_is_not_the_targets_own_is_an_error(
     """The check at the end of the demo can fail."""
     monkeypatch.setattr(smollm2_135m, "learn", lambda stages: EvaluateResult([], 6, None, "the table", "run"))
     monkeypatch.setattr(serve, "start", lambda config: "url")
+    monkeypatch.setattr(serve, "what_runs", lambda name: "policy none")
     monkeypatch.setattr(serve, "stop", lambda: None)
     monkeypatch.setattr(smollm2_135m, "ask", lambda *_: "served")
     monkeypatch.setattr(smollm2_135m, "plain_answer", lambda *_: "plain")

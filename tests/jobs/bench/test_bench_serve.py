@@ -29,7 +29,7 @@ def served(pair: Pair, **sizes: int) -> Iterator[tuple[str, EngineLoop]]:
 
 def config(url: str, pair_dirs: tuple[Path, Path], output: Path, **values: Any) -> BenchServeConfig:
     target, draft = map(str, pair_dirs)
-    pair = PairConfig(target=target, draft=draft)
+    pair = PairConfig(target=target, draft=draft, dtype="float32")
     small = {"rounds": 2, "concurrency": (1, 3), "max_tokens": 16, "requests_per_client": 2, "prompts": ("demo",)}
     return BenchServeConfig(url=url, pair=pair, output=output, **small | values)
 

@@ -3,10 +3,13 @@
 import json
 import os
 import select
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from helpers.patience import patient
 from jobs.bench.peers import DecodedBatch, Peer, PeersConfig, measure, peers, run, running, table
 from jobs.common.config import PairConfig
 
@@ -97,5 +100,34 @@ def test_what_a_peer_has_started_ends_with_it(tmp_path: Path) -> None:
     with running(peer, tmp_path / "log"), pytest.raises(BlockingIOError):  # sleep has it open
         os.read(reader, 1)
     assert select.select([reader], [], [], 10)[0]
+    assert os.read(reader, 1) == b""  # nobody has
+    os.close(reader)
+
+
+MEASUREMENT = """
+import sys, time
+from pathlib import Path
+from jobs.bench.peers import Peer, running
+with running(Peer("other", Path(sys.argv[1]), {"threads": 1}), Path(sys.argv[2])):
+    print("stopped", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_peers_that_are_stopped_end_with_a_killed_measurement(tmp_path: Path) -> None:
+    """They and what they have started, as vLLM starts its engine."""
+    program, held = tmp_path / "program", tmp_path / "held"
+    os.mkfifo(held)
+    program.write_text(f"#!/bin/sh\nexec 3> {held}\nsleep 600 &\necho '{{\"ready\": true}}'\ncat > /dev/null\n")
+    program.chmod(0o700)
+    reader = os.open(held, os.O_RDONLY | os.O_NONBLOCK)
+    command = [sys.executable, "-c", MEASUREMENT, str(program), str(tmp_path / "log")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as measurement:
+        assert measurement.stdout is not None
+        assert measurement.stdout.readline() == "stopped\n"
+        with pytest.raises(BlockingIOError):  # sleep has it open
+            os.read(reader, 1)
+        measurement.kill()
+    assert select.select([reader], [], [], patient(10))[0]
     assert os.read(reader, 1) == b""  # nobody has
     os.close(reader)

@@ -26,10 +26,10 @@ from helpers.policies import step_policy, tiny_policy
 from helpers.prices import price
 from jobs.common.registry import Registry, Version, model_name
 from jobs.serving import champions
-from jobs.serving.backends import COMMITTED
 from jobs.serving.champions import ChampionWatch
 from jobs.serving.errors import ApiError
 from jobs.serving.memory import cache_bytes, check_memory
+from jobs.serving.policies import COMMITTED
 from jobs.serving.replica import Replica
 from jobs.serving.schema import ChatRequest, parse
 
@@ -174,6 +174,43 @@ def test_a_champion_that_fails_where_it_decides_is_not_used(
     assert "fails when it is tried" in str(status(replica)["error"])
     assert status(replica)["version"] == first.number
     assert client.post("/v1/chat/completions", json=CHAT).json()["usage"]["block_size"] == 3
+
+
+def test_a_refused_champion_is_tried_once(
+    replica: Replica, registry: Registry, tiny_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the registry has named another; /health says all the time why it is not used."""
+    target, copied = tiny_pair.id.target, []
+    download = Registry.download
+
+    def counted(self: Registry, version: Version, directory: Path) -> Path:
+        copied.append(version.number)
+        return download(self, version, directory)
+
+    monkeypatch.setattr(Registry, "download", counted)
+    first = crown(registry, tmp_path, tiny_pair.id, target, (3,))
+    replica.reconfigure(following(registry, tmp_path / "copies"))
+    watch = replica.policy.watch
+    assert watch is not None
+    refused = crown(registry, tmp_path, tiny_pair.id._replace(draft_revision="0123abcd"), target, (5,))
+    store, kept = tmp_path / "mlflow.db", (tmp_path / "mlflow.db").read_bytes()
+    for _ in range(3):
+        watch.look()
+        assert "0123abcd" in str(status(replica)["error"])
+    store.write_bytes(b"no database at all" * 1000)
+    watch.look()
+    assert "mlflow.db" in str(status(replica)["error"])
+    store.write_bytes(kept)
+    watch.look()
+    assert "0123abcd" in str(status(replica)["error"])
+    assert copied == [first.number, refused.number]
+    registry.set_champion(first)
+    watch.look()
+    assert (status(replica)["version"], status(replica)["error"]) == (first.number, None)
+    registry.set_champion(refused)
+    watch.look()
+    assert "0123abcd" in str(status(replica)["error"])
+    assert copied == [first.number, refused.number, refused.number]
 
 
 def test_whatever_a_look_meets_the_watch_goes_on(registry: Registry, tiny_pair: Pair, tmp_path: Path) -> None:
@@ -326,7 +363,7 @@ def timed(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(replica.loop.num_in_flight)
         return measure_price(*arguments)
 
-    monkeypatch.setattr("jobs.serving.backends.measure_price", timing)
+    monkeypatch.setattr("jobs.serving.policies.measure_price", timing)
     return found
 
 

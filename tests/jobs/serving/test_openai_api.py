@@ -79,6 +79,7 @@ def test_models_and_health(client: TestClient, tiny_pair: Pair) -> None:
     assert found["step_price_s"]["base_s"] > 0
     assert found["accepted_over_expected"] is None
     assert found["backed_off"] is False
+    assert found["exactness"].split(":")[0] in ("bit for bit", "up to rounding")
 
 
 def test_health_tells_what_came_of_the_policys_forecasts(
@@ -261,6 +262,7 @@ BAD_FIELDS: list[tuple[JsonObject, int, str | None]] = [
     ({"seed": -(2**63) - 1}, 400, "seed"),
     ({"seed": 1.5}, 400, "seed"),
     ({"stop": ["a"] * 17}, 400, "stop"),
+    ({"stop": "x" * 4097}, 400, "stop.0"),
     ({"stop": [""]}, 400, "stop.0"),
     ({"stop": [1]}, 400, "stop.0"),
     ({"block_size": 0}, 400, "block_size"),

@@ -23,11 +23,12 @@ from helpers.processes import Job, listeners
 from helpers.servers import ROOT, Server, free_port, serving
 from jobs import serve
 from jobs.bench.http_load import Clients, Received
-from jobs.common.config import ConfigError, PairConfig, Resources, main
+from jobs.common.cluster import num_cores
+from jobs.common.config import ConfigError, PairConfig, main
 from jobs.common.registry import Registry, model_name
 from jobs.serve import ServeConfig, build_app, run
 from jobs.serving.keys import ApiKeys, api_keys
-from jobs.serving.models import ModelConfig, find_policy, models_by_name
+from jobs.serving.models import ModelConfig, ReplicaResources, find_policy, models_by_name
 
 CHAT = {"messages": [{"role": "user", "content": "Once"}], "model": "target", "temperature": 0}
 
@@ -39,7 +40,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy i
 @pytest.fixture
 def pair_config(tiny_pair_dirs: tuple[Path, Path]) -> PairConfig:
     target, draft = tiny_pair_dirs
-    return PairConfig(target=str(target), draft=str(draft))
+    return PairConfig(target=str(target), draft=str(draft), dtype="float32")
 
 
 def write_policy(directory: Path, pair_id: PairId, vocab_size: int = 260) -> Path:
@@ -126,7 +127,7 @@ def server(tiny_pair_dirs: tuple[Path, Path], tmp_path: Path) -> Iterator[Server
     target, draft = map(str, tiny_pair_dirs)
     port = free_port()
     settings = ["--policy", "3", "--port", str(port), "--num-slots", "4"]
-    command = [str(ROOT / "jobs/serve.py"), "--target", target, "--draft", draft, *settings]
+    command = [str(ROOT / "jobs/serve.py"), "--target", target, "--draft", draft, "--dtype", "float32", *settings]
     with serving(command, tmp_path, port) as server:
         yield server
 
@@ -195,7 +196,7 @@ def ipv6_server(tiny_pair_dirs: tuple[Path, Path], tmp_path: Path) -> Iterator[S
     target, draft = map(str, tiny_pair_dirs)
     port = free_port()
     settings = ["--policy", "3", "--host", "[::1]", "--port", str(port), "--num-slots", "2"]
-    command = [str(ROOT / "jobs/serve.py"), "--target", target, "--draft", draft, *settings]
+    command = [str(ROOT / "jobs/serve.py"), "--target", target, "--draft", draft, "--dtype", "float32", *settings]
     with serving(command, tmp_path, port, host="[::1]") as server:
         yield server
 
@@ -242,7 +243,31 @@ def check_drain(process: Job, client: openai.OpenAI) -> None:
 
 def test_resources_say_how_many_replicas() -> None:
     with pytest.raises(ConfigError, match="num_actors"):
-        ServeConfig(policy="8", resources=Resources(num_actors=0))
+        ServeConfig(policy="8", resources=ReplicaResources(num_actors=0))
+
+
+def test_replicas_share_the_cores_of_a_machine_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(serve, "num_cores", lambda: 8)
+    one, three = ModelConfig(), ModelConfig(resources=ReplicaResources(num_actors=2), max_replicas=3)
+    asked = ModelConfig(resources=ReplicaResources(num_cpus=2))
+    assert serve.replica_cpus(one, (one,), alone=True) == (8, "all 8 cores of this machine")
+    assert serve.replica_cpus(one, (one, three), alone=True) == (2, "1/4 of the 8 cores of this machine")
+    assert serve.replica_cpus(asked, (asked, three), alone=True) == (2, "num_cpus 2")
+    assert serve.replica_cpus(one, (one, *[three] * 3), alone=True).num == 1  # more replicas than cores
+    assert serve.replica_cpus(one, (one,), alone=False) == (1, "one core of a cluster")
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    assert serve.replica_cpus(one, (one,), alone=True) == (1, "one core of a cluster")
+
+
+@pytest.mark.ray
+def test_health_and_the_first_line_say_what_was_chosen_and_why(server: Server) -> None:
+    """The tiny pair has float32 on any CPU; its server is started without --num-cpus."""
+    (model,) = httpx.get(f"{server.root}/health").json()["models"].values()
+    cores = num_cores()
+    assert (model["dtype"], model["num_threads"]) == ("float32", cores)
+    assert model["chosen"]["num_threads"] == f"all {cores} cores of this machine"
+    assert model["chosen"]["dtype"]
 
 
 # --- settings ---

@@ -1,0 +1,114 @@
+/* SwiGLU, and mixtures of experts whose MLPs are of it, as Qwen3-MoE's.
+ *
+ * A row's experts are summed up in the order of their scores, in float32, whatever the rows beside it ask: it gives the
+ * same bits alone and among others, as products do. Experts are multiplied with all the rows that ask them at once.
+ */
+#include "experts.h"
+
+void swiglu(long rows, long inner, const stored *gate_up, stored *out)
+{
+#pragma omp for
+    for (long row = 0; row < rows; row++)
+        for (long i = 0; i < inner; i += LANES) {
+            lanes gate = load(gate_up + row * 2 * inner + i), up = load(gate_up + (row * 2 + 1) * inner + i);
+            lanes small = exponential(chosen(gate > 0, -gate, gate)); /* at most 1 */
+            lanes silu = gate * chosen(gate > 0, (lanes){0} + 1, small) / (1 + small);
+            store(rounded(silu) * up, out + row * inner + i);
+        }
+}
+
+static float number(const stored *from)
+{
+#ifdef BFLOAT16
+    uint32_t bits = (uint32_t)*from << 16;
+    float found;
+    memcpy(&found, &bits, sizeof found);
+    return found;
+#else
+    return *from;
+#endif
+}
+
+/* The place of the best of scores [num] that is not taken, the first of equal ones; it is taken then. */
+static long take_best(long num, const stored *scores, uint8_t *taken)
+{
+    long best = -1;
+    for (long i = 0; i < num; i++)
+        if (!taken[i] && (best < 0 || number(scores + i) > number(scores + best)))
+            best = i;
+    taken[best] = 1;
+    return best;
+}
+
+/* Scores [num] of a row -> its experts and their weights [chosen], by softmax over all; NaN where a score is NaN. */
+static void route(const struct experts *experts, const stored *scores, int64_t *ids, float *weights)
+{
+    float total = 0, of_chosen = 0;
+    uint8_t taken[experts->num];
+    memset(taken, 0, sizeof taken);
+    for (long i = 0; i < experts->chosen; i++)
+        ids[i] = take_best(experts->num, scores, taken);
+    float top = number(scores + ids[0]);
+    for (long i = 0; i < experts->num; i++)
+        total += expf(number(scores + i) - top);
+    for (long i = 0; i < experts->chosen; i++) {
+        weights[i] = expf(number(scores + ids[i]) - top) / total;
+        of_chosen += weights[i];
+    }
+    for (long i = 0; i < experts->chosen; i++) {
+        lanes weight = (lanes){0} + (experts->normed ? weights[i] / of_chosen : weights[i]);
+        weights[i] = rounded(weight)[0];
+    }
+}
+
+/* Order the pairs of rows and their experts by expert, and share out what is to be multiplied. */
+static void order(const struct experts *experts, long pairs, long hidden, const struct room_of_experts *room,
+                  long threads)
+{
+    long firsts[experts->num + 1], active = 0;
+    memset(firsts, 0, sizeof firsts);
+    for (long pair = 0; pair < pairs; pair++)
+        firsts[room->ids[pair] + 1]++;
+    for (long i = 0; i < experts->num; i++) {
+        long first = firsts[i], rows = firsts[i + 1];
+        firsts[i + 1] += first;
+        if (!rows)
+            continue;
+        room->up[active] = (struct batch){experts->gate_up + i, rows, room->x + first * hidden,
+                                          room->gate_up + first * 2 * experts->inner};
+        room->down[active++] = (struct batch){experts->down + i, rows, room->gated + first * experts->inner,
+                                              room->found + first * hidden};
+    }
+    for (long pair = 0; pair < pairs; pair++)
+        room->places[pair] = firsts[room->ids[pair]]++;
+    share_out(experts->gate_up, active, threads, room->shares + threads);
+    share_out(experts->down, active, threads, room->shares + 2 * threads);
+}
+
+void mix(const struct experts *experts, long rows, long hidden, const stored *x, const struct room_of_experts *room,
+         stored *out, long threads)
+{
+    long num = experts->num, chosen = experts->chosen, pairs = rows * chosen;
+#pragma omp single
+    share_out(&experts->router, 1, threads, room->shares);
+    multiply(&experts->router, rows, x, room->scores, room->shares, threads);
+#pragma omp for
+    for (long row = 0; row < rows; row++)
+        route(experts, room->scores + row * num, room->ids + row * chosen, room->weights + row * chosen);
+#pragma omp single
+    order(experts, pairs, hidden, room, threads);
+#pragma omp for
+    for (long pair = 0; pair < pairs; pair++)
+        memcpy(room->x + room->places[pair] * hidden, x + pair / chosen * hidden, hidden * sizeof(stored));
+    multiply_all(room->up, room->shares + threads, threads);
+    swiglu(pairs, experts->inner, room->gate_up, room->gated);
+    multiply_all(room->down, room->shares + 2 * threads, threads);
+#pragma omp for
+    for (long row = 0; row < rows; row++)
+        for (long i = 0; i < hidden; i += LANES) {
+            lanes sum = {0};
+            for (long pair = row * chosen; pair < (row + 1) * chosen; pair++)
+                sum = fused((lanes){0} + room->weights[pair], load(room->found + room->places[pair] * hidden + i), sum);
+            store(sum, out + row * hidden + i);
+        }
+}

@@ -1,0 +1,27 @@
+/* MLPs of a layer: see experts.c. */
+#include "products.h"
+
+/* A mixture of `num` experts, of which every row asks `chosen`; see models/kernels.py. */
+struct experts {
+    long num, chosen, inner; /* inner: a multiple of 32 */
+    int normed; /* whether the weights of the chosen ones sum to 1 */
+    struct linear router; /* hidden -> num */
+    const struct linear *gate_up, *down; /* [num] */
+};
+
+/* Room for a pass through experts: of `pairs` = rows * chosen, and of `num` experts. */
+struct room_of_experts {
+    stored *scores; /* [rows, num] */
+    float *weights; /* [pairs] */
+    int64_t *ids, *places; /* [pairs]: of experts; of pairs, ordered by expert */
+    stored *x, *gate_up, *gated, *found; /* [pairs, hidden], [pairs, 2, inner], [pairs, inner], [pairs, hidden] */
+    struct batch *up, *down; /* [num] */
+    uint64_t *shares; /* [3, threads] */
+};
+
+/* gate_up [rows, 2, inner] -> silu(gate) * up [rows, inner], rounded where transformers rounds. */
+void swiglu(long rows, long inner, const stored *gate_up, stored *out);
+
+/* x [rows, hidden] -> out [rows, hidden]: all threads of a parallel region call it together. */
+void mix(const struct experts *experts, long rows, long hidden, const stored *x, const struct room_of_experts *room,
+         stored *out, long threads);

@@ -1,0 +1,85 @@
+"""Best fixed block sizes by batch size, against brute force over all of them."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from blockpilot.evaluation.static import PromptTotals, choose_static, ranges
+from helpers.prices import price
+
+SIZES = (2, 4, 8)
+PRICES = st.builds(
+    price,
+    **{name: st.floats(0, 2) for name in ("row_s", "launch_s", "slot_s", "token_s", "tile_s")},
+    is_sequential=st.booleans(),
+)
+
+
+def totals_of(emitted: dict[int, list[int]], steps: dict[int, list[int]]) -> dict[int, PromptTotals]:
+    return {size: PromptTotals(np.array(emitted[size], float), np.array(steps[size], float)) for size in steps}
+
+
+@st.composite
+def acceptance(draw: st.DrawFn) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+    """Tokens and steps of some prompts by block size; a step emits at most the block size."""
+    num = draw(st.integers(2, 5))
+    steps = {size: draw(st.lists(st.integers(1, 20), min_size=num, max_size=num)) for size in SIZES}
+    emitted = {size: [draw(st.integers(n, n * size)) for n in of] for size, of in steps.items()}
+    return emitted, steps
+
+
+@settings(max_examples=200, deadline=None)
+@given(acceptance(), PRICES, st.integers(1, 20))
+def test_every_batch_size_gets_the_block_size_with_the_most_tokens_a_second(
+    swept: tuple[dict[int, list[int]], dict[int, list[int]]], step_price: object, most: int
+) -> None:
+    emitted, steps = swept
+    batch_sizes = range(1, most + 1)
+    chosen = choose_static(totals_of(emitted, steps), step_price, batch_sizes)  # type: ignore[arg-type]
+
+    def tokens_per_s(size: int, rows: int) -> float:
+        tau = 1.0 if size == 1 else sum(emitted[size]) / sum(steps[size])
+        return rows * tau / step_price.chains_s(size, rows)  # type: ignore[attr-defined]
+
+    for rows, choice in zip(batch_sizes, chosen.choices, strict=True):
+        of_all = {size: tokens_per_s(size, rows) for size in (1, *SIZES)}
+        assert of_all[choice.block_size] == pytest.approx(max(of_all.values()))
+        assert choice.speedup.value == pytest.approx(of_all[choice.block_size] / of_all[1])
+        assert choice.over_single.value == pytest.approx(of_all[choice.block_size] / of_all[chosen.single])
+        assert choice.speedup.value >= 1 - 1e-9
+    means = {
+        size: np.mean([np.log(tokens_per_s(size, rows) / tokens_per_s(1, rows)) for rows in batch_sizes])
+        for size in (1, *SIZES)
+    }
+    assert means[chosen.single] == pytest.approx(max(means.values()))
+    by_range = {rows: size for first, last, size in ranges(chosen.choices) for rows in range(first, last + 1)}
+    assert by_range == {choice.batch_size: choice.block_size for choice in chosen.choices}
+
+
+def test_intervals_cover_the_truth_over_prompts() -> None:
+    """Of 200 draws of 40 prompts, about 95% of the intervals of tau hold the tau of all prompts there are."""
+    generator = np.random.default_rng(0)
+    covered = 0
+    for _ in range(200):
+        means = generator.uniform(1, 4, size=40)
+        emitted = [int(n) for n in generator.poisson(means * 30)]
+        choice = choose_static(totals_of({4: emitted}, {4: [30] * 40}), price(), [1]).choices[0]
+        covered += choice.tau.low <= 2.5 <= choice.tau.high
+    assert 180 <= covered <= 198
+
+
+def test_one_prompt_has_no_interval() -> None:
+    with pytest.raises(ValueError, match="1 prompts: intervals need at least 2"):
+        choose_static(totals_of({4: [9]}, {4: [3]}), price(), [1])
+    with pytest.raises(ValueError, match="0 prompts"):
+        choose_static({}, price(), [1])
+
+
+def test_drafting_that_costs_by_the_row_fades_out() -> None:
+    """tau 1.9 and 3.0, and a drafted token that costs 5.8% of a plain step: 3 / (1 + 0.174 r) meets
+    1.9 / (1 + 0.058 r) at 7.02 rows, which meets 1 at 15.5.
+    """
+    totals = totals_of({2: [18, 20], 4: [26, 34]}, {2: [10, 10], 4: [10, 10]})
+    chosen = choose_static(totals, price(token_s=0.058), range(1, 33))
+    assert ranges(chosen.choices) == [(1, 7, 4), (8, 15, 2), (16, 32, 1)]

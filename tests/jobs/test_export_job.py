@@ -1,0 +1,159 @@
+"""The export job on a sweep that is really made here: the file says what the rows and the price say."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from blockpilot.control.cost import PRICE_FILE, StepPrice, read_price
+from blockpilot.evaluation.static import PromptTotals, choose_static
+from blockpilot.pairs.loading import Pair
+from blockpilot.prompts.files import Message, Prompt
+from blockpilot.sweep.rows import read_parts, write_rows
+from blockpilot.sweep.sweep import sweep_prompts
+from blockpilot.types import PairId
+from helpers.prices import price
+from helpers.sweeps import metadata
+from jobs.common.config import main
+from jobs.export import ExportConfig, draft_place, run, sglang_options, vllm_options
+
+CANDIDATES = (1, 2, 4, 8)
+
+
+@pytest.fixture(scope="module")
+def sweep(embedded_pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four prompts in two parts, and a price with which depth pays for few rows."""
+    folder = tmp_path_factory.mktemp("sweep")
+    texts = ("Name three fruits.", "What is 17 + 25?", "Why is the sky blue?", "Write a haiku.")
+    prompts = [Prompt("questions", (Message("user", text),)) for text in texts]
+    known = metadata(
+        pair=embedded_pair.id,
+        vocab_size=embedded_pair.vocab_size,
+        candidates=list(CANDIDATES),
+        config={"temperature": 0.0},
+    )
+    for part in (0, 1):
+        settings: dict[str, Any] = {"max_new_tokens": 20}
+        found = sweep_prompts(embedded_pair, prompts[part::2], CANDIDATES, **settings)
+        write_rows(folder / "rows" / f"part-{part}.parquet", found.rows, known)
+    write_price(folder, embedded_pair.id, token_s=0.1)
+    return folder
+
+
+def write_price(folder: Path, pair: PairId, **changes: Any) -> Path:
+    file = folder / PRICE_FILE
+    file.write_text(price(pair=pair, rows=8, **changes).to_json())
+    return file
+
+
+def best_numbers(sweep: Path, step_price: StepPrice, most: int) -> list[int]:
+    """Drafted tokens with the most tokens a second for batch sizes 1 to `most`, by trying all."""
+    rows = [row for part in read_parts(sweep / "rows") for row in part.rows]
+    tau = {
+        size: sum(row.taus[i] * row.num_steps[i] for row in rows) / sum(row.num_steps[i] for row in rows)
+        for i, size in enumerate(CANDIDATES)
+    }
+    return [
+        max(CANDIDATES, key=lambda size: tau[size] / step_price.chains_s(size, batch)) - 1
+        for batch in range(1, most + 1)
+    ]
+
+
+@pytest.mark.parametrize("token_s", [0.0, 0.02, 0.1, 0.3])
+def test_vllm_gets_the_fastest_number_of_every_batch_size(
+    sweep: Path, embedded_pair: Pair, tmp_path: Path, token_s: float
+) -> None:
+    place = write_price(tmp_path, embedded_pair.id, token_s=token_s)
+    found = run(ExportConfig(sweep=str(sweep), price=str(place), max_batch_size=12, output=tmp_path))
+    options = json.loads(found.file.read_text())
+    best = best_numbers(sweep, read_price(place), 12)
+    schedule = options.pop("num_speculative_tokens_per_batch_size", [[1, 12, options["num_speculative_tokens"]]])
+    assert [num for first, last, num in schedule for _ in range(first, last + 1)] == best
+    assert schedule[0][0] == 1
+    assert options == {
+        "method": "dflash",
+        "model": draft_place(embedded_pair.id.draft),
+        "num_speculative_tokens": max(best),
+    }
+
+
+def test_the_single_number_is_the_best_for_all_batch_sizes_together(
+    sweep: Path, embedded_pair: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = run(ExportConfig(sweep=str(sweep), single=True, output=tmp_path))
+    options = json.loads(found.file.read_text())
+    assert "num_speculative_tokens_per_batch_size" not in options
+    assert options["num_speculative_tokens"] == found.chosen.single - 1
+    shown = capsys.readouterr().out
+    assert f"over {found.chosen.single - 1} for all" in shown
+    assert "tau of 4 prompts at T=0" in shown
+    assert "warning: seconds of vllm's own steps may differ: sweep with --engine vllm" in shown
+    assert f'--speculative-config "$(cat {found.file})"' in shown
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown.splitlines() if line[0] == "|"][2:]
+    assert [line[0] for line in table] == ["1", "2", "4", "8"]
+    for line in table:
+        choice = found.chosen.choices[int(line[0]) - 1]
+        assert line[1] == str(choice.block_size - 1)
+        assert line[3].startswith(f"{choice.speedup.value:.2f} ({choice.speedup.low:.2f} to ")
+
+
+def test_sglang_counts_the_anchor_among_the_draft_tokens(sweep: Path, embedded_pair: Pair, tmp_path: Path) -> None:
+    found = run(ExportConfig(sweep=str(sweep), engine="sglang", output=tmp_path))
+    options = yaml.safe_load(found.file.read_text())
+    assert found.file.suffix == ".yaml"
+    assert options["speculative-algorithm"] == "DFLASH"
+    assert options["speculative-num-draft-tokens"] == found.chosen.single
+    place = write_price(tmp_path, embedded_pair.id, token_s=0.02, is_sequential=True)
+    found = run(ExportConfig(sweep=str(sweep), price=str(place), engine="sglang", output=tmp_path))
+    options = yaml.safe_load(found.file.read_text())
+    numbers = {name: options[f"speculative-{name}"] for name in ("algorithm", "num-steps", "eagle-topk")}
+    assert numbers == {"algorithm": "EAGLE3", "num-steps": found.chosen.single - 1, "eagle-topk": 1}
+    assert options["speculative-num-draft-tokens"] == found.chosen.single
+
+
+def test_a_draft_of_the_hub_is_named_with_the_revision_that_was_swept() -> None:
+    totals = {4: PromptTotals(np.array([26.0, 34.0]), np.array([10.0, 10.0]))}
+    chosen = choose_static(totals, price(), [1, 2])
+    known = metadata()
+    assert vllm_options(chosen, known, "dflash", single=False) == {
+        "method": "dflash",
+        "model": "org/draft",
+        "num_speculative_tokens": 3,
+        "revision": "rev-d",
+    }
+    assert sglang_options(chosen, known, "dflash")["speculative-draft-model-revision"] == "rev-d"
+
+
+def test_where_drafting_does_not_pay_there_is_no_file(sweep: Path, embedded_pair: Pair, tmp_path: Path) -> None:
+    place = write_price(tmp_path, embedded_pair.id, token_s=50.0)
+    for engine in ("vllm", "sglang"):
+        with pytest.raises(ValueError, match="plain decoding is the fastest: serve without a draft"):
+            run(ExportConfig(sweep=str(sweep), price=str(place), engine=engine, output=tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_does_not_fit_together_is_refused_by_name(
+    sweep: Path,
+    embedded_pair: Pair,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    other = write_price(tmp_path, embedded_pair.id._replace(draft_revision="other"))
+    with pytest.raises(ValueError, match=r"not of the same models \(pair\.draft_revision: 'other' and"):
+        run(ExportConfig(sweep=str(sweep), price=str(other), output=tmp_path))
+    with pytest.raises(ValueError, match="rows: no such file"):
+        run(ExportConfig(sweep=str(tmp_path), output=tmp_path))
+    part = next(read_parts(sweep / "rows"))
+    write_rows(tmp_path / "one" / "rows" / "part-0.parquet", part.rows[:1], part.metadata)
+    write_price(tmp_path / "one", embedded_pair.id)
+    arguments = ["export.py", "--sweep", str(tmp_path / "one"), "--output", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit) as exited:
+        main(ExportConfig, run)
+    assert exited.value.code == 2
+    assert capsys.readouterr().err == "error: 1 prompts: intervals need at least 2\n"

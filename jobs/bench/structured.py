@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from blockpilot.control.forecasts import RunningMeans
+from blockpilot.control.acceptance import AcceptanceModel
 from jsonschema import Draft202012Validator
 from pydantic import Field
 from rich.console import Console
@@ -119,7 +119,7 @@ def run(config: StructuredConfig) -> dict[str, float]:
     """Figures by name; raises RuntimeError or ValidationError for a text that differs or does not validate."""
     pair: Pair = config.pair.load()
     compiler = GrammarCompiler(pair.tokenizer, pair.vocab_size, pair.stop_token_ids)
-    controller = Controller(RunningMeans(pair.block_size - 1), measure_price(pair, 1, LENGTH // 4))
+    controller = Controller(AcceptanceModel(pair.block_size - 1), measure_price(pair, 1, LENGTH // 4))
     engine = Engine(pair, num_slots=1, max_length=LENGTH, controller=controller)
     rng, totals = random.Random(config.seed), dict[str, float]()
 

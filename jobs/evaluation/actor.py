@@ -18,16 +18,15 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from blockpilot.control.forecasts import RunningMeans
-from blockpilot.control.live import LiveController
 
-from blockpilot.control.controller import Controller, FixedPolicy
+from blockpilot.control.acceptance import AcceptanceModel
+from blockpilot.control.controller import Controller
 from blockpilot.control.cost import StepPrice
 from blockpilot.device import device_name, dtype_name
 from blockpilot.drafts.families import family
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.limits import EngineLimits
-from blockpilot.evaluation.baselines import AdaptiveVerification, DepthController, Margins, TreeBudget
+from blockpilot.evaluation.baselines import DepthController, Margins, TreeBudget, WholeDraft
 from blockpilot.evaluation.measurement import Flow, RequestTiming, in_turns
 from blockpilot.evaluation.pricing import holds_here, measure_price
 from blockpilot.evaluation.statistics import MethodRun
@@ -149,19 +148,14 @@ class Evaluator:
 
     def _controller(self, method: str) -> Controller:
         if (of_rival := self._of_rivals.get(method)) is not None:
-            size = self._rivals[of_rival.rival].block_size
-            chooser = RunningMeans(size - 1) if of_rival.size is None else FixedPolicy(size)
-            return LiveController(chooser, self._rival_prices[of_rival.rival])
-        deepest, price = self._pair.block_size - 1, self._price
+            deepest, price = self._rivals[of_rival.rival].block_size - 1, self._rival_prices[of_rival.rival]
+            return Controller(AcceptanceModel(deepest), price)
+        model, price = AcceptanceModel(self._pair.block_size - 1), self._price
         if method == MEANS:
-            return DepthController(RunningMeans(deepest), price)
+            return DepthController(model, price)
         if method == VERIFICATION:
-            return AdaptiveVerification(Margins(deepest), price)
-        if method == BUDGET:
-            return TreeBudget(RunningMeans(deepest), price)
-        policies: dict[str, Policy] = {UNTRAINED: RunningMeans(deepest), **self._policies}
-        fixed = FixedPolicy(self._pair.block_size)  # of methods whose requests bring their own size
-        return LiveController(policies.get(method, fixed), price)
+            return WholeDraft(Margins(model.deepest), price)
+        return TreeBudget(model, price) if method == BUDGET else Controller(model, price)
 
     def measure(self, repeat: int, group: int) -> list[MethodRun]:
         """Decode one group with every method, and compare the texts with AR's; a run for each method and prompt."""

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from blockpilot.control.forecasts import RunningMeans
+from blockpilot.control.acceptance import AcceptanceModel
 
-from blockpilot.control.controller import FixedPolicy
+from blockpilot.control.controller import Controller, FixedPolicy
 from blockpilot.control.cost import StepPrice
 from blockpilot.engine.generate import generate
 from blockpilot.evaluation.pricing import holds_here, measure_price
@@ -86,16 +86,19 @@ class PolicyInUse:
     def _use(self, policy: PolicySource, version: int = 0) -> None:
         """Put a policy to use; called on the thread that watches the registry, too."""
         if isinstance(policy, int):
-            self._loop.set_policy(FixedPolicy(policy))
+            self._loop.use(FixedPolicy(policy), self._controller(None))
         elif policy == UNTRAINED:
-            self._loop.set_policy(RunningMeans(self._pair.block_size - 1), self._price_for(None))
+            self._loop.use(None, self._controller(self._price_for(None)))
         else:
             learned = load_policy(policy)
             learned.check(self._pair)
             try_out(self._pair, learned)
-            self._loop.set_policy(learned, self._price_for(learned.price))
+            self._loop.use(learned, self._controller(self._price_for(learned.price)))
         name = f"block size {policy}" if isinstance(policy, int) else str(policy)
         self._named = {"name": name, "version": version or None}
+
+    def _controller(self, price: StepPrice | None) -> Controller:
+        return Controller(AcceptanceModel(self._pair.block_size - 1), price)
 
     def _price_for(self, own: StepPrice | None) -> StepPrice | None:
         """A policy's own price where that was measured on such a device, or else the one that is known of this.

@@ -124,7 +124,7 @@ class Placement(Config):
 
 
 class Resources(Placement):
-    """What each Ray actor of a job holds."""
+    """Resources that each Ray actor of a job holds."""
 
     num_cpus: float = Field(default=1.0, gt=0)
     """CPU cores of an actor; also its torch threads (at least one)."""

@@ -150,7 +150,7 @@ def _is_dead(content: bytes) -> bool:
 
 
 def _read(content: bytes) -> dict[str, Any]:
-    """What a lease says; nothing for a damaged one."""
+    """Fields of a lease; none of a damaged one."""
     try:
         found = json.loads(content)
     except ValueError:

@@ -59,7 +59,7 @@ def without_c(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["C", "torch"])
 def in_c(request: pytest.FixtureRequest) -> bool:
-    """Whether layers are in C: once they are, where they can be, and once they are not."""
+    """True for layers in C, where they can be, then False for layers by torch."""
     if request.param == "torch":
         request.getfixturevalue("without_c")
     elif library.library_for(torch.float32, torch.device("cpu")) is None:

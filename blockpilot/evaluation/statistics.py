@@ -144,7 +144,7 @@ class Comparison:
         return [*ours, *their_divisor], [*our_divisor, *theirs]
 
     def _parts(self, name: str, method: str) -> tuple[list[Array], list[Array]]:
-        """What a figure adds up, and what it divides by, [repeats, prompts] each."""
+        """Numerators and denominators of a figure, [repeats, prompts] each."""
         if method not in self._counts:
             raise ValueError(f"method {method!r}: must be one of {', '.join(self.methods)}")
         above, below = (self._counts[method][part] for part in RATIOS[name])
@@ -200,7 +200,7 @@ def _over_prompts(above: Sequence[Array], below: Sequence[Array]) -> Variance:
 
 
 def _over_repeats(above: Sequence[Array], below: Sequence[Array]) -> Variance:
-    """What whole repeats differ by, beyond their prompts' differences: two-way analysis of variance."""
+    """Variance between whole repeats beyond that of their prompts: two-way analysis of variance."""
     shares = np.array([part / part.sum() for part in (*above, *below)])  # [totals, repeats, prompts]
     parts = shares[: len(above)].sum(axis=0) - shares[len(above) :].sum(axis=0)  # of the logarithm
     repeats, num = parts.shape

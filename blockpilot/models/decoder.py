@@ -46,14 +46,14 @@ class Decoder:
 
     @property
     def exactness(self) -> str:
-        """What holds of texts beside those of plain decoding on this machine, and why."""
+        """Exactness of texts on this machine, "bit for bit" or "up to rounding", and the reason."""
         if isinstance(self._layers, NativeLayers) and self.head.is_packed:
             return "bit for bit: layers in C"
         return f"up to rounding: layers by torch ({reason_without(*self._kind)})"
 
     @property
     def halves(self) -> Padding:
-        """How the halves of a head lie in the cache that the layers read."""
+        """Layout of the halves of a head in the cache that the layers read."""
         return self._layers.halves
 
     def __call__(

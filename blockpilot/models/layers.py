@@ -113,7 +113,7 @@ class LayerWeights:
 
 
 def half_heads(config: PretrainedConfig) -> Padding:
-    """Of the halves of a head, whose numbers are rotated in pairs, one of each."""
+    """Padding of the two halves of a head; rotary embedding pairs a number of one with one of the other."""
     return Padding.to_multiple(head_dim(config) // 2, INPUTS // 2)
 
 
@@ -139,7 +139,7 @@ class DecoderLayers:
 
     @property
     def halves(self) -> Padding:
-        """How the halves of a head lie in the cache that these layers read."""
+        """Layout of the halves of a head in the cache that these layers read."""
         return Padding(self._dim // 2, self._dim // 2)
 
     @property

@@ -35,7 +35,7 @@ class Target:
 
     @property
     def exactness(self) -> str:
-        """What holds of texts beside those of plain decoding on this machine, and why."""
+        """Exactness of texts on this machine, "bit for bit" or "up to rounding", and the reason."""
         return self._decoder.exactness
 
     def new_cache(self, num_slots: int, length: int, num_spare: int = 0) -> SlotCache:

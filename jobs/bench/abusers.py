@@ -130,7 +130,7 @@ class Abuser:
 
 
 async def _outcome(abuse: Awaitable[str]) -> str:
-    """What came of it, errors of the connection included."""
+    """Outcome of an abuse; an error of the connection is one, too."""
     try:
         async with asyncio.timeout(ANSWER_S):
             return await abuse
@@ -139,7 +139,7 @@ async def _outcome(abuse: Awaitable[str]) -> str:
 
 
 async def _together(abuses: Sequence[Awaitable[str]]) -> str:
-    """What came of all of them, each outcome once."""
+    """Outcomes of several abuses at once, each named once."""
     return ", ".join(sorted(set(await asyncio.gather(*map(_outcome, abuses)))))
 
 

@@ -115,7 +115,7 @@ def pick_dtype(wanted: str, device: str) -> str:
 
 
 class Placement(Config):
-    """How many Ray actors, and on which GPUs."""
+    """Number of Ray actors, and the GPUs they run on."""
 
     num_actors: int = Field(default=1, ge=1)
     """Actors, each with its own copy of the pair."""
@@ -124,7 +124,7 @@ class Placement(Config):
 
 
 class Resources(Placement):
-    """What each Ray actor of a job holds."""
+    """Resources that each Ray actor of a job holds."""
 
     num_cpus: float = Field(default=1.0, gt=0)
     """CPU cores of an actor; also its torch threads (at least one)."""

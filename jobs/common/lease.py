@@ -127,7 +127,7 @@ class Lease:
 
 
 def _pid_namespace() -> dict[str, str]:
-    """What a process id of this process is valid in: the kernel's boot and its PID namespace; empty where unknown."""
+    """Boot id and PID namespace, inside which a process id of this process is valid; empty where unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return {"boot": boot, "pid_namespace": os.readlink("/proc/self/ns/pid")}
@@ -150,7 +150,7 @@ def _is_dead(content: bytes) -> bool:
 
 
 def _read(content: bytes) -> dict[str, Any]:
-    """What a lease says; nothing for a damaged one."""
+    """Fields of a lease; none of a damaged one."""
     try:
         found = json.loads(content)
     except ValueError:

@@ -117,7 +117,7 @@ class HttpConnection(H11Protocol):
 
 
 class _State(NamedTuple):
-    """What a client can change."""
+    """State of a connection that its client can change."""
 
     request: object  # the latest one
     in_head: bool  # of the next one

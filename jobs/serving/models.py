@@ -13,7 +13,7 @@ from jobs.serving.champions import copy_of
 
 
 class ReplicaResources(Placement):
-    """What each replica of a model holds."""
+    """Resources that each replica of a model holds."""
 
     num_cpus: float | None = Field(default=None, gt=0)
     """CPU cores of a replica; also its torch threads (at least one). By default the replicas of all models share the

@@ -41,7 +41,7 @@ def told(steps: Sequence[Step]) -> tuple[object, ...]:
 
 
 def num_that_differ(pair: Pair, num: int, seed: int) -> tuple[int, int]:
-    """Of so many random requests; and how many drafted tokens were accepted."""
+    """Number of random requests that differ, of so many, and of drafted tokens that were accepted."""
     rng, num_different, num_accepted = np.random.default_rng(seed), 0, 0
     compiler = GrammarCompiler(pair.tokenizer, pair.vocab_size, pair.stop_token_ids)
     constraints: list[Constraint | None] = [compiler.compile(grammar) for grammar in GRAMMARS]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from urllib.request import Request, urlopen
 
 import boto3
 import pytest
@@ -19,6 +20,8 @@ def s3_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     names = {"ACCESS_KEY_ID": "none", "SECRET_ACCESS_KEY": "none", "DEFAULT_REGION": "us-east-1"}
     for name, value in (names | {"ENDPOINT_URL": f"http://{host}:{port}", "EC2_METADATA_DISABLED": "true"}).items():
         monkeypatch.setenv(f"AWS_{name}", value)
+    # A process has one store for all its servers: the bucket is new to each.
+    urlopen(Request(f"http://{host}:{port}/moto-api/reset", method="POST")).close()
     boto3.client("s3").create_bucket(Bucket=BUCKET)
     yield f"s3://{BUCKET}"
     server.stop()

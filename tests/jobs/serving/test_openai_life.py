@@ -43,7 +43,7 @@ def test_a_vanished_client_frees_its_row_and_no_other(replica: Replica, tiny_pai
         streamed = HttpCall(app, COMPLETIONS, LONG | {"stream": True})
         plain = HttpCall(app, COMPLETIONS, LONG)
         await streamed.until("data: ")
-        assert replica.loop.num_in_flight == 3
+        await until(lambda: replica.loop.num_in_flight == 3)
         await plain.vanish()
         await streamed.vanish()
         assert "[DONE]" not in streamed.text

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from blockpilot.control.acceptance import Expected
 from blockpilot.control.cost import TILE, Load, StepPrice, passes
+from blockpilot.native.growing import select_nodes
 
 Array = NDArray[Any]
 
@@ -98,6 +99,12 @@ def choose_nodes(trees: Trees, price: StepPrice, drafted: Load) -> Array:
     `drafted` is the load before anything of these is verified; its rows emit a token each, and the draft's seconds
     are spent.
     """
+    now = drafted.rows, price.seconds(drafted), drafted.num_tokens
+    found = select_nodes(trees.chances, trees.num, *now, price.token_s, price.tile_s, TILE)
+    return _choose_nodes(trees, price, drafted) if found is None else found
+
+
+def _choose_nodes(trees: Trees, price: StepPrice, drafted: Load) -> Array:
     rows, places = trees.taken.nonzero()
     chances = trees.chances[rows, places]
     best_first = (-chances).argsort(kind="stable")

@@ -84,15 +84,17 @@ class Offered(NamedTuple):
         return Slots(self.tokens[some].tolist(), self.chances[:, some].tolist(), self.places[some].tolist())
 
 
-def offer(found: Candidates | Linked, rows: Sequence[int], depths: Sequence[int], controller: Controller) -> Offered:
-    """Choices with their chances: rows [R] are places among those that the controller has planned, -1 for others."""
+def offer(
+    found: Candidates | Linked, adapts: Sequence[bool], depths: Sequence[int], controller: Controller
+) -> Offered:
+    """Choices with their chances: the controller has planned rows [R] that adapt."""
     candidates, places = (found.found, found.places.numpy(force=True)) if isinstance(found, Linked) else (found, None)
     of_rows, (firsts, below) = np.array(depths), _slots_of(tuple(depths))
     num, k = len(below), candidates.tokens.shape[1]
     places = np.zeros((num, 1, k), dtype=np.int64) if places is None else places.astype(np.int64)
     per_slot = places.shape[1]
-    row_of = np.array(rows).repeat(of_rows * per_slot)
-    proposal = controller.propose(row_of, candidates, below.repeat(per_slot))
+    known = np.array(adapts).repeat(of_rows * per_slot)
+    proposal = controller.propose(known, candidates, below.repeat(per_slot))
     tokens = candidates.tokens.numpy(force=True).reshape(places.shape)
     return Offered(firsts, of_rows, tokens, proposal.chances.reshape(-1, *places.shape), places)
 
@@ -131,7 +133,9 @@ def grow_all(
     limits = [most if rows[slot].adapts else rows[slot].next_block_size - 1 for slot in growing]
     growths = list[_Growth]()
     if offered is not None and drafted:
-        growths += _grown(offered, [rows[slot] for slot in drafted], [place[slot] for slot in drafted], limits[: len(drafted)], most)
+        growths += _grown(
+            offered, [rows[slot] for slot in drafted], [place[slot] for slot in drafted], limits[: len(drafted)], most
+        )
     for slot, limit in zip(constrained, limits[len(drafted) :], strict=True):
         of_row = offered.of_row(place[slot]) if offered is not None and slot in place else NO_SLOTS
         growths.append(_listed(_allowed(rows[slot], of_row, limit)))
@@ -242,10 +246,12 @@ def _listed(nodes: list[Node]) -> _Growth:
 
 def verified(drafts: Sequence[Sequence[Node]], paths: Sequence[Sequence[int]]) -> Verified:
     """What became of nodes of rows [R]: paths [R] are the accepted places in their trees, the anchor first."""
-    columns = list[tuple[int, float, int, int, bool, bool]]()
-    for r, (nodes, path) in enumerate(zip(drafts, paths, strict=True)):
+    columns = list[tuple[int, int, bool]]()
+    for nodes, path in zip(drafts, paths, strict=True):
         places, on_path = places_of(nodes), set(path)
-        for place, node in zip(places[1:], nodes, strict=True):
-            reached, right = places[node.parent] in on_path, place in on_path
-            columns.append((r, node.chance, node.choice, node.num_later, reached, right))
+        columns += [
+            (node.choice, node.num_later, place in on_path)
+            for place, node in zip(places[1:], nodes, strict=True)
+            if node.choice >= 0 and places[node.parent] in on_path
+        ]
     return Verified(*map(np.array, zip(*columns, strict=True))) if columns else NOTHING_VERIFIED

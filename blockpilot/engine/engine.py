@@ -247,8 +247,7 @@ class Engine:
             drafting, of_slots = [rows[slot] for slot in slots], [depths[slot] for slot in slots]
             many = any(row.is_tree or row.adapts or row.automaton is not None for row in drafting)
             found = self._drafter.propose(drafting, slots, of_slots, NUM_CANDIDATES if many else 1)
-            places = [planned[slot] if rows[slot].adapts else -1 for slot in slots]
-            offered = offer(found, places, of_slots, self.controller)
+            offered = offer(found, [row.adapts for row in drafting], of_slots, self.controller)
         num_fixed = sum(row.next_block_size - 1 for row in rows if not row.adapts)
         drafted = Load(len(rows), sum(depths), num_fixed, self._passes(depths))
         select = partial(self.controller.select, drafted=drafted)

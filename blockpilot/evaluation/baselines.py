@@ -55,12 +55,12 @@ class Margins(AcceptanceModel):
         self.of_margin = np.tile([0.5, 0.5], (self.deepest, 1))  # weights of margin and 1
         self._covariances = np.tile(np.eye(2), (self.deepest, 1, 1))
 
-    def propose(self, rows: Array, found: Candidates, slots: Array) -> Proposal:
+    def propose(self, known: Array, found: Candidates, slots: Array) -> Proposal:
         scores, drawn = found.scores.numpy(force=True), found.drawn.numpy(force=True)
         first = logistic((self.of_margin[slots] * _margins(scores)).sum(axis=1))[:, None]
         later = np.minimum(first, own_chances(found)[0, :, 1:].numpy(force=True))
         chances = np.concatenate([first, later], axis=1)[None].repeat(NUM_CONTEXTS, axis=0)
-        return Proposal(scores, scores, drawn, slots, np.zeros(len(slots)), chances)
+        return Proposal(scores, scores, drawn, slots, chances)
 
     def learn(self, proposal: Proposal, choices: Array, laters: Array, right: Array) -> None:
         """A Newton step for each first choice that was reached."""

@@ -4,7 +4,7 @@ Python takes some microseconds for a tree's node, and a step of sixteen rows has
 arrays are contiguous; None without C.
 """
 
-from ctypes import c_long, c_void_p
+from ctypes import c_double, c_long, c_void_p
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,16 +34,16 @@ class Grown(NamedTuple):
 
 
 def choice_chances(
-    scores: Array, log_probs: Array, drawn: Array, slots: Array, own: Array, surprise: Array, weights: Array
+    scores: Array, log_probs: Array, drawn: Array, slots: Array, known: Array, weights: Array
 ) -> Array | None:
     """Chances [NUM_CONTEXTS, N, K] as `AcceptanceModel.propose` has them.
 
-    scores, log_probs [N, K] float32; drawn, own [N] bool; slots [N] int64; surprise [N], weights [2, 12] float64.
+    scores, log_probs [N, K] float32; drawn, known [N] bool; slots [N] int64; weights [2, 11] float64.
     """
     if (library := library_for(torch.float32, torch.device("cpu"))) is None:
         return None
     found = np.empty((NUM_CONTEXTS, *scores.shape))
-    given = map(_pointer, (scores, log_probs, drawn, slots, own, surprise, weights, found))
+    given = map(_pointer, (scores, log_probs, drawn, slots, known, weights, found))
     library.choice_chances(*map(c_long, scores.shape), *given)
     return found
 
@@ -66,6 +66,23 @@ def grow(
     if library.grow_trees(c_long(rows), *of_rows, *sizes, *given, c_long(room), *map(_pointer, found)):
         raise MemoryError("no memory for a tree")
     return found
+
+
+def select_nodes(
+    chances: Array, num: Array, rows: int, seconds: float, tokens: int, token_s: float, tile_s: float, tile: int
+) -> Array | None:
+    """How many nodes of trees are verified [R], as choose_nodes of control/choose.py says.
+
+    chances [R, M] float64 fall, of each num [R] int64. A step of `tokens` tokens, which emits one for each of `rows`
+    and takes so many seconds, takes token_s for each more and tile_s for every `tile` of them.
+    """
+    if (library := library_for(torch.float32, torch.device("cpu"))) is None:
+        return None
+    taken, heads = np.empty_like(num), np.empty_like(num)
+    given = c_double(rows), c_double(seconds), c_long(tokens), c_double(token_s), c_double(tile_s), c_long(tile)
+    sizes = map(c_long, chances.shape)
+    library.select_nodes(*sizes, _pointer(chances), _pointer(num), *given, _pointer(taken), _pointer(heads))
+    return taken
 
 
 def _pointer(values: Array) -> c_void_p:

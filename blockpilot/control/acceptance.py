@@ -30,7 +30,8 @@ DOUBT, MEMORY = 4.0, 1000.0  # steps: of the first guess, and of what all rows b
 RECENT = 0.8  # of a row's surprise, kept from step to step
 
 
-class Prior(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Prior:
     """What is known before anything was decoded: weights [2, NUM_WEIGHTS] of choices, by `drawn`."""
 
     weights: Array

@@ -5,7 +5,7 @@ the row decodes plainly: a draft that misses part of its context is accepted les
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from blockpilot.control.acceptance import Array
+from blockpilot.control.choose import Trees
 from blockpilot.control.controller import NOTHING_VERIFIED, Controller, Verified
 from blockpilot.drafts.choices import Linked
 from blockpilot.drafts.head import DraftHead
@@ -26,9 +27,6 @@ from blockpilot.engine.work import Final
 from blockpilot.models.graphs import Graphs
 from blockpilot.native.growing import Grown, grow
 from blockpilot.types import Candidates, Sampling
-
-Select = Callable[[Sequence[Array]], list[int]]
-"""How many nodes of every row are verified, given the chances [n] of each by falling chance."""
 
 
 class Drafter:
@@ -70,70 +68,99 @@ class Drafter:
 class Offered(NamedTuple):
     """What a draft offers the rows of a step, on the host: N slots with P lists of K choices each.
 
-    A row's slots follow each other: firsts[r] is its first one, depths[r] how many it has. chances [A, N, P, K] and
-    places [N, P, K] as in `Slots`; tokens [N * P * K].
+    A row's slots follow each other: firsts[r] is its first one, depths[r] how many it has. tokens and places
+    [N, P, K], chances [A, N, P, K] as in `Slots`.
     """
 
-    firsts: list[int]
-    depths: list[int]
-    tokens: list[int]
+    firsts: Array
+    depths: Array
+    tokens: Array
     chances: Array
     places: Array
 
     def of_row(self, r: int) -> Slots:
         """As lists, of one row."""
         some = slice(self.firsts[r], self.firsts[r] + self.depths[r])
-        places = self.places[some]
-        size = places[0].size if len(places) else 0
-        tokens = np.array(self.tokens[some.start * size : some.stop * size], dtype=int).reshape(places.shape)
-        return Slots(tokens.tolist(), self.chances[:, some].tolist(), places.tolist())
+        return Slots(self.tokens[some].tolist(), self.chances[:, some].tolist(), self.places[some].tolist())
 
 
 def offer(found: Candidates | Linked, rows: Sequence[int], depths: Sequence[int], controller: Controller) -> Offered:
     """Choices with their chances: rows [R] are places among those that the controller has planned, -1 for others."""
     candidates, places = (found.found, found.places.numpy(force=True)) if isinstance(found, Linked) else (found, None)
-    num, k = sum(depths), candidates.tokens.shape[1]
+    of_rows, (firsts, below) = np.array(depths), _slots_of(tuple(depths))
+    num, k = len(below), candidates.tokens.shape[1]
     places = np.zeros((num, 1, k), dtype=np.int64) if places is None else places.astype(np.int64)
     per_slot = places.shape[1]
-    of_slots = np.repeat(np.repeat(np.array(rows), depths), per_slot)
-    below = np.repeat(np.concatenate([np.arange(depth) for depth in depths]), per_slot)
-    proposal = controller.propose(of_slots, candidates, below)
+    row_of = np.array(rows).repeat(of_rows * per_slot)
+    proposal = controller.propose(row_of, candidates, below.repeat(per_slot))
+    tokens = candidates.tokens.numpy(force=True).reshape(places.shape)
+    return Offered(firsts, of_rows, tokens, proposal.chances.reshape(-1, *places.shape), places)
+
+
+@lru_cache(maxsize=64)
+def _slots_of(depths: tuple[int, ...]) -> tuple[Array, Array]:
+    """The first slot [R] of rows of these depths, and every slot's place below its anchor."""
     ends = np.cumsum(depths)
-    chances = np.ascontiguousarray(proposal.chances.reshape(-1, num, per_slot, k))
-    return Offered((ends - depths).tolist(), list(depths), candidates.tokens.flatten().tolist(), chances, places)
+    firsts = ends - np.array(depths)
+    return firsts, np.arange(ends[-1]) - firsts.repeat(depths)
 
 
-class _Growth(NamedTuple):
-    """Nodes of a row by falling chance; `take` makes the first so many."""
-
-    chances: Array
-    take: Callable[[int], list[Node]]
+Select = Callable[[Trees], Array]
+"""How many nodes of every tree are verified."""
 
 
 def grow_all(
-    rows: Sequence[Row], slots: Sequence[int], offered: Offered | None, select: Select, most: int
+    rows: Sequence[Row],
+    slots: Sequence[int],
+    planned: Sequence[int],
+    offered: Offered | None,
+    select: Select,
+    most: int,
 ) -> list[list[Node]]:
     """Nodes to verify of rows [R]: a row that adapts has as many as `select` says, others their fixed size.
 
-    `slots` are those that draft, with what is offered them. most: nodes of a tree.
+    `slots` are those that draft, with what is offered them; planned [R] are places among the rows that adapt. most:
+    nodes of a tree.
     """
-    place, growths = {slot: i for i, slot in enumerate(slots)}, dict[int, _Growth]()
-    sizes = [most if row.adapts else row.next_block_size - 1 for row in rows]
+    place = {slot: i for i, slot in enumerate(slots)}
     drafted = [slot for slot in slots if rows[slot].automaton is None]
+    constrained = [slot for slot, row in enumerate(rows) if row.automaton is not None]
+    growing = [*drafted, *constrained]
+    if not growing:
+        return [[] for _ in rows]
+    limits = [most if rows[slot].adapts else rows[slot].next_block_size - 1 for slot in growing]
+    growths = list[_Growth]()
     if offered is not None and drafted:
-        places = [place[slot] for slot in drafted]
-        widest = [offered.places.shape[2] if rows[slot].is_tree else 1 for slot in drafted]
-        limits = [min(sizes[slot], most if rows[slot].is_tree else offered.depths[place[slot]]) for slot in drafted]
-        growths |= zip(drafted, _grown(offered, places, widest, limits, most), strict=True)
-    for slot, row in enumerate(rows):
-        if row.automaton is not None:
-            of_row = offered.of_row(place[slot]) if offered is not None and slot in place else NO_SLOTS
-            deepest = min(row.deepest, MAX_DEPTH) if row.is_tree else row.deepest
-            found = list(islice(best_allowed(row.automaton, of_row, deepest, is_chain=not row.is_tree), sizes[slot]))
-            growths[slot] = _listed(found)
-    free = [slot for slot in growths if rows[slot].adapts]
-    taken = dict(zip(free, select([growths[slot].chances for slot in free]), strict=True)) if free else {}
-    return [growths[slot].take(taken.get(slot, sizes[slot])) if slot in growths else [] for slot in range(len(rows))]
+        growths += _grown(offered, [rows[slot] for slot in drafted], [place[slot] for slot in drafted], limits[: len(drafted)], most)
+    for slot, limit in zip(constrained, limits[len(drafted) :], strict=True):
+        of_row = offered.of_row(place[slot]) if offered is not None and slot in place else NO_SLOTS
+        growths.append(_listed(_allowed(rows[slot], of_row, limit)))
+    sizes = [len(growth.chances) for growth in growths]
+    free = [i for i, slot in enumerate(growing) if rows[slot].adapts]
+    if free:
+        trees = _trees([growths[i] for i in free], [planned[growing[i]] for i in free])
+        for i, size in zip(free, select(trees).tolist(), strict=True):
+            sizes[i] = size
+    found: list[list[Node]] = [[] for _ in rows]
+    for slot, growth, size in zip(growing, growths, sizes, strict=True):
+        found[slot] = growth.take(size)
+    return found
+
+
+class _Growth(NamedTuple):
+    """Nodes [n] of a row by falling chance; `take` makes the first so many."""
+
+    chances: Array
+    depths: Array
+    take: Callable[[int], list[Node]]
+
+
+def _trees(growths: Sequence[_Growth], rows: Sequence[int]) -> Trees:
+    num = np.array([len(growth.chances) for growth in growths])
+    trees = Trees(np.array(rows), num, np.zeros((len(num), num.max())), np.zeros((len(num), num.max()), dtype=int))
+    for r, growth in enumerate(growths):
+        trees.chances[r, : num[r]], trees.depths[r, : num[r]] = growth.chances, growth.depths
+    return trees
 
 
 def draft_candidates(
@@ -169,44 +196,56 @@ def _changed_candidates(
 
 
 def _grown(
-    offered: Offered, rows: Sequence[int], widest: Sequence[int], limits: Sequence[int], most: int
+    offered: Offered, rows: Sequence[Row], places: Sequence[int], limits: Sequence[int], most: int
 ) -> list[_Growth]:
-    """Growths of rows by their places in the offer, of the widest[r] best choices of each list, up to limits[r]."""
-    firsts, depths = ([values[r] for r in rows] for values in (offered.firsts, offered.depths))
-    sizes = (np.array(values, dtype=np.int64) for values in (firsts, depths, limits, widest))
-    found = grow(offered.chances, offered.places, *sizes, most)
-    if found is None:
-        return [_in_python(offered, *of_row) for of_row in zip(rows, widest, limits, strict=True)]
-    made = enumerate(zip(found.num.tolist(), firsts, strict=True))
-    return [_Growth(found.chances[r, :num], partial(_take, offered, found, r, first)) for r, (num, first) in made]
-
-
-def _take(offered: Offered, found: Grown, r: int, first: int, num: int) -> list[Node]:
-    num_contexts, width = offered.places.shape[1:]
-    columns = (values[r, :num].tolist() for values in (found.choices, found.parents, found.chances, found.laters))
+    """Growths of rows by their places in the offer: trees of all choices, chains of the first ones."""
+    at, num_choices = np.array(places), offered.places.shape[2]
+    firsts, depths = offered.firsts[at], offered.depths[at]
+    widest = np.array([num_choices if row.is_tree else 1 for row in rows])
+    sizes = np.where(widest > 1, limits, np.minimum(limits, depths))
+    if (found := grow(offered.chances, offered.places, firsts, depths, sizes, widest, most)) is None:
+        of_rows = zip(places, widest.tolist(), sizes.tolist(), strict=True)
+        return [_in_python(offered, *of_row) for of_row in of_rows]
     return [
-        Node(offered.tokens[choice], parent, chance, choice // (num_contexts * width) - first + 1,
-             later + choice % width == 0, choice, later)
-        for choice, parent, chance, later in zip(*columns, strict=True)
-    ]  # fmt: skip
+        _Growth(found.chances[r, :num], found.depths[r, :num], partial(_take, offered, found, r))
+        for r, num in enumerate(found.num.tolist())
+    ]
+
+
+def _take(offered: Offered, found: Grown, r: int, num: int) -> list[Node]:
+    choices = found.choices[r, :num]
+    tokens, width = offered.tokens.reshape(-1)[choices].tolist(), offered.places.shape[2]
+    columns = (values[r, :num].tolist() for values in (found.chances, found.parents, found.laters, found.depths))
+    return [
+        Node(token, parent, chance, depth, later + choice % width == 0, choice, later)
+        for token, choice, chance, parent, later, depth in zip(tokens, choices.tolist(), *columns, strict=True)
+    ]
 
 
 def _in_python(offered: Offered, r: int, widest: int, limit: int) -> _Growth:
-    slots, start = offered.of_row(r), offered.firsts[r] * offered.places[0].size
+    slots, start = offered.of_row(r), int(offered.firsts[r]) * offered.places[0].size
     nodes = islice(best_first(slots if widest > 1 else slots.first_choices()), limit)
     return _listed([node._replace(choice=start + node.choice) for node in nodes])
 
 
+def _allowed(row: Row, slots: Slots, limit: int) -> list[Node]:
+    """Nodes that a row's automaton allows."""
+    assert row.automaton is not None
+    deepest = min(row.deepest, MAX_DEPTH) if row.is_tree else row.deepest
+    return list(islice(best_allowed(row.automaton, slots, deepest, is_chain=not row.is_tree), max(limit, 0)))
+
+
 def _listed(nodes: list[Node]) -> _Growth:
-    return _Growth(np.array([node.chance for node in nodes]), lambda num: nodes[:num])
+    chances, depths = [node.chance for node in nodes], [node.depth for node in nodes]
+    return _Growth(np.array(chances, dtype=float), np.array(depths, dtype=int), lambda num: nodes[:num])
 
 
 def verified(drafts: Sequence[Sequence[Node]], paths: Sequence[Sequence[int]]) -> Verified:
-    """What became of nodes of rows [R]: paths [R] are the accepted ones, of places in their trees, the anchor first."""
-    columns = list[tuple[int, int, float, int, int, bool, bool]]()
+    """What became of nodes of rows [R]: paths [R] are the accepted places in their trees, the anchor first."""
+    columns = list[tuple[int, float, int, int, bool, bool]]()
     for r, (nodes, path) in enumerate(zip(drafts, paths, strict=True)):
         places, on_path = places_of(nodes), set(path)
         for place, node in zip(places[1:], nodes, strict=True):
             reached, right = places[node.parent] in on_path, place in on_path
-            columns.append((r, node.depth, node.chance, node.choice, node.num_later, reached, right))
+            columns.append((r, node.chance, node.choice, node.num_later, reached, right))
     return Verified(*map(np.array, zip(*columns, strict=True))) if columns else NOTHING_VERIFIED

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blockpilot.control.acceptance import AcceptanceModel
+from blockpilot.control.acceptance import UNTRAINED, AcceptanceModel, Prior
 from blockpilot.control.controller import Controller, Planned, StepOutcome
 from blockpilot.control.cost import Load, passes
 from blockpilot.device import tensor_on
@@ -48,8 +48,9 @@ class Engine:
 
     num_slots: requests that decode together; others wait. max_length: tokens of a prompt and its answer at most, by
     default 2,048 or the target's context. Memory for both is taken at once (`cache_bytes`).
-    controller: chooses at every step what is drafted and verified, and may be replaced between steps; a `policy`
-    fixes the block size of every request instead, when its prompt is through. max_block_size: of any request.
+    controller: chooses at every step what is drafted and verified, and may be replaced between steps. policy: the
+    prior of its acceptance model, or what fixes the block size of every request instead, when its prompt is through.
+    max_block_size: of any request.
     max_prefill_tokens: tokens of prompts that a step takes in at most; requests that decode go on meanwhile.
     prefix_tokens: keys and values kept for requests that begin alike (prefixes.py). graphs: on a GPU, steps of few
     tokens run by CUDA graphs (models/graphs.py).
@@ -64,7 +65,7 @@ class Engine:
         *,
         num_slots: int = 8,
         max_length: int | None = None,
-        policy: Policy | None = None,
+        policy: Policy | Prior | None = None,
         controller: Controller | None = None,
         max_block_size: int = MAX_BLOCK_SIZE,
         max_prefill_tokens: int = MAX_PREFILL_TOKENS,
@@ -75,8 +76,11 @@ class Engine:
         max_length = min(MAX_LENGTH, pair.max_length) if max_length is None else max_length
         if not 2 <= max_length <= pair.max_length:
             raise ValueError(f"max_length {max_length}: must be 2 to {pair.max_length}, the target's context")
-        self.pair, self.policy = pair, policy
-        self.controller = controller or Controller(AcceptanceModel(max(1, min(pair.block_size - 1, MAX_DEPTH))))
+        prior, self.policy = (policy, None) if isinstance(policy, Prior) else (UNTRAINED, policy)
+        self.controller = controller or Controller(
+            AcceptanceModel(max(1, min(pair.block_size - 1, MAX_DEPTH)), prior)
+        )
+        self.pair = pair
         self.num_slots, self.max_length, self.max_block_size = num_slots, max_length, max_block_size
         self.max_prefill_tokens = max_prefill_tokens
         self._limits = EngineLimits(max_length, pair.max_length, max_block_size, pair.vocab_size)
@@ -188,7 +192,7 @@ class Engine:
         outcome = StepOutcome(
             work.load,
             prompts.packing.num_tokens if prompts is not None else 0,
-            verified([drafts[r] for r in adapting], [paths[r] for r in adapting]) if adapting else None,
+            verified([drafts[r] for r in adapting], [paths[r] for r in adapting]),
             has_captured=len(graphs or ()) > num_graphs,
         )
         self.controller.learn(outcome, time.perf_counter() - started)
@@ -209,7 +213,7 @@ class Engine:
         most = [rows[r].most_depth(deepest) for r in free]
         ids = tuple(rows[r].request_id for r in free)
         chosen = self.controller.plan(Planned(ids, np.array(drawn, dtype=int), np.array(most, dtype=int)), beside)
-        for r, depth in zip(free, chosen, strict=True):
+        for r, depth in zip(free, chosen.tolist(), strict=True):
             depths[r] = depth
         return depths
 
@@ -238,17 +242,17 @@ class Engine:
         """Nodes to verify of every row [R], after one pass of the draft over those that draft."""
         slots = [slot for slot, depth in enumerate(depths) if depth]
         offered: Offered | None = None
+        planned = list(accumulate((row.adapts for row in rows), initial=-1))[1:]
         if slots:
             drafting, of_slots = [rows[slot] for slot in slots], [depths[slot] for slot in slots]
             many = any(row.is_tree or row.adapts or row.automaton is not None for row in drafting)
             found = self._drafter.propose(drafting, slots, of_slots, NUM_CANDIDATES if many else 1)
-            planned = list(accumulate((row.adapts for row in rows), initial=-1))[1:]
             places = [planned[slot] if rows[slot].adapts else -1 for slot in slots]
             offered = offer(found, places, of_slots, self.controller)
         num_fixed = sum(row.next_block_size - 1 for row in rows if not row.adapts)
         drafted = Load(len(rows), sum(depths), num_fixed, self._passes(depths))
         select = partial(self.controller.select, drafted=drafted)
-        return grow_all(rows, slots, offered, select, self.max_block_size - 1)
+        return grow_all(rows, slots, planned, offered, select, self.max_block_size - 1)
 
     def _score(self, work: Work) -> StepScores:
         """One pass of the target over all parts, whose slots follow each other from the first on."""

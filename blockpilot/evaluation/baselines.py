@@ -1,14 +1,15 @@
 """Rules that others ship or publish, to be measured beside ours: same engine, live price and exact text."""
 
-from collections.abc import Sequence
+from itertools import starmap
 
 import numpy as np
 
-from blockpilot.control.acceptance import NUM_CONTEXTS, AcceptanceModel, Array, Proposal, logistic
-from blockpilot.control.choose import choose_nodes
+from blockpilot.control.acceptance import AcceptanceModel, Array, Proposal, logistic
+from blockpilot.control.choose import Trees, choose_nodes
 from blockpilot.control.controller import Controller, Planned
 from blockpilot.control.cost import Load, passes
 from blockpilot.drafts.choices import own_chances
+from blockpilot.native.growing import NUM_CONTEXTS
 from blockpilot.types import Candidates
 
 
@@ -18,8 +19,9 @@ class DepthController(Controller):
     For requests of layout "chain".
     """
 
-    def select(self, chances: Sequence[Array], drafted: Load) -> list[int]:
-        return list(map(len, chances))
+    def select(self, trees: Trees, drafted: Load) -> Array:
+        super().select(trees, drafted)
+        return trees.num
 
 
 class WholeDraft(Controller):
@@ -29,19 +31,18 @@ class WholeDraft(Controller):
     probable tokens.
     """
 
-    def plan(self, rows: Planned, beside: Load) -> list[int]:
-        super().plan(rows, beside)
-        self._depths[:] = rows.deepest
-        return rows.deepest.tolist()
+    def plan(self, rows: Planned, beside: Load) -> Array:
+        return self._begin(rows, super().plan(rows, beside) * 0 + rows.deepest)
 
 
 class TreeBudget(WholeDraft):
     """CaDDTree's (arXiv 2606.01813): a budget for each row's tree, as if it were the only one."""
 
-    def select(self, chances: Sequence[Array], drafted: Load) -> list[int]:
+    def select(self, trees: Trees, drafted: Load) -> Array:
         of_row = drafted.num_drafted // max(drafted.rows, 1)
         alone = Load(1, of_row, num_passes=passes([of_row], self.price.is_sequential))
-        return [choose_nodes([of_tree], self.price, alone)[0] for of_tree in chances]
+        each = starmap(Trees, zip(*(values[:, None] for values in trees), strict=True))
+        return np.array([choose_nodes(tree, self.price, alone)[0] for tree in each])
 
 
 class Margins(AcceptanceModel):
@@ -55,24 +56,27 @@ class Margins(AcceptanceModel):
         self._covariances = np.tile(np.eye(2), (self.deepest, 1, 1))
 
     def propose(self, rows: Array, found: Candidates, slots: Array) -> Proposal:
-        scores = found.scores.double().numpy(force=True)
-        margins = np.nan_to_num(scores[:, 0] - scores[:, min(1, scores.shape[1] - 1)]).clip(max=20)
-        known = np.stack([margins, np.ones(len(slots)), slots], axis=1)[:, None].repeat(scores.shape[1], axis=1)
-        first = logistic((self.of_margin[slots] * known[:, 0, :2]).sum(axis=1))[:, None]
+        scores, drawn = found.scores.numpy(force=True), found.drawn.numpy(force=True)
+        first = logistic((self.of_margin[slots] * _margins(scores)).sum(axis=1))[:, None]
         later = np.minimum(first, own_chances(found)[0, :, 1:].numpy(force=True))
         chances = np.concatenate([first, later], axis=1)[None].repeat(NUM_CONTEXTS, axis=0)
-        return Proposal(known, np.zeros(len(slots), dtype=int), np.zeros(len(slots)), chances)
+        return Proposal(scores, scores, drawn, slots, np.zeros(len(slots)), chances)
 
     def learn(self, proposal: Proposal, choices: Array, laters: Array, right: Array) -> None:
         """A Newton step for each first choice that was reached."""
-        width = proposal.known.shape[1]
+        width, margins = proposal.scores.shape[1], _margins(proposal.scores)
         for choice, was_right in zip(choices, right, strict=True):
             if choice % width:
                 continue
-            *x, slot = proposal.known[choice // width, 0]
-            of_slot = int(slot)
+            x, of_slot = margins[choice // width], int(proposal.slots[choice // width])
             chance = logistic(self.of_margin[of_slot] @ x)
             with_x = self._covariances[of_slot] @ x
             weight = chance * (1 - chance)
             self._covariances[of_slot] -= weight * np.outer(with_x, with_x) / (1 + weight * np.dot(x, with_x))
             self.of_margin[of_slot] += self._covariances[of_slot] @ x * (was_right - chance)
+
+
+def _margins(scores: Array) -> Array:
+    """Of the best score over the next and 1, of scores [N, k]: [N, 2]."""
+    margins = np.nan_to_num(scores[:, 0].astype(float) - scores[:, min(1, scores.shape[1] - 1)]).clip(max=20)
+    return np.stack([margins, np.ones(len(scores))], axis=1)

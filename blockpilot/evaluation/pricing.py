@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from blockpilot.control.acceptance import AcceptanceModel
-from blockpilot.control.controller import Controller, Planned, StepOutcome
-from blockpilot.control.cost import COEFFICIENTS, TILE, Array, Load, StepPrice, fit, passes, relative_error
+from blockpilot.control.acceptance import AcceptanceModel, Array
+from blockpilot.control.choose import Trees
+from blockpilot.control.controller import Controller, Planned
+from blockpilot.control.cost import COEFFICIENTS, TILE, Load, StepPrice, fit, passes, relative_error
 from blockpilot.device import device_name, dtype_name
 from blockpilot.engine.engine import Engine
 from blockpilot.pairs.loading import Pair
@@ -53,16 +55,13 @@ class _Dictated(Controller):
     def __init__(self, deepest: int) -> None:
         super().__init__(AcceptanceModel(deepest), follows=False)
 
-    def plan(self, rows: Planned, beside: Load) -> list[int]:
-        super().plan(rows, beside)
-        return [row.depth for row in self.mixture]
+    def plan(self, rows: Planned, beside: Load) -> Array:
+        super().plan(rows, beside)  # its time is part of a step
+        return self._begin(rows, np.array([row.depth for row in self.mixture]))
 
-    def select(self, chances: Sequence[Array], drafted: Load) -> list[int]:
-        wanted = [row.num_verified for row in self.mixture if row.depth]
-        return [min(num, len(of_row)) for num, of_row in zip(wanted, chances, strict=True)]
-
-    def learn(self, outcome: StepOutcome, seconds: float) -> None:
-        """Nothing."""
+    def select(self, trees: Trees, drafted: Load) -> Array:
+        super().select(trees, drafted)
+        return np.minimum([row.num_verified for row in self.mixture if row.depth], trees.num)
 
 
 def measure_price(pair: Pair, rows: int, context: int, *, num_steps: int = NUM_STEPS) -> StepPrice:

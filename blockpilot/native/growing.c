@@ -1,6 +1,60 @@
-/* Draft trees of a step grown best first, as trees.py grows them: node by node of falling chance. */
+/* Chances of a draft's choices, as acceptance.py has them, and draft trees grown best first by them, as trees.py
+ * grows them: node by node of falling chance. */
+#include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
+
+enum { CONTEXTS = 3, WEIGHTS = 12 }; /* of acceptance.py */
+static const double LEAST_SCORE = -30, LEAST_CHANCE = 1e-4;
+
+static double bounded(float score) { return score > LEAST_SCORE ? score : LEAST_SCORE; /* also where it is NaN */ }
+
+/* The draft's own chances of a slot's choices [width]: its probabilities, or where a token is drawn the shares of the
+ * scores, which begin with the best. */
+static void own_chances(long width, const float *scores, const float *log_probs, int drawn, double *own)
+{
+    double total = 0;
+    for (long k = 0; k < width; k++)
+        total += own[k] = exp(drawn ? bounded(scores[k]) - bounded(scores[0]) : bounded(log_probs[k]));
+    for (long k = 0; drawn && k < width; k++)
+        own[k] /= total;
+}
+
+/* Chances [CONTEXTS][num][width] of the choices of `num` slots: the logistic regression of acceptance.py by
+ * weights [2][WEIGHTS], of rows of this surprise [num]; the draft's own where `own` [num] says so. slots [num] are
+ * places below the anchor. */
+void choice_chances(long num, long width, const float *scores, const float *log_probs, const uint8_t *drawn,
+                    const int64_t *slots, const uint8_t *own, const double *surprise, const double *weights,
+                    double *chances)
+{
+    for (long n = 0; n < num; n++, scores += width, log_probs += width) {
+        const double *w = weights + (drawn[n] ? WEIGHTS : 0), *of_context = w + 5;
+        double *of_first = chances + n * width;
+        own_chances(width, scores, log_probs, drawn[n], of_first);
+        for (long k = 0; k < width; k++)
+            if (!(scores[k] > -INFINITY)) /* cannot be drawn, or is no number */
+                of_first[k] = 0;
+        for (long context = CONTEXTS - 1; context >= 0; context--) {
+            double *found = chances + (context * num + n) * width, total = 0, least = INFINITY;
+            for (long k = 0; k < width && !own[n]; k++) {
+                if (!(scores[k] > -INFINITY)) {
+                    found[k] = 0;
+                    continue;
+                }
+                double p = fmin(fmax(of_first[k], LEAST_CHANCE), 1 - LEAST_CHANCE), logit = log(p / (1 - p));
+                double to_next = k + 1 < width ? bounded(scores[k]) - bounded(scores[k + 1]) : 0;
+                double sum = logit * (1 + w[0]) + w[1] * bounded(log_probs[k]) + w[3] * to_next
+                           + w[2] * (bounded(scores[k]) - bounded(scores[0])) + w[4] / (1 + slots[n])
+                           + w[WEIGHTS - 1] * surprise[n] + of_context[2 * context + (k > 0)];
+                total += found[k] = 1 / (1 + exp(-sum));
+            }
+            for (long k = 0; k < width; k++) {
+                found[k] = own[n] ? of_first[k] : total > 1 ? found[k] / total : found[k];
+                found[k] = least = fmin(least, found[k]);
+            }
+        }
+    }
+}
 
 /* A choice that may become a node. Of equal chances the one of the earlier parent comes first, then the better rank. */
 struct offer {
@@ -60,10 +114,12 @@ static void offer(const struct slots *slots, struct offer *heap, long *size, lon
 
 /* Nodes of rows by falling chance, `most` at most of each, of slots first[r] .. first[r] + depths[r] - 1, the `widest`
  * best choices of each list. Of row r they begin at r * room: chances, parents (0 is the anchor), choices (places in
- * [slots][contexts][width]) and laters (later choices above, the node's own left out); num[r] says how many. */
+ * [slots][contexts][width]), depths (1 below the anchor) and laters (later choices above, the node's own left out);
+ * num[r] says how many. */
 int grow_trees(long rows, const int64_t *first, const int64_t *depths, const int64_t *most, const int64_t *widest,
                long num_slots, long contexts, long width, long laters, const double *chances, const int64_t *places,
-               long room, double *found, int64_t *parents, int64_t *choices, int64_t *of_laters, int64_t *num)
+               long room, double *found, int64_t *parents, int64_t *choices, int64_t *of_laters, int64_t *of_depths,
+               int64_t *num)
 {
     const struct slots slots = {num_slots, contexts, width, laters, chances, places};
     struct offer *heap = malloc((2 * room + 2) * sizeof *heap);
@@ -78,6 +134,7 @@ int grow_trees(long rows, const int64_t *first, const int64_t *depths, const int
             long slot = first[r] + item.depth, choice = (slot * contexts + item.after) * width + item.rank;
             found[r * room + n] = item.chance, parents[r * room + n] = item.parent;
             choices[r * room + n] = choice, of_laters[r * room + n] = item.num_later;
+            of_depths[r * room + n] = item.depth + 1;
             next.rank++;
             offer(&slots, heap, &size, slot, widest[r], next);
             next = (struct offer){item.chance, item.chance, n + 1, item.depth + 1, places[choice], 0,

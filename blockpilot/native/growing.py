@@ -1,6 +1,7 @@
-"""Draft trees of all rows of a step grown in C (growing.c), as engine/trees.py grows each.
+"""Chances of a draft's choices, and trees of all rows of a step grown by them, in C (growing.c).
 
-A tree's node takes Python some microseconds, and a step of sixteen rows has hundreds that may be verified.
+Python takes some microseconds for a tree's node, and a step of sixteen rows has hundreds that may be verified. All
+arrays are contiguous; None without C.
 """
 
 from ctypes import c_long, c_void_p
@@ -12,37 +13,54 @@ from numpy.typing import NDArray
 
 from blockpilot.native.library import library_for
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+Array = NDArray[Any]
+
+NUM_CONTEXTS = 3
 
 
 class Grown(NamedTuple):
     """Nodes of rows by falling chance, of each `num` [R]: arrays [R, M].
 
     parents: numbers of nodes in their row, 0 for the anchor. choices: flat places in [N, P, K]. laters: how many of
-    the choices above are no first ones.
+    the choices above are no first ones. depths: 1 for what follows the anchor.
     """
 
-    chances: Floats
-    parents: Ints
-    choices: Ints
-    laters: Ints
-    num: Ints
+    chances: Array
+    parents: Array
+    choices: Array
+    laters: Array
+    depths: Array
+    num: Array
+
+
+def choice_chances(
+    scores: Array, log_probs: Array, drawn: Array, slots: Array, own: Array, surprise: Array, weights: Array
+) -> Array | None:
+    """Chances [NUM_CONTEXTS, N, K] as `AcceptanceModel.propose` has them.
+
+    scores, log_probs [N, K] float32; drawn, own [N] bool; slots [N] int64; surprise [N], weights [2, 12] float64.
+    """
+    if (library := library_for(torch.float32, torch.device("cpu"))) is None:
+        return None
+    found = np.empty((NUM_CONTEXTS, *scores.shape))
+    given = map(_pointer, (scores, log_probs, drawn, slots, own, surprise, weights, found))
+    library.choice_chances(*map(c_long, scores.shape), *given)
+    return found
 
 
 def grow(
-    chances: Floats, places: Ints, firsts: Ints, depths: Ints, most: Ints, widest: Ints, room: int
+    chances: Array, places: Array, firsts: Array, depths: Array, most: Array, widest: Array, room: int
 ) -> Grown | None:
-    """Of chances [A, N, P, K] and places [N, P, K] of N slots, depths[r] of row r from firsts[r] on; None without C.
+    """Trees of chances [A, N, P, K] and places [N, P, K] of N slots, depths[r] of row r from firsts[r] on.
 
-    most[r] nodes at most, which is at most `room`, of the widest[r] best choices of each list.
+    most[r] nodes at most, which is at most `room`, of the widest[r] best choices of each list. Integers are int64,
+    chances float64.
     """
-    library = library_for(torch.float32, torch.device("cpu"))
-    if library is None:
+    if (library := library_for(torch.float32, torch.device("cpu"))) is None:
         return None
     rows, (laters, *shape) = len(depths), chances.shape
-    of_nodes = (np.empty((rows, room), dtype=np.int64) for _ in range(3))
-    found = Grown(np.empty((rows, room)), *of_nodes, np.empty(rows, dtype=np.int64))
+    whole = np.empty((4, rows, room), dtype=np.int64)
+    found = Grown._make([np.empty((rows, room)), *whole, np.empty(rows, dtype=np.int64)])
     of_rows = map(_pointer, (firsts, depths, most, widest))
     sizes, given = map(c_long, (*shape, laters)), (_pointer(chances), _pointer(places))
     if library.grow_trees(c_long(rows), *of_rows, *sizes, *given, c_long(room), *map(_pointer, found)):
@@ -50,5 +68,5 @@ def grow(
     return found
 
 
-def _pointer(values: NDArray[Any]) -> c_void_p:
+def _pointer(values: Array) -> c_void_p:
     return c_void_p(values.ctypes.data)

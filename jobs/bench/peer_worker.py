@@ -21,9 +21,9 @@ Decode = Callable[[Batch, int], list[list[int]]]
 def blockpilot(settings: dict[str, Any]) -> Decode:
     """This engine, with the block size `num_drafted` + 1, or with trees `bought` at the price of its steps."""
     import torch
+
     from blockpilot.control.acceptance import AcceptanceModel
     from blockpilot.control.controller import Controller
-
     from blockpilot.engine.engine import Engine
     from blockpilot.evaluation.pricing import measure_price
     from blockpilot.pairs.loading import load_pair

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from blockpilot.control.acceptance import AcceptanceModel
 from jsonschema import Draft202012Validator
 from pydantic import Field
 from rich.console import Console
 
 from blockpilot.constraints.automaton import CompiledGrammar, GrammarAutomaton, GrammarCompiler
 from blockpilot.constraints.grammar import of_schema
+from blockpilot.control.acceptance import AcceptanceModel
 from blockpilot.control.controller import Controller
 from blockpilot.engine.engine import Engine
 from blockpilot.evaluation.pricing import measure_price

@@ -36,7 +36,7 @@ from blockpilot.policy.store import load_policy
 from blockpilot.prompts.files import Prompt
 from blockpilot.sweep.rows import prompt_ids
 from blockpilot.sweep.sweep import sampler_seed
-from blockpilot.types import CandidateSet, Layout, PairId, Policy, Request, Sampling
+from blockpilot.types import CandidateSet, Layout, PairId, Request, Sampling
 from jobs.common.cluster import num_threads
 from jobs.common.registry import UNTRAINED
 from jobs.evaluation.inputs import (

@@ -14,9 +14,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Self
 
-from blockpilot.control.controller import Controller
-
 from blockpilot.constraints.automaton import GrammarError
+from blockpilot.control.controller import Controller
 from blockpilot.engine.engine import Engine
 from blockpilot.types import Policy, Request, Step
 from jobs.serving.errors import ApiError
@@ -108,7 +107,7 @@ class EngineLoop:
             raise ApiError(429, message, code="queue_full")
 
     def use(self, policy: Policy | None, controller: Controller) -> None:
-        """From the next step on, leave rows to this controller; with a policy it fixes the block sizes of new ones."""
+        """From the next step on, leave rows to this controller; a policy fixes the block sizes of new ones."""
 
         def put() -> None:
             self.engine.policy, self.engine.controller = policy, controller

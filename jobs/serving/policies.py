@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from blockpilot.control.acceptance import AcceptanceModel
-
 from blockpilot.control.controller import Controller, FixedPolicy
 from blockpilot.control.cost import StepPrice
 from blockpilot.engine.generate import generate

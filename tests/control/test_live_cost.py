@@ -1,5 +1,6 @@
 """A price that follows the seconds of an engine's own steps."""
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 

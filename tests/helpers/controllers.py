@@ -2,7 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from blockpilot.control.acceptance import AcceptanceModel, Array
+from blockpilot.control.choose import Trees
 from blockpilot.control.controller import Controller, Planned, StepOutcome
 from blockpilot.control.cost import Load, StepPrice
 
@@ -29,15 +32,13 @@ class Told(Controller):
         super().__init__(AcceptanceModel(deepest))
         self.turns, self.num_steps = turns, 0
 
-    def plan(self, rows: Planned, beside: Load) -> list[int]:
+    def plan(self, rows: Planned, beside: Load) -> Array:
         super().plan(rows, beside)
-        depth = self.turns[self.num_steps % len(self.turns)][0]
-        depths = [min(depth, most) for most in rows.deepest.tolist()]
-        self._depths[:] = depths
-        return depths
+        return self._begin(rows, np.minimum(self.turns[self.num_steps % len(self.turns)][0], rows.deepest))
 
-    def select(self, chances: Sequence[Array], drafted: Load) -> list[int]:
-        return [min(self.turns[self.num_steps % len(self.turns)][1], len(of_row)) for of_row in chances]
+    def select(self, trees: Trees, drafted: Load) -> Array:
+        super().select(trees, drafted)
+        return np.minimum(self.turns[self.num_steps % len(self.turns)][1], trees.num)
 
     def learn(self, outcome: StepOutcome, seconds: float) -> None:
         self.num_steps += 1

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from blockpilot.evaluation.statistics import Comparison, Figures, Interval, MethodRun, fastest_block_size
 from blockpilot.evaluation.tables import cells, markdown, with_range
 from blockpilot.storage import write_text
-from jobs.common.registry import CHAMPION, HeldOut, Registry, Version, kept_for_later
+from jobs.common.registry import CHAMPION, UNTRAINED, HeldOut, Registry, Version, kept_for_later
 from jobs.evaluation.actor import Setting
 from jobs.evaluation.inputs import AR, CONTROL, ORACLE, POLICY, EvaluateConfig, Plan, method_name
 
@@ -34,7 +34,10 @@ def save(config: EvaluateConfig, plan: Plan, setting: Setting, runs: Sequence[Me
     comparison = _comparison(runs, setting)
     best, chosen_on = best_fixed_of(comparison, setting, *known_taus(plan, config.temperature))
     champion = plan.champion if CHAMPION in setting.block_sizes else None
-    held_out = _held_out(comparison, method_name(best), champion) if POLICY in setting.block_sizes else None
+    untrained = UNTRAINED in setting.block_sizes
+    held_out = (
+        _held_out(comparison, method_name(best), champion, untrained) if POLICY in setting.block_sizes else None
+    )
     by_set = _by_set(plan, runs, setting, best)
     figures = comparison.figures(AR)
     shown = bool(plan.sweep or plan.learned_from(POLICY).prompts)
@@ -138,9 +141,11 @@ def _comparison(runs: Sequence[MethodRun], setting: Setting) -> Comparison:
     return Comparison(runs, control=(CONTROL, AR) if CONTROL in setting.block_sizes else None)
 
 
-def _held_out(comparison: Comparison, best_fixed: str, champion: int | None) -> HeldOut:
+def _held_out(comparison: Comparison, best_fixed: str, champion: int | None, untrained: bool) -> HeldOut:
     ratio = comparison.ratio("tokens_per_s", POLICY, best_fixed)
-    over = comparison.ratio("tokens_per_s", POLICY, CHAMPION) if champion else None
+    not_measured = Interval(0.0, 0.0, 0.0)
+    over = comparison.ratio("tokens_per_s", POLICY, CHAMPION) if champion else not_measured
+    over_untrained = comparison.ratio("tokens_per_s", POLICY, UNTRAINED) if untrained else not_measured
     return HeldOut(
         policy_tau=comparison.figure("tau", POLICY).value,
         best_fixed_tau=comparison.figure("tau", best_fixed).value,
@@ -150,9 +155,12 @@ def _held_out(comparison: Comparison, best_fixed: str, champion: int | None) -> 
         speed_ratio_high=ratio.high,
         num_prompts=comparison.num_prompts,
         champion=champion or 0,
-        champion_ratio=over.value if over else 0.0,
-        champion_ratio_low=over.low if over else 0.0,
-        champion_ratio_high=over.high if over else 0.0,
+        champion_ratio=over.value,
+        champion_ratio_low=over.low,
+        champion_ratio_high=over.high,
+        untrained_ratio=over_untrained.value,
+        untrained_ratio_low=over_untrained.low,
+        untrained_ratio_high=over_untrained.high,
     )
 
 
@@ -230,8 +238,13 @@ def _clock(by_set: Mapping[str, Mapping[str, Interval]]) -> str:
 
 
 def _beside(oracle: Interval | None, held_out: HeldOut) -> list[str]:
-    """What the policy is worth beside the champion and the oracle, whose speed is over the best fixed size's."""
+    """Lines on the policy beside the untrained choice, the champion and the oracle (over the best fixed size)."""
     lines = []
+    if held_out.has_untrained:
+        lines.append(
+            f"Policy over the untrained choice: {held_out.untrained_ratio:.3f} of its tokens/s "
+            f"({held_out.untrained_ratio_low:.3f} to {held_out.untrained_ratio_high:.3f})."
+        )
     if held_out.champion:
         lines.append(
             f"Policy over champion version {held_out.champion:g}: {held_out.champion_ratio:.3f} of its tokens/s "

@@ -18,7 +18,7 @@ from blockpilot.types import Candidates
 
 Array = NDArray[Any]
 
-DECAY = 1e-4  # of squared weights, in nats a choice
+DECAY = 1e-4  # nats a choice
 MAX_ITERATIONS, MAX_HALVINGS = 50, 30  # of Newton's method
 TOLERANCE = 1e-12  # nats a choice that another iteration would gain
 CHUNK = 65_536  # slots whose features are in memory together
@@ -78,13 +78,13 @@ def outcomes_of(steps: Proposed) -> Outcomes:
     return Outcomes(found, place, passed[reached], ranks[reached].long())
 
 
-def fit_prior(outcomes: Outcomes) -> Prior:
-    """The prior of the least cross entropy of every choice's being right, less what DECAY keeps of large weights.
+def fit_prior(outcomes: Outcomes, decay: float = DECAY) -> Prior:
+    """The prior of the least mean cross entropy of every choice's being right, plus `decay` by its squared weights.
 
     The weight of a row's recent surprise, which single steps do not tell, stays 0. So do all weights of slots that
     are drawn, or of those that are not, where there are none.
     """
-    return Prior(np.stack([_minimise(outcomes, kind) for kind in (0, 1)]))
+    return Prior(np.stack([_minimise(outcomes, kind, decay) for kind in (0, 1)]))
 
 
 def losses(prior: Prior, outcomes: Outcomes) -> Losses:
@@ -115,16 +115,16 @@ class _Slope(NamedTuple):
     hessian: Array
 
 
-def _minimise(outcomes: Outcomes, kind: int) -> Array:
+def _minimise(outcomes: Outcomes, kind: int, decay: float) -> Array:
     """Newton's method, whose steps are halved until they lead down."""
     weights = np.zeros(NUM_WEIGHTS)
-    slope = _slope(outcomes, kind, weights)
+    slope = _slope(outcomes, kind, weights, decay)
     for _ in range(MAX_ITERATIONS):
         step = np.linalg.solve(slope.hessian, slope.gradient)
         gain = float(slope.gradient @ step)
         for halving in range(MAX_HALVINGS):
             share = 0.5**halving
-            following = _slope(outcomes, kind, weights - share * step)
+            following = _slope(outcomes, kind, weights - share * step, decay)
             if following.loss <= slope.loss - 0.25 * share * gain:
                 break
         else:  # rounding is all that is left
@@ -135,11 +135,11 @@ def _minimise(outcomes: Outcomes, kind: int) -> Array:
     return weights
 
 
-def _slope(outcomes: Outcomes, kind: int, weights: Array) -> _Slope:
+def _slope(outcomes: Outcomes, kind: int, weights: Array, decay: float) -> _Slope:
     """Of the mean loss over all choices, those of the other kind among them, and of the decay."""
     num = max(1, outcomes.found.scores.numel())
-    loss, gradient = DECAY * float(weights @ weights), 2 * DECAY * weights
-    hessian = 2 * DECAY * np.eye(NUM_WEIGHTS)
+    loss, gradient = decay * float(weights @ weights), 2 * decay * weights
+    hessian = 2 * decay * np.eye(NUM_WEIGHTS)
     for own, inputs, right in _chunks(outcomes, kind):
         logits = own + inputs @ weights
         chances = logistic(logits)

@@ -132,15 +132,16 @@ def _read_step(folder: Path, fields: Fields, pair: PairId, training: Mapping[str
     if odd := sorted(set(WEIGHT_NAMES) ^ set(weights)):
         raise ValueError(f"{path}: {'unknown' if odd[0] in weights else 'missing'} weight {odd[0]!r}")
     for name in WEIGHT_NAMES:
-        of_kinds = weights[name]
-        if not isinstance(of_kinds, list) or len(of_kinds) != 2 or not all(map(_is_finite, of_kinds)):
-            raise ValueError(f"{path}: weight {name!r} must be two finite numbers, got {of_kinds!r}")
+        both = weights[name]
+        if not isinstance(both, list) or len(both) != 2 or not all(map(_is_finite, both)):
+            raise ValueError(f"{path}: weight {name!r} must be two finite numbers, got {both!r}")
     try:
         info = StepInfo(pair, fields["vocab_size"], training)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     price = _read_price(folder) if (folder / PRICE_FILE).exists() else None
-    return StepPolicy(np.array([weights[name] for name in WEIGHT_NAMES], dtype=float).T, info, price)
+    of_kinds = np.array([[weights[name][kind] for name in WEIGHT_NAMES] for kind in (0, 1)], dtype=float)
+    return StepPolicy(of_kinds, info, price)
 
 
 def _read_price(folder: Path) -> StepPrice:

@@ -1,15 +1,16 @@
 """Acceptance model: the probability that drafted tokens are accepted, before the draft runs and after it.
 
-Before it: the nodes that each depth of a draft is expected to add to a row's tree, by running means over all rows and
-in the row at hand. After it: a probability for every choice, by a logistic regression on what the draft says of it,
-learned online from what was verified. What was drafted and not verified is censored. Training gives a better prior.
+Before it: the nodes that each depth of a draft is expected to add to a tree, by running means. After it: a
+probability for every choice, by a logistic regression on what the draft says of it, learned online from what was
+verified. What was drafted and not verified is censored. Training gives a better prior.
 
 Draft probabilities are calibrated at temperature 0; where tokens are drawn, later choices are less often right than a
-draft says. So slots that are drawn have coefficients of their own, and the prior of the others is firm.
+draft says. So slots that are drawn have means and coefficients of their own. Means of each row, and heads on the
+draft's context vector, made the choice of depths worse (LOG.md).
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,11 +26,11 @@ OF_CHOICE = "log_prob", "to_first", "to_next", "inverse_depth"  # what is known 
 NUM_KNOWN = 1 + len(OF_CHOICE)
 NUM_WEIGHTS = NUM_KNOWN + 2 * NUM_CONTEXTS  # then context (later choices above: 0, 1, more) by rank (first, later)
 LEAST_SCORE, LEAST_CHANCE = -30.0, 1e-4
-PRIOR_VARIANCE = (1e-3, 5e-3)  # of the weights, for slots that are not drawn and for those that are
+PRIOR_VARIANCE = (5e-3, 5e-3)  # of the weights, for slots that are not drawn and for those that are
 LEARN_EVERY = 16  # steps whose outcomes are learned from together
 THRESHOLDS = np.geomspace(0.01, 0.8, 9)  # of the probability of nodes that depths are counted by
 FIRST_GUESS = 0.75  # share of reached positions that are accepted, before anything was seen
-DOUBT, MEMORY = 4.0, 1000.0  # steps: of the first guess, and of what all rows show beside the row at hand
+DOUBT, MEMORY = 4.0, 1000.0  # drafts: of the first guess, and of the running means
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +44,7 @@ UNTRAINED = Prior(np.zeros((2, NUM_WEIGHTS)))
 
 
 class Expected(NamedTuple):
-    """Nodes that each depth of a draft is expected to add to every row's tree, by their least probability [J].
+    """Nodes that each depth is expected to add to the trees of some rows, by their least probability, thresholds [J].
 
     sums [R, D, J] of the probabilities of nodes at least so probable, and counts [R, D, J] of them.
     """
@@ -80,62 +81,44 @@ class Observed(NamedTuple):
     right: Array
 
 
-@dataclass
 class AcceptanceModel:
-    """Probabilities of one draft's tokens, for rows by id. deepest: positions that it proposes tokens for at most."""
+    """Probabilities of one draft's tokens. deepest: positions that it proposes tokens for at most."""
 
-    deepest: int
-    prior: Prior = UNTRAINED
-    _ids: tuple[int, ...] = ()
-    _index: dict[int, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.deepest < 1:
-            raise ValueError(f"deepest {self.deepest}: must be at least 1")
-        self.weights = self.prior.weights.astype(float)
+    def __init__(self, deepest: int, prior: Prior = UNTRAINED) -> None:
+        if deepest < 1:
+            raise ValueError(f"deepest {deepest}: must be at least 1")
+        self.deepest = deepest
+        self.weights = prior.weights.astype(float)
         self._precision = np.stack([np.eye(NUM_WEIGHTS) / variance for variance in PRIOR_VARIANCE])
-        guess = FIRST_GUESS ** np.arange(1, self.deepest + 1)[:, None]
+        guess = FIRST_GUESS ** np.arange(1, deepest + 1)[:, None]
         above = guess >= THRESHOLDS
-        self._guess = np.stack([guess * above, above.astype(float)])  # [2 (sums, counts), D, J]: of a chain
-        self._of_all = np.zeros((2, *self._guess.shape))  # fading sums over steps, by `drawn`
-        self._steps_of_all = np.zeros((2, self.deepest))
-        self._of_rows, self._steps = np.zeros((0, *self._guess.shape)), np.zeros((0, self.deepest))
+        # Fading sums over steps, by `drawn`: probabilities and counts of nodes [2, 2, D, J], drafts [2, 1, D, 1].
+        self._nodes = np.stack([DOUBT * np.stack([guess * above, above])] * 2)
+        self._drafts = np.full((2, 1, deepest, 1), DOUBT)
         self._unlearned = list[Observed]()
 
     # --- before the draft ---
 
-    def expected(self, ids: tuple[int, ...], drawn: Array) -> Expected:
-        """Nodes that each depth is expected to add, of rows [R] by their ids; drawn [R] 0 or 1. Others are over."""
-        if ids != self._ids:
-            old = np.array([self._index.get(each, -1) for each in ids], dtype=int)  # -1: zeros that are appended
-            self._of_rows, self._steps = (
-                np.concatenate([values, np.zeros((1, *values.shape[1:]))])[old]
-                for values in (self._of_rows, self._steps)
-            )
-            self._ids, self._index = ids, {each: i for i, each in enumerate(ids)}
-        steps = self._steps_of_all[:, None, :, None]
-        of_all = (DOUBT * self._guess + self._of_all) / (DOUBT + steps)
-        found = (DOUBT * of_all[drawn] + self._of_rows) / (DOUBT + self._steps[:, None, :, None])
-        return Expected(THRESHOLDS, found[:, 0], found[:, 1])
+    def expected(self, drawn: Array) -> Expected:
+        """Nodes that each depth is expected to add, of rows that are `drawn` [R] (0 or 1)."""
+        sums, counts = (self._nodes / self._drafts)[drawn].swapaxes(0, 1)
+        return Expected(THRESHOLDS, sums, counts)
 
-    def observe(self, drawn: Array, num_drafted: Array, rows: Array, depths: Array, chances: Array) -> None:
-        """Learn what drafts of the rows [R] of the latest call added: nodes [M] of `rows`, at these depths and with
-        these probabilities. num_drafted [R, D]: drafts that reached each depth.
+    def observe(self, drawn: Array, drafted: Array, of_nodes: Array, depths: Array, chances: Array) -> None:
+        """Learn what drafts of depths drafted [R] added, of rows that are `drawn` [R]: nodes [M] of rows that are
+        `of_nodes`, at these depths and with these probabilities.
         """
-        shape = *num_drafted.shape, len(THRESHOLDS) + 1
+        shape = 2, self.deepest, len(THRESHOLDS) + 1
         inside = depths <= self.deepest
         bins = np.searchsorted(THRESHOLDS, chances, side="right")
-        flat = ((rows * self.deepest + depths - 1) * shape[-1] + bins)[inside]
+        flat = ((of_nodes * self.deepest + depths - 1) * shape[-1] + bins)[inside]
         both = [np.bincount(flat, of, math.prod(shape)).reshape(shape) for of in (chances[inside], None)]
         at_least = np.stack(both, axis=1)[..., ::-1].cumsum(axis=-1)[..., -2::-1]
-        found = at_least * (num_drafted > 0)[:, None, :, None]
-        self._of_rows += found
-        self._steps += num_drafted
-        for kind in set(drawn.tolist()):
-            of_kind = drawn == kind
-            keep = (1 - 1 / MEMORY) ** num_drafted[of_kind].max()
-            self._of_all[kind] = keep * self._of_all[kind] + found[of_kind].sum(axis=0)
-            self._steps_of_all[kind] = keep * self._steps_of_all[kind] + num_drafted[of_kind].sum(axis=0)
+        reached = np.bincount(drawn * (self.deepest + 1) + drafted, minlength=2 * (self.deepest + 1))
+        num_drafts = reached.reshape(2, -1)[:, ::-1].cumsum(axis=1)[:, -2::-1][:, None, :, None]
+        keep = 1 - np.minimum(1, num_drafts / MEMORY)
+        self._nodes = keep * self._nodes + at_least * (num_drafts > 0)
+        self._drafts = keep * self._drafts + num_drafts
 
     # --- after it ---
 
@@ -170,7 +153,7 @@ class AcceptanceModel:
         """
         places, ranks = np.divmod(choices, proposal.scores.shape[1])
         of_places = (values[places] for values in proposal[:4])
-        self._unlearned.append(Observed(*of_places, ranks, laters, right))
+        self._unlearned.append(Observed._make([*of_places, ranks, laters, right]))
         if len(self._unlearned) >= LEARN_EVERY:
             self.learn_from(Observed(*map(np.concatenate, zip(*self._unlearned, strict=True))))
             self._unlearned = []

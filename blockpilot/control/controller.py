@@ -1,8 +1,7 @@
 """Controller of an engine: it plans how deep rows draft, selects what of it is verified, and learns from the outcome.
 
 The engine knows these calls and nothing of costs and probabilities. A controller holds all adaptive state: another
-draft, or a fresh start, is another controller. Rows are told by their ids, and are forgotten when a plan leaves them
-out.
+draft, or a fresh start, is another controller.
 """
 
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from blockpilot.control.acceptance import AcceptanceModel, Array, Proposal
-from blockpilot.control.choose import Trees, choose_depths, choose_nodes
+from blockpilot.control.choose import Depths, Trees, choose_depths, choose_nodes
 from blockpilot.control.cost import NOMINAL, LiveCost, Load, StepPrice
 from blockpilot.types import Candidates, CandidateSet, Prefill
 
@@ -20,16 +19,15 @@ PROBE_EVERY = 128  # steps of one kind, plain or drafting, after which one of th
 
 
 class Planned(NamedTuple):
-    """Rows that a controller chooses for: their ids, which draw tokens, and how deep each may draft."""
+    """Rows that a controller chooses for: which draw tokens, and how deep each may draft."""
 
-    ids: tuple[int, ...]
     drawn: Array
     """[R] 0 or 1."""
     deepest: Array
     """[R]"""
 
 
-NO_ROWS = Planned((), np.zeros(0, dtype=int), np.zeros(0, dtype=int))
+NO_ROWS = Planned(np.zeros(0, dtype=int), np.zeros(0, dtype=int))
 
 
 class Verified(NamedTuple):
@@ -71,24 +69,29 @@ class Controller:
         """True if the latest step drafted. May be read by any thread."""
         self._live = LiveCost(self.price) if follows and price is not None and price is not NOMINAL else None
         self._planned, self._beside = NO_ROWS, Load(0)
-        self._wanted = self._depths = NO_ROWS.deepest
-        self._grown = list[tuple[Array, Trees]]()  # since the latest plan: depths drafted, and what grew
-        self._num_planned = 0  # steps that kept to the latest plan
+        self._depths = NO_ROWS.deepest
+        self._plan: Depths | None = None
+        self._num_planned = 0  # steps that kept to it
+        self._rows_grown, self._grown = (
+            list[tuple[Array, Array]](),
+            list[Trees](),
+        )  # since: drawn and depths, and trees
         self._proposal: Proposal | None = None
         self._num_alike = 0  # steps in a row that drafted, or below 0 that did not
 
     def plan(self, rows: Planned, beside: Load) -> Array:
         """Positions [R] that the next step's draft proposes tokens for; `beside` is what other rows take in.
 
-        Means over steps move slowly, so a plan holds for PLAN_EVERY steps of the same rows.
+        Means over steps move slowly, so a plan holds for PLAN_EVERY steps of rows alike.
         """
-        if (rows.ids, beside) != (self._planned.ids, self._beside) or self._num_planned >= PLAN_EVERY:
+        changed = beside != self._beside or not np.array_equal(rows.drawn, self._planned.drawn)
+        if changed or self._plan is None or self._num_planned >= PLAN_EVERY:
             self._observe()
-            expected = self.model.expected(rows.ids, rows.drawn)
-            self._wanted, _ = choose_depths(expected, rows.deepest, self.price, beside)
+            most = np.full(len(rows.deepest), self.model.deepest)
+            self._plan = choose_depths(self.model.expected(rows.drawn), most, self.price, beside)
             self._beside, self._num_planned = beside, 0
         self._num_planned += 1
-        depths = np.minimum(self._wanted, rows.deepest)
+        depths = np.minimum(self._plan.depths, rows.deepest)
         if self._live is not None and not beside.num_drafted and abs(self._num_alike) >= PROBE_EVERY:
             drafts = bool(depths.any())
             if drafts == (self._num_alike > 0):
@@ -103,15 +106,14 @@ class Controller:
         """Take in what drafts have added since the latest plan."""
         if not self._grown:
             return
-        nodes, places = list[Array](), np.arange(self.model.deepest)
-        drafted = np.zeros((len(self._planned.ids), self.model.deepest))
-        for depths, trees in self._grown:
-            drafted += places < depths[:, None]
-            rows, at = trees.taken.nonzero()
-            nodes.append(np.stack([trees.rows[rows], trees.depths[rows, at], trees.chances[rows, at]]))
-        of_rows, of_depths, chances = np.concatenate(nodes, axis=1)
-        self.model.observe(self._planned.drawn, drafted, of_rows.astype(int), of_depths.astype(int), chances)
-        self._grown = []
+        nodes = list[Array]()
+        for trees in self._grown:
+            rows, places = trees.taken.nonzero()
+            nodes.append(np.stack([trees.drawn[rows], trees.depths[rows, places], trees.chances[rows, places]]))
+        drawn, drafted = np.concatenate(self._rows_grown, axis=1)
+        of_nodes, depths, chances = np.concatenate(nodes, axis=1)
+        self.model.observe(drawn, drafted, of_nodes.astype(int), depths.astype(int), chances)
+        self._rows_grown, self._grown = [], []
 
     def propose(self, known: Array, found: Candidates, slots: Array) -> Proposal:
         """Probabilities of a draft's choices, in slots [N] below the anchor; the draft's own where `known` [N] is
@@ -122,8 +124,10 @@ class Controller:
 
     def select(self, trees: Trees, drafted: Load) -> Array:
         """How many nodes of every tree are verified, [R]."""
-        self._grown.append((self._depths, trees))
-        return choose_nodes(trees, self.price, drafted)
+        self._rows_grown.append((self._planned.drawn, self._depths))
+        self._grown.append(trees)
+        assert self._plan is not None
+        return choose_nodes(trees, self.price, drafted, self._plan.rate)
 
     def learn(self, outcome: StepOutcome, seconds: float) -> None:
         """Learn from a step that took so long."""

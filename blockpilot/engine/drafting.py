@@ -114,15 +114,13 @@ Select = Callable[[Trees], Array]
 def grow_all(
     rows: Sequence[Row],
     slots: Sequence[int],
-    planned: Sequence[int],
     offered: Offered | None,
     select: Select,
     most: int,
 ) -> list[list[Node]]:
     """Nodes to verify of rows [R]: a row that adapts has as many as `select` says, others their fixed size.
 
-    `slots` are those that draft, with what is offered them; planned [R] are places among the rows that adapt. most:
-    nodes of a tree.
+    `slots` are those that draft, with what is offered them. most: nodes of a tree.
     """
     place = {slot: i for i, slot in enumerate(slots)}
     drafted = [slot for slot in slots if rows[slot].automaton is None]
@@ -142,7 +140,8 @@ def grow_all(
     sizes = [len(growth.chances) for growth in growths]
     free = [i for i, slot in enumerate(growing) if rows[slot].adapts]
     if free:
-        trees = _trees([growths[i] for i in free], [planned[growing[i]] for i in free])
+        drawn = [not rows[growing[i]].request.sampling.is_greedy for i in free]
+        trees = _trees([growths[i] for i in free], drawn)
         for i, size in zip(free, select(trees).tolist(), strict=True):
             sizes[i] = size
     found: list[list[Node]] = [[] for _ in rows]
@@ -159,9 +158,11 @@ class _Growth(NamedTuple):
     take: Callable[[int], list[Node]]
 
 
-def _trees(growths: Sequence[_Growth], rows: Sequence[int]) -> Trees:
+def _trees(growths: Sequence[_Growth], drawn: Sequence[bool]) -> Trees:
     num = np.array([len(growth.chances) for growth in growths])
-    trees = Trees(np.array(rows), num, np.zeros((len(num), num.max())), np.zeros((len(num), num.max()), dtype=int))
+    trees = Trees(
+        np.array(drawn, dtype=int), num, np.zeros((len(num), num.max())), np.zeros((len(num), num.max()), dtype=int)
+    )
     for r, growth in enumerate(growths):
         trees.chances[r, : num[r]], trees.depths[r, : num[r]] = growth.chances, growth.depths
     return trees

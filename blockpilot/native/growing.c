@@ -146,14 +146,13 @@ int grow_trees(long rows, const int64_t *first, const int64_t *depths, const int
     return 0;
 }
 
-/* How many nodes of R trees are verified: as many of the best of all as make the most tokens a second, as
- * choose_nodes of choose.py. chances [R][room] fall, of each num[r]; a step of `rows` tokens and `seconds` without them,
- * which already has `tokens`, takes token_s for each and tile_s for every `tile` tokens more. taken [R]; heads [R] is
- * room to work in. */
-void select_nodes(long trees, long room, const double *chances, const int64_t *num, double rows, double seconds,
-                  long tokens, double token_s, double tile_s, long tile, int64_t *taken, int64_t *heads)
+/* How many nodes of R trees are verified: the best of all, as many as have the most tokens less their costs, as
+ * choose_nodes of choose.py. chances [R][room] fall, of each num[r]; a token of a step that has `tokens` costs
+ * of_token, and of_tile for every `tile` of them. taken [R]; heads [R] is room to work in. */
+void select_nodes(long trees, long room, const double *chances, const int64_t *num, long tokens, double of_token,
+                  double of_tile, long tile, int64_t *taken, int64_t *heads)
 {
-    double best = rows / seconds;
+    double gain = 0, best = 0;
     for (long r = 0; r < trees; r++)
         taken[r] = heads[r] = 0;
     for (;;) {
@@ -161,15 +160,11 @@ void select_nodes(long trees, long room, const double *chances, const int64_t *n
         for (long r = 0; r < trees; r++)
             if (heads[r] < num[r] && (first < 0 || chances[r * room + heads[r]] > chances[first * room + heads[first]]))
                 first = r;
-        if (first < 0)
-            return;
-        double chance = chances[first * room + heads[first]++];
-        if (chance <= best * token_s)
-            return; /* nor are those that come after it worth their seconds */
-        rows += chance;
-        seconds += token_s + (tokens++ % tile == 0 ? tile_s : 0);
-        if (rows / seconds > best) {
-            best = rows / seconds;
+        if (first < 0 || chances[first * room + heads[first]] <= of_token)
+            return; /* nor are those that come after it worth their costs */
+        gain += chances[first * room + heads[first]++] - of_token - (tokens++ % tile == 0 ? of_tile : 0);
+        if (gain > best) {
+            best = gain;
             for (long r = 0; r < trees; r++)
                 taken[r] = heads[r];
         }

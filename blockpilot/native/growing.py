@@ -68,20 +68,18 @@ def grow(
     return found
 
 
-def select_nodes(
-    chances: Array, num: Array, rows: int, seconds: float, tokens: int, token_s: float, tile_s: float, tile: int
-) -> Array | None:
+def select_nodes(chances: Array, num: Array, tokens: int, of_token: float, of_tile: float, tile: int) -> Array | None:
     """How many nodes of trees are verified [R], as choose_nodes of control/choose.py says.
 
-    chances [R, M] float64 fall, of each num [R] int64. A step of `tokens` tokens, which emits one for each of `rows`
-    and takes so many seconds, takes token_s for each more and tile_s for every `tile` of them.
+    chances [R, M] float64 fall, of each num [R] int64. A token costs of_token in a step that has `tokens`, and
+    of_tile for every `tile` of them.
     """
     if (library := library_for(torch.float32, torch.device("cpu"))) is None:
         return None
     taken, heads = np.empty_like(num), np.empty_like(num)
-    given = c_double(rows), c_double(seconds), c_long(tokens), c_double(token_s), c_double(tile_s), c_long(tile)
+    costs = c_long(tokens), c_double(of_token), c_double(of_tile), c_long(tile)
     sizes = map(c_long, chances.shape)
-    library.select_nodes(*sizes, _pointer(chances), _pointer(num), *given, _pointer(taken), _pointer(heads))
+    library.select_nodes(*sizes, _pointer(chances), _pointer(num), *costs, _pointer(taken), _pointer(heads))
     return taken
 
 

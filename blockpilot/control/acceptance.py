@@ -88,7 +88,7 @@ class AcceptanceModel:
         if deepest < 1:
             raise ValueError(f"deepest {deepest}: must be at least 1")
         self.deepest = deepest
-        self.weights = prior.weights.astype(float)
+        self.weights = prior.weights.astype(float, order="C")
         self._precision = np.stack([np.eye(NUM_WEIGHTS) / variance for variance in PRIOR_VARIANCE])
         guess = FIRST_GUESS ** np.arange(1, deepest + 1)[:, None]
         above = guess >= THRESHOLDS

@@ -84,4 +84,5 @@ def select_nodes(chances: Array, num: Array, tokens: int, of_token: float, of_ti
 
 
 def _pointer(values: Array) -> c_void_p:
+    assert values.flags.c_contiguous
     return c_void_p(values.ctypes.data)

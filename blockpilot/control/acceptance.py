@@ -1,15 +1,16 @@
 """Acceptance model: the probability that drafted tokens are accepted, before the draft runs and after it.
 
-Before it: the nodes that each depth of a draft is expected to add to a row's tree, by running means over all rows and
-in the row at hand. After it: a probability for every choice, by a logistic regression on what the draft says of it,
-learned online from what was verified. What was drafted and not verified is censored. Training gives a better prior.
+Before it: the nodes that each depth of a draft is expected to add to a tree, by running means. After it: a
+probability for every choice, by a logistic regression on what the draft says of it, learned online from what was
+verified. What was drafted and not verified is censored. Training gives a better prior.
 
 Draft probabilities are calibrated at temperature 0; where tokens are drawn, later choices are less often right than a
-draft says. So slots that are drawn have coefficients of their own, and the prior of the others is firm.
+draft says. So slots that are drawn have means and coefficients of their own. Means of each row, and heads on the
+draft's context vector, made the choice of depths worse (LOG.md).
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,14 +24,13 @@ Array = NDArray[Any]
 
 OF_CHOICE = "log_prob", "to_first", "to_next", "inverse_depth"  # what is known of a choice beside its own logit
 NUM_KNOWN = 1 + len(OF_CHOICE)
-NUM_WEIGHTS = NUM_KNOWN + 2 * NUM_CONTEXTS + 1  # then context (later choices above: 0, 1, more) by rank, and surprise
+NUM_WEIGHTS = NUM_KNOWN + 2 * NUM_CONTEXTS  # then context (later choices above: 0, 1, more) by rank (first, later)
 LEAST_SCORE, LEAST_CHANCE = -30.0, 1e-4
-PRIOR_VARIANCE = (1e-3, 2e-2)  # of the weights, for slots that are not drawn and for those that are
+PRIOR_VARIANCE = (5e-3, 5e-3)  # of the weights, for slots that are not drawn and for those that are
 LEARN_EVERY = 16  # steps whose outcomes are learned from together
 THRESHOLDS = np.geomspace(0.01, 0.8, 9)  # of the probability of nodes that depths are counted by
 FIRST_GUESS = 0.75  # share of reached positions that are accepted, before anything was seen
-DOUBT, MEMORY = 4.0, 1000.0  # steps: of the first guess, and of what all rows show beside the row at hand
-RECENT = 0.8  # of a row's surprise, kept from step to step
+DOUBT, MEMORY = 4.0, 1000.0  # drafts: of the first guess, and of the running means
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ UNTRAINED = Prior(np.zeros((2, NUM_WEIGHTS)))
 
 
 class Expected(NamedTuple):
-    """Nodes that each depth of a draft is expected to add to every row's tree, by their least probability [J].
+    """Nodes that each depth is expected to add to the trees of some rows, by their least probability, thresholds [J].
 
     sums [R, D, J] of the probabilities of nodes at least so probable, and counts [R, D, J] of them.
     """
@@ -60,108 +60,84 @@ class Proposal(NamedTuple):
     scores: Array
     log_probs: Array
     drawn: Array
+    """[N * P]"""
     slots: Array
     """[N * P], places below the anchor, from 0 on."""
-    surprise: Array
-    """[N * P], of the rows."""
     chances: Array
     """[NUM_CONTEXTS, N * P, k], by the choices above that are no first ones; they fall along k."""
 
 
 class Observed(NamedTuple):
-    """Choices [M] that were verified below what the target chose: inputs [M, NUM_WEIGHTS] of the regression, drawn [M]
-    0 or 1, and which were right [M].
+    """Choices [M] that were verified below what the target chose, in slots of which these scores and log_probs [M, k]
+    were known; ranks [M] among them, later choices above, and which were right.
     """
 
-    inputs: Array
+    scores: Array
+    log_probs: Array
     drawn: Array
+    slots: Array
+    ranks: Array
+    laters: Array
     right: Array
 
 
-@dataclass
 class AcceptanceModel:
-    """Probabilities of one draft's tokens, for rows by id. deepest: positions that it proposes tokens for at most."""
+    """Probabilities of one draft's tokens. deepest: positions that it proposes tokens for at most."""
 
-    deepest: int
-    prior: Prior = UNTRAINED
-    _ids: tuple[int, ...] = ()
-    _index: dict[int, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.deepest < 1:
-            raise ValueError(f"deepest {self.deepest}: must be at least 1")
-        self.weights = self.prior.weights.astype(float)
+    def __init__(self, deepest: int, prior: Prior = UNTRAINED) -> None:
+        if deepest < 1:
+            raise ValueError(f"deepest {deepest}: must be at least 1")
+        self.deepest = deepest
+        self.weights = prior.weights.astype(float, order="C")
         self._precision = np.stack([np.eye(NUM_WEIGHTS) / variance for variance in PRIOR_VARIANCE])
-        guess = FIRST_GUESS ** np.arange(1, self.deepest + 1)[:, None]
+        guess = FIRST_GUESS ** np.arange(1, deepest + 1)[:, None]
         above = guess >= THRESHOLDS
-        self._guess = np.stack([guess * above, above.astype(float)])  # [2 (sums, counts), D, J]: of a chain
-        self._of_all = np.zeros((2, *self._guess.shape))  # fading sums over steps, by `drawn`
-        self._steps_of_all = np.zeros((2, self.deepest))
-        self._of_rows, self._steps = np.zeros((0, *self._guess.shape)), np.zeros((0, self.deepest))
-        self._surprise = np.zeros(0)
+        # Fading sums over steps, by `drawn`: probabilities and counts of nodes [2, 2, D, J], drafts [2, 1, D, 1].
+        self._nodes = np.stack([DOUBT * np.stack([guess * above, above])] * 2)
+        self._drafts = np.full((2, 1, deepest, 1), DOUBT)
         self._unlearned = list[Observed]()
-
-    def _follow(self, ids: tuple[int, ...]) -> None:
-        """Keep what is known of these rows, in their order; others are over."""
-        if ids == self._ids:
-            return
-        old = np.array([self._index.get(each, -1) for each in ids], dtype=int)  # -1: zeros that are appended
-        self._of_rows, self._steps, self._surprise = (
-            np.concatenate([values, np.zeros((1, *values.shape[1:]))])[old]
-            for values in (self._of_rows, self._steps, self._surprise)
-        )
-        self._ids, self._index = ids, {each: i for i, each in enumerate(ids)}
 
     # --- before the draft ---
 
-    def expected(self, ids: tuple[int, ...], drawn: Array) -> Expected:
-        """Nodes that each depth is expected to add, of rows [R] by their ids; drawn [R] 0 or 1."""
-        self._follow(ids)
-        steps = self._steps_of_all[:, None, :, None]
-        of_all = (DOUBT * self._guess + self._of_all) / (DOUBT + steps)
-        found = (DOUBT * of_all[drawn] + self._of_rows) / (DOUBT + self._steps[:, None, :, None])
-        return Expected(THRESHOLDS, found[:, 0], found[:, 1])
+    def expected(self, drawn: Array) -> Expected:
+        """Nodes that each depth is expected to add, of rows that are `drawn` [R] (0 or 1)."""
+        sums, counts = (self._nodes / self._drafts)[drawn].swapaxes(0, 1)
+        return Expected(THRESHOLDS, sums, counts)
 
-    def observe(self, drawn: Array, depths: Array, rows: Array, at: Array, chances: Array) -> None:
-        """Learn what depths [R], drafted by the rows of the latest call, brought: nodes [M] of `rows`, at depths `at`
-        and with these probabilities.
+    def observe(self, drawn: Array, drafted: Array, of_nodes: Array, depths: Array, chances: Array) -> None:
+        """Learn what drafts of depths drafted [R] added, of rows that are `drawn` [R]: nodes [M] of rows that are
+        `of_nodes`, at these depths and with these probabilities.
         """
-        num_rows, num_bins = len(depths), len(THRESHOLDS) + 1
-        inside = at <= self.deepest
+        shape = 2, self.deepest, len(THRESHOLDS) + 1
+        inside = depths <= self.deepest
         bins = np.searchsorted(THRESHOLDS, chances, side="right")
-        flat = ((rows * self.deepest + at - 1) * num_bins + bins)[inside]
-        shape = num_rows, self.deepest, num_bins
+        flat = ((of_nodes * self.deepest + depths - 1) * shape[-1] + bins)[inside]
         both = [np.bincount(flat, of, math.prod(shape)).reshape(shape) for of in (chances[inside], None)]
-        seen = np.arange(self.deepest) < depths[:, None]
-        found = np.stack(both, axis=1)[..., ::-1].cumsum(axis=-1)[..., -2::-1] * seen[:, None, :, None]
-        self._of_rows += found
-        self._steps += seen
-        keep = 1 - 1 / MEMORY
-        for kind in set(drawn.tolist()):
-            of_kind = drawn == kind
-            self._of_all[kind] = keep * self._of_all[kind] + found[of_kind].sum(axis=0)
-            self._steps_of_all[kind] = keep * self._steps_of_all[kind] + seen[of_kind].sum(axis=0)
+        at_least = np.stack(both, axis=1)[..., ::-1].cumsum(axis=-1)[..., -2::-1]
+        reached = np.bincount(drawn * (self.deepest + 1) + drafted, minlength=2 * (self.deepest + 1))
+        num_drafts = reached.reshape(2, -1)[:, ::-1].cumsum(axis=1)[:, -2::-1][:, None, :, None]
+        keep = 1 - np.minimum(1, num_drafts / MEMORY)
+        self._nodes = keep * self._nodes + at_least * (num_drafts > 0)
+        self._drafts = keep * self._drafts + num_drafts
 
     # --- after it ---
 
-    def propose(self, rows: Array, found: Candidates, slots: Array) -> Proposal:
-        """Probabilities of a draft's choices, [N, k]: `rows` [N] are places among those of the latest call, slots [N]
-        places below the anchor. Those of row -1, of which nothing is known, are the draft's own.
+    def propose(self, known: Array, found: Candidates, slots: Array) -> Proposal:
+        """Probabilities of a draft's choices, [N, k]: slots [N] are places below the anchor. The draft's own where
+        known [N] is False.
         """
-        surprise = np.append(self._surprise, 0.0)[rows]
         scores, log_probs, drawn = (each.numpy(force=True) for each in (found.scores, found.log_probs, found.drawn))
-        own = rows < 0
-        chances = choice_chances(scores, log_probs, drawn, slots, own, surprise, self.weights)
+        chances = choice_chances(scores, log_probs, drawn, slots, known, self.weights)
         if chances is None:
-            chances = self._chances(scores, log_probs, drawn, slots, surprise)
-            chances[:, own] = own_chances(found).numpy(force=True)[:, own]
-        return Proposal(scores, log_probs, drawn, slots, surprise, chances)
+            chances = self._chances(scores, log_probs, drawn, slots)
+            chances[:, ~known] = own_chances(found).numpy(force=True)[:, ~known]
+        return Proposal(scores, log_probs, drawn, slots, chances)
 
-    def _chances(self, scores: Array, log_probs: Array, drawn: Array, slots: Array, surprise: Array) -> Array:
+    def _chances(self, scores: Array, log_probs: Array, drawn: Array, slots: Array) -> Array:
         """As growing.c computes them."""
         known, weights = knowledge(scores, log_probs, drawn, slots), self.weights[drawn.astype(int)]
-        logits = known[..., 0] + (known @ weights[:, :NUM_KNOWN, None])[..., 0] + (weights[:, -1] * surprise)[:, None]
-        of_context = weights[:, NUM_KNOWN:-1].reshape(-1, NUM_CONTEXTS, 2)
+        logits = known[..., 0] + (known @ weights[:, :NUM_KNOWN, None])[..., 0]
+        of_context = weights[:, NUM_KNOWN:].reshape(-1, NUM_CONTEXTS, 2)
         by_context = np.repeat(logits[None], NUM_CONTEXTS, axis=0)
         by_context[..., 0] += of_context[..., 0].T
         by_context[..., 1:] += of_context[..., 1].T[..., None]
@@ -175,31 +151,33 @@ class AcceptanceModel:
 
         laters [M] are the later choices above each; right [M] those that the target made.
         """
-        slots, ranks = np.divmod(choices, proposal.scores.shape[1])
-        of_slots = (values[slots] for values in proposal[:4])
-        inputs = np.zeros((len(choices), NUM_WEIGHTS))
-        inputs[:, :NUM_KNOWN] = knowledge(*of_slots)[np.arange(len(choices)), ranks]
-        contexts = NUM_KNOWN + 2 * np.minimum(laters, NUM_CONTEXTS - 1) + (ranks > 0)
-        inputs[np.arange(len(choices)), contexts] = 1.0
-        inputs[:, -1] = proposal.surprise[slots]
-        self._unlearned.append(Observed(inputs, proposal.drawn[slots].astype(int), right))
+        places, ranks = np.divmod(choices, proposal.scores.shape[1])
+        of_places = (values[places] for values in proposal[:4])
+        self._unlearned.append(Observed._make([*of_places, ranks, laters, right]))
         if len(self._unlearned) >= LEARN_EVERY:
             self.learn_from(Observed(*map(np.concatenate, zip(*self._unlearned, strict=True))))
             self._unlearned = []
 
-    def learn_from(self, outcomes: Observed) -> None:
+    def learn_from(self, observed: Observed) -> None:
         """One step of Newton's method from what the precision so far says (online Laplace approximation)."""
-        for kind in set(outcomes.drawn.tolist()):
-            of_kind = outcomes.drawn == kind
-            x = outcomes.inputs[of_kind]
-            chance = logistic(x[:, 0] + x @ self.weights[kind])
-            self._precision[kind] += (x * (chance * (1 - chance))[:, None]).T @ x
-            error = outcomes.right[of_kind] - chance
-            self.weights[kind] += np.linalg.solve(self._precision[kind], x.T @ error)
+        inputs = inputs_of(observed)
+        for kind in (False, True):
+            of_kind = observed.drawn == kind
+            x = inputs[of_kind]
+            chance = logistic(x[:, 0] + x @ self.weights[int(kind)])
+            self._precision[int(kind)] += (x * (chance * (1 - chance))[:, None]).T @ x
+            error = observed.right[of_kind] - chance
+            self.weights[int(kind)] += np.linalg.solve(self._precision[int(kind)], x.T @ error)
 
-    def surprise(self, accepted: Array) -> None:
-        """Learn how many tokens more than expected were accepted of the rows [R] of the latest call."""
-        self._surprise = RECENT * self._surprise + (1 - RECENT) * accepted
+
+def inputs_of(observed: Observed) -> Array:
+    """What the regression reads of each choice, [M, NUM_WEIGHTS]; its first column is added to the logit as well."""
+    every = np.arange(len(observed.ranks))
+    inputs = np.zeros((len(every), NUM_WEIGHTS))
+    inputs[:, :NUM_KNOWN] = knowledge(*observed[:4])[every, observed.ranks]
+    contexts = NUM_KNOWN + 2 * np.minimum(observed.laters, NUM_CONTEXTS - 1) + (observed.ranks > 0)
+    inputs[every, contexts] = 1.0
+    return inputs
 
 
 def knowledge(scores: Array, log_probs: Array, drawn: Array, slots: Array) -> Array:

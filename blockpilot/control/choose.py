@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from blockpilot.control.acceptance import Expected
 from blockpilot.control.cost import TILE, Load, StepPrice, passes
+from blockpilot.native.growing import select_nodes
 
 Array = NDArray[Any]
 
@@ -29,10 +30,10 @@ class Depths(NamedTuple):
 class Trees(NamedTuple):
     """Nodes of R trees that may be verified, by falling probability, of each `num` [R].
 
-    rows [R]: places among the rows that were planned. chances and depths [R, M].
+    drawn [R] 0 or 1: of rows that draw tokens. chances and depths [R, M].
     """
 
-    rows: Array
+    drawn: Array
     num: Array
     chances: Array
     depths: Array
@@ -92,18 +93,25 @@ def choose_depths(expected: Expected, most: Array, price: StepPrice, beside: Loa
     return best
 
 
-def choose_nodes(trees: Trees, price: StepPrice, drafted: Load) -> Array:
-    """How many nodes of every tree are verified [R]: the N of all rows that make the most tokens a second.
+def choose_nodes(trees: Trees, price: StepPrice, drafted: Load, rate: float) -> Array:
+    """How many nodes of every tree are verified [R]: the N best of all rows with the most tokens - rate * seconds.
 
-    `drafted` is the load before anything of these is verified; its rows emit a token each, and the draft's seconds
-    are spent.
+    With the tokens a second that are made in the long run as its rate, this makes the most of them: a step with poor
+    candidates is no reason to verify worse ones. `drafted` is the load before anything of these is verified.
     """
+    now = drafted.num_tokens, rate * price.token_s, rate * price.tile_s, TILE
+    found = select_nodes(trees.chances, trees.num, *now)
+    return _choose_nodes(trees, price, drafted, rate) if found is None else found
+
+
+def _choose_nodes(trees: Trees, price: StepPrice, drafted: Load, rate: float) -> Array:
+    """As growing.c does it."""
     rows, places = trees.taken.nonzero()
     chances = trees.chances[rows, places]
     best_first = (-chances).argsort(kind="stable")
-    tokens = np.full(len(chances) + 1, float(drafted.rows))
-    tokens[1:] += chances[best_first].cumsum()
-    num = int((tokens / seconds_of_more(price, drafted, len(chances))).argmax())
+    gains = np.zeros(len(chances) + 1)
+    gains[1:] = chances[best_first].cumsum()
+    num = int((gains - rate * seconds_of_more(price, drafted, len(chances))).argmax())
     taken: Array = np.bincount(rows[best_first[:num]], minlength=len(trees.num))
     return taken
 

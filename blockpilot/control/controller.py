@@ -1,8 +1,7 @@
 """Controller of an engine: it plans how deep rows draft, selects what of it is verified, and learns from the outcome.
 
 The engine knows these calls and nothing of costs and probabilities. A controller holds all adaptive state: another
-draft, or a fresh start, is another controller. Rows are told by their ids, and are forgotten when a plan leaves them
-out.
+draft, or a fresh start, is another controller.
 """
 
 from dataclasses import dataclass
@@ -11,41 +10,37 @@ from typing import NamedTuple
 import numpy as np
 
 from blockpilot.control.acceptance import AcceptanceModel, Array, Proposal
-from blockpilot.control.choose import Trees, choose_depths, choose_nodes
+from blockpilot.control.choose import Depths, Trees, choose_depths, choose_nodes
 from blockpilot.control.cost import NOMINAL, LiveCost, Load, StepPrice
 from blockpilot.types import Candidates, CandidateSet, Prefill
 
+PLAN_EVERY = 8  # steps
 PROBE_EVERY = 128  # steps of one kind, plain or drafting, after which one of the other shows what that takes now
 
 
 class Planned(NamedTuple):
-    """Rows that a controller chooses for: their ids, which draw tokens, and how deep each may draft."""
+    """Rows that a controller chooses for: which draw tokens, and how deep each may draft."""
 
-    ids: tuple[int, ...]
     drawn: Array
     """[R] 0 or 1."""
     deepest: Array
     """[R]"""
 
 
-NO_ROWS = Planned((), np.zeros(0, dtype=int), np.zeros(0, dtype=int))
+NO_ROWS = Planned(np.zeros(0, dtype=int), np.zeros(0, dtype=int))
 
 
 class Verified(NamedTuple):
-    """Nodes of a step's trees [M]: their rows' places among those planned, and probabilities; flat places of their
-    choices in a proposal, -1 for tokens that no draft chose; later choices above; which of them come after what the
-    target chose, and which the target chose.
+    """Choices [M] of a proposal, flat places in it, that were verified below what the target chose: how many later
+    choices are above each, and which of them the target made.
     """
 
-    rows: Array
-    chances: Array
     choices: Array
     laters: Array
-    reached: Array
     right: Array
 
 
-NOTHING_VERIFIED = Verified(*(np.zeros(0, dtype=kind) for kind in (int, float, int, int, bool, bool)))
+NOTHING_VERIFIED = Verified(*(np.zeros(0, dtype=kind) for kind in (int, int, bool)))
 
 
 class StepOutcome(NamedTuple):
@@ -73,13 +68,30 @@ class Controller:
         self.drafts = False
         """True if the latest step drafted. May be read by any thread."""
         self._live = LiveCost(self.price) if follows and price is not None and price is not NOMINAL else None
-        self._planned, self._depths = NO_ROWS, NO_ROWS.deepest
+        self._planned, self._beside = NO_ROWS, Load(0)
+        self._depths = NO_ROWS.deepest
+        self._plan: Depths | None = None
+        self._num_planned = 0  # steps that kept to it
+        self._rows_grown, self._grown = (
+            list[tuple[Array, Array]](),
+            list[Trees](),
+        )  # since: drawn and depths, and trees
         self._proposal: Proposal | None = None
         self._num_alike = 0  # steps in a row that drafted, or below 0 that did not
 
     def plan(self, rows: Planned, beside: Load) -> Array:
-        """Positions [R] that the next step's draft proposes tokens for; `beside` is what other rows take in."""
-        depths, _ = choose_depths(self.model.expected(rows.ids, rows.drawn), rows.deepest, self.price, beside)
+        """Positions [R] that the next step's draft proposes tokens for; `beside` is what other rows take in.
+
+        Means over steps move slowly, so a plan holds for PLAN_EVERY steps of rows alike.
+        """
+        changed = beside != self._beside or not np.array_equal(rows.drawn, self._planned.drawn)
+        if changed or self._plan is None or self._num_planned >= PLAN_EVERY:
+            self._observe()
+            most = np.full(len(rows.deepest), self.model.deepest)
+            self._plan = choose_depths(self.model.expected(rows.drawn), most, self.price, beside)
+            self._beside, self._num_planned = beside, 0
+        self._num_planned += 1
+        depths = np.minimum(self._plan.depths, rows.deepest)
         if self._live is not None and not beside.num_drafted and abs(self._num_alike) >= PROBE_EVERY:
             drafts = bool(depths.any())
             if drafts == (self._num_alike > 0):
@@ -90,24 +102,37 @@ class Controller:
         self._planned, self._depths, self._proposal = rows, depths, None
         return depths
 
-    def propose(self, rows: Array, found: Candidates, slots: Array) -> Proposal:
-        """Probabilities of a draft's choices: rows [N] are places among those planned, -1 for others; slots [N] are
-        places below the anchor.
+    def _observe(self) -> None:
+        """Take in what drafts have added since the latest plan."""
+        if not self._grown:
+            return
+        nodes = list[Array]()
+        for trees in self._grown:
+            rows, places = trees.taken.nonzero()
+            nodes.append(np.stack([trees.drawn[rows], trees.depths[rows, places], trees.chances[rows, places]]))
+        drawn, drafted = np.concatenate(self._rows_grown, axis=1)
+        of_nodes, depths, chances = np.concatenate(nodes, axis=1)
+        self.model.observe(drawn, drafted, of_nodes.astype(int), depths.astype(int), chances)
+        self._rows_grown, self._grown = [], []
+
+    def propose(self, known: Array, found: Candidates, slots: Array) -> Proposal:
+        """Probabilities of a draft's choices, in slots [N] below the anchor; the draft's own where `known` [N] is
+        False: of rows that were not planned.
         """
-        self._proposal = self.model.propose(rows, found, slots)
+        self._proposal = self.model.propose(known, found, slots)
         return self._proposal
 
     def select(self, trees: Trees, drafted: Load) -> Array:
         """How many nodes of every tree are verified, [R]."""
-        rows, places = trees.taken.nonzero()
-        nodes = trees.rows[rows], trees.depths[rows, places], trees.chances[rows, places]
-        self.model.observe(self._planned.drawn, self._depths, *nodes)
-        return choose_nodes(trees, self.price, drafted)
+        self._rows_grown.append((self._planned.drawn, self._depths))
+        self._grown.append(trees)
+        assert self._plan is not None
+        return choose_nodes(trees, self.price, drafted, self._plan.rate)
 
     def learn(self, outcome: StepOutcome, seconds: float) -> None:
         """Learn from a step that took so long."""
-        if len(outcome.verified.rows):
-            self._learn_acceptance(outcome.verified)
+        if self._proposal is not None and len(outcome.verified.choices):
+            self.model.learn(self._proposal, *outcome.verified)
         load = outcome.load
         if not load.rows or outcome.num_prompt_tokens or outcome.has_captured:
             return
@@ -115,17 +140,8 @@ class Controller:
         if self._live is not None:
             self._live.observe(load, seconds)
             self.price = self._live.price
-        self._num_alike = (self._num_alike if self.drafts == (self._num_alike > 0) else 0) + (
-            1 if self.drafts else -1
-        )
-
-    def _learn_acceptance(self, verified: Verified) -> None:
-        surprise = np.bincount(verified.rows, verified.right - verified.chances, len(self._planned.ids))
-        self.model.surprise(surprise)
-        known = verified.reached & (verified.choices >= 0)
-        if self._proposal is not None and known.any():
-            choices, laters, right = (each[known] for each in (verified.choices, verified.laters, verified.right))
-            self.model.learn(self._proposal, choices, laters, right)
+        before = self._num_alike if self.drafts == (self._num_alike > 0) else 0
+        self._num_alike = before + (1 if self.drafts else -1)
 
 
 @dataclass(frozen=True)

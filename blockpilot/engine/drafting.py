@@ -84,15 +84,17 @@ class Offered(NamedTuple):
         return Slots(self.tokens[some].tolist(), self.chances[:, some].tolist(), self.places[some].tolist())
 
 
-def offer(found: Candidates | Linked, rows: Sequence[int], depths: Sequence[int], controller: Controller) -> Offered:
-    """Choices with their chances: rows [R] are places among those that the controller has planned, -1 for others."""
+def offer(
+    found: Candidates | Linked, adapts: Sequence[bool], depths: Sequence[int], controller: Controller
+) -> Offered:
+    """Choices with their chances: the controller has planned rows [R] that adapt."""
     candidates, places = (found.found, found.places.numpy(force=True)) if isinstance(found, Linked) else (found, None)
     of_rows, (firsts, below) = np.array(depths), _slots_of(tuple(depths))
     num, k = len(below), candidates.tokens.shape[1]
     places = np.zeros((num, 1, k), dtype=np.int64) if places is None else places.astype(np.int64)
     per_slot = places.shape[1]
-    row_of = np.array(rows).repeat(of_rows * per_slot)
-    proposal = controller.propose(row_of, candidates, below.repeat(per_slot))
+    known = np.array(adapts).repeat(of_rows * per_slot)
+    proposal = controller.propose(known, candidates, below.repeat(per_slot))
     tokens = candidates.tokens.numpy(force=True).reshape(places.shape)
     return Offered(firsts, of_rows, tokens, proposal.chances.reshape(-1, *places.shape), places)
 
@@ -112,15 +114,13 @@ Select = Callable[[Trees], Array]
 def grow_all(
     rows: Sequence[Row],
     slots: Sequence[int],
-    planned: Sequence[int],
     offered: Offered | None,
     select: Select,
     most: int,
 ) -> list[list[Node]]:
     """Nodes to verify of rows [R]: a row that adapts has as many as `select` says, others their fixed size.
 
-    `slots` are those that draft, with what is offered them; planned [R] are places among the rows that adapt. most:
-    nodes of a tree.
+    `slots` are those that draft, with what is offered them. most: nodes of a tree.
     """
     place = {slot: i for i, slot in enumerate(slots)}
     drafted = [slot for slot in slots if rows[slot].automaton is None]
@@ -131,14 +131,17 @@ def grow_all(
     limits = [most if rows[slot].adapts else rows[slot].next_block_size - 1 for slot in growing]
     growths = list[_Growth]()
     if offered is not None and drafted:
-        growths += _grown(offered, [rows[slot] for slot in drafted], [place[slot] for slot in drafted], limits[: len(drafted)], most)
+        growths += _grown(
+            offered, [rows[slot] for slot in drafted], [place[slot] for slot in drafted], limits[: len(drafted)], most
+        )
     for slot, limit in zip(constrained, limits[len(drafted) :], strict=True):
         of_row = offered.of_row(place[slot]) if offered is not None and slot in place else NO_SLOTS
         growths.append(_listed(_allowed(rows[slot], of_row, limit)))
     sizes = [len(growth.chances) for growth in growths]
     free = [i for i, slot in enumerate(growing) if rows[slot].adapts]
     if free:
-        trees = _trees([growths[i] for i in free], [planned[growing[i]] for i in free])
+        drawn = [not rows[growing[i]].request.sampling.is_greedy for i in free]
+        trees = _trees([growths[i] for i in free], drawn)
         for i, size in zip(free, select(trees).tolist(), strict=True):
             sizes[i] = size
     found: list[list[Node]] = [[] for _ in rows]
@@ -155,9 +158,11 @@ class _Growth(NamedTuple):
     take: Callable[[int], list[Node]]
 
 
-def _trees(growths: Sequence[_Growth], rows: Sequence[int]) -> Trees:
+def _trees(growths: Sequence[_Growth], drawn: Sequence[bool]) -> Trees:
     num = np.array([len(growth.chances) for growth in growths])
-    trees = Trees(np.array(rows), num, np.zeros((len(num), num.max())), np.zeros((len(num), num.max()), dtype=int))
+    trees = Trees(
+        np.array(drawn, dtype=int), num, np.zeros((len(num), num.max())), np.zeros((len(num), num.max()), dtype=int)
+    )
     for r, growth in enumerate(growths):
         trees.chances[r, : num[r]], trees.depths[r, : num[r]] = growth.chances, growth.depths
     return trees
@@ -242,10 +247,12 @@ def _listed(nodes: list[Node]) -> _Growth:
 
 def verified(drafts: Sequence[Sequence[Node]], paths: Sequence[Sequence[int]]) -> Verified:
     """What became of nodes of rows [R]: paths [R] are the accepted places in their trees, the anchor first."""
-    columns = list[tuple[int, float, int, int, bool, bool]]()
-    for r, (nodes, path) in enumerate(zip(drafts, paths, strict=True)):
+    columns = list[tuple[int, int, bool]]()
+    for nodes, path in zip(drafts, paths, strict=True):
         places, on_path = places_of(nodes), set(path)
-        for place, node in zip(places[1:], nodes, strict=True):
-            reached, right = places[node.parent] in on_path, place in on_path
-            columns.append((r, node.chance, node.choice, node.num_later, reached, right))
+        columns += [
+            (node.choice, node.num_later, place in on_path)
+            for place, node in zip(places[1:], nodes, strict=True)
+            if node.choice >= 0 and places[node.parent] in on_path
+        ]
     return Verified(*map(np.array, zip(*columns, strict=True))) if columns else NOTHING_VERIFIED

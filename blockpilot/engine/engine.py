@@ -211,8 +211,7 @@ class Engine:
         beside = Load(len(rows) - len(free), sum(depths), num_verified, self._passes(depths))
         drawn = [not rows[r].request.sampling.is_greedy for r in free]
         most = [rows[r].most_depth(deepest) for r in free]
-        ids = tuple(rows[r].request_id for r in free)
-        chosen = self.controller.plan(Planned(ids, np.array(drawn, dtype=int), np.array(most, dtype=int)), beside)
+        chosen = self.controller.plan(Planned(np.array(drawn, dtype=int), np.array(most, dtype=int)), beside)
         for r, depth in zip(free, chosen.tolist(), strict=True):
             depths[r] = depth
         return depths
@@ -242,17 +241,15 @@ class Engine:
         """Nodes to verify of every row [R], after one pass of the draft over those that draft."""
         slots = [slot for slot, depth in enumerate(depths) if depth]
         offered: Offered | None = None
-        planned = list(accumulate((row.adapts for row in rows), initial=-1))[1:]
         if slots:
             drafting, of_slots = [rows[slot] for slot in slots], [depths[slot] for slot in slots]
             many = any(row.is_tree or row.adapts or row.automaton is not None for row in drafting)
             found = self._drafter.propose(drafting, slots, of_slots, NUM_CANDIDATES if many else 1)
-            places = [planned[slot] if rows[slot].adapts else -1 for slot in slots]
-            offered = offer(found, places, of_slots, self.controller)
+            offered = offer(found, [row.adapts for row in drafting], of_slots, self.controller)
         num_fixed = sum(row.next_block_size - 1 for row in rows if not row.adapts)
         drafted = Load(len(rows), sum(depths), num_fixed, self._passes(depths))
         select = partial(self.controller.select, drafted=drafted)
-        return grow_all(rows, slots, planned, offered, select, self.max_block_size - 1)
+        return grow_all(rows, slots, offered, select, self.max_block_size - 1)
 
     def _score(self, work: Work) -> StepScores:
         """One pass of the target over all parts, whose slots follow each other from the first on."""

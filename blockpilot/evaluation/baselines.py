@@ -1,13 +1,11 @@
 """Rules that others ship or publish, to be measured beside ours: same engine, live price and exact text."""
 
-from itertools import starmap
-
 import numpy as np
 
 from blockpilot.control.acceptance import AcceptanceModel, Array, Proposal, logistic
-from blockpilot.control.choose import Trees, choose_nodes
+from blockpilot.control.choose import Trees, seconds_of_more
 from blockpilot.control.controller import Controller, Planned
-from blockpilot.control.cost import Load, passes
+from blockpilot.control.cost import Load, StepPrice, passes
 from blockpilot.drafts.choices import own_chances
 from blockpilot.native.growing import NUM_CONTEXTS
 from blockpilot.types import Candidates
@@ -41,8 +39,13 @@ class TreeBudget(WholeDraft):
     def select(self, trees: Trees, drafted: Load) -> Array:
         of_row = drafted.num_drafted // max(drafted.rows, 1)
         alone = Load(1, of_row, num_passes=passes([of_row], self.price.is_sequential))
-        each = starmap(Trees, zip(*(values[:, None] for values in trees), strict=True))
-        return np.array([choose_nodes(tree, self.price, alone)[0] for tree in each])
+        return np.array([_best_budget(tree, self.price, alone) for tree in trees.chances * trees.taken])
+
+
+def _best_budget(chances: Array, price: StepPrice, drafted: Load) -> int:
+    """Nodes, of these chances, that make the most tokens a second of this step."""
+    tokens = drafted.rows + np.concatenate([[0.0], chances.cumsum()])
+    return int((tokens / seconds_of_more(price, drafted, len(chances))).argmax())
 
 
 class Margins(AcceptanceModel):
@@ -50,17 +53,17 @@ class Margins(AcceptanceModel):
     every position, refit with every step (vLLM's).
     """
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def __init__(self, deepest: int) -> None:
+        super().__init__(deepest)
         self.of_margin = np.tile([0.5, 0.5], (self.deepest, 1))  # weights of margin and 1
         self._covariances = np.tile(np.eye(2), (self.deepest, 1, 1))
 
-    def propose(self, rows: Array, found: Candidates, slots: Array) -> Proposal:
+    def propose(self, known: Array, found: Candidates, slots: Array) -> Proposal:
         scores, drawn = found.scores.numpy(force=True), found.drawn.numpy(force=True)
         first = logistic((self.of_margin[slots] * _margins(scores)).sum(axis=1))[:, None]
         later = np.minimum(first, own_chances(found)[0, :, 1:].numpy(force=True))
         chances = np.concatenate([first, later], axis=1)[None].repeat(NUM_CONTEXTS, axis=0)
-        return Proposal(scores, scores, drawn, slots, np.zeros(len(slots)), chances)
+        return Proposal(scores, scores, drawn, slots, chances)
 
     def learn(self, proposal: Proposal, choices: Array, laters: Array, right: Array) -> None:
         """A Newton step for each first choice that was reached."""

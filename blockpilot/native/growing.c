@@ -4,7 +4,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 
-enum { CONTEXTS = 3, WEIGHTS = 12 }; /* of acceptance.py */
+enum { CONTEXTS = 3, WEIGHTS = 11 }; /* of acceptance.py */
 static const double LEAST_SCORE = -30, LEAST_CHANCE = 1e-4;
 
 static double bounded(float score) { return score > LEAST_SCORE ? score : LEAST_SCORE; /* also where it is NaN */ }
@@ -21,11 +21,9 @@ static void own_chances(long width, const float *scores, const float *log_probs,
 }
 
 /* Chances [CONTEXTS][num][width] of the choices of `num` slots: the logistic regression of acceptance.py by
- * weights [2][WEIGHTS], of rows of this surprise [num]; the draft's own where `own` [num] says so. slots [num] are
- * places below the anchor. */
+ * weights [2][WEIGHTS]; the draft's own where it is not `known` [num]. slots [num] are places below the anchor. */
 void choice_chances(long num, long width, const float *scores, const float *log_probs, const uint8_t *drawn,
-                    const int64_t *slots, const uint8_t *own, const double *surprise, const double *weights,
-                    double *chances)
+                    const int64_t *slots, const uint8_t *known, const double *weights, double *chances)
 {
     for (long n = 0; n < num; n++, scores += width, log_probs += width) {
         const double *w = weights + (drawn[n] ? WEIGHTS : 0), *of_context = w + 5;
@@ -36,7 +34,7 @@ void choice_chances(long num, long width, const float *scores, const float *log_
                 of_first[k] = 0;
         for (long context = CONTEXTS - 1; context >= 0; context--) {
             double *found = chances + (context * num + n) * width, total = 0, least = INFINITY;
-            for (long k = 0; k < width && !own[n]; k++) {
+            for (long k = 0; k < width && known[n]; k++) {
                 if (!(scores[k] > -INFINITY)) {
                     found[k] = 0;
                     continue;
@@ -45,11 +43,11 @@ void choice_chances(long num, long width, const float *scores, const float *log_
                 double to_next = k + 1 < width ? bounded(scores[k]) - bounded(scores[k + 1]) : 0;
                 double sum = logit * (1 + w[0]) + w[1] * bounded(log_probs[k]) + w[3] * to_next
                            + w[2] * (bounded(scores[k]) - bounded(scores[0])) + w[4] / (1 + slots[n])
-                           + w[WEIGHTS - 1] * surprise[n] + of_context[2 * context + (k > 0)];
+                           + of_context[2 * context + (k > 0)];
                 total += found[k] = 1 / (1 + exp(-sum));
             }
             for (long k = 0; k < width; k++) {
-                found[k] = own[n] ? of_first[k] : total > 1 ? found[k] / total : found[k];
+                found[k] = !known[n] ? of_first[k] : total > 1 ? found[k] / total : found[k];
                 found[k] = least = fmin(least, found[k]);
             }
         }
@@ -146,4 +144,29 @@ int grow_trees(long rows, const int64_t *first, const int64_t *depths, const int
     }
     free(heap);
     return 0;
+}
+
+/* How many nodes of R trees are verified: the best of all, as many as have the most tokens less their costs, as
+ * choose_nodes of choose.py. chances [R][room] fall, of each num[r]; a token of a step that has `tokens` costs
+ * of_token, and of_tile for every `tile` of them. taken [R]; heads [R] is room to work in. */
+void select_nodes(long trees, long room, const double *chances, const int64_t *num, long tokens, double of_token,
+                  double of_tile, long tile, int64_t *taken, int64_t *heads)
+{
+    double gain = 0, best = 0;
+    for (long r = 0; r < trees; r++)
+        taken[r] = heads[r] = 0;
+    for (;;) {
+        long first = -1;
+        for (long r = 0; r < trees; r++)
+            if (heads[r] < num[r] && (first < 0 || chances[r * room + heads[r]] > chances[first * room + heads[first]]))
+                first = r;
+        if (first < 0 || chances[first * room + heads[first]] <= of_token)
+            return; /* nor are those that come after it worth their costs */
+        gain += chances[first * room + heads[first]++] - of_token - (tokens++ % tile == 0 ? of_tile : 0);
+        if (gain > best) {
+            best = gain;
+            for (long r = 0; r < trees; r++)
+                taken[r] = heads[r];
+        }
+    }
 }

@@ -4,7 +4,7 @@ Python takes some microseconds for a tree's node, and a step of sixteen rows has
 arrays are contiguous; None without C.
 """
 
-from ctypes import c_long, c_void_p
+from ctypes import c_double, c_long, c_void_p
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,16 +34,16 @@ class Grown(NamedTuple):
 
 
 def choice_chances(
-    scores: Array, log_probs: Array, drawn: Array, slots: Array, own: Array, surprise: Array, weights: Array
+    scores: Array, log_probs: Array, drawn: Array, slots: Array, known: Array, weights: Array
 ) -> Array | None:
     """Chances [NUM_CONTEXTS, N, K] as `AcceptanceModel.propose` has them.
 
-    scores, log_probs [N, K] float32; drawn, own [N] bool; slots [N] int64; surprise [N], weights [2, 12] float64.
+    scores, log_probs [N, K] float32; drawn, known [N] bool; slots [N] int64; weights [2, 11] float64.
     """
     if (library := library_for(torch.float32, torch.device("cpu"))) is None:
         return None
     found = np.empty((NUM_CONTEXTS, *scores.shape))
-    given = map(_pointer, (scores, log_probs, drawn, slots, own, surprise, weights, found))
+    given = map(_pointer, (scores, log_probs, drawn, slots, known, weights, found))
     library.choice_chances(*map(c_long, scores.shape), *given)
     return found
 
@@ -68,5 +68,21 @@ def grow(
     return found
 
 
+def select_nodes(chances: Array, num: Array, tokens: int, of_token: float, of_tile: float, tile: int) -> Array | None:
+    """How many nodes of trees are verified [R], as choose_nodes of control/choose.py says.
+
+    chances [R, M] float64 fall, of each num [R] int64. A token costs of_token in a step that has `tokens`, and
+    of_tile for every `tile` of them.
+    """
+    if (library := library_for(torch.float32, torch.device("cpu"))) is None:
+        return None
+    taken, heads = np.empty_like(num), np.empty_like(num)
+    costs = c_long(tokens), c_double(of_token), c_double(of_tile), c_long(tile)
+    sizes = map(c_long, chances.shape)
+    library.select_nodes(*sizes, _pointer(chances), _pointer(num), *costs, _pointer(taken), _pointer(heads))
+    return taken
+
+
 def _pointer(values: Array) -> c_void_p:
+    assert values.flags.c_contiguous
     return c_void_p(values.ctypes.data)

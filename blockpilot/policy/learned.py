@@ -12,8 +12,9 @@ from typing import Literal, get_args
 import numpy as np
 import torch
 
-from blockpilot.control.acceptance import NUM_CONTEXTS, NUM_WEIGHTS, OF_CHOICE, Prior
+from blockpilot.control.acceptance import NUM_WEIGHTS, OF_CHOICE, Prior
 from blockpilot.control.cost import StepPrice
+from blockpilot.native.growing import NUM_CONTEXTS
 from blockpilot.pairs.loading import Pair
 from blockpilot.policy.network import NetworkShape, PolicyNetwork, sparse_probs
 from blockpilot.types import MAX_BLOCK_SIZE, CandidateSet, PairId, Prefill
@@ -26,7 +27,6 @@ WEIGHT_NAMES = (
     "own_logit",
     *OF_CHOICE,
     *(f"{rank}_after_{num}_later" for num in range(NUM_CONTEXTS) for rank in ("first", "later")),
-    "recent_surprise",
 )
 """Of the weights of a prior, in their order. "later" are choices of a slot that are not its first."""
 

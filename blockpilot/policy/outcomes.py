@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from blockpilot.control.acceptance import NUM_CONTEXTS, NUM_WEIGHTS, UNTRAINED, Prior, knowledge, logistic
+from blockpilot.control.acceptance import NUM_WEIGHTS, UNTRAINED, Prior, knowledge, logistic
+from blockpilot.native.growing import NUM_CONTEXTS
 from blockpilot.types import Candidates
 
 Array = NDArray[Any]
@@ -81,8 +82,7 @@ def outcomes_of(steps: Proposed) -> Outcomes:
 def fit_prior(outcomes: Outcomes, decay: float = DECAY) -> Prior:
     """The prior of the least mean cross entropy of every choice's being right, plus `decay` by its squared weights.
 
-    The weight of a row's recent surprise, which single steps do not tell, stays 0. So do all weights of slots that
-    are drawn, or of those that are not, where there are none.
+    All weights of slots that are drawn, or of those that are not, stay 0 where there are none.
     """
     return Prior(np.stack([_minimise(outcomes, kind, decay) for kind in (0, 1)]))
 

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 import ray
 import torch
-from blockpilot.control.live import LiveController
 
 from blockpilot.control.controller import Controller
 from blockpilot.control.cost import PRICE_FILE, StepPrice
@@ -297,10 +296,11 @@ def test_all_methods_decode_the_same_text_in_an_order_that_rotates(
     config = changed(config, concurrency=concurrency, waves=waves, temperature=temperature, repeats=2)
     config = changed(config, tree_sizes=(3, 5))
     policies = {POLICY: write_policy(tmp_path / "a", tiny_pair)}
-    of_prompt = tiny_policy(tiny_pair.id, tiny_pair.vocab_size, SIZES)
-    for name, learned in (("by-answer", of_prompt), ("by-step", step_policy(tiny_pair, SIZES))):
+    by_answer = tiny_policy(tiny_pair.id, tiny_pair.vocab_size, SIZES)
+    by_answer.network.head.weight *= 30  # so that what it reads matters
+    by_step = step_policy(tiny_pair.id, tiny_pair.vocab_size)
+    for name, learned in (("by-answer", by_answer), ("by-step", by_step)):
         policies[name] = tmp_path / name
-        learned.network.head.weight *= 30  # so that what it reads matters
         save_policy(learned, policies[name])
     share = 0.25 / concurrency  # a draft pays if it is right half of the time
     even = price_here(tiny_pair.id, slot_s=share, token_s=share)
@@ -334,7 +334,7 @@ def test_all_methods_decode_the_same_text_in_an_order_that_rotates(
 @pytest.fixture
 def price_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """A price that is made up for a test does not follow what steps really take."""
-    monkeypatch.setattr(LiveController, "finish", Controller.finish)
+    monkeypatch.setattr(Controller, "__init__", functools.partialmethod(Controller.__init__, follows=False))
 
 
 @pytest.mark.usefixtures("price_as_given")
@@ -462,13 +462,10 @@ def test_a_group_does_not_depend_on_those_before_it(
     concurrency: int,
 ) -> None:
     """On a machine of which every step takes a second, a group that is measured after a kill is what it would be."""
-    ticks = itertools.count()
-    timed = functools.partialmethod(LiveController.__init__, clock=lambda: float(next(ticks)))
-    monkeypatch.setattr(LiveController, "__init__", timed)
+    learn = Controller.learn
+    monkeypatch.setattr(Controller, "learn", lambda self, outcome, seconds: learn(self, outcome, 1.0))
     config = changed(config, temperature=5.0, max_new_tokens=40, concurrency=concurrency, waves=2)
-    learned = step_policy(tiny_pair, SIZES)
-    learned.network.head.weight *= 30
-    save_policy(learned, tmp_path / "policy")
+    save_policy(step_policy(tiny_pair.id, tiny_pair.vocab_size, scale=1.0), tmp_path / "policy")
     given = price_here(tiny_pair.id, slot_s=0.15, token_s=0.15)
 
     def decoded(*numbers: int) -> dict[str, list[list[int]]]:

@@ -82,7 +82,7 @@ def _judge(version: Version, champion: Version | None) -> tuple[bool, str]:
     if _same_pair(version, champion):
         if ours.champion != champion.number:
             return False, f"not measured beside champion version {champion.number}; run jobs/evaluate.py on it again"
-        if ours.champion_ratio_low <= 1:
+        if not ours.champion_ratio_low > 1:  # nor where it is no number
             measured = with_range(Interval(ours.champion_ratio, ours.champion_ratio_low, ours.champion_ratio_high), 3)
             return False, f"does not beat champion version {champion.number}, {measured} of its speed"
     return True, f"it follows version {champion.number}"

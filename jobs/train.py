@@ -65,7 +65,7 @@ def _work(config: TrainConfig, data: Dataset) -> None:
 
 
 def _fit_prior(config: TrainConfig, data: Dataset) -> None:
-    """Kind `step`: rank 0 fits twelve weights in seconds, the others have nothing to do."""
+    """Kind `step`: rank 0 fits a few weights in seconds, the others have nothing to do."""
     if ray.train.get_context().get_world_rank() > 0:
         report({}, None)
         return

@@ -64,5 +64,5 @@ def _chances(prior: Prior | None, steps: Proposed) -> Array:
     if prior is None:
         own: Array = own_chances(found).numpy()
         return own
-    rows, slots = np.zeros(len(tokens), dtype=int), np.tile(np.arange(depth), num_steps)  # a row that has no past
-    return AcceptanceModel(max(depth, 1), prior).propose(rows, found, slots).chances
+    known, slots = np.ones(len(tokens), dtype=bool), np.tile(np.arange(depth), num_steps)
+    return AcceptanceModel(max(depth, 1), prior).propose(known, found, slots).chances

@@ -49,3 +49,13 @@ def step_policy(
     weights = np.random.default_rng(seed).normal(0, scale, (2, NUM_WEIGHTS))
     weights[:, 5:11] += bias
     return StepPolicy(weights, StepInfo(pair, vocab_size, dict(training or {})), price)
+
+
+def choosy_policy(pair: PairId, vocab_size: int, at: tuple[float, float]) -> StepPolicy:
+    """Kind `step`: whether a first choice is expected to be right turns on small differences of the draft's own logit
+    around `at`, of slots at temperature 0 and of drawn ones.
+    """
+    weights = np.zeros((2, NUM_WEIGHTS))
+    weights[:, 0] = 20.0
+    weights[:, 5] = weights[:, 7] = weights[:, 9] = -21.0 * np.array(at)
+    return StepPolicy(weights, StepInfo(pair, vocab_size))

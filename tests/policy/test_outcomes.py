@@ -15,8 +15,8 @@ from blockpilot.policy.outcomes import DECAY, Outcomes, Proposed, fit_prior, los
 from blockpilot.types import Candidates
 
 K = 4
-MISCALIBRATED = np.array([-0.3, 0.2, 0.1, -0.1, 0.3, 0.4, -0.5, -0.2, -0.7, -0.9, -0.3, 0.0])
-"""Weights of the truth in most tests; the last one, of the surprise, is not in outcomes."""
+MISCALIBRATED = np.array([-0.3, 0.2, 0.1, -0.1, 0.3, 0.4, -0.5, -0.2, -0.7, -0.9, -0.3])
+"""Weights of the truth in most tests."""
 
 
 def test_outcomes_are_of_slots_that_were_reached() -> None:
@@ -50,7 +50,7 @@ class Simulated(NamedTuple):
 
 
 def slow_inputs(outcomes: Outcomes) -> tuple[Array, Array]:
-    """The features written down choice by choice: own logits [S, K], and what weights multiply [S, K, 11]."""
+    """The features written down choice by choice: own logits [S, K], and what weights multiply [S, K, NUM_WEIGHTS]."""
     found, own_logits, inputs = outcomes.found, [], []
     scores, log_probs = found.scores.double().numpy(), found.log_probs.double().numpy()
     for s, (depth, passed) in enumerate(zip(outcomes.depths.tolist(), outcomes.num_passed.tolist(), strict=True)):
@@ -62,13 +62,13 @@ def slow_inputs(outcomes: Outcomes) -> tuple[Array, Array]:
             context = [float((at, later) == (min(passed, 2), j > 0)) for at in range(3) for later in (0, 1)]
             own_logits.append(logit)
             inputs.append(of_choice + context)
-    return np.reshape(own_logits, (-1, K)), np.reshape(inputs, (-1, K, NUM_WEIGHTS - 1))
+    return np.reshape(own_logits, (-1, K)), np.reshape(inputs, (-1, K, NUM_WEIGHTS))
 
 
 def slow_chances(outcomes: Outcomes, weights: Array) -> Array:
     """[S, K] of weights [2, NUM_WEIGHTS]."""
     own, inputs = slow_inputs(outcomes)
-    of_slots = weights[outcomes.found.drawn.long().numpy(), :-1]
+    of_slots = weights[outcomes.found.drawn.long().numpy()]
     found: Array = 1 / (1 + np.exp(-own - (inputs * of_slots[:, None]).sum(axis=-1)))
     return found
 
@@ -120,8 +120,8 @@ def test_it_is_the_minimum_that_a_slow_search_finds() -> None:
         logits = own + (inputs * flat.reshape(2, -1)[kinds][:, None]).sum(axis=-1)
         return float((np.logaddexp(0, logits) - right * logits).mean() + DECAY * (flat**2).sum())
 
-    slow = minimize(objective, np.zeros(2 * (NUM_WEIGHTS - 1)), method="L-BFGS-B", options={"maxfun": 10**5})
-    found = fit_prior(outcomes).weights[:, :-1]
+    slow = minimize(objective, np.zeros(2 * NUM_WEIGHTS), method="L-BFGS-B", options={"maxfun": 10**5})
+    found = fit_prior(outcomes).weights
     assert objective(found.ravel()) <= slow.fun + 1e-9
     np.testing.assert_allclose(found, slow.x.reshape(2, -1), atol=0.02)
 
@@ -149,14 +149,10 @@ def test_a_draft_that_does_not_err_is_left_alone() -> None:
 def test_slots_that_are_drawn_are_learned_apart() -> None:
     outcomes, _ = simulated(400, MISCALIBRATED, 2, drawn=False)
     weights = fit_prior(outcomes).weights
-    assert np.abs(weights[0, :-1]).min() > 0
+    assert np.abs(weights[0]).min() > 0
     assert not weights[1].any()
     both = simulated(400, MISCALIBRATED, 2).outcomes
-    assert np.abs(fit_prior(both).weights[:, :-1]).min() > 0
-
-
-def test_the_weight_of_the_surprise_stays_nothing() -> None:
-    assert not fit_prior(simulated(400, MISCALIBRATED, 2).outcomes).weights[:, -1].any()
+    assert np.abs(fit_prior(both).weights).min() > 0
 
 
 def test_equal_outcomes_give_equal_priors_however_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +197,7 @@ def test_decoding_begins_with_the_chances_that_were_fitted() -> None:
     prior = fit_prior(simulated(2000, MISCALIBRATED, 0).outcomes)
     test, _ = simulated(300, MISCALIBRATED, 1)
     model = AcceptanceModel(7, prior)
-    chances = model.propose(np.zeros(300, dtype=int), test.found, test.depths.numpy()).chances
+    chances = model.propose(np.ones(300, dtype=bool), test.found, test.depths.numpy()).chances
     used = chances[test.num_passed.clamp(max=2).numpy(), np.arange(300)]
     fitted = slow_chances(test, prior.weights)
     expected = fitted / np.maximum(fitted.sum(axis=1, keepdims=True), 1.0)

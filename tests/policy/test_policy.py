@@ -319,7 +319,7 @@ def test_round_trip_of_kind_step(priced: bool, tmp_path: Path) -> None:
     log_probs = torch.rand(6, 4).sort(descending=True).values.log()
     found = Candidates(torch.zeros(6, 4), log_probs, log_probs, torch.arange(6) % 2 == 0)
     one, other = (
-        AcceptanceModel(3, each).propose(np.zeros(6, dtype=int), found, np.tile(np.arange(3), 2)).chances
+        AcceptanceModel(3, each).propose(np.ones(6, dtype=bool), found, np.tile(np.arange(3), 2)).chances
         for each in (policy, loaded)
     )
     assert np.array_equal(one, other)
@@ -339,7 +339,7 @@ def test_weights_are_stored_by_name(tmp_path: Path) -> None:
         "inverse_depth",
         "first_after_0_later",
     )
-    assert WEIGHT_NAMES[-2:] == ("later_after_2_later", "recent_surprise")
+    assert WEIGHT_NAMES[-2:] == ("first_after_2_later", "later_after_2_later")
     assert stored["to_next"] == policy.weights[:, 3].tolist()
 
 

@@ -136,15 +136,13 @@ class Prefill(NamedTuple):
     """What is known of a request after its prompt, and all that a policy sees.
 
     logits [vocab] float32 of the target at the last prompt token; context [draft hidden] float32, the draft's fused
-    context vector there; anchor [target hidden], the target's embedding of the token drawn from the logits. The last
-    two are None for a request that never drafts.
+    context vector there, None for a request that never drafts.
     """
 
     logits: Tensor
     context: Tensor | None
     num_prompt_tokens: int
     temperature: float = 0.0
-    anchor: Tensor | None = None
 
     @property
     def probs(self) -> Tensor:

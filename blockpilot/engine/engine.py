@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,7 @@ from blockpilot.engine.penalties import LogitsProcessor
 from blockpilot.engine.prefixes import Prefixes
 from blockpilot.engine.rows import Row
 from blockpilot.engine.trees import MAX_DEPTH, Node, tree_of
-from blockpilot.engine.work import Contexts, Part, StepScores, Work, blocks_of
+from blockpilot.engine.work import Part, StepScores, Work, blocks_of
 from blockpilot.models.graphs import Graphs
 from blockpilot.models.packing import Packing
 from blockpilot.models.target import Target
@@ -41,6 +40,7 @@ from blockpilot.types import MAX_BLOCK_SIZE, NO_TREE, Policy, Prefill, Request, 
 MAX_LENGTH = 2048  # by default
 MAX_PREFILL_TOKENS = 8192
 NUM_CANDIDATES = 8  # of a tree's every slot
+MOST_KEPT = 64  # final tokens of a row, whose features wait for the draft's cache
 
 
 class Engine:
@@ -186,7 +186,7 @@ class Engine:
         if not work.parts:
             return []
         steps, paths = self._commit(work, self._score(work))
-        self._prefixes.keep(self._rows, steps)
+        self._keep_prefixes(steps)
         self._retire()
         adapting = [r for r, row in enumerate(rows) if row.adapts]
         outcome = StepOutcome(
@@ -244,6 +244,7 @@ class Engine:
         if slots:
             drafting, of_slots = [rows[slot] for slot in slots], [depths[slot] for slot in slots]
             many = any(row.is_tree or row.adapts or row.automaton is not None for row in drafting)
+            self._drafter.keep_up(drafting, slots)
             found = self._drafter.propose(drafting, slots, of_slots, NUM_CANDIDATES if many else 1)
             offered = offer(found, [row.adapts for row in drafting], of_slots, self.controller)
         num_fixed = sum(row.next_block_size - 1 for row in rows if not row.adapts)
@@ -253,8 +254,7 @@ class Engine:
 
     def _score(self, work: Work) -> StepScores:
         """One pass of the target over all parts, whose slots follow each other from the first on."""
-        packing = work.packing
-        rows = [row for part in work.parts for row in part.rows]
+        packing, rows = work.packing, work.rows
         tokens = torch.cat([part.tokens for part in work.parts])
         view = self._cache.view(packing.rows, packing.columns, slice(0, len(rows)), packing.length)
         scored = self._target.score(tokens, view, packing, features=any(row.can_draft for row in rows))
@@ -316,30 +316,38 @@ class Engine:
 
     def _keep_up(
         self, work: Work, paths: Sequence[Sequence[int]], chosen: Sequence[int], features: Tensor | None
-    ) -> Contexts | None:
-        """Take what became final of rows that may draft into the draft's cache; None where no row may."""
-        final = work.final(paths)
-        if features is None or final is None:
-            return None
-        following = work.following(chosen)
-        of_final = features[self._tensor(final.places)]
-        vectors = self._drafter.keep_up(of_final, [following[i] for i in final.places], final)
-        ends = accumulate(size for packing in final.packing.parts for size in packing.sizes)
-        return Contexts(vectors, {row: end - 1 for row, end in zip(final.rows, ends, strict=True)})
+    ) -> dict[Row, Tensor]:
+        """Note what became final of rows that may draft, and give the draft's cache what is due: prompts at once.
 
-    def _begin(self, rows: list[Row], logits: Tensor, chosen: Sequence[int], contexts: Contexts | None) -> list[Step]:
+        Returns the context vectors [hidden] of the latest tokens of what it was given.
+        """
+        if features is None:
+            return {}
+        self._drafter.note(work, paths, chosen, features)
+        first = len(work.depths)  # slot of a prompt
+        due = [slot for slot, row in enumerate(work.rows) if slot >= first or len(row.following) >= MOST_KEPT]
+        return self._drafter.keep_up([work.rows[slot] for slot in due], due)
+
+    def _keep_prefixes(self, steps: Sequence[Step]) -> None:
+        if self._prefixes.num_bytes:
+            over = [slot for slot, row in enumerate(self._rows) if row.finished and not row.failed]
+            self._drafter.keep_up([self._rows[slot] for slot in over], over)
+            self._prefixes.keep(self._rows, steps)
+
+    def _begin(
+        self, rows: list[Row], logits: Tensor, chosen: Sequence[int], contexts: dict[Row, Tensor]
+    ) -> list[Step]:
         """First tokens, and decisions of the policy, of rows that decode from now on.
 
         logits [R, vocab] are those of the last prompt tokens, chosen [R] the tokens drawn from them.
         """
         self._rows += rows
         lengths = [len(row.tokens) for row in rows]
-        anchors = self._target.embed(self._tensor([max(token, 0) for token in chosen]))
         steps = []
         for i, row in enumerate(rows):
             prefill = Prefill(logits[i], None, lengths[i], row.request.sampling.temperature)
-            if contexts is not None and row in contexts.last:
-                prefill = prefill._replace(context=contexts.of([row])[0].float(), anchor=anchors[i])
+            if row in contexts:
+                prefill = prefill._replace(context=contexts[row].float())
             with self._alone(row):
                 step = row.commit([chosen[i]], logits[i : i + 1], [0])
                 self._decide(row, prefill)

@@ -42,7 +42,13 @@ class Row:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     """Log probabilities of the prompt's tokens so far, where they are asked for."""
     can_draft: bool = True
-    """The draft's cache is kept up with the row's context."""
+    """The draft's cache holds the row's context, but for the tokens below."""
+    num_drafted_from: int = 0
+    """Final tokens that the draft's cache holds."""
+    features: list[Tensor] = field(default_factory=list)
+    """Of the target [n, F], for the final tokens after those."""
+    following: list[int] = field(default_factory=list)
+    """The tokens after them."""
     finished: bool = False
     failed: bool = False
     """It ended with an error: its slot may hold what is not finite."""

@@ -22,7 +22,7 @@ from jobs.common.learned_from import LearnedFrom
 from jobs.common.registry import CHAMPION, UNTRAINED, Registry, Version, model_name
 
 AR, POLICY, RANDOM, MEANS, ORACLE = "AR", "policy", "random", "running means", "oracle (bound)"
-CONTROL = "AR again"
+CONTROL, STATIC = "AR again", "best static"
 VERIFICATION, BUDGET = "adaptive verification", "tree budget"
 METHOD_PREFIX, TREE_PREFIX = "B=", "tree "  # of fixed block sizes, and nodes
 NEWEST, NO_POLICY = "newest", "none"

@@ -8,12 +8,19 @@ from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from blockpilot.evaluation.statistics import Comparison, Figures, Interval, MethodRun, fastest_block_size
+from blockpilot.evaluation.statistics import (
+    Comparison,
+    Figures,
+    Interval,
+    MethodRun,
+    chosen_across,
+    fastest_block_size,
+)
 from blockpilot.evaluation.tables import cells, markdown, with_range
 from blockpilot.storage import write_text
 from jobs.common.registry import CHAMPION, UNTRAINED, HeldOut, Registry, Version, kept_for_later
 from jobs.evaluation.actor import Setting
-from jobs.evaluation.inputs import AR, CONTROL, ORACLE, POLICY, EvaluateConfig, Plan, method_name
+from jobs.evaluation.inputs import AR, CONTROL, ORACLE, POLICY, STATIC, TREE_PREFIX, EvaluateConfig, Plan, method_name
 
 RESULT_FILE, TABLE_FILE = "evaluation.json", "table.md"
 RUNS_FILE = "runs.json"  # what the figures were worked out from
@@ -31,7 +38,9 @@ class EvaluateResult(NamedTuple):
 
 def save(config: EvaluateConfig, plan: Plan, setting: Setting, runs: Sequence[MethodRun]) -> None:
     """Work out the figures and write them, with all that `log` needs."""
-    comparison = _comparison(runs, setting)
+    statics = [m for m, size in setting.block_sizes.items() if size is not None or m.startswith(TREE_PREFIX)]
+    static = chosen_across(runs, statics, STATIC)
+    comparison = _comparison([*runs, *static.runs], setting)
     best, chosen_on = best_fixed_of(comparison, setting, *known_taus(plan, config.temperature))
     champion = plan.champion if CHAMPION in setting.block_sizes else None
     untrained = UNTRAINED in setting.block_sizes
@@ -40,8 +49,12 @@ def save(config: EvaluateConfig, plan: Plan, setting: Setting, runs: Sequence[Me
     )
     by_set = _by_set(plan, runs, setting, best)
     figures = comparison.figures(AR)
+    over_static = {
+        m: comparison.ratio("tokens_per_s", m, STATIC) for m in (UNTRAINED, POLICY) if m in comparison.methods
+    }
     shown = bool(plan.sweep or plan.learned_from(POLICY).prompts)
     table = _describe(config, plan, setting, figures, by_set, best, chosen_on, held_out, shown)
+    table += _beside_static(over_static, static.methods)
     content = {
         "config": config.recorded(),
         "setting": setting._asdict()
@@ -51,6 +64,7 @@ def save(config: EvaluateConfig, plan: Plan, setting: Setting, runs: Sequence[Me
         "versions": {name: package_version(name) for name in ("torch", "transformers")},
         "policy_version": plan.version._asdict() if plan.version else None,
         "best_fixed": {"block_size": best, "chosen_on": chosen_on},
+        "best_static": {"methods": static.methods, "over": {m: plain(ratio) for m, ratio in over_static.items()}},
         "held_out": asdict(held_out) if held_out else None,
         "figures": [{name: plain(value) for name, value in asdict(row).items()} for row in figures],
         "by_set": {name: {method: plain(ratio) for method, ratio in row.items()} for name, row in by_set.items()},
@@ -262,6 +276,16 @@ def _beside(oracle: Interval | None, held_out: HeldOut) -> list[str]:
             f"fixed tokens/s. {captured}; the policy's regret is {1 - policy / oracle.value:.1%} of the oracle's."
         )
     return lines
+
+
+def _beside_static(over: Mapping[str, Interval], chosen: Sequence[str]) -> str:
+    """Lines on what adapts beside the best of all fixed ways, chains and trees."""
+    ways = " and ".join(dict.fromkeys(chosen))
+    return "".join(
+        f"\nBest static way: {ways}, each half of the prompts' chosen on the other half. "
+        f"{method} over it: {with_range(ratio, 3)} of its tokens/s."
+        for method, ratio in over.items()
+    )
 
 
 def _metrics(figures: Sequence[Figures]) -> dict[str, float]:

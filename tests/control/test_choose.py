@@ -198,7 +198,9 @@ def trees_of(offered: Sequence[Sequence[float]]) -> Trees:
 
 
 def taken(offered: Sequence[Sequence[float]], price: StepPrice, drafted: Load) -> list[int]:
-    found: list[int] = choose_nodes(trees_of(offered), price, drafted).tolist()
+    """At the rate of plain decoding."""
+    rate = drafted.rows / price.seconds(drafted)
+    found: list[int] = choose_nodes(trees_of(offered), price, drafted, rate).tolist()
     return found
 
 
@@ -206,31 +208,35 @@ def taken(offered: Sequence[Sequence[float]], price: StepPrice, drafted: Load) -
     st.lists(st.lists(chances, max_size=9).map(lambda drawn: sorted(drawn, reverse=True)), min_size=1, max_size=6),
     prices,
     loads,
+    st.floats(0, 3),
 )
-def test_the_best_nodes_of_all_rows_are_taken_as_many_as_make_the_highest_rate(
-    offered: list[list[float]], price: StepPrice, beside: Load
+def test_the_best_nodes_of_all_rows_are_taken_as_many_as_gain_the_most(
+    offered: list[list[float]], price: StepPrice, beside: Load, rate: float
 ) -> None:
-    """No other number of every row's best nodes has a higher rate; nor by numpy, where there is no C."""
+    """No other number of every row's best nodes gains more; nor by numpy, where there is no C."""
     drafted = beside._replace(rows=beside.rows + len(offered))
 
-    def rate_of(taken: Sequence[int]) -> float:
-        tokens = drafted.rows + sum(sum(of_row[:n]) for of_row, n in zip(offered, taken, strict=True))
-        return tokens / price.seconds(drafted._replace(num_verified=drafted.num_verified + sum(taken)))
+    def gain_of(taken: Sequence[int]) -> float:
+        tokens = sum(sum(of_row[:n]) for of_row, n in zip(offered, taken, strict=True))
+        more_s = price.seconds(drafted._replace(num_verified=drafted.num_verified + sum(taken)))
+        return tokens - rate * (more_s - price.seconds(drafted))
 
-    found, by_numpy = taken(offered, price, drafted), _choose_nodes(trees_of(offered), price, drafted).tolist()
+    found = choose_nodes(trees_of(offered), price, drafted, rate).tolist()
+    by_numpy = _choose_nodes(trees_of(offered), price, drafted, rate).tolist()
     every = product(*(range(len(of_row) + 1) for of_row in offered)) if sum(map(len, offered)) < 12 else [found]
-    best = max(map(rate_of, every))
-    assert rate_of(found) == pytest.approx(best, rel=1e-9)
-    assert rate_of(by_numpy) == pytest.approx(best, rel=1e-9)
+    best = max(map(gain_of, every))
+    assert gain_of(found) == pytest.approx(best, rel=1e-9, abs=1e-9)
+    assert gain_of(by_numpy) == pytest.approx(best, rel=1e-9, abs=1e-9)
     last = [of_row[n - 1] for of_row, n in zip(offered, found, strict=True) if n]
     left = [of_row[n] for of_row, n in zip(offered, found, strict=True) if n < len(of_row)]
     assert not last or not left or min(last) >= max(left)
 
 
 def test_a_node_is_worth_more_the_slower_the_step() -> None:
-    """A node of 0.3 for 0.2 seconds lowers 2.4 tokens in 1.4, and raises 2.4 tokens in 10.4 seconds."""
+    """Where 1 second makes a token, a node of 0.1 is not worth 0.2 seconds; where that takes 3 seconds, it is."""
     row = [0.9, 0.5, 0.3, 0.1, 0.05]
-    assert taken([row], price(base_s=1.0, token_s=0.2), Load(1)) == [2]
-    assert taken([row], price(base_s=10.0, token_s=0.2), Load(1)) == [4]
-    assert taken([row, row], price(base_s=1.0, token_s=0.2), Load(2)) == [1, 1]
+    assert taken([row], price(base_s=1.0, token_s=0.2), Load(1)) == [3]
+    assert taken([row], price(base_s=3.0, token_s=0.2), Load(1)) == [4]
+    assert taken([row, row], price(base_s=1.0, token_s=0.2), Load(2)) == [2, 2]
+    assert taken([row, row], price(base_s=0.5, token_s=0.2), Load(2)) == [1, 1]
     assert taken([[], []], price(), Load(2)) == [0, 0]

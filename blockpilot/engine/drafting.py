@@ -127,7 +127,7 @@ def offer(
 
 
 class _SlotsOfRows(NamedTuple):
-    """First slots and depths [R] of rows; of each list of choices the place below the anchor, and if its row adapts."""
+    """First slots and depths [R] of rows; of each list of choices the place below the anchor, and if it adapts."""
 
     firsts: Array
     depths: Array
@@ -234,7 +234,7 @@ def _grown(
     limits: Sequence[int],
     most: int,
 ) -> Grown | None:
-    """Nodes of the rows in these slots, in these places of an offer: trees of all choices or chains of the first ones.
+    """Nodes of rows in these slots and places of an offer: trees of all choices, or chains of the first ones.
 
     None without C.
     """

@@ -86,7 +86,7 @@ def _cost(num_rows: int, num_steps: int) -> dict[str, str]:
 
 
 def _steps(num_rows: int, num_steps: int) -> Iterator[Callable[[Callable[[], object]], float]]:
-    """Steps of rows whose first choice is accepted: they call something between their parts and return their seconds."""
+    """Steps of rows whose first choice is accepted: functions of what is called between their parts, to seconds."""
     draws = np.random.default_rng(0)
     controller, rows = Controller(AcceptanceModel(NUM_SLOTS)), [_row(i, drawn=True) for i in range(num_rows)]
     log_probs = -np.sort(draws.exponential(2, (NUM_SLOTS * num_rows, NUM_CHOICES))).astype(np.float32)

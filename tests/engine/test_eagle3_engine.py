@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from blockpilot.control.forecasts import RunningMeans
+from blockpilot.policy.nodes import NodeModel
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from blockpilot.control.controller import Controller
@@ -19,7 +20,6 @@ from blockpilot.engine.generate import generate
 from blockpilot.engine.sampling import candidates
 from blockpilot.models.native_layers import NativeLayers
 from blockpilot.pairs.loading import Pair
-from blockpilot.policy.nodes import NodeModel
 from blockpilot.sweep.replay import Text, know
 from blockpilot.types import LAYOUTS, Layout, Request, Sampling
 from helpers.drafts import Proposal, proposals_of

@@ -270,14 +270,20 @@ def _nodes(row: Row, offered: Offered | None, r: int | None, limit: int) -> list
     return [node._replace(choice=start + node.choice) for node in nodes]
 
 
-def verified(drafts: Sequence[Sequence[Node]], paths: Sequence[Sequence[int]]) -> Verified:
-    """What became of nodes of rows [R]: paths [R] are the accepted places in their trees, the anchor first."""
+def verified(
+    drafts: Sequence[Sequence[Node]], paths: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]
+) -> Verified:
+    """What became of nodes of rows [R]: paths [R] are the places in their trees whose tokens went before emitted [R],
+    the anchor first.
+
+    A node is right where its token was emitted, also if the text ends with it. Nodes below that are not known.
+    """
     columns = list[tuple[int, int, bool]]()
-    for nodes, path in zip(drafts, paths, strict=True):
+    for nodes, path, tokens in zip(drafts, paths, emitted, strict=True):
         places, on_path = places_of(nodes), set(path)
         columns += [
-            (node.choice, node.num_later, place in on_path)
-            for place, node in zip(places[1:], nodes, strict=True)
+            (node.choice, node.num_later, node.token == tokens[node.depth - 1])
+            for node in nodes
             if node.choice >= 0 and places[node.parent] in on_path
         ]
     return Verified(*map(np.array, zip(*columns, strict=True))) if columns else NOTHING_VERIFIED

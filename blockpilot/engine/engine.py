@@ -188,11 +188,16 @@ class Engine:
         steps, paths = self._commit(work, self._score(work))
         self._keep_prefixes(steps)
         self._retire()
-        adapting = [r for r, row in enumerate(rows) if row.adapts]
+        emitted = {step.request_id: step.tokens for step in steps}
+        adapting = [r for r, row in enumerate(rows) if row.adapts and row.request_id in emitted]
         outcome = StepOutcome(
             work.load,
             prompts.packing.num_tokens if prompts is not None else 0,
-            verified([drafts[r] for r in adapting], [paths[r] for r in adapting]),
+            verified(
+                [drafts[r] for r in adapting],
+                [paths[r] for r in adapting],
+                [emitted[rows[r].request_id] for r in adapting],
+            ),
             has_captured=len(graphs or ()) > num_graphs,
         )
         self.controller.learn(outcome, time.perf_counter() - started)

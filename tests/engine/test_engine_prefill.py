@@ -5,12 +5,10 @@ import torch
 
 from blockpilot.control.cost import Load
 from blockpilot.engine.engine import Engine
-from blockpilot.evaluation.pricing import StaticForecast
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import Prefill, Request, Sampling
-from helpers.controllers import Switch
+from helpers.controllers import Told
 from helpers.engines import NEVER, PROMPT, plain_text, run, text_of
-from helpers.prices import price
 
 LONG = tuple(range(10, 70))
 
@@ -104,10 +102,9 @@ def test_a_limit_below_one_is_refused(tiny_pair: Pair) -> None:
         Engine(tiny_pair, max_prefill_tokens=0)
 
 
-def test_forecasts_wait_for_the_whole_prompt(tiny_pair: Pair) -> None:
-    """A request whose drafts are bought drafts nothing until its first token is there."""
-    switch = Switch(lambda _: StaticForecast((0.9, 0.8)), price())
-    engine = Engine(tiny_pair, num_slots=2, max_length=128, controller=switch, max_prefill_tokens=10)
+def test_nothing_is_planned_for_a_request_before_its_whole_prompt_is_through(tiny_pair: Pair) -> None:
+    controller = Told(3, [(2, 2)])
+    engine = Engine(tiny_pair, num_slots=2, max_length=128, controller=controller, max_prefill_tokens=10)
     requests = [
         Request(PROMPT[:8], 20, stop_token_ids=NEVER, layout="chain"),
         Request(LONG, 8, stop_token_ids=NEVER, layout="chain"),
@@ -115,7 +112,7 @@ def test_forecasts_wait_for_the_whole_prompt(tiny_pair: Pair) -> None:
     for request, steps in zip(requests, run(engine, requests), strict=True):
         assert text_of(steps) == plain_text(tiny_pair, request.prompt_ids, request.max_new_tokens, Sampling())
         assert {step.block_size for step in steps[1:-2]} == {3}  # the limit cuts the last ones short
-    alone = [outcome.load for outcome in switch.outcomes if outcome.num_prompt_tokens and outcome.load.rows]
+    alone = [outcome.load for outcome in controller.outcomes if outcome.num_prompt_tokens and outcome.load.rows]
     assert len(alone) > 4
     assert set(alone) == {Load(1, 2, 2)}
 

@@ -14,9 +14,14 @@ class Watched(Controller):
     """Keeps what came of steps, which take made-up seconds where these are given."""
 
     def __init__(
-        self, deepest: int, price: StepPrice | None = None, seconds: Callable[[StepOutcome], float] | None = None
+        self,
+        deepest: int,
+        price: StepPrice | None = None,
+        seconds: Callable[[StepOutcome], float] | None = None,
+        *,
+        follows: bool = True,
     ) -> None:
-        super().__init__(AcceptanceModel(deepest), price)
+        super().__init__(AcceptanceModel(deepest), price, follows=follows)
         self.seconds = seconds
         self.outcomes: list[StepOutcome] = []
 
@@ -25,21 +30,21 @@ class Watched(Controller):
         super().learn(outcome, seconds if self.seconds is None else self.seconds(outcome))
 
 
-class Told(Controller):
+class Told(Watched):
     """Drafts and verifies so much in turn: depths and sizes of trees, of all rows alike, step by step."""
 
     def __init__(self, deepest: int, turns: Sequence[tuple[int, int]]) -> None:
-        super().__init__(AcceptanceModel(deepest))
-        self.turns, self.num_steps = turns, 0
+        super().__init__(deepest)
+        self.turns = turns
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        return self.turns[len(self.outcomes) % len(self.turns)]
 
     def plan(self, rows: Planned, beside: Load) -> Array:
         super().plan(rows, beside)
-        return self._begin(rows, np.minimum(self.turns[self.num_steps % len(self.turns)][0], rows.deepest))
+        return self._begin(rows, np.minimum(self.turn[0], rows.deepest))
 
     def select(self, trees: Trees, drafted: Load) -> Array:
         super().select(trees, drafted)
-        return np.minimum(self.turns[self.num_steps % len(self.turns)][1], trees.num)
-
-    def learn(self, outcome: StepOutcome, seconds: float) -> None:
-        self.num_steps += 1
-        super().learn(outcome, seconds)
+        return np.minimum(self.turn[1], trees.num)

@@ -104,7 +104,8 @@ def _steps(num_rows: int, num_steps: int) -> Iterator[Callable[[Callable[[], obj
         seconds += time.perf_counter() - started
         between()  # the target's
         started = time.perf_counter()
-        outcome = verified(nodes, [[0, 1] if of_row else [0] for of_row in nodes])
+        paths = [[0, 1] if of_row else [0] for of_row in nodes]
+        outcome = verified(nodes, paths, [[0] * len(path) for path in paths])
         controller.learn(StepOutcome(Load(num_rows, sum(depths), sum(map(len, nodes))), verified=outcome), 0.02)
         return seconds + time.perf_counter() - started
 
@@ -120,7 +121,7 @@ def _row(request_id: int, *, drawn: bool) -> Row:
 
 
 def _candidates(scores: Array, log_probs: Array, *, drawn: bool) -> Candidates:
-    tokens = torch.zeros(scores.shape, dtype=torch.int64)
+    tokens = torch.arange(scores.shape[1]).expand(scores.shape)  # a choice's token is its rank
     return Candidates(
         tokens, torch.from_numpy(scores), torch.from_numpy(log_probs), torch.full((len(scores),), drawn)
     )
@@ -214,7 +215,8 @@ def _chosen(texts: Sequence[Text], num_rows: int, price: StepPrice, prior: Prior
         nodes = _select(controller, [row.row for row in rows], depths, found)
         paths = [_path(of_row, row.text.ranks[row.place]) for of_row, row in zip(nodes, rows, strict=True)]
         load = Load(num_rows, sum(depths), sum(map(len, nodes)), passes(depths, price.is_sequential))
-        controller.learn(StepOutcome(load, verified=verified(nodes, paths)), price.seconds(load))
+        emitted = [row.text.ranks[row.place, : len(path)].tolist() for row, path in zip(rows, paths, strict=True)]
+        controller.learn(StepOutcome(load, verified=verified(nodes, paths, emitted)), price.seconds(load))
         seconds += price.seconds(load)
         num_tokens += sum(map(len, paths))
         moved = [row._replace(place=row.place + len(path)) for row, path in zip(rows, paths, strict=True)]

@@ -109,10 +109,9 @@ class AcceptanceModel:
         `of_nodes`, at these depths and with these probabilities.
         """
         shape = 2, self.deepest, len(THRESHOLDS) + 1
-        inside = depths <= self.deepest
         bins = np.searchsorted(THRESHOLDS, chances, side="right")
-        flat = ((of_nodes * self.deepest + depths - 1) * shape[-1] + bins)[inside]
-        both = [np.bincount(flat, of, math.prod(shape)).reshape(shape) for of in (chances[inside], None)]
+        flat = (of_nodes * self.deepest + depths - 1) * shape[-1] + bins
+        both = [np.bincount(flat, of, math.prod(shape)).reshape(shape) for of in (chances, None)]
         at_least = np.stack(both, axis=1)[..., ::-1].cumsum(axis=-1)[..., -2::-1]
         reached = np.bincount(drawn * (self.deepest + 1) + drafted, minlength=2 * (self.deepest + 1))
         num_drafts = reached.reshape(2, -1)[:, ::-1].cumsum(axis=1)[:, -2::-1][:, None, :, None]

@@ -30,10 +30,12 @@ class Depths(NamedTuple):
 class Trees(NamedTuple):
     """Nodes of R trees that may be verified, by falling probability, of each `num` [R].
 
-    drawn [R] 0 or 1: of rows that draw tokens. chances and depths [R, M].
+    drawn [R] 0 or 1: of rows that draw tokens. drafted [R]: positions that a draft proposed tokens for. chances and
+    depths [R, M].
     """
 
     drawn: Array
+    drafted: Array
     num: Array
     chances: Array
     depths: Array

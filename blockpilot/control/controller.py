@@ -69,13 +69,9 @@ class Controller:
         """True if the latest step drafted. May be read by any thread."""
         self._live = LiveCost(self.price) if follows and price is not None and price is not NOMINAL else None
         self._planned, self._beside = NO_ROWS, Load(0)
-        self._depths = NO_ROWS.deepest
         self._plan: Depths | None = None
         self._num_planned = 0  # steps that kept to it
-        self._rows_grown, self._grown = (
-            list[tuple[Array, Array]](),
-            list[Trees](),
-        )  # since: drawn and depths, and trees
+        self._grown = list[Trees]()  # since then
         self._proposal: Proposal | None = None
         self._num_alike = 0  # steps in a row that drafted, or below 0 that did not
 
@@ -99,7 +95,7 @@ class Controller:
         return self._begin(rows, depths)
 
     def _begin(self, rows: Planned, depths: Array) -> Array:
-        self._planned, self._depths, self._proposal = rows, depths, None
+        self._planned, self._proposal = rows, None
         return depths
 
     def _observe(self) -> None:
@@ -108,12 +104,13 @@ class Controller:
             return
         nodes = list[Array]()
         for trees in self._grown:
-            rows, places = trees.taken.nonzero()
+            # Not what a constraint forces beyond the draft.
+            rows, places = (trees.taken & (trees.depths <= trees.drafted[:, None])).nonzero()
             nodes.append(np.stack([trees.drawn[rows], trees.depths[rows, places], trees.chances[rows, places]]))
-        drawn, drafted = np.concatenate(self._rows_grown, axis=1)
+        drawn, drafted = (np.concatenate([getattr(t, name) for t in self._grown]) for name in ("drawn", "drafted"))
         of_nodes, depths, chances = np.concatenate(nodes, axis=1)
         self.model.observe(drawn, drafted, of_nodes.astype(int), depths.astype(int), chances)
-        self._rows_grown, self._grown = [], []
+        self._grown = []
 
     def propose(self, known: Array, found: Candidates, slots: Array) -> Proposal:
         """Probabilities of a draft's choices, in slots [N] below the anchor; the draft's own where `known` [N] is
@@ -124,7 +121,6 @@ class Controller:
 
     def select(self, trees: Trees, drafted: Load) -> Array:
         """How many nodes of every tree are verified, [R]."""
-        self._rows_grown.append((self._planned.drawn, self._depths))
         self._grown.append(trees)
         assert self._plan is not None
         return choose_nodes(trees, self.price, drafted, self._plan.rate)

@@ -169,8 +169,11 @@ def grow_all(
     sizes, free = num.tolist(), [i for i, slot in enumerate(growing) if rows[slot].adapts]
     if free:
         drawn = np.array([int(not rows[growing[i]].request.sampling.is_greedy) for i in free])
+        of_slots = dict(zip(slots, offered.depths.tolist(), strict=True)) if offered is not None else {}
+        drafted = np.array([of_slots.get(slot, 0) for slot in growing])
         some = slice(None) if len(free) == len(growing) else free
-        for i, size in zip(free, select(Trees(drawn, num[some], chances[some], depths[some])).tolist(), strict=True):
+        selected = select(Trees(drawn, drafted[some], num[some], chances[some], depths[some]))
+        for i, size in zip(free, selected.tolist(), strict=True):
             sizes[i] = size
     for i, (slot, size) in enumerate(zip(growing, sizes, strict=True)):
         if size and grown is not None and offered is not None and i < len(in_c):

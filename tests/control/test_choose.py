@@ -194,7 +194,7 @@ def trees_of(offered: Sequence[Sequence[float]]) -> Trees:
     chances = np.zeros((len(num), max(1, int(num.max()))))
     for r, of_row in enumerate(offered):
         chances[r, : num[r]] = of_row
-    return Trees(np.arange(len(num)), num, chances, np.ones_like(chances, dtype=int))
+    return Trees(np.zeros_like(num), num, num, chances, np.ones_like(chances, dtype=int))
 
 
 def taken(offered: Sequence[Sequence[float]], price: StepPrice, drafted: Load) -> list[int]:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from blockpilot.control.acceptance import AcceptanceModel
+from blockpilot.control.acceptance import DOUBT, AcceptanceModel
 from blockpilot.control.choose import Trees, choose_depths, choose_nodes
 from blockpilot.control.controller import (
     NOMINAL,
@@ -33,7 +33,7 @@ def trees(*of_rows: list[float]) -> Trees:
     """Of rows at temperature 0, whose nodes are as deep as they are many."""
     num, most = np.array(list(map(len, of_rows))), max(map(len, of_rows))
     chances = np.array([[*of_row, *[0.0] * (most - len(of_row))] for of_row in of_rows])
-    return Trees(np.zeros(len(num), dtype=int), num, chances, np.tile(np.arange(1, most + 1), (len(num), 1)))
+    return Trees(np.zeros(len(num), dtype=int), num, num, chances, np.tile(np.arange(1, most + 1), (len(num), 1)))
 
 
 def run(
@@ -131,3 +131,16 @@ def test_budgets_of_trees_are_those_of_rows_alone() -> None:
     controller = controller_of(price(base_s=1.0, row_s=0.0, token_s=0.2), TreeBudget)
     controller.plan(greedy(2), ALONE)
     assert controller.select(trees([0.9, 0.5, 0.3, 0.1], [0.25, 0.24, 0.1]), Load(2, 8)).tolist() == [2, 2]
+
+
+def test_what_a_constraint_forces_is_not_what_a_draft_added() -> None:
+    """Nodes that are certain, of a row that drafted one position and of one that drafted none."""
+    controller = controller_of(price(launch_s=0.01))
+    before = controller.model.expected(np.array([0])).counts[0]
+    controller.plan(greedy(2), ALONE)
+    controller.select(trees([1.0, 1.0, 1.0], [1.0, 1.0])._replace(drafted=np.array([1, 0])), Load(2, 1))
+    controller.plan(greedy(1), ALONE)
+    after = controller.model.expected(np.array([0])).counts[0]
+    np.testing.assert_array_equal(after[1:], before[1:])
+    assert (after[0] <= 1).all()
+    assert after[0, -1] == pytest.approx(1 / (DOUBT + 1), rel=1e-2)

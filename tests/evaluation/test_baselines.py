@@ -39,7 +39,9 @@ def trees(rows: Sequence[Sequence[float]]) -> Trees:
     chances = np.zeros((len(rows), num.max()))
     for r, of_row in enumerate(rows):
         chances[r, : num[r]] = of_row
-    return Trees(np.zeros(len(rows), dtype=int), num, chances, np.tile(np.arange(1, num.max() + 1), (len(rows), 1)))
+    return Trees(
+        np.zeros(len(rows), dtype=int), num, num, chances, np.tile(np.arange(1, num.max() + 1), (len(rows), 1))
+    )
 
 
 @given(st.lists(falling, min_size=1, max_size=4), prices)

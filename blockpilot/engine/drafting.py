@@ -6,7 +6,7 @@ cache together before the row drafts: in runs of plain steps one token at a time
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import accumulate, islice
 from typing import NamedTuple
 
@@ -116,23 +116,32 @@ def offer(
     found: Candidates | Linked, adapts: Sequence[bool], depths: Sequence[int], controller: Controller
 ) -> Offered:
     """Choices with their chances: the controller has planned rows [R] that adapt."""
-    candidates, places = (found.found, found.places.numpy(force=True)) if isinstance(found, Linked) else (found, None)
-    of_rows, (firsts, below) = np.array(depths), _slots_of(tuple(depths))
-    num, k = len(below), candidates.tokens.shape[1]
-    places = np.zeros((num, 1, k), dtype=np.int64) if places is None else places.astype(np.int64)
-    per_slot = places.shape[1]
-    known = np.array(adapts).repeat(of_rows * per_slot)
-    proposal = controller.propose(known, candidates, below.repeat(per_slot))
-    tokens = candidates.tokens.numpy(force=True).reshape(places.shape)
-    return Offered(firsts, of_rows, tokens, proposal.chances.reshape(-1, *places.shape), places)
+    choices, links = (found.found, found.places) if isinstance(found, Linked) else (found, None)
+    num_lists = 1 if links is None else links.shape[1]
+    slots = _slots_of(tuple(depths), tuple(adapts), num_lists)
+    shape = sum(depths), num_lists, choices.tokens.shape[1]
+    places = np.zeros(shape, dtype=np.int64) if links is None else links.numpy(force=True).astype(np.int64)
+    proposal = controller.propose(slots.known, choices, slots.below)
+    tokens = choices.tokens.numpy(force=True).reshape(shape)
+    return Offered(slots.firsts, slots.depths, tokens, proposal.chances.reshape(-1, *shape), places)
+
+
+class _SlotsOfRows(NamedTuple):
+    """First slots and depths [R] of rows; of each list of choices the place below the anchor, and if it adapts."""
+
+    firsts: Array
+    depths: Array
+    below: Array
+    known: Array
 
 
 @lru_cache(maxsize=64)
-def _slots_of(depths: tuple[int, ...]) -> tuple[Array, Array]:
-    """The first slot [R] of rows of these depths, and every slot's place below its anchor."""
-    ends = np.cumsum(depths)
-    firsts = ends - np.array(depths)
-    return firsts, np.arange(ends[-1]) - firsts.repeat(depths)
+def _slots_of(depths: tuple[int, ...], adapts: tuple[bool, ...], num_lists: int) -> _SlotsOfRows:
+    of_rows = np.array(depths)
+    ends = of_rows.cumsum()
+    firsts = ends - of_rows
+    below = np.arange(ends[-1]) - firsts.repeat(of_rows)
+    return _SlotsOfRows(firsts, of_rows, below.repeat(num_lists), np.array(adapts).repeat(of_rows).repeat(num_lists))
 
 
 Select = Callable[[Trees], Array]
@@ -140,60 +149,49 @@ Select = Callable[[Trees], Array]
 
 
 def grow_all(
-    rows: Sequence[Row],
-    slots: Sequence[int],
-    offered: Offered | None,
-    select: Select,
-    most: int,
+    rows: Sequence[Row], slots: Sequence[int], offered: Offered | None, select: Select, most: int
 ) -> list[list[Node]]:
     """Nodes to verify of rows [R]: a row that adapts has as many as `select` says, others their fixed size.
 
     `slots` are those that draft, with what is offered them. most: nodes of a tree.
     """
-    place = {slot: i for i, slot in enumerate(slots)}
-    drafted = [slot for slot in slots if rows[slot].automaton is None]
-    constrained = [slot for slot, row in enumerate(rows) if row.automaton is not None]
-    growing = [*drafted, *constrained]
+    places = {slot: i for i, slot in enumerate(slots)}
+    limits = [most if row.adapts else row.next_block_size - 1 for row in rows]
+    in_c = [slot for slot in slots if rows[slot].automaton is None]
+    grown = _grown(offered, rows, in_c, [places[slot] for slot in in_c], limits, most) if offered and in_c else None
+    in_c = in_c if grown is not None else []
+    others = sorted({*slots, *(slot for slot, row in enumerate(rows) if row.automaton is not None)} - {*in_c})
+    listed = [_nodes(rows[slot], offered, places.get(slot), limits[slot]) for slot in others]
+    growing, found = [*in_c, *others], list[list[Node]]([] for _ in rows)
     if not growing:
-        return [[] for _ in rows]
-    limits = [most if rows[slot].adapts else rows[slot].next_block_size - 1 for slot in growing]
-    growths = list[_Growth]()
-    if offered is not None and drafted:
-        growths += _grown(
-            offered, [rows[slot] for slot in drafted], [place[slot] for slot in drafted], limits[: len(drafted)], most
-        )
-    for slot, limit in zip(constrained, limits[len(drafted) :], strict=True):
-        of_row = offered.of_row(place[slot]) if offered is not None and slot in place else NO_SLOTS
-        growths.append(_listed(_allowed(rows[slot], of_row, limit)))
-    sizes = [len(growth.chances) for growth in growths]
-    free = [i for i, slot in enumerate(growing) if rows[slot].adapts]
+        return found
+    num, chances, depths = _nodes_of(grown, listed, most)
+    sizes, free = num.tolist(), [i for i, slot in enumerate(growing) if rows[slot].adapts]
     if free:
-        drawn = [not rows[growing[i]].request.sampling.is_greedy for i in free]
-        trees = _trees([growths[i] for i in free], drawn)
-        for i, size in zip(free, select(trees).tolist(), strict=True):
+        drawn = np.array([int(not rows[growing[i]].request.sampling.is_greedy) for i in free])
+        some = slice(None) if len(free) == len(growing) else free
+        for i, size in zip(free, select(Trees(drawn, num[some], chances[some], depths[some])).tolist(), strict=True):
             sizes[i] = size
-    found: list[list[Node]] = [[] for _ in rows]
-    for slot, growth, size in zip(growing, growths, sizes, strict=True):
-        found[slot] = growth.take(size)
+    for i, (slot, size) in enumerate(zip(growing, sizes, strict=True)):
+        if size and grown is not None and offered is not None and i < len(in_c):
+            found[slot] = _take(offered, grown, i, size)
+        elif size:
+            found[slot] = listed[i - len(in_c)][:size]
     return found
 
 
-class _Growth(NamedTuple):
-    """Nodes [n] of a row by falling chance; `take` makes the first so many."""
-
-    chances: Array
-    depths: Array
-    take: Callable[[int], list[Node]]
-
-
-def _trees(growths: Sequence[_Growth], drawn: Sequence[bool]) -> Trees:
-    num = np.array([len(growth.chances) for growth in growths])
-    trees = Trees(
-        np.array(drawn, dtype=int), num, np.zeros((len(num), num.max())), np.zeros((len(num), num.max()), dtype=int)
-    )
-    for r, growth in enumerate(growths):
-        trees.chances[r, : num[r]], trees.depths[r, : num[r]] = growth.chances, growth.depths
-    return trees
+def _nodes_of(grown: Grown | None, listed: Sequence[Sequence[Node]], most: int) -> tuple[Array, Array, Array]:
+    """How many nodes there are [R], and their chances and depths [R, most], of those grown in C and of others."""
+    if grown is not None and not listed:
+        return grown.num, grown.chances, grown.depths
+    num = np.array([len(nodes) for nodes in listed])
+    chances, depths = np.zeros((len(num), most)), np.zeros((len(num), most), dtype=int)
+    for r, nodes in enumerate(listed):
+        chances[r, : num[r]], depths[r, : num[r]] = [n.chance for n in nodes], [n.depth for n in nodes]
+    if grown is None:
+        return num, chances, depths
+    pairs = (grown.num, num), (grown.chances, chances), (grown.depths, depths)
+    return tuple(np.concatenate(pair) for pair in pairs)  # type: ignore[return-value]
 
 
 def draft_candidates(
@@ -229,23 +227,27 @@ def _changed_candidates(
 
 
 def _grown(
-    offered: Offered, rows: Sequence[Row], places: Sequence[int], limits: Sequence[int], most: int
-) -> list[_Growth]:
-    """Growths of rows by their places in the offer: trees of all choices, chains of the first ones."""
-    at, num_choices = np.array(places), offered.places.shape[2]
-    firsts, depths = offered.firsts[at], offered.depths[at]
-    widest = np.array([num_choices if row.is_tree else 1 for row in rows])
-    sizes = np.where(widest > 1, limits, np.minimum(limits, depths))
-    if (found := grow(offered.chances, offered.places, firsts, depths, sizes, widest, most)) is None:
-        of_rows = zip(places, widest.tolist(), sizes.tolist(), strict=True)
-        return [_in_python(offered, *of_row) for of_row in of_rows]
-    return [
-        _Growth(found.chances[r, :num], found.depths[r, :num], partial(_take, offered, found, r))
-        for r, num in enumerate(found.num.tolist())
-    ]
+    offered: Offered,
+    rows: Sequence[Row],
+    slots: Sequence[int],
+    places: Sequence[int],
+    limits: Sequence[int],
+    most: int,
+) -> Grown | None:
+    """Nodes of rows in these slots and places of an offer: trees of all choices, or chains of the first ones.
+
+    None without C.
+    """
+    whole = len(places) == len(offered.firsts)
+    firsts, depths = (offered.firsts, offered.depths) if whole else (offered.firsts[places], offered.depths[places])
+    widest = np.array([offered.places.shape[2] if rows[slot].is_tree else 1 for slot in slots])
+    sizes = np.array([limits[slot] for slot in slots])
+    sizes = np.where(widest > 1, sizes, np.minimum(sizes, depths))
+    return grow(offered.chances, offered.places, firsts, depths, sizes, widest, most)
 
 
 def _take(offered: Offered, found: Grown, r: int, num: int) -> list[Node]:
+    """The first so many nodes of a row."""
     choices = found.choices[r, :num]
     tokens, width = offered.tokens.reshape(-1)[choices].tolist(), offered.places.shape[2]
     columns = (values[r, :num].tolist() for values in (found.chances, found.parents, found.laters, found.depths))
@@ -255,22 +257,17 @@ def _take(offered: Offered, found: Grown, r: int, num: int) -> list[Node]:
     ]
 
 
-def _in_python(offered: Offered, r: int, widest: int, limit: int) -> _Growth:
-    slots, start = offered.of_row(r), int(offered.firsts[r]) * offered.places[0].size
-    nodes = islice(best_first(slots if widest > 1 else slots.first_choices()), limit)
-    return _listed([node._replace(choice=start + node.choice) for node in nodes])
-
-
-def _allowed(row: Row, slots: Slots, limit: int) -> list[Node]:
-    """Nodes that a row's automaton allows."""
-    assert row.automaton is not None
-    deepest = min(row.deepest, MAX_DEPTH) if row.is_tree else row.deepest
-    return list(islice(best_allowed(row.automaton, slots, deepest, is_chain=not row.is_tree), max(limit, 0)))
-
-
-def _listed(nodes: list[Node]) -> _Growth:
-    chances, depths = [node.chance for node in nodes], [node.depth for node in nodes]
-    return _Growth(np.array(chances, dtype=float), np.array(depths, dtype=int), lambda num: nodes[:num])
+def _nodes(row: Row, offered: Offered | None, r: int | None, limit: int) -> list[Node]:
+    """Nodes of one row, the r-th of the offer if any; of one with an automaton those that it allows."""
+    slots = NO_SLOTS if offered is None or r is None else offered.of_row(r)
+    if row.automaton is not None:
+        deepest = min(row.deepest, MAX_DEPTH) if row.is_tree else row.deepest
+        return list(islice(best_allowed(row.automaton, slots, deepest, is_chain=not row.is_tree), max(limit, 0)))
+    assert offered is not None
+    assert r is not None
+    start = int(offered.firsts[r]) * offered.places[0].size
+    nodes = islice(best_first(slots if row.is_tree else slots.first_choices()), limit)
+    return [node._replace(choice=start + node.choice) for node in nodes]
 
 
 def verified(drafts: Sequence[Sequence[Node]], paths: Sequence[Sequence[int]]) -> Verified:

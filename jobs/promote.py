@@ -1,11 +1,11 @@
 """Promote: point `@champion` of a registered model at one of its versions.
 
 The decision takes what jobs/evaluate.py measured of the version on held-out prompts. The version must not be slower
-than the best fixed block size beyond the interval. One of kind `step` must beat the untrained choice, which is the
-same but for its start, and learns while it decodes. Any must beat the present champion. To beat is to be faster on
-the same prompts in the same run: the whole 95% interval of the ratio of their speeds lies above 1. A champion of
-another pair, such as a draft before its retraining, is not compared. An evaluation needs at least `MIN_PROMPTS`
-prompts: with fewer, a few long answers decide. `--force` skips all checks and is recorded as a tag.
+than the best fixed block size beyond the interval, and must beat the untrained choice, which servers use without a
+champion, and the present champion. To beat is to be faster on the same prompts in the same run: the whole 95%
+interval of the ratio of their speeds lies above 1. A champion of another pair, such as a draft before its
+retraining, is not compared. An evaluation needs at least `MIN_PROMPTS` prompts: with fewer, a few long answers
+decide. `--force` skips all checks and is recorded as a tag.
 """
 
 from typing import NamedTuple
@@ -75,7 +75,7 @@ def _judge(version: Version, champion: Version | None) -> tuple[bool, str]:
         ratio = ours.policy_speed / ours.best_fixed_speed
         measured = with_range(Interval(ratio, ours.speed_ratio_low, ours.speed_ratio_high), 3)
         return False, f"slower than the best fixed block size on held-out prompts, {measured} of its speed"
-    if version.tags.get("kind") == "step" and (reason := _no_better_than_untrained(ours)):
+    if reason := _no_better_than_untrained(ours):
         return False, reason
     if champion is None:
         return True, "the first of its model"
@@ -89,7 +89,7 @@ def _judge(version: Version, champion: Version | None) -> tuple[bool, str]:
 
 
 def _no_better_than_untrained(ours: HeldOut) -> str:
-    """Why a policy of kind `step` is refused; nothing where it beats the untrained choice."""
+    """Why a policy is refused; nothing where it beats the untrained choice."""
     if not ours.has_untrained:
         return f"not measured beside the untrained choice; run jobs/evaluate.py with baseline {UNTRAINED!r}"
     if ours.untrained_ratio_low > 1:

@@ -125,7 +125,9 @@ class AcceptanceModel:
         """Probabilities of a draft's choices, [N, k]: slots [N] are places below the anchor. The draft's own where
         known [N] is False.
         """
-        scores, log_probs, drawn = (each.numpy(force=True) for each in (found.scores, found.log_probs, found.drawn))
+        of_found = (each.numpy(force=True) for each in (found.scores, found.log_probs))
+        scores, log_probs = (np.ascontiguousarray(values, dtype=np.float32) for values in of_found)
+        drawn = found.drawn.numpy(force=True)
         chances = choice_chances(scores, log_probs, drawn, slots, known, self.weights)
         if chances is None:
             chances = self._chances(scores, log_probs, drawn, slots)

@@ -59,7 +59,7 @@ def run(config: ChoiceConfig) -> str:
         markdown([_cost(num, config.num_steps) for num in config.rows]),
     ]
     if config.sweep is not None:
-        texts = [text for part in read_parts(config.sweep) for text in map(Text.of, part.rows)]
+        texts = [text for part in read_parts(config.sweep) for text in map(ReplayedText.of, part.rows)]
         price = read_price(join(config.sweep, PRICE_FILE))
         priors = {"untrained": UNTRAINED}
         if config.policy is not None:
@@ -141,7 +141,7 @@ def _select(
 
 
 @dataclass(frozen=True)
-class Text:
+class ReplayedText:
     """A text with what the draft proposed at every anchor: ranks [N, D] of the right choices, and the choices."""
 
     ranks: Array
@@ -152,7 +152,7 @@ class Text:
     drawn: bool
 
     @classmethod
-    def of(cls, row: SweepRow) -> "Text":
+    def of(cls, row: SweepRow) -> "ReplayedText":
         num = len(row.step_places)
         if not num or not row.step_nodes:
             raise ValueError(f"prompt {row.prompt_id}: no steps are recorded; sweep with --method dense")
@@ -177,12 +177,14 @@ class Text:
 
 
 class _Place(NamedTuple):
-    text: Text
+    text: ReplayedText
     place: int
     row: Row
 
 
-def _replay(texts: Sequence[Text], num_rows: int, price: StepPrice, priors: dict[str, Prior]) -> dict[str, str]:
+def _replay(
+    texts: Sequence[ReplayedText], num_rows: int, price: StepPrice, priors: dict[str, Prior]
+) -> dict[str, str]:
     """Speeds over plain decoding: of the best fixed way and of the choice."""
     plain, deepest = num_rows / price.seconds(Load(num_rows)), texts[0].ranks.shape[1]
     ways = {f"B={n + 1}": _fixed(texts, num_rows, price, n, is_tree=False) for n in range(1, deepest + 1)}
@@ -193,14 +195,14 @@ def _replay(texts: Sequence[Text], num_rows: int, price: StepPrice, priors: dict
     return found | {name: f"{_chosen(texts, num_rows, price, prior) / plain:.3f}" for name, prior in priors.items()}
 
 
-def _fixed(texts: Sequence[Text], rows: int, price: StepPrice, size: int, *, is_tree: bool) -> float:
+def _fixed(texts: Sequence[ReplayedText], rows: int, price: StepPrice, size: int, *, is_tree: bool) -> float:
     """Tokens a second of chains so deep, or of trees of so many nodes."""
     num_steps, depth = sum(len(text) / text.tau(size, is_tree=is_tree) for text in texts), min(size, NUM_SLOTS)
     load = Load(rows, rows * depth, rows * size, passes([depth], price.is_sequential))
     return sum(map(len, texts)) / num_steps * rows / price.seconds(load)
 
 
-def _chosen(texts: Sequence[Text], num_rows: int, price: StepPrice, prior: Prior) -> float:
+def _chosen(texts: Sequence[ReplayedText], num_rows: int, price: StepPrice, prior: Prior) -> float:
     """Tokens a second of the choice at every step; texts queue for the rows, until some row has none left."""
     controller = Controller(AcceptanceModel(texts[0].ranks.shape[1], prior), price, follows=False)
     ids, queue = count(), iter(texts)
@@ -225,7 +227,7 @@ def _chosen(texts: Sequence[Text], num_rows: int, price: StepPrice, prior: Prior
     return num_tokens / seconds if seconds else num_rows / price.seconds(Load(num_rows))
 
 
-def _offered(at: Sequence[tuple[Text, int, int]]) -> Candidates:
+def _offered(at: Sequence[tuple[ReplayedText, int, int]]) -> Candidates:
     scores, log_probs = (
         np.concatenate([getattr(text, name)[place, :depth] for text, place, depth in at])
         for name in ("scores", "log_probs")

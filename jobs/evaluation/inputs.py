@@ -59,8 +59,8 @@ class EvaluateConfig(Config):
     baselines: tuple[str, ...] = ("control", "random", "means", "untrained", "oracle")
     """What else to measure; none by `--baselines` alone. control: AR again. means: chains as deep as running means of
     acceptance say (Ollama). verification: one budget for the chains of all rows, by margins of the draft (vLLM).
-    budget: a tree for every row by its own price (CaDDTree). untrained: what policies of kind step choose by, with
-    no training; to be promoted, such a policy must beat it.
+    budget: a tree for every row by its own price (CaDDTree). untrained: the choice of every step, with no
+    training; to be promoted, a policy must beat it.
     random: a block size for each prompt. oracle: the best one for each prompt, a bound."""
     rival_drafts: tuple[str, ...] = ()
     """Other drafts of the same target, by hub id or local directory, such as EAGLE-3: chains of the fixed block

@@ -57,7 +57,7 @@ class PolicyInUse:
         user_config: `policy`, a block size, a directory, "untrained", "champion" or "auto"; of the last two also
         `store`, the MLflow store, `follow_s`, how often to look for another one, and `folder`, where it is copied to.
         A champion that the registry cannot give at the start is its last copy. With "auto" and no champion it is
-        "untrained": a champion of kind `step` has beaten that.
+        "untrained": a champion has beaten that.
         """
         self.stop()
         policy = user_config["policy"]

@@ -55,6 +55,7 @@ from jobs.evaluation.inputs import (
     ORACLE,
     POLICY,
     RANDOM,
+    STATIC,
     EvaluateConfig,
     Plan,
     Swept,
@@ -912,7 +913,7 @@ def saved(
 def test_the_table_says_what_the_policy_is_worth(config: EvaluateConfig, tiny_pair: Pair) -> None:
     speeds = {AR: 10, "B=2": 20, RANDOM: 15, POLICY: 24, CHAMPION: 22, ORACLE: 30}
     table = saved(config, {m: [s] * 3 for m, s in speeds.items()}, tiny_pair.id, "aaa", champion=4)
-    caption, conclusions = table.splitlines()[0], table.splitlines()[-4:]
+    caption, conclusions = table.splitlines()[0], table.splitlines()[-5:]
     assert caption == (
         f"{tiny_pair.id.target} with {tiny_pair.id.draft}, float32 on cpu: 3 prompts, one at a time, once; "
         "12 tokens at most, temperature 0. In brackets: 95% intervals over prompts."
@@ -923,6 +924,8 @@ def test_the_table_says_what_the_policy_is_worth(config: EvaluateConfig, tiny_pa
         "Policy over champion version 4: 1.091 of its tokens/s (1.091 to 1.091).",
         "Oracle, one block size for each prompt, known in hindsight: 1.500 (1.500 to 1.500) of the best fixed "
         "tokens/s. The policy captures 40% of what that is above 1; the policy's regret is 20.0% of the oracle's.",
+        "Best static way: B=2, each half of the prompts' chosen on the other half. policy over it: "
+        "1.200 (1.200 to 1.200) of its tokens/s.",
     ]
     assert "by prompt set" not in table
     result = json.loads((config.output / "evaluation.json").read_text())
@@ -1282,6 +1285,7 @@ def test_a_version_is_tagged_with_what_it_is_worth_beside_the_champion(
         POLICY,
         CHAMPION,
         ORACLE,
+        STATIC,
     ]
     assert f"Policy over champion version 1: {figures.champion_ratio:.3f} of its tokens/s" in result.table
 
@@ -1321,7 +1325,9 @@ def test_a_store_that_is_lost_costs_no_result(
     assert again.version(version.name, version.number).held_out == result.held_out
     logged = again._client.get_run(result.run_id)
     assert logged.info.status == "FINISHED"
-    assert logged.data.metrics["policy.tokens_per_s"] == pytest.approx(result.figures[-3].tokens_per_s.value)
+    assert logged.data.metrics["policy.tokens_per_s"] == pytest.approx(
+        next(row for row in result.figures if row.method == POLICY).tokens_per_s.value
+    )
 
 
 def test_artifacts_that_cannot_be_stored_cost_no_result(
@@ -1410,11 +1416,11 @@ def test_the_job_goes_on_after_a_kill_measures_records_and_tags(
     assert f", 1 threads: {settings}" in table
     names = [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("|")]
     methods = [AR, "B=2", "B=4", "tree 3", CONTROL, RANDOM, MEANS, UNTRAINED, POLICY, CHAMPION, ORACLE]
-    assert names[2:] == methods
+    assert names[2:] == [*methods, STATIC]
 
     result = json.loads((config.output / "evaluation.json").read_text())
-    assert [row["method"] for row in result["figures"]] == methods
-    assert [row["share_equal"] for row in result["figures"]] == [1.0] * len(methods)
+    assert [row["method"] for row in result["figures"]] == [*methods, STATIC]
+    assert {row["share_equal"] for row in result["figures"]} == {1.0}
     groups = [(repeat, number) for repeat in range(2) for number in range(4)]
     every = [(repeat, 2 * number + i, m) for repeat, number in groups for m in methods for i in range(2)]
     measured = json.loads((config.output / "runs.json").read_text())

@@ -50,7 +50,7 @@ class Simulated(NamedTuple):
 
 
 def slow_inputs(outcomes: Outcomes) -> tuple[Array, Array]:
-    """The features, choice by choice: own logits [S, K], and what weights multiply [S, K, NUM_WEIGHTS]."""
+    """The features written down choice by choice: own logits [S, K], and inputs [S, K, NUM_WEIGHTS]."""
     found, own_logits, inputs = outcomes.found, [], []
     scores, log_probs = found.scores.double().numpy(), found.log_probs.double().numpy()
     for s, (depth, passed) in enumerate(zip(outcomes.depths.tolist(), outcomes.num_passed.tolist(), strict=True)):

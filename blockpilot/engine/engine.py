@@ -188,18 +188,12 @@ class Engine:
         steps, paths = self._commit(work, self._score(work))
         self._keep_prefixes(steps)
         self._retire()
-        emitted = {step.request_id: step.tokens for step in steps}
-        adapting = [r for r, row in enumerate(rows) if row.adapts and row.request_id in emitted]
-        outcome = StepOutcome(
-            work.load,
-            prompts.packing.num_tokens if prompts is not None else 0,
-            verified(
-                [drafts[r] for r in adapting],
-                [paths[r] for r in adapting],
-                [emitted[rows[r].request_id] for r in adapting],
-            ),
-            has_captured=len(graphs or ()) > num_graphs,
-        )
+        of_ids = {step.request_id: step.tokens for step in steps}
+        emitted = [of_ids.get(row.request_id, ()) for row in rows]
+        told = [r for r, row in enumerate(rows) if row.adapts and emitted[r]]
+        found = verified([drafts[r] for r in told], [paths[r] for r in told], [emitted[r] for r in told])
+        num_prompt_tokens = prompts.packing.num_tokens if prompts is not None else 0
+        outcome = StepOutcome(work.load, num_prompt_tokens, found, has_captured=len(graphs or ()) > num_graphs)
         self.controller.learn(outcome, time.perf_counter() - started)
         return steps
 

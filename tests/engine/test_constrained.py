@@ -135,6 +135,16 @@ def test_forced_tokens_need_no_draft_and_several_are_emitted_at_once(tiny_pair: 
     assert [len(step.tokens) for step in plain] == [1] * 10
 
 
+def test_constrained_drafts_teach_nothing(tiny_pair: Pair) -> None:
+    """Their nodes are what the grammar leaves: the model has given other chances."""
+    controller = Told(3, [(3, 6)])
+    forced = compiler(tiny_pair).compile(Grammar("regex", "[a-d]{4}(xyz|yzx){2}"))
+    request = Request(PROMPT, NUM, stop_token_ids=tiny_pair.stop_token_ids, constraint=forced)
+    [steps] = run(Engine(tiny_pair, max_length=128, controller=controller), [request])
+    assert any(step.tree.tokens for step in steps)
+    assert not any(len(outcome.verified.choices) for outcome in controller.outcomes)
+
+
 def test_a_complete_text_ends_without_a_stop_token_and_a_stop_token_only_where_it_is_complete(
     tiny_pair: Pair,
 ) -> None:

@@ -218,3 +218,22 @@ def test_a_slow_reading_of_all_steps_plans_selects_and_learns_the_same(
     assert (name, kind) != ("tiny_pair", "told") or any(
         outcome.verified.laters.any() for outcome in controller.outcomes
     )
+
+
+def test_a_row_that_failed_tells_nothing(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target's scores of its third step are no numbers; its neighbour's are."""
+    controller = Told(DEEPEST, [(2, 2)])
+    engine, failed = Engine(tiny_pair, num_slots=2, max_length=64, controller=controller), list[int]()
+    engine.on_failure = lambda request_id, error: failed.append(request_id)
+    for i in range(2):
+        engine.add(Request(PROMPT[i:], 20, stop_token_ids=NEVER, layout="chain"))
+    engine.step(), engine.step()
+    assert {choice // 16 for choice in controller.outcomes[-1].verified.choices.tolist()} == {0, 1}  # 2 slots of 8
+    logits = engine._target.logits
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            engine._target, "logits", lambda hidden: logits(hidden).index_fill(0, torch.arange(3), torch.nan)
+        )
+        engine.step()
+    assert failed == [0]
+    assert {choice // 16 for choice in controller.outcomes[-1].verified.choices.tolist()} == {1}

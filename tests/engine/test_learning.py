@@ -107,7 +107,8 @@ class Shadow:
             free = [r for r, place in enumerate(drafting) if adapts[place]]
             sizes = [len(nodes) for nodes in grown]
             if free:
-                trees = trees_of([grown[r] for r in free], [self.requests[ids[drafting[r]]].sampling for r in free])
+                of_rows = [(self.requests[ids[drafting[r]]].sampling, depths[drafting[r]]) for r in free]
+                trees = trees_of([grown[r] for r in free], of_rows)
                 selected = self.controller.select(trees, Load(len(ids), sum(depths), sum(fixed), num_passes))
                 for r, size in zip(free, selected.tolist(), strict=True):
                     sizes[r] = size
@@ -150,12 +151,14 @@ class Shadow:
         assert sorted(paths) == sorted(paths_of(tree_of(nodes)))
 
 
-def trees_of(grown: Sequence[Sequence[Node]], sampling: Sequence[Sampling]) -> Trees:
+def trees_of(grown: Sequence[Sequence[Node]], of_rows: Sequence[tuple[Sampling, int]]) -> Trees:
+    """With the sampling of each row and how many positions it drafted."""
     num = np.array([len(nodes) for nodes in grown])
     chances, depths = np.zeros((len(num), num.max())), np.zeros((len(num), num.max()), dtype=int)
     for r, nodes in enumerate(grown):
         chances[r, : num[r]], depths[r, : num[r]] = zip(*((node.chance, node.depth) for node in nodes), strict=True)
-    return Trees(np.array([not each.is_greedy for each in sampling], dtype=int), num, chances, depths)
+    drawn, drafted = np.array([(not sampling.is_greedy, depth) for sampling, depth in of_rows], dtype=int).T
+    return Trees(drawn, drafted, num, chances, depths)
 
 
 LENGTHS = (50, 16, 24, 60, 18, 33, 9, 57, 21, 55)

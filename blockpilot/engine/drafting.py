@@ -175,11 +175,10 @@ def grow_all(
         selected = select(Trees(drawn, drafted[some], num[some], chances[some], depths[some]))
         for i, size in zip(free, selected.tolist(), strict=True):
             sizes[i] = size
-    for i, (slot, size) in enumerate(zip(growing, sizes, strict=True)):
-        if size and grown is not None and offered is not None and i < len(in_c):
-            found[slot] = _take(offered, grown, i, size)
-        elif size:
-            found[slot] = listed[i - len(in_c)][:size]
+    taken = _take(offered, grown, sizes[: len(in_c)]) if offered is not None and grown is not None else []
+    taken += [nodes[:size] for nodes, size in zip(listed, sizes[len(in_c) :], strict=True)]
+    for slot, nodes in zip(growing, taken, strict=True):
+        found[slot] = nodes
     return found
 
 
@@ -249,15 +248,19 @@ def _grown(
     return grow(offered.chances, offered.places, firsts, depths, sizes, widest, most)
 
 
-def _take(offered: Offered, found: Grown, r: int, num: int) -> list[Node]:
-    """The first so many nodes of a row."""
-    choices = found.choices[r, :num]
-    tokens, width = offered.tokens.reshape(-1)[choices].tolist(), offered.places.shape[2]
-    columns = (values[r, :num].tolist() for values in (found.chances, found.parents, found.laters, found.depths))
-    return [
-        Node(token, parent, chance, depth, later + choice % width == 0, choice, later)
-        for token, choice, chance, parent, later, depth in zip(tokens, choices.tolist(), *columns, strict=True)
-    ]
+def _take(offered: Offered, found: Grown, sizes: Sequence[int]) -> list[list[Node]]:
+    """The first sizes[r] nodes of every row [R]."""
+    taken = np.arange(found.chances.shape[1]) < np.array(sizes)[:, None]
+    choices, width = found.choices[taken], offered.places.shape[2]
+    tokens = offered.tokens.reshape(-1)[choices].tolist()
+    columns = (values[taken].tolist() for values in (found.chances, found.parents, found.laters, found.depths))
+    nodes = iter(
+        [
+            Node(token, parent, chance, depth, later + choice % width == 0, choice, later)
+            for token, choice, chance, parent, later, depth in zip(tokens, choices.tolist(), *columns, strict=True)
+        ]
+    )
+    return [list(islice(nodes, size)) for size in sizes]
 
 
 def _nodes(row: Row, offered: Offered | None, r: int | None, limit: int) -> list[Node]:

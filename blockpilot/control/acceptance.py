@@ -106,10 +106,10 @@ class AcceptanceModel:
 
     def observe(self, drawn: Array, drafted: Array, of_nodes: Array, depths: Array, chances: Array) -> None:
         """Learn what drafts of depths drafted [R] added, of rows that are `drawn` [R]: nodes [M] of rows that are
-        `of_nodes`, at these depths and with these probabilities.
+        `of_nodes`, at these depths and with these probabilities. Those of depth 0 are of no draft.
         """
         shape = 2, self.deepest, len(THRESHOLDS) + 1
-        inside = depths <= self.deepest
+        inside = (depths > 0) & (depths <= self.deepest)
         bins = np.searchsorted(THRESHOLDS, chances, side="right")
         flat = ((of_nodes * self.deepest + depths - 1) * shape[-1] + bins)[inside]
         both = [np.bincount(flat, of, math.prod(shape)).reshape(shape) for of in (chances[inside], None)]

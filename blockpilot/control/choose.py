@@ -30,7 +30,8 @@ class Depths(NamedTuple):
 class Trees(NamedTuple):
     """Nodes of R trees that may be verified, by falling probability, of each `num` [R].
 
-    drawn [R] 0 or 1: of rows that draw tokens. chances and depths [R, M].
+    drawn [R] 0 or 1: of rows that draw tokens. chances and depths [R, M]; 0 is that of nodes without a draft, which a
+    constraint forces.
     """
 
     drawn: Array

@@ -136,7 +136,7 @@ def grow_all(
         )
     for slot, limit in zip(constrained, limits[len(drafted) :], strict=True):
         of_row = offered.of_row(place[slot]) if offered is not None and slot in place else NO_SLOTS
-        growths.append(_listed(_allowed(rows[slot], of_row, limit)))
+        growths.append(_listed(_allowed(rows[slot], of_row, limit), len(of_row.tokens)))
     sizes = [len(growth.chances) for growth in growths]
     free = [i for i, slot in enumerate(growing) if rows[slot].adapts]
     if free:
@@ -151,7 +151,7 @@ def grow_all(
 
 
 class _Growth(NamedTuple):
-    """Nodes [n] of a row by falling chance; `take` makes the first so many."""
+    """Nodes [n] of a row by falling chance; `take` makes the first so many. Depths as in `Trees`."""
 
     chances: Array
     depths: Array
@@ -230,7 +230,7 @@ def _take(offered: Offered, found: Grown, r: int, num: int) -> list[Node]:
 def _in_python(offered: Offered, r: int, widest: int, limit: int) -> _Growth:
     slots, start = offered.of_row(r), int(offered.firsts[r]) * offered.places[0].size
     nodes = islice(best_first(slots if widest > 1 else slots.first_choices()), limit)
-    return _listed([node._replace(choice=start + node.choice) for node in nodes])
+    return _listed([node._replace(choice=start + node.choice) for node in nodes], len(slots.tokens))
 
 
 def _allowed(row: Row, slots: Slots, limit: int) -> list[Node]:
@@ -240,8 +240,10 @@ def _allowed(row: Row, slots: Slots, limit: int) -> list[Node]:
     return list(islice(best_allowed(row.automaton, slots, deepest, is_chain=not row.is_tree), max(limit, 0)))
 
 
-def _listed(nodes: list[Node]) -> _Growth:
-    chances, depths = [node.chance for node in nodes], [node.depth for node in nodes]
+def _listed(nodes: list[Node], drafted: int) -> _Growth:
+    """Nodes of a row that drafted so many positions: below them, and where it drafted none, they are forced."""
+    chances = [node.chance for node in nodes]
+    depths = [node.depth if node.depth <= drafted else 0 for node in nodes]
     return _Growth(np.array(chances, dtype=float), np.array(depths, dtype=int), lambda num: nodes[:num])
 
 

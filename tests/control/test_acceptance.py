@@ -211,6 +211,14 @@ def test_depths_that_were_not_drafted_are_censored() -> None:
     np.testing.assert_array_equal(after.sums[1], before.sums[1])  # rows that draw
 
 
+def test_nodes_of_no_draft_do_not_count() -> None:
+    found = AcceptanceModel(DEEPEST), AcceptanceModel(DEEPEST)
+    for model, depths in zip(found, ([1, 2], [1, 2, 0, 0]), strict=True):
+        nothing, chances = np.zeros(len(depths), dtype=int), np.array([0.6, 0.4, 1.0, 1.0])[: len(depths)]
+        model.observe(np.zeros(1, dtype=int), np.array([2]), nothing, np.array(depths), chances)
+    assert np.array_equal(*(model.expected(np.array([0])).sums for model in found))
+
+
 def test_means_fade() -> None:
     model = AcceptanceModel(DEEPEST)
     for _ in range(5000):

@@ -145,6 +145,19 @@ def test_constrained_drafts_teach_nothing(tiny_pair: Pair) -> None:
     assert not any(len(outcome.verified.choices) for outcome in controller.outcomes)
 
 
+def test_forced_tokens_are_not_expected_of_drafts(tiny_pair: Pair) -> None:
+    """Two rows whose every token is forced draft nothing; a third one drafts."""
+    controller = Told(3, [(3, 7)])
+    forced = compiler(tiny_pair).compile(Grammar("regex", "(abcdefgh){40}"))
+    requests = [Request(PROMPT, 15), *[Request(PROMPT, 150, constraint=forced)] * 2]
+    found = run(Engine(tiny_pair, max_length=256, max_block_size=8, controller=controller), requests)
+    assert {len(step.tokens) for steps in found[1:] for step in steps[1:-1]} == {8}
+    controller._observe()
+    expected = controller.model.expected(np.array([0])).sums[0]
+    assert expected.max() <= 1
+    assert (expected[:, 0] > 0).all()
+
+
 def test_a_complete_text_ends_without_a_stop_token_and_a_stop_token_only_where_it_is_complete(
     tiny_pair: Pair,
 ) -> None:

@@ -35,7 +35,7 @@ DOUBT, MEMORY = 4.0, 1000.0  # drafts: of the first guess, and of the running me
 
 @dataclass(frozen=True, eq=False)
 class Prior:
-    """What is known before anything was decoded: weights [2, NUM_WEIGHTS] of choices, by `drawn`."""
+    """Weights [2, NUM_WEIGHTS] of choices, by `drawn`, before anything was decoded."""
 
     weights: Array
 
@@ -172,7 +172,7 @@ class AcceptanceModel:
 
 
 def inputs_of(observed: Observed) -> Array:
-    """What the regression reads of each choice, [M, NUM_WEIGHTS]; its first column is added to the logit as well."""
+    """Inputs of the regression [M, NUM_WEIGHTS], of each choice; the first is added to the logit as well."""
     every = np.arange(len(observed.ranks))
     inputs = np.zeros((len(every), NUM_WEIGHTS))
     inputs[:, :NUM_KNOWN] = knowledge(*observed[:4])[every, observed.ranks]

@@ -42,7 +42,7 @@ class Trees(NamedTuple):
 
     @property
     def taken(self) -> Array:
-        """Where nodes lie [R, M]."""
+        """Mask of the nodes [R, M]."""
         found: Array = np.arange(self.chances.shape[1]) < self.num[:, None]
         return found
 
@@ -96,7 +96,7 @@ def choose_depths(expected: Expected, most: Array, price: StepPrice, beside: Loa
 
 
 def choose_nodes(trees: Trees, price: StepPrice, drafted: Load, rate: float) -> Array:
-    """How many nodes of every tree are verified [R]: the N best of all rows with the most tokens - rate * seconds.
+    """Number of nodes to verify of every tree [R]: the N best of all rows with the most tokens - rate * seconds.
 
     With the tokens a second that are made in the long run as its rate, this makes the most of them: a step with poor
     candidates is no reason to verify worse ones. `drafted` is the load before anything of these is verified.

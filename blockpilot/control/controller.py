@@ -49,7 +49,7 @@ class StepOutcome(NamedTuple):
     load: Load
     num_prompt_tokens: int = 0
     verified: Verified = NOTHING_VERIFIED
-    """Of rows that were planned."""
+    """Choices of rows that were planned."""
     has_captured: bool = False
     """A CUDA graph was captured in it, which takes longer than the step."""
 
@@ -120,7 +120,7 @@ class Controller:
         return self._proposal
 
     def select(self, trees: Trees, drafted: Load) -> Array:
-        """How many nodes of every tree are verified, [R]."""
+        """Number of nodes to verify of every tree, [R]."""
         self._grown.append(trees)
         assert self._plan is not None
         return choose_nodes(trees, self.price, drafted, self._plan.rate)

@@ -94,7 +94,7 @@ class Drafter:
 
 
 class Offered(NamedTuple):
-    """What a draft offers the rows of a step, on the host: N slots with P lists of K choices each.
+    """Candidates of a draft for the rows of a step, on the host: N slots with P lists of K choices each.
 
     A row's slots follow each other: firsts[r] is its first one, depths[r] how many it has. tokens and places
     [N, P, K], chances [A, N, P, K] as in `Slots`.
@@ -145,7 +145,7 @@ def _slots_of(depths: tuple[int, ...], adapts: tuple[bool, ...], num_lists: int)
 
 
 Select = Callable[[Trees], Array]
-"""How many nodes of every tree are verified."""
+"""Number of nodes to verify of every tree."""
 
 
 def grow_all(
@@ -183,7 +183,7 @@ def grow_all(
 
 
 def _nodes_of(grown: Grown | None, listed: Sequence[Sequence[Node]], most: int) -> tuple[Array, Array, Array]:
-    """How many nodes there are [R], and their chances and depths [R, most], of those grown in C and of others."""
+    """Number of nodes [R], and their chances and depths [R, most], of those grown in C and of others."""
     if grown is not None and not listed:
         return grown.num, grown.chances, grown.depths
     num = np.array([len(nodes) for nodes in listed])
@@ -279,7 +279,7 @@ def _nodes(row: Row, offered: Offered | None, r: int | None, limit: int) -> list
 def verified(
     drafts: Sequence[Sequence[Node]], paths: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]
 ) -> Verified:
-    """What became of nodes of rows [R]: paths [R] are the places in their trees whose tokens went before emitted [R],
+    """Outcomes of nodes of rows [R]: paths [R] are the places in their trees whose tokens went before emitted [R],
     the anchor first.
 
     A node is right where its token was emitted, also if the text ends with it. Nodes below that are not known.

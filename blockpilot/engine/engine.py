@@ -366,7 +366,7 @@ class Engine:
             self.on_failure(row.request_id, error)
 
     def _decide(self, row: Row, prefill: Prefill) -> None:
-        """Set a row's block size for good by the policy, or leave every step to the controller."""
+        """Fix a row's block size by the policy, or leave every step to the controller."""
         if row.block_size:
             return
         if self.policy is None:

@@ -46,7 +46,7 @@ class Row:
     num_drafted_from: int = 0
     """Final tokens that the draft's cache holds."""
     features: list[Tensor] = field(default_factory=list)
-    """Of the target [n, F], for the final tokens after those."""
+    """Features of the target [n, F], for the final tokens after those."""
     following: list[int] = field(default_factory=list)
     """The tokens after them."""
     finished: bool = False

@@ -42,7 +42,7 @@ class Work:
 
     @cached_property
     def rows(self) -> list[Row]:
-        """Of all parts, in the first slots."""
+        """Rows of all parts, in the first slots."""
         return [row for part in self.parts for row in part.rows]
 
     @cached_property

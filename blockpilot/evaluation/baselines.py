@@ -80,6 +80,6 @@ class Margins(AcceptanceModel):
 
 
 def _margins(scores: Array) -> Array:
-    """Of the best score over the next and 1, of scores [N, k]: [N, 2]."""
+    """Margins of the best score over the next, and 1, of scores [N, k]: [N, 2]."""
     margins = np.nan_to_num(scores[:, 0].astype(float) - scores[:, min(1, scores.shape[1] - 1)]).clip(max=20)
     return np.stack([margins, np.ones(len(scores))], axis=1)

@@ -69,7 +69,7 @@ def grow(
 
 
 def select_nodes(chances: Array, num: Array, tokens: int, of_token: float, of_tile: float, tile: int) -> Array | None:
-    """How many nodes of trees are verified [R], as choose_nodes of control/choose.py says.
+    """Number of nodes to verify of trees [R], as choose_nodes of control/choose.py says.
 
     chances [R, M] float64 fall, of each num [R] int64. A token costs of_token in a step that has `tokens`, and
     of_tile for every `tile` of them.

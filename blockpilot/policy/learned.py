@@ -28,7 +28,7 @@ WEIGHT_NAMES = (
     *OF_CHOICE,
     *(f"{rank}_after_{num}_later" for num in range(NUM_CONTEXTS) for rank in ("first", "later")),
 )
-"""Of the weights of a prior, in their order. "later" are choices of a slot that are not its first."""
+"""Names of the weights of a prior, in their order. "later" are choices of a slot that are not its first."""
 
 
 @dataclass(frozen=True)

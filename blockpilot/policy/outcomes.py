@@ -88,7 +88,7 @@ def fit_prior(outcomes: Outcomes, decay: float = DECAY) -> Prior:
 
 
 def losses(prior: Prior, outcomes: Outcomes) -> Losses:
-    """How well a prior describes outcomes."""
+    """Losses of a prior on outcomes."""
     trained, own = (
         sum(_loss(outcomes, kind, each.weights[kind]) for kind in (0, 1)) / len(outcomes) if len(outcomes) else np.nan
         for each in (prior, UNTRAINED)
@@ -136,7 +136,7 @@ def _minimise(outcomes: Outcomes, kind: int, decay: float) -> Array:
 
 
 def _slope(outcomes: Outcomes, kind: int, weights: Array, decay: float) -> _Slope:
-    """Of the mean loss over all choices, those of the other kind among them, and of the decay."""
+    """Slope of the mean loss over all choices, those of the other kind among them, and of the decay."""
     num = max(1, outcomes.found.scores.numel())
     loss, gradient = decay * float(weights @ weights), 2 * decay * weights
     hessian = 2 * decay * np.eye(NUM_WEIGHTS)

@@ -50,7 +50,7 @@ def reliability(prior: Prior | None, steps: Proposed) -> list[Bin]:
 
 
 def mean_error(bins: Sequence[Bin]) -> float:
-    """How far the chance of a node's bin is from what was accepted, mean over nodes; there must be some."""
+    """Mean distance, over nodes, of a bin's chance from the share accepted; there must be some nodes."""
     total = sum(each.num_nodes for each in bins)
     return sum(each.num_nodes * abs(each.expected - each.accepted) for each in bins) / total
 

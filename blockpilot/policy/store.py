@@ -93,7 +93,7 @@ def load_policy(directory: str | Path) -> LearnedPolicy:
 
 
 def _check_shared(path: Path, fields: Fields) -> tuple[Kind, PairId, Mapping[str, Scalar]]:
-    """What both kinds have. Raises ValueError for it, for unknown fields and for missing ones."""
+    """Fields of both kinds. Raises ValueError for it, for unknown fields and for missing ones."""
     if fields.get("format") != FORMAT:
         found = fields.get("format")
         raise ValueError(f"{path}: format {found!r}, this version reads {FORMAT}: train anew with jobs/train.py")

@@ -31,7 +31,7 @@ PREDICT_ROWS = 1024
 
 @dataclass(frozen=True)
 class FitSettings:
-    """How a policy is trained. All but kind and seed are those of kind `prompt`."""
+    """Settings of a policy's training. All but kind and seed are those of kind `prompt`."""
 
     kind: Kind = "step"
     """step: what the acceptance model of the choice at every step begins with (needs a dense sweep). prompt: the

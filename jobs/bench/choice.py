@@ -1,4 +1,4 @@
-"""What the choice of every step costs, and by replay what it brings.
+"""Bench of the choice of every step: its cost, and by replay its gain.
 
 Costs are microseconds of a step's plan, selection and learning, as they are in a loop and after CACHE_BYTES were read
 in between, as a step reads its weights. With a dense sweep its steps are replayed: what every fixed way and the
@@ -46,7 +46,7 @@ class ChoiceConfig(Config):
     num_steps: int = Field(default=200, ge=1)
     """Steps that are timed."""
     sweep: Place | None = None
-    """A dense sweep with the price of a step, to replay."""
+    """A dense sweep with the step cost beside it, to replay."""
     policy: Place | None = None
     """A policy of kind step, to replay beside the untrained choice."""
 

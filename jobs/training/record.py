@@ -228,7 +228,7 @@ def _describe_network(report: LookupReport, found: Content) -> str:
     verdict = "a gain" if report.claims_gain else "no gain that the rows can show"
     total = sum(found["balance"].values())
     balance = ", ".join(f"B={size} {count / total:.0%}" for size, count in found["balance"].items())
-    rate = "tau" if found["params"]["objective"] == "tau" else "times plain decoding"
+    rate = "tau" if found["params"]["objective"] == "tau" else "speed-up over plain decoding"
     return (
         f"train: best block size of the examples: {balance}\n"
         f"train: held-back examples, looked up (a diagnostic, not a result): accuracy {report.accuracy:.2f} "

@@ -1,4 +1,4 @@
-"""A row that decoded plainly for a while drafts on as if it always had: its draft's context is kept up meanwhile."""
+"""A row that decoded plainly for a while drafts on as if it always had: its draft's cache is complete again."""
 
 import pytest
 import torch

@@ -11,7 +11,7 @@ from blockpilot.control.cost import Load, StepPrice
 
 
 class Watched(Controller):
-    """Keeps what came of steps, which take made-up seconds where these are given."""
+    """Records outcomes of steps, which take made-up seconds where these are given."""
 
     def __init__(
         self,

@@ -246,7 +246,7 @@ def split_steps(folder: Path, held_out: float, seed: int) -> tuple[Proposed, Pro
 
 
 def _held_out(folder: Path, held_out: float, seed: int) -> list[bool]:
-    """Columns of every row of the sweep."""
+    """Flags of every row of the sweep: True where its prompt is held out."""
     prompts = read_index(folder).prompts
     held = held_out_prompts(prompts, held_out, seed)
     return [prompt in held for prompt in prompts]

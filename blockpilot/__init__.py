@@ -15,23 +15,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from blockpilot.control.controller import FixedPolicy
-    from blockpilot.control.price import StepPrice
+    from blockpilot.control.cost import StepPrice
     from blockpilot.engine.engine import Engine
     from blockpilot.engine.generate import generate
     from blockpilot.pairs.loading import Pair, load_pair
     from blockpilot.pairs.table import NAMED_PAIRS
-    from blockpilot.policy.learned import LearnedPolicy
+    from blockpilot.policy.learned import PromptPolicy, StepPolicy
     from blockpilot.policy.store import load_policy, save_policy
     from blockpilot.types import CandidateSet, PairId, Policy, Prefill, Request, Sampling, Step
 
 _MODULES = {
     "control.controller": ("FixedPolicy",),
-    "control.price": ("StepPrice",),
+    "control.cost": ("StepPrice",),
     "engine.engine": ("Engine",),
     "engine.generate": ("generate",),
     "pairs.loading": ("Pair", "load_pair"),
     "pairs.table": ("NAMED_PAIRS",),
-    "policy.learned": ("LearnedPolicy",),
+    "policy.learned": ("PromptPolicy", "StepPolicy"),
     "policy.store": ("load_policy", "save_policy"),
     "types": ("CandidateSet", "PairId", "Policy", "Prefill", "Request", "Sampling", "Step"),
 }
@@ -42,14 +42,15 @@ __all__ = [
     "CandidateSet",
     "Engine",
     "FixedPolicy",
-    "LearnedPolicy",
     "Pair",
     "PairId",
     "Policy",
     "Prefill",
+    "PromptPolicy",
     "Request",
     "Sampling",
     "Step",
+    "StepPolicy",
     "StepPrice",
     "generate",
     "load_pair",

@@ -136,15 +136,13 @@ class Prefill(NamedTuple):
     """What is known of a request after its prompt, and all that a policy sees.
 
     logits [vocab] float32 of the target at the last prompt token; context [draft hidden] float32, the draft's fused
-    context vector there; anchor [target hidden], the target's embedding of the token drawn from the logits. The last
-    two are None for a request that never drafts.
+    context vector there, None for a request that never drafts.
     """
 
     logits: Tensor
     context: Tensor | None
     num_prompt_tokens: int
     temperature: float = 0.0
-    anchor: Tensor | None = None
 
     @property
     def probs(self) -> Tensor:
@@ -213,11 +211,10 @@ def token_ids(given: Any, name: str = "prompt_ids") -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence to decode. block_size None lets the policy choose after prefill; 1 never drafts.
+    """One sequence to decode. block_size None leaves it to the engine; 1 never drafts.
 
     prompt_ids: whatever `token_ids` takes, such as a list, a tensor or what a chat template returns.
     block_size: tokens that a step verifies, the anchor among them. layout: what they are laid out as.
-    policy: chooses for this request in place of the engine's.
     num_logprobs: how many of the likeliest tokens come with every emitted one, and its own; None for nothing.
     cache_salt: only requests with the same one share kept prefixes.
     constraint: the target chooses among the tokens that it allows, before top_k and top_p; log probabilities stay the
@@ -234,7 +231,6 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()
     stop_strings: tuple[str, ...] = ()
     num_logprobs: int | None = None
-    policy: "Policy | None" = None
     layout: Layout = "auto"
     cache_salt: str = ""
     constraint: Constraint | None = None
@@ -307,38 +303,5 @@ class Candidates(NamedTuple):
         return Candidates(*(values[places] for values in self))
 
 
-class Reader(Protocol):
-    """A policy that predicts every step anew."""
-
-    def read(self, forecasts: Sequence[Any], contexts: Tensor, anchors: Tensor) -> None:
-        """Set the reach of some of its forecasts for their next step.
-
-        contexts [R, draft hidden] are the context vectors of the positions before the anchors, anchors
-        [R, target hidden] the target's embeddings of the anchors.
-        """
-
-    def chances(self, forecasts: Sequence[Any], found: Candidates, depths: Sequence[int]) -> Tensor:
-        """Chances [A, N, k] of what a draft proposes for depths[r] positions of each row, N in all.
-
-        By how many of the choices above are no first choices, A - 1 and more alike; they fall along k.
-        """
-        ...
-
-
-class Forecast(Protocol):
-    """What is expected of one request's drafts, from its prefill to its end."""
-
-    @property
-    def reader(self) -> Reader | None:
-        """What predicts every step of the request anew; None where nothing does."""
-
-    @property
-    def reach(self) -> Sequence[float]:
-        """Chances that at least 1, 2, ... drafted tokens of the next step are accepted, as deep as it may draft."""
-
-    def observe(self, depth: int, num_verified: int, num_accepted: int) -> None:
-        """Learn from a step of the request that drafted `depth` positions and verified so many tokens."""
-
-
-Policy = Callable[[Prefill], int | Forecast]
-"""A block size for the whole request, or a forecast from which every step's is chosen at the load it meets."""
+Policy = Callable[[Prefill], int]
+"""A block size for the whole request, out of its prefill."""

@@ -1,11 +1,11 @@
 """Evaluate: decode held-out prompts with every method, interleaved, and report what was measured.
 
 Methods are plain decoding (AR), every fixed block size, draft trees of fixed sizes, a random block size, learned
-policies, two choices without training (chains by running means, trees by the draft's own probabilities), other drafts
-of the same target (`--rival-drafts`), and an oracle with each prompt's best block size in hindsight, a bound. One
-process runs them all (`jobs/evaluation/actor.py`). Every text is decoded. Sweeps serve two purposes only: their
-prompts are refused as not held out, and their taus choose the best fixed block size beforehand. A policy keeps both
-of the sweeps that it was trained on.
+policies, two choices without training (chains by running means, and that of kind `step`, which learns while it
+decodes), other drafts of the same target (`--rival-drafts`), and an oracle with each prompt's best block size in
+hindsight, a bound. One process runs them all (`jobs/evaluation/actor.py`). Every text is decoded. Sweeps serve two
+purposes only: their prompts are refused as not held out, and their taus choose the best fixed block size beforehand.
+A policy keeps both of the sweeps that it was trained on.
 
 Prompts that share a queue form a group. A group is written to disk when it is done, and the same command continues
 after a kill. The result is written before it is logged to MLflow; `--relog` logs it later if MLflow was out of reach.
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from blockpilot.evaluation.statistics import MethodRun, Totals
-from blockpilot.policy.store import INFO_FILE, NODES_FILE, WEIGHTS_FILE
+from blockpilot.policy.store import INFO_FILE, WEIGHTS_FILE
 from blockpilot.storage import write_text
 from jobs.common.cluster import connect, lone_actor
 from jobs.common.config import Resources, absolute_in_submitted_job, main
@@ -90,8 +90,8 @@ def _identity(config: EvaluateConfig, plan: Plan, setting: Setting) -> str:
     key = repr((settings, found, list(plan.policies), prompts, plan.groups, plan.price))
     digest = hashlib.sha256(key.encode())
     for directory in plan.policies.values():
-        for name in (INFO_FILE, WEIGHTS_FILE, *[NODES_FILE] * (directory / NODES_FILE).exists()):
-            digest.update((directory / name).read_bytes())
+        for file in (directory / INFO_FILE, directory / WEIGHTS_FILE):  # kind `step` has the first alone
+            digest.update(file.read_bytes() if file.exists() else b"")
     return digest.hexdigest()
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import yaml
 from pydantic import Field
 
-from blockpilot.control.price import PRICE_FILE, StepPrice, read_price
+from blockpilot.control.cost import PRICE_FILE, StepPrice, read_price
 from blockpilot.evaluation.static import PromptTotals, StaticChoices, choose_static, ranges
 from blockpilot.evaluation.tables import markdown, with_range
 from blockpilot.pairs.checkpoints import EMBEDDED_DRAFT_DIRECTORY

@@ -1,10 +1,11 @@
 """Promote: point `@champion` of a registered model at one of its versions.
 
 The decision takes what jobs/evaluate.py measured of the version on held-out prompts. The version must not be slower
-than the best fixed block size beyond the interval. It must beat the present champion on the same prompts in the same
-run: the whole 95% interval of the ratio of their speeds lies above 1. A champion of another pair, such as a draft
-before its retraining, is not compared. An evaluation needs at least `MIN_PROMPTS` prompts: with fewer, a few long
-answers decide. `--force` skips all checks and is recorded as a tag.
+than the best fixed block size beyond the interval, and must beat the untrained choice, which servers use without a
+champion, and the present champion. To beat is to be faster on the same prompts in the same run: the whole 95%
+interval of the ratio of their speeds lies above 1. A champion of another pair, such as a draft before its
+retraining, is not compared. An evaluation needs at least `MIN_PROMPTS` prompts: with fewer, a few long answers
+decide. `--force` skips all checks and is recorded as a tag.
 """
 
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from blockpilot.evaluation.tables import with_range
 from blockpilot.pairs.table import NAMED_PAIRS
 from blockpilot.types import PairId
 from jobs.common.config import DEFAULT_PAIR, Config, main
-from jobs.common.registry import Registry, Version, model_name
+from jobs.common.registry import UNTRAINED, HeldOut, Registry, Version, model_name
 
 MIN_PROMPTS = 12
 
@@ -74,15 +75,27 @@ def _judge(version: Version, champion: Version | None) -> tuple[bool, str]:
         ratio = ours.policy_speed / ours.best_fixed_speed
         measured = with_range(Interval(ratio, ours.speed_ratio_low, ours.speed_ratio_high), 3)
         return False, f"slower than the best fixed block size on held-out prompts, {measured} of its speed"
+    if reason := _no_better_than_untrained(ours):
+        return False, reason
     if champion is None:
         return True, "the first of its model"
     if _same_pair(version, champion):
         if ours.champion != champion.number:
             return False, f"not measured beside champion version {champion.number}; run jobs/evaluate.py on it again"
-        if ours.champion_ratio_low <= 1:
+        if not ours.champion_ratio_low > 1:  # nor where it is no number
             measured = with_range(Interval(ours.champion_ratio, ours.champion_ratio_low, ours.champion_ratio_high), 3)
             return False, f"does not beat champion version {champion.number}, {measured} of its speed"
     return True, f"it follows version {champion.number}"
+
+
+def _no_better_than_untrained(ours: HeldOut) -> str:
+    """Why a policy is refused; nothing where it beats the untrained choice."""
+    if not ours.has_untrained:
+        return f"not measured beside the untrained choice; run jobs/evaluate.py with baseline {UNTRAINED!r}"
+    if ours.untrained_ratio_low > 1:
+        return ""
+    ratio = Interval(ours.untrained_ratio, ours.untrained_ratio_low, ours.untrained_ratio_high)
+    return f"does not beat the untrained choice, {with_range(ratio, 3)} of its speed"
 
 
 def _same_pair(version: Version, champion: Version) -> bool:

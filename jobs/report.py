@@ -18,11 +18,10 @@ import numpy as np
 from jinja2 import Environment, PackageLoader
 from pydantic import Field
 
-from blockpilot.control.price import PRICE_FILE, Load, StepPrice, read_price
+from blockpilot.control.cost import PRICE_FILE, Load, StepPrice, read_price
 from blockpilot.evaluation.oracle import Table, potential
 from blockpilot.evaluation.statistics import Interval
 from blockpilot.evaluation.tables import loads_up_to, with_range
-from blockpilot.policy.reliability import Bin
 from blockpilot.storage import is_file, join, write_bytes, write_text
 from blockpilot.sweep.rows import SweepRow, read_parts
 from blockpilot.sweep.summary import Summary, least_cost
@@ -31,7 +30,7 @@ from jobs.common.config import Config, Place, absolute_in_submitted_job, main
 from jobs.common.registry import Registry, kept_for_later
 from jobs.evaluation.inputs import CONTROL, ORACLE, method_name
 from jobs.evaluation.result import RESULT_FILE, read_figure, read_figures
-from jobs.training.record import TRAINING_FILE
+from jobs.training.record import TRAINING_FILE, curves_of
 
 PAGE_FILE = "report.html"
 TEMPLATE = "report.html.jinja"
@@ -289,21 +288,31 @@ def ceilings(rows: Sequence[SweepRow], step_costs: Sequence[float]) -> dict[str,
 
 def _of_policy(folder: Path) -> Section:
     found = _read(folder / TRAINING_FILE, "training", "report")
-    params, lookup, balance = (found[name] for name in ("params", "report", "balance"))
+    params, report = found["params"], found["report"]
     training, validation = found["num_examples"]
-    curves = {name: list(map(Bin._make, bins)) for name, bins in (found.get("reliability") or {}).items()}
+    begin = f"{training} examples, {validation} held back."
+    if params["kind"] == "step":
+        return Section(
+            "The policy",
+            f"kind step; {begin} Their choices take {_nats(report['trained'])} nats a slot, by the draft's own "
+            f"probabilities {_nats(report['own'])}.",
+            pictures={"policy-reliability.png": figures.reliability(curves_of(found))},
+        )
+    balance = found["balance"]
     return Section(
         "The policy",
-        f"kind {params['kind']}, objective "
-        f"{params['objective']}; {training} examples, {validation} held back. Looked up there (a diagnostic, not a "
-        f"result) it gains {lookup['gain']:+.1%} over B={lookup['best_fixed_block_size']} "
-        f"({lookup['gain_low']:+.1%} to {lookup['gain_high']:+.1%}).",
+        f"kind prompt, objective {params['objective']}; {begin} Looked up there (a diagnostic, not a "
+        f"result) it gains {report['gain']:+.1%} over B={report['best_fixed_block_size']} "
+        f"({report['gain_low']:+.1%} to {report['gain_high']:+.1%}).",
         table=[
             {"best block size": size, "examples": str(num), "share": f"{num / sum(balance.values()):.0%}"}
             for size, num in balance.items()
         ],
-        pictures={"policy-reliability.png": figures.reliability(curves)} if curves else {},
     )
+
+
+def _nats(value: float | None) -> str:
+    return "no" if value is None else f"{value:.3f}"
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import ray
 from pydantic import Field, field_validator
 from ray.exceptions import RayError
 
-from blockpilot.control.price import PRICE_FILE, StepPrice, read_price
+from blockpilot.control.cost import PRICE_FILE, StepPrice, read_price
 from blockpilot.prompts.files import Prompt, load_prompts
 from blockpilot.storage import is_file, join, without_secrets, write_text
 from blockpilot.sweep.candidates import Method, candidates_around, check_candidates

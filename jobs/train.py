@@ -15,14 +15,14 @@ import ray.train.torch
 import torch
 from torch import Tensor
 
-from blockpilot.policy.dataset import split_examples
-from blockpilot.policy.nodes import fit_nodes
-from blockpilot.policy.training import Fit, new_network
+from blockpilot.policy.dataset import split_examples, split_steps
+from blockpilot.policy.outcomes import fit_prior, outcomes_of
+from blockpilot.policy.training import Fit, FitTask, new_network
 from blockpilot.storage import remove_folder
 from jobs.common.cluster import connect
 from jobs.common.config import absolute_in_submitted_job, main
 from jobs.common.lease import Lease
-from jobs.common.ray_train import report, saved_state, scaling_config, train
+from jobs.common.ray_train import State, report, saved_state, scaling_config, train
 from jobs.common.registry import Registry
 from jobs.training.config import TrainConfig
 from jobs.training.dataset import Dataset, check_sweeps, read_dataset
@@ -58,22 +58,37 @@ def run_name(config: TrainConfig, data: Dataset) -> str:
 def _work(config: TrainConfig, data: Dataset) -> None:
     """What every Ray Train worker does."""
     saved = saved_state()
+    if data.task is None:
+        _fit_prior(config, data)
+    else:
+        _fit_network(config, data, data.task, saved)
+
+
+def _fit_prior(config: TrainConfig, data: Dataset) -> None:
+    """Kind `step`: rank 0 fits a few weights in seconds, the others have nothing to do."""
+    if ray.train.get_context().get_world_rank() > 0:
+        report({}, None)
+        return
+    training, _ = split_steps(data.folder, config.validation, config.fit.seed)
+    prior = fit_prior(outcomes := outcomes_of(training))
+    report({"num_outcomes": len(outcomes)}, {"weights": torch.from_numpy(prior.weights)})
+
+
+def _fit_network(config: TrainConfig, data: Dataset, task: FitTask, saved: State | None) -> None:
+    """Kind `prompt`: data-parallel epochs."""
     context = ray.train.get_context()
     rank, world_size = context.get_world_rank(), context.get_world_size()
     training, validation = split_examples(data.folder, config.validation, config.fit.seed)
     network = ray.train.torch.prepare_model(new_network(training, data.metadata.vocab_size, config.fit))
     reduce = _all_reduce if world_size > 1 else _same
     how = {"rank": rank, "world_size": world_size, "reduce": reduce}
-    fit = Fit(network, training, validation, config.fit, data.task, **how)
+    fit = Fit(network, training, validation, config.fit, task, **how)
     if saved is not None:
         fit.load_state_dict(saved)
     while not fit.done:
         metrics = fit.run_epoch()
         if fit.done or fit.epoch % config.checkpoint_every == 0:
-            state = fit.state_dict()
-            if fit.done and rank == 0 and len(outcomes := training.outcomes):
-                state["nodes"] = fit_nodes(outcomes).state_dict()
-            report(metrics | {"epoch": fit.epoch}, state if rank == 0 else None)
+            report(metrics | {"epoch": fit.epoch}, fit.state_dict() if rank == 0 else None)
 
 
 def _all_reduce(sums: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from blockpilot.control.price import read_price
+from blockpilot.control.cost import read_price
 from blockpilot.draft_training.answers import Answer, AnswerSource, answer_source, read_answers, write_answers
 from blockpilot.drafts.checkpoint import save_draft, write_vocabulary
 from blockpilot.drafts.eagle3_checkpoint import save_eagle3
@@ -22,14 +22,15 @@ from blockpilot.policy.store import load_policy, save_policy
 from blockpilot.prompts.files import load_prompts
 from blockpilot.sweep.rows import read_file, write_rows
 from helpers.eagle3 import random_eagle3
-from helpers.policies import step_policy
+from helpers.policies import step_policy, tiny_policy
 from helpers.prices import price
 from helpers.sweeps import metadata, synthetic_rows
 from helpers.tiny import tiny_draft, tiny_target
 from jobs.common.learned_from import LearnedFrom
 
 READERS: dict[str, Callable[[Path], object]] = {
-    "policy": load_policy,
+    "prompt-policy": load_policy,
+    "step-policy": load_policy,
     "draft": load_any_draft,
     "eagle3": load_any_draft,
     "sweep/part.parquet": read_file,
@@ -44,7 +45,9 @@ READERS: dict[str, Callable[[Path], object]] = {
 def whole(tmp_path_factory: pytest.TempPathFactory, tiny_pair: Pair) -> Path:
     """A folder with every kind of file."""
     root = tmp_path_factory.mktemp("whole")
-    save_policy(step_policy(tiny_pair, (1, 2, 4), price=price(pair=tiny_pair.id)), root / "policy")
+    for_pair = tiny_pair.id, tiny_pair.vocab_size
+    save_policy(tiny_policy(*for_pair, (1, 2, 4), price=price(pair=tiny_pair.id)), root / "prompt-policy")
+    save_policy(step_policy(*for_pair, price=price(pair=tiny_pair.id)), root / "step-policy")
     draft = tiny_draft(tiny_target())
     save_draft(draft, root / "draft")
     write_vocabulary(root / "draft", torch.arange(100))

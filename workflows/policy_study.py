@@ -1,11 +1,11 @@
 """What a learned block size is worth on the embedded pair: sweeps, policies, evaluations at several loads, a report.
 
-The policy learns from prompts that the draft was not trained on, since a draft accepts more of the answers that it
+The policies learn from prompts that the draft was not trained on, since a draft accepts more of the answers that it
 knows: a policy that learned from those would expect too much. The embedded draft saw the first prompts of four sets
 (its model card says how many); the rest of them is left, the target writes more by itself, and three benchmarks have
-more prompts than are measured. The policy is measured on three benchmarks and on openings of conversations, all of
-them held out, greedily and at temperature 1, alone and in batches, beside the paper's policy, fixed block sizes,
-choices without training, and an oracle; and on code, without code among its training prompts.
+more prompts than are measured. The policy of kind `step` is measured on three benchmarks and on openings of
+conversations, all of them held out, greedily and at temperature 1, alone and in batches, beside the paper's policy,
+fixed block sizes, choices without training, and an oracle; and on code, without code among its training prompts.
 
 It takes hours on two cores (`--stages` picks some, what is done is kept). Evaluations need the policies only, those
 of `workflows/policies` where none were trained, and the report shows the sweeps that are there, and of evaluations
@@ -159,15 +159,16 @@ def sweep_config(config: StudyConfig, temperature: float) -> SweepConfig:
 
 
 def policies(config: StudyConfig) -> dict[str, TrainConfig]:
-    """The default, the paper's, and one that has seen no code."""
+    """The default (kind step), the paper's, and one of kind step that has seen no code."""
     sweeps = tuple(map(config.sweep, TEMPERATURES))
-    default = TrainConfig(sweep=sweeps, candidates=CANDIDATES, output=config.trained("step"), register_version=False)
+    default = TrainConfig(sweep=sweeps, output=config.trained("step"), register_version=False)
     # A quarter of the paper's width, from 1024 to 4096 of which it reports little difference: 7 MB, not 42.
     paper = FitSettings("prompt", 512, epochs=100, batch_size=32, lr=3e-4, dropout=0.2, patience=20)
     paper = replace(paper, anneal=False, weight_decay=0.0)
+    of_paper = {"fit": paper, "candidates": CANDIDATES, "output": config.trained("class")}
     return {
         "step": default,
-        "class": default.model_copy(update={"fit": paper, "output": config.trained("class")}),
+        "class": default.model_copy(update=of_paper),
         "no-code": default.model_copy(update={"leave_out": CODE_SETS, "output": config.trained("no-code")}),
     }
 
@@ -180,6 +181,7 @@ def evaluate_config(config: StudyConfig, temperature: float, load: int) -> Evalu
         policy=config.policy("step"),
         rivals=(config.policy("class"),),
         baselines=BASELINES,
+        block_sizes=CANDIDATES[1:],
         tree_sizes=TREE_SIZES,
         num_cpus=config.num_cpus,
         max_new_tokens=config.max_new_tokens,

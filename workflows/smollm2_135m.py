@@ -2,9 +2,9 @@
 
 The demo's prompts are split by a hash of their text. On the training side every candidate block size is swept, and a
 policy is trained on the rows, and the paper's beside it. On the held-out side all methods really decode, in bfloat16
-where the CPU has instructions for it. The policy is registered, measured, promoted if it is faster, and served in
-float32, where the answer must be exactly what the target writes one token at a time. A second run reuses the sweep's
-rows and registers a new version.
+where the CPU has instructions for it. The policy is registered, measured, and promoted if it beats the untrained
+choice. The champion, or while there is none that choice, is served in float32, where the answer must be exactly what
+the target writes one token at a time. A second run reuses the sweep's rows and registers a new version.
 """
 
 import socket
@@ -44,7 +44,7 @@ class DemoConfig(Config):
     num_prompts: int = Field(default=12, ge=2)
     """Prompts of the evaluation."""
     candidates: tuple[int, ...] = (2, 4, 6, 8)
-    """Block sizes that the policy chooses from, also the fixed ones that it is compared with."""
+    """Block sizes that the paper's policy chooses from, also the fixed ones that policies are compared with."""
     max_new_tokens: int = Field(default=48, ge=2)
     """Tokens of every answer at most."""
     port: int | None = Field(default=None, ge=1, le=65535)
@@ -67,7 +67,7 @@ def pipeline(config: DemoConfig) -> Pipeline:
         output=str(output / "sweep"),
         resources=Resources(num_actors=2),
     )
-    train = TrainConfig(sweep=(sweep.output,), output=output / "policy", fit=FitSettings(batch_size=128))
+    train = TrainConfig(sweep=(sweep.output,), output=output / "policy")
     papers = {"output": output / "paper-policy", "fit": PAPER, "register_version": False}
     evaluate = EvaluateConfig(
         pair=config.pair,

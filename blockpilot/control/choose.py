@@ -1,124 +1,127 @@
-"""The choice: how deep every row drafts, and which drafted tokens are verified, by what they bring and cost.
+"""The choice: how deep every row drafts, and which drafted tokens are verified. Pure functions.
 
-A position drafted, or a token verified, is worth its chance of being accepted, and costs its share of a step's
-seconds. Before the draft runs, positions are bought by the reach that is expected of them; the best rate of tokens a
-second that this promises is the price of time. After it, tokens are bought while their chance is worth that price.
-Prompts that a step takes in do not matter: their seconds are spent anyway.
+A node of a tree is worth the probability that it is accepted, and costs its share of a step's seconds. Before the
+draft runs, depths are chosen by the nodes that each is expected to add. After it, nodes are taken by falling
+probability, of all rows together, as many as make the most tokens a second. Prompts that a step takes in do not
+matter: their seconds are spent anyway.
 """
 
-import math
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from itertools import accumulate, islice, takewhile
-from operator import add, itemgetter
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
-from blockpilot.control.price import TILE, Load, StepPrice, passes
+import numpy as np
+from numpy.typing import NDArray
 
+from blockpilot.control.acceptance import Expected
+from blockpilot.control.cost import TILE, Load, StepPrice, passes
+from blockpilot.native.growing import select_nodes
 
-class Priced(Protocol):
-    """A drafted token that may be verified."""
+Array = NDArray[Any]
 
-    @property
-    def chance(self) -> float:
-        """That the target chooses it, and all before it."""
-
-    @property
-    def depth(self) -> int:
-        """Its place after the anchor, from 1 on."""
-
-
-Offered = TypeVar("Offered", bound=Priced)
-Reaches = Sequence[Sequence[float]]
+MAX_ROUNDS = 20  # of Dinkelbach's method, which takes two or three
 
 
 class Depths(NamedTuple):
-    """Positions that every row drafts, and the tokens a second that are expected of it."""
+    """Positions that every row drafts [R], and the tokens a second that are expected of it."""
 
-    depths: list[int]
+    depths: Array
     rate: float
 
 
-class _Bundle(NamedTuple):
-    """Positions of a row that are drafted together: later ones bring more for their seconds than the first alone."""
+class Trees(NamedTuple):
+    """Nodes of R trees that may be verified, by falling probability, of each `num` [R].
 
-    cost: float
-    """Seconds for a token that is expected of them to be accepted."""
-    row: int
-    num_slots: int
-    gain: float
-    """Tokens of them that are expected to be accepted."""
-    num_tokens: float
-    """Tokens of them that will be verified."""
-    seconds: float
-
-
-def choose_depths(reaches: Reaches, price: StepPrice, beside: Load, tokens_a_slot: Sequence[float]) -> Depths:
-    """The depths that are expected to make the most tokens a second of the whole batch.
-
-    reaches[r][d] is the chance that more than d drafted tokens of row r are accepted. `beside` is what other rows
-    take in, which emit a token each. A position at depth d costs a slot, and tokens_a_slot[d] verified tokens; tokens
-    beyond the first tile are charged their share of theirs.
-
-    The best of all, but where a step may leave a tile: there rows are compared by what positions cost within it.
+    drawn [R] 0 or 1: of rows that draw tokens. drafted [R]: positions that a draft proposed tokens for. chances and
+    depths [R, M].
     """
-    load = beside._replace(rows=beside.rows + len(reaches))
-    deepest, launched = max(map(len, reaches)), beside.num_passes if beside.num_drafted else 0
-    plain_s, share_s = price.seconds(load) - load.terms[-1] * price.tile_s, price.tile_s / TILE
-    token_s = price.token_s + (share_s if load.num_tokens >= TILE else 0.0)
-    costs = [(num, price.slot_s + num * token_s) for num in tokens_a_slot[:deepest]]
-    best = Depths([0] * len(reaches), load.rows / (plain_s + max(0, load.num_tokens - TILE) * share_s))
+
+    drawn: Array
+    drafted: Array
+    num: Array
+    chances: Array
+    depths: Array
+
+    @property
+    def taken(self) -> Array:
+        """Mask of the nodes [R, M]."""
+        found: Array = np.arange(self.chances.shape[1]) < self.num[:, None]
+        return found
+
+
+def choose_depths(expected: Expected, most: Array, price: StepPrice, beside: Load) -> Depths:
+    """The depths, at most most[r] of row r, that are expected to make the most tokens a second of the whole batch.
+
+    `beside` is what other rows take in, which emit a token each. Of a depth count the nodes that will be verified:
+    those whose probability is worth their seconds. Tokens beyond the first tile are charged their share of theirs.
+
+    Dinkelbach's method (1967): where every row takes the depth with the largest tokens - rate * seconds, the rate
+    grows until it is the largest there is. Where a step may leave a tile, the rate is that of the better side of it.
+    """
+    thresholds, sums, counts = expected
+    num_rows, deepest = sums.shape[:2]
+    allowed = np.arange(deepest) < most[:, None]
+    load = beside._replace(rows=beside.rows + num_rows)
+    launched = beside.num_passes if beside.num_drafted else 0
+    share_s = price.tile_s / TILE
+    plain_s = price.seconds(load) - load.terms[-1] * price.tile_s
+    tokens_s = [price.token_s] if load.num_tokens < TILE else []
+    tokens_s += [price.token_s + share_s] if share_s or not tokens_s else []
+
+    def seconds(num_passes: int, num_slots: float, num_tokens: float) -> float:
+        beyond_s = max(0.0, load.num_tokens + num_tokens - TILE) * share_s
+        launch_s = price.launch_s * max(0, num_passes - launched)
+        return plain_s + launch_s + num_slots * price.slot_s + num_tokens * price.token_s + beyond_s
+
+    best = Depths(np.zeros(num_rows, dtype=int), load.rows / seconds(launched, 0, 0))
+    places = np.arange(num_rows)
     for limit in range(1, deepest + 1) if price.is_sequential else (deepest,):
-        launch_s = price.launch_s * max(0, passes([limit], price.is_sequential) - launched)
-        emitted, seconds, num_tokens = float(load.rows), plain_s + launch_s, float(load.num_tokens)
-        bundles, most, num_taken = _bundles([reach[:limit] for reach in reaches], costs), best.rate, 0
-        for place, (_, _, num_slots, gain, tokens, _) in enumerate(bundles, 1):
-            emitted += gain
-            num_tokens += tokens
-            seconds += num_slots * price.slot_s + tokens * price.token_s
-            beyond = num_tokens - TILE
-            rate = emitted / (seconds + beyond * share_s if beyond > 0 else seconds)
-            if rate > most:
-                most, num_taken = rate, place
-        if num_taken:
-            depths = [0] * len(reaches)
-            for bundle in bundles[:num_taken]:
-                depths[bundle.row] += bundle.num_slots
-            best = Depths(depths, most)
+        num_passes = passes([limit], price.is_sequential)
+        for _ in range(MAX_ROUNDS):
+            before = best.rate
+            for token_s in tokens_s:
+                j = min(int(np.searchsorted(thresholds, before * token_s)), len(thresholds) - 1)
+                tokens, nodes = sums[:, :limit, j], counts[:, :limit, j]
+                worth = np.where(allowed[:, :limit], tokens - before * (price.slot_s + nodes * token_s), -np.inf)
+                total = worth.cumsum(axis=1)
+                deep = total.argmax(axis=1)
+                drafts = total[places, deep] > 0
+                depths = np.where(drafts, deep + 1, 0)
+                inside = np.arange(limit) < depths[:, None]
+                emitted = load.rows + float(tokens[inside].sum())
+                rate = emitted / seconds(num_passes, int(depths.sum()), float(nodes[inside].sum()))
+                if rate > best.rate and drafts.any():
+                    best = Depths(depths, rate)
+            if best.rate <= before * (1 + 1e-9):
+                break
     return best
 
 
-def _bundles(reaches: Reaches, costs: Sequence[tuple[float, float]]) -> list[_Bundle]:
-    """All positions, the cheapest first; costs[d] are tokens and seconds of one at depth d."""
-    found = list[_Bundle]()
-    for r, reach in enumerate(reaches):
-        of_row = list[_Bundle]()
-        for gain, (num_tokens, seconds) in zip(reach, costs, strict=False):
-            bundle = _Bundle(seconds / gain if gain else math.inf, r, 1, gain, num_tokens, seconds)
-            while of_row and of_row[-1].cost > bundle.cost:
-                _, _, num, *sums = of_row.pop()
-                gain, num_tokens, seconds = map(add, sums, bundle[3:])
-                bundle = _Bundle(seconds / gain, r, num + bundle.num_slots, gain, num_tokens, seconds)
-            of_row.append(bundle)
-        found += of_row
-    found.sort(key=itemgetter(0))  # of one row's alike in cost the first stays the first
-    return found
+def choose_nodes(trees: Trees, price: StepPrice, drafted: Load, rate: float) -> Array:
+    """Number of nodes to verify of every tree [R]: the N best of all rows with the most tokens - rate * seconds.
 
-
-def buy(
-    offered: Sequence[Iterable[Offered]], worth: float, worth_tile: float, num_free: int, most: int
-) -> list[list[Offered]]:
-    """Tokens of every row, so many a row at most, of those offered by falling chance.
-
-    One is worth it if its chance is at least `worth`, and a tile more if its tokens bring `worth_tile` beyond that;
-    `num_free` fit into the tile that is begun.
+    With the tokens a second that are made in the long run as its rate, this makes the most of them: a step with poor
+    candidates is no reason to verify worse ones. `drafted` is the load before anything of these is verified.
     """
-    bought = [list(takewhile(lambda token: token.chance >= worth, islice(of_row, most))) for of_row in offered]
-    best_first = sorted((-token.chance, r) for r, of_row in enumerate(bought) for token in of_row)
-    if len(best_first) <= num_free:
-        return bought
-    gains = list(accumulate((-negative - worth for negative, _ in best_first), initial=0.0))
-    ends = [*range(num_free, len(best_first), TILE), len(best_first)]
-    best = max(reversed(range(len(ends))), key=lambda num_tiles: gains[ends[num_tiles]] - num_tiles * worth_tile)
-    taken = Counter(r for _, r in best_first[: ends[best]])
-    return [of_row[: taken[r]] for r, of_row in enumerate(bought)]
+    now = drafted.num_tokens, rate * price.token_s, rate * price.tile_s, TILE
+    found = select_nodes(trees.chances, trees.num, *now)
+    return _choose_nodes(trees, price, drafted, rate) if found is None else found
+
+
+def _choose_nodes(trees: Trees, price: StepPrice, drafted: Load, rate: float) -> Array:
+    """As growing.c does it."""
+    rows, places = trees.taken.nonzero()
+    chances = trees.chances[rows, places]
+    best_first = (-chances).argsort(kind="stable")
+    gains = np.zeros(len(chances) + 1)
+    gains[1:] = chances[best_first].cumsum()
+    num = int((gains - rate * seconds_of_more(price, drafted, len(chances))).argmax())
+    taken: Array = np.bincount(rows[best_first[:num]], minlength=len(trees.num))
+    return taken
+
+
+def seconds_of_more(price: StepPrice, load: Load, most: int) -> Array:
+    """Seconds of a step that verifies 0 to `most` tokens more than `load`, [most + 1]."""
+    more = np.arange(most + 1)
+    found: Array = price.seconds(load) + more * price.token_s
+    if price.tile_s:
+        found += ((load.num_tokens + more - 1) // TILE - (load.num_tokens - 1) // TILE) * price.tile_s
+    return found

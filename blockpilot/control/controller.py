@@ -1,114 +1,143 @@
-"""Controller of an engine: one object decides who drafts, how deep, and what is verified of it.
+"""Controller of an engine: it plans how deep rows draft, selects what of it is verified, and learns from the outcome.
 
-The engine knows nothing of prices, back-offs or track records. It asks before a step, after the draft, and tells what
-came of it. A controller holds the policy and all adaptive state: another policy, or a fresh start, is another
-controller.
+The engine knows these calls and nothing of costs and probabilities. A controller holds all adaptive state: another
+draft, or a fresh start, is another controller.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from blockpilot.control.calibration import TrackRecord
-from blockpilot.control.choose import Offered, buy, choose_depths
-from blockpilot.control.price import TILE, Load, StepPrice
-from blockpilot.types import MAX_BLOCK_SIZE, CandidateSet, Forecast, PairId, Policy, Prefill
+import numpy as np
 
-NOMINAL = StepPrice(
-    PairId("any", "", "any", ""),
-    dtype="",
-    device="",
-    context=0,
-    rows=0,
-    base_s=1.0,
-    row_s=0.02,
-    launch_s=0.15,
-    slot_s=0.02,
-    token_s=0.04,
-    error=0.0,
-)
-"""In plain steps: the price where none was measured, of one row where reading the weights is most of a step."""
+from blockpilot.control.acceptance import AcceptanceModel, Array, Proposal
+from blockpilot.control.choose import Depths, Trees, choose_depths, choose_nodes
+from blockpilot.control.cost import NOMINAL, LiveCost, Load, StepPrice
+from blockpilot.types import Candidates, CandidateSet, Prefill
 
-DOUBT, MEMORY = 100.0, 2000.0  # expected tokens, steps; of accepted over expected
-SLOTS_DOUBT, SLOTS_MEMORY = 20.0, 500.0  # slots, steps; of tokens verified over positions drafted at a depth
+PLAN_EVERY = 8  # steps
+PROBE_EVERY = 128  # steps of one kind, plain or drafting, after which one of the other shows what that takes now
+
+
+class Planned(NamedTuple):
+    """Rows that a controller chooses for: which draw tokens, and how deep each may draft."""
+
+    drawn: Array
+    """[R] 0 or 1."""
+    deepest: Array
+    """[R]"""
+
+
+NO_ROWS = Planned(np.zeros(0, dtype=int), np.zeros(0, dtype=int))
+
+
+class Verified(NamedTuple):
+    """Choices [M] of a proposal, flat places in it, that were verified below what the target chose: how many later
+    choices are above each, and which of them the target made.
+    """
+
+    choices: Array
+    laters: Array
+    right: Array
+
+
+NOTHING_VERIFIED = Verified(*(np.zeros(0, dtype=kind) for kind in (int, int, bool)))
 
 
 class StepOutcome(NamedTuple):
     """Load and results of a step."""
 
     load: Load
-    num_prompt_tokens: int
-    num_chosen: int
-    """Rows that the controller chose for."""
-    num_accepted: int
-    """Drafted tokens accepted of those rows."""
-    num_tokens: int
-    """Emitted, of all rows."""
-    next_rows: int
-    """That decode in the next step."""
+    num_prompt_tokens: int = 0
+    verified: Verified = NOTHING_VERIFIED
+    """Choices of rows that were planned."""
     has_captured: bool = False
     """A CUDA graph was captured in it, which takes longer than the step."""
 
 
 class Controller:
-    """Depths and drafted tokens by a policy's forecasts, bought at a fixed price.
+    """Depths and nodes that make the most tokens a second.
 
-    The price is by default the one that the policy carries, or else `NOMINAL`.
+    price: of a step, by default NOMINAL. A measured one follows the seconds of the engine's steps, unless `follows`
+    is False; steps of one kind, plain or drafting, do not tell what the other takes, so now and then one is a probe.
     """
 
-    def __init__(self, policy: Policy, price: StepPrice | None = None) -> None:
-        self.policy = policy
-        self.price: StepPrice = price or getattr(policy, "price", None) or NOMINAL
+    def __init__(self, model: AcceptanceModel, price: StepPrice | None = None, *, follows: bool = True) -> None:
+        self.model = model
+        self.price = price or NOMINAL
         """May be read by any thread."""
-        self._calibration = TrackRecord(DOUBT, MEMORY)
-        self._tokens_a_slot = [TrackRecord(SLOTS_DOUBT, SLOTS_MEMORY) for _ in range(MAX_BLOCK_SIZE)]
-        self._depths: list[int] = []
-        self._num_free = 0  # tokens that fit into the tile that the next step begins anyway
-        self._rate = self._expected = 0.0
+        self.drafts = False
+        """True if the latest step drafted. May be read by any thread."""
+        self._live = LiveCost(self.price) if follows and price is not None and price is not NOMINAL else None
+        self._planned, self._beside = NO_ROWS, Load(0)
+        self._plan: Depths | None = None
+        self._num_planned = 0  # steps that kept to it
+        self._grown = list[Trees]()  # since then
+        self._proposal: Proposal | None = None
+        self._num_alike = 0  # steps in a row that drafted, or below 0 that did not
 
-    @property
-    def speculates(self) -> bool:
-        """True if rows may draft in the next step. Those that meet a False decode plainly to their end."""
-        return True
+    def plan(self, rows: Planned, beside: Load) -> Array:
+        """Positions [R] that the next step's draft proposes tokens for; `beside` is what other rows take in.
 
-    @property
-    def calibration(self) -> float:
-        """Drafted tokens accepted over those that were expected."""
-        return self._calibration.ratio
-
-    def begin(self) -> None:
-        """Called when a step begins."""
-
-    def decide(self, prefill: Prefill) -> int | Forecast:
-        """The block size of a request, or the forecast that every step's drafts are bought by."""
-        return self.policy(prefill)
-
-    def depths(self, reaches: Sequence[Sequence[float]], beside: Load) -> list[int]:
-        """Positions that the next step's draft proposes tokens for, of every row with a forecast.
-
-        reaches[r] is row r's `Forecast.reach` as far as it may draft; `beside` is what the other rows take in.
+        Means over steps move slowly, so a plan holds for PLAN_EVERY steps of rows alike.
         """
-        tokens_a_slot = [record.ratio for record in self._tokens_a_slot[: max(map(len, reaches))]]
-        self._depths, self._rate = choose_depths(reaches, self.price, beside, tokens_a_slot)
-        self._num_free = -(len(reaches) + beside.num_tokens) % TILE
-        return self._depths
+        changed = beside != self._beside or not np.array_equal(rows.drawn, self._planned.drawn)
+        if changed or self._plan is None or self._num_planned >= PLAN_EVERY:
+            self._observe()
+            most = np.full(len(rows.deepest), self.model.deepest)
+            self._plan = choose_depths(self.model.expected(rows.drawn), most, self.price, beside)
+            self._beside, self._num_planned = beside, 0
+        self._num_planned += 1
+        depths = np.minimum(self._plan.depths, rows.deepest)
+        if self._live is not None and not beside.num_drafted and abs(self._num_alike) >= PROBE_EVERY:
+            drafts = bool(depths.any())
+            if drafts == (self._num_alike > 0):
+                depths = np.zeros_like(depths) if drafts else np.minimum(1, rows.deepest)
+        return self._begin(rows, depths)
 
-    def buy(self, offered: Sequence[Iterable[Offered]], most: int) -> list[list[Offered]]:
-        """Tokens to verify of those that each row's draft offers by falling chance, so many a row at most."""
-        price, rate = self.price, self._rate / self.calibration
-        bought = buy(offered, rate * price.token_s, rate * price.tile_s, self._num_free, most)
-        tokens = [token for of_row in bought for token in of_row]
-        self._expected = sum(token.chance for token in tokens)
-        at_depth = Counter(token.depth for token in tokens)
-        for depth in range(max(self._depths, default=0)):
-            self._tokens_a_slot[depth].add(sum(d > depth for d in self._depths), at_depth[depth + 1])
-        return bought
+    def _begin(self, rows: Planned, depths: Array) -> Array:
+        self._planned, self._proposal = rows, None
+        return depths
 
-    def finish(self, outcome: StepOutcome) -> None:
-        """Called when a step ends."""
-        self._calibration.add(self._expected, outcome.num_accepted)
-        self._expected = 0.0
+    def _observe(self) -> None:
+        """Take in what drafts have added since the latest plan."""
+        if not self._grown:
+            return
+        nodes = list[Array]()
+        for trees in self._grown:
+            # Not what a constraint forces beyond the draft.
+            rows, places = (trees.taken & (trees.depths <= trees.drafted[:, None])).nonzero()
+            nodes.append(np.stack([trees.drawn[rows], trees.depths[rows, places], trees.chances[rows, places]]))
+        drawn, drafted = (np.concatenate([getattr(t, name) for t in self._grown]) for name in ("drawn", "drafted"))
+        of_nodes, depths, chances = np.concatenate(nodes, axis=1)
+        self.model.observe(drawn, drafted, of_nodes.astype(int), depths.astype(int), chances)
+        self._grown = []
+
+    def propose(self, known: Array, found: Candidates, slots: Array) -> Proposal:
+        """Probabilities of a draft's choices, in slots [N] below the anchor; the draft's own where `known` [N] is
+        False: of rows that were not planned.
+        """
+        self._proposal = self.model.propose(known, found, slots)
+        return self._proposal
+
+    def select(self, trees: Trees, drafted: Load) -> Array:
+        """Number of nodes to verify of every tree, [R]."""
+        self._grown.append(trees)
+        assert self._plan is not None
+        return choose_nodes(trees, self.price, drafted, self._plan.rate)
+
+    def learn(self, outcome: StepOutcome, seconds: float) -> None:
+        """Learn from a step that took so long."""
+        if self._proposal is not None and len(outcome.verified.choices):
+            self.model.learn(self._proposal, *outcome.verified)
+        load = outcome.load
+        if not load.rows or outcome.num_prompt_tokens or outcome.has_captured:
+            return
+        self.drafts = load.num_drafted > 0
+        if self._live is not None:
+            self._live.observe(load, seconds)
+            self.price = self._live.price
+        before = self._num_alike if self.drafts == (self._num_alike > 0) else 0
+        self._num_alike = before + (1 if self.drafts else -1)
 
 
 @dataclass(frozen=True)

@@ -2,42 +2,45 @@
 
 A step drafts a block for every row that drafts, lets the target score all blocks in one pass, and commits what the
 keyed sampler confirms (sampling.py). The target sees the blocks side by side without padding (models/packing.py), and
-the prompts of new requests beside them. Block size 1 is plain autoregressive decoding through the same code. How much
-a row drafts is the controller's business (control/controller.py).
+the prompts of new requests beside them. Block size 1 is plain autoregressive decoding through the same code. What is
+drafted and verified is the controller's business (control/controller.py).
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from blockpilot.control.controller import Controller, FixedPolicy
-from blockpilot.control.price import Load, passes
+from blockpilot.control.acceptance import UNTRAINED, AcceptanceModel, Prior
+from blockpilot.control.controller import Controller, Planned, StepOutcome
+from blockpilot.control.cost import Load, passes
 from blockpilot.device import tensor_on
 from blockpilot.engine.detokenize import TextStream
-from blockpilot.engine.drafting import Drafter, grow_all
+from blockpilot.engine.drafting import Drafter, Offered, grow_all, offer, verified
 from blockpilot.engine.drawing import choose_tokens
 from blockpilot.engine.limits import EngineLimits, at_least_one
 from blockpilot.engine.penalties import LogitsProcessor
 from blockpilot.engine.prefixes import Prefixes
 from blockpilot.engine.rows import Row
-from blockpilot.engine.trees import MAX_DEPTH, Slots
-from blockpilot.engine.work import Contexts, Part, StepScores, Work, blocks_of
+from blockpilot.engine.trees import MAX_DEPTH, Node, tree_of
+from blockpilot.engine.work import Part, StepScores, Work, blocks_of
 from blockpilot.models.graphs import Graphs
 from blockpilot.models.packing import Packing
 from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
-from blockpilot.types import MAX_BLOCK_SIZE, Policy, Prefill, Reader, Request, Step, Tree
+from blockpilot.types import MAX_BLOCK_SIZE, NO_TREE, Policy, Prefill, Request, Step
 
 MAX_LENGTH = 2048  # by default
 MAX_PREFILL_TOKENS = 8192
 NUM_CANDIDATES = 8  # of a tree's every slot
+MOST_KEPT = 64  # final tokens of a row, whose features wait for the draft's cache
 
 
 class Engine:
@@ -45,8 +48,9 @@ class Engine:
 
     num_slots: requests that decode together; others wait. max_length: tokens of a prompt and its answer at most, by
     default 2,048 or the target's context. Memory for both is taken at once (`cache_bytes`).
-    policy: chooses block sizes, by default the draft's trained one; a `controller` stands for a policy together with
-    what it is weighed with, and may be replaced between steps. max_block_size: of any request.
+    controller: chooses at every step what is drafted and verified, and may be replaced between steps. policy: the
+    prior of its acceptance model, or what fixes the block size of every request instead, when its prompt is through.
+    max_block_size: of any request.
     max_prefill_tokens: tokens of prompts that a step takes in at most; requests that decode go on meanwhile.
     prefix_tokens: keys and values kept for requests that begin alike (prefixes.py). graphs: on a GPU, steps of few
     tokens run by CUDA graphs (models/graphs.py).
@@ -61,7 +65,7 @@ class Engine:
         *,
         num_slots: int = 8,
         max_length: int | None = None,
-        policy: Policy | None = None,
+        policy: Policy | Prior | None = None,
         controller: Controller | None = None,
         max_block_size: int = MAX_BLOCK_SIZE,
         max_prefill_tokens: int = MAX_PREFILL_TOKENS,
@@ -72,10 +76,11 @@ class Engine:
         max_length = min(MAX_LENGTH, pair.max_length) if max_length is None else max_length
         if not 2 <= max_length <= pair.max_length:
             raise ValueError(f"max_length {max_length}: must be 2 to {pair.max_length}, the target's context")
-        if policy is not None and controller is not None:
-            raise ValueError("policy and controller: give one, a controller has a policy of its own")
+        prior, self.policy = (policy, None) if isinstance(policy, Prior) else (UNTRAINED, policy)
+        self.controller = controller or Controller(
+            AcceptanceModel(max(1, min(pair.block_size - 1, MAX_DEPTH)), prior)
+        )
         self.pair = pair
-        self.controller = controller or Controller(policy or FixedPolicy(pair.block_size))
         self.num_slots, self.max_length, self.max_block_size = num_slots, max_length, max_block_size
         self.max_prefill_tokens = max_prefill_tokens
         self._limits = EngineLimits(max_length, pair.max_length, max_block_size, pair.vocab_size)
@@ -166,57 +171,58 @@ class Engine:
             raise ValueError(f"request {request_id}: holds no slot")
         if block_size > 1 and not row.can_draft:
             raise ValueError(f"request {request_id}: decodes plainly and cannot draft any more")
-        row.block_size, row.forecast = block_size, None
+        row.block_size, row.adapts = block_size, False
 
     @torch.inference_mode()
     def step(self) -> list[Step]:
         """Advance every row that decodes by one block, and take in as many prompt tokens as a step may."""
-        self.controller.begin()
+        started = time.perf_counter()
         graphs, num_graphs = self._cache.graphs, len(self._cache.graphs or ())
         rows, prompts = list(self._rows), self._schedule_prompts()
-        depths = self._choose_depths(rows)
-        trees = self._draft(rows, depths)
+        depths = self._plan(rows)
+        drafts = self._draft(rows, depths)
+        trees = [tree_of(nodes) if nodes else NO_TREE for nodes in drafts]
         work = Work(blocks_of(rows, trees, self._device), trees, depths, prompts, self._passes(depths))
         if not work.parts:
             return []
-        scores = self._score(work)
-        steps = self._commit(work, scores)
-        self._prefixes.keep(self._rows, steps)
+        steps, paths = self._commit(work, self._score(work))
+        self._keep_prefixes(steps)
         self._retire()
-        self.controller.finish(work.outcome(steps, self.num_decoding, has_captured=len(graphs or ()) > num_graphs))
+        of_ids = {step.request_id: step.tokens for step in steps}
+        emitted = [of_ids.get(row.request_id, ()) for row in rows]
+        told = [r for r, row in enumerate(rows) if row.adapts and emitted[r]]
+        found = verified([drafts[r] for r in told], [paths[r] for r in told], [emitted[r] for r in told])
+        num_prompt_tokens = prompts.packing.num_tokens if prompts is not None else 0
+        outcome = StepOutcome(work.load, num_prompt_tokens, found, has_captured=len(graphs or ()) > num_graphs)
+        self.controller.learn(outcome, time.perf_counter() - started)
         return steps
 
     # --- schedule ---
 
-    def _choose_depths(self, rows: Sequence[Row]) -> list[int]:
+    def _plan(self, rows: Sequence[Row]) -> list[int]:
         """Positions that the draft proposes tokens for, of every row [R]."""
-        self._back_off(rows)
         deepest = min(self.pair.block_size - 1, MAX_DEPTH)
-        depths = [0 if row.forecast is not None else row.next_depth(deepest) for row in rows]
-        free = [r for r, row in enumerate(rows) if row.forecast is not None]
-        if free:
-            num_verified = sum(row.next_block_size - 1 for row in rows if row.forecast is None)
-            beside = Load(len(rows) - len(free), sum(depths), num_verified, self._passes(depths))
-            chosen = self.controller.depths([rows[r].next_reach(deepest) for r in free], beside)
-            for r, depth in zip(free, chosen, strict=True):
-                depths[r] = depth
+        depths = [0 if row.adapts else row.next_depth(deepest) for row in rows]
+        free = [r for r, row in enumerate(rows) if row.adapts]
+        if not free:
+            return depths
+        num_verified = sum(row.next_block_size - 1 for row in rows if not row.adapts)
+        beside = Load(len(rows) - len(free), sum(depths), num_verified, self._passes(depths))
+        drawn = [not rows[r].request.sampling.is_greedy for r in free]
+        most = [rows[r].most_depth(deepest) for r in free]
+        chosen = self.controller.plan(Planned(np.array(drawn, dtype=int), np.array(most, dtype=int)), beside)
+        for r, depth in zip(free, chosen.tolist(), strict=True):
+            depths[r] = depth
         return depths
-
-    def _back_off(self, rows: Sequence[Row]) -> None:
-        """Let rows that may draft decode plainly to their end, while the controller does not speculate."""
-        for row in rows if not self.controller.speculates else ():
-            row.stop_drafting()
 
     def _schedule_prompts(self) -> Part | None:
         """Prompts in the order of the requests, as many tokens as a step may take: the last one may be cut."""
         rows = [] if self._partial is None else [self._partial]
-        self._back_off(rows)
         left = self.max_prefill_tokens - sum(row.num_uncached for row in rows)
         while self._waiting and left > 0 and len(self._rows) + len(rows) < self.num_slots:
             if self._prefixes.worth_waiting(self._waiting[0], rows):
                 break
             row = self._waiting.popleft()
-            self._back_off([row])
             self._prefixes.reuse(row, len(self._rows) + len(rows))
             rows.append(row)
             left -= row.num_uncached
@@ -230,21 +236,24 @@ class Engine:
 
     # --- draft and score ---
 
-    def _draft(self, rows: Sequence[Row], depths: Sequence[int]) -> list[Tree]:
-        """Trees to verify of every row [R], after one pass of the draft over those that draft."""
+    def _draft(self, rows: Sequence[Row], depths: Sequence[int]) -> list[list[Node]]:
+        """Nodes to verify of every row [R], after one pass of the draft over those that draft."""
         slots = [slot for slot, depth in enumerate(depths) if depth]
-        proposed: list[Slots] = []
+        offered: Offered | None = None
         if slots:
-            drafting = [rows[slot] for slot in slots]
-            num = NUM_CANDIDATES if any(row.is_tree or row.forecast is not None for row in drafting) else 1
-            num = NUM_CANDIDATES if any(row.automaton is not None for row in drafting) else num
-            proposed = self._drafter.propose(drafting, slots, [depths[slot] for slot in slots], num)
-        return grow_all(rows, dict(zip(slots, proposed, strict=True)), self.controller.buy, self.max_block_size - 1)
+            drafting, of_slots = [rows[slot] for slot in slots], [depths[slot] for slot in slots]
+            many = any(row.is_tree or row.adapts or row.automaton is not None for row in drafting)
+            self._drafter.keep_up(drafting, slots)
+            found = self._drafter.propose(drafting, slots, of_slots, NUM_CANDIDATES if many else 1)
+            offered = offer(found, [row.adapts for row in drafting], of_slots, self.controller)
+        num_fixed = sum(row.next_block_size - 1 for row in rows if not row.adapts)
+        drafted = Load(len(rows), sum(depths), num_fixed, self._passes(depths))
+        select = partial(self.controller.select, drafted=drafted)
+        return grow_all(rows, slots, offered, select, self.max_block_size - 1)
 
     def _score(self, work: Work) -> StepScores:
         """One pass of the target over all parts, whose slots follow each other from the first on."""
-        packing = work.packing
-        rows = [row for part in work.parts for row in part.rows]
+        packing, rows = work.packing, work.rows
         tokens = torch.cat([part.tokens for part in work.parts])
         view = self._cache.view(packing.rows, packing.columns, slice(0, len(rows)), packing.length)
         scored = self._target.score(tokens, view, packing, features=any(row.can_draft for row in rows))
@@ -259,8 +268,11 @@ class Engine:
 
     # --- commit and retire ---
 
-    def _commit(self, work: Work, scores: StepScores) -> list[Step]:
-        """Make final what the target confirms of every block, and begin the answers of prompts that are through."""
+    def _commit(self, work: Work, scores: StepScores) -> tuple[list[Step], list[list[int]]]:
+        """Make final what the target confirms of every block, and begin the answers of prompts that are through.
+
+        Returns the accepted paths of blocks beside the steps.
+        """
         num, ends = work.num_block_tokens, work.prompt_ends
         chosen = choose_tokens(work, scores.logits, self._cache.graphs)
         steps, paths = self._verify(work, scores.logits[:num], chosen)
@@ -270,9 +282,9 @@ class Engine:
                 row.num_cached += size
             last = work.prompts.rows[-1]
             self._partial = None if last in ends else last
-        if contexts is not None:
-            self._read_forecasts(contexts)
-        return steps + (self._begin(list(ends), scores.logits[num:].float(), chosen[num:], contexts) if ends else [])
+        if ends:
+            steps += self._begin(list(ends), scores.logits[num:].float(), chosen[num:], contexts)
+        return steps, paths
 
     def _verify(self, work: Work, logits: Tensor, chosen: Sequence[int]) -> tuple[list[Step], list[list[int]]]:
         """Steps and accepted paths of the rows that decode: logits [N, vocab] are those of their blocks' tokens."""
@@ -280,13 +292,11 @@ class Engine:
             return [], []
         packing = work.blocks.packing
         steps, paths = [], []
-        rows = zip(
-            work.blocks.rows, work.trees, work.depths, packing.firsts, logits.split(packing.sizes), strict=True
-        )
-        for row, tree, depth, first, scored in rows:
+        rows = zip(work.blocks.rows, work.trees, packing.firsts, logits.split(packing.sizes), strict=True)
+        for row, tree, first, scored in rows:
             path = [0]
             with self._alone(row):
-                path, step = row.verify(tree, depth, chosen[first : first + len(scored)], scored)
+                path, step = row.verify(tree, chosen[first : first + len(scored)], scored)
                 steps.append(step)
             paths.append(path)
         self._relocate(packing.starts, paths)
@@ -305,41 +315,38 @@ class Engine:
 
     def _keep_up(
         self, work: Work, paths: Sequence[Sequence[int]], chosen: Sequence[int], features: Tensor | None
-    ) -> Contexts | None:
-        """Take what became final of rows that may draft into the draft's cache; None where no row may."""
-        final = work.final(paths)
-        if features is None or final is None:
-            return None
-        following = work.following(chosen)
-        of_final = features[self._tensor(final.places)]
-        vectors = self._drafter.keep_up(of_final, [following[i] for i in final.places], final)
-        ends = accumulate(size for packing in final.packing.parts for size in packing.sizes)
-        return Contexts(vectors, {row: end - 1 for row, end in zip(final.rows, ends, strict=True)})
+    ) -> dict[Row, Tensor]:
+        """Note what became final of rows that may draft, and give the draft's cache what is due: prompts at once.
 
-    def _read_forecasts(self, contexts: Contexts) -> None:
-        """Let policies that read every step see what the next one starts from: the rows' last context vectors."""
-        by_reader: dict[Reader, list[Row]] = {}
-        for row in self._rows:
-            if row.forecast is not None and row.forecast.reader is not None and not row.finished:
-                by_reader.setdefault(row.forecast.reader, []).append(row)
-        for reader, rows in by_reader.items():
-            anchors = self._target.embed(self._tensor([row.tokens[-1] for row in rows]))
-            with self._alone(*rows):
-                reader.read([row.forecast for row in rows], contexts.of(rows), anchors)
+        Returns the context vectors [hidden] of the latest tokens of what it was given.
+        """
+        if features is None:
+            return {}
+        self._drafter.note(work, paths, chosen, features)
+        first = len(work.depths)  # slot of a prompt
+        due = [slot for slot, row in enumerate(work.rows) if slot >= first or len(row.following) >= MOST_KEPT]
+        return self._drafter.keep_up([work.rows[slot] for slot in due], due)
 
-    def _begin(self, rows: list[Row], logits: Tensor, chosen: Sequence[int], contexts: Contexts | None) -> list[Step]:
+    def _keep_prefixes(self, steps: Sequence[Step]) -> None:
+        if self._prefixes.num_bytes:
+            over = [slot for slot, row in enumerate(self._rows) if row.finished and not row.failed]
+            self._drafter.keep_up([self._rows[slot] for slot in over], over)
+            self._prefixes.keep(self._rows, steps)
+
+    def _begin(
+        self, rows: list[Row], logits: Tensor, chosen: Sequence[int], contexts: dict[Row, Tensor]
+    ) -> list[Step]:
         """First tokens, and decisions of the policy, of rows that decode from now on.
 
         logits [R, vocab] are those of the last prompt tokens, chosen [R] the tokens drawn from them.
         """
         self._rows += rows
         lengths = [len(row.tokens) for row in rows]
-        anchors = self._target.embed(self._tensor([max(token, 0) for token in chosen]))
         steps = []
         for i, row in enumerate(rows):
             prefill = Prefill(logits[i], None, lengths[i], row.request.sampling.temperature)
-            if contexts is not None and row in contexts.last:
-                prefill = prefill._replace(context=contexts.of([row])[0].float(), anchor=anchors[i])
+            if row in contexts:
+                prefill = prefill._replace(context=contexts[row].float())
             with self._alone(row):
                 step = row.commit([chosen[i]], logits[i : i + 1], [0])
                 self._decide(row, prefill)
@@ -348,27 +355,25 @@ class Engine:
         return steps
 
     @contextmanager
-    def _alone(self, *rows: Row) -> Iterator[None]:
-        """Isolation of failures: an exception inside ends these rows and no other."""
+    def _alone(self, row: Row) -> Iterator[None]:
+        """Isolation of failures: an exception inside ends this row and no other."""
         try:
             yield
         except Exception as error:
             if self.on_failure is None:
                 raise
-            for row in rows:
-                row.finished = row.failed = True
-                self.on_failure(row.request_id, error)
+            row.finished = row.failed = True
+            self.on_failure(row.request_id, error)
 
     def _decide(self, row: Row, prefill: Prefill) -> None:
-        """Set a row's block size for good, or the forecast to buy drafts by at every step, unless it is fixed."""
+        """Fix a row's block size by the policy, or leave every step to the controller."""
         if row.block_size:
             return
-        decided = (row.request.policy or self.controller.decide)(prefill)
-        if isinstance(decided, int):
-            self._limits.check_block_size(decided, "the policy's block size")
-            row.block_size = decided
+        if self.policy is None:
+            row.adapts = True
         else:
-            row.forecast = decided
+            row.block_size = self.policy(prefill)
+            self._limits.check_block_size(row.block_size, "the policy's block size")
 
     def _retire(self) -> None:
         """Drop finished rows, keeping slots dense: the last row moves into each hole."""

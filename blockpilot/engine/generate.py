@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from blockpilot.control.acceptance import Prior
 from blockpilot.engine.engine import Engine
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import Layout, Policy, Request, Sampling, Step
@@ -14,7 +15,7 @@ def generate(
     *,
     block_size: int | None = None,
     layout: Layout = "auto",
-    policy: Policy | None = None,
+    policy: Policy | Prior | None = None,
     max_new_tokens: int = 128,
     temperature: float = 0.0,
     top_p: float = 1.0,
@@ -33,8 +34,8 @@ def generate(
 
     prompt_ids: token ids, as a list, tuple, tensor or array [n] or [1, n], or what `pair.tokenizer(text)` and
     `pair.tokenizer.apply_chat_template(messages, add_generation_prompt=True)` return.
-    block_size: tokens that a step verifies, the anchor among them; 1 never drafts. Without it `policy` chooses, and
-    without that it is the draft's trained one. layout: "tree" lays a step's tokens out as a draft tree, "chain" one
+    block_size: tokens that a step verifies, the anchor among them; 1 never drafts. Without it every step chooses, or
+    `policy` for the whole text. layout: "tree" lays a step's tokens out as a draft tree, "chain" one
     after the other. The text is the same for all of these.
     max_new_tokens: at most; fewer where the target's context ends; before min_new_tokens nothing stops the text.
     temperature 0 is greedy; the other sampling parameters are off as they are (`Sampling`); one seed is one text.

@@ -9,7 +9,7 @@ from blockpilot.engine.detokenize import TextStream
 from blockpilot.engine.penalties import LogitsProcessor
 from blockpilot.engine.sampling import NO_TOKEN
 from blockpilot.engine.trees import walk
-from blockpilot.types import NO_TREE, Automaton, FinishReason, Forecast, Request, Step, TokenLogprobs, Tree
+from blockpilot.types import NO_TREE, Automaton, FinishReason, Request, Step, TokenLogprobs, Tree
 
 HEAD_ROWS = 256  # of a prompt, scored by the LM head at once
 
@@ -30,9 +30,9 @@ class Row:
     num_reused: int = 0
     """Those of them that were kept of other requests."""
     block_size: int = 0
-    """0 until it is decided."""
-    forecast: Forecast | None = None
-    """What every step's drafts are bought by; None where one block size is fixed."""
+    """0 until it is decided, and where it adapts."""
+    adapts: bool = False
+    """The controller chooses at every step what is drafted and verified."""
     automaton: Automaton | None = None
     """State of the request's constraint."""
     processor: LogitsProcessor | None = None
@@ -42,7 +42,13 @@ class Row:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     """Log probabilities of the prompt's tokens so far, where they are asked for."""
     can_draft: bool = True
-    """The draft's cache is kept up with the row's context."""
+    """The draft's cache holds the row's context, but for the tokens below."""
+    num_drafted_from: int = 0
+    """Final tokens that the draft's cache holds."""
+    features: list[Tensor] = field(default_factory=list)
+    """Features of the target [n, F], for the final tokens after those."""
+    following: list[int] = field(default_factory=list)
+    """The tokens after them."""
     finished: bool = False
     failed: bool = False
     """It ended with an error: its slot may hold what is not finite."""
@@ -58,7 +64,7 @@ class Row:
 
     @property
     def is_tree(self) -> bool:
-        return self.request.layout == "tree" or (self.request.layout == "auto" and self.forecast is not None)
+        return self.request.layout == "tree" or (self.request.layout == "auto" and self.adapts)
 
     @property
     def deepest(self) -> int:
@@ -71,11 +77,10 @@ class Row:
         left = self.limit - len(self.tokens)
         return self.block_size if self.is_tree and left > 1 else min(self.block_size, left)
 
-    def next_reach(self, deepest: int) -> Sequence[float]:
-        """The forecast for positions that the next step may draft: none where a constraint forces all."""
-        assert self.forecast is not None
-        depth = min(deepest, self.deepest)
-        return () if self._is_forced(depth) else self.forecast.reach[:depth]
+    def most_depth(self, deepest: int) -> int:
+        """Positions that the next step may draft at most: none where a constraint forces all."""
+        depth = max(0, min(deepest, self.deepest))
+        return 0 if self._is_forced(depth) else depth
 
     def next_depth(self, deepest: int) -> int:
         """Positions that the next step's draft proposes tokens for; of a tree `deepest` at most."""
@@ -87,22 +92,15 @@ class Row:
         """True if a constraint leaves no choice in so many of the next tokens."""
         return self.automaton is not None and len(self.automaton.forced()) >= depth
 
-    def stop_drafting(self) -> None:
-        """Decode plainly to the end, unless the request fixed a larger block size."""
-        if self.forecast is not None or not self.block_size:
-            self.can_draft, self.forecast, self.block_size = False, None, 1
-
-    def verify(self, tree: Tree, depth: int, chosen: Sequence[int], logits: Tensor) -> tuple[list[int], Step]:
+    def verify(self, tree: Tree, chosen: Sequence[int], logits: Tensor) -> tuple[list[int], Step]:
         """The accepted path of `tree`, and the step that emits it and the bonus token.
 
-        depth: positions that the draft proposed tokens for. chosen [1 + nodes] are the target's choices after the
-        anchor and every node; logits [1 + nodes, vocab] are those that they were drawn from.
+        chosen [1 + nodes] are the target's choices after the anchor and every node; logits [1 + nodes, vocab] are
+        those that they were drawn from.
         """
         path = walk(tree, chosen)
         if chosen[path[-1]] == NO_TOKEN and len(path) > 1:
             path.pop()  # nothing can be drawn there: the text ends before, or the next step fails, as plain decoding
-        if self.forecast is not None and (depth or not tree.tokens):  # else a constraint forced all of them
-            self.forecast.observe(depth, len(tree.tokens), min(len(path) - 1, depth))
         step = self.commit([chosen[i] for i in path], logits, path, len(chosen), tree)
         return path[: len(step.tokens)], step
 

@@ -10,7 +10,7 @@ The text is a pure function of the target's logits, the seed and the position, s
 anchor to the child that the target itself chooses, until there is none. No token is rejected by chance.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -51,6 +51,10 @@ class Node(NamedTuple):
     depth: int
     is_first: bool
     """So are the choices above it."""
+    choice: int = -1
+    """Flat place among the choices [D][P][K] of a draft, where it is one of them."""
+    num_later: int = 0
+    """Choices above it that are no first ones."""
 
 
 def best_first(slots: Slots) -> Iterator[Node]:
@@ -70,18 +74,29 @@ def best_first(slots: Slots) -> Iterator[Node]:
     while heap:
         negative, parent, depth, after, rank, num_later, above = heappop(heap)
         number += 1
-        yield Node(tokens[depth][after][rank], parent, -negative, depth + 1, num_later + rank == 0)
+        choice = (depth * len(places[depth]) + after) * len(places[depth][after]) + rank
+        is_first = num_later + rank == 0
+        yield Node(tokens[depth][after][rank], parent, -negative, depth + 1, is_first, choice, num_later)
         offer(parent, depth, after, rank + 1, num_later, above)
         offer(number, depth + 1, places[depth][after][rank], 0, num_later + (rank > 0), -negative)
 
 
-def tree_of(nodes: Iterable[Node]) -> Tree:
-    """The tree of nodes as `best_first` gives them, with first choices laid out first: if they are accepted, their
-    keys and values lie where they belong.
-    """
-    taken = sorted(enumerate(nodes, 1), key=lambda numbered: not numbered[1].is_first)  # else in their order
-    place = {0: 0} | {number: i for i, (number, _) in enumerate(taken, 1)}
+def tree_of(nodes: Sequence[Node]) -> Tree:
+    """The tree of nodes as `best_first` gives them, in the order of `places_of`."""
+    place = places_of(nodes)
+    taken = sorted(zip(place[1:], nodes, strict=True))
     return Tree(tuple(node.token for _, node in taken), tuple(place[node.parent] for _, node in taken))
+
+
+def places_of(nodes: Sequence[Node]) -> list[int]:
+    """Place of the anchor and of every node in their tree [1 + nodes]: first choices are laid out first, else as they
+    grew. If first choices are accepted, their keys and values lie where they belong.
+    """
+    num_first, num_later, places = 0, sum(node.is_first for node in nodes), [0]
+    for node in nodes:
+        num_first, num_later = num_first + node.is_first, num_later + (not node.is_first)
+        places.append(num_first if node.is_first else num_later)
+    return places
 
 
 def first_choices(slots: Slots) -> Tree:

@@ -1,6 +1,6 @@
 """One step's work: blocks and prompts on their way through the target, and what it says of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -8,12 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from blockpilot.control.controller import StepOutcome
-from blockpilot.control.price import Load
+from blockpilot.control.cost import Load
 from blockpilot.device import tensor_on
 from blockpilot.engine.rows import Row
 from blockpilot.models.packing import Packing, SideBySide
-from blockpilot.types import NO_TREE, Sampling, Step, Tree
+from blockpilot.types import NO_TREE, Sampling, Tree
 
 
 class Part(NamedTuple):
@@ -40,6 +39,11 @@ class Work:
     @property
     def parts(self) -> list[Part]:
         return [part for part in (self.blocks, self.prompts) if part is not None]
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        """Rows of all parts, in the first slots."""
+        return [row for part in self.parts for row in part.rows]
 
     @cached_property
     def packing(self) -> SideBySide:
@@ -84,37 +88,18 @@ class Work:
         num_verified = self.num_block_tokens - len(self.depths)
         return Load(len(self.depths), sum(self.depths), num_verified, self.num_passes)
 
-    def outcome(self, steps: Sequence[Step], next_rows: int, *, has_captured: bool) -> StepOutcome:
-        """Load and results: `steps` are those of the blocks, but for rows that failed, and of prompts."""
-        rows = self.blocks.rows if self.blocks is not None else []
-        chosen = {row.request_id for row in rows if row.forecast is not None}
-        return StepOutcome(
-            self.load,
-            num_prompt_tokens=self.prompts.packing.num_tokens if self.prompts is not None else 0,
-            num_chosen=len(chosen),
-            num_accepted=sum(step.num_accepted for step in steps if step.request_id in chosen),
-            num_tokens=sum(len(step.tokens) for step in steps),
-            next_rows=next_rows,
-            has_captured=has_captured,
-        )
-
-    def final(self, paths: Sequence[Sequence[int]]) -> "Final | None":
-        """Tokens that are final: of every block its path [R], and all of prompts. None where no row may draft."""
-        rows, slots, places, packings = list[Row](), list[int](), list[int](), list[Packing]()
-        num_rows = num_tokens = 0
+    def final(self, paths: Sequence[Sequence[int]]) -> dict[Row, list[int]]:
+        """Places, among the step's tokens, of those that are final, of rows that may draft: of every block its path
+        [R], and all of prompts.
+        """
+        found, num_tokens = dict[Row, list[int]](), 0
         for part in self.parts:
-            packing = part.packing
-            of_rows = paths if part is self.blocks else [range(size) for size in packing.sizes]
-            chosen = [i for i, row in enumerate(part.rows) if row.can_draft]
-            for i in chosen:
-                rows.append(part.rows[i])
-                slots.append(num_rows + i)
-                places += [num_tokens + packing.firsts[i] + node for node in of_rows[i]]
-            if chosen:
-                sizes, starts = [len(of_rows[i]) for i in chosen], [packing.starts[i] for i in chosen]
-                packings.append(Packing(sizes, starts, part.tokens.device))
-            num_rows, num_tokens = num_rows + len(part.rows), num_tokens + packing.num_tokens
-        return Final(rows, slots, places, SideBySide(packings)) if rows else None
+            of_rows = paths if part is self.blocks else [range(size) for size in part.packing.sizes]
+            for row, first, path in zip(part.rows, part.packing.firsts, of_rows, strict=True):
+                if row.can_draft:
+                    found[row] = [num_tokens + first + node for node in path]
+            num_tokens += part.packing.num_tokens
+        return found
 
     def following(self, chosen: Sequence[int]) -> list[int]:
         """The token after each of the step's tokens, given the target's choices [M] (`StepScores`).
@@ -128,27 +113,6 @@ class Work:
                 known = row.tokens[row.num_cached + 1 :][:size]
                 tokens += known if len(known) == size else [*known, next(drawn)]
         return tokens
-
-
-class Final(NamedTuple):
-    """Tokens [N] that a step made final, of rows [R] that may draft, in their slots."""
-
-    rows: list[Row]
-    slots: list[int]
-    places: list[int]
-    """The tokens among those of the step."""
-    packing: SideBySide
-
-
-class Contexts(NamedTuple):
-    """The draft's context vectors [N, draft hidden] of a step's final tokens, and the place of every row's last."""
-
-    vectors: Tensor
-    last: Mapping[Row, int]
-
-    def of(self, rows: Sequence[Row]) -> Tensor:
-        """[R, draft hidden], of the last final tokens of some rows."""
-        return self.vectors[tensor_on(self.vectors.device, [self.last[row] for row in rows])]
 
 
 def blocks_of(rows: list[Row], trees: Sequence[Tree], device: torch.device) -> Part | None:

@@ -6,15 +6,17 @@ alike, and what a drafted position costs could not be told from what a verified 
 """
 
 import time
-from collections.abc import Iterable, Sequence
-from itertools import chain, islice
+from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from blockpilot.control.choose import Offered
-from blockpilot.control.controller import Controller
-from blockpilot.control.price import COEFFICIENTS, TILE, Load, StepPrice, fit, passes, relative_error
+from blockpilot.control.acceptance import AcceptanceModel, Array
+from blockpilot.control.choose import Trees
+from blockpilot.control.controller import Controller, Planned
+from blockpilot.control.cost import COEFFICIENTS, TILE, Load, StepPrice, fit, passes, relative_error
 from blockpilot.device import device_name, dtype_name
 from blockpilot.engine.engine import Engine
 from blockpilot.pairs.loading import Pair
@@ -45,32 +47,21 @@ class TimedStep(NamedTuple):
     seconds: float
 
 
-class StaticForecast:
-    """The same for every step of a request."""
-
-    reader = None
-
-    def __init__(self, reach: Sequence[float]) -> None:
-        self.reach = tuple(reach)
-
-    def observe(self, depth: int, num_verified: int, num_accepted: int) -> None:
-        pass
-
-
 class _Dictated(Controller):
     """Rows draft and verify what `mixture` says of them, in the order of the requests."""
 
     mixture: Sequence[Drafted]
 
     def __init__(self, deepest: int) -> None:
-        super().__init__(lambda prefill: StaticForecast([1.0] * deepest))
+        super().__init__(AcceptanceModel(deepest), follows=False)
 
-    def depths(self, reaches: Sequence[Sequence[float]], beside: Load) -> list[int]:
-        return [row.depth for row in self.mixture]
+    def plan(self, rows: Planned, beside: Load) -> Array:
+        super().plan(rows, beside)  # its time is part of a step
+        return self._begin(rows, np.array([row.depth for row in self.mixture]))
 
-    def buy(self, offered: Sequence[Iterable[Offered]], most: int) -> list[list[Offered]]:
-        drafting = (row for row in self.mixture if row.depth)
-        return [list(islice(of_row, row.num_verified)) for of_row, row in zip(offered, drafting, strict=True)]
+    def select(self, trees: Trees, drafted: Load) -> Array:
+        super().select(trees, drafted)
+        return np.minimum([row.num_verified for row in self.mixture if row.depth], trees.num)
 
 
 def measure_price(pair: Pair, rows: int, context: int, *, num_steps: int = NUM_STEPS) -> StepPrice:

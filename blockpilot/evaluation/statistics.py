@@ -223,6 +223,33 @@ def _counts(runs: Sequence[MethodRun]) -> dict[str, Array]:
     return counts
 
 
+class CrossChosen(NamedTuple):
+    """The fastest of some methods: for each half of the prompts the one that was fastest on the other half."""
+
+    methods: tuple[str, str]
+    runs: list[MethodRun]
+    """Theirs, by a name of their own."""
+
+
+def chosen_across(runs: Sequence[MethodRun], methods: Sequence[str], name: str) -> CrossChosen:
+    """The best of fixed ways without hindsight: no prompt takes part in the choice of its own. The first of equals.
+
+    Prompts alternate between the halves. Raises ValueError where one of them is empty.
+    """
+    halves = [[run for run in runs if run.method in methods and run.prompt % 2 == half] for half in (0, 1)]
+    if not all(halves):
+        raise ValueError("runs of one half of the prompts: a choice needs the other one, too")
+    best = []
+    for others in reversed(halves):
+        totals = {m: [run.totals for run in others if run.method == m] for m in methods}
+        speed = {m: sum(t.num_tokens for t in of) / sum(t.total_s for t in of) for m, of in totals.items()}
+        best.append(max(methods, key=speed.__getitem__))
+    chosen = [
+        run._replace(method=name) for half, m in zip(halves, best, strict=True) for run in half if run.method == m
+    ]
+    return CrossChosen((best[0], best[1]), chosen)
+
+
 def fastest_block_size(tau: Mapping[int, float], step_s: Mapping[int, float]) -> int:
     """The block size with the most tokens a second, tau / step_s, among those in both; the smallest of equals.
 

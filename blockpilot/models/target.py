@@ -60,8 +60,3 @@ class Target:
     def logits(self, hidden: Tensor) -> Tensor:
         """LM head: [N, hidden] -> [N, vocab]."""
         return self._decoder.head(hidden)
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Input embeddings of tokens, as the draft reads them."""
-        embeddings: Tensor = self._decoder.embed(tokens)
-        return embeddings

@@ -1,1 +1,1 @@
-"""Chances, learned: network, dataset, training, files, and what look-ups say of a policy."""
+"""Learned policies: networks and priors, what they learn from, training, files, and what look-ups say of them."""

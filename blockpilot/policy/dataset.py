@@ -1,7 +1,7 @@
-"""A sweep's rows as tensors to train on, kept in flat files that are mapped into memory.
+"""A sweep's rows as what policies learn from, kept in flat files that are mapped into memory.
 
-Kind `prompt` has an example a row: the distribution after the prompt, and tau of every candidate. Kind `step` has an
-example for each of a row's recorded steps: what is known before it, and its tokens with every candidate.
+Kind `prompt` has an example a row: the distribution after the prompt, and tau of every candidate. Kind `step` has one
+for each of a row's recorded steps: what the draft proposed there, and which of it was right.
 
 Examples are written part by part and read example by example, so neither needs them in memory together: the operating
 system keeps what is used. All ranks of a training map the same files.
@@ -19,35 +19,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from blockpilot.policy.network import Kind, PolicyFeatures, SparseProbs, scalars
-from blockpilot.policy.nodes import Outcomes, Proposed, outcomes_of
+from blockpilot.policy.learned import Kind
+from blockpilot.policy.network import SparseProbs
+from blockpilot.policy.outcomes import Proposed
 from blockpilot.storage import write_text
-from blockpilot.sweep.rows import SweepRow, vectors
+from blockpilot.sweep.rows import NUM_CHOICES, SweepRow
+from blockpilot.types import LEAST_TEMPERATURE
 
 INDEX_FILE = "index.json"
-_COLUMNS: dict[str, Any] = {
-    "rows": np.int32,
-    "ids": np.int32,
-    "probs": np.float32,
-    "lengths": np.int64,
-    "scalars": np.float32,
-    "context": np.float16,
-    "anchor": np.float16,
-    "taus": np.float32,
-    "ranks": np.int8,
-    "scores": np.float16,
-    "log_probs": np.float16,
+Columns = dict[str, NDArray[Any]]
+_COLUMNS: dict[Kind, dict[str, Any]] = {
+    "prompt": {"rows": np.int32, "ids": np.int32, "probs": np.float32, "lengths": np.int64, "taus": np.float32},
+    "step": {"rows": np.int32, "ranks": np.int8, "scores": np.float16, "log_probs": np.float16, "drawn": np.bool_},
 }
-
-
-class Sizes(NamedTuple):
-    """Widths of an example."""
-
-    context: int
-    anchor: int
-    candidates: int
-    depth: int
-    """Slots that the draft proposes choices for."""
+_WIDTH_OF: dict[Kind, str] = {"prompt": "taus", "step": "ranks"}  # numbers of an example in this column
+_NAMES = sorted({name for of_kind in _COLUMNS.values() for name in of_kind})
 
 
 class Index(NamedTuple):
@@ -56,13 +42,15 @@ class Index(NamedTuple):
     prompt_ids: tuple[str, ...]
     prompts: tuple[str, ...]  # prompt_key() of their texts
     sets: tuple[str, ...]
+    kind: Kind
     num_examples: int
-    sizes: Sizes
+    width: int
+    """Candidates of kind `prompt`; slots that the draft proposes choices for, of kind `step`."""
 
 
 @dataclass(frozen=True)
 class Examples:
-    """Some of the examples that the columns hold, one after the other; `index` [E] int64 says which."""
+    """Some of the examples of kind `prompt`, one after the other; `index` [E] int64 says which."""
 
     index: Tensor
     rows: Tensor
@@ -71,23 +59,11 @@ class Examples:
     probs: Tensor
     ends: Tensor
     """[N + 1] int64: example i's entries of `ids` and `probs` are ends[i] .. ends[i + 1] - 1."""
-    scalars: Tensor
-    context: Tensor
-    anchor: Tensor
     all_taus: Tensor
     """[N, K] float32: tokens of a step with each candidate."""
-    ranks: Tensor
-    """[N, D] int8, and the draft's choices: see `SweepRow`."""
-    scores: Tensor
-    """[N, D, NUM_CHOICES]"""
-    log_probs: Tensor
 
     def __len__(self) -> int:
         return len(self.index)
-
-    @property
-    def sizes(self) -> Sizes:
-        return Sizes(self.context.shape[1], self.anchor.shape[1], self.all_taus.shape[1], self.ranks.shape[1])
 
     @property
     def taus(self) -> Tensor:
@@ -95,41 +71,12 @@ class Examples:
         return self.all_taus[self.index]
 
     @property
-    def proposed(self) -> Proposed:
-        """The draft's choices in these examples, in memory."""
-        drawn = self.scalars[self.index, -1] > 0  # the temperature
-        return Proposed(self.ranks[self.index], self.scores[self.index], self.log_probs[self.index], drawn)
-
-    @property
-    def outcomes(self) -> Outcomes:
-        """Outcomes of those choices."""
-        return outcomes_of(self.proposed)
-
-    @property
-    def prompt_of(self) -> Tensor:
-        """[E] int64: 0 for the examples of the first row, 1 for those of the next one, and so on."""
-        rows = self.rows[self.index]
-        return (rows.diff(prepend=rows[:1]) != 0).cumsum(0)
-
-    def following(self, chosen: Tensor) -> Tensor:
-        """[E] int64: the example of the same row that decoding comes to after example e, len(self) if there is none.
-
-        chosen [E] are the candidates taken. The examples must be whole rows, in order.
-        """
-        prompts, emitted = self.prompt_of, self.taus.gather(1, chosen[:, None])[:, 0].long()
-        found = torch.arange(len(self)) + emitted
-        inside = (found < len(self)) & (prompts[found.clamp_max(len(self) - 1)] == prompts)
-        return torch.where(inside, found, len(self))
-
-    @property
-    def features(self) -> PolicyFeatures:
+    def features(self) -> SparseProbs:
         """In memory."""
         starts, lengths = self.ends[self.index], (self.ends[1:] - self.ends[:-1])[self.index]
         offsets = lengths.cumsum(0) - lengths
         entries = torch.repeat_interleave(starts - offsets, lengths) + torch.arange(int(lengths.sum()))
-        probs = SparseProbs(self.ids[entries].long(), self.probs[entries], offsets)
-        context, anchor = self.context[self.index].float(), self.anchor[self.index].float()
-        return PolicyFeatures(probs, context, anchor, self.scalars[self.index])
+        return SparseProbs(self.ids[entries].long(), self.probs[entries], offsets)
 
     def take(self, index: Tensor) -> "Examples":
         """The examples `index` [n] int64 of these, in that order; nothing is copied."""
@@ -137,7 +84,7 @@ class Examples:
 
     def where(self, chosen: Callable[[int], bool]) -> "Examples":
         """Those whose row of the sweep is chosen."""
-        return self.take(torch.tensor([chosen(row) for row in self.rows[self.index].tolist()]).nonzero()[:, 0])
+        return self.take(_where(self.rows[self.index], chosen))
 
     def support(self, vocab_size: int, most: int) -> Tensor:
         """Token ids with the largest probability mass over all examples, `most` at most, increasing [S] int64."""
@@ -149,85 +96,82 @@ class Examples:
         return largest.sort().values
 
 
+def _where(rows: Tensor, chosen: Callable[[int], bool]) -> Tensor:
+    return torch.tensor([chosen(row) for row in rows.tolist()], dtype=torch.bool).nonzero()[:, 0]
+
+
 # --- writing ---
 
 
-def write_examples(folder: Path, parts: Iterable[Sequence[SweepRow]], candidates: Sequence[int], kind: Kind) -> Index:
-    """Write the columns, and last the index; `candidates` are some of the rows', and 1 whether they have it or not.
+def write_examples(folder: Path, parts: Iterable[Sequence[SweepRow]], candidates: Sequence[int]) -> Index:
+    """Write those of kind `prompt`: the columns, and last the index.
 
-    Raises ValueError for rows of different sizes, and for kind `step` where no steps are recorded.
+    `candidates` are some of the rows', and 1 whether they have it or not.
     """
+    return _write(folder, parts, "prompt", lambda row: _of_prompt(row, candidates))
+
+
+def write_steps(folder: Path, parts: Iterable[Sequence[SweepRow]]) -> Index:
+    """Write those of kind `step`: the columns, and last the index.
+
+    Raises ValueError for rows of drafts of different sizes, and where no choices are recorded.
+    """
+    return _write(folder, parts, "step", _of_steps)
+
+
+def _write(
+    folder: Path, parts: Iterable[Sequence[SweepRow]], kind: Kind, columns_of: Callable[[SweepRow], Columns]
+) -> Index:
     folder.mkdir(parents=True, exist_ok=True)
-    for name in (INDEX_FILE, *_COLUMNS):
+    for name in (INDEX_FILE, *_NAMES):
         (folder / name).unlink(missing_ok=True)  # not cut short: who has mapped the old ones keeps them
-    known: list[tuple[str, str, str]] = []
-    sizes: set[Sizes] = set()
-    num_examples = 0
-    files = {name: (folder / name).open("wb") for name in _COLUMNS}
+    known, widths, num_examples = list[tuple[str, str, str]](), set[int](), 0
+    files = {name: (folder / name).open("wb") for name in _COLUMNS[kind]}
     try:
         for row in (row for rows in parts for row in rows):
-            columns = _of_prompt(row, candidates) if kind == "prompt" else _of_steps(row, candidates)
-            columns["rows"] = np.full(len(columns["taus"]), len(known))
+            columns = columns_of(row)
+            num, width = columns[_WIDTH_OF[kind]].shape
+            columns["rows"] = np.full(num, len(known))
             for name, column in columns.items():
-                column.astype(_COLUMNS[name]).tofile(files[name])
+                column.astype(_COLUMNS[kind][name]).tofile(files[name])
             known.append((row.prompt_id, prompt_key(row.prompt), row.prompt_set))
-            if len(columns["taus"]):
-                sizes.add(Sizes(*(columns[name].shape[1] for name in ("context", "anchor", "taus", "ranks"))))
-            num_examples += len(columns["taus"])
+            num_examples += num
+            if num:
+                widths.add(width)
     finally:
         for file in files.values():
             file.close()
-    if not sizes:
+    if not widths:
         raise ValueError(
-            f"none of {len(known)} rows has a recorded step: sweep with --method dense, or train --kind prompt"
+            f"none of {len(known)} rows has recorded choices of a draft: sweep with --method dense, "
+            "or train --kind prompt"
         )
-    if len(sizes) != 1:
-        raise ValueError(f"rows of different sizes: {' and '.join(map(str, sorted(sizes)))}")
+    if len(widths) != 1:
+        raise ValueError(f"rows of drafts with {' and '.join(map(str, sorted(widths)))} slots: must be of one draft")
     prompt_ids, prompts, sets = zip(*known, strict=True)
-    index = Index(prompt_ids, prompts, sets, num_examples, sizes.pop())
-    write_text(folder / INDEX_FILE, json.dumps(index._asdict() | {"sizes": index.sizes}))
+    index = Index(prompt_ids, prompts, sets, kind, num_examples, widths.pop())
+    write_text(folder / INDEX_FILE, json.dumps(index._asdict()))
     return index
 
 
-def _of_prompt(row: SweepRow, candidates: Sequence[int]) -> dict[str, NDArray[Any]]:
+def _of_prompt(row: SweepRow, candidates: Sequence[int]) -> Columns:
     taus = {1: 1.0} | dict(zip(row.candidates, row.taus, strict=True))
     return {
         "ids": np.array(row.probs_ids),
         "probs": np.array(row.probs),
         "lengths": np.array([len(row.probs_ids)]),
-        "scalars": np.array([_scalars(row)]),
-        "context": np.zeros((1, 0)),
-        "anchor": np.zeros((1, 0)),
         "taus": np.array([[taus[size] for size in candidates]]),
-        "ranks": np.zeros((1, 0)),
-        "scores": np.zeros(0),
-        "log_probs": np.zeros(0),
     }
 
 
-def _of_steps(row: SweepRow, candidates: Sequence[int]) -> dict[str, NDArray[Any]]:
-    num = len(row.step_places)
-    accepted = dict(zip(row.candidates, row.accepted, strict=False))
-    left = len(row.output_tokens) - 1  # no bonus token follows one that stops
-    emitted = [
-        [min(accepted[size][p] + 1, left - p) if size > 1 else 1 for size in candidates] for p in row.step_places
-    ]
+def _of_steps(row: SweepRow) -> Columns:
+    num = len(row.step_places) if row.step_ranks else 0
     return {
-        "ids": np.zeros(0),
-        "probs": np.zeros(0),
-        "lengths": np.zeros(num),
-        "scalars": np.tile(_scalars(row), (num, 1)),
-        "context": vectors(row.step_contexts, num) if num else np.zeros((0, 0)),
-        "anchor": vectors(row.step_embeddings, num) if num else np.zeros((0, 0)),
-        "taus": np.array(emitted),
         "ranks": np.frombuffer(row.step_ranks, np.int8).reshape(num, -1) if num else np.zeros((0, 0)),
         "scores": np.frombuffer(row.step_scores, "<f2"),
         "log_probs": np.frombuffer(row.step_log_probs, "<f2"),
+        "drawn": np.full(num, row.temperature >= LEAST_TEMPERATURE),
     }
-
-
-def _scalars(row: SweepRow) -> list[float]:
-    return scalars(torch.tensor(row.probs), row.num_prompt_tokens, row.temperature)
 
 
 def prompt_key(prompt: str) -> str:
@@ -240,31 +184,45 @@ def prompt_key(prompt: str) -> str:
 
 def read_index(folder: Path) -> Index:
     fields = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
-    lists = {name: tuple(fields[name]) for name in ("prompt_ids", "prompts", "sets")}
-    return Index(**fields | lists | {"sizes": Sizes(*fields["sizes"])})
+    return Index(**fields | {name: tuple(fields[name]) for name in ("prompt_ids", "prompts", "sets")})
 
 
 def open_examples(folder: Path) -> Examples:
-    """Map the columns; examples are in the order of their prompt_ids, whatever the order of the parts."""
-    index = read_index(folder)
-    num, sizes = index.num_examples, index.sizes
-    columns = {name: _map(folder / name, dtype) for name, dtype in _COLUMNS.items()}
-    rank = torch.zeros(len(index.prompt_ids), dtype=torch.int64)
-    rank[sorted(range(len(rank)), key=index.prompt_ids.__getitem__)] = torch.arange(len(rank))
+    """Map the columns of kind `prompt`; examples are in the order of their prompt_ids, whatever that of the parts."""
+    index, columns = _open(folder, "prompt")
     return Examples(
-        rank[columns["rows"].long()].argsort(stable=True),
+        _order(index, columns["rows"]),
         columns["rows"],
         columns["ids"],
         columns["probs"],
         torch.cat([torch.zeros(1, dtype=torch.int64), columns["lengths"].cumsum(0)]),
-        columns["scalars"].view(num, -1),
-        columns["context"].view(num, sizes.context),
-        columns["anchor"].view(num, sizes.anchor),
-        columns["taus"].view(num, -1),
-        columns["ranks"].view(num, sizes.depth),
-        columns["scores"].view(num, sizes.depth, -1) if sizes.depth else columns["scores"].view(num, 0, 0),
-        columns["log_probs"].view(num, sizes.depth, -1) if sizes.depth else columns["log_probs"].view(num, 0, 0),
+        columns["taus"].view(index.num_examples, -1),
     )
+
+
+def read_steps(folder: Path, chosen: Callable[[int], bool] = lambda row: True) -> Proposed:
+    """Steps of kind `step` whose row of the sweep is chosen, in the order of their prompt_ids; in memory."""
+    index, columns = _open(folder, "step")
+    order = _order(index, columns["rows"])
+    some = order[_where(columns["rows"][order], chosen)]
+    shape = index.num_examples, index.width
+    ranks, scores, log_probs = columns["ranks"].view(shape), columns["scores"], columns["log_probs"]
+    choices = (*shape, NUM_CHOICES)
+    return Proposed(ranks[some], scores.view(choices)[some], log_probs.view(choices)[some], columns["drawn"][some])
+
+
+def _open(folder: Path, kind: Kind) -> tuple[Index, dict[str, Tensor]]:
+    index = read_index(folder)
+    if index.kind != kind:
+        raise ValueError(f"examples {folder}: of kind {index.kind!r}, not {kind!r}")
+    return index, {name: _map(folder / name, dtype) for name, dtype in _COLUMNS[kind].items()}
+
+
+def _order(index: Index, rows: Tensor) -> Tensor:
+    """The examples by the prompt_ids of their rows [N]."""
+    rank = torch.zeros(len(index.prompt_ids), dtype=torch.int64)
+    rank[sorted(range(len(rank)), key=index.prompt_ids.__getitem__)] = torch.arange(len(rank))
+    return rank[rows.long()].argsort(stable=True)
 
 
 def _map(path: Path, dtype: Any) -> Tensor:
@@ -277,12 +235,21 @@ def split_examples(folder: Path, held_out: float, seed: int) -> tuple[Examples, 
 
     Depends on the prompts' texts and the seed, not on their order. Raises ValueError for less than two prompts.
     """
-    index, examples = read_index(folder), open_examples(folder)
-    held = held_out_prompts(index.prompts, held_out, seed)
-    return (
-        examples.where(lambda row: index.prompts[row] not in held),
-        examples.where(lambda row: index.prompts[row] in held),
-    )
+    is_held, examples = _held_out(folder, held_out, seed), open_examples(folder)
+    return examples.where(lambda row: not is_held[row]), examples.where(is_held.__getitem__)
+
+
+def split_steps(folder: Path, held_out: float, seed: int) -> tuple[Proposed, Proposed]:
+    """`split_examples` of kind `step`: the same prompts are held out."""
+    is_held = _held_out(folder, held_out, seed)
+    return read_steps(folder, lambda row: not is_held[row]), read_steps(folder, is_held.__getitem__)
+
+
+def _held_out(folder: Path, held_out: float, seed: int) -> list[bool]:
+    """Flags of every row of the sweep: True where its prompt is held out."""
+    prompts = read_index(folder).prompts
+    held = held_out_prompts(prompts, held_out, seed)
+    return [prompt in held for prompt in prompts]
 
 
 def held_out_prompts(keys: Collection[str], held_out: float, seed: int) -> set[str]:

@@ -1,16 +1,19 @@
 """Reliability of chances: nodes of draft trees by decile of the chance that they had, and how many were accepted.
 
-A tree is bought by the products of its choices' chances, so these are what must be right, not only single choices.
+A tree is selected by the products of its choices' chances, so these are what must be right, not only single choices.
 """
 
+from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from blockpilot.control.acceptance import AcceptanceModel, Array, Prior
 from blockpilot.drafts.choices import own_chances
 from blockpilot.engine.trees import best_first, drawn_apart
-from blockpilot.policy.nodes import NodeModel, Proposed
+from blockpilot.policy.outcomes import Proposed
 from blockpilot.types import Candidates
 
 NUM_NODES = 15  # of a tree
@@ -27,15 +30,11 @@ class Bin(NamedTuple):
     """Share that the target chose, and all above them."""
 
 
-@torch.no_grad()
-def reliability(model: NodeModel | None, steps: Proposed) -> list[Bin]:
-    """Bins that hold nodes, of trees grown by a model's chances or by the draft's own."""
+def reliability(prior: Prior | None, steps: Proposed) -> list[Bin]:
+    """Bins that hold nodes, of trees grown by the chances of a prior that learns nothing, or by the draft's own."""
     num_steps, depth, num_choices = steps.scores.shape
-    tokens = torch.zeros(num_steps * depth, 0, dtype=torch.int64)
-    scores, log_probs = (each.float().flatten(0, 1) for each in (steps.scores, steps.log_probs))
-    found = Candidates(tokens, scores, log_probs, steps.drawn.repeat_interleave(depth))
-    chances = own_chances(found) if model is None else model.chances(found, [depth] * num_steps)
-    by_step = chances.view(len(chances), num_steps, depth, num_choices).transpose(0, 1).tolist()
+    chances = _chances(prior, steps)
+    by_step = chances.reshape(len(chances), num_steps, depth, num_choices).swapaxes(0, 1).tolist()
     bins = [[0, 0.0, 0] for _ in range(NUM_BINS)]
     for of_step, ranks in zip(by_step, steps.ranks.tolist(), strict=True):
         accepted = [True]
@@ -48,3 +47,22 @@ def reliability(model: NodeModel | None, steps: Proposed) -> list[Bin]:
                 into[1] += node.chance
                 into[2] += accepted[-1]
     return [Bin(int(num), expected / num, came / num) for num, expected, came in bins if num]
+
+
+def mean_error(bins: Sequence[Bin]) -> float:
+    """Mean distance, over nodes, of a bin's chance from the share accepted; there must be some nodes."""
+    total = sum(each.num_nodes for each in bins)
+    return sum(each.num_nodes * abs(each.expected - each.accepted) for each in bins) / total
+
+
+def _chances(prior: Prior | None, steps: Proposed) -> Array:
+    """[contexts, steps * depth, k]."""
+    num_steps, depth, _ = steps.scores.shape
+    tokens = torch.zeros(num_steps * depth, 0, dtype=torch.int64)
+    scores, log_probs = (each.float().flatten(0, 1) for each in (steps.scores, steps.log_probs))
+    found = Candidates(tokens, scores, log_probs, steps.drawn.repeat_interleave(depth))
+    if prior is None:
+        own: Array = own_chances(found).numpy()
+        return own
+    known, slots = np.ones(len(tokens), dtype=bool), np.tile(np.arange(depth), num_steps)
+    return AcceptanceModel(max(depth, 1), prior).propose(known, found, slots).chances

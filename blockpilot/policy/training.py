@@ -1,21 +1,18 @@
-"""Training a policy in plain torch.
+"""Training the network of a policy of kind `prompt`, in torch.
 
-Kind `prompt` learns by cross entropy which block size is the best (arXiv 2606.31315, section 3), by tau or by tau
-over the cost of a step. Kind `step` learns the tokens of a step with each block size, by the cross entropy of each
-further drafted position's being accepted.
+It learns by cross entropy which block size is the best (arXiv 2606.31315, section 3), by tau or by tau over the cost
+of a step. Kind `step` has no network and is fitted at once (`outcomes.py`).
 
 `Fit` is the whole training as a resumable loop of epochs; a caller that trains on several processes wraps
 the network, says which rank it is and gives a function that sums over ranks. Metrics are sums and totals,
 divided once.
 
-The paper trains 100 epochs of Adam at a constant learning rate of 1e-5 on tens of thousands of prompts. The defaults
-here are for the steps of a few thousand answers: a rate of 1e-3 that falls to zero, which is worth more than any
-choice of width (LOG.md).
+The paper trains 100 epochs of Adam at a constant learning rate of 1e-5 on tens of thousands of prompts.
 """
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
@@ -24,21 +21,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from blockpilot.evaluation.oracle import Table
 from blockpilot.policy.dataset import Examples
-from blockpilot.policy.learned import MAX_LOGIT, Objective, expected_taus, slot_gaps
-from blockpilot.policy.network import Kind, NetworkShape, PolicyNetwork
+from blockpilot.policy.learned import Kind, Objective
+from blockpilot.policy.network import NetworkShape, PolicyNetwork
 
 PREDICT_ROWS = 1024
-STANDARDISE_ROWS = 4096  # of the training rows, to take means and deviations from
 
 
 @dataclass(frozen=True)
 class FitSettings:
-    """How a policy is trained."""
+    """Settings of a policy's training. All but kind and seed are those of kind `prompt`."""
 
     kind: Kind = "step"
-    """prompt: the paper's, the best block size for an answer, from the distribution after the prompt. step: tokens of
-    the next step with each, before every step, so that the choice follows the load (needs a dense sweep)."""
+    """step: what the acceptance model of the choice at every step begins with (needs a dense sweep). prompt: the
+    paper's, the best block size for an answer, from the distribution after the prompt."""
     hidden: int = 256
     """Width of the network."""
     epochs: int = 8
@@ -58,15 +55,13 @@ class FitSettings:
     patience: int | None = None
     """Stop after so many epochs without a lower validation loss and keep the best; None: run all, keep the last."""
     max_support: int = 3072
-    """Token ids that the first layer of kind `prompt` knows, those with the most mass; it grows with them."""
-    shrink: float = 0.2
-    """How far forecasts of kind `step` are drawn to the mean of the training examples; 0: not at all."""
+    """Token ids that the first layer knows, those with the most mass; it grows with them."""
 
     def checked(self) -> "FitSettings":
         """Itself. Raises ValueError for values that cannot be."""
         rules: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
             ("at least 1", lambda x: x >= 1, ("hidden", "epochs", "batch_size", "max_support", "patience")),
-            ("at least 0 and below 1", lambda x: 0 <= x < 1, ("dropout", "shrink")),
+            ("at least 0 and below 1", lambda x: 0 <= x < 1, ("dropout",)),
             ("at least 0", lambda x: x >= 0, ("weight_decay", "seed")),
             ("above 0", lambda x: x > 0, ("lr",)),
         )
@@ -81,43 +76,27 @@ class FitSettings:
 class FitTask:
     """What a network has to learn, and what it is for."""
 
-    kind: Kind
     objective: Objective
     candidates: tuple[int, ...]
     step_costs: Tensor
     """[K] float32, seconds of a step with each candidate in any unit; all alike for the objective tau."""
 
-    def table(self, taus: Tensor) -> tuple[Tensor, Tensor]:
-        """(tokens, seconds) [E, K] of every choice: those of its step, or of one token of its request.
+    def table(self, taus: Tensor) -> Table:
+        """Tokens and seconds [E, K] of every choice: of a step for the objective tau, else of one token.
 
-        For a request and the objective tau, tau and 1: the rate is the mean of the requests' taus, as is published.
+        By tau and 1 the rate is the mean of the requests' taus, as is published.
         """
-        costs = self.step_costs.expand_as(taus)
-        if self.kind == "step" or self.objective == "tau":
-            return taus, costs
-        return torch.ones_like(taus), costs / taus
+        costs, ones = self.step_costs.expand_as(taus), torch.ones_like(taus)
+        tokens, seconds = (taus, costs) if self.objective == "tau" else (ones, costs / taus)
+        return Table(tokens.double().numpy(force=True), seconds.double().numpy(force=True))
 
     def labels(self, taus: Tensor) -> Tensor:
         """[E] int64, index of the best candidate of each example alone; the smallest block size of equals."""
         return (taus / self.step_costs).argmax(dim=1)
 
-    def chosen(self, outputs: Tensor) -> Tensor:
-        """[E] int64, what a policy with these outputs [E, K] takes."""
-        return (outputs if self.kind == "prompt" else self.taus(outputs) / self.step_costs).argmax(dim=1)
-
-    def taus(self, outputs: Tensor) -> Tensor:
-        """Expected tokens of a step by kind `step`: outputs [E, K] -> [E, K]."""
-        return expected_taus(outputs, self.candidates)
-
     def loss(self, outputs: Tensor, taus: Tensor) -> Tensor:
         """Summed over the examples."""
-        if self.kind == "prompt":
-            return functional.cross_entropy(outputs, self.labels(taus), reduction="sum")
-        gaps = taus.new_tensor(slot_gaps(self.candidates))
-        shares = taus.diff(dim=1, prepend=torch.ones_like(taus[:, :1])) / gaps.clamp(min=1)
-        # Each size drafts anew, so a share may lie outside [0, 1]; the mean that is learned does not.
-        losses = functional.softplus(clamped := outputs.clamp(-MAX_LOGIT, MAX_LOGIT)) - shares * clamped
-        return (losses * (gaps > 0)).mean(dim=1).sum()
+        return functional.cross_entropy(outputs, self.labels(taus), reduction="sum")
 
     def to(self, device: torch.device) -> "FitTask":
         """The same task with its costs on the device."""
@@ -125,41 +104,10 @@ class FitTask:
 
 
 def new_network(train: Examples, vocab_size: int, settings: FitSettings) -> PolicyNetwork:
-    """An untrained network that knows the training rows' token ids and scales; equal for equal seeds."""
-    shape = NetworkShape(settings.kind, vocab_size, *train.sizes[:3], settings.hidden)
+    """An untrained network that knows the training rows' token ids; equal for equal seeds."""
+    shape = NetworkShape(vocab_size, train.all_taus.shape[1], settings.hidden)
     with _seeded(settings.seed):
-        support = torch.zeros(0, dtype=torch.int64)
-        if settings.kind == "prompt":
-            support = train.support(vocab_size, settings.max_support)
-        network = PolicyNetwork(shape, support, settings.dropout)
-        some = train.take(torch.randperm(len(train))[:STANDARDISE_ROWS])
-    network.standardise(some.features)
-    return network
-
-
-def fitted_network(
-    network: PolicyNetwork, weights: Mapping[str, Tensor], train: Examples, settings: FitSettings, task: FitTask
-) -> PolicyNetwork:
-    """The network with a fit's weights, as policies use it: folded, and forecasts of kind `step` shrunk."""
-    network.load_state_dict(weights)
-    if task.kind == "step":
-        shrink(network, train, task, settings.shrink)
-    network.fold()
-    return network.eval()
-
-
-@torch.no_grad()
-def shrink(network: PolicyNetwork, train: Examples, task: FitTask, share: float) -> None:
-    """Take the outputs of kind `step` a share of the way to what the mean of the training examples would need.
-
-    Forecasts vary more than what they forecast, and more so on prompts of other kinds. With a share of 1 the network
-    expects the mean of every request: what is left is the best fixed block size at every load.
-    """
-    gaps = train.taus.new_tensor(slot_gaps(task.candidates))
-    shares = train.taus.mean(dim=0).diff(prepend=torch.ones(1)) / gaps.clamp(min=1)
-    head = network.head
-    head.weight.mul_(1 - share)
-    head.bias.lerp_(shares.clamp(1e-3, 1 - 1e-3).logit().to(head.bias), share)
+        return PolicyNetwork(shape, train.support(vocab_size, settings.max_support), settings.dropout)
 
 
 @contextmanager
@@ -260,7 +208,7 @@ def _device(network: nn.Module) -> torch.device:
 
 
 def _sums(task: FitTask, loss: Tensor, outputs: Tensor, taus: Tensor) -> Tensor:
-    correct = (task.chosen(outputs) == task.labels(taus)).sum()
+    correct = (outputs.argmax(dim=1) == task.labels(taus)).sum()
     return torch.stack([loss.detach(), correct, torch.full_like(correct, len(taus))]).double()
 
 

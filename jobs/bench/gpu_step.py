@@ -211,7 +211,7 @@ def passes_ms(engine: Engine, size: int, of_all: Sampling) -> tuple[float, float
         keyed_sample(engine._target.logits(hidden), positions, sampling, graphs=graphs)
 
     def draft() -> None:
-        engine._drafter.proposed(rows, slots, [size - 1] * len(rows), 1)
+        engine._drafter.propose(rows, slots, [size - 1] * len(rows), 1)
 
     found = []
     for one in (target, draft) if size > 1 else (target,):

@@ -22,8 +22,8 @@ def blockpilot(settings: dict[str, Any]) -> Decode:
     """This engine, with the block size `num_drafted` + 1, or with trees `bought` at the price of its steps."""
     import torch
 
-    from blockpilot.control.forecasts import RunningMeans
-    from blockpilot.control.live import LiveController
+    from blockpilot.control.acceptance import AcceptanceModel
+    from blockpilot.control.controller import Controller
     from blockpilot.engine.engine import Engine
     from blockpilot.evaluation.pricing import measure_price
     from blockpilot.pairs.loading import load_pair
@@ -36,7 +36,7 @@ def blockpilot(settings: dict[str, Any]) -> Decode:
     if settings["bought"]:
         options = {"layout": "tree"}
         price = measure_price(pair, rows=16, context=256)
-        controller = LiveController(RunningMeans(pair.block_size - 1), price)
+        controller = Controller(AcceptanceModel(pair.block_size - 1), price)
 
     def decode(prompts: Batch, num: int) -> list[list[int]]:
         length = max(map(len, prompts)) + num

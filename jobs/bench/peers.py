@@ -1,10 +1,9 @@
 """This engine beside what a user would take instead: transformers, llama.cpp and vLLM's CPU build.
 
 Every peer decodes the same prompts to the same number of tokens, greedily, with the same weights, dtype and threads;
-vLLM takes the same draft. This engine decodes with fixed block sizes, and without a learned policy with trees bought
-at the price of a step. Peers take turns, batch by batch, each in a process of its own that loads
-once and is stopped while others work. A row is tokens a second with the prompts' time, and the median over batches of
-its ratio to the first row.
+vLLM takes the same draft. This engine decodes with fixed block sizes, and by the untrained choice. Peers take turns,
+batch by batch, each in a process of its own that loads once and is stopped while others work. A row is tokens a
+second with the prompts' time, and the median over batches of its ratio to the first row.
 
     python jobs/bench/peers.py --threads 2 --vllm-python ~/vllm/bin/python --llama-bench llama-bench --gguf model.gguf
 

@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from pydantic import Field
 
-from blockpilot.control.price import COEFFICIENTS, fit
+from blockpilot.control.cost import COEFFICIENTS, fit
 from blockpilot.device import device_name, dtype_name
 from blockpilot.evaluation.pricing import Drafted, TimedStep, time_steps
 from blockpilot.evaluation.tables import markdown

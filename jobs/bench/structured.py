@@ -19,8 +19,8 @@ from rich.console import Console
 
 from blockpilot.constraints.automaton import CompiledGrammar, GrammarAutomaton, GrammarCompiler
 from blockpilot.constraints.grammar import of_schema
+from blockpilot.control.acceptance import AcceptanceModel
 from blockpilot.control.controller import Controller
-from blockpilot.control.forecasts import RunningMeans
 from blockpilot.engine.engine import Engine
 from blockpilot.evaluation.pricing import measure_price
 from blockpilot.pairs.loading import Pair
@@ -119,7 +119,7 @@ def run(config: StructuredConfig) -> dict[str, float]:
     """Figures by name; raises RuntimeError or ValidationError for a text that differs or does not validate."""
     pair: Pair = config.pair.load()
     compiler = GrammarCompiler(pair.tokenizer, pair.vocab_size, pair.stop_token_ids)
-    controller = Controller(RunningMeans(pair.block_size - 1), measure_price(pair, 1, LENGTH // 4))
+    controller = Controller(AcceptanceModel(pair.block_size - 1), measure_price(pair, 1, LENGTH // 4))
     engine = Engine(pair, num_slots=1, max_length=LENGTH, controller=controller)
     rng, totals = random.Random(config.seed), dict[str, float]()
 

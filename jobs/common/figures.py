@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from blockpilot.control.price import StepPrice
+from blockpilot.control.cost import StepPrice
 from blockpilot.evaluation.statistics import Interval
 from blockpilot.evaluation.tables import loads_up_to
 from blockpilot.policy.reliability import Bin

@@ -84,6 +84,15 @@ class HeldOut:
     """policy_speed over the champion's, with its 95% interval."""
     champion_ratio_low: float = 0.0
     champion_ratio_high: float = 0.0
+    untrained_ratio: float = 0.0
+    """policy_speed over the untrained choice's, with its 95% interval; 0 where that was not measured."""
+    untrained_ratio_low: float = 0.0
+    untrained_ratio_high: float = 0.0
+
+    @property
+    def has_untrained(self) -> bool:
+        """The untrained choice was measured in the same runs."""
+        return self.untrained_ratio != 0
 
 
 class Version(NamedTuple):

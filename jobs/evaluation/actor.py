@@ -8,36 +8,36 @@ scale its seconds to the machine's speed of the other methods. The control repea
 difference is noise of the clock, which intervals over prompts do not include.
 
 A group's runs depend on the work, the models and the machine of the moment, and on no other group: what adapts while
-decoding (a policy's record of its forecasts, running means, prices corrected by the seconds of steps, back-off)
-starts afresh with every group. So an evaluation that was interrupted measures what a whole one does; only a step
-price that was not given is measured again by every process.
+decoding (acceptance models, running means, prices that follow the seconds of steps) starts afresh with every group.
+So an evaluation that was interrupted measures what a whole one does; only a step price that was not given is measured
+again by every process.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
-from blockpilot.control.controller import Controller, FixedPolicy
-from blockpilot.control.forecasts import RunningMeans
-from blockpilot.control.live import LiveController
-from blockpilot.control.price import StepPrice
+from blockpilot.control.acceptance import UNTRAINED as UNTRAINED_PRIOR
+from blockpilot.control.acceptance import AcceptanceModel
+from blockpilot.control.controller import Controller
+from blockpilot.control.cost import StepPrice
 from blockpilot.device import device_name, dtype_name
 from blockpilot.drafts.families import family
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.limits import EngineLimits
-from blockpilot.evaluation.baselines import AdaptiveVerification, DepthController, Margins, TreeBudget
+from blockpilot.evaluation.baselines import DepthController, Margins, TreeBudget, WholeDraft
 from blockpilot.evaluation.measurement import Flow, RequestTiming, in_turns
 from blockpilot.evaluation.pricing import holds_here, measure_price
 from blockpilot.evaluation.statistics import MethodRun
 from blockpilot.pairs.loading import Pair, with_draft
-from blockpilot.policy.learned import LearnedPolicy
+from blockpilot.policy.learned import LearnedPolicy, PromptPolicy, StepPolicy
 from blockpilot.policy.store import load_policy
 from blockpilot.prompts.files import Prompt
 from blockpilot.sweep.rows import prompt_ids
 from blockpilot.sweep.sweep import sampler_seed
-from blockpilot.types import CandidateSet, Layout, PairId, Policy, Request, Sampling
+from blockpilot.types import CandidateSet, Layout, PairId, Request, Sampling
 from jobs.common.cluster import num_threads
 from jobs.common.registry import UNTRAINED
 from jobs.evaluation.inputs import (
@@ -105,7 +105,7 @@ class Evaluator:
         lengths, most = list(map(len, self._prompt_ids.values())), max(map(config.limit, plan.prompts))
         self._pair = pair
         self._fixed = {method_name(size): size for size in (1, *self._block_sizes(pair, policies))}
-        self._candidates = next(iter(policies.values())).candidates if policies else CandidateSet(self._sizes)
+        self._candidates = candidates_of(policies) or CandidateSet(self._sizes)
         self._policies = policies
         context = sum(lengths) // len(lengths) + most // 2
         self._price = self._find_price(pair, context)
@@ -115,7 +115,8 @@ class Evaluator:
         self._hindsight = dict[int, int]()  # the oracle's block sizes, by place
         num_slots, max_length = config.concurrency, min(max(lengths) + most, pair.max_length)
         self._engines = {
-            m: Engine(self._pair_of(m), num_slots=num_slots, max_length=max_length) for m in self.methods
+            m: Engine(self._pair_of(m), num_slots=num_slots, max_length=max_length, policy=self._fixing(m))
+            for m in self.methods
         }
         self._reset()
         rotating = [method for method in self.methods if method != ORACLE]
@@ -141,27 +142,22 @@ class Evaluator:
         return [*self._fixed, *self._trees, *others, *self._of_rivals, *self._policies, *hindsight]
 
     def _reset(self) -> None:
-        """Make every engine and policy adapt afresh, as if nothing had been decoded."""
-        for learned in self._policies.values():
-            learned.forget()
+        """Make every engine adapt afresh, as if nothing had been decoded."""
         for method, engine in self._engines.items():
             engine.controller = self._controller(method)
 
     def _controller(self, method: str) -> Controller:
         if (of_rival := self._of_rivals.get(method)) is not None:
-            size = self._rivals[of_rival.rival].block_size
-            chooser = RunningMeans(size - 1) if of_rival.size is None else FixedPolicy(size)
-            return LiveController(chooser, self._rival_prices[of_rival.rival])
-        deepest, price = self._pair.block_size - 1, self._price
+            deepest, price = self._rivals[of_rival.rival].block_size - 1, self._rival_prices[of_rival.rival]
+            return Controller(AcceptanceModel(deepest), price)
+        learned, price = self._policies.get(method), self._price
+        prior = learned if isinstance(learned, StepPolicy) else UNTRAINED_PRIOR
+        model = AcceptanceModel(self._pair.block_size - 1, prior)
         if method == MEANS:
-            return DepthController(RunningMeans(deepest), price)
+            return DepthController(model, price)
         if method == VERIFICATION:
-            return AdaptiveVerification(Margins(deepest), price)
-        if method == BUDGET:
-            return TreeBudget(RunningMeans(deepest), price)
-        policies: dict[str, Policy] = {UNTRAINED: RunningMeans(deepest), **self._policies}
-        fixed = FixedPolicy(self._pair.block_size)  # of methods whose requests bring their own size
-        return LiveController(policies.get(method, fixed), price)
+            return WholeDraft(Margins(model.deepest), price)
+        return TreeBudget(model, price) if method == BUDGET else Controller(model, price)
 
     def measure(self, repeat: int, group: int) -> list[MethodRun]:
         """Decode one group with every method, and compare the texts with AR's; a run for each method and prompt."""
@@ -234,6 +230,11 @@ class Evaluator:
         """Block sizes of fixed trees by method."""
         return {f"{TREE_PREFIX}{num}": num + 1 for num in self._config.tree_sizes}
 
+    def _fixing(self, method: str) -> PromptPolicy | None:
+        """The policy that fixes block sizes, where a method has one."""
+        learned = self._policies.get(method)
+        return learned if isinstance(learned, PromptPolicy) else None
+
     def _pair_of(self, method: str) -> Pair:
         of_rival = self._of_rivals.get(method)
         return self._pair if of_rival is None else self._rivals[of_rival.rival]
@@ -277,8 +278,8 @@ class Evaluator:
     def _block_sizes(self, pair: Pair, policies: dict[str, LearnedPolicy]) -> tuple[int, ...]:
         if self._config.block_sizes:
             return self._config.block_sizes
-        candidates = policies[POLICY].candidates if policies else ()
-        return tuple(size for size in candidates if size > 1) or default_block_sizes(pair.block_size)
+        candidates = candidates_of({POLICY: policies[POLICY]}) if policies else None
+        return tuple(size for size in candidates or () if size > 1) or default_block_sizes(pair.block_size)
 
     def _find_price(self, pair: Pair, context: int) -> StepPrice:
         """The one given, if it is of this pair on such a device; else measured now."""
@@ -300,6 +301,11 @@ class Evaluator:
         if len(self._prompt_ids) < 2:
             raise ValueError(f"intervals need at least two prompts; set aside: {self._plan.reasons(set_aside)}")
         return set_aside
+
+
+def candidates_of(policies: Mapping[str, LearnedPolicy]) -> CandidateSet | None:
+    """Of the first policy that chooses among some, if there is one."""
+    return next((each.candidates for each in policies.values() if isinstance(each, PromptPolicy)), None)
 
 
 def default_block_sizes(trained: int) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from pydantic import Field, field_validator
 
-from blockpilot.control.price import PRICE_FILE, StepPrice, read_price
+from blockpilot.control.cost import PRICE_FILE, StepPrice, read_price
 from blockpilot.policy.dataset import prompt_key
 from blockpilot.policy.store import load_policy
 from blockpilot.prompts.files import Prompt, SetAside, answer_limit, load_prompts, reasons
@@ -22,7 +22,7 @@ from jobs.common.learned_from import LearnedFrom
 from jobs.common.registry import CHAMPION, UNTRAINED, Registry, Version, model_name
 
 AR, POLICY, RANDOM, MEANS, ORACLE = "AR", "policy", "random", "running means", "oracle (bound)"
-CONTROL = "AR again"
+CONTROL, STATIC = "AR again", "best static"
 VERIFICATION, BUDGET = "adaptive verification", "tree budget"
 METHOD_PREFIX, TREE_PREFIX = "B=", "tree "  # of fixed block sizes, and nodes
 NEWEST, NO_POLICY = "newest", "none"
@@ -59,15 +59,17 @@ class EvaluateConfig(Config):
     baselines: tuple[str, ...] = ("control", "random", "means", "untrained", "oracle")
     """What else to measure; none by `--baselines` alone. control: AR again. means: chains as deep as running means of
     acceptance say (Ollama). verification: one budget for the chains of all rows, by margins of the draft (vLLM).
-    budget: a tree for every row by its own price (CaDDTree). untrained: ours by the draft's own probabilities.
+    budget: a tree for every row by its own price (CaDDTree). untrained: the choice of every step, with no
+    training; to be promoted, a policy must beat it.
     random: a block size for each prompt. oracle: the best one for each prompt, a bound."""
     rival_drafts: tuple[str, ...] = ()
     """Other drafts of the same target, by hub id or local directory, such as EAGLE-3: chains of the fixed block
-    sizes up to their own, the fixed trees, and trees by their own probabilities where `untrained` is a baseline."""
+    sizes up to their own, the fixed trees, and the untrained choice where `untrained` is a baseline."""
     tree_sizes: tuple[int, ...] = ()
     """Fixed draft trees of so many nodes, ascending (DDTree)."""
     block_sizes: tuple[int, ...] | None = None
-    """Fixed block sizes, ascending. Default: the policy's candidates, or quarters of the draft's trained one."""
+    """Fixed block sizes, ascending. Default: the candidates of a policy of kind prompt, or quarters of the draft's
+    trained one."""
     sweep: tuple[Place, ...] = ()
     """Sweeps whose prompts are refused, besides those that the policies know: the best fixed block size is theirs."""
     temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False)

@@ -8,12 +8,19 @@ from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from blockpilot.evaluation.statistics import Comparison, Figures, Interval, MethodRun, fastest_block_size
+from blockpilot.evaluation.statistics import (
+    Comparison,
+    Figures,
+    Interval,
+    MethodRun,
+    chosen_across,
+    fastest_block_size,
+)
 from blockpilot.evaluation.tables import cells, markdown, with_range
 from blockpilot.storage import write_text
-from jobs.common.registry import CHAMPION, HeldOut, Registry, Version, kept_for_later
+from jobs.common.registry import CHAMPION, UNTRAINED, HeldOut, Registry, Version, kept_for_later
 from jobs.evaluation.actor import Setting
-from jobs.evaluation.inputs import AR, CONTROL, ORACLE, POLICY, EvaluateConfig, Plan, method_name
+from jobs.evaluation.inputs import AR, CONTROL, ORACLE, POLICY, STATIC, TREE_PREFIX, EvaluateConfig, Plan, method_name
 
 RESULT_FILE, TABLE_FILE = "evaluation.json", "table.md"
 RUNS_FILE = "runs.json"  # what the figures were worked out from
@@ -31,14 +38,23 @@ class EvaluateResult(NamedTuple):
 
 def save(config: EvaluateConfig, plan: Plan, setting: Setting, runs: Sequence[MethodRun]) -> None:
     """Work out the figures and write them, with all that `log` needs."""
-    comparison = _comparison(runs, setting)
+    statics = [m for m, size in setting.block_sizes.items() if size is not None or m.startswith(TREE_PREFIX)]
+    static = chosen_across(runs, statics, STATIC)
+    comparison = _comparison([*runs, *static.runs], setting)
     best, chosen_on = best_fixed_of(comparison, setting, *known_taus(plan, config.temperature))
     champion = plan.champion if CHAMPION in setting.block_sizes else None
-    held_out = _held_out(comparison, method_name(best), champion) if POLICY in setting.block_sizes else None
+    untrained = UNTRAINED in setting.block_sizes
+    held_out = (
+        _held_out(comparison, method_name(best), champion, untrained) if POLICY in setting.block_sizes else None
+    )
     by_set = _by_set(plan, runs, setting, best)
     figures = comparison.figures(AR)
+    over_static = {
+        m: comparison.ratio("tokens_per_s", m, STATIC) for m in (UNTRAINED, POLICY) if m in comparison.methods
+    }
     shown = bool(plan.sweep or plan.learned_from(POLICY).prompts)
     table = _describe(config, plan, setting, figures, by_set, best, chosen_on, held_out, shown)
+    table += _beside_static(over_static, static.methods)
     content = {
         "config": config.recorded(),
         "setting": setting._asdict()
@@ -48,6 +64,7 @@ def save(config: EvaluateConfig, plan: Plan, setting: Setting, runs: Sequence[Me
         "versions": {name: package_version(name) for name in ("torch", "transformers")},
         "policy_version": plan.version._asdict() if plan.version else None,
         "best_fixed": {"block_size": best, "chosen_on": chosen_on},
+        "best_static": {"methods": static.methods, "over": {m: plain(ratio) for m, ratio in over_static.items()}},
         "held_out": asdict(held_out) if held_out else None,
         "figures": [{name: plain(value) for name, value in asdict(row).items()} for row in figures],
         "by_set": {name: {method: plain(ratio) for method, ratio in row.items()} for name, row in by_set.items()},
@@ -138,9 +155,11 @@ def _comparison(runs: Sequence[MethodRun], setting: Setting) -> Comparison:
     return Comparison(runs, control=(CONTROL, AR) if CONTROL in setting.block_sizes else None)
 
 
-def _held_out(comparison: Comparison, best_fixed: str, champion: int | None) -> HeldOut:
+def _held_out(comparison: Comparison, best_fixed: str, champion: int | None, untrained: bool) -> HeldOut:
     ratio = comparison.ratio("tokens_per_s", POLICY, best_fixed)
-    over = comparison.ratio("tokens_per_s", POLICY, CHAMPION) if champion else None
+    not_measured = Interval(0.0, 0.0, 0.0)
+    over = comparison.ratio("tokens_per_s", POLICY, CHAMPION) if champion else not_measured
+    over_untrained = comparison.ratio("tokens_per_s", POLICY, UNTRAINED) if untrained else not_measured
     return HeldOut(
         policy_tau=comparison.figure("tau", POLICY).value,
         best_fixed_tau=comparison.figure("tau", best_fixed).value,
@@ -150,9 +169,12 @@ def _held_out(comparison: Comparison, best_fixed: str, champion: int | None) -> 
         speed_ratio_high=ratio.high,
         num_prompts=comparison.num_prompts,
         champion=champion or 0,
-        champion_ratio=over.value if over else 0.0,
-        champion_ratio_low=over.low if over else 0.0,
-        champion_ratio_high=over.high if over else 0.0,
+        champion_ratio=over.value,
+        champion_ratio_low=over.low,
+        champion_ratio_high=over.high,
+        untrained_ratio=over_untrained.value,
+        untrained_ratio_low=over_untrained.low,
+        untrained_ratio_high=over_untrained.high,
     )
 
 
@@ -230,8 +252,13 @@ def _clock(by_set: Mapping[str, Mapping[str, Interval]]) -> str:
 
 
 def _beside(oracle: Interval | None, held_out: HeldOut) -> list[str]:
-    """What the policy is worth beside the champion and the oracle, whose speed is over the best fixed size's."""
+    """Lines on the policy beside the untrained choice, the champion and the oracle (over the best fixed size)."""
     lines = []
+    if held_out.has_untrained:
+        lines.append(
+            f"Policy over the untrained choice: {held_out.untrained_ratio:.3f} of its tokens/s "
+            f"({held_out.untrained_ratio_low:.3f} to {held_out.untrained_ratio_high:.3f})."
+        )
     if held_out.champion:
         lines.append(
             f"Policy over champion version {held_out.champion:g}: {held_out.champion_ratio:.3f} of its tokens/s "
@@ -249,6 +276,16 @@ def _beside(oracle: Interval | None, held_out: HeldOut) -> list[str]:
             f"fixed tokens/s. {captured}; the policy's regret is {1 - policy / oracle.value:.1%} of the oracle's."
         )
     return lines
+
+
+def _beside_static(over: Mapping[str, Interval], chosen: Sequence[str]) -> str:
+    """Lines on what adapts beside the best of all fixed ways, chains and trees."""
+    ways = " and ".join(dict.fromkeys(chosen))
+    return "".join(
+        f"\nBest static way: {ways}, each half of the prompts' chosen on the other half. "
+        f"{method} over it: {with_range(ratio, 3)} of its tokens/s."
+        for method, ratio in over.items()
+    )
 
 
 def _metrics(figures: Sequence[Figures]) -> dict[str, float]:

@@ -15,8 +15,7 @@ from functools import partial
 from typing import Self
 
 from blockpilot.constraints.automaton import GrammarError
-from blockpilot.control.live import LiveController
-from blockpilot.control.price import StepPrice
+from blockpilot.control.controller import Controller
 from blockpilot.engine.engine import Engine
 from blockpilot.types import Policy, Request, Step
 from jobs.serving.errors import ApiError
@@ -107,13 +106,13 @@ class EngineLoop:
             message = f"{num_open} requests are in flight{share}; at most {self.capacity} are accepted; try again"
             raise ApiError(429, message, code="queue_full")
 
-    def set_policy(self, policy: Policy, price: StepPrice | None = None) -> None:
-        """Use `policy` for requests that are prefilled from the next step on, and `price` from that step on.
+    def use(self, policy: Policy | None, controller: Controller) -> None:
+        """From the next step on, leave rows to this controller; a policy fixes the block sizes of new ones."""
 
-        The price is by default the policy's own; it follows the seconds of the engine's own steps.
-        """
-        controller = LiveController(policy, price)
-        self._work.put(lambda: setattr(self.engine, "controller", controller))
+        def put() -> None:
+            self.engine.policy, self.engine.controller = policy, controller
+
+        self._work.put(put)
 
     def close(self) -> None:
         """Stop after the present step; requests in flight end with ApiError 503."""

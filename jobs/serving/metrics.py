@@ -58,7 +58,6 @@ class ReplicaMetrics:
         self._slots = of_model(Gauge("blockpilot_slots", "Requests that can be decoded together.", own))
         self._version = of_model(Gauge("blockpilot_policy_version", "Of the champion in use; 0 for none.", own))
         self._kept = of_model(Gauge("blockpilot_policy_kept", "1 while the registry's champion cannot be used.", own))
-        self._backed_off = of_model(Gauge("blockpilot_backed_off", "1 while drafting does not pay.", own))
         self._blocks = of_model(Counter("blockpilot_blocks", "Blocks verified, by size and layout.", by_size))
         self._tokens = of_model(Counter("blockpilot_tokens", "Tokens emitted.", own))
         self._accepted = of_model(Counter("blockpilot_accepted_tokens", "Drafted tokens among them.", own))
@@ -105,7 +104,6 @@ class ReplicaMetrics:
             self._kept_tokens.set(engine.num_kept_tokens)
             self._version.set(version)
             self._kept.set(int(kept))
-            self._backed_off.set(int(not engine.controller.speculates))
             if self._leave.wait(GAUGES_EVERY_S):
                 return
 

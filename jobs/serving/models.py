@@ -29,8 +29,8 @@ class ModelConfig(Config):
     target's own and its last part in small letters: Qwen/Qwen3-4B and qwen3-4b."""
     policy: str = AUTO
     """Choice of what is drafted and verified: by "champion" of the registry, by the directory of a policy, by
-    "untrained" (the draft's own probabilities and running means), or one block size. "auto" is the champion, and
-    while there is none the policy that comes with this repository for its own pair, or else "untrained"."""
+    "untrained" (an acceptance model that starts with the draft's own probabilities), or one block size. "auto" is the
+    champion, and "untrained" while there is none."""
     resources: ReplicaResources = ReplicaResources()
     """Resources of each replica; num_actors is their number, or the least number where max_replicas is larger."""
     max_replicas: int = Field(default=1, ge=1)

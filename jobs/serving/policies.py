@@ -3,29 +3,27 @@
 Serve's `user_config`, or a new champion of the registry, names it; the models and the requests in flight stay.
 """
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from blockpilot.control.controller import FixedPolicy
-from blockpilot.control.forecasts import RunningMeans
-from blockpilot.control.price import StepPrice
+from blockpilot.control.acceptance import UNTRAINED as UNTRAINED_PRIOR
+from blockpilot.control.acceptance import AcceptanceModel, Prior
+from blockpilot.control.controller import Controller, FixedPolicy
+from blockpilot.control.cost import StepPrice
 from blockpilot.engine.generate import generate
 from blockpilot.evaluation.pricing import holds_here, measure_price
 from blockpilot.pairs.loading import Pair
-from blockpilot.policy.learned import LearnedPolicy
+from blockpilot.policy.learned import LearnedPolicy, StepPolicy
 from blockpilot.policy.store import load_policy
 from jobs.common.registry import AUTO, CHAMPION, UNTRAINED, model_name
 from jobs.serving.champions import ChampionWatch
 from jobs.serving.engine_loop import EngineLoop
 
-COMMITTED = Path(__file__).parents[2] / "workflows" / "policies" / "policy-step"
 TRIAL_TOKENS = 8
 PRICE_CONTEXT, PRICE_ROWS = 256, 4  # tokens, and rows at most, of the steps timed at the start: requests wait for it
 PolicySource = int | str | Path
 """A block size, "untrained", or the directory of a policy."""
-log = logging.getLogger("ray.serve.blockpilot")
 
 
 class PolicyInUse:
@@ -58,8 +56,8 @@ class PolicyInUse:
 
         user_config: `policy`, a block size, a directory, "untrained", "champion" or "auto"; of the last two also
         `store`, the MLflow store, `follow_s`, how often to look for another one, and `folder`, where it is copied to.
-        A champion that the registry cannot give at the start is its last copy. With "auto" and no champion it is this
-        repository's policy where that is made for the pair, or else "untrained".
+        A champion that the registry cannot give at the start is its last copy. With "auto" and no champion it is
+        "untrained": a champion has beaten that.
         """
         self.stop()
         policy = user_config["policy"]
@@ -71,30 +69,30 @@ class PolicyInUse:
         if watch.error and self._named is None and not watch.use_last_copy():
             if policy == CHAMPION:
                 raise ValueError(watch.error)
-            self._use_without_registry()
+            self._use(UNTRAINED)
         self.watch = watch
         watch.follow()
-
-    def _use_without_registry(self) -> None:
-        try:
-            self._use(COMMITTED)
-        except (ValueError, OSError) as error:
-            log.info("%s", error)
-            self._use(UNTRAINED)
 
     def _use(self, policy: PolicySource, version: int = 0) -> None:
         """Put a policy to use; called on the thread that watches the registry, too."""
         if isinstance(policy, int):
-            self._loop.set_policy(FixedPolicy(policy))
+            self._loop.use(FixedPolicy(policy), self._controller(None))
         elif policy == UNTRAINED:
-            self._loop.set_policy(RunningMeans(self._pair.block_size - 1), self._price_for(None))
+            self._loop.use(None, self._controller(self._price_for(None)))
         else:
             learned = load_policy(policy)
             learned.check(self._pair)
             try_out(self._pair, learned)
-            self._loop.set_policy(learned, self._price_for(learned.price))
+            price = self._price_for(learned.price)
+            if isinstance(learned, StepPolicy):
+                self._loop.use(None, self._controller(price, learned))
+            else:
+                self._loop.use(learned, self._controller(price))
         name = f"block size {policy}" if isinstance(policy, int) else str(policy)
         self._named = {"name": name, "version": version or None}
+
+    def _controller(self, price: StepPrice | None, prior: Prior = UNTRAINED_PRIOR) -> Controller:
+        return Controller(AcceptanceModel(self._pair.block_size - 1, prior), price)
 
     def _price_for(self, own: StepPrice | None) -> StepPrice | None:
         """A policy's own price where that was measured on such a device, or else the one that is known of this.
@@ -117,4 +115,3 @@ def try_out(pair: Pair, policy: LearnedPolicy) -> None:
             pass
     except Exception as error:
         raise ValueError(f"policy that fails when it is tried ({type(error).__name__}: {error})") from error
-    policy.forget()

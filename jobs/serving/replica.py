@@ -20,7 +20,6 @@ from blockpilot.device import device_name, dtype_name
 from blockpilot.engine.engine import Engine
 from blockpilot.native.library import fastest_dtype
 from blockpilot.pairs.loading import Pair
-from blockpilot.policy.learned import LearnedPolicy
 from blockpilot.prompts.files import Message, Prompt, encode_messages
 from blockpilot.types import Request
 from jobs.serving.engine_loop import EngineLoop, Stream
@@ -131,7 +130,6 @@ class Replica:
     async def status(self) -> dict[str, Any]:
         """The model's entry in /health."""
         loop, engine = self.loop, self.loop.engine
-        policy = engine.controller.policy
         return {
             "status": "ok" if loop.healthy else "stalled" if loop.stalled else "failed",
             "target": self.pair.id.target,
@@ -140,8 +138,7 @@ class Replica:
             "device": device_name(self.pair.target.device),
             **self._chosen,
             "step_price_s": engine.controller.price.by_name,
-            "accepted_over_expected": policy.record.ratio if isinstance(policy, LearnedPolicy) else None,
-            "backed_off": not engine.controller.speculates,
+            "drafting": engine.controller.drafts,
             "num_in_flight": loop.num_in_flight,
             "num_active": engine.num_active,
             "capacity": loop.capacity,

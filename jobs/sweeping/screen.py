@@ -3,7 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
-from blockpilot.control.price import StepPrice
+from blockpilot.control.cost import StepPrice
 from blockpilot.evaluation.tables import loads_up_to
 from blockpilot.sweep.rows import Metadata
 from blockpilot.sweep.summary import Summary

@@ -16,7 +16,7 @@ import numpy as np
 import ray
 from pydantic import Field
 
-from blockpilot.control.price import COEFFICIENTS, Load, StepPrice, fit, relative_error
+from blockpilot.control.cost import COEFFICIENTS, Load, StepPrice, fit, relative_error
 from blockpilot.prompts.files import Prompt
 from blockpilot.sweep.rows import Metadata, Outcome
 from blockpilot.types import Prefill, Sampling

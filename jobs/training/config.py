@@ -2,10 +2,10 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import tyro
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from blockpilot.policy.learned import Objective
 from blockpilot.policy.training import FitSettings
@@ -38,20 +38,17 @@ class TrainConfig(Config):
     output: Path = Path("runs/policy")
     """Directory of the policy; checkpoints while it trains. Every node must see it."""
     objective: Objective = "throughput"
-    """tau: tokens a step. throughput: tokens a second by the price of a step beside the sweep; plain decoding is then
-    a candidate."""
+    """Of kind `prompt`. tau: tokens a step. throughput: tokens a second by the price of a step beside the sweep;
+    plain decoding is then a candidate. Kind `step` follows any price and load in use."""
     rows: int = Field(default=1, ge=1)
-    """Active rows at whose price of a step labels and reports are; kind `step` follows any load in use."""
+    """Active rows at whose price of a step labels and reports of kind `prompt` are."""
     candidates: tuple[int, ...] | None = None
-    """Block sizes to choose from, some of the sweep's; all by default."""
+    """Block sizes for kind `prompt` to choose from, some of the sweep's; all by default."""
     leave_out: tyro.conf.Suppress[tuple[str, ...]] = ()
     """Prompt sets whose rows are not used."""
     fit: Annotated[FitSettings, OnCommandLine, AfterValidator(_checked)] = FitSettings()
     validation: float = Field(default=0.2, gt=0, lt=1)
     """Share of the prompts held back to stop early and to report."""
-    fall_back: tyro.conf.Suppress[bool] = True
-    """Where kind `step` shows no gain on the held-back prompts, make it expect the same of all: the best fixed block
-    size at every load."""
     num_workers: int = Field(default=1, ge=1)
     """Data-parallel Ray Train workers."""
     num_cpus: float = Field(default=1.0, gt=0)
@@ -66,3 +63,9 @@ class TrainConfig(Config):
     """Register the policy as a new version of its target's model."""
     relog: bool = False
     """Train nothing: tell MLflow of the finished training in `output`."""
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> Self:
+        if self.fit.kind == "step" and self.candidates is not None:
+            raise ValueError(f"candidates {self.candidates}: kind step has none; train --kind prompt")
+        return self

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from blockpilot.control.price import PRICE_FILE, StepPrice, read_price
-from blockpilot.policy.dataset import Index, write_examples
+from blockpilot.control.cost import PRICE_FILE, StepPrice, read_price
+from blockpilot.policy.dataset import Index, write_examples, write_steps
 from blockpilot.policy.network import NetworkShape
 from blockpilot.policy.training import FitTask
 from blockpilot.storage import is_file, is_folder, join
@@ -27,9 +27,9 @@ class Dataset(NamedTuple):
     id: str
     """Hash of the rows."""
     metadata: Metadata
-    candidates: CandidateSet
     price: StepPrice | None
-    task: FitTask
+    task: FitTask | None
+    """Of kind `prompt`."""
     folder: Path
     """Of the examples."""
     rows: Index
@@ -47,20 +47,28 @@ def check_sweeps(config: TrainConfig) -> None:
 def read_dataset(config: TrainConfig, folder: Path) -> Dataset:
     """Read and check sweeps part by part and write their examples. Raises ValueError where nothing can be learned."""
     metadata = next(read_parts(config.sweep[0])).metadata
-    if len(metadata.candidates) < 2:
-        raise ValueError(f"sweep {config.sweep[0]}: one candidate {metadata.candidates}; at least 2 are needed")
-    candidates = _candidates(config, metadata)
-    price = _read_price(config, metadata) if config.objective == "throughput" else None
     digests, totals = list[bytes](), defaultdict[float, Summary](Summary)
-    index = write_examples(folder, _parts(config, metadata, digests, totals), tuple(candidates), config.fit.kind)
+    parts = _parts(config, metadata, digests, totals)
+    price, task = _find_price(config, metadata), None
+    if config.fit.kind == "step":
+        index = write_steps(folder, parts)
+    else:
+        task = _task(config, metadata, price)
+        NetworkShape(metadata.vocab_size, len(task.candidates), config.fit.hidden)  # refuses what cannot be
+        index = write_examples(folder, parts, task.candidates)
     if (num_prompts := len(set(index.prompts))) < MIN_PROMPTS:
         raise ValueError(f"sweep {config.sweep[0]}: {num_prompts} different prompts; needed: {MIN_PROMPTS}")
-    NetworkShape(config.fit.kind, metadata.vocab_size, *index.sizes[:3], config.fit.hidden)  # refuses what cannot be
-    step_costs = price.relative(tuple(candidates), config.rows) if price else [1.0] * len(candidates)
-    task = FitTask(config.fit.kind, config.objective, tuple(candidates), torch.tensor(step_costs))
     digest = hashlib.sha256(metadata.to_json().encode() + b"".join(sorted(digests))).hexdigest()[:16]
     taus = {temperature: of_rows.tau_curve for temperature, of_rows in totals.items()}
-    return Dataset(digest, metadata, candidates, price, task, folder, index, taus)
+    return Dataset(digest, metadata, price, task, folder, index, taus)
+
+
+def _task(config: TrainConfig, metadata: Metadata, price: StepPrice | None) -> FitTask:
+    if len(metadata.candidates) < 2:
+        raise ValueError(f"sweep {config.sweep[0]}: one candidate {metadata.candidates}; at least 2 are needed")
+    candidates = tuple(_candidates(config, metadata))
+    step_costs = price.relative(candidates, config.rows) if price else [1.0] * len(candidates)
+    return FitTask(config.objective, candidates, torch.tensor(step_costs))
 
 
 def _parts(
@@ -86,10 +94,8 @@ def _parts(
 
 def _digest(row: SweepRow) -> bytes:
     """A hash of all that examples are made of."""
-    prefill = row.prompt_id, row.taus, row.probs_ids, row.probs, row.context, row.num_prompt_tokens, row.temperature
-    digest = hashlib.sha256(repr((prefill, row.step_places, row.accepted)).encode())
-    digest.update(row.step_contexts)
-    digest.update(row.step_embeddings)
+    prefill = row.prompt_id, row.taus, row.probs_ids, row.probs, row.temperature
+    digest = hashlib.sha256(repr((prefill, row.step_places)).encode())
     for offers in (row.step_ranks, row.step_scores, row.step_log_probs):
         digest.update(offers)
     return digest.digest()
@@ -109,9 +115,14 @@ def _candidates(config: TrainConfig, metadata: Metadata) -> CandidateSet:
     return CandidateSet(wanted)
 
 
-def _read_price(config: TrainConfig, metadata: Metadata) -> StepPrice:
-    place = join(config.sweep[0], PRICE_FILE)
+def _find_price(config: TrainConfig, metadata: Metadata) -> StepPrice | None:
+    """The one beside the first sweep: kind `prompt` needs it for throughput, kind `step` keeps it if it is there."""
+    is_step, place = config.fit.kind == "step", join(config.sweep[0], PRICE_FILE)
+    if not is_step and config.objective == "tau":
+        return None
     if not is_file(place):
+        if is_step:
+            return None
         raise ValueError(
             f"sweep {config.sweep[0]}: no {PRICE_FILE} for objective 'throughput'; "
             "sweep with --price-rows, or train with --objective tau"

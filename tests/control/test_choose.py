@@ -1,24 +1,20 @@
-"""Choosing depths from forecasts and buying what was drafted, against all choices there are."""
+"""Depths before the draft and nodes after it, against all choices there are."""
 
 from collections.abc import Sequence
-from itertools import count, product
-from typing import NamedTuple
+from itertools import product
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from blockpilot.control.choose import Depths, buy, choose_depths
-from blockpilot.control.price import TILE, Load, StepPrice, passes
+from blockpilot.control.acceptance import Expected
+from blockpilot.control.choose import Depths, Trees, _choose_nodes, choose_depths, choose_nodes
+from blockpilot.control.cost import TILE, Load, StepPrice, passes
 from helpers.prices import linear_price, price
 
 ALONE = Load(0)
-A_TOKEN_A_SLOT = (1.0,) * 8
-
-
-class Token(NamedTuple):
-    chance: float
-    depth: int
+ONE_EACH = (1.0,) * 8
 
 
 def rate(
@@ -26,20 +22,20 @@ def rate(
     reaches: Sequence[Sequence[float]],
     price: StepPrice,
     beside: Load,
-    tokens_a_slot: Sequence[float] = A_TOKEN_A_SLOT,
+    nodes: Sequence[float] = ONE_EACH,
 ) -> float:
     """Tokens a second of a step; rows beside emit one each."""
     rows = len(depths) + beside.rows
     tokens = rows + sum(sum(reach[:depth]) for reach, depth in zip(reaches, depths, strict=True))
     launched = beside.num_passes if beside.num_drafted else 0
-    num_passes = max(launched, passes(depths, price.is_sequential))
+    num_passes = max(launched, passes(depths, price.is_sequential) if any(depths) else 0)
     load = Load(rows, beside.num_drafted + sum(depths), beside.num_verified, num_passes)
-    return tokens / (price.seconds(load) + of_tokens(load, price, expected(depths, tokens_a_slot)))
+    return tokens / (price.seconds(load) + of_tokens(load, price, expected_nodes(depths, nodes)))
 
 
-def expected(depths: Sequence[int], tokens_a_slot: Sequence[float]) -> float:
-    """Tokens that will be verified."""
-    return sum(sum(tokens_a_slot[:depth]) for depth in depths)
+def expected_nodes(depths: Sequence[int], nodes: Sequence[float]) -> float:
+    """Nodes that will be verified."""
+    return sum(sum(nodes[:depth]) for depth in depths)
 
 
 def of_tokens(load: Load, price: StepPrice, num: float) -> float:
@@ -48,8 +44,20 @@ def of_tokens(load: Load, price: StepPrice, num: float) -> float:
     return num * price.token_s + beyond * price.tile_s / TILE - load.terms[-1] * price.tile_s
 
 
+def choose_by(
+    reaches: Sequence[Sequence[float]], price: StepPrice, beside: Load, nodes: Sequence[float] = ONE_EACH
+) -> Depths:
+    """Of rows whose depths add as much as reaches[r] says, in so many nodes, all of them likely enough."""
+    deepest = max(1, *map(len, reaches))
+    sums, counts = np.zeros((len(reaches), deepest, 1)), np.zeros((len(reaches), deepest, 1))
+    for r, reach in enumerate(reaches):
+        sums[r, : len(reach), 0], counts[r, : len(reach), 0] = reach, nodes[: len(reach)]
+    return choose_depths(Expected(np.zeros(1), sums, counts), np.array(list(map(len, reaches))), price, beside)
+
+
 def choose(reaches: Sequence[Sequence[float]], price: StepPrice, beside: Load = ALONE) -> list[int]:
-    return choose_depths(reaches, price, beside, A_TOKEN_A_SLOT).depths
+    found: list[int] = choose_by(reaches, price, beside).depths.tolist()
+    return found
 
 
 # --- depths ---
@@ -67,31 +75,31 @@ loads = st.builds(Load, st.integers(0, 3), few, few, st.integers(1, 5)).filter(
 
 @settings(deadline=None, max_examples=200)
 @example(  # three positions are cheaper together than two, and two than one
-    reaches=[[1.0, 1.0, 1.0]], price=price(token_s=1.0), beside=ALONE, tokens_a_slot=[1.0, 1.0, 0.0, 0.0]
+    reaches=[[1.0, 1.0, 1.0]], price=price(token_s=1.0), beside=ALONE, nodes=[1.0, 1.0, 0.0, 0.0]
 )
 @example(  # positions of one row that cost the same: the first is the better one
     reaches=[[1.0], [1.0, 1.0], [1.0, 0.5]],
     price=price(tile_s=1.0),
     beside=Load(1),
-    tokens_a_slot=[3.0, 3.0, 0.0, 0.0],
+    nodes=[3.0, 3.0, 0.0, 0.0],
 )
 @given(
     reaches=st.lists(falling, min_size=1, max_size=3),
     price=prices,
     beside=loads,
-    tokens_a_slot=st.lists(st.floats(0, 4), min_size=4, max_size=8),
+    nodes=st.lists(st.floats(0, 4), min_size=4, max_size=8),
 )
 def test_the_choice_has_the_highest_rate(
-    reaches: list[list[float]], price: StepPrice, beside: Load, tokens_a_slot: list[float]
+    reaches: list[list[float]], price: StepPrice, beside: Load, nodes: list[float]
 ) -> None:
     """But about the knee of the price, where it has that of its depths. Rates are sums in another order."""
     every = list(product(*(range(len(reach) + 1) for reach in reaches)))
-    rates = {depths: rate(depths, reaches, price, beside, tokens_a_slot) for depths in every}
+    rates = {depths: rate(depths, reaches, price, beside, nodes) for depths in every}
     best = max(every, key=lambda depths: rates[depths])
-    found = choose_depths(reaches, price, beside, tokens_a_slot)
-    assert found.rate == pytest.approx(rates[tuple(found.depths)], rel=1e-9)
+    found = choose_by(reaches, price, beside, nodes)
+    assert found.rate == pytest.approx(rates[tuple(found.depths.tolist())], rel=1e-9)
     rows = len(reaches) + beside.rows
-    most = rows + beside.num_verified + max(expected(depths, tokens_a_slot) for depths in every)
+    most = rows + beside.num_verified + max(expected_nodes(depths, nodes) for depths in every)
     if not price.tile_s or most <= TILE or rows + beside.num_verified >= TILE:
         assert found.rate == pytest.approx(rates[best], rel=1e-9)
 
@@ -100,8 +108,8 @@ def test_beyond_a_tile_tokens_are_dearer() -> None:
     """Alone a row drafts all 8, which fit into a tile; five rows draft about what fits."""
     reach, knee = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2), price(token_s=0.01, tile_s=8.0)
     assert choose([reach], knee) == [8]
-    found = choose_depths([reach] * 5, knee, ALONE, A_TOKEN_A_SLOT)
-    assert found.rate == pytest.approx(rate(found.depths, [reach] * 5, knee, ALONE))
+    found = choose_by([reach] * 5, knee, ALONE)
+    assert found.rate == pytest.approx(rate(found.depths.tolist(), [reach] * 5, knee, ALONE))
     assert found.rate > rate([8] * 5, [reach] * 5, knee, ALONE)
 
 
@@ -116,7 +124,8 @@ def test_rows_choose_apart() -> None:
 def test_nobody_drafts_where_launch_is_too_dear_for_all_together() -> None:
     """Of six rows all draft or none: together they expect 4.8 tokens more, and a pass for one brings 0.8."""
     reach, dear, cheap = (0.5, 0.3), *(price(base_s=1.0, launch_s=launch, slot_s=0.01) for launch in (1.2, 0.5))
-    assert choose_depths([reach], dear, ALONE, A_TOKEN_A_SLOT) == Depths([0], 1.0)
+    assert choose_by([reach], dear, ALONE).rate == 1.0
+    assert choose([reach], dear) == [0]
     assert choose([reach] * 6, dear) == [0] * 6
     assert choose([reach] * 6, cheap) == [2] * 6
     assert choose([reach], cheap, Load(5)) == [0]
@@ -156,57 +165,78 @@ def test_a_dear_target_makes_drafts_cheap() -> None:
     assert choose([(0.5, 0.4)], price(base_s=10.0, launch_s=2.0)) == [2]
 
 
-def test_the_tokens_that_a_slot_will_bring_are_paid_for() -> None:
+def test_the_nodes_that_a_depth_will_add_are_paid_for() -> None:
     """Nothing is verified of most slots at depth 2, and of those at depth 1 many choices."""
     reach, of_tokens = (0.5, 0.45), price(token_s=0.3)
-    assert choose_depths([reach], of_tokens, ALONE, (1.0, 1.0)).depths == [2]
-    assert choose_depths([reach], of_tokens, ALONE, (3.0, 3.0)).depths == [0]
-    assert choose_depths([reach], of_tokens, ALONE, (1.0, 3.0)).depths == [1]
+    assert choose_by([reach], of_tokens, ALONE, (1.0, 1.0)).depths.tolist() == [2]
+    assert choose_by([reach], of_tokens, ALONE, (3.0, 3.0)).depths.tolist() == [0]
+    assert choose_by([reach], of_tokens, ALONE, (1.0, 3.0)).depths.tolist() == [1]
 
 
-# --- bought tokens ---
+def test_depths_count_the_nodes_that_are_worth_their_seconds() -> None:
+    """At depth 1 a node of 0.5 and four of 0.1: the dearer a token, the fewer of them are verified."""
+    thresholds = np.array([0.05, 0.3])
+    sums, counts = np.array([[[0.9, 0.5]]]), np.array([[[5.0, 1.0]]])
+    found = [
+        choose_depths(Expected(thresholds, sums, counts), np.array([1]), price(token_s=token_s, slot_s=0.1), ALONE)
+        for token_s in (0.01, 0.2)
+    ]
+    assert [each.depths.tolist() for each in found] == [[1], [1]]
+    assert found[0].rate == pytest.approx(1.9 / 1.15)
+    assert found[1].rate == pytest.approx(1.5 / 1.3)
 
 
-@given(st.lists(chances).map(lambda drawn: sorted(drawn, reverse=True)), st.floats(0, 1.2), st.integers(0, 12))
-def test_exactly_the_tokens_worth_it_are_bought(offered: list[float], worth: float, most: int) -> None:
-    tokens = [Token(chance, 1 + i) for i, chance in enumerate(offered)]
-    bought = buy([tokens], worth, 0.0, 0, most)
-    assert bought == [[token for token in tokens if token.chance >= worth][:most]]
+# --- nodes ---
+
+
+def trees_of(offered: Sequence[Sequence[float]]) -> Trees:
+    num = np.array(list(map(len, offered)))
+    chances = np.zeros((len(num), max(1, int(num.max()))))
+    for r, of_row in enumerate(offered):
+        chances[r, : num[r]] = of_row
+    return Trees(np.zeros_like(num), num, num, chances, np.ones_like(chances, dtype=int))
+
+
+def taken(offered: Sequence[Sequence[float]], price: StepPrice, drafted: Load) -> list[int]:
+    """At the rate of plain decoding."""
+    rate = drafted.rows / price.seconds(drafted)
+    found: list[int] = choose_nodes(trees_of(offered), price, drafted, rate).tolist()
+    return found
 
 
 @given(
-    st.lists(st.lists(chances, max_size=9).map(lambda drawn: sorted(drawn, reverse=True)), max_size=6),
-    st.floats(0, 1),
+    st.lists(st.lists(chances, max_size=9).map(lambda drawn: sorted(drawn, reverse=True)), min_size=1, max_size=6),
+    prices,
+    loads,
     st.floats(0, 3),
-    st.integers(0, 15),
 )
-def test_tiles_are_bought_whose_tokens_pay_for_them(
-    offered: list[list[float]], worth: float, worth_tile: float, num_free: int
+def test_the_best_nodes_of_all_rows_are_taken_as_many_as_gain_the_most(
+    offered: list[list[float]], price: StepPrice, beside: Load, rate: float
 ) -> None:
-    """No number of the best tokens brings more beyond what tokens and tiles are worth."""
-    rows = [[Token(chance, 1 + i) for i, chance in enumerate(of_row)] for of_row in offered]
-    found = buy(rows, worth, worth_tile, num_free, 9)
-    assert all(of_row == given[: len(of_row)] for of_row, given in zip(found, rows, strict=True))
-    every = sorted((chance for of_row in offered for chance in of_row), reverse=True)
+    """No other number of every row's best nodes gains more; nor by numpy, where there is no C."""
+    drafted = beside._replace(rows=beside.rows + len(offered))
 
-    def gain(falling: Sequence[float]) -> float:
-        return sum(chance - worth for chance in falling) - worth_tile * -(-max(0, len(falling) - num_free) // TILE)
+    def gain_of(taken: Sequence[int]) -> float:
+        tokens = sum(sum(of_row[:n]) for of_row, n in zip(offered, taken, strict=True))
+        more_s = price.seconds(drafted._replace(num_verified=drafted.num_verified + sum(taken)))
+        return tokens - rate * (more_s - price.seconds(drafted))
 
-    bought = [token.chance for of_row in found for token in of_row]
-    assert sorted(bought, reverse=True) == every[: len(bought)]
-    assert gain(bought) == pytest.approx(max(gain(every[:num]) for num in range(len(every) + 1)), abs=1e-9)
+    found = choose_nodes(trees_of(offered), price, drafted, rate).tolist()
+    by_numpy = _choose_nodes(trees_of(offered), price, drafted, rate).tolist()
+    every = product(*(range(len(of_row) + 1) for of_row in offered)) if sum(map(len, offered)) < 12 else [found]
+    best = max(map(gain_of, every))
+    assert gain_of(found) == pytest.approx(best, rel=1e-9, abs=1e-9)
+    assert gain_of(by_numpy) == pytest.approx(best, rel=1e-9, abs=1e-9)
+    last = [of_row[n - 1] for of_row, n in zip(offered, found, strict=True) if n]
+    left = [of_row[n] for of_row, n in zip(offered, found, strict=True) if n < len(of_row)]
+    assert not last or not left or min(last) >= max(left)
 
 
-def test_no_more_is_looked_at_than_is_bought() -> None:
-    """Trees grow while they are bought: a token that is not asked for is never found."""
-    seen = list[int]()
-
-    def offered() -> Token:
-        seen.append(len(seen))
-        return Token(0.9 ** len(seen), len(seen))
-
-    assert len(buy([(offered() for _ in count())], 0.0, 0.0, 0, 5)[0]) == 5
-    assert len(seen) == 5
-    [tokens] = buy([(offered() for _ in count())], 0.9**8, 0.0, 0, 5)
-    assert [token.depth for token in tokens] == [6, 7, 8]
-    assert len(seen) == 9
+def test_a_node_is_worth_more_the_slower_the_step() -> None:
+    """Where 1 second makes a token, a node of 0.1 is not worth 0.2 seconds; where that takes 3 seconds, it is."""
+    row = [0.9, 0.5, 0.3, 0.1, 0.05]
+    assert taken([row], price(base_s=1.0, token_s=0.2), Load(1)) == [3]
+    assert taken([row], price(base_s=3.0, token_s=0.2), Load(1)) == [4]
+    assert taken([row, row], price(base_s=1.0, token_s=0.2), Load(2)) == [2, 2]
+    assert taken([row, row], price(base_s=0.5, token_s=0.2), Load(2)) == [1, 1]
+    assert taken([[], []], price(), Load(2)) == [0, 0]

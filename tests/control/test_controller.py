@@ -1,138 +1,146 @@
-"""What a controller does with forecasts: prices them, buys what was drafted, and keeps account of what came of it."""
+"""What a controller plans, selects and learns."""
 
-from collections.abc import Iterator, Sequence
-from itertools import chain
-
+import numpy as np
 import pytest
 
-from blockpilot.control.choose import choose_depths
+from blockpilot.control.acceptance import DOUBT, AcceptanceModel
+from blockpilot.control.choose import Trees, choose_depths, choose_nodes
 from blockpilot.control.controller import (
-    DOUBT,
     NOMINAL,
-    SLOTS_DOUBT,
+    PLAN_EVERY,
+    PROBE_EVERY,
     Controller,
-    FixedPolicy,
+    Planned,
     StepOutcome,
 )
-from blockpilot.control.price import Load
-from blockpilot.engine.trees import Node
-from blockpilot.evaluation.baselines import DepthController
-from blockpilot.pairs.loading import Pair
-from blockpilot.types import MAX_BLOCK_SIZE
-from helpers.policies import step_policy
-from helpers.prices import linear_price, price
+from blockpilot.control.cost import Load, StepPrice
+from blockpilot.evaluation.baselines import DepthController, TreeBudget, WholeDraft
+from helpers.prices import price
 
-REACH, ALONE = (0.8, 0.6, 0.4), Load(0)
+ALONE, DEEPEST = Load(0), 4
 PRICE = price(launch_s=0.1, slot_s=0.02, token_s=0.05)
-FIRST_RATE = choose_depths([REACH], PRICE, ALONE, [1.0] * 3).rate
 
 
-def offered(chances: Sequence[float], depth: int = 1) -> list[Node]:
-    return [Node(7, 0, chance, depth, True) for chance in chances]
+def controller_of(of: StepPrice | None = PRICE, kind: type[Controller] = Controller) -> Controller:
+    return kind(AcceptanceModel(DEEPEST), of)
 
 
-def outcome(num_accepted: int) -> StepOutcome:
-    return StepOutcome(Load(1, 3, 3), 0, 1, num_accepted, 1 + num_accepted, next_rows=1)
+def greedy(num: int, deepest: int = DEEPEST) -> Planned:
+    return Planned(np.zeros(num, dtype=int), np.full(num, deepest))
 
 
-def bought(controller: Controller, *of_rows: Sequence[Node], most: int = 31) -> list[list[Node]]:
-    """One step that every row drafts in, and whose tokens are worth their chances."""
-    depths = controller.depths([REACH] * len(of_rows), ALONE)
-    assert all(depths)
-    tokens = controller.buy(of_rows, most)
-    controller.finish(outcome(0))
-    return tokens
+def trees(*of_rows: list[float]) -> Trees:
+    """Of rows at temperature 0, whose nodes are as deep as they are many."""
+    num, most = np.array(list(map(len, of_rows))), max(map(len, of_rows))
+    chances = np.array([[*of_row, *[0.0] * (most - len(of_row))] for of_row in of_rows])
+    return Trees(np.zeros(len(num), dtype=int), num, num, chances, np.tile(np.arange(1, most + 1), (len(num), 1)))
 
 
-def test_the_price_is_given_or_the_policys_or_nominal(tiny_pair: Pair) -> None:
-    own = linear_price(0.3)
-    policy = step_policy(tiny_pair, (1, 2), price=own)
-    assert Controller(policy).price is own
-    assert Controller(policy, PRICE).price is PRICE
-    assert Controller(FixedPolicy(2)).price is Controller(step_policy(tiny_pair, (1, 2))).price is NOMINAL
+def run(
+    controller: Controller, num_steps: int, chances: list[float], seconds: float | None = None
+) -> list[list[int]]:
+    """Depths of steps of one row, and how many nodes each verified; they take as long as the first price says."""
+    found, first = list[list[int]](), controller.price
+    for _ in range(num_steps):
+        depth = int(controller.plan(greedy(1), ALONE)[0])
+        taken = int(controller.select(trees(chances[:depth]), Load(1, depth))[0]) if depth else 0
+        load = Load(1, depth, taken)
+        controller.learn(StepOutcome(load), first.seconds(load) if seconds is None else seconds)
+        found.append([depth, taken])
+    return found
 
 
-def test_depths_are_those_of_the_choice() -> None:
-    reaches, beside = [REACH, (0.3,), ()], Load(2, 3, 3)
-    assert (
-        Controller(FixedPolicy(2), PRICE).depths(reaches, beside)
-        == choose_depths(reaches, PRICE, beside, [1.0] * 3).depths
-    )
+def test_without_a_price_it_is_nominal() -> None:
+    assert controller_of(None).price is NOMINAL
+    assert controller_of(PRICE).price is PRICE
 
 
-def test_a_token_is_bought_if_its_chance_is_worth_its_seconds() -> None:
-    """At the rate that the step is expected to have; its verification alone is still to be paid."""
-    worth = FIRST_RATE * PRICE.token_s
-    chances = [0.9, worth + 1e-9, worth - 1e-9, 0.0]
-    [tokens] = bought(Controller(FixedPolicy(2), PRICE), offered(chances))
-    assert [token.chance for token in tokens] == chances[:2]
+def test_depths_are_those_of_the_choice_and_no_deeper_than_rows_may() -> None:
+    model, beside = AcceptanceModel(DEEPEST), Load(2, 3, 3)
+    drawn = np.array([0, 1, 0])
+    every = choose_depths(model.expected(drawn), np.full(3, DEEPEST), PRICE, beside).depths
+    found = Controller(model, PRICE).plan(Planned(drawn, np.array([4, 1, 0])), beside)
+    assert found.tolist() == np.minimum(every, [4, 1, 0]).tolist()
+    assert every.max() > 1
 
 
-def test_what_is_bought_of_a_row_is_limited() -> None:
-    rows = offered([0.9, 0.8, 0.7]), offered([0.6]), offered([])
-    assert bought(Controller(FixedPolicy(2), PRICE), *rows, most=2) == [rows[0][:2], rows[1], []]
+def test_nodes_are_selected_at_the_rate_that_is_expected() -> None:
+    """Not by the rate of the step at hand: poor candidates are no reason to verify worse ones."""
+    controller = controller_of(price(token_s=0.2))
+    rate = choose_depths(controller.model.expected(np.array([0])), np.array([DEEPEST]), controller.price, ALONE).rate
+    depth = int(controller.plan(greedy(1), ALONE)[0])
+    offered = trees([rate * 0.2 + 0.01, rate * 0.2 - 0.01])
+    assert controller.select(offered, Load(1, depth)).tolist() == [1]
+    assert choose_nodes(offered, controller.price, Load(1, depth), 0.0).tolist() == [2]
+    assert choose_nodes(offered, controller.price, Load(1, depth), 1.0).tolist() == [2]
 
 
-def test_calibration_is_what_was_accepted_over_what_was_expected() -> None:
-    controller = Controller(FixedPolicy(2), PRICE)
-    assert controller.calibration == 1
-    for num in range(1, 4):
-        controller.depths([REACH, REACH], ALONE)
-        controller.buy([offered([0.9, 0.7, 0.001]), offered([0.4])], 31)  # 2 expected of those bought
-        controller.finish(outcome(1))
-        assert controller.calibration == pytest.approx((DOUBT + num) / (DOUBT + 2 * num), rel=1e-3)
-    for _ in range(5):  # steps that buy nothing, or draft nothing, say nothing
-        before = controller.calibration
-        controller.finish(outcome(0))
-        assert controller.calibration == pytest.approx(before, rel=1e-3)
+def test_what_drafts_add_moves_the_plan() -> None:
+    """A draft of which little comes is not worth its launch; one that is right goes deep."""
+    good, poor = controller_of(price(launch_s=0.3, token_s=0.02)), controller_of(price(launch_s=0.3, token_s=0.02))
+    assert run(good, 400, [0.95, 0.9, 0.85, 0.8])[-1] == [4, 4]
+    assert run(poor, 400, [0.1, 0.01, 0.001, 0.0001])[-1] == [0, 0]
+    assert good.drafts
+    assert not poor.drafts
 
 
-def test_the_less_comes_of_what_is_expected_the_more_a_token_must_promise() -> None:
-    """Half of what was expected: a chance is worth half of what it says."""
-    controller = Controller(FixedPolicy(2), PRICE)
-    for _ in range(3000):
-        controller.depths([REACH], ALONE)
-        controller.buy([offered([0.9, 0.6, 0.5], 1)], 31)
-        controller.finish(outcome(1))
-    assert controller.calibration == pytest.approx(0.5, abs=0.05)
-    controller.depths([REACH], ALONE)
-    tokens_a_slot = [(3.0, 0.0, 0.0), (1.0, 1.0, 1.0)]
-    rates = [choose_depths([REACH], PRICE, ALONE, of).rate for of in tokens_a_slot]
-    least, most = (rate * PRICE.token_s / controller.calibration for rate in rates)
-    [tokens] = controller.buy([offered([max(least, most) + 0.01, min(least, most) - 0.01])], 31)
-    assert len(tokens) == 1
-    assert min(least, most) - 0.01 > FIRST_RATE * PRICE.token_s  # which would have been bought at first
+def test_a_plan_holds_for_some_steps_of_rows_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    controller, num_planned = controller_of(), list[int]()
+    expected = controller.model.expected
+    monkeypatch.setattr(controller.model, "expected", lambda drawn: num_planned.append(len(drawn)) or expected(drawn))
+    for _ in range(2 * PLAN_EVERY):
+        controller.plan(greedy(1), ALONE)
+    assert num_planned == [1, 1]
+    controller.plan(greedy(2), ALONE)
+    controller.plan(Planned(np.array([0, 1]), np.full(2, DEEPEST)), ALONE)
+    controller.plan(Planned(np.array([0, 1]), np.full(2, DEEPEST)), Load(1))
+    assert num_planned == [1, 1, 2, 2, 2]
 
 
-def test_slots_are_priced_by_the_tokens_that_were_bought_at_their_depth() -> None:
-    """Two choices at depth 1 of both rows that draft, one of one row at depth 2, and none deeper."""
-    reaches, dear = [(0.9, 0.8, 0.7)] * 2, price(token_s=0.1)
-    controller = Controller(FixedPolicy(2), dear)
-    assert controller.depths(reaches, ALONE) == [3, 3]
-    for num in range(1, 20):
-        controller.buy([offered([1.0, 1.0]), [*offered([1.0, 1.0]), *offered([1.0], depth=2)]], 31)
-        controller.finish(outcome(5))
-        kept = [record.ratio for record in controller._tokens_a_slot]
-        expected = [(SLOTS_DOUBT + bought) / (SLOTS_DOUBT + 2 * num) for bought in (4 * num, num, 0)]
-        assert kept == pytest.approx([*expected, *[1.0] * (MAX_BLOCK_SIZE - 3)], rel=0.02)
-        assert controller.depths(reaches, ALONE) == choose_depths(reaches, dear, ALONE, kept).depths == [3, 3]
-    # A chance of 0.15 pays for one token, and not for the 1.5 that a first slot brings by now.
-    assert choose_depths([(0.15,)], dear, ALONE, [1.0]).depths == [1]
-    assert controller.depths([(0.15,)], ALONE) == [0]
+def test_plain_steps_and_drafting_ones_probe_the_other_kind_now_and_then() -> None:
+    """Only where the price follows the steps."""
+    dear = price(launch_s=100.0)
+    found = [depth for depth, _ in run(controller_of(dear), 3 * PROBE_EVERY, [0.9])]
+    probes = [i for i, depth in enumerate(found) if depth]
+    assert probes == [PROBE_EVERY, 2 * PROBE_EVERY + 1]
+    fixed = Controller(AcceptanceModel(DEEPEST), dear, follows=False)
+    assert not any(depth for depth, _ in run(fixed, 3 * PROBE_EVERY, [0.9]))
 
 
-def test_only_positions_that_were_drafted_count() -> None:
-    controller = Controller(FixedPolicy(2), price(token_s=0.3))
-    assert controller.depths([(0.9, 0.9), (0.9,)], ALONE) == [2, 1]
-    controller.buy([offered([0.9]), offered([0.9])], 31)
-    found = [record.ratio for record in controller._tokens_a_slot[:3]]
-    assert found == pytest.approx([1.0, SLOTS_DOUBT / (SLOTS_DOUBT + 1), 1.0])
+def test_a_probe_that_is_cheap_brings_drafting_back() -> None:
+    """The price says that a draft costs far too much; it costs next to nothing."""
+    controller = controller_of(price(launch_s=3.0))
+    assert run(controller, 1, [0.9])[0][0] == 0
+    found = run(controller, 40 * PROBE_EVERY, [0.9, 0.8, 0.7, 0.6], seconds=1.0)
+    assert found[-1][0] > 0
 
 
 def test_chains_of_running_means_are_verified_as_deep_as_they_are_drafted() -> None:
-    controller = DepthController(FixedPolicy(2), PRICE)
-    assert controller.depths([REACH], ALONE) == [3]
-    tokens = offered([0.5, 1e-3, 1e-6])
-    endless: Iterator[Node] = chain(tokens, iter(lambda: tokens[-1], None))
-    assert controller.buy([iter(tokens), endless], 5) == [tokens, [*tokens, tokens[-1], tokens[-1]]]
-    assert controller.speculates
+    controller = controller_of(kind=DepthController)
+    depth = int(controller.plan(greedy(1), ALONE)[0])
+    assert controller.select(trees([0.5, 1e-3, 1e-6][:depth]), Load(1, depth)).tolist() == [min(depth, 3)]
+
+
+def test_whole_drafts_are_as_deep_as_rows_may() -> None:
+    controller = controller_of(price(launch_s=100.0), WholeDraft)
+    assert controller.plan(Planned(np.array([0, 0]), np.array([4, 2])), ALONE).tolist() == [4, 2]
+
+
+def test_budgets_of_trees_are_those_of_rows_alone() -> None:
+    """The most tokens a second of each row's own step: a poor row verifies what the rich one would not."""
+    controller = controller_of(price(base_s=1.0, row_s=0.0, token_s=0.2), TreeBudget)
+    controller.plan(greedy(2), ALONE)
+    assert controller.select(trees([0.9, 0.5, 0.3, 0.1], [0.25, 0.24, 0.1]), Load(2, 8)).tolist() == [2, 2]
+
+
+def test_what_a_constraint_forces_is_not_what_a_draft_added() -> None:
+    """Nodes that are certain, of a row that drafted one position and of one that drafted none."""
+    controller = controller_of(price(launch_s=0.01))
+    before = controller.model.expected(np.array([0])).counts[0]
+    controller.plan(greedy(2), ALONE)
+    controller.select(trees([1.0, 1.0, 1.0], [1.0, 1.0])._replace(drafted=np.array([1, 0])), Load(2, 1))
+    controller.plan(greedy(1), ALONE)
+    after = controller.model.expected(np.array([0])).counts[0]
+    np.testing.assert_array_equal(after[1:], before[1:])
+    assert (after[0] <= 1).all()
+    assert after[0, -1] == pytest.approx(1 / (DOUBT + 1), rel=1e-2)

@@ -7,15 +7,14 @@ from itertools import pairwise
 import pytest
 import torch
 
+from blockpilot.control.acceptance import AcceptanceModel
 from blockpilot.control.controller import Controller
-from blockpilot.control.forecasts import RunningMeans
 from blockpilot.drafts.markov import MarkovHead
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.generate import generate
 from blockpilot.engine.sampling import candidates
-from blockpilot.evaluation.baselines import AdaptiveVerification, Margins
+from blockpilot.evaluation.baselines import Margins, WholeDraft
 from blockpilot.pairs.loading import Pair
-from blockpilot.policy.nodes import NodeModel
 from blockpilot.prompts.files import load_prompts
 from blockpilot.sweep.sweep import sweep_prompts
 from blockpilot.types import Layout, Request, Sampling
@@ -39,20 +38,19 @@ def test_the_text_is_the_targets_own(markov_pair: Pair, sampling: Sampling) -> N
         assert text(markov_pair, sampling, block_size, layout) == plain  # type: ignore[arg-type]
 
 
-def buyer(kind: str, pair: Pair) -> Controller:
-    """Buyer of nodes by the draft's own chances, by a node model, or by margins that are learned from the chain."""
+def controller_of(kind: str, pair: Pair) -> Controller:
+    """Nodes are selected by the draft's own chances at first, by those of a prior, or by margins."""
     cost = price(pair=pair.id, launch_s=0.1, token_s=0.001)
     if kind == "margins":
-        return AdaptiveVerification(Margins(3), cost)
-    learned = step_policy(pair, (1, 2, 4), outputs=(9.0, 9.0, 9.0))
-    learned.nodes = NodeModel().eval().requires_grad_(False)
-    return Controller(RunningMeans(3) if kind == "means" else learned, cost)
+        return WholeDraft(Margins(3), cost)
+    prior = {} if kind == "untrained" else {"prior": step_policy(pair.id, pair.vocab_size)}
+    return Controller(AcceptanceModel(3, **prior), cost)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("kind", ["means", "nodes", "margins"])
-def test_whoever_buys_the_nodes_the_text_stays(markov_pair: Pair, kind: str, sampling: Sampling) -> None:
-    engine = Engine(markov_pair, num_slots=2, max_length=64, controller=buyer(kind, markov_pair))
+@pytest.mark.parametrize("kind", ["untrained", "prior", "margins"])
+def test_however_nodes_are_selected_the_text_stays(markov_pair: Pair, kind: str, sampling: Sampling) -> None:
+    engine = Engine(markov_pair, num_slots=2, max_length=64, controller=controller_of(kind, markov_pair))
     requests = [Request(PROMPT[i:], 24, sampling, stop_token_ids=NEVER) for i in (0, 1)]
     found = run(engine, requests)
     for i, steps in enumerate(found):

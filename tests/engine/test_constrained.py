@@ -1,9 +1,10 @@
 """Constrained requests: their texts are those of one-token-at-a-time decoding under the same mask."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,13 +17,12 @@ from llguidance.hf import from_tokenizer
 from blockpilot.constraints.automaton import GrammarCompiler, GrammarError
 from blockpilot.constraints.grammar import Grammar, limits, of_choices, of_schema
 from blockpilot.control.controller import FixedPolicy
-from blockpilot.control.forecasts import RunningMeans
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.sampling import keyed_sample
-from blockpilot.engine.trees import drawn_apart
-from blockpilot.evaluation.pricing import StaticForecast
 from blockpilot.pairs.loading import Pair
-from blockpilot.types import LAYOUTS, Layout, Policy, Request, Sampling
+from blockpilot.types import LAYOUTS, Layout, Request, Sampling
+from helpers.controllers import Told
+from helpers.drafts import offer_always
 from helpers.engines import PROMPT, changed_logits, plain_text, run, text_of
 from helpers.tiny import EOS_ID
 
@@ -86,22 +86,22 @@ def asked(draw: st.DrawFn) -> tuple[int | None, int, int | None, Layout]:
     return grammar, draw(st.integers(0, len(SAMPLINGS) - 1)), size, draw(st.sampled_from(LAYOUTS))
 
 
-POLICIES: dict[str, Policy] = {
-    "fixed": FixedPolicy(4),
-    "running means": RunningMeans(3),
-    "static": lambda prefill: StaticForecast((0.9, 0.8, 0.7)),
+CHOICES: dict[str, Callable[[], dict[str, Any]]] = {
+    "default": dict,
+    "fixed": lambda: {"policy": FixedPolicy(4)},
+    "told": lambda: {"controller": Told(3, [(3, 6), (0, 0), (2, 9), (1, 1)])},
 }
 
 
 @pytest.mark.parametrize("name", ["tiny_pair", "markov_pair", "eagle_pair"])
-@given(st.lists(asked(), min_size=1, max_size=5), st.sampled_from(sorted(POLICIES)), st.data())
+@given(st.lists(asked(), min_size=1, max_size=5), st.sampled_from(sorted(CHOICES)), st.data())
 @settings(deadline=None, max_examples=15)
 @torch.inference_mode()
 def test_texts_are_those_of_plain_decoding_under_the_same_mask(
     request: pytest.FixtureRequest,
     name: str,
     rows: list[tuple[int | None, int, int | None, Layout]],
-    policy: str,
+    choice: str,
     data: st.DataObject,
 ) -> None:
     pair: Pair = request.getfixturevalue(name)
@@ -118,22 +118,44 @@ def test_texts_are_those_of_plain_decoding_under_the_same_mask(
             expected.append(oracle(pair, GRAMMARS[number], prompt, SAMPLINGS[sampling]))
         requests.append(asked_for)
     slots = data.draw(st.integers(1, 3))
-    steps = run(Engine(pair, num_slots=slots, max_length=64, policy=POLICIES[policy]), requests)
+    steps = run(Engine(pair, num_slots=slots, max_length=64, **CHOICES[choice]()), requests)
     assert [text_of(of_row) for of_row in steps] == expected
 
 
 def test_forced_tokens_need_no_draft_and_several_are_emitted_at_once(tiny_pair: Pair) -> None:
     forced = compiler(tiny_pair).compile(Grammar("regex", "abcdefgh[xy]z"))
     asked_for = Request(PROMPT, NUM, stop_token_ids=tiny_pair.stop_token_ids, constraint=forced)
-    first, second = run(Engine(tiny_pair, max_length=512), [asked_for])[0][:2]
-    assert (len(first.tokens), len(second.tokens)) == (1, 4)  # block size 4
-    free = replace(asked_for, policy=RunningMeans(3))
-    steps = run(Engine(tiny_pair, max_length=512), [free])[0]
+    first, second = run(Engine(tiny_pair, max_length=512), [replace(asked_for, block_size=4)])[0][:2]
+    assert (len(first.tokens), len(second.tokens)) == (1, 4)
+    steps = run(Engine(tiny_pair, max_length=512), [asked_for])[0]
     assert [len(step.tokens) for step in steps] == [1, 8, 1]
     assert steps[1].block_size == 8
     assert steps[-1].finish_reason == "stop"
     plain = run(Engine(tiny_pair, max_length=512), [replace(asked_for, block_size=1)])[0]
     assert [len(step.tokens) for step in plain] == [1] * 10
+
+
+def test_constrained_drafts_teach_nothing(tiny_pair: Pair) -> None:
+    """Their nodes are what the grammar leaves: the model has given other chances."""
+    controller = Told(3, [(3, 6)])
+    forced = compiler(tiny_pair).compile(Grammar("regex", "[a-d]{4}(xyz|yzx){2}"))
+    request = Request(PROMPT, NUM, stop_token_ids=tiny_pair.stop_token_ids, constraint=forced)
+    [steps] = run(Engine(tiny_pair, max_length=128, controller=controller), [request])
+    assert any(step.tree.tokens for step in steps)
+    assert not any(len(outcome.verified.choices) for outcome in controller.outcomes)
+
+
+def test_forced_tokens_are_not_expected_of_drafts(tiny_pair: Pair) -> None:
+    """Two rows whose every token is forced draft nothing; a third one drafts."""
+    controller = Told(3, [(3, 7)])
+    forced = compiler(tiny_pair).compile(Grammar("regex", "(abcdefgh){40}"))
+    requests = [Request(PROMPT, 15), *[Request(PROMPT, 150, constraint=forced)] * 2]
+    found = run(Engine(tiny_pair, max_length=256, max_block_size=8, controller=controller), requests)
+    assert {len(step.tokens) for steps in found[1:] for step in steps[1:-1]} == {8}
+    controller._observe()
+    expected = controller.model.expected(np.array([0])).sums[0]
+    assert expected.max() <= 1
+    assert (expected[:, 0] > 0).all()
 
 
 def test_a_complete_text_ends_without_a_stop_token_and_a_stop_token_only_where_it_is_complete(
@@ -197,10 +219,7 @@ def test_a_draft_that_looks_past_a_grammars_limits_ends_nothing(tiny_pair: Pair)
     def decode(seed: int, block_size: int, offered: Sequence[int]) -> tuple[str, list[str]]:
         engine, lost = Engine(tiny_pair, num_slots=1, max_length=64), list[str]()
         engine.on_failure = lambda request_id, error: lost.append(str(error))
-        chances = [0.5, 0.4][: len(offered)]
-        engine._drafter.propose = lambda rows, slots, depths, num: [  # type: ignore[method-assign]
-            drawn_apart([offered] * depth, [[chances] * depth]) for depth in depths
-        ]
+        offer_always(engine, offered, [0.5, 0.4][: len(offered)])
         engine.add(Request((1, 2, seed), 30, Sampling(), block_size, layout="tree", constraint=constraint))
         steps = [step for _ in range(40) for step in engine.step()]
         return str(tiny_pair.tokenizer.decode(text_of(steps))), lost

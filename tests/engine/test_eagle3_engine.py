@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from blockpilot.control.acceptance import AcceptanceModel
 from blockpilot.control.controller import Controller
-from blockpilot.control.forecasts import RunningMeans
 from blockpilot.drafts.choices import own_chances
 from blockpilot.drafts.eagle3 import Eagle3Model
 from blockpilot.drafts.eagle3_decoder import Eagle3Cache, PreparedEagle3
@@ -19,7 +19,6 @@ from blockpilot.engine.generate import generate
 from blockpilot.engine.sampling import candidates
 from blockpilot.models.native_layers import NativeLayers
 from blockpilot.pairs.loading import Pair
-from blockpilot.policy.nodes import NodeModel
 from blockpilot.sweep.replay import Text, know
 from blockpilot.types import LAYOUTS, Layout, Request, Sampling
 from helpers.drafts import Proposal, proposals_of
@@ -62,7 +61,7 @@ def test_the_text_is_the_targets_own(eagle_pair: Pair, sampling: Sampling, layou
 
 @pytest.mark.parametrize("num_slots", [1, 3, 8])
 def test_ragged_batches_equal_single_runs(eagle_pair: Pair, num_slots: int) -> None:
-    """Chains, trees and plain rows; prompts that are cut; limits and stop tokens; drafts of fixed size and bought."""
+    """Chains, trees and plain rows; prompts that are cut; limits and stop tokens; sizes fixed and chosen."""
     requests = []
     for i in range(16):
         prompt, sampling = PROMPT[: 1 + i], replace(SAMPLINGS[i % 3], seed=i)
@@ -72,7 +71,7 @@ def test_ragged_batches_equal_single_runs(eagle_pair: Pair, num_slots: int) -> N
         requests.append(Request(prompt, 5 + 2 * i, sampling, size, stop, layout=LAYOUTS[i % 3]))
     cost = price(launch_s=0.05, slot_s=0.02, token_s=0.02)
     options: dict[str, Any] = {"num_slots": num_slots, "max_length": 40, "max_prefill_tokens": 7}
-    engine = Engine(eagle_pair, controller=Controller(RunningMeans(3), cost), **options)
+    engine = Engine(eagle_pair, controller=Controller(AcceptanceModel(3), cost), **options)
     together = run(engine, requests)
     for request, steps in zip(requests, together, strict=True):
         expected = plain_text(eagle_pair, request.prompt_ids, request.max_new_tokens, request.sampling)
@@ -83,10 +82,10 @@ def test_ragged_batches_equal_single_runs(eagle_pair: Pair, num_slots: int) -> N
     assert sum(step.num_accepted for steps in together for step in steps) > 10
 
 
-def test_a_policy_that_reads_every_step_buys_of_its_trees(eagle_pair: Pair) -> None:
-    policy = step_policy(eagle_pair, (1, 2, 4), outputs=(9.0, 9.0, 9.0))
-    policy.nodes = NodeModel().eval().requires_grad_(False)
-    controller = Controller(policy, price(pair=eagle_pair.id, launch_s=0.1, token_s=0.001))
+def test_nodes_are_selected_of_its_trees(eagle_pair: Pair) -> None:
+    """By a prior that has much hope of every choice."""
+    prior = step_policy(eagle_pair.id, eagle_pair.vocab_size, bias=2.0)
+    controller = Controller(AcceptanceModel(3, prior), price(pair=eagle_pair.id, launch_s=0.1, token_s=0.001))
     engine = Engine(eagle_pair, num_slots=2, max_length=64, controller=controller)
     found = run(engine, [Request(PROMPT[i:], 24, SAMPLINGS[2], stop_token_ids=NEVER) for i in (0, 1)])
     for i, steps in enumerate(found):

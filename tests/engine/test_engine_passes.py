@@ -4,16 +4,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from blockpilot.control.controller import FixedPolicy
-from blockpilot.control.forecasts import RunningMeans
+from blockpilot.control.controller import Controller
 from blockpilot.engine.engine import Engine
-from blockpilot.evaluation.pricing import StaticForecast
 from blockpilot.pairs.loading import Pair
-from blockpilot.types import Policy, Request, Sampling, Step
-from helpers.controllers import Switch
+from blockpilot.types import Request, Sampling, Step
+from helpers.controllers import Told, Watched
 from helpers.engines import NEVER, PROMPT
 from helpers.passes import Passes, counting
-from helpers.policies import reading_policy
 from helpers.prices import price
 
 PRICE = price(launch_s=0.1, slot_s=0.06, token_s=0.02)
@@ -30,10 +27,15 @@ def passes(tiny_pair: Pair) -> Iterator[Callable[[], Passes]]:
         yield since_last
 
 
-def engine_of(pair: Pair, num_slots: int, policy: Policy | None = None, max_prefill_tokens: int = 8192) -> Engine:
-    controller = Switch(policy or FixedPolicy(4), PRICE)
+def engine_of(
+    pair: Pair, num_slots: int, controller: Controller | None = None, max_prefill_tokens: int = 8192
+) -> Engine:
     return Engine(
-        pair, num_slots=num_slots, max_length=128, controller=controller, max_prefill_tokens=max_prefill_tokens
+        pair,
+        num_slots=num_slots,
+        max_length=128,
+        controller=controller or Watched(3, PRICE),
+        max_prefill_tokens=max_prefill_tokens,
     )
 
 
@@ -42,7 +44,7 @@ def step(engine: Engine, passes: Callable[[], Passes]) -> list[Step]:
     was_idle = engine.idle
     assert passes() == (0, 0)
     steps = engine.step()
-    assert isinstance(engine.controller, Switch)
+    assert isinstance(engine.controller, Watched)
     drafted = not was_idle and engine.controller.outcomes[-1].load.num_drafted > 0
     assert drafted >= any(step.block_size > 1 for step in steps)
     assert passes() == (int(not was_idle), int(drafted))
@@ -117,18 +119,17 @@ def test_every_part_of_a_long_prompt_takes_one_pass(
     assert [0 in sizes(of_step) for of_step in steps[:num_parts]] == [False] * (num_parts - 1) + [True]
 
 
-POLICIES: dict[str, Callable[[Pair], Policy]] = {
-    "reading": lambda pair: reading_policy(pair, (1, 2, 4, 7)),
-    "running means": lambda pair: RunningMeans(3),
-    "static": lambda pair: lambda prefill: StaticForecast((0.7, 0.5, 0.3)),
-    "plain": lambda pair: lambda prefill: StaticForecast((0.05, 0.05, 0.05)),
+CONTROLLERS: dict[str, Callable[[], Controller]] = {
+    "by cost": lambda: Watched(3, PRICE),
+    "told": lambda: Told(3, [(3, 5), (2, 0), (0, 0), (1, 2)]),
+    "plain": lambda: Told(3, [(0, 0)]),
 }
 
 
-@pytest.mark.parametrize("kind", POLICIES)
-def test_a_policy_adds_no_pass(tiny_pair: Pair, passes: Callable[[], Passes], kind: str) -> None:
-    """Nor does one that reads every step; rows join and leave, and their prompts come in parts."""
-    engine = engine_of(tiny_pair, 3, POLICIES[kind](tiny_pair), max_prefill_tokens=15)
+@pytest.mark.parametrize("kind", CONTROLLERS)
+def test_a_controller_adds_no_pass(tiny_pair: Pair, passes: Callable[[], Passes], kind: str) -> None:
+    """Rows join and leave, and their prompts come in parts."""
+    engine = engine_of(tiny_pair, 3, CONTROLLERS[kind](), max_prefill_tokens=15)
     requests = [request(12 + 3 * i, (None, None, None, 1, 3)[i % 5], LONG[: 9 + 4 * i]) for i in range(7)]
     steps = run(engine, requests, passes)
     free = {i for i, of_one in enumerate(requests) if of_one.block_size is None}

@@ -9,10 +9,10 @@ import torch
 from blockpilot.drafts.checkpoint import new_draft_config
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.engine.engine import Engine
-from blockpilot.engine.trees import drawn_apart
 from blockpilot.models.native_layers import NativeLayers
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import PairId, Request
+from helpers.drafts import choices_of, offer_always
 from helpers.tiny import MASK_ID, byte_tokenizer, tiny_mixture, tiny_target
 
 BAD = 200
@@ -61,9 +61,7 @@ def test_a_drafted_token_whose_states_are_not_finite_ends_nothing(
     pair = damaged_pair(dtype, [BAD], target)
     (expected,), _ = decode(Engine(pair, num_slots=1, max_length=200), [Request(GOOD, 20, block_size=1)])
     engine = Engine(pair, num_slots=2, max_length=200)
-    engine._drafter.propose = lambda rows, slots, depths, num: [  # type: ignore[method-assign]
-        drawn_apart([[BAD, *range(num - 1)]] * depth, [[[0.5] + [0.01] * (num - 1)] * depth]) for depth in depths
-    ]
+    offer_always(engine, [BAD, *range(7)], [0.5] + [0.01] * 7)
     for layout in ("chain", "tree"):
         texts, lost = decode(engine, [Request(GOOD, 20, block_size=4, layout=layout), Request(LONG, 20)])
         assert texts[0] == expected
@@ -81,8 +79,12 @@ def test_a_text_ends_as_plainly_where_its_stop_token_has_states_that_are_not_fin
             Engine(pair, num_slots=1, max_length=200), [Request(GOOD, 20, block_size=1, stop_token_ids=stops)]
         )
         engine = Engine(pair, num_slots=1, max_length=200)
-        engine._drafter.propose = lambda rows, slots, depths, num: [  # type: ignore[method-assign]
-            drawn_apart([[whole[0][min(19, len(row.tokens) - len(GOOD) + i)]] for i in range(d)], [[[0.9]] * d])
-            for row, d in zip(rows, depths, strict=True)
-        ]
+        engine._drafter.propose = lambda rows, slots, depths, num: choices_of(  # type: ignore[method-assign]
+            [
+                [whole[0][min(19, len(row.tokens) - len(GOOD) + i)]]
+                for row, depth in zip(rows, depths, strict=True)
+                for i in range(depth)
+            ],
+            [[0.9]] * sum(depths),
+        )
         assert decode(engine, [Request(GOOD, 20, block_size=6, stop_token_ids=stops)]) == plain

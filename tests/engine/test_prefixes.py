@@ -1,6 +1,6 @@
 """Prefix cache: requests that begin alike find the first ones' keys and values, and everything is as without it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,18 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
-from blockpilot.control.controller import FixedPolicy
-from blockpilot.control.forecasts import RunningMeans
+from blockpilot.control.acceptance import AcceptanceModel
+from blockpilot.control.controller import Controller
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.prefixes import PAGE, Prefixes
 from blockpilot.engine.rows import Row
-from blockpilot.evaluation.pricing import StaticForecast
 from blockpilot.models.cache import SlotCache
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import LAYOUTS, Layout, Prefill, Request, Sampling, Step
-from helpers.controllers import Switch
+from helpers.controllers import Told, Watched
 from helpers.engines import NEVER, plain_text, run, text_of
-from helpers.policies import reading_policy
+from helpers.policies import step_policy
 from helpers.prices import price
 
 HOT = Sampling(6.0, seed=5)  # with shared noise a random draft is often right here
@@ -173,17 +172,16 @@ def test_a_draft_without_its_context_would_be_noticed(eagle_pair: Pair, monkeypa
     assert looks(found) != looks(expected)
 
 
-@pytest.mark.parametrize("plainly", ["asked for", "backed off"])
-def test_a_row_that_decodes_plainly_leaves_no_context_to_those_that_draft(eagle_pair: Pair, plainly: str) -> None:
-    controller = Switch(FixedPolicy(6))
-    engine = engine_of(eagle_pair, controller=controller)
-    controller.backs_off = plainly == "backed off"
+@pytest.mark.parametrize("plainly", ["asked for", "chosen"])
+def test_only_a_row_that_never_drafts_leaves_no_context_to_those_that_do(eagle_pair: Pair, plainly: str) -> None:
+    """One whose every step is plain may still draft: its context is kept."""
+    engine = engine_of(eagle_pair, controller=Told(3, [(0, 0)]))
     first, *others = ((*SYSTEM, *question) for question in QUESTIONS)
     size = 1 if plainly == "asked for" else None
     run(engine, [asked(first, size=size)])
     [also_plain] = run(engine, [asked(others[0], size=size)])
-    controller.backs_off = False
-    for prompt, num in zip(others[1:], (0, 64), strict=True):
+    assert not any(step.tree.tokens for step in also_plain)
+    for prompt, num in zip(others[1:], (0 if size else 64, 64), strict=True):
         [found] = run(engine, [asked(prompt)])
         assert found[0].num_reused == num
         assert looks(found) == looks(run(engine_of(eagle_pair), [asked(prompt)])[0])
@@ -193,7 +191,7 @@ def test_a_row_that_decodes_plainly_leaves_no_context_to_those_that_draft(eagle_
 
 def test_choices_of_one_prompt_compute_it_once(tiny_pair: Pair) -> None:
     """The others wait until the first one's prompt is through, though there are slots and room in a step."""
-    controller = Switch(FixedPolicy(3))
+    controller = Watched(tiny_pair.block_size - 1)
     engine = engine_of(tiny_pair, num_slots=5, controller=controller, max_prefill_tokens=200)
     requests = [asked(SYSTEM, 10, replace(HOT, seed=i), None, "auto") for i in range(4)]
     unrelated = asked(QUESTIONS[0], 10)
@@ -225,9 +223,9 @@ def test_nothing_is_kept_of_requests_that_fail_or_whose_step_does(
     def refuse(prefill: Prefill) -> int:
         raise RuntimeError("no")
 
-    engine, failed = engine_of(tiny_pair), list[int]()
+    engine, failed = engine_of(tiny_pair, policy=refuse), list[int]()
     engine.on_failure = lambda request_id, error: failed.append(request_id)
-    run(engine, [replace(asked(SYSTEM, size=None), policy=refuse)])
+    run(engine, [asked(SYSTEM, size=None)])
     assert (failed, engine.num_kept_tokens) == ([0], 0)
     request_id = engine.add(asked(SYSTEM))
     engine.step()
@@ -267,12 +265,14 @@ def test_a_negative_number_of_tokens_is_refused(tiny_pair: Pair) -> None:
 
 # --- whatever is asked, in whatever order ---
 
-POLICIES: dict[str, Any] = {
-    "fixed": lambda pair: FixedPolicy(5),
-    "plain": lambda pair: FixedPolicy(1),
-    "reading": lambda pair: reading_policy(pair, (1, 2, 4, 7)),
-    "running means": lambda pair: RunningMeans(pair.block_size - 1),
-    "static": lambda pair: lambda prefill: StaticForecast((0.7, 0.5, 0.3)),
+CONTROLLERS: dict[str, Callable[[Pair], Controller]] = {
+    "nominal": lambda pair: Controller(AcceptanceModel(pair.block_size - 1)),
+    "by cost": lambda pair: Controller(AcceptanceModel(pair.block_size - 1), PRICE),
+    "prior": lambda pair: Controller(
+        AcceptanceModel(pair.block_size - 1, step_policy(pair.id, pair.vocab_size, scale=2.0)), PRICE
+    ),
+    "plain": lambda pair: Told(pair.block_size - 1, [(0, 0)]),
+    "told": lambda pair: Told(pair.block_size - 1, [(3, 7), (0, 0), (1, 2), (2, 0)]),
 }
 PRICE = price(launch_s=0.1, slot_s=0.06, token_s=0.04)
 NUM_NEW = 24
@@ -326,8 +326,7 @@ TURN = st.builds(
 )
 ADVANCE = st.integers(3, 12)
 CANCEL = st.builds(lambda which: ("cancel", which), st.integers(0, 30))
-USE = st.sampled_from([("use", kind) for kind in POLICIES])
-BACK_OFF = st.sampled_from([("back off", False), ("back off", True)])
+USE = st.sampled_from([("use", kind) for kind in CONTROLLERS])
 
 
 @pytest.fixture(scope="module")
@@ -338,21 +337,20 @@ def chats(tiny_pair: Pair) -> Chats:
 
 @pytest.mark.parametrize("pair", PAIRS, indirect=True)
 def test_texts_are_plain_whatever_is_kept(pair: Pair, chats: Chats) -> None:
-    """Chats come, go on, stop and are cancelled; policies change, drafting ends; prompts are cut; pages are few."""
+    """Chats come, go on, stop and are cancelled; controllers change; prompts are cut; pages are few."""
     num_reused = num_accepted = 0
 
     @settings(max_examples=15, deadline=None, derandomize=True, database=None)
     @given(
-        st.lists(st.one_of(TURN, ADVANCE, TURN, ADVANCE, CANCEL, USE, BACK_OFF), min_size=20, max_size=40),
+        st.lists(st.one_of(TURN, ADVANCE, TURN, ADVANCE, CANCEL, USE), min_size=20, max_size=40),
         st.integers(1, 3),
         st.sampled_from([7, 30, 1000]),
         st.sampled_from([80, 4000]),
     )
     def check(operations: list[Any], num_slots: int, max_prefill_tokens: int, prefix_tokens: int) -> None:
         nonlocal num_reused, num_accepted
-        controller = Switch(FixedPolicy(5), PRICE)
         options = {"max_prefill_tokens": max_prefill_tokens, "prefix_tokens": prefix_tokens}
-        engine = engine_of(pair, num_slots=num_slots, controller=controller, **options)
+        engine = engine_of(pair, num_slots=num_slots, controller=CONTROLLERS["nominal"](pair), **options)
         left, last = dict[int, list[int]](), -1
 
         def advance() -> None:
@@ -378,11 +376,7 @@ def test_texts_are_plain_whatever_is_kept(pair: Pair, chats: Chats) -> None:
                     engine.cancel(which % (last + 2))
                     left.pop(which % (last + 2), None)
                 case ("use", kind):
-                    backs_off = controller.backs_off
-                    engine.controller = controller = Switch(POLICIES[kind](pair), PRICE)
-                    controller.backs_off = backs_off
-                case ("back off", on):
-                    controller.backs_off = on
+                    engine.controller = CONTROLLERS[kind](pair)
                 case num_steps:
                     for _ in range(num_steps):
                         advance()

@@ -36,7 +36,7 @@ def slots(draw: st.DrawFn, num_contexts: int = 2) -> Slots:
 
 def grow(of: Slots, num_nodes: int) -> Tree:
     """The most probable prefixes."""
-    return tree_of(islice(best_first(of), num_nodes))
+    return tree_of(list(islice(best_first(of), num_nodes)))
 
 
 def every_prefix(of: Slots) -> list[float]:

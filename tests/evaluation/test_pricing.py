@@ -2,10 +2,9 @@
 
 import numpy as np
 import pytest
-import torch
 
-from blockpilot.control.price import Load
-from blockpilot.drafts.dflash import DraftModel
+from blockpilot.control.cost import Load
+from blockpilot.engine.engine import NUM_CANDIDATES
 from blockpilot.evaluation.pricing import PLAIN, Drafted, measure_price, mixtures_of, time_steps
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import MAX_BLOCK_SIZE
@@ -52,15 +51,10 @@ def test_every_mixture_is_timed(tiny_pair: Pair, rows: int) -> None:
 
 
 def test_loads_are_what_steps_really_verified(tiny_pair: Pair) -> None:
-    """A tree has but one node of a depth where one token of every position is as good as certain."""
-    torch.manual_seed(0)
-    draft = DraftModel(tiny_pair.draft.config).eval().requires_grad_(False)
-    draft.norm.weight.mul_(1e5)
-    pair = Pair(tiny_pair.id, tiny_pair.target, draft, tiny_pair.tokenizer)
-    deepest = tiny_pair.block_size - 1
-    mixtures = [[PLAIN] * 2, [Drafted(2, 2), PLAIN], [Drafted(deepest, 19)] * 2]
-    timed = time_steps(pair, mixtures, 10, num_steps=1)
-    assert [step.load for step in timed] == [Load(2), Load(2, 2, 2), Load(2, 2 * deepest, 2 * deepest)]
+    """A tree of one depth has no more nodes than its slot has choices."""
+    mixtures = [[PLAIN] * 2, [Drafted(2, 2), PLAIN], [Drafted(1, 19), PLAIN]]
+    timed = time_steps(tiny_pair, mixtures, 10, num_steps=1)
+    assert [step.load for step in timed] == [Load(2), Load(2, 2, 2), Load(2, 1, NUM_CANDIDATES)]
 
 
 def test_a_context_beyond_the_targets_room_is_shortened(tiny_pair: Pair) -> None:

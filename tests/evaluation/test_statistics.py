@@ -14,6 +14,7 @@ from blockpilot.evaluation.statistics import (
     Interval,
     MethodRun,
     Totals,
+    chosen_across,
     fastest_block_size,
     ratio_of_totals,
     student_t,
@@ -225,6 +226,22 @@ def test_runs_that_cannot_be_compared_are_refused(runs: list[MethodRun], message
 def test_an_unknown_method_is_refused() -> None:
     with pytest.raises(ValueError, match="method 'oracle': must be one of AR"):
         Comparison([run("AR", 0), run("AR", 1)]).figure("tau", "oracle")
+
+
+def test_the_best_static_way_of_a_prompt_is_chosen_on_others() -> None:
+    """On even prompts B=2 is faster, on odd ones B=4: each half decodes by what was best on the other."""
+    runs = [
+        run_of(method, prompt, 0, seconds=1.0 if (method == "B=2") == (prompt % 2 == 0) else 2.0, tokens=10)
+        for method in ("AR", "B=2", "B=4")
+        for prompt in range(6)
+    ]
+    found = chosen_across(runs, ["B=2", "B=4"], "best static")
+    assert found.methods == ("B=4", "B=2")
+    assert {each.method for each in found.runs} == {"best static"}
+    assert sorted(each.prompt for each in found.runs) == list(range(6))
+    assert all(each.totals.total_s == 2.0 for each in found.runs)
+    with pytest.raises(ValueError, match="runs of one half"):
+        chosen_across([each for each in runs if each.prompt % 2], ["B=2"], "best static")
 
 
 def test_the_fastest_block_size_weighs_tau_with_the_cost_of_a_step() -> None:

@@ -1,39 +1,50 @@
-"""Controllers that tests can switch and look into."""
+"""Controllers that tests can look into, or that do as they are told."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from blockpilot.control.backoff import Backoff
-from blockpilot.control.controller import Controller, StepOutcome
-from blockpilot.control.live import LiveController
-from blockpilot.control.price import StepPrice
-from blockpilot.types import Policy
+import numpy as np
 
-
-class Switch(Controller):
-    """Backs off when told to, and keeps what came of steps."""
-
-    def __init__(self, policy: Policy, price: StepPrice | None = None) -> None:
-        super().__init__(policy, price)
-        self.backs_off = False
-        self.outcomes: list[StepOutcome] = []
-
-    @property
-    def speculates(self) -> bool:
-        return not self.backs_off
-
-    def finish(self, outcome: StepOutcome) -> None:
-        super().finish(outcome)
-        self.outcomes.append(outcome)
+from blockpilot.control.acceptance import AcceptanceModel, Array
+from blockpilot.control.choose import Trees
+from blockpilot.control.controller import Controller, Planned, StepOutcome
+from blockpilot.control.cost import Load, StepPrice
 
 
-class World(LiveController):
-    """A live controller whose steps take made-up seconds, `seconds` of what came of a step. Never backs off."""
+class Watched(Controller):
+    """Records outcomes of steps, which take made-up seconds where these are given."""
 
-    def __init__(self, policy: Policy, price: StepPrice | None, seconds: Callable[[StepOutcome], float]) -> None:
-        super().__init__(policy, price, backoff=Backoff(window=10**9))
+    def __init__(
+        self,
+        deepest: int,
+        price: StepPrice | None = None,
+        seconds: Callable[[StepOutcome], float] | None = None,
+        *,
+        follows: bool = True,
+    ) -> None:
+        super().__init__(AcceptanceModel(deepest), price, follows=follows)
         self.seconds = seconds
         self.outcomes: list[StepOutcome] = []
 
-    def finish(self, outcome: StepOutcome) -> None:
+    def learn(self, outcome: StepOutcome, seconds: float) -> None:
         self.outcomes.append(outcome)
-        self.learn(outcome, self.seconds(outcome))
+        super().learn(outcome, seconds if self.seconds is None else self.seconds(outcome))
+
+
+class Told(Watched):
+    """Drafts and verifies so much in turn: depths and sizes of trees, of all rows alike, step by step."""
+
+    def __init__(self, deepest: int, turns: Sequence[tuple[int, int]]) -> None:
+        super().__init__(deepest)
+        self.turns = turns
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        return self.turns[len(self.outcomes) % len(self.turns)]
+
+    def plan(self, rows: Planned, beside: Load) -> Array:
+        super().plan(rows, beside)
+        return self._begin(rows, np.minimum(self.turn[0], rows.deepest))
+
+    def select(self, trees: Trees, drafted: Load) -> Array:
+        super().select(trees, drafted)
+        return np.minimum(self.turn[1], trees.num)

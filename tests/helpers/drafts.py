@@ -6,41 +6,74 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from blockpilot.control.acceptance import AcceptanceModel
+from blockpilot.control.controller import Controller
+from blockpilot.drafts.choices import Linked
+from blockpilot.engine.drafting import offer
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.rows import Row
-from blockpilot.engine.trees import Slots, drawn_apart
-from blockpilot.types import Request
+from blockpilot.engine.trees import Slots
+from blockpilot.types import Candidates, Request
 from helpers.engines import run
 
 
-def scatter(
-    engine: Engine, texts: Sequence[Sequence[int]], seed: int, monkeypatch: pytest.MonkeyPatch
-) -> list[list[Slots]]:
-    """Let the engine's draft offer, at random ranks with random chances, some right tokens and many wrong ones.
+def choices_of(tokens: Sequence[Sequence[int]], chances: Sequence[Sequence[float]]) -> Candidates:
+    """What a draft says at temperature 0 that gives tokens [N][k] these chances [N][k]."""
+    log_probs = torch.tensor(chances).log()
+    return Candidates(torch.tensor(tokens), log_probs, log_probs, torch.zeros(len(tokens), dtype=torch.bool))
 
-    Returns a list that every pass of the draft adds its rows' slots to.
-    """
-    generator, passes = torch.Generator().manual_seed(seed), list[list[Slots]]()
 
-    def propose(rows: Sequence[Row], slots: Sequence[int], depths: Sequence[int], num: int) -> list[Slots]:
-        found = []
+def offer_always(engine: Engine, tokens: Sequence[int], chances: Sequence[float]) -> None:
+    """Let the engine's draft offer the same choices at every position."""
+    engine._drafter.propose = lambda rows, slots, depths, num: choices_of(  # type: ignore[method-assign]
+        [tokens] * sum(depths), [chances] * sum(depths)
+    )
+
+
+class Pass(NamedTuple):
+    """What one pass of the draft proposed for its rows, so deep each."""
+
+    depths: list[int]
+    found: Candidates | Linked
+
+
+def watch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Pass]:
+    """A list that every pass of the engine's draft is added to."""
+    passes, propose = list[Pass](), engine._drafter.propose
+
+    def watched(rows: Any, slots: Any, depths: Sequence[int], num: int) -> Candidates | Linked:
+        passes.append(Pass(list(depths), propose(rows, slots, depths, num)))
+        return passes[-1].found
+
+    monkeypatch.setattr(engine._drafter, "propose", watched)
+    return passes
+
+
+def scatter(engine: Engine, texts: Sequence[Sequence[int]], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the engine's draft offer, at random ranks with random chances, some right tokens and many wrong ones."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def propose(rows: Sequence[Row], slots: Sequence[int], depths: Sequence[int], num: int) -> Candidates:
+        tokens, chances = list[list[int]](), list[list[float]]()
         for row, depth in zip(rows, depths, strict=True):
             known = next(text for text in texts if list(text[: len(row.tokens)]) == row.tokens)
-            tokens, chances = [], []
-            for i in range(depth):
-                place = len(row.tokens) + i
+            for place in range(len(row.tokens), len(row.tokens) + depth):
                 offered = torch.randperm(200, generator=generator)[:num].tolist()
                 if place < len(known) and torch.rand((), generator=generator) < 0.8:
                     offered = [token for token in offered if token != known[place]][: num - 1]
                     offered.insert(int(torch.randint(0, min(num, 3), (), generator=generator)), known[place])
                 tokens.append(offered)
                 chances.append((torch.rand(num, generator=generator) / 2).sort(descending=True).values.tolist())
-            found.append(drawn_apart(tokens, [chances]))
-        passes.append(found)
-        return found
+        return choices_of(tokens, chances)
 
     monkeypatch.setattr(engine._drafter, "propose", propose)
-    return passes
+
+
+def slots_of(of_pass: Pass) -> list[Slots]:
+    """The slots of every row, with the draft's own chances."""
+    unknown = [False] * len(of_pass.depths)
+    offered = offer(of_pass.found, unknown, of_pass.depths, Controller(AcceptanceModel(1)))
+    return [offered.of_row(r) for r in range(len(of_pass.depths))]
 
 
 class Proposal(NamedTuple):
@@ -55,9 +88,9 @@ def proposals_of(engine: Engine, requests: Sequence[Request]) -> list[Proposal]:
     """All that the draft proposes while an engine runs its requests to their ends."""
     seen, propose = list[Proposal](), engine._drafter.propose
 
-    def watched(rows: Any, slots: Any, depths: Sequence[int], num: int) -> list[Slots]:
+    def watched(rows: Any, slots: Any, depths: Sequence[int], num: int) -> Candidates | Linked:
         found = propose(rows, slots, depths, num)
-        for row, depth, of_row in zip(rows, depths, found, strict=True):
+        for row, depth, of_row in zip(rows, depths, slots_of(Pass(list(depths), found)), strict=True):
             assert len(of_row.tokens) == depth
             seen.append(Proposal(tuple(row.tokens), of_row, row.request))
         return found

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from blockpilot.control.price import StepPrice
+from blockpilot.control.cost import StepPrice
 from blockpilot.types import PairId
 
 _PRICE = StepPrice(

@@ -2,12 +2,13 @@
 
 import dataclasses
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from blockpilot.prompts.files import Message, Prompt
 from blockpilot.storage import Place
-from blockpilot.sweep.rows import Metadata, Sweep, SweepRow, prompt_ids, read_parts
+from blockpilot.sweep.rows import NUM_CHOICES, Metadata, Sweep, SweepRow, prompt_ids, read_parts
 from blockpilot.sweep.trees import emitted_along
 from blockpilot.types import PairId
 
@@ -15,6 +16,7 @@ CANDIDATES = [2, 4, 6, 8]
 VOCAB_SIZE = 64
 CONTEXT_SIZE, ANCHOR_SIZE = 8, 6
 NUM_ANCHORS, NUM_PLACES = 40, 8  # of every synthetic row; places are those whose step is recorded
+DEPTH = 7  # slots that its draft proposes choices for
 LEADS, TRAILS = 0.9, 0.1  # chance that a draft is right at all: of the row's best candidate, and of the others
 PAIR = PairId("org/Target-1B", "rev-t", "org/draft", "rev-d")
 
@@ -119,3 +121,18 @@ def _row(text: str, generator: torch.Generator, signal: bool, trails: float) -> 
         seed=0,
         temperature=0.0,
     )
+
+
+def with_choices(row: SweepRow, seed: int, *, depth: int = DEPTH, rightness: float = 0.7) -> SweepRow:
+    """The row with what the draft proposed at its recorded places, of which choices are right `rightness` times as
+    often as the draft says, at every temperature alike.
+    """
+    generator, num = torch.Generator().manual_seed(seed), len(row.step_places)
+    logits = 2 * torch.randn(num, depth, NUM_CHOICES + 2, generator=generator)
+    log_probs = logits.log_softmax(dim=-1).sort(dim=-1, descending=True).values[..., :NUM_CHOICES]
+    chances = rightness * log_probs.exp()
+    ranks = (torch.rand(num, depth, 1, generator=generator) > chances.cumsum(dim=-1)).sum(dim=-1)
+    scores = log_probs.half().numpy().astype("<f2").tobytes()
+    found = np.where(ranks.numpy() < NUM_CHOICES, ranks.numpy(), -1).astype(np.int8)
+    found[:, 1:][(found < 0).cumsum(axis=1)[:, :-1] > 0] = -2  # below none of them nothing is known
+    return dataclasses.replace(row, step_ranks=found.tobytes(), step_scores=scores, step_log_probs=scores)

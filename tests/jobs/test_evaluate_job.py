@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import json
 import os
 import re
@@ -12,19 +11,21 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import ray
 import torch
 
 from blockpilot.control.controller import Controller
-from blockpilot.control.live import LiveController
-from blockpilot.control.price import PRICE_FILE, StepPrice
+from blockpilot.control.cost import PRICE_FILE, StepPrice
 from blockpilot.device import device_name
 from blockpilot.drafts.checkpoint import save_draft
 from blockpilot.drafts.eagle3_checkpoint import save_eagle3
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.generate import generate
+from blockpilot.evaluation import measurement
 from blockpilot.evaluation.measurement import Flow, RequestTiming, in_turns
 from blockpilot.evaluation.statistics import Comparison, MethodRun, Totals, student_t
 from blockpilot.pairs.loading import Pair
@@ -36,7 +37,7 @@ from blockpilot.sweep.summary import Summary
 from blockpilot.sweep.sweep import sweep_prompts
 from blockpilot.types import PairId, Prefill, Request, Sampling, Step, Tree
 from helpers.leases import take_over
-from helpers.policies import step_policy, tiny_policy
+from helpers.policies import choosy_policy, step_policy, tiny_policy
 from helpers.prices import price
 from helpers.processes import Job
 from jobs import evaluate
@@ -54,6 +55,7 @@ from jobs.evaluation.inputs import (
     ORACLE,
     POLICY,
     RANDOM,
+    STATIC,
     EvaluateConfig,
     Plan,
     Swept,
@@ -176,12 +178,17 @@ def test_sums_are_those_of_single_runs(
     assert engine.idle
 
 
+def tick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step takes one second, as it is measured; the engine has a clock of its own."""
+    clock = iter(range(10_000))
+    monkeypatch.setattr(measurement, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+
+
 def test_shares_are_those_of_full_batches(
     tiny_pair: Pair, prompts: tuple[Path, list[Prompt]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two slots, three plain requests, a second a step: the third never has the engine to itself."""
-    clock = iter(range(10_000))
-    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    tick(monkeypatch)
     engine = Engine(tiny_pair, num_slots=2, max_length=256)
     wanted = requests(tiny_pair, prompts[1][:3], 1)
     stay = [dataclasses.replace(request, stop_token_ids=frozenset()) for request in wanted]
@@ -211,8 +218,7 @@ def test_a_prompt_that_takes_several_steps_pays_for_them(
     tiny_pair: Pair, prompts: tuple[Path, list[Prompt]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine(tiny_pair, num_slots=1, max_length=600, max_prefill_tokens=20)
-    clock = iter(range(10_000))
-    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))  # every step takes one second
+    tick(monkeypatch)
     (measured,) = flown(engine, [Request(tuple(range(1, 101)), 2, block_size=1)])
     assert (measured.total_s, measured.later_s) == (6, 1)  # five parts, of which the last emits a token, and a step
 
@@ -297,10 +303,11 @@ def test_all_methods_decode_the_same_text_in_an_order_that_rotates(
     config = changed(config, concurrency=concurrency, waves=waves, temperature=temperature, repeats=2)
     config = changed(config, tree_sizes=(3, 5))
     policies = {POLICY: write_policy(tmp_path / "a", tiny_pair)}
-    of_prompt = tiny_policy(tiny_pair.id, tiny_pair.vocab_size, SIZES)
-    for name, learned in (("by-answer", of_prompt), ("by-step", step_policy(tiny_pair, SIZES))):
+    by_answer = tiny_policy(tiny_pair.id, tiny_pair.vocab_size, SIZES)
+    by_answer.network.head.weight *= 30  # so that what it reads matters
+    by_step = choosy_policy(tiny_pair.id, tiny_pair.vocab_size, (0.35, 0.7))
+    for name, learned in (("by-answer", by_answer), ("by-step", by_step)):
         policies[name] = tmp_path / name
-        learned.network.head.weight *= 30  # so that what it reads matters
         save_policy(learned, policies[name])
     share = 0.25 / concurrency  # a draft pays if it is right half of the time
     even = price_here(tiny_pair.id, slot_s=share, token_s=share)
@@ -334,7 +341,7 @@ def test_all_methods_decode_the_same_text_in_an_order_that_rotates(
 @pytest.fixture
 def price_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """A price that is made up for a test does not follow what steps really take."""
-    monkeypatch.setattr(LiveController, "finish", Controller.finish)
+    monkeypatch.setattr(Controller, "__init__", functools.partialmethod(Controller.__init__, follows=False))
 
 
 @pytest.mark.usefixtures("price_as_given")
@@ -462,13 +469,10 @@ def test_a_group_does_not_depend_on_those_before_it(
     concurrency: int,
 ) -> None:
     """On a machine of which every step takes a second, a group that is measured after a kill is what it would be."""
-    ticks = itertools.count()
-    timed = functools.partialmethod(LiveController.__init__, clock=lambda: float(next(ticks)))
-    monkeypatch.setattr(LiveController, "__init__", timed)
+    learn = Controller.learn
+    monkeypatch.setattr(Controller, "learn", lambda self, outcome, seconds: learn(self, outcome, 1.0))
     config = changed(config, temperature=5.0, max_new_tokens=40, concurrency=concurrency, waves=2)
-    learned = step_policy(tiny_pair, SIZES)
-    learned.network.head.weight *= 30
-    save_policy(learned, tmp_path / "policy")
+    save_policy(choosy_policy(tiny_pair.id, tiny_pair.vocab_size, (0.35, -0.2)), tmp_path / "policy")
     given = price_here(tiny_pair.id, slot_s=0.15, token_s=0.15)
 
     def decoded(*numbers: int) -> dict[str, list[list[int]]]:
@@ -481,9 +485,8 @@ def test_a_group_does_not_depend_on_those_before_it(
 
     alone = decoded(1)
     assert decoded(0, 1) == alone
-    assert all(
-        len({size for of_one in alone[method] for size in of_one}) > 1 for method in (POLICY, MEANS, UNTRAINED)
-    )
+    varied = {method: {size for of_one in alone[method] for size in of_one} for method in (POLICY, MEANS, UNTRAINED)}
+    assert min(map(len, varied.values())) > 1, varied
 
 
 def test_random_sizes_depend_on_seed_and_prompt_only(
@@ -628,6 +631,28 @@ def test_fixed_block_sizes_are_those_asked_for_or_the_policys_or_around_the_trai
     assert fixed(config, {}) == [1, 2, 3, 4]
     assert fixed(config, {POLICY: tmp_path / "policy"}) == [1, 5]
     assert fixed(changed(config, block_sizes=(2, 6)), {POLICY: tmp_path / "policy"}) == [1, 2, 6]
+    save_policy(step_policy(tiny_pair.id, tiny_pair.vocab_size), tmp_path / "step")  # which has no candidates
+    assert fixed(config, {POLICY: tmp_path / "step", "rival": tmp_path / "policy"}) == [1, 2, 3, 4]
+
+
+def test_a_step_policy_is_the_prior_of_its_engine_in_every_group(
+    config: EvaluateConfig, prompts: tuple[Path, list[Prompt]], tiny_pair: Pair, policy_dir: Path, tmp_path: Path
+) -> None:
+    """What it learned in one group is forgotten in the next; beside it the untrained choice starts from nothing."""
+    policy = step_policy(tiny_pair.id, tiny_pair.vocab_size)
+    save_policy(policy, tmp_path / "step")
+    plan = plan_of(config, prompts[1], {POLICY: tmp_path / "step", "fixed": policy_dir})
+    evaluator = Watched(changed(config, max_new_tokens=40), plan)
+    engines = evaluator._engines
+    assert {name for name, engine in engines.items() if engine.policy is not None} == {"fixed"}
+    for group_ in range(2):
+        evaluator._reset()
+        for method, engine in engines.items():
+            expected = policy.weights if method == POLICY else np.zeros_like(policy.weights)
+            assert np.array_equal(engine.controller.model.weights, expected), method
+            assert engine.controller.price == evaluator.setting.price
+        evaluator.measure(0, group_)
+        assert not np.array_equal(engines[POLICY].controller.model.weights, policy.weights)
 
 
 # Groups
@@ -794,7 +819,10 @@ def test_other_weights_start_anew(
     for block_size in (2, 4):
         plan = plan_of(config, prompts[1], {POLICY: write_policy(tmp_path / "policy", tiny_pair, block_size)})
         found.append(identity_of(config, plan, tiny_pair))
-    assert found[0] != found[1]
+    for seed in (0, 1):
+        save_policy(step_policy(tiny_pair.id, tiny_pair.vocab_size, seed=seed), tmp_path / "policy")
+        found.append(identity_of(config, plan, tiny_pair))
+    assert len(set(found)) == 4
 
 
 # The best fixed block size
@@ -885,7 +913,7 @@ def saved(
 def test_the_table_says_what_the_policy_is_worth(config: EvaluateConfig, tiny_pair: Pair) -> None:
     speeds = {AR: 10, "B=2": 20, RANDOM: 15, POLICY: 24, CHAMPION: 22, ORACLE: 30}
     table = saved(config, {m: [s] * 3 for m, s in speeds.items()}, tiny_pair.id, "aaa", champion=4)
-    caption, conclusions = table.splitlines()[0], table.splitlines()[-4:]
+    caption, conclusions = table.splitlines()[0], table.splitlines()[-5:]
     assert caption == (
         f"{tiny_pair.id.target} with {tiny_pair.id.draft}, float32 on cpu: 3 prompts, one at a time, once; "
         "12 tokens at most, temperature 0. In brackets: 95% intervals over prompts."
@@ -896,6 +924,8 @@ def test_the_table_says_what_the_policy_is_worth(config: EvaluateConfig, tiny_pa
         "Policy over champion version 4: 1.091 of its tokens/s (1.091 to 1.091).",
         "Oracle, one block size for each prompt, known in hindsight: 1.500 (1.500 to 1.500) of the best fixed "
         "tokens/s. The policy captures 40% of what that is above 1; the policy's regret is 20.0% of the oracle's.",
+        "Best static way: B=2, each half of the prompts' chosen on the other half. policy over it: "
+        "1.200 (1.200 to 1.200) of its tokens/s.",
     ]
     assert "by prompt set" not in table
     result = json.loads((config.output / "evaluation.json").read_text())
@@ -912,6 +942,21 @@ def test_without_certain_headroom_there_is_nothing_to_capture(
     table = saved(config, speeds, tiny_pair.id, "aaa")
     assert "That is not above 1 beyond its interval: there is nothing to capture; the policy's regret is" in table
     assert "champion" not in table
+
+
+def test_a_policy_is_compared_with_the_untrained_choice(config: EvaluateConfig, tiny_pair: Pair) -> None:
+    """Prompt by prompt, so that one which is slower everywhere alike does not widen the interval."""
+    slow = [1.0, 0.5, 2.0]
+    speeds = {AR: [10] * 3, "B=2": [20] * 3, UNTRAINED: [20 * s for s in slow], POLICY: [21 * s for s in slow]}
+    table = saved(config, speeds, tiny_pair.id, "aaa")
+    assert "Policy over the untrained choice: 1.050 of its tokens/s (1.050 to 1.050)." in table
+    found = json.loads((config.output / "evaluation.json").read_text())["held_out"]
+    names = ("untrained_ratio", "untrained_ratio_low", "untrained_ratio_high")
+    assert [found[name] for name in names] == pytest.approx([1.05] * 3)
+    del speeds[UNTRAINED]
+    assert "untrained" not in saved(config, speeds, tiny_pair.id, "aaa")
+    found = json.loads((config.output / "evaluation.json").read_text())["held_out"]
+    assert [found[name] for name in names] == [0, 0, 0]
 
 
 def test_a_champion_that_was_left_out_is_not_compared_with(config: EvaluateConfig, tiny_pair: Pair) -> None:
@@ -1230,6 +1275,7 @@ def test_a_version_is_tagged_with_what_it_is_worth_beside_the_champion(
     assert (figures.champion, figures.policy_speed) == (1, pytest.approx(speed[POLICY]))
     assert figures.champion_ratio == pytest.approx(speed[POLICY] / speed[CHAMPION])
     assert figures.champion_ratio_low <= figures.champion_ratio <= figures.champion_ratio_high
+    assert figures.untrained_ratio_low < figures.untrained_ratio < figures.untrained_ratio_high
     assert [row.method for row in result.figures] == [
         *FIXED,
         CONTROL,
@@ -1239,6 +1285,7 @@ def test_a_version_is_tagged_with_what_it_is_worth_beside_the_champion(
         POLICY,
         CHAMPION,
         ORACLE,
+        STATIC,
     ]
     assert f"Policy over champion version 1: {figures.champion_ratio:.3f} of its tokens/s" in result.table
 
@@ -1278,7 +1325,9 @@ def test_a_store_that_is_lost_costs_no_result(
     assert again.version(version.name, version.number).held_out == result.held_out
     logged = again._client.get_run(result.run_id)
     assert logged.info.status == "FINISHED"
-    assert logged.data.metrics["policy.tokens_per_s"] == pytest.approx(result.figures[-3].tokens_per_s.value)
+    assert logged.data.metrics["policy.tokens_per_s"] == pytest.approx(
+        next(row for row in result.figures if row.method == POLICY).tokens_per_s.value
+    )
 
 
 def test_artifacts_that_cannot_be_stored_cost_no_result(
@@ -1367,11 +1416,11 @@ def test_the_job_goes_on_after_a_kill_measures_records_and_tags(
     assert f", 1 threads: {settings}" in table
     names = [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("|")]
     methods = [AR, "B=2", "B=4", "tree 3", CONTROL, RANDOM, MEANS, UNTRAINED, POLICY, CHAMPION, ORACLE]
-    assert names[2:] == methods
+    assert names[2:] == [*methods, STATIC]
 
     result = json.loads((config.output / "evaluation.json").read_text())
-    assert [row["method"] for row in result["figures"]] == methods
-    assert [row["share_equal"] for row in result["figures"]] == [1.0] * len(methods)
+    assert [row["method"] for row in result["figures"]] == [*methods, STATIC]
+    assert {row["share_equal"] for row in result["figures"]} == {1.0}
     groups = [(repeat, number) for repeat in range(2) for number in range(4)]
     every = [(repeat, 2 * number + i, m) for repeat, number in groups for m in methods for i in range(2)]
     measured = json.loads((config.output / "runs.json").read_text())

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import yaml
 
-from blockpilot.control.price import PRICE_FILE, StepPrice, read_price
+from blockpilot.control.cost import PRICE_FILE, StepPrice, read_price
 from blockpilot.evaluation.static import PromptTotals, choose_static
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Message, Prompt

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import shutil
 import traceback
@@ -10,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from blockpilot.policy.learned import LearnedPolicy
+from blockpilot.policy.learned import Kind, PromptPolicy, StepPolicy
 from blockpilot.policy.store import load_policy, save_policy
 from blockpilot.types import PairId
-from helpers.policies import tiny_policy
+from helpers.policies import step_policy, tiny_policy
 from helpers.processes import Job
 from helpers.servers import free_port
 from helpers.stores import NUM_CREATORS
@@ -27,7 +28,9 @@ from jobs.training.config import TrainConfig
 TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
 MODEL = "blockpilot-smollm2-135m-instruct"
 PAIR = PairId(TARGET, "1", "draft", "2")
-GOOD = HeldOut(3.0, 2.8, 30.0, 28.0, 1.02, 1.12, num_prompts=MIN_PROMPTS)
+ALONE = HeldOut(3.0, 2.8, 30.0, 28.0, 1.02, 1.12, num_prompts=MIN_PROMPTS)
+GOOD = dataclasses.replace(ALONE, untrained_ratio=1.03, untrained_ratio_low=1.01, untrained_ratio_high=1.05)
+"""Beats the untrained choice, too."""
 ROOT = Path(__file__).parents[2]
 
 
@@ -40,14 +43,17 @@ def registry(empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     return Registry.open()
 
 
-def a_policy(seed: int = 0) -> LearnedPolicy:
+def a_policy(seed: int = 0) -> PromptPolicy:
     return tiny_policy(PAIR, 20, (1, 4), training={"seed": seed}, seed=seed)
 
 
-def register(registry: Registry, seed: int = 0, held_out: HeldOut | None = None, pair: PairId = PAIR) -> Version:
-    save_policy(a_policy(seed), "policy")
+def register(
+    registry: Registry, seed: int = 0, held_out: HeldOut | None = None, pair: PairId = PAIR, kind: Kind = "prompt"
+) -> Version:
+    save_policy(a_policy(seed) if kind == "prompt" else step_policy(pair, 20, seed=seed), "policy")
     with registry.log_run("train") as run:
-        version = registry.register_policy("policy", target=TARGET, run_id=run.id, tags=pair._asdict())
+        tags = pair._asdict() | ({"kind": "step"} if kind == "step" else {})
+        version = registry.register_policy("policy", target=TARGET, run_id=run.id, tags=tags)
     if held_out:
         registry.log_held_out(version, held_out)
     return version
@@ -221,6 +227,7 @@ def test_policy_round_trip(registry: Registry, tmp_path: Path) -> None:
     registry.set_champion(first)
     shutil.rmtree("policy")
     loaded = load_policy(registry.download(registry.champion(MODEL), tmp_path / "champion"))
+    assert isinstance(loaded, PromptPolicy)
     assert loaded.info == a_policy(1).info
     assert torch.equal(loaded.network.head.weight, a_policy(1).network.head.weight)
     registry.set_champion(second)
@@ -228,6 +235,13 @@ def test_policy_round_trip(registry: Registry, tmp_path: Path) -> None:
     assert load_policy(again).info == a_policy(2).info
     assert {f.name for f in tmp_path.iterdir()} >= {"champion"}
     assert not list(tmp_path.glob(".champion*"))
+
+
+def test_step_policy_round_trip(registry: Registry, tmp_path: Path) -> None:
+    version = register(registry, 3, kind="step")
+    loaded = load_policy(registry.download(version, tmp_path / "copy"))
+    assert isinstance(loaded, StepPolicy)
+    assert (loaded.weights == step_policy(PAIR, 20, seed=3).weights).all()
 
 
 def test_download_does_not_depend_on_the_working_directory(
@@ -406,6 +420,65 @@ def test_a_refusal_is_one_line_and_status_2(registry: Registry, tmp_path: Path) 
     reason = "no held-out figures; run jobs/evaluate.py on it first"
     assert job.wait(100) == 2
     assert job.log == f"promote: {MODEL} version 1 is not the champion: {reason}\nerror: not promoted: {reason}\n"
+
+
+# Beside the untrained choice
+
+
+def over_untrained(low: float, high: float, figures: HeldOut = GOOD) -> HeldOut:
+    """`figures` that were measured in the same runs as the untrained choice."""
+    ratio = (low + high) / 2
+    return dataclasses.replace(figures, untrained_ratio=ratio, untrained_ratio_low=low, untrained_ratio_high=high)
+
+
+NOT_BESIDE = "not measured beside the untrained choice; run jobs/evaluate.py with baseline 'untrained'"
+
+
+@pytest.mark.parametrize("kind", ["prompt", "step"])
+@pytest.mark.parametrize(
+    ("figures", "reason"),
+    [
+        (ALONE, NOT_BESIDE),
+        (over_untrained(0.98, 1.04), "does not beat the untrained choice, 1.010 (0.980 to 1.040) of its speed"),
+        (over_untrained(1.0, 1.1), "does not beat the untrained choice, 1.050 (1.000 to 1.100) of its speed"),
+        (over_untrained(0.8, 0.9), "does not beat the untrained choice, 0.850 (0.800 to 0.900) of its speed"),
+        (over_untrained(math.nan, math.nan), "does not beat the untrained choice, - of its speed"),
+        (None, "no held-out figures"),
+        (over_untrained(1.01, 1.1, dataclasses.replace(GOOD, num_prompts=11)), "measured on 11 held-out prompts"),
+        (
+            over_untrained(1.01, 1.1, dataclasses.replace(GOOD, speed_ratio_low=0.9, speed_ratio_high=0.99)),
+            "slower than the best fixed block size",
+        ),
+    ],
+)
+def test_a_policy_must_beat_the_untrained_choice(
+    registry: Registry, figures: HeldOut | None, reason: str, kind: Kind, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first of its model, too: without any champion the untrained choice is served."""
+    register(registry, 1, figures, kind=kind)
+    result = promote(PromoteConfig())
+    assert not result.promoted
+    assert reason in result.reason
+    assert f"{MODEL} version 1 is not the champion: {result.reason}" in capsys.readouterr().out
+    assert registry.find_champion(MODEL) is None
+
+
+def test_a_step_policy_that_beats_the_untrained_choice_is_promoted(registry: Registry) -> None:
+    register(registry, 1, over_untrained(1.001, 1.1), kind="step")
+    assert promote(PromoteConfig()).promoted
+    register(registry, 2, over_untrained(0.99, 1.02, beside(1, 1.01, 1.2)), kind="step")
+    result = promote(PromoteConfig())
+    assert (result.promoted, result.champion) == (False, 1)  # it beats the champion, and not what needs no training
+    register(registry, 3, over_untrained(1.01, 1.02, beside(1, 0.99, 1.2)), kind="step")
+    assert "does not beat champion version 1" in promote(PromoteConfig()).reason
+    register(registry, 4, over_untrained(1.01, 1.02, beside(1, 1.01, 1.2)), kind="step")
+    assert promote(PromoteConfig()).champion == 4
+
+
+def test_a_policy_can_be_forced(registry: Registry) -> None:
+    register(registry, 1, ALONE, kind="step")
+    assert promote(PromoteConfig(force=True)).promoted
+    assert registry.version(MODEL, 1).tags["promoted.forced"] == NOT_BESIDE
 
 
 def test_promote_names_what_is_missing(registry: Registry) -> None:

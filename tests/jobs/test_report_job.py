@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from blockpilot.control.price import PRICE_FILE
+from blockpilot.control.cost import PRICE_FILE
 from blockpilot.evaluation.statistics import MethodRun, Totals
 from blockpilot.prompts.files import Message, Prompt
 from blockpilot.sweep.rows import SweepRow, write_rows
@@ -134,6 +134,36 @@ def test_a_result_that_is_given_twice_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"e is given 2 times"):
         run(ReportConfig(evaluations=(folder, folder), output=tmp_path / "report"))
     assert not (tmp_path / "report").exists()
+
+
+def test_a_policy_of_either_kind_is_shown(tmp_path: Path) -> None:
+    folder = write_evaluation(tmp_path / "e")
+    kinds: dict[str, dict[str, object]] = {
+        "step": {
+            "report": {"trained": 1.25, "own": 1.5},
+            "reliability": {"trained": [[10, 0.3, 0.31]], "draft": [[10, 0.3, 0.2]]},
+        },
+        "prompt": {
+            "report": {"gain": 0.02, "gain_low": -0.01, "gain_high": 0.05, "best_fixed_block_size": 4},
+            "balance": {"2": 30, "4": 70},
+        },
+    }
+    shown = {}
+    for kind, content in kinds.items():
+        file = tmp_path / kind / "training.json"
+        file.parent.mkdir()
+        params = {"kind": kind, "objective": "throughput"}
+        file.write_text(json.dumps(content | {"params": params, "num_examples": [80, 20]}))
+        output = tmp_path / f"report-{kind}"
+        page = run(ReportConfig(evaluations=(folder,), policy=file.parent, output=output))
+        shown[kind] = words(page.read_text())
+        assert (output / "policy-reliability.png").exists() == (kind == "step")
+    assert (
+        "kind step; 80 examples, 20 held back. Their choices take 1.250 nats a slot, by the draft's own "
+        "probabilities 1.500." in shown["step"]
+    )
+    assert "it gains +2.0% over B=4 (-1.0% to +5.0%)" in shown["prompt"]
+    assert "4 70 70%" in shown["prompt"]
 
 
 def test_headroom_is_worked_out_from_the_ratios(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from blockpilot.control.price import PRICE_FILE, Load, read_price
+from blockpilot.control.cost import PRICE_FILE, Load, read_price
 from blockpilot.drafts.eagle3_checkpoint import save_eagle3
 from blockpilot.pairs.checkpoints import find_target
 from blockpilot.pairs.loading import Pair

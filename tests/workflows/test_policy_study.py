@@ -3,14 +3,17 @@
 from importlib import metadata
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from blockpilot.policy.dataset import prompt_key
+from blockpilot.policy.learned import PromptPolicy
 from blockpilot.policy.store import load_policy
 from blockpilot.prompts.files import load_prompts
 from jobs import report
 from jobs.answers import AnswersConfig, load_counted
 from jobs.common.learned_from import LearnedFrom
+from jobs.common.registry import UNTRAINED
 from jobs.evaluation.result import RESULT_FILE
 from workflows import policy_study
 from workflows.policy_study import (
@@ -82,7 +85,7 @@ def test_held_out_conversations_are_held_out() -> None:
 def test_configurations_fit_together(tmp_path: Path) -> None:
     config = StudyConfig(output=tmp_path)
     default, paper, no_code = policies(config).values()
-    assert (default.fit.kind, default.objective) == ("step", "throughput")
+    assert default.fit.kind == no_code.fit.kind == "step"
     assert (paper.fit.kind, paper.fit.hidden) == ("prompt", 512)
     assert no_code.leave_out == CODE_SETS
     assert default.sweep == tuple(sweep_config(config, temperature).output for temperature in (0.0, 1.0))
@@ -92,7 +95,10 @@ def test_configurations_fit_together(tmp_path: Path) -> None:
     for each in [*found, transfer_config(config)]:
         assert each.sweep == ()  # what the policies keep says which prompts are held out
         assert each.seed != sweep_config(config, 0.0).seed
-    assert set(default.candidates or ()) <= set(sweep_config(config, 0.0).candidates or ())
+    assert paper.candidates is not None
+    assert set(paper.candidates) <= set(sweep_config(config, 0.0).candidates or ())
+    assert set(found[0].block_sizes or ()) == set(paper.candidates) - {1}
+    assert UNTRAINED in found[0].baseline_methods
     for of_policy in (default, paper, no_code):
         of_policy.output.mkdir()
     measured = evaluations(config)[0]
@@ -132,9 +138,14 @@ def test_policies_of_the_repository_are_those_of_the_study(tmp_path: Path, name:
     config = StudyConfig(output=tmp_path)
     folder = Path(config.policy(name))
     assert folder.parent == KEPT
-    info, wanted = load_policy(folder).info, policies(config)[name]
-    assert (info.kind, info.shape.hidden) == (wanted.fit.kind, wanted.fit.hidden)
-    assert info.candidates.sizes == wanted.candidates
+    policy, wanted = load_policy(folder), policies(config)[name]
+    assert policy.info.kind == wanted.fit.kind
+    assert policy.price is not None
+    if isinstance(policy, PromptPolicy):
+        assert policy.info.shape.hidden == wanted.fit.hidden
+        assert policy.candidates.sizes == wanted.candidates
+    else:  # both kinds of slots have learned something
+        assert np.abs(policy.weights).max(axis=1).min() > 0.1
     known = LearnedFrom.read(folder).prompts
     assert len(known) > 500
     try:

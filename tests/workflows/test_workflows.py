@@ -75,6 +75,7 @@ def test_a_sweep_records_what_its_policy_learns_from(tmp_path: Path) -> None:
     for name, stages in all_pipelines(tmp_path):
         assert stages.train.fit.kind == "prompt" or stages.sweep.method == "dense", name
         assert stages.train.objective == "tau" or stages.sweep.price_rows, name
+        assert stages.train.fit.kind == "prompt" or "untrained" in stages.evaluate.baselines, name  # to be promoted
 
 
 def test_hub_pairs_train_the_papers_policy(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from blockpilot.control.price import Load
+from blockpilot.control.cost import Load
 from blockpilot.evaluation.pricing import TimedStep
 from blockpilot.pairs.loading import Pair
 from jobs.bench import step

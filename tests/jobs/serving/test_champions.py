@@ -9,15 +9,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
-from blockpilot.control.price import StepPrice
+from blockpilot.control.acceptance import AcceptanceModel
+from blockpilot.control.cost import StepPrice
 from blockpilot.device import device_name
 from blockpilot.engine.engine import Engine
 from blockpilot.evaluation.pricing import measure_price
 from blockpilot.pairs.loading import Pair
-from blockpilot.policy.learned import LearnedPolicy
+from blockpilot.policy.learned import LearnedPolicy, PromptPolicy
 from blockpilot.policy.store import load_policy, save_policy
 from blockpilot.types import PairId
 from helpers.api import client_of, replica_of
@@ -29,7 +31,6 @@ from jobs.serving import champions
 from jobs.serving.champions import ChampionWatch
 from jobs.serving.errors import ApiError
 from jobs.serving.memory import cache_bytes, check_memory
-from jobs.serving.policies import COMMITTED
 from jobs.serving.replica import Replica
 from jobs.serving.schema import ChatRequest, parse
 
@@ -52,7 +53,7 @@ def crown(registry: Registry, folder: Path, pair_id: PairId, target: str, candid
 
 def crown_policy(registry: Registry, folder: Path, policy: LearnedPolicy, target: str) -> Version:
     """`crown` for any policy."""
-    directory = folder / f"policy-{'-'.join(map(str, policy.candidates.sizes))}"
+    directory = folder / f"policy-{sum(1 for _ in folder.glob('policy-*'))}"
     save_policy(policy, directory)
     with registry.log_run("train") as record:
         version = registry.register_policy(directory, target=target, run_id=record.id, tags={})
@@ -159,21 +160,59 @@ def test_a_champion_of_another_pair_is_refused_and_reported(
 
 
 def test_a_champion_that_fails_where_it_decides_is_not_used(
-    replica: Replica, client: TestClient, registry: Registry, tiny_pair: Pair, tmp_path: Path
+    replica: Replica,
+    client: TestClient,
+    registry: Registry,
+    tiny_pair: Pair,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One with a block size that no engine verifies, and one that reads vectors of another size."""
-    first = crown(registry, tmp_path, tiny_pair.id, tiny_pair.id.target, (3,))
+    """One with a block size that no engine verifies, and one of each kind that fails in an engine."""
+    target = tiny_pair.id.target
+    first = crown(registry, tmp_path, tiny_pair.id, target, (3,))
     replica.reconfigure(following(registry, tmp_path / "copies"))
     assert replica.policy.watch is not None
-    crown(registry, tmp_path, tiny_pair.id, tiny_pair.id.target, (3, 33))
+    crown(registry, tmp_path, tiny_pair.id, target, (3, 33))
     replica.policy.watch.look()
     assert "block size 33: must be at most 32" in str(status(replica)["error"])
-    strange = tiny_policy(tiny_pair.id, 260, (1, 4), kind="step", sizes=(7, 5))
-    crown_policy(registry, tmp_path, strange, tiny_pair.id.target)
-    replica.policy.watch.look()
-    assert "fails when it is tried" in str(status(replica)["error"])
-    assert status(replica)["version"] == first.number
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no choice")
+
+    by_kind = {PromptPolicy: tiny_policy(tiny_pair.id, 260, (1, 4)), AcceptanceModel: step_policy(tiny_pair.id, 260)}
+    for broken, policy in by_kind.items():
+        with monkeypatch.context() as while_tried:
+            while_tried.setattr(broken, "__call__" if broken is PromptPolicy else "propose", fail)
+            crown_policy(registry, tmp_path, policy, target)
+            replica.policy.watch.look()
+        assert "fails when it is tried (RuntimeError: no choice)" in str(status(replica)["error"])
+        assert status(replica)["version"] == first.number
     assert client.post("/v1/chat/completions", json=CHAT).json()["usage"]["block_size"] == 3
+
+
+def test_a_champion_of_kind_step_is_the_prior_of_every_choice(
+    replica: Replica, client: TestClient, registry: Registry, tiny_pair: Pair, tmp_path: Path
+) -> None:
+    """Its kind may change: each fixes block sizes, or leaves rows to a controller that starts with its weights."""
+    target, policy, engine = tiny_pair.id.target, step_policy(tiny_pair.id, 260), replica.loop.engine
+    crown(registry, tmp_path, tiny_pair.id, target, (3,))
+    replica.reconfigure(following(registry, tmp_path / "copies"))
+    before = client.post("/v1/chat/completions", json=CHAT).json()
+    assert isinstance(engine.policy, PromptPolicy)
+    second = crown_policy(registry, tmp_path, policy, target)
+    assert replica.policy.watch is not None
+    replica.policy.watch.look()
+    assert (status(replica)["version"], status(replica)["error"]) == (second.number, None)
+    after = client.post("/v1/chat/completions", json=CHAT | {"max_tokens": 1}).json()
+    assert engine.policy is None
+    assert np.array_equal(engine.controller.model.weights, policy.weights)
+    after = client.post("/v1/chat/completions", json=CHAT).json()
+    assert before["choices"] == after["choices"]
+    third = crown(registry, tmp_path, tiny_pair.id, target, (6,))
+    replica.policy.watch.look()
+    assert status(replica)["version"] == third.number
+    assert client.post("/v1/chat/completions", json=CHAT).json()["usage"]["block_size"] == 6
+    assert not engine.controller.model.weights.any()
 
 
 def test_a_refused_champion_is_tried_once(
@@ -346,10 +385,10 @@ def test_copies_are_made_once(registry: Registry, tiny_pair: Pair, tmp_path: Pat
 # --- step prices ---
 
 
-def priced_policy(pair: Pair, folder: Path, candidates: tuple[int, ...], device: str = "another device") -> str:
-    """The directory of a policy whose step price is of this device."""
-    policy = step_policy(pair, candidates, price=price(pair=pair.id, device=device, token_s=0.1))
-    directory = folder / f"{device[:3]}-{'-'.join(map(str, candidates))}"
+def priced_policy(pair: Pair, folder: Path, seed: int, device: str = "another device") -> str:
+    """The directory of a policy of kind `step` whose step price is of this device."""
+    policy = step_policy(pair.id, 260, price=price(pair=pair.id, device=device, token_s=0.1), seed=seed)
+    directory = folder / f"{device[:3]}-{seed}"
     save_policy(policy, directory)
     return str(directory)
 
@@ -377,7 +416,7 @@ def test_the_price_of_a_step_is_measured_at_the_start_and_never_beside_decoding(
     replica: Replica, client: TestClient, tiny_pair: Pair, tmp_path: Path, timed: list[int]
 ) -> None:
     """Any later policy is weighed with the price of the start."""
-    replica.reconfigure({"policy": priced_policy(tiny_pair, tmp_path, (2, 4))})
+    replica.reconfigure({"policy": priced_policy(tiny_pair, tmp_path, 0)})
     assert timed == [0]
     assert price_in_use(replica, client).device == device_name(tiny_pair.target.device)
 
@@ -388,9 +427,9 @@ def test_the_price_of_a_step_is_measured_at_the_start_and_never_beside_decoding(
     while not replica.loop.engine.num_active:
         pass
     replica.reconfigure({"policy": 3})
-    replica.reconfigure({"policy": priced_policy(tiny_pair, tmp_path, (2, 3, 5))})
+    replica.reconfigure({"policy": priced_policy(tiny_pair, tmp_path, 1)})
     assert replica.loop.num_in_flight == 1
-    assert str(status(replica)["name"]).endswith("/ano-2-3-5")
+    assert str(status(replica)["name"]).endswith("/ano-1")
     in_flight.join()
     assert answers[0]["usage"]["completion_tokens"] > 100  # type: ignore[index]
     assert price_in_use(replica, client).device == device_name(tiny_pair.target.device)
@@ -401,7 +440,7 @@ def test_a_server_that_starts_with_a_block_size_weighs_later_policies_with_price
     replica: Replica, client: TestClient, tiny_pair: Pair, tmp_path: Path, timed: list[int]
 ) -> None:
     replica.reconfigure({"policy": 2})
-    replica.reconfigure({"policy": priced_policy(tiny_pair, tmp_path, (2, 4))})
+    replica.reconfigure({"policy": priced_policy(tiny_pair, tmp_path, 0)})
     assert price_in_use(replica, client).device == "another device"
     assert timed == []
 
@@ -411,7 +450,7 @@ def test_a_price_that_came_with_a_policy_of_this_device_is_that_of_later_ones(
 ) -> None:
     here = device_name(tiny_pair.target.device)
     for device in (here, "another device"):
-        replica.reconfigure({"policy": priced_policy(tiny_pair, tmp_path, (2, 4), device)})
+        replica.reconfigure({"policy": priced_policy(tiny_pair, tmp_path, 0, device)})
         assert price_in_use(replica, client).device == here
     assert timed == []
 
@@ -419,7 +458,6 @@ def test_a_price_that_came_with_a_policy_of_this_device_is_that_of_later_ones(
 def test_without_a_champion_auto_serves_at_once_and_takes_the_first_one(
     replica: Replica, registry: Registry, tiny_pair: Pair, tmp_path: Path
 ) -> None:
-    """The policy that comes with the repository is for another pair."""
     settings = {"store": f"sqlite:///{tmp_path / 'mlflow.db'}", "folder": str(tmp_path / "serve"), "follow_s": 0.2}
     with pytest.raises(ValueError, match="not found"):
         replica.reconfigure(settings | {"policy": "champion"})
@@ -431,10 +469,14 @@ def test_without_a_champion_auto_serves_at_once_and_takes_the_first_one(
     wait_until(lambda: asyncio.run(replica.status())["policy"]["version"] == 1, 30, poll_s=0.1)
 
 
-def test_the_embedded_pair_has_a_policy_of_its_own(embedded_pair: Pair, registry: Registry, tmp_path: Path) -> None:
-    made_for = load_policy(COMMITTED).info.pair
+def test_auto_is_untrained_for_the_embedded_pair_too(embedded_pair: Pair, registry: Registry, tmp_path: Path) -> None:
+    """The policies of the repository are served where they are asked for."""
+    committed = Path(__file__).parents[3] / "workflows" / "policies" / "policy-step"
+    policy = load_policy(committed)
     with replica_of(embedded_pair, num_slots=1, max_length=64) as replica:
         store = f"sqlite:///{tmp_path / 'mlflow.db'}"
         replica.reconfigure({"policy": "auto", "store": store, "folder": str(tmp_path), "follow_s": NEVER_S})
-        name = asyncio.run(replica.status())["policy"]["name"]
-    assert name == (str(COMMITTED) if made_for == embedded_pair.id else "untrained")
+        assert status(replica)["name"] == "untrained"
+        if policy.info.pair == embedded_pair.id:
+            replica.reconfigure({"policy": str(committed)})
+            assert status(replica) == {"name": str(committed), "version": None}

@@ -1,5 +1,6 @@
 """The OpenAI API over a real engine with a tiny random pair, without Ray."""
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterator
@@ -10,10 +11,11 @@ from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from blockpilot.control.price import COEFFICIENTS
+from blockpilot.control.cost import COEFFICIENTS
 from blockpilot.engine.generate import generate
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Message, Prompt
+from blockpilot.types import Prefill
 from helpers.api import (
     CHAT,
     COMPLETIONS,
@@ -26,7 +28,6 @@ from helpers.api import (
     replica_of,
     text_of,
 )
-from helpers.policies import step_policy
 from jobs.serving.replica import Replica
 from jobs.serving.schema import NEUTRAL
 
@@ -77,20 +78,20 @@ def test_models_and_health(client: TestClient, tiny_pair: Pair) -> None:
     assert found["cache_bytes"] > 0
     assert list(found["step_price_s"]) == list(COEFFICIENTS)
     assert found["step_price_s"]["base_s"] > 0
-    assert found["accepted_over_expected"] is None
-    assert found["backed_off"] is False
+    assert found["drafting"] is False
+    assert not {"accepted_over_expected", "backed_off"} & found.keys()
     assert found["exactness"].split(":")[0] in ("bit for bit", "up to rounding")
 
 
-def test_health_tells_what_came_of_the_policys_forecasts(
-    client: TestClient, replica: Replica, tiny_pair: Pair
+@pytest.mark.parametrize(("block_size", "drafting"), [(4, {True, False}), (1, {False})])
+def test_health_tells_whether_the_last_step_drafted(
+    client: TestClient, replica: Replica, block_size: int, drafting: set[bool]
 ) -> None:
-    """This one always expects whole blocks."""
-    replica.loop.set_policy(step_policy(tiny_pair, (2, 4), outputs=[9, 9]))
-    usage = ask(client, CHAT, {"model": "target", "messages": QUESTION, "max_tokens": 40, "seed": 1})["usage"]
-    found = client.get("/health").json()["models"][tiny_pair.id.target]
-    assert usage["acceptance_length"] < 3
-    assert 0 < found["accepted_over_expected"] < 1
+    """Those that take in a prompt, or have one token left, do not."""
+    found = set[bool]()
+    replica.loop.on_step = lambda steps, seconds: found.add(asyncio.run(replica.status())["drafting"])
+    ask(client, CHAT, {"model": "target", "messages": QUESTION, "max_tokens": 20, "block_size": block_size})
+    assert found == drafting
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -102,11 +103,12 @@ def test_chat_gives_the_text_of_plain_decoding_at_every_block_size(
     for block_size in ("auto", 1, 2, 3, 5, 8, 12):
         answer = ask(client, CHAT, body | {"block_size": block_size})
         assert answer["choices"][0]["message"] == {"role": "assistant", "content": want, "refusal": None}
-        used = tiny_pair.block_size if block_size == "auto" else block_size
-        assert answer["usage"]["block_size"] == used
-        assert answer["usage"]["layout"] == (None if block_size == 1 else "chain")
         tree = ask(client, CHAT, body | {"block_size": block_size, "layout": "tree"})
         assert tree["choices"] == answer["choices"]
+        if block_size == "auto":  # every step chooses
+            continue
+        assert answer["usage"]["block_size"] == block_size
+        assert answer["usage"]["layout"] == (None if block_size == 1 else "chain")
         assert tree["usage"]["layout"] == {1: None, 2: "chain"}.get(block_size, "tree")
 
 
@@ -161,7 +163,7 @@ def test_default_lengths(client: TestClient, tiny_pair: Pair) -> None:
 @pytest.mark.parametrize("stops", [False, True])
 def test_stream_has_the_same_text(client: TestClient, path: str, stops: bool) -> None:
     prompt = {"messages": QUESTION} if path == CHAT else {"prompt": "Once"}
-    body = {"model": "target", "max_tokens": 60, "temperature": 0, **prompt}
+    body = {"model": "target", "max_tokens": 60, "temperature": 0, "block_size": 4, **prompt}
     if stops:
         body["stop"] = text_of(ask(client, path, body))[20:23]
     whole = ask(client, path, body | {"cache_salt": "whole"})  # neither finds what the other one left
@@ -212,7 +214,12 @@ def test_same_text_alone_and_in_a_crowd(client: TestClient, replica: Replica) ->
     alone = [ask(client, COMPLETIONS, body(i) | {"block_size": 1})["choices"] for i in range(10)]
     seen: list[int] = []
     engine = replica.loop.engine
-    replica.loop.set_policy(lambda prefill: seen.append(engine.num_active) or 1 + prefill.num_prompt_tokens % 7)
+
+    def policy(prefill: Prefill) -> int:
+        seen.append(engine.num_active)
+        return 1 + prefill.num_prompt_tokens % 7
+
+    replica.loop.use(policy, engine.controller)
     with ThreadPoolExecutor(10) as pool:
         crowd = list(pool.map(lambda i: ask(client, COMPLETIONS, body(i))["choices"], range(10)))
     assert crowd == alone

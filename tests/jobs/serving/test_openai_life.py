@@ -132,7 +132,7 @@ def test_a_failing_request_ends_alone(replica: Replica) -> None:
         plain, streamed = (HttpCall(app, COMPLETIONS, LONG | {"stream": stream}) for stream in (False, True))
         await streamed.until("data: ")
         await until(lambda: replica.loop.engine.num_decoding == 2)
-        replica.loop.set_policy(failing_policy)
+        replica.loop.use(failing_policy, replica.loop.engine.controller)
         fatal = HttpCall(app, COMPLETIONS, LONG)
         await fatal.task
         assert fatal.status == 500
@@ -195,7 +195,7 @@ def test_engine_failure_is_500_for_those_in_flight_and_the_loop_goes_on(replica:
         assert "[DONE]" not in streamed.text
         check_error(json.loads(streamed.text.split("data: ")[-1]))
         await idle(replica)
-        replica.loop.set_policy(FixedPolicy(3))
+        replica.loop.use(FixedPolicy(3), replica.loop.engine.controller)
         after = HttpCall(app, COMPLETIONS, LONG)
         await after.task
         assert json.loads(after.text)["usage"]["block_size"] == 3

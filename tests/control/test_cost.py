@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blockpilot.control.price import COEFFICIENTS, Array, Load, fit, read_price, relative_error
+from blockpilot.control.cost import COEFFICIENTS, Array, Load, fit, read_price, relative_error
 from blockpilot.evaluation.tables import loads_up_to
 from blockpilot.types import PairId
 from helpers.prices import linear_price, price

@@ -3,6 +3,9 @@
 A step reads every weight once, and multiplies a tile of tokens by it in nearly the time of one. Beyond that it is
 linear in what it takes in, to a few percent on CPUs and GPUs. So a handful of coefficients, fitted to a few timed
 steps (evaluation/pricing.py), price every step that may be asked for, also those of ragged batches.
+
+These are of steps that have the machine to themselves. In a server they share it with event loops, clients and
+tokenizers, texts grow, and a slow moment of the machine lengthens all steps alike: LiveCost follows that.
 """
 
 import json
@@ -22,6 +25,13 @@ Array = NDArray[np.float64]
 PRICE_FILE = "price.json"
 COEFFICIENTS = ("base_s", "row_s", "launch_s", "slot_s", "token_s", "tile_s")
 TILE = 16  # tokens that a product with the weights takes in nearly the time of one
+
+LEVEL, SLOPES = 0.5, 0.2  # standard deviations of what is not known of a price at first, as shares of it
+LEVEL_STEP, SLOPE_STEP = 0.03, 0.002  # of how they wander, from step to step
+NUM_STEPS = 8  # that are observed as one: their loads and seconds add up
+NOISE = 0.12  # of the seconds of a step; of several as one it is less by the root of their number
+OUTLIER = 3.0  # standard deviations: what is further off counts as much as this
+LEAST = 0.1  # of a coefficient that was measured
 
 
 class Load(NamedTuple):
@@ -131,6 +141,22 @@ class StepPrice:
         return price
 
 
+NOMINAL = StepPrice(
+    PairId("any", "", "any", ""),
+    dtype="",
+    device="",
+    context=0,
+    rows=0,
+    base_s=1.0,
+    row_s=0.02,
+    launch_s=0.15,
+    slot_s=0.02,
+    token_s=0.04,
+    error=0.0,
+)
+"""In plain steps: the price where none was measured, of one row where reading the weights is most of a step."""
+
+
 def read_price(place: Place) -> StepPrice:
     """From a file of `to_json`; raises ValueError for anything else."""
     try:
@@ -158,3 +184,45 @@ def relative_error(coefficients: Array, loads: Sequence[Load], seconds: Sequence
     """Mean of |expected / measured - 1|."""
     expected = np.array([load.terms for load in loads]) @ coefficients
     return float(np.abs(expected / np.array(seconds) - 1).mean())
+
+
+class LiveCost:
+    """Kalman filter (1960) over the coefficients of a price: a level that all share, and slopes of their own.
+
+    Plain steps of one moment and drafting steps of another differ by the level, too; so both are estimated together.
+    Steps of one kind are taken in `num_steps` at a time: a step waits for this.
+    """
+
+    def __init__(self, price: StepPrice, num_steps: int = NUM_STEPS) -> None:
+        self.price, self._num_steps = price, num_steps
+        measured = price.coefficients
+        self._least = LEAST * measured
+        scale = np.maximum(measured, 1e-3 * measured.max())
+        self._together, self._apart = np.outer(scale, scale), np.diag(scale**2)
+        self._mean = measured
+        self._covariance = LEVEL**2 * self._together + SLOPES**2 * self._apart
+        self._wander = LEVEL_STEP**2 * self._together + SLOPE_STEP**2 * self._apart
+        self._seen: list[tuple[Load, float]] = []
+
+    def observe(self, load: Load, seconds: float) -> None:
+        """Learn from a step without prompts."""
+        if self._seen and (self._seen[-1][0].num_drafted > 0) != (load.num_drafted > 0):
+            self._update()
+        self._seen.append((load, seconds))
+        if len(self._seen) >= self._num_steps:
+            self._update()
+
+    def _update(self) -> None:
+        """Take in the sums of the steps seen."""
+        num = len(self._seen)
+        terms = np.array([load.terms for load, _ in self._seen], dtype=float).sum(axis=0)
+        seconds = sum(seconds for _, seconds in self._seen)
+        self._covariance += num * self._wander
+        self._seen = []
+        expected, with_step = terms @ self._mean, self._covariance @ terms
+        variance = terms @ with_step + (NOISE * expected) ** 2 / num
+        limit = OUTLIER * np.sqrt(variance)
+        self._mean = self._mean + with_step / variance * np.clip(seconds - expected, -limit, limit)
+        self._mean = np.maximum(self._mean, self._least)
+        self._covariance -= np.outer(with_step, with_step) / variance
+        self.price = self.price.with_coefficients(self._mean)

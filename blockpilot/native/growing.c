@@ -1,0 +1,172 @@
+/* Chances of a draft's choices, as acceptance.py has them, and draft trees grown best first by them, as trees.py
+ * grows them: node by node of falling chance. */
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+
+enum { CONTEXTS = 3, WEIGHTS = 11 }; /* of acceptance.py */
+static const double LEAST_SCORE = -30, LEAST_CHANCE = 1e-4;
+
+static double bounded(float score) { return score > LEAST_SCORE ? score : LEAST_SCORE; /* also where it is NaN */ }
+
+/* The draft's own chances of a slot's choices [width]: its probabilities, or where a token is drawn the shares of the
+ * scores, which begin with the best. */
+static void own_chances(long width, const float *scores, const float *log_probs, int drawn, double *own)
+{
+    double total = 0;
+    for (long k = 0; k < width; k++)
+        total += own[k] = exp(drawn ? bounded(scores[k]) - bounded(scores[0]) : bounded(log_probs[k]));
+    for (long k = 0; drawn && k < width; k++)
+        own[k] /= total;
+}
+
+/* Chances [CONTEXTS][num][width] of the choices of `num` slots: the logistic regression of acceptance.py by
+ * weights [2][WEIGHTS]; the draft's own where it is not `known` [num]. slots [num] are places below the anchor. */
+void choice_chances(long num, long width, const float *scores, const float *log_probs, const uint8_t *drawn,
+                    const int64_t *slots, const uint8_t *known, const double *weights, double *chances)
+{
+    for (long n = 0; n < num; n++, scores += width, log_probs += width) {
+        const double *w = weights + (drawn[n] ? WEIGHTS : 0), *of_context = w + 5;
+        double *of_first = chances + n * width;
+        own_chances(width, scores, log_probs, drawn[n], of_first);
+        for (long k = 0; k < width; k++)
+            if (!(scores[k] > -INFINITY)) /* cannot be drawn, or is no number */
+                of_first[k] = 0;
+        for (long context = CONTEXTS - 1; context >= 0; context--) {
+            double *found = chances + (context * num + n) * width, total = 0, least = INFINITY;
+            for (long k = 0; k < width && known[n]; k++) {
+                if (!(scores[k] > -INFINITY)) {
+                    found[k] = 0;
+                    continue;
+                }
+                double p = fmin(fmax(of_first[k], LEAST_CHANCE), 1 - LEAST_CHANCE), logit = log(p / (1 - p));
+                double to_next = k + 1 < width ? bounded(scores[k]) - bounded(scores[k + 1]) : 0;
+                double sum = logit * (1 + w[0]) + w[1] * bounded(log_probs[k]) + w[3] * to_next
+                           + w[2] * (bounded(scores[k]) - bounded(scores[0])) + w[4] / (1 + slots[n])
+                           + of_context[2 * context + (k > 0)];
+                total += found[k] = 1 / (1 + exp(-sum));
+            }
+            for (long k = 0; k < width; k++) {
+                found[k] = !known[n] ? of_first[k] : total > 1 ? found[k] / total : found[k];
+                found[k] = least = fmin(least, found[k]);
+            }
+        }
+    }
+}
+
+/* A choice that may become a node. Of equal chances the one of the earlier parent comes first, then the better rank. */
+struct offer {
+    double chance, above;
+    int32_t parent, depth, after, rank, num_later;
+};
+
+static int comes_first(const struct offer *a, const struct offer *b)
+{
+    if (a->chance != b->chance)
+        return a->chance > b->chance;
+    return a->parent != b->parent ? a->parent < b->parent : a->rank < b->rank;
+}
+
+static void push(struct offer *heap, long *size, struct offer item)
+{
+    long place = (*size)++;
+    for (; place && comes_first(&item, &heap[(place - 1) / 2]); place = (place - 1) / 2)
+        heap[place] = heap[(place - 1) / 2];
+    heap[place] = item;
+}
+
+static struct offer pop(struct offer *heap, long *size)
+{
+    struct offer first = heap[0], last = heap[--*size];
+    long place = 0, below;
+    while ((below = 2 * place + 1) < *size) {
+        if (below + 1 < *size && comes_first(&heap[below + 1], &heap[below]))
+            below++;
+        if (!comes_first(&heap[below], &last))
+            break;
+        heap[place] = heap[below];
+        place = below;
+    }
+    heap[place] = last;
+    return first;
+}
+
+/* The slots of all rows [slots], each with `contexts` lists of `width` choices after a choice of the slot above.
+ * chances [laters][slots][contexts][width] by the number of later choices above; places [slots][contexts][width] say
+ * which list follows a choice, -1 for none. */
+struct slots {
+    long num, contexts, width, laters;
+    const double *chances;
+    const int64_t *places;
+};
+
+static void offer(const struct slots *slots, struct offer *heap, long *size, long slot, long widest, struct offer item)
+{
+    long later = item.num_later < slots->laters ? item.num_later : slots->laters - 1;
+    if (item.after < 0 || item.rank >= widest)
+        return;
+    item.chance = item.above * slots->chances[((later * slots->num + slot) * slots->contexts + item.after) * slots->width + item.rank];
+    if (item.chance > 0)
+        push(heap, size, item);
+}
+
+/* Nodes of rows by falling chance, `most` at most of each, of slots first[r] .. first[r] + depths[r] - 1, the `widest`
+ * best choices of each list. Of row r they begin at r * room: chances, parents (0 is the anchor), choices (places in
+ * [slots][contexts][width]), depths (1 below the anchor) and laters (later choices above, the node's own left out);
+ * num[r] says how many. */
+int grow_trees(long rows, const int64_t *first, const int64_t *depths, const int64_t *most, const int64_t *widest,
+               long num_slots, long contexts, long width, long laters, const double *chances, const int64_t *places,
+               long room, double *found, int64_t *parents, int64_t *choices, int64_t *of_laters, int64_t *of_depths,
+               int64_t *num)
+{
+    const struct slots slots = {num_slots, contexts, width, laters, chances, places};
+    struct offer *heap = malloc((2 * room + 2) * sizeof *heap);
+    if (!heap)
+        return -1;
+    for (long r = 0; r < rows; r++) {
+        long size = 0, n = 0;
+        if (depths[r])
+            offer(&slots, heap, &size, first[r], widest[r], (struct offer){.above = 1});
+        for (; size && n < most[r]; n++) {
+            struct offer item = pop(heap, &size), next = item;
+            long slot = first[r] + item.depth, choice = (slot * contexts + item.after) * width + item.rank;
+            found[r * room + n] = item.chance, parents[r * room + n] = item.parent;
+            choices[r * room + n] = choice, of_laters[r * room + n] = item.num_later;
+            of_depths[r * room + n] = item.depth + 1;
+            next.rank++;
+            offer(&slots, heap, &size, slot, widest[r], next);
+            next = (struct offer){item.chance, item.chance, n + 1, item.depth + 1, places[choice], 0,
+                                  item.num_later + (item.rank > 0)};
+            if (next.depth < depths[r])
+                offer(&slots, heap, &size, slot + 1, widest[r], next);
+        }
+        num[r] = n;
+    }
+    free(heap);
+    return 0;
+}
+
+/* How many nodes of R trees are verified: the best of all, as many as have the most tokens less their costs, as
+ * choose_nodes of choose.py. chances [R][room] fall, of each num[r]; a token of a step that has `tokens` costs
+ * of_token, and of_tile for every `tile` of them. taken [R]; heads [R] is room to work in. */
+void select_nodes(long trees, long room, const double *chances, const int64_t *num, long tokens, double of_token,
+                  double of_tile, long tile, int64_t *taken, int64_t *heads)
+{
+    double gain = 0, best = 0;
+    for (long r = 0; r < trees; r++)
+        taken[r] = heads[r] = 0;
+    for (;;) {
+        long first = -1;
+        for (long r = 0; r < trees; r++)
+            if (heads[r] < num[r] && (first < 0 || chances[r * room + heads[r]] > chances[first * room + heads[first]]))
+                first = r;
+        if (first < 0 || chances[first * room + heads[first]] <= of_token)
+            return; /* nor are those that come after it worth their costs */
+        gain += chances[first * room + heads[first]++] - of_token - (tokens++ % tile == 0 ? of_tile : 0);
+        if (gain > best) {
+            best = gain;
+            for (long r = 0; r < trees; r++)
+                taken[r] = heads[r];
+        }
+    }
+}

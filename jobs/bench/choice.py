@@ -1,0 +1,251 @@
+"""Bench of the choice of every step: its cost, and by replay its gain.
+
+Costs are microseconds of a step's plan, selection and learning, as they are in a loop and after CACHE_BYTES were read
+in between, as a step reads its weights. With a dense sweep its steps are replayed: what every fixed way and the
+choice would have made of them at the price that lies beside it (`price.json`). A replay is a diagnostic and no
+result: it knows no timing noise and takes the price for exact; jobs/evaluate.py decodes.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count, islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+
+from blockpilot.control.acceptance import UNTRAINED, AcceptanceModel, Prior
+from blockpilot.control.controller import Controller, Planned, StepOutcome
+from blockpilot.control.cost import PRICE_FILE, Load, StepPrice, passes, read_price
+from blockpilot.engine.drafting import grow_all, offer, verified
+from blockpilot.engine.rows import Row
+from blockpilot.engine.trees import Node, places_of
+from blockpilot.evaluation.tables import markdown
+from blockpilot.policy.learned import StepPolicy
+from blockpilot.policy.store import load_policy
+from blockpilot.storage import join
+from blockpilot.sweep.rows import NUM_CHOICES, SweepRow, read_parts
+from blockpilot.types import MAX_BLOCK_SIZE, Candidates, Request, Sampling
+from jobs.common.config import Config, Place, main
+
+Array = NDArray[Any]
+
+CACHE_BYTES = 256 * 2**20
+NUM_SLOTS, NUM_WARM_UP = 7, 20
+TREES = 3, 7, 15  # nodes
+
+
+class ChoiceConfig(Config):
+    """How many rows, and what is replayed."""
+
+    rows: tuple[int, ...] = Field(default=(1, 4, 16), min_length=1)
+    """Rows that decode together."""
+    num_steps: int = Field(default=200, ge=1)
+    """Steps that are timed."""
+    sweep: Place | None = None
+    """A dense sweep with the step cost beside it, to replay."""
+    policy: Place | None = None
+    """A policy of kind step, to replay beside the untrained choice."""
+
+
+def run(config: ChoiceConfig) -> str:
+    """The tables, printed too. Raises ValueError for a sweep that is not dense."""
+    torch.set_num_threads(1)
+    tables = [
+        "Microseconds of the choice of a step:",
+        markdown([_cost(num, config.num_steps) for num in config.rows]),
+    ]
+    if config.sweep is not None:
+        texts = [text for part in read_parts(config.sweep) for text in map(ReplayedText.of, part.rows)]
+        price = read_price(join(config.sweep, PRICE_FILE))
+        priors = {"untrained": UNTRAINED}
+        if config.policy is not None:
+            if not isinstance(policy := load_policy(config.policy), StepPolicy):
+                raise ValueError(f"policy {config.policy}: of kind prompt; must be of kind step")
+            priors["policy"] = policy
+        tables += ["", f"Replay of {len(texts)} texts, over plain decoding:"]
+        tables.append(markdown([_replay(texts, num, price, priors) for num in config.rows]))
+    print(found := "\n".join(tables))
+    return found
+
+
+# --- what it costs ---
+
+
+def _cost(num_rows: int, num_steps: int) -> dict[str, str]:
+    memory, found = np.zeros(CACHE_BYTES // 8), {"rows": str(num_rows)}
+    for name, reads in (("in a loop", False), ("between steps", True)):
+        seconds = [
+            step(lambda: memory[::8].sum()) if reads else step(lambda: None) for step in _steps(num_rows, num_steps)
+        ]
+        found[name] = f"{1e6 * float(np.mean(sorted(seconds)[: -max(1, num_steps // 10)])):.0f}"
+    return found
+
+
+def _steps(num_rows: int, num_steps: int) -> Iterator[Callable[[Callable[[], object]], float]]:
+    """Steps of rows whose first choice is accepted: functions of what is called between their parts, to seconds."""
+    draws = np.random.default_rng(0)
+    controller, rows = Controller(AcceptanceModel(NUM_SLOTS)), [_row(i, drawn=True) for i in range(num_rows)]
+    log_probs = -np.sort(draws.exponential(2, (NUM_SLOTS * num_rows, NUM_CHOICES))).astype(np.float32)
+    planned = Planned(np.ones(num_rows, dtype=int), np.full(num_rows, NUM_SLOTS))
+
+    def step(between: Callable[[], object]) -> float:
+        started = time.perf_counter()
+        depths = controller.plan(planned, Load(0)).tolist()
+        seconds = time.perf_counter() - started
+        between()  # the draft's pass
+        depths = [max(1, depth) for depth in depths]
+        found = _candidates(log_probs[: sum(depths)], log_probs[: sum(depths)], drawn=True)
+        started = time.perf_counter()
+        nodes = _select(controller, rows, depths, found)
+        seconds += time.perf_counter() - started
+        between()  # the target's
+        started = time.perf_counter()
+        paths = [[0, 1] if of_row else [0] for of_row in nodes]
+        outcome = verified(nodes, paths, [[0] * len(path) for path in paths])
+        controller.learn(StepOutcome(Load(num_rows, sum(depths), sum(map(len, nodes))), verified=outcome), 0.02)
+        return seconds + time.perf_counter() - started
+
+    for _ in range(NUM_WARM_UP):
+        step(lambda: None)
+    yield from (step for _ in range(num_steps))
+
+
+def _row(request_id: int, *, drawn: bool) -> Row:
+    row = Row(request_id, Request((0,), 1, Sampling(float(drawn))), 1 << 30, [0], None)
+    row.adapts = True
+    return row
+
+
+def _candidates(scores: Array, log_probs: Array, *, drawn: bool) -> Candidates:
+    tokens = torch.arange(scores.shape[1]).expand(scores.shape)  # a choice's token is its rank
+    return Candidates(
+        tokens, torch.from_numpy(scores), torch.from_numpy(log_probs), torch.full((len(scores),), drawn)
+    )
+
+
+def _select(
+    controller: Controller, rows: Sequence[Row], depths: Sequence[int], found: Candidates
+) -> list[list[Node]]:
+    """As an engine does it, of rows that drafted these depths."""
+    slots = [slot for slot, depth in enumerate(depths) if depth]
+    offered = offer(found, [True] * len(slots), [depths[slot] for slot in slots], controller) if slots else None
+    drafted = Load(len(rows), sum(depths))
+    return grow_all(rows, slots, offered, lambda trees: controller.select(trees, drafted), MAX_BLOCK_SIZE - 1)
+
+
+# --- what it brings ---
+
+
+@dataclass(frozen=True)
+class ReplayedText:
+    """A text with what the draft proposed at every anchor: ranks [N, D] of the right choices, and the choices."""
+
+    ranks: Array
+    scores: Array
+    log_probs: Array
+    needed: Array
+    """[N, D] nodes of the smallest tree that accepts so far."""
+    drawn: bool
+
+    @classmethod
+    def of(cls, row: SweepRow) -> "ReplayedText":
+        num = len(row.step_places)
+        if not num or not row.step_nodes:
+            raise ValueError(f"prompt {row.prompt_id}: no steps are recorded; sweep with --method dense")
+        shape = num, -1, NUM_CHOICES
+        scores, log_probs = (
+            np.frombuffer(of, "<f2").astype(np.float32) for of in (row.step_scores, row.step_log_probs)
+        )
+        ranks = np.frombuffer(row.step_ranks, np.int8).reshape(num, -1)
+        needed = np.frombuffer(row.step_nodes, np.uint8).reshape(num, -1)
+        return cls(ranks, scores.reshape(shape), log_probs.reshape(shape), needed, row.temperature > 0)
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def tau(self, size: int, *, is_tree: bool) -> float:
+        """Tokens a step of chains so deep, or of trees of so many nodes."""
+        accepted = self.needed <= size if is_tree else self.ranks[:, :size] == 0
+        emitted, place, num = 1 + accepted.cumprod(axis=1).sum(axis=1), 0, 0
+        while place < len(self):
+            place, num = place + int(emitted[place]), num + 1
+        return place / num
+
+
+class _Place(NamedTuple):
+    text: ReplayedText
+    place: int
+    row: Row
+
+
+def _replay(
+    texts: Sequence[ReplayedText], num_rows: int, price: StepPrice, priors: dict[str, Prior]
+) -> dict[str, str]:
+    """Speeds over plain decoding: of the best fixed way and of the choice."""
+    plain, deepest = num_rows / price.seconds(Load(num_rows)), texts[0].ranks.shape[1]
+    ways = {f"B={n + 1}": _fixed(texts, num_rows, price, n, is_tree=False) for n in range(1, deepest + 1)}
+    ways |= {f"tree {n}": _fixed(texts, num_rows, price, n, is_tree=True) for n in TREES}
+    best = max(ways, key=ways.__getitem__)
+    found = {"rows": str(num_rows), "best fixed way": best if ways[best] > plain else "plain"}
+    found["its speed-up"] = f"{max(ways[best], plain) / plain:.3f}"
+    return found | {name: f"{_chosen(texts, num_rows, price, prior) / plain:.3f}" for name, prior in priors.items()}
+
+
+def _fixed(texts: Sequence[ReplayedText], rows: int, price: StepPrice, size: int, *, is_tree: bool) -> float:
+    """Tokens a second of chains so deep, or of trees of so many nodes."""
+    num_steps, depth = sum(len(text) / text.tau(size, is_tree=is_tree) for text in texts), min(size, NUM_SLOTS)
+    load = Load(rows, rows * depth, rows * size, passes([depth], price.is_sequential))
+    return sum(map(len, texts)) / num_steps * rows / price.seconds(load)
+
+
+def _chosen(texts: Sequence[ReplayedText], num_rows: int, price: StepPrice, prior: Prior) -> float:
+    """Tokens a second of the choice at every step; texts queue for the rows, until some row has none left."""
+    controller = Controller(AcceptanceModel(texts[0].ranks.shape[1], prior), price, follows=False)
+    ids, queue = count(), iter(texts)
+    rows = [_Place(text, 0, _row(next(ids), drawn=text.drawn)) for text in islice(queue, num_rows)]
+    num_tokens, seconds = 0, 0.0
+    while len(rows) == num_rows:
+        drawn = np.array([int(row.text.drawn) for row in rows])
+        most = np.array([min(row.text.ranks.shape[1], len(row.text) - row.place) for row in rows])
+        depths = controller.plan(Planned(drawn, most), Load(0)).tolist()
+        at = [(row.text, row.place, depth) for row, depth in zip(rows, depths, strict=True) if depth]
+        found = _offered(at) if at else _candidates(np.zeros((0, 1)), np.zeros((0, 1)), drawn=False)
+        nodes = _select(controller, [row.row for row in rows], depths, found)
+        paths = [_path(of_row, row.text.ranks[row.place]) for of_row, row in zip(nodes, rows, strict=True)]
+        load = Load(num_rows, sum(depths), sum(map(len, nodes)), passes(depths, price.is_sequential))
+        emitted = [row.text.ranks[row.place, : len(path)].tolist() for row, path in zip(rows, paths, strict=True)]
+        controller.learn(StepOutcome(load, verified=verified(nodes, paths, emitted)), price.seconds(load))
+        seconds += price.seconds(load)
+        num_tokens += sum(map(len, paths))
+        moved = [row._replace(place=row.place + len(path)) for row, path in zip(rows, paths, strict=True)]
+        rows = [row for row in moved if row.place < len(row.text)]
+        rows += [_Place(text, 0, _row(next(ids), drawn=text.drawn)) for text in islice(queue, num_rows - len(rows))]
+    return num_tokens / seconds if seconds else num_rows / price.seconds(Load(num_rows))
+
+
+def _offered(at: Sequence[tuple[ReplayedText, int, int]]) -> Candidates:
+    scores, log_probs = (
+        np.concatenate([getattr(text, name)[place, :depth] for text, place, depth in at])
+        for name in ("scores", "log_probs")
+    )
+    drawn = torch.tensor([text.drawn for text, _, depth in at for _ in range(depth)])
+    return _candidates(scores, log_probs, drawn=False)._replace(drawn=drawn)
+
+
+def _path(nodes: Sequence[Node], right: Array) -> list[int]:
+    """The accepted places of a tree, whose nodes are choices of a draft without contexts."""
+    children = {(node.parent, node.choice % NUM_CHOICES): number for number, node in enumerate(nodes, 1)}
+    places, number, path = places_of(nodes), 0, [0]
+    for rank in right.tolist():
+        if rank < 0 or (number := children.get((number, rank), -1)) < 0:
+            break
+        path.append(places[number])
+    return path
+
+
+if __name__ == "__main__":
+    main(ChoiceConfig, run)

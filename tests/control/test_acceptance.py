@@ -1,0 +1,226 @@
+"""What acceptance models expect, and how they learn it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+
+from blockpilot.control import acceptance
+from blockpilot.control.acceptance import (
+    FIRST_GUESS,
+    NUM_WEIGHTS,
+    PRIOR_VARIANCE,
+    THRESHOLDS,
+    AcceptanceModel,
+    Array,
+    Prior,
+    Proposal,
+    inputs_of,
+    knowledge,
+    logistic,
+)
+from blockpilot.drafts.choices import own_chances
+from blockpilot.types import Candidates
+
+DEEPEST, K = 4, 6
+
+
+def drafted(num_rows: int, seed: int, *, drawn: bool) -> Candidates:
+    """What a draft says of DEEPEST slots of each row: the log probabilities of K tokens, which add up to 0.9."""
+    logits = torch.randn(num_rows * DEEPEST, K, generator=torch.Generator().manual_seed(seed)).double() * 2
+    log_probs = (logits.log_softmax(dim=1) + np.log(0.9)).sort(dim=1, descending=True).values.float()
+    return Candidates(torch.arange(K).expand_as(log_probs), log_probs, log_probs, torch.full((len(logits),), drawn))
+
+
+def proposed(model: AcceptanceModel, found: Candidates) -> Proposal:
+    num = len(found.drawn)
+    return model.propose(np.ones(num, dtype=bool), found, np.tile(np.arange(DEEPEST), num // DEEPEST))
+
+
+def random_model(seed: int) -> AcceptanceModel:
+    return AcceptanceModel(DEEPEST, Prior(np.random.default_rng(seed).normal(0, 0.5, (2, NUM_WEIGHTS))))
+
+
+def taught(model: AcceptanceModel, num_steps: int, rightness: float, *, drawn: bool) -> None:
+    """Steps of a row that verifies every first choice, which is right so many times as often as its draft says."""
+    draws = np.random.default_rng(5)
+    for step in range(num_steps):
+        proposal = proposed(model, found := drafted(1, step, drawn=drawn))
+        own = own_chances(found)[0, :, 0].numpy()
+        right = draws.random(DEEPEST) < rightness * own
+        reached = np.concatenate([[True], right[:-1]]).cumprod().astype(bool)
+        choices = K * np.flatnonzero(reached)
+        model.learn(proposal, choices, np.zeros(len(choices), dtype=int), right[reached])
+
+
+@contextmanager
+def without_c() -> Iterator[None]:
+    with patch.object(acceptance, "choice_chances", lambda *given: None):
+        yield
+
+
+def test_untrained_chances_are_the_drafts_own() -> None:
+    for drawn in (False, True):
+        found = drafted(2, 0, drawn=drawn)
+        chances = proposed(AcceptanceModel(DEEPEST), found).chances
+        np.testing.assert_allclose(chances, np.repeat(own_chances(found).numpy(), 3, axis=0), rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_chances_are_the_same_in_c_and_by_numpy(seed: int) -> None:
+    """Also of a model whose weights lie in memory in another order, of scores that are no numbers, and of rows of
+    which nothing is known.
+    """
+    draws = np.random.default_rng(seed)
+    model = random_model(seed)
+    model = AcceptanceModel(DEEPEST, Prior(np.asfortranarray(model.weights)))
+    found = drafted(5, seed, drawn=bool(seed % 2))
+    scores, log_probs = found.scores.clone(), found.log_probs.clone()
+    scores[3, 4:], log_probs[3, 4:] = -torch.inf, -torch.inf
+    scores[7], log_probs[7] = torch.nan, torch.nan
+    found = found._replace(scores=scores, log_probs=log_probs)
+    known, slots = draws.random(20) < 0.7, draws.integers(0, DEEPEST, 20)
+    by_c = model.propose(known, found, slots).chances
+    with without_c():
+        by_numpy = model.propose(known, found, slots).chances
+    np.testing.assert_allclose(by_c, by_numpy, rtol=1e-5, atol=1e-7)
+    assert (by_c[:, 7] == 0).all()
+
+
+def test_chances_fall_and_what_cannot_be_drawn_has_none() -> None:
+    found = drafted(2, 1, drawn=True)
+    found.scores[:, 4:] = found.log_probs[:, 4:] = -torch.inf
+    chances = proposed(random_model(0), found).chances
+    assert (np.diff(chances, axis=-1) <= 0).all()
+    assert (chances[..., 4:] == 0).all()
+    assert (chances.sum(axis=-1) <= 1 + 1e-9).all()
+
+
+def test_rows_of_which_nothing_is_known_have_the_drafts_own() -> None:
+    model = AcceptanceModel(DEEPEST, Prior(np.ones((2, NUM_WEIGHTS))))
+    found = drafted(2, 2, drawn=True)
+    known = np.repeat([False, True], DEEPEST)
+    chances = model.propose(known, found, np.tile(np.arange(DEEPEST), 2)).chances
+    own = own_chances(found)[:, :DEEPEST].numpy().repeat(3, axis=0)
+    np.testing.assert_allclose(chances[:, :DEEPEST], own, rtol=1e-5)
+    assert not np.allclose(chances[0, DEEPEST:], own_chances(found)[0, DEEPEST:].numpy())
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+@pytest.mark.parametrize("rightness", [0.6, 0.9])
+def test_slots_learn_how_far_a_draft_is_right(rightness: float, *, drawn: bool) -> None:
+    model = AcceptanceModel(DEEPEST)
+    taught(model, 2500, rightness, drawn=drawn)
+    found = drafted(40, 12345, drawn=drawn)
+    chances, own = proposed(model, found).chances[0, :, 0], own_chances(found)[0, :, 0].numpy()
+    assert chances.mean() == pytest.approx(rightness * own.mean(), rel=0.1)
+    other = drafted(40, 12345, drawn=not drawn)
+    untouched = own_chances(other)[0, :, 0].numpy().mean()
+    assert proposed(model, other).chances[0, :, 0].mean() == pytest.approx(untouched, rel=1e-3)
+
+
+def test_what_is_calibrated_hardly_moves() -> None:
+    model = AcceptanceModel(DEEPEST)
+    taught(model, 300, 1.0, drawn=False)
+    found = drafted(1, 777, drawn=False)
+    np.testing.assert_allclose(proposed(model, found).chances[0], own_chances(found)[0].numpy(), atol=0.05)
+
+
+def test_learning_is_the_regression_of_all_that_was_seen() -> None:
+    """Near enough to the weights of the greatest posterior, found by Newton's method on all outcomes at once."""
+    model, draws = AcceptanceModel(DEEPEST), np.random.default_rng(1)
+    inputs, rights = list[Array](), list[Array]()
+    for step in range(400):
+        proposal = proposed(model, drafted(1, step, drawn=True))
+        choices = draws.choice(DEEPEST * K, 5, replace=False)
+        right = draws.random(5) < 0.3
+        model.learn(proposal, choices, np.zeros(5, dtype=int), right)
+        x = np.zeros((5, NUM_WEIGHTS))
+        x[:, :5] = knowledge(*proposal[:4])[choices // K, choices % K]
+        x[np.arange(5), 5 + (choices % K > 0)] = 1
+        inputs.append(x)
+        rights.append(right)
+    x, y, weights = np.concatenate(inputs), np.concatenate(rights), np.zeros(NUM_WEIGHTS)
+    precision = np.eye(NUM_WEIGHTS) / PRIOR_VARIANCE[1]
+    for _ in range(200):
+        chance = logistic(x[:, 0] + x @ weights)
+        gradient = x.T @ (y - chance) - precision @ weights
+        weights += 0.3 * np.linalg.solve((x * (chance * (1 - chance))[:, None]).T @ x + precision, gradient)
+    found, best = (logistic(x[:, 0] + x @ w) for w in (model.weights[1], weights))
+    assert np.abs(found - best).mean() < 0.02
+    assert (model.weights[0] == 0).all()
+
+
+def test_inputs_say_in_which_context_a_choice_was() -> None:
+    model, found = AcceptanceModel(DEEPEST), drafted(1, 3, drawn=False)
+    proposal = proposed(model, found)
+    observed = acceptance.Observed(
+        *(values[:4] for values in proposal[:4]),
+        ranks=np.array([0, 1, 2, 0]),
+        laters=np.array([0, 0, 5, 1]),
+        right=np.ones(4, dtype=bool),
+    )
+    contexts = inputs_of(observed)[:, 5:]
+    assert contexts.argmax(axis=1).tolist() == [0, 1, 5, 2]
+    assert (contexts.sum(axis=1) == 1).all()
+
+
+# --- depths ---
+
+
+def observe(model: AcceptanceModel, depths: list[int], chances: list[list[float]], drawn: int = 0) -> None:
+    """Drafts so deep, that added nodes with these probabilities at depths 1, 2 and so on."""
+    at = np.repeat(np.arange(1, len(chances) + 1), list(map(len, chances)))
+    kinds, of_nodes = np.full(len(depths), drawn), np.full(len(at), drawn)
+    model.observe(kinds, np.array(depths), of_nodes, at, np.array([chance for each in chances for chance in each]))
+
+
+def test_before_anything_was_seen_depths_are_guessed() -> None:
+    """A chain, whose nodes count where they are as probable as the threshold."""
+    found = AcceptanceModel(DEEPEST).expected(np.array([0, 1]))
+    guess = FIRST_GUESS ** np.arange(1, DEEPEST + 1)[:, None]
+    np.testing.assert_allclose(found.counts, [guess >= THRESHOLDS] * 2)
+    np.testing.assert_allclose(found.sums, [guess * (guess >= THRESHOLDS)] * 2)
+    with pytest.raises(ValueError, match="deepest 0"):
+        AcceptanceModel(0)
+
+
+def test_expected_nodes_are_the_mean_of_those_that_drafts_added() -> None:
+    model = AcceptanceModel(DEEPEST)
+    for _ in range(3000):
+        observe(model, [2, 4], [[0.9, 0.05], [0.3]])
+    found = model.expected(np.array([0]))
+    for j, threshold in enumerate(THRESHOLDS):
+        first, second = [chance for chance in (0.9, 0.05) if chance >= threshold], [0.3] * int(threshold <= 0.3)
+        np.testing.assert_allclose(found.sums[0, :2, j], [sum(first) / 2, sum(second) / 2], atol=0.01)
+        np.testing.assert_allclose(found.counts[0, :2, j], [len(first) / 2, len(second) / 2], atol=0.01)
+    np.testing.assert_allclose(found.counts[0, 2:], 0, atol=0.01)
+
+
+def test_depths_that_were_not_drafted_are_censored() -> None:
+    model = AcceptanceModel(DEEPEST)
+    before = model.expected(np.array([0, 1]))
+    for _ in range(200):
+        observe(model, [2], [[0.5], [0.1]])
+    after = model.expected(np.array([0, 1]))
+    np.testing.assert_array_equal(after.sums[0, 2:], before.sums[0, 2:])
+    assert (after.sums[0, :2, 0] < before.sums[0, :2, 0]).all()
+    np.testing.assert_array_equal(after.sums[1], before.sums[1])  # rows that draw
+
+
+def test_means_fade() -> None:
+    model = AcceptanceModel(DEEPEST)
+    for _ in range(5000):
+        observe(model, [1], [[0.9]], drawn=1)
+    for _ in range(3000):
+        observe(model, [1], [[0.2]], drawn=1)
+    assert model.expected(np.array([1])).sums[0, 0, 0] == pytest.approx(0.2 + 0.7 * np.exp(-3), abs=0.01)
+
+
+def test_knowledge_of_scores_that_are_no_numbers_is_finite() -> None:
+    values = np.array([[np.nan, -np.inf, 0.0], [0.0, -np.inf, -np.inf]], dtype=np.float32)
+    for drawn in (False, True):
+        assert np.isfinite(knowledge(values, values, np.array([drawn] * 2), np.array([0, 3]))).all()

@@ -1,0 +1,115 @@
+"""A price that follows the seconds of an engine's own steps."""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from blockpilot.control.cost import LEAST, LEVEL, LEVEL_STEP, NOISE, SLOPE_STEP, SLOPES, Array, LiveCost, Load
+from helpers.prices import price
+
+MEASURED = price(base_s=0.05, row_s=0.004, launch_s=0.02, slot_s=0.0005, token_s=0.0015, tile_s=0.01)
+
+
+def mixed_loads(num: int, seed: int = 0) -> Iterator[Load]:
+    """One to 16 rows, some of which draft now and then, and verify more or fewer tokens than they drafted."""
+    draws = np.random.default_rng(seed)
+    for _ in range(num):
+        rows = int(draws.integers(1, 17))
+        drafting = int(draws.integers(0, rows + 1)) if draws.random() < 0.7 else 0
+        yield Load(rows, 7 * drafting, int(draws.integers(0, 16 * drafting + 1)))
+
+
+def watched(tracker: LiveCost, true: Array, loads: Sequence[Load], noise: float = 0.05) -> None:
+    """Show it steps with these loads, whose seconds vary by a share."""
+    draws = np.random.default_rng(1)
+    for load in loads:
+        tracker.observe(load, float(true @ load.terms) * math.exp(draws.normal(0, noise)))
+
+
+@pytest.mark.parametrize("factors", [[1.5] * 6, [1 / 1.5] * 6, [1.5, 0.8, 1 / 1.5, 1.3, 0.7, 1.2]], ids=str)
+def test_it_finds_the_coefficients_that_steps_have(factors: list[float]) -> None:
+    """From others that are up to 1.5 times as large: what every load costs, and most of each coefficient."""
+    tracker, true = LiveCost(MEASURED), MEASURED.coefficients * factors
+    watched(tracker, true, list(mixed_loads(1500)))
+    for load in mixed_loads(50, seed=2):
+        assert tracker.price.seconds(load) == pytest.approx(float(true @ load.terms), rel=0.05)
+    error = np.abs(np.log(tracker.price.coefficients / true))
+    assert (error < 0.2).all()
+
+
+def test_a_level_that_changes_for_all_steps_is_followed_within_some_tens_of_steps() -> None:
+    """Also by what is not seen meanwhile: plain steps say what drafting ones take at another level."""
+    tracker, plain = LiveCost(MEASURED), [Load(4)] * 40
+    watched(tracker, MEASURED.coefficients, list(mixed_loads(300)))
+    watched(tracker, 1.6 * MEASURED.coefficients, plain)
+    assert tracker.price.seconds(Load(4)) == pytest.approx(1.6 * MEASURED.seconds(Load(4)), rel=0.05)
+    drafting = Load(4, 28, 28)
+    assert tracker.price.seconds(drafting) == pytest.approx(1.6 * MEASURED.seconds(drafting), rel=0.1)
+
+
+def test_a_stall_is_not_what_steps_take() -> None:
+    tracker = LiveCost(MEASURED)
+    watched(tracker, MEASURED.coefficients, list(mixed_loads(300)))
+    before = tracker.price
+    tracker.observe(Load(4, 28, 28), 1000 * before.seconds(Load(4, 28, 28)))
+    np.testing.assert_allclose(tracker.price.coefficients, before.coefficients, rtol=0.2)
+    watched(tracker, MEASURED.coefficients, list(mixed_loads(20)))
+    np.testing.assert_allclose(tracker.price.coefficients, before.coefficients, rtol=0.1)
+
+
+def test_no_coefficient_falls_below_a_tenth_of_what_was_measured() -> None:
+    """Whatever the steps say, so that no price is negative and nothing is free for ever."""
+    tracker = LiveCost(MEASURED)
+    for load in mixed_loads(500):
+        tracker.observe(load, 1e-9)
+        assert (tracker.price.coefficients >= LEAST * MEASURED.coefficients).all()
+    np.testing.assert_allclose(tracker.price.coefficients, LEAST * MEASURED.coefficients, rtol=0.01)
+
+
+def test_steps_as_measured_change_nothing() -> None:
+    tracker = LiveCost(MEASURED)
+    watched(tracker, MEASURED.coefficients, list(mixed_loads(200)), noise=0.0)
+    np.testing.assert_allclose(tracker.price.coefficients, MEASURED.coefficients, rtol=1e-9)
+
+
+@pytest.mark.parametrize("num_steps", [1, 4])
+def test_it_is_the_regression_that_sees_all_steps_at_once(num_steps: int) -> None:
+    """A Gaussian process with the same covariances, solved densely; no step is far enough off to be clipped.
+
+    Sums of steps of one kind, whose noises are independent: a probe of one step weighs a quarter of four.
+    """
+    loads = list(mixed_loads(40))
+    draws, measured = np.random.default_rng(3), MEASURED.coefficients
+    tracker, seconds, variances = LiveCost(MEASURED, num_steps), list[float](), list[float]()
+    taken = [MEASURED.seconds(load) * math.exp(draws.normal(0, 0.05)) for load in loads]
+    runs = [list(run) for _, run in itertools.groupby(range(40), lambda i: loads[i].num_drafted > 0)]
+    sums = [run[i : i + num_steps] for run in runs for i in range(0, len(run), num_steps)]
+    for steps in sums:
+        expected = sum(tracker.price.seconds(loads[i]) for i in steps)
+        for i in steps:
+            tracker.observe(loads[i], taken[i])
+        if tracker._seen:  # taken in as soon as a step of another kind comes
+            tracker._update()
+        variances.append((NOISE * expected) ** 2 / len(steps))
+        seconds.append(sum(taken[i] for i in steps))
+    terms = np.array([np.sum([loads[i].terms for i in steps], axis=0) for steps in sums], dtype=float)
+
+    def covariance(after: int) -> Array:
+        """Of the coefficients, `after` steps of wandering after the start."""
+        level, slopes = LEVEL**2 + after * LEVEL_STEP**2, SLOPES**2 + after * SLOPE_STEP**2
+        return level * np.outer(measured, measured) + slopes * np.diag(measured**2)
+
+    ends = np.cumsum([len(steps) for steps in sums])
+    between = np.array(
+        [
+            [terms[i] @ covariance(min(ends[i], ends[j])) @ terms[j] for j in range(len(sums))]
+            for i in range(len(sums))
+        ]
+    )
+    now = np.array([covariance(end) @ row for end, row in zip(ends, terms, strict=True)]).T
+    surprise = np.array(seconds) - terms @ measured
+    expected_now = measured + now @ np.linalg.solve(between + np.diag(variances), surprise)
+    np.testing.assert_allclose(tracker.price.coefficients, expected_now, rtol=1e-6)

@@ -1,0 +1,181 @@
+"""Trees of all rows grown in C are those that grow in Python, and what was verified of them is what texts say."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from blockpilot.control.choose import Trees
+from blockpilot.control.controller import Verified
+from blockpilot.engine import drafting
+from blockpilot.engine.drafting import Array, Offered, grow_all, verified
+from blockpilot.engine.rows import Row
+from blockpilot.engine.trees import Node, best_first, paths_of, tree_of, walk
+from blockpilot.native.growing import grow
+from blockpilot.native.library import library_for
+from blockpilot.types import Layout, Request
+
+NUM_TOKENS = 40
+
+
+def random_offer(draws: np.random.Generator, depths: Sequence[int]) -> Offered:
+    """Up to 5 choices of every slot after up to 3 others, with chances of which many are equal and some are 0."""
+    num, lists, k, laters = sum(depths), *(int(draws.integers(1, most)) for most in (4, 6, 4))
+    chances = -np.sort(-draws.integers(0, 9, (laters, num, lists, k)) / 8, axis=-1)
+    places = draws.integers(-1, lists, (num, lists, k))
+    places[:, 0, 0] = 0
+    tokens = np.argsort(draws.random((num, lists, NUM_TOKENS)), axis=-1)[..., :k]
+    ends = np.cumsum(np.array(depths, dtype=int))
+    return Offered(ends - depths, np.array(depths, dtype=int), tokens, chances, places)
+
+
+def slow(offered: Offered, r: int, widest: int, most: int) -> list[Node]:
+    """Nodes of a row, by the `widest` best choices of each list; choices are places among those of all rows."""
+    slots = offered.of_row(r)
+    tokens = [[choices[:widest] for choices in lists] for lists in slots.tokens]
+    start = int(offered.firsts[r]) * offered.places[0].size if len(offered.places) else 0
+    nodes = [node for node, _ in zip(best_first(slots._replace(tokens=tokens)), range(most), strict=False)]
+    return [node._replace(choice=start + node.choice) for node in nodes]
+
+
+DEPTHS = st.lists(st.integers(0, 4), min_size=1, max_size=5).filter(any)
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+@given(DEPTHS, SEEDS)
+def test_trees_in_c_are_those_of_python(depths: list[int], seed: int) -> None:
+    """Node by node: by later choices above and by the choice right above, chains, and as many as are asked for."""
+    if library_for(torch.float32, torch.device("cpu")) is None:
+        pytest.skip("no compiler, or no CPU for it")
+    draws = np.random.default_rng(seed)
+    offered, room = random_offer(draws, depths), int(draws.integers(1, 32))
+    most = draws.integers(0, room + 1, len(depths))
+    widest = draws.integers(1, offered.places.shape[2] + 1, len(depths))
+    found = grow(offered.chances, offered.places, offered.firsts, offered.depths, most, widest, room)
+    assert found is not None
+    for r in range(len(depths)):
+        expected = slow(offered, r, int(widest[r]), int(most[r]))
+        assert found.num[r] == len(expected)
+        columns = (values[r, : len(expected)].tolist() for values in found[:-1])
+        assert list(zip(*columns, strict=True)) == [
+            (node.chance, node.parent, node.choice, node.num_later, node.depth) for node in expected
+        ]
+
+
+class Asked(NamedTuple):
+    """What a row is: its layout, and its block size where it does not adapt."""
+
+    layout: Layout
+    block_size: int | None
+
+
+def row_of(asked: Asked) -> Row:
+    request = Request((1,), 100, block_size=asked.block_size, layout=asked.layout)
+    adapts = asked.block_size is None
+    return Row(0, request, 101, [1], None, block_size=asked.block_size or 0, adapts=adapts)
+
+
+ASKED = st.builds(Asked, st.sampled_from(["auto", "chain", "tree"]), st.none() | st.integers(2, 12))
+
+
+@pytest.mark.parametrize("by", ["C", "Python"])
+@given(st.lists(st.tuples(ASKED, st.integers(0, 4)), min_size=1, max_size=5), SEEDS)
+def test_every_row_has_the_nodes_that_its_size_or_the_controller_allows(
+    by: str, asked: list[tuple[Asked, int]], seed: int
+) -> None:
+    """Trees and chains of rows that adapt and others; some draft nothing."""
+    draws = np.random.default_rng(seed)
+    rows = [row_of(of_row) for of_row, _ in asked]
+    drafting_slots = [slot for slot, (_, depth) in enumerate(asked) if depth]
+    depths, most = [asked[slot][1] for slot in drafting_slots], int(draws.integers(11, 32))
+    offered = random_offer(draws, depths) if depths else None
+    shown = list[list[float]]()
+    sizes = draws.integers(0, most + 1, len(rows)).tolist()
+
+    def select(trees: Trees) -> Array:
+        shown.extend(of_row[:num].tolist() for of_row, num in zip(trees.chances, trees.num, strict=True))
+        return np.array([min(size, num) for size, num in zip(sizes, trees.num.tolist(), strict=False)])
+
+    with pytest.MonkeyPatch.context() as patch:
+        if by == "Python":
+            patch.setattr(drafting, "grow", lambda *given: None)
+        found = grow_all(rows, drafting_slots, offered, select, most)
+    expected: list[list[Node]] = [[] for _ in rows]
+    may_be_taken = list[list[float]]()
+    for place, slot in enumerate(drafting_slots):
+        row = rows[slot]
+        assert offered is not None
+        limit = most if row.adapts else row.next_block_size - 1
+        nodes = slow(offered, place, offered.places.shape[2] if row.is_tree else 1, limit)
+        if row.adapts:
+            may_be_taken.append([node.chance for node in nodes])
+            nodes = nodes[: sizes[len(may_be_taken) - 1]]
+        expected[slot] = nodes
+    assert shown == may_be_taken
+    assert found == [[with_token(offered, node) for node in nodes] for nodes in expected]
+
+
+def with_token(offered: Offered | None, node: Node) -> Node:
+    assert offered is not None
+    assert node.token == offered.tokens.reshape(-1)[node.choice]
+    return node
+
+
+# --- what became of them ---
+
+
+def slow_verified(trees: Sequence[Sequence[Node]], emitted: Sequence[Sequence[int]]) -> list[tuple[int, int, bool]]:
+    """By the paths from the anchor: a choice is known whose parent's path begins the text, where the text goes on."""
+    found = list[tuple[int, int, bool]]()
+    for nodes, text in zip(trees, emitted, strict=True):
+        paths: list[tuple[int, ...]] = [()]
+        for node in nodes:
+            paths.append((*paths[node.parent], node.token))
+            if len(paths[-1]) <= len(text) and paths[node.parent] == tuple(text[: len(paths[-1]) - 1]):
+                found.append((node.choice, node.num_later, paths[-1] == tuple(text[: len(paths[-1])])))
+    return found
+
+
+def listed(found: Verified) -> list[tuple[Any, ...]]:
+    return list(zip(*(values.tolist() for values in found), strict=True))
+
+
+@given(DEPTHS, SEEDS)
+def test_what_was_verified_is_what_the_texts_say(depths: list[int], seed: int) -> None:
+    """Random trees and texts along them, which may end anywhere on the accepted path."""
+    draws = np.random.default_rng(seed)
+    offered = random_offer(draws, depths)
+    trees, taken, emitted = list[list[Node]](), list[list[int]](), list[list[int]]()
+    for r in range(len(depths)):
+        nodes = slow(offered, r, 5, int(draws.integers(0, 20)))
+        tree = tree_of(nodes)
+        chosen = [int(draws.integers(0, NUM_TOKENS)) for _ in range(1 + len(nodes))]
+        for parent, token in zip(tree.parents, tree.tokens, strict=True):
+            if draws.random() < 0.6:
+                chosen[parent] = token
+        path = walk(tree, chosen)
+        tokens = [chosen[node] for node in path]
+        assert all(path_of == tuple(tokens[: len(path_of)]) for path_of in (paths_of(tree)[node] for node in path))
+        num = int(draws.integers(1, len(tokens) + 1)) if draws.random() < 0.5 else len(tokens)
+        trees.append(nodes)
+        taken.append(path[:num])
+        emitted.append(tokens[:num])
+    assert listed(verified(trees, taken, emitted)) == slow_verified(trees, emitted)
+
+
+def test_forced_tokens_are_no_choices_of_the_draft() -> None:
+    """Those of a constraint, which the model has said nothing of."""
+    nodes = [Node(5, 0, 1.0, 1, True), Node(6, 1, 1.0, 2, True)]
+    assert listed(verified([nodes], [[0, 1, 2]], [[5, 6, 7]])) == []
+
+
+def test_the_token_that_ends_a_text_was_right() -> None:
+    """And nothing is known of what was drafted below it."""
+    nodes = [Node(5 + i, i, 0.9**i, 1 + i, True, choice=2 * i) for i in range(3)]
+    assert listed(verified([nodes], [[0]], [[5]])) == [(0, 0, True)]
+    assert listed(verified([nodes], [[0, 1]], [[5, 6]])) == [(0, 0, True), (2, 0, True)]
+    assert listed(verified([nodes], [[0, 1]], [[5, 9]])) == [(0, 0, True), (2, 0, False)]

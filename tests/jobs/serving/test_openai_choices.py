@@ -55,7 +55,7 @@ def shown(path: str, choices: list[JsonObject], index: int) -> str:
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize("seed", [5, 2**63 - 2])
 def test_choices_are_those_of_following_seeds(client: TestClient, path: str, seed: int) -> None:
-    body = {"model": "target", "max_tokens": 25, "seed": seed, **PROMPTS[path]}
+    body = {"model": "target", "max_tokens": 25, "seed": seed, "block_size": 4, **PROMPTS[path]}
     alone = []
     for i in range(3):
         wrapped = (seed + i + 2**63) % 2**64 - 2**63

@@ -64,7 +64,7 @@ def test_prompts_are_answered_as_each_is_alone(client: TestClient, tiny_pair: Pa
 
 
 def test_a_list_of_one_prompt_is_that_prompt(client: TestClient) -> None:
-    body = {"model": "target", "max_tokens": 8, "temperature": 0}
+    body = {"model": "target", "max_tokens": 8, "temperature": 0, "block_size": 4}
     one = ask(client, COMPLETIONS, body | {"prompt": "Once"})
     for prompt in (["Once"], [list(b"Once")]):
         assert ask(client, COMPLETIONS, body | {"prompt": prompt})["usage"] | {"prompt_tokens_details": 0} == one[

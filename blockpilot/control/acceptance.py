@@ -161,7 +161,8 @@ class AcceptanceModel:
 
     def learn_from(self, observed: Observed) -> None:
         """One step of Newton's method from what the precision so far says (online Laplace approximation)."""
-        inputs = inputs_of(observed)
+        known = knowledge(*observed[:4])[np.arange(len(observed.ranks)), observed.ranks]
+        inputs = inputs_of(known, observed.ranks, observed.laters)
         for kind in (False, True):
             of_kind = observed.drawn == kind
             x = inputs[of_kind]
@@ -171,13 +172,13 @@ class AcceptanceModel:
             self.weights[int(kind)] += np.linalg.solve(self._precision[int(kind)], x.T @ error)
 
 
-def inputs_of(observed: Observed) -> Array:
-    """Inputs of the regression [M, NUM_WEIGHTS], of each choice; the first is added to the logit as well."""
-    every = np.arange(len(observed.ranks))
-    inputs = np.zeros((len(every), NUM_WEIGHTS))
-    inputs[:, :NUM_KNOWN] = knowledge(*observed[:4])[every, observed.ranks]
-    contexts = NUM_KNOWN + 2 * np.minimum(observed.laters, NUM_CONTEXTS - 1) + (observed.ranks > 0)
-    inputs[every, contexts] = 1.0
+def inputs_of(known: Array, ranks: Array, laters: Array) -> Array:
+    """Inputs of the regression [M, NUM_WEIGHTS], of choices of which this is `known` [M, NUM_KNOWN], by later
+    choices above. The first is added to the logit as well.
+    """
+    inputs = np.zeros((len(ranks), NUM_WEIGHTS))
+    inputs[:, :NUM_KNOWN] = known
+    inputs[np.arange(len(ranks)), NUM_KNOWN + 2 * np.minimum(laters, NUM_CONTEXTS - 1) + (ranks > 0)] = 1.0
     return inputs
 
 

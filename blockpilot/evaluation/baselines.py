@@ -30,7 +30,8 @@ class WholeDraft(Controller):
     """
 
     def plan(self, rows: Planned, beside: Load) -> Array:
-        return self._begin(rows, super().plan(rows, beside) * 0 + rows.deepest)
+        super().plan(rows, beside)  # the rate at which nodes are selected
+        return self._begin(rows, rows.deepest)
 
 
 class TreeBudget(WholeDraft):

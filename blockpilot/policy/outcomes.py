@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from blockpilot.control.acceptance import NUM_WEIGHTS, UNTRAINED, Prior, knowledge, logistic
-from blockpilot.native.growing import NUM_CONTEXTS
+from blockpilot.control.acceptance import NUM_WEIGHTS, UNTRAINED, Prior, inputs_of, knowledge, logistic
 from blockpilot.types import Candidates
 
 Array = NDArray[Any]
@@ -167,10 +166,7 @@ def _chunks(outcomes: Outcomes, kind: int) -> Iterator[_Chunk]:
         scores, log_probs, drawn = (each[index].numpy() for each in (found.scores, found.log_probs, found.drawn))
         known = knowledge(scores, log_probs, drawn, slots)
         num, k, width = known.shape
-        inputs = np.zeros((num, k, NUM_WEIGHTS))
-        inputs[..., :width] = known
-        contexts = outcomes.num_passed[index].clamp(max=NUM_CONTEXTS - 1).numpy()
-        is_later = np.arange(k) > 0
-        inputs[np.arange(num)[:, None], np.arange(k), width + 2 * contexts[:, None] + is_later] = 1.0
+        ranks, laters = np.tile(np.arange(k), num), outcomes.num_passed[index].numpy().repeat(k)
+        inputs = inputs_of(known.reshape(-1, width), ranks, laters)
         right = outcomes.ranks[index].numpy()[:, None] == np.arange(k)
-        yield _Chunk(known[..., 0].ravel(), inputs.reshape(-1, NUM_WEIGHTS), right.ravel().astype(float))
+        yield _Chunk(known[..., 0].ravel(), inputs, right.ravel().astype(float))

@@ -39,7 +39,7 @@ TREES = 3, 7, 15  # nodes
 
 
 class ChoiceConfig(Config):
-    """How many rows, and what is replayed."""
+    """Numbers of rows, and the sweep to replay."""
 
     rows: tuple[int, ...] = Field(default=(1, 4, 16), min_length=1)
     """Rows that decode together."""

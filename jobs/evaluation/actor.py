@@ -304,7 +304,7 @@ class Evaluator:
 
 
 def candidates_of(policies: Mapping[str, LearnedPolicy]) -> CandidateSet | None:
-    """Of the first policy that chooses among some, if there is one."""
+    """Candidates of the first policy that chooses among some, if there is one."""
     return next((each.candidates for each in policies.values() if isinstance(each, PromptPolicy)), None)
 
 

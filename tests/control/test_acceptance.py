@@ -1,4 +1,4 @@
-"""What acceptance models expect, and how they learn it."""
+"""Expectations of acceptance models, and their learning."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,7 +29,7 @@ DEEPEST, K = 4, 6
 
 
 def drafted(num_rows: int, seed: int, *, drawn: bool) -> Candidates:
-    """What a draft says of DEEPEST slots of each row: the log probabilities of K tokens, which add up to 0.9."""
+    """Candidates of DEEPEST slots of each row: the log probabilities of K tokens, which add up to 0.9."""
     logits = torch.randn(num_rows * DEEPEST, K, generator=torch.Generator().manual_seed(seed)).double() * 2
     log_probs = (logits.log_softmax(dim=1) + np.log(0.9)).sort(dim=1, descending=True).values.float()
     return Candidates(torch.arange(K).expand_as(log_probs), log_probs, log_probs, torch.full((len(logits),), drawn))
@@ -163,7 +163,8 @@ def test_inputs_say_in_which_context_a_choice_was() -> None:
         laters=np.array([0, 0, 5, 1]),
         right=np.ones(4, dtype=bool),
     )
-    contexts = inputs_of(observed)[:, 5:]
+    known = knowledge(*observed[:4])[np.arange(4), observed.ranks]
+    contexts = inputs_of(known, observed.ranks, observed.laters)[:, 5:]
     assert contexts.argmax(axis=1).tolist() == [0, 1, 5, 2]
     assert (contexts.sum(axis=1) == 1).all()
 

@@ -47,7 +47,7 @@ def of_tokens(load: Load, price: StepPrice, num: float) -> float:
 def choose_by(
     reaches: Sequence[Sequence[float]], price: StepPrice, beside: Load, nodes: Sequence[float] = ONE_EACH
 ) -> Depths:
-    """Of rows whose depths add as much as reaches[r] says, in so many nodes, all of them likely enough."""
+    """Depths of rows whose positions add as much as reaches[r] says, in so many nodes, all of them likely enough."""
     deepest = max(1, *map(len, reaches))
     sums, counts = np.zeros((len(reaches), deepest, 1)), np.zeros((len(reaches), deepest, 1))
     for r, reach in enumerate(reaches):
@@ -233,7 +233,7 @@ def test_the_best_nodes_of_all_rows_are_taken_as_many_as_gain_the_most(
 
 
 def test_a_node_is_worth_more_the_slower_the_step() -> None:
-    """Where 1 second makes a token, a node of 0.1 is not worth 0.2 seconds; where that takes 3 seconds, it is."""
+    """A node of 0.1 is not worth 0.2 seconds if 1 second makes a token; if that takes 3 seconds, it is."""
     row = [0.9, 0.5, 0.3, 0.1, 0.05]
     assert taken([row], price(base_s=1.0, token_s=0.2), Load(1)) == [3]
     assert taken([row], price(base_s=3.0, token_s=0.2), Load(1)) == [4]

@@ -1,4 +1,4 @@
-"""What a controller plans, selects and learns."""
+"""Plans, selections and learning of a controller."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def greedy(num: int, deepest: int = DEEPEST) -> Planned:
 
 
 def trees(*of_rows: list[float]) -> Trees:
-    """Of rows at temperature 0, whose nodes are as deep as they are many."""
+    """Trees of rows at temperature 0, whose nodes are as deep as they are many."""
     num, most = np.array(list(map(len, of_rows))), max(map(len, of_rows))
     chances = np.array([[*of_row, *[0.0] * (most - len(of_row))] for of_row in of_rows])
     return Trees(np.zeros(len(num), dtype=int), num, num, chances, np.tile(np.arange(1, most + 1), (len(num), 1)))

@@ -205,7 +205,7 @@ def test_trees_leave_the_caches_of_plain_decoding(tiny_pair: Pair, monkeypatch: 
         text = plain_text(tiny_pair, PROMPT, 30, SAMPLED)
     layers = []
     for block_size in (2, 14):
-        engine = Engine(tiny_pair, num_slots=1, max_length=64)
+        engine = Engine(tiny_pair, num_slots=1, max_length=64, prefix_tokens=64)  # a kept prefix is caught up with
         scatter(engine, [(*PROMPT, *text)], 1, monkeypatch)
         [steps] = run(engine, [Request(PROMPT, 30, SAMPLED, block_size, NEVER, layout="tree")])
         end = len(PROMPT) + 29

@@ -488,7 +488,7 @@ def test_a_step_policy_is_fitted_once_reported_and_registered(start: Start, tmp_
     write_steps(tmp_path / "examples", [rows])
     training, validation = split_steps(tmp_path / "examples", 0.2, 0)
     expected = fit_prior(outcomes_of(training))
-    assert np.array_equal(policy.weights, expected.weights)
+    assert np.allclose(policy.weights, expected.weights)  # other threads sum in another order
     trained, own = losses(expected, outcomes_of(validation))
     assert trained < own - 0.01  # choices are right 0.7 times as often as the draft says
     errors = [mean_error(reliability(each, validation)) for each in (expected, None)]

@@ -9,7 +9,6 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 import blockpilot.models.kernels as kernels
-from blockpilot.control.controller import Controller, FixedPolicy, StepOutcome
 from blockpilot.drafts.checkpoint import new_draft_config
 from blockpilot.drafts.decoder import DraftDecoder
 from blockpilot.drafts.dflash import DraftModel
@@ -20,6 +19,7 @@ from blockpilot.models.packing import Packing, SideBySide
 from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair, load_pair
 from blockpilot.types import Request, Sampling
+from helpers.controllers import Watched
 from helpers.tiny import MASK_ID, tiny_target
 
 CPU = torch.device("cpu")
@@ -151,18 +151,14 @@ def test_engine_with_boxes_emits_the_same_text(tiny_pair: Pair, temperature: flo
 
 
 def test_a_controller_hears_of_new_graphs(tiny_pair: Pair) -> None:
-    told = list[bool]()
-
-    class Listening(Controller):
-        def finish(self, outcome: StepOutcome) -> None:
-            told.append(outcome.has_captured)
-
-    engine = Engine(tiny_pair, num_slots=1, max_length=60, controller=Listening(FixedPolicy(4)), graphs=False)
+    controller = Watched(3)
+    engine = Engine(tiny_pair, num_slots=1, max_length=60, controller=controller, graphs=False)
     engine._cache.graphs = engine._drafter.cache.graphs = Graphs(CPU, capture=False)
     for _ in range(2):
         engine.add(Request((5, 6, 7), 12, block_size=4))
         while not engine.idle:
             engine.step()
+    told = [outcome.has_captured for outcome in controller.outcomes]
     first, again = told[: len(told) // 2], told[len(told) // 2 :]
     assert first[0]
     assert len(first) > 2

@@ -406,7 +406,7 @@ def test_an_eagle3_draft_is_loaded_by_its_architecture(tiny_pair_dirs: tuple[Pat
     assert (pair.block_size, pair.layer_ids, pair.draft.context_size) == (6, (0, 2, 4), 48)
     assert pair.prepared_draft.head.subset is not None
     assert pair.prepared_draft.head.subset.tokens.tolist() == list(range(5, 105))
-    steps = list(generate(pair, PROMPT, max_new_tokens=12, stop_token_ids=NEVER))
+    steps = list(generate(pair, PROMPT, max_new_tokens=12, stop_token_ids=NEVER, block_size=6))
     assert text_of(steps) == plain_text(pair, PROMPT, 12, Sampling())
     assert steps[1].block_size == 6
 

@@ -15,6 +15,7 @@ from blockpilot.sweep.summary import Summary
 from blockpilot.sweep.sweep import sweep_prompts
 from blockpilot.sweep.trees import MOST_NODES
 from blockpilot.types import Request, Sampling
+from helpers.drafts import Pass, slots_of
 
 CANDIDATES = [1, 4, 6]
 
@@ -59,9 +60,9 @@ def test_ranks_are_places_among_what_the_engine_is_offered(
         offered = {}
         propose = engine._drafter.propose
 
-        def watched(rows, *rest):  # type: ignore[no-untyped-def]
-            found = propose(rows, *rest)  # noqa: B023
-            offered[len(rows[0].tokens) - len(ids) - 1] = found[0]  # noqa: B023
+        def watched(rows, slots, depths, num):  # type: ignore[no-untyped-def]
+            found = propose(rows, slots, depths, num)  # noqa: B023
+            offered[len(rows[0].tokens) - len(ids) - 1] = slots_of(Pass(depths, found))[0]  # noqa: B023
             return found
 
         monkeypatch.setattr(engine._drafter, "propose", watched)

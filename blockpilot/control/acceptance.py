@@ -31,6 +31,7 @@ LEARN_EVERY = 16  # steps whose outcomes are learned from together
 THRESHOLDS = np.geomspace(0.01, 0.8, 9)  # of the probability of nodes that depths are counted by
 FIRST_GUESS = 0.75  # share of reached positions that are accepted, before anything was seen
 DOUBT, MEMORY = 4.0, 1000.0  # drafts: of the first guess, and of the running means
+HALF_LIFE = 1024  # steps without a draft so deep, after which half of what drafts have shown is forgotten
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +94,8 @@ class AcceptanceModel:
         guess = FIRST_GUESS ** np.arange(1, deepest + 1)[:, None]
         above = guess >= THRESHOLDS
         # Fading sums over steps, by `drawn`: probabilities and counts of nodes [2, 2, D, J], drafts [2, 1, D, 1].
-        self._nodes = np.stack([DOUBT * np.stack([guess * above, above])] * 2)
+        self._first_nodes = DOUBT * np.stack([guess * above, above])
+        self._nodes = np.stack([self._first_nodes] * 2)
         self._drafts = np.full((2, 1, deepest, 1), DOUBT)
         self._unlearned = list[Observed]()
 
@@ -118,6 +120,17 @@ class AcceptanceModel:
         keep = 1 - np.minimum(1, num_drafts / MEMORY)
         self._nodes = keep * self._nodes + at_least * (num_drafts > 0)
         self._drafts = keep * self._drafts + num_drafts
+
+    def forget(self, drawn: Array, depths: Array, num_steps: int) -> None:
+        """Doubt what is not seen any more: rows that are `drawn` [R] drafted depths [R] only, for so many steps.
+
+        Else a text that drafts fail in would end drafting for all that follow.
+        """
+        keep = 0.5 ** (num_steps / HALF_LIFE)
+        for kind, depth in zip(drawn.tolist(), depths.tolist(), strict=True):
+            nodes, drafts, guess = self._nodes[kind, :, depth:], self._drafts[kind, :, depth:], self._first_nodes
+            nodes[:] = guess[:, depth:] + keep * (nodes - guess[:, depth:])
+            drafts[:] = DOUBT + keep * (drafts - DOUBT)
 
     # --- after it ---
 

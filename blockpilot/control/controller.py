@@ -83,6 +83,9 @@ class Controller:
         changed = beside != self._beside or not np.array_equal(rows.drawn, self._planned.drawn)
         if changed or self._plan is None or self._num_planned >= PLAN_EVERY:
             self._observe()
+            if self._plan is not None:
+                kinds, firsts = np.unique(self._planned.drawn, return_index=True)
+                self.model.forget(kinds, self._plan.depths[firsts], self._num_planned)
             most = np.full(len(rows.deepest), self.model.deepest)
             self._plan = choose_depths(self.model.expected(rows.drawn), most, self.price, beside)
             self._beside, self._num_planned = beside, 0

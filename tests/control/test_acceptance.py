@@ -10,7 +10,9 @@ import torch
 
 from blockpilot.control import acceptance
 from blockpilot.control.acceptance import (
+    DOUBT,
     FIRST_GUESS,
+    HALF_LIFE,
     NUM_WEIGHTS,
     PRIOR_VARIANCE,
     THRESHOLDS,
@@ -219,6 +221,23 @@ def test_means_fade() -> None:
     for _ in range(3000):
         observe(model, [1], [[0.2]], drawn=1)
     assert model.expected(np.array([1])).sums[0, 0, 0] == pytest.approx(0.2 + 0.7 * np.exp(-3), abs=0.01)
+
+
+def test_what_is_not_drafted_any_more_is_doubted() -> None:
+    """As the guess was, and of rows of that kind and of those depths alone."""
+    model, first = AcceptanceModel(DEEPEST), AcceptanceModel(DEEPEST).expected(np.array([0, 1]))
+    for kind in (0, 1):
+        for _ in range(200):
+            observe(model, [4], [[0.2], [0.1], [0.05], [0.02]], drawn=kind)
+    before = model.expected(np.array([0, 1]))
+    model.forget(np.array([1]), np.array([2]), 20 * HALF_LIFE)
+    after = model.expected(np.array([0, 1]))
+    np.testing.assert_array_equal(after.sums[0], before.sums[0])
+    np.testing.assert_array_equal(after.sums[1, :2], before.sums[1, :2])
+    np.testing.assert_allclose(after.sums[1, 2:], first.sums[1, 2:], atol=1e-3)
+    observe(model, [4], [[], [], [], []], drawn=1)
+    again = model.expected(np.array([1])).sums[0, 3, 0]
+    assert again == pytest.approx(first.sums[1, 3, 0] * DOUBT / (DOUBT + 1), abs=1e-3)
 
 
 def test_knowledge_of_scores_that_are_no_numbers_is_finite() -> None:

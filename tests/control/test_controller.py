@@ -115,6 +115,19 @@ def test_a_probe_that_is_cheap_brings_drafting_back() -> None:
     assert found[-1][0] > 0
 
 
+@pytest.mark.parametrize("of", [None, price(launch_s=0.3, token_s=0.02)])
+def test_drafts_come_back_after_texts_that_they_fail_in(of: StepPrice | None) -> None:
+    """And as long as they fail, trying again costs at most a hundredth of plain decoding's speed."""
+    good, poor = [0.95, 0.9, 0.85, 0.8], [0.05, 0.01, 0.001, 0.001]
+    controller = controller_of(of)
+    run(controller, 3000, good)
+    steps = run(controller, 6000, poor)[3000:]
+    seconds = sum(controller.price.seconds(Load(1, depth, taken)) for depth, taken in steps)
+    tokens = sum(1 + sum(poor[:taken]) for _, taken in steps)
+    assert 0.99 < tokens / seconds * controller.price.seconds(Load(1)) < 1
+    assert run(controller, 2000, good)[-1] == [4, 4]
+
+
 def test_chains_of_running_means_are_verified_as_deep_as_they_are_drafted() -> None:
     controller = controller_of(kind=DepthController)
     depth = int(controller.plan(greedy(1), ALONE)[0])

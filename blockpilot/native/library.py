@@ -1,8 +1,8 @@
 """The functions in C for a CPU, compiled by the machine's own compiler when a model is prepared, in a second or two.
 
 products.c multiplies with the weights (tiles.c where the CPU has tiles), layers.c runs all layers of a decoder
-(experts.c those of mixtures), ranking.c ranks logits, growing.c grows draft trees. Where there is no compiler or no
-x86-64 CPU with AVX2, torch and numpy do all of it.
+(experts.c those of mixtures), ranking.c ranks logits, growing.c grows draft trees, matching.c looks texts up. Where there
+is no compiler or no x86-64 CPU with AVX2, torch and numpy do all of it.
 """
 
 import ctypes
@@ -21,7 +21,8 @@ from blockpilot.device import BFLOAT16_INSTRUCTIONS, dtype_name
 
 FOLDER = Path(__file__).parent
 SOURCES = tuple(
-    FOLDER / name for name in ("products.c", "tiles.c", "experts.c", "layers.c", "ranking.c", "growing.c")
+    FOLDER / f"{name}.c"
+    for name in ("products", "tiles", "experts", "layers", "ranking", "growing", "matching")
 )
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-fopenmp", "-Wno-psabi")
 _DEFINES = {torch.float32: (), torch.bfloat16: ("-DBFLOAT16",)}

@@ -1,0 +1,70 @@
+/* Texts that grow at their ends, and where the end of one stood before in it: hash chains of its pairs of tokens, as in
+ * deflate. */
+#include <stdint.h>
+
+enum { MOST_PLACES = 256, MOST_FOLLOWERS = 64, LONGEST = 32 }; /* of matching.py */
+
+static uint32_t bucket(int32_t first, int32_t second, int bits)
+{
+    uint64_t mixed = ((uint64_t)(uint32_t)first << 32 | (uint32_t)second) * 0x9E3779B97F4A7C15u;
+    return (uint32_t)(mixed >> (64 - bits));
+}
+
+/* Appends tokens [ends[r - 1] .. ends[r]) of `added` to texts[r] of R. A text has tokens and previous [room], heads
+ * [1 << bits] and num[text] tokens so far: heads is the latest place of each bucket that a pair of tokens ends at,
+ * previous the place before each in its bucket; -1 for none. */
+void extend_texts(long rows, const int64_t *texts, long room, int bits, int32_t *tokens, int32_t *previous,
+                  int32_t *heads, int64_t *num, const int32_t *added, const int64_t *ends)
+{
+    for (long r = 0, from = 0; r < rows; from = ends[r++]) {
+        int32_t *text = tokens + texts[r] * room, *before = previous + texts[r] * room;
+        int32_t *latest = heads + (texts[r] << bits);
+        for (long i = from; i < ends[r]; i++) {
+            long place = num[texts[r]]++;
+            text[place] = added[i];
+            if (place) {
+                uint32_t b = bucket(text[place - 1], text[place], bits);
+                before[place] = latest[b], latest[b] = place;
+            }
+        }
+    }
+}
+
+/* For texts[r] of R: of the latest MOST_PLACES earlier places where its last two tokens stand, those that share the
+ * longest end with it (LONGEST tokens at most), and of these the latest. paths [R][most] are the tokens that followed
+ * there; past the text's end they go on as it then would. sizes[r] is `most`, or 0 for no such place; lengths[r] the
+ * tokens shared; agree[r] the share of those places, of the latest MOST_FOLLOWERS, where the same token followed, of
+ * seen[r]. */
+void match_texts(long rows, const int64_t *texts, long room, int bits, const int32_t *tokens, const int32_t *previous,
+                 const int32_t *heads, const int64_t *num, long most, int32_t *paths, int64_t *sizes, int64_t *lengths,
+                 double *agree, int64_t *seen)
+{
+    for (long r = 0; r < rows; r++) {
+        const int32_t *text = tokens + texts[r] * room, *before = previous + texts[r] * room;
+        long end = num[texts[r]], start = 0, num_same = 0;
+        int32_t followers[MOST_FOLLOWERS];
+        sizes[r] = lengths[r] = seen[r] = 0, agree[r] = 0;
+        if (end < 3)
+            continue;
+        int32_t place = heads[(texts[r] << bits) + bucket(text[end - 2], text[end - 1], bits)];
+        for (long looked = 0; place >= 0 && looked < MOST_PLACES; place = before[place], looked++) {
+            if (place >= end - 1 || text[place] != text[end - 1] || text[place - 1] != text[end - 2])
+                continue;
+            long shared = 2;
+            while (shared < LONGEST && shared <= place && text[place - shared] == text[end - 1 - shared])
+                shared++;
+            if (seen[r] < MOST_FOLLOWERS)
+                followers[seen[r]++] = text[place + 1];
+            if (shared > lengths[r])
+                lengths[r] = shared, start = place + 1;
+        }
+        if (!lengths[r])
+            continue;
+        for (long i = 0; i < seen[r]; i++)
+            num_same += followers[i] == text[start];
+        agree[r] = (double)num_same / seen[r], sizes[r] = most;
+        int32_t *path = paths + r * most;
+        for (long i = 0; i < most; i++)
+            path[i] = start + i < end ? text[start + i] : path[i - (end - start)];
+    }
+}

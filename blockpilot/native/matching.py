@@ -1,0 +1,90 @@
+"""Index of texts that grow: where the end of one stood before in it, and what followed there (prompt lookup).
+
+In C (matching.c) by hash chains: a match takes microseconds whatever the length of the text. Suffix trees, as of
+arctic-inference, find no more of one text than its longest match, and hold some hundred bytes a token.
+"""
+
+from collections.abc import Sequence
+from ctypes import CDLL, c_int, c_long, c_void_p
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from blockpilot.native.library import library_for
+
+Array = NDArray[Any]
+
+MOST_PLACES, MOST_FOLLOWERS, LONGEST = 256, 64, 32  # of matching.c
+
+
+class Matches(NamedTuple):
+    """Earlier places of R texts that share the longest end with them, and the tokens that followed there.
+
+    paths [R, M] int32 of which row r has sizes[r]: M, or 0 for no such place. lengths [R]: tokens that are shared, of
+    LONGEST at most. agree [R]: share of the `seen` [R] latest places of the last two tokens that the same token
+    followed.
+    """
+
+    paths: Array
+    sizes: Array
+    lengths: Array
+    agree: Array
+    seen: Array
+
+
+class TextIndex:
+    """Tokens of `num_texts` texts of at most `room` tokens each; memory of num_bytes, 12 to 16 bytes a token of room.
+
+    Raises RuntimeError where there is no C (`has_index`).
+    """
+
+    def __init__(self, num_texts: int, room: int) -> None:
+        library = library_for(torch.float32, torch.device("cpu"))
+        if library is None:
+            raise RuntimeError("an index of texts needs the functions in C")
+        self._library: CDLL = library
+        self._bits = max(4, (room - 1).bit_length())
+        self._tokens, self._previous = np.zeros((2, num_texts, room), dtype=np.int32)
+        self._heads = np.full((num_texts, 1 << self._bits), -1, dtype=np.int32)
+        self._num = np.zeros(num_texts, dtype=np.int64)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._tokens.nbytes + self._previous.nbytes + self._heads.nbytes
+
+    def clear(self, text: int) -> None:
+        """Begin a text anew, without tokens."""
+        self._heads[text], self._num[text] = -1, 0
+
+    def extend(self, texts: Array, added: Sequence[Sequence[int]]) -> None:
+        """Append tokens to texts [R] int64; ValueError beyond the room."""
+        sizes = np.array(list(map(len, added)), dtype=np.int64)
+        if ((self._num[texts] + sizes) > self._tokens.shape[1]).any():
+            most = int((self._num[texts] + sizes).max())
+            raise ValueError(f"{most} tokens: a text has room for {self._tokens.shape[1]}")
+        flat, ends = np.array([token for each in added for token in each], dtype=np.int32), sizes.cumsum()
+        self._library.extend_texts(*self._texts(texts), _pointer(flat), _pointer(ends))
+
+    def match(self, texts: Array, most: int) -> Matches:
+        """The longest matches of the ends of texts [R] int64, each with `most` tokens that followed."""
+        rows = len(texts)
+        sizes, lengths, seen = np.empty((3, rows), dtype=np.int64)
+        found = Matches(np.empty((rows, most), dtype=np.int32), sizes, lengths, np.empty(rows), seen)
+        self._library.match_texts(*self._texts(texts), c_long(most), *map(_pointer, found))
+        return found
+
+    def _texts(self, texts: Array) -> tuple[c_long | c_int | c_void_p, ...]:
+        arrays = map(_pointer, (self._tokens, self._previous, self._heads, self._num))
+        return c_long(len(texts)), _pointer(texts), c_long(self._tokens.shape[1]), c_int(self._bits), *arrays
+
+
+def has_index() -> bool:
+    """True where texts can be indexed."""
+    return library_for(torch.float32, torch.device("cpu")) is not None
+
+
+def _pointer(values: Array) -> c_void_p:
+    assert values.flags.c_contiguous
+    return c_void_p(values.ctypes.data)

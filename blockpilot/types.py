@@ -113,11 +113,18 @@ Layout = Literal["auto", "chain", "tree"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
 
+DRAFTED, LOOKED_UP = 1, 2
+
+
 class Tree(NamedTuple):
-    """Drafted tokens of a row [n], and the parent of each: 0 is the anchor, i the token tokens[i - 1]."""
+    """Tokens of a row that are verified [n], and the parent of each: 0 is the anchor, i the token tokens[i - 1].
+
+    sources [n]: DRAFTED, LOOKED_UP or the sum of both; 0 where a constraint left nothing else.
+    """
 
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
+    sources: tuple[int, ...] = ()
 
     @property
     def children(self) -> dict[tuple[int, int], int]:
@@ -222,6 +229,8 @@ class Request:
     min_new_tokens: before so many tokens stop tokens have no chance, and stop strings are looked for in the text
     after them; a constraint that leaves nothing else wins.
     num_prompt_logprobs: the same as num_logprobs for the prompt's own tokens, which are then all computed.
+    lookup: what followed where the text's end stood before in the prompt or the answer is verified, too; None: where
+    the controller chooses, and not beside a fixed block size.
     """
 
     prompt_ids: tuple[int, ...]
@@ -236,6 +245,7 @@ class Request:
     constraint: Constraint | None = None
     min_new_tokens: int = 0
     num_prompt_logprobs: int | None = None
+    lookup: bool | None = None
 
     def __post_init__(self) -> None:
         stops = (self.stop_strings,) if isinstance(self.stop_strings, str) else tuple(self.stop_strings)

@@ -26,17 +26,25 @@ OF_CHOICE = "log_prob", "to_first", "to_next", "inverse_depth"  # what is known 
 NUM_KNOWN = 1 + len(OF_CHOICE)
 NUM_WEIGHTS = NUM_KNOWN + 2 * NUM_CONTEXTS  # then context (later choices above: 0, 1, more) by rank (first, later)
 LEAST_SCORE, LEAST_CHANCE = -30.0, 1e-4
-PRIOR_VARIANCE = (5e-3, 5e-3)  # of the weights, for slots that are not drawn and for those that are
+PRIOR_VARIANCE = 5e-3  # of these weights
+OF_MATCH = "length", "agree", "held"  # what is known of a match
+OF_PATH = "one", *OF_MATCH, "later", "own", "first", "not_first", "absent"  # inputs of a path's token
+PATH_WEIGHTS = np.array([[-1.49, 4.05, 0.42, 0.54, 0.24, 1.74, 0.78, 0.19, -0.71]] * 2)
+"""By `drawn`; fitted to the embedded pair's own answers, half of them copies (jobs/bench/lookup.py)."""
+PATH_VARIANCE = 0.02
+LEAST_REACHED = 0.02  # probability, before the draft, of a path's token; what follows it is cut off
 LEARN_EVERY = 16  # steps whose outcomes are learned from together
 THRESHOLDS = np.geomspace(0.01, 0.8, 9)  # of the probability of nodes that depths are counted by
 FIRST_GUESS = 0.75  # share of reached positions that are accepted, before anything was seen
+GAINS = 0.0, 2.0, 6.0  # tokens that a path is expected to add: bounds between kinds of rows that have one
+NUM_KINDS = 2 * (1 + len(GAINS))
 DOUBT, MEMORY = 4.0, 1000.0  # drafts: of the first guess, and of the running means
 HALF_LIFE = 1024  # steps without a draft so deep, after which half of what drafts have shown is forgotten
 
 
 @dataclass(frozen=True, eq=False)
 class Prior:
-    """Weights [2, NUM_WEIGHTS] of choices, by `drawn`, before anything was decoded."""
+    """Weights of choices [2, NUM_WEIGHTS], by `drawn`, before anything was decoded."""
 
     weights: Array
 
@@ -44,10 +52,26 @@ class Prior:
 UNTRAINED = Prior(np.zeros((2, NUM_WEIGHTS)))
 
 
-class Expected(NamedTuple):
-    """Nodes that each depth is expected to add to the trees of some rows, by their least probability, thresholds [J].
+class Paths(NamedTuple):
+    """Tokens [R, M] int32 that may follow R rows, sizes[r] of row r: they followed where its text stood before.
 
-    sums [R, D, J] of the probabilities of nodes at least so probable, and counts [R, D, J] of them.
+    known [R, 3] are inputs of their probabilities: tokens that both places share at their ends, the share of such
+    places that the first token followed, and how often it held in this row lately. drawn [R] 0 or 1. chances [R, M]
+    that the target makes each, given those before, as far as is known before the draft.
+    """
+
+    tokens: Array
+    sizes: Array
+    known: Array
+    drawn: Array
+    chances: Array
+
+
+class Expected(NamedTuple):
+    """Nodes that each depth is expected to add to the tree of a row, by their least probability, thresholds [J].
+
+    sums [1 + D, J] of the probabilities of nodes at least so probable, and counts [1 + D, J] of them. At depth 0 are
+    those that need no draft.
     """
 
     thresholds: Array
@@ -82,6 +106,26 @@ class Observed(NamedTuple):
     right: Array
 
 
+class Regression:
+    """Logistic regression that learns online, apart for what is drawn and what is not: weights [2, inputs]."""
+
+    def __init__(self, weights: Array, variance: float) -> None:
+        self.weights = weights.astype(float, order="C")
+        self._precision = np.stack([np.eye(weights.shape[1]) / variance] * 2)
+
+    def learn(self, inputs: Array, drawn: Array, right: Array, offsets: Array | float = 0.0) -> None:
+        """One step of Newton's method from what the precision so far says (online Laplace approximation).
+
+        Of M outcomes: inputs [M, inputs], drawn [M] and right [M]; offsets [M] are added to the logits.
+        """
+        errors = right - logistic(offsets + (inputs * self.weights[drawn.astype(int)]).sum(axis=1))
+        for kind in (0, 1):
+            of_kind = drawn == kind
+            x, chance = inputs[of_kind], (right - errors)[of_kind]
+            self._precision[kind] += (x * (chance * (1 - chance))[:, None]).T @ x
+            self.weights[kind] += np.linalg.solve(self._precision[kind], x.T @ errors[of_kind])
+
+
 class AcceptanceModel:
     """Probabilities of one draft's tokens. deepest: positions that it proposes tokens for at most."""
 
@@ -89,48 +133,77 @@ class AcceptanceModel:
         if deepest < 1:
             raise ValueError(f"deepest {deepest}: must be at least 1")
         self.deepest = deepest
-        self.weights = prior.weights.astype(float, order="C")
-        self._precision = np.stack([np.eye(NUM_WEIGHTS) / variance for variance in PRIOR_VARIANCE])
+        self.choices = Regression(prior.weights, PRIOR_VARIANCE)
+        self.paths = Regression(PATH_WEIGHTS, PATH_VARIANCE)
         guess = FIRST_GUESS ** np.arange(1, deepest + 1)[:, None]
         above = guess >= THRESHOLDS
-        # Fading sums over steps, by `drawn`: probabilities and counts of nodes [2, 2, D, J], drafts [2, 1, D, 1].
-        self._first_nodes = DOUBT * np.stack([guess * above, above])
-        self._nodes = np.stack([self._first_nodes] * 2)
-        self._drafts = np.full((2, 1, deepest, 1), DOUBT)
+        # Fading sums over steps, by kind and depth: probabilities and counts of nodes [2, 1 + D, J], drafts [1 + D].
+        self._first_nodes = np.zeros((2, deepest + 1, len(THRESHOLDS)))
+        self._first_nodes[:, 1:] = DOUBT * np.stack([guess * above, above])
+        self._nodes = np.stack([self._first_nodes] * NUM_KINDS)
+        self._drafts = np.full((NUM_KINDS, deepest + 1), DOUBT)
+        self._drafts[:, 0] = 1e-3  # nothing is guessed of what needs no draft
         self._unlearned = list[Observed]()
+        self._unlearned_paths = list[tuple[Array, Array, Array]]()
+
+    @property
+    def weights(self) -> Array:
+        """Those of choices now, as a Prior has them."""
+        return self.choices.weights
 
     # --- before the draft ---
 
-    def expected(self, drawn: Array) -> Expected:
-        """Nodes that each depth is expected to add, of rows that are `drawn` [R] (0 or 1)."""
-        sums, counts = (self._nodes / self._drafts)[drawn].swapaxes(0, 1)
+    def follow(self, paths: Paths) -> Paths:
+        """Paths with their chances before the draft, cut where they are hardly reached."""
+        rows, most = paths.tokens.shape
+        inputs = np.zeros((rows, most, len(OF_PATH)))
+        inputs[..., 0] = 1
+        inputs[..., 1] = np.log2(paths.known[:, :1].clip(min=1) + np.arange(most)) / 5
+        inputs[..., 2:4] = paths.known[:, None, 1:]
+        inputs[:, 1:, 4] = 1
+        chances = logistic((inputs * self.paths.weights[paths.drawn][:, None]).sum(axis=-1))
+        chances *= np.arange(most) < paths.sizes[:, None]
+        sizes = np.minimum(paths.sizes, (chances.cumprod(axis=1) >= LEAST_REACHED).sum(axis=1))
+        return paths._replace(chances=chances, sizes=sizes)
+
+    def kinds(self, drawn: Array, paths: Paths | None) -> Array:
+        """Kinds of rows [R] by `drawn` [R] (0 or 1) and by the tokens that their paths are expected to add."""
+        if paths is None:
+            return drawn
+        inside = np.arange(paths.chances.shape[1]) < paths.sizes[:, None]
+        gains = (paths.chances * inside).cumprod(axis=1).sum(axis=1)
+        found: Array = drawn + 2 * np.searchsorted(GAINS, gains, side="right") * (paths.sizes > 0)
+        return found
+
+    def expected(self, kind: int) -> Expected:
+        """Nodes that each depth is expected to add to the trees of rows of a kind."""
+        sums, counts = self._nodes[kind] / self._drafts[kind][:, None]
         return Expected(THRESHOLDS, sums, counts)
 
-    def observe(self, drawn: Array, drafted: Array, of_nodes: Array, depths: Array, chances: Array) -> None:
-        """Learn what drafts of depths drafted [R] added, of rows that are `drawn` [R]: nodes [M] of rows that are
-        `of_nodes`, at these depths and with these probabilities.
+    def observe(self, kinds: Array, drafted: Array, of_nodes: Array, depths: Array, chances: Array) -> None:
+        """Learn what drafts of depths drafted [R] added, of rows of these kinds [R]: nodes [M] of rows of the kinds
+        `of_nodes`, at these depths (0 of a path) and with these probabilities.
         """
-        shape = 2, self.deepest, len(THRESHOLDS) + 1
+        shape = NUM_KINDS, self.deepest + 1, len(THRESHOLDS) + 1
         bins = np.searchsorted(THRESHOLDS, chances, side="right")
-        flat = (of_nodes * self.deepest + depths - 1) * shape[-1] + bins
+        flat = (of_nodes * shape[1] + depths) * shape[2] + bins
         both = [np.bincount(flat, of, math.prod(shape)).reshape(shape) for of in (chances, None)]
         at_least = np.stack(both, axis=1)[..., ::-1].cumsum(axis=-1)[..., -2::-1]
-        reached = np.bincount(drawn * (self.deepest + 1) + drafted, minlength=2 * (self.deepest + 1))
-        num_drafts = reached.reshape(2, -1)[:, ::-1].cumsum(axis=1)[:, -2::-1][:, None, :, None]
+        reached = np.bincount(kinds * shape[1] + drafted, minlength=NUM_KINDS * shape[1])
+        num_drafts = reached.reshape(NUM_KINDS, -1)[:, ::-1].cumsum(axis=1)[:, ::-1]
         keep = 1 - np.minimum(1, num_drafts / MEMORY)
-        self._nodes = keep * self._nodes + at_least * (num_drafts > 0)
+        self._nodes = keep[:, None, :, None] * self._nodes + at_least * (num_drafts > 0)[:, None, :, None]
         self._drafts = keep * self._drafts + num_drafts
 
-    def forget(self, drawn: Array, depths: Array, num_steps: int) -> None:
-        """Doubt what is not seen any more: rows that are `drawn` [R] drafted depths [R] only, for so many steps.
+    def forget(self, kind: int, depth: int, num_steps: int) -> None:
+        """Doubt what is not seen any more: rows of a kind drafted no deeper than `depth`, for so many steps.
 
         Else a text that drafts fail in would end drafting for all that follow.
         """
         keep = 0.5 ** (num_steps / HALF_LIFE)
-        for kind, depth in zip(drawn.tolist(), depths.tolist(), strict=True):
-            nodes, drafts, guess = self._nodes[kind, :, depth:], self._drafts[kind, :, depth:], self._first_nodes
-            nodes[:] = guess[:, depth:] + keep * (nodes - guess[:, depth:])
-            drafts[:] = DOUBT + keep * (drafts - DOUBT)
+        guess, deeper = self._first_nodes[:, depth + 1 :], slice(depth + 1, None)
+        self._nodes[kind, :, deeper] = guess + keep * (self._nodes[kind, :, deeper] - guess)
+        self._drafts[kind, deeper] = DOUBT + keep * (self._drafts[kind, deeper] - DOUBT)
 
     # --- after it ---
 
@@ -141,7 +214,7 @@ class AcceptanceModel:
         of_found = (each.numpy(force=True) for each in (found.scores, found.log_probs))
         scores, log_probs = (np.ascontiguousarray(values, dtype=np.float32) for values in of_found)
         drawn = found.drawn.numpy(force=True)
-        chances = choice_chances(scores, log_probs, drawn, slots, known, self.weights)
+        chances = choice_chances(scores, log_probs, drawn, slots, known, self.choices.weights)
         if chances is None:
             chances = self._chances(scores, log_probs, drawn, slots)
             chances[:, ~known] = own_chances(found).numpy(force=True)[:, ~known]
@@ -149,7 +222,7 @@ class AcceptanceModel:
 
     def _chances(self, scores: Array, log_probs: Array, drawn: Array, slots: Array) -> Array:
         """As growing.c computes them."""
-        known, weights = knowledge(scores, log_probs, drawn, slots), self.weights[drawn.astype(int)]
+        known, weights = knowledge(scores, log_probs, drawn, slots), self.choices.weights[drawn.astype(int)]
         logits = known[..., 0] + (known @ weights[:, :NUM_KNOWN, None])[..., 0]
         of_context = weights[:, NUM_KNOWN:].reshape(-1, NUM_CONTEXTS, 2)
         by_context = np.repeat(logits[None], NUM_CONTEXTS, axis=0)
@@ -173,16 +246,19 @@ class AcceptanceModel:
             self._unlearned = []
 
     def learn_from(self, observed: Observed) -> None:
-        """One step of Newton's method from what the precision so far says (online Laplace approximation)."""
+        """Learn from choices at once."""
         known = knowledge(*observed[:4])[np.arange(len(observed.ranks)), observed.ranks]
         inputs = inputs_of(known, observed.ranks, observed.laters)
-        for kind in (False, True):
-            of_kind = observed.drawn == kind
-            x = inputs[of_kind]
-            chance = logistic(x[:, 0] + x @ self.weights[int(kind)])
-            self._precision[int(kind)] += (x * (chance * (1 - chance))[:, None]).T @ x
-            error = observed.right[of_kind] - chance
-            self.weights[int(kind)] += np.linalg.solve(self._precision[int(kind)], x.T @ error)
+        self.choices.learn(inputs, observed.drawn, observed.right, inputs[:, 0])
+
+    def learn_paths(self, inputs: Array, drawn: Array, right: Array) -> None:
+        """Learn from tokens [M] of paths that were verified below what the target chose: inputs [M, len(OF_PATH)],
+        which were drawn [M], and which were right [M].
+        """
+        self._unlearned_paths.append((inputs, drawn, right))
+        if len(self._unlearned_paths) >= LEARN_EVERY:
+            self.paths.learn(*map(np.concatenate, zip(*self._unlearned_paths, strict=True)))
+            self._unlearned_paths = []
 
 
 def inputs_of(known: Array, ranks: Array, laters: Array) -> Array:

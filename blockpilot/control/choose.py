@@ -1,11 +1,12 @@
-"""The choice: how deep every row drafts, and which drafted tokens are verified. Pure functions.
+"""The choice: how deep every row drafts, and which tokens are verified. Pure functions.
 
-A node of a tree is worth the probability that it is accepted, and costs its share of a step's seconds. Before the
-draft runs, depths are chosen by the nodes that each is expected to add. After it, nodes are taken by falling
-probability, of all rows together, as many as make the most tokens a second. Prompts that a step takes in do not
-matter: their seconds are spent anyway.
+A node of a tree is worth the seconds that it saves if it is accepted, times the probability of that, and costs its
+share of a step's seconds. How much a token saves differs by the kind of row (`AcceptanceModel.kinds`): a text has to
+be gone through, and where many tokens are accepted a step, one more saves little. So each kind has the tokens a
+second that a batch of its own would make. Prompts that a step takes in do not matter: their seconds are spent anyway.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,21 +21,25 @@ Array = NDArray[Any]
 MAX_ROUNDS = 20  # of Dinkelbach's method, which takes two or three
 
 
-class Depths(NamedTuple):
-    """Positions that every row drafts [R], and the tokens a second that are expected of it."""
+class Plan(NamedTuple):
+    """Tokens a second of a batch of one kind of row, and the seconds that drafting saves one of its rows.
 
-    depths: Array
+    saved_s [1 + D] by the positions that the row drafts, less their own and those of what is verified of them; the
+    launch of the draft is left out.
+    """
+
     rate: float
+    saved_s: Array
 
 
 class Trees(NamedTuple):
     """Nodes of R trees that may be verified, by falling probability, of each `num` [R].
 
-    drawn [R] 0 or 1: of rows that draw tokens. drafted [R]: positions that a draft proposed tokens for. chances and
-    depths [R, M].
+    kinds [R] of the rows. drafted [R]: positions that a draft proposed tokens for. chances and depths [R, M]; depth 0
+    is that of nodes that need no draft, below it of those that nothing is learned from.
     """
 
-    drawn: Array
+    kinds: Array
     drafted: Array
     num: Array
     chances: Array
@@ -47,18 +52,17 @@ class Trees(NamedTuple):
         return found
 
 
-def choose_depths(expected: Expected, most: Array, price: StepPrice, beside: Load) -> Depths:
-    """The depths, at most most[r] of row r, that are expected to make the most tokens a second of the whole batch.
+def plan_rows(expected: Expected, num_rows: int, price: StepPrice, beside: Load) -> Plan:
+    """The plan of rows of one kind, beside what other rows take in, which emit a token each.
 
-    `beside` is what other rows take in, which emit a token each. Of a depth count the nodes that will be verified:
-    those whose probability is worth their seconds. Tokens beyond the first tile are charged their share of theirs.
+    Of a depth count the nodes that will be verified: those whose probability is worth their seconds. Tokens beyond
+    the first tile are charged their share of theirs.
 
     Dinkelbach's method (1967): where every row takes the depth with the largest tokens - rate * seconds, the rate
     grows until it is the largest there is. Where a step may leave a tile, the rate is that of the better side of it.
     """
     thresholds, sums, counts = expected
-    num_rows, deepest = sums.shape[:2]
-    allowed = np.arange(deepest) < most[:, None]
+    deepest = len(sums) - 1
     load = beside._replace(rows=beside.rows + num_rows)
     launched = beside.num_passes if beside.num_drafted else 0
     share_s = price.tile_s / TILE
@@ -66,54 +70,71 @@ def choose_depths(expected: Expected, most: Array, price: StepPrice, beside: Loa
     tokens_s = [price.token_s] if load.num_tokens < TILE else []
     tokens_s += [price.token_s + share_s] if share_s or not tokens_s else []
 
-    def seconds(num_passes: int, num_slots: float, num_tokens: float) -> float:
+    def seconds(num_passes: int, num_slots: int, num_tokens: float) -> float:
         beyond_s = max(0.0, load.num_tokens + num_tokens - TILE) * share_s
         launch_s = price.launch_s * max(0, num_passes - launched)
         return plain_s + launch_s + num_slots * price.slot_s + num_tokens * price.token_s + beyond_s
 
-    best = Depths(np.zeros(num_rows, dtype=int), load.rows / seconds(launched, 0, 0))
-    places = np.arange(num_rows)
-    for limit in range(1, deepest + 1) if price.is_sequential else (deepest,):
-        num_passes = passes([limit], price.is_sequential)
+    def worth(rate: float, token_s: float) -> tuple[Array, Array, Array]:
+        """By depth [1 + D]: tokens and nodes so far, and what they are worth, in tokens."""
+        j = min(int(np.searchsorted(thresholds, rate * token_s)), len(thresholds) - 1)
+        tokens, nodes = sums[:, j].cumsum(), counts[:, j].cumsum()
+        return tokens, nodes, tokens - rate * (np.arange(deepest + 1) * price.slot_s + nodes * token_s)
+
+    rate, of_token_s = load.rows / seconds(launched, 0, 0), tokens_s[0]
+    for limit in range(deepest + 1) if price.is_sequential else (0, deepest):
         for _ in range(MAX_ROUNDS):
-            before = best.rate
+            before = rate
             for token_s in tokens_s:
-                j = min(int(np.searchsorted(thresholds, before * token_s)), len(thresholds) - 1)
-                tokens, nodes = sums[:, :limit, j], counts[:, :limit, j]
-                worth = np.where(allowed[:, :limit], tokens - before * (price.slot_s + nodes * token_s), -np.inf)
-                total = worth.cumsum(axis=1)
-                deep = total.argmax(axis=1)
-                drafts = total[places, deep] > 0
-                depths = np.where(drafts, deep + 1, 0)
-                inside = np.arange(limit) < depths[:, None]
-                emitted = load.rows + float(tokens[inside].sum())
-                rate = emitted / seconds(num_passes, int(depths.sum()), float(nodes[inside].sum()))
-                if rate > best.rate and drafts.any():
-                    best = Depths(depths, rate)
-            if best.rate <= before * (1 + 1e-9):
+                tokens, nodes, gains = worth(before, token_s)
+                depth = int(gains[: limit + 1].argmax())
+                num_passes = passes([limit], price.is_sequential) if depth else 0
+                slots, verified = num_rows * depth, num_rows * float(nodes[depth])
+                now = (load.rows + num_rows * float(tokens[depth])) / seconds(num_passes, slots, verified)
+                if now > rate:
+                    rate, of_token_s = now, token_s
+            if rate <= before * (1 + 1e-9):
                 break
-    return best
+    _, _, gains = worth(rate, of_token_s)
+    return Plan(rate, (gains - gains[0]) / rate)
 
 
-def choose_nodes(trees: Trees, price: StepPrice, drafted: Load, rate: float) -> Array:
-    """Number of nodes to verify of every tree [R]: the N best of all rows with the most tokens - rate * seconds.
+def choose_depths(plans: Sequence[Plan], most: Array, price: StepPrice, beside: Load) -> Array:
+    """The depths [R], at most most[r] of row r, that save the most seconds of a step of rows with these plans.
 
-    With the tokens a second that are made in the long run as its rate, this makes the most of them: a step with poor
-    candidates is no reason to verify worse ones. `drafted` is the load before anything of these is verified.
+    `beside` is what other rows take in: where they draft, the launch is theirs.
     """
-    now = drafted.num_tokens, rate * price.token_s, rate * price.tile_s, TILE
-    found = select_nodes(trees.chances, trees.num, *now)
-    return _choose_nodes(trees, price, drafted, rate) if found is None else found
+    saved_s = np.stack([plan.saved_s for plan in plans])
+    saved_s[np.arange(saved_s.shape[1]) > most[:, None]] = -np.inf
+    launched = beside.num_passes if beside.num_drafted else 0
+    depths = np.arange(saved_s.shape[1])
+    num_passes = depths if price.is_sequential else depths > 0
+    launch_s = price.launch_s * np.maximum(0, num_passes - launched)
+    limit = int((np.maximum.accumulate(saved_s, axis=1).sum(axis=0) - launch_s).argmax())
+    found: Array = saved_s[:, : limit + 1].argmax(axis=1)
+    return found
 
 
-def _choose_nodes(trees: Trees, price: StepPrice, drafted: Load, rate: float) -> Array:
+def choose_nodes(trees: Trees, price: StepPrice, drafted: Load, rates: Array) -> Array:
+    """Number of nodes to verify of every tree [R]: the N best of all rows that save the most seconds.
+
+    rates [R]: tokens a second that are made in the long run of each row's kind. So a step with poor candidates is no
+    reason to verify worse ones. `drafted` is the load before anything of these is verified.
+    """
+    saved_s = trees.chances / rates[:, None]
+    now = drafted.num_tokens, price.token_s, price.tile_s, TILE
+    found = select_nodes(saved_s, trees.num, *now)
+    return _choose_nodes(saved_s, trees, price, drafted) if found is None else found
+
+
+def _choose_nodes(saved_s: Array, trees: Trees, price: StepPrice, drafted: Load) -> Array:
     """As growing.c does it."""
     rows, places = trees.taken.nonzero()
-    chances = trees.chances[rows, places]
-    best_first = (-chances).argsort(kind="stable")
-    gains = np.zeros(len(chances) + 1)
-    gains[1:] = chances[best_first].cumsum()
-    num = int((gains - rate * seconds_of_more(price, drafted, len(chances))).argmax())
+    of_nodes = saved_s[rows, places]
+    best_first = (-of_nodes).argsort(kind="stable")
+    gains = np.zeros(len(of_nodes) + 1)
+    gains[1:] = of_nodes[best_first].cumsum()
+    num = int((gains - seconds_of_more(price, drafted, len(of_nodes))).argmax())
     taken: Array = np.bincount(rows[best_first[:num]], minlength=len(trees.num))
     return taken
 

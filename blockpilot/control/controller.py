@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from blockpilot.control.acceptance import AcceptanceModel, Array, Proposal
-from blockpilot.control.choose import Depths, Trees, choose_depths, choose_nodes
+from blockpilot.control.acceptance import AcceptanceModel, Array, Paths, Proposal
+from blockpilot.control.choose import Plan, Trees, choose_depths, choose_nodes, plan_rows
 from blockpilot.control.cost import NOMINAL, LiveCost, Load, StepPrice
 from blockpilot.types import Candidates, CandidateSet, Prefill
 
@@ -19,28 +19,28 @@ PROBE_EVERY = 128  # steps of one kind, plain or drafting, after which one of th
 
 
 class Planned(NamedTuple):
-    """Rows that a controller chooses for: which draw tokens, and how deep each may draft."""
+    """Rows that a controller chooses for: their kinds [R] (`AcceptanceModel.kinds`), and how deep each may draft."""
 
-    drawn: Array
-    """[R] 0 or 1."""
+    kinds: Array
     deepest: Array
-    """[R]"""
 
 
 NO_ROWS = Planned(np.zeros(0, dtype=int), np.zeros(0, dtype=int))
 
 
 class Verified(NamedTuple):
-    """Choices [M] of a proposal, flat places in it, that were verified below what the target chose: how many later
-    choices are above each, and which of them the target made.
+    """What was verified below what the target chose.
+
+    Choices [M] of a proposal, flat places in it, later choices above each, and which of them the target made. Tokens
+    of paths: their inputs [P, len(OF_PATH)], which were drawn [P], and which the target chose.
     """
 
     choices: Array
     laters: Array
     right: Array
-
-
-NOTHING_VERIFIED = Verified(*(np.zeros(0, dtype=kind) for kind in (int, int, bool)))
+    path_inputs: Array
+    path_drawn: Array
+    path_right: Array
 
 
 class StepOutcome(NamedTuple):
@@ -48,8 +48,8 @@ class StepOutcome(NamedTuple):
 
     load: Load
     num_prompt_tokens: int = 0
-    verified: Verified = NOTHING_VERIFIED
-    """Choices of rows that were planned."""
+    verified: Verified | None = None
+    """Of rows that were planned."""
     has_captured: bool = False
     """A CUDA graph was captured in it, which takes longer than the step."""
 
@@ -69,28 +69,34 @@ class Controller:
         """True if the latest step drafted. May be read by any thread."""
         self._live = LiveCost(self.price) if follows and price is not None and price is not NOMINAL else None
         self._planned, self._beside = NO_ROWS, Load(0)
-        self._plan: Depths | None = None
-        self._num_planned = 0  # steps that kept to it
-        self._grown = list[Trees]()  # since then
+        self._plans = dict[int, Plan]()  # by kind, of as many rows beside the same others
+        self._drafted = dict[int, int]()  # how deep rows of each kind have drafted since they were made
+        self._num_planned = 0  # steps since
+        self._grown = list[Trees]()
         self._proposal: Proposal | None = None
         self._num_alike = 0  # steps in a row that drafted, or below 0 that did not
+
+    def follow(self, paths: Paths) -> Paths:
+        """Paths with the chances of their tokens, cut where they are hardly reached."""
+        return self.model.follow(paths)
+
+    def kinds(self, drawn: Array, paths: Paths | None) -> Array:
+        """Kinds of rows [R] that are `drawn` [R] (0 or 1), by which plans differ."""
+        return self.model.kinds(drawn, paths)
 
     def plan(self, rows: Planned, beside: Load) -> Array:
         """Positions [R] that the next step's draft proposes tokens for; `beside` is what other rows take in.
 
-        Means over steps move slowly, so a plan holds for PLAN_EVERY steps of rows alike.
+        Means over steps move slowly, so plans hold for PLAN_EVERY steps of as many rows.
         """
-        changed = beside != self._beside or not np.array_equal(rows.drawn, self._planned.drawn)
-        if changed or self._plan is None or self._num_planned >= PLAN_EVERY:
+        changed = beside != self._beside or len(rows.kinds) != len(self._planned.kinds)
+        if changed or self._num_planned >= PLAN_EVERY:
             self._observe()
-            if self._plan is not None:
-                kinds, firsts = np.unique(self._planned.drawn, return_index=True)
-                self.model.forget(kinds, self._plan.depths[firsts], self._num_planned)
-            most = np.full(len(rows.deepest), self.model.deepest)
-            self._plan = choose_depths(self.model.expected(rows.drawn), most, self.price, beside)
             self._beside, self._num_planned = beside, 0
         self._num_planned += 1
-        depths = np.minimum(self._plan.depths, rows.deepest)
+        for kind in set(rows.kinds.tolist()) - self._plans.keys():
+            self._plans[kind] = plan_rows(self.model.expected(kind), len(rows.kinds), self.price, beside)
+        depths = choose_depths([self._plans[kind] for kind in rows.kinds.tolist()], rows.deepest, self.price, beside)
         if self._live is not None and not beside.num_drafted and abs(self._num_alike) >= PROBE_EVERY:
             drafts = bool(depths.any())
             if drafts == (self._num_alike > 0):
@@ -99,20 +105,24 @@ class Controller:
 
     def _begin(self, rows: Planned, depths: Array) -> Array:
         self._planned, self._proposal = rows, None
+        for kind, depth in zip(rows.kinds.tolist(), depths.tolist(), strict=True):
+            self._drafted[kind] = max(depth, self._drafted.get(kind, 0))
         return depths
 
     def _observe(self) -> None:
-        """Take in what drafts have added since the latest plan."""
+        """Take in what drafts have added, or not added any more, since the latest plans."""
+        for kind, depth in self._drafted.items():
+            self.model.forget(kind, depth, self._num_planned)
+        self._plans, self._drafted = {}, {}
         if not self._grown:
             return
         nodes = list[Array]()
         for trees in self._grown:
-            # Not what a constraint forces beyond the draft.
-            rows, places = (trees.taken & (trees.depths <= trees.drafted[:, None])).nonzero()
-            nodes.append(np.stack([trees.drawn[rows], trees.depths[rows, places], trees.chances[rows, places]]))
-        drawn, drafted = (np.concatenate([getattr(t, name) for t in self._grown]) for name in ("drawn", "drafted"))
+            rows, places = (trees.taken & (trees.depths >= 0)).nonzero()
+            nodes.append(np.stack([trees.kinds[rows], trees.depths[rows, places], trees.chances[rows, places]]))
+        kinds, drafted = (np.concatenate([getattr(t, name) for t in self._grown]) for name in ("kinds", "drafted"))
         of_nodes, depths, chances = np.concatenate(nodes, axis=1)
-        self.model.observe(drawn, drafted, of_nodes.astype(int), depths.astype(int), chances)
+        self.model.observe(kinds, drafted, of_nodes.astype(int), depths.astype(int), chances)
         self._grown = []
 
     def propose(self, known: Array, found: Candidates, slots: Array) -> Proposal:
@@ -125,13 +135,18 @@ class Controller:
     def select(self, trees: Trees, drafted: Load) -> Array:
         """Number of nodes to verify of every tree, [R]."""
         self._grown.append(trees)
-        assert self._plan is not None
-        return choose_nodes(trees, self.price, drafted, self._plan.rate)
+        return choose_nodes(trees, self.price, drafted, self._rates(trees))
+
+    def _rates(self, trees: Trees) -> Array:
+        return np.array([self._plans[kind].rate for kind in trees.kinds.tolist()])
 
     def learn(self, outcome: StepOutcome, seconds: float) -> None:
         """Learn from a step that took so long."""
-        if self._proposal is not None and len(outcome.verified.choices):
-            self.model.learn(self._proposal, *outcome.verified)
+        if (found := outcome.verified) is not None:
+            if self._proposal is not None and len(found.choices):
+                self.model.learn(self._proposal, *found[:3])
+            if len(found.path_right):
+                self.model.learn_paths(*found[3:])
         load = outcome.load
         if not load.rows or outcome.num_prompt_tokens or outcome.has_captured:
             return

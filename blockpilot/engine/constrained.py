@@ -66,22 +66,21 @@ def best_allowed(automaton: Automaton, slots: Slots, deepest: int, *, is_chain: 
 
     Where a token is forced nothing else is a choice, also below the last slot. A chain has the best choice only.
     """
-    heap: list[tuple[float, int, int, _Choice, tuple[int, ...], bool]] = []
+    heap: list[tuple[float, int, int, _Choice, tuple[int, ...]]] = []
 
-    def offer(parent: int, path: tuple[int, ...], choices: "Sequence[_Choice]", above: float, is_first: bool) -> None:
+    def offer(parent: int, path: tuple[int, ...], choices: "Sequence[_Choice]", above: float) -> None:
         for rank, choice in enumerate(choices[:1] if is_chain else choices):
-            first = is_first and rank == 0
-            heappush(heap, (-above * choice.chance, parent, rank, choice, (*path, choice.token), first))
+            heappush(heap, (-above * choice.chance, parent, rank, choice, (*path, choice.token)))
 
     if deepest > 0:
-        offer(0, (), _choices(automaton, slots, (), 0, 0), 1.0, True)
+        offer(0, (), _choices(automaton, slots, (), 0, 0), 1.0)
     number = 0
     while heap:
-        negative, parent, _, choice, path, is_first = heappop(heap)
+        negative, parent, _, choice, path = heappop(heap)
         number += 1
-        yield Node(choice.token, parent, -negative, len(path), is_first)
+        yield Node(choice.token, parent, -negative, len(path))
         if len(path) < deepest:
-            offer(number, path, _choices(automaton, slots, path, choice.after, choice.num_later), -negative, is_first)
+            offer(number, path, _choices(automaton, slots, path, choice.after, choice.num_later), -negative)
 
 
 def _choices(
@@ -92,7 +91,7 @@ def _choices(
     drafted = slots.tokens[depth][after] if depth < len(slots.tokens) and after >= 0 else []
     if forced := automaton.forced(path)[:1]:
         rank = drafted.index(forced[0]) if forced[0] in drafted else len(drafted)
-        below = 0 if depth < len(slots.tokens) and len(slots.tokens[depth]) == 1 else -1
+        below = slots.unknown if depth < len(slots.tokens) else -1
         if rank < len(drafted):
             below = slots.places[depth][after][rank]
         return [_Choice(forced[0], 1.0, below, num_later + (rank > 0))]

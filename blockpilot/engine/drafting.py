@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blockpilot.control.acceptance import Array
+from blockpilot.control.acceptance import OF_PATH, Array, Paths
 from blockpilot.control.choose import Trees
-from blockpilot.control.controller import NOTHING_VERIFIED, Controller, Verified
+from blockpilot.control.controller import Controller, Verified
 from blockpilot.device import tensor_on
 from blockpilot.drafts.choices import Linked
 from blockpilot.drafts.head import DraftHead
@@ -29,7 +29,8 @@ from blockpilot.engine.trees import MAX_DEPTH, Node, Slots, best_first, places_o
 from blockpilot.engine.work import Work
 from blockpilot.models.graphs import Graphs
 from blockpilot.models.packing import Packing, SideBySide
-from blockpilot.native.growing import Grown, grow
+from blockpilot.native.growing import Lists, grow, with_paths
+from blockpilot.native.library import has_functions
 from blockpilot.types import Candidates, Sampling
 
 
@@ -94,36 +95,63 @@ class Drafter:
 
 
 class Offered(NamedTuple):
-    """Candidates of a draft for the rows of a step, on the host: N slots with P lists of K choices each.
+    """Candidates for R rows of a step, `slots` in its batch: a draft's, `drafted` [R] positions of each, and paths.
 
-    A row's slots follow each other: firsts[r] is its first one, depths[r] how many it has. tokens and places
-    [N, P, K], chances [A, N, P, K] as in `Slots`.
+    choices and steps [N, P, K]: flat places of the choices of `lists` among the draft's and among the paths' tokens
+    [R, M], -1 for none; None where all are the draft's. inputs [R, M, len(OF_PATH)] of the paths' tokens, drawn [R].
+    unknown: list of the next slot that follows a token which is none of the choices.
     """
 
-    firsts: Array
-    depths: Array
-    tokens: Array
-    chances: Array
-    places: Array
+    slots: Sequence[int]
+    drafted: Array
+    lists: Lists
+    choices: Array | None = None
+    steps: Array | None = None
+    inputs: Array | None = None
+    drawn: Array | None = None
+    unknown: int = 0
 
     def of_row(self, r: int) -> Slots:
         """As lists, of one row."""
-        some = slice(self.firsts[r], self.firsts[r] + self.depths[r])
-        return Slots(self.tokens[some].tolist(), self.chances[:, some].tolist(), self.places[some].tolist())
+        first, depth = self.lists.firsts[r], self.lists.depths[r]
+        tokens, chances, places = self.lists.tokens, self.lists.chances, self.lists.places
+        some = slice(first, first + depth)
+        return Slots(tokens[some].tolist(), chances[:, some].tolist(), places[some].tolist(), self.unknown)
 
 
 def offer(
-    found: Candidates | Linked, adapts: Sequence[bool], depths: Sequence[int], controller: Controller
+    found: Candidates | Linked,
+    slots: Sequence[int],
+    adapts: Sequence[bool],
+    depths: Sequence[int],
+    controller: Controller,
 ) -> Offered:
-    """Choices with their chances: the controller has planned rows [R] that adapt."""
+    """A draft's choices, so deep for rows [R] in these slots, with their chances: the controller has planned those
+    that adapt.
+    """
     choices, links = (found.found, found.places) if isinstance(found, Linked) else (found, None)
     num_lists = 1 if links is None else links.shape[1]
-    slots = _slots_of(tuple(depths), tuple(adapts), num_lists)
+    known = _slots_of(tuple(depths), tuple(adapts), num_lists)
     shape = sum(depths), num_lists, choices.tokens.shape[1]
     places = np.zeros(shape, dtype=np.int64) if links is None else links.numpy(force=True).astype(np.int64)
-    proposal = controller.propose(slots.known, choices, slots.below)
-    tokens = choices.tokens.numpy(force=True).reshape(shape)
-    return Offered(slots.firsts, slots.depths, tokens, proposal.chances.reshape(-1, *shape), places)
+    proposal = controller.propose(known.adapts, choices, known.below)
+    tokens = np.ascontiguousarray(choices.tokens.numpy(force=True), dtype=np.int64).reshape(shape)
+    lists = Lists(known.firsts, known.depths, tokens, proposal.chances.reshape(-1, *shape), places)
+    return Offered(slots, known.depths, lists, unknown=0 if links is None else -1)
+
+
+def offer_paths(of_draft: Offered | None, paths: Paths, weights: Array) -> Offered:
+    """Paths of all rows of a step beside what a draft offers to some, by the weights of their chances."""
+    of_draft = of_draft or NOTHING_DRAFTED
+    slots = sorted({*of_draft.slots, *np.flatnonzero(paths.sizes).tolist()})
+    firsts, drafted = np.zeros((2, len(slots)), dtype=np.int64)
+    places = [slots.index(slot) for slot in of_draft.slots]
+    firsts[places], drafted[places] = of_draft.lists.firsts, of_draft.drafted
+    of_rows = [np.ascontiguousarray(each[slots]) for each in paths[:4]]
+    lists = of_draft.lists._replace(firsts=firsts, depths=drafted)
+    tokens, sizes, known, drawn = of_rows
+    found = with_paths(lists, of_draft.unknown == 0, tokens, sizes, known, drawn, weights)
+    return Offered(slots, drafted, *found, drawn=drawn, unknown=of_draft.unknown + 1)
 
 
 class _SlotsOfRows(NamedTuple):
@@ -132,68 +160,84 @@ class _SlotsOfRows(NamedTuple):
     firsts: Array
     depths: Array
     below: Array
-    known: Array
+    adapts: Array
 
 
 @lru_cache(maxsize=64)
 def _slots_of(depths: tuple[int, ...], adapts: tuple[bool, ...], num_lists: int) -> _SlotsOfRows:
-    of_rows = np.array(depths)
+    of_rows = np.array(depths, dtype=np.int64)
     ends = of_rows.cumsum()
     firsts = ends - of_rows
     below = np.arange(ends[-1]) - firsts.repeat(of_rows)
     return _SlotsOfRows(firsts, of_rows, below.repeat(num_lists), np.array(adapts).repeat(of_rows).repeat(num_lists))
 
 
+_NONE = np.zeros((2, 0), dtype=np.int64)
+_NO_CHOICES = np.zeros((2, 0, 0, 0), dtype=np.int64)
+NOTHING_DRAFTED = Offered(
+    (), _NONE[0], Lists(_NONE[0], _NONE[1], _NO_CHOICES[0], np.zeros((1, 0, 0, 0)), _NO_CHOICES[1])
+)
+
 Select = Callable[[Trees], Array]
 """Number of nodes to verify of every tree."""
 
 
 def grow_all(
-    rows: Sequence[Row], slots: Sequence[int], offered: Offered | None, select: Select, most: int
+    rows: Sequence[Row], offered: Offered | None, kinds: Array, select: Select, most: int
 ) -> list[list[Node]]:
-    """Nodes to verify of rows [R]: a row that adapts has as many as `select` says, others their fixed size.
-
-    `slots` are those that draft, with what is offered them. most: nodes of a tree.
+    """Nodes to verify of rows [R] of these kinds [R], `most` of each at most: as many as `select` says of a row that
+    adapts, of others their fixed size.
     """
-    places = {slot: i for i, slot in enumerate(slots)}
-    limits = [most if row.adapts else row.next_block_size - 1 for row in rows]
-    in_c = [slot for slot in slots if rows[slot].automaton is None]
-    grown = _grown(offered, rows, in_c, [places[slot] for slot in in_c], limits, most) if offered and in_c else None
-    in_c = in_c if grown is not None else []
-    others = sorted({*slots, *(slot for slot, row in enumerate(rows) if row.automaton is not None)} - {*in_c})
-    listed = [_nodes(rows[slot], offered, places.get(slot), limits[slot]) for slot in others]
+    limits = [most if row.adapts else max(0, row.next_block_size - 1) for row in rows]
+    places = {slot: i for i, slot in enumerate(offered.slots)} if offered is not None else {}
+    in_c = [slot for slot in places if rows[slot].automaton is None] if has_functions() else []
+    forced = (slot for slot, row in enumerate(rows) if row.automaton is not None)
+    others = sorted({*places, *forced} - {*in_c})
     growing, found = [*in_c, *others], list[list[Node]]([] for _ in rows)
     if not growing:
         return found
-    num, chances, depths = _nodes_of(grown, listed, most)
-    sizes, free = num.tolist(), [i for i, slot in enumerate(growing) if rows[slot].adapts]
+    parts = [_grown(offered, rows, in_c, places, limits, most)] if offered is not None and in_c else []
+    if others:
+        parts.append(_listed([_nodes(rows[slot], offered, places.get(slot), limits[slot]) for slot in others], most))
+    grown = parts[0] if len(parts) == 1 else Nodes._make(map(np.concatenate, zip(*parts, strict=True)))
+    sizes, free = grown.num.copy(), [i for i, slot in enumerate(growing) if rows[slot].adapts]
     if free:
-        drawn = np.array([int(not rows[growing[i]].request.sampling.is_greedy) for i in free])
-        of_slots = dict(zip(slots, offered.depths.tolist(), strict=True)) if offered is not None else {}
-        drafted = np.array([of_slots.get(slot, 0) for slot in growing])
-        some = slice(None) if len(free) == len(growing) else free
-        selected = select(Trees(drawn, drafted[some], num[some], chances[some], depths[some]))
-        for i, size in zip(free, selected.tolist(), strict=True):
-            sizes[i] = size
-    taken = _take(offered, grown, sizes[: len(in_c)]) if offered is not None and grown is not None else []
-    taken += [nodes[:size] for nodes, size in zip(listed, sizes[len(in_c) :], strict=True)]
-    for slot, nodes in zip(growing, taken, strict=True):
+        of_slots = dict(zip(offered.slots, offered.drafted.tolist(), strict=True)) if offered is not None else {}
+        drafted = np.array([of_slots.get(growing[i], 0) for i in free])
+        depths = np.where(grown.steps >= 0, 0, np.where(grown.choices >= 0, grown.depths, -1))
+        of_rows = kinds[[growing[i] for i in free]], drafted, grown.num[free], grown.chances[free], depths[free]
+        sizes[free] = select(Trees(*of_rows))
+    for slot, nodes in zip(growing, grown.first(sizes), strict=True):
         found[slot] = nodes
     return found
 
 
-def _nodes_of(grown: Grown | None, listed: Sequence[Sequence[Node]], most: int) -> tuple[Array, Array, Array]:
-    """Number of nodes [R], and their chances and depths [R, most], of those grown in C and of others."""
-    if grown is not None and not listed:
-        return grown.num, grown.chances, grown.depths
-    num = np.array([len(nodes) for nodes in listed])
-    chances, depths = np.zeros((len(num), most)), np.zeros((len(num), most), dtype=int)
-    for r, nodes in enumerate(listed):
-        chances[r, : num[r]], depths[r, : num[r]] = [n.chance for n in nodes], [n.depth for n in nodes]
-    if grown is None:
-        return num, chances, depths
-    pairs = (grown.num, num), (grown.chances, chances), (grown.depths, depths)
-    return tuple(np.concatenate(pair) for pair in pairs)  # type: ignore[return-value]
+class Nodes(NamedTuple):
+    """Nodes of R trees, of each `num` [R]: arrays [R, M] of what a `Node` has."""
+
+    tokens: Array
+    parents: Array
+    chances: Array
+    depths: Array
+    choices: Array
+    laters: Array
+    steps: Array
+    num: Array
+
+    def first(self, sizes: Array) -> list[list[Node]]:
+        """The first sizes[r] nodes of every tree."""
+        taken = np.arange(self.chances.shape[1]) < sizes[:, None]
+        nodes = map(Node, *(values[taken].tolist() for values in self[:-1]))
+        return [list(islice(nodes, size)) for size in sizes.tolist()]
+
+
+def _listed(trees: Sequence[Sequence[Node]], most: int) -> Nodes:
+    kinds = (int, int, float, int, int, int, int)
+    arrays = [np.zeros((len(trees), most), dtype=kind) for kind in kinds]
+    for r, nodes in enumerate(trees):
+        for values, of_nodes in zip(arrays, zip(*nodes, strict=True), strict=False):
+            values[r, : len(nodes)] = of_nodes
+    return Nodes._make([*arrays, np.array(list(map(len, trees)))])
 
 
 def draft_candidates(
@@ -232,35 +276,25 @@ def _grown(
     offered: Offered,
     rows: Sequence[Row],
     slots: Sequence[int],
-    places: Sequence[int],
+    places: dict[int, int],
     limits: Sequence[int],
     most: int,
-) -> Grown | None:
-    """Nodes of rows in these slots and places of an offer: trees of all choices, or chains of the first ones.
-
-    None without C.
-    """
-    whole = len(places) == len(offered.firsts)
-    firsts, depths = (offered.firsts, offered.depths) if whole else (offered.firsts[places], offered.depths[places])
-    widest = np.array([offered.places.shape[2] if rows[slot].is_tree else 1 for slot in slots])
+) -> Nodes:
+    """Nodes of rows in these slots and places of an offer: trees of all choices, or chains of the first ones."""
+    lists, of_slots = offered.lists, [places[slot] for slot in slots]
+    if len(of_slots) < len(places):
+        lists = lists._replace(firsts=lists.firsts[of_slots], depths=lists.depths[of_slots])
+    widest = np.array([lists.places.shape[2] if rows[slot].is_tree else 1 for slot in slots])
     sizes = np.array([limits[slot] for slot in slots])
-    sizes = np.where(widest > 1, sizes, np.minimum(sizes, depths))
-    return grow(offered.chances, offered.places, firsts, depths, sizes, widest, most)
-
-
-def _take(offered: Offered, found: Grown, sizes: Sequence[int]) -> list[list[Node]]:
-    """The first sizes[r] nodes of every row [R]."""
-    taken = np.arange(found.chances.shape[1]) < np.array(sizes)[:, None]
-    choices, width = found.choices[taken], offered.places.shape[2]
-    tokens = offered.tokens.reshape(-1)[choices].tolist()
-    columns = (values[taken].tolist() for values in (found.chances, found.parents, found.laters, found.depths))
-    nodes = iter(
-        [
-            Node(token, parent, chance, depth, later + choice % width == 0, choice, later)
-            for token, choice, chance, parent, later, depth in zip(tokens, choices.tolist(), *columns, strict=True)
-        ]
-    )
-    return [list(islice(nodes, size)) for size in sizes]
+    sizes = np.where(widest > 1, sizes, np.minimum(sizes, lists.depths))
+    found = grow(lists, sizes, widest, most)
+    assert found is not None
+    inside = np.arange(most) < found.num[:, None]
+    flat = np.where(inside, found.choices, 0)
+    choices = found.choices if offered.choices is None else offered.choices.reshape(-1)[flat]
+    steps = np.full_like(flat, -1) if offered.steps is None else offered.steps.reshape(-1)[flat]
+    tokens = lists.tokens.reshape(-1)[flat]
+    return Nodes(tokens, found.parents, found.chances, found.depths, choices, found.laters, steps, found.num)
 
 
 def _nodes(row: Row, offered: Offered | None, r: int | None, limit: int) -> list[Node]:
@@ -268,28 +302,40 @@ def _nodes(row: Row, offered: Offered | None, r: int | None, limit: int) -> list
     slots = NO_SLOTS if offered is None or r is None else offered.of_row(r)
     if row.automaton is not None:
         deepest = min(row.deepest, MAX_DEPTH) if row.is_tree else row.deepest
-        return list(islice(best_allowed(row.automaton, slots, deepest, is_chain=not row.is_tree), max(limit, 0)))
+        return list(islice(best_allowed(row.automaton, slots, deepest, is_chain=not row.is_tree), limit))
     assert offered is not None
     assert r is not None
-    start = int(offered.firsts[r]) * offered.places[0].size
+    start = int(offered.lists.firsts[r]) * offered.lists.places[0].size
     nodes = islice(best_first(slots if row.is_tree else slots.first_choices()), limit)
     return [node._replace(choice=start + node.choice) for node in nodes]
 
 
 def verified(
-    drafts: Sequence[Sequence[Node]], paths: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]
+    drafts: Sequence[Sequence[Node]],
+    paths: Sequence[Sequence[int]],
+    emitted: Sequence[Sequence[int]],
+    offered: Offered | None = None,
 ) -> Verified:
     """Outcomes of nodes of rows [R]: paths [R] are the places in their trees whose tokens went before emitted [R],
-    the anchor first.
+    the anchor first; `offered` has the inputs of looked-up tokens, if there are any.
 
     A node is right where its token was emitted, also if the text ends with it. Nodes below that are not known.
     """
-    columns = list[tuple[int, int, bool]]()
+    choices, steps = list[tuple[int, int, bool]](), list[tuple[int, bool]]()
     for nodes, path, tokens in zip(drafts, paths, emitted, strict=True):
         places, on_path = places_of(nodes), set(path)
-        columns += [
-            (node.choice, node.num_later, node.token == tokens[node.depth - 1])
-            for node in nodes
-            if node.choice >= 0 and places[node.parent] in on_path
-        ]
-    return Verified(*map(np.array, zip(*columns, strict=True))) if columns else NOTHING_VERIFIED
+        for node in nodes:
+            if places[node.parent] in on_path:
+                right = node.token == tokens[node.depth - 1]
+                if node.choice >= 0:
+                    choices.append((node.choice, node.num_later, right))
+                if node.step >= 0:
+                    steps.append((node.step, right))
+    of_choices = np.array(choices, dtype=int).reshape(-1, 3).T
+    of_steps = np.array(steps, dtype=int).reshape(-1, 2).T
+    of_paths: tuple[Array, Array] = np.zeros((0, len(OF_PATH))), np.zeros(0, dtype=int)
+    if offered is not None and offered.inputs is not None and offered.drawn is not None:
+        inputs, drawn = offered.inputs, offered.drawn
+        of_paths = inputs.reshape(-1, len(OF_PATH))[of_steps[0]], drawn[of_steps[0] // inputs.shape[1]]
+    choice, laters, chosen = of_choices
+    return Verified(choice, laters, chosen.astype(bool), *of_paths, of_steps[1].astype(bool))

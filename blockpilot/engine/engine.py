@@ -18,18 +18,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blockpilot.control.acceptance import UNTRAINED, AcceptanceModel, Prior
+from blockpilot.control.acceptance import UNTRAINED, AcceptanceModel, Array, Paths, Prior
 from blockpilot.control.controller import Controller, Planned, StepOutcome
 from blockpilot.control.cost import Load, passes
 from blockpilot.device import tensor_on
 from blockpilot.engine.detokenize import TextStream
-from blockpilot.engine.drafting import Drafter, Offered, grow_all, offer, verified
+from blockpilot.engine.drafting import Drafter, Offered, grow_all, offer, offer_paths, verified
 from blockpilot.engine.drawing import choose_tokens
 from blockpilot.engine.limits import EngineLimits, at_least_one
+from blockpilot.engine.lookup import Lookup
 from blockpilot.engine.penalties import LogitsProcessor
 from blockpilot.engine.prefixes import Prefixes
 from blockpilot.engine.rows import Row
-from blockpilot.engine.trees import MAX_DEPTH, Node, tree_of
+from blockpilot.engine.trees import MAX_DEPTH, tree_of
 from blockpilot.engine.work import Part, StepScores, Work, blocks_of
 from blockpilot.models.graphs import Graphs
 from blockpilot.models.packing import Packing
@@ -90,6 +91,7 @@ class Engine:
         self.exactness = self._target.exactness  # of texts beside those of plain decoding, and why
         self._cache = self._target.new_cache(num_slots, max_length, num_spare=max_block_size)
         self._drafter = Drafter(pair.prepared_draft, num_slots, max_length)
+        self._lookup = Lookup(num_slots, max_length)
         self._prefixes = Prefixes(self._cache, self._drafter.cache, prefix_tokens)
         if graphs and self._device.type == "cuda":
             self._cache.graphs = self._drafter.cache.graphs = Graphs(self._device)
@@ -179,19 +181,28 @@ class Engine:
         started = time.perf_counter()
         graphs, num_graphs = self._cache.graphs, len(self._cache.graphs or ())
         rows, prompts = list(self._rows), self._schedule_prompts()
-        depths = self._plan(rows)
-        drafts = self._draft(rows, depths)
+        paths = self._lookup.paths(rows, self.max_block_size - 1)
+        paths = paths and self.controller.follow(paths)
+        kinds = self.controller.kinds(
+            np.array([not row.request.sampling.is_greedy for row in rows], dtype=int), paths
+        )
+        depths = self._plan(rows, kinds)
+        offered = self._offer(rows, depths, paths)
+        num_fixed = sum(row.next_block_size - 1 for row in rows if not row.adapts)
+        drafted = Load(len(rows), sum(depths), num_fixed, self._passes(depths))
+        select = partial(self.controller.select, drafted=drafted)
+        drafts = grow_all(rows, offered, kinds, select, self.max_block_size - 1)
         trees = [tree_of(nodes) if nodes else NO_TREE for nodes in drafts]
         work = Work(blocks_of(rows, trees, self._device), trees, depths, prompts, self._passes(depths))
         if not work.parts:
             return []
-        steps, paths = self._commit(work, self._score(work))
+        steps, accepted = self._commit(work, self._score(work))
         self._keep_prefixes(steps)
         self._retire()
         of_ids = {step.request_id: step.tokens for step in steps}
         emitted = [of_ids.get(row.request_id, ()) for row in rows]
         told = [r for r, row in enumerate(rows) if row.adapts and emitted[r]]
-        found = verified([drafts[r] for r in told], [paths[r] for r in told], [emitted[r] for r in told])
+        found = verified([drafts[r] for r in told], [accepted[r] for r in told], [emitted[r] for r in told], offered)
         num_prompt_tokens = prompts.packing.num_tokens if prompts is not None else 0
         outcome = StepOutcome(work.load, num_prompt_tokens, found, has_captured=len(graphs or ()) > num_graphs)
         self.controller.learn(outcome, time.perf_counter() - started)
@@ -199,8 +210,8 @@ class Engine:
 
     # --- schedule ---
 
-    def _plan(self, rows: Sequence[Row]) -> list[int]:
-        """Positions that the draft proposes tokens for, of every row [R]."""
+    def _plan(self, rows: Sequence[Row], kinds: Array) -> list[int]:
+        """Positions that the draft proposes tokens for, of every row [R] of these kinds [R]."""
         deepest = min(self.pair.block_size - 1, MAX_DEPTH)
         depths = [0 if row.adapts else row.next_depth(deepest) for row in rows]
         free = [r for r, row in enumerate(rows) if row.adapts]
@@ -208,9 +219,8 @@ class Engine:
             return depths
         num_verified = sum(row.next_block_size - 1 for row in rows if not row.adapts)
         beside = Load(len(rows) - len(free), sum(depths), num_verified, self._passes(depths))
-        drawn = [not rows[r].request.sampling.is_greedy for r in free]
         most = [rows[r].most_depth(deepest) for r in free]
-        chosen = self.controller.plan(Planned(np.array(drawn, dtype=int), np.array(most, dtype=int)), beside)
+        chosen = self.controller.plan(Planned(kinds[free], np.array(most, dtype=int)), beside)
         for r, depth in zip(free, chosen.tolist(), strict=True):
             depths[r] = depth
         return depths
@@ -236,20 +246,19 @@ class Engine:
 
     # --- draft and score ---
 
-    def _draft(self, rows: Sequence[Row], depths: Sequence[int]) -> list[list[Node]]:
-        """Nodes to verify of every row [R], after one pass of the draft over those that draft."""
+    def _offer(self, rows: Sequence[Row], depths: Sequence[int], paths: Paths | None) -> Offered | None:
+        """What may be verified of rows [R], after one pass of the draft over those that draft; None for nothing."""
         slots = [slot for slot, depth in enumerate(depths) if depth]
         offered: Offered | None = None
         if slots:
             drafting, of_slots = [rows[slot] for slot in slots], [depths[slot] for slot in slots]
-            many = any(row.is_tree or row.adapts or row.automaton is not None for row in drafting)
+            many = any(row.is_tree or row.looks_up or row.adapts or row.automaton is not None for row in drafting)
             self._drafter.keep_up(drafting, slots)
             found = self._drafter.propose(drafting, slots, of_slots, NUM_CANDIDATES if many else 1)
-            offered = offer(found, [row.adapts for row in drafting], of_slots, self.controller)
-        num_fixed = sum(row.next_block_size - 1 for row in rows if not row.adapts)
-        drafted = Load(len(rows), sum(depths), num_fixed, self._passes(depths))
-        select = partial(self.controller.select, drafted=drafted)
-        return grow_all(rows, slots, offered, select, self.max_block_size - 1)
+            offered = offer(found, slots, [row.adapts for row in drafting], of_slots, self.controller)
+        if paths is not None and paths.sizes.any():
+            offered = offer_paths(offered, paths, self.controller.model.paths.weights)
+        return offered
 
     def _score(self, work: Work) -> StepScores:
         """One pass of the target over all parts, whose slots follow each other from the first on."""
@@ -381,6 +390,7 @@ class Engine:
         for slot in reversed(range(before)):
             if not self._rows[slot].finished:
                 continue
+            self._lookup.end(self._rows[slot])
             if self._rows[slot].failed:
                 self._cache.clear(slot)
                 self._drafter.cache.clear(slot)

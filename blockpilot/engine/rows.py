@@ -67,6 +67,12 @@ class Row:
         return self.request.layout == "tree" or (self.request.layout == "auto" and self.adapts)
 
     @property
+    def looks_up(self) -> bool:
+        """What followed earlier in its own text may be verified: by default where it adapts."""
+        wanted = self.adapts if self.request.lookup is None else self.request.lookup
+        return wanted and self.block_size != 1
+
+    @property
     def deepest(self) -> int:
         """Drafted tokens that the next step can accept at most: with the one after them they reach the limit."""
         return self.limit - len(self.tokens) - 1

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from blockpilot.types import Tree
+from blockpilot.types import DRAFTED, LOOKED_UP, Tree
 
 MAX_DEPTH = 31  # of a path: further back layers.c sums columns in another order
 
@@ -30,6 +30,8 @@ class Slots(NamedTuple):
     tokens: Sequence[Sequence[Sequence[int]]]
     chances: Sequence[Sequence[Sequence[Sequence[float]]]]
     places: Sequence[Sequence[Sequence[int]]]
+    unknown: int = 0
+    """The one for the slot below after a token that is none of the choices."""
 
     def first_choices(self) -> "Slots":
         """Of which only a chain grows."""
@@ -49,17 +51,17 @@ class Node(NamedTuple):
     parent: int
     chance: float
     depth: int
-    is_first: bool
-    """So are the choices above it."""
     choice: int = -1
     """Flat place among the choices [D][P][K] of a draft, where it is one of them."""
     num_later: int = 0
     """Choices above it that are no first ones."""
+    step: int = -1
+    """Flat place among the tokens [R][M] of paths, where it is one of them."""
 
 
 def best_first(slots: Slots) -> Iterator[Node]:
     """Nodes by falling chance; the first is number 1. Ends where no choice is left that has a chance."""
-    tokens, chances, places = slots
+    tokens, chances, places = slots[:3]
     heap: list[tuple[float, int, int, int, int, int, float]] = []
 
     def offer(parent: int, depth: int, after: int, rank: int, num_later: int, above: float) -> None:
@@ -75,8 +77,7 @@ def best_first(slots: Slots) -> Iterator[Node]:
         negative, parent, depth, after, rank, num_later, above = heappop(heap)
         number += 1
         choice = (depth * len(places[depth]) + after) * len(places[depth][after]) + rank
-        is_first = num_later + rank == 0
-        yield Node(tokens[depth][after][rank], parent, -negative, depth + 1, is_first, choice, num_later)
+        yield Node(tokens[depth][after][rank], parent, -negative, depth + 1, choice, num_later)
         offer(parent, depth, after, rank + 1, num_later, above)
         offer(number, depth + 1, places[depth][after][rank], 0, num_later + (rank > 0), -negative)
 
@@ -85,18 +86,22 @@ def tree_of(nodes: Sequence[Node]) -> Tree:
     """The tree of nodes as `best_first` gives them, in the order of `places_of`."""
     place = places_of(nodes)
     taken = sorted(zip(place[1:], nodes, strict=True))
-    return Tree(tuple(node.token for _, node in taken), tuple(place[node.parent] for _, node in taken))
+    sources = tuple(DRAFTED * (node.choice >= 0) + LOOKED_UP * (node.step >= 0) for _, node in taken)
+    return Tree(tuple(node.token for _, node in taken), tuple(place[node.parent] for _, node in taken), sources)
 
 
 def places_of(nodes: Sequence[Node]) -> list[int]:
-    """Place of the anchor and of every node in their tree [1 + nodes]: first choices are laid out first, else as they
-    grew. If first choices are accepted, their keys and values lie where they belong.
+    """Place of the anchor and of every node in their tree [1 + nodes]: the chain of first children is laid out first,
+    else as they grew. If those are accepted, their keys and values lie where they belong.
     """
-    num_first, num_later, places = 0, sum(node.is_first for node in nodes), [0]
-    for node in nodes:
-        num_first, num_later = num_first + node.is_first, num_later + (not node.is_first)
-        places.append(num_first if node.is_first else num_later)
-    return places
+    chain = [0]
+    for number, node in enumerate(nodes, 1):
+        if node.parent == chain[-1]:
+            chain.append(number)
+    places = dict(zip(chain, range(len(chain)), strict=True))
+    others = (number for number in range(len(nodes) + 1) if number not in places)
+    places |= dict(zip(others, range(len(chain), len(nodes) + 1), strict=True))
+    return [places[number] for number in range(len(nodes) + 1)]
 
 
 def first_choices(slots: Slots) -> Tree:

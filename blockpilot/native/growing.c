@@ -120,7 +120,7 @@ static void offer(const struct slots *slots, struct offer *heap, long *size, lon
  * depend on those above. Choices [slots][1 + contexts][1 + width]: list 0 follows the path, the others are the draft's,
  * an empty place at their ends. `from` is the place of each in the draft's choices, -1 for none; steps is r * most + d
  * of a path's token, else -1; inputs [rows][most][PATH_INPUTS] are those of every path's tokens. */
-enum { MATCH_INPUTS = 4, PATH_INPUTS = 9 }; /* of acceptance.py */
+enum { MATCH_INPUTS = 3, PATH_INPUTS = 9 }; /* of acceptance.py */
 
 static double path_chance(const double *match, long depth, int speaks, long rank, double own, const double *weights,
                           double *inputs)
@@ -128,11 +128,10 @@ static double path_chance(const double *match, long depth, int speaks, long rank
     double p = fmin(fmax(own, LEAST_CHANCE), 1 - LEAST_CHANCE), sum = 0;
     inputs[0] = 1;
     inputs[1] = log2(match[0] + depth) / 5;
-    inputs[2] = match[1], inputs[3] = match[2], inputs[4] = match[3];
-    inputs[5] = depth > 0;
-    inputs[6] = speaks && rank >= 0 ? log(p / (1 - p)) / 5 : 0;
-    inputs[7] = speaks && rank > 0;
-    inputs[8] = speaks && rank < 0;
+    inputs[2] = match[1], inputs[3] = match[2];
+    inputs[4] = depth > 0;
+    inputs[5] = rank >= 0 ? log(p / (1 - p)) / 5 : 0;
+    inputs[6] = rank == 0, inputs[7] = rank > 0, inputs[8] = speaks && rank < 0;
     for (long i = 0; i < PATH_INPUTS; i++)
         sum += weights[i] * inputs[i];
     return 1 / (1 + exp(-sum));
@@ -240,10 +239,10 @@ int grow_trees(long rows, const int64_t *first, const int64_t *depths, const int
     return 0;
 }
 
-/* How many nodes of R trees are verified: the best of all, as many as have the most tokens less their costs, as
- * choose_nodes of choose.py. chances [R][room] fall, of each num[r]; a token of a step that has `tokens` costs
+/* How many nodes of R trees are verified: the best of all, as many as are worth the most less their costs, as
+ * choose_nodes of choose.py. worth [R][room] fall, of each num[r]; a token of a step that has `tokens` costs
  * of_token, and of_tile for every `tile` of them. taken [R]; heads [R] is room to work in. */
-void select_nodes(long trees, long room, const double *chances, const int64_t *num, long tokens, double of_token,
+void select_nodes(long trees, long room, const double *worth, const int64_t *num, long tokens, double of_token,
                   double of_tile, long tile, int64_t *taken, int64_t *heads)
 {
     double gain = 0, best = 0;
@@ -252,11 +251,11 @@ void select_nodes(long trees, long room, const double *chances, const int64_t *n
     for (;;) {
         long first = -1;
         for (long r = 0; r < trees; r++)
-            if (heads[r] < num[r] && (first < 0 || chances[r * room + heads[r]] > chances[first * room + heads[first]]))
+            if (heads[r] < num[r] && (first < 0 || worth[r * room + heads[r]] > worth[first * room + heads[first]]))
                 first = r;
-        if (first < 0 || chances[first * room + heads[first]] <= of_token)
+        if (first < 0 || worth[first * room + heads[first]] <= of_token)
             return; /* nor are those that come after it worth their costs */
-        gain += chances[first * room + heads[first]++] - of_token - (tokens++ % tile == 0 ? of_tile : 0);
+        gain += worth[first * room + heads[first]++] - of_token - (tokens++ % tile == 0 ? of_tile : 0);
         if (gain > best) {
             best = gain;
             for (long r = 0; r < trees; r++)

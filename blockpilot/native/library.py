@@ -1,8 +1,8 @@
 """The functions in C for a CPU, compiled by the machine's own compiler when a model is prepared, in a second or two.
 
 products.c multiplies with the weights (tiles.c where the CPU has tiles), layers.c runs all layers of a decoder
-(experts.c those of mixtures), ranking.c ranks logits, growing.c grows draft trees, matching.c looks texts up. Where there
-is no compiler or no x86-64 CPU with AVX2, torch and numpy do all of it.
+(experts.c those of mixtures), ranking.c ranks logits, growing.c grows draft trees, matching.c finds where a text's
+end stood before. Where there is no compiler or no x86-64 CPU with AVX2, torch and numpy do all of it but the last.
 """
 
 import ctypes
@@ -21,8 +21,7 @@ from blockpilot.device import BFLOAT16_INSTRUCTIONS, dtype_name
 
 FOLDER = Path(__file__).parent
 SOURCES = tuple(
-    FOLDER / f"{name}.c"
-    for name in ("products", "tiles", "experts", "layers", "ranking", "growing", "matching")
+    FOLDER / f"{name}.c" for name in ("products", "tiles", "experts", "layers", "ranking", "growing", "matching")
 )
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-fopenmp", "-Wno-psabi")
 _DEFINES = {torch.float32: (), torch.bfloat16: ("-DBFLOAT16",)}
@@ -56,6 +55,11 @@ def library_for(dtype: torch.dtype, device: torch.device) -> ctypes.CDLL | None:
     """The functions in C for a dtype, or None."""
     found = _library_or_reason(dtype, device)
     return found if isinstance(found, ctypes.CDLL) else None
+
+
+def has_functions() -> bool:
+    """True where the functions that no tensor goes through, of trees and texts, are there."""
+    return library_for(torch.float32, torch.device("cpu")) is not None
 
 
 def reason_without(dtype: torch.dtype, device: torch.device) -> str:

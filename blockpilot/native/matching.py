@@ -37,7 +37,7 @@ class Matches(NamedTuple):
 class TextIndex:
     """Tokens of `num_texts` texts of at most `room` tokens each; memory of num_bytes, 12 to 16 bytes a token of room.
 
-    Raises RuntimeError where there is no C (`has_index`).
+    Raises RuntimeError where there is no C (`has_functions`).
     """
 
     def __init__(self, num_texts: int, room: int) -> None:
@@ -53,6 +53,11 @@ class TextIndex:
     @property
     def num_bytes(self) -> int:
         return self._tokens.nbytes + self._previous.nbytes + self._heads.nbytes
+
+    @property
+    def lengths(self) -> Array:
+        """Tokens of every text."""
+        return self._num
 
     def clear(self, text: int) -> None:
         """Begin a text anew, without tokens."""
@@ -72,17 +77,12 @@ class TextIndex:
         rows = len(texts)
         sizes, lengths, seen = np.empty((3, rows), dtype=np.int64)
         found = Matches(np.empty((rows, most), dtype=np.int32), sizes, lengths, np.empty(rows), seen)
-        self._library.match_texts(*self._texts(texts), c_long(most), *map(_pointer, found))
+        self._library.match_texts(*self._texts(texts), c_long(most), *(_pointer(each) for each in found))
         return found
 
     def _texts(self, texts: Array) -> tuple[c_long | c_int | c_void_p, ...]:
-        arrays = map(_pointer, (self._tokens, self._previous, self._heads, self._num))
+        arrays = (_pointer(each) for each in (self._tokens, self._previous, self._heads, self._num))
         return c_long(len(texts)), _pointer(texts), c_long(self._tokens.shape[1]), c_int(self._bits), *arrays
-
-
-def has_index() -> bool:
-    """True where texts can be indexed."""
-    return library_for(torch.float32, torch.device("cpu")) is not None
 
 
 def _pointer(values: Array) -> c_void_p:

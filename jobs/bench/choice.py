@@ -132,9 +132,11 @@ def _select(
 ) -> list[list[Node]]:
     """As an engine does it, of rows that drafted these depths."""
     slots = [slot for slot, depth in enumerate(depths) if depth]
-    offered = offer(found, [True] * len(slots), [depths[slot] for slot in slots], controller) if slots else None
+    of_slots = [depths[slot] for slot in slots]
+    offered = offer(found, slots, [True] * len(slots), of_slots, controller) if slots else None
     drafted = Load(len(rows), sum(depths))
-    return grow_all(rows, slots, offered, lambda trees: controller.select(trees, drafted), MAX_BLOCK_SIZE - 1)
+    kinds = np.array([int(not row.request.sampling.is_greedy) for row in rows])
+    return grow_all(rows, offered, kinds, lambda trees: controller.select(trees, drafted), MAX_BLOCK_SIZE - 1)
 
 
 # --- what it brings ---

@@ -13,12 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockpilot.control.acceptance import Expected
-from blockpilot.control.cost import TILE, Load, StepPrice, passes
+from blockpilot.control.cost import TILE, Load, StepPrice
 from blockpilot.native.growing import select_nodes
 
 Array = NDArray[Any]
-
-MAX_ROUNDS = 20  # of Dinkelbach's method, which takes two or three
 
 
 class Plan(NamedTuple):
@@ -55,61 +53,40 @@ class Trees(NamedTuple):
 def plan_rows(expected: Expected, num_rows: int, price: StepPrice, beside: Load) -> Plan:
     """The plan of rows of one kind, beside what other rows take in, which emit a token each.
 
-    Of a depth count the nodes that will be verified: those whose probability is worth their seconds. Tokens beyond
-    the first tile are charged their share of theirs.
-
-    Dinkelbach's method (1967): where every row takes the depth with the largest tokens - rate * seconds, the rate
-    grows until it is the largest there is. Where a step may leave a tile, the rate is that of the better side of it.
+    All depths, and all thresholds of the nodes that are verified, are tried. Tokens beyond the first tile are charged
+    their share of theirs.
     """
-    thresholds, sums, counts = expected
-    deepest = len(sums) - 1
+    _, sums, counts = expected
+    depths = np.arange(len(sums))[:, None]
+    tokens, nodes = num_rows * sums.cumsum(axis=0), num_rows * counts.cumsum(axis=0)
     load = beside._replace(rows=beside.rows + num_rows)
-    launched = beside.num_passes if beside.num_drafted else 0
-    share_s = price.tile_s / TILE
     plain_s = price.seconds(load) - load.terms[-1] * price.tile_s
-    tokens_s = [price.token_s] if load.num_tokens < TILE else []
-    tokens_s += [price.token_s + share_s] if share_s or not tokens_s else []
+    share_s = price.tile_s / TILE
+    beyond = (load.num_tokens + nodes - TILE).clip(min=0)
+    seconds = plain_s + num_rows * depths * price.slot_s + nodes * price.token_s + beyond * share_s
+    plain_s += max(0, load.num_tokens - TILE) * share_s
+    rates = (load.rows + tokens) / (seconds + _launch_s(len(sums), price, beside)[:, None])
+    rate = max(float(rates.max()), load.rows / plain_s)
+    saved_s = (tokens / rate - seconds).max(axis=1)
+    return Plan(rate, (saved_s - max(saved_s[0], -plain_s)) / num_rows)
 
-    def seconds(num_passes: int, num_slots: int, num_tokens: float) -> float:
-        beyond_s = max(0.0, load.num_tokens + num_tokens - TILE) * share_s
-        launch_s = price.launch_s * max(0, num_passes - launched)
-        return plain_s + launch_s + num_slots * price.slot_s + num_tokens * price.token_s + beyond_s
 
-    def worth(rate: float, token_s: float) -> tuple[Array, Array, Array]:
-        """By depth [1 + D]: tokens and nodes so far, and what they are worth, in tokens."""
-        j = min(int(np.searchsorted(thresholds, rate * token_s)), len(thresholds) - 1)
-        tokens, nodes = sums[:, j].cumsum(), counts[:, j].cumsum()
-        return tokens, nodes, tokens - rate * (np.arange(deepest + 1) * price.slot_s + nodes * token_s)
-
-    rate, of_token_s = load.rows / seconds(launched, 0, 0), tokens_s[0]
-    for limit in range(deepest + 1) if price.is_sequential else (0, deepest):
-        for _ in range(MAX_ROUNDS):
-            before = rate
-            for token_s in tokens_s:
-                tokens, nodes, gains = worth(before, token_s)
-                depth = int(gains[: limit + 1].argmax())
-                num_passes = passes([limit], price.is_sequential) if depth else 0
-                slots, verified = num_rows * depth, num_rows * float(nodes[depth])
-                now = (load.rows + num_rows * float(tokens[depth])) / seconds(num_passes, slots, verified)
-                if now > rate:
-                    rate, of_token_s = now, token_s
-            if rate <= before * (1 + 1e-9):
-                break
-    _, _, gains = worth(rate, of_token_s)
-    return Plan(rate, (gains - gains[0]) / rate)
+def _launch_s(num: int, price: StepPrice, beside: Load) -> Array:
+    """Seconds that a draft's passes take for depths 0, 1 and so on [num]: where others draft, they are theirs."""
+    depths, launched = np.arange(num), beside.num_passes if beside.num_drafted else 0
+    num_passes = depths if price.is_sequential else np.minimum(depths, 1)
+    found: Array = price.launch_s * (num_passes - launched).clip(min=0)
+    return found
 
 
 def choose_depths(plans: Sequence[Plan], most: Array, price: StepPrice, beside: Load) -> Array:
     """The depths [R], at most most[r] of row r, that save the most seconds of a step of rows with these plans.
 
-    `beside` is what other rows take in: where they draft, the launch is theirs.
+    `beside` is what other rows take in.
     """
     saved_s = np.stack([plan.saved_s for plan in plans])
     saved_s[np.arange(saved_s.shape[1]) > most[:, None]] = -np.inf
-    launched = beside.num_passes if beside.num_drafted else 0
-    depths = np.arange(saved_s.shape[1])
-    num_passes = depths if price.is_sequential else depths > 0
-    launch_s = price.launch_s * np.maximum(0, num_passes - launched)
+    launch_s = _launch_s(saved_s.shape[1], price, beside)
     limit = int((np.maximum.accumulate(saved_s, axis=1).sum(axis=0) - launch_s).argmax())
     found: Array = saved_s[:, : limit + 1].argmax(axis=1)
     return found

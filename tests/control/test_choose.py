@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from blockpilot.control.acceptance import Expected
-from blockpilot.control.choose import Depths, Trees, _choose_nodes, choose_depths, choose_nodes
+from blockpilot.control.choose import Plan, Trees, _choose_nodes, choose_depths, choose_nodes, plan_rows
 from blockpilot.control.cost import TILE, Load, StepPrice, passes
 from helpers.prices import linear_price, price
 
@@ -23,13 +23,15 @@ def rate(
     price: StepPrice,
     beside: Load,
     nodes: Sequence[float] = ONE_EACH,
+    drafted: int | None = None,
 ) -> float:
-    """Tokens a second of a step; rows beside emit one each."""
+    """Tokens a second of a step; rows beside emit one each. Each row drafts `drafted` positions, or its depth."""
     rows = len(depths) + beside.rows
     tokens = rows + sum(sum(reach[:depth]) for reach, depth in zip(reaches, depths, strict=True))
+    of_rows = list(depths) if drafted is None else [drafted] * len(depths)
     launched = beside.num_passes if beside.num_drafted else 0
-    num_passes = max(launched, passes(depths, price.is_sequential) if any(depths) else 0)
-    load = Load(rows, beside.num_drafted + sum(depths), beside.num_verified, num_passes)
+    num_passes = max(launched, passes(of_rows, price.is_sequential) if any(of_rows) else 0)
+    load = Load(rows, beside.num_drafted + sum(of_rows), beside.num_verified, num_passes)
     return tokens / (price.seconds(load) + of_tokens(load, price, expected_nodes(depths, nodes)))
 
 
@@ -44,19 +46,27 @@ def of_tokens(load: Load, price: StepPrice, num: float) -> float:
     return num * price.token_s + beyond * price.tile_s / TILE - load.terms[-1] * price.tile_s
 
 
-def choose_by(
+def expected_of(reach: Sequence[float], nodes: Sequence[float] = ONE_EACH, path: float = 0.0) -> Expected:
+    """Positions that add as much as `reach` says, in so many nodes, all of them likely enough; a node of a path."""
+    sums = np.array([path, *reach])[:, None]
+    return Expected(np.zeros(1), sums, np.array([float(path > 0), *nodes[: len(reach)]])[:, None])
+
+
+def plans_of(
     reaches: Sequence[Sequence[float]], price: StepPrice, beside: Load, nodes: Sequence[float] = ONE_EACH
-) -> Depths:
-    """Depths of rows whose positions add as much as reaches[r] says, in so many nodes, all of them likely enough."""
+) -> list[Plan]:
+    """Plans of rows each of a kind of its own."""
     deepest = max(1, *map(len, reaches))
-    sums, counts = np.zeros((len(reaches), deepest, 1)), np.zeros((len(reaches), deepest, 1))
-    for r, reach in enumerate(reaches):
-        sums[r, : len(reach), 0], counts[r, : len(reach), 0] = reach, nodes[: len(reach)]
-    return choose_depths(Expected(np.zeros(1), sums, counts), np.array(list(map(len, reaches))), price, beside)
+    padded = [[*reach, *[0.0] * (deepest - len(reach))] for reach in reaches]
+    return [plan_rows(expected_of(reach, nodes), len(reaches), price, beside) for reach in padded]
 
 
-def choose(reaches: Sequence[Sequence[float]], price: StepPrice, beside: Load = ALONE) -> list[int]:
-    found: list[int] = choose_by(reaches, price, beside).depths.tolist()
+def choose(
+    reaches: Sequence[Sequence[float]], price: StepPrice, beside: Load = ALONE, nodes: Sequence[float] = ONE_EACH
+) -> list[int]:
+    """Depths of rows, no deeper than their reaches are long."""
+    most = np.array(list(map(len, reaches)))
+    found: list[int] = choose_depths(plans_of(reaches, price, beside, nodes), most, price, beside).tolist()
     return found
 
 
@@ -75,42 +85,72 @@ loads = st.builds(Load, st.integers(0, 3), few, few, st.integers(1, 5)).filter(
 
 @settings(deadline=None, max_examples=200)
 @example(  # three positions are cheaper together than two, and two than one
-    reaches=[[1.0, 1.0, 1.0]], price=price(token_s=1.0), beside=ALONE, nodes=[1.0, 1.0, 0.0, 0.0]
-)
-@example(  # positions of one row that cost the same: the first is the better one
-    reaches=[[1.0], [1.0, 1.0], [1.0, 0.5]],
-    price=price(tile_s=1.0),
-    beside=Load(1),
-    nodes=[3.0, 3.0, 0.0, 0.0],
+    reach=[1.0, 1.0, 1.0], path=0.0, num_rows=1, price=price(token_s=1.0), beside=ALONE, nodes=[1.0, 1.0, 0.0, 0.0]
 )
 @given(
-    reaches=st.lists(falling, min_size=1, max_size=3),
+    reach=falling.filter(len),
+    path=st.just(0.0) | chances,
+    num_rows=st.integers(1, 3),
     price=prices,
     beside=loads,
     nodes=st.lists(st.floats(0, 4), min_size=4, max_size=8),
 )
-def test_the_choice_has_the_highest_rate(
-    reaches: list[list[float]], price: StepPrice, beside: Load, nodes: list[float]
+def test_a_plan_has_the_highest_rate(
+    reach: list[float], path: float, num_rows: int, price: StepPrice, beside: Load, nodes: list[float]
 ) -> None:
-    """But about the knee of the price, where it has that of its depths. Rates are sums in another order."""
-    every = list(product(*(range(len(reach) + 1) for reach in reaches)))
-    rates = {depths: rate(depths, reaches, price, beside, nodes) for depths in every}
-    best = max(every, key=lambda depths: rates[depths])
-    found = choose_by(reaches, price, beside, nodes)
-    assert found.rate == pytest.approx(rates[tuple(found.depths.tolist())], rel=1e-9)
-    rows = len(reaches) + beside.rows
-    most = rows + beside.num_verified + max(expected_nodes(depths, nodes) for depths in every)
-    if not price.tile_s or most <= TILE or rows + beside.num_verified >= TILE:
-        assert found.rate == pytest.approx(rates[best], rel=1e-9)
+    """That of some depth, with or without nodes of the path. Rates are sums in another order."""
+
+    def rate_of(depth: int, *, follows: bool) -> float:
+        """Of rows that draft so deep, and verify the path's node."""
+        of_path, reaches = float(follows and path > 0), [[path * follows + sum(reach[:depth])]] * num_rows
+        return rate([1] * num_rows, reaches, price, beside, [of_path + sum(nodes[:depth])], depth)
+
+    rates = [rate_of(depth, follows=follows) for depth in range(len(reach) + 1) for follows in (False, True)]
+    found = plan_rows(expected_of(reach, nodes, path), num_rows, price, beside)
+    assert found.rate == pytest.approx(max(rates[0], *rates[1::2]), rel=1e-9)
+
+
+@given(
+    st.lists(st.tuples(falling.filter(len), st.integers(0, 4)), min_size=1, max_size=3),
+    prices,
+    loads,
+    st.floats(0.1, 3),
+)
+def test_the_depths_save_the_most_seconds(
+    rows: list[tuple[list[float], int]], price: StepPrice, beside: Load, rate: float
+) -> None:
+    """Of all depths that the rows may draft."""
+    plans = [Plan(rate, np.array([0.0, *(reach + [0.0] * 4)[:4]]) - 0.2) for reach, _ in rows]
+    plans = [plan._replace(saved_s=np.concatenate([[0.0], plan.saved_s[1:]])) for plan in plans]
+    launched = beside.num_passes if beside.num_drafted else 0
+
+    def saved(depths: Sequence[int]) -> float:
+        num_passes = passes(depths, price.is_sequential) if any(depths) else 0
+        launch_s = price.launch_s * max(0, num_passes - launched)
+        return sum(float(plan.saved_s[d]) for plan, d in zip(plans, depths, strict=True)) - launch_s
+
+    most = [deepest for _, deepest in rows]
+    found = choose_depths(plans, np.array(most), price, beside).tolist()
+    assert saved(found) == pytest.approx(max(map(saved, product(*(range(m + 1) for m in most)))), abs=1e-9)
+    assert all(depth <= deepest for depth, deepest in zip(found, most, strict=True))
 
 
 def test_beyond_a_tile_tokens_are_dearer() -> None:
-    """Alone a row drafts all 8, which fit into a tile; five rows draft about what fits."""
+    """Alone a row drafts all 8, which fit into a tile; five rows draft less."""
     reach, knee = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2), price(token_s=0.01, tile_s=8.0)
     assert choose([reach], knee) == [8]
-    found = choose_by([reach] * 5, knee, ALONE)
-    assert found.rate == pytest.approx(rate(found.depths.tolist(), [reach] * 5, knee, ALONE))
-    assert found.rate > rate([8] * 5, [reach] * 5, knee, ALONE)
+    [depth] = set(choose([reach] * 5, knee))
+    assert depth < 8
+    assert rate([depth] * 5, [reach] * 5, knee, ALONE) > rate([8] * 5, [reach] * 5, knee, ALONE)
+
+
+def test_what_a_path_adds_makes_time_dear() -> None:
+    """A row that its text carries on drafts less: what it might add costs as much time as another."""
+    of, reach = price(token_s=0.02, slot_s=0.05, launch_s=0.4), (0.5, 0.3)
+    without, beside_path = (plan_rows(expected_of(reach, path=path), 1, of, ALONE) for path in (0.0, 0.99))
+    assert beside_path.rate > without.rate
+    assert choose_depths([without], np.array([2]), of, ALONE).tolist() == [2]
+    assert choose_depths([beside_path], np.array([2]), of, ALONE).tolist() == [0]
 
 
 def test_rows_choose_apart() -> None:
@@ -124,7 +164,7 @@ def test_rows_choose_apart() -> None:
 def test_nobody_drafts_where_launch_is_too_dear_for_all_together() -> None:
     """Of six rows all draft or none: together they expect 4.8 tokens more, and a pass for one brings 0.8."""
     reach, dear, cheap = (0.5, 0.3), *(price(base_s=1.0, launch_s=launch, slot_s=0.01) for launch in (1.2, 0.5))
-    assert choose_by([reach], dear, ALONE).rate == 1.0
+    assert plans_of([reach], dear, ALONE)[0].rate == 1.0
     assert choose([reach], dear) == [0]
     assert choose([reach] * 6, dear) == [0] * 6
     assert choose([reach] * 6, cheap) == [2] * 6
@@ -168,20 +208,20 @@ def test_a_dear_target_makes_drafts_cheap() -> None:
 def test_the_nodes_that_a_depth_will_add_are_paid_for() -> None:
     """Nothing is verified of most slots at depth 2, and of those at depth 1 many choices."""
     reach, of_tokens = (0.5, 0.45), price(token_s=0.3)
-    assert choose_by([reach], of_tokens, ALONE, (1.0, 1.0)).depths.tolist() == [2]
-    assert choose_by([reach], of_tokens, ALONE, (3.0, 3.0)).depths.tolist() == [0]
-    assert choose_by([reach], of_tokens, ALONE, (1.0, 3.0)).depths.tolist() == [1]
+    assert choose([reach], of_tokens, ALONE, (1.0, 1.0)) == [2]
+    assert choose([reach], of_tokens, ALONE, (3.0, 3.0)) == [0]
+    assert choose([reach], of_tokens, ALONE, (1.0, 3.0)) == [1]
 
 
 def test_depths_count_the_nodes_that_are_worth_their_seconds() -> None:
     """At depth 1 a node of 0.5 and four of 0.1: the dearer a token, the fewer of them are verified."""
     thresholds = np.array([0.05, 0.3])
-    sums, counts = np.array([[[0.9, 0.5]]]), np.array([[[5.0, 1.0]]])
+    sums, counts = np.array([[0.0, 0.0], [0.9, 0.5]]), np.array([[0.0, 0.0], [5.0, 1.0]])
     found = [
-        choose_depths(Expected(thresholds, sums, counts), np.array([1]), price(token_s=token_s, slot_s=0.1), ALONE)
+        plan_rows(Expected(thresholds, sums, counts), 1, price(token_s=token_s, slot_s=0.1), ALONE)
         for token_s in (0.01, 0.2)
     ]
-    assert [each.depths.tolist() for each in found] == [[1], [1]]
+    assert all(each.saved_s[1] > 0 for each in found)
     assert found[0].rate == pytest.approx(1.9 / 1.15)
     assert found[1].rate == pytest.approx(1.5 / 1.3)
 
@@ -199,36 +239,41 @@ def trees_of(offered: Sequence[Sequence[float]]) -> Trees:
 
 def taken(offered: Sequence[Sequence[float]], price: StepPrice, drafted: Load) -> list[int]:
     """At the rate of plain decoding."""
-    rate = drafted.rows / price.seconds(drafted)
-    found: list[int] = choose_nodes(trees_of(offered), price, drafted, rate).tolist()
+    rates = np.full(len(offered), drafted.rows / price.seconds(drafted))
+    found: list[int] = choose_nodes(trees_of(offered), price, drafted, rates).tolist()
     return found
 
 
 @given(
-    st.lists(st.lists(chances, max_size=9).map(lambda drawn: sorted(drawn, reverse=True)), min_size=1, max_size=6),
+    st.lists(
+        st.tuples(st.lists(chances, max_size=9).map(lambda drawn: sorted(drawn, reverse=True)), st.floats(0.1, 3)),
+        min_size=1,
+        max_size=6,
+    ),
     prices,
     loads,
-    st.floats(0, 3),
 )
-def test_the_best_nodes_of_all_rows_are_taken_as_many_as_gain_the_most(
-    offered: list[list[float]], price: StepPrice, beside: Load, rate: float
+def test_the_best_nodes_of_all_rows_are_taken_as_many_as_save_the_most(
+    rows: list[tuple[list[float], float]], price: StepPrice, beside: Load
 ) -> None:
-    """No other number of every row's best nodes gains more; nor by numpy, where there is no C."""
-    drafted = beside._replace(rows=beside.rows + len(offered))
+    """No other number of every row's best nodes saves more seconds; nor by numpy, where there is no C."""
+    drafted = beside._replace(rows=beside.rows + len(rows))
+    offered, rates = [of_row for of_row, _ in rows], np.array([rate for _, rate in rows])
 
-    def gain_of(taken: Sequence[int]) -> float:
-        tokens = sum(sum(of_row[:n]) for of_row, n in zip(offered, taken, strict=True))
+    def saved(taken: Sequence[int]) -> float:
+        tokens = sum(sum(of_row[:n]) / rate for (of_row, rate), n in zip(rows, taken, strict=True))
         more_s = price.seconds(drafted._replace(num_verified=drafted.num_verified + sum(taken)))
-        return tokens - rate * (more_s - price.seconds(drafted))
+        return tokens - (more_s - price.seconds(drafted))
 
-    found = choose_nodes(trees_of(offered), price, drafted, rate).tolist()
-    by_numpy = _choose_nodes(trees_of(offered), price, drafted, rate).tolist()
+    found = choose_nodes(trees_of(offered), price, drafted, rates).tolist()
+    trees = trees_of(offered)
+    by_numpy = _choose_nodes(trees.chances / rates[:, None], trees, price, drafted).tolist()
     every = product(*(range(len(of_row) + 1) for of_row in offered)) if sum(map(len, offered)) < 12 else [found]
-    best = max(map(gain_of, every))
-    assert gain_of(found) == pytest.approx(best, rel=1e-9, abs=1e-9)
-    assert gain_of(by_numpy) == pytest.approx(best, rel=1e-9, abs=1e-9)
-    last = [of_row[n - 1] for of_row, n in zip(offered, found, strict=True) if n]
-    left = [of_row[n] for of_row, n in zip(offered, found, strict=True) if n < len(of_row)]
+    best = max(map(saved, every))
+    assert saved(found) == pytest.approx(best, rel=1e-9, abs=1e-9)
+    assert saved(by_numpy) == pytest.approx(best, rel=1e-9, abs=1e-9)
+    last = [of_row[n - 1] / rate for (of_row, rate), n in zip(rows, found, strict=True) if n]
+    left = [of_row[n] / rate for (of_row, rate), n in zip(rows, found, strict=True) if n < len(of_row)]
     assert not last or not left or min(last) >= max(left)
 
 

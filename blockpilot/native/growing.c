@@ -161,7 +161,7 @@ void lists_with_paths(long rows, const int64_t *first, const int64_t *depths, lo
                     for (long a = 0; a < laters; a++)
                         of_chances[a * all + place] = chances[a * num * contexts * width + source];
                 }
-            if (d && d >= sizes[r])
+            if (d > sizes[r])
                 continue; /* nothing leads to list 0 here */
             int speaks = drafted >= 0 && after >= 0, follows = d < sizes[r];
             long list = speaks ? (drafted + after) * width : 0, rank = -1;

@@ -13,11 +13,14 @@ from blockpilot.control.acceptance import (
     DOUBT,
     FIRST_GUESS,
     HALF_LIFE,
+    NUM_KINDS,
     NUM_WEIGHTS,
+    OF_PATH,
     PRIOR_VARIANCE,
     THRESHOLDS,
     AcceptanceModel,
     Array,
+    Paths,
     Prior,
     Proposal,
     inputs_of,
@@ -146,7 +149,7 @@ def test_learning_is_the_regression_of_all_that_was_seen() -> None:
         inputs.append(x)
         rights.append(right)
     x, y, weights = np.concatenate(inputs), np.concatenate(rights), np.zeros(NUM_WEIGHTS)
-    precision = np.eye(NUM_WEIGHTS) / PRIOR_VARIANCE[1]
+    precision = np.eye(NUM_WEIGHTS) / PRIOR_VARIANCE
     for _ in range(200):
         chance = logistic(x[:, 0] + x @ weights)
         gradient = x.T @ (y - chance) - precision @ weights
@@ -174,19 +177,22 @@ def test_inputs_say_in_which_context_a_choice_was() -> None:
 # --- depths ---
 
 
-def observe(model: AcceptanceModel, depths: list[int], chances: list[list[float]], drawn: int = 0) -> None:
+def observe(model: AcceptanceModel, depths: list[int], chances: list[list[float]], kind: int = 0) -> None:
     """Drafts so deep, that added nodes with these probabilities at depths 1, 2 and so on."""
     at = np.repeat(np.arange(1, len(chances) + 1), list(map(len, chances)))
-    kinds, of_nodes = np.full(len(depths), drawn), np.full(len(at), drawn)
+    kinds, of_nodes = np.full(len(depths), kind), np.full(len(at), kind)
     model.observe(kinds, np.array(depths), of_nodes, at, np.array([chance for each in chances for chance in each]))
 
 
-def test_before_anything_was_seen_depths_are_guessed() -> None:
-    """A chain, whose nodes count where they are as probable as the threshold."""
-    found = AcceptanceModel(DEEPEST).expected(np.array([0, 1]))
+@pytest.mark.parametrize("kind", [0, 1, NUM_KINDS - 1])
+def test_before_anything_was_seen_depths_are_guessed(kind: int) -> None:
+    """A chain, whose nodes count where they are as probable as the threshold; nothing of what needs no draft."""
+    found = AcceptanceModel(DEEPEST).expected(kind)
     guess = FIRST_GUESS ** np.arange(1, DEEPEST + 1)[:, None]
-    np.testing.assert_allclose(found.counts, [guess >= THRESHOLDS] * 2)
-    np.testing.assert_allclose(found.sums, [guess * (guess >= THRESHOLDS)] * 2)
+    np.testing.assert_allclose(found.counts[1:], guess >= THRESHOLDS)
+    np.testing.assert_allclose(found.sums[1:], guess * (guess >= THRESHOLDS))
+    assert not found.sums[0].any()
+    assert not found.counts[0].any()
     with pytest.raises(ValueError, match="deepest 0"):
         AcceptanceModel(0)
 
@@ -195,49 +201,114 @@ def test_expected_nodes_are_the_mean_of_those_that_drafts_added() -> None:
     model = AcceptanceModel(DEEPEST)
     for _ in range(3000):
         observe(model, [2, 4], [[0.9, 0.05], [0.3]])
-    found = model.expected(np.array([0]))
+    found = model.expected(0)
     for j, threshold in enumerate(THRESHOLDS):
         first, second = [chance for chance in (0.9, 0.05) if chance >= threshold], [0.3] * int(threshold <= 0.3)
-        np.testing.assert_allclose(found.sums[0, :2, j], [sum(first) / 2, sum(second) / 2], atol=0.01)
-        np.testing.assert_allclose(found.counts[0, :2, j], [len(first) / 2, len(second) / 2], atol=0.01)
-    np.testing.assert_allclose(found.counts[0, 2:], 0, atol=0.01)
+        np.testing.assert_allclose(found.sums[1:3, j], [sum(first) / 2, sum(second) / 2], atol=0.01)
+        np.testing.assert_allclose(found.counts[1:3, j], [len(first) / 2, len(second) / 2], atol=0.01)
+    np.testing.assert_allclose(found.counts[3:], 0, atol=0.01)
+
+
+def test_tokens_of_paths_are_those_of_every_step() -> None:
+    """Whether or not a row drafted."""
+    model = AcceptanceModel(DEEPEST)
+    for depth in (0, 4):
+        model.observe(np.array([5]), np.array([depth]), np.array([5, 5]), np.array([0, 0]), np.array([0.9, 0.5]))
+    found = model.expected(5)
+    np.testing.assert_allclose(found.sums[0, [0, -1]], [1.4, 0.9], rtol=1e-2)
+    np.testing.assert_allclose(found.counts[0, [0, -1]], [2, 1], rtol=1e-2)
+    assert not model.expected(3).sums[0].any()
 
 
 def test_depths_that_were_not_drafted_are_censored() -> None:
     model = AcceptanceModel(DEEPEST)
-    before = model.expected(np.array([0, 1]))
+    before, other = model.expected(0), model.expected(1)
     for _ in range(200):
         observe(model, [2], [[0.5], [0.1]])
-    after = model.expected(np.array([0, 1]))
-    np.testing.assert_array_equal(after.sums[0, 2:], before.sums[0, 2:])
-    assert (after.sums[0, :2, 0] < before.sums[0, :2, 0]).all()
-    np.testing.assert_array_equal(after.sums[1], before.sums[1])  # rows that draw
+    after = model.expected(0)
+    np.testing.assert_array_equal(after.sums[3:], before.sums[3:])
+    assert (after.sums[1:3, 0] < before.sums[1:3, 0]).all()
+    np.testing.assert_array_equal(model.expected(1).sums, other.sums)  # rows that draw
 
 
 def test_means_fade() -> None:
     model = AcceptanceModel(DEEPEST)
     for _ in range(5000):
-        observe(model, [1], [[0.9]], drawn=1)
+        observe(model, [1], [[0.9]], kind=1)
     for _ in range(3000):
-        observe(model, [1], [[0.2]], drawn=1)
-    assert model.expected(np.array([1])).sums[0, 0, 0] == pytest.approx(0.2 + 0.7 * np.exp(-3), abs=0.01)
+        observe(model, [1], [[0.2]], kind=1)
+    assert model.expected(1).sums[1, 0] == pytest.approx(0.2 + 0.7 * np.exp(-3), abs=0.01)
 
 
 def test_what_is_not_drafted_any_more_is_doubted() -> None:
     """As the guess was, and of rows of that kind and of those depths alone."""
-    model, first = AcceptanceModel(DEEPEST), AcceptanceModel(DEEPEST).expected(np.array([0, 1]))
+    model, first = AcceptanceModel(DEEPEST), AcceptanceModel(DEEPEST).expected(1)
     for kind in (0, 1):
         for _ in range(200):
-            observe(model, [4], [[0.2], [0.1], [0.05], [0.02]], drawn=kind)
-    before = model.expected(np.array([0, 1]))
-    model.forget(np.array([1]), np.array([2]), 20 * HALF_LIFE)
-    after = model.expected(np.array([0, 1]))
-    np.testing.assert_array_equal(after.sums[0], before.sums[0])
-    np.testing.assert_array_equal(after.sums[1, :2], before.sums[1, :2])
-    np.testing.assert_allclose(after.sums[1, 2:], first.sums[1, 2:], atol=1e-3)
-    observe(model, [4], [[], [], [], []], drawn=1)
-    again = model.expected(np.array([1])).sums[0, 3, 0]
-    assert again == pytest.approx(first.sums[1, 3, 0] * DOUBT / (DOUBT + 1), abs=1e-3)
+            observe(model, [4], [[0.2], [0.1], [0.05], [0.02]], kind=kind)
+    before = [model.expected(kind).sums for kind in (0, 1)]
+    model.forget(1, 2, 20 * HALF_LIFE)
+    after = [model.expected(kind).sums for kind in (0, 1)]
+    np.testing.assert_array_equal(after[0], before[0])
+    np.testing.assert_array_equal(after[1][:3], before[1][:3])
+    np.testing.assert_allclose(after[1][3:], first.sums[3:], atol=1e-3)
+    observe(model, [4], [[], [], [], []], kind=1)
+    again = model.expected(1).sums[4, 0]
+    assert again == pytest.approx(first.sums[4, 0] * DOUBT / (DOUBT + 1), abs=1e-3)
+
+
+# --- paths ---
+
+
+def paths(lengths: list[int], most: int = 8, drawn: int = 0, agree: float = 1.0) -> Paths:
+    """Of rows that share so many tokens with an earlier place; none of those that share 0."""
+    known = np.array([[float(length), agree, 0.5] for length in lengths])
+    sizes = np.where(known[:, 0] > 0, most, 0)
+    tokens = np.arange(len(lengths) * most, dtype=np.int32).reshape(-1, most)
+    return Paths(tokens, sizes, known, np.full(len(lengths), drawn), np.zeros(tokens.shape))
+
+
+def test_longer_matches_are_likelier_and_hold_for_longer() -> None:
+    found = AcceptanceModel(DEEPEST).follow(paths([2, 4, 8, 32, 0]))
+    assert (np.diff(found.chances[:4, 0]) > 0).all()
+    assert (np.diff(found.chances[0]) > 0).all()  # each token that holds is one that is shared
+    assert found.sizes.tolist() == [8, 8, 8, 8, 0]
+    assert not found.chances[4].any()
+
+
+def test_paths_are_cut_where_they_are_hardly_reached() -> None:
+    model = AcceptanceModel(DEEPEST)
+    model.paths.weights[:] = 0
+    model.paths.weights[:, 0] = np.log(0.3 / 0.7)
+    assert model.follow(paths([5])).sizes.tolist() == [3]  # 0.3, 0.09, 0.027 and 0.008
+
+
+def test_kinds_are_by_what_paths_will_add_and_by_temperature() -> None:
+    model = AcceptanceModel(DEEPEST)
+    assert model.kinds(np.array([0, 1]), None).tolist() == [0, 1]
+    for drawn in (0, 1):
+        model.paths.weights[:] = 0
+        found = list[int]()
+        for chance in (0.001, 0.5, 0.75, 0.95):
+            model.paths.weights[:, 0] = np.log(chance / (1 - chance))
+            followed = model.follow(paths([5, 0], most=31, drawn=drawn))
+            kinds = model.kinds(followed.drawn, followed).tolist()
+            assert kinds[1] == drawn
+            found.append(kinds[0] - drawn)
+        assert found == [0, 2, 4, 6]
+
+
+@pytest.mark.parametrize("drawn", [0, 1])
+def test_paths_learn_how_often_they_hold(drawn: int) -> None:
+    """Of texts that copy less than those that the first weights are from; the other kind stays."""
+    model, draws = AcceptanceModel(DEEPEST), np.random.default_rng(0)
+    before = model.follow(paths([4], drawn=1 - drawn)).chances
+    for _ in range(1500):
+        inputs = np.zeros((4, len(OF_PATH)))
+        inputs[:, 0], inputs[:, 1], inputs[:, 2], inputs[:, 3] = 1, np.log2(4) / 5, 1, 0.5
+        model.learn_paths(inputs, np.full(4, drawn), draws.random(4) < 0.25)
+    assert model.follow(paths([4], drawn=drawn)).chances[0, 0] == pytest.approx(0.25, abs=0.04)
+    np.testing.assert_array_equal(model.follow(paths([4], drawn=1 - drawn)).chances, before)
 
 
 def test_knowledge_of_scores_that_are_no_numbers_is_finite() -> None:

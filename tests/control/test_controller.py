@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from blockpilot.control.acceptance import DOUBT, AcceptanceModel
-from blockpilot.control.choose import Trees, choose_depths, choose_nodes
+from blockpilot.control.acceptance import DOUBT, NUM_KINDS, AcceptanceModel
+from blockpilot.control.choose import Trees, choose_depths, choose_nodes, plan_rows
 from blockpilot.control.controller import (
     NOMINAL,
     PLAN_EVERY,
@@ -57,22 +57,39 @@ def test_without_a_price_it_is_nominal() -> None:
 
 def test_depths_are_those_of_the_choice_and_no_deeper_than_rows_may() -> None:
     model, beside = AcceptanceModel(DEEPEST), Load(2, 3, 3)
-    drawn = np.array([0, 1, 0])
-    every = choose_depths(model.expected(drawn), np.full(3, DEEPEST), PRICE, beside).depths
-    found = Controller(model, PRICE).plan(Planned(drawn, np.array([4, 1, 0])), beside)
-    assert found.tolist() == np.minimum(every, [4, 1, 0]).tolist()
-    assert every.max() > 1
+    kinds, most = np.array([0, 1, 0]), np.array([4, 1, 0])
+    plans = [plan_rows(model.expected(kind), 3, PRICE, beside) for kind in kinds.tolist()]
+    expected = choose_depths(plans, most, PRICE, beside)
+    found = Controller(model, PRICE).plan(Planned(kinds, most), beside)
+    assert found.tolist() == expected.tolist()
+    assert found.tolist()[1:] == [1, 0]
+    assert found[0] > 1
 
 
 def test_nodes_are_selected_at_the_rate_that_is_expected() -> None:
     """Not by the rate of the step at hand: poor candidates are no reason to verify worse ones."""
     controller = controller_of(price(token_s=0.2))
-    rate = choose_depths(controller.model.expected(np.array([0])), np.array([DEEPEST]), controller.price, ALONE).rate
+    rate = plan_rows(controller.model.expected(0), 1, controller.price, ALONE).rate
     depth = int(controller.plan(greedy(1), ALONE)[0])
     offered = trees([rate * 0.2 + 0.01, rate * 0.2 - 0.01])
     assert controller.select(offered, Load(1, depth)).tolist() == [1]
-    assert choose_nodes(offered, controller.price, Load(1, depth), 0.0).tolist() == [2]
-    assert choose_nodes(offered, controller.price, Load(1, depth), 1.0).tolist() == [2]
+    assert choose_nodes(offered, controller.price, Load(1, depth), np.array([1.0])).tolist() == [2]
+
+
+def test_rows_whose_text_carries_them_on_need_no_draft() -> None:
+    """What a path adds is learned of steps; then a draft is worth its launch to rows without one alone."""
+    controller = controller_of(price(launch_s=0.5, slot_s=0.05, token_s=0.02))
+    carried, other = NUM_KINDS - 2, 0
+    for _ in range(100):
+        kinds = np.array([carried, other])
+        depths = controller.plan(Planned(kinds, np.full(2, DEEPEST)), ALONE)
+        chances = np.array([[0.99] * 4, [0.8, 0.6, 0.4, 0.3]])
+        of_nodes = np.array([[0] * 4, [1, 2, 3, 4]])
+        num = np.array([4, int(depths[1])])
+        controller.select(Trees(kinds, depths, num, chances, of_nodes), Load(2, int(depths.sum())))
+        controller.learn(StepOutcome(Load(2, int(depths.sum()), 4)), 1.0)
+    assert controller.plan(Planned(np.array([carried]), np.full(1, DEEPEST)), ALONE).tolist() == [0]
+    assert controller.plan(Planned(np.array([other]), np.full(1, DEEPEST)), ALONE)[0] > 0
 
 
 def test_what_drafts_add_moves_the_plan() -> None:
@@ -84,17 +101,19 @@ def test_what_drafts_add_moves_the_plan() -> None:
     assert not poor.drafts
 
 
-def test_a_plan_holds_for_some_steps_of_rows_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    controller, num_planned = controller_of(), list[int]()
+def test_plans_hold_for_some_steps_of_as_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    controller, planned = controller_of(), list[int]()
     expected = controller.model.expected
-    monkeypatch.setattr(controller.model, "expected", lambda drawn: num_planned.append(len(drawn)) or expected(drawn))
+    monkeypatch.setattr(controller.model, "expected", lambda kind: planned.append(kind) or expected(kind))
     for _ in range(2 * PLAN_EVERY):
         controller.plan(greedy(1), ALONE)
-    assert num_planned == [1, 1]
+    assert planned == [0, 0]
     controller.plan(greedy(2), ALONE)
+    assert planned == [0, 0, 0]
     controller.plan(Planned(np.array([0, 1]), np.full(2, DEEPEST)), ALONE)
+    assert planned == [0, 0, 0, 1]
     controller.plan(Planned(np.array([0, 1]), np.full(2, DEEPEST)), Load(1))
-    assert num_planned == [1, 1, 2, 2, 2]
+    assert sorted(planned[4:]) == [0, 1]
 
 
 def test_plain_steps_and_drafting_ones_probe_the_other_kind_now_and_then() -> None:
@@ -149,11 +168,12 @@ def test_budgets_of_trees_are_those_of_rows_alone() -> None:
 def test_what_a_constraint_forces_is_not_what_a_draft_added() -> None:
     """Nodes that are certain, of a row that drafted one position and of one that drafted none."""
     controller = controller_of(price(launch_s=0.01))
-    before = controller.model.expected(np.array([0])).counts[0]
+    before = controller.model.expected(0).counts[1:]
     controller.plan(greedy(2), ALONE)
-    controller.select(trees([1.0, 1.0, 1.0], [1.0, 1.0])._replace(drafted=np.array([1, 0])), Load(2, 1))
+    offered = trees([1.0, 1.0, 1.0], [1.0, 1.0])._replace(drafted=np.array([1, 0]))
+    controller.select(offered._replace(depths=np.array([[1, -1, -1], [-1, -1, -1]])), Load(2, 1))
     controller.plan(greedy(1), ALONE)
-    after = controller.model.expected(np.array([0])).counts[0]
+    after = controller.model.expected(0).counts[1:]
     np.testing.assert_array_equal(after[1:], before[1:])
     assert (after[0] <= 1).all()
     assert after[0, -1] == pytest.approx(1 / (DOUBT + 1), rel=1e-2)

@@ -1,43 +1,47 @@
 """Trees of all rows grown in C are those that grow in Python, and what was verified of them is what texts say."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from blockpilot.control.acceptance import OF_MATCH, OF_PATH, Paths, logistic
 from blockpilot.control.choose import Trees
 from blockpilot.control.controller import Verified
 from blockpilot.engine import drafting
-from blockpilot.engine.drafting import Array, Offered, grow_all, verified
+from blockpilot.engine.drafting import Array, Offered, grow_all, offer_paths, verified
 from blockpilot.engine.rows import Row
 from blockpilot.engine.trees import Node, best_first, paths_of, tree_of, walk
-from blockpilot.native.growing import grow
+from blockpilot.native.growing import PATH_INPUTS, Lists, grow
 from blockpilot.native.library import library_for
 from blockpilot.types import Layout, Request
 
 NUM_TOKENS = 40
 
 
-def random_offer(draws: np.random.Generator, depths: Sequence[int]) -> Offered:
+def random_offer(draws: np.random.Generator, depths: Sequence[int], slots: Sequence[int] = ()) -> Offered:
     """Up to 5 choices of every slot after up to 3 others, with chances of which many are equal and some are 0."""
     num, lists, k, laters = sum(depths), *(int(draws.integers(1, most)) for most in (4, 6, 4))
     chances = -np.sort(-draws.integers(0, 9, (laters, num, lists, k)) / 8, axis=-1)
     places = draws.integers(-1, lists, (num, lists, k))
     places[:, 0, 0] = 0
     tokens = np.argsort(draws.random((num, lists, NUM_TOKENS)), axis=-1)[..., :k]
-    ends = np.cumsum(np.array(depths, dtype=int))
-    return Offered(ends - depths, np.array(depths, dtype=int), tokens, chances, places)
+    ends, drafted = np.cumsum(np.array(depths, dtype=int)), np.array(depths, dtype=int)
+    lists = Lists(ends - depths, drafted, tokens, chances, places)
+    return Offered(slots or range(len(depths)), drafted, lists, unknown=-1)
 
 
 def slow(offered: Offered, r: int, widest: int, most: int) -> list[Node]:
     """Nodes of a row, by the `widest` best choices of each list; choices are places among those of all rows."""
     slots = offered.of_row(r)
     tokens = [[choices[:widest] for choices in lists] for lists in slots.tokens]
-    start = int(offered.firsts[r]) * offered.places[0].size if len(offered.places) else 0
+    places = offered.lists.places
+    start = int(offered.lists.firsts[r]) * places[0].size if len(places) else 0
     nodes = [node for node, _ in zip(best_first(slots._replace(tokens=tokens)), range(most), strict=False)]
     return [node._replace(choice=start + node.choice) for node in nodes]
 
@@ -54,8 +58,8 @@ def test_trees_in_c_are_those_of_python(depths: list[int], seed: int) -> None:
     draws = np.random.default_rng(seed)
     offered, room = random_offer(draws, depths), int(draws.integers(1, 32))
     most = draws.integers(0, room + 1, len(depths))
-    widest = draws.integers(1, offered.places.shape[2] + 1, len(depths))
-    found = grow(offered.chances, offered.places, offered.firsts, offered.depths, most, widest, room)
+    widest = draws.integers(1, offered.lists.places.shape[2] + 1, len(depths))
+    found = grow(offered.lists, most, widest, room)
     assert found is not None
     for r in range(len(depths)):
         expected = slow(offered, r, int(widest[r]), int(most[r]))
@@ -92,7 +96,7 @@ def test_every_row_has_the_nodes_that_its_size_or_the_controller_allows(
     rows = [row_of(of_row) for of_row, _ in asked]
     drafting_slots = [slot for slot, (_, depth) in enumerate(asked) if depth]
     depths, most = [asked[slot][1] for slot in drafting_slots], int(draws.integers(11, 32))
-    offered = random_offer(draws, depths) if depths else None
+    offered = random_offer(draws, depths, drafting_slots) if depths else None
     shown = list[list[float]]()
     sizes = draws.integers(0, most + 1, len(rows)).tolist()
 
@@ -102,15 +106,15 @@ def test_every_row_has_the_nodes_that_its_size_or_the_controller_allows(
 
     with pytest.MonkeyPatch.context() as patch:
         if by == "Python":
-            patch.setattr(drafting, "grow", lambda *given: None)
-        found = grow_all(rows, drafting_slots, offered, select, most)
+            patch.setattr(drafting, "has_functions", lambda: False)
+        found = grow_all(rows, offered, np.zeros(len(rows), dtype=int), select, most)
     expected: list[list[Node]] = [[] for _ in rows]
     may_be_taken = list[list[float]]()
     for place, slot in enumerate(drafting_slots):
         row = rows[slot]
         assert offered is not None
         limit = most if row.adapts else row.next_block_size - 1
-        nodes = slow(offered, place, offered.places.shape[2] if row.is_tree else 1, limit)
+        nodes = slow(offered, place, offered.lists.places.shape[2] if row.is_tree else 1, limit)
         if row.adapts:
             may_be_taken.append([node.chance for node in nodes])
             nodes = nodes[: sizes[len(may_be_taken) - 1]]
@@ -121,8 +125,108 @@ def test_every_row_has_the_nodes_that_its_size_or_the_controller_allows(
 
 def with_token(offered: Offered | None, node: Node) -> Node:
     assert offered is not None
-    assert node.token == offered.tokens.reshape(-1)[node.choice]
+    assert node.token == offered.lists.tokens.reshape(-1)[node.choice]
     return node
+
+
+# --- paths of earlier text beside the draft's choices ---
+
+
+class Merged(NamedTuple):
+    """A node: its flat places in the draft's choices and the paths' tokens, -1 for none, and later choices above."""
+
+    chance: float
+    choice: int
+    step: int
+    num_later: int
+
+
+def slow_merged(offered: Offered, r: int, place: int, paths: Paths, slot: int, weights: Array) -> dict[Any, Merged]:
+    """Every node that has a chance, by its tokens from the anchor on: r and `place` of the row in the offers."""
+    of_draft, lists, found = offered.of_row(r), offered.lists, dict[Any, Merged]()
+    path = paths.tokens[slot, : paths.sizes[slot]].tolist()
+    start, (contexts, width) = int(lists.firsts[r]), lists.places.shape[1:]
+
+    def chance_of(depth: int, own: float | None, rank: int, *, speaks: bool) -> float:
+        p = min(max(own or 0.0, 1e-4), 1 - 1e-4)
+        logit = np.log(p / (1 - p)) / 5 if own is not None else 0.0
+        flags = [rank == 0, rank > 0, speaks and rank < 0]
+        length, *others = paths.known[slot]
+        inputs = np.array([1, np.log2(length + depth) / 5, *others, depth > 0, logit, *flags], dtype=float)
+        return float(logistic(weights[paths.drawn[slot]] @ inputs))
+
+    def visit(prefix: tuple[int, ...], after: int, num_later: int, above: float) -> None:
+        depth, follows = len(prefix), list(prefix) == path[: len(prefix)]
+        speaks = depth < len(of_draft.tokens) and after >= 0
+        at = min(num_later, len(of_draft.chances) - 1)
+        choices = list(enumerate(of_draft.tokens[depth][after])) if speaks else []
+        chances = of_draft.chances[at][depth][after] if speaks else []
+        token = path[depth] if follows and depth < len(path) else None
+        rank = next((k for k, each in choices if each == token and chances[k] > 0), -1)
+        left, of_path = 1.0, 0.0
+        if token is not None:
+            own = chances[rank] if rank >= 0 else None
+            of_path = chance_of(depth, own, rank, speaks=speaks)
+            left = min(1.0, (1 - of_path) / max(1 - (own or 0.0), 1e-4))
+        for k, each in choices:
+            chance = above * (of_path if k == rank else chances[k] * left)
+            if chance > 0:
+                step = place * paths.tokens.shape[1] + depth if k == rank else -1
+                flat = ((start + depth) * contexts + after) * width + k
+                found[*prefix, each] = Merged(chance, flat, step, num_later)
+                visit((*prefix, each), of_draft.places[depth][after][k], num_later + (k > 0), chance)
+        if token is not None and rank < 0 and of_path > 0:
+            step = place * paths.tokens.shape[1] + depth
+            found[*prefix, token] = Merged(above * of_path, -1, step, num_later)
+            visit((*prefix, token), offered.unknown, num_later + 1, above * of_path)
+
+    visit((), 0, 0, 1.0)
+    return found
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), min_size=1, max_size=3), SEEDS)
+def test_a_token_that_draft_and_path_propose_is_one_node(sizes: list[tuple[int, int]], seed: int) -> None:
+    """Its chance is that of the path's token, and the others share what is left; of rows that draft and have paths or
+    not. The path goes on where the draft's block ends.
+    """
+    assert len(OF_PATH) == PATH_INPUTS
+    assume(any(size for _, size in sizes))
+    draws = np.random.default_rng(seed)
+    drafting = [slot for slot, (depth, _) in enumerate(sizes) if depth]
+    offered = random_offer(draws, [sizes[slot][0] for slot in drafting], drafting) if drafting else None
+    if offered is not None:
+        few = offered.lists.tokens % 6  # so that paths meet them
+        few = np.where(few == np.roll(few, 1, axis=-1), few + 10 * (1 + np.arange(few.shape[-1])), few)
+        few = few + 100 * np.arange(few.shape[-1]) * (np.arange(few.shape[-1]) > 1)  # every token once in a list
+        apart = bool(draws.random() < 0.5) and offered.lists.places.shape[1] == 1
+        places = np.zeros_like(offered.lists.places) if apart else offered.lists.places
+        offered = offered._replace(
+            lists=offered.lists._replace(tokens=few, places=places), unknown=0 if apart else -1
+        )
+    tokens = draws.integers(0, 6, (len(sizes), 4)).astype(np.int32)
+    known = np.abs(draws.normal(2, 1, (len(sizes), len(OF_MATCH)))) + 1
+    paths = Paths(tokens, np.array([size for _, size in sizes]), known, draws.integers(0, 2, len(sizes)), known)
+    weights = draws.normal(0, 1, (2, PATH_INPUTS))
+    merged = offer_paths(offered, paths, weights)
+    rows, room = [row_of(Asked("tree", None))] * len(sizes), 400
+    every = grow_all(rows, merged, np.zeros(len(sizes), dtype=int), lambda trees: trees.num, room)
+    for slot, nodes in enumerate(every):
+        prefixes, found = [()], dict[Any, Merged]()
+        for node in nodes:
+            prefixes.append((*prefixes[node.parent], node.token))
+            assert prefixes[-1] not in found
+            found[prefixes[-1]] = Merged(node.chance, node.choice, node.step, node.num_later)
+        place = merged.slots.index(slot) if slot in merged.slots else -1
+        if slot in drafting and offered is not None:
+            expected = slow_merged(offered, drafting.index(slot), place, paths, slot, weights)
+        else:
+            nothing = random_offer(draws, [0], [slot])
+            expected = slow_merged(nothing, 0, place, paths, slot, weights)
+        assert found.keys() == expected.keys()
+        for prefix, node in found.items():
+            assert node.chance == pytest.approx(expected[prefix].chance, rel=1e-6, abs=1e-12)
+            assert node[1:] == expected[prefix][1:]
+        assert all(a.chance >= b.chance for a, b in pairwise(nodes))
 
 
 # --- what became of them ---
@@ -141,7 +245,7 @@ def slow_verified(trees: Sequence[Sequence[Node]], emitted: Sequence[Sequence[in
 
 
 def listed(found: Verified) -> list[tuple[Any, ...]]:
-    return list(zip(*(values.tolist() for values in found), strict=True))
+    return list(zip(*(values.tolist() for values in found[:3]), strict=True))
 
 
 @given(DEPTHS, SEEDS)
@@ -169,13 +273,13 @@ def test_what_was_verified_is_what_the_texts_say(depths: list[int], seed: int) -
 
 def test_forced_tokens_are_no_choices_of_the_draft() -> None:
     """Those of a constraint, which the model has said nothing of."""
-    nodes = [Node(5, 0, 1.0, 1, True), Node(6, 1, 1.0, 2, True)]
+    nodes = [Node(5, 0, 1.0, 1), Node(6, 1, 1.0, 2)]
     assert listed(verified([nodes], [[0, 1, 2]], [[5, 6, 7]])) == []
 
 
 def test_the_token_that_ends_a_text_was_right() -> None:
     """And nothing is known of what was drafted below it."""
-    nodes = [Node(5 + i, i, 0.9**i, 1 + i, True, choice=2 * i) for i in range(3)]
+    nodes = [Node(5 + i, i, 0.9**i, 1 + i, choice=2 * i) for i in range(3)]
     assert listed(verified([nodes], [[0]], [[5]])) == [(0, 0, True)]
     assert listed(verified([nodes], [[0, 1]], [[5, 6]])) == [(0, 0, True), (2, 0, True)]
     assert listed(verified([nodes], [[0, 1]], [[5, 9]])) == [(0, 0, True), (2, 0, False)]

@@ -78,16 +78,21 @@ def test_a_tree_lies_inside_the_larger_one(of: Slots, num: int) -> None:
 def test_first_choices_are_laid_out_first_and_parents_before_children(of: Slots, num: int) -> None:
     tree = grow(of, num)
     assert all(parent < i for i, parent in enumerate(tree.parents, 1))
-    firsts = [node for node in islice(best_first(of), num) if node.is_first]
-    assert tree.tokens[: len(firsts)] == first_choices(of).tokens[: len(firsts)]
-    assert tree.parents[: len(firsts)] == tuple(range(len(firsts)))
+    children, node, firsts = tree.children, 0, 0
+    for token in first_choices(of).tokens:
+        if (child := children.get((node, token))) is None:
+            break
+        node, firsts = child, firsts + 1
+    assert node == firsts  # so they are the first nodes, in their order
+    assert tree.parents[:firsts] == tuple(range(firsts))
 
 
 def test_the_walk_follows_the_targets_choices() -> None:
     #          anchor -> 5 -> 6 ; anchor -> 7 -> 6 -> 8
-    tree = tree_of([Node(5, 0, 0.6, 1, True), Node(7, 0, 0.3, 1, False), Node(6, 1, 0.3, 2, True),
-                    Node(6, 2, 0.2, 2, False), Node(8, 4, 0.1, 3, False)])  # fmt: skip
-    assert tree == Tree((5, 6, 7, 6, 8), (0, 1, 0, 3, 4))
+    nodes = [Node(5, 0, 0.6, 1, 0), Node(7, 0, 0.3, 1, 1, step=0), Node(6, 1, 0.3, 2, 5), Node(6, 2, 0.2, 2, step=1),
+             Node(8, 4, 0.1, 3)]  # fmt: skip
+    tree = tree_of(nodes)
+    assert tree == Tree((5, 6, 7, 6, 8), (0, 1, 0, 3, 4), (1, 1, 3, 2, 0))
     assert depths_of(tree.parents) == [0, 1, 2, 1, 2, 3]
     assert walk(tree, [7, 0, 0, 6, 8, 1]) == [0, 3, 4, 5]
     assert walk(tree, [5, 6, 1, 6, 8, 1]) == [0, 1, 2]

@@ -116,7 +116,9 @@ class Offered(NamedTuple):
         first, depth = self.lists.firsts[r], self.lists.depths[r]
         tokens, chances, places = self.lists.tokens, self.lists.chances, self.lists.places
         some = slice(first, first + depth)
-        return Slots(tokens[some].tolist(), chances[:, some].tolist(), places[some].tolist(), self.unknown)
+        # Empty places, at the ends of lists that paths share, have no token.
+        of_slots = [[[t for t in each if t >= 0] for each in lists] for lists in tokens[some].tolist()]
+        return Slots(of_slots, chances[:, some].tolist(), places[some].tolist(), self.unknown)
 
 
 def offer(

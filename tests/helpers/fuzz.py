@@ -50,4 +50,5 @@ def any_request(rng: np.random.Generator, num_prompt_tokens: int) -> Request:
         stops,
         layout=LAYOUTS[int(rng.integers(len(LAYOUTS)))],
         min_new_tokens=int(maybe(rng.integers(0, num + 1), 0)),  # type: ignore[call-overload]
+        lookup=(None, None, True, False)[int(rng.integers(4))],
     )

@@ -34,6 +34,22 @@ class WholeDraft(Controller):
         return self._begin(rows, rows.deepest)
 
 
+class LookupAlone(Controller):
+    """No row ever drafts: vLLM's ngram, but that as much is verified as is worth its seconds."""
+
+    def plan(self, rows: Planned, beside: Load) -> Array:
+        super().plan(rows, beside)
+        return self._begin(rows, np.zeros_like(rows.deepest))
+
+
+class LookupOrDraft(Controller):
+    """A row whose text has a match verifies what followed there, and only others draft: llama.cpp's priorities."""
+
+    def plan(self, rows: Planned, beside: Load) -> Array:
+        depths = super().plan(rows, beside)
+        return self._begin(rows, np.where(rows.kinds > 1, 0, depths))
+
+
 class TreeBudget(WholeDraft):
     """CaDDTree's (arXiv 2606.01813): a budget for each row's tree, as if it were the only one."""
 

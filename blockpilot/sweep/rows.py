@@ -69,6 +69,9 @@ class SweepRow:
     step_nodes: bytes = b""
     """uint8 [places, D]: nodes of the smallest tree that accepts so far (sweep/trees.py); empty where slots depend on
     the choices above."""
+    step_matches: bytes = b""
+    """uint8 [places, 2]: tokens that the text's end shares with an earlier place, 0 for none, and how many of those
+    that followed there followed again, as far as the text shows; empty without the functions in C."""
 
 
 def _arrow_type(annotation: Any) -> Any:
@@ -221,6 +224,8 @@ def _step_problems(row: SweepRow) -> Iterator[str]:
         yield f"step_ranks, step_scores and step_log_probs have {offers} bytes for {len(places)} places"
     if len(row.step_nodes) not in (0, offers[0]) or 0 in row.step_nodes:
         yield f"step_nodes has {len(row.step_nodes)} bytes for {offers[0]} ranks, none of them 0"
+    if len(row.step_matches) not in (0, 2 * len(places)):
+        yield f"step_matches has {len(row.step_matches)} bytes for {len(places)} places"
 
 
 def vectors(data: bytes, num: int) -> NDArray[np.float16]:

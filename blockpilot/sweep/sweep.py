@@ -11,14 +11,19 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.limits import EngineLimits
+from blockpilot.engine.trees import MAX_DEPTH
+from blockpilot.native.library import has_functions
+from blockpilot.native.matching import TextIndex
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt
 from blockpilot.sweep.candidates import Method, check_candidates
@@ -44,6 +49,7 @@ class _Steps(NamedTuple):
     step_scores: bytes = b""
     step_log_probs: bytes = b""
     step_nodes: bytes = b""
+    step_matches: bytes = b""
 
 
 @dataclass
@@ -287,7 +293,23 @@ def _known_before_steps(pair: Pair, known: KnownTexts, place: int, widest: Candi
         return _Steps(places, *vectors)
     offers = offers_at(pair, known.rows(torch.tensor([place])), positions, NUM_CHOICES)
     ranks, nodes = (b"" if each is None else each.cpu().numpy().tobytes() for each in (offers.ranks, offers.nodes))
-    return _Steps(places, *vectors, ranks, _float16(offers.scores), _float16(offers.log_probs), nodes)
+    matches = _matches(text.tokens, positions.tolist())
+    return _Steps(places, *vectors, ranks, _float16(offers.scores), _float16(offers.log_probs), nodes, matches)
+
+
+def _matches(tokens: Sequence[int], places: Sequence[int]) -> bytes:
+    """`step_matches` of a text at these consecutive places."""
+    if not has_functions():
+        return b""
+    index, only, found = TextIndex(1, len(tokens)), np.zeros(1, dtype=np.int64), np.zeros((len(places), 2), np.uint8)
+    index.extend(only, [tokens[: places[0]]])
+    for i, place in enumerate(places):
+        index.extend(only, [tokens[place : place + 1]])
+        match = index.match(only, MAX_DEPTH)
+        path = match.paths[0, : match.sizes[0]].tolist()
+        pairs = zip(path, tokens[place + 1 :], strict=False)
+        found[i] = match.lengths[0], sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return found.tobytes()
 
 
 def _float16(values: Tensor) -> bytes:

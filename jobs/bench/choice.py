@@ -9,6 +9,7 @@ result: it knows no timing noise and takes the price for exact; jobs/evaluate.py
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count, islice
 from typing import Any, NamedTuple
 
@@ -17,10 +18,11 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
-from blockpilot.control.acceptance import UNTRAINED, AcceptanceModel, Prior
+from blockpilot.control.acceptance import UNTRAINED, AcceptanceModel, Paths, Prior
 from blockpilot.control.controller import Controller, Planned, StepOutcome
 from blockpilot.control.cost import PRICE_FILE, Load, StepPrice, passes, read_price
-from blockpilot.engine.drafting import grow_all, offer, verified
+from blockpilot.engine.drafting import Offered, grow_all, offer, offer_paths, verified
+from blockpilot.engine.lookup import Lookup
 from blockpilot.engine.rows import Row
 from blockpilot.engine.trees import Node, places_of
 from blockpilot.evaluation.tables import markdown
@@ -35,6 +37,7 @@ Array = NDArray[Any]
 
 CACHE_BYTES = 256 * 2**20
 NUM_SLOTS, NUM_WARM_UP = 7, 20
+CONTEXTS = 1_000, 8_000  # tokens
 TREES = 3, 7, 15  # nodes
 
 
@@ -77,36 +80,49 @@ def run(config: ChoiceConfig) -> str:
 
 def _cost(num_rows: int, num_steps: int) -> dict[str, str]:
     memory, found = np.zeros(CACHE_BYTES // 8), {"rows": str(num_rows)}
-    for name, reads in (("in a loop", False), ("between steps", True)):
-        seconds = [
-            step(lambda: memory[::8].sum()) if reads else step(lambda: None) for step in _steps(num_rows, num_steps)
-        ]
-        found[name] = f"{1e6 * float(np.mean(sorted(seconds)[: -max(1, num_steps // 10)])):.0f}"
+    for context in (0, *CONTEXTS):
+        for name, reads in (("in a loop", False), ("between steps", True)):
+            steps = _steps(num_rows, num_steps, context)
+            seconds = [step(lambda: memory[::8].sum()) if reads else step(lambda: None) for step in steps]
+            of_context = f", lookup in {context:,} tokens" if context else ""
+            found[name + of_context] = f"{1e6 * float(np.mean(sorted(seconds)[: -max(1, num_steps // 10)])):.0f}"
     return found
 
 
-def _steps(num_rows: int, num_steps: int) -> Iterator[Callable[[Callable[[], object]], float]]:
-    """Steps of rows whose first choice is accepted: functions of what is called between their parts, to seconds."""
+def _steps(num_rows: int, num_steps: int, context: int) -> Iterator[Callable[[Callable[[], object]], float]]:
+    """Steps of rows whose first choice is accepted: functions of what is called between their parts, to seconds.
+
+    With a context, rows look their texts up, of so many tokens that repeat themselves: every row has a match.
+    """
     draws = np.random.default_rng(0)
     controller, rows = Controller(AcceptanceModel(NUM_SLOTS)), [_row(i, drawn=True) for i in range(num_rows)]
     log_probs = -np.sort(draws.exponential(2, (NUM_SLOTS * num_rows, NUM_CHOICES))).astype(np.float32)
-    planned = Planned(np.ones(num_rows, dtype=int), np.full(num_rows, NUM_SLOTS))
+    drawn, most = np.ones(num_rows, dtype=int), np.full(num_rows, NUM_SLOTS)
+    lookup = Lookup(num_rows, context + 2 * (num_steps + NUM_WARM_UP) + 2)
+    for row in rows:
+        row.tokens = (draws.integers(0, 49_152, 300).tolist() * (1 + context // 300))[: max(1, context)]
 
     def step(between: Callable[[], object]) -> float:
         started = time.perf_counter()
-        depths = controller.plan(planned, Load(0)).tolist()
+        paths = lookup.paths(rows, MAX_BLOCK_SIZE - 1) if context else None
+        paths = paths and controller.follow(paths)
+        kinds = controller.kinds(drawn, paths)
+        depths = controller.plan(Planned(kinds, most), Load(0)).tolist()
         seconds = time.perf_counter() - started
         between()  # the draft's pass
         depths = [max(1, depth) for depth in depths]
         found = _candidates(log_probs[: sum(depths)], log_probs[: sum(depths)], drawn=True)
         started = time.perf_counter()
-        nodes = _select(controller, rows, depths, found)
+        nodes, offered = _select(controller, rows, depths, found, kinds, paths)
         seconds += time.perf_counter() - started
         between()  # the target's
         started = time.perf_counter()
-        paths = [[0, 1] if of_row else [0] for of_row in nodes]
-        outcome = verified(nodes, paths, [[0] * len(path) for path in paths])
+        accepted = [[0, 1] if of_row else [0] for of_row in nodes]
+        emitted = [[of_row[0].token, 0] if of_row else [0] for of_row in nodes]
+        outcome = verified(nodes, accepted, emitted, offered)
         controller.learn(StepOutcome(Load(num_rows, sum(depths), sum(map(len, nodes))), verified=outcome), 0.02)
+        for row, tokens in zip(rows, emitted, strict=True):
+            row.tokens += tokens
         return seconds + time.perf_counter() - started
 
     for _ in range(NUM_WARM_UP):
@@ -128,15 +144,22 @@ def _candidates(scores: Array, log_probs: Array, *, drawn: bool) -> Candidates:
 
 
 def _select(
-    controller: Controller, rows: Sequence[Row], depths: Sequence[int], found: Candidates
-) -> list[list[Node]]:
+    controller: Controller,
+    rows: Sequence[Row],
+    depths: Sequence[int],
+    found: Candidates,
+    kinds: Array,
+    paths: Paths | None = None,
+) -> tuple[list[list[Node]], Offered | None]:
     """As an engine does it, of rows that drafted these depths."""
     slots = [slot for slot, depth in enumerate(depths) if depth]
     of_slots = [depths[slot] for slot in slots]
     offered = offer(found, slots, [True] * len(slots), of_slots, controller) if slots else None
+    if paths is not None:
+        offered = offer_paths(offered, paths, controller.model.paths.weights)
     drafted = Load(len(rows), sum(depths))
-    kinds = np.array([int(not row.request.sampling.is_greedy) for row in rows])
-    return grow_all(rows, offered, kinds, lambda trees: controller.select(trees, drafted), MAX_BLOCK_SIZE - 1)
+    select = partial(controller.select, drafted=drafted)
+    return grow_all(rows, offered, kinds, select, MAX_BLOCK_SIZE - 1), offered
 
 
 # --- what it brings ---
@@ -216,7 +239,7 @@ def _chosen(texts: Sequence[ReplayedText], num_rows: int, price: StepPrice, prio
         depths = controller.plan(Planned(drawn, most), Load(0)).tolist()
         at = [(row.text, row.place, depth) for row, depth in zip(rows, depths, strict=True) if depth]
         found = _offered(at) if at else _candidates(np.zeros((0, 1)), np.zeros((0, 1)), drawn=False)
-        nodes = _select(controller, [row.row for row in rows], depths, found)
+        nodes, _ = _select(controller, [row.row for row in rows], depths, found, drawn)
         paths = [_path(of_row, row.text.ranks[row.place]) for of_row, row in zip(nodes, rows, strict=True)]
         load = Load(num_rows, sum(depths), sum(map(len, nodes)), passes(depths, price.is_sequential))
         emitted = [row.text.ranks[row.place, : len(path)].tolist() for row, path in zip(rows, paths, strict=True)]

@@ -27,7 +27,14 @@ from blockpilot.device import device_name, dtype_name
 from blockpilot.drafts.families import family
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.limits import EngineLimits
-from blockpilot.evaluation.baselines import DepthController, Margins, TreeBudget, WholeDraft
+from blockpilot.evaluation.baselines import (
+    DepthController,
+    LookupAlone,
+    LookupOrDraft,
+    Margins,
+    TreeBudget,
+    WholeDraft,
+)
 from blockpilot.evaluation.measurement import Flow, RequestTiming, in_turns
 from blockpilot.evaluation.pricing import holds_here, measure_price
 from blockpilot.evaluation.statistics import MethodRun
@@ -44,12 +51,16 @@ from jobs.evaluation.inputs import (
     AR,
     BUDGET,
     CONTROL,
+    LOOKUP,
     MEANS,
+    NO_LOOKUP,
     ORACLE,
     POLICY,
     RANDOM,
+    SWITCH,
     TREE_PREFIX,
     VERIFICATION,
+    WITH_LOOKUP,
     EvaluateConfig,
     Plan,
     method_name,
@@ -57,6 +68,9 @@ from jobs.evaluation.inputs import (
 
 NUM_WARM_UP_TOKENS = 8
 TOKENS_A_TURN = 2  # of each slot: the shorter, the more alike is what the machine does to all methods
+
+
+WITHOUT_LOOKUP = MEANS, VERIFICATION, BUDGET, NO_LOOKUP  # as they are published
 
 
 class Setting(NamedTuple):
@@ -155,6 +169,8 @@ class Evaluator:
         model = AcceptanceModel(self._pair.block_size - 1, prior)
         if method == MEANS:
             return DepthController(model, price)
+        if method in (LOOKUP, SWITCH):
+            return (LookupAlone if method == LOOKUP else LookupOrDraft)(model, price)
         if method == VERIFICATION:
             return WholeDraft(Margins(model.deepest), price)
         return TreeBudget(model, price) if method == BUDGET else Controller(model, price)
@@ -218,6 +234,7 @@ class Evaluator:
             self._size(method, place, repeat),
             self._pair.stop_token_ids,
             layout=self._layout(method),
+            lookup=True if method.endswith(WITH_LOOKUP) else False if method in WITHOUT_LOOKUP else None,
         )
 
     def _layout(self, method: str) -> Layout:
@@ -228,7 +245,9 @@ class Evaluator:
     @property
     def _trees(self) -> dict[str, int]:
         """Block sizes of fixed trees by method."""
-        return {f"{TREE_PREFIX}{num}": num + 1 for num in self._config.tree_sizes}
+        endings = ["", WITH_LOOKUP] if LOOKUP in self._config.baseline_methods else [""]
+        sizes = self._config.tree_sizes
+        return {f"{TREE_PREFIX}{num}{ending}": num + 1 for ending in endings for num in sizes}
 
     def _fixing(self, method: str) -> PromptPolicy | None:
         """The policy that fixes block sizes, where a method has one."""

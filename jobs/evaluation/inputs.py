@@ -24,7 +24,8 @@ from jobs.common.registry import CHAMPION, UNTRAINED, Registry, Version, model_n
 AR, POLICY, RANDOM, MEANS, ORACLE = "AR", "policy", "random", "running means", "oracle (bound)"
 CONTROL, STATIC = "AR again", "best static"
 VERIFICATION, BUDGET = "adaptive verification", "tree budget"
-METHOD_PREFIX, TREE_PREFIX = "B=", "tree "  # of fixed block sizes, and nodes
+LOOKUP, SWITCH, NO_LOOKUP = "lookup alone", "lookup or draft", f"{UNTRAINED}, no lookup"
+METHOD_PREFIX, TREE_PREFIX, WITH_LOOKUP = "B=", "tree ", " with lookup"  # of fixed block sizes, and nodes
 NEWEST, NO_POLICY = "newest", "none"
 BASELINES = {
     "control": CONTROL,
@@ -33,6 +34,9 @@ BASELINES = {
     "verification": VERIFICATION,
     "budget": BUDGET,
     "untrained": UNTRAINED,
+    "lookup": LOOKUP,
+    "switch": SWITCH,
+    "no-lookup": NO_LOOKUP,
     "oracle": ORACLE,
 }
 
@@ -60,7 +64,9 @@ class EvaluateConfig(Config):
     """What else to measure; none by `--baselines` alone. control: AR again. means: chains as deep as running means of
     acceptance say (Ollama). verification: one budget for the chains of all rows, by margins of the draft (vLLM).
     budget: a tree for every row by its own price (CaDDTree). untrained: the choice of every step, with no
-    training; to be promoted, a policy must beat it.
+    training; to be promoted, a policy must beat it. no-lookup: the same without what earlier text suggests. lookup:
+    that alone, without the draft (vLLM's ngram), and the fixed trees with it. switch: lookup where the text has a
+    match, else the draft (llama.cpp).
     random: a block size for each prompt. oracle: the best one for each prompt, a bound."""
     rival_drafts: tuple[str, ...] = ()
     """Other drafts of the same target, by hub id or local directory, such as EAGLE-3: chains of the fixed block

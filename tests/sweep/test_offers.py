@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from blockpilot.engine.engine import Engine
-from blockpilot.engine.trees import Slots
+from blockpilot.engine.trees import MAX_DEPTH, Slots
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import load_prompts
 from blockpilot.sweep.rows import NUM_CHOICES, Metadata, SweepRow, validate
@@ -16,6 +16,7 @@ from blockpilot.sweep.sweep import sweep_prompts
 from blockpilot.sweep.trees import MOST_NODES
 from blockpilot.types import Request, Sampling
 from helpers.drafts import Pass, slots_of
+from helpers.texts import slow_match
 
 CANDIDATES = [1, 4, 6]
 
@@ -131,6 +132,23 @@ def test_every_tree_takes_the_steps_of_decoding_with_it(tiny_pair: Pair, tempera
                 place += len(step.tokens)
             seen |= set(accepted)
     assert seen >= {0, 1, 2}
+
+
+def test_matches_are_those_of_the_text_up_to_each_place(tiny_pair: Pair) -> None:
+    """The longest earlier end that is shared, and how much of what followed there follows again."""
+    compared = 0
+    for row, prompt in zip(dense(tiny_pair, 0.0), load_prompts("demo", 3), strict=True):
+        text = [*prompt.encode(tiny_pair.tokenizer), *row.output_tokens]
+        before = len(text) - len(row.output_tokens)
+        for place, (length, held) in zip(
+            row.step_places, np.frombuffer(row.step_matches, np.uint8).reshape(-1, 2).tolist(), strict=True
+        ):
+            known, rest = text[: before + place + 1], text[before + place + 1 :]
+            expected, following, _, _ = slow_match(known, MAX_DEPTH)
+            agree = [a == b for a, b in zip(following, rest, strict=False)]
+            assert (length, held) == (expected, agree.index(False) if False in agree else len(agree))
+            compared += length > 0
+    assert compared > 0
 
 
 def test_linked_slots_show_no_trees(markov_pair: Pair, eagle_pair: Pair) -> None:

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
+from blockpilot.control.acceptance import OF_PATH
 from blockpilot.control.choose import Trees
-from blockpilot.control.controller import NOTHING_VERIFIED, Planned, StepOutcome, Verified
+from blockpilot.control.controller import Planned, StepOutcome, Verified
 from blockpilot.control.cost import Load, passes
 from blockpilot.drafts.choices import Linked
 from blockpilot.engine.engine import Engine
@@ -27,6 +29,14 @@ CONTROLLERS: dict[str, Callable[[], Watched]] = {
     "by cost": lambda: Watched(DEEPEST, PRICE, follows=False),
     "told": lambda: Told(DEEPEST, [(3, 8), (2, 3), (0, 0), (3, 1), (1, 6)]),
 }
+
+
+class Known(NamedTuple):
+    """Choices that were verified below what the target chose, later choices above each, and which of them it made."""
+
+    choices: list[int]
+    laters: list[int]
+    right: list[bool]
 
 
 class Offer:
@@ -100,7 +110,7 @@ class Shadow:
         assert [of_pass.depths for of_pass in proposed] == [[depths[place] for place in drafting]] * bool(drafting)
         # 2. Trees have the most probable prefixes, as many as it selects.
         num_passes = passes(depths, is_sequential)
-        known = Verified([], [], [])
+        known = Known([], [], [])
         if drafting:
             offer = Offer(proposed[0], [adapts[place] for place in drafting], self.controller)
             grown = [self.grow(offer, r, ids[place], fixed[place]) for r, place in enumerate(drafting)]
@@ -123,8 +133,11 @@ class Shadow:
         assert outcome.num_prompt_tokens == sum(
             len(self.requests[step.request_id].prompt_ids) for step in steps if step.prefill is not None
         )
-        assert [values.tolist() for values in outcome.verified] == list(known)
-        found = Verified(*map(np.array, known)) if known.choices else NOTHING_VERIFIED
+        assert outcome.verified is not None
+        assert [values.tolist() for values in outcome.verified[:3]] == list(known)
+        of_paths = np.zeros((0, len(OF_PATH))), np.zeros(0, dtype=int), np.zeros(0, dtype=bool)
+        kinds = int, int, bool
+        found = Verified(*(np.array(each, dtype=kind) for each, kind in zip(known, kinds, strict=True)), *of_paths)
         self.controller.learn(StepOutcome(load, outcome.num_prompt_tokens, found), 1.0)
         for step in steps:
             self.num_emitted[step.request_id] += len(step.tokens)
@@ -136,7 +149,7 @@ class Shadow:
         limit = MAX_BLOCK_SIZE - 1 if adapts else fixed
         return list(islice(best_first(slots.first_choices() if is_chain else slots), limit))
 
-    def note(self, known: Verified, offer: Offer, r: int, i: int, nodes: Sequence[Node]) -> None:
+    def note(self, known: Known, offer: Offer, r: int, i: int, nodes: Sequence[Node]) -> None:
         """Nodes whose parents are in the text, in the order in which they grew."""
         text = tuple(self.texts[i][self.num_emitted[i] :])
         paths: list[tuple[int, ...]] = [()]
@@ -194,7 +207,7 @@ def test_a_slow_reading_of_all_steps_plans_selects_and_learns_the_same(
         stops = frozenset(range(i, 260, 41)) if size is None and i else NEVER  # many stop amid a block
         text = texts[sampling][i]
         ends = (n for n, token in enumerate(text, 1) if token in stops)
-        requests.append(Request(PROMPT[i:], num, sampling, size, stops, layout=layout))
+        requests.append(Request(PROMPT[i:], num, sampling, size, stops, layout=layout, lookup=False))
         expected.append(text[: next(ends, num)])
     controller = CONTROLLERS[kind]()
     engine = Engine(pair, num_slots=num_slots, max_length=128, controller=controller, max_block_size=MAX_BLOCK_SIZE)
@@ -229,7 +242,7 @@ def test_a_row_that_failed_tells_nothing(tiny_pair: Pair, monkeypatch: pytest.Mo
     engine, failed = Engine(tiny_pair, num_slots=2, max_length=64, controller=controller), list[int]()
     engine.on_failure = lambda request_id, error: failed.append(request_id)
     for i in range(2):
-        engine.add(Request(PROMPT[i:], 20, stop_token_ids=NEVER, layout="chain"))
+        engine.add(Request(PROMPT[i:], 20, stop_token_ids=NEVER, layout="chain", lookup=False))
     engine.step(), engine.step()
     assert {choice // 16 for choice in controller.outcomes[-1].verified.choices.tolist()} == {0, 1}  # 2 slots of 8
     logits = engine._target.logits

@@ -49,12 +49,11 @@ def test_one_budget_for_the_chains_of_all_rows(rows: list[list[float]], price: S
     """The best tokens of all rows, as many as gain the most at the rate of the plan."""
     rival = WholeDraft(Margins(DEEPEST), price)
     assert planned(rival, len(rows), Load(1)) == [DEEPEST] * len(rows)
-    assert rival._plan is not None
     drafted = Load(len(rows) + 1, DEEPEST * len(rows))
     sizes = rival.select(trees(rows), drafted).tolist()
     every = sorted((chance for of_row in rows for chance in of_row), reverse=True)
 
-    def gain(num: int, rate: float = rival._plan.rate) -> float:
+    def gain(num: int, rate: float = rival._plans[0].rate) -> float:
         return sum(every[:num]) - rate * price.seconds(drafted._replace(num_verified=num))
 
     taken = sorted(

@@ -1,0 +1,150 @@
+"""Lookup in rows' own texts: what is found, for whom, and what is learned of it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from blockpilot.control.acceptance import Paths
+from blockpilot.engine.engine import Engine
+from blockpilot.engine.rows import Row
+from blockpilot.engine.trees import MAX_DEPTH
+from blockpilot.native.library import has_functions
+from blockpilot.pairs.loading import Pair
+from blockpilot.types import DRAFTED, LOOKED_UP, Request, Sampling, Step
+from helpers.controllers import Watched
+from helpers.engines import NEVER, PROMPT, plain_text, run, text_of
+from helpers.texts import slow_match
+
+pytestmark = pytest.mark.skipif(not has_functions(), reason="lookup needs the functions in C")
+
+NUM_TOKENS = 40
+
+
+@pytest.fixture(scope="module")
+def circles(tiny_pair: Pair) -> tuple[int, ...]:
+    """A prompt whose greedy answer is a repetition: the target's own text, which has begun to go in circles."""
+    with torch.inference_mode():
+        text = PROMPT + plain_text(tiny_pair, PROMPT, 300, Sampling())
+    for length in range(60, len(text)):
+        if slow_match(text[:length], 4)[0] >= 10:
+            return text[:length]
+    pytest.fail("the tiny target does not repeat itself")
+
+
+def looked_up(steps: Sequence[Step]) -> int:
+    """Accepted tokens that were looked up."""
+    return sum(step.tree.sources[node - 1] & LOOKED_UP > 0 for step in steps for node in step.path)
+
+
+@torch.inference_mode()
+def test_paths_are_what_followed_in_every_rows_own_text(tiny_pair: Pair, circles: tuple[int, ...]) -> None:
+    """Of rows that join, leave and move to other slots, whose prompts come by parts or were kept; of accepted tokens
+    only.
+    """
+    engine = Engine(tiny_pair, num_slots=3, max_length=400, max_prefill_tokens=50, prefix_tokens=400)
+    texts, held, expected = dict[Row, int](), dict[Row, float](), dict[Row, int]()
+    paths_of, compared = engine._lookup.paths, list[bool]()
+
+    def watched(rows: Sequence[Row], most: int) -> Paths | None:
+        found = paths_of(rows, most)
+        for r, row in enumerate(rows):
+            if (before := texts.get(row)) is not None and len(row.tokens) > before and expected[row] >= 0:
+                held[row] = 0.8 * held[row] + 0.2 * (row.tokens[before] == expected[row])
+            length, following, agree, _ = slow_match(row.tokens, MAX_DEPTH)
+            texts[row], expected[row] = len(row.tokens), following[0] if row.looks_up and following else -1
+            held.setdefault(row, 0.5)
+            if not row.looks_up:
+                assert found is None or not found.sizes[r]
+                continue
+            size = min(len(following), row.deepest)
+            assert (found.sizes[r] if found is not None else 0) == max(0, size)
+            if found is not None and size > 0:
+                assert found.tokens[r, :size].tolist() == following[:size]
+                assert found.known[r].tolist() == pytest.approx([length, agree, held[row]])
+                compared.append(True)
+        return found
+
+    engine._lookup.paths = watched  # type: ignore[method-assign]
+    lengths, lookups = (25, 9, 40, 14, 33, 5, 21), (None, False, None, True, None, None, None)
+    requests = [
+        Request(
+            circles[i % 3 :], num, block_size=None if asked is not True else 4, stop_token_ids=NEVER, lookup=asked
+        )
+        for i, (num, asked) in enumerate(zip(lengths, lookups, strict=True))
+    ]
+    run(engine, requests)
+    assert len(compared) > 30
+    assert not engine._lookup._texts
+    assert engine._lookup.num_bytes == 3 * 4 * (400 + 400 + 512)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=3)])
+@torch.inference_mode()
+def test_texts_are_those_of_plain_decoding(tiny_pair: Pair, circles: tuple[int, ...], sampling: Sampling) -> None:
+    expected = plain_text(tiny_pair, circles, NUM_TOKENS, sampling)
+    for layout, size in (("auto", None), ("tree", 6), ("tree", 24), ("chain", 5)):
+        asked = Request(circles, NUM_TOKENS, sampling, size, NEVER, layout=layout, lookup=True)  # type: ignore[arg-type]
+        [steps] = run(Engine(tiny_pair, num_slots=1, max_length=400), [asked])
+        assert text_of(steps) == expected
+        if sampling.is_greedy:
+            assert looked_up(steps) > NUM_TOKENS // 3
+            assert len(steps) < NUM_TOKENS // 2
+
+
+@torch.inference_mode()
+def test_only_where_it_is_wanted(tiny_pair: Pair, circles: tuple[int, ...]) -> None:
+    """By default where the controller chooses; never in plain decoding."""
+
+    def of(**asked: Any) -> int:
+        request = Request(circles, NUM_TOKENS, stop_token_ids=NEVER, **asked)
+        [steps] = run(Engine(tiny_pair, num_slots=1, max_length=400), [request])
+        return looked_up(steps)
+
+    assert of() > 10
+    assert of(lookup=False) == of(block_size=4) == of(block_size=1, lookup=True) == 0
+    assert of(block_size=4, lookup=True) > 10
+
+
+@torch.inference_mode()
+def test_what_is_learned_of_paths_is_what_the_texts_say(tiny_pair: Pair, circles: tuple[int, ...]) -> None:
+    """A path's token is right where the answer has it; those below a wrong one are not known."""
+    controller = Watched(tiny_pair.block_size - 1)
+    engine = Engine(tiny_pair, num_slots=2, max_length=400, controller=controller)
+    requests = [Request(circles, 60, stop_token_ids=NEVER), Request(circles[2:], 50, stop_token_ids=NEVER)]
+    for request in requests:
+        engine.add(request)
+    first = controller.model.paths.weights.copy()
+    rights = list[bool]()
+    while not engine.idle:
+        steps = engine.step()
+        found = controller.outcomes[-1].verified
+        if found is None:
+            continue
+        expected = list[bool]()
+        for step in steps:
+            paths: list[tuple[int, ...]] = [()]
+            for token, parent in zip(step.tree.tokens, step.tree.parents, strict=True):
+                paths.append((*paths[parent], token))
+            reached = [path for path in paths if path == step.tokens[: len(path)]]
+            for path, source in zip(paths[1:], step.tree.sources, strict=True):
+                if source & LOOKED_UP and path[:-1] in reached and len(path) <= len(step.tokens):
+                    expected.append(path == step.tokens[: len(path)])
+        assert sorted(found.path_right.tolist()) == sorted(expected)
+        assert not found.path_drawn.any()
+        assert (found.path_inputs[:, 0] == 1).all()
+        rights += expected
+    assert sum(rights) > 10
+    assert not np.array_equal(controller.model.paths.weights[0], first[0])
+    assert np.array_equal(controller.model.paths.weights[1], first[1])
+
+
+@torch.inference_mode()
+def test_a_token_of_both_sources_says_so(tiny_pair: Pair, circles: tuple[int, ...]) -> None:
+    """Nodes are of the draft, looked up, or both, and a text that carries itself on needs few drafts."""
+    request = Request(circles, 120, block_size=9, stop_token_ids=NEVER, layout="tree", lookup=True)
+    [steps] = run(Engine(tiny_pair, num_slots=1, max_length=500), [request])
+    sources = {source for step in steps for source in step.tree.sources}
+    assert {DRAFTED, LOOKED_UP} <= sources <= {DRAFTED, LOOKED_UP, DRAFTED | LOOKED_UP}

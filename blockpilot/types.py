@@ -293,6 +293,11 @@ class Step:
             nodes.append(children[nodes[-1], token])
         return nodes[1:]
 
+    @property
+    def accepted_sources(self) -> list[int]:
+        """What proposed each of the accepted nodes, in order: DRAFTED, LOOKED_UP, the sum of both, or 0 (`Tree`)."""
+        return [self.tree.sources[node - 1] for node in self.path] if self.num_accepted else []
+
 
 class Candidates(NamedTuple):
     """The k tokens [N, k] that would win a position's race if the target's scores were a draft's, best first.

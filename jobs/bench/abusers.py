@@ -22,7 +22,7 @@ GRAMMARS = {
 }
 FIELDS = (
     *("temperature", "top_p", "top_k", "max_tokens", "n", "seed", "logprobs", "stop", "block_size", "layout"),
-    *("prompt", "model", "stream", "stream_options", "timeout_s", "presence_penalty", "unknown"),
+    *("prompt", "model", "stream", "stream_options", "timeout_s", "presence_penalty", "lookup", "unknown"),
 )
 VALUES: tuple[Any, ...] = (
     *(0, -1, 1, 1e-50, 1e-40, 1e300, 10**30, -(10**30), math.nan, math.inf, 0.5, 2**63, True, None),

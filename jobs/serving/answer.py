@@ -64,7 +64,9 @@ class ChoiceText:
         self.num_tokens = self.num_steps = self.num_emitted = self.block_size = 0
         self.num_drafted = 0
         self.accepted: Counter[int] = Counter()
-        """Steps by how many drafted tokens each accepted."""
+        """Steps by how many proposed tokens each accepted."""
+        self.sources: Counter[int] = Counter()
+        """Accepted tokens by what proposed them (`Tree.sources`)."""
         self.layout: Layout | None = None
         """Of the blocks so far: a tree as soon as one is no chain."""
         self._stream, self._tokenizer = stream, pair.tokenizer
@@ -146,6 +148,7 @@ class ChoiceText:
             self.num_emitted += len(step.tokens)
             self.num_drafted += len(step.tree.tokens)
             self.accepted[step.num_accepted] += 1
+            self.sources.update(step.accepted_sources)
             self.block_size = max(self.block_size, step.block_size)  # a step near the limit has a smaller one
             if step.tree.tokens and self.layout != "tree":
                 self.layout = "chain" if step.tree.is_chain else "tree"

@@ -19,6 +19,8 @@ if TYPE_CHECKING:  # the gateway needs no torch
 
 STEP_S = [0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0]
 GAUGES_EVERY_S = 2.0
+SOURCES = ("constraint", "draft", "lookup", "both")
+"""Names of what proposed a token, by its number in `Tree.sources`."""
 M = TypeVar("M", Counter, Gauge, Histogram)
 LATENCY_S = [0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 600.0]
 
@@ -52,6 +54,7 @@ class ReplicaMetrics:
 
         own: Any = ("model",)
         by_size, by_outcome = cast(Any, ("model", "block_size", "layout")), cast(Any, ("model", "outcome"))
+        by_source = cast(Any, ("model", "source"))
         self._loop, self._policy = loop, policy
         self._active = of_model(Gauge("blockpilot_active_rows", "Requests that hold a slot.", own))
         self._waiting = of_model(Gauge("blockpilot_waiting_requests", "Requests that wait for a slot.", own))
@@ -60,7 +63,7 @@ class ReplicaMetrics:
         self._kept = of_model(Gauge("blockpilot_policy_kept", "1 while the registry's champion cannot be used.", own))
         self._blocks = of_model(Counter("blockpilot_blocks", "Blocks verified, by size and layout.", by_size))
         self._tokens = of_model(Counter("blockpilot_tokens", "Tokens emitted.", own))
-        self._accepted = of_model(Counter("blockpilot_accepted_tokens", "Drafted tokens among them.", own))
+        self._accepted = of_model(Counter("blockpilot_accepted_tokens", "Proposed tokens among them.", by_source))
         self._verified = of_model(Counter("blockpilot_verified_tokens", "Tokens emitted by blocks.", own))
         self._prompts = of_model(Counter("blockpilot_prompt_tokens", "Of prompts of requests that are over.", own))
         self._cached = of_model(Counter("blockpilot_cached_tokens", "Those that were kept, not computed.", own))
@@ -81,7 +84,8 @@ class ReplicaMetrics:
         blocks = [step for step in steps if step.block_size]
         _add(self._tokens, sum(len(step.tokens) for step in steps))
         _add(self._verified, sum(len(step.tokens) for step in blocks))
-        _add(self._accepted, sum(step.num_accepted for step in blocks))
+        for source, num in CountBy(source for step in blocks for source in step.accepted_sources).items():
+            self._accepted.inc(num, {"source": SOURCES[source]})
         for (size, is_chain), num in CountBy((step.block_size, step.tree.is_chain) for step in blocks).items():
             self._blocks.inc(num, {"block_size": str(size), "layout": "chain" if is_chain else "tree"})
 

@@ -235,6 +235,7 @@ class Replica:
             tuple(body.stop),
             body.num_logprobs,
             layout=body.layout,
+            lookup=body.lookup,
             cache_salt=body.cache_salt,
             min_new_tokens=body.min_tokens,
             num_prompt_logprobs=max((num for num in num_prompt_logprobs if num is not None), default=None),

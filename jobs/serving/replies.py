@@ -2,7 +2,8 @@
 
 Log probabilities are the target's own, before temperature and truncation, and are those of every token, also of one
 whose text a stop string cut off. Beyond OpenAI's fields, every response has
-the seed that was used, and its usage has `block_size`, `layout`, `num_steps` and `acceptance_length`.
+the seed that was used, and its usage has `block_size`, `layout`, `num_steps`, `acceptance_length`, and the accepted
+tokens by what proposed them.
 """
 
 import time
@@ -14,8 +15,10 @@ from typing import NamedTuple
 from blockpilot.constraints.schemas import JsonObject
 from blockpilot.engine.detokenize import TextStream
 from blockpilot.pairs.loading import Pair
+from blockpilot.types import DRAFTED, LOOKED_UP
 from jobs.serving.answer import ChoiceText, Piece, Shown, merged
 from jobs.serving.engine_loop import Stream
+from jobs.serving.metrics import SOURCES
 from jobs.serving.schema import Body, ChatRequest
 from jobs.serving.token_texts import ScoredToken, TokenText, unique_names
 from jobs.serving.tool_calls import CallReader, whole_calls
@@ -207,6 +210,7 @@ class Reply:
         if (step := piece.step) is not None:  # block size 0 marks the first token, which the prefill emits
             texts = list(piece.step_texts)
             drafted = {"drafted": list(piece.drafted_texts), "parents": list(step.tree.parents), "path": step.path}
+            drafted["sources"] = [SOURCES[source] for source in step.tree.sources]
             counts = {"block_size": step.block_size, "num_accepted": step.num_accepted}
             shown["step"] = counts | {"texts": texts} | drafted
         return shown
@@ -239,7 +243,13 @@ class Reply:
             "layout": next((choice.layout for choice in self.choices if choice.layout), None),
             "num_steps": num_steps,
             "acceptance_length": num_emitted / num_steps if num_steps else None,
+            "num_accepted_drafted": self._num_accepted(DRAFTED),
+            "num_accepted_looked_up": self._num_accepted(LOOKED_UP),
         }
+
+    def _num_accepted(self, source: int) -> int:
+        """Accepted tokens that this source proposed, alone or with the other one."""
+        return sum(num for choice in self.choices for of, num in choice.sources.items() if of & source)
 
     def _metrics(self) -> JsonObject:
         """Acceptance under vLLM's names, of the one choice of a response, if it has drafted."""

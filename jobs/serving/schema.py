@@ -2,7 +2,7 @@
 
 Fields of the API that this server does not support are refused by name, never ignored; null, and values that change
 nothing (neutral.py), are accepted. Sampling beyond OpenAI's is named as by vLLM. Extensions: `block_size` (or
-llama.cpp's `speculative.n_max`), `layout`, `timeout_s`, `cache_salt` and `structured_outputs` in a request,
+llama.cpp's `speculative.n_max`), `layout`, `lookup`, `timeout_s`, `cache_salt` and `structured_outputs` in a request,
 `stream_options.include_steps` in a stream's.
 """
 
@@ -75,8 +75,8 @@ class StreamOptions(JsonBody):
     """Every chunk has the usage so far, as vLLM names it."""
     include_obfuscation: Literal[False] = False
     include_steps: Flag = False
-    """Every chunk has its step: block size, drafted tokens and their parents (0 is the token before, i the i-th), the
-    path that was accepted, and the text of every token."""
+    """Every chunk has its step: block size, proposed tokens (`drafted`), their parents (0 is the token before, i the
+    i-th) and sources (metrics.py), the path that was accepted, and the text of every token."""
 
 
 class GenerateRequest(JsonBody):
@@ -120,6 +120,8 @@ class GenerateRequest(JsonBody):
     n_max: Whole | None = Field(None, ge=0, lt=MAX_BLOCK_SIZE, alias="speculative.n_max")
     """Drafted tokens of a step, as llama.cpp counts them: block_size without the anchor."""
     layout: Layout = "auto"
+    lookup: Flag | None = None
+    """What followed where the text's end stood before is verified, too; null: where every step chooses."""
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     stream: Flag = False

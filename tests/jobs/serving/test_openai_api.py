@@ -462,6 +462,7 @@ FIELDS = st.sampled_from(
         "seed",
         "stop",
         "block_size",
+        "lookup",
         "stream",
         "stream_options",
         "user",

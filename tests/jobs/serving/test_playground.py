@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from blockpilot.engine.engine import Engine
 from blockpilot.engine.generate import generate
+from blockpilot.native.library import has_functions
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Message, Prompt
-from blockpilot.types import Layout, Step
+from blockpilot.types import DRAFTED, LOOKED_UP, Layout, Request, Step
 from helpers.api import app_of, over_http, replica_of
 from jobs.serving.keys import ApiKeys
 
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
     from playwright.sync_api import Page
 KEY = "the-key"
 QUESTION = "What is a block?"
+FOX = "The quick brown fox jumps over the lazy dog near the river bank."
+REPEAT = f"Repeat this: {FOX} {FOX}"
+CLASSES = {0: "constraint", DRAFTED: "draft", LOOKED_UP: "lookup", DRAFTED + LOOKED_UP: "both"}
 SCHEMA = {
     "type": "object",
     "properties": {"count": {"enum": [7]}},
@@ -146,8 +151,57 @@ def check_tree(page: "Page", step: Step) -> None:
         assert boxes[i]["x"] > boxes[parent]["x"] + boxes[parent]["width"]
         assert boxes[i]["y"] > boxes[parent]["y"] - 5
     assert len({(box["x"], box["y"]) for box in boxes}) == len(boxes)
-    marked = [i for i, node in enumerate(drafted, start=1) if "accepted" in (node.get_attribute("class") or "")]
-    assert marked == sorted(step.path)
+    classes = [(node.get_attribute("class") or "").split() for node in drafted]
+    assert [i for i, names in enumerate(classes, start=1) if "accepted" in names] == sorted(step.path)
+    assert all(CLASSES[source] in names for source, names in zip(step.tree.sources, classes, strict=True))
+
+
+@pytest.mark.skipif(not has_functions(), reason="texts are indexed by the library in C")
+def test_tokens_that_were_looked_up_have_a_colour_of_their_own_in_tree_text_and_legend(
+    page: "Page", embedded_pair: Pair
+) -> None:
+    prompt = Prompt("test", (Message("user", REPEAT),)).encode(embedded_pair.tokenizer)
+    stops = embedded_pair.stop_token_ids
+    engine = Engine(embedded_pair, num_slots=1, max_length=600)
+    engine.add(Request(prompt, 40, block_size=6, layout="tree", lookup=True, stop_token_ids=stops))
+    steps = list[Step]()
+    while not engine.idle:
+        steps += engine.step()
+    log_in(page)
+    body = ask(page, REPEAT, tokens="40", size="6", layout="tree", lookup="on")
+    assert body["lookup"] is True
+    assert "the same text" in page.inner_text(".verdict")
+    accepted = [CLASSES[source] for step in steps for source in step.accepted_sources]
+    shown = [(node.get_attribute("class") or "").split()[1] for node in page.locator(".text .accepted").all()]
+    assert shown == accepted
+    assert "both" in accepted
+    assert figure(page, "looked up") == str(sum(name in ("lookup", "both") for name in accepted))
+
+    colours, seen = dict[str, set[str]](), set[int]()
+    for i, step in enumerate(steps[1:], start=1):
+        if seen >= set(step.tree.sources):
+            continue
+        seen |= set(step.tree.sources)
+        page.click(f".bars i:nth-child({i})")
+        check_tree(page, step)
+        num_looked_up = sum(source >= LOOKED_UP for source in step.tree.sources)
+        told = f" proposed ({num_looked_up} looked up), " if num_looked_up else " drafted, "
+        assert told in page.inner_text(".caption")
+        for name in ("draft", "lookup", "both"):
+            for node in page.locator(f".tree .node.{name}").all():
+                colours.setdefault(name, set()).add(node.evaluate("node => getComputedStyle(node).borderTopColor"))
+    assert colours.keys() == {"draft", "lookup", "both"}
+    assert len(colours["lookup"]) == len(colours["both"]) == 1  # of accepted ones and of others
+    assert not colours["draft"] & colours["lookup"]
+    assert not colours["draft"] & colours["both"]
+    assert not colours["lookup"] & colours["both"]
+    legend = {name: page.inner_text(f".key .accepted.{name}") for name in ("lookup", "both")}
+    assert legend == {"lookup": "looked up and accepted", "both": "drafted, looked up, accepted"}
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+        assert page.evaluate(PALE) == []
+    assert ask(page, REPEAT, tokens="2", size="auto", lookup="off")["lookup"] is False
+    assert ask(page, REPEAT, tokens="2", lookup="auto")["lookup"] is None
 
 
 def test_the_token_that_ends_an_answer_is_shown_with_its_step(page: "Page", embedded_pair: Pair) -> None:

@@ -236,8 +236,8 @@ def exposed_metrics(text: str) -> dict[str, tuple[str, set[str]]]:
 
 def test_the_table_of_metrics_is_what_the_server_exposes(client: openai.OpenAI, metrics_port: int) -> None:
     forced = {"structured_outputs": {"choice": ["a text that a grammar drafts, token by token"]}}
-    for _ in range(2):  # the second prompt is found
-        client.completions.create(model="target", prompt="a" * 40, max_tokens=60, extra_body=forced)
+    for extra in (forced, forced, {"lookup": True}):  # the second prompt is found
+        client.completions.create(model="target", prompt="a" * 40, max_tokens=60, temperature=0, extra_body=extra)
     documented, text = documented_metrics(), ""
     assert len(documented) >= 17
     patience = Patience(patient(60))
@@ -246,6 +246,8 @@ def test_the_table_of_metrics_is_what_the_server_exposes(client: openai.OpenAI, 
         text = httpx.get(f"http://127.0.0.1:{metrics_port}/metrics", timeout=patient(5)).text
     assert exposed_metrics(text) == documented
     assert 'block_size="3"' in text
+    sources = re.findall(r'ray_blockpilot_accepted_tokens_total\{[^}]*source="(\w+)"', text)
+    assert {"constraint"} <= set(sources) <= {"draft", "lookup", "both", "constraint"}
     assert re.search(r'ray_blockpilot_slots\{[^}]*model="second"', text)
     assert KEY not in text
 

@@ -19,7 +19,7 @@ from blockpilot.native.growing import select_nodes
 Array = NDArray[Any]
 
 
-class Plan(NamedTuple):
+class RowPlan(NamedTuple):
     """Tokens a second of a batch of one kind of row, and the seconds that drafting saves one of its rows.
 
     saved_s [1 + D] by the positions that the row drafts, less their own and those of what is verified of them; the
@@ -50,7 +50,7 @@ class Trees(NamedTuple):
         return found
 
 
-def plan_rows(expected: Expected, num_rows: int, price: StepPrice, beside: Load) -> Plan:
+def plan_rows(expected: Expected, num_rows: int, price: StepPrice, beside: Load) -> RowPlan:
     """The plan of rows of one kind, beside what other rows take in, which emit a token each.
 
     All depths, and all thresholds of the nodes that are verified, are tried. Tokens beyond the first tile are charged
@@ -68,7 +68,7 @@ def plan_rows(expected: Expected, num_rows: int, price: StepPrice, beside: Load)
     rates = (load.rows + tokens) / (seconds + _launch_s(len(sums), price, beside)[:, None])
     rate = max(float(rates.max()), load.rows / plain_s)
     saved_s = (tokens / rate - seconds).max(axis=1)
-    return Plan(rate, (saved_s - max(saved_s[0], -plain_s)) / num_rows)
+    return RowPlan(rate, (saved_s - max(saved_s[0], -plain_s)) / num_rows)
 
 
 def _launch_s(num: int, price: StepPrice, beside: Load) -> Array:
@@ -79,7 +79,7 @@ def _launch_s(num: int, price: StepPrice, beside: Load) -> Array:
     return found
 
 
-def choose_depths(plans: Sequence[Plan], most: Array, price: StepPrice, beside: Load) -> Array:
+def choose_depths(plans: Sequence[RowPlan], most: Array, price: StepPrice, beside: Load) -> Array:
     """The depths [R], at most most[r] of row r, that save the most seconds of a step of rows with these plans.
 
     `beside` is what other rows take in.

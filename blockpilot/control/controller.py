@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from blockpilot.control.acceptance import AcceptanceModel, Array, Paths, Proposal
-from blockpilot.control.choose import Plan, Trees, choose_depths, choose_nodes, plan_rows
+from blockpilot.control.choose import RowPlan, Trees, choose_depths, choose_nodes, plan_rows
 from blockpilot.control.cost import NOMINAL, LiveCost, Load, StepPrice
 from blockpilot.types import Candidates, CandidateSet, Prefill
 
@@ -69,7 +69,7 @@ class Controller:
         """True if the latest step drafted. May be read by any thread."""
         self._live = LiveCost(self.price) if follows and price is not None and price is not NOMINAL else None
         self._planned, self._beside = NO_ROWS, Load(0)
-        self._plans = dict[int, Plan]()  # by kind, of as many rows beside the same others
+        self._plans = dict[int, RowPlan]()  # by kind, of as many rows beside the same others
         self._drafted = dict[int, int]()  # how deep rows of each kind have drafted since they were made
         self._num_planned = 0  # steps since
         self._grown = list[Trees]()

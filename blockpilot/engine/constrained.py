@@ -15,7 +15,7 @@ from torch import Tensor
 from blockpilot.engine.rows import Row
 from blockpilot.engine.sampling import NO_TOKEN, cuts, keyed_sample
 from blockpilot.engine.trees import Node, Slots
-from blockpilot.types import Automaton, Tree
+from blockpilot.types import DRAFTED, Automaton, Tree
 
 NO_SLOTS = Slots([], [], [])
 
@@ -27,6 +27,7 @@ class _Choice(NamedTuple):
     chance: float
     after: int
     num_later: int
+    source: int = 0
 
 
 def settle(
@@ -78,7 +79,7 @@ def best_allowed(automaton: Automaton, slots: Slots, deepest: int, *, is_chain: 
     while heap:
         negative, parent, _, choice, path = heappop(heap)
         number += 1
-        yield Node(choice.token, parent, -negative, len(path))
+        yield Node(choice.token, parent, -negative, len(path), source=choice.source)
         if len(path) < deepest:
             offer(number, path, _choices(automaton, slots, path, choice.after, choice.num_later), -negative)
 
@@ -89,12 +90,13 @@ def _choices(
     """Choices that may follow a path, the most probable first: chances are shares of what is not refused."""
     depth = len(path)
     drafted = slots.tokens[depth][after] if depth < len(slots.tokens) and after >= 0 else []
+    sources = slots.sources[depth][after] if slots.sources and drafted else [DRAFTED] * len(drafted)
     if forced := automaton.forced(path)[:1]:
         rank = drafted.index(forced[0]) if forced[0] in drafted else len(drafted)
         below = slots.unknown if depth < len(slots.tokens) else -1
         if rank < len(drafted):
             below = slots.places[depth][after][rank]
-        return [_Choice(forced[0], 1.0, below, num_later + (rank > 0))]
+        return [_Choice(forced[0], 1.0, below, num_later + (rank > 0), sources[rank] if rank < len(drafted) else 0)]
     if not drafted:
         return []
     chances = slots.chances[min(num_later, len(slots.chances) - 1)][depth][after]
@@ -104,5 +106,6 @@ def _choices(
     for rank, (token, chance, may) in enumerate(zip(drafted, chances, allowed, strict=False)):
         if may and chance > 0:
             below = slots.places[depth][after][rank]
-            found.append(_Choice(token, min(1.0, chance / max(left, chance)), below, num_later + (rank > 0)))
+            share = min(1.0, chance / max(left, chance))
+            found.append(_Choice(token, share, below, num_later + (rank > 0), sources[rank]))
     return found

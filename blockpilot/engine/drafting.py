@@ -31,7 +31,7 @@ from blockpilot.models.graphs import Graphs
 from blockpilot.models.packing import Packing, SideBySide
 from blockpilot.native.growing import Lists, grow, with_paths
 from blockpilot.native.library import has_functions
-from blockpilot.types import Candidates, Sampling
+from blockpilot.types import DRAFTED, LOOKED_UP, Candidates, Sampling
 
 
 class Drafter:
@@ -118,7 +118,10 @@ class Offered(NamedTuple):
         some = slice(first, first + depth)
         # Empty places, at the ends of lists that paths share, have no token.
         of_slots = [[[t for t in each if t >= 0] for each in lists] for lists in tokens[some].tolist()]
-        return Slots(of_slots, chances[:, some].tolist(), places[some].tolist(), self.unknown)
+        sources = None
+        if self.choices is not None and self.steps is not None:
+            sources = (DRAFTED * (self.choices[some] >= 0) + LOOKED_UP * (self.steps[some] >= 0)).tolist()
+        return Slots(of_slots, chances[:, some].tolist(), places[some].tolist(), self.unknown, sources)
 
 
 def offer(
@@ -153,7 +156,8 @@ def offer_paths(of_draft: Offered | None, paths: Paths, weights: Array) -> Offer
     lists = of_draft.lists._replace(firsts=firsts, depths=drafted)
     tokens, sizes, known, drawn = of_rows
     found = with_paths(lists, of_draft.unknown == 0, tokens, sizes, known, drawn, weights)
-    return Offered(slots, drafted, *found, drawn=drawn, unknown=of_draft.unknown + 1)
+    unknown = -1 if of_draft.unknown < 0 else of_draft.unknown + 1
+    return Offered(slots, drafted, *found, drawn=drawn, unknown=unknown)
 
 
 class _SlotsOfRows(NamedTuple):
@@ -177,7 +181,7 @@ def _slots_of(depths: tuple[int, ...], adapts: tuple[bool, ...], num_lists: int)
 _NONE = np.zeros((2, 0), dtype=np.int64)
 _NO_CHOICES = np.zeros((2, 0, 0, 0), dtype=np.int64)
 NOTHING_DRAFTED = Offered(
-    (), _NONE[0], Lists(_NONE[0], _NONE[1], _NO_CHOICES[0], np.zeros((1, 0, 0, 0)), _NO_CHOICES[1])
+    (), _NONE[0], Lists(_NONE[0], _NONE[1], _NO_CHOICES[0], np.zeros((1, 0, 0, 0)), _NO_CHOICES[1]), unknown=-1
 )
 
 Select = Callable[[Trees], Array]
@@ -224,6 +228,7 @@ class Nodes(NamedTuple):
     choices: Array
     laters: Array
     steps: Array
+    sources: Array
     num: Array
 
     def first(self, sizes: Array) -> list[list[Node]]:
@@ -234,7 +239,7 @@ class Nodes(NamedTuple):
 
 
 def _listed(trees: Sequence[Sequence[Node]], most: int) -> Nodes:
-    kinds = (int, int, float, int, int, int, int)
+    kinds = (int, int, float, int, int, int, int, int)
     arrays = [np.zeros((len(trees), most), dtype=kind) for kind in kinds]
     for r, nodes in enumerate(trees):
         for values, of_nodes in zip(arrays, zip(*nodes, strict=True), strict=False):
@@ -295,8 +300,9 @@ def _grown(
     flat = np.where(inside, found.choices, 0)
     choices = found.choices if offered.choices is None else offered.choices.reshape(-1)[flat]
     steps = np.full_like(flat, -1) if offered.steps is None else offered.steps.reshape(-1)[flat]
-    tokens = lists.tokens.reshape(-1)[flat]
-    return Nodes(tokens, found.parents, found.chances, found.depths, choices, found.laters, steps, found.num)
+    sources = DRAFTED * (choices >= 0) + LOOKED_UP * (steps >= 0)
+    of_lists = lists.tokens.reshape(-1)[flat], found.parents, found.chances, found.depths
+    return Nodes._make([*of_lists, choices, found.laters, steps, sources, found.num])
 
 
 def _nodes(row: Row, offered: Offered | None, r: int | None, limit: int) -> list[Node]:

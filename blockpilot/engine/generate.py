@@ -15,6 +15,7 @@ def generate(
     *,
     block_size: int | None = None,
     layout: Layout = "auto",
+    lookup: bool | None = None,
     policy: Policy | Prior | None = None,
     max_new_tokens: int = 128,
     temperature: float = 0.0,
@@ -36,7 +37,8 @@ def generate(
     `pair.tokenizer.apply_chat_template(messages, add_generation_prompt=True)` return.
     block_size: tokens that a step verifies, the anchor among them; 1 never drafts. Without it every step chooses, or
     `policy` for the whole text. layout: "tree" lays a step's tokens out as a draft tree, "chain" one
-    after the other. The text is the same for all of these.
+    after the other. lookup: what followed earlier in the text where its end stood before is verified, too; without it
+    where every step chooses. The text is the same for all of these.
     max_new_tokens: at most; fewer where the target's context ends; before min_new_tokens nothing stops the text.
     temperature 0 is greedy; the other sampling parameters are off as they are (`Sampling`); one seed is one text.
     stop_token_ids: end the text and are its last token; by default the pair's. stop_strings end the text before
@@ -66,6 +68,7 @@ def generate(
         strings,
         layout=layout,
         min_new_tokens=min_new_tokens,
+        lookup=lookup,
     )
     max_length = max(2, min(len(request.prompt_ids) + max_new_tokens, pair.max_length))
     engine = Engine(pair, num_slots=1, max_length=max_length, policy=policy)

@@ -40,6 +40,8 @@ class EngineLimits(NamedTuple):
             self.check_block_size(request.block_size)
         if request.layout not in LAYOUTS:
             raise ValueError(f"layout {request.layout!r}: must be one of {', '.join(LAYOUTS)}")
+        if request.lookup not in (None, False, True):
+            raise ValueError(f"lookup {request.lookup!r}: must be True, False or None")
 
     def check_block_size(self, block_size: int, name: str = "block_size") -> None:
         """Raise ValueError for one out of range."""

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from blockpilot.types import DRAFTED, LOOKED_UP, Tree
+from blockpilot.types import DRAFTED, Tree
 
 MAX_DEPTH = 31  # of a path: further back layers.c sums columns in another order
 
@@ -31,7 +31,9 @@ class Slots(NamedTuple):
     chances: Sequence[Sequence[Sequence[Sequence[float]]]]
     places: Sequence[Sequence[Sequence[int]]]
     unknown: int = 0
-    """The one for the slot below after a token that is none of the choices."""
+    """The one for the slot below after a token that is none of the choices; -1: none."""
+    sources: Sequence[Sequence[Sequence[int]]] | None = None
+    """Where choices [D][P][K] are from, as in `Tree`; None: all are the draft's."""
 
     def first_choices(self) -> "Slots":
         """Of which only a chain grows."""
@@ -57,6 +59,8 @@ class Node(NamedTuple):
     """Choices above it that are no first ones."""
     step: int = -1
     """Flat place among the tokens [R][M] of paths, where it is one of them."""
+    source: int = 0
+    """Where it is from, as in `Tree`."""
 
 
 def best_first(slots: Slots) -> Iterator[Node]:
@@ -77,7 +81,7 @@ def best_first(slots: Slots) -> Iterator[Node]:
         negative, parent, depth, after, rank, num_later, above = heappop(heap)
         number += 1
         choice = (depth * len(places[depth]) + after) * len(places[depth][after]) + rank
-        yield Node(tokens[depth][after][rank], parent, -negative, depth + 1, choice, num_later)
+        yield Node(tokens[depth][after][rank], parent, -negative, depth + 1, choice, num_later, source=DRAFTED)
         offer(parent, depth, after, rank + 1, num_later, above)
         offer(number, depth + 1, places[depth][after][rank], 0, num_later + (rank > 0), -negative)
 
@@ -86,8 +90,8 @@ def tree_of(nodes: Sequence[Node]) -> Tree:
     """The tree of nodes as `best_first` gives them, in the order of `places_of`."""
     place = places_of(nodes)
     taken = sorted(zip(place[1:], nodes, strict=True))
-    sources = tuple(DRAFTED * (node.choice >= 0) + LOOKED_UP * (node.step >= 0) for _, node in taken)
-    return Tree(tuple(node.token for _, node in taken), tuple(place[node.parent] for _, node in taken), sources)
+    tokens, sources = zip(*((node.token, node.source) for _, node in taken), strict=True) if taken else ((), ())
+    return Tree(tokens, tuple(place[node.parent] for _, node in taken), sources)
 
 
 def places_of(nodes: Sequence[Node]) -> list[int]:

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from blockpilot.control.acceptance import Expected
-from blockpilot.control.choose import Plan, Trees, _choose_nodes, choose_depths, choose_nodes, plan_rows
+from blockpilot.control.choose import RowPlan, Trees, _choose_nodes, choose_depths, choose_nodes, plan_rows
 from blockpilot.control.cost import TILE, Load, StepPrice, passes
 from helpers.prices import linear_price, price
 
@@ -54,7 +54,7 @@ def expected_of(reach: Sequence[float], nodes: Sequence[float] = ONE_EACH, path:
 
 def plans_of(
     reaches: Sequence[Sequence[float]], price: StepPrice, beside: Load, nodes: Sequence[float] = ONE_EACH
-) -> list[Plan]:
+) -> list[RowPlan]:
     """Plans of rows each of a kind of its own."""
     deepest = max(1, *map(len, reaches))
     padded = [[*reach, *[0.0] * (deepest - len(reach))] for reach in reaches]
@@ -120,7 +120,7 @@ def test_the_depths_save_the_most_seconds(
     rows: list[tuple[list[float], int]], price: StepPrice, beside: Load, rate: float
 ) -> None:
     """Of all depths that the rows may draft."""
-    plans = [Plan(rate, np.array([0.0, *(reach + [0.0] * 4)[:4]]) - 0.2) for reach, _ in rows]
+    plans = [RowPlan(rate, np.array([0.0, *(reach + [0.0] * 4)[:4]]) - 0.2) for reach, _ in rows]
     plans = [plan._replace(saved_s=np.concatenate([[0.0], plan.saved_s[1:]])) for plan in plans]
     launched = beside.num_passes if beside.num_drafted else 0
 

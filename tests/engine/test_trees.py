@@ -89,8 +89,8 @@ def test_first_choices_are_laid_out_first_and_parents_before_children(of: Slots,
 
 def test_the_walk_follows_the_targets_choices() -> None:
     #          anchor -> 5 -> 6 ; anchor -> 7 -> 6 -> 8
-    nodes = [Node(5, 0, 0.6, 1, 0), Node(7, 0, 0.3, 1, 1, step=0), Node(6, 1, 0.3, 2, 5), Node(6, 2, 0.2, 2, step=1),
-             Node(8, 4, 0.1, 3)]  # fmt: skip
+    nodes = [Node(5, 0, 0.6, 1, source=1), Node(7, 0, 0.3, 1, source=3), Node(6, 1, 0.3, 2, source=1),
+             Node(6, 2, 0.2, 2, source=2), Node(8, 4, 0.1, 3)]  # fmt: skip
     tree = tree_of(nodes)
     assert tree == Tree((5, 6, 7, 6, 8), (0, 1, 0, 3, 4), (1, 1, 3, 2, 0))
     assert depths_of(tree.parents) == [0, 1, 2, 1, 2, 3]

@@ -78,13 +78,11 @@ class Engine:
         if not 2 <= max_length <= pair.max_length:
             raise ValueError(f"max_length {max_length}: must be 2 to {pair.max_length}, the target's context")
         prior, self.policy = (policy, None) if isinstance(policy, Prior) else (UNTRAINED, policy)
-        self.controller = controller or Controller(
-            AcceptanceModel(max(1, min(pair.block_size - 1, MAX_DEPTH)), prior)
-        )
+        self.controller = controller or Controller(AcceptanceModel(min(pair.block_size - 1, MAX_DEPTH), prior))
         self.pair = pair
         self.num_slots, self.max_length, self.max_block_size = num_slots, max_length, max_block_size
         self.max_prefill_tokens = max_prefill_tokens
-        self._limits = EngineLimits(max_length, pair.max_length, max_block_size, pair.vocab_size)
+        self._limits = EngineLimits(max_length, pair.max_length, max_block_size, pair.vocab_size, pair.has_draft)
         self.on_failure: Callable[[int, Exception], None] | None = None
         self._device = pair.target.device
         self._target = Target(pair.target, pair.layer_ids)
@@ -149,7 +147,8 @@ class Engine:
         row = Row(request_id, request, limit, list(request.prompt_ids), text)
         row.automaton = None if request.constraint is None else request.constraint.start()
         row.processor = LogitsProcessor.of(request)
-        row.block_size, row.can_draft = request.block_size or 0, request.block_size != 1
+        row.block_size = request.block_size or 0
+        row.can_draft = self.pair.has_draft and request.block_size != 1
         self._waiting.append(row)
         return request_id
 
@@ -167,11 +166,11 @@ class Engine:
 
         Raises ValueError for a size out of range, an id that does not decode, and a request that must decode plainly.
         """
-        self._limits.check_block_size(block_size)
         row = next((row for row in self._rows if row.request_id == request_id), None)
         if row is None:
             raise ValueError(f"request {request_id}: holds no slot")
-        if block_size > 1 and not row.can_draft:
+        self._limits.check_block_size(block_size, lookup=row.request.lookup)
+        if block_size > 1 and not (row.can_draft or row.request.lookup):
             raise ValueError(f"request {request_id}: decodes plainly and cannot draft any more")
         row.block_size, row.adapts = block_size, False
 
@@ -382,7 +381,7 @@ class Engine:
             row.adapts = True
         else:
             row.block_size = self.policy(prefill)
-            self._limits.check_block_size(row.block_size, "the policy's block size")
+            self._limits.check_block_size(row.block_size, "the policy's block size", lookup=row.request.lookup)
 
     def _retire(self) -> None:
         """Drop finished rows, keeping slots dense: the last row moves into each hole."""

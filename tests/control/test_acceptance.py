@@ -187,8 +187,8 @@ def test_before_anything_was_seen_depths_are_guessed() -> None:
     guess = FIRST_GUESS ** np.arange(1, DEEPEST + 1)[:, None]
     np.testing.assert_allclose(found.counts, [guess >= THRESHOLDS] * 2)
     np.testing.assert_allclose(found.sums, [guess * (guess >= THRESHOLDS)] * 2)
-    with pytest.raises(ValueError, match="deepest 0"):
-        AcceptanceModel(0)
+    with pytest.raises(ValueError, match="deepest -1"):
+        AcceptanceModel(-1)
 
 
 def test_expected_nodes_are_the_mean_of_those_that_drafts_added() -> None:

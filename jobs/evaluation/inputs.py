@@ -246,6 +246,7 @@ def find_policies(config: EvaluateConfig, registry: Registry) -> tuple[dict[str,
     of_registry = config.policy in (CHAMPION, NEWEST)
     if config.policy == NO_POLICY or (of_registry and not config.pair.has_draft):
         return {}, None, None
+    config.pair.need_draft(f"policy {config.policy}")
     version, directory = None, Path(config.policy).absolute()
     if of_registry:
         version = _find_version(config, registry)

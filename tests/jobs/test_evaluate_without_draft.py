@@ -48,5 +48,5 @@ def test_plain_decoding_and_lookup_are_measured(config: EvaluateConfig) -> None:
 def test_a_policy_of_a_draft_is_refused(config: EvaluateConfig, tmp_path: Path, tiny_pair: Pair) -> None:
     save_policy(tiny_policy(tiny_pair.id, 260, (2, 3)), tmp_path / "policy")
     of_draft = config.model_copy(update={"policy": str(tmp_path / "policy")})
-    with pytest.raises(ValueError, match=r"made for target .* with draft .*; this pair is .* with draft none"):
+    with pytest.raises(ValueError, match=r"has no draft, policy .*policy needs one: --draft names one"):
         plan_for(of_draft, *read_inputs(of_draft), NO_REGISTRY)

@@ -74,7 +74,7 @@ class _Dictated(Controller):
         return np.minimum(growing, trees.num)
 
 
-class _Offers:
+class _OfferedTokens:
     """A constraint that offers tokens of its own to verify, and allows whatever the target chooses."""
 
     error = None
@@ -82,7 +82,7 @@ class _Offers:
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens = list(tokens)
 
-    def start(self) -> "_Offers":
+    def start(self) -> "_OfferedTokens":
         return self
 
     def take(self, token: int) -> None:
@@ -201,7 +201,7 @@ class _Batch:
         most = min(context + room, pair.max_length)
         self._engine = Engine(pair, num_slots=num_rows, max_length=most, controller=self._controller)
         prompts = torch.randint(0, pair.vocab_size, (num_rows, context), generator=torch.Generator().manual_seed(0))
-        offers = None if pair.has_draft else _Offers((prompts[0].tolist() * MAX_DEPTH)[:MAX_DEPTH])
+        offers = None if pair.has_draft else _OfferedTokens((prompts[0].tolist() * MAX_DEPTH)[:MAX_DEPTH])
         for prompt in prompts.tolist():
             self._engine.add(Request(tuple(prompt), room, constraint=offers, lookup=False))
         while self._engine.num_decoding < num_rows:

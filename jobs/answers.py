@@ -18,7 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from blockpilot.device import best_device
 from blockpilot.draft_training.answers import AnswerSource, generate_answers, write_answers, write_prompts
-from blockpilot.pairs.loading import Pair, target_only
+from blockpilot.pairs.loading import Pair, load_pair
 from blockpilot.pairs.table import EMBEDDED_TARGET
 from blockpilot.prompts.files import Prompt, load_prompts, split
 from blockpilot.storage import remove_unfinished, write_text
@@ -169,7 +169,7 @@ class AnswerWorker:
         torch.set_num_threads(num_threads(config.resources.num_cpus))
         disable_progress_bar()
         self.config = config
-        self.pair: Pair = target_only(config.target, dtype="bfloat16", device=best_device())
+        self.pair: Pair = load_pair(target=config.target, dtype="bfloat16", device=best_device())
 
     def answer(self, shard: AnswerShard) -> int:
         """Write a shard; returns the number of answer tokens."""

@@ -88,7 +88,7 @@ class MeasureTask(NamedTuple):
 def run(config: MeasureDraftConfig) -> list[TauFigure]:
     """Measure, print and write the figures; raises ValueError for bad input before Ray starts."""
     absolute_in_submitted_job(config.output, "output")
-    config.pair.names()
+    config.pair.need_draft("jobs/measure_draft.py")
     prompts = {name: prompts_of(config, name) for name in config.prompts}
     tasks = [MeasureTask(name, prompts[name], t) for name in prompts for t in config.temperatures]
     connect()

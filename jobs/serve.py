@@ -29,7 +29,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 from rich.console import Console
 
-from blockpilot.pairs.table import target_slug
+from blockpilot.pairs.table import NO_DRAFT, WITHOUT_DRAFT, target_slug
 from blockpilot.storage import whole
 from jobs.common.cluster import actor_options, connect, num_cores, num_threads
 from jobs.common.config import main
@@ -340,15 +340,15 @@ def _wait_for_port(host: str, port: int) -> None:
 
 
 def what_runs(deployment: str) -> str:
-    """Policy of a model, dtype and threads, each with the reason where it was not asked for."""
+    """Policy of a model, dtype and threads, each with the reason where it was not asked for; and a missing draft."""
     handle: DeploymentHandle[Any] = serve.get_deployment_handle(deployment, APP)
     found = handle.status.remote().result(timeout_s=REMOVAL_PATIENCE_S)
     policy, why = found["policy"], found["chosen"]
     reason = f" ({policy['error']})" if policy.get("error") else ""
+    draft = "" if found["draft"] != NO_DRAFT else f"no draft ({WITHOUT_DRAFT}; --draft names one), "
     threads = f"{found['num_threads']} thread{'s' if found['num_threads'] > 1 else ''}"
-    return (
-        f"policy {policy['name']}{reason}, in {found['dtype']} ({why['dtype']}) on {threads} ({why['num_threads']})"
-    )
+    dtype = f"in {found['dtype']} ({why['dtype']})"
+    return f"{draft}policy {policy['name']}{reason}, {dtype} on {threads} ({why['num_threads']})"
 
 
 def run(config: ServeConfig) -> None:

@@ -95,7 +95,7 @@ class SweepResult(NamedTuple):
 
 def run(config: SweepConfig) -> SweepResult:
     """Sweep, or continue to; raises ValueError for bad input before Ray starts."""
-    config.pair.names()
+    config.pair.need_draft("a sweep")
     absolute_in_submitted_job(config.output, "output")
     if config.engine == "vllm" and config.method != "decode":
         raise ValueError(f"method {config.method!r} with engine 'vllm': must be 'decode', vLLM walks no known text")

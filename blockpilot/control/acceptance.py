@@ -134,11 +134,11 @@ class Regression:
 
 
 class AcceptanceModel:
-    """Probabilities of one draft's tokens. deepest: positions that it proposes tokens for at most."""
+    """Probabilities of one draft's tokens. deepest: positions that it proposes tokens for at most, 0 of no draft."""
 
     def __init__(self, deepest: int, prior: Prior = UNTRAINED) -> None:
-        if deepest < 1:
-            raise ValueError(f"deepest {deepest}: must be at least 1")
+        if deepest < 0:
+            raise ValueError(f"deepest {deepest}: must be at least 0")
         self.deepest = deepest
         self.choices = Regression(prior.weights, PRIOR_VARIANCE)
         self.paths = Regression(PATH_WEIGHTS, PATH_VARIANCE)

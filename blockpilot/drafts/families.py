@@ -1,17 +1,17 @@
 """Families of drafts, by the architecture that a checkpoint names: the one place that knows them all."""
 
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedModel
 
-from blockpilot.drafts.checkpoint import load_draft, new_draft_config, read_config
+from blockpilot.drafts.checkpoint import load_draft, read_config
 from blockpilot.drafts.decoder import DraftDecoder, PreparedDFlash
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.eagle3 import Eagle3Model
 from blockpilot.drafts.eagle3_checkpoint import EAGLE3_ARCHITECTURES, load_eagle3
 from blockpilot.drafts.eagle3_decoder import PreparedEagle3
 from blockpilot.drafts.interface import Draft, PreparedDraft
+from blockpilot.drafts.none import NoDraft, PreparedNoDraft
 from blockpilot.drafts.options import ARCHITECTURE
 from blockpilot.drafts.published import DFLASH_ARCHITECTURES
 
@@ -30,7 +30,9 @@ def load_any_draft(directory: Path) -> Draft:
 
 
 def family(draft: Draft) -> str:
-    """Short name of a draft's kind."""
+    """Short name of a draft's kind; "none" where there is none."""
+    if isinstance(draft, NoDraft):
+        return "none"
     if isinstance(draft, DraftModel):
         return "dflash" if draft.markov_head is None else "dspark"
     return "eagle3"
@@ -38,12 +40,9 @@ def family(draft: Draft) -> str:
 
 def prepared_draft(draft: Draft, target: PreTrainedModel) -> PreparedDraft:
     """The draft as it runs beside its target; the linear layers of both are prepared in place, once."""
+    if isinstance(draft, NoDraft):
+        return PreparedNoDraft(target.device)
     if isinstance(draft, DraftModel):
         return PreparedDFlash(DraftDecoder(draft), target)
     assert isinstance(draft, Eagle3Model)
     return PreparedEagle3(draft, target)
-
-
-def no_draft(target_config: Any) -> Draft:
-    """An untrained draft, in the place of one, of a target that decodes plainly."""
-    return DraftModel(new_draft_config(target_config, num_layers=1, block_size=2, mask_token_id=0))

@@ -31,7 +31,7 @@ from blockpilot.models.graphs import Graphs
 from blockpilot.models.packing import Packing, SideBySide
 from blockpilot.native.growing import Lists, grow, with_paths
 from blockpilot.native.library import has_functions
-from blockpilot.types import DRAFTED, LOOKED_UP, Candidates, Sampling
+from blockpilot.types import DRAFTED, LOOKED_UP, Candidates, Sampling, Step
 
 
 class Drafter:
@@ -316,6 +316,20 @@ def _nodes(row: Row, offered: Offered | None, r: int | None, limit: int) -> list
     start = int(offered.lists.firsts[r]) * offered.lists.places[0].size
     nodes = islice(best_first(slots if row.is_tree else slots.first_choices()), limit)
     return [node._replace(choice=start + node.choice) for node in nodes]
+
+
+def outcomes_of(
+    rows: Sequence[Row],
+    drafts: Sequence[Sequence[Node]],
+    paths: Sequence[Sequence[int]],
+    steps: Sequence[Step],
+    offered: Offered | None,
+) -> Verified:
+    """`verified` of the rows of a batch that adapt and emitted something in these steps."""
+    emitted = {step.request_id: step.tokens for step in steps}
+    told = [r for r, row in enumerate(rows) if row.adapts and row.request_id in emitted]
+    of_told = [[of[r] for r in told] for of in (drafts, paths)]
+    return verified(*of_told, [emitted[rows[r].request_id] for r in told], offered)
 
 
 def verified(

@@ -23,13 +23,13 @@ from blockpilot.control.controller import Controller, Planned, StepOutcome
 from blockpilot.control.cost import Load, passes
 from blockpilot.device import tensor_on
 from blockpilot.engine.detokenize import TextStream
-from blockpilot.engine.drafting import Drafter, Offered, grow_all, offer, offer_paths, verified
+from blockpilot.engine.drafting import Drafter, Offered, grow_all, offer, offer_paths, outcomes_of
 from blockpilot.engine.drawing import choose_tokens
 from blockpilot.engine.limits import EngineLimits, at_least_one
 from blockpilot.engine.lookup import Lookup
 from blockpilot.engine.penalties import LogitsProcessor
 from blockpilot.engine.prefixes import Prefixes
-from blockpilot.engine.rows import Row
+from blockpilot.engine.rows import Row, num_fixed
 from blockpilot.engine.trees import MAX_DEPTH, tree_of
 from blockpilot.engine.work import Part, StepScores, Work, blocks_of
 from blockpilot.models.graphs import Graphs
@@ -78,13 +78,11 @@ class Engine:
         if not 2 <= max_length <= pair.max_length:
             raise ValueError(f"max_length {max_length}: must be 2 to {pair.max_length}, the target's context")
         prior, self.policy = (policy, None) if isinstance(policy, Prior) else (UNTRAINED, policy)
-        self.controller = controller or Controller(
-            AcceptanceModel(max(1, min(pair.block_size - 1, MAX_DEPTH)), prior)
-        )
+        self.controller = controller or Controller(AcceptanceModel(min(pair.block_size - 1, MAX_DEPTH), prior))
         self.pair = pair
         self.num_slots, self.max_length, self.max_block_size = num_slots, max_length, max_block_size
         self.max_prefill_tokens = max_prefill_tokens
-        self._limits = EngineLimits(max_length, pair.max_length, max_block_size, pair.vocab_size)
+        self._limits = EngineLimits(max_length, pair.max_length, max_block_size, pair.vocab_size, pair.has_draft)
         self.on_failure: Callable[[int, Exception], None] | None = None
         self._device = pair.target.device
         self._target = Target(pair.target, pair.layer_ids)
@@ -149,7 +147,8 @@ class Engine:
         row = Row(request_id, request, limit, list(request.prompt_ids), text)
         row.automaton = None if request.constraint is None else request.constraint.start()
         row.processor = LogitsProcessor.of(request)
-        row.block_size, row.can_draft = request.block_size or 0, request.block_size != 1
+        row.block_size = request.block_size or 0
+        row.can_draft = self.pair.has_draft and request.block_size != 1
         self._waiting.append(row)
         return request_id
 
@@ -167,11 +166,11 @@ class Engine:
 
         Raises ValueError for a size out of range, an id that does not decode, and a request that must decode plainly.
         """
-        self._limits.check_block_size(block_size)
         row = next((row for row in self._rows if row.request_id == request_id), None)
         if row is None:
             raise ValueError(f"request {request_id}: holds no slot")
-        if block_size > 1 and not row.can_draft:
+        self._limits.check_block_size(block_size, lookup=row.request.lookup)
+        if block_size > 1 and not (row.can_draft or row.request.lookup):
             raise ValueError(f"request {request_id}: decodes plainly and cannot draft any more")
         row.block_size, row.adapts = block_size, False
 
@@ -183,13 +182,11 @@ class Engine:
         rows, prompts = list(self._rows), self._schedule_prompts()
         paths = self._lookup.paths(rows, self.max_block_size - 1)
         paths = paths and self.controller.follow(paths)
-        kinds = self.controller.kinds(
-            np.array([not row.request.sampling.is_greedy for row in rows], dtype=int), paths
-        )
+        drawn = [not row.request.sampling.is_greedy for row in rows]
+        kinds = self.controller.kinds(np.array(drawn, dtype=int), paths)
         depths = self._plan(rows, kinds)
         offered = self._offer(rows, depths, paths)
-        num_fixed = sum(row.next_block_size - 1 for row in rows if not row.adapts)
-        drafted = Load(len(rows), sum(depths), num_fixed, self._passes(depths))
+        drafted = Load(len(rows), sum(depths), num_fixed(rows), self._passes(depths))
         select = partial(self.controller.select, drafted=drafted)
         drafts = grow_all(rows, offered, kinds, select, self.max_block_size - 1)
         trees = [tree_of(nodes) if nodes else NO_TREE for nodes in drafts]
@@ -199,10 +196,7 @@ class Engine:
         steps, accepted = self._commit(work, self._score(work))
         self._keep_prefixes(steps)
         self._retire()
-        of_ids = {step.request_id: step.tokens for step in steps}
-        emitted = [of_ids.get(row.request_id, ()) for row in rows]
-        told = [r for r, row in enumerate(rows) if row.adapts and emitted[r]]
-        found = verified([drafts[r] for r in told], [accepted[r] for r in told], [emitted[r] for r in told], offered)
+        found = outcomes_of(rows, drafts, accepted, steps, offered)
         num_prompt_tokens = prompts.packing.num_tokens if prompts is not None else 0
         outcome = StepOutcome(work.load, num_prompt_tokens, found, has_captured=len(graphs or ()) > num_graphs)
         self.controller.learn(outcome, time.perf_counter() - started)
@@ -217,8 +211,7 @@ class Engine:
         free = [r for r, row in enumerate(rows) if row.adapts]
         if not free:
             return depths
-        num_verified = sum(row.next_block_size - 1 for row in rows if not row.adapts)
-        beside = Load(len(rows) - len(free), sum(depths), num_verified, self._passes(depths))
+        beside = Load(len(rows) - len(free), sum(depths), num_fixed(rows), self._passes(depths))
         most = [rows[r].most_depth(deepest) for r in free]
         chosen = self.controller.plan(Planned(kinds[free], np.array(most, dtype=int)), beside)
         for r, depth in zip(free, chosen.tolist(), strict=True):
@@ -382,7 +375,7 @@ class Engine:
             row.adapts = True
         else:
             row.block_size = self.policy(prefill)
-            self._limits.check_block_size(row.block_size, "the policy's block size")
+            self._limits.check_block_size(row.block_size, "the policy's block size", lookup=row.request.lookup)
 
     def _retire(self) -> None:
         """Drop finished rows, keeping slots dense: the last row moves into each hole."""

@@ -6,12 +6,15 @@ from blockpilot.types import LAYOUTS, Request
 
 
 class EngineLimits(NamedTuple):
-    """Tokens of prompt and answer together, in the engine and in the target; tokens of a block; the vocabulary."""
+    """Tokens of prompt and answer together, in the engine and in the target; tokens of a block; the vocabulary; and
+    whether there is a draft.
+    """
 
     max_length: int
     model_length: int
     max_block_size: int
     vocab_size: int
+    has_draft: bool = True
 
     def check(self, request: Request) -> None:
         """Raise ValueError for a request that such an engine cannot serve."""
@@ -37,16 +40,20 @@ class EngineLimits(NamedTuple):
         if biased:
             raise ValueError(f"logit_bias: token {biased[0]}: must be 0 to {vocab_size - 1}")
         if request.block_size is not None:
-            self.check_block_size(request.block_size)
+            self.check_block_size(request.block_size, lookup=request.lookup)
         if request.layout not in LAYOUTS:
             raise ValueError(f"layout {request.layout!r}: must be one of {', '.join(LAYOUTS)}")
         if request.lookup not in (None, False, True):
             raise ValueError(f"lookup {request.lookup!r}: must be True, False or None")
 
-    def check_block_size(self, block_size: int, name: str = "block_size") -> None:
-        """Raise ValueError for one out of range."""
+    def check_block_size(self, block_size: int, name: str = "block_size", *, lookup: bool | None = None) -> None:
+        """Raise ValueError for one out of range, and for more than 1 of a row with neither a draft nor `lookup`."""
         if not 1 <= block_size <= self.max_block_size:
             raise ValueError(f"{name} {block_size}: must be 1 to {self.max_block_size}")
+        if block_size > 1 and not (self.has_draft or lookup):
+            raise ValueError(
+                f"{name} {block_size}: the pair has no draft; allowed: 1, none, or lookup=True beside it"
+            )
 
 
 def at_least_one(**values: int) -> None:

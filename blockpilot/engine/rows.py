@@ -42,7 +42,7 @@ class Row:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     """Log probabilities of the prompt's tokens so far, where they are asked for."""
     can_draft: bool = True
-    """The draft's cache holds the row's context, but for the tokens below."""
+    """There is a draft, and its cache holds the row's context, but for the tokens below."""
     num_drafted_from: int = 0
     """Final tokens that the draft's cache holds."""
     features: list[Tensor] = field(default_factory=list)
@@ -90,6 +90,8 @@ class Row:
 
     def next_depth(self, deepest: int) -> int:
         """Positions that the next step's draft proposes tokens for; of a tree `deepest` at most."""
+        if not self.can_draft:
+            return 0
         depth = min(self.next_block_size, self.limit - len(self.tokens)) - 1
         depth = min(depth, deepest) if self.is_tree else depth
         return 0 if self._is_forced(depth) else depth
@@ -182,6 +184,11 @@ class Row:
         for start in range(0, len(following), HEAD_ROWS):  # logits of a whole prompt would not fit
             some = following[start : start + HEAD_ROWS]
             self.prompt_logprobs += logprobs_of(some, head(hidden[start : start + len(some)]), num)
+
+
+def num_fixed(rows: Sequence[Row]) -> int:
+    """Tokens that rows of fixed block sizes verify beside their anchors."""
+    return sum(row.next_block_size - 1 for row in rows if not row.adapts)
 
 
 def logprobs_of(tokens: Sequence[int], logits: Tensor, num: int) -> tuple[TokenLogprobs, ...]:

@@ -23,12 +23,13 @@ from transformers import (
 )
 
 from blockpilot.device import Device, dtype_name, to_device, to_dtype
-from blockpilot.drafts.families import family, load_any_draft, no_draft, prepared_draft
+from blockpilot.drafts.families import family, load_any_draft, prepared_draft
 from blockpilot.drafts.interface import Draft, PreparedDraft
+from blockpilot.drafts.none import NoDraft
 from blockpilot.models.decoder import check_family, check_network, context_length
 from blockpilot.native.library import fastest_dtype
 from blockpilot.pairs.checkpoints import NOT_FOUND, find_draft, find_target, not_found
-from blockpilot.pairs.table import NAMED_PAIRS, check_pair_names, split_revision
+from blockpilot.pairs.table import NAMED_PAIRS, NO_DRAFT, check_pair_names, no_draft_message, split_revision
 from blockpilot.storage import first_line
 from blockpilot.types import PairId
 
@@ -47,10 +48,18 @@ class Pair:
 
     def __repr__(self) -> str:
         kind, dtype, device = family(self.draft), dtype_name(self.target.dtype), self.target.device
-        return (
-            f"Pair(target={self.id.target!r}, draft={self.id.draft!r} ({kind}, block_size {self.block_size}),"
-            f" {dtype} on {device}, max_length {self.max_length})"
-        )
+        draft = f"draft={self.id.draft!r} ({kind}, block_size {self.block_size})" if self.has_draft else "no draft"
+        return f"Pair(target={self.id.target!r}, {draft}, {dtype} on {device}, max_length {self.max_length})"
+
+    @property
+    def has_draft(self) -> bool:
+        """False for a target alone, which verifies what is looked up in each text."""
+        return not isinstance(self.draft, NoDraft)
+
+    def need_draft(self, what: str) -> None:
+        """Raise ValueError for a pair without a draft, naming the target and `what` needs one."""
+        if not self.has_draft:
+            raise ValueError(no_draft_message(self.id.target, what))
 
     @cached_property
     def prepared_draft(self) -> PreparedDraft:
@@ -64,7 +73,7 @@ class Pair:
 
     @property
     def block_size(self) -> int:
-        """The block size that the draft was trained for."""
+        """The block size that the draft was trained for; 1 without a draft."""
         return self.draft.block_size
 
     @property
@@ -96,9 +105,10 @@ def load_pair(
     """Load a pair, such as `load_pair("qwen3-4b", device="cuda")`.
 
     name: one of NAMED_PAIRS; or else `target` and `draft`, each a hub id ("Qwen/Qwen3-4B", "Qwen/Qwen3-4B@REVISION")
-    or a local directory. dtype: "float32" or "bfloat16", or torch's own, of weights and activations; "auto" is
-    bfloat16 on a GPU, and on a CPU with instructions for it and layers in C, where texts are exact in it, too; else
-    float32. device: "cpu", "cuda", "cuda:1", a GPU's number or a torch.device.
+    or a local directory. A target without a draft speculates by lookup alone: what followed in a row's own text.
+    dtype: "float32" or "bfloat16", or torch's own, of weights and activations; "auto" is bfloat16 on a GPU, and on a
+    CPU with instructions for it and layers in C, where texts are exact in it, too; else float32. device: "cpu",
+    "cuda", "cuda:1", a GPU's number or a torch.device.
 
     Raises ValueError for unknown names, models that cannot be read, unsupported families, drafts that do not fit, and
     a dtype or device that cannot be had.
@@ -110,31 +120,27 @@ def load_pair(
     if name is not None:
         target, draft = NAMED_PAIRS[name]
     assert target is not None
-    assert draft is not None
-    found = find_draft(draft)
-    draft_model = load_any_draft(found.directory)
+    draft_model, draft_name, draft_revision = _load_draft(draft)
     model, tokenizer, target_revision = load_target(target, weights_dtype)
     draft_model.check_fit(model.config)
-    pair_id = PairId(split_revision(target)[0], target_revision, split_revision(draft)[0], found.revision)
+    pair_id = PairId(split_revision(target)[0], target_revision, draft_name, draft_revision)
     return _pair(pair_id, model, draft_model, tokenizer, place)
 
 
 def with_draft(pair: Pair, draft: PathOrName) -> Pair:
     """The pair's target, as it lies in memory, with another draft; raises ValueError for one that does not fit."""
-    draft = os.fspath(draft)
-    found = find_draft(draft)
-    model = load_any_draft(found.directory)
+    model, name, revision = _load_draft(os.fspath(draft))
     model.check_fit(pair.target.config)
-    pair_id = pair.id._replace(draft=split_revision(draft)[0], draft_revision=found.revision)
+    pair_id = pair.id._replace(draft=name, draft_revision=revision)
     return _pair(pair_id, pair.target, model, pair.tokenizer, pair.target.device)
 
 
-def target_only(target: PathOrName, *, dtype: str | torch.dtype = "float32", device: Device = "cpu") -> Pair:
-    """Load a target with an untrained placeholder for its draft, to decode plainly (block size 1)."""
-    name, place = os.fspath(target), to_device(device)
-    model, tokenizer, revision = load_target(name, to_dtype(dtype))
-    pair_id = PairId(split_revision(name)[0], revision, "none", "none")
-    return _pair(pair_id, model, no_draft(model.config), tokenizer, place)
+def _load_draft(name: str | None) -> tuple[Draft, str, str]:
+    """A draft, its name without the revision, and its revision; that of a pair without one for None."""
+    if name is None:
+        return NoDraft(), NO_DRAFT, NO_DRAFT
+    found = find_draft(name)
+    return load_any_draft(found.directory), split_revision(name)[0], found.revision
 
 
 def _pair(

@@ -24,15 +24,28 @@ NAMED_PAIRS = {
     "qwen3-coder-30b-a3b": NamedPair("Qwen/Qwen3-Coder-30B-A3B-Instruct", "z-lab/Qwen3-Coder-30B-A3B-DFlash"),
 }
 
+NO_DRAFT = "none"
+"""Name and revision of the draft of a target without one."""
+WITHOUT_DRAFT = "plain decoding plus what is looked up in each text"
+
 
 def check_pair_names(name: str | None, target: str | None, draft: str | None) -> None:
-    """Raise ValueError unless exactly a known pair name, or both a target and a draft, are given."""
+    """Raise ValueError unless exactly a known pair name, or a target with or without a draft, is given."""
     if name is not None and (target or draft):
         raise ValueError(f"pair {name!r} with target {target!r} and draft {draft!r}: give a name, or both models")
-    if name is None and not (target and draft):
-        raise ValueError(f"target {target!r} and draft {draft!r}: both are needed")
+    if name is None and not target:
+        raise ValueError(f"target {target!r} and draft {draft!r}: a target is needed, with or without a draft")
+    if name is None and draft == "":
+        raise ValueError("draft '': must be a hub id or a local directory; without one, leave it out")
     if name is not None and name not in NAMED_PAIRS:
         raise ValueError(f"unknown pair {name!r}: named pairs are {', '.join(NAMED_PAIRS)}")
+
+
+def no_draft_message(target: str, what: str) -> str:
+    """Error of a target without a draft, where `what` needs one: how to name one, and what works without."""
+    known = next((name for name, pair in NAMED_PAIRS.items() if pair.target == split_revision(target)[0]), None)
+    named = f"--pair {known} has one" if known else "--draft names one, jobs/train_draft.py trains one"
+    return f"target {target!r} has no draft, {what} needs one: {named}; without one there is {WITHOUT_DRAFT}"
 
 
 def split_revision(name: str) -> tuple[str, str | None]:

@@ -152,8 +152,9 @@ def sweep_prompts(
 
     A prompt's follow-ups are asked after its answers: a row for every turn. What cannot be swept (empty, longer than
     the context, finished by its prefill) becomes a reject, with the turns that would follow, and leaves the other
-    prompts alone. Raises ValueError for settings that are wrong whatever the prompt.
+    prompts alone. Raises ValueError for settings that are wrong whatever the prompt, and for a pair without a draft.
     """
+    pair.need_draft("a sweep")
     check_candidates(candidates, pair.max_length)
     if text_block_size is None:
         text_block_size = 1 if pair.target.device.type == "cpu" else pair.block_size

@@ -92,6 +92,7 @@ def peers(config: PeersConfig) -> list[Peer]:
             raise ValueError(f"{name} {path}: no such file")
     if (config.llama_bench is None) != (config.gguf is None):
         raise ValueError(f"llama_bench {config.llama_bench} and gguf {config.gguf}: both are needed")
+    config.pair.need_draft("a comparison with other engines")
     target, draft = config.pair.models
     shared = {"dtype": pick_dtype(config.pair.dtype, "cpu"), "threads": config.threads}
     shared |= {"num_drafted": 0, "bought": False}

@@ -14,7 +14,7 @@ import tyro
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from blockpilot.pairs.checkpoints import known_revision
-from blockpilot.pairs.table import NAMED_PAIRS, check_pair_names, split_revision
+from blockpilot.pairs.table import NAMED_PAIRS, NO_DRAFT, check_pair_names, no_draft_message, split_revision
 from blockpilot.storage import is_uri, without_secrets
 from blockpilot.types import PairId
 
@@ -52,14 +52,15 @@ class Config(BaseModel):
 
 
 class PairConfig(Config):
-    """Which target and draft: a named pair, or both by hub id or local directory."""
+    """Which target and draft: a named pair, or a target with or without a draft, by hub id or local directory."""
 
     name: Annotated[str | None, tyro.conf.arg(name="pair")] = None
     """A named pair (see README). The embedded smollm2-135m when neither name nor target is given."""
     target: str | None = None
-    """Target by hub id or local directory; needs `draft` too."""
+    """Target by hub id or local directory."""
     draft: str | None = None
-    """DFlash or EAGLE-3 draft by hub id or local directory."""
+    """DFlash or EAGLE-3 draft of the target, by hub id or local directory. Without one there is plain decoding plus
+    what is looked up in each text."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Weights and activations; auto: bfloat16 on a GPU, and on a CPU with bfloat16 instructions and a compiler, where
     texts are exact in it, too; float32 elsewhere."""
@@ -74,13 +75,25 @@ class PairConfig(Config):
 
     @property
     def models(self) -> tuple[str, str]:
-        """Names of target and draft; raises ValueError as `names` does."""
+        """Names of target and draft, NO_DRAFT without one; raises ValueError as `names` does."""
         name, target, draft = self.names()
-        return NAMED_PAIRS[name] if name is not None else (str(target), str(draft))
+        return NAMED_PAIRS[name] if name is not None else (str(target), draft or NO_DRAFT)
+
+    @property
+    def has_draft(self) -> bool:
+        """False for a target without a draft; raises ValueError as `names` does."""
+        name, _, draft = self.names()
+        return name is not None or draft is not None
+
+    def need_draft(self, what: str) -> None:
+        """Raise ValueError for a target without a draft, naming it and `what` needs one, and as `names` does."""
+        if not self.has_draft:
+            raise ValueError(no_draft_message(self.models[0], what))
 
     def known_revisions(self) -> list[str | None]:
         """Revisions of target and draft, as far as this machine can tell without a download."""
-        return [known_revision(what, name) for what, name in zip(("target", "draft"), self.models, strict=True)]
+        target, draft = self.models
+        return [known_revision("target", target), known_revision("draft", draft) if self.has_draft else NO_DRAFT]
 
     def check_made_for(self, what: str, made_for: PairId) -> None:
         """Raise ValueError, naming both, unless `what` was made for models of these names."""

@@ -49,6 +49,7 @@ from jobs.common.cluster import num_threads
 from jobs.common.registry import UNTRAINED
 from jobs.evaluation.inputs import (
     AR,
+    BASELINES,
     BUDGET,
     CONTROL,
     LOOKUP,
@@ -86,7 +87,7 @@ class Setting(NamedTuple):
     context: int
     """Mean length of the texts in the middle of their answers."""
     left_out: dict[str, str]
-    """Rivals that cannot run with this pair, and why."""
+    """Methods that cannot run with this pair, and why."""
     rivals: dict[str, PairId]
     """Rival drafts beside the pair's, by the word that their methods begin with."""
     set_aside: dict[int, str]
@@ -114,6 +115,8 @@ class Evaluator:
         if plan.sweep is not None and plan.sweep.pair != pair.id:
             raise ValueError(f"sweep made for {plan.sweep.pair}; this pair is {pair.id}: sweep it to another place")
         policies, left_out = self._load_policies(pair)
+        chosen = {BASELINES[name] for name in config.baselines}
+        left_out |= dict.fromkeys(sorted(chosen - {*config.baseline_methods}), "the pair has no draft")
         set_aside = self._encode_prompts(pair)
         self._plan = plan = plan.without(set_aside, config.group_size)
         lengths, most = list(map(len, self._prompt_ids.values())), max(map(config.limit, plan.prompts))

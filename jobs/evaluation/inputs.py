@@ -39,6 +39,7 @@ BASELINES = {
     "no-lookup": NO_LOOKUP,
     "oracle": ORACLE,
 }
+WITHOUT_DRAFT = "control", "untrained"  # baselines that need no draft
 
 
 def method_name(block_size: int) -> str:
@@ -57,7 +58,7 @@ class EvaluateConfig(Config):
     shuffle_seed: int = 0
     """Draws which prompts of a set come first."""
     policy: str = CHAMPION
-    """"champion" or "newest" of the registry, the directory of a policy, or "none"."""
+    """"champion" or "newest" of the registry, the directory of a policy, or "none": all that a lone target has."""
     rivals: tuple[str, ...] = (CHAMPION,)
     """Policies to measure beside it: directories, and "champion" (left out where there is no other)."""
     baselines: tuple[str, ...] = ("control", "random", "means", "untrained", "oracle")
@@ -66,7 +67,7 @@ class EvaluateConfig(Config):
     budget: a tree for every row by its own price (CaDDTree). untrained: the choice of every step, with no
     training; to be promoted, a policy must beat it. no-lookup: the same without what earlier text suggests. lookup:
     that alone, without the draft (vLLM's ngram), and the fixed trees with it. switch: lookup where the text has a
-    match, else the draft (llama.cpp).
+    match, else the draft (llama.cpp). Of a target without a draft control and untrained (lookup) alone.
     random: a block size for each prompt. oracle: the best one for each prompt, a bound."""
     rival_drafts: tuple[str, ...] = ()
     """Other drafts of the same target, by hub id or local directory, such as EAGLE-3: chains of the fixed block
@@ -104,8 +105,9 @@ class EvaluateConfig(Config):
 
     @property
     def baseline_methods(self) -> list[str]:
-        """The chosen baselines by the names of their methods."""
-        return [method for name, method in BASELINES.items() if name in self.baselines]
+        """The chosen baselines by the names of their methods; without a draft those that need none."""
+        possible = BASELINES if self.pair.has_draft else WITHOUT_DRAFT
+        return [method for name, method in BASELINES.items() if name in self.baselines and name in possible]
 
     @property
     def group_size(self) -> int:
@@ -194,6 +196,9 @@ def known_price(config: EvaluateConfig, plan: Plan) -> StepPrice | None:
 
 def read_inputs(config: EvaluateConfig) -> tuple[tuple[Prompt, ...], Swept | None]:
     """The prompts, and the sweeps if there are any. Raises ValueError where they do not fit the configuration."""
+    for name in ("block_sizes", "tree_sizes"):
+        if values := getattr(config, name):
+            config.pair.need_draft(f"{name} {values}")
     config.pair.names()
     drawn = [p for name in config.prompts for p in load_prompts(name, config.num_prompts, config.shuffle_seed)]
     prompts = tuple({prompt.text: prompt for prompt in drawn}.values())
@@ -244,10 +249,12 @@ def find_policies(config: EvaluateConfig, registry: Registry) -> tuple[dict[str,
 
     Raises ValueError where there is no such policy or it is for other models.
     """
-    if config.policy == NO_POLICY:
+    of_registry = config.policy in (CHAMPION, NEWEST)
+    if config.policy == NO_POLICY or (of_registry and not config.pair.has_draft):
         return {}, None, None
+    config.pair.need_draft(f"policy {config.policy}")
     version, directory = None, Path(config.policy).absolute()
-    if config.policy in (CHAMPION, NEWEST):
+    if of_registry:
         version = _find_version(config, registry)
         directory = _download(config, registry, version)
     policies, champion = {POLICY: directory}, None

@@ -17,6 +17,7 @@ from blockpilot.evaluation.statistics import (
     fastest_block_size,
 )
 from blockpilot.evaluation.tables import cells, markdown, with_range
+from blockpilot.pairs.table import NO_DRAFT
 from blockpilot.storage import write_text
 from jobs.common.registry import CHAMPION, UNTRAINED, HeldOut, Registry, Version, kept_for_later
 from jobs.evaluation.actor import Setting
@@ -212,9 +213,10 @@ def _describe(
     limits = sorted({config.limit(prompt) for prompt in plan.prompts})
     limit = str(limits[0]) if len(limits) == 1 else f"{limits[0]} to {limits[-1]}"
     rivals = "".join(f" ({name}: {pair.draft})" for name, pair in setting.rivals.items())
+    draft = f"with {setting.pair.draft}" if setting.pair.draft != NO_DRAFT else "without a draft"
     times = "once" if config.repeats == 1 else f"{config.repeats} times"
     caption = (
-        f"{setting.pair.target} with {setting.pair.draft}{rivals}, {setting.dtype} on {setting.device}: "
+        f"{setting.pair.target} {draft}{rivals}, {setting.dtype} on {setting.device}: "
         f"{prompts}, {together}, {times}; {limit} tokens at most, "
         f"temperature {config.temperature:g}. In brackets: 95% intervals over prompts."
     )

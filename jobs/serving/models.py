@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pydantic import Field, field_validator
 
-from blockpilot.pairs.table import split_revision, target_slug
+from blockpilot.pairs.table import no_draft_message, split_revision, target_slug
 from blockpilot.types import MAX_BLOCK_SIZE
 from jobs.common.config import Config, PairConfig, Placement
 from jobs.common.registry import AUTO, CHAMPION, UNTRAINED, Registry, model_name
@@ -30,7 +30,7 @@ class ModelConfig(Config):
     policy: str = AUTO
     """Choice of what is drafted and verified: by "champion" of the registry, by the directory of a policy, by
     "untrained" (an acceptance model that starts with the draft's own probabilities), or one block size. "auto" is the
-    champion, and "untrained" while there is none."""
+    champion, and "untrained" while there is none. A target without a draft has "untrained", or block size 1."""
     resources: ReplicaResources = ReplicaResources()
     """Resources of each replica; num_actors is their number, or the least number where max_replicas is larger."""
     max_replicas: int = Field(default=1, ge=1)
@@ -72,6 +72,12 @@ class ModelConfig(Config):
         return self.policy if self.policy in (AUTO, CHAMPION, UNTRAINED) else str(Path(self.policy).absolute())
 
 
+def check_without_draft(target: str, policy: int | str | Path) -> None:
+    """Raise ValueError for a policy that a target without a draft cannot have: all but 1, "auto" and "untrained"."""
+    if policy not in (0, 1, AUTO, UNTRAINED):
+        raise ValueError(no_draft_message(target, f"policy {policy}"))
+
+
 def models_by_name(models: Sequence[ModelConfig]) -> dict[str, str]:
     """Every name, and the first one of its model; ValueError for a name of two models."""
     found = dict[str, str]()
@@ -87,6 +93,8 @@ def find_policy(model: ModelConfig, folder: Path) -> int | str | Path:
     or it is for other models.
     """
     source = model.policy_source
+    if not model.pair.has_draft:
+        check_without_draft(model.pair.models[0], source)
     if source == UNTRAINED:
         return source
     if isinstance(source, int):
@@ -96,6 +104,8 @@ def find_policy(model: ModelConfig, folder: Path) -> int | str | Path:
     from blockpilot.policy.store import load_policy  # seconds to import
 
     directory = Path(source)
+    if source == AUTO and not model.pair.has_draft:
+        return AUTO
     if source in (AUTO, CHAMPION):
         registry = Registry.open()
         try:

@@ -19,6 +19,7 @@ from blockpilot.policy.store import load_policy
 from jobs.common.registry import AUTO, CHAMPION, UNTRAINED, model_name
 from jobs.serving.champions import ChampionWatch
 from jobs.serving.engine_loop import EngineLoop
+from jobs.serving.models import check_without_draft
 
 TRIAL_TOKENS = 8
 PRICE_CONTEXT, PRICE_ROWS = 256, 4  # tokens, and rows at most, of the steps timed at the start: requests wait for it
@@ -57,10 +58,13 @@ class PolicyInUse:
         user_config: `policy`, a block size, a directory, "untrained", "champion" or "auto"; of the last two also
         `store`, the MLflow store, `follow_s`, how often to look for another one, and `folder`, where it is copied to.
         A champion that the registry cannot give at the start is its last copy. With "auto" and no champion it is
-        "untrained": a champion has beaten that.
+        "untrained": a champion has beaten that. A pair without a draft has no other policies but block size 1.
         """
         self.stop()
         policy = user_config["policy"]
+        if not self._pair.has_draft:
+            check_without_draft(self._pair.id.target, policy)
+            policy = UNTRAINED if policy == AUTO else policy
         if policy not in (AUTO, CHAMPION):
             self._use(policy)
             return

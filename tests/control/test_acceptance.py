@@ -193,8 +193,8 @@ def test_before_anything_was_seen_depths_are_guessed(kind: int) -> None:
     np.testing.assert_allclose(found.sums[1:], guess * (guess >= THRESHOLDS))
     assert not found.sums[0].any()
     assert not found.counts[0].any()
-    with pytest.raises(ValueError, match="deepest 0"):
-        AcceptanceModel(0)
+    with pytest.raises(ValueError, match="deepest -1"):
+        AcceptanceModel(-1)
 
 
 def test_expected_nodes_are_the_mean_of_those_that_drafts_added() -> None:

@@ -15,7 +15,7 @@ from blockpilot.native.library import has_functions
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import DRAFTED, LOOKED_UP, Request, Sampling, Step
 from helpers.controllers import Watched
-from helpers.engines import NEVER, PROMPT, plain_text, run, text_of
+from helpers.engines import NEVER, plain_text, run, text_of
 from helpers.texts import slow_match
 
 pytestmark = pytest.mark.skipif(not has_functions(), reason="lookup needs the functions in C")

@@ -1043,7 +1043,11 @@ def refused(arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         ("--prompts gone.jsonl", "prompt file not found: gone.jsonl"),
         ("--prompts demo --num-prompts 1", "1 prompts: intervals need at least two"),
         ("--prompts demo --pair nope", "unknown pair 'nope': named pairs are smollm2-135m, "),
-        ("--prompts demo --target x", "target 'x' and draft None: both are needed"),
+        (
+            "--prompts demo --target x --block-sizes 2 4",
+            "target 'x' has no draft, block_sizes (2, 4) needs one: --draft",
+        ),
+        ("--prompts demo --target x --tree-sizes 3", "target 'x' has no draft, tree_sizes (3,) needs one: --draft"),
         ("--prompts demo --sweep nowhere", "nowhere: no such file"),
         ("--prompts demo --sweep sweep", "sweep sweep: made for target {target} with draft"),
         (

@@ -132,7 +132,7 @@ def test_only_the_held_out_prompts_of_a_training_set(config: MeasureDraftConfig)
     [
         ({"held_out": 1e-6}, "sums.txt': 0 held out, at least 2 are needed"),
         ({"prompts": ("nowhere",)}, "unknown prompt set 'nowhere'"),
-        ({"pair": PairConfig(target="x")}, "target 'x' and draft None: both are needed"),
+        ({"pair": PairConfig(target="x")}, "target 'x' has no draft, jobs/measure_draft.py needs one"),
     ],
 )
 def test_bad_input_is_refused_before_ray_starts(

@@ -110,7 +110,7 @@ def texts(folder: SweepFolder, shard: SweepShard) -> list[str]:
         ("--prompts gone.jsonl", "prompt file not found: gone.jsonl"),
         ("--prompts {bad}", "bad.jsonl: no prompt in 2 rows: line 1: empty prompt; line 2: not JSON"),
         ("--pair nope", "unknown pair 'nope': named pairs are smollm2-135m, "),
-        ("--target x", "target 'x' and draft None: both are needed"),
+        ("--target x", "target 'x' has no draft, a sweep needs one: --draft names one"),
     ],
 )
 def test_bad_input_is_one_line(

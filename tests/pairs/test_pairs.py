@@ -32,8 +32,15 @@ from blockpilot.models.native_layers import NativeLayers
 from blockpilot.pairs import checkpoints, embedded
 from blockpilot.pairs.checkpoints import directory_revision, known_revision
 from blockpilot.pairs.embedded import converted
-from blockpilot.pairs.loading import Pair, load_pair, target_only, with_draft
-from blockpilot.pairs.table import EMBEDDED_TARGET, NAMED_PAIRS, check_pair_names, split_revision, target_slug
+from blockpilot.pairs.loading import Pair, load_pair, with_draft
+from blockpilot.pairs.table import (
+    EMBEDDED_TARGET,
+    NAMED_PAIRS,
+    check_pair_names,
+    no_draft_message,
+    split_revision,
+    target_slug,
+)
 from blockpilot.types import Sampling
 from helpers.eagle3 import random_eagle3
 from helpers.engines import NEVER, PROMPT, plain_text, text_of
@@ -206,13 +213,22 @@ def test_a_damaged_gguf_is_refused_and_not_converted(tmp_path: Path) -> None:
     [
         (("nope", None, None), "unknown pair 'nope': named pairs are smollm2-135m"),
         (("smollm2-135m", "x", None), "give a name, or both models"),
-        ((None, "x", None), "both are needed"),
-        ((None, None, None), "both are needed"),
+        ((None, None, "x"), "target None and draft 'x': a target is needed"),
+        ((None, None, None), "a target is needed"),
+        ((None, "x", ""), "draft ''"),
     ],
 )
 def test_bad_names_are_refused(arguments: tuple[str | None, str | None, str | None], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_pair_names(*arguments)
+    check_pair_names(None, "x", None)
+
+
+@pytest.mark.parametrize(("target", "named"), [("Qwen/Qwen3-4B@main", "--pair qwen3-4b has one"), ("x", "--draft")])
+def test_a_missing_draft_is_named(target: str, named: str) -> None:
+    message = no_draft_message(target, "a sweep")
+    assert message.startswith(f"target '{target}' has no draft, a sweep needs one: {named}")
+    assert message.endswith("without one there is plain decoding plus what is looked up in each text")
 
 
 def test_missing_models_are_named(tiny_pair_dirs: tuple[Path, Path]) -> None:
@@ -376,7 +392,7 @@ def test_a_pair_is_loaded_from_paths_in_torchs_dtype(dtype: Any, tiny_pair_dirs:
     assert pair.target.dtype == pair.draft.dtype == torch.bfloat16
     assert pair.id.target == str(target)
     assert with_draft(pair, draft).id == pair.id
-    assert target_only(target, dtype=dtype).target.dtype == torch.bfloat16
+    assert load_pair(target=target, dtype=dtype).target.dtype == torch.bfloat16
     for wrong in ({"dtype": torch.float16}, {"device": "gpu"}):
         with pytest.raises(ValueError, match="must be one of"):
             load_pair(target=target, draft=draft, **wrong)

@@ -14,7 +14,7 @@ from blockpilot.drafts.families import load_any_draft
 from blockpilot.engine.detokenize import TextStream
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.generate import generate
-from blockpilot.pairs.loading import Pair, load_pair, load_tokenizer, network_config, target_only
+from blockpilot.pairs.loading import Pair, load_pair, load_tokenizer, network_config
 from blockpilot.pairs.table import NAMED_PAIRS
 from blockpilot.types import Request, Sampling
 from helpers.engines import NEVER, run, text_of
@@ -119,7 +119,7 @@ def test_other_published_forms_load_as_transformers_reads_them(
     name: str, changes: dict[str, Any], directories: dict[str, tuple[Path, Path]], tmp_path: Path
 ) -> None:
     target = changed(directories[name][0], tmp_path / "target", **changes)
-    pair = target_only(target)
+    pair = load_pair(target=target, dtype="float32")
     stock = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, trust_remote_code=False)
     with torch.inference_mode():
         expected = stock(torch.tensor([PROMPT])).logits[0, -1]
@@ -153,15 +153,15 @@ def test_what_cannot_be_run_is_named(
 ) -> None:
     target = changed(directories[name][0], tmp_path / "target", **changes)
     with pytest.raises(ValueError, match=f"target .*{message}"):
-        target_only(target)
+        load_pair(target=target, dtype="float32")
 
 
 def test_stop_tokens_without_a_generation_config(directories: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
     target = changed(directories["llama31-8b"][0], tmp_path / "target")
     (target / "generation_config.json").unlink()
-    assert target_only(target).stop_token_ids == {257, 258, 259}
+    assert load_pair(target=target, dtype="float32").stop_token_ids == {257, 258, 259}
     (target / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 0.6}))
-    assert target_only(target).stop_token_ids == {257, 258, 259}
+    assert load_pair(target=target, dtype="float32").stop_token_ids == {257, 258, 259}
 
 
 @pytest.mark.parametrize("scaling", [{"type": "yarn", "factor": 48.0}, {"rope_type": "linear", "factor": 2.0}, None])
@@ -217,7 +217,7 @@ def test_a_chat_template_is_found_wherever_files_have_it(form: str, tmp_path: Pa
 def test_tokenizer_json_alone_is_enough(name: str, directories: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
     target = changed(directories[name][0], tmp_path / "target")
     (target / "tokenizer_config.json").unlink()
-    pair = target_only(target)
+    pair = load_pair(target=target, dtype="float32")
     assert pair.tokenizer("h\u00e9<eos>")["input_ids"] == [
         *load_tokenizer(directories[name][0])("h\u00e9")["input_ids"],
         257,
@@ -236,7 +236,7 @@ def test_no_tokenizer_is_named(
     if text is not None:
         (target / "tokenizer.json").write_text(text)
     with pytest.raises(ValueError, match=f"target .*: {message}") as caught:
-        target_only(target)
+        load_pair(target=target, dtype="float32")
     assert len(str(caught.value).splitlines()) == 1
 
 

@@ -1,0 +1,64 @@
+"""The draft of a target that has none: it proposes nothing, keeps nothing and takes no memory.
+
+What such a target verifies is looked up in each row's own text (engine/lookup.py), or forced by a constraint.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from blockpilot.drafts.blocks import Blocks, KnownContext
+from blockpilot.drafts.choices import Linked
+from blockpilot.drafts.interface import Asked, Choose, Draft, PreparedDraft
+from blockpilot.models.cache import SlotCache
+from blockpilot.models.packing import SideBySide
+from blockpilot.types import Candidates
+
+
+class NoDraft(Draft):
+    """Draft without weights: block size 1, and no layers of the target are read."""
+
+    is_sequential = False
+    block_size = 1
+    context_size = 0
+    dtype = torch.float32
+
+    def layer_ids(self, num_target_layers: int) -> tuple[int, ...]:
+        return ()
+
+    def check_fit(self, config: object) -> None:
+        """Fits every target."""
+
+    def at_anchors(self, blocks: Blocks, context: KnownContext, embedding: Tensor) -> Tensor:
+        """Raise ValueError: there is nothing to run."""
+        raise ValueError("the pair has no draft: it has no hidden states of blocks")
+
+
+@dataclass(frozen=True)
+class _NoLayers:
+    """Shape of a cache without layers."""
+
+    num_hidden_layers: int = 0
+    num_attention_heads: int = 1
+    num_key_value_heads: int = 1
+    head_dim: int = 2
+
+
+class PreparedNoDraft(PreparedDraft):
+    """`NoDraft` as the engine holds it: with a cache of 0 bytes, and never run."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def new_cache(self, num_slots: int, length: int) -> SlotCache:
+        return SlotCache(_NoLayers(), num_slots, length, NoDraft.dtype, self._device)
+
+    def keep_up(
+        self, features: Tensor, following: Sequence[int], slots: Sequence[int], packing: SideBySide, cache: SlotCache
+    ) -> Tensor:
+        raise AssertionError("a pair without a draft keeps no features")
+
+    def propose(self, asked: Asked, cache: SlotCache, choose: Choose) -> Candidates | Linked:
+        raise AssertionError("a pair without a draft has no draft pass")

@@ -114,6 +114,8 @@ LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
 
 DRAFTED, LOOKED_UP = 1, 2
+SOURCE_NAMES = "constraint", "draft", "lookup", "both"
+"""By the numbers in `Tree.sources`."""
 
 
 class Tree(NamedTuple):

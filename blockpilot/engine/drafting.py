@@ -328,8 +328,8 @@ def outcomes_of(
     """`verified` of the rows of a batch that adapt and emitted something in these steps."""
     emitted = {step.request_id: step.tokens for step in steps}
     told = [r for r, row in enumerate(rows) if row.adapts and row.request_id in emitted]
-    of_told = [[of[r] for r in told] for of in (drafts, paths)]
-    return verified(*of_told, [emitted[rows[r].request_id] for r in told], offered)
+    of_rows = [emitted[rows[r].request_id] for r in told]
+    return verified([drafts[r] for r in told], [paths[r] for r in told], of_rows, offered)
 
 
 def verified(

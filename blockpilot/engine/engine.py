@@ -180,15 +180,13 @@ class Engine:
         started = time.perf_counter()
         graphs, num_graphs = self._cache.graphs, len(self._cache.graphs or ())
         rows, prompts = list(self._rows), self._schedule_prompts()
-        paths = self._lookup.paths(rows, self.max_block_size - 1)
-        paths = paths and self.controller.follow(paths)
+        paths = self._lookup.paths(rows, self.max_block_size - 1, self.controller.follow)
         drawn = [not row.request.sampling.is_greedy for row in rows]
         kinds = self.controller.kinds(np.array(drawn, dtype=int), paths)
         depths = self._plan(rows, kinds)
         offered = self._offer(rows, depths, paths)
-        drafted = Load(len(rows), sum(depths), num_fixed(rows), self._passes(depths))
-        select = partial(self.controller.select, drafted=drafted)
-        drafts = grow_all(rows, offered, kinds, select, self.max_block_size - 1)
+        load, most = Load(len(rows), sum(depths), num_fixed(rows), self._passes(depths)), self.max_block_size - 1
+        drafts = grow_all(rows, offered, kinds, partial(self.controller.select, drafted=load), most)
         trees = [tree_of(nodes) if nodes else NO_TREE for nodes in drafts]
         work = Work(blocks_of(rows, trees, self._device), trees, depths, prompts, self._passes(depths))
         if not work.parts:
@@ -197,8 +195,8 @@ class Engine:
         self._keep_prefixes(steps)
         self._retire()
         found = outcomes_of(rows, drafts, accepted, steps, offered)
-        num_prompt_tokens = prompts.packing.num_tokens if prompts is not None else 0
-        outcome = StepOutcome(work.load, num_prompt_tokens, found, has_captured=len(graphs or ()) > num_graphs)
+        num_taken_in = prompts.packing.num_tokens if prompts is not None else 0
+        outcome = StepOutcome(work.load, num_taken_in, found, has_captured=len(graphs or ()) > num_graphs)
         self.controller.learn(outcome, time.perf_counter() - started)
         return steps
 

@@ -3,7 +3,7 @@
 Texts are prompt and answer so far, final tokens only; no other request's text is ever looked up.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -34,8 +34,8 @@ class Lookup:
     def num_bytes(self) -> int:
         return self._index.num_bytes if self._index is not None else 0
 
-    def paths(self, rows: Sequence[Row], most: int) -> Paths | None:
-        """What may follow each of the rows [R] of a batch, `most` tokens at most; None where nothing does."""
+    def paths(self, rows: Sequence[Row], most: int, follow: Callable[[Paths], Paths]) -> Paths | None:
+        """What may follow rows [R], `most` tokens at most, with chances by `follow`; None where nothing does."""
         looking = [r for r, row in enumerate(rows) if row.looks_up]
         if not looking or not has_functions():
             return None
@@ -52,7 +52,7 @@ class Lookup:
         known = np.stack([found.lengths, found.agree, self._held[texts]], axis=1).astype(float)
         drawn = np.array([int(not row.request.sampling.is_greedy) for row in rows])
         paths, sizes, known = _spread([found.paths, sizes, known], looking, len(rows))
-        return Paths(paths, sizes, known, drawn, np.zeros(paths.shape))
+        return follow(Paths(paths, sizes, known, drawn, np.zeros(paths.shape)))
 
     def end(self, row: Row) -> None:
         """Forget a row."""

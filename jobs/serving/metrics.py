@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ray.serve.metrics import Counter, Gauge, Histogram
 
+from blockpilot.types import SOURCE_NAMES
 from jobs.serving.api import Exchange
 
 if TYPE_CHECKING:  # the gateway needs no torch
@@ -19,8 +20,6 @@ if TYPE_CHECKING:  # the gateway needs no torch
 
 STEP_S = [0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0]
 GAUGES_EVERY_S = 2.0
-SOURCES = ("constraint", "draft", "lookup", "both")
-"""Names of what proposed a token, by its number in `Tree.sources`."""
 M = TypeVar("M", Counter, Gauge, Histogram)
 LATENCY_S = [0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 600.0]
 
@@ -85,7 +84,7 @@ class ReplicaMetrics:
         _add(self._tokens, sum(len(step.tokens) for step in steps))
         _add(self._verified, sum(len(step.tokens) for step in blocks))
         for source, num in CountBy(source for step in blocks for source in step.accepted_sources).items():
-            self._accepted.inc(num, {"source": SOURCES[source]})
+            self._accepted.inc(num, {"source": SOURCE_NAMES[source]})
         for (size, is_chain), num in CountBy((step.block_size, step.tree.is_chain) for step in blocks).items():
             self._blocks.inc(num, {"block_size": str(size), "layout": "chain" if is_chain else "tree"})
 

@@ -15,10 +15,9 @@ from typing import NamedTuple
 from blockpilot.constraints.schemas import JsonObject
 from blockpilot.engine.detokenize import TextStream
 from blockpilot.pairs.loading import Pair
-from blockpilot.types import DRAFTED, LOOKED_UP
+from blockpilot.types import DRAFTED, LOOKED_UP, SOURCE_NAMES
 from jobs.serving.answer import ChoiceText, Piece, Shown, merged
 from jobs.serving.engine_loop import Stream
-from jobs.serving.metrics import SOURCES
 from jobs.serving.schema import Body, ChatRequest
 from jobs.serving.token_texts import ScoredToken, TokenText, unique_names
 from jobs.serving.tool_calls import CallReader, whole_calls
@@ -210,7 +209,7 @@ class Reply:
         if (step := piece.step) is not None:  # block size 0 marks the first token, which the prefill emits
             texts = list(piece.step_texts)
             drafted = {"drafted": list(piece.drafted_texts), "parents": list(step.tree.parents), "path": step.path}
-            drafted["sources"] = [SOURCES[source] for source in step.tree.sources]
+            drafted["sources"] = [SOURCE_NAMES[source] for source in step.tree.sources]
             counts = {"block_size": step.block_size, "num_accepted": step.num_accepted}
             shown["step"] = counts | {"texts": texts} | drafted
         return shown

@@ -71,8 +71,8 @@ def scatter(engine: Engine, texts: Sequence[Sequence[int]], seed: int, monkeypat
 
 def slots_of(of_pass: Pass) -> list[Slots]:
     """The slots of every row, with the draft's own chances."""
-    unknown = [False] * len(of_pass.depths)
-    offered = offer(of_pass.found, unknown, of_pass.depths, Controller(AcceptanceModel(1)))
+    unknown, slots = [False] * len(of_pass.depths), range(len(of_pass.depths))
+    offered = offer(of_pass.found, slots, unknown, of_pass.depths, Controller(AcceptanceModel(1)))
     return [offered.of_row(r) for r in range(len(of_pass.depths))]
 
 

@@ -117,7 +117,7 @@ class Counted(Told):
         self.planned: list[tuple[int, Load]] = []
 
     def plan(self, rows: Planned, beside: Load) -> Array:
-        self.planned.append((len(rows.drawn), beside))
+        self.planned.append((len(rows.kinds), beside))
         return super().plan(rows, beside)
 
 

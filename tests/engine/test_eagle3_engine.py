@@ -194,7 +194,7 @@ def test_drafting_leaves_the_caches_of_plain_decoding(eagle_pair: Pair, layout: 
     """The target's keys and values of final tokens, the draft's entries, and the hidden state that is scored next."""
     states = []
     for block_size in (1, 14):
-        engine = Engine(eagle_pair, num_slots=1, max_length=64)
+        engine = Engine(eagle_pair, num_slots=1, max_length=64, prefix_tokens=64)  # a kept prefix is caught up with
         request_id = engine.add(Request(PROMPT, 30, SAMPLINGS[2], 14, NEVER, layout=layout))
         steps = engine.step()
         engine.set_block_size(request_id, block_size)
@@ -219,7 +219,9 @@ def entries_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_nothing_is_computed_twice(eagle_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step's passes: one for each drafted position but the first, and one over what became final."""
+    """A step's passes: one over what became final since the row's last draft, one for each drafted position but the
+    first, and one over prompts.
+    """
     counts = entries_of(monkeypatch)
     engine = Engine(eagle_pair, num_slots=2, max_length=64, max_prefill_tokens=12)
     chain, tree = (
@@ -233,14 +235,15 @@ def test_nothing_is_computed_twice(eagle_pair: Pair, monkeypatch: pytest.MonkeyP
 
     assert step() == ([12], {chain: 1})  # two tokens of the second prompt beside the first
     of_step, emitted = step()
-    assert of_step == [1, 1, 9 + emitted[chain]]
+    assert of_step == [1, 1, 9]
     engine.set_block_size(tree, 1)
+    lacking = emitted[chain]
     of_step, emitted = step()
-    assert of_step == [1, 1, emitted[chain] + 1]
+    assert of_step == [lacking, 1, 1]
     engine.set_block_size(chain, 1)
     engine.set_block_size(tree, 4)
-    of_step, emitted = step()
-    assert of_step == [8, 8, 1 + emitted[tree]]
+    of_step, _ = step()
+    assert of_step == [1, 8, 8]
 
 
 @torch.inference_mode()
@@ -256,6 +259,7 @@ def test_the_context_vector_is_the_hidden_state_that_is_scored_next(eagle_pair: 
             assert step.prefill.context is not None
             shown.append((len(tokens), step.prefill.context))
         if step.finish_reason is None:
+            engine._drafter.keep_up(engine._rows, [0])
             shown.append((len(tokens), engine._drafter.cache.hidden[0].clone()))  # type: ignore[attr-defined]
     known = know(eagle_pair, [Text(tuple(tokens), len(PROMPT), len(tokens), Sampling())])
     for length, context in shown:

@@ -48,7 +48,8 @@ def test_without_a_policy_every_step_is_chosen(tiny_pair: Pair) -> None:
     prompt, num = PROMPT[1:], 300
     text = plain_text(tiny_pair, prompt, num, Sampling())
     pairs = [scripted_pair(tiny_pair, prompt + text, errors) for errors in (NEVER, frozenset(range(1000)))]
-    right, wrong = (list(generate(each, prompt, max_new_tokens=num, stop_token_ids=NEVER)) for each in pairs)
+    options = {"max_new_tokens": num, "stop_token_ids": NEVER, "lookup": False}
+    right, wrong = (list(generate(each, prompt, **options)) for each in pairs)  # type: ignore[arg-type]
     assert text_of(right) == text_of(wrong) == text
     assert {step.num_accepted for step in right[1:-1]} == {tiny_pair.block_size - 1}
     assert [step.num_accepted for step in wrong] == [0] * num

@@ -17,14 +17,10 @@ HELD_DECAY = 0.8  # a step
 
 
 class Lookup:
-    """An index of the texts of `num_slots` rows of at most `length` tokens. Without the C functions nothing is found.
-
-    Memory for it is taken with the first row that looks something up.
-    """
+    """An index of the texts of `num_slots` rows of at most `length` tokens; without C functions nothing is found."""
 
     def __init__(self, num_slots: int, length: int) -> None:
-        self._shape = num_slots, length
-        self._index: TextIndex | None = None
+        self._index = TextIndex(num_slots, length) if has_functions() else None
         self._texts = dict[Row, int]()
         self._free = list(range(num_slots))
         self._expected = np.full(num_slots, -1)  # what followed the latest match of each text
@@ -37,10 +33,8 @@ class Lookup:
     def paths(self, rows: Sequence[Row], most: int, follow: Callable[[Paths], Paths]) -> Paths | None:
         """What may follow rows [R], `most` tokens at most, with chances by `follow`; None where nothing does."""
         looking = [r for r, row in enumerate(rows) if row.looks_up]
-        if not looking or not has_functions():
+        if not looking or self._index is None:
             return None
-        if self._index is None:
-            self._index = TextIndex(*self._shape)
         texts = np.array([self._text_of(rows[r], self._index) for r in looking])
         self._take_in([rows[r] for r in looking], texts, self._index)
         found = self._index.match(texts, min(most, MAX_DEPTH))

@@ -15,7 +15,14 @@ from blockpilot.control.choose import Trees
 from blockpilot.control.controller import Controller, Planned
 from blockpilot.control.cost import Load, StepPrice
 from blockpilot.engine.engine import Engine
-from blockpilot.evaluation.baselines import DepthController, Margins, TreeBudget, WholeDraft
+from blockpilot.evaluation.baselines import (
+    DepthController,
+    LookupAlone,
+    LookupOrDraft,
+    Margins,
+    TreeBudget,
+    WholeDraft,
+)
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import Candidates, Layout, Request, Sampling
 from helpers.engines import NEVER, PROMPT, plain_text, run, text_of
@@ -105,10 +112,18 @@ def test_margins_learn_which_tokens_are_accepted() -> None:
             assert float(chances[0, place, 0]) == pytest.approx(truth(place, margin), abs=0.05)
 
 
+def test_lookup_alone_never_drafts_and_a_switch_does_where_nothing_matches() -> None:
+    rows, cheap = Planned(np.array([0, 2]), np.full(2, DEEPEST)), price(slot_s=0.001, token_s=0.001)
+    for rival, depths in ((Controller, [7, 7]), (LookupAlone, [0, 0]), (LookupOrDraft, [7, 0])):
+        assert rival(AcceptanceModel(DEEPEST), cheap).plan(rows, Load(0)).tolist() == depths
+
+
 RIVALS: dict[str, tuple[Callable[[int], Controller], Layout]] = {
     "running means": (lambda deepest: DepthController(AcceptanceModel(deepest)), "chain"),
     "adaptive verification": (lambda deepest: WholeDraft(Margins(deepest)), "chain"),
     "tree budget": (lambda deepest: TreeBudget(AcceptanceModel(deepest)), "tree"),
+    "lookup alone": (lambda deepest: LookupAlone(AcceptanceModel(deepest)), "auto"),
+    "lookup or draft": (lambda deepest: LookupOrDraft(AcceptanceModel(deepest)), "auto"),
 }
 
 
@@ -122,5 +137,6 @@ def test_the_text_is_the_targets(tiny_pair: Pair, rival: str, sampling: Sampling
     with torch.inference_mode():
         for request, steps in zip(requests, found, strict=True):
             assert text_of(steps) == plain_text(tiny_pair, request.prompt_ids, request.max_new_tokens, sampling)
-    assert all(step.tree.is_chain for steps in found for step in steps) or layout == "tree"
-    assert any(step.num_accepted for steps in found for step in steps) or not sampling.temperature
+    assert all(step.tree.is_chain for steps in found for step in steps) or layout != "chain"
+    drafts = rival != "lookup alone" and sampling.temperature > 0
+    assert any(step.num_accepted for steps in found for step in steps) or not drafts

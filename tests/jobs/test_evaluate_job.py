@@ -35,7 +35,7 @@ from blockpilot.prompts.files import Message, Prompt, answer_limit, load_prompts
 from blockpilot.sweep.rows import Metadata, SweepRow, prompt_ids, write_rows
 from blockpilot.sweep.summary import Summary
 from blockpilot.sweep.sweep import sweep_prompts
-from blockpilot.types import PairId, Prefill, Request, Sampling, Step, Tree
+from blockpilot.types import DRAFTED, LOOKED_UP, PairId, Prefill, Request, Sampling, Step, Tree
 from helpers.leases import take_over
 from helpers.policies import choosy_policy, step_policy, tiny_policy
 from helpers.prices import price
@@ -51,11 +51,14 @@ from jobs.evaluation.actor import Evaluator, Setting, default_block_sizes
 from jobs.evaluation.inputs import (
     AR,
     CONTROL,
+    LOOKUP,
     MEANS,
+    NO_LOOKUP,
     ORACLE,
     POLICY,
     RANDOM,
     STATIC,
+    SWITCH,
     EvaluateConfig,
     Plan,
     Swept,
@@ -354,7 +357,8 @@ def test_trees_are_really_decoded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Those of a fixed size, and those that the draft's own probabilities buy; running means buy chains."""
-    config = changed(config, tree_sizes=(3,), baselines=("means", "untrained"), temperature=temperature, waves=1)
+    baselines = "means", "untrained", "lookup", "switch", "no-lookup"
+    config = changed(config, tree_sizes=(3,), baselines=baselines, temperature=temperature, waves=1)
     cheap = price_here(tiny_pair.id, slot_s=1e-3, token_s=1e-3)
     evaluator = Watched(config, plan_of(config, prompts[1]), cheap)
     trees: dict[str, list[Tree]] = {method: [] for method in evaluator.methods}
@@ -370,13 +374,18 @@ def test_trees_are_really_decoded(
     for method, engine in evaluator._engines.items():
         monkeypatch.setattr(engine, "step", recorded(engine, trees[method]))
     runs = evaluator.measure(0, 0)
-    assert [run.method for run in runs] == [*FIXED, "tree 3", MEANS, UNTRAINED]
+    others = MEANS, UNTRAINED, LOOKUP, SWITCH, NO_LOOKUP
+    assert [run.method for run in runs] == [*FIXED, "tree 3", "tree 3 with lookup", *others]
     assert all(run.totals.num_equal == 1 for run in runs)
     assert [run.totals.num_verified for run in runs] == [len(trees[run.method]) for run in runs]
-    assert {method for method, found in trees.items() if not all(tree.is_chain for tree in found)} == {
-        "tree 3",
-        UNTRAINED,
-    }
+    branched = {method for method, found in trees.items() if not all(tree.is_chain for tree in found)}
+    assert (
+        {"tree 3", UNTRAINED, NO_LOOKUP} <= branched <= {"tree 3", "tree 3 with lookup", UNTRAINED, SWITCH, NO_LOOKUP}
+    )
+    of_trees = {method: {source for tree in found for source in tree.sources} for method, found in trees.items()}
+    looked_up = {method for method, sources in of_trees.items() if sources - {DRAFTED}}
+    assert looked_up <= {"tree 3 with lookup", UNTRAINED, LOOKUP, SWITCH}
+    assert of_trees[LOOKUP] <= {LOOKED_UP}
     assert {len(tree.tokens) for tree in trees["tree 3"][:-1]} == {3}
     assert max(len(tree.tokens) for tree in trees[UNTRAINED]) > tiny_pair.block_size
 

@@ -24,7 +24,7 @@ from jobs.common.registry import CHAMPION, UNTRAINED, Registry, Version, model_n
 AR, POLICY, RANDOM, MEANS, ORACLE = "AR", "policy", "random", "running means", "oracle (bound)"
 CONTROL, STATIC = "AR again", "best static"
 VERIFICATION, BUDGET = "adaptive verification", "tree budget"
-LOOKUP, SWITCH, NO_LOOKUP = "lookup alone", "lookup or draft", f"{UNTRAINED}, no lookup"
+LOOKUP, SWITCH, NO_LOOKUP = "lookup alone", "lookup or draft", f"{UNTRAINED} without lookup"
 METHOD_PREFIX, TREE_PREFIX, WITH_LOOKUP = "B=", "tree ", " with lookup"  # of fixed block sizes, and nodes
 NEWEST, NO_POLICY = "newest", "none"
 BASELINES = {

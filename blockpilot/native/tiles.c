@@ -7,6 +7,10 @@
 
 int has_tiles;
 
+/* GCC's tile instructions do not say that they read memory: what they are to read is stored before this, or it may be
+ * stored after them, or never. */
+static inline void stored_by_now(const void *read) { __asm__ volatile("" : : "r"(read) : "memory"); }
+
 /* Whether the system lets this process use tiles. */
 __attribute__((constructor)) static void ask_for_tiles(void)
 {
@@ -21,6 +25,7 @@ void shape_tiles(long upper, long lower, long outputs)
         shapes.bytes[tile] = tile == 4 || tile == 5 ? 64 : outputs * 4, shapes.rows[tile] = 16;
     shapes.rows[0] = shapes.rows[1] = shapes.rows[4] = upper;
     shapes.rows[2] = shapes.rows[3] = shapes.rows[5] = lower;
+    stored_by_now(&shapes);
     _tile_loadconfig(&shapes);
 }
 
@@ -185,6 +190,7 @@ void weigh(long columns, long queries, long dim, const float *chances, const lon
         _tile_zero(3);
         for (long column = 0; column < columns; column += STRETCH) {
             tiles_of_values(panels, dim, values + column * dim + first, tiles);
+            stored_by_now(tiles);
             _tile_loadd(4, room + column * queries, STRETCH * sizeof(stored));
             _tile_loadd(6, tiles[0], 64);
             _tile_dpbf16ps(0, 4, 6);

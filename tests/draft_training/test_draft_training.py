@@ -326,7 +326,7 @@ def test_validation_walks_the_text_as_decoding_would(tiny_pair: Pair, tmp_path: 
     steps = [
         step
         for prompt in prompts
-        for step in generate(pair, prompt.encode(pair.tokenizer), max_new_tokens=20)
+        for step in generate(pair, prompt.encode(pair.tokenizer), max_new_tokens=20, block_size=pair.block_size)
         if step.block_size
     ]
     emitted = sum(len(step.tokens) for step in steps)

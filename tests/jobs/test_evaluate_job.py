@@ -1075,7 +1075,8 @@ def refused(arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         ("--prompts demo --block-sizes 33", "(33,): must be at most 32"),
         (
             "--prompts demo --baselines random luck",
-            "'luck': must be of control, random, means, verification, budget, untrained, lookup, switch, no-lookup, oracle",
+            "'luck': must be of control, random, means, verification, budget, untrained, lookup, switch, "
+            "no-lookup, oracle",
         ),
         ("--prompts demo --tree-sizes 3 2", "(3, 2): must be ascending and 1 to 31"),
         ("--prompts demo --tree-sizes 2 2", "(2, 2): must be ascending and 1 to 31"),

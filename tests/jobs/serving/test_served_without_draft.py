@@ -8,10 +8,12 @@ import httpx
 import openai
 import pytest
 
+from blockpilot.control.cost import NOMINAL
 from blockpilot.pairs.loading import Pair, load_pair
 from blockpilot.types import Sampling
 from helpers.api import ask, client_of, replica_of
 from helpers.engines import plain_text
+from helpers.patience import wait_until
 from helpers.servers import ROOT, free_port, serving
 from jobs.common.config import PairConfig
 from jobs.serve import ServeConfig
@@ -35,6 +37,7 @@ def replica(alone: Pair) -> Iterator[Replica]:
 def test_auto_is_lookup_and_asks_no_registry(replica: Replica, alone: Pair, tmp_path: Path) -> None:
     replica.reconfigure({"policy": "auto", "store": f"sqlite:///{tmp_path}/none.db", "folder": str(tmp_path)})
     assert replica.policy.watch is None
+    wait_until(lambda: replica.loop.engine.controller.price is not NOMINAL, limit_s=10)  # put by the engine's thread
     found = asyncio.run(replica.status())
     assert (found["draft"], found["policy"]) == ("none", {"name": "untrained", "version": None})
     assert (found["step_price_s"]["launch_s"], found["step_price_s"]["slot_s"]) == (0, 0)

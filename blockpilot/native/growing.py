@@ -8,10 +8,9 @@ from ctypes import c_double, c_int, c_long, c_void_p
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from blockpilot.native.library import library_for
+from blockpilot.native.library import pointer, text_library
 
 Array = NDArray[Any]
 
@@ -69,10 +68,10 @@ def choice_chances(
 
     scores, log_probs [N, K] float32; drawn, known [N] bool; slots [N] int64; weights [2, 11] float64.
     """
-    if (library := library_for(torch.float32, torch.device("cpu"))) is None:
+    if (library := text_library()) is None:
         return None
     found = np.empty((NUM_CONTEXTS, *scores.shape))
-    given = map(_pointer, (scores, log_probs, drawn, slots, known, weights, found))
+    given = map(pointer, (scores, log_probs, drawn, slots, known, weights, found))
     library.choice_chances(*map(c_long, scores.shape), *given)
     return found
 
@@ -85,7 +84,7 @@ def with_paths(
     is_apart: the draft's choices do not depend on those above. matches [R, MATCH_INPUTS] and weights
     [2, PATH_INPUTS] float64, drawn [R] int64. RuntimeError without C.
     """
-    if (library := library_for(torch.float32, torch.device("cpu"))) is None:
+    if (library := text_library()) is None:
         raise RuntimeError("paths need the functions in C")
     (laters, num, contexts, width), (rows, most) = of_draft.chances.shape, paths.shape
     depths = np.maximum(of_draft.depths, sizes)
@@ -96,27 +95,27 @@ def with_paths(
     inputs = np.zeros((rows, most, PATH_INPUTS))
     drafted = (of_draft.tokens, of_draft.chances, of_draft.places)
     library.lists_with_paths(
-        *(c_long(rows), _pointer(of_draft.firsts), _pointer(of_draft.depths)),
+        *(c_long(rows), pointer(of_draft.firsts), pointer(of_draft.depths)),
         *map(c_long, (num, contexts, width, laters)),
-        *(*map(_pointer, drafted), c_int(is_apart)),
-        *(*map(_pointer, (drawn, sizes, paths)), c_long(most), *map(_pointer, (matches, weights))),
-        *(_pointer(lists.firsts), c_long(shape[0])),
-        *map(_pointer, (tokens, lists.chances, places, choices, lists.is_later, steps, inputs)),
+        *(*map(pointer, drafted), c_int(is_apart)),
+        *(*map(pointer, (drawn, sizes, paths)), c_long(most), *map(pointer, (matches, weights))),
+        *(pointer(lists.firsts), c_long(shape[0])),
+        *map(pointer, (tokens, lists.chances, places, choices, lists.is_later, steps, inputs)),
     )
     return WithPaths(lists, choices, steps, inputs)
 
 
 def grow(lists: Lists, most: Array, widest: Array, room: int) -> Grown | None:
     """Trees of R rows: most[r] nodes at most, which is at most `room`, of the widest[r] best choices of each list."""
-    if (library := library_for(torch.float32, torch.device("cpu"))) is None:
+    if (library := text_library()) is None:
         return None
     rows, (laters, *shape) = len(lists.depths), lists.chances.shape
     whole = np.empty((4, rows, room), dtype=np.int64)
     found = Grown._make([np.empty((rows, room)), *whole, np.empty(rows, dtype=np.int64)])
-    of_rows = map(_pointer, (lists.firsts, lists.depths, most, widest))
-    is_later = c_void_p() if lists.is_later is None else _pointer(lists.is_later)
-    sizes, given = map(c_long, (*shape, laters)), (_pointer(lists.chances), _pointer(lists.places), is_later)
-    if library.grow_trees(c_long(rows), *of_rows, *sizes, *given, c_long(room), *map(_pointer, found)):
+    of_rows = map(pointer, (lists.firsts, lists.depths, most, widest))
+    is_later = c_void_p() if lists.is_later is None else pointer(lists.is_later)
+    sizes, given = map(c_long, (*shape, laters)), (pointer(lists.chances), pointer(lists.places), is_later)
+    if library.grow_trees(c_long(rows), *of_rows, *sizes, *given, c_long(room), *map(pointer, found)):
         raise MemoryError("no memory for a tree")
     return found
 
@@ -127,15 +126,10 @@ def select_nodes(worth: Array, num: Array, tokens: int, of_token: float, of_tile
     worth [R, M] float64 falls, of each num [R] int64. A token costs of_token in a step that has `tokens`, and of_tile
     for every `tile` of them.
     """
-    if (library := library_for(torch.float32, torch.device("cpu"))) is None:
+    if (library := text_library()) is None:
         return None
     taken, heads = np.empty_like(num), np.empty_like(num)
     costs = c_long(tokens), c_double(of_token), c_double(of_tile), c_long(tile)
     sizes = map(c_long, worth.shape)
-    library.select_nodes(*sizes, _pointer(worth), _pointer(num), *costs, _pointer(taken), _pointer(heads))
+    library.select_nodes(*sizes, pointer(worth), pointer(num), *costs, pointer(taken), pointer(heads))
     return taken
-
-
-def _pointer(values: Array) -> c_void_p:
-    assert values.flags.c_contiguous
-    return c_void_p(values.ctypes.data)

@@ -5,14 +5,13 @@ arctic-inference, find no more of one text than its longest match, and hold some
 """
 
 from collections.abc import Sequence
-from ctypes import CDLL, c_int, c_long, c_void_p
+from ctypes import CDLL, c_int, c_long
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from blockpilot.native.library import library_for
+from blockpilot.native.library import pointer, text_library
 
 Array = NDArray[Any]
 
@@ -41,7 +40,7 @@ class TextIndex:
     """
 
     def __init__(self, num_texts: int, room: int) -> None:
-        library = library_for(torch.float32, torch.device("cpu"))
+        library = text_library()
         if library is None:
             raise RuntimeError("an index of texts needs the functions in C")
         self._library: CDLL = library
@@ -70,21 +69,16 @@ class TextIndex:
             most = int((self._num[texts] + sizes).max())
             raise ValueError(f"{most} tokens: a text has room for {self._tokens.shape[1]}")
         flat, ends = np.array([token for each in added for token in each], dtype=np.int32), sizes.cumsum()
-        self._library.extend_texts(*self._texts(texts), _pointer(flat), _pointer(ends))
+        self._library.extend_texts(*self._texts(texts), pointer(flat), pointer(ends))
 
     def match(self, texts: Array, most: int) -> Matches:
         """The longest matches of the ends of texts [R] int64, each with `most` tokens that followed."""
         rows = len(texts)
         sizes, lengths, seen = np.empty((3, rows), dtype=np.int64)
         found = Matches(np.empty((rows, most), dtype=np.int32), sizes, lengths, np.empty(rows), seen)
-        self._library.match_texts(*self._texts(texts), c_long(most), *(_pointer(each) for each in found))
+        self._library.match_texts(*self._texts(texts), c_long(most), *(pointer(each) for each in found))
         return found
 
-    def _texts(self, texts: Array) -> tuple[c_long | c_int | c_void_p, ...]:
-        arrays = (_pointer(each) for each in (self._tokens, self._previous, self._heads, self._num))
-        return c_long(len(texts)), _pointer(texts), c_long(self._tokens.shape[1]), c_int(self._bits), *arrays
-
-
-def _pointer(values: Array) -> c_void_p:
-    assert values.flags.c_contiguous
-    return c_void_p(values.ctypes.data)
+    def _texts(self, texts: Array) -> tuple[object, ...]:
+        arrays = (pointer(each) for each in (self._tokens, self._previous, self._heads, self._num))
+        return c_long(len(texts)), pointer(texts), c_long(self._tokens.shape[1]), c_int(self._bits), *arrays

@@ -16,6 +16,7 @@ from blockpilot.types import Candidates, CandidateSet, Prefill
 
 PLAN_EVERY = 8  # steps
 PROBE_EVERY = 128  # steps of one kind, plain or drafting, after which one of the other shows what that takes now
+EXPLORE_EVERY = 4  # drafting steps, of which one has a row that drafts as deep as it may
 
 
 class Planned(NamedTuple):
@@ -72,6 +73,7 @@ class Controller:
         self._plans = dict[int, RowPlan]()  # by kind, of as many rows beside the same others
         self._drafted = dict[int, int]()  # how deep rows of each kind have drafted since they were made
         self._num_planned = 0  # steps since
+        self._num_drafts = 0  # steps that drafted
         self._grown = list[Trees]()
         self._proposal: Proposal | None = None
         self._num_alike = 0  # steps in a row that drafted, or below 0 that did not
@@ -97,11 +99,25 @@ class Controller:
         for kind in set(rows.kinds.tolist()) - self._plans.keys():
             self._plans[kind] = plan_rows(self.model.expected(kind), len(rows.kinds), self.price, beside)
         depths = choose_depths([self._plans[kind] for kind in rows.kinds.tolist()], rows.deepest, self.price, beside)
+        self._explore(depths, rows.deepest)
         if self._live is not None and not beside.num_drafted and abs(self._num_alike) >= PROBE_EVERY:
             drafts = bool(depths.any())
             if drafts == (self._num_alike > 0):
                 depths = np.zeros_like(depths) if drafts else np.minimum(1, rows.deepest)
         return self._begin(rows, depths)
+
+    def _explore(self, depths: Array, deepest: Array) -> None:
+        """Now and then let one row draft to its end: what deeper drafts bring would else be known from long ago.
+
+        Not of a draft that takes a pass for each depth.
+        """
+        if self.price.is_sequential or not depths.any():
+            return
+        self._num_drafts += 1
+        turn, left = divmod(self._num_drafts, EXPLORE_EVERY)
+        if not left:
+            row = turn % len(depths)
+            depths[row] = deepest[row]
 
     def _begin(self, rows: Planned, depths: Array) -> Array:
         self._planned, self._proposal = rows, None

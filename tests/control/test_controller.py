@@ -6,6 +6,7 @@ import pytest
 from blockpilot.control.acceptance import DOUBT, NUM_KINDS, AcceptanceModel
 from blockpilot.control.choose import Trees, choose_depths, choose_nodes, plan_rows
 from blockpilot.control.controller import (
+    EXPLORE_EVERY,
     NOMINAL,
     PLAN_EVERY,
     PROBE_EVERY,
@@ -114,6 +115,31 @@ def test_plans_hold_for_some_steps_of_as_many_rows(monkeypatch: pytest.MonkeyPat
     assert planned == [0, 0, 0, 1]
     controller.plan(Planned(np.array([0, 1]), np.full(2, DEEPEST)), Load(1))
     assert sorted(planned[4:]) == [0, 1]
+
+
+def test_of_some_drafting_steps_a_row_drafts_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows by turns; not of a draft that takes a pass for each depth, nor where nothing drafts."""
+    shallow = [1, 1]
+    monkeypatch.setattr("blockpilot.control.controller.choose_depths", lambda *_: np.array(shallow))
+    controller = controller_of()
+    found = [controller.plan(greedy(2), ALONE).tolist() for _ in range(4 * EXPLORE_EVERY)]
+    assert [i for i, depths in enumerate(found, start=1) if depths != [1, 1]] == [4, 8, 12, 16]
+    assert found[EXPLORE_EVERY - 1 :: EXPLORE_EVERY] == [[1, 4], [4, 1]] * 2
+    sequential = controller_of(price(launch_s=0.1, is_sequential=True))
+    assert all(sequential.plan(greedy(2), ALONE).tolist() == [1, 1] for _ in range(4 * EXPLORE_EVERY))
+    shallow[:] = [0, 0]
+    plain = controller_of()
+    assert not any(plain.plan(greedy(2), ALONE).any() for _ in range(4 * EXPLORE_EVERY))
+
+
+def test_deep_drafts_come_back_while_shallow_ones_go_on() -> None:
+    """After texts in which only the first position is right."""
+    good, poor = [0.95, 0.9, 0.85, 0.8], [0.95, 0.01, 0.001, 0.001]
+    of = price(launch_s=0.05, slot_s=0.1, token_s=0.02)
+    controller = Controller(AcceptanceModel(DEEPEST), of, follows=False)
+    steps = run(controller, 3000, poor)
+    assert sum(depth for depth, _ in steps[-EXPLORE_EVERY:]) == EXPLORE_EVERY - 1 + DEEPEST
+    assert [depth for depth, _ in run(controller, 1000, good)[-EXPLORE_EVERY:]] == [DEEPEST] * EXPLORE_EVERY
 
 
 def test_plain_steps_and_drafting_ones_probe_the_other_kind_now_and_then() -> None:

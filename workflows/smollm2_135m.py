@@ -79,6 +79,7 @@ def pipeline(config: DemoConfig) -> Pipeline:
         block_sizes=tuple(size for size in config.candidates if size > 1),
         sweep=(sweep.output,),
         max_new_tokens=config.max_new_tokens,
+        warm_up=4,
         output=output / "evaluate",
     )
     return Pipeline(

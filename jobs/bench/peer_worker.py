@@ -19,7 +19,7 @@ Decode = Callable[[Batch, int], list[list[int]]]
 
 
 def blockpilot(settings: dict[str, Any]) -> Decode:
-    """This engine, with the block size `num_drafted` + 1, or with trees `bought` at the price of its steps."""
+    """This engine, with the block size `num_drafted` + 1, or the choice of every step; with no draft by lookup."""
     import torch
 
     from blockpilot.control.acceptance import AcceptanceModel
@@ -33,8 +33,8 @@ def blockpilot(settings: dict[str, Any]) -> Decode:
     pair = load_pair(target=settings["target"], draft=settings["draft"], dtype=settings["dtype"])
     options: dict[str, Any] = {"block_size": settings["num_drafted"] + 1}
     controller = None
-    if settings["bought"]:
-        options = {"layout": "tree"}
+    if settings["chooses"]:
+        options = {}
         price = measure_price(pair, rows=16, context=256)
         controller = Controller(AcceptanceModel(pair.block_size - 1), price)
 
@@ -71,7 +71,7 @@ def transformers(settings: dict[str, Any]) -> Decode:
 
 
 def vllm(settings: dict[str, Any]) -> Decode:
-    """vLLM, plainly or with the same DFlash draft."""
+    """vLLM, plainly, with the same DFlash draft, or by one of its ways of lookup."""
     cores = sorted(os.sched_getaffinity(0))[: settings["threads"]]
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     # By itself vLLM leaves a core to its own front end, and binds all threads to the others.
@@ -82,6 +82,11 @@ def vllm(settings: dict[str, Any]) -> Decode:
     if settings["num_drafted"]:
         draft = {"model": settings["draft"], "num_speculative_tokens": settings["num_drafted"]}
         options["speculative_config"] = {"method": "dflash", **draft}
+    if settings["lookup"] == "ngram":  # as its documentation has it
+        ngram = {"num_speculative_tokens": 5, "prompt_lookup_max": 4}
+        options["speculative_config"] = {"method": "ngram", **ngram}
+    elif settings["lookup"] == "suffix":
+        options["speculative_config"] = {"method": "suffix", "num_speculative_tokens": 32}
     engine = LLM(settings["target"], dtype=settings["dtype"], max_model_len=1024, max_num_seqs=32, **options)
 
     def decode(prompts: Batch, num: int) -> list[list[int]]:

@@ -1,9 +1,10 @@
 """This engine beside what a user would take instead: transformers, llama.cpp and vLLM's CPU build.
 
 Every peer decodes the same prompts to the same number of tokens, greedily, with the same weights, dtype and threads;
-vLLM takes the same draft. This engine decodes with fixed block sizes, and by the untrained choice. Peers take turns,
-batch by batch, each in a process of its own that loads once and is stopped while others work. A row is tokens a
-second with the prompts' time, and the median over batches of its ratio to the first row.
+vLLM takes the same draft, or looks up. This engine decodes with fixed block sizes, and by the untrained choice, which
+looks up, too, with the draft and without. Peers take turns, batch by batch, each in a process of its own that loads
+once and is stopped while others work. A row is tokens a second with the prompts' time, and the median over batches of
+its ratio to the first row.
 
     python jobs/bench/peers.py --threads 2 --vllm-python ~/vllm/bin/python --llama-bench llama-bench --gguf model.gguf
 
@@ -20,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -50,6 +51,8 @@ class PeersConfig(Config):
     """Tokens of every answer."""
     block_sizes: tuple[int, ...] = (1, 4, 8)
     """Of this engine; vLLM drafts one token less for each. 1 is plain decoding."""
+    lookups: tuple[Literal["ngram", "suffix"], ...] = ()
+    """vLLM's ways of lookup, without a draft; suffix needs arctic-inference in its environment."""
     threads: int = Field(default=1, ge=1)
     """Of every peer."""
     vllm_python: Path | None = None
@@ -95,13 +98,15 @@ def peers(config: PeersConfig) -> list[Peer]:
     config.pair.need_draft("a comparison with other engines")
     target, draft = config.pair.models
     shared = {"dtype": pick_dtype(config.pair.dtype, "cpu"), "threads": config.threads}
-    shared |= {"num_drafted": 0, "bought": False}
+    shared |= {"num_drafted": 0, "chooses": False, "lookup": ""}
     shared |= {"target": str(find_target(target).directory), "draft": str(find_draft(draft).directory)}
     own = Path(sys.executable)
-    plain, fixed = {"plain": {"num_drafted": 0}}, {_size_name(n): {"num_drafted": n - 1} for n in config.block_sizes}
-    kinds = [("blockpilot", own, fixed | {"trees": {"bought": True}}), ("transformers", own, plain)]
+    plain: dict[str, dict[str, Any]] = {"plain": {"num_drafted": 0}}
+    fixed: dict[str, dict[str, Any]] = {_size_name(n): {"num_drafted": n - 1} for n in config.block_sizes}
+    chosen: dict[str, dict[str, Any]] = {"choice": {"chooses": True}, "lookup": {"chooses": True, "draft": None}}
+    kinds = [("blockpilot", own, fixed | chosen), ("transformers", own, plain)]
     if config.vllm_python is not None:
-        kinds.append(("vllm", config.vllm_python, fixed))
+        kinds.append(("vllm", config.vllm_python, fixed | {name: {"lookup": name} for name in config.lookups}))
     found = [
         Peer(f"{kind}, {name}", python, shared | {"peer": kind} | drafts)
         for kind, python, by_name in kinds

@@ -1,20 +1,22 @@
 """The actor of jobs/evaluate.py: one pair, rival drafts of its target, and an engine for every method.
 
 The prompts of a group queue for the slots of an engine, and the next one begins when one ends, as in a busy server
-(`blockpilot/evaluation/measurement.py`). Every method has an engine of its own, and all take turns of a few tokens,
-so that a slow moment of the machine falls on all of them. The oracle decodes after the others: it chooses by the taus
-that every block size just had on the same prompt, so it is a bound and no method. AR decodes once more beside it, to
-scale its seconds to the machine's speed of the other methods. The control repeats AR with an engine of its own: their
-difference is noise of the clock, which intervals over prompts do not include.
+(`blockpilot/evaluation/measurement.py`). Every method has an engine of its own, and all take turns of some tens of
+tokens, so that a slow moment of the machine falls on all of them. The oracle decodes after the others: it chooses by
+the taus that every block size just had on the same prompt, so it is a bound and no method. AR decodes once more
+beside it, to scale its seconds to the machine's speed of the other methods. The control repeats AR with an engine of
+its own: their difference is noise of the clock, which intervals over prompts do not include.
 
-A group's runs depend on the work, the models and the machine of the moment, and on no other group: what adapts while
-decoding (acceptance models, running means, prices that follow the seconds of steps) starts afresh with every group.
-So an evaluation that was interrupted measures what a whole one does; only a step price that was not given is measured
-again by every process.
+A group's runs depend on the work, the models and the machine of the moment, and on no other group that was measured:
+what adapts while decoding (acceptance models, running means, prices that follow the seconds of steps) starts each as
+it was after the `warm_up` prompts, which are of other groups. A server is up for longer than a group. So an
+evaluation that was interrupted measures what a whole one does; only a step price that was not given is measured again
+by every process.
 """
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import NamedTuple
 
 import torch
@@ -68,7 +70,7 @@ from jobs.evaluation.inputs import (
 )
 
 NUM_WARM_UP_TOKENS = 8
-TOKENS_A_TURN = 2  # of each slot: the shorter, the more alike is what the machine does to all methods
+TOKENS_A_TURN = 32  # of each slot: a fraction of a second, in which caches are those of one method, as in a server
 
 
 WITHOUT_LOOKUP = MEANS, VERIFICATION, BUDGET, NO_LOOKUP  # as they are published
@@ -135,6 +137,7 @@ class Evaluator:
             m: Engine(self._pair_of(m), num_slots=num_slots, max_length=max_length, policy=self._fixing(m))
             for m in self.methods
         }
+        self._adapted = [self._warmed_up(half) for half in range(2)]
         self._reset()
         rotating = [method for method in self.methods if method != ORACLE]
         if pair.target.device.type == "cuda":  # graphs are captured as their shapes come
@@ -158,10 +161,22 @@ class Evaluator:
         hindsight = [ORACLE] * (ORACLE in baselines)
         return [*self._fixed, *self._trees, *others, *self._of_rivals, *self._policies, *hindsight]
 
-    def _reset(self) -> None:
-        """Make every engine adapt afresh, as if nothing had been decoded."""
+    def _warmed_up(self, half: int) -> dict[str, Controller]:
+        """What adapts, by its method, after prompts of the groups that are not of this half: every second one is."""
+        others = [place for places in self._plan.groups[1 - half :: 2] for place in places]
+        some = others[:: max(1, len(others) // max(1, self._config.warm_up))][: self._config.warm_up]
+        free = [method for method, engine in self._engines.items() if engine.policy is None and method != ORACLE]
+        adapting = [method for method in free if self._size(method, 0, 0) is None]
+        self._reset()
+        if some:
+            self._decode(adapting, some, 0)
+        return {method: self._engines[method].controller for method in adapting}
+
+    def _reset(self, group: int | None = None) -> None:
+        """Make what adapts start as it was before a group, or as if nothing had been decoded."""
+        adapted = {} if group is None else self._adapted[group % 2]
         for method, engine in self._engines.items():
-            engine.controller = self._controller(method)
+            engine.controller = deepcopy(adapted[method]) if method in adapted else self._controller(method)
 
     def _controller(self, method: str) -> Controller:
         if (of_rival := self._of_rivals.get(method)) is not None:
@@ -180,7 +195,7 @@ class Evaluator:
 
     def measure(self, repeat: int, group: int) -> list[MethodRun]:
         """Decode one group with every method, and compare the texts with AR's; a run for each method and prompt."""
-        self._reset()
+        self._reset(group)
         places, methods = self._plan.groups[group], [m for m in self.methods if m != ORACLE]
         start = (repeat + group) % len(methods)
         measured = self._decode(methods[start:] + methods[:start], places, repeat)

@@ -92,6 +92,8 @@ class EvaluateConfig(Config):
     """Requests decoded together; when one ends, the next one begins."""
     waves: int = Field(default=4, ge=1)
     """Prompts of a group, which share a queue, over the concurrency: the more, the less its end counts."""
+    warm_up: int = Field(default=16, ge=0)
+    """Prompts that what adapts has decoded before each group: of every second group, for the others. 0 for none."""
     repeats: int = Field(default=1, ge=1)
     """Times that everything is run."""
     output: Path = Path("runs/evaluate")

@@ -18,6 +18,7 @@ import pytest
 import ray
 import torch
 
+from blockpilot.control.acceptance import DOUBT
 from blockpilot.control.controller import Controller
 from blockpilot.control.cost import PRICE_FILE, StepPrice
 from blockpilot.device import device_name
@@ -662,6 +663,30 @@ def test_a_step_policy_is_the_prior_of_its_engine_in_every_group(
             assert engine.controller.price == evaluator.setting.price
         evaluator.measure(0, group_)
         assert not np.array_equal(engines[POLICY].controller.model.weights, policy.weights)
+
+
+def test_what_adapts_starts_every_group_as_it_was_after_prompts_of_others(
+    config: EvaluateConfig, prompts: tuple[Path, list[Prompt]]
+) -> None:
+    """Of every second group, so that no group has met its own prompts; without any it starts from nothing."""
+    plan = plan_of(changed(config, waves=1), prompts[1][:5])
+    evaluator = Watched(changed(config, warm_up=2, max_new_tokens=40), plan)
+    asked = list[list[int]]()
+    decode = evaluator._decode
+    evaluator._decode = lambda methods, places, *rest: asked.append(list(places)) or decode(methods, places, *rest)  # type: ignore[method-assign]
+    assert set(evaluator._warmed_up(0)) == set(evaluator._warmed_up(1)) == {MEANS, UNTRAINED}
+    assert asked == [[1, 3], [0, 2]]
+    for group_ in (0, 1, 2):
+        evaluator._reset(group_)
+        own = evaluator._engines[UNTRAINED].controller
+        assert own is not evaluator._adapted[group_ % 2][UNTRAINED]
+        assert own.model._drafts.max() > DOUBT
+        evaluator.measure(0, group_)
+    weights = [evaluator._adapted[half][UNTRAINED].model._nodes for half in range(2)]
+    assert not np.array_equal(*weights)
+    alone = Watched(changed(config, warm_up=2), plan_of(config, prompts[1][:2]))  # one group
+    alone._reset(0)
+    assert alone._engines[UNTRAINED].controller.model._drafts.max() == DOUBT
 
 
 # Groups

@@ -181,6 +181,8 @@ def _run_name(config: TrainDraftConfig, written: AnswerShards) -> str:
     """Name that holds all that the result depends on: Ray Train continues a run of the same name."""
     shape: tuple[object, ...] = config.block_size, config.num_layers, config.target_layer_ids, config.start
     shape += (config.markov_rank,) if config.markov_rank else ()
+    shape += (config.selector_rank, config.selector_top_k) if config.selector_rank else ()
+    shape += ("edges",) if config.only_edges else ()
     shape += (config.kind, config.draft_vocab_size) if config.kind != "dflash" else ()
     data = [(shard.path, answer_source(shard.path)) for shard in written.train]
     key = repr((config.fit, config.seed, shape, config.num_workers, data))

@@ -26,7 +26,7 @@ from blockpilot.pairs.loading import Pair, load_pair
 from helpers.eagle3 import eagle3_pair
 from helpers.patience import patient
 from helpers.stores import CREATE, NUM_CREATORS
-from helpers.tiny import byte_tokenizer, tiny_draft, tiny_target
+from helpers.tiny import DFLASH2, byte_tokenizer, tiny_draft, tiny_target
 
 settings.register_profile("blockpilot", deadline=None)  # a busy machine is slow, not wrong
 settings.load_profile("blockpilot")
@@ -95,6 +95,20 @@ def tiny_pair(tiny_pair_dirs: tuple[Path, Path]) -> Pair:
 def markov_pair(tiny_pair: Pair) -> Pair:
     """The tiny pair with a draft that has a random Markov head."""
     draft = tiny_draft(tiny_target(), markov_rank=6).eval().requires_grad_(False)
+    return replace(tiny_pair, draft=draft)
+
+
+@pytest.fixture(scope="session")
+def gated_pair(tiny_pair: Pair) -> Pair:
+    """The tiny pair with a draft that has a random gated Markov head."""
+    draft = tiny_draft(tiny_target(), markov_rank=6, markov_head_type="gated").eval().requires_grad_(False)
+    return replace(tiny_pair, draft=draft)
+
+
+@pytest.fixture(scope="session")
+def dflash2_pair(tiny_pair: Pair) -> Pair:
+    """The tiny pair with a draft that has random convolutions and a random candidate selector (DFlash 2)."""
+    draft = tiny_draft(tiny_target(), **DFLASH2).eval().requires_grad_(False)
     return replace(tiny_pair, draft=draft)
 
 

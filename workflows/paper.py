@@ -1,5 +1,7 @@
 """BlockPilot's protocol (arXiv 2606.31315, section 4) on H100s, for the paper's four pairs: `--pair qwen3-4b`.
 
+It takes a DFlash 2 pair as well, beside the DFlash draft of the same target: `--pair qwen3-8b-dflash2`.
+
 Candidates are two block sizes to each side of the draft's own (PAPER_PAIRS); the policy has a hidden width of 2048
 and trains 100 epochs of Adam at 1e-5; the benchmarks are those of the paper's that can be had (GSM8K, MATH-500,
 HumanEval, MBPP, MT-Bench), 32 prompts each, answers of up to 2048 tokens. Its training prompts (ShareGPT, WSC, COPA)
@@ -36,35 +38,40 @@ BENCHMARKS = ("gsm8k", "math500", "humaneval", "mbpp", "mt-bench")
 
 
 class PaperPair(NamedTuple):
-    """Candidates of a pair, an EAGLE-3 draft of its target by hub id, and the paper's averages at T=0, read out of
-    its label runs.
+    """Candidates of a pair, other drafts of its target by hub id, and the paper's averages at T=0, read out of its
+    label runs.
     """
 
     candidates: Sequence[int]
-    eagle3: str
+    rivals: tuple[str, ...]
     averages: str
 
 
 PAPER_PAIRS = {
     "qwen3-4b": PaperPair(
         candidates_around(16),
-        "deepseek-ai/eagle3_qwen3_4b_ttt7",
+        ("deepseek-ai/eagle3_qwen3_4b_ttt7",),
         "EAGLE-3 1.70x, tau 2.95; DFlash 3.99x, tau 6.31; its policy 4.17x, tau 6.59",
     ),
     "qwen3-8b": PaperPair(
         candidates_around(16),
-        "deepseek-ai/eagle3_qwen3_8b_ttt7",
+        ("deepseek-ai/eagle3_qwen3_8b_ttt7",),
         "EAGLE-3 1.75x, tau 2.93; DFlash 4.42x, tau 6.13; its policy 4.66x, tau 6.46",
+    ),
+    "qwen3-8b-dflash2": PaperPair(
+        candidates_around(16),
+        ("deepseek-ai/eagle3_qwen3_8b_ttt7", NAMED_PAIRS["qwen3-8b"].draft),
+        "DFlash 4.42x, tau 6.13 on the same target; the paper has no DFlash 2",
     ),
     "llama31-8b": PaperPair(
         candidates_around(10),
-        "RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3",
+        ("RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3",),
         "DFlash 3.03x, tau 4.48; its policy 3.25x, tau 4.82",
     ),
     # A mixture of experts reads more experts for every drafted token, so plain decoding is a candidate, too.
     "qwen3-coder-30b-a3b": PaperPair(
         (1, *candidates_around(16)),
-        "lmsys/SGLang-EAGLE3-Qwen3-Coder-30B-A3B-Instruct-SpecForge",
+        ("lmsys/SGLang-EAGLE3-Qwen3-Coder-30B-A3B-Instruct-SpecForge",),
         "DFlash 3.86x, tau 5.68; its policy 4.12x, tau 6.05",
     ),
 }
@@ -76,7 +83,7 @@ class PaperConfig(Config):
     """Which pair, where and on what to run it."""
 
     pair: str = "qwen3-4b"
-    """One of the paper's pairs: qwen3-4b, qwen3-8b, llama31-8b, qwen3-coder-30b-a3b."""
+    """One of the paper's pairs, qwen3-4b, qwen3-8b, llama31-8b, qwen3-coder-30b-a3b, or qwen3-8b-dflash2."""
     output: Path = Path("runs")
     """Folder of the pair's folder; one that all nodes see, and absolute in a submitted job."""
     gpu: str | None = "H100"
@@ -141,7 +148,7 @@ def pipeline(config: PaperConfig) -> Pipeline:
             policy=NEWEST,
             block_sizes=tuple(sorted({*TABLE_SIZES, *candidates} - {1})),
             tree_sizes=(TREE_SIZE,),
-            rival_drafts=(of_paper.eagle3,),
+            rival_drafts=of_paper.rivals,
             sweep=(str(output / "sweep"),),
             temperature=config.temperature,
             max_new_tokens=2048,

@@ -4,7 +4,8 @@ The loss of a drafted position is the cross entropy with the answer's token, mix
 target's whole distribution there (`distill`), and with the negative log of the probability that both have in common
 (`overlap`; LK loss, arXiv 2602.23881), which is what is accepted. Positions are weighted by what they mean for the
 accepted length, since a late one counts only when all before it were right: by a fixed decay
-exp(-(offset - 1) / gamma), or by D-PACE (arXiv 2605.18810) from the draft's present confidences.
+exp(-(offset - 1) / gamma), or by D-PACE (arXiv 2605.18810) from the draft's present confidences. A candidate selector
+adds the cross entropy of its choice among the slot's best tokens.
 
 With a large vocabulary the LM head is most of the cost on a CPU. A step may therefore score every frequent token and
 a fresh sample of the rest, which stands for all of them (sampled softmax).
@@ -22,6 +23,7 @@ from torch.nn import functional
 
 from blockpilot.draft_training.batches import DraftBatch, at, draft_batch, drafted_positions
 from blockpilot.drafts.dflash import DraftModel
+from blockpilot.drafts.edges import Edges
 
 GAMMA_PER_BLOCK_SIZE = 0.5  # gamma 4 at B=8; the paper has 7 at B=16
 DPACE_ALPHA = 0.5  # smoothing of the confidences, the paper's
@@ -114,20 +116,26 @@ class BlockLoss(DraftLoss):
         positions, inside = drafted_positions(batch, self.block_size)
         labels = at(batch.tokens, positions)
         hidden = draft_batch(self.draft, self.embedding, batch, self.block_size)[:, :, 1:]
-        logits = self._logits(hidden[inside], vocabulary).float()
-        if (markov := self.draft.markov_head) is not None:  # by the token before, which is right if this one counts
-            before = at(batch.tokens, positions - 1)[inside]
-            logits = logits + markov(before, None if vocabulary is None else vocabulary.ids).float()
+        hidden = hidden[inside]
+        logits = self._logits(hidden, vocabulary).float()
+        before = at(batch.tokens, positions - 1)[inside]  # which is right if a token counts
+        edges = self.draft.edges
+        if edges is not None and edges.is_whole:
+            logits = logits + edges(hidden, before, None if vocabulary is None else vocabulary.ids).float()
         targets = labels[inside] if vocabulary is None else torch.searchsorted(vocabulary.ids, labels[inside])
         log_probs = logits.log_softmax(dim=-1)
         losses = hard = -log_probs.gather(-1, targets[:, None])[:, 0]
         if self.distill or self.overlap:
             of_target = self._logits(at(batch.hidden, positions - 1)[inside], vocabulary).float()
             losses = distilled(log_probs, targets, of_target.softmax(dim=-1), self.distill, self.overlap)
+        chosen = logits.detach().argmax(dim=-1)
+        if edges is not None and not edges.is_whole:
+            selection = among_best(edges, logits, hidden, before, targets, vocabulary)
+            losses, chosen = losses + selection.losses, selection.chosen
         weights = self._weights(hard.detach(), inside)
         weighted = (losses * weights[inside]).sum()
         correct = torch.zeros_like(inside)
-        correct[inside] = logits.detach().argmax(dim=-1) == targets
+        correct[inside] = chosen == targets
         sums = LossSums(
             weighted.detach(), weights.sum(), correct.sum(dim=(0, 1)).double(), inside.sum(dim=(0, 1)).double()
         )
@@ -144,6 +152,28 @@ class BlockLoss(DraftLoss):
         head = self.head if vocabulary is None else self.head[vocabulary.ids]
         logits = functional.linear(hidden, head.to(hidden.dtype))
         return logits if vocabulary is None else logits + vocabulary.correction.to(logits.dtype)
+
+
+class Selection(NamedTuple):
+    """Choices [M] among the best tokens of slots, numbers of scored tokens, and cross entropies [M] with the answer's
+    tokens; 0 where that is none of the best.
+    """
+
+    losses: Tensor
+    chosen: Tensor
+
+
+def among_best(
+    edges: Edges, logits: Tensor, hidden: Tensor, before: Tensor, targets: Tensor, vocabulary: Vocabulary | None
+) -> Selection:
+    """Of slots with logits [M, K] and hidden states [M, hidden], by the true tokens `before` [M]: teacher forcing."""
+    own = logits if vocabulary is None else logits - vocabulary.correction
+    scores, places = own.topk(edges.width, dim=-1)
+    tokens = places if vocabulary is None else vocabulary.ids[places]
+    scores = scores + edges.between(hidden, before[:, None], tokens)[:, 0].float()
+    right = places == targets[:, None]
+    losses = -scores.log_softmax(dim=-1).masked_fill(~right, 0).sum(dim=-1)
+    return Selection(losses, places.gather(1, scores.argmax(dim=-1, keepdim=True))[:, 0])
 
 
 def distilled(log_probs: Tensor, labels: Tensor, of_target: Tensor, share: float, overlap: float = 0.0) -> Tensor:

@@ -98,7 +98,9 @@ class DraftFit:
                 f"batch_size {settings.batch_size} on {world_size} workers: there are only {len(corpus)} documents"
             )
         self.num_steps = settings.epochs * self.steps_per_epoch
-        self._optimizer = torch.optim.AdamW(inner.draft.parameters(), lr=settings.lr)
+        self._optimizer = torch.optim.AdamW(
+            [each for each in inner.draft.parameters() if each.requires_grad], lr=settings.lr
+        )
         self._schedule = torch.optim.lr_scheduler.LambdaLR(
             self._optimizer, lambda step: learning_rate_factor(step, self.num_steps)
         )

@@ -18,7 +18,7 @@ from transformers import Qwen3Config
 
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.interface import Draft
-from blockpilot.drafts.options import ARCHITECTURE, VOCABULARY_FILE, default_layer_ids
+from blockpilot.drafts.options import ARCHITECTURE, DFLASH2, VOCABULARY_FILE, default_layer_ids
 from blockpilot.drafts.published import as_dflash, take_own
 from blockpilot.models.cache import head_dim
 from blockpilot.storage import first_line, write_text
@@ -121,7 +121,8 @@ def _read_vocabulary(path: Path, size: int) -> Tensor | None:
 
 def save_draft(model: DraftModel, directory: Path, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write the published format: config.json, and weights of `dtype` in model.safetensors."""
-    write_checkpoint(model, {"architectures": [ARCHITECTURE]}, directory, dtype)
+    is_second = model.options.selector_rank or model.options.conv_kernel_size
+    write_checkpoint(model, {"architectures": [DFLASH2 if is_second else ARCHITECTURE]}, directory, dtype)
     if model.vocabulary is not None:
         write_vocabulary(directory, model.vocabulary)
 
@@ -152,11 +153,11 @@ def new_draft_config(
     block_size: int,
     mask_token_id: int,
     target_layer_ids: Sequence[int] | None = None,
-    markov_rank: int = 0,
+    **parts: int | str,
 ) -> Qwen3Config:
     """Configuration of a fresh draft for a target: its widths, heads and rotary base, `num_layers` deep.
 
-    With a `markov_rank` above 0 it has a Markov head.
+    parts: options of what else it has, such as `selector_rank`; 0 for none.
     """
     num_target_layers = target_config.num_hidden_layers
     layer_ids = target_layer_ids or default_layer_ids(num_target_layers, num_layers)
@@ -170,6 +171,6 @@ def new_draft_config(
         "block_size": block_size,
         "num_target_layers": num_target_layers,
         "dflash_config": {"mask_token_id": mask_token_id, "target_layer_ids": list(layer_ids)}
-        | ({"markov_rank": markov_rank} if markov_rank else {}),
+        | {name: size for name, size in parts.items() if size},
     }
     return Qwen3Config(**options)

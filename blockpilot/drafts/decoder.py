@@ -3,9 +3,10 @@
 It computes what `DraftModel` computes, from the same weights.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import accumulate
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -14,16 +15,43 @@ from transformers import PreTrainedModel
 
 from blockpilot.device import sent, tensor_on
 from blockpilot.drafts.choices import Linked
-from blockpilot.drafts.dflash import DraftModel
+from blockpilot.drafts.convolution import through
+from blockpilot.drafts.dflash import DraftLayer, DraftModel
 from blockpilot.drafts.head import DraftHead, is_copy
 from blockpilot.drafts.interface import Asked, Choose, PreparedDraft
 from blockpilot.models.cache import SlotCache, SlotView, num_kv_heads, read_slots
 from blockpilot.models.graphs import Box, BoxPlaces
 from blockpilot.models.kernels import prepared
-from blockpilot.models.layers import Mask, Rotary, RotaryTable
+from blockpilot.models.layers import DecoderLayers, LayerWeights, Mask, Rotary, RotaryTable
 from blockpilot.models.native_layers import layers_of
 from blockpilot.models.packing import Packing, SideBySide
 from blockpilot.types import Candidates
+
+
+class ConvolvedLayers(DecoderLayers):
+    """Layers with convolutions over a block's tokens (DFlash 2), by torch."""
+
+    def __init__(self, draft: DraftModel) -> None:
+        super().__init__([LayerWeights(each, draft.config) for each in draft.layers], draft.norm.weight, draft.config)
+        self._convolutions = [
+            (layer.attention_conv, layer.mlp_conv) for layer in cast(Iterable[DraftLayer], draft.layers)
+        ]
+
+    def of_blocks(
+        self, hidden: Tensor, rotary: Rotary, cache: SlotView, masks: Sequence[Sequence[Mask]], offsets: Tensor
+    ) -> Tensor:
+        """As a call, of tokens [N, hidden] with these offsets [N] in their blocks."""
+        for i, (layer, (of_attention, of_mlp)) in enumerate(zip(self._layers, self._convolutions, strict=True)):
+            attention = partial(self._attend, i, rotary=rotary, cache=cache, masks=masks[i])
+            hidden = hidden + through(of_attention, self._norm_of(hidden, layer.before), offsets, attention)
+            hidden = hidden + through(of_mlp, self._norm_of(hidden, layer.after), offsets, layer.mlp)
+        return self._norm_of(hidden, self._norm)
+
+
+def _layers_of(draft: DraftModel) -> DecoderLayers:
+    if draft.options.conv_kernel_size:
+        return ConvolvedLayers(draft)
+    return layers_of(draft.layers, draft.norm.weight, draft.config)
 
 
 class DraftDecoder:
@@ -32,7 +60,7 @@ class DraftDecoder:
     @torch.no_grad()
     def __init__(self, draft: DraftModel) -> None:
         self.draft, config = draft, draft.config
-        self._layers = layers_of(draft.layers, draft.norm.weight, config)
+        self._layers = _layers_of(draft)
         self._fc = prepared(draft, "fc")
         self._rotary = RotaryTable(draft.rotary_emb)
         self._groups = config.num_attention_heads // num_kv_heads(config)
@@ -85,16 +113,23 @@ class DraftDecoder:
         queries = packing.pad(packing.positions)
         ends = queries[:, 0] + packing.spans[0]
         masks = self._masks(packing, queries, ends, cache.length)
-        found, _ = self._layers(hidden, table.at(packing.positions), cache, masks, ())
-        return found
+        return self._through(hidden, table.at(packing.positions), cache, masks, packing.offsets)
 
     def _in_box(
         self, table: Rotary, hidden: Tensor, box: Box, places: BoxPlaces, packing: Packing, cache: SlotView
     ) -> tuple[Tensor]:
         queries, ends = (each.view(box.rows, box.width) for each in (places.positions, places.ends))
         masks = self._masks(packing, queries, ends[:, 0], box.length)
-        found, _ = self._layers(hidden, table.at(places.positions), cache, masks, ())
-        return (found,)
+        offsets = torch.arange(box.width, device=hidden.device).repeat(box.rows)
+        return (self._through(hidden, table.at(places.positions), cache, masks, offsets),)
+
+    def _through(
+        self, hidden: Tensor, rotary: Rotary, cache: SlotView, masks: Sequence[Sequence[Mask]], offsets: Tensor
+    ) -> Tensor:
+        """Hidden states of tokens [N, hidden] with these offsets [N] in their blocks, after all layers."""
+        if isinstance(self._layers, ConvolvedLayers):
+            return self._layers.of_blocks(hidden, rotary, cache, masks, offsets)
+        return self._layers(hidden, rotary, cache, masks, ())[0]
 
     def _masks(self, packing: Packing, queries: Tensor, ends: Tensor, length: int) -> list[list[Mask]]:
         """Every layer's, for queries at positions [R, W] of blocks that end before columns [R]."""
@@ -114,10 +149,10 @@ class PreparedDFlash(PreparedDraft):
         if is_copy(draft.lm_head, target.get_output_embeddings()):
             draft.lm_head = draft.vocabulary = None
         if draft.lm_head is None:
-            self.head = DraftHead.of_target(target, draft.vocabulary, draft.markov_head)
+            self.head = DraftHead.of_target(target, draft.vocabulary, draft.edges)
         else:
             own = prepared(draft, "lm_head")
-            self.head = DraftHead(own, draft.vocabulary, target.config.vocab_size, draft.markov_head)
+            self.head = DraftHead(own, draft.vocabulary, target.config.vocab_size, draft.edges)
         self._decoder, self._embed = decoder, draft.embed_tokens or of_target
 
     def new_cache(self, num_slots: int, length: int) -> SlotCache:
@@ -135,13 +170,14 @@ class PreparedDFlash(PreparedDraft):
         rows = [row for row, depth in enumerate(asked.depths) for _ in range(depth)]
         inside = (i for depth in asked.depths for i in range(1, depth + 1))
         positions = [asked.starts[row] + i for row, i in zip(rows, inside, strict=True)]
-        found = choose(self._run(asked, anchors, cache), rows, positions)
-        if self.head.markov is None:
+        hidden = self._run(asked, anchors, cache)
+        found = choose(hidden, rows, positions)
+        if self.head.edges is None:
             return found
         before = found.tokens.roll(1, dims=0)
         first = tensor_on(anchors.device, [end - depth for end, depth in zip(ends, asked.depths, strict=True)])
         before[first] = anchors[:, None]
-        return self.head.markov.link(found, before, [asked.sampling[row] for row in rows], asked.num)
+        return self.head.edges.link(found, hidden, before, [asked.sampling[row] for row in rows], asked.num)
 
     def _run(self, asked: Asked, anchors: Tensor, cache: SlotCache) -> Tensor:
         """Hidden states [M, hidden] of all positions asked for, those after the rows' anchors."""

@@ -8,6 +8,7 @@ all of the context, which ends strictly before the anchor. Sliding-window layers
 
 from collections.abc import Sequence
 from copy import copy
+from functools import partial
 from typing import Protocol, Self, cast
 
 import torch
@@ -18,8 +19,9 @@ from transformers import PretrainedConfig, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
 
 from blockpilot.drafts.blocks import Blocks, KnownContext, block_mask
+from blockpilot.drafts.convolution import BlockConvolution, through
+from blockpilot.drafts.edges import CandidateSelector, Edges, GatedMarkovHead, MarkovHead
 from blockpilot.drafts.interface import Draft, check_layers, check_same
-from blockpilot.drafts.markov import MarkovHead
 from blockpilot.drafts.options import DraftOptions, parse_options
 from blockpilot.models.cache import num_kv_heads
 from blockpilot.models.kernels import outputs
@@ -98,19 +100,20 @@ class DraftMlp(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """Pre-norm decoder layer: attention, then SwiGLU."""
+    """Pre-norm decoder layer: attention, then SwiGLU, in DFlash 2 each with a convolution over the block."""
 
-    def __init__(self, config: Qwen3Config, layer_idx: int) -> None:
+    def __init__(self, config: Qwen3Config, layer_idx: int, options: DraftOptions) -> None:
         super().__init__()
+        self.attention_conv, self.mlp_conv = (_convolution(config, options) for _ in range(2))
         self.self_attn = DraftAttention(config, layer_idx)
         self.mlp = DraftMlp(config.hidden_size, config.intermediate_size)
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, hidden: Tensor, rotary: Rotary, mask: Tensor, cache: KeyValueStore) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotary, mask, cache)
-        output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return output
+    def forward(self, hidden: Tensor, rotary: Rotary, mask: Tensor, cache: KeyValueStore, offsets: Tensor) -> Tensor:
+        attention = partial(self.self_attn, rotary=rotary, mask=mask, cache=cache)
+        hidden = hidden + through(self.attention_conv, self.input_layernorm(hidden), offsets, attention)
+        return hidden + through(self.mlp_conv, self.post_attention_layernorm(hidden), offsets, self.mlp)
 
 
 class DraftModel(Draft):
@@ -123,14 +126,13 @@ class DraftModel(Draft):
         super().__init__()
         self.config = config
         self.options = parse_options(config)
-        self.layers = nn.ModuleList(DraftLayer(config, i) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(DraftLayer(config, i, self.options) for i in range(config.num_hidden_layers))
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
         num_features = len(self.options.target_layer_ids) * config.hidden_size
         self.fc = nn.Linear(num_features, config.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        rank = self.options.markov_rank
-        self.markov_head = MarkovHead(config.vocab_size, rank) if rank else None
+        self.markov_head, self.candidate_selector = _edges(config, self.options)
         self.vocabulary: Tensor | None
         """Tokens that the draft proposes, the most frequent first; None for all of the target's."""
         self.register_buffer("vocabulary", None, persistent=False)
@@ -141,6 +143,11 @@ class DraftModel(Draft):
     @property
     def is_sequential(self) -> bool:
         return False
+
+    @property
+    def edges(self) -> Edges | None:
+        """What a token says of the one after it; None where slots are drawn apart."""
+        return self.markov_head or self.candidate_selector
 
     def layer_ids(self, num_target_layers: int) -> tuple[int, ...]:
         return self.options.target_layer_ids
@@ -182,15 +189,24 @@ class DraftModel(Draft):
         attention = cast(DraftLayer, self.layers[layer_idx]).self_attn
         return attention.project(context, rotary)
 
-    def forward(self, block: Tensor, positions: Tensor, masks: Sequence[Tensor], cache: KeyValueStore) -> Tensor:
+    def forward(
+        self,
+        block: Tensor,
+        positions: Tensor,
+        masks: Sequence[Tensor],
+        cache: KeyValueStore,
+        offsets: Tensor | None = None,
+    ) -> Tensor:
         """Embedded blocks [R, W, hidden] -> hidden states [R, W, hidden] for the target's LM head.
 
-        Output j predicts the token at position j itself; masks holds one [R, 1, W, keys] for each layer.
+        Output j predicts the token at position j itself; masks holds one [R, 1, W, keys] for each layer. offsets [W]
+        in their blocks, where a row is several.
         """
+        offsets = torch.arange(block.shape[1], device=block.device) if offsets is None else offsets
         rotary = self.rotary_emb(block, positions)
         hidden = block
         for layer, mask in zip(self.layers, masks, strict=True):
-            hidden = layer(hidden, rotary, mask, cache)
+            hidden = layer(hidden, rotary, mask, cache, offsets)
         output: Tensor = self.norm(hidden)
         return output
 
@@ -216,7 +232,7 @@ class DraftModel(Draft):
         columns = torch.arange(context.num_columns, device=positions.device).expand(len(positions), -1)
         distance = positions[:, :, None] - torch.cat([columns, positions], dim=1)[:, None]
         masks = self.layer_masks(block_mask(blocks, context.num_columns), distance)
-        hidden: Tensor = self(functional.embedding(tokens, embedding), positions, masks, context)
+        hidden: Tensor = self(functional.embedding(tokens, embedding), positions, masks, context, offset)
         return hidden
 
     def layer_masks(self, visible: Tensor, distance: Tensor) -> list[Tensor]:
@@ -238,3 +254,18 @@ class DraftModel(Draft):
         sliding = (self.config.layer_types or [])[layer_idx] == "sliding_attention"
         causal = self.options.causal
         return sliding if causal is None else causal, self.config.sliding_window if sliding else None
+
+
+def _convolution(config: Qwen3Config, options: DraftOptions) -> BlockConvolution | None:
+    taps, group = options.conv_kernel_size, options.conv_group_size
+    return BlockConvolution(config.hidden_size, taps, group) if taps else None
+
+
+def _edges(config: Qwen3Config, options: DraftOptions) -> tuple[MarkovHead | None, CandidateSelector | None]:
+    """The head that a draft has, under the name that checkpoints give it."""
+    size, width, rank = config.vocab_size, config.hidden_size, options.markov_rank
+    if options.selector_rank:
+        return None, CandidateSelector(size, options.selector_rank, width, options.selector_top_k)
+    if not rank:
+        return None, None
+    return GatedMarkovHead(size, rank, width) if options.is_gated else MarkovHead(size, rank), None

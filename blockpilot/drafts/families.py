@@ -34,7 +34,9 @@ def family(draft: Draft) -> str:
     if isinstance(draft, NoDraft):
         return "none"
     if isinstance(draft, DraftModel):
-        return "dflash" if draft.markov_head is None else "dspark"
+        if draft.options.selector_rank or draft.options.conv_kernel_size:
+            return "dflash2"
+        return "dflash" if draft.edges is None else "dspark"
     return "eagle3"
 
 

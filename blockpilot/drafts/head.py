@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from blockpilot.drafts.markov import MarkovHead
+from blockpilot.drafts.edges import Edges
 from blockpilot.models.kernels import Product
 from blockpilot.native.ranking import Subset
 
@@ -29,18 +29,18 @@ class DraftHead:
         own: Callable[[Tensor], Tensor],
         tokens: Tensor | None,
         vocab_size: int,
-        markov: MarkovHead | None = None,
+        edges: Edges | None = None,
     ) -> None:
         is_whole = tokens is None or torch.equal(tokens.cpu(), torch.arange(vocab_size))
         self.subset = None if tokens is None or is_whole else Subset.of(tokens, vocab_size)
-        self.markov, self._own = markov, own
+        self.edges, self._own = edges, own
 
     @classmethod
-    def of_target(cls, target: PreTrainedModel, vocabulary: Tensor | None, markov: MarkovHead | None = None) -> Self:
+    def of_target(cls, target: PreTrainedModel, vocabulary: Tensor | None, edges: Edges | None = None) -> Self:
         """The target's, or its rows of a vocabulary."""
         tokens, head = None if vocabulary is None else vocabulary.sort().values, target.get_output_embeddings()
         own = head if tokens is None else _some_rows(head, tokens)
-        return cls(own, tokens, target.config.vocab_size, markov)
+        return cls(own, tokens, target.config.vocab_size, edges)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         return self._own(hidden)

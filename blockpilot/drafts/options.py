@@ -6,26 +6,27 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import Qwen3Config
 
-ARCHITECTURE = "DFlashDraftModel"
+ARCHITECTURE, DFLASH2 = "DFlashDraftModel", "DFlash2DraftModel"
 VOCABULARY_FILE = "draft_vocabulary.json"  # token ids, the most frequent first
 # Options of newer checkpoints, with the values that leave the network as implemented here.
 _NEUTRAL: dict[str, Any] = {
     **{"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None, "logit_scale": 1.0},
-    **{"markov_head_type": "vanilla", "projector_type": "dflash", "hidden_act": "silu", "is_neox_style": True},
+    **{"projector_type": "dflash", "hidden_act": "silu", "is_neox_style": True},
     **dict.fromkeys(("use_swa", "attention_sink_bias", "add_swa_attention_sink_bias", "shift_label"), False),
-    **dict.fromkeys(("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")),
     "quantization_config": None,
 }
+_OF_DFLASH2 = "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"
+_HEAD_TYPES = "vanilla", "gated"  # of a Markov head
 _CAUSAL = ("is_causal", "causal", "causal_head")  # names of one option; the last is JetSpec's (arXiv 2606.18394)
 OWN_OPTIONS = (
     *("block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "markov_rank", "sample_from_anchor"),
-    *("target_hidden_size", *_CAUSAL, *_NEUTRAL),
+    *("target_hidden_size", "markov_head_type", *_OF_DFLASH2, *_CAUSAL, *_NEUTRAL),
 )
 
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """Options of a DFlash draft; target_layer_ids count from 0, markov_rank 0 is no Markov head."""
+    """Options of a DFlash draft; target_layer_ids count from 0; a rank or kernel size of 0: there is no such part."""
 
     block_size: int
     """Tokens of a step: the anchor and the positions drafted."""
@@ -34,6 +35,15 @@ class DraftOptions:
     num_target_layers: int | None
     """None where the checkpoint does not say."""
     markov_rank: int = 0
+    is_gated: bool = False
+    """The Markov head is gated by the slot's hidden state."""
+    selector_rank: int = 0
+    selector_top_k: int = 0
+    """Best tokens of a slot that the candidate selector chooses among."""
+    conv_kernel_size: int = 0
+    """Tokens of a block that a convolution reads."""
+    conv_group_size: int = 0
+    """Channels that share its kernels."""
     sample_from_anchor: bool = False
     """A slot of the draft's pass proposes the token after its own position: as many as there are slots (DSpark)."""
     causal: bool | None = None
@@ -57,26 +67,52 @@ def parse_options(config: "Qwen3Config") -> DraftOptions:
         return getattr(config, name, None) if value is None else value
 
     architectures = config.architectures or [ARCHITECTURE]
-    if ARCHITECTURE not in architectures:
-        raise ValueError(f"draft architecture {architectures}: supported is {ARCHITECTURE}")
+    if not {ARCHITECTURE, DFLASH2} & {*architectures}:
+        raise ValueError(f"draft architecture {architectures}: supported are {ARCHITECTURE}, {DFLASH2}")
     for name, neutral in (_NEUTRAL | {"target_hidden_size": config.hidden_size}).items():
         if option(name) not in (None, neutral):
             raise ValueError(f"draft option {name} = {option(name)}: not supported (only {neutral})")
+    if "sliding_attention" in (config.layer_types or ()) and config.sliding_window is None:
+        raise ValueError("draft layer_types has sliding_attention without a window in use (sliding_window = None)")
+    head_type = option("markov_head_type") or _HEAD_TYPES[0]
+    if head_type not in _HEAD_TYPES:
+        raise ValueError(
+            f"draft option markov_head_type = {head_type}: not supported (only {', '.join(_HEAD_TYPES)})"
+        )
+    parts = {name: _natural(name, option(name)) for name in ("markov_rank", *_OF_DFLASH2)}
+    _check_parts(parts, config.hidden_size)
     missing = [name for name in ("block_size", "mask_token_id", "target_layer_ids") if option(name) in (None, [])]
     if missing:
         raise ValueError(f"draft config.json lacks {', '.join(missing)}")
-    if "sliding_attention" in (config.layer_types or ()) and config.sliding_window is None:
-        raise ValueError("draft layer_types has sliding_attention without a window in use (sliding_window = None)")
     from_anchor, num_target_layers = bool(option("sample_from_anchor")), option("num_target_layers")
     return DraftOptions(
         block_size=int(option("block_size")) + from_anchor,  # stored are the slots of a pass
         mask_token_id=int(option("mask_token_id")),
         target_layer_ids=tuple(option("target_layer_ids")),
         num_target_layers=None if num_target_layers is None else int(num_target_layers),
-        markov_rank=int(option("markov_rank") or 0),
+        is_gated=head_type == "gated",
+        **parts,
         sample_from_anchor=from_anchor,
         causal=_causal({name: option(name) for name in _CAUSAL}),
     )
+
+
+def _natural(name: str, value: Any) -> int:
+    if value is not None and (type(value) is not int or value < 0):
+        raise ValueError(f"draft option {name} = {value!r}: must be a whole number, 0 for none")
+    return value or 0
+
+
+def _check_parts(parts: dict[str, int], width: int) -> None:
+    """Raise ValueError for parts of DFlash 2 that are there by half, or do not fit."""
+    for one, other in (("conv_kernel_size", "conv_group_size"), ("selector_rank", "selector_top_k")):
+        if bool(parts[one]) != bool(parts[other]):
+            raise ValueError(f"draft options {one} = {parts[one]}, {other} = {parts[other]}: both or none are needed")
+    group = parts["conv_group_size"]
+    if group and width % group:
+        raise ValueError(f"draft option conv_group_size = {group}: must divide the hidden size {width}")
+    if parts["markov_rank"] and parts["selector_rank"]:
+        raise ValueError(f"draft options markov_rank and selector_rank = {parts['selector_rank']}: one at a time")
 
 
 def _causal(written: dict[str, Any]) -> bool | None:

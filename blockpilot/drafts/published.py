@@ -1,8 +1,9 @@
 """Published formats of block-diffusion drafts, in the terms of DFlash's own (arXiv 2602.06036).
 
 DSpark's (arXiv 2607.05147; `dspark_qwen3_*`, and `dflash_qwen3_*` without heads) names its options at the top level,
-and its slots propose the tokens after them. That of vLLM's speculators nests the network's configuration, counts a
-target layer by its input, and may have an LM head over a vocabulary of its own. Both may carry the target's weights.
+and its slots propose the tokens after them; SpecForge writes the same under another name. That of vLLM's speculators
+nests the network's configuration, counts a target layer by its input, and may have an LM head over some tokens only.
+All may carry the target's weights. DFlash 2 (z-lab/dflash) adds convolutions and a candidate selector.
 """
 
 import logging
@@ -14,12 +15,12 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from blockpilot.drafts.dflash import DraftModel
-from blockpilot.drafts.options import ARCHITECTURE, OWN_OPTIONS
+from blockpilot.drafts.options import ARCHITECTURE, DFLASH2, OWN_OPTIONS
 
-DSPARK = "Qwen3DSparkModel"
+DSPARK, FLAT_DSPARK = "Qwen3DSparkModel", "DSparkDraftModel"
 DFLASH_ARCHITECTURES = (
-    *(ARCHITECTURE, DSPARK),
-    *("DSparkDraftModel", "DFlashSpeculator", "DSparkSpeculator"),  # of speculators
+    *(ARCHITECTURE, DFLASH2, DSPARK, FLAT_DSPARK),
+    *("DFlashSpeculator", "DSparkSpeculator", "DFlash2Speculator"),  # of speculators, which has DSparkDraftModel, too
 )
 _OF_TARGET = ("verifier_norm.weight", "verifier_lm_head.weight")  # copies that speculators trains against
 _MARKOV = "markov_head.markov_w2.weight"
@@ -31,8 +32,10 @@ def as_dflash(stored: dict[str, Any]) -> dict[str, Any]:
     named = stored.get("architectures") or [ARCHITECTURE]
     if "transformer_layer_config" in stored:
         stored = _of_speculators(stored) | {"architectures": [ARCHITECTURE] if _is_known(named) else named}
-    elif DSPARK in named:
+    elif DSPARK in named or FLAT_DSPARK in named:
         own = {**(stored.get("dflash_config") or {}), "sample_from_anchor": True}
+        if own.get("projector_type") == "dspark":  # SpecForge's word for the same
+            del own["projector_type"]
         stored = stored | {"architectures": [ARCHITECTURE], "dflash_config": own}
     if "sliding_attention" in (stored.get("layer_types") or ()):  # which Qwen3's class would give no window
         stored = {"use_sliding_window": True} | stored

@@ -21,7 +21,6 @@ from blockpilot.device import tensor_on
 from blockpilot.drafts.choices import Linked
 from blockpilot.drafts.head import DraftHead
 from blockpilot.drafts.interface import Asked, PreparedDraft
-from blockpilot.drafts.markov import WIDTH
 from blockpilot.engine.constrained import NO_SLOTS, best_allowed
 from blockpilot.engine.rows import Row
 from blockpilot.engine.sampling import candidates
@@ -255,12 +254,12 @@ def draft_candidates(
     num: int,
     graphs: Graphs | None = None,
 ) -> Candidates:
-    """The draft's `num` best choices at hidden states [N, hidden]; at least WIDTH for a Markov head to link."""
+    """The draft's `num` best choices at hidden states [N, hidden], or as many as its edges look at."""
     return candidates(head(hidden), positions, sampling, _num_of(head, num), head.subset, graphs)
 
 
 def _num_of(head: DraftHead, num: int) -> int:
-    return num if head.markov is None else max(num, WIDTH)
+    return num if head.edges is None else max(num, head.edges.width)
 
 
 def _changed_candidates(

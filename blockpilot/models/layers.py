@@ -165,9 +165,8 @@ class DecoderLayers:
         for i, layer in enumerate(self._layers):
             read = given if i == 0 else None
             read = self._add_norm(hidden, found, layer.before) if read is None else read
-            queries = self._store(i, read, rotary, cache)
-            attended = attend_parts(masks[i], queries, *cache.read(i), self._dim**-0.5)
-            found = layer.mlp(self._add_norm(hidden, layer.out(attended), layer.after))
+            attended = self._attend(i, read, rotary, cache, masks[i])
+            found = layer.mlp(self._add_norm(hidden, attended, layer.after))
             if i in kept:
                 after[i] = hidden + found
         normed = self._add_norm(hidden, found, self._norm)
@@ -178,6 +177,11 @@ class DecoderLayers:
         """Store every layer's keys and values of [N, hidden]."""
         for i in range(len(self._layers)):
             self._store(i, x, rotary, cache)
+
+    def _attend(self, index: int, x: Tensor, rotary: Rotary, cache: SlotView, masks: Sequence[Mask]) -> Tensor:
+        """A layer's attention of tokens [N, hidden], normed, to the cache and themselves: [N, hidden]."""
+        queries = self._store(index, x, rotary, cache)
+        return self._layers[index].out(attend_parts(masks, queries, *cache.read(index), self._dim**-0.5))
 
     def _store(self, index: int, x: Tensor, rotary: Rotary, cache: SlotView) -> Tensor:
         """Store a layer's keys and values of [N, hidden], normed; returns its queries [N, heads, head_dim]."""
@@ -194,6 +198,9 @@ class DecoderLayers:
         """Add `delta` to `hidden`, both [N, hidden], in place; returns the sum's RMSNorm."""
         if delta is not None:
             hidden.add_(delta)
+        return self._norm_of(hidden, weight)
+
+    def _norm_of(self, hidden: Tensor, weight: Tensor) -> Tensor:
         return functional.rms_norm(hidden, hidden.shape[-1:], weight, self._eps)
 
 

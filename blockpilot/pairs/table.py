@@ -20,6 +20,7 @@ NAMED_PAIRS = {
     "smollm2-135m": NamedPair(EMBEDDED_TARGET, EMBEDDED_DRAFT),
     "qwen3-4b": NamedPair("Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16"),
     "qwen3-8b": NamedPair("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16"),
+    "qwen3-8b-dflash2": NamedPair("Qwen/Qwen3-8B", "RedHatAI/Qwen3-8B-speculator.dflash2"),
     "llama31-8b": NamedPair("meta-llama/Llama-3.1-8B-Instruct", "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"),
     "qwen3-coder-30b-a3b": NamedPair("Qwen/Qwen3-Coder-30B-A3B-Instruct", "z-lab/Qwen3-Coder-30B-A3B-DFlash"),
 }

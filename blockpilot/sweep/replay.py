@@ -179,7 +179,7 @@ class Offers(NamedTuple):
 def offers_at(pair: Pair, known: KnownTexts, anchors: Tensor, num_choices: int) -> Offers:
     """The best choices of the draft's trained block at some anchors [P] of one text."""
     (text,), block_size = known.texts, pair.block_size
-    is_linked = pair.draft.is_sequential or pair.prepared_draft.head.markov is not None
+    is_linked = pair.draft.is_sequential or pair.prepared_draft.head.edges is not None
     ends = functional.pad(known.tokens[0], (0, block_size), value=-1)
     parts = []
     for num, blocks, hidden in _drafted_at(pair, known, anchors, block_size):
@@ -216,8 +216,8 @@ def _candidates(
     for start in range(0, max(len(hidden), 1), HEAD_ROWS):
         some = slice(start, start + HEAD_ROWS)
         found = draft_candidates(head, hidden[some], positions[some], sampling[some], num)
-        if head.markov is not None:
-            found = head.markov.link(found, before[some, None], sampling[some], num).found
+        if head.edges is not None:
+            found = head.edges.link(found, hidden[some], before[some, None], sampling[some], num).found
         parts.append(found)
     return Candidates(*(torch.cat(values) for values in zip(*parts, strict=True)))
 

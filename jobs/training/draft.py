@@ -42,6 +42,12 @@ class TrainDraftConfig(AnswersConfig):
     EAGLE-3's three."""
     markov_rank: int = Field(default=0, ge=0)
     """Rank of a DFlash draft's Markov head, which scores a token by the one before it; 0: none."""
+    selector_rank: int = Field(default=0, ge=0)
+    """Rank of a DFlash draft's candidate selector, which chooses a token by the one before it (DFlash 2); 0: none."""
+    selector_top_k: int = Field(default=16, ge=2)
+    """Best tokens of a position that the selector chooses among."""
+    only_edges: bool = False
+    """Train the selector or Markov head alone, on a draft (`start`) that stays as it is and may have none."""
     mask_token: str = "<empty_output>"
     """Token of the target's vocabulary that no text holds, for DFlash."""
     start: str = "target"
@@ -75,8 +81,13 @@ def check_draft(config: TrainDraftConfig) -> None:
     wrong = [i for i in config.target_layer_ids or () if not 0 <= i < target.num_hidden_layers]
     if wrong:
         raise ValueError(f"target_layer_ids {wrong[0]}: must be 0 to {target.num_hidden_layers - 1}")
-    if config.kind == "eagle3" and config.markov_rank:
-        raise ValueError(f"markov_rank {config.markov_rank}: an EAGLE-3 draft has no Markov head, must be 0")
+    for name in ("markov_rank", "selector_rank"):
+        if config.kind == "eagle3" and getattr(config, name):
+            raise ValueError(f"{name} {getattr(config, name)}: of a DFlash draft; must be 0 for EAGLE-3")
+    if config.only_edges and not (config.markov_rank or config.selector_rank):
+        raise ValueError("only_edges: needs a markov_rank or a selector_rank above 0")
+    if config.only_edges and config.start in ("target", "random"):
+        raise ValueError(f"only_edges: start must be a draft's directory, not {config.start}")
     fresh_draft(config)
 
 
@@ -125,9 +136,14 @@ def fresh_draft(config: TrainDraftConfig) -> DraftModel | Eagle3Model:
     path = Path(config.start)
     start = (load_draft(path) if is_dflash else load_eagle3(path)).float()
     start.check_fit(target)
-    wanted, found = _shape(draft, target), _shape(start, target)
+    has_new_edges = isinstance(start, DraftModel) and start.edges is None
+    wanted, found = (_shape(each, target, with_edges=not has_new_edges) for each in (draft, start))
     if wanted != found:
         raise ValueError(f"start {config.start}: a draft of {found}, the configuration asks for {wanted}")
+    if isinstance(draft, DraftModel) and isinstance(start, DraftModel) and has_new_edges:
+        draft.load_state_dict(start.state_dict(), strict=False)
+        draft.vocabulary = start.vocabulary
+        return draft
     return start
 
 
@@ -139,17 +155,20 @@ def _dflash_config(config: TrainDraftConfig, target: PretrainedConfig) -> Qwen3C
         mask_token_id=mask_token_id(config),
         target_layer_ids=config.target_layer_ids,
         markov_rank=config.markov_rank,
+        selector_rank=config.selector_rank,
+        selector_top_k=config.selector_top_k if config.selector_rank else 0,
     )
 
 
-def _shape(draft: DraftModel | Eagle3Model, target: PretrainedConfig) -> str:
+def _shape(draft: DraftModel | Eagle3Model, target: PretrainedConfig, *, with_edges: bool) -> str:
     layer_ids = " ".join(map(str, draft.layer_ids(target.num_hidden_layers)))
     size = f"block size {draft.block_size}"
     if isinstance(draft, Eagle3Model):
         return f"{size}, {draft.options.draft_vocab_size} tokens, target layers {layer_ids}"
-    shape = f"{size}, {draft.config.num_hidden_layers} layers, target layers {layer_ids}"
-    rank = draft.options.markov_rank
-    return f"{shape}, Markov head of rank {rank}" if rank else shape
+    options, shape = draft.options, f"{size}, {draft.config.num_hidden_layers} layers, target layers {layer_ids}"
+    ranks = {"Markov head": options.markov_rank, "candidate selector": options.selector_rank}
+    edges = "".join(f", {name} of rank {rank}" for name, rank in ranks.items() if rank and with_edges)
+    return shape + edges
 
 
 def draft_loss(config: TrainDraftConfig, answers: Sequence[Answer]) -> DraftLoss:
@@ -166,6 +185,10 @@ def draft_loss(config: TrainDraftConfig, answers: Sequence[Answer]) -> DraftLoss
     if isinstance(draft, DraftModel):
         if from_target:
             start_from_target(draft, model, answers[0].tokens)
+        if config.only_edges:
+            assert draft.edges is not None
+            draft.requires_grad_(False)
+            draft.edges.requires_grad_(True)
         return BlockLoss(draft, embedding, head, weighting=fit.weighting, distill=fit.distill, overlap=fit.overlap)
     if config.start in ("target", "random"):
         ranked = by_frequency((answer.tokens[answer.num_prompt_tokens :] for answer in answers), len(head))

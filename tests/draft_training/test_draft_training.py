@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from blockpilot.draft_training.answers import (
     Answer,
@@ -35,6 +36,7 @@ from blockpilot.draft_training.training import DraftFit, DraftFitSettings, epoch
 from blockpilot.drafts.blocks import Blocks, block_mask
 from blockpilot.drafts.decoder import DraftDecoder
 from blockpilot.drafts.dflash import DraftModel
+from blockpilot.drafts.edges import GatedMarkovHead
 from blockpilot.engine.generate import generate
 from blockpilot.models.packing import Packing
 from blockpilot.models.target import Target
@@ -126,15 +128,37 @@ def test_a_block_sees_neither_its_answers_nor_other_blocks(tiny_pair: Pair) -> N
     assert not torch.allclose(changed[0, 1], base[0, 1])
 
 
+PARTS: list[dict[str, Any]] = [
+    {},
+    {"markov_rank": 5},
+    {"markov_rank": 5, "markov_head_type": "gated"},
+    {"selector_rank": 5, "selector_top_k": 40, "conv_kernel_size": 2, "conv_group_size": 8},
+]
+
+
+def lift(draft: DraftModel, hidden: Tensor, before: int) -> Tensor:
+    """What the edges add to all tokens after another."""
+    if draft.candidate_selector is not None:
+        edges = draft.candidate_selector
+        vector = edges.predecessor_codebook[before] * (edges.hidden_projection.weight @ hidden)
+        return (edges.successor_codebook @ vector).detach()
+    if draft.markov_head is None:
+        return torch.zeros(draft.config.vocab_size)
+    vector = draft.markov_head.markov_w1.weight[before]
+    if isinstance(draft.markov_head, GatedMarkovHead):
+        vector = draft.markov_head.gate_proj(torch.cat([hidden, vector])).sigmoid() * vector
+    return (draft.markov_head.markov_w2.weight @ vector).detach()
+
+
 @pytest.mark.parametrize("weighting", ["decay", "dpace"])
 @pytest.mark.parametrize(("distill", "overlap"), [(0.0, 0.0), (0.3, 0.0), (1.0, 0.5), (0.0, 0.2)])
-@pytest.mark.parametrize("markov_rank", [0, 5])
+@pytest.mark.parametrize("parts", PARTS, ids=str)
 def test_the_loss_equals_a_slow_loop(
-    weighting: str, distill: float, overlap: float, markov_rank: int, tiny_pair: Pair
+    weighting: str, distill: float, overlap: float, parts: dict[str, Any], tiny_pair: Pair
 ) -> None:
     shard = documents(3)
     batch = batch_of(shard, 4, seed=2)
-    draft = tiny_draft(tiny_pair.target, BLOCK, markov_rank=markov_rank)
+    draft = tiny_draft(tiny_pair.target, BLOCK, **parts)
     loss = loss_of(tiny_pair, draft, weighting=weighting, distill=distill, overlap=overlap)
     scores = loss(batch)
     drafted = draft_batch(loss.draft, loss.embedding, batch, BLOCK).detach()
@@ -143,10 +167,21 @@ def test_the_loss_equals_a_slow_loop(
         for a, anchor in enumerate(batch.anchors[row].tolist()):
             offsets = range(1, min(BLOCK, len(document.tokens) - anchor))
             logits = [drafted[row, a, offset] @ loss.head.T for offset in offsets]
-            if (markov := draft.markov_head) is not None:
-                before = [int(document.tokens[anchor + offset - 1]) for offset in offsets]
-                of_first = (markov.markov_w2.weight @ markov.markov_w1.weight[token] for token in before)
-                logits = [found + scores.detach() for found, scores in zip(logits, of_first, strict=True)]
+            before = [int(document.tokens[anchor + offset - 1]) for offset in offsets]
+            lifts = [
+                lift(draft, drafted[row, a, offset], token) for offset, token in zip(offsets, before, strict=True)
+            ]
+            selected = dict[tuple[int, int], float]()  # losses of the selector by offset and token
+            if draft.candidate_selector is None:
+                logits = [found + of for found, of in zip(logits, lifts, strict=True)]
+                chosen = [int(found.argmax()) for found in logits]
+            else:
+                bests = [found.topk(draft.candidate_selector.width).indices for found in logits]
+                lifted = [(found + of)[best] for found, of, best in zip(logits, lifts, bests, strict=True)]
+                chosen = [int(best[found.argmax()]) for found, best in zip(lifted, bests, strict=True)]
+                for offset, best, found in zip(offsets, bests, lifted, strict=True):
+                    losses = (-found.log_softmax(0)).tolist()
+                    selected |= {(offset, int(token)): loss for token, loss in zip(best, losses, strict=True)}
             labels = [int(document.tokens[anchor + offset]) for offset in offsets]
             hard = [-float(found.log_softmax(0)[label]) for found, label in zip(logits, labels, strict=True)]
             of_target = [document.hidden[anchor + offset - 1].float() @ loss.head.T for offset in offsets]
@@ -164,9 +199,10 @@ def test_the_loss_equals_a_slow_loop(
                     smoothed = [0.5 * math.exp(-value) + 0.5 for value in hard]
                     w = sum(math.prod(smoothed[:k]) for k in range(offset, len(smoothed) + 1))
                 cross_entropy = (1 - distill) * hard[offset - 1] + distill * soft[offset - 1]
+                total += w * selected.get((offset, labels[offset - 1]), 0.0)
                 total += w * ((1 - overlap) * cross_entropy - overlap * math.log(common[offset - 1]))
                 weight += w
-            right = [int(found.argmax()) == label for found, label in zip(logits, labels, strict=True)]
+            right = [token == label for token, label in zip(chosen, labels, strict=True)]
             assert scores.num_accepted[row, a] == [*right, False].index(False)
     assert scores.loss.item() == pytest.approx(total / weight, rel=1e-4)
 

@@ -161,13 +161,62 @@ def test_a_markov_head_is_part_of_a_checkpoint_and_named_as_published(tmp_path: 
     loaded = load_draft(tmp_path)
     assert loaded.markov_head is not None
     before, some = torch.tensor([[3, 4], [5, 5]]), torch.tensor([[7, 1, 0], [9, 9, 2]])
-    found = loaded.markov_head.between(before, some)
+    hidden = torch.randn(2, 24)  # of no use to it
+    found = loaded.markov_head.between(hidden, before, some)
     for s in range(2):
         for p in range(2):
-            of_all = loaded.markov_head(before[s, p : p + 1])[0]
+            of_all = loaded.markov_head(hidden[s : s + 1], before[s, p : p + 1])[0]
             torch.testing.assert_close(found[s, p], of_all[some[s]])
             expected = stored["markov_head.markov_w2.weight"] @ stored["markov_head.markov_w1.weight"][before[s, p]]
             torch.testing.assert_close(of_all, expected)
+
+
+CONVOLVED = {"mask_token_id": MASK_ID, "target_layer_ids": [1, 4, 6], "conv_kernel_size": 3, "conv_group_size": 8}
+
+
+@pytest.mark.parametrize("sliding", [False, True])
+def test_convolutions_equal_a_slow_network(sliding: bool) -> None:
+    """Through the cache and as training runs it, of rows of different sizes side by side."""
+    changes = SLIDING | {"use_sliding_window": True, "is_causal": False} if sliding else {}
+    draft = random_draft(dflash_config=CONVOLVED, **changes)
+    features, block = inputs()
+    sizes, anchors = [BLOCK, 3], [9, 6]
+    found = propose(draft, features, block, anchors, sizes)
+    window = draft.config.sliding_window if sliding else None
+    for row, (size, anchor) in enumerate(zip(sizes, anchors, strict=True)):
+        expected = SlowDFlash.of(draft)(features[row, :anchor], block[row, :size], anchor, False, window)
+        torch.testing.assert_close(found[row, :size].double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_fresh_convolutions_and_edges_change_nothing() -> None:
+    of_both = CONVOLVED | {"selector_rank": 4, "selector_top_k": 6}
+    torch.manual_seed(0)
+    fresh = DraftModel(Qwen3Config(**random_draft().config.to_dict() | {"dflash_config": of_both})).eval()
+    plain = random_draft()
+    unknown = fresh.load_state_dict(plain.state_dict(), strict=False)
+    assert not unknown.unexpected_keys
+    features, block = inputs()
+    found, expected = (propose(draft, features, block, [9, 6], [BLOCK, 3]) for draft in (fresh, plain))
+    torch.testing.assert_close(found, expected)
+    assert fresh.candidate_selector is not None
+    between = fresh.candidate_selector.between(found[:, 0], torch.tensor([[1, 2]] * 2), torch.tensor([[3, 4, 5]] * 2))
+    assert not between.any()
+
+
+def test_dflash_2_is_named_as_published(tmp_path: Path) -> None:
+    draft = random_draft(dflash_config=CONVOLVED | {"selector_rank": 4, "selector_top_k": 6})
+    save_draft(draft, tmp_path, dtype=torch.float32)
+    stored = {name: tuple(value.shape) for name, value in load_file(tmp_path / "model.safetensors").items()}
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["DFlash2DraftModel"]
+    for name in ("attention_conv", "mlp_conv"):
+        assert stored[f"layers.2.{name}.base_kernel"] == (2, 3, 24)
+        assert stored[f"layers.2.{name}.kernel_projection.weight"] == (2 * 3 * 24 // 8, 24)
+    assert stored["candidate_selector.hidden_projection.weight"] == (4, 24)
+    assert stored["candidate_selector.predecessor_codebook"] == (50, 4)
+    assert stored["candidate_selector.successor_codebook"] == (50, 4)
+    again = load_draft(tmp_path)
+    assert again.options == draft.options
+    assert all(torch.equal(a, b) for a, b in zip(draft.parameters(), again.parameters(), strict=True))
 
 
 def test_weights_are_bf16_by_default(tmp_path: Path) -> None:
@@ -227,9 +276,21 @@ def test_block_size_inside_dflash_config() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
+        ({"architectures": ["DSpineDraftModel"]}, "DSpineDraftModel"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
-        ({"dflash_config": {"mask_token_id": 5, "selector_rank": 8}}, "selector_rank = 8"),
+        (
+            {"dflash_config": {"mask_token_id": 5, "selector_rank": 8}},
+            "selector_rank = 8, selector_top_k = 0: both or none are needed",
+        ),
+        (
+            {"dflash_config": {"conv_kernel_size": 2, "conv_group_size": 3}},
+            "conv_group_size = 3: must divide the hidden size 2560",
+        ),
+        ({"dflash_config": {"markov_rank": "8"}}, "markov_rank = '8': must be a whole number, 0 for none"),
+        (
+            {"dflash_config": {"markov_rank": 8, "selector_rank": 8, "selector_top_k": 4}},
+            "markov_rank and selector_rank = 8: one at a time",
+        ),
         ({"dflash_config": {}}, "lacks mask_token_id"),
         (
             {"dflash_config": {"mask_token_id": 5}, "block_size": None},

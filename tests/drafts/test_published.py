@@ -67,12 +67,13 @@ def target_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return directory
 
 
-def backbone() -> dict[str, Tensor]:
-    """Random weights of the network, by their published names."""
+def backbone(**parts: int) -> dict[str, Tensor]:
+    """Random weights of the network, by their published names; with parts of DFlash 2, too."""
     own = {"block_size": SLOTS, "num_target_layers": 6, "target_layer_ids": LAYERS, "mask_token_id": MASK_ID}
     torch.manual_seed(3)
-    weights = DraftModel(Qwen3Config(**NETWORK, dflash_config=own)).state_dict()
-    return {name: torch.randn_like(value) * 0.2 + (value.dim() == 1) for name, value in weights.items()}
+    weights = DraftModel(Qwen3Config(**NETWORK, dflash_config=own | parts)).state_dict()
+    sizes = {name: 1.0 if name.startswith("candidate_selector.") else 0.2 for name in weights}
+    return {name: torch.randn_like(value) * sizes[name] + (value.dim() == 1) for name, value in weights.items()}
 
 
 def heads(num_tokens: int = 260) -> dict[str, Tensor]:
@@ -95,6 +96,9 @@ def deepspec(directory: Path, markov: bool = True, copies: Path | None = None, *
     if not markov:
         del config["markov_head_type"], config["confidence_head_with_markov"]
     weights = backbone() | (heads() if markov else {})
+    if changes.get("markov_head_type") == "gated":
+        weights["markov_head.gate_proj.weight"] = torch.randn(RANK, 48 + RANK) * 0.3
+        weights["markov_head.gate_proj.bias"] = torch.randn(RANK)
     for name in ("embed_tokens.weight", "lm_head.weight"):
         weights[name] = torch.randn(260, 48) * 0.5
     if copies is not None:
@@ -102,6 +106,24 @@ def deepspec(directory: Path, markov: bool = True, copies: Path | None = None, *
         weights["embed_tokens.weight"] = target.get_input_embeddings().weight.detach().clone()
         weights["lm_head.weight"] = target.get_output_embeddings().weight.detach().clone()
     return _write(directory, config | changes, weights)
+
+
+DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": RANK, "selector_top_k": 5}
+
+
+def dflash2(directory: Path, **changes: Any) -> Path:
+    """z-lab's format: one layer of two slides, and sees both ways."""
+    own = {"mask_token_id": MASK_ID, "target_layer_ids": LAYERS} | DFLASH2
+    layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9, "is_causal": False}
+    config = (
+        NETWORK
+        | layers
+        | {
+            **{"architectures": ["DFlash2DraftModel"], "model_type": "qwen3", "attention_bias": False},
+            **{"block_size": SLOTS, "num_target_layers": 6, "dflash_config": own, "tie_word_embeddings": False},
+        }
+    )
+    return _write(directory, config | changes, backbone(**DFLASH2))
 
 
 def speculators(directory: Path, kind: str = "dflash", from_anchor: bool = False, **changes: Any) -> Path:
@@ -114,6 +136,10 @@ def speculators(directory: Path, kind: str = "dflash", from_anchor: bool = False
         "speculators_config": {"algorithm": kind, "verifier": {"name_or_path": "Qwen/Qwen3-8B"}},
         "transformer_layer_config": NETWORK | {"model_type": "llama" if kind == "dflash" else "qwen3"},
     }
+    if kind == "dflash2":
+        weights = backbone(**DFLASH2) | {"verifier_norm.weight": torch.ones(48)}
+        config |= DFLASH2 | {"draft_vocab_size": 260, "architectures": ["DFlash2DraftModel"]}
+        return _write(directory, config | changes, weights)
     if kind == "dspark":
         config |= {"markov_rank": RANK, "markov_head_type": "vanilla", "enable_confidence_head": True}
     weights = backbone() | (heads(len(VOCABULARY)) if kind == "dspark" else {})
@@ -136,28 +162,59 @@ FORMATS: dict[str, Callable[[Path], Path]] = {
     "speculators dflash": speculators,
     "speculators dspark": lambda directory: speculators(directory, "dspark"),
     "speculators dspark, from the anchor": lambda directory: speculators(directory, "dspark", True),
+    "gated dspark": lambda directory: deepspec(directory, markov_head_type="gated"),
+    "specforge dspark": lambda directory: deepspec(
+        directory, architectures=["DSparkDraftModel"], dflash_config={"projector_type": "dspark"}
+    ),
+    "dflash2": dflash2,
+    "speculators dflash2": lambda directory: speculators(directory, "dflash2"),
 }
 
 
-def chain_of(slow: SlowDFlash, target: Any, proposal: Proposal, from_anchor: bool, markov: bool) -> list[int]:
-    """What a slow network drafts after a row's final tokens, by its own LM head or the target's."""
-    w, tokens = slow.weights, proposal.tokens
+def chain_of(slow: SlowDFlash, target: Any, proposal: Proposal, from_anchor: bool, is_bent: bool) -> list[int]:
+    """What a slow network drafts after a row's final tokens, by its own LM head or the target's.
+
+    is_bent: a token depends on the one before it, as the network's head says.
+    """
+    w, tokens, sampling = slow.weights, proposal.tokens, proposal.request.sampling
     states = target(torch.tensor([tokens]), output_hidden_states=True).hidden_states
     features = torch.cat([states[layer + 1][0, :-1] for layer in LAYERS], dim=-1)
     embedding = w.get("embed_tokens.weight", target.get_input_embeddings().weight.double())
+    of_target = target.get_output_embeddings().weight.double()
     depth = len(proposal.found.tokens)
     slots = torch.tensor([tokens[-1], *[MASK_ID] * (depth - from_anchor)])
-    hidden = slow(features, embedding[slots], len(tokens) - 1)
+    window = slow.config.sliding_window
+    causal = getattr(slow.config, "is_causal", None) if window else None
+    hidden = slow(features, embedding[slots], len(tokens) - 1, causal, window)
     ids = VOCABULARY if "d2t" in w else torch.arange(260)
     drafted = [tokens[-1]]
     for i in range(depth):
-        scores = torch.full((1, 260), -math.inf)
-        of_head = w["lm_head.weight"] @ hidden[i if from_anchor else i + 1]
-        if markov:
-            of_head = of_head + w["markov_head.markov_w2.weight"] @ w["markov_head.markov_w1.weight"][drafted[-1]]
+        scores, own, before = torch.full((1, 260), -math.inf), hidden[i if from_anchor else i + 1], drafted[-1]
+        of_head = w.get("lm_head.weight", of_target) @ own
+        if is_bent and "markov_head.markov_w2.weight" in w:
+            of_head = of_head + w["markov_head.markov_w2.weight"] @ bigram(w, own, before)
         scores[0, ids] = of_head.float()
-        drafted.append(int(candidates(scores, [len(tokens) + i], [proposal.request.sampling], 1).tokens[0, 0]))
+        is_selected = is_bent and "candidate_selector.successor_codebook" in w
+        found = candidates(scores, [len(tokens) + i], [sampling], DFLASH2["selector_top_k"] if is_selected else 1)
+        lifts = [selected(w, own, before, int(token)) for token in found.tokens[0]] if is_selected else [0.0]
+        lifted = found.scores[0].double() + torch.tensor(lifts).double() / (sampling.temperature or 1.0)
+        drafted.append(int(found.tokens[0, lifted.argmax()]))
     return drafted[1:]
+
+
+def bigram(weights: Any, hidden: Tensor, before: int) -> Tensor:
+    vector = weights["markov_head.markov_w1.weight"][before]
+    if "markov_head.gate_proj.weight" not in weights:
+        return vector
+    gate = weights["markov_head.gate_proj.weight"] @ torch.cat([hidden, vector])
+    return torch.sigmoid(gate + weights["markov_head.gate_proj.bias"]) * vector
+
+
+def selected(weights: Any, hidden: Tensor, before: int, token: int) -> float:
+    """What a candidate selector adds to a token after another."""
+    names = "hidden_projection.weight", "predecessor_codebook", "successor_codebook"
+    projection, predecessors, successors = (weights[f"candidate_selector.{name}"] for name in names)
+    return float((predecessors[before] * (projection @ hidden) * successors[token]).sum())
 
 
 def first_choices(proposal: Proposal) -> list[int]:
@@ -175,7 +232,8 @@ def test_drafts_are_those_of_a_slow_network(name: str, target_dir: Path, tmp_pat
     draft_dir = FORMATS[name](tmp_path / "draft")
     pair = load_pair(target=str(target_dir), draft=str(draft_dir), dtype="float32")
     assert isinstance(pair.draft, DraftModel)
-    from_anchor, markov = name.endswith(("7", "anchor", "k")) and name != "speculators dspark", "dspark" in name
+    from_anchor = name.endswith(("7", "anchor", "k")) and name != "speculators dspark"
+    bends = "dspark" in name or "dflash2" in name
     assert pair.block_size == SLOTS + from_anchor
     slow = SlowDFlash(load_file(draft_dir / "model.safetensors"), pair.draft.config)
     requests = [
@@ -185,10 +243,10 @@ def test_drafts_are_those_of_a_slow_network(name: str, target_dir: Path, tmp_pat
     target, num_bent = AutoModelForCausalLM.from_pretrained(target_dir), 0
     for proposal in found[::9]:
         drafted = first_choices(proposal)
-        assert drafted == chain_of(slow, target, proposal, from_anchor, markov)
-        num_bent += markov and drafted != chain_of(slow, target, proposal, from_anchor, False)
+        assert drafted == chain_of(slow, target, proposal, from_anchor, bends)
+        num_bent += bends and drafted != chain_of(slow, target, proposal, from_anchor, False)
     assert max(len(proposal.found.tokens) for proposal in found) == pair.block_size - 1
-    assert bool(num_bent) == markov
+    assert bool(num_bent) == bends
 
 
 @pytest.fixture(scope="module")
@@ -281,8 +339,8 @@ def test_published_numbers_are_understood() -> None:
 @pytest.mark.parametrize(
     ("written", "changes", "message"),
     [
-        (deepspec, {"markov_head_type": "gated"}, r"markov_head_type = gated: not supported \(only vanilla\)"),
-        (deepspec, {"markov_head_type": "rnn"}, "markov_head_type = rnn: not supported"),
+        (deepspec, {"markov_head_type": "rnn"}, r"markov_head_type = rnn: not supported \(only vanilla, gated\)"),
+        (dflash2, {"architectures": ["DSpineDraftModel"]}, "DSpineDraftModel"),
         (deepspec, {"dflash_config": {"projector_type": "domino"}}, "projector_type = domino: not supported"),
         (deepspec, {"dflash_config": {"use_swa": True}}, "use_swa = True: not supported"),
         (deepspec, {"mask_token_id": None}, "lacks mask_token_id"),
@@ -291,7 +349,7 @@ def test_published_numbers_are_understood() -> None:
         (speculators, {"projector_type": "domino"}, "projector_type = domino: not supported"),
         (speculators, {"shift_label": True}, "shift_label = True: not supported"),
         (speculators, {"target_hidden_size": 64}, r"target_hidden_size = 64: not supported \(only 48\)"),
-        (speculators, {"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
+        (speculators, {"architectures": ["DominoDraftModel"]}, "DominoDraftModel"),
     ],
 )
 def test_unsupported_checkpoints_are_refused_by_name(

@@ -93,7 +93,7 @@ CHOICES: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["tiny_pair", "markov_pair", "eagle_pair"])
+@pytest.mark.parametrize("name", ["tiny_pair", "markov_pair", "dflash2_pair", "eagle_pair"])
 @given(st.lists(asked(), min_size=1, max_size=5), st.sampled_from(sorted(CHOICES)), st.data())
 @settings(deadline=None, max_examples=15)
 @torch.inference_mode()

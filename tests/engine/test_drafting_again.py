@@ -26,7 +26,7 @@ def scores_of(of_pass: Pass) -> Tensor:
     return found.scores
 
 
-@pytest.mark.parametrize("name", ["tiny_pair", "markov_pair", "eagle_pair"])
+@pytest.mark.parametrize("name", ["tiny_pair", "markov_pair", "dflash2_pair", "eagle_pair"])
 @pytest.mark.parametrize("num_plain_steps", [1, 5, 13])
 def test_a_row_that_decoded_plainly_drafts_as_if_it_always_had(
     request: pytest.FixtureRequest, name: str, num_plain_steps: int, monkeypatch: pytest.MonkeyPatch

@@ -28,6 +28,7 @@ GRAMMARS = (
 PAIRS: dict[str, Callable[[pytest.FixtureRequest], Pair]] = {
     "dflash": lambda request: request.getfixturevalue("tiny_pair"),
     "markov": lambda request: request.getfixturevalue("markov_pair"),
+    "dflash2": lambda request: request.getfixturevalue("dflash2_pair"),
     "eagle3": lambda request: request.getfixturevalue("eagle_pair"),
     "experts": lambda request: pair_of(tiny_mixture(num_hidden_layers=3), torch.float32),
     "heads of 12": lambda request: pair_of(tiny_target(head_dim=12, num_hidden_layers=3), torch.float32),

@@ -188,7 +188,7 @@ def texts(tiny_pair: Pair) -> dict[Sampling, list[tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize("kind", CONTROLLERS)
-@pytest.mark.parametrize("name", ["tiny_pair", "markov_pair", "eagle_pair"])
+@pytest.mark.parametrize("name", ["tiny_pair", "markov_pair", "dflash2_pair", "eagle_pair"])
 @pytest.mark.parametrize("num_slots", [1, 6])
 def test_a_slow_reading_of_all_steps_plans_selects_and_learns_the_same(
     request: pytest.FixtureRequest,

@@ -84,7 +84,7 @@ def compare(pair: Pair, num_requests: int, seed: int) -> tuple[int, int]:
     return num_changed, num_accepted
 
 
-@pytest.mark.parametrize("name", ["tiny_pair", "markov_pair", "eagle_pair"])
+@pytest.mark.parametrize("name", ["tiny_pair", "markov_pair", "dflash2_pair", "eagle_pair"])
 def test_texts_of_96_random_requests_are_those_of_one_token_at_a_time(
     request: pytest.FixtureRequest, name: str
 ) -> None:
@@ -94,7 +94,7 @@ def test_texts_of_96_random_requests_are_those_of_one_token_at_a_time(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", ["tiny_pair", "markov_pair", "eagle_pair"])
+@pytest.mark.parametrize("name", ["tiny_pair", "markov_pair", "dflash2_pair", "eagle_pair"])
 def test_texts_of_4000_random_requests_are_those_of_one_token_at_a_time(
     request: pytest.FixtureRequest, name: str
 ) -> None:

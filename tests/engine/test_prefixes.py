@@ -26,7 +26,7 @@ from helpers.prices import price
 HOT = Sampling(6.0, seed=5)  # with shared noise a random draft is often right here
 SYSTEM = tuple(torch.randint(0, 256, (70,), generator=torch.Generator().manual_seed(1)).tolist())
 QUESTIONS = tuple(tuple(range(10 * i, 10 * i + 12)) for i in range(4))
-PAIRS = ("tiny_pair", "markov_pair", "eagle_pair")
+PAIRS = ("tiny_pair", "markov_pair", "dflash2_pair", "eagle_pair")
 
 
 def engine_of(pair: Pair, **options: Any) -> Engine:

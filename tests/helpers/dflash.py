@@ -34,6 +34,8 @@ class SlowDFlash:
             p = {k.removeprefix(f"layers.{layer}."): v for k, v in w.items() if k.startswith(f"layers.{layer}.")}
             sliding = c.layer_types[layer] == "sliding_attention"
             normed = rms(hidden, p["input_layernorm.weight"], eps)
+            kernels = kernels_of(p, "attention_conv", normed)
+            normed = convolved(normed, kernels, 0)
             sources = [(i, context[i]) for i in range(anchor)] + [(anchor + j, x) for j, x in enumerate(normed)]
             attended = torch.zeros(len(block), c.num_attention_heads * c.head_dim, dtype=torch.float64)
             for j in range(len(block)):
@@ -53,11 +55,44 @@ class SlowDFlash:
                         scores.append(query @ rotate(key, position, theta) / math.sqrt(c.head_dim))
                         values.append(p["self_attn.v_proj.weight"][of_kv] @ x)
                     attended[j, of_head] = torch.stack(scores).softmax(0) @ torch.stack(values)
-            hidden = hidden + attended @ p["self_attn.o_proj.weight"].T
+            hidden = hidden + convolved(attended @ p["self_attn.o_proj.weight"].T, kernels, 1)
             normed = rms(hidden, p["post_attention_layernorm.weight"], eps)
+            kernels = kernels_of(p, "mlp_conv", normed)
+            normed = convolved(normed, kernels, 0)
             gate = torch.nn.functional.silu(normed @ p["mlp.gate_proj.weight"].T)
-            hidden = hidden + (gate * (normed @ p["mlp.up_proj.weight"].T)) @ p["mlp.down_proj.weight"].T
+            found = (gate * (normed @ p["mlp.up_proj.weight"].T)) @ p["mlp.down_proj.weight"].T
+            hidden = hidden + convolved(found, kernels, 1)
         return rms(hidden, w["norm.weight"], eps)
+
+
+def kernels_of(weights: Mapping[str, Tensor], name: str, read: Tensor) -> Tensor | None:
+    """Kernels [tokens, side, tap, channel] of a block's tokens [B, hidden]; None without a convolution."""
+    if f"{name}.base_kernel" not in weights:
+        return None
+    base, projection = weights[f"{name}.base_kernel"], weights[f"{name}.kernel_projection.weight"]
+    sides, taps, width = base.shape
+    num_groups = len(projection) // (sides * taps)
+    kernels = base.repeat(len(read), 1, 1, 1)
+    for token, x in enumerate(read):
+        own = projection @ x
+        for side in range(sides):
+            for tap in range(taps):
+                for channel in range(width):
+                    group = channel // (width // num_groups)
+                    kernels[token, side, tap, channel] += own[(side * taps + tap) * num_groups + group]
+    return kernels
+
+
+def convolved(x: Tensor, kernels: Tensor | None, side: int) -> Tensor:
+    """Each token of [B, hidden] with those before it in the block."""
+    if kernels is None:
+        return x
+    found = torch.zeros_like(x)
+    for token in range(len(x)):
+        for tap in range(kernels.shape[2]):
+            if token >= tap:
+                found[token] += kernels[token, side, tap] * x[token - tap]
+    return found
 
 
 def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:

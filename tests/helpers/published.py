@@ -132,6 +132,12 @@ def _draft(**changes: Any) -> Json:
     return written | changes
 
 
+_SECOND = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}  # DFlash 2
+_OF_SECOND: Json = _OF_8B | {
+    **{"architectures": ["DFlash2DraftModel"], "auto_map": {"AutoModel": "dflash.DFlash2DraftModel"}},
+    **{"is_causal": False, "final_logit_softcapping": None},
+    "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]} | _SECOND,
+}
 _OF_LLAMA: Json = {
     **{"block_size": 10, "hidden_size": 4096, "intermediate_size": 12288, "num_target_layers": 32},
     **{"bos_token_id": 128000, "eos_token_id": 128009, "vocab_size": 128256, "max_position_embeddings": 131072},
@@ -147,6 +153,7 @@ _OF_CODER: Json = {
 PUBLISHED: dict[str, tuple[Json, Json]] = {
     "qwen3-4b": (_QWEN3, _draft()),
     "qwen3-8b": (_QWEN3 | _OF_8B, _draft(**_OF_8B)),
+    "qwen3-8b-dflash2": (_QWEN3 | _OF_8B, _draft(**_OF_SECOND)),
     "llama31-8b": (_LLAMA, _draft(**_OF_LLAMA)),
     "qwen3-coder-30b-a3b": (_CODER, _draft(**_OF_CODER)),
 }
@@ -193,7 +200,8 @@ def small_draft(name: str, directory: Path, **changes: Any) -> Path:
     _, written = PUBLISHED[name]
     num_layers = 2
     small = _SMALL | {"head_dim": 16, "num_hidden_layers": num_layers, "layer_types": ["full_attention"] * num_layers}
-    own = {"mask_token_id": MASK_ID, "target_layer_ids": [1, 2, 4]}
+    parts = {key: value for key, value in written["dflash_config"].items() if key in _SECOND}
+    own = parts | {"mask_token_id": MASK_ID, "target_layer_ids": [1, 2, 4]}
     config = written | small | {"num_target_layers": 6, "eos_token_id": 257, "dflash_config": own} | changes
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(config, indent=2))

@@ -70,11 +70,18 @@ def tiny_mixture(seed: int = 0, **changes: Any) -> Qwen3MoeForCausalLM:
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE | {"head_dim": 12} | experts | changes))
 
 
-def tiny_draft(target: LlamaForCausalLM, block_size: int = 4, seed: int = 1, markov_rank: int = 0) -> DraftModel:
-    """A random draft; with a rank also a random Markov head."""
+DFLASH2 = {"selector_rank": 6, "selector_top_k": 8, "conv_kernel_size": 2, "conv_group_size": 16}
+
+
+def tiny_draft(target: LlamaForCausalLM, block_size: int = 4, seed: int = 1, **parts: Any) -> DraftModel:
+    """A random draft, with random edges and convolutions where its parts (`DraftOptions`) ask for them."""
     torch.manual_seed(seed)
-    shape = {"num_layers": 2, "block_size": block_size, "markov_rank": markov_rank}
-    draft = DraftModel(new_draft_config(target.config, mask_token_id=MASK_ID, **shape))
-    if draft.markov_head is not None:
-        torch.nn.init.normal_(draft.markov_head.markov_w2.weight)
+    shape = {"num_layers": 2, "block_size": block_size}
+    draft = DraftModel(new_draft_config(target.config, mask_token_id=MASK_ID, **shape, **parts))
+    with torch.no_grad():
+        if draft.edges is not None:
+            draft.edges.successors.normal_()
+        for name, parameter in draft.named_parameters():
+            if "_conv." in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
     return draft

@@ -36,6 +36,8 @@ from jobs.training.draft import TrainDraftConfig, draft_loss, fit_settings, mask
 
 ROOT = Path(__file__).parents[2]
 EAGLE3: dict[str, object] = {"kind": "eagle3", "draft_vocab_size": 100}
+SELECTOR = {"selector_rank": 4, "selector_top_k": 6, "only_edges": True}
+SELECTOR_WEIGHTS = "hidden_projection.weight", "predecessor_codebook", "successor_codebook"
 
 
 @pytest.fixture
@@ -70,7 +72,9 @@ def config(target: Path, path: Path, **changes: object) -> TrainDraftConfig:
         ({"start": "nowhere"}, "draft nowhere: no config.json there"),
         ({"kind": "eagle3"}, "draft_vocab_size 16384: must be 1 to 260"),
         ({**EAGLE3, "target_layer_ids": (1, 2)}, "target_layer_ids [1, 2]: EAGLE-3 reads 3 layers"),
-        ({**EAGLE3, "markov_rank": 4}, "markov_rank 4: an EAGLE-3 draft has no Markov head, must be 0"),
+        ({**EAGLE3, "markov_rank": 4}, "markov_rank 4: of a DFlash draft; must be 0 for EAGLE-3"),
+        ({"only_edges": True}, "only_edges: needs a markov_rank or a selector_rank above 0"),
+        ({"only_edges": True, "selector_rank": 4}, "only_edges: start must be a draft's directory, not target"),
     ],
 )
 def test_bad_input_is_refused_before_ray_starts(
@@ -186,11 +190,15 @@ def test_features_of_another_revision_are_refused(tiny_pair_dirs: tuple[Path, Pa
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("kind", ["dflash", "eagle3"])
+@pytest.mark.parametrize("kind", ["dflash", "eagle3", "selector"])
 def test_a_killed_worker_changes_nothing(
     kind: str, tiny_pair_dirs: tuple[Path, Path], prompts: Path, tmp_path: Path
 ) -> None:
-    """The command with its training worker killed gives the draft of plain `DraftFit` on the same answers."""
+    """The command with its training worker killed gives the draft of plain `DraftFit` on the same answers.
+
+    A selector alone leaves the draft that it is trained on as it is.
+    """
+    start = str(tiny_pair_dirs[1])
     training = config(
         target_that_never_writes_masks(tiny_pair_dirs[0], tmp_path / "target"),
         prompts,
@@ -200,7 +208,7 @@ def test_a_killed_worker_changes_nothing(
         num_layers=2,
         block_size=4,
         max_new_tokens=24,
-        **(EAGLE3 if kind == "eagle3" else {}),
+        **(EAGLE3 if kind == "eagle3" else SELECTOR | {"start": start} if kind == "selector" else {}),
         fit=DraftFitSettings(epochs=6, batch_size=2, num_sampled=64, autocast=False),
         checkpoint_every=16,
     )
@@ -208,7 +216,8 @@ def test_a_killed_worker_changes_nothing(
     command += ["--epochs", "6", "--batch-size", "2", "--num-sampled", "64", "--no-autocast"]
     for name in training.model_fields_set - {"fit"}:
         value = getattr(training, name)
-        command += [f"--{name.replace('_', '-')}", *(value if isinstance(value, tuple) else (value,))]
+        values = () if value is True else value if isinstance(value, tuple) else (value,)
+        command += [f"--{name.replace('_', '-')}", *values]
     environment = {k: v for k, v in os.environ.items() if k not in ("MLFLOW_TRACKING_URI", "RAY_ADDRESS")}
     job = Job(command, cwd=tmp_path, env=environment, output=tmp_path / "log")
     try:
@@ -220,6 +229,11 @@ def test_a_killed_worker_changes_nothing(
     expected, losses = plainly_trained(training)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], weight.to(found[name].dtype)) for name, weight in expected.items())
+    if kind == "selector":
+        kept = load_file(tiny_pair_dirs[1] / "model.safetensors")
+        assert found.keys() - kept.keys() == {f"candidate_selector.{name}" for name in SELECTOR_WEIGHTS}
+        assert all(torch.equal(found[name], weight.to(found[name].dtype)) for name, weight in kept.items())
+        assert found["candidate_selector.successor_codebook"].any()
     assert logged_losses(tmp_path / "mlflow.db") == pytest.approx(losses)
     pair = load_pair(target=training.target, draft=str(training.output / "draft"), dtype="float32")
     assert pair.block_size == 4

@@ -30,7 +30,7 @@ def ranks_of(row: SweepRow) -> np.ndarray:
     return np.frombuffer(row.step_ranks, np.int8).reshape(len(row.step_places), -1)
 
 
-@pytest.fixture(params=["tiny_pair", "markov_pair", "eagle_pair"])
+@pytest.fixture(params=["tiny_pair", "markov_pair", "dflash2_pair", "eagle_pair"])
 def pair(request: pytest.FixtureRequest) -> Pair:
     """One whose slots are drawn apart, one whose slots depend on the choice above, one on all of them."""
     found: Pair = request.getfixturevalue(request.param)
@@ -151,8 +151,8 @@ def test_matches_are_those_of_the_text_up_to_each_place(tiny_pair: Pair) -> None
     assert compared > 0
 
 
-def test_linked_slots_show_no_trees(markov_pair: Pair, eagle_pair: Pair) -> None:
-    for pair in (markov_pair, eagle_pair):
+def test_linked_slots_show_no_trees(markov_pair: Pair, dflash2_pair: Pair, eagle_pair: Pair) -> None:
+    for pair in (markov_pair, dflash2_pair, eagle_pair):
         assert all(row.step_ranks and not row.step_nodes for row in dense(pair, 0.0))
 
 

@@ -18,7 +18,7 @@ from blockpilot.prompts.files import load_prompts
 from blockpilot.sweep.sweep import sweep_prompts
 from helpers.eagle3 import random_eagle3
 from helpers.policies import tiny_policy
-from helpers.tiny import EOS_ID, MASK_ID, byte_tokenizer
+from helpers.tiny import DFLASH2, EOS_ID, MASK_ID, byte_tokenizer
 from jobs.evaluation.actor import Evaluator
 from jobs.evaluation.inputs import Plan, group
 from workflows import paper
@@ -33,22 +33,24 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 BACKBONES: dict[str, Any] = {
     "qwen3-4b": Qwen3Config(**SHAPE, tie_word_embeddings=True),
     "qwen3-8b": Qwen3Config(**SHAPE),
+    "qwen3-8b-dflash2": Qwen3Config(**SHAPE),
     "llama31-8b": LlamaConfig(**SHAPE),
     "qwen3-coder-30b-a3b": Qwen3MoeConfig(**SHAPE, **EXPERTS),
 }
 
 
 def stand_ins(name: str, folder: Path) -> tuple[Path, Path, Path]:
-    """Directories of a small target, its DFlash draft, and an EAGLE-3 draft."""
+    """Directories of a small target, its draft, and an EAGLE-3 draft."""
     torch.manual_seed(0)
     target: PreTrainedModel = AutoModelForCausalLM.from_config(BACKBONES[name])
     target.save_pretrained(folder / "target")
     byte_tokenizer().save_pretrained(folder / "target")
     trained = 10 if name == "llama31-8b" else 16
-    shape = {"num_layers": 1, "block_size": trained, "mask_token_id": MASK_ID, "target_layer_ids": (1, 3, 4)}
+    shape: dict[str, Any] = DFLASH2 if name.endswith("dflash2") else {}
+    shape = shape | {"num_layers": 1, "block_size": trained, "mask_token_id": MASK_ID, "target_layer_ids": (1, 3, 4)}
     save_draft(DraftModel(new_draft_config(target.config, **shape)), folder / "draft", dtype=torch.float32)
     eagle3 = random_eagle3(
-        target.config, torch.arange(0, 260, 2), 8, head_norms="deepseek" in paper.PAPER_PAIRS[name].eagle3
+        target.config, torch.arange(0, 260, 2), 8, head_norms="deepseek" in paper.PAPER_PAIRS[name].rivals[0]
     )
     save_eagle3(eagle3, folder / "eagle3", dtype=torch.float32)
     return folder / "target", folder / "draft", folder / "eagle3"
@@ -58,7 +60,7 @@ def stand_ins(name: str, folder: Path) -> tuple[Path, Path, Path]:
 def test_every_method_of_the_table_decodes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft, eagle3 = map(str, stand_ins(name, tmp_path))
     monkeypatch.setitem(NAMED_PAIRS, name, NamedPair(target, draft))
-    monkeypatch.setitem(paper.PAPER_PAIRS, name, paper.PAPER_PAIRS[name]._replace(eagle3=eagle3))
+    monkeypatch.setitem(paper.PAPER_PAIRS, name, paper.PAPER_PAIRS[name]._replace(rivals=(eagle3,)))
     stages = paper.pipeline(PaperConfig(pair=name, output=tmp_path, gpu=None, temperature=1.0))
     asked = tmp_path / "prompts.jsonl"
     asked.write_text("".join(json.dumps({"prompt": f"question {i}?"}) + "\n" for i in range(2)))

@@ -432,7 +432,7 @@ def test_an_eagle3_draft_is_loaded_by_its_architecture(tiny_pair_dirs: tuple[Pat
     [
         (
             {"architectures": ["EagleModel"]},
-            r"architecture \['EagleModel'\]: supported are DFlashDraftModel, Qwen3DSparkModel, ",
+            r"architecture \['EagleModel'\]: supported are DFlashDraftModel, DFlash2DraftModel, Qwen3DSparkModel, ",
         ),
         ({"eagle_aux_hidden_state_layer_ids": [1, 3, 7], "eagle_config": {}}, "reads target layer 6: must be 0 to 5"),
     ],

@@ -46,7 +46,6 @@ FIRST_GUESS = 0.75  # share of reached positions that are accepted, before anyth
 GAINS = 0.0, 2.0, 6.0  # tokens that a path is expected to add: bounds between kinds of rows that have one
 NUM_KINDS = 2 * (1 + len(GAINS))
 DOUBT, MEMORY = 4.0, 1000.0  # drafts: of the first guess, and of the running means
-HALF_LIFE = 1024  # steps without a draft so deep, after which half of what drafts have shown is forgotten
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,9 +144,9 @@ class AcceptanceModel:
         guess = FIRST_GUESS ** np.arange(1, deepest + 1)[:, None]
         above = guess >= THRESHOLDS
         # Fading sums over steps, by kind and depth: probabilities and counts of nodes [2, 1 + D, J], drafts [1 + D].
-        self._first_nodes = np.zeros((2, deepest + 1, len(THRESHOLDS)))
-        self._first_nodes[:, 1:] = DOUBT * np.stack([guess * above, above])
-        self._nodes = np.stack([self._first_nodes] * NUM_KINDS)
+        first = np.zeros((2, deepest + 1, len(THRESHOLDS)))
+        first[:, 1:] = DOUBT * np.stack([guess * above, above])
+        self._nodes = np.stack([first] * NUM_KINDS)
         self._drafts = np.full((NUM_KINDS, deepest + 1), DOUBT)
         self._drafts[:, 0] = 1e-3  # nothing is guessed of what needs no draft
         self._unlearned = list[Observed]()
@@ -201,16 +200,6 @@ class AcceptanceModel:
         keep = 1 - np.minimum(1, num_drafts / MEMORY)
         self._nodes = keep[:, None, :, None] * self._nodes + at_least * (num_drafts > 0)[:, None, :, None]
         self._drafts = keep * self._drafts + num_drafts
-
-    def forget(self, kind: int, depth: int, num_steps: int) -> None:
-        """Doubt what is not seen any more: rows of a kind drafted no deeper than `depth`, for so many steps.
-
-        Else a text that drafts fail in would end drafting for all that follow.
-        """
-        keep = 0.5 ** (num_steps / HALF_LIFE)
-        guess, deeper = self._first_nodes[:, depth + 1 :], slice(depth + 1, None)
-        self._nodes[kind, :, deeper] = guess + keep * (self._nodes[kind, :, deeper] - guess)
-        self._drafts[kind, deeper] = DOUBT + keep * (self._drafts[kind, deeper] - DOUBT)
 
     # --- after it ---
 

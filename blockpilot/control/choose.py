@@ -79,17 +79,34 @@ def _launch_s(num: int, price: StepPrice, beside: Load) -> Array:
     return found
 
 
+class Drafting(NamedTuple):
+    """Depths [R] of rows of which at least one drafts, where any may, and the seconds of a step that this saves."""
+
+    depths: Array
+    saved_s: float
+
+
+def best_drafting(plans: Sequence[RowPlan], most: Array, price: StepPrice, beside: Load) -> Drafting:
+    """The depths, at most most[r] of row r, that save the most seconds, or cost the least.
+
+    Of rows with these plans, beside what other rows take in.
+    """
+    saved_s = np.stack([plan.saved_s for plan in plans])
+    saved_s[np.arange(saved_s.shape[1]) > most[:, None]] = -np.inf
+    launch_s = _launch_s(saved_s.shape[1], price, beside)
+    net_s = np.maximum.accumulate(saved_s, axis=1).sum(axis=0) - launch_s
+    limit = 1 + int(net_s[1:].argmax()) if len(net_s) > 1 else 0
+    depths: Array = saved_s[:, : limit + 1].argmax(axis=1)
+    return Drafting(depths, float(net_s[limit]))
+
+
 def choose_depths(plans: Sequence[RowPlan], most: Array, price: StepPrice, beside: Load) -> Array:
     """The depths [R], at most most[r] of row r, that save the most seconds of a step of rows with these plans.
 
     `beside` is what other rows take in.
     """
-    saved_s = np.stack([plan.saved_s for plan in plans])
-    saved_s[np.arange(saved_s.shape[1]) > most[:, None]] = -np.inf
-    launch_s = _launch_s(saved_s.shape[1], price, beside)
-    limit = int((np.maximum.accumulate(saved_s, axis=1).sum(axis=0) - launch_s).argmax())
-    found: Array = saved_s[:, : limit + 1].argmax(axis=1)
-    return found
+    found = best_drafting(plans, most, price, beside)
+    return found.depths if found.saved_s > 0 else np.zeros_like(found.depths)
 
 
 def choose_nodes(trees: Trees, price: StepPrice, drafted: Load, rates: Array) -> Array:

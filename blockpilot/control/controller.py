@@ -4,19 +4,21 @@ The engine knows these calls and nothing of costs and probabilities. A controlle
 draft, or a fresh start, is another controller.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from blockpilot.control.acceptance import AcceptanceModel, Array, Paths, Proposal
-from blockpilot.control.choose import RowPlan, Trees, choose_depths, choose_nodes, plan_rows
+from blockpilot.control.choose import RowPlan, Trees, best_drafting, choose_nodes, plan_rows
 from blockpilot.control.cost import NOMINAL, LiveCost, Load, StepPrice
 from blockpilot.types import Candidates, CandidateSet, Prefill
 
 PLAN_EVERY = 8  # steps
 PROBE_EVERY = 128  # steps of one kind, plain or drafting, after which one of the other shows what that takes now
 EXPLORE_EVERY = 4  # drafting steps, of which one has a row that drafts as deep as it may
+EXPLORE_SHARE = 0.008  # of a plain step's seconds, that drafts which seem not worth theirs may cost
 
 
 class Planned(NamedTuple):
@@ -71,9 +73,9 @@ class Controller:
         self._live = LiveCost(self.price) if follows and price is not None and price is not NOMINAL else None
         self._planned, self._beside = NO_ROWS, Load(0)
         self._plans = dict[int, RowPlan]()  # by kind, of as many rows beside the same others
-        self._drafted = dict[int, int]()  # how deep rows of each kind have drafted since they were made
         self._num_planned = 0  # steps since
         self._num_drafts = 0  # steps that drafted
+        self._spare_s = 0.0  # that drafts may cost
         self._grown = list[Trees]()
         self._proposal: Proposal | None = None
         self._num_alike = 0  # steps in a row that drafted, or below 0 that did not
@@ -98,13 +100,27 @@ class Controller:
         self._num_planned += 1
         for kind in set(rows.kinds.tolist()) - self._plans.keys():
             self._plans[kind] = plan_rows(self.model.expected(kind), len(rows.kinds), self.price, beside)
-        depths = choose_depths([self._plans[kind] for kind in rows.kinds.tolist()], rows.deepest, self.price, beside)
+        depths = self._depths([self._plans[kind] for kind in rows.kinds.tolist()], rows.deepest, beside)
         self._explore(depths, rows.deepest)
         if self._live is not None and not beside.num_drafted and abs(self._num_alike) >= PROBE_EVERY:
             drafts = bool(depths.any())
             if drafts == (self._num_alike > 0):
                 depths = np.zeros_like(depths) if drafts else np.minimum(1, rows.deepest)
         return self._begin(rows, depths)
+
+    def _depths(self, plans: Sequence[RowPlan], deepest: Array, beside: Load) -> Array:
+        """The best depths; now and then those of drafts that seem not worth their seconds, at a bounded cost.
+
+        Else what drafts bring would stay unknown as soon as one text made them seem poor.
+        """
+        drafting = best_drafting(plans, deepest, self.price, beside)
+        if drafting.saved_s <= 0:
+            self._spare_s += EXPLORE_SHARE * self.price.seconds(beside._replace(rows=beside.rows + len(plans)))
+            cost_s = max(self.price.launch_s, -drafting.saved_s)  # what comes of it may be nothing
+            if self._spare_s < cost_s or not drafting.depths.any():
+                return np.zeros_like(drafting.depths)
+            self._spare_s -= cost_s
+        return drafting.depths
 
     def _explore(self, depths: Array, deepest: Array) -> None:
         """Now and then let one row draft to its end: what deeper drafts bring would else be known from long ago.
@@ -121,15 +137,11 @@ class Controller:
 
     def _begin(self, rows: Planned, depths: Array) -> Array:
         self._planned, self._proposal = rows, None
-        for kind, depth in zip(rows.kinds.tolist(), depths.tolist(), strict=True):
-            self._drafted[kind] = max(depth, self._drafted.get(kind, 0))
         return depths
 
     def _observe(self) -> None:
-        """Take in what drafts have added, or not added any more, since the latest plans."""
-        for kind, depth in self._drafted.items():
-            self.model.forget(kind, depth, self._num_planned)
-        self._plans, self._drafted = {}, {}
+        """Take in what drafts have added since the latest plans."""
+        self._plans = {}
         if not self._grown:
             return
         nodes = list[Array]()

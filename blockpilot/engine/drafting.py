@@ -340,15 +340,17 @@ def verified(
     """Outcomes of nodes of rows [R]: paths [R] are the places in their trees whose tokens went before emitted [R],
     the anchor first; `offered` has the inputs of looked-up tokens, if there are any.
 
-    A node is right where its token was emitted, also if the text ends with it. Nodes below that are not known.
+    A node is right where its token was emitted, also if the text ends with it. Nodes below that are not known, and
+    of rows with looked-up tokens the draft's choices are left out: they share what those leave.
     """
     choices, steps = list[tuple[int, int, bool]](), list[tuple[int, bool]]()
     for nodes, path, tokens in zip(drafts, paths, emitted, strict=True):
         places, on_path = places_of(nodes), set(path)
+        is_alone = all(node.step < 0 for node in nodes)
         for node in nodes:
             if places[node.parent] in on_path:
                 right = node.token == tokens[node.depth - 1]
-                if node.choice >= 0:
+                if node.choice >= 0 and is_alone:
                     choices.append((node.choice, node.num_later, right))
                 if node.step >= 0:
                     steps.append((node.step, right))

@@ -10,9 +10,7 @@ import torch
 
 from blockpilot.control import acceptance
 from blockpilot.control.acceptance import (
-    DOUBT,
     FIRST_GUESS,
-    HALF_LIFE,
     NUM_KINDS,
     NUM_WEIGHTS,
     OF_PATH,
@@ -238,23 +236,6 @@ def test_means_fade() -> None:
     for _ in range(3000):
         observe(model, [1], [[0.2]], kind=1)
     assert model.expected(1).sums[1, 0] == pytest.approx(0.2 + 0.7 * np.exp(-3), abs=0.01)
-
-
-def test_what_is_not_drafted_any_more_is_doubted() -> None:
-    """As the guess was, and of rows of that kind and of those depths alone."""
-    model, first = AcceptanceModel(DEEPEST), AcceptanceModel(DEEPEST).expected(1)
-    for kind in (0, 1):
-        for _ in range(200):
-            observe(model, [4], [[0.2], [0.1], [0.05], [0.02]], kind=kind)
-    before = [model.expected(kind).sums for kind in (0, 1)]
-    model.forget(1, 2, 20 * HALF_LIFE)
-    after = [model.expected(kind).sums for kind in (0, 1)]
-    np.testing.assert_array_equal(after[0], before[0])
-    np.testing.assert_array_equal(after[1][:3], before[1][:3])
-    np.testing.assert_allclose(after[1][3:], first.sums[3:], atol=1e-3)
-    observe(model, [4], [[], [], [], []], kind=1)
-    again = model.expected(1).sums[4, 0]
-    assert again == pytest.approx(first.sums[4, 0] * DOUBT / (DOUBT + 1), abs=1e-3)
 
 
 # --- paths ---

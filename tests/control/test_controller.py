@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from blockpilot.control.acceptance import DOUBT, NUM_KINDS, AcceptanceModel
-from blockpilot.control.choose import Trees, choose_depths, choose_nodes, plan_rows
+from blockpilot.control.choose import Drafting, Trees, choose_depths, choose_nodes, plan_rows
 from blockpilot.control.controller import (
     EXPLORE_EVERY,
+    EXPLORE_SHARE,
     NOMINAL,
     PLAN_EVERY,
     PROBE_EVERY,
@@ -97,9 +98,10 @@ def test_what_drafts_add_moves_the_plan() -> None:
     """A draft of which little comes is not worth its launch; one that is right goes deep."""
     good, poor = controller_of(price(launch_s=0.3, token_s=0.02)), controller_of(price(launch_s=0.3, token_s=0.02))
     assert run(good, 400, [0.95, 0.9, 0.85, 0.8])[-1] == [4, 4]
-    assert run(poor, 400, [0.1, 0.01, 0.001, 0.0001])[-1] == [0, 0]
+    steps = run(poor, 400, [0.1, 0.01, 0.001, 0.0001])[-100:]
+    assert sum(depth > 0 for depth, _ in steps) <= 100 * EXPLORE_SHARE / 0.3 + 1
     assert good.drafts
-    assert not poor.drafts
+    assert poor.drafts == (steps[-1][0] > 0)
 
 
 def test_plans_hold_for_some_steps_of_as_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +122,8 @@ def test_plans_hold_for_some_steps_of_as_many_rows(monkeypatch: pytest.MonkeyPat
 def test_of_some_drafting_steps_a_row_drafts_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows by turns; not of a draft that takes a pass for each depth, nor where nothing drafts."""
     shallow = [1, 1]
-    monkeypatch.setattr("blockpilot.control.controller.choose_depths", lambda *_: np.array(shallow))
+    found_best = "blockpilot.control.controller.best_drafting"
+    monkeypatch.setattr(found_best, lambda *_: Drafting(np.array(shallow), 1.0))
     controller = controller_of()
     found = [controller.plan(greedy(2), ALONE).tolist() for _ in range(4 * EXPLORE_EVERY)]
     assert [i for i, depths in enumerate(found, start=1) if depths != [1, 1]] == [4, 8, 12, 16]
@@ -162,14 +165,14 @@ def test_a_probe_that_is_cheap_brings_drafting_back() -> None:
 
 @pytest.mark.parametrize("of", [None, price(launch_s=0.3, token_s=0.02)])
 def test_drafts_come_back_after_texts_that_they_fail_in(of: StepPrice | None) -> None:
-    """And as long as they fail, trying again costs at most a hundredth of plain decoding's speed."""
+    """And as long as they fail, trying again costs little of plain decoding's speed."""
     good, poor = [0.95, 0.9, 0.85, 0.8], [0.05, 0.01, 0.001, 0.001]
     controller = controller_of(of)
     run(controller, 3000, good)
     steps = run(controller, 6000, poor)[3000:]
     seconds = sum(controller.price.seconds(Load(1, depth, taken)) for depth, taken in steps)
     tokens = sum(1 + sum(poor[:taken]) for _, taken in steps)
-    assert 0.99 < tokens / seconds * controller.price.seconds(Load(1)) < 1
+    assert 0.985 < tokens / seconds * controller.price.seconds(Load(1)) < 1
     assert run(controller, 2000, good)[-1] == [4, 4]
 
 

@@ -166,7 +166,7 @@ class Selection(NamedTuple):
 def among_best(
     edges: Edges, logits: Tensor, hidden: Tensor, before: Tensor, targets: Tensor, vocabulary: Vocabulary | None
 ) -> Selection:
-    """Of slots with logits [M, K] and hidden states [M, hidden], by the true tokens `before` [M]: teacher forcing."""
+    """Selections of slots with logits [M, K] and hidden states [M, hidden], by the true tokens `before` [M]."""
     own = logits if vocabulary is None else logits - vocabulary.correction
     scores, places = own.topk(edges.width, dim=-1)
     tokens = places if vocabulary is None else vocabulary.ids[places]

@@ -146,7 +146,7 @@ class DraftModel(Draft):
 
     @property
     def edges(self) -> Edges | None:
-        """What a token says of the one after it; None where slots are drawn apart."""
+        """Scores of a token given the one before it; None where slots are drawn apart."""
         return self.markov_head or self.candidate_selector
 
     def layer_ids(self, num_target_layers: int) -> tuple[int, ...]:

@@ -74,7 +74,7 @@ def has_functions() -> bool:
 
 
 def pointer(values: Array) -> ctypes.Array[ctypes.c_char]:
-    """What a C function takes for an array; TypeError or ValueError for one that is read-only or not contiguous."""
+    """An array as a C function takes it; TypeError or ValueError for one that is read-only or not contiguous."""
     return _NOTHING.from_buffer(values)  # type: ignore[arg-type]  # a buffer: numpy's types are older
 
 

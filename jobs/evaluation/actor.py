@@ -162,7 +162,7 @@ class Evaluator:
         return [*self._fixed, *self._trees, *others, *self._of_rivals, *self._policies, *hindsight]
 
     def _warmed_up(self, half: int) -> dict[str, Controller]:
-        """What adapts, by its method, after prompts of the groups that are not of this half: every second one is."""
+        """Controllers that adapt, by method, after prompts of the other half of the groups: every second one."""
         others = [place for places in self._plan.groups[1 - half :: 2] for place in places]
         some = others[:: max(1, len(others) // max(1, self._config.warm_up))][: self._config.warm_up]
         free = [method for method, engine in self._engines.items() if engine.policy is None and method != ORACLE]

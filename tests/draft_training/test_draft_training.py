@@ -137,7 +137,7 @@ PARTS: list[dict[str, Any]] = [
 
 
 def lift(draft: DraftModel, hidden: Tensor, before: int) -> Tensor:
-    """What the edges add to all tokens after another."""
+    """Scores that the edges add to all tokens after another."""
     if draft.candidate_selector is not None:
         edges = draft.candidate_selector
         vector = edges.predecessor_codebook[before] * (edges.hidden_projection.weight @ hidden)

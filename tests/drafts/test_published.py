@@ -172,7 +172,7 @@ FORMATS: dict[str, Callable[[Path], Path]] = {
 
 
 def chain_of(slow: SlowDFlash, target: Any, proposal: Proposal, from_anchor: bool, is_bent: bool) -> list[int]:
-    """What a slow network drafts after a row's final tokens, by its own LM head or the target's.
+    """The chain that a slow network drafts after a row's final tokens, by its own LM head or the target's.
 
     is_bent: a token depends on the one before it, as the network's head says.
     """
@@ -211,7 +211,7 @@ def bigram(weights: Any, hidden: Tensor, before: int) -> Tensor:
 
 
 def selected(weights: Any, hidden: Tensor, before: int, token: int) -> float:
-    """What a candidate selector adds to a token after another."""
+    """The score that a candidate selector adds to a token after another."""
     names = "hidden_projection.weight", "predecessor_codebook", "successor_codebook"
     projection, predecessors, successors = (weights[f"candidate_selector.{name}"] for name in names)
     return float((predecessors[before] * (projection @ hidden) * successors[token]).sum())

@@ -668,7 +668,7 @@ def test_a_step_policy_is_the_prior_of_its_engine_in_every_group(
 def test_what_adapts_starts_every_group_as_it_was_after_prompts_of_others(
     config: EvaluateConfig, prompts: tuple[Path, list[Prompt]]
 ) -> None:
-    """Of every second group, so that no group has met its own prompts; without any it starts from nothing."""
+    """Prompts of every second group, so that no group has met its own; without any it starts from nothing."""
     plan = plan_of(changed(config, waves=1), prompts[1][:5])
     evaluator = Watched(changed(config, warm_up=2, max_new_tokens=40), plan)
     asked = list[list[int]]()

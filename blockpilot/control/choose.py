@@ -100,15 +100,6 @@ def best_drafting(plans: Sequence[RowPlan], most: Array, price: StepPrice, besid
     return Drafting(depths, float(net_s[limit]))
 
 
-def choose_depths(plans: Sequence[RowPlan], most: Array, price: StepPrice, beside: Load) -> Array:
-    """The depths [R], at most most[r] of row r, that save the most seconds of a step of rows with these plans.
-
-    `beside` is what other rows take in.
-    """
-    found = best_drafting(plans, most, price, beside)
-    return found.depths if found.saved_s > 0 else np.zeros_like(found.depths)
-
-
 def choose_nodes(trees: Trees, price: StepPrice, drafted: Load, rates: Array) -> Array:
     """Number of nodes to verify of every tree [R]: the N best of all rows that save the most seconds.
 

@@ -8,13 +8,19 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from blockpilot.control.acceptance import Expected
-from blockpilot.control.choose import RowPlan, Trees, _choose_nodes, choose_depths, choose_nodes, plan_rows
+from blockpilot.control.acceptance import Array, Expected
+from blockpilot.control.choose import RowPlan, Trees, _choose_nodes, best_drafting, choose_nodes, plan_rows
 from blockpilot.control.cost import TILE, Load, StepPrice, passes
 from helpers.prices import linear_price, price
 
 ALONE = Load(0)
 ONE_EACH = (1.0,) * 8
+
+
+def choose_depths(plans: Sequence[RowPlan], most: Array, of: StepPrice, beside: Load) -> Array:
+    """The best depths of rows, none where drafting saves nothing."""
+    found = best_drafting(plans, most, of, beside)
+    return found.depths if found.saved_s > 0 else np.zeros_like(found.depths)
 
 
 def rate(

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from blockpilot.control.acceptance import DOUBT, NUM_KINDS, AcceptanceModel
-from blockpilot.control.choose import Drafting, Trees, choose_depths, choose_nodes, plan_rows
+from blockpilot.control.choose import Drafting, Trees, best_drafting, choose_nodes, plan_rows
 from blockpilot.control.controller import (
     EXPLORE_EVERY,
     EXPLORE_SHARE,
@@ -61,9 +61,10 @@ def test_depths_are_those_of_the_choice_and_no_deeper_than_rows_may() -> None:
     model, beside = AcceptanceModel(DEEPEST), Load(2, 3, 3)
     kinds, most = np.array([0, 1, 0]), np.array([4, 1, 0])
     plans = [plan_rows(model.expected(kind), 3, PRICE, beside) for kind in kinds.tolist()]
-    expected = choose_depths(plans, most, PRICE, beside)
+    drafting = best_drafting(plans, most, PRICE, beside)
+    assert drafting.saved_s > 0
     found = Controller(model, PRICE).plan(Planned(kinds, most), beside)
-    assert found.tolist() == expected.tolist()
+    assert found.tolist() == drafting.depths.tolist()
     assert found.tolist()[1:] == [1, 0]
     assert found[0] > 1
 

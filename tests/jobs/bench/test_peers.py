@@ -33,7 +33,8 @@ def test_all_decode_the_same_answers(config: PeersConfig, capsys: pytest.Capture
     kept = json.loads((config.output / "answers.json").read_text())
     assert list(kept) == ["1", "3"]
     for num, of_load in kept.items():
-        assert list(of_load) == ["blockpilot, plain", "blockpilot, B=3", "blockpilot, trees", "transformers, plain"]
+        own = [f"blockpilot, {name}" for name in ("plain", "B=3", "choice", "lookup")]
+        assert list(of_load) == [*own, "transformers, plain"]
         first = [batch["answers"] for batch in of_load["blockpilot, plain"]]
         assert [len(batch) for batch in first] == [int(num)] * 2
         assert {len(answer) for batch in first for answer in batch} == {6}
@@ -62,14 +63,19 @@ def test_vllm_drafts_as_many_tokens(config: PeersConfig, tmp_path: Path) -> None
     """A block of B has B - 1 drafted tokens; llama.cpp takes one request at a time."""
     (tmp_path / "program").touch()
     program = tmp_path / "program"
-    found = peers(config.model_copy(update={"vllm_python": program, "llama_bench": program, "gguf": program}))
+    changes = {"vllm_python": program, "llama_bench": program, "gguf": program, "lookups": ("ngram", "suffix")}
+    found = peers(config.model_copy(update=changes))
+    assert [peer.settings["lookup"] for peer in found if peer.settings["lookup"]] == ["ngram", "suffix"]
     assert [(peer.name, peer.settings["num_drafted"], peer.takes(3)) for peer in found] == [
         ("blockpilot, plain", 0, True),
         ("blockpilot, B=3", 2, True),
-        ("blockpilot, trees", 0, True),
+        ("blockpilot, choice", 0, True),
+        ("blockpilot, lookup", 0, True),
         ("transformers, plain", 0, True),
         ("vllm, plain", 0, True),
         ("vllm, B=3", 2, True),
+        ("vllm, ngram", 0, True),
+        ("vllm, suffix", 0, True),
         ("llama.cpp, plain", 0, False),
     ]
 

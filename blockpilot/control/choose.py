@@ -97,7 +97,11 @@ def best_drafting(plans: Sequence[RowPlan], most: Array, price: StepPrice, besid
     net_s = np.maximum.accumulate(saved_s, axis=1).sum(axis=0) - launch_s
     limit = 1 + int(net_s[1:].argmax()) if len(net_s) > 1 else 0
     depths: Array = saved_s[:, : limit + 1].argmax(axis=1)
-    return Drafting(depths, float(net_s[limit]))
+    if depths.any() or not most.any():
+        return Drafting(depths, float(net_s[limit]))
+    row, depth = np.unravel_index(int(saved_s[:, 1:].argmax()), saved_s[:, 1:].shape)  # no row is worth its positions
+    depths[row] = depth + 1
+    return Drafting(depths, float(saved_s[row, depth + 1] - launch_s[depth + 1]))
 
 
 def choose_nodes(trees: Trees, price: StepPrice, drafted: Load, rates: Array) -> Array:

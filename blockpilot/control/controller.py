@@ -114,10 +114,10 @@ class Controller:
         Else what drafts bring would stay unknown as soon as one text made them seem poor.
         """
         drafting = best_drafting(plans, deepest, self.price, beside)
-        if drafting.saved_s <= 0:
+        if drafting.saved_s <= 0 and drafting.depths.any():
             self._spare_s += EXPLORE_SHARE * self.price.seconds(beside._replace(rows=beside.rows + len(plans)))
             cost_s = max(self.price.launch_s, -drafting.saved_s)  # what comes of it may be nothing
-            if self._spare_s < cost_s or not drafting.depths.any():
+            if self._spare_s < cost_s:
                 return np.zeros_like(drafting.depths)
             self._spare_s -= cost_s
         return drafting.depths

@@ -291,3 +291,13 @@ def test_a_node_is_worth_more_the_slower_the_step() -> None:
     assert taken([row, row], price(base_s=1.0, token_s=0.2), Load(2)) == [2, 2]
     assert taken([row, row], price(base_s=0.5, token_s=0.2), Load(2)) == [1, 1]
     assert taken([[], []], price(), Load(2)) == [0, 0]
+
+
+def test_where_no_row_is_worth_its_positions_one_could_still_draft() -> None:
+    """The one that costs the least, so that it can be tried; none where none may."""
+    plans = [RowPlan(1.0, np.array([0.0, -0.3, -0.2])), RowPlan(1.0, np.array([0.0, -0.1, -0.4]))]
+    found = best_drafting(plans, np.array([2, 2]), price(launch_s=0.5), ALONE)
+    assert found.depths.tolist() == [0, 1]
+    assert found.saved_s == pytest.approx(-0.6)
+    assert best_drafting(plans, np.array([2, 0]), price(launch_s=0.5), ALONE).depths.tolist() == [2, 0]
+    assert not best_drafting(plans, np.array([0, 0]), price(launch_s=0.5), ALONE).depths.any()

@@ -121,8 +121,8 @@ def _read_vocabulary(path: Path, size: int) -> Tensor | None:
 
 def save_draft(model: DraftModel, directory: Path, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write the published format: config.json, and weights of `dtype` in model.safetensors."""
-    is_second = model.options.selector_rank or model.options.conv_kernel_size
-    write_checkpoint(model, {"architectures": [DFLASH2 if is_second else ARCHITECTURE]}, directory, dtype)
+    architecture = DFLASH2 if model.options.is_dflash2 else ARCHITECTURE
+    write_checkpoint(model, {"architectures": [architecture]}, directory, dtype)
     if model.vocabulary is not None:
         write_vocabulary(directory, model.vocabulary)
 

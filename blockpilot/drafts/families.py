@@ -34,7 +34,7 @@ def family(draft: Draft) -> str:
     if isinstance(draft, NoDraft):
         return "none"
     if isinstance(draft, DraftModel):
-        if draft.options.selector_rank or draft.options.conv_kernel_size:
+        if draft.options.is_dflash2:
             return "dflash2"
         return "dflash" if draft.edges is None else "dspark"
     return "eagle3"

@@ -49,6 +49,11 @@ class DraftOptions:
     causal: bool | None = None
     """Causal mask inside the block; None: in sliding-window layers alone."""
 
+    @property
+    def is_dflash2(self) -> bool:
+        """It has a part that DFlash does not have."""
+        return bool(self.selector_rank or self.conv_kernel_size)
+
 
 def default_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
     """DFlash's choice of target layers for a new draft: evenly spaced from the second to the fourth-last."""

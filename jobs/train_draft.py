@@ -50,10 +50,10 @@ from jobs.training.draft import (
     check_draft,
     draft_loss,
     export,
-    fit_settings,
     fresh_draft,
     layer_ids_of,
     mask_token_id,
+    use_vocabulary,
 )
 
 
@@ -92,6 +92,7 @@ def run(config: TrainDraftConfig) -> TrainDraftResult:
         MetricLog(registry.uri, record.id, state["unlogged"]).flush()
         draft = fresh_draft(config)
         draft.load_state_dict(state["draft"])
+        use_vocabulary(config, draft, [answer for shard in written.train for answer in read_answers(shard.path)])
         directory = config.output / "draft"
         export(draft, directory)
         held_out = [prompt for shard in written.held_out for prompt in shard.prompts]
@@ -183,7 +184,7 @@ def _run_name(config: TrainDraftConfig, written: AnswerShards) -> str:
     shape += (config.markov_rank,) if config.markov_rank else ()
     shape += (config.selector_rank, config.selector_top_k) if config.selector_rank else ()
     shape += ("edges",) if config.only_edges else ()
-    shape += (config.kind, config.draft_vocab_size) if config.kind != "dflash" else ()
+    shape += (config.kind, config.draft_vocab_size) if config.kind != "dflash" or config.draft_vocab_size else ()
     data = [(shard.path, answer_source(shard.path)) for shard in written.train]
     key = repr((config.fit, config.seed, shape, config.num_workers, data))
     return f"draft-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
@@ -224,8 +225,7 @@ def _new_fit(config: TrainDraftConfig, corpus: Corpus, rank: int, world_size: in
     # The buffers are the target's weights, which never change.
     loss = ray.train.torch.prepare_model(start, parallel_strategy_kwargs={"broadcast_buffers": False})
     frequent = frequent_tokens([answer.tokens for answer in corpus.answers])
-    settings = fit_settings(config)
-    return DraftFit(loss, corpus, frequent, settings, seed=config.seed, rank=rank, world_size=world_size)
+    return DraftFit(loss, corpus, frequent, config.fit, seed=config.seed, rank=rank, world_size=world_size)
 
 
 def corpus_of(config: TrainDraftConfig, shards: Sequence[FeatureShard]) -> Corpus:

@@ -30,6 +30,7 @@ class Eagle3Loss(DraftLoss):
     embedding: Tensor
     own_head: Tensor
     own_ids: Tensor
+    may_sample = False
 
     def __init__(
         self,

@@ -7,8 +7,9 @@ accepted length, since a late one counts only when all before it were right: by 
 exp(-(offset - 1) / gamma), or by D-PACE (arXiv 2605.18810) from the draft's present confidences. A candidate selector
 adds the cross entropy of its choice among the slot's best tokens.
 
-With a large vocabulary the LM head is most of the cost on a CPU. A step may therefore score every frequent token and
-a fresh sample of the rest, which stands for all of them (sampled softmax).
+With a large vocabulary the LM head is most of the cost on a CPU. A draft with a vocabulary of its own scores that, and
+positions of other tokens carry no weight. For one without, a step may score every frequent token and a fresh sample
+of the rest, which stands for all of them (sampled softmax).
 """
 
 import math
@@ -81,6 +82,8 @@ class DraftLoss(nn.Module):
     draft: nn.Module
     head: Tensor
     block_size: int
+    may_sample: bool
+    """A step may score a sample of the vocabulary."""
 
 
 class BlockLoss(DraftLoss):
@@ -88,11 +91,13 @@ class BlockLoss(DraftLoss):
 
     `embedding` and `head` are the target's weights [vocab, hidden]. `distill` is the share of the cross entropy that
     is taken against the target's distribution instead of the answer's token, `overlap` the share of the loss that is
-    the LK loss instead of the cross entropy.
+    the LK loss instead of the cross entropy; of a candidate selector, too.
     """
 
     draft: DraftModel
     embedding: Tensor
+    own_ids: Tensor | None
+    """The draft's vocabulary, ascending."""
 
     def __init__(
         self,
@@ -110,9 +115,14 @@ class BlockLoss(DraftLoss):
         self.weighting, self.distill, self.overlap = weighting, distill, overlap
         self.register_buffer("embedding", embedding, persistent=False)
         self.register_buffer("head", head, persistent=False)
+        own_ids = None if draft.vocabulary is None else draft.vocabulary.sort().values.to(head.device)
+        self.register_buffer("own_ids", own_ids, persistent=False)
+        self.may_sample = own_ids is None
 
     def forward(self, batch: DraftBatch, vocabulary: Vocabulary | None = None) -> Scores:
         """Draft the block at every anchor and compare it with the text."""
+        if self.own_ids is not None:
+            vocabulary = Vocabulary(self.own_ids, torch.zeros_like(self.own_ids, dtype=torch.float32))
         positions, inside = drafted_positions(batch, self.block_size)
         labels = at(batch.tokens, positions)
         hidden = draft_batch(self.draft, self.embedding, batch, self.block_size)[:, :, 1:]
@@ -122,24 +132,40 @@ class BlockLoss(DraftLoss):
         edges = self.draft.edges
         if edges is not None and edges.is_whole:
             logits = logits + edges(hidden, before, None if vocabulary is None else vocabulary.ids).float()
-        targets = labels[inside] if vocabulary is None else torch.searchsorted(vocabulary.ids, labels[inside])
+        targets, is_known = numbered(labels[inside], vocabulary)
         log_probs = logits.log_softmax(dim=-1)
         losses = hard = -log_probs.gather(-1, targets[:, None])[:, 0]
+        of_target = None
         if self.distill or self.overlap:
-            of_target = self._logits(at(batch.hidden, positions - 1)[inside], vocabulary).float()
-            losses = distilled(log_probs, targets, of_target.softmax(dim=-1), self.distill, self.overlap)
+            of_target = self._logits(at(batch.hidden, positions - 1)[inside], vocabulary).float().softmax(dim=-1)
+            losses = distilled(log_probs, targets, of_target, self.distill, self.overlap)
         chosen = logits.detach().argmax(dim=-1)
         if edges is not None and not edges.is_whole:
-            selection = among_best(edges, logits, hidden, before, targets, vocabulary)
-            losses, chosen = losses + selection.losses, selection.chosen
-        weights = self._weights(hard.detach(), inside)
+            best = best_tokens(edges, logits, hidden, before, vocabulary)
+            chosen = best.chosen
+            losses = losses + self._selection_losses(best, targets, of_target)
+        weights = self._weights(hard.detach().masked_fill(~is_known, math.inf), inside)
+        weights[inside] *= is_known
         weighted = (losses * weights[inside]).sum()
         correct = torch.zeros_like(inside)
-        correct[inside] = chosen == targets
+        correct[inside] = is_known & (chosen == targets)
         sums = LossSums(
             weighted.detach(), weights.sum(), correct.sum(dim=(0, 1)).double(), inside.sum(dim=(0, 1)).double()
         )
         return Scores(weighted / weights.sum(), sums, correct.cumprod(dim=-1).sum(dim=-1))
+
+    def _selection_losses(self, best: "BestTokens", targets: Tensor, of_target: Tensor | None) -> Tensor:
+        """Losses [M] of the choice among the best tokens; 0 where the answer's token is none of them."""
+        right = best.places == targets[:, None]
+        places, wanted = right.int().argmax(dim=1), right.any(dim=1)
+        log_probs = best.scores.log_softmax(dim=-1)
+        if of_target is None:
+            losses = -log_probs.gather(-1, places[:, None])[:, 0]
+        else:
+            of_best = of_target.gather(1, best.places)
+            of_best = of_best / of_best.sum(dim=1, keepdim=True).clamp_min(SMALLEST_OVERLAP)
+            losses = distilled(log_probs, places, of_best, self.distill, self.overlap)
+        return losses * wanted
 
     def _weights(self, losses: Tensor, inside: Tensor) -> Tensor:
         """Loss weights [N, A, B-1], 0 outside; `losses` are those of the positions inside."""
@@ -154,26 +180,34 @@ class BlockLoss(DraftLoss):
         return logits if vocabulary is None else logits + vocabulary.correction.to(logits.dtype)
 
 
-class Selection(NamedTuple):
-    """Choices [M] among the best tokens of slots, numbers of scored tokens, and cross entropies [M] with the answer's
-    tokens; 0 where that is none of the best.
-    """
+class BestTokens(NamedTuple):
+    """The best K tokens of M slots as numbers of scored ones [M, K], and their scores [M, K] with edges."""
 
-    losses: Tensor
-    chosen: Tensor
+    places: Tensor
+    scores: Tensor
+
+    @property
+    def chosen(self) -> Tensor:
+        """The choice of each slot [M]."""
+        return self.places.gather(1, self.scores.argmax(dim=-1, keepdim=True))[:, 0]
 
 
-def among_best(
-    edges: Edges, logits: Tensor, hidden: Tensor, before: Tensor, targets: Tensor, vocabulary: Vocabulary | None
-) -> Selection:
-    """Selections of slots with logits [M, K] and hidden states [M, hidden], by the true tokens `before` [M]."""
+def best_tokens(
+    edges: Edges, logits: Tensor, hidden: Tensor, before: Tensor, vocabulary: Vocabulary | None
+) -> BestTokens:
+    """The best tokens of slots with logits [M, V] and hidden states [M, hidden], after the true tokens `before` [M]."""
     own = logits if vocabulary is None else logits - vocabulary.correction
     scores, places = own.topk(edges.width, dim=-1)
     tokens = places if vocabulary is None else vocabulary.ids[places]
-    scores = scores + edges.between(hidden, before[:, None], tokens)[:, 0].float()
-    right = places == targets[:, None]
-    losses = -scores.log_softmax(dim=-1).masked_fill(~right, 0).sum(dim=-1)
-    return Selection(losses, places.gather(1, scores.argmax(dim=-1, keepdim=True))[:, 0])
+    return BestTokens(places, scores + edges.between(hidden, before[:, None], tokens)[:, 0].float())
+
+
+def numbered(tokens: Tensor, vocabulary: Vocabulary | None) -> tuple[Tensor, Tensor]:
+    """Numbers [M] of tokens [M] among the scored ones, and which of them are scored; the number of others is void."""
+    if vocabulary is None:
+        return tokens, torch.ones_like(tokens, dtype=torch.bool)
+    places = torch.searchsorted(vocabulary.ids, tokens).clamp_max(len(vocabulary.ids) - 1)
+    return places, vocabulary.ids[places] == tokens
 
 
 def distilled(log_probs: Tensor, labels: Tensor, of_target: Tensor, share: float, overlap: float = 0.0) -> Tensor:

@@ -1,7 +1,6 @@
 """The draft that a job trains: its configuration, and what depends on its family."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal, cast
 
@@ -26,6 +25,9 @@ from blockpilot.pairs.loading import load_target, load_tokenizer, network_config
 from jobs.answers import AnswersConfig
 
 
+EAGLE3_VOCABULARY = 16384  # tokens
+
+
 class TrainDraftConfig(AnswersConfig):
     """Target, prompts, and the shape and training of the draft."""
 
@@ -33,8 +35,9 @@ class TrainDraftConfig(AnswersConfig):
     """Family of the draft: blocks in one pass, or chains token by token."""
     block_size: int = Field(default=8, ge=2)
     """Positions of a training block or chain, anchor included."""
-    draft_vocab_size: int = Field(default=16384, ge=LEAST_VOCABULARY)
-    """Tokens that an EAGLE-3 draft proposes: the most frequent of the answers."""
+    draft_vocab_size: int | None = Field(default=None, ge=LEAST_VOCABULARY)
+    """Tokens that the draft proposes, the most frequent of the answers; by default all for DFlash (or those of
+    `start`), 16,384 for EAGLE-3."""
     num_layers: int = Field(default=3, ge=1)
     """Decoder layers of a DFlash draft."""
     target_layer_ids: tuple[int, ...] | None = None
@@ -81,6 +84,8 @@ def check_draft(config: TrainDraftConfig) -> None:
     wrong = [i for i in config.target_layer_ids or () if not 0 <= i < target.num_hidden_layers]
     if wrong:
         raise ValueError(f"target_layer_ids {wrong[0]}: must be 0 to {target.num_hidden_layers - 1}")
+    if (size := config.draft_vocab_size) is not None and size > target.vocab_size:
+        raise ValueError(f"draft_vocab_size {size}: must be {LEAST_VOCABULARY} to {target.vocab_size}")
     for name in ("markov_rank", "selector_rank"):
         if config.kind == "eagle3" and getattr(config, name):
             raise ValueError(f"{name} {getattr(config, name)}: of a DFlash draft; must be 0 for EAGLE-3")
@@ -113,11 +118,6 @@ def layer_ids_of(config: TrainDraftConfig) -> tuple[int, ...]:
     return config.target_layer_ids or eagle3_layer_ids(target.num_hidden_layers)
 
 
-def fit_settings(config: TrainDraftConfig) -> DraftFitSettings:
-    """Settings of the fit; an EAGLE-3 draft, whose own vocabulary is small, scores all of it."""
-    return config.fit if config.kind == "dflash" else replace(config.fit, num_sampled=0)
-
-
 def fresh_draft(config: TrainDraftConfig) -> DraftModel | Eagle3Model:
     """The untrained draft; its weights depend only on the seed or on the draft to start from.
 
@@ -129,7 +129,7 @@ def fresh_draft(config: TrainDraftConfig) -> DraftModel | Eagle3Model:
     if is_dflash:
         draft = DraftModel(_dflash_config(config, target))
     else:
-        ids, any_tokens = config.target_layer_ids, torch.arange(config.draft_vocab_size)
+        ids, any_tokens = config.target_layer_ids, torch.arange(config.draft_vocab_size or EAGLE3_VOCABULARY)
         draft = new_eagle3(target, any_tokens, block_size=config.block_size, target_layer_ids=ids)
     if config.start in ("target", "random"):
         return draft
@@ -182,6 +182,7 @@ def draft_loss(config: TrainDraftConfig, answers: Sequence[Answer]) -> DraftLoss
     dtype = torch.bfloat16 if config.fit.autocast else torch.float32
     embedding, head = (cast(torch.Tensor, module.weight).detach().to(dtype) for module in modules)
     draft, from_target, fit = fresh_draft(config), config.start == "target", config.fit
+    use_vocabulary(config, draft, answers)
     if isinstance(draft, DraftModel):
         if from_target:
             start_from_target(draft, model, answers[0].tokens)
@@ -190,12 +191,21 @@ def draft_loss(config: TrainDraftConfig, answers: Sequence[Answer]) -> DraftLoss
             draft.requires_grad_(False)
             draft.edges.requires_grad_(True)
         return BlockLoss(draft, embedding, head, weighting=fit.weighting, distill=fit.distill, overlap=fit.overlap)
-    if config.start in ("target", "random"):
-        ranked = by_frequency((answer.tokens[answer.num_prompt_tokens :] for answer in answers), len(head))
-        draft.use_vocabulary(ranked[: config.draft_vocab_size])
     if from_target:
         start_eagle3_from_target(draft, model)
     return Eagle3Loss(draft, embedding, head, distill=fit.distill, overlap=fit.overlap)
+
+
+def use_vocabulary(config: TrainDraftConfig, draft: DraftModel | Eagle3Model, answers: Sequence[Answer]) -> None:
+    """Let a draft propose the most frequent tokens of the answers only, if it shall; an EAGLE-3 draft that goes on
+    keeps its own.
+    """
+    of_answers, vocab_size = (answer.tokens[answer.num_prompt_tokens :] for answer in answers), draft.config.vocab_size
+    if isinstance(draft, DraftModel):
+        if config.draft_vocab_size is not None:
+            draft.vocabulary = by_frequency(of_answers, vocab_size)[: config.draft_vocab_size]
+    elif config.start in ("target", "random"):
+        draft.use_vocabulary(by_frequency(of_answers, vocab_size)[: config.draft_vocab_size or EAGLE3_VOCABULARY])
 
 
 def export(draft: DraftModel | Eagle3Model, directory: Path) -> None:

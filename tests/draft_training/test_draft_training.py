@@ -153,12 +153,24 @@ def lift(draft: DraftModel, hidden: Tensor, before: int) -> Tensor:
 @pytest.mark.parametrize("weighting", ["decay", "dpace"])
 @pytest.mark.parametrize(("distill", "overlap"), [(0.0, 0.0), (0.3, 0.0), (1.0, 0.5), (0.0, 0.2)])
 @pytest.mark.parametrize("parts", PARTS, ids=str)
+@pytest.mark.parametrize("vocabulary", [None, [*range(7, 200, 3), *range(5, 256, 2)]], ids=["all", "some"])
 def test_the_loss_equals_a_slow_loop(
-    weighting: str, distill: float, overlap: float, parts: dict[str, Any], tiny_pair: Pair
+    weighting: str,
+    distill: float,
+    overlap: float,
+    parts: dict[str, Any],
+    vocabulary: list[int] | None,
+    tiny_pair: Pair,
 ) -> None:
+    """Of an own vocabulary, positions of tokens outside it have no weight, and count as wrong."""
     shard = documents(3)
     batch = batch_of(shard, 4, seed=2)
     draft = tiny_draft(tiny_pair.target, BLOCK, **parts)
+    ids = torch.arange(draft.config.vocab_size)
+    if vocabulary is not None:
+        draft.vocabulary = torch.tensor(vocabulary).unique().flip(0)
+        ids = draft.vocabulary.sort().values
+    number = {token: i for i, token in enumerate(ids.tolist())}
     loss = loss_of(tiny_pair, draft, weighting=weighting, distill=distill, overlap=overlap)
     scores = loss(batch)
     drafted = draft_batch(loss.draft, loss.embedding, batch, BLOCK).detach()
@@ -166,12 +178,14 @@ def test_the_loss_equals_a_slow_loop(
     for row, document in enumerate(shard):
         for a, anchor in enumerate(batch.anchors[row].tolist()):
             offsets = range(1, min(BLOCK, len(document.tokens) - anchor))
-            logits = [drafted[row, a, offset] @ loss.head.T for offset in offsets]
+            logits = [drafted[row, a, offset] @ loss.head[ids].T for offset in offsets]
             before = [int(document.tokens[anchor + offset - 1]) for offset in offsets]
             lifts = [
-                lift(draft, drafted[row, a, offset], token) for offset, token in zip(offsets, before, strict=True)
+                lift(draft, drafted[row, a, offset], token)[ids] for offset, token in zip(offsets, before, strict=True)
             ]
-            selected = dict[tuple[int, int], float]()  # losses of the selector by offset and token
+            labels = [number.get(int(document.tokens[anchor + offset])) for offset in offsets]
+            of_target = [(document.hidden[anchor + offset - 1].float() @ loss.head[ids].T).softmax(0) for offset in offsets]
+            selected = dict[int, float]()  # losses of the selector by offset
             if draft.candidate_selector is None:
                 logits = [found + of for found, of in zip(logits, lifts, strict=True)]
                 chosen = [int(found.argmax()) for found in logits]
@@ -179,32 +193,33 @@ def test_the_loss_equals_a_slow_loop(
                 bests = [found.topk(draft.candidate_selector.width).indices for found in logits]
                 lifted = [(found + of)[best] for found, of, best in zip(logits, lifts, bests, strict=True)]
                 chosen = [int(best[found.argmax()]) for found, best in zip(lifted, bests, strict=True)]
-                for offset, best, found in zip(offsets, bests, lifted, strict=True):
-                    losses = (-found.log_softmax(0)).tolist()
-                    selected |= {(offset, int(token)): loss for token, loss in zip(best, losses, strict=True)}
-            labels = [int(document.tokens[anchor + offset]) for offset in offsets]
-            hard = [-float(found.log_softmax(0)[label]) for found, label in zip(logits, labels, strict=True)]
-            of_target = [document.hidden[anchor + offset - 1].float() @ loss.head.T for offset in offsets]
-            soft = [
-                -float((wanted.softmax(0) * found.log_softmax(0)).sum())
-                for found, wanted in zip(logits, of_target, strict=True)
+                for offset, best, found, wanted, label in zip(offsets, bests, lifted, of_target, labels, strict=True):
+                    if label in best.tolist():
+                        of_best = wanted[best] / wanted[best].sum()
+                        selected[offset] = mixed(found, of_best, best.tolist().index(label), distill, overlap)
+            hard = [
+                math.inf if label is None else -float(found.log_softmax(0)[label])
+                for found, label in zip(logits, labels, strict=True)
             ]
-            common = [
-                float(torch.minimum(wanted.softmax(0), found.softmax(0)).sum())
-                for found, wanted in zip(logits, of_target, strict=True)
-            ]
-            for offset in offsets:
+            for offset, found, wanted, label in zip(offsets, logits, of_target, labels, strict=True):
                 w = math.exp(-(offset - 1) / (0.5 * BLOCK))
                 if weighting == "dpace":
                     smoothed = [0.5 * math.exp(-value) + 0.5 for value in hard]
                     w = sum(math.prod(smoothed[:k]) for k in range(offset, len(smoothed) + 1))
-                cross_entropy = (1 - distill) * hard[offset - 1] + distill * soft[offset - 1]
-                total += w * selected.get((offset, labels[offset - 1]), 0.0)
-                total += w * ((1 - overlap) * cross_entropy - overlap * math.log(common[offset - 1]))
-                weight += w
+                if label is not None:
+                    total += w * (mixed(found, wanted, label, distill, overlap) + selected.get(offset, 0.0))
+                    weight += w
             right = [token == label for token, label in zip(chosen, labels, strict=True)]
             assert scores.num_accepted[row, a] == [*right, False].index(False)
     assert scores.loss.item() == pytest.approx(total / weight, rel=1e-4)
+
+
+def mixed(logits: Tensor, of_target: Tensor, label: int, distill: float, overlap: float) -> float:
+    """Loss of one position: cross entropies with the answer's token and the target, and the LK loss."""
+    log_probs = logits.log_softmax(0)
+    cross_entropy = -(1 - distill) * log_probs[label] - distill * (of_target * log_probs).sum()
+    common = torch.minimum(of_target, log_probs.exp()).sum()
+    return float((1 - overlap) * cross_entropy - overlap * torch.log(common))
 
 
 def test_dpace_weights_of_a_case_worked_by_hand() -> None:

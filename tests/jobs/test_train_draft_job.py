@@ -32,11 +32,12 @@ from helpers.tiny import MASK_ID
 from jobs import answers
 from jobs.common.config import ConfigError
 from jobs.train_draft import check_answers, run, write_shard_features
-from jobs.training.draft import TrainDraftConfig, draft_loss, fit_settings, mask_token_id
+from jobs.training.draft import TrainDraftConfig, draft_loss, mask_token_id
 
 ROOT = Path(__file__).parents[2]
 EAGLE3: dict[str, object] = {"kind": "eagle3", "draft_vocab_size": 100}
-SELECTOR = {"selector_rank": 4, "selector_top_k": 6, "only_edges": True}
+SMALL: dict[str, object] = {"draft_vocab_size": 100}
+SELECTOR: dict[str, object] = {"selector_rank": 4, "selector_top_k": 6, "only_edges": True}
 SELECTOR_WEIGHTS = "hidden_projection.weight", "predecessor_codebook", "successor_codebook"
 
 
@@ -71,6 +72,7 @@ def config(target: Path, path: Path, **changes: object) -> TrainDraftConfig:
         ({"fit": DraftFitSettings(epochs=0)}, "epochs 0: must be at least 1"),
         ({"start": "nowhere"}, "draft nowhere: no config.json there"),
         ({"kind": "eagle3"}, "draft_vocab_size 16384: must be 1 to 260"),
+        ({"draft_vocab_size": 261}, "draft_vocab_size 261: must be 8 to 260"),
         ({**EAGLE3, "target_layer_ids": (1, 2)}, "target_layer_ids [1, 2]: EAGLE-3 reads 3 layers"),
         ({**EAGLE3, "markov_rank": 4}, "markov_rank 4: of a DFlash draft; must be 0 for EAGLE-3"),
         ({"only_edges": True}, "only_edges: needs a markov_rank or a selector_rank above 0"),
@@ -208,7 +210,7 @@ def test_a_killed_worker_changes_nothing(
         num_layers=2,
         block_size=4,
         max_new_tokens=24,
-        **(EAGLE3 if kind == "eagle3" else SELECTOR | {"start": start} if kind == "selector" else {}),
+        **{"dflash": SMALL, "eagle3": EAGLE3, "selector": SELECTOR | {"start": start}}[kind],
         fit=DraftFitSettings(epochs=6, batch_size=2, num_sampled=64, autocast=False),
         checkpoint_every=16,
     )
@@ -237,6 +239,7 @@ def test_a_killed_worker_changes_nothing(
     assert logged_losses(tmp_path / "mlflow.db") == pytest.approx(losses)
     pair = load_pair(target=training.target, draft=str(training.output / "draft"), dtype="float32")
     assert pair.block_size == 4
+    assert kind == "eagle3" or getattr(pair.draft.vocabulary, "shape", None) == ((100,) if kind == "dflash" else None)
     assert "tau at T=0" in job.log
 
 
@@ -262,7 +265,7 @@ def plainly_trained(training: TrainDraftConfig) -> tuple[dict[str, torch.Tensor]
         [FeatureShard(s.path, features / "train" / f"{s.path.stem}.safetensors") for s in plan.train]
     )
     frequent = frequent_tokens([answer.tokens for answer in corpus.answers])
-    fit = DraftFit(draft_loss(training, corpus.answers), corpus, frequent, fit_settings(training), seed=training.seed)
+    fit = DraftFit(draft_loss(training, corpus.answers), corpus, frequent, training.fit, seed=training.seed)
     losses, total = {}, None
     for sums in fit.steps():
         total = sums if total is None else total + sums

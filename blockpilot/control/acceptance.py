@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockpilot.drafts.choices import own_chances
-from blockpilot.native.growing import NUM_CONTEXTS, choice_chances
+from blockpilot.native.growing import NUM_CONTEXTS, choice_chances, follow_paths
 from blockpilot.types import Candidates
 
 Array = NDArray[Any]
@@ -62,22 +62,22 @@ class Paths(NamedTuple):
     """Tokens [R, M] int32 that may follow R rows, sizes[r] of row r: they followed where its text stood before.
 
     known [R, 3] are inputs of their probabilities: tokens that both places share at their ends, the share of such
-    places that the first token followed, and how often it held in this row lately. drawn [R] 0 or 1. chances [R, M]
-    that the target makes each, given those before, as far as is known before the draft.
+    places that the first token followed, and how often it held in this row lately. drawn [R] 0 or 1. gains [R]:
+    tokens that they are expected to add, as far as is known before the draft.
     """
 
     tokens: Array
     sizes: Array
     known: Array
     drawn: Array
-    chances: Array
+    gains: Array
 
 
 class Expected(NamedTuple):
     """Nodes that each depth is expected to add to the tree of a row, by their least probability, thresholds [J].
 
-    sums [1 + D, J] of the probabilities of nodes at least so probable, and counts [1 + D, J] of them. At depth 0 are
-    those that need no draft.
+    sums [1 + D, J] of the probabilities of nodes at least so probable, and counts [1 + D, J] of them; of K kinds
+    [K, 1 + D, J]. At depth 0 are those that need no draft.
     """
 
     thresholds: Array
@@ -126,7 +126,8 @@ class Regression:
         """
         errors = right - logistic(offsets + (inputs * self.weights[drawn.astype(int)]).sum(axis=1))
         for kind in (0, 1):
-            of_kind = drawn == kind
+            if not (of_kind := drawn == kind).any():
+                continue
             x, chance = inputs[of_kind], (right - errors)[of_kind]
             self._precision[kind] += (x * (chance * (1 - chance))[:, None]).T @ x
             self.weights[kind] += np.linalg.solve(self._precision[kind], x.T @ errors[of_kind])
@@ -160,31 +161,21 @@ class AcceptanceModel:
     # --- before the draft ---
 
     def follow(self, paths: Paths) -> Paths:
-        """Paths with their chances before the draft, cut where they are hardly reached."""
-        rows, most = paths.tokens.shape
-        inputs = np.zeros((rows, most, len(OF_PATH)))
-        inputs[..., 0] = 1
-        inputs[..., 1] = np.log2(paths.known[:, :1].clip(min=1) + np.arange(most)) / 5
-        inputs[..., 2:4] = paths.known[:, None, 1:]
-        inputs[:, 1:, 4] = 1
-        chances = logistic((inputs * self.paths.weights[paths.drawn][:, None]).sum(axis=-1))
-        chances *= np.arange(most) < paths.sizes[:, None]
-        sizes = np.minimum(paths.sizes, (chances.cumprod(axis=1) >= LEAST_REACHED).sum(axis=1))
-        return paths._replace(chances=chances, sizes=sizes)
+        """Paths with what they are expected to add, cut where they are hardly reached. RuntimeError without C."""
+        sizes, gains = follow_paths(paths.sizes, paths.known, paths.drawn, self.paths.weights, LEAST_REACHED)
+        return paths._replace(sizes=sizes, gains=gains)
 
     def kinds(self, drawn: Array, paths: Paths | None) -> Array:
         """Kinds of rows [R] by `drawn` [R] (0 or 1) and by the tokens that their paths are expected to add."""
         if paths is None:
             return drawn
-        inside = np.arange(paths.chances.shape[1]) < paths.sizes[:, None]
-        gains = (paths.chances * inside).cumprod(axis=1).sum(axis=1)
-        found: Array = drawn + 2 * np.searchsorted(GAINS, gains, side="right") * (paths.sizes > 0)
+        found: Array = drawn + 2 * np.searchsorted(GAINS, paths.gains, side="right") * (paths.sizes > 0)
         return found
 
-    def expected(self, kind: int) -> Expected:
-        """Nodes that each depth is expected to add to the trees of rows of a kind."""
-        sums, counts = self._nodes[kind] / self._drafts[kind][:, None]
-        return Expected(THRESHOLDS, sums, counts)
+    def expected(self) -> Expected:
+        """Nodes that each depth is expected to add to the trees of rows of every kind."""
+        means = self._nodes / self._drafts[:, None, :, None]
+        return Expected(THRESHOLDS, means[:, 0], means[:, 1])
 
     def observe(self, kinds: Array, drafted: Array, of_nodes: Array, depths: Array, chances: Array) -> None:
         """Learn what drafts of depths drafted [R] added, of rows of these kinds [R]: nodes [M] of rows of the kinds

@@ -6,7 +6,7 @@ be gone through, and where many tokens are accepted a step, one more saves littl
 second that a batch of its own would make. Prompts that a step takes in do not matter: their seconds are spent anyway.
 """
 
-from collections.abc import Sequence
+from collections import Counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,13 +20,14 @@ Array = NDArray[Any]
 
 
 class RowPlan(NamedTuple):
-    """Tokens a second of a batch of one kind of row, and the seconds that drafting saves one of its rows.
+    """Tokens a second of a batch of one kind of row, and the seconds that drafting saves one of its rows; of K kinds
+    [K, ...].
 
     saved_s [1 + D] by the positions that the row drafts, less their own and those of what is verified of them; the
     launch of the draft is left out.
     """
 
-    rate: float
+    rate: Array
     saved_s: Array
 
 
@@ -51,32 +52,31 @@ class Trees(NamedTuple):
 
 
 def plan_rows(expected: Expected, num_rows: int, price: StepPrice, beside: Load) -> RowPlan:
-    """The plan of rows of one kind, beside what other rows take in, which emit a token each.
+    """The plan of so many rows of each kind, beside what other rows take in, which emit a token each.
 
     All depths, and all thresholds of the nodes that are verified, are tried. Tokens beyond the first tile are charged
     their share of theirs.
     """
     _, sums, counts = expected
-    depths = np.arange(len(sums))[:, None]
-    tokens, nodes = num_rows * sums.cumsum(axis=0), num_rows * counts.cumsum(axis=0)
+    depths = np.arange(sums.shape[-2])[:, None]
+    tokens, nodes = num_rows * sums.cumsum(axis=-2), num_rows * counts.cumsum(axis=-2)
     load = beside._replace(rows=beside.rows + num_rows)
     plain_s = price.seconds(load) - load.terms[-1] * price.tile_s
     share_s = price.tile_s / TILE
     beyond = (load.num_tokens + nodes - TILE).clip(min=0)
     seconds = plain_s + num_rows * depths * price.slot_s + nodes * price.token_s + beyond * share_s
     plain_s += max(0, load.num_tokens - TILE) * share_s
-    rates = (load.rows + tokens) / (seconds + _launch_s(len(sums), price, beside)[:, None])
-    rate = max(float(rates.max()), load.rows / plain_s)
-    saved_s = (tokens / rate - seconds).max(axis=1)
-    return RowPlan(rate, (saved_s - max(saved_s[0], -plain_s)) / num_rows)
+    rates = (load.rows + tokens) / (seconds + np.reshape(_launch_s(len(depths), price, beside), (-1, 1)))
+    rate = rates.max(axis=(-2, -1)).clip(min=load.rows / plain_s)
+    saved_s = (tokens / rate[..., None, None] - seconds).max(axis=-1)
+    return RowPlan(rate, (saved_s - saved_s[..., :1].clip(min=-plain_s)) / num_rows)
 
 
-def _launch_s(num: int, price: StepPrice, beside: Load) -> Array:
+def _launch_s(num: int, price: StepPrice, beside: Load) -> list[float]:
     """Seconds that a draft's passes take for depths 0, 1 and so on [num]: where others draft, they are theirs."""
-    depths, launched = np.arange(num), beside.num_passes if beside.num_drafted else 0
-    num_passes = depths if price.is_sequential else np.minimum(depths, 1)
-    found: Array = price.launch_s * (num_passes - launched).clip(min=0)
-    return found
+    launched = beside.num_passes if beside.num_drafted else 0
+    num_passes = range(num) if price.is_sequential else [0, *[1] * (num - 1)]
+    return [price.launch_s * max(0, each - launched) for each in num_passes]
 
 
 class Drafting(NamedTuple):
@@ -86,22 +86,29 @@ class Drafting(NamedTuple):
     saved_s: float
 
 
-def best_drafting(plans: Sequence[RowPlan], most: Array, price: StepPrice, beside: Load) -> Drafting:
+def best_drafting(plans: RowPlan, kinds: Array, most: Array, price: StepPrice, beside: Load) -> Drafting:
     """The depths, at most most[r] of row r, that save the most seconds, or cost the least.
 
-    Of rows with these plans, beside what other rows take in.
+    Of rows of these kinds [R], with a plan for each kind, beside what other rows take in.
     """
-    saved_s = np.stack([plan.saved_s for plan in plans])
-    saved_s[np.arange(saved_s.shape[1]) > most[:, None]] = -np.inf
-    launch_s = _launch_s(saved_s.shape[1], price, beside)
-    net_s = np.maximum.accumulate(saved_s, axis=1).sum(axis=0) - launch_s
-    limit = 1 + int(net_s[1:].argmax()) if len(net_s) > 1 else 0
-    depths: Array = saved_s[:, : limit + 1].argmax(axis=1)
+    rows = list(zip(kinds.tolist(), most.tolist(), strict=True))
+    saved_s, launch_s = plans.saved_s.tolist(), _launch_s(plans.saved_s.shape[-1], price, beside)
+    net_s, best = [-seconds for seconds in launch_s], dict[tuple[int, int], list[int]]()
+    for (kind, deepest), num in Counter(rows).items():
+        found, depth = best.setdefault((kind, deepest), []), 0
+        for limit, seconds in enumerate(saved_s[kind]):
+            if limit <= deepest and seconds > saved_s[kind][depth]:
+                depth = limit
+            found.append(depth)
+            net_s[limit] += num * saved_s[kind][depth]
+    limit = max(range(1, len(net_s)), key=net_s.__getitem__, default=0)
+    depths = np.array([best[row][limit] for row in rows])
     if depths.any() or not most.any():
-        return Drafting(depths, float(net_s[limit]))
-    row, depth = np.unravel_index(int(saved_s[:, 1:].argmax()), saved_s[:, 1:].shape)  # no row is worth its positions
-    depths[row] = depth + 1
-    return Drafting(depths, float(saved_s[row, depth + 1] - launch_s[depth + 1]))
+        return Drafting(depths, net_s[limit])
+    # No row is worth its positions.
+    saved, row, depth = max((saved_s[kind][d], -r, d) for r, (kind, m) in enumerate(rows) for d in range(1, m + 1))
+    depths[-row] = depth
+    return Drafting(depths, saved - launch_s[depth])
 
 
 def choose_nodes(trees: Trees, price: StepPrice, drafted: Load, rates: Array) -> Array:

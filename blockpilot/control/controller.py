@@ -4,7 +4,6 @@ The engine knows these calls and nothing of costs and probabilities. A controlle
 draft, or a fresh start, is another controller.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -72,7 +71,7 @@ class Controller:
         """True if the latest step drafted. May be read by any thread."""
         self._live = LiveCost(self.price) if follows and price is not None and price is not NOMINAL else None
         self._planned, self._beside = NO_ROWS, Load(0)
-        self._plans = dict[int, RowPlan]()  # by kind, of as many rows beside the same others
+        self._plans: RowPlan | None = None  # of every kind, of as many rows beside the same others
         self._num_planned = 0  # steps since
         self._num_drafts = 0  # steps that drafted
         self._spare_s = 0.0  # that drafts may cost
@@ -94,13 +93,12 @@ class Controller:
         Means over steps move slowly, so plans hold for PLAN_EVERY steps of as many rows.
         """
         changed = beside != self._beside or len(rows.kinds) != len(self._planned.kinds)
-        if changed or self._num_planned >= PLAN_EVERY:
+        if self._plans is None or changed or self._num_planned >= PLAN_EVERY:
             self._observe()
+            self._plans = plan_rows(self.model.expected(), len(rows.kinds), self.price, beside)
             self._beside, self._num_planned = beside, 0
         self._num_planned += 1
-        for kind in set(rows.kinds.tolist()) - self._plans.keys():
-            self._plans[kind] = plan_rows(self.model.expected(kind), len(rows.kinds), self.price, beside)
-        depths = self._depths([self._plans[kind] for kind in rows.kinds.tolist()], rows.deepest, beside)
+        depths = self._depths(self._plans, rows, beside)
         self._explore(depths, rows.deepest)
         if self._live is not None and not beside.num_drafted and abs(self._num_alike) >= PROBE_EVERY:
             drafts = bool(depths.any())
@@ -108,14 +106,14 @@ class Controller:
                 depths = np.zeros_like(depths) if drafts else np.minimum(1, rows.deepest)
         return self._begin(rows, depths)
 
-    def _depths(self, plans: Sequence[RowPlan], deepest: Array, beside: Load) -> Array:
+    def _depths(self, plans: RowPlan, rows: Planned, beside: Load) -> Array:
         """The best depths; now and then those of drafts that seem not worth their seconds, at a bounded cost.
 
         Else what drafts bring would stay unknown as soon as one text made them seem poor.
         """
-        drafting = best_drafting(plans, deepest, self.price, beside)
+        drafting = best_drafting(plans, *rows, self.price, beside)
         if drafting.saved_s <= 0 and drafting.depths.any():
-            self._spare_s += EXPLORE_SHARE * self.price.seconds(beside._replace(rows=beside.rows + len(plans)))
+            self._spare_s += EXPLORE_SHARE * self.price.seconds(beside._replace(rows=beside.rows + len(rows.kinds)))
             cost_s = max(self.price.launch_s, -drafting.saved_s)  # what comes of it may be nothing
             if self._spare_s < cost_s:
                 return np.zeros_like(drafting.depths)
@@ -141,7 +139,6 @@ class Controller:
 
     def _observe(self) -> None:
         """Take in what drafts have added since the latest plans."""
-        self._plans = {}
         if not self._grown:
             return
         nodes = list[Array]()
@@ -166,7 +163,9 @@ class Controller:
         return choose_nodes(trees, self.price, drafted, self._rates(trees))
 
     def _rates(self, trees: Trees) -> Array:
-        return np.array([self._plans[kind].rate for kind in trees.kinds.tolist()])
+        assert self._plans is not None
+        rates: Array = self._plans.rate[trees.kinds]
+        return rates
 
     def learn(self, outcome: StepOutcome, seconds: float) -> None:
         """Learn from a step that took so long."""

@@ -7,7 +7,7 @@ accepted length, since a late one counts only when all before it were right: by 
 exp(-(offset - 1) / gamma), or by D-PACE (arXiv 2605.18810) from the draft's present confidences. A candidate selector
 adds the cross entropy of its choice among the slot's best tokens.
 
-With a large vocabulary the LM head is most of the cost on a CPU. A draft with a vocabulary of its own scores that, and
+With a large vocabulary the LM head is most of the cost on a CPU. A draft with a vocabulary of its own scores that;
 positions of other tokens carry no weight. For one without, a step may score every frequent token and a fresh sample
 of the rest, which stands for all of them (sampled softmax).
 """
@@ -195,7 +195,9 @@ class BestTokens(NamedTuple):
 def best_tokens(
     edges: Edges, logits: Tensor, hidden: Tensor, before: Tensor, vocabulary: Vocabulary | None
 ) -> BestTokens:
-    """The best tokens of slots with logits [M, V] and hidden states [M, hidden], after the true tokens `before` [M]."""
+    """The best tokens of slots with logits [M, V] and hidden states [M, hidden], after the true tokens before them,
+    `before` [M].
+    """
     own = logits if vocabulary is None else logits - vocabulary.correction
     scores, places = own.topk(edges.width, dim=-1)
     tokens = places if vocabulary is None else vocabulary.ids[places]

@@ -52,8 +52,8 @@ class DraftFitSettings:
     overlap: float = 0.0
     """Share of the loss that is the LK loss, by the probability that draft and target have in common."""
     num_sampled: int = 1024
-    """LM head rows drawn at each step for the rare tokens; 0 scores the whole vocabulary. A draft with a vocabulary of
-    its own scores that."""
+    """LM head rows drawn at each step for the rare tokens; 0 scores the whole vocabulary. A draft with its own
+    vocabulary scores that."""
     autocast: bool = True
     """Multiply matrices in bfloat16; weights stay float32."""
     compile: bool = False

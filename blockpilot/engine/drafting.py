@@ -345,6 +345,8 @@ def verified(
     """
     choices, steps = list[tuple[int, int, bool]](), list[tuple[int, bool]]()
     for nodes, path, tokens in zip(drafts, paths, emitted, strict=True):
+        if not nodes:
+            continue
         places, on_path = places_of(nodes), set(path)
         is_alone = all(node.step < 0 for node in nodes)
         for node in nodes:

@@ -180,9 +180,9 @@ class Engine:
         started = time.perf_counter()
         graphs, num_graphs = self._cache.graphs, len(self._cache.graphs or ())
         rows, prompts = list(self._rows), self._schedule_prompts()
-        paths = self._lookup.paths(rows, self.max_block_size - 1, self.controller.follow)
-        drawn = [not row.request.sampling.is_greedy for row in rows]
-        kinds = self.controller.kinds(np.array(drawn, dtype=int), paths)
+        drawn = np.array([not row.request.sampling.is_greedy for row in rows], dtype=int)
+        paths = self._lookup.paths(rows, drawn, self.max_block_size - 1, self.controller.follow)
+        kinds = self.controller.kinds(drawn, paths)
         depths = self._plan(rows, kinds)
         offered = self._offer(rows, depths, paths)
         load, most = Load(len(rows), sum(depths), num_fixed(rows), self._passes(depths)), self.max_block_size - 1

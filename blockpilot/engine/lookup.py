@@ -11,9 +11,7 @@ from blockpilot.control.acceptance import Array, Paths
 from blockpilot.engine.rows import Row
 from blockpilot.engine.trees import MAX_DEPTH
 from blockpilot.native.library import has_functions
-from blockpilot.native.matching import TextIndex
-
-HELD_DECAY = 0.8  # a step
+from blockpilot.native.matching import Matches, TextIndex
 
 
 class Lookup:
@@ -23,30 +21,32 @@ class Lookup:
         self._index = TextIndex(num_slots, length) if has_functions() else None
         self._texts = dict[Row, int]()
         self._free = list(range(num_slots))
-        self._expected = np.full(num_slots, -1)  # what followed the latest match of each text
-        self._held = np.zeros(num_slots)  # how often that was right, lately
 
     @property
     def num_bytes(self) -> int:
         return self._index.num_bytes if self._index is not None else 0
 
-    def paths(self, rows: Sequence[Row], most: int, follow: Callable[[Paths], Paths]) -> Paths | None:
-        """What may follow rows [R], `most` tokens at most, with chances by `follow`; None where nothing does."""
+    def paths(self, rows: Sequence[Row], drawn: Array, most: int, follow: Callable[[Paths], Paths]) -> Paths | None:
+        """What may follow rows [R] that are `drawn` [R] (0 or 1), `most` tokens at most, as `follow` cuts it; None
+        where nothing does.
+        """
         looking = [r for r, row in enumerate(rows) if row.looks_up]
         if not looking or self._index is None:
             return None
-        texts = np.array([self._text_of(rows[r], self._index) for r in looking])
-        self._take_in([rows[r] for r in looking], texts, self._index)
-        found = self._index.match(texts, min(most, MAX_DEPTH))
-        self._expected[texts] = np.where(found.sizes > 0, found.paths[:, 0], -1)
-        deepest = np.array([rows[r].deepest for r in looking])
-        sizes = np.minimum(found.sizes, deepest.clip(min=0))
+        found = self._matches([rows[r] for r in looking], min(most, MAX_DEPTH), self._index)
+        deepest = np.array([max(0, rows[r].deepest) for r in looking])
+        sizes = np.minimum(found.sizes, deepest)
         if not sizes.any():
             return None
-        known = np.stack([found.lengths, found.agree, self._held[texts]], axis=1).astype(float)
-        drawn = np.array([int(not row.request.sampling.is_greedy) for row in rows])
-        paths, sizes, known = _spread([found.paths, sizes, known], looking, len(rows))
-        return follow(Paths(paths, sizes, known, drawn, np.zeros(paths.shape)))
+        tokens, sizes, known = _spread([found.paths, sizes, found.known], looking, len(rows))
+        return follow(Paths(tokens, sizes, known, drawn, np.zeros(len(rows))))
+
+    def _matches(self, rows: Sequence[Row], most: int, index: TextIndex) -> Matches:
+        """Of the rows' texts, after their new tokens are entered."""
+        texts = np.array([self._text_of(row, index) for row in rows])
+        lengths = index.lengths[texts].tolist()
+        index.extend(texts, [row.tokens[length:] for row, length in zip(rows, lengths, strict=True)])
+        return index.match(texts, most)
 
     def end(self, row: Row) -> None:
         """Forget a row."""
@@ -57,16 +57,7 @@ class Lookup:
         if row not in self._texts:
             text = self._texts[row] = self._free.pop()
             index.clear(text)
-            self._expected[text], self._held[text] = -1, 0.5
         return self._texts[row]
-
-    def _take_in(self, rows: Sequence[Row], texts: Array, index: TextIndex) -> None:
-        """Enter the rows' new tokens, and note which of them were expected."""
-        added = [row.tokens[length:] for row, length in zip(rows, index.lengths[texts].tolist(), strict=True)]
-        expected, first = self._expected[texts], np.array([each[0] if each else -2 for each in added])
-        held = HELD_DECAY * self._held[texts] + (1 - HELD_DECAY) * (first == expected)
-        self._held[texts] = np.where((expected >= 0) & (first >= 0), held, self._held[texts])
-        index.extend(texts, added)
 
 
 def _spread(values: Sequence[Array], places: Sequence[int], num: int) -> list[Array]:

@@ -137,6 +137,25 @@ static double path_chance(const double *match, long depth, int speaks, long rank
     return 1 / (1 + exp(-sum));
 }
 
+/* Before a draft: cuts paths of sizes[r] tokens where one is reached with less than `least`; gains[r] are the
+ * tokens that they are then expected to add. */
+void follow_paths(long rows, int64_t *sizes, const double *matches, const int64_t *drawn,
+                  const double *weights, double least, double *gains)
+{
+    double inputs[PATH_INPUTS];
+    for (long r = 0; r < rows; r++) {
+        double reached = 1;
+        gains[r] = 0;
+        for (long d = 0; d < sizes[r]; d++) {
+            reached *= path_chance(matches + r * MATCH_INPUTS, d, 0, -1, 0, weights + (drawn[r] ? PATH_INPUTS : 0), inputs);
+            if (reached < least)
+                sizes[r] = d;
+            else
+                gains[r] += reached;
+        }
+    }
+}
+
 void lists_with_paths(long rows, const int64_t *first, const int64_t *depths, long num, long contexts, long width,
                       long laters, const int64_t *tokens, const double *chances, const int64_t *places, int apart,
                       const int64_t *drawn, const int64_t *sizes, const int32_t *paths, long most,

@@ -76,6 +76,18 @@ def choice_chances(
     return found
 
 
+def follow_paths(sizes: Array, matches: Array, drawn: Array, weights: Array, least: float) -> tuple[Array, Array]:
+    """Sizes [R] int64 of paths, cut where a token is reached with a probability below `least`, and the tokens [R]
+    that they are expected to add, before a draft. As of `with_paths`; RuntimeError without C.
+    """
+    if (library := text_library()) is None:
+        raise RuntimeError("paths need the functions in C")
+    sizes, gains = sizes.copy(), np.empty(len(sizes))
+    given = map(pointer, (sizes, matches, drawn, weights))
+    library.follow_paths(c_long(len(sizes)), *given, c_double(least), pointer(gains))
+    return sizes, gains
+
+
 def with_paths(
     of_draft: Lists, is_apart: bool, paths: Array, sizes: Array, matches: Array, drawn: Array, weights: Array
 ) -> WithPaths:

@@ -3,6 +3,7 @@
 #include <stdint.h>
 
 enum { MOST_PLACES = 256, MOST_FOLLOWERS = 64, LONGEST = 32 }; /* of matching.py */
+static const double HELD_DECAY = 0.8; /* of matching.py; a step */
 
 static uint32_t bucket(int32_t first, int32_t second, int bits)
 {
@@ -12,13 +13,17 @@ static uint32_t bucket(int32_t first, int32_t second, int bits)
 
 /* Appends tokens [ends[r - 1] .. ends[r]) of `added` to texts[r] of R. A text has tokens and previous [room], heads
  * [1 << bits] and num[text] tokens so far: heads is the latest place of each bucket that a pair of tokens ends at,
- * previous the place before each in its bucket; -1 for none. */
+ * previous the place before each in its bucket; -1 for none. expected[text] is the token that its latest match
+ * promised, -1 for none, and held[text] how often that was right, lately. */
 void extend_texts(long rows, const int64_t *texts, long room, int bits, int32_t *tokens, int32_t *previous,
-                  int32_t *heads, int64_t *num, const int32_t *added, const int64_t *ends)
+                  int32_t *heads, int64_t *num, const int32_t *expected, double *held, const int32_t *added,
+                  const int64_t *ends)
 {
     for (long r = 0, from = 0; r < rows; from = ends[r++]) {
         int32_t *text = tokens + texts[r] * room, *before = previous + texts[r] * room;
-        int32_t *latest = heads + (texts[r] << bits);
+        int32_t *latest = heads + (texts[r] << bits), promised = expected[texts[r]];
+        if (promised >= 0 && ends[r] > from)
+            held[texts[r]] = HELD_DECAY * held[texts[r]] + (1 - HELD_DECAY) * (added[from] == promised);
         for (long i = from; i < ends[r]; i++) {
             long place = num[texts[r]]++;
             text[place] = added[i];
@@ -32,18 +37,19 @@ void extend_texts(long rows, const int64_t *texts, long room, int bits, int32_t 
 
 /* For texts[r] of R: of the latest MOST_PLACES earlier places where its last two tokens stand, those that share the
  * longest end with it (LONGEST tokens at most), and of these the latest. paths [R][most] are the tokens that followed
- * there; past the text's end they go on as it then would. sizes[r] is `most`, or 0 for no such place; lengths[r] the
- * tokens shared; agree[r] the share of those places, of the latest MOST_FOLLOWERS, where the same token followed, of
- * seen[r]. */
+ * there; past the text's end they go on as it then would. sizes[r] is `most`, or 0 for no such place. known [R][3]: the
+ * tokens shared; the share of those places, of the latest MOST_FOLLOWERS, where the same token followed, of seen[r];
+ * and held. */
 void match_texts(long rows, const int64_t *texts, long room, int bits, const int32_t *tokens, const int32_t *previous,
-                 const int32_t *heads, const int64_t *num, long most, int32_t *paths, int64_t *sizes, int64_t *lengths,
-                 double *agree, int64_t *seen)
+                 const int32_t *heads, const int64_t *num, int32_t *expected, const double *held, long most,
+                 int32_t *paths, int64_t *sizes, double *known, int64_t *seen)
 {
     for (long r = 0; r < rows; r++) {
         const int32_t *text = tokens + texts[r] * room, *before = previous + texts[r] * room;
-        long end = num[texts[r]], start = 0, num_same = 0;
+        long end = num[texts[r]], start = 0, num_same = 0, longest = 0;
         int32_t followers[MOST_FOLLOWERS];
-        sizes[r] = lengths[r] = seen[r] = 0, agree[r] = 0;
+        sizes[r] = seen[r] = 0, expected[texts[r]] = -1;
+        known[3 * r] = known[3 * r + 1] = 0, known[3 * r + 2] = held[texts[r]];
         if (end < 3)
             continue;
         int32_t place = heads[(texts[r] << bits) + bucket(text[end - 2], text[end - 1], bits)];
@@ -55,16 +61,17 @@ void match_texts(long rows, const int64_t *texts, long room, int bits, const int
                 shared++;
             if (seen[r] < MOST_FOLLOWERS)
                 followers[seen[r]++] = text[place + 1];
-            if (shared > lengths[r])
-                lengths[r] = shared, start = place + 1;
+            if (shared > longest)
+                longest = shared, start = place + 1;
         }
-        if (!lengths[r])
+        if (!longest)
             continue;
         for (long i = 0; i < seen[r]; i++)
             num_same += followers[i] == text[start];
-        agree[r] = (double)num_same / seen[r], sizes[r] = most;
+        known[3 * r] = longest, known[3 * r + 1] = (double)num_same / seen[r], sizes[r] = most;
         int32_t *path = paths + r * most;
         for (long i = 0; i < most; i++)
             path[i] = start + i < end ? text[start + i] : path[i - (end - start)];
+        expected[texts[r]] = path[0];
     }
 }

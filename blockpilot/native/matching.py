@@ -15,21 +15,20 @@ from blockpilot.native.library import pointer, text_library
 
 Array = NDArray[Any]
 
-MOST_PLACES, MOST_FOLLOWERS, LONGEST = 256, 64, 32  # of matching.c
+MOST_PLACES, MOST_FOLLOWERS, LONGEST, HELD_DECAY = 256, 64, 32, 0.8  # of matching.c
 
 
 class Matches(NamedTuple):
     """Earlier places of R texts that share the longest end with them, and the tokens that followed there.
 
-    paths [R, M] int32 of which row r has sizes[r]: M, or 0 for no such place. lengths [R]: tokens that are shared, of
-    LONGEST at most. agree [R]: share of the `seen` [R] latest places of the last two tokens that the same token
-    followed.
+    paths [R, M] int32 of which row r has sizes[r]: M, or 0 for no such place. known [R, 3]: tokens that are shared,
+    of LONGEST at most; share of the `seen` [R] latest places of the last two tokens that the same token followed; how
+    often such a path's first token was right in this text, lately (one half at first).
     """
 
     paths: Array
     sizes: Array
-    lengths: Array
-    agree: Array
+    known: Array
     seen: Array
 
 
@@ -48,6 +47,7 @@ class TextIndex:
         self._tokens, self._previous = np.zeros((2, num_texts, room), dtype=np.int32)
         self._heads = np.full((num_texts, 1 << self._bits), -1, dtype=np.int32)
         self._num = np.zeros(num_texts, dtype=np.int64)
+        self._expected, self._held = np.full(num_texts, -1, dtype=np.int32), np.full(num_texts, 0.5)
 
     @property
     def num_bytes(self) -> int:
@@ -61,6 +61,7 @@ class TextIndex:
     def clear(self, text: int) -> None:
         """Begin a text anew, without tokens."""
         self._heads[text], self._num[text] = -1, 0
+        self._expected[text], self._held[text] = -1, 0.5
 
     def extend(self, texts: Array, added: Sequence[Sequence[int]]) -> None:
         """Append tokens to texts [R] int64; ValueError beyond the room."""
@@ -74,11 +75,12 @@ class TextIndex:
     def match(self, texts: Array, most: int) -> Matches:
         """The longest matches of the ends of texts [R] int64, each with `most` tokens that followed."""
         rows = len(texts)
-        sizes, lengths, seen = np.empty((3, rows), dtype=np.int64)
-        found = Matches(np.empty((rows, most), dtype=np.int32), sizes, lengths, np.empty(rows), seen)
+        sizes, seen = np.empty((2, rows), dtype=np.int64)
+        found = Matches(np.empty((rows, most), dtype=np.int32), sizes, np.empty((rows, 3)), seen)
         self._library.match_texts(*self._texts(texts), c_long(most), *(pointer(each) for each in found))
         return found
 
     def _texts(self, texts: Array) -> tuple[object, ...]:
-        arrays = (pointer(each) for each in (self._tokens, self._previous, self._heads, self._num))
+        of_texts = self._tokens, self._previous, self._heads, self._num, self._expected, self._held
+        arrays = map(pointer, of_texts)
         return c_long(len(texts)), pointer(texts), c_long(self._tokens.shape[1]), c_int(self._bits), *arrays

@@ -309,7 +309,7 @@ def _matches(tokens: Sequence[int], places: Sequence[int]) -> bytes:
         match = index.match(only, MAX_DEPTH)
         path = match.paths[0, : match.sizes[0]].tolist()
         pairs = zip(path, tokens[place + 1 :], strict=False)
-        found[i] = match.lengths[0], sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        found[i] = match.known[0, 0], sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     return found.tobytes()
 
 

@@ -104,7 +104,7 @@ def _steps(num_rows: int, num_steps: int, context: int) -> Iterator[Callable[[Ca
 
     def step(between: Callable[[], object]) -> float:
         started = time.perf_counter()
-        paths = lookup.paths(rows, MAX_BLOCK_SIZE - 1, controller.follow) if context else None
+        paths = lookup.paths(rows, drawn, MAX_BLOCK_SIZE - 1, controller.follow) if context else None
         kinds = controller.kinds(drawn, paths)
         depths = controller.plan(Planned(kinds, most), Load(0)).tolist()
         seconds = time.perf_counter() - started

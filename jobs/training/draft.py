@@ -24,7 +24,6 @@ from blockpilot.pairs.checkpoints import find_target
 from blockpilot.pairs.loading import load_target, load_tokenizer, network_config
 from jobs.answers import AnswersConfig
 
-
 EAGLE3_VOCABULARY = 16384  # tokens
 
 
@@ -200,12 +199,12 @@ def use_vocabulary(config: TrainDraftConfig, draft: DraftModel | Eagle3Model, an
     """Let a draft propose the most frequent tokens of the answers only, if it shall; an EAGLE-3 draft that goes on
     keeps its own.
     """
-    of_answers, vocab_size = (answer.tokens[answer.num_prompt_tokens :] for answer in answers), draft.config.vocab_size
+    of_answers, size = (answer.tokens[answer.num_prompt_tokens :] for answer in answers), config.draft_vocab_size
     if isinstance(draft, DraftModel):
-        if config.draft_vocab_size is not None:
-            draft.vocabulary = by_frequency(of_answers, vocab_size)[: config.draft_vocab_size]
+        if size is not None:
+            draft.vocabulary = by_frequency(of_answers, draft.config.vocab_size)[:size]
     elif config.start in ("target", "random"):
-        draft.use_vocabulary(by_frequency(of_answers, vocab_size)[: config.draft_vocab_size or EAGLE3_VOCABULARY])
+        draft.use_vocabulary(by_frequency(of_answers, draft.config.vocab_size)[: size or EAGLE3_VOCABULARY])
 
 
 def export(draft: DraftModel | Eagle3Model, directory: Path) -> None:

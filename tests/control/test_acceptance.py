@@ -14,10 +14,12 @@ from blockpilot.control.acceptance import (
     NUM_KINDS,
     NUM_WEIGHTS,
     OF_PATH,
+    PATH_WEIGHTS,
     PRIOR_VARIANCE,
     THRESHOLDS,
     AcceptanceModel,
     Array,
+    Expected,
     Paths,
     Prior,
     Proposal,
@@ -26,8 +28,10 @@ from blockpilot.control.acceptance import (
     logistic,
 )
 from blockpilot.drafts.choices import own_chances
+from blockpilot.native.library import has_functions
 from blockpilot.types import Candidates
 
+needs_functions = pytest.mark.skipif(not has_functions(), reason="paths need the functions in C")
 DEEPEST, K = 4, 6
 
 
@@ -182,10 +186,16 @@ def observe(model: AcceptanceModel, depths: list[int], chances: list[list[float]
     model.observe(kinds, np.array(depths), of_nodes, at, np.array([chance for each in chances for chance in each]))
 
 
+def expected(model: AcceptanceModel, kind: int) -> Expected:
+    """Of rows of one kind."""
+    thresholds, sums, counts = model.expected()
+    return Expected(thresholds, sums[kind], counts[kind])
+
+
 @pytest.mark.parametrize("kind", [0, 1, NUM_KINDS - 1])
 def test_before_anything_was_seen_depths_are_guessed(kind: int) -> None:
     """A chain, whose nodes count where they are as probable as the threshold; nothing of what needs no draft."""
-    found = AcceptanceModel(DEEPEST).expected(kind)
+    found = expected(AcceptanceModel(DEEPEST), kind)
     guess = FIRST_GUESS ** np.arange(1, DEEPEST + 1)[:, None]
     np.testing.assert_allclose(found.counts[1:], guess >= THRESHOLDS)
     np.testing.assert_allclose(found.sums[1:], guess * (guess >= THRESHOLDS))
@@ -199,7 +209,7 @@ def test_expected_nodes_are_the_mean_of_those_that_drafts_added() -> None:
     model = AcceptanceModel(DEEPEST)
     for _ in range(3000):
         observe(model, [2, 4], [[0.9, 0.05], [0.3]])
-    found = model.expected(0)
+    found = expected(model, 0)
     for j, threshold in enumerate(THRESHOLDS):
         first, second = [chance for chance in (0.9, 0.05) if chance >= threshold], [0.3] * int(threshold <= 0.3)
         np.testing.assert_allclose(found.sums[1:3, j], [sum(first) / 2, sum(second) / 2], atol=0.01)
@@ -212,21 +222,21 @@ def test_tokens_of_paths_are_those_of_every_step() -> None:
     model = AcceptanceModel(DEEPEST)
     for depth in (0, 4):
         model.observe(np.array([5]), np.array([depth]), np.array([5, 5]), np.array([0, 0]), np.array([0.9, 0.5]))
-    found = model.expected(5)
+    found = expected(model, 5)
     np.testing.assert_allclose(found.sums[0, [0, -1]], [1.4, 0.9], rtol=1e-2)
     np.testing.assert_allclose(found.counts[0, [0, -1]], [2, 1], rtol=1e-2)
-    assert not model.expected(3).sums[0].any()
+    assert not expected(model, 3).sums[0].any()
 
 
 def test_depths_that_were_not_drafted_are_censored() -> None:
     model = AcceptanceModel(DEEPEST)
-    before, other = model.expected(0), model.expected(1)
+    before, other = expected(model, 0), expected(model, 1)
     for _ in range(200):
         observe(model, [2], [[0.5], [0.1]])
-    after = model.expected(0)
+    after = expected(model, 0)
     np.testing.assert_array_equal(after.sums[3:], before.sums[3:])
     assert (after.sums[1:3, 0] < before.sums[1:3, 0]).all()
-    np.testing.assert_array_equal(model.expected(1).sums, other.sums)  # rows that draw
+    np.testing.assert_array_equal(expected(model, 1).sums, other.sums)  # rows that draw
 
 
 def test_means_fade() -> None:
@@ -235,7 +245,7 @@ def test_means_fade() -> None:
         observe(model, [1], [[0.9]], kind=1)
     for _ in range(3000):
         observe(model, [1], [[0.2]], kind=1)
-    assert model.expected(1).sums[1, 0] == pytest.approx(0.2 + 0.7 * np.exp(-3), abs=0.01)
+    assert expected(model, 1).sums[1, 0] == pytest.approx(0.2 + 0.7 * np.exp(-3), abs=0.01)
 
 
 # --- paths ---
@@ -245,25 +255,48 @@ def paths(lengths: list[int], most: int = 8, drawn: int = 0, agree: float = 1.0)
     """Of rows that share so many tokens with an earlier place; none of those that share 0."""
     known = np.array([[float(length), agree, 0.5] for length in lengths])
     sizes = np.where(known[:, 0] > 0, most, 0)
-    tokens = np.arange(len(lengths) * most, dtype=np.int32).reshape(-1, most)
-    return Paths(tokens, sizes, known, np.full(len(lengths), drawn), np.zeros(tokens.shape))
+    tokens = np.arange(len(lengths) * most, dtype=np.int32).reshape(len(lengths), most)
+    return Paths(tokens, sizes, known, np.full(len(lengths), drawn), np.zeros(len(lengths)))
 
 
+def chances_of(model: AcceptanceModel, drawn: int = 0, most: int = 8) -> list[list[float]]:
+    """Of the tokens of paths that share 2, 4, 8 and 32 tokens, each where those before it hold."""
+    reached = [[1.0] * 4]
+    gains = [model.follow(paths([2, 4, 8, 32], num, drawn)).gains for num in range(most + 1)]
+    reached += np.diff(gains, axis=0).tolist()
+    return (np.array(reached[1:]) / np.array(reached[:-1])).T.tolist()
+
+
+@needs_functions
 def test_longer_matches_are_likelier_and_hold_for_longer() -> None:
-    found = AcceptanceModel(DEEPEST).follow(paths([2, 4, 8, 32, 0]))
-    assert (np.diff(found.chances[:4, 0]) > 0).all()
-    assert (np.diff(found.chances[0]) > 0).all()  # each token that holds is one that is shared
-    assert found.sizes.tolist() == [8, 8, 8, 8, 0]
-    assert not found.chances[4].any()
+    model = AcceptanceModel(DEEPEST)
+    found = np.array(chances_of(model))
+    assert (np.diff(found[:, 0]) > 0).all()
+    assert (np.diff(found[0]) > 0).all()  # each token that holds is one that is shared
+    sizes = model.follow(paths([2, 4, 8, 32, 0])).sizes
+    assert sizes.tolist() == [8, 8, 8, 8, 0]
 
 
+@needs_functions
+@pytest.mark.parametrize("drawn", [0, 1])
+def test_chances_of_paths_are_those_of_the_regression(drawn: int) -> None:
+    for length, found in zip((2, 4, 8, 32), chances_of(AcceptanceModel(DEEPEST), drawn), strict=True):
+        for place, chance in enumerate(found):
+            inputs = [1, np.log2(length + place) / 5, 1.0, 0.5, place > 0]
+            assert chance == pytest.approx(float(logistic(PATH_WEIGHTS[drawn, :5] @ inputs)))
+
+
+@needs_functions
 def test_paths_are_cut_where_they_are_hardly_reached() -> None:
     model = AcceptanceModel(DEEPEST)
     model.paths.weights[:] = 0
     model.paths.weights[:, 0] = np.log(0.3 / 0.7)
-    assert model.follow(paths([5])).sizes.tolist() == [3]  # 0.3, 0.09, 0.027 and 0.008
+    found = model.follow(paths([5]))
+    assert found.sizes.tolist() == [3]  # 0.3, 0.09, 0.027 and 0.008
+    assert found.gains == pytest.approx([0.417])
 
 
+@needs_functions
 def test_kinds_are_by_what_paths_will_add_and_by_temperature() -> None:
     model = AcceptanceModel(DEEPEST)
     assert model.kinds(np.array([0, 1]), None).tolist() == [0, 1]
@@ -279,17 +312,18 @@ def test_kinds_are_by_what_paths_will_add_and_by_temperature() -> None:
         assert found == [0, 2, 4, 6]
 
 
+@needs_functions
 @pytest.mark.parametrize("drawn", [0, 1])
 def test_paths_learn_how_often_they_hold(drawn: int) -> None:
     """Of texts that copy less than those that the first weights are from; the other kind stays."""
     model, draws = AcceptanceModel(DEEPEST), np.random.default_rng(0)
-    before = model.follow(paths([4], drawn=1 - drawn)).chances
+    before = chances_of(model, 1 - drawn)
     for _ in range(1500):
         inputs = np.zeros((4, len(OF_PATH)))
         inputs[:, 0], inputs[:, 1], inputs[:, 2], inputs[:, 3] = 1, np.log2(4) / 5, 1, 0.5
         model.learn_paths(inputs, np.full(4, drawn), draws.random(4) < 0.25)
-    assert model.follow(paths([4], drawn=drawn)).chances[0, 0] == pytest.approx(0.25, abs=0.04)
-    np.testing.assert_array_equal(model.follow(paths([4], drawn=1 - drawn)).chances, before)
+    assert chances_of(model, drawn, most=1)[1][0] == pytest.approx(0.25, abs=0.04)
+    assert chances_of(model, 1 - drawn) == before
 
 
 def test_knowledge_of_scores_that_are_no_numbers_is_finite() -> None:

@@ -19,7 +19,8 @@ ONE_EACH = (1.0,) * 8
 
 def choose_depths(plans: Sequence[RowPlan], most: Array, of: StepPrice, beside: Load) -> Array:
     """The best depths of rows, none where drafting saves nothing."""
-    found = best_drafting(plans, most, of, beside)
+    together = RowPlan(*(np.stack(each) for each in zip(*plans, strict=True)))
+    found = best_drafting(together, np.arange(len(plans)), most, of, beside)
     return found.depths if found.saved_s > 0 else np.zeros_like(found.depths)
 
 
@@ -126,7 +127,7 @@ def test_the_depths_save_the_most_seconds(
     rows: list[tuple[list[float], int]], price: StepPrice, beside: Load, rate: float
 ) -> None:
     """Of all depths that the rows may draft."""
-    plans = [RowPlan(rate, np.array([0.0, *(reach + [0.0] * 4)[:4]]) - 0.2) for reach, _ in rows]
+    plans = [RowPlan(np.array(rate), np.array([0.0, *(reach + [0.0] * 4)[:4]]) - 0.2) for reach, _ in rows]
     plans = [plan._replace(saved_s=np.concatenate([[0.0], plan.saved_s[1:]])) for plan in plans]
     launched = beside.num_passes if beside.num_drafted else 0
 
@@ -295,9 +296,9 @@ def test_a_node_is_worth_more_the_slower_the_step() -> None:
 
 def test_where_no_row_is_worth_its_positions_one_could_still_draft() -> None:
     """The one that costs the least, so that it can be tried; none where none may."""
-    plans = [RowPlan(1.0, np.array([0.0, -0.3, -0.2])), RowPlan(1.0, np.array([0.0, -0.1, -0.4]))]
-    found = best_drafting(plans, np.array([2, 2]), price(launch_s=0.5), ALONE)
+    plans, kinds = RowPlan(np.ones(2), np.array([[0.0, -0.3, -0.2], [0.0, -0.1, -0.4]])), np.arange(2)
+    found = best_drafting(plans, kinds, np.array([2, 2]), price(launch_s=0.5), ALONE)
     assert found.depths.tolist() == [0, 1]
     assert found.saved_s == pytest.approx(-0.6)
-    assert best_drafting(plans, np.array([2, 0]), price(launch_s=0.5), ALONE).depths.tolist() == [2, 0]
-    assert not best_drafting(plans, np.array([0, 0]), price(launch_s=0.5), ALONE).depths.any()
+    assert best_drafting(plans, kinds, np.array([2, 0]), price(launch_s=0.5), ALONE).depths.tolist() == [2, 0]
+    assert not best_drafting(plans, kinds, np.array([0, 0]), price(launch_s=0.5), ALONE).depths.any()

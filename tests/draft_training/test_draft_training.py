@@ -181,10 +181,13 @@ def test_the_loss_equals_a_slow_loop(
             logits = [drafted[row, a, offset] @ loss.head[ids].T for offset in offsets]
             before = [int(document.tokens[anchor + offset - 1]) for offset in offsets]
             lifts = [
-                lift(draft, drafted[row, a, offset], token)[ids] for offset, token in zip(offsets, before, strict=True)
+                lift(draft, drafted[row, a, offset], token)[ids]
+                for offset, token in zip(offsets, before, strict=True)
             ]
             labels = [number.get(int(document.tokens[anchor + offset])) for offset in offsets]
-            of_target = [(document.hidden[anchor + offset - 1].float() @ loss.head[ids].T).softmax(0) for offset in offsets]
+            of_target = [
+                (document.hidden[anchor + offset - 1].float() @ loss.head[ids].T).softmax(0) for offset in offsets
+            ]
             selected = dict[int, float]()  # losses of the selector by offset
             if draft.candidate_selector is None:
                 logits = [found + of for found, of in zip(logits, lifts, strict=True)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from blockpilot.control import acceptance
-from blockpilot.control.acceptance import Paths
+from blockpilot.control.acceptance import Array, Paths
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.rows import Row
 from blockpilot.engine.trees import MAX_DEPTH
@@ -50,8 +50,8 @@ def test_paths_are_what_followed_in_every_rows_own_text(tiny_pair: Pair, circles
     texts, held, expected = dict[Row, int](), dict[Row, float](), dict[Row, int]()
     paths_of, compared = engine._lookup.paths, list[bool]()
 
-    def watched(rows: Sequence[Row], most: int, follow: Callable[[Paths], Paths]) -> Paths | None:
-        found = paths_of(rows, most, lambda paths: paths)
+    def watched(rows: Sequence[Row], drawn: Array, most: int, follow: Callable[[Paths], Paths]) -> Paths | None:
+        found = paths_of(rows, drawn, most, lambda paths: paths)
         for r, row in enumerate(rows):
             if (before := texts.get(row)) is not None and len(row.tokens) > before and expected[row] >= 0:
                 held[row] = 0.8 * held[row] + 0.2 * (row.tokens[before] == expected[row])

@@ -60,7 +60,9 @@ def test_one_budget_for_the_chains_of_all_rows(rows: list[list[float]], price: S
     sizes = rival.select(trees(rows), drafted).tolist()
     every = sorted((chance for of_row in rows for chance in of_row), reverse=True)
 
-    def gain(num: int, rate: float = rival._plans[0].rate) -> float:
+    assert rival._plans is not None
+
+    def gain(num: int, rate: float = float(rival._plans.rate[0])) -> float:
         return sum(every[:num]) - rate * price.seconds(drafted._replace(num_verified=num))
 
     taken = sorted(

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockpilot.native.matching import TextIndex
+from blockpilot.native.matching import HELD_DECAY, TextIndex
 from helpers.texts import slow_match
 
 texts_of_few_tokens = st.lists(st.integers(0, 3), max_size=200)
@@ -20,15 +20,21 @@ def test_the_longest_matches_are_those_of_a_search(texts: list[list[int]], cuts:
         index.extend(numbers[:1], [[9, 9, 9]])
         index.clear(int(number))
     index.clear(int(numbers[0]))
+    held, expected = [0.5] * len(texts), [-1] * len(texts)
     for size in [*cuts, 200]:
-        index.extend(numbers, [text[done : done + size] for text in texts])
+        added = [text[done : done + size] for text in texts]
+        index.extend(numbers, added)
         done += size
+        for r, tokens in enumerate(added):
+            if tokens and expected[r] >= 0:
+                held[r] = HELD_DECAY * held[r] + (1 - HELD_DECAY) * (tokens[0] == expected[r])
         found = index.match(numbers, most)
         for r, text in enumerate(texts):
             length, following, agree, seen = slow_match(text[:done], most)
-            assert (found.lengths[r], found.seen[r]) == (length, seen)
-            assert found.agree[r] == pytest.approx(agree)
+            assert found.seen[r] == seen
+            assert found.known[r].tolist() == pytest.approx([length, agree, held[r]])
             assert found.paths[r, : found.sizes[r]].tolist() == following
+            expected[r] = following[0] if following else -1
 
 
 def test_memory_is_linear_and_room_is_kept() -> None:

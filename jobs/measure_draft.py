@@ -6,7 +6,6 @@ the draft alone, so one text gives tau for all block sizes, without decoding it 
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,8 +42,6 @@ class MeasureDraftConfig(Config):
     """Only the prompts that a training with this `held_out` (and seed 0) leaves aside; for training sets."""
     block_sizes: tuple[int, ...] | None = None
     """Block sizes, ascending; by default the trained one."""
-    vocab_size: int | None = Field(default=None, ge=8)
-    """Tokens that the draft proposes, the first of its own vocabulary; by default all of it."""
     temperatures: tuple[float, ...] = Field(default=(0.0, 1.0), min_length=1)
     """0 is greedy."""
     max_prompt_tokens: int = Field(default=1000, ge=1)
@@ -148,9 +145,7 @@ class DraftWorker:
 
     def __init__(self, config: MeasureDraftConfig) -> None:
         torch.set_num_threads(num_threads(config.resources.num_cpus))
-        pair = config.pair.load()
-        draft = pair.draft.of_first_tokens(config.vocab_size) if config.vocab_size else pair.draft
-        self.config, self.pair = config, replace(pair, draft=draft)
+        self.config, self.pair = config, config.pair.load()
 
     def measure(self, task: MeasureTask) -> list[TauFigure]:
         """Tau of every block size on the prompts of a task."""

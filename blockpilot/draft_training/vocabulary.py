@@ -16,9 +16,3 @@ def by_frequency(answers: Iterable[Sequence[int]], vocab_size: int) -> Tensor:
     for tokens in answers:
         counts.update(tokens)
     return torch.tensor(sorted(range(vocab_size), key=lambda token: (-counts[token], token)))
-
-
-def coverage(vocabulary: Tensor, answers: Iterable[Sequence[int]]) -> float:
-    """Share of the answers' tokens that are in the vocabulary; 1 where there are none."""
-    tokens = torch.tensor([token for answer in answers for token in answer])
-    return float(torch.isin(tokens, vocabulary).float().mean()) if len(tokens) else 1.0

@@ -7,9 +7,8 @@ all of the context, which ends strictly before the anchor. Sliding-window layers
 """
 
 from collections.abc import Sequence
-from copy import copy
 from functools import partial
-from typing import Protocol, Self, cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -160,15 +159,6 @@ class DraftModel(Draft):
         check_layers(options.target_layer_ids, config.num_hidden_layers)
         if not 0 <= mask < config.vocab_size:
             raise ValueError(f"draft mask token {mask}: must be 0 to {config.vocab_size - 1}")
-
-    def of_first_tokens(self, num: int) -> Self:
-        ordered = None if self.lm_head is not None else self.vocabulary
-        if ordered is None or len(ordered) < num:
-            of_draft = "all tokens in no order" if ordered is None else f"{len(ordered)} tokens"
-            raise ValueError(f"vocab_size {num}: the draft's vocabulary is {of_draft}")
-        draft = copy(self)
-        draft._buffers = {**self._buffers, "vocabulary": ordered[:num]}
-        return draft
 
     def make_room(self, embeddings: bool, vocabulary: Tensor | None) -> None:
         """Have embeddings, and an LM head over a vocabulary [K], of its own: never trained, and yet to be loaded."""

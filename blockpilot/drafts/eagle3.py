@@ -7,8 +7,7 @@ hidden state before the final norm takes the place of the feature.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -164,17 +163,6 @@ class Eagle3Model(Draft):
             )
         self.d2t.copy_(ids - torch.arange(size, device=ids.device))
         self.t2d.fill_(False).index_fill_(0, ids, True)
-
-    def of_tokens(self, ids: Tensor) -> Self:
-        """The draft with those of its tokens alone that are among the target's `ids`: rows of its LM head are cut."""
-        kept = torch.isin(self.vocabulary, ids)
-        draft = type(self)(self.config, replace(self.options, draft_vocab_size=int(kept.sum())))
-        draft.use_vocabulary(self.vocabulary[kept])
-        if self.embed_tokens is not None:
-            draft.carry_embeddings(self.embed_tokens.weight)
-        own = {"d2t": draft.d2t, "t2d": draft.t2d, "lm_head.weight": self.lm_head.weight[kept]}
-        draft.load_state_dict(self.state_dict() | own)
-        return draft
 
     def carry_embeddings(self, weight: Tensor) -> None:
         """Embed with these [vocab, hidden], which are never trained, instead of the target's."""

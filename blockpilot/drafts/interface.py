@@ -7,7 +7,7 @@ families.py knows all families.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -102,10 +102,6 @@ class Draft(nn.Module, ABC):
         """Raise ValueError, naming both values, for a draft that was not made for a target of this configuration."""
         check_same("hidden size", self.config.hidden_size, config.hidden_size)
         check_same("vocabulary", self.config.vocab_size, config.vocab_size)
-
-    def of_first_tokens(self, num: int) -> Self:
-        """The draft, with the first `num` tokens of its vocabulary only; raises ValueError where it has no order."""
-        raise ValueError(f"vocab_size {num}: the draft's vocabulary is in no order")
 
     @abstractmethod
     def at_anchors(self, blocks: Blocks, context: KnownContext, embedding: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from blockpilot.draft_training.vocabulary import by_frequency, coverage
+from blockpilot.draft_training.vocabulary import by_frequency
 from blockpilot.drafts.checkpoint import load_draft, save_draft, write_vocabulary
 from blockpilot.drafts.head import DraftHead
 from blockpilot.drafts.options import VOCABULARY_FILE
@@ -136,5 +136,3 @@ def test_the_file_is_a_list_of_ids(draft_dir: Path) -> None:
 def test_frequent_tokens_come_first() -> None:
     ranked = by_frequency([(5, 5, 5, 2), (2, 7)], vocab_size=9)
     assert ranked.tolist() == [5, 2, 7, 0, 1, 3, 4, 6, 8]
-    assert coverage(ranked[:2], [(5, 2, 2, 7)]) == 0.75
-    assert coverage(ranked[:2], []) == 1

@@ -2,13 +2,11 @@
 
 import json
 import os
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from blockpilot.drafts.checkpoint import write_vocabulary
 from blockpilot.drafts.eagle3_checkpoint import save_eagle3
 from blockpilot.engine.generate import generate
 from blockpilot.evaluation.statistics import Interval
@@ -71,38 +69,6 @@ def test_an_eagle3_draft_is_measured_by_its_directory(
     worker = DraftWorker(config.model_copy(update={"pair": pair}))
     short, long = worker.measure(MeasureTask("sums", tuple(load_prompts(config.prompts[0], 4)), 6.0))
     assert 1 < short.tau.value < long.tau.value
-    with pytest.raises(ValueError, match="vocab_size 10: the draft's vocabulary is in no order"):
-        DraftWorker(config.model_copy(update={"pair": pair, "vocab_size": 10}))
-
-
-def test_a_smaller_vocabulary_is_the_start_of_the_drafts_own(
-    config: MeasureDraftConfig, tiny_pair_dirs: tuple[Path, Path], tmp_path: Path
-) -> None:
-    some = torch.arange(30, 230)
-    figures, task = [], MeasureTask("sums", tuple(load_prompts(config.prompts[0], 2)), 0)
-    for name, written, vocab_size in (("whole", some, 120), ("cut", some[:120], None)):
-        shutil.copytree(tiny_pair_dirs[1], tmp_path / name)
-        write_vocabulary(tmp_path / name, written)
-        pair = config.pair.model_copy(update={"draft": str(tmp_path / name)})
-        of_some = config.model_copy(update={"pair": pair, "vocab_size": vocab_size})
-        figures.append(DraftWorker(of_some).measure(task))
-    assert figures[0] == figures[1]
-
-
-@pytest.mark.parametrize(("num_tokens", "message"), [(None, "all tokens in no order"), (9, "is 9 tokens")])
-def test_a_vocabulary_larger_than_the_drafts_is_refused(
-    num_tokens: int | None,
-    message: str,
-    config: MeasureDraftConfig,
-    tiny_pair_dirs: tuple[Path, Path],
-    tmp_path: Path,
-) -> None:
-    shutil.copytree(tiny_pair_dirs[1], tmp_path / "draft")
-    if num_tokens is not None:
-        write_vocabulary(tmp_path / "draft", torch.arange(num_tokens))
-    pair = config.pair.model_copy(update={"draft": str(tmp_path / "draft")})
-    with pytest.raises(ValueError, match=f"vocab_size 10: .*{message}"):
-        DraftWorker(config.model_copy(update={"pair": pair, "vocab_size": 10}))
 
 
 @pytest.mark.ray

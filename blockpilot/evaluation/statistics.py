@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import stdtrit
 
 LEVEL = 0.95
 
@@ -169,18 +170,8 @@ def interval(above: Sequence[Array], below: Sequence[Array], more: Sequence[Vari
     if variance == 0:
         return Interval(value, value, value)
     freedom = variance**2 / sum(each.value**2 / each.freedom for each in variances)
-    factor = math.exp(student_t(freedom) * math.sqrt(variance))
+    factor = math.exp(stdtrit(freedom, (1 + LEVEL) / 2) * math.sqrt(variance))
     return Interval(value, value / factor, value * factor)
-
-
-def student_t(freedom: float) -> float:
-    """The quantile of Student's t that `LEVEL` of it lies within, on both sides of 0.
-
-    With t = sqrt(freedom) tan(angle), its density is proportional to cos(angle) ** (freedom - 1).
-    """
-    edges = np.linspace(0, math.pi / 2, 20_001)
-    mass = np.cumsum(np.cos((edges[1:] + edges[:-1]) / 2) ** (freedom - 1))
-    return math.sqrt(freedom) * math.tan(np.interp(LEVEL * mass[-1], mass, edges[1:]))
 
 
 def _ratio(above: Sequence[Array], below: Sequence[Array]) -> float:

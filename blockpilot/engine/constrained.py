@@ -7,27 +7,15 @@ mask is needed only where the free choice is refused, and where min_p, top_k or 
 
 import math
 from collections.abc import Iterator, Sequence
-from heapq import heappop, heappush
-from typing import NamedTuple
 
 from torch import Tensor
 
 from blockpilot.engine.rows import Row
 from blockpilot.engine.sampling import NO_TOKEN, cuts, keyed_sample
-from blockpilot.engine.trees import Node, Slots
+from blockpilot.engine.trees import Choice, Follow, Slots
 from blockpilot.types import DRAFTED, Automaton, Tree
 
 NO_SLOTS = Slots([], [], [])
-
-
-class _Choice(NamedTuple):
-    """A token that may follow, and its chance; `after` and `num_later` are those of the slot below (`Slots`)."""
-
-    token: int
-    chance: float
-    after: int
-    num_later: int
-    source: int = 0
 
 
 def settle(
@@ -62,50 +50,45 @@ def settle(
     return chosen
 
 
-def best_allowed(automaton: Automaton, slots: Slots, deepest: int, *, is_chain: bool) -> Iterator[Node]:
-    """`best_first` among the choices that an automaton allows, down to a depth; forced tokens are certain.
+def allowed(automaton: Automaton, slots: Slots) -> Follow:
+    """Choices that an automaton allows; the chances of a draft's are shares of what is not refused.
 
-    Where a token is forced nothing else is a choice, also below the last slot. A chain has the best choice only.
+    Where a token is forced it is certain, and nothing else is a choice, also below the last slot. Nothing is learned
+    of them.
     """
-    heap: list[tuple[float, int, int, _Choice, tuple[int, ...]]] = []
 
-    def offer(parent: int, path: tuple[int, ...], choices: "Sequence[_Choice]", above: float) -> None:
-        for rank, choice in enumerate(choices[:1] if is_chain else choices):
-            heappush(heap, (-above * choice.chance, parent, rank, choice, (*path, choice.token)))
+    def follow(path: tuple[int, ...], after: int, num_later: int) -> Iterator[Choice]:
+        depth = len(path)
+        tokens = slots.tokens[depth][after] if depth < len(slots.tokens) and after >= 0 else []
+        sources = slots.sources[depth][after] if slots.sources and tokens else [DRAFTED] * len(tokens)
+        if forced := automaton.forced(path)[:1]:
+            yield _forced(forced[0], slots, depth, after, tokens, sources, num_later)
+            return
+        if not tokens:
+            return
+        chances = slots.chances[min(num_later, len(slots.chances) - 1)][depth][after]
+        may = automaton.allowed(path, tokens)
+        left = 1.0 - sum(chance for chance, fits in zip(chances, may, strict=False) if not fits)
+        for rank, (token, chance, fits) in enumerate(zip(tokens, chances, may, strict=False)):
+            if fits and chance > 0:
+                below, share = slots.places[depth][after][rank], min(1.0, chance / max(left, chance))
+                yield Choice(token, share, below, num_later + (rank > 0), source=sources[rank])
 
-    if deepest > 0:
-        offer(0, (), _choices(automaton, slots, (), 0, 0), 1.0)
-    number = 0
-    while heap:
-        negative, parent, _, choice, path = heappop(heap)
-        number += 1
-        yield Node(choice.token, parent, -negative, len(path), source=choice.source)
-        if len(path) < deepest:
-            offer(number, path, _choices(automaton, slots, path, choice.after, choice.num_later), -negative)
+    return follow
 
 
-def _choices(
-    automaton: Automaton, slots: Slots, path: tuple[int, ...], after: int, num_later: int
-) -> Sequence[_Choice]:
-    """Choices that may follow a path, the most probable first: chances are shares of what is not refused."""
-    depth = len(path)
-    drafted = slots.tokens[depth][after] if depth < len(slots.tokens) and after >= 0 else []
-    sources = slots.sources[depth][after] if slots.sources and drafted else [DRAFTED] * len(drafted)
-    if forced := automaton.forced(path)[:1]:
-        rank = drafted.index(forced[0]) if forced[0] in drafted else len(drafted)
-        below = slots.unknown if depth < len(slots.tokens) else -1
-        if rank < len(drafted):
-            below = slots.places[depth][after][rank]
-        return [_Choice(forced[0], 1.0, below, num_later + (rank > 0), sources[rank] if rank < len(drafted) else 0)]
-    if not drafted:
-        return []
-    chances = slots.chances[min(num_later, len(slots.chances) - 1)][depth][after]
-    allowed = automaton.allowed(path, drafted)
-    left = 1.0 - sum(chance for chance, may in zip(chances, allowed, strict=False) if not may)
-    found = []
-    for rank, (token, chance, may) in enumerate(zip(drafted, chances, allowed, strict=False)):
-        if may and chance > 0:
-            below = slots.places[depth][after][rank]
-            share = min(1.0, chance / max(left, chance))
-            found.append(_Choice(token, share, below, num_later + (rank > 0), sources[rank]))
-    return found
+def _forced(
+    token: int,
+    slots: Slots,
+    depth: int,
+    after: int,
+    tokens: Sequence[int],
+    sources: Sequence[int],
+    num_later: int,
+) -> Choice:
+    """The forced choice at a depth, whether or not it is one of the draft's `tokens` there."""
+    if token in tokens:
+        rank = tokens.index(token)
+        return Choice(token, 1.0, slots.places[depth][after][rank], num_later + (rank > 0), source=sources[rank])
+    below = slots.unknown if depth < len(slots.tokens) else -1
+    return Choice(token, 1.0, below, num_later + (len(tokens) > 0), source=0)

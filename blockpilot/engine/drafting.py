@@ -21,10 +21,10 @@ from blockpilot.device import tensor_on
 from blockpilot.drafts.choices import Linked
 from blockpilot.drafts.head import DraftHead
 from blockpilot.drafts.interface import Asked, PreparedDraft
-from blockpilot.engine.constrained import NO_SLOTS, best_allowed
+from blockpilot.engine.constrained import NO_SLOTS, allowed
 from blockpilot.engine.rows import Row
 from blockpilot.engine.sampling import candidates
-from blockpilot.engine.trees import MAX_DEPTH, Node, Slots, best_first, places_of
+from blockpilot.engine.trees import MAX_DEPTH, Node, Slots, best_first, choices_of, places_of
 from blockpilot.engine.work import Work
 from blockpilot.models.graphs import Graphs
 from blockpilot.models.packing import Packing, SideBySide
@@ -306,15 +306,15 @@ def _grown(
 
 def _nodes(row: Row, offered: Offered | None, r: int | None, limit: int) -> list[Node]:
     """Nodes of one row, the r-th of the offer if any; of one with an automaton those that it allows."""
-    slots = NO_SLOTS if offered is None or r is None else offered.of_row(r)
+    slots, start = NO_SLOTS, 0
+    if offered is not None and r is not None:
+        slots, start = offered.of_row(r), int(offered.lists.firsts[r]) * offered.lists.places[0].size
+    follow, deepest = choices_of(slots), len(slots.tokens)
     if row.automaton is not None:
+        follow = allowed(row.automaton, slots)
         deepest = min(row.deepest, MAX_DEPTH) if row.is_tree else row.deepest
-        return list(islice(best_allowed(row.automaton, slots, deepest, is_chain=not row.is_tree), limit))
-    assert offered is not None
-    assert r is not None
-    start = int(offered.lists.firsts[r]) * offered.lists.places[0].size
-    nodes = islice(best_first(slots if row.is_tree else slots.first_choices()), limit)
-    return [node._replace(choice=start + node.choice) for node in nodes]
+    nodes = islice(best_first(follow, deepest, is_chain=not row.is_tree), limit)
+    return [node if node.choice < 0 else node._replace(choice=start + node.choice) for node in nodes]
 
 
 def outcomes_of(

@@ -10,7 +10,7 @@ The text is a pure function of the target's logits, the seed and the position, s
 anchor to the child that the target itself chooses, until there is none. No token is rejected by chance.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -34,10 +34,6 @@ class Slots(NamedTuple):
     """The one for the slot below after a token that is none of the choices; -1: none."""
     sources: Sequence[Sequence[Sequence[int]]] | None = None
     """Where choices [D][P][K] are from, as in `Tree`; None: all are the draft's."""
-
-    def first_choices(self) -> "Slots":
-        """Of which only a chain grows."""
-        return self._replace(tokens=[[each[:1] for each in after] for after in self.tokens])
 
 
 def drawn_apart(tokens: Sequence[Sequence[int]], chances: Sequence[Sequence[Sequence[float]]]) -> Slots:
@@ -63,27 +59,67 @@ class Node(NamedTuple):
     """Where it is from, as in `Tree`."""
 
 
-def best_first(slots: Slots) -> Iterator[Node]:
-    """Nodes by falling chance; the first is number 1. Ends where no choice is left that has a chance."""
-    tokens, chances, places = slots[:3]
-    heap: list[tuple[float, int, int, int, int, int, float]] = []
+class Choice(NamedTuple):
+    """A token that may follow others, and the chance that the target makes it there."""
 
-    def offer(parent: int, depth: int, after: int, rank: int, num_later: int, above: float) -> None:
-        """Choice `rank` of the slot below a parent that is choice `after` there and reached with chance `above`."""
-        if depth < len(tokens) and after >= 0 and rank < len(tokens[depth][after]):
-            chance = above * chances[min(num_later, len(chances) - 1)][depth][after][rank]
-            if chance > 0:
-                heappush(heap, (-chance, parent, depth, after, rank, num_later, above))
+    token: int
+    chance: float
+    after: int
+    """Which choice of its slot it is for the slot below, as `Slots.places` has it."""
+    num_later: int
+    """How many of the choices so far are no first ones."""
+    place: int = -1
+    """Flat place among the choices [D][P][K] of a draft, where it is one of them and may be learned from."""
+    source: int = DRAFTED
+    """Where it is from, as in `Tree`."""
 
-    offer(0, 0, 0, 0, 0, 1.0)
+
+Follow = Callable[[tuple[int, ...], int, int], Iterable[Choice]]
+"""Choices after the tokens of a path, by falling chance; with the `after` and `num_later` of its last one."""
+
+
+def choices_of(slots: Slots) -> Follow:
+    """The choices of a draft."""
+
+    def follow(path: tuple[int, ...], after: int, num_later: int) -> Iterator[Choice]:
+        depth = len(path)
+        if depth >= len(slots.tokens) or after < 0:
+            return
+        below, chances = slots.places[depth][after], slots.chances[min(num_later, len(slots.chances) - 1)]
+        first = (depth * len(slots.places[depth]) + after) * len(below)
+        for rank, (token, chance) in enumerate(zip(slots.tokens[depth][after], chances[depth][after], strict=False)):
+            yield Choice(token, chance, below[rank], num_later + (rank > 0), first + rank)
+
+    return follow
+
+
+def best_first(follow: Follow, deepest: int = MAX_DEPTH, *, is_chain: bool = False) -> Iterator[Node]:
+    """Nodes by falling chance, at most so deep; the first is number 1. A chain has the best choices only.
+
+    Ends where no choice is left that has a chance.
+    """
+    heap: list[tuple[float, int, int, Choice, Iterator[Choice], tuple[int, ...], int, float]] = []
+
+    def offer(
+        parent: int, rank: int, choices: Iterator[Choice], path: tuple[int, ...], num_later: int, above: float
+    ) -> None:
+        """The next choice after a path, which is reached with chance `above`."""
+        if (choice := next(choices, None)) is not None and above * choice.chance > 0:
+            heappush(heap, (-above * choice.chance, parent, rank, choice, choices, path, num_later, above))
+
+    def offer_below(parent: int, path: tuple[int, ...], after: int, num_later: int, above: float) -> None:
+        if len(path) < deepest:
+            offer(parent, 0, iter(follow(path, after, num_later)), path, num_later, above)
+
+    offer_below(0, (), 0, 0, 1.0)
     number = 0
     while heap:
-        negative, parent, depth, after, rank, num_later, above = heappop(heap)
+        negative, parent, rank, choice, choices, path, num_later, above = heappop(heap)
         number += 1
-        choice = (depth * len(places[depth]) + after) * len(places[depth][after]) + rank
-        yield Node(tokens[depth][after][rank], parent, -negative, depth + 1, choice, num_later, source=DRAFTED)
-        offer(parent, depth, after, rank + 1, num_later, above)
-        offer(number, depth + 1, places[depth][after][rank], 0, num_later + (rank > 0), -negative)
+        yield Node(choice.token, parent, -negative, len(path) + 1, choice.place, num_later, source=choice.source)
+        if not is_chain:
+            offer(parent, rank + 1, choices, path, num_later, above)
+        offer_below(number, (*path, choice.token), choice.after, choice.num_later, -negative)
 
 
 def tree_of(nodes: Sequence[Node]) -> Tree:
@@ -106,15 +142,6 @@ def places_of(nodes: Sequence[Node]) -> list[int]:
     others = (number for number in range(len(nodes) + 1) if number not in places)
     places |= dict(zip(others, range(len(chain), len(nodes) + 1), strict=True))
     return [places[number] for number in range(len(nodes) + 1)]
-
-
-def first_choices(slots: Slots) -> Tree:
-    """The chain of every slot's best choice after the one above."""
-    after, tokens = 0, list[int]()
-    for of_slot, places in zip(slots.tokens, slots.places, strict=True):
-        tokens.append(of_slot[after][0])
-        after = places[after][0]
-    return Tree(tuple(tokens), tuple(range(len(tokens))))
 
 
 def paths_of(tree: Tree) -> list[tuple[int, ...]]:

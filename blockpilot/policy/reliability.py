@@ -12,7 +12,7 @@ import torch
 
 from blockpilot.control.acceptance import AcceptanceModel, Array, Prior
 from blockpilot.drafts.choices import own_chances
-from blockpilot.engine.trees import best_first, drawn_apart
+from blockpilot.engine.trees import best_first, choices_of, drawn_apart
 from blockpilot.policy.outcomes import Proposed
 from blockpilot.types import Candidates
 
@@ -38,7 +38,9 @@ def reliability(prior: Prior | None, steps: Proposed) -> list[Bin]:
     bins = [[0, 0.0, 0] for _ in range(NUM_BINS)]
     for of_step, ranks in zip(by_step, steps.ranks.tolist(), strict=True):
         accepted = [True]
-        for node in islice(best_first(drawn_apart([list(range(num_choices))] * depth, of_step)), NUM_NODES):
+        for node in islice(
+            best_first(choices_of(drawn_apart([list(range(num_choices))] * depth, of_step))), NUM_NODES
+        ):
             right = ranks[node.depth - 1]
             accepted.append(accepted[node.parent] and node.token == right)
             if right != -2:

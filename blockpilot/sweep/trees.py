@@ -7,7 +7,7 @@ say what every tree accepts there.
 from collections.abc import Sequence
 from itertools import islice
 
-from blockpilot.engine.trees import best_first, drawn_apart
+from blockpilot.engine.trees import best_first, choices_of, drawn_apart
 
 MOST_NODES = 64
 
@@ -30,7 +30,7 @@ def nodes_needed(chances: Sequence[Sequence[float]], right: Sequence[int]) -> li
     """
     slots = drawn_apart([range(len(of_slot)) for of_slot in chances], [chances])
     needed, last = list[int](), 0
-    for number, node in enumerate(islice(best_first(slots), MOST_NODES), 1):
+    for number, node in enumerate(islice(best_first(choices_of(slots)), MOST_NODES), 1):
         if len(needed) == len(right) or right[len(needed)] < 0:
             break
         if (node.parent, node.token) == (last, right[len(needed)]):

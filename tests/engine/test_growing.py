@@ -16,7 +16,7 @@ from blockpilot.control.controller import Verified
 from blockpilot.engine import drafting
 from blockpilot.engine.drafting import Array, Offered, grow_all, offer_paths, verified
 from blockpilot.engine.rows import Row
-from blockpilot.engine.trees import Node, best_first, paths_of, tree_of, walk
+from blockpilot.engine.trees import Node, best_first, choices_of, paths_of, tree_of, walk
 from blockpilot.native.growing import PATH_INPUTS, Lists, grow
 from blockpilot.native.library import library_for
 from blockpilot.types import Layout, Request
@@ -42,7 +42,9 @@ def slow(offered: Offered, r: int, widest: int, most: int) -> list[Node]:
     tokens = [[choices[:widest] for choices in lists] for lists in slots.tokens]
     places = offered.lists.places
     start = int(offered.lists.firsts[r]) * places[0].size if len(places) else 0
-    nodes = [node for node, _ in zip(best_first(slots._replace(tokens=tokens)), range(most), strict=False)]
+    nodes = [
+        node for node, _ in zip(best_first(choices_of(slots._replace(tokens=tokens))), range(most), strict=False)
+    ]
     return [node._replace(choice=start + node.choice) for node in nodes]
 
 

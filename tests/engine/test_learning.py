@@ -14,7 +14,7 @@ from blockpilot.control.controller import Planned, StepOutcome, Verified
 from blockpilot.control.cost import Load, passes
 from blockpilot.drafts.choices import Linked
 from blockpilot.engine.engine import Engine
-from blockpilot.engine.trees import Node, Slots, best_first, paths_of, tree_of
+from blockpilot.engine.trees import Node, Slots, best_first, choices_of, paths_of, tree_of
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import LAYOUTS, Candidates, Request, Sampling, Step
 from helpers.controllers import Told, Watched
@@ -147,7 +147,7 @@ class Shadow:
         adapts = request.block_size is None
         is_chain = request.layout == "chain" or (request.layout == "auto" and not adapts)
         limit = MAX_BLOCK_SIZE - 1 if adapts else fixed
-        return list(islice(best_first(slots.first_choices() if is_chain else slots), limit))
+        return list(islice(best_first(choices_of(slots), is_chain=is_chain), limit))
 
     def note(self, known: Known, offer: Offer, r: int, i: int, nodes: Sequence[Node]) -> None:
         """Nodes whose parents are in the text, in the order in which they grew."""

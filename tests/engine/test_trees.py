@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.generate import generate
-from blockpilot.engine.trees import Node, Slots, best_first, drawn_apart, first_choices, tree_of, walk
+from blockpilot.engine.trees import Node, Slots, best_first, choices_of, tree_of, walk
 from blockpilot.models.packing import Packing, SideBySide, depths_of
 from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
@@ -36,7 +36,7 @@ def slots(draw: st.DrawFn, num_contexts: int = 2) -> Slots:
 
 def grow(of: Slots, num_nodes: int) -> Tree:
     """The most probable prefixes."""
-    return tree_of(list(islice(best_first(of), num_nodes)))
+    return tree_of(list(islice(best_first(choices_of(of)), num_nodes)))
 
 
 def every_prefix(of: Slots) -> list[float]:
@@ -56,9 +56,9 @@ def every_prefix(of: Slots) -> list[float]:
 @given(slots())
 def test_best_first_gives_all_nodes_by_falling_chance_where_deviations_do_not_help(of: Slots) -> None:
     alike = of._replace(chances=of.chances[:1])
-    nodes = list(best_first(alike))
+    nodes = list(best_first(choices_of(alike)))
     assert [node.chance for node in nodes] == pytest.approx(every_prefix(alike))
-    assert len(list(best_first(of))) == len(every_prefix(of))
+    assert len(list(best_first(choices_of(of)))) == len(every_prefix(of))
 
 
 @given(slots(), st.integers(0, 12))
@@ -79,7 +79,7 @@ def test_first_choices_are_laid_out_first_and_parents_before_children(of: Slots,
     tree = grow(of, num)
     assert all(parent < i for i, parent in enumerate(tree.parents, 1))
     children, node, firsts = tree.children, 0, 0
-    for token in first_choices(of).tokens:
+    for token, *_ in best_first(choices_of(of), is_chain=True):
         if (child := children.get((node, token))) is None:
             break
         node, firsts = child, firsts + 1
@@ -98,7 +98,6 @@ def test_the_walk_follows_the_targets_choices() -> None:
     assert walk(tree, [5, 6, 1, 6, 8, 1]) == [0, 1, 2]
     assert walk(tree, [9, 6, 1, 6, 8, 1]) == [0]
     assert tree.is_chain is False
-    assert first_choices(drawn_apart([[5, 7], [6, 1]], [])).is_chain
 
 
 # --- what a token of a tree sees ---

@@ -96,7 +96,7 @@ class DraftFit:
         assert isinstance(inner, DraftLoss)
         self._inner = inner
         if settings.compile:
-            for layer in inner.draft.layers:
+            for layer in inner.draft.decoder_layers:
                 layer.compile(dynamic=True)
         self.steps_per_epoch = len(corpus) // (settings.batch_size * world_size)
         if self.steps_per_epoch == 0:

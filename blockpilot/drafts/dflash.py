@@ -144,6 +144,10 @@ class DraftModel(Draft):
         return False
 
     @property
+    def decoder_layers(self) -> Sequence[nn.Module]:
+        return list(self.layers)
+
+    @property
     def edges(self) -> Edges | None:
         """Scores of a token given the one before it; None where slots are drawn apart."""
         return self.markov_head or self.candidate_selector

@@ -6,7 +6,7 @@ embedding of token t + 1, and its output predicts token t + 2. After the last po
 hidden state before the final norm takes the place of the feature.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -150,6 +150,10 @@ class Eagle3Model(Draft):
     def vocabulary(self) -> Tensor:
         """The target's id of every token of the draft vocabulary, [draft vocab]."""
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    @property
+    def decoder_layers(self) -> Sequence[nn.Module]:
+        return [self.midlayer]
 
     def use_vocabulary(self, ids: Tensor) -> None:
         """Propose these tokens of the target's, in any order; raises ValueError for too few or too many."""

@@ -94,6 +94,11 @@ class Draft(nn.Module, ABC):
         """Size of a context vector."""
         return int(self.config.hidden_size)
 
+    @property
+    @abstractmethod
+    def decoder_layers(self) -> Sequence[nn.Module]:
+        """Its layers."""
+
     @abstractmethod
     def layer_ids(self, num_target_layers: int) -> tuple[int, ...]:
         """Layers of a target whose outputs are the draft's features, 0 is the first."""

@@ -24,6 +24,7 @@ class NoDraft(Draft):
     block_size = 1
     context_size = 0
     dtype = torch.float32
+    decoder_layers = ()
 
     def layer_ids(self, num_target_layers: int) -> tuple[int, ...]:
         return ()

@@ -141,13 +141,10 @@ class Controller:
         """Take in what drafts have added since the latest plans."""
         if not self._grown:
             return
-        nodes = list[Array]()
-        for trees in self._grown:
-            rows, places = (trees.taken & (trees.depths >= 0)).nonzero()
-            nodes.append(np.stack([trees.kinds[rows], trees.depths[rows, places], trees.chances[rows, places]]))
-        kinds, drafted = (np.concatenate([getattr(t, name) for t in self._grown]) for name in ("kinds", "drafted"))
-        of_nodes, depths, chances = np.concatenate(nodes, axis=1)
-        self.model.observe(kinds, drafted, of_nodes.astype(int), depths.astype(int), chances)
+        trees = Trees._make(map(np.concatenate, zip(*self._grown, strict=True)))
+        rows, places = (trees.taken & (trees.depths >= 0)).nonzero()
+        of_nodes = trees.kinds[rows], trees.depths[rows, places], trees.chances[rows, places]
+        self.model.observe(trees.kinds, trees.drafted, *of_nodes)
         self._grown = []
 
     def propose(self, known: Array, found: Candidates, slots: Array) -> Proposal:
@@ -159,6 +156,8 @@ class Controller:
 
     def select(self, trees: Trees, drafted: Load) -> Array:
         """Number of nodes to verify of every tree, [R]."""
+        if self._grown and self._grown[-1].chances.shape[1] != trees.chances.shape[1]:  # of another engine
+            self._observe()
         self._grown.append(trees)
         return choose_nodes(trees, self.price, drafted, self._rates(trees))
 

@@ -81,6 +81,6 @@ class TextIndex:
         return found
 
     def _texts(self, texts: Array) -> tuple[object, ...]:
-        of_texts = self._tokens, self._previous, self._heads, self._num, self._expected, self._held
-        arrays = map(pointer, of_texts)
+        of_texts: tuple[Array, ...] = (self._tokens, self._previous, self._heads, self._num)
+        arrays = map(pointer, (*of_texts, self._expected, self._held))
         return c_long(len(texts)), pointer(texts), c_long(self._tokens.shape[1]), c_int(self._bits), *arrays

@@ -4,6 +4,7 @@ Serve's `user_config`, or a new champion of the registry, names it; the models a
 """
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from blockpilot.policy.learned import LearnedPolicy, StepPolicy
 from blockpilot.policy.store import load_policy
 from jobs.common.registry import AUTO, CHAMPION, UNTRAINED, model_name
 from jobs.serving.champions import ChampionWatch
-from jobs.serving.engine_loop import EngineLoop
+from jobs.serving.engine_loop import EngineLoop, on_passing_thread
 from jobs.serving.models import check_without_draft
 
 TRIAL_TOKENS = 8
@@ -79,6 +80,11 @@ class PolicyInUse:
 
     def _use(self, policy: PolicySource, version: int = 0) -> None:
         """Put a policy to use; called on the thread that watches the registry, too."""
+        on_passing_thread(partial(self._put_to_use, policy))
+        name = f"block size {policy}" if isinstance(policy, int) else str(policy)
+        self._named = {"name": name, "version": version or None}
+
+    def _put_to_use(self, policy: PolicySource) -> None:
         if isinstance(policy, int):
             self._loop.use(FixedPolicy(policy), self._controller(None))
         elif policy == UNTRAINED:
@@ -92,8 +98,6 @@ class PolicyInUse:
                 self._loop.use(None, self._controller(price, learned))
             else:
                 self._loop.use(learned, self._controller(price))
-        name = f"block size {policy}" if isinstance(policy, int) else str(policy)
-        self._named = {"name": name, "version": version or None}
 
     def _controller(self, price: StepPrice | None, prior: Prior = UNTRAINED_PRIOR) -> Controller:
         return Controller(AcceptanceModel(self._pair.block_size - 1, prior), price)

@@ -22,7 +22,7 @@ from blockpilot.native.library import fastest_dtype
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Message, Prompt, encode_messages
 from blockpilot.types import Request
-from jobs.serving.engine_loop import EngineLoop, Stream
+from jobs.serving.engine_loop import EngineLoop, Stream, on_passing_thread
 from jobs.serving.errors import ApiError
 from jobs.serving.grammars import Calls, Grammars
 from jobs.serving.memory import check_memory
@@ -69,25 +69,25 @@ class Replica:
         torch.set_num_threads(num_threads)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         threading.stack_size(STACK_BYTES)
-        self.pair = pair = load()
+
+        def start() -> Engine:
+            pair = load()
+            length = max_length or min(DEFAULT_MAX_LENGTH, pair.max_length)
+            kept = num_slots * length if prefix_tokens is None else prefix_tokens
+            check_memory(pair, num_slots, length, kept)
+            sizes = {"max_prefill_tokens": max_prefill_tokens, "prefix_tokens": kept}
+            return Engine(pair, num_slots=num_slots, max_length=length, **sizes)
+
+        engine = on_passing_thread(start)
+        self.pair = pair = engine.pair
         self.name = name or pair.id.target
-        length = max_length or min(DEFAULT_MAX_LENGTH, pair.max_length)
-        kept = num_slots * length if prefix_tokens is None else prefix_tokens
-        check_memory(pair, num_slots, length, kept)
-        engine = Engine(
-            pair,
-            num_slots=num_slots,
-            max_length=length,
-            max_prefill_tokens=max_prefill_tokens,
-            prefix_tokens=kept,
-        )
         self._chosen: dict[str, object] = {
             "dtype": dtype_name(pair.target.dtype),
             "num_threads": num_threads,
             "chosen": {"dtype": why_dtype(pair), "num_threads": why_threads},
             "exactness": engine.exactness,
         }
-        sizes = {"num_slots": num_slots, "max_length": length, "cache_bytes": engine.cache_bytes}
+        sizes = {"num_slots": num_slots, "max_length": engine.max_length, "cache_bytes": engine.cache_bytes}
         log.info("engine", extra={"model": self.name, **sizes, **self._chosen})
         self.loop = EngineLoop(engine, max_queue=max_queue)
         self.policy = PolicyInUse(pair, self.loop)

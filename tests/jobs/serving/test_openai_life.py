@@ -4,9 +4,10 @@ import asyncio
 import json
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
@@ -18,7 +19,7 @@ from blockpilot.pairs.loading import Pair
 from blockpilot.types import Prefill, Request, Step
 from helpers.api import COMPLETIONS, LONG, HttpCall, app_of, check_error, client_of, idle, replica_of, until
 from helpers.patience import patient
-from jobs.serving import engine_loop
+from jobs.serving import engine_loop, policies
 from jobs.serving.api import GONE, Exchange, Limits
 from jobs.serving.engine_loop import MAX_FAILURES
 from jobs.serving.replica import Replica
@@ -304,6 +305,27 @@ def test_a_request_cancelled_at_once_leaves_no_row(replica: Replica) -> None:
 def test_negative_queue_is_refused(tiny_pair: Pair) -> None:
     with pytest.raises(ValueError, match="max_queue -1"):
         Replica(lambda: tiny_pair, max_queue=-1)
+
+
+def test_only_the_engines_thread_keeps_a_team_of_openmps(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models are loaded and prices measured on threads that end: with another team waiting threads sleep at once."""
+    threads = list[threading.Thread]()
+
+    def noted(work: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            threads.append(threading.current_thread())
+            return work(*arguments)
+
+        return run
+
+    monkeypatch.setattr(policies, "measure_price", noted(policies.measure_price))
+    replica = Replica(noted(lambda: tiny_pair))
+    try:
+        replica.reconfigure({"policy": "untrained"})
+    finally:
+        replica.close()
+    assert len(threads) == 2
+    assert not any(thread.is_alive() for thread in threads)
 
 
 # --- draining ---

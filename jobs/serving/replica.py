@@ -75,8 +75,13 @@ class Replica:
             length = max_length or min(DEFAULT_MAX_LENGTH, pair.max_length)
             kept = num_slots * length if prefix_tokens is None else prefix_tokens
             check_memory(pair, num_slots, length, kept)
-            sizes = {"max_prefill_tokens": max_prefill_tokens, "prefix_tokens": kept}
-            return Engine(pair, num_slots=num_slots, max_length=length, **sizes)
+            return Engine(
+                pair,
+                num_slots=num_slots,
+                max_length=length,
+                max_prefill_tokens=max_prefill_tokens,
+                prefix_tokens=kept,
+            )
 
         engine = on_passing_thread(start)
         self.pair = pair = engine.pair

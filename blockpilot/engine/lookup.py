@@ -27,8 +27,8 @@ class Lookup:
         return self._index.num_bytes if self._index is not None else 0
 
     def paths(self, rows: Sequence[Row], drawn: Array, most: int, follow: Callable[[Paths], Paths]) -> Paths | None:
-        """What may follow rows [R] that are `drawn` [R] (0 or 1), `most` tokens at most, as `follow` cuts it; None
-        where nothing does.
+        """Paths of rows [R] that are `drawn` [R] (0 or 1), `most` tokens at most, as `follow` cuts them; None where
+        there are none.
         """
         looking = [r for r, row in enumerate(rows) if row.looks_up]
         if not looking or self._index is None:
@@ -42,7 +42,7 @@ class Lookup:
         return follow(Paths(tokens, sizes, known, drawn, np.zeros(len(rows))))
 
     def _matches(self, rows: Sequence[Row], most: int, index: TextIndex) -> Matches:
-        """Of the rows' texts, after their new tokens are entered."""
+        """Matches of the rows' texts, once their new tokens are entered."""
         texts = np.array([self._text_of(row, index) for row in rows])
         lengths = index.lengths[texts].tolist()
         index.extend(texts, [row.tokens[length:] for row, length in zip(rows, lengths, strict=True)])

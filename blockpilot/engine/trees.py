@@ -67,11 +67,11 @@ class Choice(NamedTuple):
     after: int
     """Which choice of its slot it is for the slot below, as `Slots.places` has it."""
     num_later: int
-    """How many of the choices so far are no first ones."""
+    """Number of the choices so far that are no first ones."""
     place: int = -1
     """Flat place among the choices [D][P][K] of a draft, where it is one of them and may be learned from."""
     source: int = DRAFTED
-    """Where it is from, as in `Tree`."""
+    """Source, as in `Tree`."""
 
 
 Follow = Callable[[tuple[int, ...], int, int], Iterable[Choice]]

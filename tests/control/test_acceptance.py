@@ -187,7 +187,7 @@ def observe(model: AcceptanceModel, depths: list[int], chances: list[list[float]
 
 
 def expected(model: AcceptanceModel, kind: int) -> Expected:
-    """Of rows of one kind."""
+    """Expected nodes of rows of one kind."""
     thresholds, sums, counts = model.expected()
     return Expected(thresholds, sums[kind], counts[kind])
 
@@ -260,7 +260,7 @@ def paths(lengths: list[int], most: int = 8, drawn: int = 0, agree: float = 1.0)
 
 
 def chances_of(model: AcceptanceModel, drawn: int = 0, most: int = 8) -> list[list[float]]:
-    """Of the tokens of paths that share 2, 4, 8 and 32 tokens, each where those before it hold."""
+    """Chances of the tokens of paths that share 2, 4, 8 and 32 tokens, each where those before it hold."""
     reached = [[1.0] * 4]
     gains = [model.follow(paths([2, 4, 8, 32], num, drawn)).gains for num in range(most + 1)]
     reached += np.diff(gains, axis=0).tolist()

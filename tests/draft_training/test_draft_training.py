@@ -162,7 +162,7 @@ def test_the_loss_equals_a_slow_loop(
     vocabulary: list[int] | None,
     tiny_pair: Pair,
 ) -> None:
-    """Of an own vocabulary, positions of tokens outside it have no weight, and count as wrong."""
+    """With an own vocabulary, positions of tokens outside it have no weight, and count as wrong."""
     shard = documents(3)
     batch = batch_of(shard, 4, seed=2)
     draft = tiny_draft(tiny_pair.target, BLOCK, **parts)

@@ -106,9 +106,12 @@ def best_drafting(plans: RowPlan, kinds: Array, most: Array, price: StepPrice, b
     if depths.any() or not most.any():
         return Drafting(depths, net_s[limit])
     # No row is worth its positions.
-    saved, row, depth = max((saved_s[kind][d], -r, d) for r, (kind, m) in enumerate(rows) for d in range(1, m + 1))
-    depths[-row] = depth
-    return Drafting(depths, saved - launch_s[depth])
+    places = [
+        (r, depth) for r, (_, deepest) in enumerate(rows) for depth in range(1, 1 + min(deepest, len(net_s) - 1))
+    ]
+    row, depth = max(places, key=lambda place: saved_s[rows[place[0]][0]][place[1]])
+    depths[row] = depth
+    return Drafting(depths, saved_s[rows[row][0]][depth] - launch_s[depth])
 
 
 def choose_nodes(trees: Trees, price: StepPrice, drafted: Load, rates: Array) -> Array:

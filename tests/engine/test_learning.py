@@ -167,7 +167,8 @@ class Shadow:
 def trees_of(grown: Sequence[Sequence[Node]], of_rows: Sequence[tuple[Sampling, int]]) -> Trees:
     """With the sampling of each row and how many positions it drafted."""
     num = np.array([len(nodes) for nodes in grown])
-    chances, depths = np.zeros((len(num), num.max())), np.zeros((len(num), num.max()), dtype=int)
+    chances = np.zeros((len(num), MAX_BLOCK_SIZE - 1))
+    depths = np.zeros_like(chances, dtype=int)
     for r, nodes in enumerate(grown):
         chances[r, : num[r]], depths[r, : num[r]] = zip(*((node.chance, node.depth) for node in nodes), strict=True)
     drawn, drafted = np.array([(not sampling.is_greedy, depth) for sampling, depth in of_rows], dtype=int).T

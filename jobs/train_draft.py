@@ -92,7 +92,7 @@ def run(config: TrainDraftConfig) -> TrainDraftResult:
         MetricLog(registry.uri, record.id, state["unlogged"]).flush()
         draft = fresh_draft(config)
         draft.load_state_dict(state["draft"])
-        use_vocabulary(config, draft, [answer for shard in written.train for answer in read_answers(shard.path)])
+        use_vocabulary(config, draft, (answer for shard in written.train for answer in read_answers(shard.path)))
         directory = config.output / "draft"
         export(draft, directory)
         held_out = [prompt for shard in written.held_out for prompt in shard.prompts]

@@ -1,6 +1,6 @@
 """The draft that a job trains: its configuration, and what depends on its family."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal, cast
 
@@ -195,7 +195,7 @@ def draft_loss(config: TrainDraftConfig, answers: Sequence[Answer]) -> DraftLoss
     return Eagle3Loss(draft, embedding, head, distill=fit.distill, overlap=fit.overlap)
 
 
-def use_vocabulary(config: TrainDraftConfig, draft: DraftModel | Eagle3Model, answers: Sequence[Answer]) -> None:
+def use_vocabulary(config: TrainDraftConfig, draft: DraftModel | Eagle3Model, answers: Iterable[Answer]) -> None:
     """Let a draft propose the most frequent tokens of the answers only, if it shall; an EAGLE-3 draft that goes on
     keeps its own.
     """

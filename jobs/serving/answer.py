@@ -4,19 +4,16 @@ Text is handed out once no later token can change it (detokenize.py), so it may 
 with stop strings the engine has looked for them, and its steps come with their text.
 """
 
-import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing, closing
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from blockpilot.engine.detokenize import TextStream
 from blockpilot.engine.token_bytes import Speller
 from blockpilot.pairs.loading import Pair
-from blockpilot.types import Layout, Step, TokenLogprobs
-from jobs.serving.engine_loop import Stream
+from blockpilot.types import Layout, Request, Step, TokenLogprobs
 from jobs.serving.token_texts import TokenReader, TokenText
 
 
@@ -52,7 +49,7 @@ class ChoiceText:
     A piece holds the steps of `interval()` seconds, or one that is shown.
     """
 
-    def __init__(self, stream: Stream, pair: Pair, index: int, interval: Callable[[], float], shown: Shown) -> None:
+    def __init__(self, request: Request, pair: Pair, index: int, interval: Callable[[], float], shown: Shown) -> None:
         self.index = index
         self.prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
         self.texts: list[str] = []
@@ -69,40 +66,36 @@ class ChoiceText:
         """Accepted tokens by what proposed them (`Tree.sources`)."""
         self.layout: Layout | None = None
         """Of the blocks so far: a tree as soon as one is no chain."""
-        self._stream, self._tokenizer = stream, pair.tokenizer
+        self._request, self._tokenizer = request, pair.tokenizer
         self._interval, self._shows = interval, shown
-        self._stop_token_ids = stream.request.stop_token_ids
-        self._has_texts = bool(stream.request.stop_strings)
+        self._steps: list[Step] = []  # that wait to be sent together
+        self._due = 0.0  # when they are sent: the first step at once
+        self._has_texts = bool(request.stop_strings)
         self._text = TextStream(pair.tokenizer)  # of the other requests
         self._reader = TokenReader(pair.tokenizer)  # of tokens with log probabilities
 
-    async def pieces(self) -> AsyncGenerator[Piece, None]:
-        """Every piece, and one at the end that may be empty; leaving early cancels the request."""
-        steps, due = list[Step](), 0.0  # the first step comes alone
-        with closing(self._stream):
-            async for emitted in self._stream:
-                step = emitted if self._shows.answer else _without_answer(emitted)
-                self._count(step)
-                steps.append(step)
-                now = time.monotonic()
-                if now >= due or step.finish_reason is not None:
-                    yield self._piece(steps)
-                    steps, due = [], now + (0.0 if self._shows.steps else self._interval())
-        yield Piece(self._text.finish())
+    def take(self, step: Step) -> list[Piece]:
+        """The pieces that are due with this step: with the last one two, whose second is what was held back."""
+        step = step if self._shows.answer else _without_answer(step)
+        self._count(step)
+        self._steps.append(step)
+        now = time.monotonic()
+        if now < self._due and step.finish_reason is None:
+            return []
+        steps, self._steps = self._steps, []
+        self._due = now + (0.0 if self._shows.steps else self._interval())
+        pieces = [self._piece(steps)]
+        return pieces if step.finish_reason is None else [*pieces, Piece(self._text.finish())]
 
-    def take(self, piece: Piece) -> None:
+    def keep(self, piece: Piece) -> None:
         """Add a piece to the text and the tokens so far."""
         self.texts.append(piece.text)
         self.tokens += piece.tokens
 
-    def close(self) -> None:
-        """Cancel the request, if it is not over; its row is free before the engine's next step."""
-        self._stream.close()
-
     def _piece(self, steps: Sequence[Step]) -> Piece:
         if self._shows.echo is None or steps[0].block_size:
             return self._answer_piece(steps)
-        prompt = tuple(self._prompt_tokens(steps[0])) if self._stream.request.num_logprobs is not None else ()
+        prompt = tuple(self._prompt_tokens(steps[0])) if self._request.num_logprobs is not None else ()
         piece = self._answer_piece(steps)
         return piece._replace(text=self._shows.echo + piece.text, tokens=prompt + piece.tokens)
 
@@ -117,16 +110,16 @@ class ChoiceText:
         return Piece(self._text.push(token for step in steps for token in self._shown(step)), tokens)
 
     def _shown(self, step: Step) -> list[int]:
-        return [token for token in step.tokens if token not in self._stop_token_ids]
+        return [token for token in step.tokens if token not in self._request.stop_token_ids]
 
     def _tokens(self, step: Step) -> Iterator[TokenText]:
         for token, logprobs in zip(step.tokens, step.logprobs, strict=bool(step.logprobs)):
-            if self._shows.stop_token or token not in self._stop_token_ids:
+            if self._shows.stop_token or token not in self._request.stop_token_ids:
                 yield self._reader.read(token, logprobs)
 
     def _prompt_tokens(self, step: Step) -> Iterator[TokenText]:
         """Of the prompt, with as many of the likeliest as the answer's tokens have."""
-        request = self._stream.request
+        request = self._request
         for token, logprobs in zip(request.prompt_ids, step.prompt_logprobs, strict=bool(step.prompt_logprobs)):
             if logprobs is not None:
                 logprobs = logprobs._replace(likeliest=logprobs.likeliest[: request.num_logprobs])
@@ -157,34 +150,3 @@ class ChoiceText:
 def _without_answer(step: Step) -> Step:
     """The prefill of a request that asks for no token: the engine emits one all the same."""
     return replace(step, tokens=(), logprobs=(), texts=(), finish_reason="length")
-
-
-async def merged(choices: Sequence[ChoiceText]) -> AsyncGenerator[tuple[ChoiceText, Piece | None], None]:
-    """The pieces of all choices as they come, and None at the end of each.
-
-    Leaving early, or an error in one of them, cancels all.
-    """
-    events: asyncio.Queue[tuple[ChoiceText, Piece | None] | Exception] = asyncio.Queue()
-
-    async def follow(choice: ChoiceText) -> None:
-        try:
-            async with aclosing(choice.pieces()) as pieces:
-                async for piece in pieces:
-                    events.put_nowait((choice, piece))
-            events.put_nowait((choice, None))
-        except Exception as error:
-            events.put_nowait(error)
-
-    tasks = [asyncio.ensure_future(follow(choice)) for choice in choices]
-    try:
-        num_left = len(choices)
-        while num_left:
-            event = await events.get()
-            if isinstance(event, Exception):
-                raise event
-            num_left -= event[1] is None
-            yield event
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,8 +1,8 @@
 """Engine loop: one engine on a thread of its own, shared by any number of asynchronous requests.
 
 Only that thread touches the engine. Event loops queue work for it (add, cancel, swap the policy), which it does
-between two steps, and receive the steps of a request through an asyncio queue. Requests wait for a slot here, and
-clients get slots in turn.
+between two steps, and receive the steps of a response's requests through one asyncio queue. Requests wait for a slot
+here, and clients get slots one after the other.
 """
 
 import asyncio
@@ -63,8 +63,8 @@ class EngineLoop:
         self.capacity = engine.num_slots + max_queue
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._open: set[Stream] = set()  # the event loops' view
-        self._waiting: FairQueue[Stream] = FairQueue()  # the thread's view, as are the next ones
-        self._in_engine: dict[int, Stream] = {}  # by request id
+        self._waiting: FairQueue[tuple[Stream, int]] = FairQueue()  # the thread's view, as is the next one
+        self._in_engine: dict[int, tuple[Stream, int]] = {}  # stream and number of a request by its id
         self.on_step: Callable[[Sequence[Step], float], None] = lambda steps, seconds: None
         self._num_failures = 0
         self._step_began: float | None = None
@@ -76,7 +76,7 @@ class EngineLoop:
     @property
     def num_in_flight(self) -> int:
         """Requests submitted and neither finished nor cancelled."""
-        return len(self._open)
+        return sum(len(stream.left) for stream in tuple(self._open))  # other threads ask, too
 
     @property
     def healthy(self) -> bool:
@@ -93,7 +93,7 @@ class EngineLoop:
         """Requests that wait for a slot."""
         return len(self._waiting) + self.engine.num_waiting
 
-    def submit_all(self, requests: Sequence[Request], client: str = "") -> list["Stream"]:
+    def submit(self, requests: Sequence[Request], client: str = "") -> "Stream":
         """Queue all of them, or none; called on the event loop that reads their steps.
 
         client: who asks, where there are several. Raises ValueError for a request that the engine cannot serve,
@@ -102,18 +102,18 @@ class EngineLoop:
         for request in requests:
             self.engine.check(request)
         self.check_room(len(requests), client)
-        streams = [Stream(self, request, client) for request in requests]
-        self._open.update(streams)
+        stream = Stream(self, requests, client)
+        self._open.add(stream)
         if self._closed:
-            self._open.difference_update(streams)
+            self._open.discard(stream)
             raise _shutting_down()
-        for stream in streams:
-            self._work.put(partial(self._add, stream))
-        return streams
+        self._work.put(partial(self._add, stream))
+        return stream
 
     def check_room(self, num_asked: int, client: str) -> None:
         """Raise ApiError 429 where there is no place for so many requests of a client."""
-        num_open, num_held = len(self._open), sum(stream.client == client for stream in self._open)
+        num_open = self.num_in_flight
+        num_held = sum(len(stream.left) for stream in tuple(self._open) if stream.client == client)
         if not has_room(num_held, num_asked, self.capacity - num_open, alone=not client):
             share = f", {num_held} of them yours" if client else ""
             message = f"{num_open} requests are in flight{share}; at most {self.capacity} are accepted; try again"
@@ -158,7 +158,7 @@ class EngineLoop:
         except Exception as error:
             log.exception("engine failed; %d requests are lost", len(self._in_engine))
             self._num_failures += 1
-            for request_id, stream in self._in_engine.items():
+            for request_id, (stream, _) in self._in_engine.items():
                 stream._put(_lost(error))
                 self.engine.cancel(request_id)
             self._in_engine = {}
@@ -179,74 +179,83 @@ class EngineLoop:
             log.exception("the results of a step are not reported")
 
     def _fail(self, request_id: int, error: Exception) -> None:
-        """End the one request that an exception in a step belongs to."""
+        """End the response that an exception in a step belongs to, and no other."""
         log.error("request failed", exc_info=error)
-        stream = self._in_engine.pop(request_id, None)
-        if stream is not None:
+        if request_id in self._in_engine:
+            stream, _ = self._in_engine.pop(request_id)
             stream._put(_lost(error))
 
     def _add(self, stream: "Stream") -> None:
-        self._waiting.put(stream.client, stream)
+        for number in range(len(stream.requests)):
+            self._waiting.put(stream.client, (stream, number))
 
     def _fill(self) -> None:
         """Hand as many waiting requests to the engine as it has slots."""
         while self._waiting and self.engine.num_active + self.engine.num_waiting < self.engine.num_slots:
-            stream = self._waiting.take()
+            stream, number = self._waiting.take()
             if not stream.closed:
-                stream._request_id = self.engine.add(stream.request)
-                self._in_engine[stream._request_id] = stream
+                self._in_engine[self.engine.add(stream.requests[number])] = stream, number
 
     def _cancel(self, stream: "Stream") -> None:
-        if stream._request_id in self._in_engine:
-            del self._in_engine[stream._request_id]
-            self.engine.cancel(stream._request_id)
+        for request_id in [i for i, (other, _) in self._in_engine.items() if other is stream]:
+            del self._in_engine[request_id]
+            self.engine.cancel(request_id)
 
     def _deliver(self, step: Step) -> None:
-        stream = self._in_engine.get(step.request_id)
-        if stream is None:  # cancelled a moment ago
+        if step.request_id not in self._in_engine:  # cancelled a moment ago
             return
+        stream, number = self._in_engine[step.request_id]
         if step.finish_reason is not None:
             del self._in_engine[step.request_id]
-        if not stream._put(step):
+        if not stream._put((number, step)):
             self._cancel(stream)
 
 
 class Stream:
-    """Asynchronous iterator of one request's steps; closing it before the last one cancels the request.
+    """Asynchronous iterator of the steps of a response's requests, each with the number of its request.
 
-    Iterating raises ApiError 500 if the engine fails, and 503 if the loop is closed first.
+    Closing it before the last step cancels what is left. Iterating raises ApiError 500 if the engine fails, and 503
+    if the loop is closed first.
     """
 
-    def __init__(self, owner: EngineLoop, request: Request, client: str) -> None:
-        self.request, self.client = request, client
+    def __init__(self, owner: EngineLoop, requests: Sequence[Request], client: str) -> None:
+        self.requests, self.client = requests, client
+        self.left = set(range(len(requests)))
+        """Requests that have not come to their end."""
         self._owner = owner
-        self.closed = False  # finished, failed or cancelled
         self._event_loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[Step | ApiError] = asyncio.Queue()
-        self._request_id = -1  # until the engine has it
+        self._events: asyncio.Queue[tuple[int, Step] | ApiError] = asyncio.Queue()
+
+    @property
+    def closed(self) -> bool:
+        """True if all is finished, failed or cancelled."""
+        return not self.left
 
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Step:
+    async def __anext__(self) -> tuple[int, Step]:
         if self.closed:
             raise StopAsyncIteration
         event = await self._events.get()
         if isinstance(event, ApiError):
             self.close()
             raise event
-        if event.finish_reason is not None:
-            self.close()
-        return event
+        number, step = event
+        if step.finish_reason is not None:
+            self.left.discard(number)
+            if self.closed:
+                self._owner._open.discard(self)
+        return number, step
 
     def close(self) -> None:
-        """Cancel the request, wherever it is; its slot is free before the engine's next step."""
+        """Cancel what is left, wherever it is; its slots are free before the engine's next step."""
         if not self.closed:
-            self.closed = True
+            self.left.clear()
             self._owner._open.discard(self)
             self._owner._work.put(partial(self._owner._cancel, self))
 
-    def _put(self, event: Step | ApiError) -> bool:
+    def _put(self, event: tuple[int, Step] | ApiError) -> bool:
         """Send from the engine's thread; False if the event loop is closed."""
         try:
             self._event_loop.call_soon_threadsafe(self._events.put_nowait, event)

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -120,12 +120,13 @@ class Replica:
         """
         started = time.monotonic()
         try:
-            streams, tools = await self._submit(body, client)
-            readers = [CallReader(family_of(chat_template(self.pair)), tools) if tools else None for _ in streams]
-            reply = Reply(body, streams, self.name, self.pair, self._interval, readers)
-            with self._recorded(reply, started):
-                async with aclosing(reply.chunks()) as chunks:
-                    async for chunk in chunks:
+            stream, tools = await self._submit(body, client)
+            family, requests = family_of(chat_template(self.pair)), stream.requests
+            readers = [CallReader(family, tools) if tools else None for _ in requests]
+            reply = Reply(body, requests, self.name, self.pair, self._interval, readers)
+            with self._recorded(reply, started), closing(stream):
+                async for number, step in stream:
+                    for chunk in reply.take(number, step):
                         yield chunk
             if (last := reply.last()) is not None:
                 yield last
@@ -169,10 +170,10 @@ class Replica:
         """Use another policy (PolicyInUse.configure); Serve calls this once before the first request."""
         self.policy.configure(user_config)
 
-    async def _submit(self, body: Body, client: str) -> tuple[list[Stream], tuple[Tool, ...]]:
-        """Start decoding every choice; their streams, and the tools that they may call.
+    async def _submit(self, body: Body, client: str) -> tuple[Stream, tuple[Tool, ...]]:
+        """Start decoding every choice; the stream of their steps, and the tools that they may call.
 
-        Raises ApiError 400, or as `submit_all`.
+        Raises ApiError 400, or as `EngineLoop.submit`.
         """
         if body.num_choices > self.loop.capacity:
             field = "n" if body.num_choices == body.n else body.prompt_field
@@ -188,7 +189,7 @@ class Replica:
                 except GrammarError as error:
                     raise ApiError(400, f"{field}: {error}", field, "invalid_grammar") from None
                 requests = [replace(request, constraint=constraint) for request in requests]
-            return self.loop.submit_all(requests, client), tools
+            return self.loop.submit(requests, client), tools
         except ValueError as error:
             named = str(error).partition(" ")[0].rstrip(":")
             param = named if named in type(body).model_fields else body.prompt_field
@@ -205,8 +206,6 @@ class Replica:
             outcome = "failed"
             raise
         finally:
-            for choice in reply.choices:
-                choice.close()
             answered = reply.answered(outcome, started)
             prompt = {"prompt": reply.body.prompt_text} if self._logs_prompts else {}
             log.info("answered", extra={"log_to_stderr": False, **answered._asdict(), **prompt})

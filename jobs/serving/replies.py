@@ -8,16 +8,14 @@ tokens by what proposed them.
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from blockpilot.constraints.schemas import JsonObject
 from blockpilot.engine.detokenize import TextStream
 from blockpilot.pairs.loading import Pair
-from blockpilot.types import DRAFTED, LOOKED_UP, SOURCE_NAMES
-from jobs.serving.answer import ChoiceText, Piece, Shown, merged
-from jobs.serving.engine_loop import Stream
+from blockpilot.types import DRAFTED, LOOKED_UP, SOURCE_NAMES, Request, Step
+from jobs.serving.answer import ChoiceText, Piece, Shown
 from jobs.serving.schema import Body, ChatRequest
 from jobs.serving.token_texts import ScoredToken, TokenText, unique_names
 from jobs.serving.tool_calls import CallReader, whole_calls
@@ -90,7 +88,7 @@ class CompletionFormat:
 
 
 class Reply:
-    """The response to one request: its choices, and the fields that all its objects share.
+    """The response to one body: fed the steps of its requests, it gives the objects to send. It waits for nothing.
 
     `name` is the model's; `interval` gives the least seconds between two chunks of a choice; `readers` find the calls
     of each choice, where there may be some.
@@ -99,17 +97,16 @@ class Reply:
     def __init__(
         self,
         body: Body,
-        streams: Sequence[Stream],
+        requests: Sequence[Request],
         name: str,
         pair: Pair,
         interval: Callable[[], float],
         readers: Sequence[CallReader | None],
     ) -> None:
-        self.body, self.request = body, streams[0].request
+        self.body, self.request = body, requests[0]
         self._tokenizer = pair.tokenizer
-        shown = [self._shown(i) for i in range(len(streams))]
-        self.choices = [ChoiceText(each, pair, i, interval, shown[i]) for i, each in enumerate(streams)]
-        self._prompts = [stream.request.prompt_ids for stream in streams[:: body.n]]
+        self.choices = [ChoiceText(each, pair, i, interval, self._shown(i)) for i, each in enumerate(requests)]
+        self._prompts = [request.prompt_ids for request in requests[:: body.n]]
         self._readers = readers
         self._format = ChatFormat() if isinstance(body, ChatRequest) else CompletionFormat()
         self._head: JsonObject = {
@@ -134,17 +131,22 @@ class Reply:
         text = TextStream(self._tokenizer)
         return text.push(tokens) + text.finish()
 
-    async def chunks(self) -> AsyncGenerator[JsonObject, None]:
-        """Take in all pieces; with `stream` in the body, yield their chunks. Leaving early cancels all choices."""
+    def take(self, number: int, step: Step) -> Iterator[JsonObject]:
+        """Take in a step of the request with this number; with `stream` in the body, its chunks."""
+        choice = self.choices[number]
+        for piece in choice.take(step):
+            yield from self._chunks(choice, piece)
+            choice.keep(piece)
+        if choice.finish_reason is not None:
+            yield from self._chunks(choice, None)
+
+    def _chunks(self, choice: ChoiceText, piece: Piece | None) -> Iterator[JsonObject]:
+        """The chunk of a piece, or of a choice's end, if it is sent."""
         options = self.body.stream_options
-        async with aclosing(merged(self.choices)) as pieces:
-            async for choice, piece in pieces:
-                if self.body.stream and (shown := self._chunk(choice, piece)):
-                    so_far = self.usage() if options.continuous_usage_stats else None
-                    usage = {"usage": so_far} if so_far or options.include_usage else {}
-                    yield self._head | usage | {"choices": [shown]}
-                if piece is not None:
-                    choice.take(piece)
+        if self.body.stream and (shown := self._chunk(choice, piece)):
+            so_far = self.usage() if options.continuous_usage_stats else None
+            usage = {"usage": so_far} if so_far or options.include_usage else {}
+            yield self._head | usage | {"choices": [shown]}
 
     def last(self) -> JsonObject | None:
         """What follows the chunks: the whole object, or the usage of a stream that asks for it."""

@@ -347,8 +347,13 @@ def parse(kind: type[BodyT], raw: bytes) -> BodyT:
         return kind.model_validate_json(raw)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        path = ".".join(map(str, first["loc"])) or _named(kind, first)
+        path = ".".join(map(_shown, first["loc"])) or _named(kind, first)
         raise ApiError(400, _complaint(path, first), path, str(first["type"])) from None
+
+
+def _shown(part: str | int) -> str:
+    """A part of a field's path, in one line: a client may call a field anything."""
+    return part if isinstance(part, str) and part.isprintable() else repr(part)
 
 
 def _named(kind: type[GenerateRequest], error: Mapping[str, Any]) -> str | None:

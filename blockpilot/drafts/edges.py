@@ -13,6 +13,7 @@ of the token before it, times one of the token itself. Which vectors is what dif
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from torch.nn import functional
 
 from blockpilot.device import tensor_on
 from blockpilot.drafts.choices import Linked
+from blockpilot.native.linking import EdgeTables, Followed, link_choices
 from blockpilot.native.ranking import LARGEST
 from blockpilot.types import Candidates, Sampling
 
@@ -38,12 +40,25 @@ class Edges(nn.Module, ABC):
 
     @property
     @abstractmethod
+    def codebooks(self) -> tuple[tuple[nn.Module, str], tuple[nn.Module, str]]:
+        """Where the vectors of tokens before a slot and of those in it lie, [vocab, rank]: modules and names."""
+
+    @property
     def successors(self) -> Tensor:
         """Vectors of the tokens themselves [vocab, rank]."""
+        vectors: Tensor = getattr(*self.codebooks[1])
+        return vectors
+
+    @property
+    def rank(self) -> int:
+        return self.successors.shape[1]
 
     @abstractmethod
     def predecessors(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """Vectors [..., rank] of slots with hidden states [..., hidden] and of the tokens before them [...]."""
+        """Vectors [..., rank] of slots with hidden states [..., hidden] and of the tokens before them [...].
+
+        The shapes before the last one are broadcast.
+        """
 
     def forward(self, hidden: Tensor, before: Tensor, tokens: Tensor | None = None) -> Tensor:
         """Scores [M, K] for slots [M, hidden] after the tokens `before` [M], of `tokens` [K] or all."""
@@ -52,9 +67,14 @@ class Edges(nn.Module, ABC):
 
     def between(self, hidden: Tensor, before: Tensor, after: Tensor) -> Tensor:
         """Scores [S, P, K] for slots [S, hidden], of the tokens after[s] [S, K] after each of before[s] [S, P]."""
-        vectors = self.predecessors(hidden[:, None].expand(-1, before.shape[1], -1), before)
+        vectors = self.predecessors(hidden[:, None], before)
         scores: Tensor = torch.matmul(vectors, self.successors[after].transpose(1, 2))
         return scores
+
+    @cached_property
+    def tables(self) -> EdgeTables | None:
+        """All of it as C reads it, once nothing is trained any more; None for what C has not."""
+        return None
 
     @torch.no_grad()
     def link(
@@ -64,9 +84,12 @@ class Edges(nn.Module, ABC):
 
         hidden [N, hidden]. A slot's scores are lifted by the edges, at the temperature of its sampling [N].
         """
-        temperatures = tensor_on(
-            before.device, [1.0 if each.is_greedy else min(each.temperature, LARGEST) for each in sampling]
-        )
+        scale = [1.0 if each.is_greedy else min(each.temperature, LARGEST) for each in sampling]
+        temperatures, drawn = tensor_on(before.device, scale), found.drawn.repeat_interleave(before.shape[1])
+        if before.device.type == "cpu" and self.tables is not None:
+            given = self.tables, found, hidden, before, temperatures, num
+            if (followed := link_choices(*given, is_whole=self.is_whole)) is not None:
+                return _linked(followed, drawn)
         lifted = self.between(hidden, before, found.tokens).float() / temperatures[:, None, None]
         log_probs, scores = (values[:, None] + lifted for values in (found.log_probs, found.scores))
         total = log_probs.logsumexp(dim=2)
@@ -76,8 +99,16 @@ class Edges(nn.Module, ABC):
         scores, places = (scores - total[:, :, None]).topk(min(num, scores.shape[2]), dim=2)
         tokens = found.tokens[:, None].expand_as(log_probs).gather(2, places)
         log_probs = (log_probs - total[:, :, None]).gather(2, places)
-        drawn = found.drawn.repeat_interleave(before.shape[1])
-        return Linked(Candidates(tokens.flatten(0, 1), scores.flatten(0, 1), log_probs.flatten(0, 1), drawn), places)
+        return _linked(Followed(tokens, log_probs, scores, places), drawn)
+
+
+def _plain(weight: Tensor) -> Tensor:
+    return weight.detach().float().contiguous()
+
+
+def _linked(followed: Followed, drawn: Tensor) -> Linked:
+    tokens, log_probs, scores = (each.flatten(0, 1) for each in followed[:3])
+    return Linked(Candidates(tokens, scores, log_probs, drawn), followed.places)
 
 
 class MarkovHead(Edges):
@@ -93,8 +124,12 @@ class MarkovHead(Edges):
         nn.init.zeros_(self.markov_w2.weight)
 
     @property
-    def successors(self) -> Tensor:
-        return self.markov_w2.weight
+    def codebooks(self) -> tuple[tuple[nn.Module, str], tuple[nn.Module, str]]:
+        return (self.markov_w1, "weight"), (self.markov_w2, "weight")
+
+    @cached_property
+    def tables(self) -> EdgeTables | None:
+        return EdgeTables(_plain(self.markov_w1.weight), _plain(self.markov_w2.weight), None)
 
     def predecessors(self, hidden: Tensor, before: Tensor) -> Tensor:
         vectors: Tensor = self.markov_w1(before)
@@ -108,9 +143,14 @@ class GatedMarkovHead(MarkovHead):
         super().__init__(vocab_size, rank)
         self.gate_proj = nn.Linear(width + rank, rank)
 
+    @cached_property
+    def tables(self) -> EdgeTables | None:
+        return None
+
     def predecessors(self, hidden: Tensor, before: Tensor) -> Tensor:
         vectors = super().predecessors(hidden, before)
-        gates: Tensor = self.gate_proj(torch.cat([hidden.to(vectors.dtype), vectors], dim=-1))
+        of_slots = hidden.to(vectors.dtype).expand(*vectors.shape[:-1], -1)
+        gates: Tensor = self.gate_proj(torch.cat([of_slots, vectors], dim=-1))
         return gates.sigmoid() * vectors
 
 
@@ -127,8 +167,13 @@ class CandidateSelector(Edges):
         self.successor_codebook = nn.Parameter(torch.zeros(vocab_size, rank))
 
     @property
-    def successors(self) -> Tensor:
-        return self.successor_codebook
+    def codebooks(self) -> tuple[tuple[nn.Module, str], tuple[nn.Module, str]]:
+        return (self, "predecessor_codebook"), (self, "successor_codebook")
+
+    @cached_property
+    def tables(self) -> EdgeTables | None:
+        codebooks = self.predecessor_codebook, self.successor_codebook
+        return EdgeTables(*map(_plain, (*codebooks, self.hidden_projection.weight)))
 
     def predecessors(self, hidden: Tensor, before: Tensor) -> Tensor:
         projected: Tensor = self.hidden_projection(hidden.to(self.predecessor_codebook.dtype))

@@ -1,8 +1,9 @@
 """The functions in C for a CPU, compiled by the machine's own compiler when a model is prepared, in a second or two.
 
 products.c multiplies with the weights (tiles.c where the CPU has tiles), layers.c runs all layers of a decoder
-(experts.c those of mixtures), ranking.c ranks logits, growing.c grows draft trees, matching.c finds where a text's
-end stood before. Where there is no compiler or no x86-64 CPU with AVX2, torch and numpy do all of it but the last.
+(experts.c those of mixtures), ranking.c ranks logits, linking.c adds a draft's edges, growing.c grows draft trees,
+matching.c finds where a text's end stood before. Where there is no compiler or no x86-64 CPU with AVX2, torch and
+numpy do all of it but the last.
 """
 
 import ctypes
@@ -24,7 +25,8 @@ Array = NDArray[Any]
 
 FOLDER = Path(__file__).parent
 SOURCES = tuple(
-    FOLDER / f"{name}.c" for name in ("products", "tiles", "experts", "layers", "ranking", "growing", "matching")
+    FOLDER / f"{name}.c"
+    for name in ("products", "tiles", "experts", "layers", "ranking", "linking", "growing", "matching")
 )
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-fopenmp", "-Wno-psabi")
 _DEFINES = {torch.float32: (), torch.bfloat16: ("-DBFLOAT16",)}

@@ -106,6 +106,27 @@ def test_of_all_tokens_a_choice_has_the_probability_that_the_edges_give_it(kind:
             torch.testing.assert_close(found.scores[row], alone.scores[0], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["vanilla", "selector"])
+@pytest.mark.parametrize("num", [3, 9])
+def test_choices_are_linked_in_c_as_by_torch(kind: str, num: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside greedy rows, and with tokens that cannot be drawn."""
+    edges, sampling = edges_of(kind, 30), [SAMPLINGS[i % len(SAMPLINGS)] for i in range(5)]
+    logits, hidden, before = torch.randn(5, 30), torch.randn(5, WIDTH), torch.randint(0, 30, (5, 4))
+    logits[1, 7:] = -torch.inf
+    found = candidates(logits, range(5), sampling, 9)
+    in_c = edges.link(found, hidden, before, sampling, num)
+    monkeypatch.setitem(edges.__dict__, "tables", None)
+    by_torch = edges.link(found, hidden, before, sampling, num)
+    assert in_c.places.shape == (5, 4, num)
+    may_be_drawn = by_torch.found.scores > -torch.inf
+    assert may_be_drawn.sum() > 40
+    sides = ((*linked.found[:3], linked.places.flatten(0, 1)) for linked in (in_c, by_torch))
+    for one, other in zip(*sides, strict=True):
+        torch.testing.assert_close(one[may_be_drawn], other[may_be_drawn], rtol=1e-4, atol=1e-4)
+    assert in_c.found.scores[~may_be_drawn].equal(by_torch.found.scores[~may_be_drawn])
+    assert in_c.found.drawn.equal(by_torch.found.drawn)
+
+
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_a_selector_has_a_distribution_of_its_choices_alone(sampling: Sampling) -> None:
     """Those of a Markov head leave what is no choice its own probability."""

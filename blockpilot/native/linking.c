@@ -1,0 +1,81 @@
+/* The best of a slot's own choices after each token before it, as Edges.link of drafts/edges.py. */
+#include <math.h>
+#include <stdint.h>
+
+enum { MOST_WIDTH = 64, MOST_RANK = 512 }; /* of linking.py */
+
+static float dot(long rank, const float *a, const float *b)
+{
+    float lanes[8] = {0}, total = 0;
+    long i = 0;
+    for (; i + 8 <= rank; i += 8)
+        for (int lane = 0; lane < 8; lane++)
+            lanes[lane] += a[i + lane] * b[i + lane];
+    for (; i < rank; i++)
+        total += a[i] * b[i];
+    for (int lane = 0; lane < 8; lane++)
+        total += lanes[lane];
+    return total;
+}
+
+/* Logarithm of the sum of exp(values) and exp(more). */
+static float log_sum(long num, const float *values, float more)
+{
+    float most = more, total = 0;
+    for (long i = 0; i < num; i++)
+        most = fmaxf(most, values[i]);
+    if (!(most > -INFINITY))
+        return most;
+    for (long i = 0; i < num; i++)
+        total += expf(values[i] - most);
+    return most + logf(total + expf(more - most));
+}
+
+/* Choices tokens, log_probs and scores [num][width] of slots, and the tokens before them, `before` [num][contexts].
+ *
+ * What is added to a score is the product of the rows of the token before in `predecessors`, of the choice in
+ * `successors` [vocab][rank], and, where there is a `projection` [rank][inner], of what it makes of the slot's hidden
+ * state [num][inner]; divided by the temperature [num]. With `is_whole` what is no choice keeps its own probability.
+ * The `best` choices after each token before go to tokens, log_probs and scores [num][contexts][best], and which
+ * choices they were to places. */
+void link_choices(long num, long contexts, long width, long rank, long inner, long best, const float *hidden,
+                  const float *projection, const float *predecessors, const float *successors, const int64_t *before,
+                  const float *temperatures, int is_whole, const int64_t *tokens, const float *log_probs,
+                  const float *scores, int64_t *found_tokens, float *found_log_probs, float *found_scores,
+                  int64_t *places)
+{
+    const float *rows[MOST_WIDTH];
+    float lifted_probs[MOST_WIDTH], lifted_scores[MOST_WIDTH], gates[MOST_RANK], vector[MOST_RANK];
+    for (long n = 0; n < num; n++, tokens += width, log_probs += width, scores += width, hidden += inner) {
+        float known = 0;
+        for (long k = 0; k < width; k++) {
+            rows[k] = successors + tokens[k] * rank;
+            known += expf(log_probs[k]);
+        }
+        for (long i = 0; i < rank; i++)
+            gates[i] = (projection ? dot(inner, hidden, projection + i * inner) : 1) / temperatures[n];
+        float of_rest = is_whole ? log1pf(-fminf(known, 1 - 1e-6f)) : -INFINITY;
+        for (long context = 0; context < contexts; context++, before++) {
+            for (long i = 0; i < rank; i++)
+                vector[i] = gates[i] * predecessors[*before * rank + i];
+            for (long k = 0; k < width; k++) {
+                float lift = dot(rank, vector, rows[k]);
+                lifted_probs[k] = log_probs[k] + lift;
+                lifted_scores[k] = scores[k] + lift;
+            }
+            float total = log_sum(width, lifted_probs, of_rest);
+            uint64_t taken = 0;
+            for (long i = 0; i < best; i++) {
+                long next = -1;
+                for (long k = 0; k < width; k++)
+                    if (!(taken >> k & 1) && (next < 0 || lifted_scores[k] > lifted_scores[next]))
+                        next = k;
+                taken |= (uint64_t)1 << next;
+                *found_tokens++ = tokens[next];
+                *found_log_probs++ = lifted_probs[next] - total;
+                *found_scores++ = lifted_scores[next] - total;
+                *places++ = next;
+            }
+        }
+    }
+}

@@ -2,16 +2,17 @@
 
 Ray actors let the target answer the prompts (jobs/answers.py) and keep its features of the answers, Ray Train workers
 fit the draft on them, and the exported draft decodes held-out prompts. The same command continues an interrupted run:
-answers and features by file, training by its last checkpoint.
+answers and features by file, training by its last checkpoint. Where the edges of a draft alone are trained
+(`--only-edges`) the actors keep what it says of the answers, in place of features.
 """
 
 import functools
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ray
 import ray.train
@@ -21,6 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from blockpilot.device import best_device
 from blockpilot.draft_training.answers import answer_source, read_answers
+from blockpilot.draft_training.edges import DraftedSlots, EdgeFit, joined, read_slots, slots_of, write_slots
 from blockpilot.draft_training.features import (
     Corpus,
     FeatureShard,
@@ -32,8 +34,11 @@ from blockpilot.draft_training.features import (
     write_features,
 )
 from blockpilot.draft_training.loss import frequent_tokens
-from blockpilot.draft_training.training import DraftFit
+from blockpilot.draft_training.training import DraftFit, TrainingFit, Validation
+from blockpilot.drafts.dflash import DraftModel
+from blockpilot.drafts.eagle3 import Eagle3Model
 from blockpilot.models.target import Target
+from blockpilot.pairs.checkpoints import find_draft
 from blockpilot.pairs.loading import load_target
 from blockpilot.prompts.files import Prompt
 from jobs import answers
@@ -42,19 +47,23 @@ from jobs.answers import AnswerShards
 from jobs.common.cluster import num_threads, pooled
 from jobs.common.config import PairConfig, absolute_in_submitted_job, main
 from jobs.common.progress import show_progress
-from jobs.common.ray_train import MetricLog, recorded, report, saved_state, scaling_config, train
+from jobs.common.ray_train import MetricLog, State, recorded, report, saved_state, scaling_config, train
 from jobs.common.registry import Registry
 from jobs.measure_draft import MeasureDraftConfig, TauFigure
 from jobs.training.draft import (
     TrainDraftConfig,
     check_draft,
     draft_loss,
+    draft_with_edges,
+    edge_loss,
     export,
     fresh_draft,
     layer_ids_of,
     mask_token_id,
     use_vocabulary,
 )
+
+SLOT_DOCUMENTS = 8  # whose slots are computed together
 
 
 class TrainDraftResult(NamedTuple):
@@ -82,7 +91,7 @@ def run(config: TrainDraftConfig) -> TrainDraftResult:
     registry = Registry.open()
     written = answers.run(config)
     check_answers(config, written)
-    data = write_shard_features(config, written)
+    data = write_shard_slots(config, written) if config.only_edges else write_shard_features(config, written)
     scaling = scaling_config(config.num_workers, config.resources.accelerator_type, config.resources.num_cpus)
     storage, name = config.output.absolute() / "train", _run_name(config, written)
     with recorded(registry, "train_draft", storage, name) as record:
@@ -90,9 +99,7 @@ def run(config: TrainDraftConfig) -> TrainDraftResult:
         work = functools.partial(_work, config, data, registry.uri, record.id)
         state, metrics = train(work, scaling, storage, name, config.max_failures)
         MetricLog(registry.uri, record.id, state["unlogged"]).flush()
-        draft = fresh_draft(config)
-        draft.load_state_dict(state["draft"])
-        use_vocabulary(config, draft, (answer for shard in written.train for answer in read_answers(shard.path)))
+        draft = trained_draft(config, state, written)
         directory = config.output / "draft"
         export(draft, directory)
         held_out = [prompt for shard in written.held_out for prompt in shard.prompts]
@@ -123,7 +130,7 @@ def check_answers(config: TrainDraftConfig, written: AnswerShards) -> None:
         )
 
 
-# --- features ---
+# --- features, or slots of a draft that stays as it is ---
 
 
 class FeatureWorker:
@@ -135,12 +142,16 @@ class FeatureWorker:
 
     def write(self, shard: FeatureShard) -> int:
         """Write the features of a shard; returns the number of its tokens."""
-        written_by = answer_source(shard.answers).target_revision
-        if written_by != self.revision:
-            raise ValueError(f"{shard.answers}: answers of revision {written_by}, the target is {self.revision} now")
+        self.check(shard)
         found = target_features(self.target, read_answers(shard.answers))
         write_features(shard.features, found, FeatureSource(self.revision, self.target.layer_ids))
         return len(found.hidden)
+
+    def check(self, shard: FeatureShard) -> None:
+        """Raise ValueError for answers of another target."""
+        written_by = answer_source(shard.answers).target_revision
+        if written_by != self.revision:
+            raise ValueError(f"{shard.answers}: answers of revision {written_by}, the target is {self.revision} now")
 
 
 def feature_target(config: TrainDraftConfig) -> tuple[Target, str]:
@@ -171,6 +182,44 @@ def write_shard_features(config: TrainDraftConfig, written: AnswerShards) -> Dra
     return data
 
 
+class SlotWorker(FeatureWorker):
+    """Ray actor with the target, and a draft whose edges are trained, in bf16."""
+
+    def __init__(self, config: TrainDraftConfig) -> None:
+        super().__init__(config)
+        self._config = config
+        draft, _ = draft_with_edges(config)
+        self._draft: DraftModel = draft.to(best_device(), torch.bfloat16)
+
+    def write_slots(self, shard: FeatureShard) -> int:
+        """Write the slots of a shard; returns their number."""
+        self.check(shard)
+        model: Any = self.target.model
+        embedding, head = (each.weight.detach() for each in (model.get_input_embeddings(), model.lm_head))
+        answers = [each for each in read_answers(shard.answers) if len(each.tokens) > each.num_prompt_tokens + 1]
+        answers.sort(key=lambda each: len(each.tokens))  # less padding
+        corpus, parts = StreamedCorpus(answers, self.target), list[DraftedSlots]()
+        for start in range(0, len(answers), SLOT_DOCUMENTS):
+            index = range(start, min(start + SLOT_DOCUMENTS, len(answers)))
+            documents, temperatures = corpus.read(index), [answers[i].temperature for i in index]
+            fit, seed = self._config.fit, self._config.seed + start
+            parts.append(slots_of(self._draft, embedding, head, documents, temperatures, fit.num_anchors, seed))
+        slots = joined(parts)
+        write_slots(shard.features, slots)
+        return len(slots.labels)
+
+
+def write_shard_slots(config: TrainDraftConfig, written: AnswerShards) -> DraftShards:
+    """Write the slots of every shard that lacks them; what they depend on names their folder."""
+    edges, revision = draft_with_edges(config)[1], answer_source(written.train[0].path).target_revision
+    key = revision, find_draft(config.start).revision, edges.width, config.fit.num_anchors, config.seed
+    folder = config.answers.absolute() / f"slots-{hashlib.sha256(repr(key).encode()).hexdigest()[:12]}"
+    data = DraftShards(*(tuple(_with_features(shard.path, folder) for shard in side) for side in written))
+    missing = [shard for side in data for shard in side if not shard.features.exists()]
+    show_progress("slots", pooled(SlotWorker, config, missing, "write_slots", config.resources), len(missing))
+    return data
+
+
 def _with_features(answers_path: Path, folder: Path) -> FeatureShard:
     return FeatureShard(answers_path, folder / answers_path.parent.name / f"{answers_path.stem}.safetensors")
 
@@ -195,12 +244,10 @@ def _work(config: TrainDraftConfig, data: DraftShards, tracking_uri: str, run_id
     context, saved = ray.train.get_context(), saved_state()
     rank, world_size = context.get_world_rank(), context.get_world_size()
     torch.set_num_threads(num_threads(config.resources.num_cpus))
-    corpus, held_out = (corpus_of(config, shards) for shards in data)
-    fit = _new_fit(config, corpus, rank, world_size)
+    fit, validate = (_edge_fit if config.only_edges else _draft_fit)(config, data, rank, world_size)
     if saved is not None:
         fit.load_state_dict(saved)
     unlogged = MetricLog(tracking_uri, run_id, saved["unlogged"] if saved is not None else ())
-    validation = held_out.sample(config.num_validation, config.seed)
     started, first_step, total = time.monotonic(), fit.step, None
     for sums in fit.steps():
         total = sums if total is None else total + sums
@@ -209,7 +256,7 @@ def _work(config: TrainDraftConfig, data: DraftShards, tracking_uri: str, run_id
         speed = total.num_blocks * world_size / (time.monotonic() - started)
         metrics: dict[str, float] = {}
         if rank == 0:
-            metrics = total.metrics("train") | fit.validate(held_out, validation).metrics()
+            metrics = total.metrics("train") | validate().metrics()
             metrics |= {"learning_rate": fit.learning_rate, "epoch": fit.epoch, "blocks_per_s": speed}
             print(_describe(fit, first_step, metrics), flush=True)
             unlogged.add(fit.step, metrics)
@@ -219,13 +266,40 @@ def _work(config: TrainDraftConfig, data: DraftShards, tracking_uri: str, run_id
         started, total = time.monotonic(), None
 
 
-def _new_fit(config: TrainDraftConfig, corpus: Corpus, rank: int, world_size: int) -> DraftFit:
-    """The fit of a worker, at step 0."""
+def _draft_fit(
+    config: TrainDraftConfig, data: DraftShards, rank: int, world_size: int
+) -> tuple[TrainingFit, Callable[[], Validation]]:
+    """The fit of a worker, at step 0, and its validation."""
+    corpus, held_out = (corpus_of(config, shards) for shards in data)
     start = draft_loss(config, corpus.answers)
     # The buffers are the target's weights, which never change.
     loss = ray.train.torch.prepare_model(start, parallel_strategy_kwargs={"broadcast_buffers": False})
     frequent = frequent_tokens([answer.tokens for answer in corpus.answers])
-    return DraftFit(loss, corpus, frequent, config.fit, seed=config.seed, rank=rank, world_size=world_size)
+    fit = DraftFit(loss, corpus, frequent, config.fit, seed=config.seed, rank=rank, world_size=world_size)
+    validation = held_out.sample(config.num_validation, config.seed)
+    return fit, lambda: fit.validate(held_out, validation)
+
+
+def _edge_fit(
+    config: TrainDraftConfig, data: DraftShards, rank: int, world_size: int
+) -> tuple[TrainingFit, Callable[[], Validation]]:
+    slots, held_out = (read_slots([shard.features for shard in shards]) for shards in data)
+    torch.manual_seed(config.seed)
+    loss = ray.train.torch.prepare_model(edge_loss(config), parallel_strategy_kwargs={"broadcast_buffers": False})
+    fit = EdgeFit(loss, slots, config.block_size, config.fit, seed=config.seed, rank=rank, world_size=world_size)
+    return fit, lambda: fit.validate(held_out)
+
+
+def trained_draft(config: TrainDraftConfig, state: State, written: AnswerShards) -> DraftModel | Eagle3Model:
+    """The draft of the last state."""
+    if config.only_edges:
+        with_edges, edges = draft_with_edges(config)
+        edges.load_state_dict(state["edges"])
+        return with_edges
+    draft = fresh_draft(config)
+    draft.load_state_dict(state["draft"])
+    use_vocabulary(config, draft, (answer for shard in written.train for answer in read_answers(shard.path)))
+    return draft
 
 
 def corpus_of(config: TrainDraftConfig, shards: Sequence[FeatureShard]) -> Corpus:
@@ -236,7 +310,7 @@ def corpus_of(config: TrainDraftConfig, shards: Sequence[FeatureShard]) -> Corpu
     return StreamedCorpus(answers, feature_target(config)[0])
 
 
-def _describe(fit: DraftFit, first_step: int, metrics: dict[str, float]) -> str:
+def _describe(fit: TrainingFit, first_step: int, metrics: dict[str, float]) -> str:
     prefix = "validation_tau_T"
     tau = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
     taus = ", ".join(f"{value:.3f} at T={temperature}" for temperature, value in tau.items())

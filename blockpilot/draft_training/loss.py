@@ -172,8 +172,7 @@ class BlockLoss(DraftLoss):
         """Loss weights [N, A, B-1], 0 outside; `losses` are those of the positions inside."""
         if self.weighting == "dpace":
             return dpace_weights(losses, inside)
-        offsets = torch.arange(self.block_size - 1, device=inside.device)
-        return torch.exp(-offsets / (GAMMA_PER_BLOCK_SIZE * self.block_size)) * inside
+        return decay_weights(self.block_size).to(inside.device) * inside
 
     def _logits(self, hidden: Tensor, vocabulary: Vocabulary | None) -> Tensor:
         head = self.head if vocabulary is None else self.head[vocabulary.ids]
@@ -226,6 +225,11 @@ def distilled(log_probs: Tensor, labels: Tensor, of_target: Tensor, share: float
         return cross_entropy
     common = torch.minimum(of_target, log_probs.exp()).sum(dim=-1)
     return (1 - overlap) * cross_entropy - overlap * torch.log(common + SMALLEST_OVERLAP)
+
+
+def decay_weights(block_size: int) -> Tensor:
+    """Weights [B-1] of drafted positions that fall by a fixed factor."""
+    return torch.exp(-torch.arange(block_size - 1) / (GAMMA_PER_BLOCK_SIZE * block_size))
 
 
 def dpace_weights(losses: Tensor, inside: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ answers.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -71,8 +72,57 @@ class DraftFitSettings:
                 raise ValueError(f"{name} {getattr(self, name)}: must be from 0 to 1")
 
 
-class DraftFit:
-    """A fit that can stop after any step and continue from its state.
+class TrainingFit(ABC):
+    """A fit that can stop after any step and continue from its state: optimizer, schedule and their state."""
+
+    def __init__(self, trained: nn.Module, settings: DraftFitSettings, steps_per_epoch: int) -> None:
+        settings.check()
+        self.settings, self.step, self.steps_per_epoch = settings, 0, steps_per_epoch
+        self.num_steps = settings.epochs * steps_per_epoch
+        self._trained = trained
+        self._optimizer = torch.optim.AdamW([p for p in trained.parameters() if p.requires_grad], lr=settings.lr)
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(
+            self._optimizer, lambda step: learning_rate_factor(step, self.num_steps)
+        )
+        self._parts: dict[str, Any] = {
+            "draft": trained,
+            "optimizer": self._optimizer,
+            "schedule": self._schedule,
+        }
+
+    @property
+    def epoch(self) -> float:
+        return self.step / self.steps_per_epoch
+
+    @property
+    def learning_rate(self) -> float:
+        return float(self._schedule.get_last_lr()[0])
+
+    @abstractmethod
+    def steps(self) -> Iterator[LossSums]:
+        """Train to the end, yielding this worker's totals after every optimizer step."""
+
+    def advance(self, loss: Tensor) -> None:
+        """One step down the gradient of `loss`."""
+        self._optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self._trained.parameters(), GRADIENT_CLIP)
+        self._optimizer.step()
+        self._schedule.step()
+        self.step += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights, optimizer, schedule and step, as plain tensors and numbers."""
+        return {name: part.state_dict() for name, part in self._parts.items()} | {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, part in self._parts.items():
+            part.load_state_dict(state[name])
+        self.step = state["step"]
+
+
+class DraftFit(TrainingFit):
+    """A fit of a draft on documents.
 
     `loss` is a DraftLoss, or a distributed wrapper of one; `frequent` are the tokens that every step scores. Batches
     and anchors depend only on (seed, step, rank), so a resumed run repeats what an undisturbed one would have done.
@@ -90,7 +140,7 @@ class DraftFit:
         world_size: int = 1,
     ) -> None:
         settings.check()
-        self.loss, self.settings, self.seed, self.step = loss, settings, seed, 0
+        self.loss, self.seed = loss, seed
         self._corpus, self._frequent, self._rank, self._world_size = corpus, frequent, rank, world_size
         inner = loss.module if isinstance(loss, nn.parallel.DistributedDataParallel) else loss
         assert isinstance(inner, DraftLoss)
@@ -98,30 +148,14 @@ class DraftFit:
         if settings.compile:
             for layer in inner.draft.decoder_layers:
                 layer.compile(dynamic=True)
-        self.steps_per_epoch = len(corpus) // (settings.batch_size * world_size)
-        if self.steps_per_epoch == 0:
+        steps_per_epoch = len(corpus) // (settings.batch_size * world_size)
+        if steps_per_epoch == 0:
             raise ValueError(
                 f"batch_size {settings.batch_size} on {world_size} workers: there are only {len(corpus)} documents"
             )
-        self.num_steps = settings.epochs * self.steps_per_epoch
-        self._optimizer = torch.optim.AdamW(
-            [each for each in inner.draft.parameters() if each.requires_grad], lr=settings.lr
-        )
-        self._schedule = torch.optim.lr_scheduler.LambdaLR(
-            self._optimizer, lambda step: learning_rate_factor(step, self.num_steps)
-        )
-        self._parts: dict[str, Any] = {"draft": inner.draft, "optimizer": self._optimizer, "schedule": self._schedule}
-
-    @property
-    def epoch(self) -> float:
-        return self.step / self.steps_per_epoch
-
-    @property
-    def learning_rate(self) -> float:
-        return float(self._schedule.get_last_lr()[0])
+        super().__init__(inner.draft, settings, steps_per_epoch)
 
     def steps(self) -> Iterator[LossSums]:
-        """Train to the end, yielding this worker's totals after every optimizer step."""
         lengths = [len(answer.tokens) for answer in self._corpus.answers]
         while self.step < self.num_steps:
             epoch, done = divmod(self.step, self.steps_per_epoch)
@@ -141,12 +175,7 @@ class DraftFit:
             vocab_size = len(self._inner.head)
             vocabulary = sample_vocabulary(self._frequent, batch.tokens, vocab_size, settings.num_sampled, generator)
         scores = self._scores(self.loss, batch, vocabulary)
-        self._optimizer.zero_grad(set_to_none=True)
-        scores.loss.backward()
-        nn.utils.clip_grad_norm_(self._inner.draft.parameters(), GRADIENT_CLIP)
-        self._optimizer.step()
-        self._schedule.step()
-        self.step += 1
+        self.advance(scores.loss)
         return scores.sums
 
     @torch.no_grad()
@@ -180,15 +209,6 @@ class DraftFit:
         with torch.autocast(device.type, torch.bfloat16, enabled=self.settings.autocast):
             scores: Scores = loss(batch, vocabulary)
         return scores
-
-    def state_dict(self) -> dict[str, Any]:
-        """Weights, optimizer, schedule and step, as plain tensors and numbers."""
-        return {name: part.state_dict() for name, part in self._parts.items()} | {"step": self.step}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, part in self._parts.items():
-            part.load_state_dict(state[name])
-        self.step = state["step"]
 
 
 def epoch_batches(lengths: Sequence[int], batch_size: int, seed: int, epoch: int) -> Iterator[list[int]]:

@@ -23,6 +23,7 @@ from blockpilot.drafts.published import as_dflash, take_own
 from blockpilot.models.cache import head_dim
 from blockpilot.storage import first_line, write_text
 
+CODEBOOKS = tuple(f"candidate_selector.{name}_codebook" for name in ("predecessor", "successor"))
 _SHARED_WITH_TARGET = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
     *("max_position_embeddings", "rms_norm_eps"),
@@ -38,11 +39,21 @@ def load_draft(directory: Path) -> DraftModel:
     stored = read_weights(directory)
     with named_errors(directory):
         weights = take_own(model, stored)
+    size = model.config.vocab_size
+    vocabulary = None if model.lm_head is not None else _read_vocabulary(directory / VOCABULARY_FILE, size)
+    if vocabulary is not None:
+        weights = {n: _of_all(v, vocabulary, size) if n in CODEBOOKS else v for n, v in weights.items()}
+        model.vocabulary = vocabulary
     check_weights(model, weights, directory)
     model.load_state_dict(weights)
-    if model.lm_head is None:
-        model.vocabulary = _read_vocabulary(directory / VOCABULARY_FILE, model.config.vocab_size)
     return model
+
+
+def _of_all(codebook: Tensor, vocabulary: Tensor, size: int) -> Tensor:
+    """Codebook [size, rank] of one that has the rows of a draft's vocabulary only: other tokens have no edges."""
+    if len(codebook) != len(vocabulary):
+        return codebook
+    return codebook.new_zeros(size, codebook.shape[1]).index_copy_(0, vocabulary, codebook)
 
 
 def read_weights(directory: Path) -> dict[str, Tensor]:
@@ -120,17 +131,24 @@ def _read_vocabulary(path: Path, size: int) -> Tensor | None:
 
 
 def save_draft(model: DraftModel, directory: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write the published format: config.json, and weights of `dtype` in model.safetensors."""
-    architecture = DFLASH2 if model.options.is_dflash2 else ARCHITECTURE
-    write_checkpoint(model, {"architectures": [architecture]}, directory, dtype)
+    """Write the published format: config.json, and weights of `dtype` in model.safetensors.
+
+    A draft with a vocabulary of its own has it in a file beside them, and codebooks of its tokens only.
+    """
+    architecture, weights = DFLASH2 if model.options.is_dflash2 else ARCHITECTURE, model.state_dict()
     if model.vocabulary is not None:
+        weights |= {name: weights[name][model.vocabulary] for name in CODEBOOKS if name in weights}
+        directory.mkdir(parents=True, exist_ok=True)
         write_vocabulary(directory, model.vocabulary)
+    write_checkpoint(model, weights, {"architectures": [architecture]}, directory, dtype)
 
 
-def write_checkpoint(model: Draft, options: Mapping[str, Any], directory: Path, dtype: torch.dtype) -> None:
+def write_checkpoint(
+    model: Draft, weights: Mapping[str, Tensor], options: Mapping[str, Any], directory: Path, dtype: torch.dtype
+) -> None:
     """Write a network's weights, the floating ones of them as `dtype`, and its configuration with these options."""
     directory.mkdir(parents=True, exist_ok=True)
-    weights = {name: _stored(value, dtype) for name, value in model.state_dict().items()}
+    weights = {name: _stored(value, dtype) for name, value in weights.items()}
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     config = model.config.to_dict() | {"dtype": str(dtype).removeprefix("torch.")} | options
     (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

@@ -157,7 +157,7 @@ def save_eagle3(model: Eagle3Model, directory: Path, dtype: torch.dtype = torch.
     if (ids := options.target_layer_ids) is not None:
         stored |= {"eagle_config": {_LAYER_IDS: list(ids), "use_aux_hidden_state": True}}
         stored |= {_LAYER_IDS: [i + 1 for i in ids]}
-    write_checkpoint(model, stored, directory, dtype)
+    write_checkpoint(model, model.state_dict(), stored, directory, dtype)
 
 
 def new_eagle3_config(target_config: Any) -> LlamaConfig:

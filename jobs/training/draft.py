@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Literal, cast
 
 import torch
-from pydantic import Field
+from pydantic import Field, field_validator
 from transformers import PretrainedConfig, Qwen3Config
 from transformers.utils.logging import disable_progress_bar
 
 from blockpilot.draft_training.answers import Answer
 from blockpilot.draft_training.eagle3_loss import Eagle3Loss
+from blockpilot.draft_training.edges import EdgeLoss
 from blockpilot.draft_training.loss import BlockLoss, DraftLoss
 from blockpilot.draft_training.start import start_eagle3_from_target, start_from_target
 from blockpilot.draft_training.training import DraftFitSettings
@@ -19,6 +20,7 @@ from blockpilot.drafts.checkpoint import load_draft, new_draft_config, save_draf
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.eagle3 import LEAST_VOCABULARY, Eagle3Model, eagle3_layer_ids
 from blockpilot.drafts.eagle3_checkpoint import load_eagle3, new_eagle3, save_eagle3
+from blockpilot.drafts.edges import Edges
 from blockpilot.drafts.options import parse_options
 from blockpilot.pairs.checkpoints import find_target
 from blockpilot.pairs.loading import load_target, load_tokenizer, network_config
@@ -49,12 +51,19 @@ class TrainDraftConfig(AnswersConfig):
     selector_top_k: int = Field(default=16, ge=2)
     """Best tokens of a position that the selector chooses among."""
     only_edges: bool = False
-    """Train the selector or Markov head alone, on a draft (`start`) that stays as it is and may have none."""
+    """Train the selector or Markov head alone, on a draft (`start`) that stays as it is and may have none: what it
+    says of the answers is computed once."""
     mask_token: str = "<empty_output>"
     """Token of the target's vocabulary that no text holds, for DFlash."""
     start: str = "target"
     """Initial weights: the target's last layers and final norm where their shapes fit (`target`), `random`, or those
     of a draft directory of the same shape."""
+
+    @field_validator("start")
+    @classmethod
+    def _for_workers(cls, start: str) -> str:
+        is_directory = start not in ("target", "random") and Path(start).is_dir()
+        return str(Path(start).absolute()) if is_directory else start  # theirs is another working directory
 
     fit: DraftFitSettings = DraftFitSettings()
 
@@ -90,6 +99,8 @@ def check_draft(config: TrainDraftConfig) -> None:
             raise ValueError(f"{name} {getattr(config, name)}: of a DFlash draft; must be 0 for EAGLE-3")
     if config.only_edges and not (config.markov_rank or config.selector_rank):
         raise ValueError("only_edges: needs a markov_rank or a selector_rank above 0")
+    if config.only_edges and config.draft_vocab_size is not None:
+        raise ValueError(f"draft_vocab_size {config.draft_vocab_size}: of the start, where only_edges is set")
     if config.only_edges and config.start in ("target", "random"):
         raise ValueError(f"only_edges: start must be a draft's directory, not {config.start}")
     fresh_draft(config)
@@ -170,6 +181,22 @@ def _shape(draft: DraftModel | Eagle3Model, target: PretrainedConfig, *, with_ed
     return shape + edges
 
 
+def draft_with_edges(config: TrainDraftConfig) -> tuple[DraftModel, Edges]:
+    """A draft that stays as it is, and its edges, untrained or those that it has."""
+    draft = fresh_draft(config)
+    assert isinstance(draft, DraftModel)
+    assert draft.edges is not None
+    return draft, draft.edges
+
+
+def edge_loss(config: TrainDraftConfig) -> EdgeLoss:
+    """The edges to train, with their loss."""
+    model, _, _ = load_target(config.target, torch.bfloat16)
+    embedding = cast(torch.Tensor, model.get_input_embeddings().weight).detach()
+    edges = draft_with_edges(config)[1]
+    return EdgeLoss(edges, embedding, distill=config.fit.distill, overlap=config.fit.overlap)
+
+
 def draft_loss(config: TrainDraftConfig, answers: Sequence[Answer]) -> DraftLoss:
     """The untrained draft with its loss, for its data.
 
@@ -185,10 +212,6 @@ def draft_loss(config: TrainDraftConfig, answers: Sequence[Answer]) -> DraftLoss
     if isinstance(draft, DraftModel):
         if from_target:
             start_from_target(draft, model, answers[0].tokens)
-        if config.only_edges:
-            assert draft.edges is not None
-            draft.requires_grad_(False)
-            draft.edges.requires_grad_(True)
         return BlockLoss(draft, embedding, head, weighting=fit.weighting, distill=fit.distill, overlap=fit.overlap)
     if from_target:
         start_eagle3_from_target(draft, model)

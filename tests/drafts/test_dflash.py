@@ -199,8 +199,33 @@ def test_fresh_convolutions_and_edges_change_nothing() -> None:
     found, expected = (propose(draft, features, block, [9, 6], [BLOCK, 3]) for draft in (fresh, plain))
     torch.testing.assert_close(found, expected)
     assert fresh.candidate_selector is not None
-    between = fresh.candidate_selector.between(found[:, 0], torch.tensor([[1, 2]] * 2), torch.tensor([[3, 4, 5]] * 2))
+    between = fresh.candidate_selector.between(
+        found[:, 0].clone(), torch.tensor([[1, 2]] * 2), torch.tensor([[3, 4, 5]] * 2)
+    )
     assert not between.any()
+
+
+def test_codebooks_are_stored_for_the_drafts_own_vocabulary(tmp_path: Path) -> None:
+    """Edges of other tokens are never asked for, or are zero; whole codebooks are read as well."""
+    draft = random_draft(dflash_config=CONVOLVED | {"selector_rank": 4, "selector_top_k": 6})
+    selector = draft.candidate_selector
+    assert selector is not None
+    torch.nn.init.normal_(selector.successor_codebook)
+    draft.vocabulary = torch.tensor([9, 3, 17, 4, 40, 8])
+    save_draft(draft, tmp_path, dtype=torch.float32)
+    stored = load_file(tmp_path / "model.safetensors")
+    again = load_draft(tmp_path).candidate_selector
+    assert again is not None
+    outside = [i for i in range(50) if i not in draft.vocabulary.tolist()]
+    for name in ("predecessor_codebook", "successor_codebook"):
+        assert stored[f"candidate_selector.{name}"].equal(getattr(selector, name)[draft.vocabulary])
+        assert getattr(again, name)[draft.vocabulary].equal(getattr(selector, name)[draft.vocabulary])
+        assert not getattr(again, name)[outside].any()
+        stored[f"candidate_selector.{name}"] = getattr(selector, name).detach()
+    save_file(stored, tmp_path / "model.safetensors")
+    whole = load_draft(tmp_path).candidate_selector
+    assert whole is not None
+    assert whole.successor_codebook.equal(selector.successor_codebook)
 
 
 def test_dflash_2_is_named_as_published(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from blockpilot.draft_training.answers import Answer, AnswerSource, answer_source, write_answers
+from blockpilot.draft_training.edges import EdgeFit, read_slots
 from blockpilot.draft_training.features import (
     FeatureShard,
     FeatureSource,
@@ -22,7 +23,7 @@ from blockpilot.draft_training.features import (
     write_features,
 )
 from blockpilot.draft_training.loss import frequent_tokens
-from blockpilot.draft_training.training import DraftFit, DraftFitSettings
+from blockpilot.draft_training.training import DraftFit, DraftFitSettings, TrainingFit
 from blockpilot.drafts.checkpoint import new_draft_config, save_draft
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.pairs.loading import load_pair
@@ -32,7 +33,7 @@ from helpers.tiny import MASK_ID
 from jobs import answers
 from jobs.common.config import ConfigError
 from jobs.train_draft import check_answers, run, write_shard_features
-from jobs.training.draft import TrainDraftConfig, draft_loss, mask_token_id
+from jobs.training.draft import TrainDraftConfig, draft_loss, edge_loss, mask_token_id
 
 ROOT = Path(__file__).parents[2]
 EAGLE3: dict[str, object] = {"kind": "eagle3", "draft_vocab_size": 100}
@@ -76,6 +77,7 @@ def config(target: Path, path: Path, **changes: object) -> TrainDraftConfig:
         ({**EAGLE3, "target_layer_ids": (1, 2)}, "target_layer_ids [1, 2]: EAGLE-3 reads 3 layers"),
         ({**EAGLE3, "markov_rank": 4}, "markov_rank 4: of a DFlash draft; must be 0 for EAGLE-3"),
         ({"only_edges": True}, "only_edges: needs a markov_rank or a selector_rank above 0"),
+        (SELECTOR | {"draft_vocab_size": 100}, "draft_vocab_size 100: of the start, where only_edges is set"),
         ({"only_edges": True, "selector_rank": 4}, "only_edges: start must be a draft's directory, not target"),
     ],
 )
@@ -253,25 +255,35 @@ def target_that_never_writes_masks(tiny: Path, directory: Path) -> Path:
 
 
 def plainly_trained(training: TrainDraftConfig) -> tuple[dict[str, torch.Tensor], dict[int, float]]:
-    """The weights and the loss curve of `DraftFit` on the job's own answers, in this process and in one go."""
+    """The weights and the loss curve of the job's fit on its own answers, in this process and in one go."""
     shards = sorted((training.answers / "train").glob("*.parquet"))
     assert {answer_source(path).target for path in shards} == {training.target}
-    [features] = training.answers.glob("features-*")
     # The job's order of shards is that of its plan, by prompt set and then by number.
     files = sorted((training.answers / "own-prompts").glob("*.jsonl"))
     own = [p for path in files if path.stat().st_size for p in load_prompts(str(path))]
     plan = answers.plan(training, own)
-    corpus = StoredCorpus(
-        [FeatureShard(s.path, features / "train" / f"{s.path.stem}.safetensors") for s in plan.train]
-    )
-    frequent = frequent_tokens([answer.tokens for answer in corpus.answers])
-    fit = DraftFit(draft_loss(training, corpus.answers), corpus, frequent, training.fit, seed=training.seed)
+    fit: TrainingFit
+    if training.only_edges:
+        [folder] = training.answers.glob("slots-*")
+        torch.manual_seed(training.seed)
+        slots = read_slots([folder / "train" / f"{s.path.stem}.safetensors" for s in plan.train])
+        fit = EdgeFit(edge_loss(training), slots, training.block_size, training.fit, seed=training.seed)
+    else:
+        [folder] = training.answers.glob("features-*")
+        corpus = StoredCorpus(
+            [FeatureShard(s.path, folder / "train" / f"{s.path.stem}.safetensors") for s in plan.train]
+        )
+        frequent = frequent_tokens([answer.tokens for answer in corpus.answers])
+        fit = DraftFit(draft_loss(training, corpus.answers), corpus, frequent, training.fit, seed=training.seed)
     losses, total = {}, None
     for sums in fit.steps():
         total = sums if total is None else total + sums
         if fit.step % training.checkpoint_every == 0 or fit.step == fit.num_steps:
             losses[fit.step], total = total.metrics("train")["train_loss"], None
     assert len(losses) > 3
+    if training.only_edges:
+        start = load_file(Path(training.start) / "model.safetensors")
+        return start | {f"candidate_selector.{n}": v for n, v in fit.state_dict()["edges"].items()}, losses
     draft: dict[str, torch.Tensor] = fit.state_dict()["draft"]
     return draft, losses
 

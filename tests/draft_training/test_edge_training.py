@@ -1,0 +1,271 @@
+"""Edges trained on slots that are computed once: against slow loops, resumed, and that they learn."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from blockpilot.draft_training.batches import collate, draft_batch, draw_anchors
+from blockpilot.draft_training.edges import (
+    DraftedSlots,
+    EdgeFit,
+    EdgeLoss,
+    noise_of,
+    read_slots,
+    slots_of,
+    weights_of,
+    write_slots,
+)
+from blockpilot.draft_training.features import Document
+from blockpilot.draft_training.loss import dpace_weights
+from blockpilot.draft_training.training import DraftFitSettings
+from blockpilot.drafts.edges import CandidateSelector, Edges, GatedMarkovHead, MarkovHead
+from blockpilot.pairs.loading import Pair
+from helpers.tiny import tiny_draft
+
+BLOCK, WIDTH, SIZE = 4, 24, 30
+KINDS = ["selector", "markov", "gated"]
+
+
+def documents(*lengths: int) -> list[Document]:
+    generator = torch.Generator().manual_seed(len(lengths))
+    return [
+        Document(
+            torch.randint(0, 250, (length,), generator=generator),
+            3,
+            torch.randn(length, 96, generator=generator),
+            torch.randn(length, 48, generator=generator),
+        )
+        for length in lengths
+    ]
+
+
+@pytest.mark.parametrize("vocabulary", [None, [*range(7, 200, 3), *range(5, 256, 2)]], ids=["all", "some"])
+def test_slots_are_those_of_the_blocks_at_random_anchors(tiny_pair: Pair, vocabulary: list[int] | None) -> None:
+    draft = tiny_draft(tiny_pair.target, BLOCK, selector_rank=5, selector_top_k=6)
+    ids = torch.arange(draft.config.vocab_size)
+    if vocabulary is not None:
+        draft.vocabulary = torch.tensor(vocabulary).unique().flip(0)
+        ids = draft.vocabulary.sort().values
+    head, some = tiny_pair.target.get_input_embeddings().weight.detach(), documents(9, 14, 6)
+    found = slots_of(draft, head, head, some, [0.0, 1.0, 0.0], 3, seed=5)
+    generator = torch.Generator().manual_seed(5)
+    batch = collate(some, [draw_anchors(each, 3, generator) for each in some])
+    hidden, place = draft_batch(draft, head, batch, BLOCK).detach(), 0
+    for row, document in enumerate(some):
+        anchors = batch.anchors[row][batch.valid[row]].tolist()
+        for a, anchor in enumerate(anchors):
+            for offset in range(1, min(BLOCK, len(document.tokens) - anchor)):
+                log_probs = (hidden[row, a, offset] @ head[ids].T).log_softmax(0)
+                of_target = (document.hidden[anchor + offset - 1] @ head[ids].T).log_softmax(0)
+                best = log_probs.topk(6)
+                one = found.at(torch.tensor([place]))
+                assert one.tokens[0].tolist() == ids[best.indices].tolist()
+                torch.testing.assert_close(one.log_probs[0], best.values, atol=1e-4, rtol=1e-4)
+                torch.testing.assert_close(one.of_target[0], of_target[best.indices], atol=1e-4, rtol=1e-4)
+                torch.testing.assert_close(one.hidden[0], hidden[row, a, offset].bfloat16())
+                assert (int(one.before), int(one.labels)) == (
+                    int(document.tokens[anchor + offset - 1]),
+                    int(document.tokens[anchor + offset]),
+                )
+                assert (int(one.offsets), float(one.temperatures)) == (offset, float(row == 1))
+                place += 1
+    assert place == len(found.labels)
+
+
+def random_slots(num_blocks: int = 40, width: int = 6, seed: int = 0) -> DraftedSlots:
+    """Blocks of BLOCK - 1 slots; those of odd numbers end early."""
+    generator = torch.Generator().manual_seed(seed)
+    offsets = torch.tensor([o for b in range(num_blocks) for o in range(1, BLOCK - b % 2)])
+    num = len(offsets)
+    tokens = torch.stack([torch.randperm(SIZE, generator=generator)[:width] for _ in range(num)])
+    log_probs, of_target = (
+        torch.randn(num, width + 4, generator=generator).log_softmax(1)[:, :width] for _ in range(2)
+    )
+    before, labels = torch.randint(0, SIZE, (2, num), generator=generator)
+    temperatures = offsets.eq(1).cumsum(0) % 3 / 2
+    hidden = torch.randn(num, WIDTH, generator=generator).bfloat16()
+    return DraftedSlots(hidden, tokens, log_probs, of_target, before, labels, offsets, temperatures)
+
+
+def edges_of(kind: str, rank: int = 5, width: int = 6) -> Edges:
+    torch.manual_seed(0)
+    found: dict[str, Edges] = {
+        "selector": CandidateSelector(SIZE, rank, WIDTH, width),
+        "markov": MarkovHead(SIZE, rank),
+        "gated": GatedMarkovHead(SIZE, rank, WIDTH),
+    }
+    return found[kind]
+
+
+EMBEDDING = torch.randn(SIZE, WIDTH, generator=torch.Generator().manual_seed(9))
+
+
+def shuffled(loss: EdgeLoss) -> EdgeLoss:
+    """With random weights everywhere."""
+    with torch.no_grad():
+        for parameter in loss.parameters():
+            parameter.normal_(std=0.4)
+    return loss
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_untrained_edges_change_nothing(kind: str) -> None:
+    slots = random_slots()
+    loss = EdgeLoss(edges_of(kind), EMBEDDING)
+    assert loss.scores(slots).equal(slots.log_probs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_plain_weights_give_the_same_scores(kind: str) -> None:
+    slots, loss, plain = random_slots(), shuffled(EdgeLoss(edges_of(kind), EMBEDDING)), edges_of(kind)
+    assert plain.load_state_dict(loss.plain_state())
+    lifts = plain.between(slots.hidden.float(), slots.before[:, None], slots.tokens)[:, 0]
+    torch.testing.assert_close(slots.log_probs + lifts, loss.scores(slots), atol=1e-4, rtol=1e-4)
+    assert lifts.abs().max() > 0.1
+
+
+def test_edges_that_go_on_begin_as_they_are() -> None:
+    trained = edges_of("selector")
+    torch.nn.init.normal_(trained.successors)
+    expected = {name: value.clone() for name, value in trained.state_dict().items()}
+    found = EdgeLoss(trained, EMBEDDING).plain_state()
+    assert found.keys() == expected.keys()
+    assert all(found[name].equal(value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize(("distill", "overlap"), [(0.0, 0.0), (0.3, 0.0), (1.0, 0.5)])
+def test_the_losses_equal_a_slow_loop(distill: float, overlap: float) -> None:
+    slots = random_slots()
+    loss = shuffled(EdgeLoss(edges_of("selector"), EMBEDDING, distill, overlap))
+    losses, scores = (values.detach() for values in loss(slots))
+    for i, found in enumerate(losses.tolist()):
+        log_probs = scores[i].log_softmax(0)
+        goal = distill * slots.of_target[i].exp()
+        goal = goal + (1 - distill) * (slots.tokens[i] == slots.labels[i])
+        if slots.offsets[i] == 1:
+            goal = slots.log_probs[i].exp() / slots.log_probs[i].exp().sum()
+        mass = float(goal.sum())
+        expected = -(1 - overlap) * float((goal * log_probs).sum())
+        if overlap:
+            expected -= overlap * mass * math.log(float(torch.minimum(goal / mass, log_probs.exp()).sum()) + 1e-4)
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def test_weights_are_those_of_a_drafts_loss() -> None:
+    """A label that is none of the draft's best tokens has no confidence."""
+    slots = random_slots(4)
+    decay = weights_of(slots, BLOCK, "decay")
+    assert decay.tolist() == pytest.approx([math.exp(-(o - 1) / (0.5 * BLOCK)) for o in slots.offsets.tolist()])
+    found, place = weights_of(slots, BLOCK, "dpace"), 0
+    for b in range(4):
+        num = BLOCK - 1 - b % 2
+        of_block = slots.at(torch.arange(place, place + num))
+        losses = [
+            next((-float(p) for t, p in zip(tokens, probs, strict=True) if t == label), math.inf)
+            for tokens, probs, label in zip(of_block.tokens, of_block.log_probs, of_block.labels, strict=True)
+        ]
+        expected = dpace_weights(torch.tensor(losses), torch.ones(1, 1, num, dtype=torch.bool))
+        torch.testing.assert_close(found[place : place + num], expected[0, 0])
+        place += num
+
+
+def test_the_noise_is_that_under_which_the_target_chose() -> None:
+    slots = random_slots(400)
+    slots = slots._replace(labels=slots.tokens[:, 2])
+    noise, drawn = noise_of(slots), slots.temperatures > 0
+    assert (noise[~drawn] == 0).all()
+    won = slots.tokens.gather(1, (slots.of_target + noise).argmax(1, keepdim=True))[:, 0]
+    assert won[drawn].equal(slots.labels[drawn])
+    # As the greatest of all values of a race it has their mean, Euler's constant.
+    greatest = (slots.of_target + noise)[drawn].amax(dim=1)
+    assert float(greatest.mean()) == pytest.approx(0.577, abs=0.15)
+
+
+# --- fits ---
+
+
+def text_slots(num_blocks: int, seed: int = 0) -> DraftedSlots:
+    """Texts in which each token has one that follows it, which a draft that knows nothing of the token before has
+    among its best.
+    """
+    slots = random_slots(num_blocks, width=8, seed=seed)
+    follows = torch.randperm(SIZE, generator=torch.Generator().manual_seed(77))
+    labels, tokens = follows[slots.before], slots.tokens.clone()
+    places = torch.randint(0, 8, (len(labels),), generator=torch.Generator().manual_seed(seed))
+    tokens[torch.arange(len(labels)), places] = labels
+    flat = torch.full_like(slots.log_probs, -math.log(8))
+    of_target = torch.where(tokens == labels[:, None], math.log(0.9), math.log(0.1 / 7))
+    hidden = torch.eye(WIDTH)[slots.offsets].bfloat16() * 3
+    texts = {"labels": labels, "tokens": tokens, "temperatures": torch.zeros(len(labels))}
+    return slots._replace(**texts, log_probs=flat, of_target=of_target, hidden=hidden)
+
+
+def fit_of(slots: DraftedSlots, **changes: Any) -> EdgeFit:
+    settings = DraftFitSettings(**{"epochs": 30, "num_anchors": 16, "lr": 0.02, "distill": 1.0} | changes)
+    torch.manual_seed(1)
+    return EdgeFit(
+        EdgeLoss(edges_of("selector", rank=16, width=8), EMBEDDING, settings.distill), slots, BLOCK, settings
+    )
+
+
+def test_edges_learn_what_follows_what() -> None:
+    """All but the first slot, which knows the token before it: there little changes."""
+    held_out = text_slots(60, seed=8)
+    fit = fit_of(text_slots(300))
+    before = fit.validate(held_out).metrics()
+    for sums in fit.steps():
+        assert sums.num_blocks > 0
+    after = fit.validate(held_out).metrics()
+    for offset in (2, 3):
+        assert after[f"validation_accuracy_{offset}"] > 0.8 > 0.5 > before[f"validation_accuracy_{offset}"]
+    lifts = (fit.loss.scores(held_out) - held_out.log_probs).detach().abs().amax(dim=1)
+    assert lifts[held_out.offsets == 1].mean() < 0.5 * lifts[held_out.offsets == 2].mean()
+    assert after["validation_loss"] < before["validation_loss"]
+    assert after["validation_tau_T0"] > before["validation_tau_T0"]
+
+
+def test_tau_counts_the_first_tokens_that_are_right() -> None:
+    slots = random_slots(3)._replace(temperatures=torch.zeros(3 + 2 + 3))
+    best = slots.tokens[:, 0]
+    wrong = slots.tokens[:, 1]
+    right = torch.tensor([1, 0, 1, 1, 1, 1, 1, 0], dtype=torch.bool)  # of blocks of 3, 2 and 3 slots
+    slots = slots._replace(labels=torch.where(right, best, wrong), log_probs=slots.log_probs.sort(descending=True)[0])
+    assert fit_of(slots).validate(slots).tau == {0.0: pytest.approx(1 + (1 + 2 + 2) / 3)}
+
+
+def test_a_resumed_fit_is_the_undisturbed_one() -> None:
+    slots = text_slots(100)
+    whole, first = fit_of(slots, epochs=3), fit_of(slots, epochs=3)
+    losses = [float(sums.loss) for sums in whole.steps()]
+    found = [float(sums.loss) for sums, _ in zip(first.steps(), range(4), strict=False)]
+    again = fit_of(slots, epochs=3)
+    again.load_state_dict(first.state_dict())
+    assert found + [float(sums.loss) for sums in again.steps()] == losses
+    expected, resumed = (fit.state_dict()["edges"] for fit in (whole, again))
+    assert all(resumed[name].equal(value) for name, value in expected.items())
+
+
+def test_two_workers_share_the_slots() -> None:
+    slots = text_slots(100)
+    seen = []
+    for rank in (0, 1):
+        settings = DraftFitSettings(epochs=1, batch_size=2, num_anchors=8)
+        loss = EdgeLoss(edges_of("selector", width=8), EMBEDDING)
+        fit = EdgeFit(loss, slots, BLOCK, settings, rank=rank, world_size=2)
+        seen.append([float(sums.count.sum()) for sums in fit.steps()])
+    assert len(seen[0]) == len(seen[1]) > 1
+    assert sum(map(sum, seen)) > 0.7 * len(slots.labels)
+
+
+def test_slots_come_back_from_their_files(tmp_path: Path) -> None:
+    parts = [random_slots(3, seed=seed) for seed in (1, 2)]
+    paths = [tmp_path / f"{i}.safetensors" for i in range(2)]
+    for path, part in zip(paths, parts, strict=True):
+        write_slots(path, part)
+    expected: list[Tensor] = [torch.cat(values) for values in zip(*parts, strict=True)]
+    for found, values in zip(read_slots(paths), expected, strict=True):
+        assert found.equal(values)

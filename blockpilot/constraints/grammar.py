@@ -2,8 +2,8 @@
 
 JSON is written as Python's json.dumps writes it, one space after a comma and a colon, unless a pattern allows other
 white space: then most of a schema's own characters are forced, and no model can fill its answer with blanks. Without
-any space a small model leaves what it has seen in training, and a step of its draft emits a fifth fewer tokens
-(jobs/bench/structured.py).
+any space a small model leaves what it has seen in training, and a step of its draft emits a fifth fewer tokens (see
+LOG.md).
 """
 
 import json

@@ -1,16 +1,12 @@
-"""Abuse of a server for some minutes, beside well-behaved clients: is what they were promised kept?
+"""Abuse of a server beside well-behaved clients: every kind is answered, and what those were promised is kept.
 
-The server is this command's own, with two replicas, two API keys and a registry. Abusers send bodies that never end,
-do not read their answers, leave early, ask for absurd things and send junk. Replicas are killed and stopped, the
-registry goes away and comes back, champions change. Meanwhile clients with a key of their own ask for answers that
-are known beforehand.
-
-    python jobs/bench/abuse.py --minutes 10
+Abusers send bodies that never end, do not read their answers, leave early, ask for absurd things and send junk. The
+long test also kills and stops replicas, takes the registry away and changes champions, for ten minutes:
+`pytest -m soak tests/jobs/serving/test_abuse.py`.
 """
 
 import asyncio
 import contextlib
-import json
 import os
 import random
 import signal
@@ -26,38 +22,72 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from pydantic import Field
+import pytest
 
-from blockpilot.evaluation.tables import markdown
+from blockpilot.pairs.loading import Pair
 from blockpilot.policy.store import load_policy
 from blockpilot.prompts.files import load_prompts
-from blockpilot.storage import write_text
-from jobs.bench.abusers import Abuser
+from helpers import abusers
+from helpers.abusers import Abuser
+from helpers.api import app_of, over_http, replica_of
 from jobs.bench.http_load import Clients, Received
-from jobs.common.config import Config, main
 from jobs.common.registry import Registry, Version
+from jobs.serving import listener
+from jobs.serving.api import Limits
+from jobs.serving.keys import ApiKeys
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 GOOD_KEY, BAD_KEY = "of-the-well-behaved", "of-the-abusers"
+MINUTES, NUM_CLIENTS, NUM_ABUSERS, FAULT_EVERY_S = 10.0, 3, 8, 20.0
 START_S, HEALTH_EVERY_S, HEALTH_PATIENCE_S, MEMORY_EVERY_S = 300.0, 1.0, 30.0, 5.0
+SLOWEST_HEALTH_S, MOST_GROWTH = 5.0, 1.2
 PROCESSES = ("ServeReplica:blockpilot:gateway", "ServeReplica:blockpilot:smollm2")
 POLICIES = tuple(str(ROOT / "workflows" / "policies" / name) for name in ("policy-step", "policy-class"))
 LOST = "the replica with this request was lost"
 
 
-class AbuseConfig(Config):
-    """Length and size of the abuse, and the policies that take turns as champion."""
+def test_abusers_are_answered_and_get_no_internal_error(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(abusers, "READER_S", 0.1)
+    monkeypatch.setattr(abusers, "NUM_AT_ONCE", 20)
+    monkeypatch.setattr(abusers, "GRAMMARS", {"wrong": abusers.GRAMMARS["wrong"]})
+    monkeypatch.setattr(listener, "LOOK_S", 0.2)
+    limits = Limits(max_body_bytes=2**16, timeout_s=5, body_timeout_s=0.3)
+    found: Counter[str] = Counter()
 
-    minutes: float = Field(default=10.0, gt=0)
-    num_clients: int = Field(default=3, ge=1)
-    """Well-behaved ones."""
-    num_abusers: int = Field(default=8, ge=0)
-    policies: tuple[str, ...] = POLICIES
-    """Directories of policies of the embedded pair."""
-    fault_every_s: float = Field(default=20.0, gt=0)
-    """Seconds between two faults."""
-    seed: int = 0
-    output: Path = Path("runs/abuse")
+    async def abuse(root: str) -> None:
+        abuser = Abuser(int(root.rpartition(":")[2]), "a-key", "target", seed=1)
+        for _ in range(60):
+            found[await abuser.abuse()] += 1
+
+    with replica_of(tiny_pair, num_slots=2, max_length=500, max_queue=6) as replica:
+        app = app_of(replica, keys=ApiKeys.of(("a-key", "another")), limits=limits)
+        with over_http(app) as root:
+            asyncio.run(abuse(root))
+    kinds = {"absurd: 400", "junk: 400", "leave: left", "oversized: 413", "slow body: 408", "slow reader: 200"}
+    kinds |= {"grammar: wrong 400", "slow bodies: 408", "endless head: 400"}
+    assert kinds <= found.keys()
+    assert not [kind for kind in found if "500" in kind or "Error" in kind]
+
+
+@pytest.mark.soak
+def test_what_the_well_behaved_were_promised_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", _store(tmp_path))  # MLflow itself looks there for a version's files
+    versions = register(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = int(probe.getsockname()[1])
+    with own_server(tmp_path, port) as server:
+        bench = AbuseRun(tmp_path, port, versions, server.pid)
+        asyncio.run(bench.run())
+    report = bench.report
+    print(report)
+    assert report.good["right"] > 20
+    assert not report.good["lost"] + report.good["wrong"], report.examples
+    assert not [kind for kind in report.bad if "500" in kind.replace(",", " ").split()]
+    assert set(report.faults) == {"replica killed", "champion changed", "replica stopped", "registry away"}
+    assert max(report.health_s) <= SLOWEST_HEALTH_S
+    for points in report.memory.values():
+        first, last = (max(part) for part in (points[: len(points) // 3], points[-(len(points) // 3) :]))
+        assert last <= MOST_GROWTH * first
 
 
 @dataclass
@@ -70,25 +100,17 @@ class Report:
     """Abuse by kind, and the statuses that answered it."""
     faults: Counter[str] = field(default_factory=Counter)
     health_s: list[float] = field(default_factory=list)
-    memory: dict[str, list[tuple[float, int]]] = field(default_factory=lambda: defaultdict(list))
-    """(seconds since the start, resident bytes of all such processes) by kind of process."""
+    memory: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    """Resident bytes of all such processes, by kind of process."""
     examples: list[str] = field(default_factory=list)
     """Answers that should not have been."""
-
-    @property
-    def kept(self) -> bool:
-        """True if every promise was kept."""
-        failed = (
-            self.good["lost"] + self.good["wrong"] + sum("500" in kind.replace(",", " ").split() for kind in self.bad)
-        )
-        return not failed and max(self.health_s) <= 5
 
 
 # --- the server ---
 
 
 @contextmanager
-def own_server(config: AbuseConfig, folder: Path, port: int) -> Iterator["subprocess.Popen[bytes]"]:
+def own_server(folder: Path, port: int) -> Iterator["subprocess.Popen[bytes]"]:
     """A server with its registry in `folder`, stopped at the end."""
     (folder / "keys").write_text(f"{GOOD_KEY}\n{BAD_KEY}\n")
     arguments = {
@@ -115,11 +137,10 @@ def _store(folder: Path) -> str:
     return f"sqlite:///{folder.absolute() / 'mlflow.db'}"
 
 
-def register(config: AbuseConfig, folder: Path) -> list[Version]:
+def register(folder: Path) -> list[Version]:
     """Versions of the policies in a registry of their own; the first one is champion."""
-    os.environ["MLFLOW_TRACKING_URI"] = _store(folder)  # where MLflow itself looks for what a version is made of
     registry, versions = Registry.open(), list[Version]()
-    for directory in config.policies:
+    for directory in POLICIES:
         target = load_policy(directory).info.pair.target
         with registry.log_run("abuse") as record:
             versions.append(registry.register_policy(directory, target=target, run_id=record.id, tags={}))
@@ -131,13 +152,13 @@ def register(config: AbuseConfig, folder: Path) -> list[Version]:
 
 
 class AbuseRun:
-    """Everything that happens for `config.minutes`, on one event loop."""
+    """Everything that happens for MINUTES, on one event loop."""
 
-    def __init__(self, config: AbuseConfig, folder: Path, port: int, versions: Sequence[Version], pid: int) -> None:
+    def __init__(self, folder: Path, port: int, versions: Sequence[Version], pid: int) -> None:
         self.report = Report()
-        self._config, self._folder, self._port, self._versions, self._pid = config, folder, port, versions, pid
-        self._dice = random.Random(config.seed)
-        self._started = self._end = 0.0
+        self._folder, self._port, self._versions, self._pid = folder, port, versions, pid
+        self._dice = random.Random(0)
+        self._end = 0.0
         self._model = ""
 
     async def run(self) -> None:
@@ -146,13 +167,12 @@ class AbuseRun:
             self._model = await clients.first_model()
             bodies = [self._body(i, prompt.text) for i, prompt in enumerate(load_prompts("demo")[:12])]
             known = [(body, await self._known(clients, body)) for body in bodies]
-            self._started = time.monotonic()
-            self._end = self._started + 60 * self._config.minutes
+            self._end = time.monotonic() + 60 * MINUTES
             async with asyncio.TaskGroup() as group:
-                for number in range(self._config.num_clients):
+                for number in range(NUM_CLIENTS):
                     group.create_task(self._behave(clients, known[number:] + known[:number]))
-                for number in range(self._config.num_abusers):
-                    abuser = Abuser(self._port, BAD_KEY, self._model, self._config.seed + number)
+                for number in range(NUM_ABUSERS):
+                    abuser = Abuser(self._port, BAD_KEY, self._model, number)
                     group.create_task(self._abuse(abuser))
                 for watch in (self._faults, self._watch_health, self._watch_memory):
                     group.create_task(watch())
@@ -213,7 +233,7 @@ class AbuseRun:
         while not self._over:
             for kind in PROCESSES:
                 resident = sum(_resident(pid) for pid in self._processes(kind))
-                self.report.memory[kind].append((time.monotonic() - self._started, resident))
+                self.report.memory[kind].append(resident)
             await asyncio.sleep(MEMORY_EVERY_S)
 
     def _processes(self, kind: str) -> list[int]:
@@ -241,7 +261,7 @@ class AbuseRun:
         faults = (self._kill, self._swap, self._stop, self._outage)
         number = 0
         while not self._over:
-            await asyncio.sleep(min(self._config.fault_every_s, max(0.0, self._end - time.monotonic())))
+            await asyncio.sleep(min(FAULT_EVERY_S, max(0.0, self._end - time.monotonic())))
             if not self._over:
                 await faults[number % len(faults)]()
                 number += 1
@@ -254,7 +274,7 @@ class AbuseRun:
     async def _stop(self) -> None:
         replica = self._dice.choice(self._processes(PROCESSES[-1]))
         os.kill(replica, signal.SIGSTOP)
-        self.report.faults["replica stopped for 10 s"] += 1
+        self.report.faults["replica stopped"] += 1
         await asyncio.sleep(10)
         with contextlib.suppress(ProcessLookupError):  # Serve may have replaced it
             os.kill(replica, signal.SIGCONT)
@@ -268,7 +288,7 @@ class AbuseRun:
         store, away = self._folder / "mlflow.db", self._folder / "mlflow.away"
         store.rename(away)
         store.write_bytes(b"no database " * 1000)
-        self.report.faults["registry away for 10 s"] += 1
+        self.report.faults["registry away"] += 1
         await asyncio.sleep(10)
         away.replace(store)
 
@@ -287,43 +307,3 @@ def _resident(pid: int) -> int:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
     return 0
-
-
-# --- reporting ---
-
-
-def shown(report: Report) -> str:
-    """The report as text."""
-    rows = [{"what": f"well-behaved: {name}", "times": str(n)} for name, n in sorted(report.good.items())]
-    rows += [{"what": f"abuse: {name}", "times": str(n)} for name, n in sorted(report.bad.items())]
-    rows += [{"what": f"fault: {name}", "times": str(n)} for name, n in sorted(report.faults.items())]
-    lines = [markdown(rows), f"/health: {len(report.health_s)} times, the slowest {max(report.health_s):.1f} s"]
-    for kind, points in report.memory.items():
-        thirds = [points[i * len(points) // 3 : (i + 1) * len(points) // 3] for i in range(3)]
-        peaks = [max((resident for _, resident in third), default=0) / 2**20 for third in thirds]
-        lines.append(f"memory of {kind}, peak MB by third of the time: {', '.join(f'{peak:.0f}' for peak in peaks)}")
-    verdict = "every promise was kept" if report.kept else "a promise was broken"
-    return "\n".join([*lines, *report.examples[:20], verdict])
-
-
-def run(config: AbuseConfig) -> Report:
-    """Print and write the report. Raises ValueError where the server does not start, or breaks a promise."""
-    folder = config.output.absolute()
-    folder.mkdir(parents=True, exist_ok=True)
-    versions = register(config, folder)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = int(probe.getsockname()[1])
-    with own_server(config, folder, port) as server:
-        bench = AbuseRun(config, folder, port, versions, server.pid)
-        asyncio.run(bench.run())
-    text = shown(bench.report)
-    print(text)
-    write_text(folder / "abuse.md", text + "\n")
-    write_text(folder / "abuse.json", json.dumps(vars(bench.report)) + "\n")
-    if not bench.report.kept:
-        raise ValueError(f"a promise was broken; see {folder / 'abuse.md'}")
-    return bench.report
-
-
-if __name__ == "__main__":
-    main(AbuseConfig, run)

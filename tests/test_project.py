@@ -247,6 +247,23 @@ def test_who_loads_no_pair_imports_no_torch(module: str) -> None:
     assert found.stdout.strip() == "[]"
 
 
+def test_a_step_is_written_in_the_types_that_architecture_lists() -> None:
+    """At most 20, and none that the engine does not name."""
+    classes = {
+        node.name
+        for path in _sources("blockpilot")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    }
+    engine = ast.parse((ROOT / "blockpilot" / "engine" / "engine.py").read_text())
+    named = {node.id for node in ast.walk(engine) if isinstance(node, ast.Name)} | {"Engine"}
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    section = page.partition("## The types of a step")[2].partition("\n## ")[0]
+    listed = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
+    assert sorted(listed) == sorted(named & classes)
+    assert len(listed) <= 20
+
+
 def test_class_names_have_one_meaning() -> None:
     found: dict[str, list[str]] = {}
     for path in _sources("blockpilot", "jobs"):

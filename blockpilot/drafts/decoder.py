@@ -24,7 +24,7 @@ from blockpilot.models.graphs import Box, BoxPlaces
 from blockpilot.models.kernels import prepared
 from blockpilot.models.layers import DecoderLayers, LayerWeights, Mask, Rotary, RotaryTable
 from blockpilot.models.native_layers import layers_of
-from blockpilot.models.packing import Packing, SideBySide
+from blockpilot.models.packing import Packing
 from blockpilot.types import Candidates
 
 
@@ -159,7 +159,7 @@ class PreparedDFlash(PreparedDraft):
         return self._decoder.new_cache(num_slots, length)
 
     def keep_up(
-        self, features: Tensor, following: Sequence[int], slots: Sequence[int], packing: SideBySide, cache: SlotCache
+        self, features: Tensor, following: Sequence[int], slots: Sequence[int], packing: Packing, cache: SlotCache
     ) -> Tensor:
         index = tensor_on(features.device, slots)
         return self._decoder.extend(features, index[packing.rows], packing.positions, cache)

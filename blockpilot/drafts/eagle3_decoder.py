@@ -23,7 +23,7 @@ from blockpilot.models.cache import SlotCache, SlotView, num_kv_heads, read_slot
 from blockpilot.models.kernels import prepared
 from blockpilot.models.layers import Mask, RotaryTable
 from blockpilot.models.native_layers import layers_of
-from blockpilot.models.packing import Packing, SideBySide
+from blockpilot.models.packing import Packing
 from blockpilot.native.products import Padding
 from blockpilot.types import MAX_BLOCK_SIZE, Candidates
 
@@ -78,7 +78,7 @@ class PreparedEagle3(PreparedDraft):
         return Eagle3Cache(config, num_slots, length, dtype, device, self._layers.halves)
 
     def keep_up(
-        self, features: Tensor, following: Sequence[int], slots: Sequence[int], packing: SideBySide, cache: SlotCache
+        self, features: Tensor, following: Sequence[int], slots: Sequence[int], packing: Packing, cache: SlotCache
     ) -> Tensor:
         assert isinstance(cache, Eagle3Cache)
         device = features.device
@@ -87,7 +87,7 @@ class PreparedEagle3(PreparedDraft):
         masks = [Mask(part, part.visible, self._groups, self._draft.dtype) for part in packing.parts]
         fused = self._fc(features.to(self._draft.dtype))
         found = self._entries(tokens, fused, packing.positions, view, masks)
-        ends = accumulate(size for part in packing.parts for size in part.sizes)
+        ends = accumulate(packing.sizes)
         cache.hidden[index] = found[tensor_on(device, [end - 1 for end in ends])]
         return found
 

@@ -17,7 +17,7 @@ from blockpilot.drafts.blocks import Blocks, KnownContext
 from blockpilot.drafts.choices import Linked
 from blockpilot.drafts.head import DraftHead
 from blockpilot.models.cache import SlotCache
-from blockpilot.models.packing import SideBySide
+from blockpilot.models.packing import Packing
 from blockpilot.types import Candidates, Sampling
 
 
@@ -53,7 +53,7 @@ class PreparedDraft(ABC):
 
     @abstractmethod
     def keep_up(
-        self, features: Tensor, following: Sequence[int], slots: Sequence[int], packing: SideBySide, cache: SlotCache
+        self, features: Tensor, following: Sequence[int], slots: Sequence[int], packing: Packing, cache: SlotCache
     ) -> Tensor:
         """Cache the target's features [N, F] of packed final tokens, whose rows lie in `slots` [R].
 

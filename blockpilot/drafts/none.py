@@ -13,7 +13,7 @@ from blockpilot.drafts.blocks import Blocks, KnownContext
 from blockpilot.drafts.choices import Linked
 from blockpilot.drafts.interface import Asked, Choose, Draft, PreparedDraft
 from blockpilot.models.cache import SlotCache
-from blockpilot.models.packing import SideBySide
+from blockpilot.models.packing import Packing
 from blockpilot.types import Candidates
 
 
@@ -57,7 +57,7 @@ class PreparedNoDraft(PreparedDraft):
         return SlotCache(_NoLayers(), num_slots, length, NoDraft.dtype, self._device)
 
     def keep_up(
-        self, features: Tensor, following: Sequence[int], slots: Sequence[int], packing: SideBySide, cache: SlotCache
+        self, features: Tensor, following: Sequence[int], slots: Sequence[int], packing: Packing, cache: SlotCache
     ) -> Tensor:
         raise AssertionError("a pair without a draft keeps no features")
 

@@ -9,23 +9,23 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from blockpilot.engine.batch import Batch
 from blockpilot.engine.constrained import settle
 from blockpilot.engine.rows import Row
 from blockpilot.engine.sampling import NO_TOKEN, keyed_sample
 from blockpilot.engine.trees import paths_of
-from blockpilot.engine.work import Work
 from blockpilot.models.graphs import Graphs
 from blockpilot.types import Sampling
 
 Draws = Sequence[tuple[int, Sampling]]
 
 
-def choose_tokens(work: Work, logits: Tensor, graphs: Graphs | None = None) -> list[int]:
-    """Tokens [M] for logits [M, V] of the step's blocks and of prompts that end; NO_TOKEN where a row fails.
+def choose_tokens(batch: Batch, logits: Tensor, graphs: Graphs | None = None) -> list[int]:
+    """The target's choices [M] of a batch, from logits [M, V]; NO_TOKEN where a row fails.
 
     An exception of a row's automaton is that row's error (`Row.error`), and no other's.
     """
-    draws, scored = work.draws, work.scored
+    draws, scored = batch.draws, batch.scored
     if not draws:
         return []
     changed = dict[Row, Tensor]()

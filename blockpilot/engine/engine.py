@@ -11,36 +11,31 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from blockpilot.control.acceptance import UNTRAINED, AcceptanceModel, Array, Paths, Prior
-from blockpilot.control.controller import Controller, Planned, StepOutcome
-from blockpilot.control.cost import Load, passes
+from blockpilot.control.acceptance import UNTRAINED, AcceptanceModel, Prior
+from blockpilot.control.controller import Controller
 from blockpilot.device import tensor_on
+from blockpilot.engine.batch import Batch
 from blockpilot.engine.detokenize import TextStream
-from blockpilot.engine.drafting import Drafter, Offered, grow_all, offer, offer_paths, outcomes_of
+from blockpilot.engine.drafting import Drafter, Proposer
 from blockpilot.engine.drawing import choose_tokens
 from blockpilot.engine.limits import EngineLimits, at_least_one
 from blockpilot.engine.lookup import Lookup
 from blockpilot.engine.penalties import LogitsProcessor
 from blockpilot.engine.prefixes import Prefixes
-from blockpilot.engine.rows import Row, num_fixed
-from blockpilot.engine.trees import MAX_DEPTH, tree_of
-from blockpilot.engine.work import Part, StepScores, Work, blocks_of
+from blockpilot.engine.rows import Row
+from blockpilot.engine.trees import MAX_DEPTH
 from blockpilot.models.graphs import Graphs
-from blockpilot.models.packing import Packing
 from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
-from blockpilot.types import MAX_BLOCK_SIZE, NO_TREE, Policy, Prefill, Request, Step
+from blockpilot.types import MAX_BLOCK_SIZE, Policy, Prefill, Request, Step
 
 MAX_LENGTH = 2048  # by default
 MAX_PREFILL_TOKENS = 8192
-NUM_CANDIDATES = 8  # of a tree's every slot
 MOST_KEPT = 64  # final tokens of a row, whose features wait for the draft's cache
 
 
@@ -90,10 +85,10 @@ class Engine:
         self._cache = self._target.new_cache(num_slots, max_length, num_spare=max_block_size)
         self._drafter = Drafter(pair.prepared_draft, num_slots, max_length)
         self._lookup = Lookup(num_slots, max_length)
+        self._proposer = Proposer(self._drafter, self._lookup, pair.draft, max_block_size)
         self._prefixes = Prefixes(self._cache, self._drafter.cache, prefix_tokens)
         if graphs and self._device.type == "cuda":
             self._cache.graphs = self._drafter.cache.graphs = Graphs(self._device)
-        self._passes = partial(passes, is_sequential=pair.draft.is_sequential)
         self._rows: list[Row] = []  # those that decode, by slot
         self._partial: Row | None = None  # the one whose prompt is taken in by parts, in the slot after theirs
         self._waiting: deque[Row] = deque()
@@ -161,63 +156,33 @@ class Engine:
             row.finished |= row.request_id == request_id
         self._retire()
 
-    def set_block_size(self, request_id: int, block_size: int) -> None:
-        """Verify blocks of this size for a request that decodes, from the next step on.
-
-        Raises ValueError for a size out of range, an id that does not decode, and a request that must decode plainly.
-        """
-        row = next((row for row in self._rows if row.request_id == request_id), None)
-        if row is None:
-            raise ValueError(f"request {request_id}: holds no slot")
-        self._limits.check_block_size(block_size, lookup=row.request.lookup)
-        if block_size > 1 and not (row.can_draft or row.request.lookup):
-            raise ValueError(f"request {request_id}: decodes plainly and cannot draft any more")
-        row.block_size, row.adapts = block_size, False
-
     @torch.inference_mode()
     def step(self) -> list[Step]:
         """Advance every row that decodes by one block, and take in as many prompt tokens as a step may."""
-        started = time.perf_counter()
-        graphs, num_graphs = self._cache.graphs, len(self._cache.graphs or ())
-        rows, prompts = list(self._rows), self._schedule_prompts()
-        drawn = np.array([not row.request.sampling.is_greedy for row in rows], dtype=int)
-        paths = self._lookup.paths(rows, drawn, self.max_block_size - 1, self.controller.follow)
-        kinds = self.controller.kinds(drawn, paths)
-        depths = self._plan(rows, kinds)
-        offered = self._offer(rows, depths, paths)
-        load, most = Load(len(rows), sum(depths), num_fixed(rows), self._passes(depths)), self.max_block_size - 1
-        drafts = grow_all(rows, offered, kinds, partial(self.controller.select, drafted=load), most)
-        trees = [tree_of(nodes) if nodes else NO_TREE for nodes in drafts]
-        work = Work(blocks_of(rows, trees, self._device), trees, depths, prompts, self._passes(depths))
-        if not work.parts:
+        started, num_graphs = time.perf_counter(), len(self._cache.graphs or ())
+        # 1. Schedule: who decodes, and which prompts are taken in beside.
+        rows, prompts = list(self._rows), self._schedule()
+        if not rows and not prompts:
             return []
-        steps, accepted = self._commit(work, self._score(work))
+        # 2. Draft: the trees of candidates that are worth verifying.
+        drafts = self._proposer.propose(rows, self.controller)
+        # 3. Score: one pass of the target over all of it.
+        batch = Batch.of(rows, drafts.trees, prompts, self._device)
+        logits, features = self._score(batch)
+        # 4. Commit: what the target's own choices confirm is final.
+        steps, accepted = self._commit(batch, logits, features)
         self._keep_prefixes(steps)
         self._retire()
-        found = outcomes_of(rows, drafts, accepted, steps, offered)
-        num_taken_in = prompts.packing.num_tokens if prompts is not None else 0
-        outcome = StepOutcome(work.load, num_taken_in, found, has_captured=len(graphs or ()) > num_graphs)
+        has_captured = len(self._cache.graphs or ()) > num_graphs
+        taken_in = sum(prompts.values())
+        outcome = drafts.outcome(rows, accepted, steps, num_prompt_tokens=taken_in, has_captured=has_captured)
         self.controller.learn(outcome, time.perf_counter() - started)
         return steps
 
     # --- schedule ---
 
-    def _plan(self, rows: Sequence[Row], kinds: Array) -> list[int]:
-        """Positions that the draft proposes tokens for, of every row [R] of these kinds [R]."""
-        deepest = min(self.pair.block_size - 1, MAX_DEPTH)
-        depths = [0 if row.adapts else row.next_depth(deepest) for row in rows]
-        free = [r for r, row in enumerate(rows) if row.adapts]
-        if not free:
-            return depths
-        beside = Load(len(rows) - len(free), sum(depths), num_fixed(rows), self._passes(depths))
-        most = [rows[r].most_depth(deepest) for r in free]
-        chosen = self.controller.plan(Planned(kinds[free], np.array(most, dtype=int)), beside)
-        for r, depth in zip(free, chosen.tolist(), strict=True):
-            depths[r] = depth
-        return depths
-
-    def _schedule_prompts(self) -> Part | None:
-        """Prompts in the order of the requests, as many tokens as a step may take: the last one may be cut."""
+    def _schedule(self) -> dict[Row, int]:
+        """Prompts in the order of the requests, and how many tokens of each are taken in: the last may be cut."""
         rows = [] if self._partial is None else [self._partial]
         left = self.max_prefill_tokens - sum(row.num_uncached for row in rows)
         while self._waiting and left > 0 and len(self._rows) + len(rows) < self.num_slots:
@@ -227,86 +192,59 @@ class Engine:
             self._prefixes.reuse(row, len(self._rows) + len(rows))
             rows.append(row)
             left -= row.num_uncached
-        if not rows:
-            return None
-        sizes = [row.num_uncached for row in rows]
-        sizes[-1] += min(left, 0)
-        packing = Packing(sizes, [row.num_cached for row in rows], self._device)
-        tokens = [t for row, n in zip(rows, sizes, strict=True) for t in row.tokens[row.num_cached :][:n]]
-        return Part(rows, packing, self._tensor(tokens))
+        taken = {row: row.num_uncached for row in rows}
+        if rows:
+            taken[rows[-1]] += min(left, 0)
+        return taken
 
-    # --- draft and score ---
+    # --- score ---
 
-    def _offer(self, rows: Sequence[Row], depths: Sequence[int], paths: Paths | None) -> Offered | None:
-        """What may be verified of rows [R], after one pass of the draft over those that draft; None for nothing."""
-        slots = [slot for slot, depth in enumerate(depths) if depth]
-        offered: Offered | None = None
-        if slots:
-            drafting, of_slots = [rows[slot] for slot in slots], [depths[slot] for slot in slots]
-            many = any(row.is_tree or row.looks_up or row.adapts or row.automaton is not None for row in drafting)
-            self._drafter.keep_up(drafting, slots)
-            found = self._drafter.propose(drafting, slots, of_slots, NUM_CANDIDATES if many else 1)
-            offered = offer(found, slots, [row.adapts for row in drafting], of_slots, self.controller)
-        if paths is not None and paths.sizes.any():
-            offered = offer_paths(offered, paths, self.controller.model.paths.weights)
-        return offered
-
-    def _score(self, work: Work) -> StepScores:
-        """One pass of the target over all parts, whose slots follow each other from the first on."""
-        packing, rows = work.packing, work.rows
-        tokens = torch.cat([part.tokens for part in work.parts])
+    def _score(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """One pass of the target: the logits [M, vocab] of its choices; and features [N, F] of all tokens, which a
+        draft's context is made of, None where no row may draft.
+        """
+        packing, rows = batch.packing, batch.rows
         view = self._cache.view(packing.rows, packing.columns, slice(0, len(rows)), packing.length)
-        scored = self._target.score(tokens, view, packing, features=any(row.can_draft for row in rows))
-        num, ends = work.num_block_tokens, list(work.prompt_ends.values())
-        hidden = scored.hidden
-        if work.prompts is not None:
-            of_prompts = hidden[num:].split(work.prompts.packing.sizes)
-            for row, of_row in zip(work.prompts.rows, of_prompts, strict=True):
-                row.note_prompt(self._target.logits, of_row)
-        read_from = torch.cat([hidden[:num], hidden[ends]]) if ends else hidden[:num]
-        return StepScores(self._target.logits(read_from), scored.features)
+        scored = self._target.score(batch.tokens, view, packing, features=any(row.can_draft for row in rows))
+        for row, own in batch.prompts:
+            row.note_prompt(self._target.logits, scored.hidden[own])
+        return self._target.logits(batch.read_from(scored.hidden)), scored.features
 
     # --- commit and retire ---
 
-    def _commit(self, work: Work, scores: StepScores) -> tuple[list[Step], list[list[int]]]:
+    def _commit(self, batch: Batch, logits: Tensor, features: Tensor | None) -> tuple[list[Step], list[list[int]]]:
         """Make final what the target confirms of every block, and begin the answers of prompts that are through.
 
         Returns the accepted paths of blocks beside the steps.
         """
-        num, ends = work.num_block_tokens, work.prompt_ends
-        chosen = choose_tokens(work, scores.logits, self._cache.graphs)
-        steps, paths = self._verify(work, scores.logits[:num], chosen)
-        contexts = self._keep_up(work, paths, chosen, scores.features)
-        if work.prompts is not None:
-            for row, size in zip(work.prompts.rows, work.prompts.packing.sizes, strict=True):
-                row.num_cached += size
-            last = work.prompts.rows[-1]
-            self._partial = None if last in ends else last
-        if ends:
-            steps += self._begin(list(ends), scores.logits[num:].float(), chosen[num:], contexts)
+        num = batch.num_block_tokens
+        chosen = choose_tokens(batch, logits, self._cache.graphs)
+        steps, paths = self._verify(batch, logits, chosen)
+        contexts = self._keep_up(batch, paths, chosen, features)
+        for row, own in batch.prompts:
+            row.num_cached += own.stop - own.start
+            self._partial = None if row in batch.ends else row
+        if batch.ends:
+            steps += self._begin(list(batch.ends), logits[num:].float(), chosen[num:], contexts)
         return steps, paths
 
-    def _verify(self, work: Work, logits: Tensor, chosen: Sequence[int]) -> tuple[list[Step], list[list[int]]]:
-        """Steps and accepted paths of the rows that decode: logits [N, vocab] are those of their blocks' tokens."""
-        if work.blocks is None:
-            return [], []
-        packing = work.blocks.packing
+    def _verify(self, batch: Batch, logits: Tensor, chosen: Sequence[int]) -> tuple[list[Step], list[list[int]]]:
+        """Steps and accepted paths of the rows that decode."""
         steps, paths = [], []
-        rows = zip(work.blocks.rows, work.trees, packing.firsts, logits.split(packing.sizes), strict=True)
-        for row, tree, first, scored in rows:
+        for row, tree, own in batch.scored[: len(batch.trees)]:
             path = [0]
             with self._alone(row):
-                path, step = row.verify(tree, chosen[first : first + len(scored)], scored)
+                path, step = row.verify(tree, chosen[own], logits[own])
                 steps.append(step)
             paths.append(path)
-        self._relocate(packing.starts, paths)
+        self._relocate(batch.packing.starts, paths)
         return steps, paths
 
     def _relocate(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Move what the target's cache holds of accepted paths [R] to the columns of their positions."""
         moves = [
             (slot, start + node, start + depth)
-            for slot, (start, path) in enumerate(zip(starts, paths, strict=True))
+            for slot, (start, path) in enumerate(zip(starts, paths, strict=False))
             for depth, node in enumerate(path)
             if node != depth
         ]
@@ -314,7 +252,7 @@ class Engine:
             self._cache.relocate(*self._tensor(moves).T)
 
     def _keep_up(
-        self, work: Work, paths: Sequence[Sequence[int]], chosen: Sequence[int], features: Tensor | None
+        self, batch: Batch, paths: Sequence[Sequence[int]], chosen: Sequence[int], features: Tensor | None
     ) -> dict[Row, Tensor]:
         """Note what became final of rows that may draft, and give the draft's cache what is due: prompts at once.
 
@@ -322,10 +260,10 @@ class Engine:
         """
         if features is None:
             return {}
-        self._drafter.note(work, paths, chosen, features)
-        first = len(work.depths)  # slot of a prompt
-        due = [slot for slot, row in enumerate(work.rows) if slot >= first or len(row.following) >= MOST_KEPT]
-        return self._drafter.keep_up([work.rows[slot] for slot in due], due)
+        self._drafter.note(batch, paths, chosen, features)
+        first = len(batch.trees)  # slot of a prompt
+        due = [slot for slot, row in enumerate(batch.rows) if slot >= first or len(row.following) >= MOST_KEPT]
+        return self._drafter.keep_up([batch.rows[slot] for slot in due], due)
 
     def _keep_prefixes(self, steps: Sequence[Step]) -> None:
         if self._prefixes.num_bytes:

@@ -183,7 +183,9 @@ def time_steps(
     """
     of_nums = {num: [mixture for mixture in mixtures if len(mixture) == num] for num in map(len, mixtures)}
     context = min(context, *(_most_context(pair, some, num_steps) for some in of_nums.values()))
-    batches = {num: _Batch(pair, num, context, _num_emitted(pair, some, num_steps)) for num, some in of_nums.items()}
+    batches = {
+        num: _TimedBatch(pair, num, context, _num_emitted(pair, some, num_steps)) for num, some in of_nums.items()
+    }
     found: list[TimedStep | None] = [None] * len(mixtures)
     for turn in range(num_steps + 1):
         for place, mixture in enumerate(mixtures):
@@ -193,7 +195,7 @@ def time_steps(
     return [each for each in found if each is not None]
 
 
-class _Batch:
+class _TimedBatch:
     """Rows that decode, each of `context` random tokens and with room for so many more."""
 
     def __init__(self, pair: Pair, num_rows: int, context: int, room: int) -> None:

@@ -16,7 +16,7 @@ from blockpilot.models.graphs import Box, BoxPlaces
 from blockpilot.models.kernels import leave_file, prepared, use_huge_pages
 from blockpilot.models.layers import Mask, Rotary, RotaryTable
 from blockpilot.models.native_layers import NativeLayers, layers_of
-from blockpilot.models.packing import Packing, SideBySide
+from blockpilot.models.packing import Packing
 from blockpilot.native.library import reason_without
 from blockpilot.native.products import Padding
 
@@ -57,7 +57,7 @@ class Decoder:
         return self._layers.halves
 
     def __call__(
-        self, tokens: Tensor, packing: SideBySide, cache: SlotView, kept: Sequence[int]
+        self, tokens: Tensor, packing: Packing, cache: SlotView, kept: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
         """Hidden states [N, hidden] of packed tokens [N]: normed; and after the layers `kept`, side by side."""
         hidden = self.embed(tokens)

@@ -2,8 +2,8 @@
 
 Tokens of R rows lie side by side in one sequence [1, N, ...]: what a layer does token by token (projections, MLPs,
 experts, norms: nearly all of its work) costs N tokens, whatever the longest row is. Only attention needs the rows
-apart, so only its queries are padded, for the time of the kernel; every row then meets its own keys. Rows that are
-much wider than others, prompts beside blocks, are a packing of their own in the same pass.
+apart, so only its queries are padded, for the time of the kernel; every row then meets its own keys. Prompts are much
+wider than blocks and attend apart from them, so that no block is padded to the length of a prompt.
 """
 
 import math
@@ -24,8 +24,9 @@ MOST_SCORES = 1 << 20  # of a batched product; more of them leave the caches
 class Packing:
     """Where the tokens of R rows lie: row r has sizes[r] of them, from column and position starts[r] on.
 
-    parents [R]: for rows whose tokens form a tree, the parents [sizes[r] - 1] of all but the first (types.Tree). Such
-    a row fills its columns in order, while a token's position is that after its parent's.
+    parents: for the first rows, if their tokens form trees, the parents [sizes[r] - 1] of all but the first
+    (types.Tree). Such a row fills its columns in order, while a token's position is that after its parent's. The rows
+    from `cut` on attend apart from those before (`parts`).
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Packing:
         starts: Sequence[int],
         device: torch.device,
         parents: Sequence[Sequence[int]] | None = None,
+        cut: int = 0,
     ) -> None:
         self.sizes = tuple(sizes)
         self.width = max(sizes)
@@ -42,9 +44,10 @@ class Packing:
         self.num_tokens = ends[-1]
         self.length = max(start + size for start, size in zip(starts, sizes, strict=True))
         """One past the largest column."""
-        self.depths = [list(range(n)) for n in sizes] if parents is None else [depths_of(p) for p in parents]
+        trees = parents or ()
+        self.depths = [*map(depths_of, trees), *(list(range(n)) for n in sizes[len(trees) :])]
         """[R], of every row's tokens [sizes[r]]."""
-        self.starts, self.parents = tuple(starts), parents
+        self.starts, self.parents, self._cut = tuple(starts), parents, cut
         rows = np.repeat(np.arange(len(sizes)), sizes)
         offsets = np.arange(self.num_tokens) - np.array(self.firsts)[rows]
         first_columns = np.array(starts)[rows]
@@ -53,6 +56,17 @@ class Packing:
         """[4, N]: rows, offsets, columns and positions of the tokens."""
         self._device = device
         self._uniform = self.num_tokens == self.width * len(self.sizes)
+
+    @cached_property
+    def parts(self) -> Sequence["Packing"]:
+        """The rows that attend together: all, or those before and after the cut."""
+        if not 0 < self._cut < len(self.sizes):
+            return [self]
+        before, after = slice(0, self._cut), slice(self._cut, None)
+        return [
+            Packing(self.sizes[before], self.starts[before], self._device, self.parents),
+            Packing(self.sizes[after], self.starts[after], self._device),
+        ]
 
     @cached_property
     def _of_tokens(self) -> Tensor:
@@ -136,36 +150,6 @@ class Packing:
         """
         attended = grouped_attention(self.pad(query).transpose(1, 2), key, value, bias, scale)
         return self.pack(attended.transpose(1, 2))
-
-
-class SideBySide:
-    """Packings one after the other in one pass, each attending by itself: blocks, and the wider prompts."""
-
-    def __init__(self, parts: Sequence[Packing]) -> None:
-        self.parts = tuple(parts)
-        self.length = max(part.length for part in parts)
-
-    @cached_property
-    def positions(self) -> Tensor:
-        """[N], of all tokens."""
-        return _joined([part.positions for part in self.parts])
-
-    @cached_property
-    def columns(self) -> Tensor:
-        """[N]"""
-        return _joined([part.columns for part in self.parts])
-
-    @cached_property
-    def rows(self) -> Tensor:
-        """[N]: the row of every token, counted over all parts."""
-        firsts = accumulate((len(part.sizes) for part in self.parts[:-1]), initial=0)
-        return _joined(
-            [part.rows + first if first else part.rows for part, first in zip(self.parts, firsts, strict=True)]
-        )
-
-
-def _joined(of_parts: Sequence[Tensor]) -> Tensor:
-    return of_parts[0] if len(of_parts) == 1 else torch.cat(list(of_parts))
 
 
 def folded(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from blockpilot.models.cache import SlotCache, SlotView
 from blockpilot.models.decoder import Decoder
-from blockpilot.models.packing import Packing, SideBySide
+from blockpilot.models.packing import Packing
 
 
 class Scored(NamedTuple):
@@ -43,7 +43,7 @@ class Target:
         config, dtype, device = self.model.config, self.model.dtype, self.model.device
         return SlotCache(config, num_slots, length, dtype, device, num_spare, self._decoder.halves)
 
-    def score(self, tokens: Tensor, cache: SlotView, packing: SideBySide, *, features: bool) -> Scored:
+    def score(self, tokens: Tensor, cache: SlotView, packing: Packing, *, features: bool) -> Scored:
         """Run packed tokens [N], storing their keys and values in `cache`, whose rows are those of the packing."""
         hidden, after = self._decoder(tokens, packing, cache, self.layer_ids if features else ())
         return Scored(hidden, after if features else None)
@@ -53,7 +53,7 @@ class Target:
         num_rows, width = tokens.shape
         packing = Packing([width] * num_rows, [start] * num_rows, tokens.device)
         view = cache.view(slots[packing.rows], packing.columns, slots, packing.length)
-        scored = self.score(tokens.flatten(), view, SideBySide([packing]), features=True)
+        scored = self.score(tokens.flatten(), view, packing, features=True)
         assert scored.features is not None
         return Scored(scored.hidden.view(num_rows, width, -1), scored.features.view(num_rows, width, -1))
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockpilot.native.library import pointer, text_library
+from blockpilot.types import DRAFTED, LOOKED_UP
 
 Array = NDArray[Any]
 
@@ -22,7 +23,7 @@ class Lists(NamedTuple):
     """Choices of R rows: lists of K each, for every slot after P others, the best first. Integers are int64.
 
     Row r has depths[r] of N slots, from firsts[r] on. tokens and places [N, P, K], chances [A, N, P, K] float64, as
-    in `Slots`. is_later [N, P, K] uint8: the choice counts as one that is no first one; None: all but the best do.
+    in `Slots`. With paths list 0 follows a row's path and the others are the draft's; there the rest is known, too.
     """
 
     firsts: Array
@@ -31,33 +32,26 @@ class Lists(NamedTuple):
     chances: Array
     places: Array
     is_later: Array | None = None
+    """[N, P, K] uint8: the choice counts as one that is no first one; None: all but the best do."""
+    choices: Array | None = None
+    """[N, P, K]: flat places among the draft's choices, -1 for none; None: all are the draft's, in their places."""
+    steps: Array | None = None
+    """[N, P, K]: flat places among the paths' tokens [R, M], -1 for none; None: none is."""
+    inputs: Array | None = None
+    """[R, M, PATH_INPUTS] of the chances of these."""
 
 
-class WithPaths(NamedTuple):
-    """Lists of choices with paths: list 0 follows a row's path, the others are the draft's.
+class Nodes(NamedTuple):
+    """Nodes of R trees by falling chance, of each `num` [R]: arrays [R, M] of what a `Node` has."""
 
-    choices [N, P, K]: flat places among the draft's choices, -1 for none. steps [N, P, K]: flat places among the
-    paths' tokens [R, M], -1 for none. inputs [R, M, PATH_INPUTS] of the chances of these.
-    """
-
-    lists: Lists
-    choices: Array
-    steps: Array
-    inputs: Array
-
-
-class Grown(NamedTuple):
-    """Nodes of rows by falling chance, of each `num` [R]: arrays [R, M].
-
-    parents: numbers of nodes in their row, 0 for the anchor. choices: flat places in [N, P, K]. laters: how many of
-    the choices above are no first ones. depths: 1 for what follows the anchor.
-    """
-
-    chances: Array
+    tokens: Array
     parents: Array
+    chances: Array
+    depths: Array
     choices: Array
     laters: Array
-    depths: Array
+    steps: Array
+    sources: Array
     num: Array
 
 
@@ -90,7 +84,7 @@ def follow_paths(sizes: Array, matches: Array, drawn: Array, weights: Array, lea
 
 def with_paths(
     of_draft: Lists, is_apart: bool, paths: Array, sizes: Array, matches: Array, drawn: Array, weights: Array
-) -> WithPaths:
+) -> Lists:
     """Lists of R rows, and beside them paths [R, M] int32, of which row r has sizes[r] int64.
 
     is_apart: the draft's choices do not depend on those above. matches [R, MATCH_INPUTS] and weights
@@ -103,8 +97,9 @@ def with_paths(
     ends = depths.cumsum()
     shape = int(ends[-1]), contexts + 1, width + 1
     tokens, places, choices, steps = np.empty((4, *shape), dtype=np.int64)
-    lists = Lists(ends - depths, depths, tokens, np.empty((laters, *shape)), places, np.empty(shape, dtype=np.uint8))
+    chances, is_later = np.empty((laters, *shape)), np.empty(shape, dtype=np.uint8)
     inputs = np.zeros((rows, most, PATH_INPUTS))
+    lists = Lists(ends - depths, depths, tokens, chances, places, is_later, choices, steps, inputs)
     drafted = (of_draft.tokens, of_draft.chances, of_draft.places)
     library.lists_with_paths(
         *(c_long(rows), pointer(of_draft.firsts), pointer(of_draft.depths)),
@@ -112,24 +107,30 @@ def with_paths(
         *(*map(pointer, drafted), c_int(is_apart)),
         *(*map(pointer, (drawn, sizes, paths)), c_long(most), *map(pointer, (matches, weights))),
         *(pointer(lists.firsts), c_long(shape[0])),
-        *map(pointer, (tokens, lists.chances, places, choices, lists.is_later, steps, inputs)),
+        *map(pointer, (tokens, chances, places, choices, is_later, steps, inputs)),
     )
-    return WithPaths(lists, choices, steps, inputs)
+    return lists
 
 
-def grow(lists: Lists, most: Array, widest: Array, room: int) -> Grown | None:
+def grow(lists: Lists, most: Array, widest: Array, room: int) -> Nodes | None:
     """Trees of R rows: most[r] nodes at most, which is at most `room`, of the widest[r] best choices of each list."""
     if (library := text_library()) is None:
         return None
     rows, (laters, *shape) = len(lists.depths), lists.chances.shape
-    whole = np.empty((4, rows, room), dtype=np.int64)
-    found = Grown._make([np.empty((rows, room)), *whole, np.empty(rows, dtype=np.int64)])
+    chances, num = np.empty((rows, room)), np.empty(rows, dtype=np.int64)
+    parents, flat, num_later, depths = whole = np.empty((4, rows, room), dtype=np.int64)
     of_rows = map(pointer, (lists.firsts, lists.depths, most, widest))
     is_later = c_void_p() if lists.is_later is None else pointer(lists.is_later)
     sizes, given = map(c_long, (*shape, laters)), (pointer(lists.chances), pointer(lists.places), is_later)
-    if library.grow_trees(c_long(rows), *of_rows, *sizes, *given, c_long(room), *map(pointer, found)):
+    found = pointer(chances), *map(pointer, whole), pointer(num)
+    if library.grow_trees(c_long(rows), *of_rows, *sizes, *given, c_long(room), *found):
         raise MemoryError("no memory for a tree")
-    return found
+    flat = np.where(np.arange(room) < num[:, None], flat, 0)
+    choices = flat if lists.choices is None else lists.choices.reshape(-1)[flat]
+    steps = np.full_like(flat, -1) if lists.steps is None else lists.steps.reshape(-1)[flat]
+    sources = DRAFTED * (choices >= 0) + LOOKED_UP * (steps >= 0)
+    tokens = lists.tokens.reshape(-1)[flat]
+    return Nodes(tokens, parents, chances, depths, choices, num_later, steps, sources, num)
 
 
 def select_nodes(worth: Array, num: Array, tokens: int, of_token: float, of_tile: float, tile: int) -> Array | None:

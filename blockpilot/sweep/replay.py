@@ -17,7 +17,7 @@ from torch.nn import functional
 from blockpilot.drafts.blocks import ANCHORS_PER_ROW, Blocks, KnownContext
 from blockpilot.drafts.choices import own_chances
 from blockpilot.engine.drafting import draft_candidates
-from blockpilot.models.packing import Packing, SideBySide
+from blockpilot.models.packing import Packing
 from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
 from blockpilot.sweep.trees import MOST_NODES, nodes_needed
@@ -89,7 +89,7 @@ def know(pair: Pair, texts: Sequence[Text]) -> KnownTexts:
         end = min(start - (-PREFILL_COLUMNS // len(rows)), length)
         scored = target.score_rows(tokens[rows, start:end], start, target_cache, rows)
         assert scored.features is not None
-        packing = SideBySide([Packing([end - start] * len(rows), [start] * len(rows), device)])
+        packing = Packing([end - start] * len(rows), [start] * len(rows), device)
         after = following[rows, start:end].flatten().tolist()
         found = draft.keep_up(scored.features.flatten(0, 1), after, slots, packing, draft_cache)
         context[rows, start:end] = found.view(len(rows), end - start, -1)

@@ -21,7 +21,7 @@ from pydantic import Field
 from blockpilot.control.acceptance import UNTRAINED, AcceptanceModel, Paths, Prior
 from blockpilot.control.controller import Controller, Planned, StepOutcome
 from blockpilot.control.cost import PRICE_FILE, Load, StepPrice, passes, read_price
-from blockpilot.engine.drafting import Offered, grow_all, offer, offer_paths, verified
+from blockpilot.engine.growing import Offered, grow_all, offer, offer_paths, verified
 from blockpilot.engine.lookup import Lookup
 from blockpilot.engine.rows import Row
 from blockpilot.engine.trees import Node, places_of

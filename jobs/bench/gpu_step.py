@@ -35,7 +35,7 @@ from blockpilot.drafts.dflash import DraftModel
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.sampling import keyed_sample
 from blockpilot.models.graphs import Graphs
-from blockpilot.models.packing import Packing, SideBySide
+from blockpilot.models.packing import Packing
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import PairId, Request, Sampling
 
@@ -167,17 +167,15 @@ def floors(pair: Pair, rows: int, tokens: int, length: int, speed: float) -> tup
 
 @torch.inference_mode()
 def measure(pair: Pair, name: str, way: str, rows: int, options: argparse.Namespace, speed: float) -> Iterator[Point]:
-    """Points of an engine of `rows` rows, whose blocks take all sizes in turn."""
+    """Points of an engine of `rows` rows, whose blocks take all sizes one after the other."""
     context, sampling = options.context, Sampling(options.temperature)
     device = pair.target.device
     engine = with_graphs(pair, way, num_slots=rows, max_length=context + ROOM)
     prompts = torch.randint(0, pair.vocab_size, (rows, context), generator=torch.Generator().manual_seed(0))
-    ids = [engine.add(Request(tuple(p), ROOM, sampling, 2, layout="chain")) for p in prompts.tolist()]
-    while engine.num_decoding < rows:
-        engine.step()
     for size in options.tokens:
-        for request_id in ids:
-            engine.set_block_size(request_id, size)
+        ids = [engine.add(Request(tuple(p), ROOM, sampling, size, layout="chain")) for p in prompts.tolist()]
+        while engine.num_decoding < rows:
+            engine.step()
         started = time.perf_counter()
         engine.step()
         _wait(device)
@@ -195,6 +193,8 @@ def measure(pair: Pair, name: str, way: str, rows: int, options: argparse.Namesp
         num_syncs = count_syncs(engine)
         times = 1e3 * median(seconds), target_ms, draft_ms, floor_ms, target_floor_ms
         yield Point(name, way, rows, size, *times, num_syncs, capture_s)
+        for request_id in ids:
+            engine.cancel(request_id)
 
 
 def passes_ms(engine: Engine, size: int, of_all: Sampling) -> tuple[float, float]:
@@ -205,7 +205,7 @@ def passes_ms(engine: Engine, size: int, of_all: Sampling) -> tuple[float, float
     sampling, positions, graphs = [of_all] * len(tokens), [0] * len(tokens), engine._cache.graphs
 
     def target() -> None:
-        packing = SideBySide([Packing([size] * len(rows), starts, device)])
+        packing = Packing([size] * len(rows), starts, device)
         view = engine._cache.view(packing.rows, packing.columns, slice(0, len(rows)), packing.length)
         hidden = engine._target.score(tokens, view, packing, features=True).hidden
         keyed_sample(engine._target.logits(hidden), positions, sampling, graphs=graphs)

@@ -121,20 +121,19 @@ class Counted(Told):
         return super().plan(rows, beside)
 
 
-def test_setting_the_block_size_takes_a_row_from_the_controller(tiny_pair: Pair) -> None:
-    """The other row is planned beside what it drafts and verifies."""
+def test_a_row_that_adapts_is_planned_beside_what_others_draft_and_verify(tiny_pair: Pair) -> None:
     controller = Counted(3, [(0, 0), (1, 1), (2, 2), (3, 3)])
     engine = Engine(tiny_pair, num_slots=2, max_length=64, controller=controller)
-    first, other = (engine.add(Request(PROMPT, 30, stop_token_ids=NEVER, layout="chain")) for _ in range(2))
+    fixed, adapts = (
+        engine.add(Request(PROMPT, 30, block_size=size, stop_token_ids=NEVER, layout="chain")) for size in (3, None)
+    )
     engine.step()
-    assert {step.block_size for step in engine.step()} == {2}
-    engine.set_block_size(first, 3)
-    for depth in (2, 3, 0, 1):
+    for depth in (1, 2, 3, 0, 1):
         sizes = {step.request_id: step.block_size for step in engine.step()}
-        assert sizes == {first: 3, other: 1 + depth}
+        assert sizes == {fixed: 3, adapts: 1 + depth}
         assert controller.outcomes[-1].load == Load(2, 2 + depth, 2 + depth)
-    assert controller.planned == [(2, Load(0))] + [(1, Load(1, 2, 2))] * 4
-    engine.set_block_size(other, 2)
+    assert controller.planned == [(1, Load(1, 2, 2))] * 5
+    engine.cancel(adapts)
     engine.step()
     assert len(controller.planned) == 5
     assert not len(controller.outcomes[-1].verified.choices)

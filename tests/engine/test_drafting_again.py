@@ -10,7 +10,7 @@ from blockpilot.pairs.loading import Pair
 from blockpilot.types import Request, Sampling, Step
 from helpers.controllers import Told
 from helpers.drafts import Pass, watch
-from helpers.engines import NEVER
+from helpers.engines import NEVER, resize
 
 SAMPLING, BLOCK_SIZE, NUM = Sampling(6.0, seed=4), 4, 60  # at this temperature a random draft is right now and then
 
@@ -62,7 +62,7 @@ def test_a_row_that_decoded_plainly_drafts_as_if_it_always_had(
 
     advance()
     for request_id in emitted_by:
-        engine.set_block_size(request_id, 1)
+        resize(engine, request_id, 1)
     for _ in range(num_plain_steps):
         assert {step.block_size for step in advance()} == {1}
     assert not passes
@@ -70,14 +70,14 @@ def test_a_row_that_decoded_plainly_drafts_as_if_it_always_had(
     for request_id, at in zip(ids, fresh, strict=True):  # each drafts on alone, from where both had an anchor
         while emitted_by[request_id] not in at:
             advance()
-        engine.set_block_size(request_id, BLOCK_SIZE)
+        resize(engine, request_id, BLOCK_SIZE)
         for _ in range(6):
             num_accepted, scores = at[emitted_by[request_id]]
             [step] = [step for step in advance() if step.request_id == request_id]
             assert step.num_accepted == num_accepted
             torch.testing.assert_close(scores_of(passes[-1]), scores, rtol=1e-3, atol=1e-3)
             compared, accepted = compared + 1, accepted + step.num_accepted
-        engine.set_block_size(request_id, 1)
+        resize(engine, request_id, 1)
     assert compared == 18
     assert accepted > 0
 
@@ -126,7 +126,7 @@ def test_the_real_draft_accepts_as_much_after_plain_decoding(embedded_pair: Pair
             accepted.append(step.num_accepted)
             emitted += len(step.tokens)
             if step.finish_reason is None:
-                engine.set_block_size(request_id, 1 if emitted < plain_until else 6)
+                resize(engine, request_id, 1 if emitted < plain_until else 6)
         return before, accepted
 
     before, accepted = run(0)

@@ -23,7 +23,7 @@ from blockpilot.sweep.replay import Text, know
 from blockpilot.types import LAYOUTS, Layout, Request, Sampling
 from helpers.drafts import Proposal, proposals_of
 from helpers.eagle3 import SlowEagle3, eagle3_pair
-from helpers.engines import NEVER, PROMPT, plain_text, run, text_of
+from helpers.engines import NEVER, PROMPT, plain_text, resize, run, text_of
 from helpers.policies import step_policy
 from helpers.prices import price
 from helpers.tiny import tiny_target
@@ -197,7 +197,7 @@ def test_drafting_leaves_the_caches_of_plain_decoding(eagle_pair: Pair, layout: 
         engine = Engine(eagle_pair, num_slots=1, max_length=64, prefix_tokens=64)  # a kept prefix is caught up with
         request_id = engine.add(Request(PROMPT, 30, SAMPLINGS[2], 14, NEVER, layout=layout))
         steps = engine.step()
-        engine.set_block_size(request_id, block_size)
+        resize(engine, request_id, block_size)
         while not engine.idle:
             steps += engine.step()
         assert (sum(step.num_accepted for step in steps) > 5) == (block_size > 1)
@@ -236,12 +236,12 @@ def test_nothing_is_computed_twice(eagle_pair: Pair, monkeypatch: pytest.MonkeyP
     assert step() == ([12], {chain: 1})  # two tokens of the second prompt beside the first
     of_step, emitted = step()
     assert of_step == [1, 1, 9]
-    engine.set_block_size(tree, 1)
+    resize(engine, tree, 1)
     lacking = emitted[chain]
     of_step, emitted = step()
     assert of_step == [lacking, 1, 1]
-    engine.set_block_size(chain, 1)
-    engine.set_block_size(tree, 4)
+    resize(engine, chain, 1)
+    resize(engine, tree, 4)
     of_step, _ = step()
     assert of_step == [1, 8, 8]
 

@@ -9,7 +9,7 @@ from blockpilot.engine.engine import Engine
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import Request, Sampling, Step
 from helpers.controllers import Told, Watched
-from helpers.engines import NEVER, PROMPT
+from helpers.engines import NEVER, PROMPT, resize
 from helpers.passes import Passes, counting
 from helpers.prices import price
 
@@ -83,9 +83,9 @@ def test_mixed_rows_take_one_pass_of_each_model(tiny_pair: Pair, passes: Callabl
     engine = engine_of(tiny_pair, 4)
     ids = [engine.add(request(20, size)) for size in (1, 3, 6, 4)]
     step(engine, passes)
-    engine.set_block_size(ids[3], 1)
+    resize(engine, ids[3], 1)
     assert sizes(step(engine, passes)) == [1, 1, 3, 6]
-    engine.set_block_size(ids[3], 2)
+    resize(engine, ids[3], 2)
     assert sizes(step(engine, passes)) == [1, 2, 3, 6]
     run(engine, [], passes)
 

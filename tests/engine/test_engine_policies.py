@@ -139,18 +139,3 @@ def test_the_prefill_shows_context_and_temperature(tiny_pair: Pair) -> None:
     plain = prefills[2]
     assert plain is not None
     assert (plain.temperature, plain.context) == (1.3, None)
-
-
-def test_a_running_request_changes_its_block_size(tiny_pair: Pair) -> None:
-    engine = Engine(tiny_pair, num_slots=2, max_length=60)
-    drafting = engine.add(Request((1, 2, 3), 40, block_size=4))
-    plain = engine.add(Request((1, 2, 3), 40, block_size=1))
-    engine.step()
-    engine.set_block_size(drafting, 2)
-    assert {step.request_id: step.block_size for step in engine.step()} == {drafting: 2, plain: 1}
-    with pytest.raises(ValueError, match="cannot draft"):
-        engine.set_block_size(plain, 2)
-    with pytest.raises(ValueError, match="holds no slot"):
-        engine.set_block_size(99, 2)
-    with pytest.raises(ValueError, match="must be 1 to 32"):
-        engine.set_block_size(drafting, 33)

@@ -22,8 +22,8 @@ from helpers.worlds import MAX_LENGTH, MAX_NEW_TOKENS, MAX_PROMPT_TOKENS, World,
 # --- adapter: what changes how an engine drafts while it runs ---
 #
 # The tests reach the adaptive parts of an engine through these functions only. One replaces the controller, which
-# chooses for requests without a block size; one makes such requests decode plainly, as a price does under load; one
-# sets the block size of a request that decodes. They do not touch what a request asks for: its text.
+# chooses for requests without a block size; one makes such requests decode plainly, as a price does under load. They
+# do not touch what a request asks for: its text.
 
 PRICE = price(launch_s=0.1, slot_s=0.06, token_s=0.04)  # the deeper a step and the more rows, the dearer
 MAX_BLOCK_SIZE = 12
@@ -63,17 +63,6 @@ def num_drafted(engine: Engine) -> int:
 
 def stop_drafting(engine: Engine) -> None:
     engine.controller = Told(engine.pair.block_size - 1, PLAIN)
-
-
-def set_block_size(engine: Engine, request_id: int, block_size: int) -> bool:
-    """Returns false where the request cannot draft any more; other errors are raised."""
-    try:
-        engine.set_block_size(request_id, block_size)
-    except ValueError as error:
-        if "cannot draft" not in str(error):
-            raise
-        return False
-    return True
 
 
 # --- requests and engines under test ---
@@ -246,24 +235,6 @@ class StopDrafting:
         stop_drafting(trial.engine)
 
 
-@dataclass(frozen=True)
-class SetBlockSize:
-    which: int
-    block_size: int
-
-    def do(self, trial: Trial) -> None:
-        if not trial.decoding:
-            return
-        request_id = trial.decoding[self.which % len(trial.decoding)]
-        running = trial.running[request_id]
-        never = running.request.block_size == 1 and self.block_size > 1
-        if set_block_size(trial.engine, request_id, self.block_size):
-            assert not never
-            running.block_size = self.block_size
-        else:
-            assert never
-
-
 BLOCK_SIZES = st.integers(1, 12)
 ADD = st.builds(
     Add,
@@ -280,7 +251,6 @@ OPERATIONS = st.one_of(
     ADVANCE,
     st.builds(Cancel, st.integers(0, 50)),
     ADVANCE,
-    st.builds(SetBlockSize, st.integers(0, 2), BLOCK_SIZES),
     ADD,
     st.builds(Use, st.sampled_from(list(CONTROLLERS))),
     ADVANCE,

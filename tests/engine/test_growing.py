@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from blockpilot.control.acceptance import OF_MATCH, OF_PATH, Paths, logistic
 from blockpilot.control.choose import Trees
 from blockpilot.control.controller import Verified
-from blockpilot.engine import drafting
-from blockpilot.engine.drafting import Array, Offered, grow_all, offer_paths, verified
+from blockpilot.engine import growing
+from blockpilot.engine.growing import Array, Offered, grow_all, offer_paths, verified
 from blockpilot.engine.rows import Row
 from blockpilot.engine.trees import Node, best_first, choices_of, paths_of, tree_of, walk
 from blockpilot.native.growing import PATH_INPUTS, Lists, grow
@@ -67,9 +67,7 @@ def test_trees_in_c_are_those_of_python(depths: list[int], seed: int) -> None:
         expected = slow(offered, r, int(widest[r]), int(most[r]))
         assert found.num[r] == len(expected)
         columns = (values[r, : len(expected)].tolist() for values in found[:-1])
-        assert list(zip(*columns, strict=True)) == [
-            (node.chance, node.parent, node.choice, node.num_later, node.depth) for node in expected
-        ]
+        assert list(map(Node, *columns)) == expected
 
 
 class Asked(NamedTuple):
@@ -108,7 +106,7 @@ def test_every_row_has_the_nodes_that_its_size_or_the_controller_allows(
 
     with pytest.MonkeyPatch.context() as patch:
         if by == "Python":
-            patch.setattr(drafting, "has_functions", lambda: False)
+            patch.setattr(growing, "has_functions", lambda: False)
         found = grow_all(rows, offered, np.zeros(len(rows), dtype=int), select, most)
     expected: list[list[Node]] = [[] for _ in rows]
     may_be_taken = list[list[float]]()

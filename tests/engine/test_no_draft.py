@@ -137,16 +137,6 @@ def test_what_needs_a_draft_is_refused_by_name(alone: Pair) -> None:
         sweep_prompts(alone, [Prompt("demo", (Message("user", "a"),))], [2, 4], max_new_tokens=4)
 
 
-def test_a_block_size_may_be_set_where_something_is_looked_up(alone: Pair) -> None:
-    engine = Engine(alone, num_slots=2, max_length=128)
-    with_lookup, default = (engine.add(Request(PROMPTS[0], NUM, lookup=lookup)) for lookup in (True, None))
-    engine.step()
-    engine.set_block_size(with_lookup, 4)
-    engine.set_block_size(default, 1)
-    with pytest.raises(ValueError, match="block_size 4: the pair has no draft"):
-        engine.set_block_size(default, 4)
-
-
 # --- the price of a step ---
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.generate import generate
 from blockpilot.engine.trees import Node, Slots, best_first, choices_of, tree_of, walk
-from blockpilot.models.packing import Packing, SideBySide, depths_of
+from blockpilot.models.packing import Packing, depths_of
 from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import Layout, Request, Sampling, Step, Tree
@@ -134,8 +134,7 @@ def test_every_branch_is_scored_as_alone(tiny_pair: Pair) -> None:
     cache = target.new_cache(4, 16)
     cache.layers.fill_(3.0)  # what rejected tokens have left
     target.score_rows(torch.tensor([context] * 3), 0, cache, torch.arange(3))
-    blocks = Packing([7, 3, 1], [5, 5, 5], device, [tree, [0, 1], []])
-    packing = SideBySide([blocks, Packing([4], [0], device)])
+    packing = Packing([7, 3, 1, 4], [5, 5, 5, 0], device, [tree, [0, 1], []], cut=3)
     view = cache.view(packing.rows, packing.columns, slice(0, 4), packing.length)
     packed = torch.tensor([token for row in tokens for token in row])
     hidden = target.score(packed, view, packing, features=False).hidden
@@ -146,7 +145,7 @@ def test_every_branch_is_scored_as_alone(tiny_pair: Pair) -> None:
                 line.append(line_of[line[-1]])
             branch = [of_row[node] for node in reversed(line)]
             alone = target.score_rows(torch.tensor([context + branch]), 0, target.new_cache(1, 16), torch.tensor([0]))
-            assert torch.allclose(hidden[blocks.firsts[row] + i], alone.hidden[0, -1], atol=1e-4)
+            assert torch.allclose(hidden[packing.firsts[row] + i], alone.hidden[0, -1], atol=1e-4)
     alone = target.score_rows(torch.tensor([tokens[3]]), 0, target.new_cache(1, 16), torch.tensor([0]))
     assert torch.allclose(hidden[-4:], alone.hidden[0], atol=1e-4)
 
@@ -265,7 +264,7 @@ def test_trees_are_no_deeper_than_exactness_allows(
     tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch, layout: Layout, deepest: int
 ) -> None:
     """Chains are: their tokens lie in the columns of their positions."""
-    monkeypatch.setattr("blockpilot.engine.engine.MAX_DEPTH", 2)
+    monkeypatch.setattr("blockpilot.engine.drafting.MAX_DEPTH", 2)
     engine, drafted = Engine(tiny_pair, num_slots=1, max_length=64), list[int]()
     propose = engine._drafter.propose
     monkeypatch.setattr(engine._drafter, "propose", lambda *asked: (drafted.extend(asked[2]), propose(*asked))[1])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from blockpilot.control.cost import Load
-from blockpilot.engine.engine import NUM_CANDIDATES
+from blockpilot.engine.drafting import NUM_CANDIDATES
 from blockpilot.evaluation.pricing import PLAIN, Drafted, measure_price, mixtures_of, time_steps
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import MAX_BLOCK_SIZE

@@ -9,8 +9,8 @@ import torch
 from blockpilot.control.acceptance import AcceptanceModel
 from blockpilot.control.controller import Controller
 from blockpilot.drafts.choices import Linked
-from blockpilot.engine.drafting import offer
 from blockpilot.engine.engine import Engine
+from blockpilot.engine.growing import offer
 from blockpilot.engine.rows import Row
 from blockpilot.engine.trees import Slots
 from blockpilot.types import Candidates, Request

@@ -61,3 +61,11 @@ def plain_text(pair: Pair, prompt: Sequence[int], num: int, sampling: Sampling) 
         logits = changed_logits(logits, sampling, prompt, tokens[len(prompt) :])
         tokens.append(int(keyed_sample(logits[None], [len(tokens)], [replace(sampling, min_p=0.0)])[0]))
     return tuple(tokens[len(prompt) :])
+
+
+def resize(engine: Engine, request_id: int, block_size: int) -> None:
+    """Let a row of a fixed block size draft more or less from the next step on, as a controller does with others."""
+    [row] = [row for row in engine._rows if row.request_id == request_id]
+    assert row.block_size
+    assert row.can_draft or block_size == 1
+    row.block_size = block_size

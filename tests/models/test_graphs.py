@@ -15,7 +15,7 @@ from blockpilot.drafts.dflash import DraftModel
 from blockpilot.engine.engine import Engine
 from blockpilot.models.cache import SlotCache
 from blockpilot.models.graphs import Box, Graphs
-from blockpilot.models.packing import Packing, SideBySide
+from blockpilot.models.packing import Packing
 from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair, load_pair
 from blockpilot.types import Request, Sampling
@@ -77,7 +77,7 @@ def test_target_in_a_box(model: object, name: str) -> None:
     plain = filled(target.new_cache(SLOTS, COLUMNS))
     caches = plain, boxed(plain)
     for seed in (0, 1):  # again with what the first pass has left in the box
-        packing = SideBySide([Packing(sizes, starts, CPU, parents)])
+        packing = Packing(sizes, starts, CPU, parents)
         tokens = torch.randint(260, (sum(sizes),), generator=torch.Generator().manual_seed(seed))
         expected, found = (
             target.score(

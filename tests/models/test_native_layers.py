@@ -17,7 +17,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLaye
 from blockpilot.models.cache import SlotCache, SlotView
 from blockpilot.models.layers import DecoderLayers, LayerWeights, Mask, Rotary
 from blockpilot.models.native_layers import NativeLayers, layers_of
-from blockpilot.models.packing import Packing, SideBySide
+from blockpilot.models.packing import Packing
 from blockpilot.native.library import library_for
 
 CPU, LENGTH, SLOTS = torch.device("cpu"), 140, 7
@@ -68,7 +68,7 @@ class Work(NamedTuple):
 
     hidden: Tensor
     rotary: Rotary
-    packing: SideBySide
+    packing: Packing
     masks: Sequence[Sequence[Mask]]
     slots: Tensor
     rows: "slice | Tensor"
@@ -92,14 +92,14 @@ def work_of(
 ) -> Work:
     """Rows of these widths, in parts. Tokens see a random half of their rows' columns, in layers 0 and 2 the same."""
     torch.manual_seed(seed)
-    packings = [Packing(sizes, torch.randint(0, LENGTH - 12, (len(sizes),)).tolist(), CPU) for sizes in parts]
-    packing = SideBySide(packings)
-    num, num_rows = len(packing.rows), sum(map(len, parts))
+    sizes = [size for part in parts for size in part]
+    packing = Packing(sizes, torch.randint(0, LENGTH - 12, (len(sizes),)).tolist(), CPU, cut=len(parts[0]))
+    num, num_rows = packing.num_tokens, len(sizes)
     order = torch.randperm(SLOTS)[:num_rows]
     rows = slice(0, num_rows) if seed % 2 else order
     slots = (torch.arange(SLOTS) if seed % 2 else order)[packing.rows]
     groups = config.num_attention_heads // 2
-    kinds = [[Mask(p, _half(p), groups, dtype) for p in packings] for _ in range(2)]
+    kinds = [[Mask(part, _half(part), groups, dtype) for part in packing.parts] for _ in range(2)]
     rotary = Rotary(*torch.randn(2, num, 1, dim).to(dtype))
     kept = torch.randn(3, 2, SLOTS, 2, LENGTH, dim).to(dtype)
     return Work(
@@ -196,9 +196,7 @@ def test_a_row_is_the_same_beside_any_others(kind: str, dtype: torch.dtype, dim:
     packing = Packing([9], [work.packing.parts[0].starts[1]], CPU)
     masks = [[Mask(packing, mask.visible[1:2, :, :9, : packing.length], 3, dtype)] for (mask,) in work.masks]
     rotary = Rotary(*(table[3:12] for table in work.rotary))
-    alone = Work(
-        work.hidden[3:12], rotary, SideBySide([packing]), masks, work.slots[3:12], torch.tensor([1]), work.kept
-    )
+    alone = Work(work.hidden[3:12], rotary, packing, masks, work.slots[3:12], torch.tensor([1]), work.kept)
     assert alone.run(model.native, model.config)[0].equal(found[0])
 
 

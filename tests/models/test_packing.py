@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from blockpilot.models import packing
-from blockpilot.models.packing import Packing, SideBySide, folded, grouped_attention
+from blockpilot.models.packing import Packing, folded, grouped_attention
 from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
 
@@ -85,21 +85,17 @@ def test_every_row_attends_as_alone(sizes: list[int]) -> None:
         assert torch.allclose(found[first : first + size], alone, atol=1e-5)
 
 
-def pack(sizes: list[int], starts: list[int], num_apart: int) -> SideBySide:
-    """The last so many rows in a packing of their own."""
-    first = len(sizes) - num_apart
-    parts = (slice(0, first), slice(first, None))
-    return SideBySide([Packing(sizes[part], starts[part], CPU) for part in parts if sizes[part]])
-
-
 def score(target: Target, tokens: list[list[int]], slots: list[int], num_apart: int = 0) -> list[Tensor]:
-    """Hidden states of every row, packed; the first two tokens of each are in the cache already."""
+    """Hidden states of every row, packed, of which the last so many attend apart.
+
+    The first two tokens of each are in the cache already.
+    """
     cache = target.new_cache(8, 16)
     for starts, part in (
         ([0] * len(tokens), [row[:2] for row in tokens]),
         ([2] * len(tokens), [r[2:] for r in tokens]),
     ):
-        packing = pack([len(row) for row in part], starts, num_apart)
+        packing = Packing([len(row) for row in part], starts, CPU, cut=len(part) - num_apart)
         packed = torch.tensor([token for row in part for token in row])
         view = cache.view(torch.tensor(slots)[packing.rows], packing.columns, torch.tensor(slots), packing.length)
         scored = target.score(packed, view, packing, features=True)

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
+from torch import Tensor
 
 from blockpilot.control.controller import FixedPolicy
+from blockpilot.engine.batch import Batch
 from blockpilot.engine.generate import generate
-from blockpilot.engine.work import StepScores, Work
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import Prefill, Request, Step
 from helpers.api import COMPLETIONS, LONG, HttpCall, app_of, check_error, client_of, idle, replica_of, until
@@ -25,6 +26,8 @@ from jobs.serving.engine_loop import MAX_FAILURES
 from jobs.serving.replica import Replica
 
 MAX_LENGTH = 300
+
+Scores = tuple[Tensor, Tensor | None]
 
 
 @pytest.fixture
@@ -116,7 +119,7 @@ def failing_policy(prefill: Prefill) -> int:
 
 @contextmanager
 def failing_passes(replica: Replica) -> Iterator[None]:
-    def fail(work: Work) -> StepScores:
+    def fail(batch: Batch) -> Scores:
         raise RuntimeError("no memory")
 
     engine = replica.loop.engine
@@ -155,12 +158,11 @@ def test_scores_that_are_no_numbers_end_their_request_alone(
     engine, app = replica.loop.engine, app_of(replica)
     score = engine._score
 
-    def of_second_row(work: Work) -> StepScores:
-        scores = score(work)
-        if work.blocks is not None and len(work.blocks.rows) == 2:
-            first = work.blocks.packing.firsts[1]
-            scores.logits[first] = math.nan
-        return scores
+    def of_second_row(batch: Batch) -> Scores:
+        logits, features = score(batch)
+        if len(batch.trees) == 2:
+            logits[batch.packing.firsts[1]] = math.nan
+        return logits, features
 
     monkeypatch.setattr(engine, "_score", of_second_row)
 
@@ -219,9 +221,9 @@ def test_a_step_that_does_not_end_makes_health_fail(replica: Replica, monkeypatc
     engine, goes_on = replica.loop.engine, threading.Event()
     score = engine._score
 
-    def hang(work: Work) -> StepScores:
+    def hang(batch: Batch) -> Scores:
         goes_on.wait(patient(20))
-        return score(work)
+        return score(batch)
 
     monkeypatch.setattr(engine, "_score", hang)
     monkeypatch.setattr(engine_loop, "STALL_S", 0.2)
@@ -262,12 +264,13 @@ def test_requests_that_wait_in_the_loop_wait_for_nothing_else(tiny_pair: Pair) -
 
     async def scene() -> None:
         with replica_of(tiny_pair, num_slots=1, max_length=MAX_LENGTH) as replica:
-            streams = replica.loop.submit_all([Request((1, 2, 3), 3, stop_token_ids=frozenset())] * 5)
+            asked = [Request((1, 2, 3), 3, stop_token_ids=frozenset())]
+            streams = [replica.loop.submit(asked) for _ in range(5)]
             for stream in streams:
                 stream.close = lambda: None  # type: ignore[method-assign]
             async with asyncio.timeout(patient(10)):
                 for stream in streams:
-                    while (await stream.__anext__()).finish_reason is None:
+                    while (await anext(stream))[1].finish_reason is None:
                         pass
             for stream in streams:
                 del stream.close  # type: ignore[method-assign]

@@ -41,7 +41,7 @@ class Edges(nn.Module, ABC):
     @property
     @abstractmethod
     def codebooks(self) -> tuple[tuple[nn.Module, str], tuple[nn.Module, str]]:
-        """Where the vectors of tokens before a slot and of those in it lie, [vocab, rank]: modules and names."""
+        """Module and name of the vectors [vocab, rank] of tokens before a slot, and of those in it."""
 
     @property
     def successors(self) -> Tensor:

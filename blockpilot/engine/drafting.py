@@ -95,14 +95,14 @@ class Drafter:
 
 
 class Drafts(NamedTuple):
-    """What a step verifies of R rows, and what its controller learns from."""
+    """The draft stage's result for R rows: trees to verify, and what its controller learns from."""
 
     trees: list[Tree]
     nodes: list[list[Node]]
     """Those of the trees, as they grew."""
     offered: Offered | None
     load: Load
-    """Of the step, but for the tokens that it verifies."""
+    """The step's, but for the tokens that it verifies."""
 
     def outcome(
         self,
@@ -113,7 +113,7 @@ class Drafts(NamedTuple):
         num_prompt_tokens: int,
         has_captured: bool,
     ) -> StepOutcome:
-        """What came of it: the accepted paths [R] of the trees."""
+        """Outcome of the step, by the accepted paths [R] of the trees."""
         load = self.load._replace(num_verified=sum(len(tree.tokens) for tree in self.trees))
         verified = outcomes_of(rows, self.nodes, accepted, steps, self.offered)
         return StepOutcome(load, num_prompt_tokens, verified, has_captured)
@@ -157,7 +157,7 @@ class Proposer:
     def _offer(
         self, rows: Sequence[Row], depths: Sequence[int], paths: Paths | None, controller: Controller
     ) -> Offered | None:
-        """What may be verified of rows [R], after one pass of the draft over those that draft; None for nothing."""
+        """Candidates for rows [R], after one pass of the draft over those that draft; None where there are none."""
         slots = [slot for slot, depth in enumerate(depths) if depth]
         offered: Offered | None = None
         if slots:

@@ -1,4 +1,4 @@
-"""What may be verified of a step's rows, and what is: candidates with their chances, and the trees that grow of them.
+"""Candidates of a step's rows with their chances, and the trees that grow of them.
 
 Candidates are a draft's choices for every slot and the paths that rows' own texts offer. Trees grow best first
 (trees.py; in C, native/growing.c); the controller says how many of their nodes are worth verifying.

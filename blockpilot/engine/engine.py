@@ -230,14 +230,15 @@ class Engine:
 
     def _verify(self, batch: Batch, logits: Tensor, chosen: Sequence[int]) -> tuple[list[Step], list[list[int]]]:
         """Steps and accepted paths of the rows that decode."""
-        steps, paths = [], []
-        for row, tree, own in batch.scored[: len(batch.trees)]:
+        packing, steps, paths = batch.packing, [], []
+        of_rows = logits[: batch.num_block_tokens].split(packing.sizes[: len(batch.trees)]) if batch.trees else ()
+        for row, tree, first, scored in zip(batch.rows, batch.trees, packing.firsts, of_rows, strict=False):
             path = [0]
             with self._alone(row):
-                path, step = row.verify(tree, chosen[own], logits[own])
+                path, step = row.verify(tree, chosen[first : first + len(scored)], scored)
                 steps.append(step)
             paths.append(path)
-        self._relocate(batch.packing.starts, paths)
+        self._relocate(packing.starts, paths)
         return steps, paths
 
     def _relocate(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:

@@ -165,13 +165,19 @@ class _PlusEmbeddings(nn.Module):
         return vectors
 
 
+def by_block(slots: DraftedSlots, flags: Tensor, block_size: int) -> Tensor:
+    """Flags [M] of slots, block by block [num, B-1]; False where a block has no slot."""
+    blocks = slots.offsets.eq(1).cumsum(0) - 1
+    found = torch.zeros(int(blocks[-1]) + 1, block_size - 1, dtype=torch.bool)
+    found[blocks, slots.offsets.long() - 1] = flags
+    return found
+
+
 def weights_of(slots: DraftedSlots, block_size: int, weighting: Weighting) -> Tensor:
     """Weights [M] of slots by what they mean for the accepted length, as those of a draft's loss."""
-    blocks, places = slots.offsets.eq(1).cumsum(0) - 1, slots.offsets.long() - 1
-    inside = torch.zeros(int(blocks[-1]) + 1, 1, block_size - 1, dtype=torch.bool)
-    inside[blocks, 0, places] = True
     if weighting == "decay":
-        return decay_weights(block_size)[places]
+        return decay_weights(block_size)[slots.offsets.long() - 1]
+    inside = by_block(slots, torch.ones_like(slots.labels, dtype=torch.bool), block_size)[:, None]
     right = slots.tokens == slots.labels[:, None]
     return dpace_weights(-slots.log_probs.masked_fill(~right, -math.inf).amax(dim=1), inside)[inside]
 
@@ -185,6 +191,8 @@ class EdgeFit(TrainingFit):
     `loss` is an EdgeLoss, or a distributed wrapper of one. Batches depend only on (seed, step, rank).
     """
 
+    _inner: EdgeLoss
+
     def __init__(
         self,
         loss: nn.Module,
@@ -196,18 +204,17 @@ class EdgeFit(TrainingFit):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        self.loss, self.block_size, self._slots = loss, block_size, slots
-        inner = loss.module if isinstance(loss, nn.parallel.DistributedDataParallel) else loss
-        assert isinstance(inner, EdgeLoss)
-        self._inner, self._seed, self._rank, self._world_size = inner, seed, rank, world_size
+        super().__init__(loss, settings, seed, rank, world_size)
+        self.block_size, self._slots = block_size, slots
+        assert isinstance(self._inner, EdgeLoss)
         self._batch = min(settings.batch_size * settings.num_anchors * (block_size - 1), len(slots.labels))
         self._weights = weights_of(slots, block_size, settings.weighting)
-        super().__init__(inner, settings, max(1, len(slots.labels) // (self._batch * world_size)))
+        self._begin(self._inner, max(1, len(slots.labels) // (self._batch * world_size)))
 
     def steps(self) -> Iterator[LossSums]:
         while self.step < self.num_steps:
             epoch, done = divmod(self.step, self.steps_per_epoch)
-            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
             order = torch.randperm(len(self._slots.labels), generator=generator)
             batches = order.split(self._batch)[self._rank :: self._world_size]
             for index in batches[done : self.steps_per_epoch]:
@@ -225,11 +232,8 @@ class EdgeFit(TrainingFit):
         weights = weights_of(held_out, self.block_size, self.settings.weighting)
         raced = scores + noise_of(held_out)
         sums = self._sums(held_out, losses, raced, weights)
-        right = _chosen(held_out, raced) == held_out.labels
-        blocks = held_out.offsets.eq(1).cumsum(0) - 1
-        grid = torch.zeros(int(blocks[-1]) + 1, self.block_size - 1, dtype=torch.bool)
-        grid[blocks, held_out.offsets.long() - 1] = right
-        accepted = grid.int().cumprod(dim=1).sum(dim=1)
+        right = by_block(held_out, _chosen(held_out, raced) == held_out.labels, self.block_size)
+        accepted = right.int().cumprod(dim=1).sum(dim=1)
         of_blocks = held_out.temperatures[held_out.offsets == 1]
         tau = {float(t): 1 + float(accepted[of_blocks == t].float().mean()) for t in of_blocks.unique()}
         return Validation(sums, tau)

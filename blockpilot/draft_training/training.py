@@ -73,11 +73,22 @@ class DraftFitSettings:
 
 
 class TrainingFit(ABC):
-    """A fit that can stop after any step and continue from its state: optimizer, schedule and their state."""
+    """A fit that can stop after any step and continue from its state: optimizer, schedule and their state.
 
-    def __init__(self, trained: nn.Module, settings: DraftFitSettings, steps_per_epoch: int) -> None:
+    `loss` is a module, or a distributed wrapper of one. Each kind calls `_begin` once it knows its steps.
+    """
+
+    _inner: nn.Module
+    """The loss without a wrapper."""
+
+    def __init__(self, loss: nn.Module, settings: DraftFitSettings, seed: int, rank: int, world_size: int) -> None:
         settings.check()
-        self.settings, self.step, self.steps_per_epoch = settings, 0, steps_per_epoch
+        self.loss, self.settings, self.seed, self.step = loss, settings, seed, 0
+        self._inner = loss.module if isinstance(loss, nn.parallel.DistributedDataParallel) else loss
+        self._rank, self._world_size = rank, world_size
+
+    def _begin(self, trained: nn.Module, steps_per_epoch: int) -> None:
+        settings, self.steps_per_epoch = self.settings, steps_per_epoch
         self.num_steps = settings.epochs * steps_per_epoch
         self._trained = trained
         self._optimizer = torch.optim.AdamW([p for p in trained.parameters() if p.requires_grad], lr=settings.lr)
@@ -128,6 +139,8 @@ class DraftFit(TrainingFit):
     and anchors depend only on (seed, step, rank), so a resumed run repeats what an undisturbed one would have done.
     """
 
+    _inner: DraftLoss
+
     def __init__(
         self,
         loss: nn.Module,
@@ -139,21 +152,18 @@ class DraftFit(TrainingFit):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        settings.check()
-        self.loss, self.seed = loss, seed
-        self._corpus, self._frequent, self._rank, self._world_size = corpus, frequent, rank, world_size
-        inner = loss.module if isinstance(loss, nn.parallel.DistributedDataParallel) else loss
-        assert isinstance(inner, DraftLoss)
-        self._inner = inner
+        super().__init__(loss, settings, seed, rank, world_size)
+        self._corpus, self._frequent = corpus, frequent
+        assert isinstance(self._inner, DraftLoss)
         if settings.compile:
-            for layer in inner.draft.decoder_layers:
+            for layer in self._inner.draft.decoder_layers:
                 layer.compile(dynamic=True)
         steps_per_epoch = len(corpus) // (settings.batch_size * world_size)
         if steps_per_epoch == 0:
             raise ValueError(
                 f"batch_size {settings.batch_size} on {world_size} workers: there are only {len(corpus)} documents"
             )
-        super().__init__(inner.draft, settings, steps_per_epoch)
+        self._begin(self._inner.draft, steps_per_epoch)
 
     def steps(self) -> Iterator[LossSums]:
         lengths = [len(answer.tokens) for answer in self._corpus.answers]

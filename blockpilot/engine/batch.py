@@ -48,11 +48,6 @@ class Batch:
         return sum(self.packing.sizes[: len(self.trees)])
 
     @property
-    def num_drafted(self) -> int:
-        """Drafted tokens in all blocks."""
-        return self.num_block_tokens - len(self.trees)
-
-    @property
     def prompts(self) -> list[tuple[Row, slice]]:
         """Rows whose prompts are taken in, and which of the batch's tokens are theirs."""
         first = len(self.trees)

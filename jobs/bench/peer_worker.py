@@ -71,23 +71,20 @@ def transformers(settings: dict[str, Any]) -> Decode:
 
 
 def vllm(settings: dict[str, Any]) -> Decode:
-    """vLLM, plainly, with the same DFlash draft, or by one of its ways of lookup."""
+    """vLLM with its own speculative configuration, or none."""
     cores = sorted(os.sched_getaffinity(0))[: settings["threads"]]
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     # By itself vLLM leaves a core to its own front end, and binds all threads to the others.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
     from vllm import LLM, SamplingParams
 
-    options: dict[str, Any] = {}
-    if settings["num_drafted"]:
-        draft = {"model": settings["draft"], "num_speculative_tokens": settings["num_drafted"]}
-        options["speculative_config"] = {"method": "dflash", **draft}
-    if settings["lookup"] == "ngram":  # as its documentation has it
-        ngram = {"num_speculative_tokens": 5, "prompt_lookup_max": 4}
-        options["speculative_config"] = {"method": "ngram", **ngram}
-    elif settings["lookup"] == "suffix":
-        options["speculative_config"] = {"method": "suffix", "num_speculative_tokens": 32}
-    engine = LLM(settings["target"], dtype=settings["dtype"], max_model_len=1024, max_num_seqs=32, **options)
+    engine = LLM(
+        settings["target"],
+        dtype=settings["dtype"],
+        max_model_len=1024,
+        max_num_seqs=32,
+        speculative_config=settings["speculative_config"],
+    )
 
     def decode(prompts: Batch, num: int) -> list[list[int]]:
         sampling = SamplingParams(temperature=0, max_tokens=num, ignore_eos=True)

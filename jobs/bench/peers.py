@@ -53,6 +53,8 @@ class PeersConfig(Config):
     """Of this engine; vLLM drafts one token less for each. 1 is plain decoding."""
     lookups: tuple[Literal["ngram", "suffix"], ...] = ()
     """vLLM's ways of lookup, without a draft; suffix needs arctic-inference in its environment."""
+    vllm_export: Path | None = None
+    """A file of jobs/export.py that vLLM decodes with, too."""
     threads: int = Field(default=1, ge=1)
     """Of every peer."""
     vllm_python: Path | None = None
@@ -89,7 +91,7 @@ class DecodedBatch(NamedTuple):
 
 def peers(config: PeersConfig) -> list[Peer]:
     """Those that are installed. Raises ValueError for a program or a file that is not there."""
-    for name in ("vllm_python", "llama_bench", "gguf"):
+    for name in ("vllm_python", "vllm_export", "llama_bench", "gguf"):
         path = getattr(config, name)
         if path is not None and not path.exists():
             raise ValueError(f"{name} {path}: no such file")
@@ -97,8 +99,8 @@ def peers(config: PeersConfig) -> list[Peer]:
         raise ValueError(f"llama_bench {config.llama_bench} and gguf {config.gguf}: both are needed")
     config.pair.need_draft("a comparison with other engines")
     target, draft = config.pair.models
-    shared = {"dtype": pick_dtype(config.pair.dtype, "cpu"), "threads": config.threads}
-    shared |= {"num_drafted": 0, "chooses": False, "lookup": ""}
+    shared: dict[str, Any] = {"dtype": pick_dtype(config.pair.dtype, "cpu"), "threads": config.threads}
+    shared |= {"num_drafted": 0, "chooses": False}
     shared |= {"target": str(find_target(target).directory), "draft": str(find_draft(draft).directory)}
     own = Path(sys.executable)
     plain: dict[str, dict[str, Any]] = {"plain": {"num_drafted": 0}}
@@ -106,7 +108,7 @@ def peers(config: PeersConfig) -> list[Peer]:
     chosen: dict[str, dict[str, Any]] = {"choice": {"chooses": True}, "lookup": {"chooses": True, "draft": None}}
     kinds = [("blockpilot", own, fixed | chosen), ("transformers", own, plain)]
     if config.vllm_python is not None:
-        kinds.append(("vllm", config.vllm_python, fixed | {name: {"lookup": name} for name in config.lookups}))
+        kinds.append(("vllm", config.vllm_python, _vllm(config, shared["draft"])))
     found = [
         Peer(f"{kind}, {name}", python, shared | {"peer": kind} | drafts)
         for kind, python, by_name in kinds
@@ -116,6 +118,22 @@ def peers(config: PeersConfig) -> list[Peer]:
         program = {"peer": "llama.cpp", "program": str(config.llama_bench), "target": str(config.gguf)}
         found.append(Peer("llama.cpp, plain", own, shared | program))
     return found
+
+
+def _vllm(config: PeersConfig, draft: str) -> dict[str, dict[str, Any]]:
+    """Speculative configurations of vLLM by name; none for plain decoding."""
+    lookups = {
+        "ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4},  # as vLLM documents it
+        "suffix": {"method": "suffix", "num_speculative_tokens": 32},
+    }
+    speculative: dict[str, Any] = {}
+    for size in config.block_sizes:
+        drafted = {"method": "dflash", "model": draft, "num_speculative_tokens": size - 1}
+        speculative[_size_name(size)] = drafted if size > 1 else None
+    speculative |= {name: lookups[name] for name in config.lookups}
+    if config.vllm_export is not None:
+        speculative["export"] = json.loads(config.vllm_export.read_text())
+    return {name: {"speculative_config": options} for name, options in speculative.items()}
 
 
 def _size_name(block_size: int) -> str:

@@ -63,21 +63,22 @@ def test_vllm_drafts_as_many_tokens(config: PeersConfig, tmp_path: Path) -> None
     """A block of B has B - 1 drafted tokens; llama.cpp takes one request at a time."""
     (tmp_path / "program").touch()
     program = tmp_path / "program"
+    export = tmp_path / "vllm.json"
+    export.write_text('{"method": "dflash", "num_speculative_tokens": 3}')
     changes = {"vllm_python": program, "llama_bench": program, "gguf": program, "lookups": ("ngram", "suffix")}
-    found = peers(config.model_copy(update=changes))
-    assert [peer.settings["lookup"] for peer in found if peer.settings["lookup"]] == ["ngram", "suffix"]
-    assert [(peer.name, peer.settings["num_drafted"], peer.takes(3)) for peer in found] == [
-        ("blockpilot, plain", 0, True),
-        ("blockpilot, B=3", 2, True),
-        ("blockpilot, choice", 0, True),
-        ("blockpilot, lookup", 0, True),
-        ("transformers, plain", 0, True),
-        ("vllm, plain", 0, True),
-        ("vllm, B=3", 2, True),
-        ("vllm, ngram", 0, True),
-        ("vllm, suffix", 0, True),
-        ("llama.cpp, plain", 0, False),
-    ]
+    found = peers(config.model_copy(update=changes | {"vllm_export": export}))
+    assert [peer.name for peer in found if not peer.takes(3)] == ["llama.cpp, plain"]
+    assert {peer.name: _num_drafted(peer) for peer in found if not peer.name.startswith("llama.cpp")} == {
+        **{"blockpilot, plain": 0, "blockpilot, B=3": 2, "blockpilot, choice": 0, "blockpilot, lookup": 0},
+        **{"transformers, plain": 0, "vllm, plain": 0, "vllm, B=3": 2},
+        **{"vllm, ngram": 5, "vllm, suffix": 32, "vllm, export": 3},
+    }
+
+
+def _num_drafted(peer: Peer) -> int:
+    """Tokens that a peer drafts a step."""
+    speculative = peer.settings.get("speculative_config")
+    return int(speculative["num_speculative_tokens"] if speculative else peer.settings["num_drafted"])
 
 
 def test_what_is_not_there_is_named(config: PeersConfig) -> None:

@@ -1,22 +1,22 @@
-"""A sweep's rows as what policies learn from, kept in flat files that are mapped into memory.
+"""A sweep's rows as what policies learn from: an Arrow file of examples, and an index of the rows beside it.
 
 Kind `prompt` has an example a row: the distribution after the prompt, and tau of every candidate. Kind `step` has one
-for each of a row's recorded steps: what the draft proposed there, and which of it was right.
-
-Examples are written part by part and read example by example, so neither needs them in memory together: the operating
-system keeps what is used. All ranks of a training map the same files.
+for each of a row's recorded steps: what the draft proposed there, and which of it was right. They are written part by
+part, so that nobody holds all rows of a sweep; a training holds all examples.
 """
 
 import hashlib
 import json
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from blockpilot.policy.learned import Kind
@@ -26,14 +26,7 @@ from blockpilot.storage import write_text
 from blockpilot.sweep.rows import NUM_CHOICES, SweepRow
 from blockpilot.types import LEAST_TEMPERATURE
 
-INDEX_FILE = "index.json"
-Columns = dict[str, NDArray[Any]]
-_COLUMNS: dict[Kind, dict[str, Any]] = {
-    "prompt": {"rows": np.int32, "ids": np.int32, "probs": np.float32, "lengths": np.int64, "taus": np.float32},
-    "step": {"rows": np.int32, "ranks": np.int8, "scores": np.float16, "log_probs": np.float16, "drawn": np.bool_},
-}
-_WIDTH_OF: dict[Kind, str] = {"prompt": "taus", "step": "ranks"}  # numbers of an example in this column
-_NAMES = sorted({name for of_kind in _COLUMNS.values() for name in of_kind})
+INDEX_FILE, EXAMPLES_FILE = "index.json", "examples.arrow"
 
 
 class Index(NamedTuple):
@@ -67,12 +60,12 @@ class Examples:
 
     @property
     def taus(self) -> Tensor:
-        """[E, K], in memory."""
+        """[E, K]."""
         return self.all_taus[self.index]
 
     @property
     def features(self) -> SparseProbs:
-        """In memory."""
+        """Distributions after the prompts."""
         starts, lengths = self.ends[self.index], (self.ends[1:] - self.ends[:-1])[self.index]
         offsets = lengths.cumsum(0) - lengths
         entries = torch.repeat_interleave(starts - offsets, lengths) + torch.arange(int(lengths.sum()))
@@ -104,15 +97,15 @@ def _where(rows: Tensor, chosen: Callable[[int], bool]) -> Tensor:
 
 
 def write_examples(folder: Path, parts: Iterable[Sequence[SweepRow]], candidates: Sequence[int]) -> Index:
-    """Write those of kind `prompt`: the columns, and last the index.
+    """Write those of kind `prompt`, and last the index.
 
     `candidates` are some of the rows', and 1 whether they have it or not.
     """
-    return _write(folder, parts, "prompt", lambda row: _of_prompt(row, candidates))
+    return _write(folder, parts, "prompt", partial(_of_prompts, candidates=candidates))
 
 
 def write_steps(folder: Path, parts: Iterable[Sequence[SweepRow]]) -> Index:
-    """Write those of kind `step`: the columns, and last the index.
+    """Write those of kind `step`, and last the index.
 
     Raises ValueError for rows of drafts of different sizes, and where no choices are recorded.
     """
@@ -120,58 +113,88 @@ def write_steps(folder: Path, parts: Iterable[Sequence[SweepRow]]) -> Index:
 
 
 def _write(
-    folder: Path, parts: Iterable[Sequence[SweepRow]], kind: Kind, columns_of: Callable[[SweepRow], Columns]
+    folder: Path,
+    parts: Iterable[Sequence[SweepRow]],
+    kind: Kind,
+    batch_of: Callable[[Sequence[SweepRow], int], pa.RecordBatch | None],
 ) -> Index:
     folder.mkdir(parents=True, exist_ok=True)
-    for name in (INDEX_FILE, *_NAMES):
-        (folder / name).unlink(missing_ok=True)  # not cut short: who has mapped the old ones keeps them
-    known, widths, num_examples = list[tuple[str, str, str]](), set[int](), 0
-    files = {name: (folder / name).open("wb") for name in _COLUMNS[kind]}
-    try:
-        for row in (row for rows in parts for row in rows):
-            columns = columns_of(row)
-            num, width = columns[_WIDTH_OF[kind]].shape
-            columns["rows"] = np.full(num, len(known))
-            for name, column in columns.items():
-                column.astype(_COLUMNS[kind][name]).tofile(files[name])
-            known.append((row.prompt_id, prompt_key(row.prompt), row.prompt_set))
-            num_examples += num
-            if num:
-                widths.add(width)
-    finally:
-        for file in files.values():
-            file.close()
-    if not widths:
+    for name in (INDEX_FILE, EXAMPLES_FILE):
+        (folder / name).unlink(missing_ok=True)
+    known, num_examples, width = list[tuple[str, str, str]](), 0, 0
+    with ExitStack() as stack:
+        writer = None
+        for rows in parts:
+            batch = batch_of(rows, len(known))
+            known += [(row.prompt_id, prompt_key(row.prompt), row.prompt_set) for row in rows]
+            if batch is None:
+                continue
+            own_width = batch.schema.field(_WIDTH_OF[kind]).type.list_size
+            if writer is None:
+                writer = stack.enter_context(pa.ipc.new_file(folder / EXAMPLES_FILE, batch.schema))
+                width = own_width
+            _check_width({width, own_width})
+            writer.write_batch(batch)
+            num_examples += batch.num_rows
+    if not num_examples:
         raise ValueError(
             f"none of {len(known)} rows has recorded choices of a draft: sweep with --method dense, "
             "or train --kind prompt"
         )
-    if len(widths) != 1:
-        raise ValueError(f"rows of drafts with {' and '.join(map(str, sorted(widths)))} slots: must be of one draft")
     prompt_ids, prompts, sets = zip(*known, strict=True)
-    index = Index(prompt_ids, prompts, sets, kind, num_examples, widths.pop())
+    index = Index(prompt_ids, prompts, sets, kind, num_examples, width)
     write_text(folder / INDEX_FILE, json.dumps(index._asdict()))
     return index
 
 
-def _of_prompt(row: SweepRow, candidates: Sequence[int]) -> Columns:
-    taus = {1: 1.0} | dict(zip(row.candidates, row.taus, strict=True))
-    return {
-        "ids": np.array(row.probs_ids),
-        "probs": np.array(row.probs),
-        "lengths": np.array([len(row.probs_ids)]),
-        "taus": np.array([[taus[size] for size in candidates]]),
-    }
+_WIDTH_OF: dict[Kind, str] = {"prompt": "taus", "step": "ranks"}  # numbers of an example in this column
 
 
-def _of_steps(row: SweepRow) -> Columns:
-    num = len(row.step_places) if row.step_ranks else 0
-    return {
-        "ranks": np.frombuffer(row.step_ranks, np.int8).reshape(num, -1) if num else np.zeros((0, 0)),
-        "scores": np.frombuffer(row.step_scores, "<f2"),
-        "log_probs": np.frombuffer(row.step_log_probs, "<f2"),
-        "drawn": np.full(num, row.temperature >= LEAST_TEMPERATURE),
-    }
+def _check_width(widths: set[int]) -> None:
+    if len(widths) > 1:
+        raise ValueError(f"rows of drafts with {' and '.join(map(str, sorted(widths)))} slots: must be of one draft")
+
+
+def _of_prompts(rows: Sequence[SweepRow], first: int, candidates: Sequence[int]) -> pa.RecordBatch | None:
+    """An example of each row; `first` is the number of the first one in the sweep."""
+    if not rows:
+        return None
+    taus = [{1: 1.0} | dict(zip(row.candidates, row.taus, strict=True)) for row in rows]
+    of_candidates = [[of_row[size] for size in candidates] for of_row in taus]
+    return pa.record_batch(
+        {
+            "row": pa.array(range(first, first + len(rows)), pa.int32()),
+            "ids": pa.array([row.probs_ids for row in rows], pa.list_(pa.int32())),
+            "probs": pa.array([row.probs for row in rows], pa.list_(pa.float32())),
+            "taus": pa.array(of_candidates, pa.list_(pa.float32(), len(candidates))),
+        }
+    )
+
+
+def _of_steps(rows: Sequence[SweepRow], first: int) -> pa.RecordBatch | None:
+    """The recorded steps of rows, of which the first is number `first` in the sweep; None where there are none."""
+    recorded = {first + i: row for i, row in enumerate(rows) if row.step_ranks}
+    if not recorded:
+        return None
+    nums = [len(row.step_places) for row in recorded.values()]
+    widths = {len(row.step_ranks) // num for row, num in zip(recorded.values(), nums, strict=True)}
+    _check_width(widths)
+    (width,) = widths
+
+    def joined(columns: Iterable[bytes], dtype: str, size: int) -> pa.FixedSizeListArray:
+        return pa.FixedSizeListArray.from_arrays(pa.array(np.frombuffer(b"".join(columns), dtype)), size)
+
+    some, choices = recorded.values(), width * NUM_CHOICES
+    drawn = [row.temperature >= LEAST_TEMPERATURE for row in some]
+    return pa.record_batch(
+        {
+            "row": pa.array(np.repeat(np.array(list(recorded), np.int32), nums)),
+            "ranks": joined((row.step_ranks for row in some), "i1", width),
+            "scores": joined((row.step_scores for row in some), "<f2", choices),
+            "log_probs": joined((row.step_log_probs for row in some), "<f2", choices),
+            "drawn": pa.array(np.repeat(drawn, nums)),
+        }
+    )
 
 
 def prompt_key(prompt: str) -> str:
@@ -188,34 +211,39 @@ def read_index(folder: Path) -> Index:
 
 
 def open_examples(folder: Path) -> Examples:
-    """Map the columns of kind `prompt`; examples are in the order of their prompt_ids, whatever that of the parts."""
-    index, columns = _open(folder, "prompt")
+    """Those of kind `prompt`, in the order of their prompt_ids, whatever that of the parts."""
+    index, table = _open(folder, "prompt")
+    rows, ids, probs, taus = (table.column(name).chunk(0) for name in ("row", "ids", "probs", "taus"))
     return Examples(
-        _order(index, columns["rows"]),
-        columns["rows"],
-        columns["ids"],
-        columns["probs"],
-        torch.cat([torch.zeros(1, dtype=torch.int64), columns["lengths"].cumsum(0)]),
-        columns["taus"].view(index.num_examples, -1),
+        _order(index, _tensor(rows)),
+        _tensor(rows),
+        _tensor(ids.flatten()),
+        _tensor(probs.flatten()),
+        _tensor(ids.offsets).long(),
+        _tensor(taus.flatten()).view(index.num_examples, -1),
     )
 
 
 def read_steps(folder: Path, chosen: Callable[[int], bool] = lambda row: True) -> Proposed:
-    """Steps of kind `step` whose row of the sweep is chosen, in the order of their prompt_ids; in memory."""
-    index, columns = _open(folder, "step")
-    order = _order(index, columns["rows"])
-    some = order[_where(columns["rows"][order], chosen)]
-    shape = index.num_examples, index.width
-    ranks, scores, log_probs = columns["ranks"].view(shape), columns["scores"], columns["log_probs"]
-    choices = (*shape, NUM_CHOICES)
-    return Proposed(ranks[some], scores.view(choices)[some], log_probs.view(choices)[some], columns["drawn"][some])
+    """Steps of kind `step` whose row of the sweep is chosen, in the order of their prompt_ids."""
+    index, table = _open(folder, "step")
+    rows = _tensor(table.column("row").chunk(0))
+    order = _order(index, rows)
+    some = order[_where(rows[order], chosen)]
+    ranks, scores, log_probs = (
+        _tensor(table.column(name).chunk(0).flatten()).view(index.num_examples, index.width, -1)[some]
+        for name in ("ranks", "scores", "log_probs")
+    )
+    return Proposed(ranks[..., 0], scores, log_probs, _tensor(table.column("drawn").chunk(0))[some])
 
 
-def _open(folder: Path, kind: Kind) -> tuple[Index, dict[str, Tensor]]:
+def _open(folder: Path, kind: Kind) -> tuple[Index, pa.Table]:
+    """The index, and the examples as a table of one chunk."""
     index = read_index(folder)
     if index.kind != kind:
         raise ValueError(f"examples {folder}: of kind {index.kind!r}, not {kind!r}")
-    return index, {name: _map(folder / name, dtype) for name, dtype in _COLUMNS[kind].items()}
+    with pa.memory_map(str(folder / EXAMPLES_FILE)) as source:
+        return index, pa.ipc.open_file(source).read_all().combine_chunks()
 
 
 def _order(index: Index, rows: Tensor) -> Tensor:
@@ -225,9 +253,8 @@ def _order(index: Index, rows: Tensor) -> Tensor:
     return rank[rows.long()].argsort(stable=True)
 
 
-def _map(path: Path, dtype: Any) -> Tensor:
-    """A column in memory of its own where it is written to; an empty file cannot be mapped."""
-    return torch.from_numpy(np.memmap(path, dtype, mode="c") if path.stat().st_size else np.zeros(0, dtype))
+def _tensor(values: pa.Array) -> Tensor:
+    return torch.from_numpy(values.to_numpy(zero_copy_only=False).copy())
 
 
 def split_examples(folder: Path, held_out: float, seed: int) -> tuple[Examples, Examples]:

@@ -122,14 +122,7 @@ def test_the_index_names_every_row(rows: list[SweepRow], tmp_path: Path) -> None
     assert len(open_examples(tmp_path)) == 12
     with pytest.raises(ValueError, match="of kind 'prompt', not 'step'"):
         read_steps(tmp_path)
-    assert {file.name for file in tmp_path.iterdir()} == {"index.json", "rows", "ids", "probs", "lengths", "taus"}
-
-
-def test_who_reads_examples_keeps_them_while_they_are_written_anew(rows: list[SweepRow], tmp_path: Path) -> None:
-    """As another training with the same output does; columns are mapped, and cutting those short is a bus error."""
-    before = written(tmp_path, rows)
-    written(tmp_path, rows[:2], (2, 4))
-    check(before, ordered(rows))
+    assert {file.name for file in tmp_path.iterdir()} == {"index.json", "examples.arrow"}
 
 
 def test_take_is_those_examples_in_that_order(rows: list[SweepRow], tmp_path: Path) -> None:
@@ -160,17 +153,6 @@ def test_support_is_the_token_ids_with_the_most_mass(rows: list[SweepRow], tmp_p
         for most in (1, 5, VOCAB_SIZE):
             largest = sorted(mass, key=lambda i: -mass[i])[:most]
             assert some.support(VOCAB_SIZE, most).tolist() == sorted(largest)
-
-
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
-def test_columns_are_mapped_and_not_read(rows: list[SweepRow], tmp_path: Path) -> None:
-    """Tensors are the files' pages, private to the process: who changes one changes no file."""
-    examples = written(tmp_path, rows)
-    mapped = Path("/proc/self/maps").read_text()
-    assert all(str(tmp_path / name) in mapped for name in ("ids", "probs", "taus", "rows"))
-    before = (tmp_path / "taus").read_bytes()
-    examples.all_taus.zero_()
-    assert (tmp_path / "taus").read_bytes() == before
 
 
 # --- kind `step` ---

@@ -1,9 +1,9 @@
 """Train a DFlash or EAGLE-3 draft for a target: its answers -> features -> draft, recorded in MLflow.
 
-Ray actors let the target answer the prompts (jobs/answers.py) and keep its features of the answers, Ray Train workers
-fit the draft on them, and the exported draft decodes held-out prompts. The same command continues an interrupted run:
-answers and features by file, training by its last checkpoint. Where the edges of a draft alone are trained
-(`--only-edges`) the actors keep what it says of the answers, in place of features.
+Ray actors let the target answer the prompts (jobs/answers.py) and keep its features of the answers, and Ray Train
+workers fit the draft on them. The same command continues an interrupted run: answers and features by file, training
+by its last checkpoint. Where the edges of a draft alone are trained (`--only-edges`) the actors keep what it says of
+the answers, in place of features. Validations tell tau on held-out answers; jobs/sweep.py tells it by prompt set.
 """
 
 import functools
@@ -40,16 +40,13 @@ from blockpilot.drafts.eagle3 import Eagle3Model
 from blockpilot.models.target import Target
 from blockpilot.pairs.checkpoints import find_draft
 from blockpilot.pairs.loading import load_target
-from blockpilot.prompts.files import Prompt
 from jobs import answers
-from jobs import measure_draft as measure_job
 from jobs.answers import AnswerShards
 from jobs.common.cluster import num_threads, pooled
-from jobs.common.config import PairConfig, absolute_in_submitted_job, main
+from jobs.common.config import absolute_in_submitted_job, main
 from jobs.common.progress import show_progress
 from jobs.common.ray_train import MetricLog, State, recorded, report, saved_state, scaling_config, train
 from jobs.common.registry import Registry
-from jobs.measure_draft import MeasureDraftConfig, TauFigure
 from jobs.training.draft import (
     TrainDraftConfig,
     check_draft,
@@ -67,11 +64,10 @@ SLOT_DOCUMENTS = 8  # whose slots are computed together
 
 
 class TrainDraftResult(NamedTuple):
-    """Exported draft, metrics of its last validation, tau on prompts that it never saw, and the MLflow run."""
+    """Exported draft, metrics of its last validation, and the MLflow run."""
 
     draft: Path
     metrics: dict[str, float]
-    measured: tuple[TauFigure, ...]
     run_id: str
 
 
@@ -83,11 +79,10 @@ class DraftShards(NamedTuple):
 
 
 def run(config: TrainDraftConfig) -> TrainDraftResult:
-    """Answer, train, export and measure; raises ValueError for bad input before any training."""
+    """Answer, train and export; raises ValueError for bad input before any training."""
     absolute_in_submitted_job(config.output, "output")
     config.fit.check()
     check_draft(config)
-    test_prompts = [p for name in config.test_prompts for p in answers.load_counted(name, config.seed)]
     registry = Registry.open()
     written = answers.run(config)
     check_answers(config, written)
@@ -102,11 +97,8 @@ def run(config: TrainDraftConfig) -> TrainDraftResult:
         draft = trained_draft(config, state, written)
         directory = config.output / "draft"
         export(draft, directory)
-        held_out = [prompt for shard in written.held_out for prompt in shard.prompts]
-        measured = measure_draft(config, directory, [*held_out, *test_prompts])
-        record.log_metrics({f"tau_{m.prompt_set}_T{m.temperature:g}": m.tau.value for m in measured})
         record.log_artifact(directory, "draft")
-    return TrainDraftResult(directory, metrics, measured, record.id)
+    return TrainDraftResult(directory, metrics, record.id)
 
 
 # --- before any training ---
@@ -318,26 +310,6 @@ def _describe(fit: TrainingFit, first_step: int, metrics: dict[str, float]) -> s
         f"step {fit.step}/{fit.num_steps} (from {first_step}): loss {metrics['train_loss']:.3f}, "
         f"held-out {metrics['validation_loss']:.3f}, tau {taus}, {metrics['blocks_per_s']:.0f} blocks/s"
     )
-
-
-# --- the result ---
-
-
-def measure_draft(config: TrainDraftConfig, directory: Path, prompts: Sequence[Prompt]) -> tuple[TauFigure, ...]:
-    """Tau of the exported draft at its block size, by prompt set and temperature."""
-    if not config.num_test_prompts:
-        return ()
-    measuring = MeasureDraftConfig(
-        pair=PairConfig(target=config.target, draft=str(directory.absolute()), dtype="bfloat16"),
-        max_prompt_tokens=config.max_prompt_tokens,
-        max_new_tokens=config.max_new_tokens,
-        resources=config.resources,
-    )
-    tasks = []
-    for name in dict.fromkeys(prompt.set for prompt in prompts):
-        chosen = [prompt for prompt in prompts if prompt.set == name][: config.num_test_prompts]
-        tasks += [measure_job.MeasureTask(name, tuple(chosen), t) for t in sorted(set(config.temperatures))]
-    return tuple(measure_job.measure(measuring, tasks))
 
 
 if __name__ == "__main__":

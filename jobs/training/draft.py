@@ -76,10 +76,6 @@ class TrainDraftConfig(AnswersConfig):
     max_failures: int = Field(default=3, ge=0)
     """Lost workers to recover from."""
 
-    test_prompts: tuple[str, ...] = ()
-    """Prompt sets, NAME:COUNT, to measure tau on at the end, besides the held-out prompts."""
-    num_test_prompts: int = Field(default=64, ge=0)
-    """Prompts of each of these sets; 0 measures nothing."""
     num_workers: int = Field(default=1, ge=1)
     """Data-parallel Ray Train workers."""
     output: Path = Path("runs/draft")

@@ -8,6 +8,7 @@ the next run. The seconds of a step are measured at the end, when nothing decode
 
 import platform
 import subprocess
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache, partial
@@ -21,7 +22,7 @@ from ray.exceptions import RayError
 
 from blockpilot.control.cost import PRICE_FILE, StepPrice, read_price
 from blockpilot.prompts.files import Prompt, load_prompts
-from blockpilot.storage import is_file, join, without_secrets, write_text
+from blockpilot.storage import is_file, join, without_secrets, write_bytes, write_text
 from blockpilot.sweep.candidates import Method, candidates_around, check_candidates
 from blockpilot.sweep.rows import Metadata, Outcome, Reject, prompt_ids, read_parts
 from blockpilot.sweep.summary import Summary
@@ -31,7 +32,7 @@ from jobs.common.lease import Lease
 from jobs.common.progress import Progress
 from jobs.sweeping.folder import REJECTS_FILE, SweepFolder, SweepShard, digest
 from jobs.sweeping.scheduler import Scheduler, SweepTask
-from jobs.sweeping.screen import show
+from jobs.sweeping.screen import pictures, show
 from jobs.sweeping.vllm_worker import VllmSweepOptions, VllmSweepWorker
 
 
@@ -255,15 +256,20 @@ def _finish(config: SweepConfig, folder: SweepFolder, num_turns: int, rejects: S
     """Count, read back part by part and show everything the directory holds now."""
     if len(rejects) == num_turns:
         raise ValueError(f"none of the {num_turns} prompts could be swept; the first: {rejects[0].error}")
-    summary, metadata = Summary(), folder.metadata
+    summary, by_set, metadata = Summary(), defaultdict[str, Summary](Summary), folder.metadata
     for part in read_parts(folder.rows):
         summary.add(part.rows)
+        for row in part.rows:
+            by_set[row.prompt_set].add([row])
     if summary.num_rows + len(rejects) != num_turns:
         raise RuntimeError(f"{summary.num_rows} rows and {len(rejects)} rejects for {num_turns} prompts")
     assert metadata is not None
     place = join(config.output, PRICE_FILE)
     price = read_price(place) if is_file(place) else None
-    show(summary, metadata, config.method, price if price and price.pair == metadata.pair else None)
+    price = price if price and price.pair == metadata.pair else None
+    show(summary, by_set, metadata, config.method, price)
+    for name, picture in pictures(summary, by_set, metadata.block_size, price).items():
+        write_bytes(join(config.output, name), picture)
     print(f"{summary.num_rows} rows in {without_secrets(folder.rows)}")
     if rejects:
         where = without_secrets(join(folder.place, REJECTS_FILE))

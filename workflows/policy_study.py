@@ -1,4 +1,4 @@
-"""What a learned block size is worth on the embedded pair: sweeps, policies, evaluations at several loads, a report.
+"""Learned policies on the embedded pair: sweeps, training, evaluations at several loads, and their comparison.
 
 The policies learn from prompts that the draft was not trained on, since a draft accepts more of the answers that it
 knows: a policy that learned from those would expect too much. The embedded draft saw the first prompts of four sets
@@ -8,33 +8,38 @@ conversations, all of them held out, greedily and at temperature 1, alone and in
 fixed block sizes, choices without training, and an oracle; and on code, without code among its training prompts.
 
 It takes hours on two cores (`--stages` picks some, what is done is kept). Evaluations need the policies only, those
-of `workflows/policies` where none were trained, and the report shows the sweeps that are there, and of evaluations
-that are not the figures of `workflows/evaluations`: another machine can go on where one stopped.
+of `workflows/policies` where none were trained; the comparison shows those of `workflows/evaluations` where none were
+measured: another machine can go on where one stopped.
 """
 
 import hashlib
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Literal
 
 from pydantic import Field
 
+from blockpilot.evaluation.statistics import Interval
+from blockpilot.evaluation.tables import markdown
 from blockpilot.policy.training import FitSettings
 from blockpilot.prompts.files import Prompt, load_prompts, save_prompts, split
-from jobs import evaluate, report, sweep, train
+from blockpilot.storage import write_bytes, write_text
+from jobs import evaluate, sweep, train
 from jobs.answers import AnswersConfig, write_own_prompts
+from jobs.common import figures
 from jobs.common.cluster import connect
 from jobs.common.config import Config, PairConfig, Resources, main
 from jobs.common.lease import Lease
-from jobs.evaluation.inputs import EvaluateConfig
-from jobs.evaluation.result import RESULT_FILE
-from jobs.report import ReportConfig
+from jobs.evaluation.inputs import AR, EvaluateConfig
+from jobs.evaluation.result import RESULT_FILE, load_name, read_figures
 from jobs.sweep import SweepConfig
 from jobs.training.config import TrainConfig
 
-Stage = Literal["prompts", "sweep", "train", "evaluate", "transfer", "report"]
-STAGES: tuple[Stage, ...] = ("prompts", "sweep", "train", "evaluate", "transfer", "report")
+Stage = Literal["prompts", "sweep", "train", "evaluate", "transfer", "compare"]
+STAGES: tuple[Stage, ...] = ("prompts", "sweep", "train", "evaluate", "transfer", "compare")
 KEPT = Path(__file__).parent / "policies"
 KEPT_EVALUATIONS = Path(__file__).parent / "evaluations"
 SEEN_BY_DRAFT = {"docstrings": 3000, "signatures": 3000, "chitchat": 4000, "chatterbot": 500}
@@ -217,16 +222,32 @@ def finished(output: Path) -> Path | None:
     return next((place for place in places if (place / RESULT_FILE).exists()), None)
 
 
-def report_config(config: StudyConfig) -> ReportConfig:
-    """All that there is: evaluations, measured here or kept, sweeps, and the policy if it was trained here."""
-    measured = [each.output for each in (*evaluations(config), transfer_config(config))]
-    policy = config.trained("step")
-    return ReportConfig(
-        evaluations=tuple(place for output in measured for place in [finished(output)] if place),
-        sweeps=tuple(sweep for sweep in map(config.sweep, TEMPERATURES) if Path(sweep).exists()),
-        policy=policy if policy.exists() else None,
-        output=config.output / "report",
-    )
+def compare(config: StudyConfig) -> str:
+    """Print, write and draw the speed-ups of all evaluations that there are, measured here or kept.
+
+    A method that all of them have also gets its geometric mean. ValueError where there is no evaluation.
+    """
+    speed_ups = dict[str, dict[str, Interval]]()
+    for place in filter(None, (finished(each.output) for each in evaluations(config))):
+        content = json.loads((place / RESULT_FILE).read_text(encoding="utf-8"))
+        rows = [row for row in map(read_figures, content["figures"]) if row.method != AR]
+        name = load_name(content["config"]["temperature"], content["config"]["concurrency"])
+        speed_ups[name] = {row.method: row.speedup for row in rows}
+    if not speed_ups:
+        raise ValueError(f"{config.output}: no evaluation is finished, there is nothing to compare")
+    table = markdown([_across(method, speed_ups) for method in next(iter(speed_ups.values()))])
+    write_text(config.output / "compared.md", table + "\n")
+    write_bytes(config.output / "speed_ups.png", figures.speed_ups(speed_ups))
+    print(table)
+    return table
+
+
+def _across(method: str, speed_ups: Mapping[str, Mapping[str, Interval]]) -> dict[str, str]:
+    """Cells of a method: its speed-up over plain decoding by load, and their geometric mean."""
+    values = {load: row[method].value for load, row in speed_ups.items() if method in row}
+    mean = f"{geometric_mean(values.values()):.3f}" if len(values) == len(speed_ups) else "-"
+    by_load = {load: f"{values[load]:.2f}" if load in values else "-" for load in speed_ups}
+    return {"method": method, **by_load, "geometric mean": mean}
 
 
 def run(config: StudyConfig) -> None:
@@ -245,8 +266,8 @@ def run(config: StudyConfig) -> None:
             evaluate.run(of_evaluation)
     if "transfer" in config.stages:
         evaluate.run(transfer_config(config))
-    if "report" in config.stages:
-        report.run(report_config(config))
+    if "compare" in config.stages:
+        compare(config)
 
 
 if __name__ == "__main__":

@@ -35,12 +35,10 @@ def tau_curves(curves: Mapping[str, Mapping[int, float]], trained: int) -> bytes
 
 
 def tree_curves(taus: Mapping[str, Mapping[int, float]], speeds: Mapping[str, Mapping[int, float]]) -> bytes:
-    """tau, and times plain decoding, by the drafted tokens that a step verifies: chains beside trees, in pairs."""
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
-    panels = figure.subplots(1, 2, squeeze=False)[0]
-    for axes, curves, what in zip(
-        panels, (taus, speeds), ("tau (tokens a step)", "times plain decoding"), strict=True
-    ):
+    """tau and speed-up over plain decoding by drafted tokens that a step verifies: chains beside trees, in pairs."""
+    shown = {"tau (tokens a step)": taus} | ({"speed-up over plain decoding": speeds} if speeds else {})
+    figure = Figure(figsize=(4.5 * len(shown), 3.4), layout="constrained")
+    for axes, (what, curves) in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown.items(), strict=True):
         for i, (name, curve) in enumerate(curves.items()):
             line = "o--" if name.startswith("chain") else "-"
             axes.plot(list(curve), list(curve.values()), line, color=f"C{i // 2}", markersize=3, label=name)
@@ -51,23 +49,8 @@ def tree_curves(taus: Mapping[str, Mapping[int, float]], speeds: Mapping[str, Ma
     return _png(figure)
 
 
-def best_sizes(counts: Mapping[str, Mapping[int, int]], trained: int) -> bytes:
-    """For how many prompts each block size is the best, by each way to judge."""
-    figure, axes = _new("best block size", "share of the prompts")
-    sizes = sorted({size for count in counts.values() for size in count})
-    width = 0.8 / len(counts)
-    for i, (name, count) in enumerate(counts.items()):
-        places = np.arange(len(sizes)) + (i - (len(counts) - 1) / 2) * width
-        total = sum(count.values())
-        axes.bar(places, [count.get(size, 0) / total for size in sizes], width, label=name)
-    labels = [f"{size}\n(trained)" if size == trained else str(size) for size in sizes]
-    axes.set_xticks(np.arange(len(sizes)), labels)
-    axes.legend(fontsize="small")
-    return _png(figure)
-
-
 def speed_ups(groups: Mapping[str, Mapping[str, Interval]]) -> bytes:
-    """Bars of times plain decoding: a panel for every group, three in a line, and a bar for every method."""
+    """Bars of speed-ups over plain decoding: a panel for every group, three in a line, and a bar for every method."""
     columns = min(len(groups), 3)
     lines = math.ceil(len(groups) / columns)
     figure = Figure(figsize=(3.2 * columns, 3.6 * lines), layout="constrained")
@@ -81,7 +64,7 @@ def speed_ups(groups: Mapping[str, Mapping[str, Interval]]) -> bytes:
         axes.axhline(1, color="black", linewidth=0.8)
         axes.set_title(title, fontsize="small")
     for first in panels[:, 0]:
-        first.set_ylabel("times plain decoding")
+        first.set_ylabel("speed-up over plain decoding")
     return _png(figure)
 
 

@@ -18,13 +18,14 @@ from blockpilot.evaluation.statistics import (
 )
 from blockpilot.evaluation.tables import cells, markdown, with_range
 from blockpilot.pairs.table import NO_DRAFT
-from blockpilot.storage import write_text
+from blockpilot.storage import write_bytes, write_text
 from jobs.common.registry import CHAMPION, UNTRAINED, HeldOut, Registry, Version, kept_for_later
 from jobs.evaluation.actor import Setting
 from jobs.evaluation.inputs import AR, CONTROL, ORACLE, POLICY, STATIC, TREE_PREFIX, EvaluateConfig, Plan, method_name
 
 RESULT_FILE, TABLE_FILE = "evaluation.json", "table.md"
 RUNS_FILE = "runs.json"  # what the figures were worked out from
+PICTURES = SPEED_UPS, OVER_BEST_FIXED, STEP_COST = "speed_ups.png", "over_best_fixed.png", "step_cost.png"
 
 
 class EvaluateResult(NamedTuple):
@@ -78,6 +79,27 @@ def save(config: EvaluateConfig, plan: Plan, setting: Setting, runs: Sequence[Me
     write_text(config.output / RUNS_FILE, json.dumps(measured, indent=1) + "\n")
     write_text(config.output / RESULT_FILE, json.dumps(content, indent=1) + "\n")
     write_text(config.output / TABLE_FILE, table + "\n")
+    for name, picture in _pictures(config, setting, figures, by_set).items():
+        write_bytes(config.output / name, picture)
+
+
+def _pictures(
+    config: EvaluateConfig, setting: Setting, figures: Sequence[Figures], by_set: Mapping[str, Mapping[str, Interval]]
+) -> dict[str, bytes]:
+    """PNGs by file name: speed-ups over AR, what chooses over the best fixed size by prompt set, cost of a step."""
+    from jobs.common import figures as plots  # a second to import
+
+    shown = [m for m in (UNTRAINED, POLICY, ORACLE) if any(m in row for row in by_set.values())]
+    speed_ups = {row.method: row.speedup for row in figures if row.method != AR}
+    drawn = {SPEED_UPS: plots.speed_ups({load_name(config.temperature, config.concurrency): speed_ups})}
+    if shown:
+        drawn[OVER_BEST_FIXED] = plots.over_best_fixed(by_set, shown)
+    return drawn | {STEP_COST: plots.cost_curves(setting.price)}
+
+
+def load_name(temperature: float, concurrency: int) -> str:
+    """Name of an evaluation's load, as tables and pictures of several have it."""
+    return f"T={temperature:g}, {concurrency} request{'s' * (concurrency > 1)} at a time"
 
 
 def log(output: Path, registry: Registry) -> EvaluateResult:
@@ -95,7 +117,7 @@ def log(output: Path, registry: Registry) -> EvaluateResult:
         record.log_tags(found["setting"]["pair"] | {"best_fixed_block_size": best})
         record.log_metrics(_metrics(figures))
         record.log_table([cells(row) for row in figures], "table.json")
-        for file in (output / name for name in (TABLE_FILE, RESULT_FILE, RUNS_FILE)):
+        for file in (output / name for name in (TABLE_FILE, RESULT_FILE, RUNS_FILE, *PICTURES)):
             if file.exists():  # a result may be kept without its runs
                 record.log_artifact(file)
         if version and held_out and found["setting"]["shown_held_out"]:

@@ -20,7 +20,7 @@ from blockpilot.policy.outcomes import Losses, Proposed, losses, outcomes_of
 from blockpilot.policy.reliability import Bin, mean_error, reliability
 from blockpilot.policy.store import FORMAT, INFO_FILE, load_policy, remove_policy, save_policy
 from blockpilot.policy.training import FitTask, new_network
-from blockpilot.storage import remove_folder, write_text
+from blockpilot.storage import remove_folder, write_bytes, write_text
 from blockpilot.sweep.rows import MIN_PROB
 from blockpilot.types import CandidateSet
 from jobs.common.learned_from import LearnedFrom
@@ -29,7 +29,7 @@ from jobs.common.registry import Registry, RunRecord, Version, kept_for_later, m
 from jobs.training.config import TrainConfig
 from jobs.training.dataset import Dataset
 
-TRAINING_FILE = "training.json"
+TRAINING_FILE, RELIABILITY_PICTURE = "training.json", "reliability.png"
 NUM_RELIABILITY_STEPS = 2000
 TRAINED, OWN = "trained", "draft"  # whose chances a reliability is of
 TRAINING_TAG = "training"  # of a version: the id of the training that it was registered for
@@ -73,6 +73,10 @@ def save(config: TrainConfig, data: Dataset, state: State) -> None:
     remove_folder(aside)
     LearnedFrom(frozenset(data.rows.prompts), data.taus).write(aside)
     write_text(aside / TRAINING_FILE, json.dumps(content) + "\n")
+    if curves := curves_of(content):
+        from jobs.common import figures  # a second to import
+
+        write_bytes(aside / RELIABILITY_PICTURE, figures.reliability(curves))
     save_policy(policy, aside)
     remove_policy(config.output)
     for file in sorted(aside.iterdir(), key=lambda file: file.name == INFO_FILE):
@@ -174,7 +178,7 @@ def _log_anew(
         record.log_params(params)
         record.log_tags({"sweep_id": params["sweep_id"]})
         if isinstance(report, Losses):
-            _log_prior(record, found, report)
+            _log_prior(record, output, found, report)
         else:
             _log_network(record, found, report)
         record.log_artifact(output / TRAINING_FILE)
@@ -184,10 +188,12 @@ def _log_anew(
     return record.id, version
 
 
-def _log_prior(record: RunRecord, found: Content, report: Losses) -> None:
+def _log_prior(record: RunRecord, output: Path, found: Content, report: Losses) -> None:
     record.log_metrics({f"nats_{name}": value for name, value in report._asdict().items() if value == value})
     curves = curves_of(found)
     record.log_metrics({f"reliability_error_{name}": mean_error(bins) for name, bins in curves.items() if bins})
+    if (picture := output / RELIABILITY_PICTURE).exists():
+        record.log_artifact(picture)
     if rows := [{"chances": name, **bin_._asdict()} for name, bins in curves.items() for bin_ in bins]:
         record.log_table(rows, "reliability.json")
 

@@ -1,5 +1,6 @@
 """The study of policies: nothing that is measured was trained on, by the draft or by the policy."""
 
+import math
 from importlib import metadata
 from pathlib import Path
 
@@ -10,7 +11,6 @@ from blockpilot.policy.dataset import prompt_key
 from blockpilot.policy.learned import PromptPolicy
 from blockpilot.policy.store import load_policy
 from blockpilot.prompts.files import load_prompts
-from jobs import report
 from jobs.answers import AnswersConfig, load_counted
 from jobs.common.learned_from import LearnedFrom
 from jobs.common.registry import UNTRAINED
@@ -19,15 +19,14 @@ from workflows import policy_study
 from workflows.policy_study import (
     CODE_SETS,
     KEPT,
-    KEPT_EVALUATIONS,
     NUM_PROMPTS,
     SEEN_BY_DRAFT,
     StudyConfig,
+    compare,
     evaluations,
     finished,
     held_out_chitchat,
     policies,
-    report_config,
     sweep_config,
     transfer_config,
     unseen,
@@ -120,16 +119,16 @@ def test_evaluations_of_this_machine_go_before_those_of_the_repository(
         assert finished(output) == folder
 
 
-def test_a_report_needs_neither_sweeps_nor_training_on_this_machine(tmp_path: Path) -> None:
-    config = StudyConfig(output=tmp_path)
-    shown = report_config(config)
-    assert {place.parent for place in shown.evaluations} == {KEPT_EVALUATIONS}
-    assert (shown.sweeps, shown.policy) == ((), None)
-    report.run(shown)
-    text = (shown.output / "report.html").read_text()
-    assert "T=0, 16 at a time" in text
-    config.trained("step").mkdir()
-    assert report_config(config).policy == config.trained("step")
+def test_kept_evaluations_are_compared_where_none_were_measured(tmp_path: Path) -> None:
+    table = compare(StudyConfig(output=tmp_path))
+    first, _, *rows = table.splitlines()
+    assert first.count("at a time") == 6
+    assert {"B=2", "untrained", "policy"} <= {row.split("|")[1].strip() for row in rows}
+    values = [float(cell) for cell in rows[0].split("|")[2:-1]]
+    assert values[-1] == pytest.approx(math.prod(values[:-1]) ** (1 / 6), abs=0.01)
+    assert (tmp_path / "speed_ups.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="no evaluation is finished"):
+        compare(StudyConfig(output=tmp_path, loads=(3,)))
 
 
 @pytest.mark.parametrize("name", ["step", "class", "no-code"])

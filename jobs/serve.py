@@ -35,11 +35,10 @@ from jobs.common.cluster import actor_options, connect, num_cores, num_threads
 from jobs.common.config import main
 from jobs.common.registry import AUTO, CHAMPION, tracking_uri
 from jobs.serving.api import Limits
+from jobs.serving.clients import api_keys
 from jobs.serving.deployment import ReplicaDeployment
-from jobs.serving.errors import RETRY_AFTER_S
-from jobs.serving.gateway import Gateway
-from jobs.serving.keys import api_keys
-from jobs.serving.listener import bound, close, is_loopback, netloc
+from jobs.serving.fields import RETRY_AFTER_S
+from jobs.serving.gateway import Gateway, bound, close, is_loopback, netloc
 from jobs.serving.models import ModelConfig, find_policy, models_by_name
 
 APP = "blockpilot"

@@ -35,7 +35,7 @@ from blockpilot.storage import write_text
 from blockpilot.types import Request, Sampling
 from jobs.bench.http_load import Clients, Received
 from jobs.common.config import Config, PairConfig, main
-from jobs.serving.keys import environment_key
+from jobs.serving.clients import environment_key
 
 BARE = "bare:"
 

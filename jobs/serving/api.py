@@ -20,9 +20,8 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Send
 
-from jobs.serving.errors import ApiError, short
-from jobs.serving.fair_queue import has_room
-from jobs.serving.keys import NO_KEYS, ApiKeys
+from jobs.serving.clients import NO_KEYS, ApiKeys, has_room
+from jobs.serving.fields import ApiError, short
 from jobs.serving.schema import Body, ChatRequest, CompletionRequest, Objects, parse
 
 STATUS_PATIENCE_S = 3.0

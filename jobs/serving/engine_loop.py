@@ -19,8 +19,8 @@ from blockpilot.constraints.automaton import GrammarError
 from blockpilot.control.controller import Controller
 from blockpilot.engine.engine import Engine
 from blockpilot.types import Policy, Request, Step
-from jobs.serving.errors import ApiError
-from jobs.serving.fair_queue import FairQueue, has_room
+from jobs.serving.clients import FairQueue, has_room
+from jobs.serving.fields import ApiError
 
 MAX_FAILURES = 3  # steps in a row that raise; after them the loop is unhealthy
 STALL_S = 120.0  # seconds that a step may take; beyond them the loop is unhealthy, until it ends

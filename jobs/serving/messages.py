@@ -1,18 +1,199 @@
-"""Messages of a conversation, as OpenAI has them, and as chat templates take them.
+"""Parts of a request's schema: structured outputs, tools, and messages, as OpenAI and vLLM name them.
 
 Clients send back what they were given, with fields that other servers and libraries have added to it. Those that say
 nothing to a model are accepted and left out; reasoning, names and ids are given to the template.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from blockpilot.constraints.grammar import ANY_OBJECT, Grammar, of_choices, of_schema
 from blockpilot.constraints.schemas import JsonObject
-from jobs.serving.structured import JsonBody
-from jobs.serving.tools import MAX_TOOLS, CallBody, without
+from jobs.serving.constraints.tools import Tool
+
+MAX_FIELDS = 64  # of an object: bounds what a bad body makes us build
+MAX_CHOICES_OF_TEXT = 1024
+
+
+class JsonBody(BaseModel):
+    """A JSON object; null means absent."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_null(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MAX_FIELDS:
+            raise ValueError(f"{len(value)} fields; at most {MAX_FIELDS} are read")
+        return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+
+
+class NamedSchema(JsonBody):
+    """OpenAI's json_schema; the schema is followed whether `strict` or not."""
+
+    name: str = "schema"
+    description: str | None = None
+    schema_: dict[str, Any] = Field(default_factory=lambda: dict(ANY_OBJECT), alias="schema")
+    strict: bool = True
+
+
+class ResponseFormat(JsonBody):
+    """OpenAI's response_format."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError('json_schema: stands where type is "json_schema", and nowhere else')
+        return self
+
+    @property
+    def grammar(self) -> Grammar | None:
+        if self.type == "text":
+            return None
+        return of_schema(ANY_OBJECT if self.json_schema is None else self.json_schema.schema_)
+
+
+class StructuredOutputs(JsonBody):
+    """vLLM's structured_outputs: one of them."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_object: Literal[True] | None = None
+    regex: str | None = None
+    choice: list[str] | None = Field(None, min_length=1, max_length=MAX_CHOICES_OF_TEXT)
+    grammar_: str | None = Field(None, alias="grammar")
+    """In Lark's or GBNF's notation."""
+    whitespace_pattern: str | None = None
+
+    @model_validator(mode="after")
+    def _check_one(self) -> "StructuredOutputs":
+        asked = (self.json_, self.json_object, self.regex, self.choice, self.grammar_)
+        if sum(each is not None for each in asked) != 1:
+            raise ValueError("one of json, json_object, regex, choice and grammar is needed, and no more")
+        return self
+
+    @property
+    def grammar(self) -> Grammar:
+        if self.regex is not None:
+            return Grammar("regex", self.regex)
+        if self.choice is not None:
+            return of_choices(self.choice)
+        if self.grammar_ is not None:
+            return Grammar("grammar", self.grammar_)
+        schema = ANY_OBJECT if self.json_ is None else _parsed(self.json_)
+        if not isinstance(schema, Mapping):  # what is wrong with it is said when it is compiled
+            return Grammar("json", str(self.json_), self.whitespace_pattern)
+        return of_schema(schema, self.whitespace_pattern)
+
+
+def _parsed(schema: Any) -> Any:
+    try:
+        return json.loads(schema) if isinstance(schema, str) else schema
+    except (ValueError, RecursionError):
+        return None
+
+
+def structured(response_format: ResponseFormat | None, outputs: StructuredOutputs | None) -> Grammar | None:
+    """What a request's text must match; raises ValueError where both fields say something."""
+    of_format = None if response_format is None else response_format.grammar
+    if of_format is not None and outputs is not None:
+        raise ValueError("structured_outputs: response_format asks for a structure, too; one of them is needed")
+    return of_format if outputs is None else outputs.grammar
+
+
+MAX_TOOLS = 128
+MAX_CALLED = 256  # characters of the name of a call that was made
+NO_PARAMETERS: JsonObject = {"type": "object", "properties": {}, "additionalProperties": False}
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+def without(given: Any, ignored: tuple[str, ...]) -> Any:
+    """A JSON object without the fields that say nothing to a model."""
+    return {key: value for key, value in given.items() if key not in ignored} if isinstance(given, dict) else given
+
+
+class FunctionBody(JsonBody):
+    """A function that may be called.
+
+    Its schema is followed whether `strict` or not; of one that is not, what no grammar can enforce is dropped.
+    """
+
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] = Field(default_factory=lambda: dict(NO_PARAMETERS))
+    strict: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_sent(cls, given: Any) -> Any:
+        return without(given, ("cache_control",))
+
+
+class ToolBody(JsonBody):
+    """One of `tools`."""
+
+    type: Literal["function"]
+    function: FunctionBody
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_sent(cls, given: Any) -> Any:
+        return without(given, ("cache_control",))
+
+    @property
+    def tool(self) -> Tool:
+        return Tool(self.function.name, self.function.parameters, self.function.strict)
+
+    @property
+    def shown(self) -> JsonObject:
+        """As a chat template takes it."""
+        return {"type": "function", "function": self.function.model_dump(exclude_none=True, exclude={"strict"})}
+
+
+class NamedFunctionBody(JsonBody):
+    """The name of a function."""
+
+    name: Name
+
+
+class ToolChoiceBody(JsonBody):
+    """`tool_choice` of one function."""
+
+    type: Literal["function"]
+    function: NamedFunctionBody
+
+
+class CalledFunctionBody(JsonBody):
+    """Name and arguments of a call; the latter are JSON in a string, or what a model made of it."""
+
+    name: str = Field(min_length=1, max_length=MAX_CALLED)
+    arguments: Annotated[
+        str, BeforeValidator(lambda value: value if isinstance(value, str) else json.dumps(value))
+    ] = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_sent_back(cls, given: Any) -> Any:
+        return without(given, ("parsed_arguments",))
+
+
+class CallBody(JsonBody):
+    """A call that the assistant made in an earlier turn."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunctionBody
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_sent_back(cls, given: Any) -> Any:
+        return without(given, ("index", "cache_control", "provider_specific_fields", "extra_content"))
+
 
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 IGNORED = (

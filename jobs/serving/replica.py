@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,20 +19,21 @@ from blockpilot.constraints.automaton import GrammarError
 from blockpilot.constraints.grammar import Grammar
 from blockpilot.device import device_name, dtype_name
 from blockpilot.engine.engine import Engine
+from blockpilot.engine.prefixes import PAGE
+from blockpilot.models.target import Target
 from blockpilot.native.library import fastest_dtype
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Message, Prompt, encode_messages
-from blockpilot.types import Request
+from blockpilot.types import MAX_BLOCK_SIZE, Request
+from jobs.serving.constraints.grammars import Calls, Grammars
+from jobs.serving.constraints.tools import CallReader, Tool, family_of, in_words, knows_tools
 from jobs.serving.engine_loop import EngineLoop, Stream, on_passing_thread
-from jobs.serving.errors import ApiError
-from jobs.serving.grammars import Calls, Grammars
-from jobs.serving.memory import check_memory
+from jobs.serving.fields import ApiError
 from jobs.serving.messages import shown
 from jobs.serving.metrics import ReplicaMetrics
 from jobs.serving.policies import PolicyInUse
 from jobs.serving.replies import Reply
 from jobs.serving.schema import Body, ChatRequest, Objects
-from jobs.serving.tool_calls import CallReader, Tool, family_of, in_words, knows_tools
 
 DEFAULT_MAX_LENGTH = 2048
 MOST_CHUNKS = 100.0  # a second, of all streams: each takes a millisecond of the interpreter that the engine shares
@@ -319,3 +321,35 @@ def _choice_request(request: Request, number: int) -> Request:
     """The request of choice `number`: the same with its own seed, an int64 that wraps around."""
     seed = (request.sampling.seed + number + 2**63) % 2**64 - 2**63
     return replace(request, sampling=replace(request.sampling, seed=seed))
+
+
+MEMORY_FILE = Path("/proc/meminfo")
+
+
+def check_memory(pair: Pair, num_slots: int, max_length: int, prefix_tokens: int) -> None:
+    """Raise ValueError where the caches of so many slots and kept tokens do not fit into the memory that is left."""
+    needed, free = cache_bytes(pair, num_slots, max_length, prefix_tokens), _free_bytes(pair.target.device)
+    if free is not None and needed > free:
+        raise ValueError(
+            f"num_slots {num_slots} of {max_length} tokens, prefix_tokens {prefix_tokens}: the caches take"
+            f" {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free; fewer slots or prefix_tokens, or a smaller"
+            " max_length, are needed"
+        )
+
+
+def cache_bytes(pair: Pair, num_slots: int, max_length: int, prefix_tokens: int) -> int:
+    """Memory of the caches of an engine of this size, by those of one slot with one token."""
+    target = Target(pair.target, pair.layer_ids).new_cache(1, 1).num_bytes
+    first, second = (pair.prepared_draft.new_cache(1, length).num_bytes for length in (1, 2))
+    of_slot = target * (max_length + MAX_BLOCK_SIZE) + first + (max_length - 1) * (second - first)
+    return num_slots * of_slot + prefix_tokens // PAGE * PAGE * (target + second - first)
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    """Free memory of a GPU, or of a Linux machine; None where it is not known."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    if not MEMORY_FILE.exists():
+        return None
+    lines = MEMORY_FILE.read_text().splitlines()
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)

@@ -15,10 +15,9 @@ from blockpilot.constraints.schemas import JsonObject
 from blockpilot.engine.detokenize import TextStream
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import DRAFTED, LOOKED_UP, SOURCE_NAMES, Request, Step
-from jobs.serving.answer import ChoiceText, Piece, Shown
+from jobs.serving.answer import ChoiceText, Piece, ScoredToken, Shown, TokenText, unique_names
+from jobs.serving.constraints.tools import CallReader, whole_calls
 from jobs.serving.schema import Body, ChatRequest
-from jobs.serving.token_texts import ScoredToken, TokenText, unique_names
-from jobs.serving.tool_calls import CallReader, whole_calls
 
 
 class Answered(NamedTuple):

@@ -21,13 +21,18 @@ from pydantic import (
 
 from blockpilot.constraints.grammar import Grammar
 from blockpilot.types import MAX_BLOCK_SIZE, Layout, Sampling
-from jobs.serving.errors import ApiError, short
-from jobs.serving.messages import ChatMessage
-from jobs.serving.neutral import NEUTRAL, allowed, is_neutral
-from jobs.serving.structured import JsonBody, ResponseFormat, StructuredOutputs, structured
-from jobs.serving.tool_calls import Tool
-from jobs.serving.tools import MAX_TOOLS, ToolBody, ToolChoiceBody
-from jobs.serving.values import Biases, Flag, Metadata, Whole, whole
+from jobs.serving.constraints.tools import Tool
+from jobs.serving.fields import NEUTRAL, ApiError, Biases, Flag, Metadata, Whole, allowed, is_neutral, short, whole
+from jobs.serving.messages import (
+    MAX_TOOLS,
+    ChatMessage,
+    JsonBody,
+    ResponseFormat,
+    StructuredOutputs,
+    ToolBody,
+    ToolChoiceBody,
+    structured,
+)
 
 MAX_STOPS = 16  # OpenAI takes 4; evaluations send more
 MAX_STOP_LENGTH = 4096  # characters; a text that nearly matches is held back as long

@@ -14,7 +14,7 @@ from fastapi.testclient import TestClient
 from blockpilot.pairs.loading import Pair
 from helpers.patience import patient
 from jobs.serving.api import make_app
-from jobs.serving.listener import http_server
+from jobs.serving.gateway import http_server
 from jobs.serving.replica import Replica
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

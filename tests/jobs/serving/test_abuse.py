@@ -34,7 +34,7 @@ from jobs.bench.http_load import Clients, Received
 from jobs.common.registry import Registry, Version
 from jobs.serving import listener
 from jobs.serving.api import Limits
-from jobs.serving.keys import ApiKeys
+from jobs.serving.clients import ApiKeys
 
 ROOT = Path(__file__).parents[3]
 GOOD_KEY, BAD_KEY = "of-the-well-behaved", "of-the-abusers"

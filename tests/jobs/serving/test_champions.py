@@ -29,9 +29,8 @@ from helpers.prices import price
 from jobs.common.registry import Registry, Version, model_name
 from jobs.serving import champions
 from jobs.serving.champions import ChampionWatch
-from jobs.serving.errors import ApiError
-from jobs.serving.memory import cache_bytes, check_memory
-from jobs.serving.replica import Replica
+from jobs.serving.fields import ApiError
+from jobs.serving.replica import Replica, cache_bytes, check_memory
 from jobs.serving.schema import ChatRequest, parse
 
 CHAT = {"messages": [{"role": "user", "content": "Once"}], "model": "target", "temperature": 0, "max_tokens": 20}

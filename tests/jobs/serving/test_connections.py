@@ -16,8 +16,8 @@ from helpers.patience import patient
 from helpers.servers import free_port
 from jobs.serving import listener
 from jobs.serving.api import Exchange, Limits, make_app
+from jobs.serving.clients import ApiKeys
 from jobs.serving.gateway import Gateway
-from jobs.serving.keys import ApiKeys
 from jobs.serving.schema import Body
 
 KEYS = ApiKeys.of(("greedy", "modest"))

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from blockpilot.pairs.loading import Pair
 from helpers.api import COMPLETIONS, LONG, HttpCall, app_of, idle, replica_of, until
-from jobs.serving.fair_queue import FairQueue, has_room
-from jobs.serving.keys import ApiKeys
+from jobs.serving.clients import ApiKeys, FairQueue, has_room
 
 KEYS = ApiKeys.of(("key-a", "key-b", "key-c"))
 

@@ -16,9 +16,9 @@ from blockpilot.constraints.automaton import GrammarError
 from blockpilot.constraints.grammar import Grammar
 from blockpilot.pairs.loading import Pair
 from jobs.serving import grammars as module
-from jobs.serving.errors import ApiError
-from jobs.serving.grammars import Calls, Grammars, Kept
-from jobs.serving.tool_calls import Tool
+from jobs.serving.constraints.grammars import Calls, Grammars, Kept
+from jobs.serving.constraints.tools import Tool
+from jobs.serving.fields import ApiError
 
 WRONG = Grammar("lark", "start: nowhere")
 STALLING = {"allOf": [{"type": "integer", "multipleOf": prime} for prime in (97, 101, 103, 107)]}

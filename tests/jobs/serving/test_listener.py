@@ -10,7 +10,7 @@ import pytest
 from helpers.servers import free_port
 from jobs.common.config import ConfigError
 from jobs.serve import LOOPBACK_NAMES, ServeConfig, is_open
-from jobs.serving.listener import bound, close, is_loopback, netloc
+from jobs.serving.gateway import bound, close, is_loopback, netloc
 
 
 def has_ipv6() -> bool:

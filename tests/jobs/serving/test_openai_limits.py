@@ -27,8 +27,8 @@ from helpers.api import (
 from helpers.patience import patient
 from jobs.serve import LOOPBACK_NAMES
 from jobs.serving.api import Exchange, Limits, make_app
-from jobs.serving.errors import ApiError
-from jobs.serving.keys import ApiKeys
+from jobs.serving.clients import ApiKeys
+from jobs.serving.fields import ApiError
 from jobs.serving.replica import Replica
 from jobs.serving.schema import Body, ChatRequest, Objects, parse
 

@@ -16,7 +16,7 @@ from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Message, Prompt
 from blockpilot.types import DRAFTED, LOOKED_UP, Layout, Request, Step
 from helpers.api import app_of, over_http, replica_of
-from jobs.serving.keys import ApiKeys
+from jobs.serving.clients import ApiKeys
 
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -27,7 +27,7 @@ from jobs.common.cluster import num_cores
 from jobs.common.config import ConfigError, PairConfig, main
 from jobs.common.registry import Registry, model_name
 from jobs.serve import ServeConfig, build_app, run
-from jobs.serving.keys import ApiKeys, api_keys
+from jobs.serving.clients import ApiKeys, api_keys
 from jobs.serving.models import ModelConfig, ReplicaResources, find_policy, models_by_name
 
 CHAT = {"messages": [{"role": "user", "content": "Once"}], "model": "target", "temperature": 0}

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from blockpilot.types import TokenLogprobs
 from helpers.vocabularies import byte_fallback, byte_fallback_bytes, byte_level, byte_level_bytes
-from jobs.serving.token_texts import ScoredToken, TokenReader, unique_names
+from jobs.serving.answer import ScoredToken, TokenReader, unique_names
 
 BYTE_LEVEL, BYTE_FALLBACK = byte_level(), byte_fallback()
 SPELLED = {id(BYTE_LEVEL): byte_level_bytes, id(BYTE_FALLBACK): byte_fallback_bytes}

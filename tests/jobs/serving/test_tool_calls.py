@@ -15,8 +15,8 @@ from blockpilot.constraints.automaton import GrammarCompiler, GrammarError
 from blockpilot.pairs.loading import Pair
 from helpers.api import CHAT, QUESTION, app_of, ask, client_of, events, over_http, replica_of
 from helpers.tiny import CHAT_TEMPLATE, EOS_ID, byte_tokenizer
+from jobs.serving.constraints.tools import CallReader, Family, Tool, family_of, grammar_of
 from jobs.serving.replica import Replica
-from jobs.serving.tool_calls import CallReader, Family, Tool, family_of, grammar_of
 
 SHOWN = (
     "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}"

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from blockpilot.constraints.automaton import GrammarCompiler, GrammarError
 from helpers.tiny import EOS_ID, byte_tokenizer
-from jobs.serving.coder_calls import END_OF_VALUE, FORMATS, search, text_of
-from jobs.serving.tool_calls import CallDelta, CallReader, Family, Tool, grammar_of, whole_calls
-from jobs.serving.tool_schemas import fitted
+from jobs.serving.constraints.coder import END_OF_VALUE, FORMATS, search, text_of
+from jobs.serving.constraints.tools import CallDelta, CallReader, Family, Tool, fitted, grammar_of, whole_calls
 
 JsonObject = dict[str, Any]
 FAMILIES: tuple[Family, ...] = ("hermes", "llama", "coder")

@@ -21,9 +21,8 @@ from typing import Any, NamedTuple
 from blockpilot.constraints.automaton import CompiledGrammar, GrammarCompiler, GrammarError
 from blockpilot.constraints.grammar import Grammar
 from blockpilot.pairs.loading import Pair
-from jobs.serving.errors import ApiError
-from jobs.serving.tool_calls import Family, Tool, grammar_of
-from jobs.serving.tool_schemas import opened
+from jobs.serving.constraints.tools import Family, Tool, grammar_of, opened
+from jobs.serving.fields import ApiError
 
 CPU_S = 2  # of compiling one grammar
 PATIENCE_S = 60.0  # on a busy machine: the process ends itself when it has had its seconds of a CPU
@@ -178,7 +177,7 @@ class Grammars:
     def _start_trial(self) -> "subprocess.Popen[bytes]":
         assert self._compiler is not None
         trial = subprocess.Popen(
-            [sys.executable, "-m", "jobs.serving.grammar_trial"],
+            [sys.executable, "-m", "jobs.serving.constraints.trial"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},

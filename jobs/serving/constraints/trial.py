@@ -18,8 +18,7 @@ from typing import Any
 from llguidance import LLMatcher, LLTokenizer
 
 from blockpilot.constraints.grammar import Grammar, complaint, limits
-from jobs.serving.tool_calls import Tool, grammar_of
-from jobs.serving.tool_schemas import fitted, opened
+from jobs.serving.constraints.tools import Tool, fitted, grammar_of, opened
 
 MEMORY_BYTES = 4 * 2**30  # of addresses
 STACK_BYTES = 2**22  # a quarter of what the replica's threads have, on which the same is compiled again

@@ -32,7 +32,7 @@ from helpers.abusers import Abuser
 from helpers.api import app_of, over_http, replica_of
 from jobs.bench.http_load import Clients, Received
 from jobs.common.registry import Registry, Version
-from jobs.serving import listener
+from jobs.serving import gateway
 from jobs.serving.api import Limits
 from jobs.serving.clients import ApiKeys
 
@@ -50,7 +50,7 @@ def test_abusers_are_answered_and_get_no_internal_error(tiny_pair: Pair, monkeyp
     monkeypatch.setattr(abusers, "READER_S", 0.1)
     monkeypatch.setattr(abusers, "NUM_AT_ONCE", 20)
     monkeypatch.setattr(abusers, "GRAMMARS", {"wrong": abusers.GRAMMARS["wrong"]})
-    monkeypatch.setattr(listener, "LOOK_S", 0.2)
+    monkeypatch.setattr(gateway, "LOOK_S", 0.2)
     limits = Limits(max_body_bytes=2**16, timeout_s=5, body_timeout_s=0.3)
     found: Counter[str] = Counter()
 

@@ -14,7 +14,7 @@ import pytest
 from helpers.api import COMPLETIONS, HttpCall, over_http, until
 from helpers.patience import patient
 from helpers.servers import free_port
-from jobs.serving import listener
+from jobs.serving import gateway
 from jobs.serving.api import Exchange, Limits, make_app
 from jobs.serving.clients import ApiKeys
 from jobs.serving.gateway import Gateway
@@ -132,7 +132,7 @@ def test_slow_bodies_of_a_key_leave_places_to_others() -> None:
 @pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: here\r\nX: "])
 def test_a_connection_without_a_whole_head_is_cut(sent: bytes, opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """Silent ones, those that drip, and those that go on with a head that does not end."""
-    monkeypatch.setattr(listener, "LOOK_S", 0.3)
+    monkeypatch.setattr(gateway, "LOOK_S", 0.3)
     with over_http(make_app({"fast": FastModel()})) as url:
         silent, dripping = opened(url, sent), opened(url, b"GET /health HTTP/1.1\r\nHost: here\r\nX: ")
         with pytest.raises(ConnectionError):
@@ -148,7 +148,7 @@ def test_a_connection_that_is_kept_for_the_next_request_outlives_many_looks(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And one that waits for its answer, or reads it slowly."""
-    monkeypatch.setattr(listener, "LOOK_S", 0.05)
+    monkeypatch.setattr(gateway, "LOOK_S", 0.05)
     with over_http(make_app({"fast": FastModel()})) as url:
         get = b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n"
         kept = opened(url, get)
@@ -164,7 +164,7 @@ def test_a_connection_that_is_kept_for_the_next_request_outlives_many_looks(
 
 
 def test_a_connection_that_does_not_read_is_cut(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "LOOK_S", 0.3)
+    monkeypatch.setattr(gateway, "LOOK_S", 0.3)
     app = make_app({"fast": FastModel()})
     with over_http(app) as url:
         unread = opened(url, request_of(BODY | {"max_tokens": 900}, ""))

@@ -15,7 +15,7 @@ import pytest
 from blockpilot.constraints.automaton import GrammarError
 from blockpilot.constraints.grammar import Grammar
 from blockpilot.pairs.loading import Pair
-from jobs.serving import grammars as module
+from jobs.serving.constraints import grammars as module
 from jobs.serving.constraints.grammars import Calls, Grammars, Kept
 from jobs.serving.constraints.tools import Tool
 from jobs.serving.fields import ApiError

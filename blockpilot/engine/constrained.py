@@ -32,6 +32,7 @@ def settle(
     is_cut = not sampling.is_greedy and cuts(sampling, logits.shape[1])
     children, path = tree.children, list[int]()
     node: int | None = 0
+    # Only choices on the accepted path are settled: others are never read.
     while node is not None and chosen[node] != NO_TOKEN and not automaton.ends(path):
         if is_cut or not automaton.allowed(path, chosen[node : node + 1])[0]:
             try:
@@ -41,6 +42,7 @@ def settle(
                     raise
                 chosen[node] = NO_TOKEN  # the tokens before it stand, as in plain decoding
                 break
+            # The same noise among what is allowed: the draw of one token at a time.
             masked = logits[node : node + 1].masked_fill(refused, -math.inf)
             if logits is not of_target and masked.isneginf().all():
                 masked = of_target[node : node + 1].masked_fill(refused, -math.inf)
@@ -68,6 +70,7 @@ def allowed(automaton: Automaton, slots: Slots) -> Follow:
             return
         chances = slots.chances[min(num_later, len(slots.chances) - 1)][depth][after]
         may = automaton.allowed(path, tokens)
+        # What is refused cannot be chosen: its probability is shared among the rest.
         left = 1.0 - sum(chance for chance, fits in zip(chances, may, strict=False) if not fits)
         for rank, (token, chance, fits) in enumerate(zip(tokens, chances, may, strict=False)):
             if fits and chance > 0:

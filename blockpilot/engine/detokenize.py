@@ -40,6 +40,7 @@ class TextStream:
 
         Stop strings are looked for in the text from the first tokens on that `may_stop`.
         """
+        # The decoder holds back the beginning of a character, the search what may be that of a stop string.
         text = self._utf8.decode(b"".join(map(self._speller.push, tokens)))
         return self._search.push(text) if may_stop else text
 

@@ -7,7 +7,7 @@ cache together before the row drafts: in runs of plain steps one token at a time
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -68,8 +68,9 @@ class Drafter:
         paths [R] are the accepted ones of blocks, chosen [M] the target's choices.
         """
         final, following = batch.final(paths), batch.following(chosen)
-        of_final = features[tensor_on(features.device, [place for places in final.values() for place in places])]
-        of_rows = of_final.split([len(places) for places in final.values()])
+        # One gather for all rows: on a GPU each would be a kernel of its own.
+        of_final = features[tensor_on(features.device, list(chain.from_iterable(final.values())))]
+        of_rows = of_final.split(list(map(len, final.values())))
         for (row, places), of_row in zip(final.items(), of_rows, strict=True):
             row.features.append(of_row)
             row.following += [following[place] for place in places]
@@ -79,19 +80,28 @@ class Drafter:
 
         Returns the context vector [hidden] of the last token of each row that lacked any.
         """
-        lacking = [(row, slot) for row, slot in zip(rows, slots, strict=True) if row.following]
+        # 1. Side by side: what each row lacks, from the position on up to which the cache is filled.
+        lacking, own_slots, sizes, starts = list[Row](), list[int](), list[int](), list[int]()
+        features, following = list[Tensor](), list[int]()
+        for row, slot in zip(rows, slots, strict=True):
+            if row.following:
+                lacking.append(row)
+                own_slots.append(slot)
+                sizes.append(len(row.following))
+                starts.append(row.num_drafted_from)
+                features += row.features
+                following += row.following
         if not lacking:
             return {}
-        sizes = [len(row.following) for row, _ in lacking]
-        features = torch.cat([of_step for row, _ in lacking for of_step in row.features])
-        following = [token for row, _ in lacking for token in row.following]
-        packing = Packing(sizes, [row.num_drafted_from for row, _ in lacking], features.device)
-        vectors = self._draft.keep_up(features, following, [slot for _, slot in lacking], packing, self.cache)
-        for (row, _), size in zip(lacking, sizes, strict=True):
+        # 2. One pass of the draft's context projection over all of it.
+        packing = Packing(sizes, starts, features[0].device)
+        vectors = self._draft.keep_up(torch.cat(features), following, own_slots, packing, self.cache)
+        # 3. Nothing is lacking any more; the last token's vector is what a policy may see.
+        for row, size in zip(lacking, sizes, strict=True):
             row.num_drafted_from += size
             row.features, row.following = [], []
-        last = vectors[tensor_on(vectors.device, [end - 1 for end in accumulate(sizes)])]
-        return {row: vector for (row, _), vector in zip(lacking, last, strict=True)}
+        last = np.cumsum(sizes) - 1
+        return dict(zip(lacking, vectors[tensor_on(vectors.device, last.tolist())], strict=True))
 
 
 class Drafts(NamedTuple):
@@ -147,6 +157,7 @@ class Proposer:
         free = [r for r, row in enumerate(rows) if row.adapts]
         if not free:
             return depths
+        # Rows of fixed sizes are a load that the controller cannot change.
         beside = Load(len(rows) - len(free), sum(depths), num_fixed(rows), self._passes(depths))
         most = np.array([rows[r].most_depth(self._deepest) for r in free], dtype=int)
         chosen = controller.plan(Planned(kinds[free], most), beside)
@@ -158,6 +169,7 @@ class Proposer:
         self, rows: Sequence[Row], depths: Sequence[int], paths: Paths | None, controller: Controller
     ) -> Offered | None:
         """Candidates for rows [R], after one pass of the draft over those that draft; None where there are none."""
+        # 1. The draft, for rows that draft: its cache first takes in what it lacks of them.
         slots = [slot for slot, depth in enumerate(depths) if depth]
         offered: Offered | None = None
         if slots:
@@ -166,6 +178,7 @@ class Proposer:
             self._drafter.keep_up(drafting, slots)
             found = self._drafter.propose(drafting, slots, of_slots, NUM_CANDIDATES if many else 1)
             offered = offer(found, slots, [row.adapts for row in drafting], of_slots, controller)
+        # 2. Paths of rows' own texts beside its choices, also for rows that do not draft.
         if paths is not None and paths.sizes.any():
             offered = offer_paths(offered, paths, controller.model.paths.weights)
         return offered
@@ -192,6 +205,7 @@ def _changed_candidates(
 ) -> Candidates:
     """`draft_candidates` for rows [N] of which some have logits processors, which change the draft's logits alike."""
     logits = head(hidden)
+    # Tokens are counted in the target's vocabulary, of which a draft may know a part.
     logits = logits if head.subset is None else head.subset.expanded(logits)
     logits = logits.float()
     by_row: dict[Row, list[int]] = {}

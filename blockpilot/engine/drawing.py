@@ -28,21 +28,25 @@ def choose_tokens(batch: Batch, logits: Tensor, graphs: Graphs | None = None) ->
     draws, scored = batch.draws, batch.scored
     if not draws:
         return []
+    # 1. Logits processors change a copy, each row by its own text and, in a tree, each node's path.
     changed = dict[Row, Tensor]()
     for row, tree, own in scored:
         if row.processor is not None:
             positions = [position for position, _ in draws[own]]
             changed[row] = row.processor(logits[own], row.tokens, positions, paths_of(tree))
+    # 2. One draw for all rows that were not changed, one for the others.
     if not changed:
         chosen = _sample(logits, draws, graphs)
     else:
-        free = [i for row, _, own in scored if row not in changed for i in range(own.start, own.stop)]
-        apart = [i for row, _, own in scored if row in changed for i in range(own.start, own.stop)]
+        free, apart = list[int](), list[int]()
+        for row, _, own in scored:
+            (apart if row in changed else free).extend(range(own.start, own.stop))
         chosen = [NO_TOKEN] * len(draws)
         of_changed = torch.cat(list(changed.values()))
         for places, some in ((free, logits[free]), (apart, of_changed)):
             for i, token in zip(places, _sample(some, [draws[i] for i in places], graphs), strict=True):
                 chosen[i] = token
+    # 3. Constrained rows settle their choices; one whose automaton fails has none.
     for row, tree, own in scored:
         if row.automaton is not None and row.error is None:
             try:

@@ -173,6 +173,7 @@ class Engine:
         steps, accepted = self._commit(batch, logits, features)
         self._keep_prefixes(steps)
         self._retire()
+        # 5. Learn: acceptance from what was verified, and the step cost, unless a graph was captured meanwhile.
         has_captured = len(self._cache.graphs or ()) > num_graphs
         taken_in = sum(prompts.values())
         outcome = drafts.outcome(rows, accepted, steps, num_prompt_tokens=taken_in, has_captured=has_captured)
@@ -183,18 +184,19 @@ class Engine:
 
     def _schedule(self) -> dict[Row, int]:
         """Prompts in the order of the requests, and how many tokens of each are taken in: the last may be cut."""
+        # A prompt that was cut goes on first, in the slot after those that decode.
         rows = [] if self._partial is None else [self._partial]
         left = self.max_prefill_tokens - sum(row.num_uncached for row in rows)
         while self._waiting and left > 0 and len(self._rows) + len(rows) < self.num_slots:
             if self._prefixes.worth_waiting(self._waiting[0], rows):
-                break
+                break  # once the prompt beside it is through, it shares those pages
             row = self._waiting.popleft()
             self._prefixes.reuse(row, len(self._rows) + len(rows))
             rows.append(row)
             left -= row.num_uncached
         taken = {row: row.num_uncached for row in rows}
         if rows:
-            taken[rows[-1]] += min(left, 0)
+            taken[rows[-1]] += min(left, 0)  # only the last one can be beyond the limit
         return taken
 
     # --- score ---
@@ -243,12 +245,12 @@ class Engine:
 
     def _relocate(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Move what the target's cache holds of accepted paths [R] to the columns of their positions."""
-        moves = [
-            (slot, start + node, start + depth)
-            for slot, (start, path) in enumerate(zip(starts, paths, strict=False))
-            for depth, node in enumerate(path)
-            if node != depth
-        ]
+        moves = list[tuple[int, int, int]]()
+        for slot, (start, path) in enumerate(zip(starts, paths, strict=False)):
+            for depth, node in enumerate(path):
+                # The chain of first children lies where it belongs already (trees.places_of).
+                if node != depth:
+                    moves.append((slot, start + node, start + depth))
         if moves:
             self._cache.relocate(*self._tensor(moves).T)
 
@@ -262,14 +264,17 @@ class Engine:
         if features is None:
             return {}
         self._drafter.note(batch, paths, chosen, features)
-        first = len(batch.trees)  # slot of a prompt
-        due = [slot for slot, row in enumerate(batch.rows) if slot >= first or len(row.following) >= MOST_KEPT]
-        return self._drafter.keep_up([batch.rows[slot] for slot in due], due)
+        # Blocks wait until the row drafts: one pass over many tokens costs less than many over one.
+        first_prompt, due = len(batch.trees), dict[int, Row]()
+        for slot, row in enumerate(batch.rows):
+            if slot >= first_prompt or len(row.following) >= MOST_KEPT:
+                due[slot] = row
+        return self._drafter.keep_up(list(due.values()), list(due))
 
     def _keep_prefixes(self, steps: Sequence[Step]) -> None:
         if self._prefixes.num_bytes:
-            over = [slot for slot, row in enumerate(self._rows) if row.finished and not row.failed]
-            self._drafter.keep_up([self._rows[slot] for slot in over], over)
+            over = {slot: row for slot, row in enumerate(self._rows) if row.finished and not row.failed}
+            self._drafter.keep_up(list(over.values()), list(over))
             self._prefixes.keep(self._rows, steps)
 
     def _begin(
@@ -321,7 +326,7 @@ class Engine:
             if not self._rows[slot].finished:
                 continue
             self._lookup.end(self._rows[slot])
-            if self._rows[slot].failed:
+            if self._rows[slot].failed:  # its keys and values may be NaN, which a mask does not hide
                 self._cache.clear(slot)
                 self._drafter.cache.clear(slot)
             last = self._rows.pop()

@@ -70,6 +70,7 @@ def generate(
         min_new_tokens=min_new_tokens,
         lookup=lookup,
     )
+    # No longer than this text: its caches are all the memory that the engine takes.
     max_length = max(2, min(len(request.prompt_ids) + max_new_tokens, pair.max_length))
     engine = Engine(pair, num_slots=1, max_length=max_length, policy=policy)
     engine.add(request)

@@ -41,8 +41,10 @@ class Offered(NamedTuple):
         first, depth = self.lists.firsts[r], self.lists.depths[r]
         tokens, chances, places = self.lists.tokens, self.lists.chances, self.lists.places
         some = slice(first, first + depth)
-        # Empty places, at the ends of lists that paths share, have no token.
-        of_slots = [[[t for t in each if t >= 0] for each in lists] for lists in tokens[some].tolist()]
+        of_slots = list[list[list[int]]]()
+        for lists in tokens[some].tolist():
+            # Empty places, at the ends of lists that paths share, have no token.
+            of_slots.append([[token for token in tokens_after if token >= 0] for tokens_after in lists])
         sources = None
         choices, steps = self.lists.choices, self.lists.steps
         if choices is not None and steps is not None:
@@ -112,28 +114,37 @@ def grow_all(
     """Nodes to verify of rows [R] of these kinds [R], `most` of each at most: as many as `select` says of a row that
     adapts, of others their fixed size.
     """
+    trees = list[list[Node]]([] for _ in rows)
     limits = [most if row.adapts else max(0, row.next_block_size - 1) for row in rows]
     places = {slot: i for i, slot in enumerate(offered.slots)} if offered is not None else {}
-    in_c = [slot for slot in places if rows[slot].automaton is None] if has_functions() else []
-    forced = (slot for slot, row in enumerate(rows) if row.automaton is not None)
-    others = sorted({*places, *forced} - {*in_c})
-    growing, found = [*in_c, *others], list[list[Node]]([] for _ in rows)
+    # 1. Rows grow in C; those with an automaton, which may force tokens that nobody offered, one by one.
+    in_c, apart = list[int](), list[int]()
+    for slot, row in enumerate(rows):
+        if row.automaton is not None or (slot in places and not has_functions()):
+            apart.append(slot)
+        elif slot in places:
+            in_c.append(slot)
+    growing = [*in_c, *apart]
     if not growing:
-        return found
+        return trees
     parts = [_grown(offered, rows, in_c, places, limits, most)] if offered is not None and in_c else []
-    if others:
-        parts.append(_listed([_nodes(rows[slot], offered, places.get(slot), limits[slot]) for slot in others], most))
+    if apart:
+        parts.append(_listed([_nodes(rows[slot], offered, places.get(slot), limits[slot]) for slot in apart], most))
     grown = parts[0] if len(parts) == 1 else Nodes._make(map(np.concatenate, zip(*parts, strict=True)))
+    # 2. How many nodes of each are verified: the controller says so of rows that adapt.
     sizes, free = grown.num.copy(), [i for i, slot in enumerate(growing) if rows[slot].adapts]
     if free:
-        of_slots = dict(zip(offered.slots, offered.drafted.tolist(), strict=True)) if offered is not None else {}
-        drafted = np.array([of_slots.get(growing[i], 0) for i in free])
+        slots = np.array(growing)[free]
+        drafted = np.zeros(len(rows), dtype=np.int64)
+        if offered is not None:
+            drafted[list(offered.slots)] = offered.drafted
+        # Depth of what is drafted, 0 of what is looked up, -1 of what is neither: forced.
         depths = np.where(grown.steps >= 0, 0, np.where(grown.choices >= 0, grown.depths, -1))
-        of_rows = kinds[[growing[i] for i in free]], drafted, grown.num[free], grown.chances[free], depths[free]
-        sizes[free] = select(Trees(*of_rows))
+        of_trees = grown.num[free], grown.chances[free], depths[free]
+        sizes[free] = select(Trees(kinds[slots], drafted[slots], *of_trees))
     for slot, nodes in zip(growing, _first(grown, sizes), strict=True):
-        found[slot] = nodes
-    return found
+        trees[slot] = nodes
+    return trees
 
 
 def _first(trees: Nodes, sizes: Array) -> list[list[Node]]:
@@ -193,10 +204,14 @@ def outcomes_of(
     offered: Offered | None,
 ) -> Verified:
     """`verified` of the rows of a batch that adapt and emitted something in these steps."""
-    emitted = {step.request_id: step.tokens for step in steps}
-    told = [r for r, row in enumerate(rows) if row.adapts and row.request_id in emitted]
-    of_rows = [emitted[rows[r].request_id] for r in told]
-    return verified([drafts[r] for r in told], [paths[r] for r in told], of_rows, offered)
+    tokens_of = {step.request_id: step.tokens for step in steps}
+    told, taken, emitted = list[Sequence[Node]](), list[Sequence[int]](), list[Sequence[int]]()
+    for row, nodes, path in zip(rows, drafts, paths, strict=True):
+        if row.adapts and row.request_id in tokens_of:
+            told.append(nodes)
+            taken.append(path)
+            emitted.append(tokens_of[row.request_id])
+    return verified(told, taken, emitted, offered)
 
 
 def verified(
@@ -216,6 +231,7 @@ def verified(
         if not nodes:
             continue
         places, on_path = places_of(nodes), set(path)
+        # A node is known if its parent is on the accepted path.
         is_alone = all(node.step < 0 for node in nodes)
         for node in nodes:
             if places[node.parent] in on_path:

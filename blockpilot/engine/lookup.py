@@ -34,6 +34,7 @@ class Lookup:
         if not looking or self._index is None:
             return None
         found = self._matches([rows[r] for r in looking], min(most, MAX_DEPTH), self._index)
+        # Cut at each row's limit, and where the controller finds the rest too unlikely.
         deepest = np.array([max(0, rows[r].deepest) for r in looking])
         sizes = np.minimum(found.sizes, deepest)
         if not sizes.any():

@@ -11,6 +11,7 @@ Changed logits are float32: a bias of 0.1 would be lost in bfloat16.
 import math
 from array import array
 from collections.abc import Sequence
+from itertools import chain
 from typing import Self
 
 import numpy as np
@@ -56,13 +57,16 @@ class LogitsProcessor:
         tokens: the row's text. paths [n]: what follows it before each position; nothing that counts without them.
         """
         changed = logits.to(torch.float32, copy=True)
+        # 1. Bias.
         if bias := self._sampling.logit_bias:
             ids, values = (tensor_on(changed.device, of_bias) for of_bias in zip(*bias, strict=True))
             changed[:, ids] += values.float()
+        # 2. Nothing stops the text before its least length.
         early = [i for i, at in enumerate(positions) if at - self._num_prompt_tokens < self._least]
         if early and self._stop_token_ids:
             rows, columns = tensor_on(changed.device, early), tensor_on(changed.device, self._stop_token_ids)
             changed[rows[:, None], columns] = -math.inf
+        # 3. Penalties.
         if self._sampling.has_penalties:
             self._count(tokens)
             self._penalise(changed, paths or [()] * len(changed))
@@ -81,19 +85,23 @@ class LogitsProcessor:
 
     def _penalise(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> None:
         """Penalise, in place, the tokens of the text and of every row's own path."""
+        # 1. Counts [n, tokens]: of the text, the same for all, and of each row's own path.
         sampling, known = self._sampling, len(self._places)
-        new = dict.fromkeys(token for path in paths for token in path if token not in self._places)
-        places = {token: known + i for i, token in enumerate(new)}
-        counts = np.zeros((len(paths), known + len(new)), dtype=np.float32)
+        places = dict[int, int]()  # of tokens that only paths have
+        for token in chain.from_iterable(paths):
+            if token not in self._places:
+                places.setdefault(token, known + len(places))
+        counts = np.zeros((len(paths), known + len(places)), dtype=np.float32)
         counts[:, :known] = self._counts
         for i, path in enumerate(paths):
             for token in path:
                 counts[i, places[token] if token in places else self._places[token]] += 1
+        # 2. Repetition counts prompt and answer, frequency and presence the answer alone.
         of_answer = sent(torch.from_numpy(counts), logits.device)
         seen = of_answer > 0
         of_text = seen.clone()
         of_text[:, : self._num_of_prompt] = True
-        ids = sent(torch.tensor([*self._places, *new], dtype=torch.int64), logits.device)
+        ids = sent(torch.tensor([*self._places, *places], dtype=torch.int64), logits.device)
         some = logits[:, ids]
         repeated = torch.where(some > 0, some / sampling.repetition_penalty, some * sampling.repetition_penalty)
         some = torch.where(of_text, repeated, some)

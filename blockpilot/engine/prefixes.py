@@ -90,6 +90,7 @@ class Prefixes:
         before: int | str = self._pages[keys[-1]].place if keys else row.request.cache_salt
         texts = list(_pages_of(row.tokens))[: self._num_pages]
         for i in range(len(keys), len(texts)):
+            # A page is found by the page before it: branches share what they begin with.
             key = before, texts[i]
             known = self._pages.pop(key, None)  # of a row that decoded plainly
             before = self._place() if known is None else known.place

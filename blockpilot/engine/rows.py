@@ -106,7 +106,7 @@ class Row:
         chosen [1 + nodes] are the target's choices after the anchor and every node; logits [1 + nodes, vocab] are
         those that they were drawn from.
         """
-        path = walk(tree, chosen)
+        path = walk(tree, chosen)  # the last node's choice is the bonus token
         if chosen[path[-1]] == NO_TOKEN and len(path) > 1:
             path.pop()  # nothing can be drawn there: the text ends before, or the next step fails, as plain decoding
         step = self.commit([chosen[i] for i in path], logits, path, len(chosen), tree)
@@ -123,6 +123,7 @@ class Row:
             raise self.error or FloatingPointError(
                 f"the target's scores after {len(self.tokens)} tokens are not finite"
             )
+        # One token at a time, since any of them may end the request: what follows it is dropped.
         emitted, texts = list[int](), list[str]()
         reason: FinishReason | None = None
         while reason is None and len(emitted) < len(tokens):

@@ -153,7 +153,7 @@ def ranked_by_torch(
     for few in (*more, vocab_size):
         if numbers is None or whole.all():
             break
-        left = (~whole).nonzero()[:, 0]
+        left = (~whole).nonzero()[:, 0]  # rows that are not certain look at more
         whole[left], *of_left = ranked(logits[left], numbers[left], few=few)
         for values, some in zip(found, of_left, strict=True):
             values[left] = some
@@ -165,11 +165,13 @@ def _ranked(
     logits: Tensor, numbers: Tensor | None, *, few: int, num: int, is_cut: bool, with_log_probs: bool
 ) -> tuple[Tensor, ...]:
     """Rows [N] that are certain with `few` tokens looked at, then what `Ranked` holds; without numbers none drawn."""
+    # 1. Greedy: the likeliest.
     scores = logits.float()  # bfloat16 is several times slower on a CPU
     values, tokens = _largest(scores, num if numbers is None else min(max(num, few), scores.shape[1]))
     broken = ~(values[:, 0].abs() < LARGEST)  # true of NaN
     whole = torch.ones_like(broken)
     if numbers is not None:
+        # 2. Drawn: scores by temperature, cut, and raced.
         draws = _Draws.of(numbers)
         own = draws.temperatures > 0
         temperatures = torch.where(own, draws.temperatures, 1.0)[:, None]
@@ -183,6 +185,7 @@ def _ranked(
         whole = (whole & ended) | ~own | broken
     if not with_log_probs:
         return whole, tokens, values, broken
+    # 3. Relative to all of a position: values as in a race of probabilities, not of scores.
     log_probs = scores.log_softmax(dim=-1).gather(1, tokens)  # logsumexp: 8 times as long where many are -inf
     total = scores.gather(1, tokens[:, :1]) - log_probs[:, :1]
     return whole, tokens, values - total, broken, log_probs.where(values > -math.inf, -math.inf)
@@ -217,12 +220,15 @@ def race(scores: Tensor, likeliest: Tensor, best: Tensor, keys: Tensor, num: int
     Its first arrivals are drawn; after them (`horizon`) a token that has not come has an Exp(1) of its own before it,
     since the process has no memory.
     """
+    # 1. Tokens that arrive early race with their times; one that comes twice counts by its first time.
     arrived, times = arrivals(keys, scores.shape[-1])
     horizon = times[:, -1:]
     of_arrived = scores.gather(1, arrived) - times.log()
+    # 2. The likeliest race with a time after the horizon: where they also arrived, that one is better.
     of_likeliest = best - (horizon + own_times(keys[:, None], likeliest)).log()
     both = torch.cat([arrived, likeliest], dim=1), torch.cat([of_arrived, of_likeliest], dim=1)
     tokens, values = first_of_each(*both, num)
+    # 3. Any other token is later than the horizon: its score would have to reach the bound.
     bound = values[:, -1] + horizon[:, 0].log()  # of scores that no time after the horizon can bring among the first
     ended = (best[:, -1] < bound - ROUNDING) | (best[:, -1] == -math.inf)
     return tokens, values, ended | (best.shape[1] == scores.shape[1])

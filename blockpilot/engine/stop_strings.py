@@ -26,11 +26,12 @@ class StopSearch:
             return "" if self.stopped else text
         string, num_held = self._held
         ends = [(end, -len(m.string)) for m in self._matches if (end := m.advance(text)) is not None]
-        if ends:
+        if ends:  # the earliest end, of several there the longest string
             self.stopped, self._held = True, ("", 0)
             end, negative = min(ends)
             num_shown = num_held + end + negative
         else:
+            # Nothing is complete: what may become the longest match so far is held back.
             longest = max(self._matches, key=lambda match: match.length)
             self._held = longest.string, longest.length
             num_shown = num_held + len(text) - longest.length

@@ -90,6 +90,7 @@ class _TokenBytes:
             return found
         if token in self.special or (piece := self._piece(token)) is None:
             return None
+        # From the piece itself where its bytes are known; else the text with it less the text without.
         if self._is_byte_level:
             found = self._added.get(token) or _byte_level(piece)
         elif self._falls_back and (byte := _fallback_byte(piece)) is not None and (before or byte >= 0x80):

@@ -98,6 +98,8 @@ def best_first(follow: Follow, deepest: int = MAX_DEPTH, *, is_chain: bool = Fal
 
     Ends where no choice is left that has a chance.
     """
+    # Each entry is the best choice that is left after one path: taking it puts the next one after that path, and the
+    # best one below it, in its place. Ties go to the parent that came first, then by rank.
     heap: list[tuple[float, int, int, Choice, Iterator[Choice], tuple[int, ...], int, float]] = []
 
     def offer(
@@ -134,7 +136,7 @@ def places_of(nodes: Sequence[Node]) -> list[int]:
     """Place of the anchor and of every node in their tree [1 + nodes]: the chain of first children is laid out first,
     else as they grew. If those are accepted, their keys and values lie where they belong.
     """
-    chain = [0]
+    chain = [0]  # numbers of the anchor, its first child, that one's first child ...
     for number, node in enumerate(nodes, 1):
         if node.parent == chain[-1]:
             chain.append(number)

@@ -64,7 +64,7 @@ class SlotCache:
         return self._halves.cut(self.layers[..., :length, :])
 
     def bare(self) -> Self:
-        """The same memory without graphs: what graphs refer to, lest a cycle keeps all of it."""
+        """The same memory without graphs: what graphs refer to, so that no cycle keeps it alive."""
         same = copy(self)
         same.graphs = None
         return same
@@ -79,6 +79,7 @@ class SlotCache:
 
     def relocate(self, slots: Tensor, sources: Tensor, destinations: Tensor) -> None:
         """Copy columns within their slots, all [M]: none is overwritten before it is copied."""
+        # The right side is a copy. Slots and columns are joined elementwise: [M, layers, 2, kv_heads, head_dim].
         self.layers[:, :, slots, :, destinations] = self.layers[:, :, slots, :, sources]
 
     def move(self, source: int, destination: int, length: int) -> None:
@@ -179,6 +180,7 @@ class SlotView:
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Store keys and values [R, kv_heads, W, head_dim] of the pass's R * W tokens, and `read`."""
+        # [2, R, kv_heads, W, head_dim] -> by token, [R * W, 2, kv_heads, head_dim].
         self.store(torch.stack([keys, values]).permute(1, 3, 0, 2, 4).flatten(0, 1), layer_idx)
         return self.read(layer_idx)
 
@@ -197,6 +199,7 @@ class SlotView:
 
         def in_box(boxed: Tensor, places: BoxPlaces) -> tuple[Tensor, ...]:
             view = cache.view(box.slots(device), places.columns, slice(0, box.rows), box.length)
+            # Layers add to the hidden states in place; those of the box are the graph's static input.
             return layers(boxed.clone(), box, places, box.packing(device), view)
 
         return graphs.of_box((key, box), in_box, hidden, box, box.places(packing, slots, num_columns))

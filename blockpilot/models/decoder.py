@@ -60,8 +60,9 @@ class Decoder:
         self, tokens: Tensor, packing: Packing, cache: SlotView, kept: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
         """Hidden states [N, hidden] of packed tokens [N]: normed; and after the layers `kept`, side by side."""
-        hidden = self.embed(tokens)
+        hidden = self.embed(tokens)  # [N, hidden], which the layers change in place
         table = self._rotary.table(cache, hidden)
+        # On a GPU few tokens run by a graph. Mixtures ask the host who gets which token; prompts are too wide.
         if self._layers.is_dense and len(packing.parts) == 1:
             in_box = partial(self._in_box, table, tuple(kept))
             found = cache.by_graph(in_box, ("target", *kept), hidden, packing.parts[0])

@@ -49,6 +49,7 @@ class Box(NamedTuple):
         most = num_columns - 1
         if width > MOST_WIDTH or rows * width > MOST_TOKENS or packing.length > most:
             return None
+        # A few lengths to each power of two: fewer would read more than needed, more would be more graphs.
         step = max(LEAST_LENGTH, _power_of_two(packing.length) // 4)
         lengths = -(-packing.length // step) * step, most // ALIGNMENT * ALIGNMENT, most
         return cls(rows, width, next(n for n in lengths if packing.length <= n <= most))
@@ -59,14 +60,17 @@ class Box(NamedTuple):
 
     def places(self, packing: Packing, slots: Sequence[int], num_columns: int) -> Tensor:
         """`BoxPlaces` [5, R * W] on the host, and in a sixth row the place of every token [N] of the packing."""
+        # Rows that no text has, and places beyond a row's end, are padding.
         index, (sizes, starts) = np.array(slots), np.zeros((2, self.rows, 1), dtype=np.int64)
         sizes[index, 0], starts[index, 0] = packing.sizes, packing.starts
         offsets = np.arange(self.width)
+        # Of a chain a token's depth is its offset, and it sees all before it: bits 0 .. offset.
         depths, follows = np.tile(offsets, (self.rows, 1)), np.tile((2 << offsets) - 1, (self.rows, 1))
         for slot, of_row, parents in zip(slots, packing.depths, packing.parents or (), strict=False):
             depths[slot, : len(of_row)] = of_row
             follows[slot, : len(of_row)] = _followed_bits(parents)
         is_token, found = offsets < sizes, np.zeros((6, self.rows, self.width), dtype=np.int64)
+        # Padding is stored in the last column, and sees the first token only: a finite number.
         found[0] = np.where(is_token, starts + offsets, num_columns - 1)
         found[1] = np.where(is_token, starts + depths, starts)
         found[2] = np.where(is_token, follows, 1)
@@ -161,9 +165,11 @@ class Graphs:
         numbers.copy_(sent(places, numbers.device))
         own = numbers[5, :num]
         boxed.index_copy_(0, own, hidden)
-        return tuple(
-            found.index_select(0, own) if found.numel() else found[:num] for found in captured.run(self._memory)
-        )
+        # Copies: the graph's outputs are written anew by its next run.
+        outputs = list[Tensor]()
+        for found in captured.run(self._memory):
+            outputs.append(found.index_select(0, own) if found.numel() else found[:num])
+        return tuple(outputs)
 
     @torch.inference_mode()
     def of_tokens(

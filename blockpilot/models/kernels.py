@@ -60,6 +60,7 @@ class Product:
 def _side_by_side(weights: Sequence[Tensor]) -> Tensor:
     """Weights [outputs, inputs] as one: a view where they are parts of an earlier product, one after the other."""
     first, start = weights[0], weights[0].data_ptr()
+    # Neighbours in memory are parts of one product already, or share a checkpoint's pages.
     for weight in weights:
         if not weight.is_contiguous() or weight.data_ptr() != start:
             return torch.cat(list(weights))
@@ -72,9 +73,10 @@ def _side_by_side(weights: Sequence[Tensor]) -> Tensor:
 def _joined_bias(layers: Sequence[nn.Linear]) -> Tensor | None:
     if all(layer.bias is None for layer in layers):
         return None
-    biases: list[Tensor] = [
-        layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers
-    ]
+    biases = list[Tensor]()
+    for layer in layers:
+        has_bias = layer.bias is not None
+        biases.append(layer.bias if has_bias else layer.weight.new_zeros(layer.out_features))
     return torch.cat(biases).detach()
 
 
@@ -141,6 +143,7 @@ class PreparedExperts(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[N, hidden], and experts and their weights [N, k] of every token -> [N, hidden]."""
         mixed = torch.zeros_like(hidden_states, dtype=torch.float32)
+        # Each expert once, with all tokens that chose it: its weights are read once.
         for expert in top_k_index.unique().tolist():
             (gate_up, down), (rows, places) = self.products[expert], torch.where(top_k_index == expert)
             gate, up = gate_up(hidden_states[rows]).chunk(2, dim=-1)
@@ -195,8 +198,9 @@ def use_huge_pages() -> None:
         return
     advise = ctypes.CDLL(None).madvise
     for area, rights, _, _, _, *name in map(str.split, mapped):
-        start, end = (int(address, 16) for address in area.split("-"))
-        start, end = -(-start // HUGE_PAGE) * HUGE_PAGE, end // HUGE_PAGE * HUGE_PAGE
+        first, _, last = area.partition("-")
+        # The whole pages inside: rounded up, and down.
+        start, end = -(-int(first, 16) // HUGE_PAGE) * HUGE_PAGE, int(last, 16) // HUGE_PAGE * HUGE_PAGE
         if rights.startswith("rw") and name in ([], ["[heap]"]) and start < end:
             advise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_COLLAPSE)  # refused: as it was
 

@@ -28,7 +28,7 @@ class Rotary(NamedTuple):
     @classmethod
     def of(cls, embedding: nn.Module, hidden: Tensor, positions: Tensor) -> Self:
         """For tokens at positions [N], by a model's own rotary embedding, in the dtype of `hidden`."""
-        cosines, sines = (table[0, :, None] for table in embedding(hidden, positions[None]))
+        cosines, sines = (table[0, :, None] for table in embedding(hidden, positions[None]))  # [N, 1, head_dim]
         negated, straight = sines.chunk(2, dim=-1)
         return cls(cosines.contiguous(), torch.cat([-negated, straight], dim=-1))
 
@@ -162,6 +162,7 @@ class DecoderLayers:
         [N, hidden], normed, and those after the layers `kept`, [N, len(kept) * hidden].
         """
         found, after = None, dict[int, Tensor]()
+        # Each norm also adds the output of the sublayer before it: `found` waits for the next one.
         for i, layer in enumerate(self._layers):
             read = given if i == 0 else None
             read = self._add_norm(hidden, found, layer.before) if read is None else read
@@ -186,10 +187,12 @@ class DecoderLayers:
     def _store(self, index: int, x: Tensor, rotary: Rotary, cache: SlotView) -> Tensor:
         """Store a layer's keys and values of [N, hidden], normed; returns its queries [N, heads, head_dim]."""
         layer, num_kv = self._layers[index], cache.num_heads
-        heads = layer.qkv(x).view(len(x), -1, self._dim)
+        heads = layer.qkv(x).view(len(x), -1, self._dim)  # queries, then keys, then values
+        # Queries and keys are normed and rotated together, in place: views of one product.
         turned, new = heads[:, :-num_kv], heads[:, -2 * num_kv :]
         if layer.of_heads is not None:
             torch.mul(functional.rms_norm(turned, (self._dim,), eps=self._eps), layer.of_heads, out=turned)
+        # x * cos + swapped halves of x * sin, of which the first half is negated in the table.
         torch.addcmul(turned * rotary.cosines, turned.roll(self._dim // 2, -1), rotary.sines, out=turned)
         cache.store(new.unflatten(1, (2, num_kv)), index)
         return heads[:, : -2 * num_kv]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from blockpilot.models.kernels import PreparedExperts
+from blockpilot.native.library import fields
 from blockpilot.native.products import Linear
 
 
@@ -14,22 +15,19 @@ class ExpertsStruct(Structure):
     """`struct experts`."""
 
     _fields_ = (
-        *((name, c_long) for name in ("num", "chosen", "inner")),
+        *fields(c_long, "num", "chosen", "inner"),
         ("normed", c_int),
         ("router", Linear),
-        *((name, POINTER(Linear)) for name in ("gate_up", "down")),
+        *fields(POINTER(Linear), "gate_up", "down"),
     )
 
 
 class RoomStruct(Structure):
     """`struct room_of_experts`."""
 
-    _fields_ = tuple(
-        (name, c_void_p)
-        for name in (
-            *("scores", "weights", "ids", "places", "x", "gate_up", "gated", "found"),
-            *("up", "down", "shares"),
-        )
+    _fields_ = (
+        *fields(c_void_p, "scores", "weights", "ids", "places", "x", "gate_up", "gated", "found"),
+        *fields(c_void_p, "up", "down", "shares"),
     )
 
 
@@ -44,9 +42,9 @@ class NativeExperts:
 
     def __init__(self, experts: PreparedExperts) -> None:
         num = len(experts.products)
-        gate_up, down = (
-            (Linear * num)(*(products[place].linear for products in experts.products)) for place in range(2)
-        )
+        gate_up, down = (Linear * num)(), (Linear * num)()
+        for i, (of_gate_up, of_down) in enumerate(experts.products):
+            gate_up[i], down[i] = of_gate_up.linear, of_down.linear
         sizes = num, experts.num_chosen, down[0].inputs, experts.is_normed
         self.struct = ExpertsStruct(*sizes, experts.router.linear, gate_up, down)
 
@@ -55,18 +53,20 @@ class RoomOfExperts:
     """Room for a pass of tokens like `hidden` [N, hidden] through any of a model's experts, by `threads` threads."""
 
     def __init__(self, experts: Sequence[NativeExperts], hidden: Tensor, threads: int) -> None:
-        num, chosen, inner = (
-            max((getattr(each.struct, name) for each in experts), default=0) for name in ("num", "chosen", "inner")
-        )
+        # One room for all layers: as large as the largest of them needs.
+        num = chosen = inner = 0
+        for each in experts:
+            num, chosen = max(num, each.struct.num), max(chosen, each.struct.chosen)
+            inner = max(inner, each.struct.inner)
         rows, width = hidden.shape
-        pairs = rows * chosen
-        stored = [hidden.new_empty(size) for size in (rows * num, pairs * width, pairs * 2 * inner, pairs * inner)]
-        scores, x, gate_up, gated = stored
-        weights, found = torch.empty(pairs), torch.empty_like(x)
-        ids, places, shares = (torch.empty(size, dtype=torch.int64) for size in (pairs, pairs, 3 * threads))
-        self._kept = scores, weights, ids, places, x, gate_up, gated, found
-        self._batches = (BatchStruct * num)(), (BatchStruct * num)()
-        self._shares = shares
-        self.struct = RoomStruct(
-            *(each.data_ptr() for each in self._kept), *map(addressof, self._batches), shares.data_ptr()
+        pairs = rows * chosen  # of a token and an expert
+        x, found = hidden.new_empty(2, pairs * width)
+        self._kept = (
+            *(hidden.new_empty(rows * num), torch.empty(pairs)),  # scores of all experts, weights of the chosen
+            *torch.empty(2, pairs, dtype=torch.int64),  # their ids, and the places of their rows
+            *(x, hidden.new_empty(2 * pairs * inner), hidden.new_empty(pairs * inner), found),
         )
+        self._batches = (BatchStruct * num)(), (BatchStruct * num)()
+        self._shares = torch.empty(3 * threads, dtype=torch.int64)
+        addresses = [values.data_ptr() for values in (*self._kept, self._shares)]
+        self.struct = RoomStruct(*addresses[:-1], *map(addressof, self._batches), addresses[-1])

@@ -7,7 +7,6 @@ padded with zeros. Where there is no compiler or no x86-64 CPU with AVX2, torch 
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int, c_long, c_void_p, pointer
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from blockpilot.models.cache import SlotView, num_kv_heads
 from blockpilot.models.kernels import Product
 from blockpilot.models.layers import DecoderLayers, LayerWeights, Mask, Rotary, half_heads
 from blockpilot.models.native_experts import ExpertsStruct, NativeExperts, RoomOfExperts, RoomStruct
-from blockpilot.native.library import library_for
+from blockpilot.native.library import fields, library_for
 from blockpilot.native.products import Linear, Padding
 
 QUERIES = 16  # as in layers.c
@@ -42,15 +41,15 @@ def _is_packed(layer: LayerWeights) -> bool:
 
 class _LayerStruct(Structure):
     _fields_ = (
-        *((name, Linear) for name in ("qkv", "out", "gate_up", "down")),
+        *fields(Linear, "qkv", "out", "gate_up", "down"),
         ("experts", POINTER(ExpertsStruct)),
-        *((name, c_void_p) for name in ("before", "after", "of_heads")),
+        *fields(c_void_p, "before", "after", "of_heads"),
     )
 
 
 class _ShapeStruct(Structure):
     _fields_ = (
-        *((name, c_long) for name in ("layers", "hidden", "queries", "kv", "dim", "inner", "own_hidden", "own_dim")),
+        *fields(c_long, "layers", "hidden", "queries", "kv", "dim", "inner", "own_hidden", "own_dim"),
         ("eps", c_float),
     )
 
@@ -58,16 +57,16 @@ class _ShapeStruct(Structure):
 class _TokensStruct(Structure):
     _fields_ = (
         ("num", c_long),
-        *((name, c_void_p) for name in ("cosines", "sines", "cache")),
-        *((name, c_long) for name in ("slots", "length")),
-        *((name, c_void_p) for name in ("own_slots", "own_columns")),
+        *fields(c_void_p, "cosines", "sines", "cache"),
+        *fields(c_long, "slots", "length"),
+        *fields(c_void_p, "own_slots", "own_columns"),
     )
 
 
 class _PartStruct(Structure):
     _fields_ = (
-        *((name, c_long) for name in ("rows", "width", "length")),
-        *((name, c_void_p) for name in ("sizes", "firsts", "slots", "visible", "positions")),
+        *fields(c_long, "rows", "width", "length"),
+        *fields(c_void_p, "sizes", "firsts", "slots", "visible", "positions"),
     )
 
 
@@ -79,10 +78,13 @@ class NativeLayers(DecoderLayers):
         self._run, self._project = _declared(library)
         self._halves, self._widths = half_heads(config), Padding.to_multiple(config.hidden_size)
         self._norm = self._widths.pad(self._norm)
-        self._experts = [None if layer.experts is None else NativeExperts(layer.experts) for layer in layers]
-        self._weights = [self._norms_of(layer) for layer in layers]
-        structs = map(self._struct, layers, self._weights, self._experts)
-        self._structs = (_LayerStruct * len(layers))(*structs)
+        # C reads weights by address: whatever a struct points to is kept here.
+        self._experts, self._weights = list[NativeExperts | None](), list[list[Tensor | None]]()
+        self._structs = (_LayerStruct * len(layers))()
+        for i, layer in enumerate(layers):
+            self._experts.append(None if layer.experts is None else NativeExperts(layer.experts))
+            self._weights.append(self._norms_of(layer))
+            self._structs[i] = self._struct(layer, self._weights[i], self._experts[i])
         heads, dim = (config.num_attention_heads, num_kv_heads(config)), 2 * self._halves.padded
         inner = max(struct.down.inputs for struct in self._structs)
         sizes = self._widths.padded, *heads, dim, inner, self._widths.size, self._dim
@@ -100,9 +102,8 @@ class NativeLayers(DecoderLayers):
     def _struct(
         self, layer: LayerWeights, norms: Sequence[Tensor | None], experts: "NativeExperts | None"
     ) -> _LayerStruct:
-        products = [_packed(product) for product in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-        pointers = (None if norm is None else norm.data_ptr() for norm in norms)
-        return _LayerStruct(*products, None if experts is None else pointer(experts.struct), *pointers)
+        products = map(_packed, (layer.qkv, layer.out, layer.gate_up, layer.down))
+        return _LayerStruct(*products, None if experts is None else pointer(experts.struct), *map(_address, norms))
 
     def _padded(self, rotary: Rotary) -> Rotary:
         return Rotary(*(self._halves.pad(table) for table in rotary))
@@ -116,24 +117,35 @@ class NativeLayers(DecoderLayers):
         kept: Sequence[int],
         given: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
+        # 1. What goes in, padded to the widths that C has vectors for.
         given = None if given is None else Padding.to_multiple(given.shape[1]).pad(given).contiguous()
         own = self._widths.pad(hidden)
         assert own.is_contiguous()
         shape, num, threads = self._shape, len(hidden), torch.get_num_threads()
+        # 2. Places in the cache, and masks: layers with the same ones share their structs.
         places = _Places(cache)
-        parts = [places.parts(of_layer) for of_layer in masks]
-        room = 1 + max(mask.packing.length for mask in masks[0])
-        widths = shape.hidden, (shape.queries + 2 * shape.kv) * shape.dim, shape.queries * shape.dim, shape.hidden
-        rooms = [own.new_empty(num, width) for width in (*widths, 2 * shape.inner, shape.inner)]
+        tokens, parts = places.tokens(self._padded(rotary)), list(map(places.parts, masks))
+        # 3. Room: states, queries with keys and values, attention, its output, gate and up, their product.
+        attended = shape.queries * shape.dim
+        widths = (
+            shape.hidden,
+            attended + 2 * shape.kv * shape.dim,
+            attended,
+            shape.hidden,
+            2 * shape.inner,
+            shape.inner,
+        )
+        rooms = [own.new_empty(num, width) for width in widths]
+        room = 1 + max(mask.packing.length for mask in masks[0])  # columns that a query sees, and one beside
         scores = torch.empty(threads * 2 * QUERIES * room)
+        of_experts = RoomOfExperts(list(filter(None, self._experts)), own, threads)
+        # 4. What comes out beside the last states: features after the layers in `kept`.
         features, layers = own.new_empty(num, len(kept) * shape.hidden), torch.tensor(kept, dtype=torch.int64)
-        of_experts = RoomOfExperts([each for each in self._experts if each is not None], own, threads)
         places.check(
             self._run(
-                *(byref(shape), self._structs, self._norm.data_ptr(), byref(places.tokens(self._padded(rotary)))),
+                *(byref(shape), self._structs, self._norm.data_ptr(), byref(tokens)),
                 *(len(masks[0]), (POINTER(_PartStruct) * len(parts))(*parts)),
-                *(None if given is None else given.data_ptr(), own.data_ptr()),
-                *(each.data_ptr() for each in (*rooms, scores)),
+                *map(_address, (given, own, *rooms, scores)),
                 *(room, byref(of_experts.struct), len(kept), layers.data_ptr(), features.data_ptr(), threads),
             )
         )
@@ -169,11 +181,16 @@ class _Places:
 
     def parts(self, masks: Sequence[Mask]) -> Any:
         """Structs [parts] of a layer's masks; the same where the masks are."""
-        key = id(masks[0])
+        key = id(masks[0])  # layers share the masks themselves
         if key not in self._parts:
-            rows = self._cache.row_slots.split([len(mask.packing.sizes) for mask in masks])
-            firsts = accumulate((mask.packing.num_tokens for mask in masks[:-1]), initial=0)
-            self._parts[key] = (_PartStruct * len(masks))(*map(self._part, masks, rows, firsts))
+            self._parts[key] = (_PartStruct * len(masks))()
+            first_row = first_token = 0
+            for i, mask in enumerate(masks):
+                num_rows = len(mask.packing.sizes)
+                slots = self._cache.row_slots[first_row : first_row + num_rows]
+                self._parts[key][i] = self._part(mask, slots, first_token)
+                first_row += num_rows
+                first_token += mask.packing.num_tokens
         return self._parts[key]
 
     def check(self, code: int) -> None:
@@ -192,6 +209,10 @@ class _Places:
     def _pointer(self, numbers: Tensor) -> int:
         self._kept.append(numbers.contiguous())
         return self._kept[-1].data_ptr()
+
+
+def _address(values: Tensor | None) -> int | None:
+    return None if values is None else values.data_ptr()
 
 
 def _packed(product: Product | None) -> Linear:

@@ -48,6 +48,7 @@ class Packing:
         self.depths = [*map(depths_of, trees), *(list(range(n)) for n in sizes[len(trees) :])]
         """[R], of every row's tokens [sizes[r]]."""
         self.starts, self.parents, self._cut = tuple(starts), parents, cut
+        # By token [N]: its row, its place there, the column that it fills, and its position in the text.
         rows = np.repeat(np.arange(len(sizes)), sizes)
         offsets = np.arange(self.num_tokens) - np.array(self.firsts)[rows]
         first_columns = np.array(starts)[rows]
@@ -107,20 +108,25 @@ class Packing:
     @cached_property
     def after_first(self) -> Tensor:
         """[N - R]: all tokens but the first of every row: of blocks, the drafted ones."""
-        spans = zip(self.firsts, self.sizes, strict=True)
-        return tensor_on(self._device, [i for first, n in spans for i in range(first + 1, first + n)])
+        drafted = list[int]()
+        for first, size in zip(self.firsts, self.sizes, strict=True):
+            drafted += range(first + 1, first + size)
+        return tensor_on(self._device, drafted)
 
     @cached_property
     def visible(self) -> Tensor:
         """Mask [R, 1, width, length] of what each token sees: all before its row, and what it follows."""
         device = self._device
         columns = torch.arange(self.length, device=device)
+        # 1. Chains: columns up to a token's own, [1, length] <= [R, width, 1].
         if self.parents is None:
             return (columns <= self.pad(self.columns)[:, :, None])[:, None]
+        # 2. Trees: the columns before the row, and inside it a token's ancestors and itself.
         starts = tensor_on(device, self.starts)[:, None]
         inside = torch.zeros(len(self.sizes), self.width, self.width, dtype=torch.bool)
         for row, parents in enumerate(self.parents):
             inside[row, : self.sizes[row], : self.sizes[row]] = _followed(parents)
+        # `width` columns more, which are cut off: a short row's padding may lie beyond the longest row's end.
         mask = torch.zeros(len(self.sizes), self.width, self.length + self.width, dtype=torch.bool, device=device)
         mask[:, :, : self.length] = (columns < starts)[:, None]
         own = (starts + torch.arange(self.width, device=device))[:, None].expand(-1, self.width, -1)
@@ -170,7 +176,7 @@ def _followed(parents: Sequence[int]) -> Tensor:
     """[1 + n, 1 + n]: itself and its ancestors, for every token of a row."""
     followed = torch.eye(1 + len(parents), dtype=torch.bool)
     for child, parent in enumerate(parents, 1):
-        followed[child] |= followed[parent]
+        followed[child] |= followed[parent]  # a parent comes before its children
     return followed
 
 
@@ -180,8 +186,9 @@ def grouped_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, s
     The queries that share keys are laid one after the other: nothing of the cache is copied for them.
     """
     groups, width = query.shape[1] // key.shape[1], query.shape[2]
-    rows = query.unflatten(1, (key.shape[1], groups)).flatten(2, 3)
+    rows = query.unflatten(1, (key.shape[1], groups)).flatten(2, 3)  # [R, kv_heads, groups * W, head_dim]
     if _products_are_quicker(query):
+        # Some rows at a time, so that their scores stay in the CPU's caches.
         num = max(1, MOST_SCORES // (query.shape[1] * width * key.shape[2]))
         parts = zip(rows.split(num), key.split(num), value.split(num), bias.split(num), strict=True)
         attended = torch.cat([_by_products(*part, scale=scale) for part in parts])

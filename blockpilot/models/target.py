@@ -45,6 +45,7 @@ class Target:
 
     def score(self, tokens: Tensor, cache: SlotView, packing: Packing, *, features: bool) -> Scored:
         """Run packed tokens [N], storing their keys and values in `cache`, whose rows are those of the packing."""
+        # Features are concatenated only for a draft that will read them.
         hidden, after = self._decoder(tokens, packing, cache, self.layer_ids if features else ())
         return Scored(hidden, after if features else None)
 

@@ -93,6 +93,7 @@ def with_paths(
     if (library := text_library()) is None:
         raise RuntimeError("paths need the functions in C")
     (laters, num, contexts, width), (rows, most) = of_draft.chances.shape, paths.shape
+    # A row has as many slots as the deeper of both; a list of the path is added, and a place in each of the draft's.
     depths = np.maximum(of_draft.depths, sizes)
     ends = depths.cumsum()
     shape = int(ends[-1]), contexts + 1, width + 1
@@ -125,6 +126,7 @@ def grow(lists: Lists, most: Array, widest: Array, room: int) -> Nodes | None:
     found = pointer(chances), *map(pointer, whole), pointer(num)
     if library.grow_trees(c_long(rows), *of_rows, *sizes, *given, c_long(room), *found):
         raise MemoryError("no memory for a tree")
+    # Beyond a tree's last node arrays are not written: any valid place will do there.
     flat = np.where(np.arange(room) < num[:, None], flat, 0)
     choices = flat if lists.choices is None else lists.choices.reshape(-1)[flat]
     steps = np.full_like(flat, -1) if lists.steps is None else lists.steps.reshape(-1)[flat]

@@ -80,6 +80,11 @@ def pointer(values: Array) -> ctypes.Array[ctypes.c_char]:
     return _NOTHING.from_buffer(values)  # type: ignore[arg-type]  # a buffer: numpy's types are older
 
 
+def fields(kind: Any, *names: str) -> tuple[tuple[str, Any], ...]:
+    """Fields of a struct that are of one kind."""
+    return tuple((name, kind) for name in names)
+
+
 def reason_without(dtype: torch.dtype, device: torch.device) -> str:
     """Why there are no functions in C for a dtype; empty where there are."""
     found = _library_or_reason(dtype, device)
@@ -98,6 +103,7 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL | str:
     try:
         _check_machine()
         with tempfile.TemporaryDirectory() as folder:
+            # Each dtype has a library of its own: the sources are compiled for one.
             command = "cc", *FLAGS, *_DEFINES[dtype], "-c"
             with ThreadPoolExecutor() as pool:
                 list(pool.map(lambda source: _run(folder, *command, str(source)), SOURCES))

@@ -57,6 +57,7 @@ def link_choices(
     tokens, places = (torch.empty(shape, dtype=torch.int64) for _ in range(2))
     found = Followed(tokens, torch.empty(shape), torch.empty(shape), places)
     sizes = map(c_long, (num_slots, contexts, width, rank, hidden.shape[1], shape[2]))
+    # Kept until the call is over: C has their addresses.
     kept = hidden.float().contiguous(), before.contiguous(), temperatures
     given = choices.tokens.contiguous(), choices.log_probs.contiguous(), choices.scores.contiguous()
     library.link_choices(

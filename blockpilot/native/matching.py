@@ -6,6 +6,7 @@ arctic-inference, find no more of one text than its longest match, and hold some
 
 from collections.abc import Sequence
 from ctypes import CDLL, c_int, c_long
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,6 +44,7 @@ class TextIndex:
         if library is None:
             raise RuntimeError("an index of texts needs the functions in C")
         self._library: CDLL = library
+        # A chain for each of 2^bits hashes: heads hold its latest place, `previous` the one before every place.
         self._bits = max(4, (room - 1).bit_length())
         self._tokens, self._previous = np.zeros((2, num_texts, room), dtype=np.int32)
         self._heads = np.full((num_texts, 1 << self._bits), -1, dtype=np.int32)
@@ -69,7 +71,7 @@ class TextIndex:
         if ((self._num[texts] + sizes) > self._tokens.shape[1]).any():
             most = int((self._num[texts] + sizes).max())
             raise ValueError(f"{most} tokens: a text has room for {self._tokens.shape[1]}")
-        flat, ends = np.array([token for each in added for token in each], dtype=np.int32), sizes.cumsum()
+        flat, ends = np.fromiter(chain.from_iterable(added), dtype=np.int32), sizes.cumsum()
         self._library.extend_texts(*self._texts(texts), pointer(flat), pointer(ends))
 
     def match(self, texts: Array, most: int) -> Matches:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from blockpilot.native.library import library_for
+from blockpilot.native.library import fields, library_for
 
 PANEL, INPUTS = 16, 32  # outputs lie in panels; of inputs products.c takes multiples
 
@@ -44,8 +44,8 @@ class Linear(ctypes.Structure):
     """`struct linear` of products.h."""
 
     _fields_ = (
-        *((name, ctypes.c_long) for name in ("inputs", "outputs")),
-        *((name, ctypes.c_void_p) for name in ("weights", "bias")),
+        *fields(ctypes.c_long, "inputs", "outputs"),
+        *fields(ctypes.c_void_p, "weights", "bias"),
     )
 
 
@@ -58,6 +58,8 @@ class NativeProduct:
     def __init__(
         self, library: ctypes.CDLL, weight: Tensor, bias: Tensor | None, inputs: Padding, outputs: Padding
     ) -> None:
+        # Panels of 16 outputs lie one after the other; inside a panel, units of 4 bytes of inputs for each output:
+        # what one vector instruction multiplies is contiguous.
         self._inputs, self._outputs = inputs, outputs
         weight = outputs.pad(inputs.pad(weight).T).T
         num_outputs, num_inputs = weight.shape
@@ -82,6 +84,7 @@ class NativeProduct:
 
     def unpacked(self) -> Tensor:
         """The weight, a copy."""
+        # Padded rows of the last panel, and then padding inside rows, are cut off.
         inputs, outputs = self.linear.inputs, self.linear.outputs
         weight = self._packed.transpose(1, 2).reshape(-1, inputs)[:outputs]
         return self._inputs.cut(self._outputs.cut(weight.T).T).contiguous()

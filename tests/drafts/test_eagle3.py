@@ -15,6 +15,7 @@ from blockpilot.drafts.eagle3 import Eagle3Model, Eagle3Options, eagle3_layer_id
 from blockpilot.drafts.eagle3_checkpoint import load_eagle3, new_eagle3, parse_eagle3, save_eagle3
 from blockpilot.drafts.unrolled import UnrolledAttention
 from helpers.eagle3 import Cache, SlowEagle3, random_eagle3
+from helpers.published import write_draft
 from helpers.tiny import tiny_target
 
 SHAPE = {"vocab_size": 60, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 6}
@@ -33,13 +34,10 @@ def inputs(config: Any, length: int = 7) -> tuple[Tensor, Tensor]:
 
 
 def slow_logits(slow: SlowEagle3, features: Tensor, embedded: Tensor) -> Tensor:
-    """Scores after every position of every text."""
-    texts = []
-    for row in range(len(features)):
-        cache: Cache = []
-        pairs = enumerate(zip(features[row], embedded[row], strict=True))
-        texts.append(torch.stack([slow.logits(slow.step(f, e, i, cache)) for i, (f, e) in pairs]))
-    return torch.stack(texts)
+    """Scores after every position of a text."""
+    cache: Cache = []
+    pairs = enumerate(zip(features, embedded, strict=True))
+    return torch.stack([slow.logits(slow.step(feature, token, i, cache)) for i, (feature, token) in pairs])
 
 
 def logits_of(draft: Eagle3Model, features: Tensor, embedded: Tensor) -> Tensor:
@@ -55,7 +53,7 @@ def published(directory: Path, draft: Eagle3Model, **changes: Any) -> Path:
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "draft_vocab_size": len(draft.d2t)}
     config |= _llama(draft) | changes
     weights = {name: value.detach().half() for name, value in draft.named_parameters()}
-    return _write(directory, config, weights | {"d2t": draft.d2t, "t2d": draft.t2d})
+    return write_draft(directory, config, weights | {"d2t": draft.d2t, "t2d": draft.t2d})
 
 
 def speculators(directory: Path, draft: Eagle3Model, **changes: Any) -> Path:
@@ -72,7 +70,7 @@ def speculators(directory: Path, draft: Eagle3Model, **changes: Any) -> Path:
     weights = {name.replace("midlayer.", "layers.0."): value.detach() for name, value in draft.named_parameters()}
     shape = draft.config.vocab_size, draft.config.hidden_size
     weights |= {"embed_tokens.weight": torch.randn(shape), "verifier_norm.weight": torch.zeros(shape[1])}
-    return _write(directory, config, weights | {"d2t": draft.d2t, "t2d": draft.t2d})
+    return write_draft(directory, config, weights | {"d2t": draft.d2t, "t2d": draft.t2d})
 
 
 def deepspec(directory: Path, draft: Eagle3Model, **changes: Any) -> Path:
@@ -86,7 +84,7 @@ def deepspec(directory: Path, draft: Eagle3Model, **changes: Any) -> Path:
     weights |= {"embed_tokens.weight": torch.randn(size, width), "lm_head.weight": torch.randn(size, width)}
     for name in "qk":
         weights[f"layers.0.self_attn.{name}_norm.weight"] = 1 + torch.randn(draft.config.head_dim) / 4
-    return _write(directory, config | changes, weights)
+    return write_draft(directory, config | changes, weights)
 
 
 def _llama(draft: Eagle3Model) -> dict[str, Any]:
@@ -94,13 +92,6 @@ def _llama(draft: Eagle3Model) -> dict[str, Any]:
     theta = {"rope_theta": draft.config.rope_parameters["rope_theta"], "rope_scaling": None}
     sizes = {name: getattr(draft.config, name) for name in names.split()}
     return sizes | theta | {"num_hidden_layers": 1, "hidden_act": "silu"}
-
-
-def _write(directory: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Path:
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(config))
-    save_file({name: value.contiguous() for name, value in weights.items()}, directory / "model.safetensors")
-    return directory
 
 
 @pytest.mark.parametrize("family", TARGETS)
@@ -114,9 +105,8 @@ def test_a_published_checkpoint_computes_what_the_slow_network_does(
     weights = {name.replace("layers.0.", "midlayer."): value.float() for name, value in weights.items()}
     slow = SlowEagle3(weights, made.config, norm_before_residual=written is speculators)
     features, embedded = inputs(draft.config)
-    torch.testing.assert_close(
-        logits_of(draft, features, embedded), slow_logits(slow, features, embedded), rtol=1e-4, atol=1e-5
-    )
+    for row, logits in enumerate(logits_of(draft, features, embedded)):
+        torch.testing.assert_close(logits, slow_logits(slow, features[row], embedded[row]), rtol=1e-4, atol=1e-5)
     assert draft.options.block_size == {published: 8, speculators: 6, deepspec: 7}[written]
     if written is deepspec:
         assert draft.vocabulary.tolist() == list(range(60))

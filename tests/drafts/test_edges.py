@@ -11,6 +11,7 @@ from blockpilot.drafts.edges import CandidateSelector, Edges, GatedMarkovHead, M
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.sampling import candidates
 from blockpilot.evaluation.baselines import Margins, WholeDraft
+from blockpilot.native.linking import MOST_RANK
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import load_prompts
 from blockpilot.sweep.sweep import sweep_prompts
@@ -63,13 +64,14 @@ def edges_of(kind: str, size: int) -> Edges:
     made: dict[str, Edges] = {
         "vanilla": MarkovHead(size, 5),
         "gated": GatedMarkovHead(size, 5, WIDTH),
+        "of a rank without C": MarkovHead(size, MOST_RANK + 1),
         "selector": CandidateSelector(size, 5, WIDTH, top_k=size),
     }
     torch.nn.init.normal_(made[kind].successors)
     return made[kind]
 
 
-@pytest.mark.parametrize("kind", ["vanilla", "gated", "selector"])
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "of a rank without C", "selector"])
 def test_of_all_tokens_a_choice_has_the_probability_that_the_edges_give_it(kind: str) -> None:
     edges, samplings = edges_of(kind, 30), [*SAMPLINGS] * 2
     logits, hidden, before = torch.randn(4, 30), torch.randn(4, WIDTH), torch.randint(0, 30, (4, 3))

@@ -4,7 +4,6 @@ The configurations are those of `deepseek-ai/dspark_qwen3_4b_block7`, `dflash_qw
 checkpoints, with smaller numbers.
 """
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,14 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from blockpilot.drafts.checkpoint import load_draft, save_draft
 from blockpilot.drafts.dflash import DraftModel
-from blockpilot.drafts.options import parse_options
-from blockpilot.drafts.published import as_dflash
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.sampling import candidates
 from blockpilot.pairs.loading import Pair, load_pair
@@ -30,6 +27,7 @@ from blockpilot.types import Request, Sampling
 from helpers.dflash import SlowDFlash
 from helpers.drafts import Proposal, proposals_of
 from helpers.engines import NEVER, PROMPT, plain_text, run, text_of
+from helpers.published import write_draft
 from helpers.tiny import MASK_ID
 from helpers.tiny import SHAPE as OF_TARGET
 
@@ -79,7 +77,7 @@ def deepspec(directory: Path, markov: bool = True, copies: Path | None = None, *
         target = AutoModelForCausalLM.from_pretrained(copies)
         weights["embed_tokens.weight"] = target.get_input_embeddings().weight.detach().clone()
         weights["lm_head.weight"] = target.get_output_embeddings().weight.detach().clone()
-    return _write(directory, config | changes, weights)
+    return write_draft(directory, config | changes, weights)
 
 
 def dflash2(directory: Path, **changes: Any) -> Path:
@@ -90,7 +88,7 @@ def dflash2(directory: Path, **changes: Any) -> Path:
         **{"block_size": SLOTS, "num_target_layers": 6},
         "dflash_config": {"mask_token_id": MASK_ID, "target_layer_ids": LAYERS} | DFLASH2,
     }
-    return _write(directory, config | changes, backbone(**DFLASH2))
+    return write_draft(directory, config | changes, backbone(**DFLASH2))
 
 
 def speculators(directory: Path, kind: str = "dflash", from_anchor: bool = False, **changes: Any) -> Path:
@@ -106,21 +104,14 @@ def speculators(directory: Path, kind: str = "dflash", from_anchor: bool = False
     if kind == "dflash2":
         weights = backbone(**DFLASH2) | {"verifier_norm.weight": torch.ones(48)}
         config |= DFLASH2 | {"draft_vocab_size": 260, "architectures": ["DFlash2DraftModel"]}
-        return _write(directory, config | changes, weights)
+        return write_draft(directory, config | changes, weights)
     if kind == "dspark":
         config |= {"markov_rank": RANK, "markov_head_type": "vanilla", "enable_confidence_head": True}
     weights = backbone() | (heads(len(VOCABULARY)) if kind == "dspark" else {})
     weights |= {"lm_head.weight": torch.randn(len(VOCABULARY), 48) * 0.5, "verifier_norm.weight": torch.ones(48)}
     weights |= {"d2t": VOCABULARY - torch.arange(len(VOCABULARY)), "t2d": torch.zeros(260, dtype=torch.bool)}
     weights["t2d"][VOCABULARY] = True
-    return _write(directory, config | changes, weights)
-
-
-def _write(directory: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Path:
-    directory.mkdir(parents=True)
-    (directory / "config.json").write_text(json.dumps(config))
-    save_file({name: value.contiguous() for name, value in weights.items()}, directory / "model.safetensors")
-    return directory
+    return write_draft(directory, config | changes, weights)
 
 
 SPECFORGE = {"architectures": ["DSparkDraftModel"], "dflash_config": {"projector_type": "dspark"}}
@@ -267,23 +258,6 @@ def test_what_is_saved_is_loaded_again(tmp_path: Path) -> None:
         assert again.options == draft.options
         assert again.state_dict().keys() == draft.state_dict().keys()
         assert all(torch.equal(value, again.state_dict()[key]) for key, value in draft.state_dict().items())
-
-
-def test_published_numbers_are_understood() -> None:
-    """Those of dspark_qwen3_4b_block7, and of a speculators checkpoint for Qwen3-8B."""
-    shape = {"hidden_size": 2560, "num_hidden_layers": 5, "num_attention_heads": 32, "num_key_value_heads": 8}
-    flat = {"block_size": 7, "num_target_layers": 36, "mask_token_id": 151669, "markov_rank": 256}
-    flat |= {"target_layer_ids": [1, 9, 17, 25, 33], "markov_head_type": "vanilla"}
-    nested = {"aux_hidden_state_layer_ids": [2, 10, 18, 26, 34], "block_size": 8, "mask_token_id": 151669}
-    nested |= {"transformer_layer_config": shape, "speculators_config": {}}
-    for architecture, stored, from_anchor, markov_rank in (
-        ("Qwen3DSparkModel", flat | shape, True, 256),
-        ("DFlashDraftModel", nested, False, 0),
-    ):
-        options = parse_options(Qwen3Config.from_dict(as_dflash({"architectures": [architecture], **stored})))
-        assert (options.block_size, options.mask_token_id, options.markov_rank) == (8, 151669, markov_rank)
-        assert options.target_layer_ids == (1, 9, 17, 25, 33)
-        assert options.sample_from_anchor == from_anchor
 
 
 @pytest.mark.parametrize(

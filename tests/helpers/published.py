@@ -1,11 +1,13 @@
 """The named pairs as their publishers wrote them (transformers 4), and small checkpoints of the same form."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
 from blockpilot.drafts.dflash import DraftModel
@@ -134,10 +136,15 @@ def small_draft(name: str, directory: Path, **changes: Any) -> Path:
     parts = {key: value for key, value in written["dflash_config"].items() if key in _SECOND}
     own = parts | {"mask_token_id": MASK_ID, "target_layer_ids": [1, 2, 4]}
     config = written | small | {"num_target_layers": 6, "eos_token_id": 257, "dflash_config": own} | changes
-    directory.mkdir(parents=True)
-    (directory / "config.json").write_text(json.dumps(config, indent=2))
     torch.manual_seed(2)
     draft = DraftModel(Qwen3Config.from_dict(json.loads(json.dumps(config))))
     weights = {key: torch.randn_like(value) * 0.2 + (value.dim() == 1) for key, value in draft.state_dict().items()}
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return write_draft(directory, config, weights)
+
+
+def write_draft(directory: Path, config: Json, weights: Mapping[str, Tensor]) -> Path:
+    """A draft's checkpoint of this config.json."""
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(config, indent=2))
+    save_file({name: value.contiguous() for name, value in weights.items()}, directory / "model.safetensors")
     return directory

@@ -19,7 +19,6 @@ from transformers import (
 )
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from blockpilot.models import kernels
 from blockpilot.models.cache import SlotCache
 from blockpilot.models.layers import Rotary, RotaryTable
 from blockpilot.models.target import Target
@@ -62,12 +61,10 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.usefixtures("in_c")
 @torch.inference_mode()
-def test_computes_what_the_model_does(name: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_computes_what_the_model_does(name: str) -> None:
     """Logits, and features of layers in any order; the model itself stays one to call, and keeps its state."""
-    if not packed:
-        monkeypatch.setattr(kernels, "native_product", lambda *_, **__: None)
     torch.manual_seed(0)
     model = MODELS[name]().eval().requires_grad_(False)
     stock = copy.deepcopy(model)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-import blockpilot.models.kernels as kernels
 from blockpilot.drafts.checkpoint import new_draft_config
 from blockpilot.drafts.decoder import DraftDecoder
 from blockpilot.drafts.dflash import DraftModel
@@ -47,12 +46,6 @@ def filled(cache: SlotCache) -> SlotCache:
     return cache
 
 
-@pytest.fixture(params=["torch", "native"])
-def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "torch":
-        monkeypatch.setattr(kernels, "native_product", lambda *_, **__: None)
-
-
 def boxed(cache: SlotCache) -> SlotCache:
     """A copy of the cache whose passes are laid out in boxes."""
     copy = deepcopy(cache)
@@ -65,7 +58,7 @@ def assert_same(tensor: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(tensor, expected, rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.usefixtures("_way")
+@pytest.mark.usefixtures("in_c")
 @pytest.mark.parametrize("name", PASSES)
 @pytest.mark.parametrize("model", [tiny_target, qwen3])
 @torch.inference_mode()
@@ -88,7 +81,7 @@ def test_target_in_a_box(model: object, name: str) -> None:
     assert len(caches[1].graphs) == 1
 
 
-@pytest.mark.usefixtures("_way")
+@pytest.mark.usefixtures("in_c")
 @pytest.mark.parametrize("sliding", [False, True])
 @pytest.mark.parametrize("slots", [[0, 1, 2], [1, 4]])
 @torch.inference_mode()

@@ -9,7 +9,6 @@ from torch import nn
 
 from blockpilot.models import kernels
 from blockpilot.models.kernels import outputs, prepared, use_huge_pages
-from blockpilot.native.products import native_product
 
 
 def layers(biases: tuple[bool, ...]) -> nn.ModuleDict:
@@ -18,46 +17,16 @@ def layers(biases: tuple[bool, ...]) -> nn.ModuleDict:
     return nn.ModuleDict({name: nn.Linear(32, size, bias=bias) for name, size, bias in sizes}).requires_grad_(False)
 
 
-@pytest.fixture(params=[True, False], ids=["packed", "plain"])
-def packed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Both forms: the one of CPUs that the C is for, and that of other devices."""
-    if not request.param:
-        monkeypatch.setattr(kernels, "native_product", lambda *_, **__: None)
-    elif native_product(torch.zeros(16, 32), None) is None:
-        pytest.skip("no compiler, or no CPU for it")
-    return bool(request.param)
-
-
-@pytest.mark.parametrize("biases", [(False,), (True,), (False, False, False), (True, False, True)])
-def test_layers_keep_their_products_and_state(biases: tuple[bool, ...], packed: bool) -> None:
-    """Of inputs of any shape; state dict, weights by name, and copies."""
-    plain, model = layers(biases), layers(biases)
-    product = prepared(model, *model)
-    assert product.is_packed == packed
-    for shape in ((), (1,), (5,), (0,), (2, 3)):
-        x = torch.randn(*shape, 32)
-        expected = [layer(x) for layer in plain.values()]
-        torch.testing.assert_close(product(x), torch.cat(expected, dim=-1))
-        for layer, of_layer in zip(model.values(), expected, strict=True):
-            torch.testing.assert_close(layer(x), of_layer)
-    for kept in (model, copy.deepcopy(model)):
-        state = kept.state_dict()
-        assert list(state) == list(plain.state_dict())
-        assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
-        for layer, before in zip(kept.values(), plain.values(), strict=True):
-            assert torch.equal(layer.weight, before.weight)
-            assert (layer.in_features, layer.out_features) == (before.in_features, before.out_features)
-
-
-def test_layers_are_prepared_once_and_weights_held_once(packed: bool) -> None:
+def test_layers_are_prepared_once_and_weights_held_once(in_c: bool) -> None:
     """Packed layers have no weights of their own, others share the memory of the product, and of one made later."""
     model, x = layers((False, False)), torch.randn(3, 32)
     product = prepared(model, "a", "b")
     parameters = list(model.parameters())
     again = prepared(model, "a", "b")
     assert torch.equal(product(x), again(x))
-    assert (product is again) == packed
-    if packed:
+    torch.testing.assert_close(product(x), torch.cat([layer(x) for layer in copy.deepcopy(model).values()], dim=-1))
+    assert (product is again) == in_c
+    if in_c:
         assert not parameters
         return
     storage = product._weight.untyped_storage().data_ptr()
@@ -78,7 +47,7 @@ def test_huge_pages_change_nothing(refused: bool, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("together", [("a", "b"), ("a", "b", "c"), ("b",), ()])
 def test_layers_that_were_prepared_together_are_one_product(
-    together: tuple[str, ...], packed: bool, monkeypatch: pytest.MonkeyPatch
+    together: tuple[str, ...], in_c: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, model, x = layers((False, True, False)), layers((False, True, False)), torch.randn(2, 3, 32)
     if together:
@@ -87,4 +56,4 @@ def test_layers_that_were_prepared_together_are_one_product(
     monkeypatch.setattr(kernels.Product, "__call__", lambda self, x: calls.append(self) or call(self, x))
     for output, name in zip(outputs([model["b"], model["a"]], x), "ba", strict=True):
         torch.testing.assert_close(output, plain[name](x))
-    assert len(calls) == (packed and bool(together))
+    assert len(calls) == (in_c and bool(together))

@@ -27,20 +27,6 @@ def test_padding_and_back(sizes: list[int]) -> None:
     assert packing.length == max(10 * r + size for r, size in enumerate(sizes))
 
 
-@pytest.mark.parametrize("groups", [1, 3])
-def test_grouped_queries_meet_their_own_keys(groups: int) -> None:
-    torch.manual_seed(0)
-    query, key, value = (torch.randn(2, heads, width, 8) for heads, width in ((2 * groups, 3), (2, 5), (2, 5)))
-    mask = torch.rand(2, 1, 3, 5) < 0.7
-    mask[..., 0] = True
-    found = grouped_attention(query, key, value, folded(mask, groups, torch.float32), 0.3)
-    for row in range(2):
-        for head in range(2 * groups):
-            scores = (query[row, head] @ key[row, head // groups].T * 0.3).masked_fill(~mask[row, 0], -torch.inf)
-            expected = scores.softmax(dim=-1) @ value[row, head // groups]
-            assert torch.allclose(found[row, head], expected, atol=1e-6)
-
-
 @pytest.mark.parametrize(("rows", "width"), [(1, 3), (1, 12), (4, 1), (4, 3), (7, 12)])
 @torch.inference_mode()
 def test_bfloat16_attends_as_float32_up_to_its_rounding(

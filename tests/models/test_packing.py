@@ -39,10 +39,10 @@ def test_bfloat16_attends_as_float32_up_to_its_rounding(
     mask = torch.rand(rows, 1, width, 30) < 0.7
     mask[..., 0] = True
     key, value = cached[:, :, :, :30]
-    found = grouped_attention(query, key, value, folded(mask, 3, torch.bfloat16), 0.125)
+    attended = grouped_attention(query, key, value, folded(mask, 3, torch.bfloat16), 0.125)
     expected = grouped_attention(query.float(), key.float(), value.float(), folded(mask, 3, torch.float32), 0.125)
-    assert found.dtype == torch.bfloat16
-    assert torch.allclose(found.float(), expected, atol=0.02, rtol=0.02)
+    assert attended.dtype == torch.bfloat16
+    assert torch.allclose(attended.float(), expected, atol=0.02, rtol=0.02)
 
 
 @settings(deadline=None)
@@ -59,10 +59,10 @@ def test_every_row_attends_as_alone(sizes: list[int]) -> None:
     key, value = torch.randn(len(sizes), 2, length, 8), torch.randn(len(sizes), 2, length, 8)
     queries = packing.pad(packing.positions)
     mask = (torch.arange(length) <= queries[:, :, None])[:, None]
-    found = packing.attend(query, key, value, folded(mask, 2, torch.float32), 0.3)
+    attended = packing.attend(query, key, value, folded(mask, 2, torch.float32), 0.3)
     for row, (first, size) in enumerate(zip(packing.firsts, sizes, strict=True)):
         one = slice(row, row + 1)
         bias = folded(mask[one, :, :size], 2, torch.float32)
-        own = query[None, first : first + size].transpose(1, 2)
-        alone = grouped_attention(own, key[one], value[one], bias, 0.3)[0].transpose(0, 1)
-        assert torch.allclose(found[first : first + size], alone, atol=1e-5)
+        of_row = query[None, first : first + size].transpose(1, 2)
+        alone = grouped_attention(of_row, key[one], value[one], bias, 0.3)[0].transpose(0, 1)
+        assert torch.allclose(attended[first : first + size], alone, atol=1e-5)

@@ -64,29 +64,20 @@ def whole(tmp_path_factory: pytest.TempPathFactory, tiny_pair: Pair) -> Path:
 def damage(path: Path, dice: random.Random) -> None:
     """Cut a file short, change some of its bytes, or put others in."""
     content = bytearray(path.read_bytes())
-    place = dice.randrange(len(content))
+    position = dice.randrange(len(content))
     kind = dice.choice(("cut", "change", "insert", "number"))
     if kind == "cut":
-        del content[place:]
+        del content[position:]
     elif kind == "change":
         for _ in range(dice.randint(1, 8)):
             content[dice.randrange(len(content))] = dice.randrange(256)
     elif kind == "insert":
-        content[place:place] = dice.randbytes(dice.randint(1, 9))
+        content[position:position] = dice.randbytes(dice.randint(1, 9))
     else:
         digits = [i for i, byte in enumerate(content) if chr(byte).isdecimal()]
         for i in dice.sample(digits, min(2, len(digits))):
             content[i : i + 1] = dice.choice((b"-1", b"1e999", b"null", b"[]", b'"x"', b"99999999999999999999"))
     path.write_bytes(content)
-
-
-def complaint(kind: str, path: Path) -> str | None:
-    """What is said of a file that is refused; anything but a ValueError is a failure."""
-    try:
-        READERS[kind](path)
-    except ValueError as error:
-        return str(error)
-    return None
 
 
 @given(kind=st.sampled_from(sorted(READERS)), seed=st.integers(0, 2**32))
@@ -102,7 +93,9 @@ def test_a_damaged_file_is_refused_by_name_or_read(whole: Path, kind: str, seed:
         else:
             shutil.copy(whole / kind, path)
             damage(path, dice)
-        said = complaint(kind, path)
-        if said is not None:
-            assert folder in said
-            assert len(said.splitlines()) == 1
+        message = None
+        try:
+            READERS[kind](path)
+        except ValueError as error:  # anything else is a failure
+            message = str(error)
+        assert message is None or (folder in message and len(message.splitlines()) == 1)

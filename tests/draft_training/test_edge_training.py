@@ -1,12 +1,12 @@
 """Edges trained on slots that are computed once: against slow loops, resumed, and that they learn."""
 
 import math
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from blockpilot.draft_training.batches import collate, draft_batch, draw_anchors
 from blockpilot.draft_training.edges import (
@@ -19,61 +19,45 @@ from blockpilot.draft_training.edges import (
     weights_of,
     write_slots,
 )
-from blockpilot.draft_training.features import Document
 from blockpilot.draft_training.loss import dpace_weights
 from blockpilot.draft_training.training import DraftFitSettings
 from blockpilot.drafts.edges import CandidateSelector, Edges, GatedMarkovHead, MarkovHead
 from blockpilot.pairs.loading import Pair
+from helpers.documents import random_documents
 from helpers.tiny import tiny_draft
 
 BLOCK, WIDTH, SIZE = 4, 24, 30
-KINDS = ["selector", "markov", "gated"]
 
 
-def documents(*lengths: int) -> list[Document]:
-    generator = torch.Generator().manual_seed(len(lengths))
-    return [
-        Document(
-            torch.randint(0, 250, (length,), generator=generator),
-            3,
-            torch.randn(length, 96, generator=generator),
-            torch.randn(length, 48, generator=generator),
-        )
-        for length in lengths
-    ]
-
-
-@pytest.mark.parametrize("vocabulary", [None, [*range(7, 200, 3), *range(5, 256, 2)]], ids=["all", "some"])
+@pytest.mark.parametrize("vocabulary", [None, [*range(7, 200, 3), *range(5, 256, 2)]], ids=["all", "own"])
 def test_slots_are_those_of_the_blocks_at_random_anchors(tiny_pair: Pair, vocabulary: list[int] | None) -> None:
     draft = tiny_draft(tiny_pair.target, BLOCK, selector_rank=5, selector_top_k=6)
     ids = torch.arange(draft.config.vocab_size)
     if vocabulary is not None:
         draft.vocabulary = torch.tensor(vocabulary).unique().flip(0)
         ids = draft.vocabulary.sort().values
-    head, some = tiny_pair.target.get_input_embeddings().weight.detach(), documents(9, 14, 6)
-    found = slots_of(draft, head, head, some, [0.0, 1.0, 0.0], 3, seed=5)
+    head = tiny_pair.target.get_input_embeddings().weight.detach()
+    documents = random_documents([(9, 3), (14, 3), (6, 3)], num_layers=2)
+    slots = slots_of(draft, head, head, documents, [0.0, 1.0, 0.0], 3, seed=5)
     generator = torch.Generator().manual_seed(5)
-    batch = collate(some, [draw_anchors(each, 3, generator) for each in some])
-    hidden, place = draft_batch(draft, head, batch, BLOCK).detach(), 0
-    for row, document in enumerate(some):
-        anchors = batch.anchors[row][batch.valid[row]].tolist()
-        for a, anchor in enumerate(anchors):
+    batch = collate(documents, [draw_anchors(document, 3, generator) for document in documents])
+    hidden, num = draft_batch(draft, head, batch, BLOCK).detach(), 0
+    for row, document in enumerate(documents):
+        for a, anchor in enumerate(batch.anchors[row][batch.valid[row]].tolist()):
             for offset in range(1, min(BLOCK, len(document.tokens) - anchor)):
                 log_probs = (hidden[row, a, offset] @ head[ids].T).log_softmax(0)
                 of_target = (document.hidden[anchor + offset - 1] @ head[ids].T).log_softmax(0)
                 best = log_probs.topk(6)
-                one = found.at(torch.tensor([place]))
-                assert one.tokens[0].tolist() == ids[best.indices].tolist()
-                torch.testing.assert_close(one.log_probs[0], best.values, atol=1e-4, rtol=1e-4)
-                torch.testing.assert_close(one.of_target[0], of_target[best.indices], atol=1e-4, rtol=1e-4)
-                torch.testing.assert_close(one.hidden[0], hidden[row, a, offset].bfloat16())
-                assert (int(one.before), int(one.labels)) == (
-                    int(document.tokens[anchor + offset - 1]),
-                    int(document.tokens[anchor + offset]),
-                )
-                assert (int(one.offsets), float(one.temperatures)) == (offset, float(row == 1))
-                place += 1
-    assert place == len(found.labels)
+                slot = slots.at(torch.tensor([num]))
+                assert slot.tokens[0].tolist() == ids[best.indices].tolist()
+                torch.testing.assert_close(slot.log_probs[0], best.values, atol=1e-4, rtol=1e-4)
+                torch.testing.assert_close(slot.of_target[0], of_target[best.indices], atol=1e-4, rtol=1e-4)
+                torch.testing.assert_close(slot.hidden[0], hidden[row, a, offset].bfloat16())
+                text = document.tokens[anchor + offset - 1 : anchor + offset + 1].tolist()
+                assert [int(slot.before), int(slot.labels)] == text
+                assert (int(slot.offsets), float(slot.temperatures)) == (offset, float(row == 1))
+                num += 1
+    assert num == len(slots.labels)
 
 
 def random_slots(num_blocks: int = 40, width: int = 6, seed: int = 0) -> DraftedSlots:
@@ -93,36 +77,30 @@ def random_slots(num_blocks: int = 40, width: int = 6, seed: int = 0) -> Drafted
 
 def edges_of(kind: str, rank: int = 5, width: int = 6) -> Edges:
     torch.manual_seed(0)
-    found: dict[str, Edges] = {
+    edges: dict[str, Edges] = {
         "selector": CandidateSelector(SIZE, rank, WIDTH, width),
         "markov": MarkovHead(SIZE, rank),
         "gated": GatedMarkovHead(SIZE, rank, WIDTH),
     }
-    return found[kind]
+    return edges[kind]
 
 
 EMBEDDING = torch.randn(SIZE, WIDTH, generator=torch.Generator().manual_seed(9))
 
 
-def shuffled(loss: EdgeLoss) -> EdgeLoss:
-    """With random weights everywhere."""
+def randomized(loss: EdgeLoss) -> EdgeLoss:
     with torch.no_grad():
         for parameter in loss.parameters():
             parameter.normal_(std=0.4)
     return loss
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_untrained_edges_change_nothing(kind: str) -> None:
-    slots = random_slots()
+@pytest.mark.parametrize("kind", ["selector", "markov", "gated"])
+def test_untrained_edges_change_nothing_and_trained_ones_score_as_their_plain_weights(kind: str) -> None:
+    slots, plain = random_slots(), edges_of(kind)
     loss = EdgeLoss(edges_of(kind), EMBEDDING)
     assert loss.scores(slots).equal(slots.log_probs)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_plain_weights_give_the_same_scores(kind: str) -> None:
-    slots, loss, plain = random_slots(), shuffled(EdgeLoss(edges_of(kind), EMBEDDING)), edges_of(kind)
-    assert plain.load_state_dict(loss.plain_state())
+    assert plain.load_state_dict(randomized(loss).plain_state())
     lifts = plain.between(slots.hidden.float(), slots.before[:, None], slots.tokens)[:, 0]
     torch.testing.assert_close(slots.log_probs + lifts, loss.scores(slots), atol=1e-4, rtol=1e-4)
     assert lifts.abs().max() > 0.1
@@ -132,27 +110,26 @@ def test_edges_that_go_on_begin_as_they_are() -> None:
     trained = edges_of("selector")
     torch.nn.init.normal_(trained.successors)
     expected = {name: value.clone() for name, value in trained.state_dict().items()}
-    found = EdgeLoss(trained, EMBEDDING).plain_state()
-    assert found.keys() == expected.keys()
-    assert all(found[name].equal(value) for name, value in expected.items())
+    state = EdgeLoss(trained, EMBEDDING).plain_state()
+    assert state.keys() == expected.keys()
+    assert all(state[name].equal(value) for name, value in expected.items())
 
 
 @pytest.mark.parametrize(("distill", "overlap"), [(0.0, 0.0), (0.3, 0.0), (1.0, 0.5)])
 def test_the_losses_equal_a_slow_loop(distill: float, overlap: float) -> None:
     slots = random_slots()
-    loss = shuffled(EdgeLoss(edges_of("selector"), EMBEDDING, distill, overlap))
+    loss = randomized(EdgeLoss(edges_of("selector"), EMBEDDING, distill, overlap))
     losses, scores = (values.detach() for values in loss(slots))
-    for i, found in enumerate(losses.tolist()):
+    for i, loss_of_slot in enumerate(losses.tolist()):
         log_probs = scores[i].log_softmax(0)
-        goal = distill * slots.of_target[i].exp()
-        goal = goal + (1 - distill) * (slots.tokens[i] == slots.labels[i])
+        goal = distill * slots.of_target[i].exp() + (1 - distill) * (slots.tokens[i] == slots.labels[i])
         if slots.offsets[i] == 1:
             goal = slots.log_probs[i].exp() / slots.log_probs[i].exp().sum()
         mass = float(goal.sum())
         expected = -(1 - overlap) * float((goal * log_probs).sum())
         if overlap:
             expected -= overlap * mass * math.log(float(torch.minimum(goal / mass, log_probs.exp()).sum()) + 1e-4)
-        assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        assert loss_of_slot == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
 def test_weights_are_those_of_a_drafts_loss() -> None:
@@ -160,17 +137,16 @@ def test_weights_are_those_of_a_drafts_loss() -> None:
     slots = random_slots(4)
     decay = weights_of(slots, BLOCK, "decay")
     assert decay.tolist() == pytest.approx([math.exp(-(o - 1) / (0.5 * BLOCK)) for o in slots.offsets.tolist()])
-    found, place = weights_of(slots, BLOCK, "dpace"), 0
-    for b in range(4):
-        num = BLOCK - 1 - b % 2
-        of_block = slots.at(torch.arange(place, place + num))
-        losses = [
-            next((-float(p) for t, p in zip(tokens, probs, strict=True) if t == label), math.inf)
-            for tokens, probs, label in zip(of_block.tokens, of_block.log_probs, of_block.labels, strict=True)
-        ]
-        expected = dpace_weights(torch.tensor(losses), torch.ones(1, 1, num, dtype=torch.bool))
-        torch.testing.assert_close(found[place : place + num], expected[0, 0])
-        place += num
+    weights, start = weights_of(slots, BLOCK, "dpace"), 0
+    losses = torch.full(slots.labels.shape, math.inf)
+    for i, (tokens, label) in enumerate(zip(slots.tokens.tolist(), slots.labels.tolist(), strict=True)):
+        if label in tokens:
+            losses[i] = -slots.log_probs[i, tokens.index(label)]
+    for num in (3, 2, 3, 2):
+        of_block = slice(start, start + num)
+        expected = dpace_weights(losses[of_block], torch.ones(1, 1, num, dtype=torch.bool))
+        torch.testing.assert_close(weights[of_block], expected[0, 0])
+        start += num
 
 
 def test_the_noise_is_that_under_which_the_target_chose() -> None:
@@ -217,8 +193,7 @@ def test_edges_learn_what_follows_what() -> None:
     held_out = text_slots(60, seed=8)
     fit = fit_of(text_slots(300))
     before = fit.validate(held_out).metrics()
-    for sums in fit.steps():
-        assert sums.num_blocks > 0
+    assert all(sums.num_blocks > 0 for sums in fit.steps())
     after = fit.validate(held_out).metrics()
     for offset in (2, 3):
         assert after[f"validation_accuracy_{offset}"] > 0.8 > 0.5 > before[f"validation_accuracy_{offset}"]
@@ -238,27 +213,25 @@ def test_tau_counts_the_first_tokens_that_are_right() -> None:
 
 
 def test_a_resumed_fit_is_the_undisturbed_one() -> None:
-    slots = text_slots(100)
-    whole, first = fit_of(slots, epochs=3), fit_of(slots, epochs=3)
+    slots = text_slots(300)
+    whole, first, again = (fit_of(slots, epochs=3) for _ in range(3))
     losses = [float(sums.loss) for sums in whole.steps()]
-    found = [float(sums.loss) for sums, _ in zip(first.steps(), range(4), strict=False)]
-    again = fit_of(slots, epochs=3)
+    assert [float(sums.loss) for sums in islice(first.steps(), 4)] == losses[:4]
     again.load_state_dict(first.state_dict())
-    assert found + [float(sums.loss) for sums in again.steps()] == losses
-    expected, resumed = (fit.state_dict()["edges"] for fit in (whole, again))
-    assert all(resumed[name].equal(value) for name, value in expected.items())
+    assert [float(sums.loss) for sums in again.steps()] == losses[4:] != []
+    expected, edges = (fit.state_dict()["edges"] for fit in (whole, again))
+    assert all(edges[name].equal(value) for name, value in expected.items())
 
 
 def test_two_workers_share_the_slots() -> None:
-    slots = text_slots(100)
-    seen = []
+    slots, counts = text_slots(100), []
     for rank in (0, 1):
         settings = DraftFitSettings(epochs=1, batch_size=2, num_anchors=8)
         loss = EdgeLoss(edges_of("selector", width=8), EMBEDDING)
         fit = EdgeFit(loss, slots, BLOCK, settings, rank=rank, world_size=2)
-        seen.append([float(sums.count.sum()) for sums in fit.steps()])
-    assert len(seen[0]) == len(seen[1]) > 1
-    assert sum(map(sum, seen)) > 0.7 * len(slots.labels)
+        counts.append([float(sums.count.sum()) for sums in fit.steps()])
+    assert len(counts[0]) == len(counts[1]) > 1
+    assert sum(map(sum, counts)) > 0.7 * len(slots.labels)
 
 
 def test_slots_come_back_from_their_files(tmp_path: Path) -> None:
@@ -266,6 +239,5 @@ def test_slots_come_back_from_their_files(tmp_path: Path) -> None:
     paths = [tmp_path / f"{i}.safetensors" for i in range(2)]
     for path, part in zip(paths, parts, strict=True):
         write_slots(path, part)
-    expected: list[Tensor] = [torch.cat(values) for values in zip(*parts, strict=True)]
-    for found, values in zip(read_slots(paths), expected, strict=True):
-        assert found.equal(values)
+    for values, of_parts in zip(read_slots(paths), zip(*parts, strict=True), strict=True):
+        assert values.equal(torch.cat(of_parts))

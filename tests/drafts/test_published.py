@@ -4,29 +4,20 @@ The configurations are those of `deepseek-ai/dspark_qwen3_4b_block7`, `dflash_qw
 checkpoints, with smaller numbers.
 """
 
-import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from blockpilot.drafts.checkpoint import load_draft, save_draft
 from blockpilot.drafts.dflash import DraftModel
-from blockpilot.drafts.options import parse_options
-from blockpilot.drafts.published import as_dflash
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.sampling import candidates
 from blockpilot.pairs.loading import Pair, load_pair
@@ -36,42 +27,24 @@ from blockpilot.types import Request, Sampling
 from helpers.dflash import SlowDFlash
 from helpers.drafts import Proposal, proposals_of
 from helpers.engines import NEVER, PROMPT, plain_text, run, text_of
-from helpers.tiny import EOS_ID, MASK_ID, byte_tokenizer
+from helpers.published import write_draft
+from helpers.tiny import MASK_ID
+from helpers.tiny import SHAPE as OF_TARGET
 
-SHAPE = {
-    **{"vocab_size": 260, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 6, "head_dim": 16},
-    **{"num_attention_heads": 6, "num_key_value_heads": 2, "initializer_range": 0.2, "pad_token_id": 256},
-    **{"eos_token_id": EOS_ID, "bos_token_id": None, "max_position_embeddings": 1024},
+LAYERS, RANK, SLOTS = [1, 3, 4], 6, 7
+NETWORK = OF_TARGET | {
+    **{"num_hidden_layers": 2, "num_attention_heads": 6, "head_dim": 16, "tie_word_embeddings": False},
+    **{"layer_types": ["full_attention"] * 2, "rope_theta": 1e4},
 }
-LLAMA3 = {
-    **{"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0},
-    **{"high_freq_factor": 4.0, "original_max_position_embeddings": 64},
-}
-TARGETS: dict[str, Callable[[], PreTrainedModel]] = {
-    "qwen3": lambda: Qwen3ForCausalLM(
-        Qwen3Config(**SHAPE, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
-    ),
-    "llama31": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=LLAMA3)),
-}
-LAYERS, RANK, SLOTS = (1, 3, 4), 6, 7
-NETWORK = SHAPE | {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "rope_theta": 1e4}
 VOCABULARY = torch.arange(3, 260, 2)  # of a head of its own
-
-
-@pytest.fixture(scope="module", params=TARGETS)
-def target_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    directory = tmp_path_factory.mktemp(request.param)
-    TARGETS[request.param]().save_pretrained(directory)
-    byte_tokenizer().save_pretrained(directory)
-    return directory
+DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": RANK, "selector_top_k": 5}
 
 
 def backbone(**parts: int) -> dict[str, Tensor]:
     """Random weights of the network, by their published names; with parts of DFlash 2, too."""
-    own = {"block_size": SLOTS, "num_target_layers": 6, "target_layer_ids": LAYERS, "mask_token_id": MASK_ID}
+    options = {"block_size": SLOTS, "num_target_layers": 6, "target_layer_ids": LAYERS, "mask_token_id": MASK_ID}
     torch.manual_seed(3)
-    weights = DraftModel(Qwen3Config(**NETWORK, dflash_config=own | parts)).state_dict()
+    weights = DraftModel(Qwen3Config(**NETWORK, dflash_config=options | parts)).state_dict()
     sizes = {name: 1.0 if name.startswith("candidate_selector.") else 0.2 for name in weights}
     return {name: torch.randn_like(value) * sizes[name] + (value.dim() == 1) for name, value in weights.items()}
 
@@ -91,10 +64,9 @@ def deepspec(directory: Path, markov: bool = True, copies: Path | None = None, *
         **{"architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "attention_bias": False},
         **{"block_size": SLOTS, "num_target_layers": 6, "target_layer_ids": LAYERS, "mask_token_id": MASK_ID},
         **{"num_anchors": 512, "enable_confidence_head": markov, "markov_rank": RANK if markov else 0},
-        **{"markov_head_type": "vanilla", "confidence_head_with_markov": True, "tie_word_embeddings": False},
     }
-    if not markov:
-        del config["markov_head_type"], config["confidence_head_with_markov"]
+    if markov:
+        config |= {"markov_head_type": "vanilla", "confidence_head_with_markov": True}
     weights = backbone() | (heads() if markov else {})
     if changes.get("markov_head_type") == "gated":
         weights["markov_head.gate_proj.weight"] = torch.randn(RANK, 48 + RANK) * 0.3
@@ -105,25 +77,18 @@ def deepspec(directory: Path, markov: bool = True, copies: Path | None = None, *
         target = AutoModelForCausalLM.from_pretrained(copies)
         weights["embed_tokens.weight"] = target.get_input_embeddings().weight.detach().clone()
         weights["lm_head.weight"] = target.get_output_embeddings().weight.detach().clone()
-    return _write(directory, config | changes, weights)
-
-
-DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": RANK, "selector_top_k": 5}
+    return write_draft(directory, config | changes, weights)
 
 
 def dflash2(directory: Path, **changes: Any) -> Path:
     """z-lab's format: one layer of two slides, and sees both ways."""
-    own = {"mask_token_id": MASK_ID, "target_layer_ids": LAYERS} | DFLASH2
-    layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9, "is_causal": False}
-    config = (
-        NETWORK
-        | layers
-        | {
-            **{"architectures": ["DFlash2DraftModel"], "model_type": "qwen3", "attention_bias": False},
-            **{"block_size": SLOTS, "num_target_layers": 6, "dflash_config": own, "tie_word_embeddings": False},
-        }
-    )
-    return _write(directory, config | changes, backbone(**DFLASH2))
+    config = NETWORK | {
+        **{"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9, "is_causal": False},
+        **{"architectures": ["DFlash2DraftModel"], "model_type": "qwen3", "attention_bias": False},
+        **{"block_size": SLOTS, "num_target_layers": 6},
+        "dflash_config": {"mask_token_id": MASK_ID, "target_layer_ids": LAYERS} | DFLASH2,
+    }
+    return write_draft(directory, config | changes, backbone(**DFLASH2))
 
 
 def speculators(directory: Path, kind: str = "dflash", from_anchor: bool = False, **changes: Any) -> Path:
@@ -139,23 +104,17 @@ def speculators(directory: Path, kind: str = "dflash", from_anchor: bool = False
     if kind == "dflash2":
         weights = backbone(**DFLASH2) | {"verifier_norm.weight": torch.ones(48)}
         config |= DFLASH2 | {"draft_vocab_size": 260, "architectures": ["DFlash2DraftModel"]}
-        return _write(directory, config | changes, weights)
+        return write_draft(directory, config | changes, weights)
     if kind == "dspark":
         config |= {"markov_rank": RANK, "markov_head_type": "vanilla", "enable_confidence_head": True}
     weights = backbone() | (heads(len(VOCABULARY)) if kind == "dspark" else {})
     weights |= {"lm_head.weight": torch.randn(len(VOCABULARY), 48) * 0.5, "verifier_norm.weight": torch.ones(48)}
     weights |= {"d2t": VOCABULARY - torch.arange(len(VOCABULARY)), "t2d": torch.zeros(260, dtype=torch.bool)}
     weights["t2d"][VOCABULARY] = True
-    return _write(directory, config | changes, weights)
+    return write_draft(directory, config | changes, weights)
 
 
-def _write(directory: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Path:
-    directory.mkdir(parents=True)
-    (directory / "config.json").write_text(json.dumps(config))
-    save_file({name: value.contiguous() for name, value in weights.items()}, directory / "model.safetensors")
-    return directory
-
-
+SPECFORGE = {"architectures": ["DSparkDraftModel"], "dflash_config": {"projector_type": "dspark"}}
 FORMATS: dict[str, Callable[[Path], Path]] = {
     "dspark": deepspec,
     "dflash block 7": lambda directory: deepspec(directory, markov=False),
@@ -163,18 +122,16 @@ FORMATS: dict[str, Callable[[Path], Path]] = {
     "speculators dspark": lambda directory: speculators(directory, "dspark"),
     "speculators dspark, from the anchor": lambda directory: speculators(directory, "dspark", True),
     "gated dspark": lambda directory: deepspec(directory, markov_head_type="gated"),
-    "specforge dspark": lambda directory: deepspec(
-        directory, architectures=["DSparkDraftModel"], dflash_config={"projector_type": "dspark"}
-    ),
+    "specforge dspark": lambda directory: deepspec(directory, **SPECFORGE),
     "dflash2": dflash2,
     "speculators dflash2": lambda directory: speculators(directory, "dflash2"),
 }
 
 
-def chain_of(slow: SlowDFlash, target: Any, proposal: Proposal, from_anchor: bool, is_bent: bool) -> list[int]:
+def chain_of(slow: SlowDFlash, target: Any, proposal: Proposal, from_anchor: bool, has_edges: bool) -> list[int]:
     """The chain that a slow network drafts after a row's final tokens, by its own LM head or the target's.
 
-    is_bent: a token depends on the one before it, as the network's head says.
+    has_edges: a token depends on the one before it, as the network's head says.
     """
     w, tokens, sampling = slow.weights, proposal.tokens, proposal.request.sampling
     states = target(torch.tensor([tokens]), output_hidden_states=True).hidden_states
@@ -189,16 +146,16 @@ def chain_of(slow: SlowDFlash, target: Any, proposal: Proposal, from_anchor: boo
     ids = VOCABULARY if "d2t" in w else torch.arange(260)
     drafted = [tokens[-1]]
     for i in range(depth):
-        scores, own, before = torch.full((1, 260), -math.inf), hidden[i if from_anchor else i + 1], drafted[-1]
-        of_head = w.get("lm_head.weight", of_target) @ own
-        if is_bent and "markov_head.markov_w2.weight" in w:
-            of_head = of_head + w["markov_head.markov_w2.weight"] @ bigram(w, own, before)
+        scores, of_slot, before = torch.full((1, 260), -math.inf), hidden[i if from_anchor else i + 1], drafted[-1]
+        of_head = w.get("lm_head.weight", of_target) @ of_slot
+        if has_edges and "markov_head.markov_w2.weight" in w:
+            of_head = of_head + w["markov_head.markov_w2.weight"] @ bigram(w, of_slot, before)
         scores[0, ids] = of_head.float()
-        is_selected = is_bent and "candidate_selector.successor_codebook" in w
-        found = candidates(scores, [len(tokens) + i], [sampling], DFLASH2["selector_top_k"] if is_selected else 1)
-        lifts = [selected(w, own, before, int(token)) for token in found.tokens[0]] if is_selected else [0.0]
-        lifted = found.scores[0].double() + torch.tensor(lifts).double() / (sampling.temperature or 1.0)
-        drafted.append(int(found.tokens[0, lifted.argmax()]))
+        is_selected = has_edges and "candidate_selector.successor_codebook" in w
+        best = candidates(scores, [len(tokens) + i], [sampling], DFLASH2["selector_top_k"] if is_selected else 1)
+        lifts = [selected(w, of_slot, before, int(token)) for token in best.tokens[0]] if is_selected else [0.0]
+        lifted = best.scores[0].double() + torch.tensor(lifts).double() / (sampling.temperature or 1.0)
+        drafted.append(int(best.tokens[0, lifted.argmax()]))
     return drafted[1:]
 
 
@@ -228,82 +185,66 @@ def first_choices(proposal: Proposal) -> list[int]:
 
 @pytest.mark.parametrize("name", FORMATS)
 @torch.inference_mode()
-def test_drafts_are_those_of_a_slow_network(name: str, target_dir: Path, tmp_path: Path) -> None:
+def test_drafts_are_those_of_a_slow_network(name: str, tiny_pair_dirs: tuple[Path, Path], tmp_path: Path) -> None:
+    """And the text is the target's own."""
     draft_dir = FORMATS[name](tmp_path / "draft")
-    pair = load_pair(target=str(target_dir), draft=str(draft_dir), dtype="float32")
+    pair = load_pair(target=tiny_pair_dirs[0], draft=draft_dir, dtype="float32")
     assert isinstance(pair.draft, DraftModel)
     from_anchor = name.endswith(("7", "anchor", "k")) and name != "speculators dspark"
-    bends = "dspark" in name or "dflash2" in name
+    has_edges = "dspark" in name or "dflash2" in name
     assert pair.block_size == SLOTS + from_anchor
     slow = SlowDFlash(load_file(draft_dir / "model.safetensors"), pair.draft.config)
+    sizes = (pair.block_size, pair.block_size - 3)
     requests = [
-        Request(PROMPT[: 3 + 5 * i], 12, Sampling(float(i), seed=9), pair.block_size - 3 * i, NEVER) for i in range(2)
+        Request(PROMPT[: 3 + 5 * i], 16, Sampling(6.0 * i, seed=9), size, NEVER) for i, size in enumerate(sizes)
     ]
-    found = proposals_of(Engine(pair, num_slots=2, max_length=64), requests)
-    target, num_bent = AutoModelForCausalLM.from_pretrained(target_dir), 0
-    for proposal in found[::9]:
+    proposals = proposals_of(Engine(pair, num_slots=2, max_length=64), requests)
+    target, num_bent = AutoModelForCausalLM.from_pretrained(tiny_pair_dirs[0]), 0
+    texts = {r.prompt_ids: r.prompt_ids + plain_text(pair, r.prompt_ids, 16, r.sampling) for r in requests}
+    for proposal in proposals:
+        assert proposal.tokens == texts[proposal.request.prompt_ids][: len(proposal.tokens)]
+    (steps,) = run(Engine(pair, num_slots=1, max_length=64), [replace(requests[1], layout="tree")])
+    assert requests[1].prompt_ids + text_of(steps) == texts[requests[1].prompt_ids]
+    for proposal in proposals[::9]:
         drafted = first_choices(proposal)
-        assert drafted == chain_of(slow, target, proposal, from_anchor, bends)
-        num_bent += bends and drafted != chain_of(slow, target, proposal, from_anchor, False)
-    assert max(len(proposal.found.tokens) for proposal in found) == pair.block_size - 1
-    assert bool(num_bent) == bends
+        assert drafted == chain_of(slow, target, proposal, from_anchor, has_edges)
+        num_bent += has_edges and drafted != chain_of(slow, target, proposal, from_anchor, False)
+    assert max(len(proposal.found.tokens) for proposal in proposals) == pair.block_size - 1
+    assert bool(num_bent) == has_edges
 
 
 @pytest.fixture(scope="module")
-def dspark(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    torch.manual_seed(0)
-    root = tmp_path_factory.mktemp("dspark")
-    TARGETS["qwen3"]().save_pretrained(root / "target")
-    byte_tokenizer().save_pretrained(root / "target")
-    return load_pair(target=str(root / "target"), draft=str(deepspec(root / "draft")), dtype="float32")
-
-
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(6.0, seed=3)])
-def test_the_text_is_the_targets_own(dspark: Pair, sampling: Sampling) -> None:
-    engine = Engine(dspark, num_slots=3, max_length=64)
-    requests = [
-        Request(PROMPT[i:], 24, sampling, size, NEVER, layout=layout)  # type: ignore[arg-type]
-        for i, (size, layout) in enumerate([(8, "chain"), (2, "chain"), (5, "tree"), (12, "tree")])
-    ]
-    found = run(engine, requests)
-    for request, steps in zip(requests, found, strict=True):
-        assert text_of(steps) == plain_text(dspark, request.prompt_ids, 24, sampling)
-    assert sampling.is_greedy or sum(step.num_accepted for steps in found for step in steps) > 3
+def dspark(tiny_pair_dirs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    draft = deepspec(tmp_path_factory.mktemp("dspark") / "draft")
+    return load_pair(target=tiny_pair_dirs[0], draft=draft, dtype="float32")
 
 
 @pytest.mark.parametrize("temperature", [0.0, 6.0])
 def test_a_replay_equals_decoding(dspark: Pair, temperature: float) -> None:
-    settings = {"max_new_tokens": 24, "temperature": temperature}
+    settings: dict[str, Any] = {"max_new_tokens": 24, "temperature": temperature}
     replayed, decoded = (
-        sweep_prompts(dspark, load_prompts("demo", 3), [1, 2, 5, 8], method=method, **settings).rows  # type: ignore[arg-type]
+        sweep_prompts(dspark, load_prompts("demo", 3), [1, 2, 5, 8], method=method, **settings).rows
         for method in ("replay", "decode")
     )
     assert [row.emitted_histograms for row in replayed] == [row.emitted_histograms for row in decoded]
     assert temperature == 0 or sum(row.num_steps[-1] for row in replayed) < sum(row.num_steps[0] for row in replayed)
 
 
-def test_copies_of_the_targets_weights_are_given_up(dspark: Pair, tmp_path: Path) -> None:
+def test_copies_of_the_targets_weights_are_given_up(
+    dspark: Pair, tiny_pair_dirs: tuple[Path, Path], tmp_path: Path
+) -> None:
     assert isinstance(dspark.draft, DraftModel)
     assert dspark.draft.embed_tokens is not None
     assert dspark.draft.lm_head is not None
-    target_dir = tmp_path / "target"
-    dspark.target.save_pretrained(target_dir)
-    byte_tokenizer().save_pretrained(target_dir)
-    pair = load_pair(
-        target=str(target_dir), draft=str(deepspec(tmp_path / "draft", copies=target_dir)), dtype="float32"
-    )
+    draft = deepspec(tmp_path / "draft", copies=tiny_pair_dirs[0])
+    pair = load_pair(target=tiny_pair_dirs[0], draft=draft, dtype="float32")
     assert isinstance(pair.draft, DraftModel)
     assert pair.draft.embed_tokens is pair.draft.lm_head is pair.draft.vocabulary is None
-    sampling = Sampling(6.0, seed=3)
-    (steps,) = run(Engine(pair, num_slots=1, max_length=64), [Request(PROMPT, 24, sampling, 8, NEVER)])
-    assert text_of(steps) == plain_text(pair, PROMPT, 24, sampling)
 
 
 def test_a_confidence_head_is_left_out_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     load_draft(deepspec(tmp_path / "draft"))
-    assert [record.getMessage() for record in caplog.records] == [
-        "the draft's confidence head is not used: its scores and the policy give the chances"
-    ]
+    assert [message.partition(":")[0] for message in caplog.messages] == ["the draft's confidence head is not used"]
     caplog.clear()
     load_draft(deepspec(tmp_path / "other", markov=False))
     assert not caplog.records
@@ -319,34 +260,13 @@ def test_what_is_saved_is_loaded_again(tmp_path: Path) -> None:
         assert all(torch.equal(value, again.state_dict()[key]) for key, value in draft.state_dict().items())
 
 
-def test_published_numbers_are_understood() -> None:
-    """Those of dspark_qwen3_4b_block7, and of a speculators checkpoint for Qwen3-8B."""
-    own = {"block_size": 7, "num_target_layers": 36, "mask_token_id": 151669, "markov_rank": 256}
-    shape = {"hidden_size": 2560, "num_hidden_layers": 5, "num_attention_heads": 32, "num_key_value_heads": 8}
-    ids = {"target_layer_ids": [1, 9, 17, 25, 33], "markov_head_type": "vanilla"}
-    deepspec = as_dflash({"architectures": ["Qwen3DSparkModel"], **own, **shape, **ids})
-    nested = {"aux_hidden_state_layer_ids": [2, 10, 18, 26, 34], "block_size": 8, "mask_token_id": 151669}
-    of_speculators = as_dflash(
-        {"architectures": ["DFlashDraftModel"], **nested, "transformer_layer_config": shape, "speculators_config": {}}
-    )
-    for config, from_anchor, markov_rank in ((deepspec, True, 256), (of_speculators, False, 0)):
-        options = parse_options(Qwen3Config.from_dict(config))
-        assert (options.block_size, options.mask_token_id, options.markov_rank) == (8, 151669, markov_rank)
-        assert options.target_layer_ids == (1, 9, 17, 25, 33)
-        assert options.sample_from_anchor == from_anchor
-
-
 @pytest.mark.parametrize(
     ("written", "changes", "message"),
     [
         (deepspec, {"markov_head_type": "rnn"}, r"markov_head_type = rnn: not supported \(only vanilla, gated\)"),
-        (dflash2, {"architectures": ["DSpineDraftModel"]}, "DSpineDraftModel"),
         (deepspec, {"dflash_config": {"projector_type": "domino"}}, "projector_type = domino: not supported"),
-        (deepspec, {"dflash_config": {"use_swa": True}}, "use_swa = True: not supported"),
-        (deepspec, {"mask_token_id": None}, "lacks mask_token_id"),
         (deepspec, {"vocab_size": 200}, "LM head of 260 tokens: d2t must lead to different ones of 0 to 199"),
         (speculators, {"aux_hidden_state_layer_ids": None}, "lacks aux_hidden_state_layer_ids"),
-        (speculators, {"projector_type": "domino"}, "projector_type = domino: not supported"),
         (speculators, {"shift_label": True}, "shift_label = True: not supported"),
         (speculators, {"target_hidden_size": 64}, r"target_hidden_size = 64: not supported \(only 48\)"),
         (speculators, {"architectures": ["DominoDraftModel"]}, "DominoDraftModel"),

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from blockpilot.drafts.eagle3 import Eagle3Model
 from blockpilot.drafts.eagle3_checkpoint import new_eagle3
 from blockpilot.pairs.loading import Pair
+from helpers.dflash import rms, rotate
 
 Cache = list[tuple[Tensor, Tensor]]  # keys and values [kv_heads, head_dim] of the positions so far
 
@@ -85,11 +86,7 @@ class SlowEagle3:
         return self.logits(hidden)
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        return self.weights[f"{name}.weight"] * x / torch.sqrt((x * x).mean() + self.config.rms_norm_eps)
+        return rms(x, self.weights[f"{name}.weight"], self.config.rms_norm_eps)
 
     def _rotated(self, head: Tensor, position: int) -> Tensor:
-        """Pairs (i, i + half) as complex numbers, each turned by its own angle."""
-        half = len(head) // 2
-        angles = position * self.config.rope_parameters["rope_theta"] ** (-torch.arange(half) / half)
-        turned = torch.complex(head[:half], head[half:]) * torch.polar(torch.ones(half), angles)
-        return torch.cat([turned.real, turned.imag])
+        return rotate(head, position, self.config.rope_parameters["rope_theta"])

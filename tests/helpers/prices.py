@@ -6,18 +6,9 @@ from typing import Any
 from blockpilot.control.cost import StepPrice
 from blockpilot.types import PairId
 
+_FREE: dict[str, Any] = dict.fromkeys(("row_s", "launch_s", "slot_s", "token_s", "error"), 0.0)
 _PRICE = StepPrice(
-    PairId("t", "1", "d", "2"),
-    dtype="float32",
-    device="cpu, 1 threads",
-    context=50,
-    rows=6,
-    base_s=1.0,
-    row_s=0.0,
-    launch_s=0.0,
-    slot_s=0.0,
-    token_s=0.0,
-    error=0.0,
+    PairId("t", "1", "d", "2"), "float32", device="cpu, 1 threads", context=50, rows=6, base_s=1.0, **_FREE
 )
 
 

@@ -11,18 +11,10 @@ from blockpilot.drafts.dflash import DraftModel
 
 MASK_ID, EOS_ID = 258, 257
 SHAPE: dict[str, Any] = {
-    "vocab_size": 260,
-    "hidden_size": 48,
-    "intermediate_size": 96,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-    "tie_word_embeddings": True,
-    "bos_token_id": None,
-    "eos_token_id": EOS_ID,
-    "pad_token_id": 256,
-    "initializer_range": 0.2,
+    **{"vocab_size": 260, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 6},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024},
+    **{"bos_token_id": None, "eos_token_id": EOS_ID, "pad_token_id": 256},
+    **{"tie_word_embeddings": True, "initializer_range": 0.2},
 }
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"

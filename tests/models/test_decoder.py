@@ -1,8 +1,9 @@
-"""The prepared decoder beside the transformers model that it was made from."""
+"""The prepared decoder beside the transformers model that it was made from, with rotary embeddings of every kind."""
 
 import copy
 import gc
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,36 +17,37 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from blockpilot.models import kernels
+from blockpilot.models.cache import SlotCache
+from blockpilot.models.layers import Rotary, RotaryTable
 from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair
 
+ORIGINAL, LONGEST = 32, 96  # positions
 SHAPE = {
-    **{"vocab_size": 272, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "initializer_range": 0.2},
+    **{"vocab_size": 272, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "head_dim": 16},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2},
+    "max_position_embeddings": LONGEST,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0}
-LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 
 
-def llama(**changes: object) -> PreTrainedModel:
+def llama(**changes: Any) -> PreTrainedModel:
     return LlamaForCausalLM(LlamaConfig(**SHAPE | changes))
 
 
-def qwen3(**changes: object) -> PreTrainedModel:
+def qwen3(**changes: Any) -> PreTrainedModel:
     return Qwen3ForCausalLM(Qwen3Config(**SHAPE | changes))
 
 
-def qwen3_moe(**changes: object) -> PreTrainedModel:
+def qwen3_moe(**changes: Any) -> PreTrainedModel:
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE | EXPERTS | changes))
 
 
 MODELS = {
     "llama": llama,
     "llama with biases, tied": lambda: llama(attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
-    "llama 3": lambda: llama(rope_parameters=LLAMA3),
     "one query for every key": lambda: llama(num_key_value_heads=4),
     "qwen3": qwen3,
     "llama, nothing padded": lambda: llama(head_dim=32),
@@ -59,12 +61,10 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.usefixtures("in_c")
 @torch.inference_mode()
-def test_computes_what_the_model_does(name: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits, and features of layers in any order; the model itself stays one to call."""
-    if not packed:
-        monkeypatch.setattr(kernels, "native_product", lambda *_, **__: None)
+def test_computes_what_the_model_does(name: str) -> None:
+    """Logits, and features of layers in any order; the model itself stays one to call, and keeps its state."""
     torch.manual_seed(0)
     model = MODELS[name]().eval().requires_grad_(False)
     stock = copy.deepcopy(model)
@@ -76,10 +76,9 @@ def test_computes_what_the_model_does(name: str, packed: bool, monkeypatch: pyte
     features = torch.cat([expected.hidden_states[i + 1] for i in (2, 0)], dim=-1)
     torch.testing.assert_close(scored.features, features, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(model(tokens).logits, expected.logits, rtol=1e-4, atol=1e-4)
-    state = model.state_dict()
-    assert {name: weight.equal(state[name]) for name, weight in stock.state_dict().items()} == dict.fromkeys(
-        state, True
-    )
+    state, before = model.state_dict(), stock.state_dict()
+    assert state.keys() == before.keys()
+    assert all(weight.equal(state[name]) for name, weight in before.items())
 
 
 @torch.inference_mode()
@@ -89,8 +88,8 @@ def test_the_real_model_writes_as_transformers_does(embedded_pair: Pair) -> None
     tokens = torch.tensor([embedded_pair.tokenizer("The capital of France is Paris, and that of Italy").input_ids])
     cache, slots = target.new_cache(2, 32), torch.tensor([1])
     first, second = (target.score_rows(tokens[:, i : i + 5], i, cache, slots).hidden for i in (0, 5))
-    found = target.logits(torch.cat([first, second], dim=1))
-    torch.testing.assert_close(found, embedded_pair.target(tokens[:, :10]).logits, rtol=1e-3, atol=1e-3)
+    logits = target.logits(torch.cat([first, second], dim=1))
+    torch.testing.assert_close(logits, embedded_pair.target(tokens[:, :10]).logits, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads Linux's maps of the process")
@@ -103,3 +102,63 @@ def test_the_checkpoint_is_not_kept_mapped(tmp_path: Path) -> None:
     Target(model, [0])
     gc.collect()
     assert file not in Path("/proc/self/maps").read_text()
+
+
+# --- rotary embeddings ---
+
+
+SCALINGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 3.0},
+    "dynamic": {"factor": 2.0},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": {"factor": 3.0},
+    "longrope": {
+        **{"short_factor": [1.0 + i / 8 for i in range(8)], "long_factor": [3.0 + i for i in range(8)]},
+        "factor": 3.0,
+    },
+}
+
+
+def written(kind: str, key: str = "rope_type") -> dict[str, Any]:
+    """As transformers 4 writes it, with the key of its early versions, too."""
+    if kind == "default":
+        return {"rope_theta": 1e4, "rope_scaling": None}
+    original = {"original_max_position_embeddings": ORIGINAL} if kind in ("llama3", "yarn", "longrope") else {}
+    return {"rope_theta": 1e4, "rope_scaling": {key: kind, **SCALINGS[kind], **original}}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", SCALINGS)
+def test_rows_of_a_table_are_those_of_the_embedding(kind: str, dtype: torch.dtype) -> None:
+    """For texts that fill the cache, one longer or shorter than the last; spare columns change nothing."""
+    config = Qwen3Config(head_dim=16, max_position_embeddings=LONGEST, **written(kind))
+    table = RotaryTable(Qwen3RotaryEmbedding(config))
+    for length in (40, 20, 90, 32):
+        hidden, positions = torch.zeros(length, 16, dtype=dtype), torch.arange(length)
+        cache = SlotCache(Qwen3Config(**SHAPE), 1, length, torch.float32, torch.device("cpu"), 9)
+        rows = table.table(cache, hidden).at(positions)
+        expected = Rotary.of(Qwen3RotaryEmbedding(config), hidden, positions)
+        assert rows.cosines.dtype == dtype
+        assert rows.cosines.equal(expected.cosines)
+        assert rows.sines.equal(expected.sines)
+
+
+@pytest.mark.parametrize(
+    ("family", "key"), [(llama, "rope_type"), (llama, "type"), (qwen3, "type"), (qwen3_moe, "rope_type")]
+)
+@pytest.mark.parametrize("kind", SCALINGS)
+@torch.inference_mode()
+def test_logits_are_those_of_the_transformers_model(family: Any, kind: str, key: str) -> None:
+    """Of a text below the original length and of one that is three times as long, in two stretches."""
+    torch.manual_seed(0)
+    model: PreTrainedModel = family(**written(kind, key)).eval().requires_grad_(False)
+    stock = copy.deepcopy(model)
+    target = Target(model, ())
+    for length in (ORIGINAL - 2, LONGEST):
+        tokens = torch.randint(0, 260, (1, length))
+        cache, half = target.new_cache(1, length, num_spare=8), length // 2
+        stretches = (tokens[:, :half], 0), (tokens[:, half:], half)
+        hidden = [target.score_rows(part, start, cache, torch.tensor([0])).hidden for part, start in stretches]
+        expected = stock(tokens).logits
+        torch.testing.assert_close(target.logits(torch.cat(hidden, dim=1)), expected, rtol=1e-3, atol=1e-3)

@@ -6,9 +6,8 @@ from copy import deepcopy
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
-import blockpilot.models.kernels as kernels
 from blockpilot.drafts.checkpoint import new_draft_config
 from blockpilot.drafts.decoder import DraftDecoder
 from blockpilot.drafts.dflash import DraftModel
@@ -18,9 +17,10 @@ from blockpilot.models.graphs import Box, Graphs
 from blockpilot.models.packing import Packing
 from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair, load_pair
-from blockpilot.types import Request, Sampling
+from blockpilot.types import Layout, Request, Sampling
 from helpers.controllers import Watched
-from helpers.tiny import MASK_ID, tiny_target
+from helpers.engines import run, text_of
+from helpers.tiny import MASK_ID, SHAPE, tiny_target
 
 CPU = torch.device("cpu")
 SLOTS, COLUMNS, LAYER_IDS = 5, 70, (0, 3, 5)
@@ -34,11 +34,9 @@ PASSES = {
 }
 
 
-def qwen3() -> PreTrainedModel:
+def qwen3() -> Qwen3ForCausalLM:
     torch.manual_seed(2)
-    shape = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 6, "head_dim": 16, "vocab_size": 260}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    return Qwen3ForCausalLM(Qwen3Config(**shape, **heads, max_position_embeddings=128, initializer_range=0.2))
+    return Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=16))
 
 
 def filled(cache: SlotCache) -> SlotCache:
@@ -46,12 +44,6 @@ def filled(cache: SlotCache) -> SlotCache:
     cache.layers.normal_(generator=torch.Generator().manual_seed(3))
     cache.layers[..., -1, :] = torch.nan
     return cache
-
-
-@pytest.fixture(params=["torch", "native"])
-def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "torch":
-        monkeypatch.setattr(kernels, "native_product", lambda *_, **__: None)
 
 
 def boxed(cache: SlotCache) -> SlotCache:
@@ -62,12 +54,11 @@ def boxed(cache: SlotCache) -> SlotCache:
     return copy
 
 
-def assert_same(found: Tensor, expected: Tensor) -> None:
-    assert found.shape == expected.shape
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
+def assert_same(tensor: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(tensor, expected, rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.usefixtures("_way")
+@pytest.mark.usefixtures("in_c")
 @pytest.mark.parametrize("name", PASSES)
 @pytest.mark.parametrize("model", [tiny_target, qwen3])
 @torch.inference_mode()
@@ -79,31 +70,23 @@ def test_target_in_a_box(model: object, name: str) -> None:
     for seed in (0, 1):  # again with what the first pass has left in the box
         packing = Packing(sizes, starts, CPU, parents)
         tokens = torch.randint(260, (sum(sizes),), generator=torch.Generator().manual_seed(seed))
-        expected, found = (
-            target.score(
-                tokens,
-                cache.view(packing.rows, packing.columns, slice(0, len(sizes)), packing.length),
-                packing,
-                features=True,
-            )
-            for cache in caches
-        )
-        assert_same(found.hidden, expected.hidden)
-        assert found.features is not None
+        views = [cache.view(packing.rows, packing.columns, slice(0, len(sizes)), packing.length) for cache in caches]
+        expected, scored = (target.score(tokens, view, packing, features=True) for view in views)
+        assert_same(scored.hidden, expected.hidden)
+        assert scored.features is not None
         assert expected.features is not None
-        assert_same(found.features, expected.features)
+        assert_same(scored.features, expected.features)
         assert_same(*(cache.layers[..., :-1, :] for cache in caches))
-    graphs = caches[1].graphs
-    assert graphs is not None
-    assert len(graphs) == 1
+    assert caches[1].graphs is not None
+    assert len(caches[1].graphs) == 1
 
 
-@pytest.mark.usefixtures("_way")
+@pytest.mark.usefixtures("in_c")
 @pytest.mark.parametrize("sliding", [False, True])
 @pytest.mark.parametrize("slots", [[0, 1, 2], [1, 4]])
 @torch.inference_mode()
 def test_draft_in_a_box(slots: Sequence[int], sliding: bool) -> None:
-    config = new_draft_config(qwen3().config, num_layers=2, block_size=4, mask_token_id=MASK_ID)
+    config = new_draft_config(tiny_target().config, num_layers=2, block_size=4, mask_token_id=MASK_ID)
     if sliding:
         config.layer_types, config.sliding_window = ["sliding_attention", "full_attention"], 6
     torch.manual_seed(4)
@@ -112,21 +95,18 @@ def test_draft_in_a_box(slots: Sequence[int], sliding: bool) -> None:
     caches = plain, boxed(plain)
     places, columns = torch.tensor([0, 0, 1, 4, 4]), torch.tensor([3, 4, 9, 0, 1])
     features = torch.randn(5, draft.draft.fc.in_features, generator=torch.Generator().manual_seed(5))
-    expected, found = (draft.extend(features, places, columns, cache) for cache in caches)
-    assert_same(found, expected)
+    expected, extended = (draft.extend(features, places, columns, cache) for cache in caches)
+    assert_same(extended, expected)
     packing = Packing([4, 2, 3][: len(slots)], [20, 7, 1][: len(slots)], CPU)
     embedded = torch.randn(packing.num_tokens, 48, generator=torch.Generator().manual_seed(6))
     index = torch.tensor(slots)
     rows = slice(0, len(slots)) if slots[0] == 0 else index
-    expected, found = (
-        draft.propose(embedded, packing, cache.view(index[packing.rows], packing.columns, rows, packing.length))
-        for cache in caches
-    )
-    assert_same(found, expected)
+    views = [cache.view(index[packing.rows], packing.columns, rows, packing.length) for cache in caches]
+    expected, proposed = (draft.propose(embedded, packing, view) for view in views)
+    assert_same(proposed, expected)
     assert_same(*(cache.layers[..., :-1, :] for cache in caches))
-    graphs = caches[1].graphs
-    assert graphs is not None
-    assert len(graphs) == 2
+    assert caches[1].graphs is not None
+    assert len(caches[1].graphs) == 2
 
 
 def test_boxes_are_those_of_a_grid() -> None:
@@ -154,15 +134,14 @@ def test_a_controller_hears_of_new_graphs(tiny_pair: Pair) -> None:
     controller = Watched(3)
     engine = Engine(tiny_pair, num_slots=1, max_length=60, controller=controller, graphs=False)
     engine._cache.graphs = engine._drafter.cache.graphs = Graphs(CPU, capture=False)
+    captured = list[list[bool]]()
     for _ in range(2):
-        engine.add(Request((5, 6, 7), 12, block_size=4))
-        while not engine.idle:
-            engine.step()
-    told = [outcome.has_captured for outcome in controller.outcomes]
-    first, again = told[: len(told) // 2], told[len(told) // 2 :]
-    assert first[0]
-    assert len(first) > 2
-    assert not any(again)
+        controller.outcomes.clear()
+        run(engine, [Request((5, 6, 7), 12, block_size=4)])
+        captured.append([outcome.has_captured for outcome in controller.outcomes])
+    assert captured[0][0]
+    assert len(captured[0]) > 2
+    assert not any(captured[1])
 
 
 @pytest.mark.gpu
@@ -175,25 +154,13 @@ def test_cuda_graphs_emit_the_same_text(tiny_pair_dirs: tuple[str, str], tempera
     assert len(graphs) > 4
 
 
-def texts(pair: Pair, temperature: float, graphs: Graphs | None) -> list[list[int]]:
+def texts(pair: Pair, temperature: float, graphs: Graphs | None) -> list[tuple[int, ...]]:
     """Answers of requests of all layouts and several lengths, more than there are slots."""
     engine = Engine(pair, num_slots=3, max_length=60, max_prefill_tokens=40, graphs=False)
     engine._cache.graphs = engine._drafter.cache.graphs = graphs
-    kinds = [(1, "chain"), (4, "chain"), (7, "tree"), (2, "chain"), (12, "tree")]
-    ids = [
-        engine.add(
-            Request(
-                tuple(range(5, 12 + 9 * i)),
-                18,
-                sampling=Sampling(temperature=temperature, seed=i),
-                block_size=size,
-                layout=layout,
-            )
-        )
+    kinds: list[tuple[int, Layout]] = [(1, "chain"), (4, "chain"), (7, "tree"), (2, "chain"), (12, "tree")]
+    requests = [
+        Request(tuple(range(5, 12 + 9 * i)), 18, Sampling(temperature, seed=i), size, layout=layout)
         for i, (size, layout) in enumerate(kinds)
     ]
-    found: dict[int, list[int]] = {request_id: [] for request_id in ids}
-    while not engine.idle:
-        for step in engine.step():
-            found[step.request_id] += step.tokens
-    return [found[request_id] for request_id in ids]
+    return [text_of(steps) for steps in run(engine, requests)]

@@ -4,12 +4,9 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from blockpilot.models import packing
 from blockpilot.models.packing import Packing, folded, grouped_attention
-from blockpilot.models.target import Target
-from blockpilot.pairs.loading import Pair
 
 CPU = torch.device("cpu")
 
@@ -30,20 +27,6 @@ def test_padding_and_back(sizes: list[int]) -> None:
     assert packing.length == max(10 * r + size for r, size in enumerate(sizes))
 
 
-@pytest.mark.parametrize("groups", [1, 3])
-def test_grouped_queries_meet_their_own_keys(groups: int) -> None:
-    torch.manual_seed(0)
-    query, key, value = (torch.randn(2, heads, width, 8) for heads, width in ((2 * groups, 3), (2, 5), (2, 5)))
-    mask = torch.rand(2, 1, 3, 5) < 0.7
-    mask[..., 0] = True
-    found = grouped_attention(query, key, value, folded(mask, groups, torch.float32), 0.3)
-    for row in range(2):
-        for head in range(2 * groups):
-            scores = (query[row, head] @ key[row, head // groups].T * 0.3).masked_fill(~mask[row, 0], -torch.inf)
-            expected = scores.softmax(dim=-1) @ value[row, head // groups]
-            assert torch.allclose(found[row, head], expected, atol=1e-6)
-
-
 @pytest.mark.parametrize(("rows", "width"), [(1, 3), (1, 12), (4, 1), (4, 3), (7, 12)])
 @torch.inference_mode()
 def test_bfloat16_attends_as_float32_up_to_its_rounding(
@@ -56,10 +39,10 @@ def test_bfloat16_attends_as_float32_up_to_its_rounding(
     mask = torch.rand(rows, 1, width, 30) < 0.7
     mask[..., 0] = True
     key, value = cached[:, :, :, :30]
-    found = grouped_attention(query, key, value, folded(mask, 3, torch.bfloat16), 0.125)
+    attended = grouped_attention(query, key, value, folded(mask, 3, torch.bfloat16), 0.125)
     expected = grouped_attention(query.float(), key.float(), value.float(), folded(mask, 3, torch.float32), 0.125)
-    assert found.dtype == torch.bfloat16
-    assert torch.allclose(found.float(), expected, atol=0.02, rtol=0.02)
+    assert attended.dtype == torch.bfloat16
+    assert torch.allclose(attended.float(), expected, atol=0.02, rtol=0.02)
 
 
 @settings(deadline=None)
@@ -76,40 +59,10 @@ def test_every_row_attends_as_alone(sizes: list[int]) -> None:
     key, value = torch.randn(len(sizes), 2, length, 8), torch.randn(len(sizes), 2, length, 8)
     queries = packing.pad(packing.positions)
     mask = (torch.arange(length) <= queries[:, :, None])[:, None]
-    found = packing.attend(query, key, value, folded(mask, 2, torch.float32), 0.3)
+    attended = packing.attend(query, key, value, folded(mask, 2, torch.float32), 0.3)
     for row, (first, size) in enumerate(zip(packing.firsts, sizes, strict=True)):
         one = slice(row, row + 1)
         bias = folded(mask[one, :, :size], 2, torch.float32)
-        own = query[None, first : first + size].transpose(1, 2)
-        alone = grouped_attention(own, key[one], value[one], bias, 0.3)[0].transpose(0, 1)
-        assert torch.allclose(found[first : first + size], alone, atol=1e-5)
-
-
-def score(target: Target, tokens: list[list[int]], slots: list[int], num_apart: int = 0) -> list[Tensor]:
-    """Hidden states of every row, packed, of which the last so many attend apart.
-
-    The first two tokens of each are in the cache already.
-    """
-    cache = target.new_cache(8, 16)
-    for starts, part in (
-        ([0] * len(tokens), [row[:2] for row in tokens]),
-        ([2] * len(tokens), [r[2:] for r in tokens]),
-    ):
-        packing = Packing([len(row) for row in part], starts, CPU, cut=len(part) - num_apart)
-        packed = torch.tensor([token for row in part for token in row])
-        view = cache.view(torch.tensor(slots)[packing.rows], packing.columns, torch.tensor(slots), packing.length)
-        scored = target.score(packed, view, packing, features=True)
-    assert scored.features is not None
-    return list(torch.cat([scored.hidden, scored.features], dim=-1).split([len(row) for row in part]))
-
-
-@torch.inference_mode()
-def test_packed_rows_are_those_of_rows_alone(tiny_pair: Pair) -> None:
-    """In any slots of the cache, beside rows of any length, in one packing or two."""
-    target = Target(tiny_pair.target, (1, 3))
-    tokens = [[1, 2, 3], [4, 5, 6, 7, 8, 9], [10, 11, 12, 13]]
-    for num_apart in (0, 1, 2):
-        together = score(target, tokens, [5, 0, 3], num_apart)
-        for row, hidden in zip(tokens, together, strict=True):
-            (alone,) = score(target, [row], [0])
-            assert torch.allclose(hidden, alone, atol=1e-3)
+        of_row = query[None, first : first + size].transpose(1, 2)
+        alone = grouped_attention(of_row, key[one], value[one], bias, 0.3)[0].transpose(0, 1)
+        assert torch.allclose(attended[first : first + size], alone, atol=1e-5)

@@ -28,12 +28,12 @@ def test_the_longest_matches_are_those_of_a_search(texts: list[list[int]], cuts:
         for r, tokens in enumerate(added):
             if tokens and expected[r] >= 0:
                 held[r] = HELD_DECAY * held[r] + (1 - HELD_DECAY) * (tokens[0] == expected[r])
-        found = index.match(numbers, most)
+        matches = index.match(numbers, most)
         for r, text in enumerate(texts):
             length, following, agree, seen = slow_match(text[:done], most)
-            assert found.seen[r] == seen
-            assert found.known[r].tolist() == pytest.approx([length, agree, held[r]])
-            assert found.paths[r, : found.sizes[r]].tolist() == following
+            assert matches.seen[r] == seen
+            assert matches.known[r].tolist() == pytest.approx([length, agree, held[r]])
+            assert matches.paths[r, : matches.sizes[r]].tolist() == following
             expected[r] = following[0] if following else -1
 
 

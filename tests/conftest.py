@@ -20,7 +20,7 @@ import ray
 import torch
 from hypothesis import settings
 
-from blockpilot.drafts.checkpoint import save_draft
+from blockpilot.drafts.dflash_checkpoint import save_draft
 from blockpilot.native import library
 from blockpilot.pairs.loading import Pair, load_pair
 from helpers.eagle3 import eagle3_pair

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from blockpilot.control.cost import read_price
 from blockpilot.draft_training.answers import Answer, AnswerSource, answer_source, read_answers, write_answers
-from blockpilot.drafts.checkpoint import save_draft, write_vocabulary
+from blockpilot.drafts.dflash_checkpoint import save_draft, write_vocabulary
 from blockpilot.drafts.eagle3_checkpoint import save_eagle3
 from blockpilot.drafts.families import load_any_draft
 from blockpilot.pairs.loading import Pair

@@ -13,8 +13,7 @@ from torch.nn import functional
 
 from blockpilot.draft_training.batches import DraftBatch
 from blockpilot.draft_training.loss import DraftLoss, LossSums, Scores, Vocabulary, distilled
-from blockpilot.drafts.eagle3 import Eagle3Model
-from blockpilot.drafts.unrolled import UnrolledAttention
+from blockpilot.drafts.eagle3 import Eagle3Model, UnrolledAttention
 
 STEP_DECAY = 0.8  # the paper's code
 

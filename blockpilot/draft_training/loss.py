@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from blockpilot.draft_training.batches import DraftBatch, at, draft_batch, drafted_positions
+from blockpilot.drafts.base import Draft
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.edges import Edges
-from blockpilot.drafts.interface import Draft
 
 GAMMA_PER_BLOCK_SIZE = 0.5  # gamma 4 at B=8; the paper has 7 at B=16
 DPACE_ALPHA = 0.5  # smoothing of the confidences, the paper's

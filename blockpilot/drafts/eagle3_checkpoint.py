@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, Qwen3Config
 
-from blockpilot.drafts.checkpoint import check_weights, named_errors, read_config, read_weights, write_checkpoint
+from blockpilot.drafts.dflash_checkpoint import (
+    check_weights,
+    named_errors,
+    read_config,
+    read_weights,
+    write_checkpoint,
+)
 from blockpilot.drafts.eagle3 import NUM_FEATURES, Eagle3Model, Eagle3Options, eagle3_layer_ids
 from blockpilot.models.cache import head_dim, num_kv_heads
 

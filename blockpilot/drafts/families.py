@@ -4,16 +4,15 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from blockpilot.drafts.checkpoint import load_draft, read_config
-from blockpilot.drafts.decoder import DraftDecoder, PreparedDFlash
+from blockpilot.drafts.base import Draft, PreparedDraft
 from blockpilot.drafts.dflash import DraftModel
+from blockpilot.drafts.dflash_checkpoint import DFLASH_ARCHITECTURES, load_draft, read_config
+from blockpilot.drafts.dflash_prepared import CachedDFlash, PreparedDFlash
 from blockpilot.drafts.eagle3 import Eagle3Model
 from blockpilot.drafts.eagle3_checkpoint import EAGLE3_ARCHITECTURES, load_eagle3
-from blockpilot.drafts.eagle3_decoder import PreparedEagle3
-from blockpilot.drafts.interface import Draft, PreparedDraft
+from blockpilot.drafts.eagle3_prepared import PreparedEagle3
 from blockpilot.drafts.none import NoDraft, PreparedNoDraft
 from blockpilot.drafts.options import ARCHITECTURE
-from blockpilot.drafts.published import DFLASH_ARCHITECTURES
 
 
 def load_any_draft(directory: Path) -> Draft:
@@ -45,6 +44,6 @@ def prepared_draft(draft: Draft, target: PreTrainedModel) -> PreparedDraft:
     if isinstance(draft, NoDraft):
         return PreparedNoDraft(target.device)
     if isinstance(draft, DraftModel):
-        return PreparedDFlash(DraftDecoder(draft), target)
+        return PreparedDFlash(CachedDFlash(draft), target)
     assert isinstance(draft, Eagle3Model)
     return PreparedEagle3(draft, target)

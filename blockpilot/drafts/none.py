@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from blockpilot.drafts.base import Asked, Choose, Draft, PreparedDraft
 from blockpilot.drafts.blocks import Blocks, KnownContext
 from blockpilot.drafts.choices import Linked
-from blockpilot.drafts.interface import Asked, Choose, Draft, PreparedDraft
 from blockpilot.models.cache import SlotCache
 from blockpilot.models.packing import Packing
 from blockpilot.types import Candidates

@@ -18,9 +18,9 @@ from blockpilot.control.acceptance import Array, Paths
 from blockpilot.control.controller import Controller, Planned, StepOutcome
 from blockpilot.control.cost import Load, passes
 from blockpilot.device import tensor_on
+from blockpilot.drafts.base import Asked, Draft, PreparedDraft
 from blockpilot.drafts.choices import Linked
 from blockpilot.drafts.head import DraftHead
-from blockpilot.drafts.interface import Asked, Draft, PreparedDraft
 from blockpilot.engine.batch import Batch
 from blockpilot.engine.growing import Offered, grow_all, offer, offer_paths, outcomes_of
 from blockpilot.engine.lookup import Lookup

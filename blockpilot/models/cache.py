@@ -178,12 +178,6 @@ class SlotView:
         keys, values = self.cache.layers[layer_idx, :, self._rows, :, : self.length]
         return keys, values
 
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Store keys and values [R, kv_heads, W, head_dim] of the pass's R * W tokens, and `read`."""
-        # [2, R, kv_heads, W, head_dim] -> by token, [R * W, 2, kv_heads, head_dim].
-        self.store(torch.stack([keys, values]).permute(1, 3, 0, 2, 4).flatten(0, 1), layer_idx)
-        return self.read(layer_idx)
-
     def by_graph(self, layers: InBox, key: Hashable, hidden: Tensor, packing: Packing) -> tuple[Tensor, ...] | None:
         """Outputs [N, ...] of `layers` for a packing's hidden states [N, hidden], by a graph of its box.
 

@@ -23,8 +23,8 @@ from transformers import (
 )
 
 from blockpilot.device import Device, dtype_name, to_device, to_dtype
+from blockpilot.drafts.base import Draft, PreparedDraft
 from blockpilot.drafts.families import family, load_any_draft, prepared_draft
-from blockpilot.drafts.interface import Draft, PreparedDraft
 from blockpilot.drafts.none import NoDraft
 from blockpilot.models.decoder import check_family, check_network, context_length
 from blockpilot.native.library import fastest_dtype

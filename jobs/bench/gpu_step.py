@@ -30,8 +30,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from blockpilot.device import device_name
-from blockpilot.drafts.checkpoint import new_draft_config
 from blockpilot.drafts.dflash import DraftModel
+from blockpilot.drafts.dflash_checkpoint import new_draft_config
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.sampling import keyed_sample
 from blockpilot.models.graphs import Graphs

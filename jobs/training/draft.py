@@ -16,8 +16,8 @@ from blockpilot.draft_training.loss import BlockLoss, DraftLoss
 from blockpilot.draft_training.start import start_eagle3_from_target, start_from_target
 from blockpilot.draft_training.training import DraftFitSettings
 from blockpilot.draft_training.vocabulary import by_frequency
-from blockpilot.drafts.checkpoint import load_draft, new_draft_config, save_draft
 from blockpilot.drafts.dflash import DraftModel
+from blockpilot.drafts.dflash_checkpoint import load_draft, new_draft_config, save_draft
 from blockpilot.drafts.eagle3 import LEAST_VOCABULARY, Eagle3Model, eagle3_layer_ids
 from blockpilot.drafts.eagle3_checkpoint import load_eagle3, new_eagle3, save_eagle3
 from blockpilot.drafts.edges import Edges

@@ -17,8 +17,8 @@ from blockpilot.draft_training.features import Document, FeatureShard, StoredCor
 from blockpilot.draft_training.loss import BlockLoss, frequent_tokens, sample_vocabulary
 from blockpilot.draft_training.start import start_from_target
 from blockpilot.draft_training.training import DraftFit, DraftFitSettings, epoch_batches, learning_rate_factor
-from blockpilot.drafts.decoder import DraftDecoder
 from blockpilot.drafts.dflash import DraftModel
+from blockpilot.drafts.dflash_prepared import CachedDFlash
 from blockpilot.drafts.edges import GatedMarkovHead
 from blockpilot.engine.generate import generate
 from blockpilot.models.packing import Packing
@@ -65,7 +65,7 @@ def test_training_blocks_equal_the_drafting_path(tiny_pair: Pair) -> None:
     batch = batch_of(shard, 3)
     loss = loss_of(tiny_pair)
     trained = draft_batch(loss.draft, loss.embedding, batch, BLOCK)
-    decoder = DraftDecoder(deepcopy(loss.draft).requires_grad_(False))
+    decoder = CachedDFlash(deepcopy(loss.draft).requires_grad_(False))
     for row, document in enumerate(shard):
         for a, anchor in enumerate(batch.anchors[row].tolist()):
             cache = decoder.new_cache(1, 40)

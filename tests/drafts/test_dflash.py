@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import Qwen3Config
 
 from blockpilot.drafts.blocks import Blocks
-from blockpilot.drafts.checkpoint import load_draft, save_draft
-from blockpilot.drafts.decoder import DraftDecoder
 from blockpilot.drafts.dflash import DraftModel
+from blockpilot.drafts.dflash_checkpoint import load_draft, save_draft
+from blockpilot.drafts.dflash_prepared import CachedDFlash
 from blockpilot.drafts.options import default_layer_ids, parse_options
 from blockpilot.models.packing import Packing
 from helpers.dflash import SlowDFlash
@@ -57,7 +57,7 @@ def as_engine(
 ) -> Tensor:
     """Through the cache: context in two uneven pieces, with junk columns after it."""
     rows = len(anchors)
-    decoder = DraftDecoder(draft)
+    decoder = CachedDFlash(draft)
     cache = decoder.new_cache(rows, CONTEXT + BLOCK + 3)
     for piece in (slice(0, 4), slice(4, CONTEXT)):
         positions = torch.arange(CONTEXT)[piece].expand(rows, -1)

@@ -11,9 +11,8 @@ from torch import Tensor
 from transformers import LlamaConfig, Qwen3Config
 
 from blockpilot.draft_training.start import start_eagle3_from_target
-from blockpilot.drafts.eagle3 import Eagle3Model, Eagle3Options, eagle3_layer_ids
+from blockpilot.drafts.eagle3 import Eagle3Model, Eagle3Options, UnrolledAttention, eagle3_layer_ids
 from blockpilot.drafts.eagle3_checkpoint import load_eagle3, new_eagle3, parse_eagle3, save_eagle3
-from blockpilot.drafts.unrolled import UnrolledAttention
 from helpers.eagle3 import Cache, SlowEagle3, random_eagle3
 from helpers.published import write_draft
 from helpers.tiny import tiny_target

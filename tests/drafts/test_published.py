@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from blockpilot.drafts.checkpoint import load_draft, save_draft
 from blockpilot.drafts.dflash import DraftModel
+from blockpilot.drafts.dflash_checkpoint import load_draft, save_draft
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.sampling import candidates
 from blockpilot.pairs.loading import Pair, load_pair

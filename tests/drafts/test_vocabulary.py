@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from blockpilot.draft_training.vocabulary import by_frequency
-from blockpilot.drafts.checkpoint import load_draft, save_draft, write_vocabulary
+from blockpilot.drafts.dflash_checkpoint import load_draft, save_draft, write_vocabulary
 from blockpilot.drafts.head import DraftHead
 from blockpilot.drafts.options import VOCABULARY_FILE
 from blockpilot.engine.drafting import draft_candidates

@@ -13,7 +13,7 @@ from blockpilot.control.acceptance import AcceptanceModel
 from blockpilot.control.controller import Controller
 from blockpilot.drafts.choices import own_chances
 from blockpilot.drafts.eagle3 import Eagle3Model
-from blockpilot.drafts.eagle3_decoder import Eagle3Cache, PreparedEagle3
+from blockpilot.drafts.eagle3_prepared import Eagle3Cache, PreparedEagle3
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.generate import generate
 from blockpilot.engine.sampling import candidates

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from blockpilot.drafts.checkpoint import new_draft_config
 from blockpilot.drafts.dflash import DraftModel
+from blockpilot.drafts.dflash_checkpoint import new_draft_config
 from blockpilot.engine.engine import Engine
 from blockpilot.models.native_layers import NativeLayers
 from blockpilot.pairs.loading import Pair

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from blockpilot.drafts.checkpoint import new_draft_config
 from blockpilot.drafts.dflash import DraftModel
+from blockpilot.drafts.dflash_checkpoint import new_draft_config
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import LAYOUTS, PairId, Request, Sampling
 from helpers.engines import NEVER

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from blockpilot.drafts.decoder import DraftDecoder
+from blockpilot.drafts.dflash_prepared import CachedDFlash
 from blockpilot.models.decoder import Decoder
 from blockpilot.pairs.loading import Pair
 
@@ -45,7 +45,7 @@ def counting(pair: Pair) -> Iterator[Callable[[], Passes]]:
     with pytest.MonkeyPatch.context() as patch:
         embedding = pair.target.get_input_embeddings()
         _before(patch, Decoder, "__call__", lambda decoder: decoder.embed is embedding, count_target)
-        _before(patch, DraftDecoder, "propose", lambda decoder: decoder.draft is pair.draft, count_draft)
+        _before(patch, CachedDFlash, "propose", lambda decoder: decoder.draft is pair.draft, count_draft)
         try:
             yield since_last
         finally:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from blockpilot.drafts.decoder import DraftDecoder, PreparedDFlash
+from blockpilot.drafts.dflash_prepared import CachedDFlash, PreparedDFlash
 from blockpilot.models.cache import SlotView
 from blockpilot.models.packing import Packing
 from blockpilot.pairs.loading import Pair
@@ -16,7 +16,7 @@ from helpers.engines import NEVER, PROMPT, plain_text
 OTHER_PROMPT = tuple(range(70, 82))
 
 
-class ScriptedDraft(DraftDecoder):
+class ScriptedDraft(CachedDFlash):
     def __init__(self, pair: Pair, text: Sequence[int], wrong: frozenset[int]) -> None:
         """text[p] is the token at absolute position p; it drafts another one at positions in `wrong`."""
         super().__init__(pair.draft)

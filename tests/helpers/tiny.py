@@ -6,8 +6,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from blockpilot.drafts.checkpoint import new_draft_config
 from blockpilot.drafts.dflash import DraftModel
+from blockpilot.drafts.dflash_checkpoint import new_draft_config
 
 MASK_ID, EOS_ID = 258, 257
 SHAPE: dict[str, Any] = {

@@ -6,8 +6,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from blockpilot.drafts.decoder import DraftDecoder, PreparedDFlash
 from blockpilot.drafts.dflash import DraftModel
+from blockpilot.drafts.dflash_prepared import CachedDFlash, PreparedDFlash
 from blockpilot.models.cache import SlotView
 from blockpilot.models.packing import Packing
 from blockpilot.pairs.loading import Pair
@@ -17,7 +17,7 @@ from helpers.engines import plain_text
 MAX_LENGTH, MAX_NEW_TOKENS, MAX_PROMPT_TOKENS = 48, 20, 40  # some requests reach the first
 
 
-class KnowingDraft(DraftDecoder):
+class KnowingDraft(CachedDFlash):
     """A draft that recognises the texts it was told by position and anchor, and errs at some positions: at some of
     those the right token is its second choice.
 

@@ -23,7 +23,7 @@ from blockpilot.control.acceptance import DOUBT
 from blockpilot.control.controller import Controller
 from blockpilot.control.cost import PRICE_FILE, StepPrice
 from blockpilot.device import device_name
-from blockpilot.drafts.checkpoint import save_draft
+from blockpilot.drafts.dflash_checkpoint import save_draft
 from blockpilot.drafts.eagle3_checkpoint import save_eagle3
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.generate import generate

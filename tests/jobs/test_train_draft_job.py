@@ -24,8 +24,8 @@ from blockpilot.draft_training.features import (
 )
 from blockpilot.draft_training.loss import frequent_tokens
 from blockpilot.draft_training.training import DraftFit, DraftFitSettings, TrainingFit
-from blockpilot.drafts.checkpoint import new_draft_config, save_draft
 from blockpilot.drafts.dflash import DraftModel
+from blockpilot.drafts.dflash_checkpoint import new_draft_config, save_draft
 from blockpilot.pairs.loading import load_pair
 from blockpilot.prompts.files import load_prompts
 from helpers.processes import Job, descendants

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from blockpilot.drafts.checkpoint import new_draft_config
-from blockpilot.drafts.decoder import DraftDecoder
 from blockpilot.drafts.dflash import DraftModel
+from blockpilot.drafts.dflash_checkpoint import new_draft_config
+from blockpilot.drafts.dflash_prepared import CachedDFlash
 from blockpilot.engine.engine import Engine
 from blockpilot.models.cache import SlotCache
 from blockpilot.models.graphs import Box, Graphs
@@ -90,7 +90,7 @@ def test_draft_in_a_box(slots: Sequence[int], sliding: bool) -> None:
     if sliding:
         config.layer_types, config.sliding_window = ["sliding_attention", "full_attention"], 6
     torch.manual_seed(4)
-    draft = DraftDecoder(DraftModel(config).eval())
+    draft = CachedDFlash(DraftModel(config).eval())
     plain = filled(draft.new_cache(SLOTS, COLUMNS))
     caches = plain, boxed(plain)
     places, columns = torch.tensor([0, 0, 1, 4, 4]), torch.tensor([3, 4, 9, 0, 1])

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from tokenizers import pre_tokenizers
 from transformers import LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from blockpilot.drafts.checkpoint import save_draft
 from blockpilot.drafts.dflash import DraftModel
+from blockpilot.drafts.dflash_checkpoint import save_draft
 from blockpilot.drafts.eagle3_checkpoint import save_eagle3
 from blockpilot.engine.generate import generate
 from blockpilot.models.decoder import Decoder

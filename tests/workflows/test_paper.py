@@ -9,8 +9,8 @@ import torch
 from transformers import LlamaConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 from transformers.models.auto import AutoModelForCausalLM
 
-from blockpilot.drafts.checkpoint import new_draft_config, save_draft
 from blockpilot.drafts.dflash import DraftModel
+from blockpilot.drafts.dflash_checkpoint import new_draft_config, save_draft
 from blockpilot.drafts.eagle3_checkpoint import save_eagle3
 from blockpilot.pairs.table import NAMED_PAIRS, NamedPair
 from blockpilot.policy.store import save_policy

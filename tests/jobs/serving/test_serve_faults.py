@@ -18,7 +18,7 @@ import httpx
 import openai
 import pytest
 
-from blockpilot.drafts.checkpoint import save_draft
+from blockpilot.drafts.dflash_checkpoint import save_draft
 from helpers.api import events
 from helpers.patience import Patience, patient, wait_until
 from helpers.processes import descendants

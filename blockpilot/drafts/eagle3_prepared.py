@@ -15,10 +15,10 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from blockpilot.device import tensor_on
+from blockpilot.drafts.base import Asked, Choose, PreparedDraft
 from blockpilot.drafts.choices import Linked, own_chances
 from blockpilot.drafts.eagle3 import Eagle3Model
 from blockpilot.drafts.head import DraftHead, is_copy
-from blockpilot.drafts.interface import Asked, Choose, PreparedDraft
 from blockpilot.models.cache import SlotCache, SlotView, num_kv_heads, read_slots
 from blockpilot.models.kernels import prepared
 from blockpilot.models.layers import Mask, RotaryTable

@@ -14,11 +14,10 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from blockpilot.device import sent, tensor_on
+from blockpilot.drafts.base import Asked, Choose, PreparedDraft
 from blockpilot.drafts.choices import Linked
-from blockpilot.drafts.convolution import through
-from blockpilot.drafts.dflash import DraftLayer, DraftModel
+from blockpilot.drafts.dflash import DraftLayer, DraftModel, through
 from blockpilot.drafts.head import DraftHead, is_copy
-from blockpilot.drafts.interface import Asked, Choose, PreparedDraft
 from blockpilot.models.cache import SlotCache, SlotView, num_kv_heads, read_slots
 from blockpilot.models.graphs import Box, BoxPlaces
 from blockpilot.models.kernels import prepared
@@ -54,7 +53,7 @@ def _layers_of(draft: DraftModel) -> DecoderLayers:
     return layers_of(draft.layers, draft.norm.weight, draft.config)
 
 
-class DraftDecoder:
+class CachedDFlash:
     """Layers of a draft, whose linear layers are prepared in place, once."""
 
     @torch.no_grad()
@@ -142,7 +141,7 @@ class DraftDecoder:
 class PreparedDFlash(PreparedDraft):
     """A DFlash draft beside its target: proposes all positions in one pass, from a cache of projected context."""
 
-    def __init__(self, decoder: DraftDecoder, target: PreTrainedModel) -> None:
+    def __init__(self, decoder: CachedDFlash, target: PreTrainedModel) -> None:
         draft, of_target = decoder.draft, target.get_input_embeddings()
         if is_copy(draft.embed_tokens, of_target):
             draft.embed_tokens = None

@@ -1,4 +1,4 @@
-"""Checkpoints of block-diffusion drafts: config.json and safetensors, in the terms of DFlash's own (arXiv 2602.06036).
+"""Checkpoints of block-diffusion drafts: config.json and safetensors, in terms of DFlash's own (arXiv 2602.06036).
 
 DSpark's format (arXiv 2607.05147; `dspark_qwen3_*`, and `dflash_qwen3_*` without heads) names its options at the top
 level, and its slots propose the tokens after them; SpecForge writes the same under another name. The format of vLLM's

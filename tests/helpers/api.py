@@ -4,21 +4,22 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from blockpilot.pairs.loading import Pair
-from helpers.patience import patient
+from helpers.patience import patient, wait_until
 from jobs.serving.api import make_app
 from jobs.serving.gateway import http_server
 from jobs.serving.replica import Replica
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 QUESTION = [{"role": "user", "content": "What is a block?"}]
+PROMPTS = {CHAT: {"messages": QUESTION}, COMPLETIONS: {"prompt": "Once"}}
 LONG = {"model": "target", "prompt": "Once", "max_tokens": 250, "temperature": 0}
 JsonObject = dict[str, Any]
 
@@ -80,6 +81,18 @@ def events(text: str) -> list[JsonObject]:
     return [json.loads(line) for line in lines[:-1]]
 
 
+def shown(choices: list[JsonObject]) -> str:
+    """The text of a stream's choices."""
+    return "".join(c["delta"].get("content") or "" if "delta" in c else c["text"] for c in choices)
+
+
+def streamed(client: TestClient, path: str, body: JsonObject, **options: bool) -> tuple[list[JsonObject], JsonObject]:
+    """All choices of a stream's chunks, and its usage."""
+    asked = {"stream": True, "stream_options": {"include_usage": True} | options}
+    *chunks, usage = events(client.post(path, json=body | asked).text)
+    return [choice for chunk in chunks for choice in chunk["choices"]], usage["usage"]
+
+
 def check_error(answer: JsonObject, *param: str | None) -> JsonObject:
     """Assert OpenAI's error shape, and the field it names."""
     assert set(answer) == {"error"}
@@ -94,11 +107,19 @@ def check_error(answer: JsonObject, *param: str | None) -> JsonObject:
 
 
 class HttpCall:
-    """One HTTP request to an ASGI app, whose client may vanish."""
+    """One HTTP request to an ASGI app on an event loop that runs in another thread; its client may vanish."""
 
-    def __init__(self, app: FastAPI, path: str, body: JsonObject | None, method: str = "POST", key: str = "") -> None:
-        self.status, self.text, self.changed = 0, "", asyncio.Event()
-        self._inbox: asyncio.Queue[JsonObject] = asyncio.Queue()
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        app: FastAPI,
+        body: JsonObject | None,
+        path: str = COMPLETIONS,
+        method: str = "POST",
+        key: str = "",
+    ) -> None:
+        self.status, self.text = 0, ""
+        self.loop, self._inbox = loop, asyncio.Queue[JsonObject]()
         if body is not None:  # else it never arrives
             self._inbox.put_nowait({"type": "http.request", "body": json.dumps(body).encode()})
         headers = [(b"content-type", b"application/json")]
@@ -108,28 +129,52 @@ class HttpCall:
             "method": method, "scheme": "http", "path": path, "raw_path": path.encode(), "query_string": b"",
             "root_path": "", "headers": headers, "client": None, "server": None,
         }  # fmt: skip
-        self.task = asyncio.create_task(app(scope, self._inbox.get, self._send))
+        self._answered = asyncio.run_coroutine_threadsafe(app(scope, self._inbox.get, self._send), loop)
 
     async def _send(self, message: JsonObject) -> None:
         self.status = message.get("status", self.status)
         self.text += message.get("body", b"").decode()
-        self.changed.set()
 
-    async def until(self, text: str) -> None:
-        while text not in self.text:
-            self.changed.clear()
-            await self.changed.wait()
+    @property
+    def done(self) -> bool:
+        return self._answered.done()
 
-    async def vanish(self) -> None:
-        self._inbox.put_nowait({"type": "http.disconnect"})
-        await self.task
+    def until(self, text: str) -> None:
+        until(lambda: text in self.text)
+
+    def finish(self) -> Self:
+        self._answered.result(patient(60))
+        return self
+
+    def vanish(self) -> None:
+        self.loop.call_soon_threadsafe(self._inbox.put_nowait, {"type": "http.disconnect"})
+        self.finish()
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(patient(10)):
-        while not condition():
-            await asyncio.sleep(0.005)
+def finish(calls: Iterable[HttpCall]) -> None:
+    for call in calls:
+        call.finish()
 
 
-async def idle(replica: Replica) -> None:
-    await until(lambda: replica.loop.num_in_flight == 0 and replica.loop.engine.idle)
+Send = Callable[..., HttpCall]
+
+
+@contextmanager
+def event_loop() -> Iterator[asyncio.AbstractEventLoop]:
+    """An event loop that runs in a thread."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield loop
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.run_until_complete(loop.shutdown_default_executor())
+    loop.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    wait_until(condition, 10, poll_s=0.005)
+
+
+def idle(replica: Replica) -> None:
+    until(lambda: replica.loop.num_in_flight == 0 and replica.loop.engine.idle)

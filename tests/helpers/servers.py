@@ -25,6 +25,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
 @dataclass
 class Server:
     """A running server process; `root` is its address."""

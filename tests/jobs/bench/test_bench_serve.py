@@ -22,23 +22,27 @@ from jobs.serving.engine_loop import EngineLoop
 @contextmanager
 def served(pair: Pair, **sizes: int) -> Iterator[tuple[str, EngineLoop]]:
     """The API over real HTTP, without Ray Serve; its URL."""
-    settings = {"num_slots": 2, "max_length": 900} | sizes
+    settings = {"num_slots": 2, "max_length": 900, "max_queue": 8} | sizes
     with replica_of(pair, **settings) as replica, over_http(app_of(replica)) as root:
         yield f"{root}/v1", replica.loop
 
 
-def config(url: str, pair_dirs: tuple[Path, Path], output: Path, **values: Any) -> BenchServeConfig:
-    target, draft = map(str, pair_dirs)
-    pair = PairConfig(target=target, draft=draft, dtype="float32")
-    small = {"rounds": 2, "concurrency": (1, 3), "max_tokens": 16, "requests_per_client": 2, "prompts": ("demo",)}
-    return BenchServeConfig(url=url, pair=pair, output=output, **small | values)
+@pytest.fixture
+def pair_config(tiny_pair_dirs: tuple[Path, Path]) -> PairConfig:
+    target, draft = map(str, tiny_pair_dirs)
+    return PairConfig(target=target, draft=draft, dtype="float32")
 
 
-def test_modes_take_turns_and_their_tokens_are_counted(
-    tiny_pair: Pair, tiny_pair_dirs: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def small(url: str, pair: PairConfig, output: Path, **values: Any) -> BenchServeConfig:
+    sizes = {"rounds": 2, "concurrency": (1, 3), "max_tokens": 16, "requests_per_client": 2, "prompts": ("demo",)}
+    return BenchServeConfig(url=url, pair=pair, output=output, **sizes | values)
+
+
+def test_modes_are_interleaved_and_their_tokens_are_counted(
+    tiny_pair: Pair, pair_config: PairConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with served(tiny_pair, max_queue=8) as (url, loop):
-        rows = run(config(url, tiny_pair_dirs, tmp_path, modes=("auto", "1", "3", "bare:3"), rates=()))
+    with served(tiny_pair) as (url, loop):
+        rows = run(small(url, pair_config, tmp_path, modes=("auto", "1", "3", "bare:3"), rates=()))
         assert loop.num_in_flight == 0
     assert [(row["load"], row["mode"]) for row in rows] == [
         (load, mode) for load in ("1 clients", "3 clients") for mode in ("auto", "1", "3", "bare:3")
@@ -61,43 +65,38 @@ def test_what_clients_receive_is_the_targets_text(tiny_pair: Pair) -> None:
     prompt = load_prompts("demo")[0]
     body = {"model": "target", "max_tokens": 12, "temperature": 0}
     body["messages"] = [{"role": turn.role, "content": turn.content} for turn in prompt.messages]
+    steps = generate(tiny_pair, prompt.encode(tiny_pair.tokenizer), block_size=1, max_new_tokens=12)
+    tokens = [token for step in steps for token in step.tokens]
 
     async def scene(url: str) -> None:
         async with Clients(url) as clients:
             (received,) = await clients.closed_loop([body], 1)
-        steps = generate(tiny_pair, prompt.encode(tiny_pair.tokenizer), block_size=1, max_new_tokens=12)
-        tokens = [token for step in steps for token in step.tokens]
         assert received.text == tiny_pair.tokenizer.decode(tokens, skip_special_tokens=True)
         assert (received.num_tokens, received.whole) == (len(tokens), True)
         assert received.arrivals == sorted(received.arrivals)
 
-    with served(tiny_pair, max_queue=1) as (url, _):
+    with served(tiny_pair) as (url, _):
         asyncio.run(scene(url))
 
 
 def test_an_open_loop_loses_what_is_refused_and_a_closed_one_comes_again(
-    tiny_pair: Pair, tiny_pair_dirs: tuple[Path, Path], tmp_path: Path
+    tiny_pair: Pair, pair_config: PairConfig, tmp_path: Path
 ) -> None:
+    changes = {"modes": ("1",), "rounds": 1, "concurrency": (3,), "requests_per_client": 1, "max_tokens": 200}
     with served(tiny_pair, num_slots=1, max_queue=0) as (url, _):
-        rows = run(
-            config(
-                url, tiny_pair_dirs, tmp_path, modes=("1",), rounds=1, concurrency=(3,), requests_per_client=1,
-                rates=(1000.0,), num_requests=5, max_tokens=200,
-            )
-        )  # fmt: skip
-    closed, opened = rows
+        closed, opened = run(small(url, pair_config, tmp_path, rates=(1000.0,), num_requests=5, **changes))
     assert (closed["num_whole"], closed["num_refused"] > 0) == (3, True)
     assert opened["num_whole"] + opened["num_refused"] == 5
     assert opened["num_refused"] > 0
 
 
 def test_clients_that_vanish_are_told_apart_and_leave_nothing(
-    tiny_pair: Pair, tiny_pair_dirs: tuple[Path, Path], tmp_path: Path
+    tiny_pair: Pair, pair_config: PairConfig, tmp_path: Path
 ) -> None:
-    with served(tiny_pair, max_queue=8) as (url, loop):
+    with served(tiny_pair) as (url, loop):
         changes = {"modes": ("1",), "vanish": 1.0, "concurrency": (2,), "max_tokens": 400}
-        (row,) = run(config(url, tiny_pair_dirs, tmp_path, **changes))
-        asyncio.run(until(lambda: loop.num_in_flight == 0 and loop.engine.idle))
+        (row,) = run(small(url, pair_config, tmp_path, **changes))
+        until(lambda: loop.num_in_flight == 0 and loop.engine.idle)
     assert (row["num_vanished"] + row["num_whole"], row["num_failed"]) == (8, 0)  # some answers are short
     assert row["num_vanished"] >= 6
 

@@ -12,7 +12,7 @@ from jobs.bench import clients
 from jobs.bench.clients import CLIENTS, ClientsConfig, Use, environment, run, uses
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def url(tiny_pair: Pair) -> Iterator[str]:
     with (
         replica_of(tiny_pair, num_slots=2, max_length=1000, max_queue=8) as replica,
@@ -21,26 +21,18 @@ def url(tiny_pair: Pair) -> Iterator[str]:
         yield url
 
 
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No environment of its own for a client."""
-    monkeypatch.setattr(clients, "environment", lambda client, folder: Path(sys.executable))
-
-
-@pytest.mark.usefixtures("here")
 def test_uses_of_the_openai_library_succeed_and_are_in_the_table(
-    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = ClientsConfig(url=url, clients=("openai",), tokenizer=tmp_path, output=tmp_path)
-    found = run(config)
+    monkeypatch.setattr(clients, "environment", lambda client, folder: Path(sys.executable))
+    succeeded = run(ClientsConfig(url=url, clients=("openai",), tokenizer=tmp_path, output=tmp_path))
     table = (tmp_path / "clients.md").read_text()
     assert table.strip() in capsys.readouterr().out
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
-    assert rows == [[CLIENTS["openai"][0], use.what, "ok"] for use in found]
+    assert rows == [[CLIENTS["openai"][0], use.what, "ok"] for use in succeeded]
     assert len(rows) == 10
 
 
-@pytest.mark.usefixtures("here")
 def test_a_client_that_cannot_be_imported_fails_with_its_log(url: str, tmp_path: Path) -> None:
     (use,) = uses("lm_eval", Path(sys.executable), {"url": url}, tmp_path / "log", timeout_s=60)
     assert use == Use("lm_eval", "to its end", f"status 1; what it said: {tmp_path / 'log'}")

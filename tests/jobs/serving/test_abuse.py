@@ -10,9 +10,6 @@ import contextlib
 import os
 import random
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,16 +27,17 @@ from blockpilot.prompts.files import load_prompts
 from helpers import abusers
 from helpers.abusers import Abuser
 from helpers.api import app_of, over_http, replica_of
+from helpers.processes import descendants
+from helpers.servers import ROOT, Server, free_port, serving
 from jobs.bench.http_load import Clients, Received
 from jobs.common.registry import Registry, Version
 from jobs.serving import gateway
 from jobs.serving.api import Limits
 from jobs.serving.clients import ApiKeys
 
-ROOT = Path(__file__).parents[3]
 GOOD_KEY, BAD_KEY = "of-the-well-behaved", "of-the-abusers"
 MINUTES, NUM_CLIENTS, NUM_ABUSERS, FAULT_EVERY_S = 10.0, 3, 8, 20.0
-START_S, HEALTH_EVERY_S, HEALTH_PATIENCE_S, MEMORY_EVERY_S = 300.0, 1.0, 30.0, 5.0
+HEALTH_EVERY_S, HEALTH_PATIENCE_S, MEMORY_EVERY_S = 1.0, 30.0, 5.0
 SLOWEST_HEALTH_S, MOST_GROWTH = 5.0, 1.2
 PROCESSES = ("ServeReplica:blockpilot:gateway", "ServeReplica:blockpilot:smollm2")
 POLICIES = tuple(str(ROOT / "workflows" / "policies" / name) for name in ("policy-step", "policy-class"))
@@ -52,12 +50,12 @@ def test_abusers_are_answered_and_get_no_internal_error(tiny_pair: Pair, monkeyp
     monkeypatch.setattr(abusers, "GRAMMARS", {"wrong": abusers.GRAMMARS["wrong"]})
     monkeypatch.setattr(gateway, "LOOK_S", 0.2)
     limits = Limits(max_body_bytes=2**16, timeout_s=5, body_timeout_s=0.3)
-    found: Counter[str] = Counter()
+    outcomes: Counter[str] = Counter()
 
     async def abuse(root: str) -> None:
         abuser = Abuser(int(root.rpartition(":")[2]), "a-key", "target", seed=1)
         for _ in range(60):
-            found[await abuser.abuse()] += 1
+            outcomes[await abuser.abuse()] += 1
 
     with replica_of(tiny_pair, num_slots=2, max_length=500, max_queue=6) as replica:
         app = app_of(replica, keys=ApiKeys.of(("a-key", "another")), limits=limits)
@@ -65,18 +63,17 @@ def test_abusers_are_answered_and_get_no_internal_error(tiny_pair: Pair, monkeyp
             asyncio.run(abuse(root))
     kinds = {"absurd: 400", "junk: 400", "leave: left", "oversized: 413", "slow body: 408", "slow reader: 200"}
     kinds |= {"grammar: wrong 400", "slow bodies: 408", "endless head: 400"}
-    assert kinds <= found.keys()
-    assert not [kind for kind in found if "500" in kind or "Error" in kind]
+    assert kinds <= outcomes.keys()
+    assert not [kind for kind in outcomes if "500" in kind or "Error" in kind]
 
 
 @pytest.mark.soak
 def test_what_the_well_behaved_were_promised_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", _store(tmp_path))  # MLflow itself looks there for a version's files
     versions = register(tmp_path)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = int(probe.getsockname()[1])
-    with own_server(tmp_path, port) as server:
-        bench = AbuseRun(tmp_path, port, versions, server.pid)
+    port = free_port()
+    with abused_server(tmp_path, port) as server:
+        bench = AbuseRun(tmp_path, port, versions, server.process.pid)
         asyncio.run(bench.run())
     report = bench.report
     print(report)
@@ -110,8 +107,8 @@ class Report:
 
 
 @contextmanager
-def own_server(folder: Path, port: int) -> Iterator["subprocess.Popen[bytes]"]:
-    """A server with its registry in `folder`, stopped at the end."""
+def abused_server(folder: Path, port: int) -> Iterator[Server]:
+    """A server with its registry in `folder`."""
     (folder / "keys").write_text(f"{GOOD_KEY}\n{BAD_KEY}\n")
     arguments = {
         "policy": "champion", "port": port, "num-actors": 2, "num-slots": 4, "max-queue": 28, "max-length": 1024,
@@ -119,18 +116,8 @@ def own_server(folder: Path, port: int) -> Iterator["subprocess.Popen[bytes]"]:
         "drain-s": 5, "output": folder / "serve",
     }  # fmt: skip
     flags = [str(part) for name, value in arguments.items() for part in (f"--{name}", value)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with (folder / "server.log").open("wb") as log:
-        command = [sys.executable, str(ROOT / "jobs" / "serve.py"), *flags]
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
-        try:
-            yield process
-        finally:
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(60)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+    with serving([str(ROOT / "jobs/serve.py"), *flags], folder, port) as server:
+        yield server
 
 
 def _store(folder: Path) -> str:
@@ -163,7 +150,6 @@ class AbuseRun:
 
     async def run(self) -> None:
         async with self._clients() as clients:
-            await self._until_ready(clients)
             self._model = await clients.first_model()
             bodies = [self._body(i, prompt.text) for i, prompt in enumerate(load_prompts("demo")[:12])]
             known = [(body, await self._known(clients, body)) for body in bodies]
@@ -179,15 +165,6 @@ class AbuseRun:
 
     def _clients(self) -> Clients:
         return Clients(f"http://127.0.0.1:{self._port}/v1", GOOD_KEY)
-
-    async def _until_ready(self, clients: Clients) -> None:
-        deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline:
-            with contextlib.suppress(ValueError):
-                await clients.first_model()
-                return
-            await asyncio.sleep(1)
-        raise ValueError(f"the server did not start: {self._folder / 'server.log'}")
 
     async def _known(self, clients: Clients, body: Mapping[str, Any]) -> str:
         """The answer before there is any abuse; raises ValueError where it is not whole."""
@@ -232,24 +209,9 @@ class AbuseRun:
     async def _watch_memory(self) -> None:
         while not self._over:
             for kind in PROCESSES:
-                resident = sum(_resident(pid) for pid in self._processes(kind))
+                resident = sum(_resident(pid) for pid in descendants(self._pid, kind))
                 self.report.memory[kind].append(resident)
             await asyncio.sleep(MEMORY_EVERY_S)
-
-    def _processes(self, kind: str) -> list[int]:
-        """Processes below the server's whose title holds `kind`."""
-        parents, titles = dict[int, int](), dict[int, str]()
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdecimal():
-                with contextlib.suppress(OSError):
-                    parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                    titles[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
-        return [pid for pid, title in titles.items() if kind in title and self._is_below(pid, parents)]
-
-    def _is_below(self, pid: int, parents: Mapping[int, int]) -> bool:
-        while pid in parents and pid != self._pid:
-            pid = parents[pid]
-        return pid == self._pid
 
     async def _abuse(self, abuser: Abuser) -> None:
         while not self._over:
@@ -267,12 +229,12 @@ class AbuseRun:
                 number += 1
 
     async def _kill(self) -> None:
-        replica = self._dice.choice(self._processes(PROCESSES[-1]))
+        replica = self._dice.choice(descendants(self._pid, PROCESSES[-1]))
         os.kill(replica, signal.SIGKILL)
         self.report.faults["replica killed"] += 1
 
     async def _stop(self) -> None:
-        replica = self._dice.choice(self._processes(PROCESSES[-1]))
+        replica = self._dice.choice(descendants(self._pid, PROCESSES[-1]))
         os.kill(replica, signal.SIGSTOP)
         self.report.faults["replica stopped"] += 1
         await asyncio.sleep(10)

@@ -1,4 +1,4 @@
-"""Connections of clients that send no whole head, no body, or do not read: none of them takes another's place."""
+"""Connections of clients that send no whole head, no body, or do not read: none of them keeps others from theirs."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from helpers.api import COMPLETIONS, HttpCall, over_http, until
+from helpers.api import COMPLETIONS, Send, finish, over_http, until
 from helpers.patience import patient
 from helpers.servers import free_port
 from jobs.serving import gateway
@@ -51,12 +51,12 @@ def opened() -> Iterator[Open]:
     with ExitStack() as stack:
 
         def open_(url: str, sent: bytes) -> socket.socket:
-            found = stack.enter_context(socket.socket())
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-            found.connect(("127.0.0.1", int(url.rpartition(":")[2])))
-            found.sendall(sent)
-            found.settimeout(patient(10))
-            return found
+            connection = stack.enter_context(socket.socket())
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            connection.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+            connection.sendall(sent)
+            connection.settimeout(patient(10))
+            return connection
 
         yield open_
 
@@ -86,8 +86,8 @@ def is_cut(connection: socket.socket) -> bool:
     return True
 
 
-def asked(url: str, key: str) -> int:
-    """Status of a short answer that is read."""
+def status_of(url: str, key: str) -> int:
+    """Of a short answer that is read."""
     headers = {"Authorization": f"Bearer {key}"}
     body = BODY | {"max_tokens": 1}
     return httpx.post(url + COMPLETIONS, json=body, headers=headers, timeout=patient(10)).status_code
@@ -100,33 +100,27 @@ def test_streams_that_nobody_reads_hold_their_key_s_places_until_their_deadline(
     with over_http(app) as url:
         for _ in range(6):
             opened(url, request_of(BODY | {"max_tokens": 900}, "greedy"))
-        asyncio.run(until(lambda: len(exchanges) == 4))
+        until(lambda: len(exchanges) == 4)
         assert [exchange.status for exchange in exchanges] == [429] * 4
         assert (app.state.api.num_open, model.num_open) == (2, 2)
-        assert asked(url, "modest") == 200
-        assert asked(url, "greedy") == 429
-        asyncio.run(until(lambda: app.state.api.num_open == 0))
+        assert status_of(url, "modest") == 200
+        assert status_of(url, "greedy") == 429
+        until(lambda: app.state.api.num_open == 0)
         assert model.num_open == 0
-        assert asked(url, "greedy") == 200
+        assert status_of(url, "greedy") == 200
     late = [exchange for exchange in exchanges if exchange.code == "deadline_exceeded"]
     assert [exchange.status for exchange in late] == [504] * 2
     assert all(exchange.seconds < deadline_s + patient(1) for exchange in late)
 
 
-def test_slow_bodies_of_a_key_leave_places_to_others() -> None:
+def test_slow_bodies_of_a_key_leave_places_to_others(send: Send) -> None:
     app = make_app({"fast": FastModel()}, keys=KEYS, limits=Limits(max_requests=8, body_timeout_s=patient(1)))
-
-    async def scenario() -> None:
-        slow = [HttpCall(app, COMPLETIONS, None, key="greedy") for _ in range(14)]
-        await until(lambda: sum(call.status == 429 for call in slow) == 10)
-        assert "4 requests are open, 4 of them yours; at most 8" in next(c.text for c in slow if c.text)
-        other = HttpCall(app, COMPLETIONS, BODY, key="modest")
-        await other.task
-        assert other.status == 200
-        await asyncio.gather(*(call.task for call in slow))
-        assert sorted(call.status for call in slow) == [408] * 4 + [429] * 10
-
-    asyncio.run(scenario())
+    slow = [send(app, None, key="greedy") for _ in range(14)]
+    refused = "4 requests are open, 4 of them yours; at most 8"
+    until(lambda: sum(refused in call.text for call in slow) == 10)
+    assert send(app, BODY, key="modest").finish().status == 200
+    finish(slow)
+    assert sorted(call.status for call in slow) == [408] * 4 + [429] * 10
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: here\r\nX: "])
@@ -168,15 +162,15 @@ def test_a_connection_that_does_not_read_is_cut(opened: Open, monkeypatch: pytes
     app = make_app({"fast": FastModel()})
     with over_http(app) as url:
         unread = opened(url, request_of(BODY | {"max_tokens": 900}, ""))
-        asyncio.run(until(lambda: app.state.api.num_open == 1))
-        asyncio.run(until(lambda: app.state.api.num_open == 0))
+        until(lambda: app.state.api.num_open == 1)
+        until(lambda: app.state.api.num_open == 0)
         assert is_cut(unread)
 
 
 def test_a_gateway_that_does_not_listen_any_more_is_not_healthy() -> None:
     """Serve then replaces it."""
 
-    async def scenario() -> None:
+    async def scene() -> None:
         port = free_port()
         gateway = Gateway({}, {}, KEYS, Limits(), ("*",), ("127.0.0.1", port))
         async with httpx.AsyncClient(timeout=patient(10)) as client:
@@ -189,4 +183,4 @@ def test_a_gateway_that_does_not_listen_any_more_is_not_healthy() -> None:
         with pytest.raises(RuntimeError, match="does not listen"):
             gateway.check_health()
 
-    asyncio.run(scenario())
+    asyncio.run(scene())

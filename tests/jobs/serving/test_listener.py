@@ -7,19 +7,10 @@ from typing import Any
 
 import pytest
 
-from helpers.servers import free_port
+from helpers.servers import free_port, has_ipv6
 from jobs.common.config import ConfigError
 from jobs.serve import LOOPBACK_NAMES, ServeConfig, is_open
 from jobs.serving.gateway import bound, close, is_loopback, netloc
-
-
-def has_ipv6() -> bool:
-    try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError:
-        return False
-    return True
-
 
 ipv6 = pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")
 
@@ -33,7 +24,7 @@ def listening(host: str) -> Iterator[int]:
     close(listeners)
 
 
-def reached(host: str, port: int) -> bool:
+def is_reached(host: str, port: int) -> bool:
     try:
         socket.create_connection((host, port), timeout=5).close()
     except OSError:
@@ -52,38 +43,30 @@ def reached(host: str, port: int) -> bool:
 )
 def test_a_host_is_reached_by_its_own_addresses(host: str, by: set[str]) -> None:
     with listening(host) as port:
-        assert {address for address in ("127.0.0.1", "::1") if reached(address, port)} == by
+        assert {address for address in ("127.0.0.1", "::1") if is_reached(address, port)} == by
 
 
 @ipv6
 def test_a_name_is_reached_by_all_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     """As localhost often has two. One that the machine lacks does not matter beside another one."""
-    told = socket.getaddrinfo
+    resolve = socket.getaddrinfo
 
     def both(host: str, *arguments: Any, **options: Any) -> list[Any]:
         names = ("::1", "127.0.0.1", "203.0.113.1") if host == "localhost" else (host,)
-        return [found for name in names for found in told(name, *arguments, **options)]
+        return [address for name in names for address in resolve(name, *arguments, **options)]
 
     monkeypatch.setattr(socket, "getaddrinfo", both)
     with listening("localhost") as port:
-        assert [reached(address, port) for address in ("127.0.0.1", "::1")] == [True, True]
+        assert [is_reached(address, port) for address in ("127.0.0.1", "::1")] == [True, True]
         with pytest.raises(OSError, match="in use"):
             bound("127.0.0.1", port)
     with socket.create_server(("127.0.0.1", 0)) as taken:  # a port that is half free is taken
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match="in use"):
             bound("localhost", port)
-        assert not reached("::1", port)
+        assert not is_reached("::1", port)
     with pytest.raises(OSError, match="assign"):
         bound("203.0.113.1", 0)
-
-
-def test_the_address_of_an_ipv6_host_has_brackets() -> None:
-    assert netloc("::1", 80) == "[::1]:80"
-    assert netloc("localhost", 80) == "localhost:80"
-    assert ServeConfig(host="[::1]").host == ServeConfig(host="::1").host == "::1"
-    with pytest.raises(ConfigError, match="host"):
-        ServeConfig(host="")
 
 
 def test_loopback_answers_to_its_names_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,3 +81,7 @@ def test_loopback_answers_to_its_names_only(monkeypatch: pytest.MonkeyPatch) -> 
         assert is_open(ServeConfig(host=host))
         assert not is_loopback(host)
     assert ServeConfig(host="::1", allowed_hosts=("a.example",)).hosts == ("a.example",)
+    assert ServeConfig(host="[::1]").host == "::1"
+    assert (netloc("::1", 80), netloc("localhost", 80)) == ("[::1]:80", "localhost:80")
+    with pytest.raises(ConfigError, match="host"):
+        ServeConfig(host="")

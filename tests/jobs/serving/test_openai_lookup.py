@@ -1,39 +1,20 @@
 """The request field `lookup`, and what usage and steps say of looked-up tokens, over a tiny pair without Ray."""
 
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 from fastapi.testclient import TestClient
 
 from blockpilot.native.library import has_functions
-from blockpilot.pairs.loading import Pair
-from helpers.api import (
-    CHAT,
-    COMPLETIONS,
-    QUESTION,
-    JsonObject,
-    ask,
-    check_error,
-    client_of,
-    events,
-    replica_of,
-    text_of,
-)
+from helpers.api import COMPLETIONS, JsonObject, ask, streamed, text_of
 
-PROPOSED = ("num_accepted_drafted", "num_accepted_looked_up")
 REPEATED = {"model": "target", "prompt": "abcabcabc" * 4, "max_tokens": 60, "temperature": 0}
 looks_up = pytest.mark.skipif(not has_functions(), reason="texts are indexed by the library in C")
 
 
-@pytest.fixture(scope="module")
-def client(tiny_pair: Pair) -> Iterator[TestClient]:
-    with replica_of(tiny_pair, num_slots=4, max_length=300, max_queue=8) as replica, client_of(replica) as client:
-        yield client
-
-
-def num_looked_up(client: TestClient, **settings: object) -> int:
-    return int(ask(client, COMPLETIONS, REPEATED | settings)["usage"]["num_accepted_looked_up"])
+def accepted_proposals(usage: JsonObject) -> tuple[int, int]:
+    """Accepted tokens that were drafted, and those that were looked up."""
+    return usage["num_accepted_drafted"], usage["num_accepted_looked_up"]
 
 
 @looks_up
@@ -53,59 +34,45 @@ def test_the_text_is_the_same_with_and_without_lookup(client: TestClient, temper
 @looks_up
 @pytest.mark.parametrize("layout", ["chain", "tree"])
 def test_true_looks_up_beside_a_fixed_size_and_null_only_where_steps_choose(client: TestClient, layout: str) -> None:
+    def num_looked_up(**settings: object) -> int:
+        return accepted_proposals(ask(client, COMPLETIONS, REPEATED | settings)["usage"])[1]
+
     fixed = {"block_size": 6, "layout": layout}
-    assert num_looked_up(client, **fixed, lookup=True) > 0
-    assert num_looked_up(client, **fixed) == num_looked_up(client, **fixed, lookup=None) == 0
-    assert num_looked_up(client, **fixed, lookup=False) == num_looked_up(client, lookup=False) == 0
-    assert num_looked_up(client, block_size=1, lookup=True) == 0
-    assert num_looked_up(client, lookup=1) > 0  # as other flags
-    assert num_looked_up(client) > 0
+    assert num_looked_up(**fixed, lookup=True) > 0
+    assert num_looked_up(**fixed) == num_looked_up(**fixed, lookup=None) == 0
+    assert num_looked_up(**fixed, lookup=False) == num_looked_up(lookup=False) == 0
+    assert num_looked_up(block_size=1, lookup=True) == num_looked_up(max_tokens=1) == 0
+    assert num_looked_up(lookup=1) > 0  # as other flags
+    assert num_looked_up() > 0
 
 
-@pytest.mark.parametrize("value", ["auto", "true", 2, 0.5, [], {}])
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_what_is_neither_true_false_nor_null_is_refused(client: TestClient, path: str, value: object) -> None:
-    prompt = {"messages": QUESTION} if path == CHAT else {"prompt": "Once"}
-    response = client.post(path, json={"model": "target", "lookup": value, **prompt})
-    assert response.status_code == 400
-    assert "valid boolean" in check_error(response.json(), "lookup")["message"]
-
-
-def accepted_sources(chunks: list[JsonObject]) -> Counter[str]:
-    """Accepted tokens by source, from the steps of a stream."""
-    steps = [choice["step"] for chunk in chunks for choice in chunk["choices"] if "step" in choice]
+def steps_of(choices: list[JsonObject]) -> list[JsonObject]:
+    steps = [choice["step"] for choice in choices if "step" in choice]
     assert all(len(step["sources"]) == len(step["drafted"]) for step in steps)
+    return steps
+
+
+def accepted_sources(steps: list[JsonObject]) -> Counter[str]:
     return Counter(step["sources"][node - 1] for step in steps for node in step["path"])
 
 
 @looks_up
 @pytest.mark.parametrize("settings", [{"block_size": 6, "layout": "tree"}, {"block_size": 4}, {"n": 3, "seed": 3}])
 def test_usage_counts_the_accepted_tokens_of_the_steps_by_source(client: TestClient, settings: JsonObject) -> None:
-    shown = {"stream": True, "stream_options": {"include_steps": True, "include_usage": True}}
-    *chunks, last = events(client.post(COMPLETIONS, json=REPEATED | shown | settings | {"lookup": True}).text)
-    found, usage = accepted_sources(chunks), last["usage"]
-    assert found.keys() <= {"draft", "lookup", "both"}
-    assert found["lookup"] + found["both"] > 0
-    assert [usage[name] for name in PROPOSED] == [found["draft"] + found["both"], found["lookup"] + found["both"]]
-    num_choices = settings.get("n", 1)  # whose first tokens come from the prefill
-    assert found.total() == usage["completion_tokens"] - num_choices - usage["num_steps"] + num_last(chunks)
-
-
-def num_last(chunks: list[JsonObject]) -> int:
-    """Steps whose last token was accepted, not the target's own: the length limit cut them."""
-    steps = [choice["step"] for chunk in chunks for choice in chunk["choices"] if "step" in choice]
-    return sum(step["block_size"] > 0 and step["num_accepted"] == len(step["texts"]) for step in steps)
+    choices, usage = streamed(client, COMPLETIONS, REPEATED | settings | {"lookup": True}, include_steps=True)
+    steps = steps_of(choices)
+    accepted = accepted_sources(steps)
+    assert accepted.keys() <= {"draft", "lookup", "both"}
+    assert accepted["lookup"] + accepted["both"] > 0
+    assert accepted_proposals(usage) == (accepted["draft"] + accepted["both"], accepted["lookup"] + accepted["both"])
+    num_prefills = settings.get("n", 1)  # which give the first tokens
+    # The length limit cut those whose last token was accepted, not the target's.
+    num_cut = sum(step["block_size"] > 0 and step["num_accepted"] == len(step["texts"]) for step in steps)
+    assert accepted.total() == usage["completion_tokens"] - num_prefills - usage["num_steps"] + num_cut
 
 
 def test_tokens_that_a_constraint_forces_are_no_proposals_of_draft_or_lookup(client: TestClient) -> None:
     forced = {"structured_outputs": {"choice": ["a text that is forced"]}, "lookup": False}
-    shown = {"stream": True, "stream_options": {"include_steps": True, "include_usage": True}}
-    *chunks, last = events(client.post(COMPLETIONS, json=REPEATED | shown | forced).text)
-    found = accepted_sources(chunks)
-    assert found.keys() == {"constraint"}
-    assert [last["usage"][name] for name in PROPOSED] == [0, 0]
-
-
-def test_a_request_of_one_token_has_accepted_none(client: TestClient) -> None:
-    usage = ask(client, COMPLETIONS, REPEATED | {"max_tokens": 1})["usage"]
-    assert [usage[name] for name in PROPOSED] == [0, 0]
+    choices, usage = streamed(client, COMPLETIONS, REPEATED | forced, include_steps=True)
+    assert accepted_sources(steps_of(choices)).keys() == {"constraint"}
+    assert accepted_proposals(usage) == (0, 0)

@@ -13,24 +13,11 @@ from blockpilot.types import Request, Sampling
 from helpers.api import CHAT, COMPLETIONS, QUESTION, JsonObject, ask, client_of, events, replica_of, text_of
 from helpers.engines import run
 from helpers.tiny import CHAT_TEMPLATE, EOS_ID
-from jobs.serving.replica import Replica
 
 BODY = {"model": "target", "prompt": "Once upon a time", "max_tokens": 40, "seed": 3, "ignore_eos": True}
 
 
-@pytest.fixture
-def replica(tiny_pair: Pair) -> Iterator[Replica]:
-    with replica_of(tiny_pair, num_slots=4, max_length=300) as replica:
-        yield replica
-
-
-@pytest.fixture
-def client(replica: Replica) -> Iterator[TestClient]:
-    with client_of(replica) as client:
-        yield client
-
-
-def plain(pair: Pair, sampling: Sampling) -> str:
+def library_text(pair: Pair, sampling: Sampling) -> str:
     """The text of BODY, one token at a time by the library."""
     prompt = tuple(pair.tokenizer(BODY["prompt"])["input_ids"])
     request = Request(prompt, 40, sampling, 1)
@@ -40,7 +27,7 @@ def plain(pair: Pair, sampling: Sampling) -> str:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
-    "sampling",
+    "fields",
     [
         {"min_p": 0.2},
         {"presence_penalty": 1.5},
@@ -49,18 +36,18 @@ def plain(pair: Pair, sampling: Sampling) -> str:
         {"logit_bias": {65: 5.0, 66: -100.0}},
         {"top_k": 5, "top_p": 0.8, "min_p": 0.05, "presence_penalty": 0.5, "repetition_penalty": 0.8},
     ],
-    ids=lambda sampling: "+".join(sampling),
+    ids=lambda fields: "+".join(fields),
 )
 def test_each_field_gives_the_librarys_text_at_every_block_size(
-    client: TestClient, tiny_pair: Pair, sampling: dict[str, Any], temperature: float
+    client: TestClient, tiny_pair: Pair, fields: dict[str, Any], temperature: float
 ) -> None:
-    own = sampling | {"logit_bias": tuple(sampling.get("logit_bias", {}).items())}
-    want = plain(tiny_pair, Sampling(temperature=temperature, seed=3, **own))
+    of_library = fields | {"logit_bias": tuple(fields.get("logit_bias", {}).items())}
+    expected = library_text(tiny_pair, Sampling(temperature=temperature, seed=3, **of_library))
     for block_size in (1, 4):
         body = BODY | {"temperature": temperature, "block_size": block_size}
-        assert text_of(ask(client, COMPLETIONS, body | sampling)) == want
-    if temperature or "min_p" not in sampling:  # the likeliest token stays that
-        assert text_of(ask(client, COMPLETIONS, BODY | {"temperature": temperature})) != want
+        assert text_of(ask(client, COMPLETIONS, body | fields)) == expected
+    if temperature or "min_p" not in fields:  # the likeliest token stays that
+        assert text_of(ask(client, COMPLETIONS, BODY | {"temperature": temperature})) != expected
 
 
 def test_stop_tokens_of_the_request_end_it_without_their_text(client: TestClient, tiny_pair: Pair) -> None:
@@ -69,14 +56,14 @@ def test_stop_tokens_of_the_request_end_it_without_their_text(client: TestClient
     stop = next(token for token in tokens[5:] if token.isascii())
     (stop_id,) = tiny_pair.tokenizer(stop)["input_ids"]
     answer = ask(client, COMPLETIONS, BODY | {"stop_token_ids": [stop_id, 7]})
-    place = tokens.index(stop)
+    index = tokens.index(stop)
     assert answer["choices"][0]["finish_reason"] == "stop"
-    assert answer["usage"]["completion_tokens"] == place + 1
+    assert answer["usage"]["completion_tokens"] == index + 1
     assert whole["text"].startswith(text_of(answer))
     assert not text_of(answer).endswith(stop)
-    later = ask(client, COMPLETIONS, BODY | {"stop_token_ids": [stop_id], "min_tokens": place + 2})
-    assert later["usage"]["completion_tokens"] >= place + 2
-    assert stop not in text_of(later)[: place + 1]  # it has no chance so long
+    later = ask(client, COMPLETIONS, BODY | {"stop_token_ids": [stop_id], "min_tokens": index + 2})
+    assert later["usage"]["completion_tokens"] >= index + 2
+    assert stop not in text_of(later)[: index + 1]  # it has no chance so long
 
 
 def test_stop_strings_do_not_count_before_min_tokens(client: TestClient) -> None:
@@ -88,23 +75,21 @@ def test_stop_strings_do_not_count_before_min_tokens(client: TestClient) -> None
     assert late["usage"]["completion_tokens"] >= 20
 
 
-def test_ignore_eos_goes_on_to_the_limit(client: TestClient) -> None:
+def test_ignore_eos_goes_on_to_the_limit_or_the_end_of_a_grammar(client: TestClient) -> None:
     ends = BODY | {"logit_bias": {str(EOS_ID): 100}, "ignore_eos": False}
-    answer = ask(client, COMPLETIONS, ends)
-    assert (answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]) == (1, "stop")
-    for more in ({}, {"min_tokens": 40}):
-        on = ask(client, COMPLETIONS, ends | {"ignore_eos": True} | more)
-        assert (on["usage"]["completion_tokens"], on["choices"][0]["finish_reason"]) == (40, "length")
-        assert text_of(on) == text_of(answer) == ""  # it is a control token
-    own = ask(client, COMPLETIONS, ends | {"ignore_eos": True, "stop_token_ids": [EOS_ID]})
-    assert own["usage"]["completion_tokens"] == 1
-
-
-def test_a_grammar_that_is_complete_ends_a_request_that_ignores_eos(client: TestClient) -> None:
-    body = BODY | {"structured_outputs": {"choice": ["yes", "no"]}, "ignore_eos": True, "min_tokens": 30}
-    answer = ask(client, COMPLETIONS, body)
-    assert text_of(answer) in ("yes", "no")
-    assert answer["choices"][0]["finish_reason"] == "stop"
+    goes_on = ends | {"ignore_eos": True}
+    for body, num, finish_reason in (
+        (ends, 1, "stop"),
+        (goes_on, 40, "length"),
+        (goes_on | {"min_tokens": 40}, 40, "length"),
+        (goes_on | {"stop_token_ids": [EOS_ID]}, 1, "stop"),
+    ):
+        answer = ask(client, COMPLETIONS, body)
+        assert (answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]) == (num, finish_reason)
+        assert text_of(answer) == ""  # it is a control token
+    grammar = ask(client, COMPLETIONS, BODY | {"structured_outputs": {"choice": ["yes", "no"]}, "min_tokens": 30})
+    assert text_of(grammar) in ("yes", "no")
+    assert grammar["choices"][0]["finish_reason"] == "stop"
 
 
 def test_a_stream_tells_the_usage_so_far(client: TestClient) -> None:
@@ -122,11 +107,11 @@ TEMPLATE = CHAT_TEMPLATE.replace("<assistant>", "<assistant>{{ note }}{% if enab
 TEMPLATE += "{% if reasoning_effort %}({{ reasoning_effort }}){% endif %}"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def reader(tiny_pair: Pair) -> Iterator[TestClient]:
-    """A pair whose template reads more than messages."""
+    """A pair whose template reads more than messages, and divides by what a request says."""
     tokenizer = type(tiny_pair.tokenizer)(tokenizer_object=tiny_pair.tokenizer.backend_tokenizer, eos_token="<eos>")
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = TEMPLATE + "{% if zero is defined %}{{ 1 // zero }}{% endif %}"
     with replica_of(replace(tiny_pair, tokenizer=tokenizer), max_length=300) as replica, client_of(replica) as client:
         yield client
 
@@ -146,10 +131,10 @@ def reader(tiny_pair: Pair) -> Iterator[TestClient]:
 def test_the_template_reads_what_a_request_hands_it(reader: TestClient, change: JsonObject, written: str) -> None:
     body = {"model": "target", "messages": QUESTION, "max_tokens": 12, "seed": 1}
     prompt = f"<user>{QUESTION[0]['content']}\n{written}"
-    want = ask(reader, COMPLETIONS, {"model": "target", "prompt": prompt, "max_tokens": 12, "seed": 1})
+    completion = ask(reader, COMPLETIONS, {"model": "target", "prompt": prompt, "max_tokens": 12, "seed": 1})
     answer = ask(reader, CHAT, body | change)
     assert answer["usage"]["prompt_tokens"] == len(prompt)
-    assert text_of(answer) == text_of(want)
+    assert text_of(answer) == text_of(completion)
 
 
 @pytest.mark.parametrize("content", ["Once upon", "Once <eos> upon"])
@@ -161,13 +146,9 @@ def test_an_answer_can_go_on_with_the_last_message(reader: TestClient, content: 
     assert answer["usage"]["prompt_tokens"] == len(prompt)  # a control token in a text is text
 
 
-def test_a_template_that_fails_is_400(tiny_pair: Pair) -> None:
-    tokenizer = type(tiny_pair.tokenizer)(tokenizer_object=tiny_pair.tokenizer.backend_tokenizer)
-    tokenizer.chat_template = "{{ 1 // zero }}{{ messages[0].content }}"
-    with replica_of(replace(tiny_pair, tokenizer=tokenizer), max_length=300) as replica, client_of(replica) as client:
-        for kwargs in ({"zero": 0}, {"self": 1}, {"unread": 1}):
-            refused = client.post(
-                CHAT, json={"model": "target", "messages": QUESTION, "chat_template_kwargs": kwargs}
-            )
-            assert refused.status_code == 400
-            assert "chat template" in refused.json()["error"]["message"]
+@pytest.mark.parametrize("kwargs", [{"zero": 0}, {"self": 1}])
+def test_a_template_that_fails_is_400(reader: TestClient, kwargs: JsonObject) -> None:
+    body = {"model": "target", "messages": QUESTION, "chat_template_kwargs": kwargs}
+    refused = reader.post(CHAT, json=body)
+    assert refused.status_code == 400
+    assert "chat template" in refused.json()["error"]["message"]

@@ -1,7 +1,7 @@
 """The serving job: settings that it refuses, and the server by command with the openai client."""
 
 import asyncio
-import socket
+import re
 import stat
 import sys
 import threading
@@ -19,8 +19,8 @@ from blockpilot.policy.store import save_policy
 from blockpilot.types import PairId
 from helpers.patience import patient
 from helpers.policies import tiny_policy
-from helpers.processes import Job, listeners
-from helpers.servers import ROOT, Server, free_port, serving
+from helpers.processes import listeners
+from helpers.servers import ROOT, Server, free_port, has_ipv6, serving
 from jobs import serve
 from jobs.bench.http_load import Clients, Received
 from jobs.common.cluster import num_cores
@@ -29,9 +29,6 @@ from jobs.common.registry import Registry, model_name
 from jobs.serve import ServeConfig, build_app, run
 from jobs.serving.clients import ApiKeys, api_keys
 from jobs.serving.models import ModelConfig, ReplicaResources, find_policy, models_by_name
-
-CHAT = {"messages": [{"role": "user", "content": "Once"}], "model": "target", "temperature": 0}
-
 
 # MLflow's own models use a part of SQLAlchemy that will go.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
@@ -43,24 +40,27 @@ def pair_config(tiny_pair_dirs: tuple[Path, Path]) -> PairConfig:
     return PairConfig(target=str(target), draft=str(draft), dtype="float32")
 
 
-def write_policy(directory: Path, pair_id: PairId, vocab_size: int = 260) -> Path:
+# --- policies ---
+
+
+def write_policy(directory: Path, pair_id: PairId) -> Path:
     """A policy of random weights with the candidates 2, 3 and 5."""
-    save_policy(tiny_policy(pair_id, vocab_size, (2, 3, 5)), directory)
+    save_policy(tiny_policy(pair_id, 260, (2, 3, 5)), directory)
     return directory
 
 
-def test_policy_may_be_a_block_size_or_a_directory(pair_config: PairConfig, tiny_pair: Pair, tmp_path: Path) -> None:
-    assert find_policy(ServeConfig(pair=pair_config, policy="8"), tmp_path) == 8
-    directory = write_policy(tmp_path / "policy", tiny_pair.id)
-    assert find_policy(ServeConfig(pair=pair_config, policy=str(directory)), tmp_path) == directory
-
-
-def test_policy_of_other_models_is_refused_before_they_load(
+def test_policy_may_be_a_block_size_or_a_directory_of_the_same_pair(
     pair_config: PairConfig, tiny_pair: Pair, tmp_path: Path
 ) -> None:
-    directory = write_policy(tmp_path, tiny_pair.id._replace(target="Qwen/Qwen3-4B"))
+    def policy_of(policy: object) -> int | str | Path:
+        return find_policy(ServeConfig(pair=pair_config, policy=str(policy)), tmp_path)
+
+    assert policy_of(8) == 8
+    directory = write_policy(tmp_path / "policy", tiny_pair.id)
+    assert policy_of(directory) == directory
+    other = write_policy(tmp_path / "other", tiny_pair.id._replace(target="Qwen/Qwen3-4B"))
     with pytest.raises(ValueError, match=r"Qwen/Qwen3-4B.*this pair is.*target") as error:
-        find_policy(ServeConfig(pair=pair_config, policy=str(directory)), tmp_path)
+        policy_of(other)
     assert tiny_pair.id.target in str(error.value)
 
 
@@ -68,22 +68,23 @@ def test_champion_comes_from_the_registry(
     pair_config: PairConfig, tiny_pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
-    config = ServeConfig(pair=pair_config, policy="champion")
-    assert find_policy(ServeConfig(pair=pair_config), tmp_path / "serve") == "auto"
+    config, folder = ServeConfig(pair=pair_config, policy="champion"), tmp_path / "serve"
+    assert find_policy(ServeConfig(pair=pair_config), folder) == "auto"
     with pytest.raises(ValueError, match=r"blockpilot-target@champion.*jobs/promote.py.*--policy untrained"):
-        find_policy(config, tmp_path / "serve")
+        find_policy(config, folder)
     registry = Registry.open()
     directory = write_policy(tmp_path / "policy", tiny_pair.id)
     with registry.log_run("train") as record:
-        version = registry.register_policy(
-            directory, target=tiny_pair.id.target, run_id=record.id, tags={"draft": tiny_pair.id.draft}
-        )
+        version = registry.register_policy(directory, target=tiny_pair.id.target, run_id=record.id, tags={})
     assert version.name == model_name(tiny_pair.id.target)
     registry.set_champion(version)
-    found = find_policy(config, tmp_path / "serve")
-    assert found == find_policy(ServeConfig(pair=pair_config), tmp_path / "serve")
-    assert isinstance(found, Path)
-    assert (found / "policy.json").read_bytes() == (directory / "policy.json").read_bytes()
+    champion = find_policy(config, folder)
+    assert champion == find_policy(ServeConfig(pair=pair_config), folder)
+    assert isinstance(champion, Path)
+    assert (champion / "policy.json").read_bytes() == (directory / "policy.json").read_bytes()
+
+
+# --- settings ---
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,6 @@ def test_champion_comes_from_the_registry(
         (["--pair", "gpt-9"], "unknown pair 'gpt-9'"),
         (["--policy", "/no/such/policy"], "/no/such/policy/policy.json: no such file"),
         (["--draft", "/no/such/draft"], "draft '/no/such/draft': a target is needed"),
-        (["--target", "x", "--policy", "4"], "target 'x' has no draft, policy 4 needs one: --draft names one"),
         (["--target", "x", "--policy", "champion"], "target 'x' has no draft, policy champion needs one"),
         (["--target", "x", "--policy", "0"], "policy 0: a block size must be 1 to 32"),
         (["--policy", "8", "--api-key-file", "/no/such/keys"], "/no/such/keys"),
@@ -115,141 +115,12 @@ def test_bad_settings_end_in_one_line(
     assert message.count("\n") == 1
 
 
-# --- by command, through Ray Serve ---
-
-
-DOCUMENTED_LISTENERS = (  # docs/serving.md, "What listens"
-    *("/gcs_server ", "/raylet ", "/monitor.py ", "/dashboard.py ", "ray::IDLE", "ray::DashboardAgent"),
-    *("ray::RuntimeEnvAgent", "ray::ServeController", "ray::ServeReplica:"),
-)
-
-
-@pytest.fixture
-def server(tiny_pair_dirs: tuple[Path, Path], tmp_path: Path) -> Iterator[Server]:
-    """`python jobs/serve.py` on the tiny pair with block size 3."""
-    target, draft = map(str, tiny_pair_dirs)
-    port = free_port()
-    settings = ["--policy", "3", "--port", str(port), "--num-slots", "4"]
-    command = [str(ROOT / "jobs/serve.py"), "--target", target, "--draft", draft, "--dtype", "float32", *settings]
-    with serving(command, tmp_path, port) as server:
-        yield server
-
-
 def test_a_server_is_refused_where_ray_asks_for_no_token(
     pair_config: PairConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     with pytest.raises(ValueError, match="RAY_AUTH_MODE disabled: Ray listens on all interfaces"):
         run(ServeConfig(pair=pair_config, policy="2"))
-
-
-@pytest.mark.ray
-def test_what_listens_beyond_loopback_is_rays(server: Server) -> None:
-    found = listeners(server.process.pid)
-    assert int(server.root.rpartition(":")[2]) in {each.port for each in found if each.on_loopback}
-    beyond = {each.command for each in found if not each.on_loopback}
-    assert beyond
-    assert not [command for command in beyond if not any(name in command for name in DOCUMENTED_LISTENERS)]
-
-
-@pytest.mark.ray
-def test_served_to_the_openai_client_until_sigterm(server: Server, tiny_pair: Pair) -> None:
-    client = openai.OpenAI(base_url=server.url, api_key="unused", max_retries=0)
-    assert client.models.list().data[0].id == client.models.retrieve("target").id
-    whole = client.chat.completions.create(**CHAT, max_tokens=40)
-    assert whole.choices[0].message.content
-    assert whole.usage is not None
-    assert whole.usage.completion_tokens == 40
-    assert whole.usage.model_dump()["block_size"] == 3
-
-    options = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 40}
-    chunks = list(client.chat.completions.create(**CHAT, **options, extra_body={"block_size": 5}))
-    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
-    assert text == whole.choices[0].message.content
-    assert chunks[-1].usage.model_dump()["block_size"] == 5
-
-    completion = client.completions.create(model="target", prompt="Once", max_tokens=5, temperature=0)
-    assert completion.choices[0].finish_reason == "length"
-    both = client.chat.completions.create(**CHAT, n=2, max_tokens=40, logprobs=True, top_logprobs=2)
-    assert [choice.message.content for choice in both.choices] == [whole.choices[0].message.content] * 2
-    assert all(len(token.top_logprobs) == 2 for token in both.choices[0].logprobs.content)
-    with pytest.raises(openai.BadRequestError, match=r"presence_penalty: .*less than or equal to 2"):
-        client.chat.completions.create(**CHAT, presence_penalty=3.0)
-    with pytest.raises(openai.NotFoundError, match="gpt-9"):
-        client.chat.completions.create(**CHAT | {"model": "gpt-9"})
-    with pytest.raises(openai.NotFoundError):
-        client.embeddings.create(model="target", input="x")
-
-    stream = client.completions.create(model="target", prompt="a", max_tokens=900, temperature=0, stream=True)
-    next(stream)
-    name = tiny_pair.id.target
-    assert server.model(name)["num_active"] == 1
-    stream.close()
-    server.until(name, {"num_active": 0}, limit_s=1, factor=1)  # the whole answer takes seconds
-    check_drain(server.process, client)
-
-
-@pytest.fixture
-def ipv6_server(tiny_pair_dirs: tuple[Path, Path], tmp_path: Path) -> Iterator[Server]:
-    """As `server`, on the loopback address of IPv6."""
-    try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError as error:
-        pytest.skip(f"no IPv6 here: {error}")
-    target, draft = map(str, tiny_pair_dirs)
-    port = free_port()
-    settings = ["--policy", "3", "--host", "[::1]", "--port", str(port), "--num-slots", "2"]
-    command = [str(ROOT / "jobs/serve.py"), "--target", target, "--draft", draft, "--dtype", "float32", *settings]
-    with serving(command, tmp_path, port, host="[::1]") as server:
-        yield server
-
-
-@pytest.mark.ray
-def test_served_by_ipv6(ipv6_server: Server) -> None:
-    """To the address that it prints, by every client."""
-    server = ipv6_server
-    assert f"at {server.url} with policy" in server.process.log
-    assert "warning" not in server.process.log.split("serving")[0]  # nobody else reaches it
-    client = openai.OpenAI(base_url=server.url, api_key="unused", max_retries=0, timeout=patient(120))
-    assert (
-        client.completions.create(model="target", prompt="Once", max_tokens=5, temperature=0).usage.completion_tokens
-        == 5
-    )
-    port = server.root.rpartition(":")[2]
-    names = {"evil.example": 400, f"localhost:{port}": 200, "[::1]": 200, f"[::1]:{port}": 200, "[::2]": 400}
-    for page in ("health", ""):
-        found = {name: httpx.get(f"{server.root}/{page}", headers={"Host": name}).status_code for name in names}
-        assert found == names
-
-    async def load() -> list[Received]:
-        async with Clients(server.url) as clients:
-            body = {"model": await clients.first_model(), "messages": CHAT["messages"], "max_tokens": 5}
-            return await clients.closed_loop([body], 1)
-
-    (received,) = asyncio.run(load())
-    assert received.whole
-    with pytest.raises(ValueError, match=rf"cannot listen on \[::1\]:{port} "):
-        serve._wait_for_port("::1", int(port))
-    server.process.terminate()
-    assert server.process.wait(60) == 0
-
-
-def check_drain(process: Job, client: openai.OpenAI) -> None:
-    """A stream that is under way at SIGTERM runs to its end, and then the process leaves with status 0."""
-    stream = client.completions.create(
-        model="target", prompt="a", max_tokens=900, temperature=0, stream=True, extra_body={"block_size": 1}
-    )
-    next(stream)
-    timer = threading.Timer(0.2, process.terminate)
-    timer.start()
-    *_, last = stream
-    assert last.choices[0].finish_reason == "length"
-    assert process.wait(60) == 0
-
-
-def test_resources_say_how_many_replicas() -> None:
-    with pytest.raises(ConfigError, match="num_actors"):
-        ServeConfig(policy="8", resources=ReplicaResources(num_actors=0))
 
 
 def test_replicas_share_the_cores_of_a_machine_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,19 +135,8 @@ def test_replicas_share_the_cores_of_a_machine_of_their_own(monkeypatch: pytest.
     assert serve.replica_cpus(one, (one,), alone=False) == (1, "one core of a cluster")
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
     assert serve.replica_cpus(one, (one,), alone=True) == (1, "one core of a cluster")
-
-
-@pytest.mark.ray
-def test_health_and_the_first_line_say_what_was_chosen_and_why(server: Server) -> None:
-    """The tiny pair has float32 on any CPU; its server is started without --num-cpus."""
-    (model,) = httpx.get(f"{server.root}/health").json()["models"].values()
-    cores = num_cores()
-    assert (model["dtype"], model["num_threads"]) == ("float32", cores)
-    assert model["chosen"]["num_threads"] == f"all {cores} cores of this machine"
-    assert model["chosen"]["dtype"]
-
-
-# --- settings ---
+    with pytest.raises(ConfigError, match="num_actors"):
+        ServeConfig(policy="8", resources=ReplicaResources(num_actors=0))
 
 
 def test_keys_come_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,90 +152,161 @@ def test_keys_come_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: p
         api_keys(file)
 
 
-def test_models_of_one_name_are_refused(pair_config: PairConfig) -> None:
-    one = ServeConfig(pair=pair_config, policy="2")
-    with pytest.raises(ValueError, match=r"name '.*target' of two models: served_model_name gives each"):
-        run(ServeConfig(pair=pair_config, policy="2", served_model_name=("a",), others=(one, one)))
-    with pytest.raises(ValueError, match="name 'target' of two models"):
-        run(ServeConfig(pair=pair_config, policy="2", served_model_name=("a", "target"), others=(one,)))
-
-
-@pytest.mark.parametrize(
-    ("names", "complaint"),
-    [(("a", "a"), "repeated name 'a'"), (("a", ""), "empty name ''"), ((" ",), "empty name ' '")],
-)
-def test_names_that_name_nothing_are_refused(names: tuple[str, ...], complaint: str) -> None:
-    for refused in (lambda: ServeConfig(served_model_name=names), lambda: ModelConfig(served_model_name=names)):
-        with pytest.raises(ConfigError, match=f"served_model_name: {complaint}"):
-            refused()
-
-
 def test_a_model_answers_to_its_target_by_default_and_otherwise_to_the_names_that_it_is_given() -> None:
     pinned = ModelConfig(pair=PairConfig(target="Qwen/Qwen3-4B@main", draft="z-lab/Qwen3-4B-DFlash-b16"))
-    assert pinned.names == ("Qwen/Qwen3-4B", "qwen3-4b")
+    target, slug = pinned.names
+    assert (target, slug) == ("Qwen/Qwen3-4B", "qwen3-4b")
     renamed = pinned.model_copy(update={"served_model_name": ("chat", "gpt-4o")})
-    assert models_by_name((pinned, renamed)) == {
-        "Qwen/Qwen3-4B": "Qwen/Qwen3-4B",
-        "qwen3-4b": "Qwen/Qwen3-4B",
-        "chat": "chat",
-        "gpt-4o": "chat",
-    }
+    names = models_by_name((pinned, renamed))
+    assert names == {target: target, slug: target, "chat": "chat", "gpt-4o": "chat"}
     assert list(ServeConfig(pair=pinned.pair, others=(renamed,)).deployments) == ["qwen3-4b", "qwen3-4b_1"]
+    for models, name in (((pinned, pinned), target), ((pinned, renamed, renamed), "chat")):
+        with pytest.raises(ValueError, match=f"name '{name}' of two models: served_model_name gives each"):
+            models_by_name(models)
+    for names, complaint in (("aa", "repeated name 'a'"), (("a", ""), "empty name ''"), ((" ",), "empty name ' '")):
+        for config in (ServeConfig, ModelConfig):
+            with pytest.raises(ConfigError, match=f"served_model_name: {complaint}"):
+                config(served_model_name=tuple(names))
+
+
+def test_a_server_that_anybody_may_use_says_so(
+    pair_config: PairConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for host, key, warned in (("0.0.0.0", "", True), ("0.0.0.0", "one", False), ("::1", "", False)):
+        monkeypatch.setenv("BLOCKPILOT_API_KEY", key)
+        run(ServeConfig(pair=pair_config, policy="3", host=host, write_config=tmp_path / "serve.yaml"))
+        assert ("may use this server" in capsys.readouterr().out) == warned, (host, key)
 
 
 def test_the_deploy_file_is_one_that_serve_takes(
     pair_config: PairConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BLOCKPILOT_API_KEY", "a-secret-key")
-    file = tmp_path / "serve.yaml"
-    config = ServeConfig(pair=pair_config, policy="3", host="127.0.0.1", port=8123, num_slots=2, write_config=file)
-    run(config)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.chdir(tmp_path)
+    file, store = tmp_path / "serve.yaml", f"sqlite:///{tmp_path / 'mlflow.db'}"
+    run(ServeConfig(pair=pair_config, host="127.0.0.1", port=8123, num_slots=2, write_config=file))
     text = file.read_text()
     assert "a-secret-key" not in text
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
     written = ServeDeploySchema.model_validate(yaml.safe_load(text))
     (app,) = written.applications
     assert (written.http_options.host, written.http_options.port) == ("127.0.0.1", 8123)
     assert app.import_path == "jobs.serve:build_app"
+    assert app.runtime_env["env_vars"]["MLFLOW_TRACKING_URI"] == store
     (deployment,) = app.deployments
-    assert (deployment.name, deployment.user_config) == ("target", {"policy": 3})
+    followed = {"policy": "auto", "store": store, "follow_s": 20.0, "folder": str(tmp_path / "runs/serve")}
+    assert (deployment.name, deployment.user_config) == ("target", followed)
     again = ServeConfig(**app.args)
     assert again.models[0].pair == pair_config
-    assert (again.num_slots, again.policy) == (2, "3")
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert again.needs_api_key
+    assert (again.num_slots, again.policy, again.needs_api_key) == (2, "auto", True)
     monkeypatch.delenv("BLOCKPILOT_API_KEY")
     with pytest.raises(ValueError, match="needs_api_key: there is none in BLOCKPILOT_API_KEY"):
         build_app(again)
 
 
-@pytest.mark.parametrize(
-    ("host", "key", "warned"), [("0.0.0.0", "", True), ("0.0.0.0", "one", False), ("::1", "", False)]
+# --- by command, through Ray Serve ---
+
+CHAT = {"messages": [{"role": "user", "content": "Once"}], "model": "target", "temperature": 0}
+HOST = "[::1]" if has_ipv6() else "127.0.0.1"
+DOCUMENTED_LISTENERS = (  # docs/serving.md, "What listens"
+    *("/gcs_server ", "/raylet ", "/monitor.py ", "/dashboard.py ", "ray::IDLE", "ray::DashboardAgent"),
+    *("ray::RuntimeEnvAgent", "ray::ServeController", "ray::ServeReplica:"),
 )
-def test_a_server_that_anybody_may_use_says_so(
-    host: str,
-    key: str,
-    warned: bool,
-    pair_config: PairConfig,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setenv("BLOCKPILOT_API_KEY", key)
-    run(ServeConfig(pair=pair_config, policy="3", host=host, write_config=tmp_path / "serve.yaml"))
-    assert ("may use this server" in capsys.readouterr().out) == warned
 
 
-def test_the_deploy_file_names_the_store_absolutely(
-    pair_config: PairConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.chdir(tmp_path)
-    run(ServeConfig(pair=pair_config, write_config=tmp_path / "serve.yaml"))
-    (app,) = yaml.safe_load((tmp_path / "serve.yaml").read_text())["applications"]
-    assert app["runtime_env"]["env_vars"]["MLFLOW_TRACKING_URI"] == f"sqlite:///{tmp_path / 'mlflow.db'}"
-    assert app["deployments"][0]["user_config"] == {
-        "policy": "auto",
-        "store": f"sqlite:///{tmp_path / 'mlflow.db'}",
-        "follow_s": 20.0,
-        "folder": str(tmp_path / "runs/serve"),
-    }
+@pytest.fixture(scope="module")
+def server(tiny_pair_dirs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """`python jobs/serve.py` on the tiny pair with block size 3, on the loopback address of IPv6 if there is one."""
+    target, draft = map(str, tiny_pair_dirs)
+    port, folder = free_port(), tmp_path_factory.mktemp("server")
+    settings = ["--policy", "3", "--host", HOST, "--port", str(port), "--num-slots", "4"]
+    command = [str(ROOT / "jobs/serve.py"), "--target", target, "--draft", draft, "--dtype", "float32", *settings]
+    with serving(command, folder, port, host=HOST) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url, api_key="unused", max_retries=0, timeout=patient(120))
+
+
+@pytest.mark.ray
+def test_health_and_the_first_line_say_what_was_chosen_and_why(server: Server) -> None:
+    """The tiny pair has float32 on any CPU; its server is started without --num-cpus."""
+    assert f"at {server.url} with policy" in server.process.log
+    assert "warning" not in server.process.log.split("serving")[0]  # nobody else reaches it
+    (model,) = httpx.get(f"{server.root}/health").json()["models"].values()
+    cores = num_cores()
+    assert (model["dtype"], model["num_threads"]) == ("float32", cores)
+    assert model["chosen"]["num_threads"] == f"all {cores} cores of this machine"
+    assert model["chosen"]["dtype"]
+
+
+@pytest.mark.ray
+def test_what_listens_beyond_loopback_is_rays(server: Server) -> None:
+    sockets, port = listeners(server.process.pid), int(server.root.rpartition(":")[2])
+    assert port in {listener.port for listener in sockets if listener.on_loopback}
+    beyond = {listener.command for listener in sockets if not listener.on_loopback}
+    assert beyond
+    assert not [command for command in beyond if not any(name in command for name in DOCUMENTED_LISTENERS)]
+    with pytest.raises(ValueError, match=re.escape(f"cannot listen on {HOST}:{port} ")):
+        serve._wait_for_port(HOST.strip("[]"), port)
+
+
+@pytest.mark.ray
+def test_a_server_on_loopback_answers_to_its_names_and_the_load_tool(server: Server) -> None:
+    port = server.root.rpartition(":")[2]
+    names = {"evil.example": 400, f"localhost:{port}": 200, HOST: 200, f"{HOST}:{port}": 200, "[::2]": 400}
+    for page in ("health", ""):
+        statuses = {name: httpx.get(f"{server.root}/{page}", headers={"Host": name}).status_code for name in names}
+        assert statuses == names
+
+    async def load() -> list[Received]:
+        async with Clients(server.url) as clients:
+            body = {"model": await clients.first_model(), "messages": CHAT["messages"], "max_tokens": 5}
+            return await clients.closed_loop([body], 1)
+
+    (received,) = asyncio.run(load())
+    assert received.whole
+
+
+@pytest.mark.ray
+def test_served_to_the_openai_client_until_sigterm(server: Server, client: openai.OpenAI, tiny_pair: Pair) -> None:
+    assert client.models.list().data[0].id == client.models.retrieve("target").id
+    whole = client.chat.completions.create(**CHAT, max_tokens=40)
+    assert whole.choices[0].message.content
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == 40
+    assert whole.usage.model_dump()["block_size"] == 3
+
+    options = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 40}
+    chunks = list(client.chat.completions.create(**CHAT, **options, extra_body={"block_size": 5}))
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage.model_dump()["block_size"] == 5
+
+    both = client.chat.completions.create(**CHAT, n=2, max_tokens=40, logprobs=True, top_logprobs=2)
+    assert [choice.message.content for choice in both.choices] == [whole.choices[0].message.content] * 2
+    assert all(len(token.top_logprobs) == 2 for token in both.choices[0].logprobs.content)
+    with pytest.raises(openai.BadRequestError, match=r"presence_penalty: .*less than or equal to 2"):
+        client.chat.completions.create(**CHAT, presence_penalty=3.0)
+    with pytest.raises(openai.NotFoundError, match="gpt-9"):
+        client.chat.completions.create(**CHAT | {"model": "gpt-9"})
+    with pytest.raises(openai.NotFoundError):
+        client.embeddings.create(model="target", input="x")
+
+    long = {"model": "target", "prompt": "a", "max_tokens": 900, "temperature": 0, "stream": True}
+    stream = client.completions.create(**long)
+    next(stream)
+    name = tiny_pair.id.target
+    assert server.model(name)["num_active"] == 1
+    stream.close()
+    server.until(name, {"num_active": 0}, limit_s=1, factor=1)  # the whole answer takes seconds
+
+    stream = client.completions.create(**long, extra_body={"block_size": 1})
+    next(stream)
+    threading.Timer(0.2, server.process.terminate).start()
+    *_, last = stream
+    assert last.choices[0].finish_reason == "length"  # what is under way runs to its end
+    assert server.process.wait(60) == 0

@@ -14,19 +14,19 @@ SPELLED = {id(BYTE_LEVEL): byte_level_bytes, id(BYTE_FALLBACK): byte_fallback_by
 
 def characters_of_bytes(data: bytes) -> list[int]:
     """Of every byte the character that it is in, U+FFFD for what is none."""
-    places: list[int] = []
-    while len(places) < len(data):
-        rest = data[len(places) :]
+    characters: list[int] = []
+    while len(characters) < len(data):
+        rest = data[len(characters) :]
         try:
             width = len(rest.decode()[0].encode())
         except UnicodeDecodeError as error:
             width = len(rest[: error.start].decode()[0].encode()) if error.start else error.end
-        places += [places[-1] + 1 if places else 0] * width
-    return places
+        characters += [characters[-1] + 1 if characters else 0] * width
+    return characters
 
 
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["byte-level", "byte-fallback"])
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(st.data())
 def test_a_token_is_where_its_first_byte_is(tokenizer: object, data: st.DataObject) -> None:
     """Tokens of random bytes, special ones and ids that are no token among them."""
@@ -37,25 +37,25 @@ def test_a_token_is_where_its_first_byte_is(tokenizer: object, data: st.DataObje
     tokens = [token for part in data.draw(parts) for token in part]
     reader, spelled, lengths = TokenReader(tokenizer), b"", []
     read = [reader.read(token, TokenLogprobs(-1.0, ((token, -1.0),))) for token in tokens]
-    for token, found in zip(tokens, read, strict=True):
+    for token, token_read in zip(tokens, read, strict=True):
         lengths.append(len(bytes_of(tokenizer, tokens[: len(lengths) + 1])))
-        added = found.scored.data if lengths[-1] > len(spelled) else b""
-        assert found.likeliest == (ScoredToken(token, found.scored.data, -1.0),)
+        added = token_read.scored.data if lengths[-1] > len(spelled) else b""
+        assert token_read.likeliest == (ScoredToken(token, token_read.scored.data, -1.0),)
         spelled += added
     assert spelled == bytes_of(tokenizer, tokens)
-    places = characters_of_bytes(spelled)
-    for first, length, found in zip([0, *lengths], lengths, read, strict=False):
+    characters = characters_of_bytes(spelled)
+    for first, length, token_read in zip([0, *lengths], lengths, read, strict=False):
         if length > first:
-            assert found.offset == places[first]
+            assert token_read.offset == characters[first]
 
 
-def test_special_tokens_have_a_name_and_no_place() -> None:
+def test_special_tokens_have_a_name_and_no_characters() -> None:
     end, reader = BYTE_LEVEL.eos_token_id, TokenReader(BYTE_LEVEL)
     tokens = [*BYTE_LEVEL.encode("ab"), end, len(BYTE_LEVEL) + 7, *BYTE_LEVEL.encode("c")]
-    found = [reader.read(token, None) for token in tokens]
-    assert [each.scored.data for each in found] == [b"a", b"b", b"<|end|>", b"", b"c"]
-    assert [each.offset for each in found] == [0, 1, 2, 2, 2]
-    assert {each.scored.logprob for each in found} == {None}
+    read = [reader.read(token, None) for token in tokens]
+    assert [token_read.scored.data for token_read in read] == [b"a", b"b", b"<|end|>", b"", b"c"]
+    assert [token_read.offset for token_read in read] == [0, 1, 2, 2, 2]
+    assert {token_read.scored.logprob for token_read in read} == {None}
 
 
 def test_names_lose_no_token() -> None:

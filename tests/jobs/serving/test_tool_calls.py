@@ -13,19 +13,19 @@ from pydantic import BaseModel
 
 from blockpilot.constraints.automaton import GrammarCompiler, GrammarError
 from blockpilot.pairs.loading import Pair
-from helpers.api import CHAT, QUESTION, app_of, ask, client_of, events, over_http, replica_of
+from helpers.api import CHAT, QUESTION, JsonObject, app_of, ask, over_http, replica_of, shown, streamed
 from helpers.tiny import CHAT_TEMPLATE, EOS_ID, byte_tokenizer
 from jobs.serving.constraints.tools import CallReader, Family, Tool, family_of, grammar_of
 from jobs.serving.replica import Replica
 
-SHOWN = (
+MESSAGES = (
     "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}"
 )
 CALLS = "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}{% endfor %}"
 TEMPLATES: dict[Family, str] = {
-    "hermes": f"{{# <tool_call> #}}{SHOWN}{CALLS}",
-    "llama": f"{{# ipython #}}{SHOWN}{CALLS}",
-    "coder": f"{{# <function= #}}{SHOWN}{CALLS}",
+    "hermes": f"{{# <tool_call> #}}{MESSAGES}{CALLS}",
+    "llama": f"{{# ipython #}}{MESSAGES}{CALLS}",
+    "coder": f"{{# <function= #}}{MESSAGES}{CALLS}",
 }
 PARAMETERS: dict[str, Any] = {
     "type": "object",
@@ -39,6 +39,7 @@ PARAMETERS: dict[str, Any] = {
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "Of a city", "parameters": PARAMETERS}}
 NOTHING = {"type": "function", "function": {"name": "nothing"}}
 TOOLS = [Tool("weather", PARAMETERS), Tool("nothing", {"type": "object", "properties": {}})]
+CALL_WEATHER = {"type": "function", "function": {"name": "weather"}}
 ARGUMENTS = '{"city": "Rome", "days": 3}'
 TEXTS: dict[Family, str] = {
     "hermes": f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>',
@@ -46,7 +47,9 @@ TEXTS: dict[Family, str] = {
     "coder": "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n"
     "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
 }
-ASKED: dict[str, Any] = {"model": "target", "messages": QUESTION, "max_tokens": 200, "tools": [WEATHER, NOTHING]}
+BODY: dict[str, Any] = {"model": "target", "messages": QUESTION, "max_tokens": 200, "tools": [WEATHER, NOTHING]}
+one_family = pytest.mark.parametrize("replica", ["hermes"], indirect=True)
+all_families = pytest.mark.parametrize("replica", [*TEMPLATES], indirect=True)
 
 
 def unknown_type(**more: Any) -> dict[str, Any]:
@@ -62,10 +65,13 @@ def replica(request: pytest.FixtureRequest, tiny_pair: Pair) -> Iterator[Replica
         yield replica
 
 
-@pytest.fixture
-def client(replica: Replica) -> Iterator[TestClient]:
-    with client_of(replica) as client:
-        yield client
+def family_here(replica: Replica) -> Family:
+    return family_of(replica.pair.tokenizer.chat_template)
+
+
+def streamed_calls(choices: list[JsonObject]) -> list[JsonObject]:
+    """Functions of a stream's pieces of calls."""
+    return [call["function"] for choice in choices for call in choice["delta"].get("tool_calls", [])]
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
@@ -78,7 +84,7 @@ def test_a_grammar_takes_calls_in_the_familys_words_and_no_others(
     grammar = grammar_of(family, TOOLS, must_call=must_call, parallel=parallel)
     compiled = GrammarCompiler(tokenizer, 260, frozenset({EOS_ID})).compile(grammar)
 
-    def taken(text: str) -> bool:
+    def is_taken(text: str) -> bool:
         automaton = compiled.start()
         try:
             for token in tokenizer(text)["input_ids"]:
@@ -88,67 +94,63 @@ def test_a_grammar_takes_calls_in_the_familys_words_and_no_others(
         return automaton.ends() or automaton.allowed((), [EOS_ID]) == [True]
 
     call, free = TEXTS[family], "Sure.\n" * (family != "llama")
-    assert taken(call)
-    assert taken("Hello <tool") == (not must_call)
-    assert taken(free + call) == (not must_call or family == "llama")
-    assert not taken(call.replace("Rome", "Bonn"))
-    assert not taken(call.replace("weather", "whether"))
-    assert taken(f"{call}\n{call}") == (parallel and family != "llama") or not must_call
+    assert is_taken(call)
+    assert is_taken("Hello <tool") == (not must_call)
+    assert is_taken(free + call) == (not must_call or family == "llama")
+    assert not is_taken(call.replace("Rome", "Bonn"))
+    assert not is_taken(call.replace("weather", "whether"))
+    assert is_taken(f"{call}\n{call}") == (parallel and family != "llama") or not must_call
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
-@pytest.mark.parametrize("size", [1, 3, 7, 1000])
-def test_calls_are_read_however_the_text_comes(family: Family, size: int) -> None:
-    reader = CallReader(family, TOOLS)
+def test_calls_are_read_however_the_text_comes(family: Family) -> None:
     several = family != "llama"
     text = f"Sure <b>.\n{TEXTS[family]}\n{TEXTS[family]}" if several else TEXTS[family]
-    deltas = [delta for i in range(0, len(text), size) for delta in reader.push(text[i : i + size])]
-    deltas += reader.push("", is_last=True)
-    assert "".join(delta.content for delta in deltas) == ("Sure <b>.\n" if several else "")
-    assert [delta.name for delta in deltas if delta.name] == ["weather"] * (1 + several)
-    for number in range(1 + several):
-        assert "".join(delta.arguments for delta in deltas if delta.number == number) == ARGUMENTS
+    for size in (1, 3, 7, 1000):
+        reader = CallReader(family, TOOLS)
+        deltas = [delta for i in range(0, len(text), size) for delta in reader.push(text[i : i + size])]
+        deltas += reader.push("", is_last=True)
+        assert "".join(delta.content for delta in deltas) == ("Sure <b>.\n" if several else "")
+        assert [delta.name for delta in deltas if delta.name] == ["weather"] * (1 + several)
+        for number in range(1 + several):
+            assert "".join(delta.arguments for delta in deltas if delta.number == number) == ARGUMENTS
     plain = CallReader(family, TOOLS)
-    found = [*plain.push("No <tool_call, {no} call"), *plain.push("", is_last=True)]
-    assert "".join(delta.content for delta in found) == "No <tool_call, {no} call"
+    deltas = [*plain.push("No <tool_call, {no} call"), *plain.push("", is_last=True)]
+    assert "".join(delta.content for delta in deltas) == "No <tool_call, {no} call"
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+@pytest.mark.parametrize("choice", ["required", CALL_WEATHER])
 def test_a_demanded_call_is_made_streamed_or_not(client: TestClient, choice: Any) -> None:
-    body = ASKED | {"tool_choice": choice, "parallel_tool_calls": False, "seed": 5}
+    body = BODY | {"tool_choice": choice, "parallel_tool_calls": False, "seed": 5}
     answer = ask(client, CHAT, body)["choices"][0]
     assert answer["finish_reason"] == "tool_calls"
     (call,) = answer["message"]["tool_calls"]
     assert answer["message"]["content"] is None
     if choice != "required" or call["function"]["name"] == "weather":
         jsonschema.validate(json.loads(call["function"]["arguments"]), PARAMETERS)
-    chunks = [event["choices"][0] for event in events(client.post(CHAT, json=body | {"stream": True}).text)]
-    parts = [part for chunk in chunks for part in chunk["delta"].get("tool_calls", [])]
-    assert parts[0]["function"]["name"] == call["function"]["name"]
-    assert "".join(part["function"]["arguments"] for part in parts) == call["function"]["arguments"]
+    chunks, _ = streamed(client, CHAT, body)
+    pieces = streamed_calls(chunks)
+    assert pieces[0]["name"] == call["function"]["name"]
+    assert "".join(piece["arguments"] for piece in pieces) == call["function"]["arguments"]
     assert chunks[-1]["finish_reason"] == "tool_calls"
 
 
-def test_none_calls_nothing_and_auto_may_answer_in_words(client: TestClient) -> None:
-    for choice in ("none", "auto"):
-        answer = ask(client, CHAT, ASKED | {"tool_choice": choice, "seed": 1, "max_tokens": 20})["choices"][0]
-        assert answer["message"].get("tool_calls") or answer["message"]["content"]
-        assert choice == "auto" or "tool_calls" not in answer["message"]
-
-
-def test_a_conversation_goes_on_after_a_call(client: TestClient, replica: Replica) -> None:
-    called = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
+def test_none_calls_nothing_and_a_conversation_goes_on_after_a_call(client: TestClient) -> None:
+    first = ask(client, CHAT, BODY | {"tool_choice": "none", "max_tokens": 10})
+    assert first["choices"][0]["message"]["content"]
+    assert "tool_calls" not in first["choices"][0]["message"]
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
     turns = [
         *QUESTION,
-        {"role": "assistant", "content": None, "tool_calls": [called]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_1", "content": "mild"},
     ]
-    answer = ask(client, CHAT, ASKED | {"messages": turns, "max_tokens": 10})
-    shorter = ask(client, CHAT, ASKED | {"max_tokens": 10})
-    more = answer["usage"]["prompt_tokens"] - shorter["usage"]["prompt_tokens"]
-    assert more > len(ARGUMENTS) + len("mild")
+    second = ask(client, CHAT, BODY | {"messages": turns, "max_tokens": 10})
+    num_more = second["usage"]["prompt_tokens"] - first["usage"]["prompt_tokens"]
+    assert num_more > len(ARGUMENTS) + len("mild")
 
 
+@one_family
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -158,38 +160,39 @@ def test_a_conversation_goes_on_after_a_call(client: TestClient, replica: Replic
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "name"),
         ({"structured_outputs": {"regex": "a+"}}, "one is needed"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "y"}}}}, "response_format"),
-        ({"messages": [{"role": "user"}]}, "content"),
         ({"tools": [unknown_type(strict=True)]}, "tools: tool 'x': no grammar can enforce properties.a.type"),
         ({"tools": [unknown_type()], "tool_choice": "required"}, "tools: tool 'x'"),
     ],
 )
 def test_what_is_wrong_with_tools_is_400_in_words(client: TestClient, wrong: dict[str, Any], message: str) -> None:
-    response = client.post(CHAT, json=ASKED | wrong)
+    response = client.post(CHAT, json=BODY | wrong)
     assert response.status_code == 400, response.text
     assert message in response.json()["error"]["message"]
 
 
+@one_family
 def test_an_odd_tool_that_is_not_strict_is_left_looser_and_logged_once(
     client: TestClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("WARNING", logger="ray.serve.blockpilot"):
         for _ in range(2):
-            ask(client, CHAT, ASKED | {"tools": [WEATHER, unknown_type()], "max_tokens": 4})
-    assert [record.getMessage() for record in caplog.records] == [
-        "tool 'x': calls need not follow its properties.a.type"
-    ]
+            ask(client, CHAT, BODY | {"tools": [WEATHER, unknown_type()], "max_tokens": 4})
+    message = "tool 'x': calls need not follow its properties.a.type"
+    assert [record.getMessage() for record in caplog.records] == [message]
 
 
+@all_families
 def test_an_answer_with_tools_and_a_structure_is_calls_or_matches(client: TestClient, replica: Replica) -> None:
     """As agents ask that want an answer of a type once they have called what they need."""
     schema = {"type": "object", "properties": {"answer": {"enum": ["yes", "no"]}}, "required": ["answer"]}
     schema |= {"additionalProperties": False}
-    body = ASKED | {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}
-    first = dict(zip("<{", byte_tokenizer()("<{")["input_ids"], strict=True))
+    body = BODY | {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}
+    is_llama = family_here(replica) == "llama"
     for char, seed in [("<", 1), ("{", 1), ("{", 2), ("{", 3)]:
-        asked = body | {"seed": seed, "temperature": 2.0, "logit_bias": {str(first[char]): 90}, "min_tokens": 1}
-        choice = ask(client, CHAT, asked)["choices"][0]
-        message, is_llama = choice["message"], family_of(replica.pair.tokenizer.chat_template) == "llama"
+        (token,) = byte_tokenizer()(char)["input_ids"]
+        first = {"seed": seed, "temperature": 2.0, "logit_bias": {str(token): 90}, "min_tokens": 1}
+        choice = ask(client, CHAT, body | first)["choices"][0]
+        message = choice["message"]
         if choice["finish_reason"] == "tool_calls":
             assert char == "<" or is_llama
             assert all(call["function"]["name"] in ("weather", "nothing") for call in message["tool_calls"])
@@ -201,27 +204,28 @@ def test_an_answer_with_tools_and_a_structure_is_calls_or_matches(client: TestCl
     assert demanded["message"]["tool_calls"] or demanded["finish_reason"] == "length"
 
 
-@pytest.mark.parametrize("stop", ['"days": ', "</tool_call>", "days"])
-def test_a_stop_string_inside_a_call_ends_it_as_stop(client: TestClient, replica: Replica, stop: str) -> None:
-    body = ASKED | {"tool_choice": {"type": "function", "function": {"name": "weather"}}, "seed": 3, "stop": [stop]}
-    for asked in (body, body | {"stop": [], "max_tokens": 30}):
-        whole = ask(client, CHAT, asked)["choices"][0]
-        chunks = [event["choices"][0] for event in events(client.post(CHAT, json=asked | {"stream": True}).text)]
-        calls = whole["message"].get("tool_calls", [])
-        said = (whole["message"]["content"] or "") + "".join(call["function"]["arguments"] for call in calls)
-        parts = [part for chunk in chunks for part in chunk["delta"].get("tool_calls", [])]
-        streamed = "".join(chunk["delta"].get("content") or "" for chunk in chunks)
-        arguments = "".join(part["function"]["arguments"] for part in parts)
-        if whole["finish_reason"] == "stop":  # what was cut is text: nobody takes it for a whole call
-            assert all(json.loads(call["function"]["arguments"]) for call in calls)
-            assert said.startswith(streamed)
-            assert arguments in said
-        else:
-            assert streamed + arguments == said
-        assert whole["finish_reason"] == chunks[-1]["finish_reason"]
-        if stop in TEXTS[family_of(replica.pair.tokenizer.chat_template)] or asked["max_tokens"] == 30:
-            assert whole["finish_reason"] == ("length" if asked["max_tokens"] == 30 else "stop")
-            assert said
+@all_families
+@pytest.mark.parametrize(
+    "end", [{"stop": ['"days": ']}, {"stop": ["</tool_call>"]}, {"stop": ["days"]}, {"max_tokens": 30}]
+)
+def test_what_ends_inside_a_call_keeps_its_text(client: TestClient, replica: Replica, end: JsonObject) -> None:
+    body = BODY | {"tool_choice": CALL_WEATHER, "seed": 3} | end
+    whole = ask(client, CHAT, body)["choices"][0]
+    chunks, _ = streamed(client, CHAT, body)
+    calls = whole["message"].get("tool_calls", [])
+    said = (whole["message"]["content"] or "") + "".join(call["function"]["arguments"] for call in calls)
+    content, arguments = shown(chunks), "".join(call["arguments"] for call in streamed_calls(chunks))
+    if whole["finish_reason"] == "stop":  # what was cut is text: nobody takes it for a whole call
+        assert all(json.loads(call["function"]["arguments"]) for call in calls)
+        assert said.startswith(content)
+        assert arguments in said
+    else:
+        assert content + arguments == said
+    assert whole["finish_reason"] == chunks[-1]["finish_reason"]
+    cut = "max_tokens" in end
+    if cut or end["stop"][0] in TEXTS[family_here(replica)]:
+        assert whole["finish_reason"] == ("length" if cut else "stop")
+        assert said
 
 
 class Place(BaseModel):
@@ -230,6 +234,7 @@ class Place(BaseModel):
     city: Literal["Rome", "Oslo"]
 
 
+@all_families
 def test_the_openai_clients_own_helpers_parse_calls(replica: Replica) -> None:
     asked: Any = {"model": "target", "messages": QUESTION, "max_tokens": 200, "seed": 2, "tool_choice": "required"}
     asked |= {"tools": [openai.pydantic_function_tool(Place)], "parallel_tool_calls": False}
@@ -238,14 +243,11 @@ def test_the_openai_clients_own_helpers_parse_calls(replica: Replica) -> None:
         assert parsed is not None
         assert isinstance(parsed[0].function.parsed_arguments, Place)
         with client.chat.completions.stream(**asked) as stream:
-            streamed = stream.get_final_completion().choices[0].message.tool_calls
-        assert streamed is not None
-        assert streamed[0].function.parsed_arguments == parsed[0].function.parsed_arguments
+            again = stream.get_final_completion().choices[0].message.tool_calls
+        assert again is not None
+        assert again[0].function.parsed_arguments == parsed[0].function.parsed_arguments
 
 
 def test_families_are_told_by_their_templates() -> None:
-    assert [family_of(template) for template in (*TEMPLATES.values(), CHAT_TEMPLATE, None)] == [
-        *TEMPLATES,
-        "hermes",
-        "hermes",
-    ]
+    templates = (*TEMPLATES.values(), CHAT_TEMPLATE, None)
+    assert [family_of(template) for template in templates] == [*TEMPLATES, "hermes", "hermes"]

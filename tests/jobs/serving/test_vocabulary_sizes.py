@@ -14,8 +14,9 @@ from blockpilot.constraints.automaton import GrammarCompiler, tokenizer_json
 from blockpilot.constraints.grammar import Grammar
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import PairId
-from helpers.api import CHAT, QUESTION, client_of, replica_of
+from helpers.api import CHAT, QUESTION, ask, replica_of
 from helpers.tiny import byte_tokenizer, tiny_draft, tiny_target
+from jobs.serving.replica import Replica
 
 MORE = "<one more>"
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
@@ -44,28 +45,26 @@ def pair_of(kind: str) -> Pair:
 
 
 @pytest.fixture(scope="module", params=["more tokens", "more rows"])
-def client(request: pytest.FixtureRequest) -> Iterator[TestClient]:
-    with replica_of(pair_of(request.param), num_slots=1, max_length=600) as replica, client_of(replica) as client:
-        yield client
+def replica(request: pytest.FixtureRequest) -> Iterator[Replica]:
+    with replica_of(pair_of(request.param), num_slots=1, max_length=600) as replica:
+        yield replica
 
 
 @pytest.mark.parametrize("temperature", [0.0, 2.0])
 @pytest.mark.parametrize("name", BODIES)
 def test_every_kind_of_request_is_answered(name: str, temperature: float, client: TestClient) -> None:
-    body = {"model": "target", "messages": QUESTION, "max_tokens": 60, "temperature": temperature, "seed": 1}
-    response = client.post(CHAT, json=body | BODIES[name])
-    assert response.status_code == 200, response.json()
-    (choice,) = response.json()["choices"]
+    body = {"model": "tiny", "messages": QUESTION, "max_tokens": 60, "temperature": temperature, "seed": 1}
+    (choice,) = ask(client, CHAT, body | BODIES[name])["choices"]
     if name == "json_schema":
         assert json.loads(choice["message"]["content"]) == {"a": MORE}
     if name == "plain":
-        assert all(len(each["top_logprobs"]) == 20 for each in choice["logprobs"]["content"])
+        assert all(len(token["top_logprobs"]) == 20 for token in choice["logprobs"]["content"])
 
 
-def test_a_prompt_with_a_token_that_has_no_row_is_refused() -> None:
-    with replica_of(pair_of("more tokens"), num_slots=1, max_length=600) as replica, client_of(replica) as client:
-        body = {"model": "target", "messages": [{"role": "user", "content": f"say {MORE}"}], "max_tokens": 4}
-        response = client.post(CHAT, json=body)
+@pytest.mark.parametrize("replica", ["more tokens"], indirect=True)
+def test_a_prompt_with_a_token_that_has_no_row_is_refused(client: TestClient) -> None:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": f"say {MORE}"}], "max_tokens": 4}
+    response = client.post(CHAT, json=body)
     assert response.status_code == 400
     error = response.json()["error"]
     assert (error["message"], error["param"]) == (
@@ -74,22 +73,22 @@ def test_a_prompt_with_a_token_that_has_no_row_is_refused() -> None:
     )
 
 
-def test_no_token_beyond_the_embedding_is_allowed_or_forced() -> None:
+def test_no_token_beyond_the_embedding_is_allowed_or_forced_or_a_stop() -> None:
     pair = pair_of("more tokens")
     compiler = GrammarCompiler(pair.tokenizer, pair.vocab_size, pair.stop_token_ids)
-    schema = json.dumps({"enum": [f"a{MORE}b"]})
-    automaton = compiler.compile(Grammar("json", schema)).start()
-    taken = list[int]()
+    automaton = compiler.compile(Grammar("json", json.dumps({"enum": [f"a{MORE}b"]}))).start()
+    tokens = list[int]()
     while not automaton.ends():
         mask = automaton.mask()
         assert mask.shape == (260,)
         forced = automaton.forced()
         assert max(forced, default=0) < 260
-        token = forced[0] if forced else int(mask.nonzero()[0, 0])
-        taken.append(token)
-        automaton.take(token)
-    text = pair.tokenizer.decode([token for token in taken if token not in pair.stop_token_ids])
+        tokens.append(forced[0] if forced else int(mask.nonzero()[0, 0]))
+        automaton.take(tokens[-1])
+    text = pair.tokenizer.decode([token for token in tokens if token not in pair.stop_token_ids])
     assert json.loads(text) == f"a{MORE}b"
+    pair.tokenizer.eos_token = MORE
+    assert replace(pair).stop_token_ids == {257}
 
 
 def test_a_vocabulary_that_is_cut_has_no_merge_into_what_is_lost() -> None:
@@ -103,9 +102,3 @@ def test_a_vocabulary_that_is_cut_has_no_merge_into_what_is_lost() -> None:
     assert cut.get_vocab() == {"a": 0, "b": 1, "c": 2, "ab": 3}
     assert cut.encode("abca").ids == [3, 2, 0]
     assert Tokenizer.from_str(tokenizer_json(tokenizer, 9)).get_vocab() == vocab | {"<end>": 6}
-
-
-def test_a_stop_token_without_a_row_is_none() -> None:
-    pair = pair_of("more tokens")
-    pair.tokenizer.eos_token = MORE
-    assert replace(pair).stop_token_ids == {257}

@@ -50,7 +50,7 @@ def test_prompts_are_named_by_row_or_file_and_come_once(tmp_path: Path) -> None:
     questions = ["What is a fjord?", "Größe, naïve, 数学?", "  indented"]
     lines = [json.dumps({"prompt": question, "set": "ours"}) for question in questions]
     assert set(load_prompts(write(tmp_path / "a.jsonl", *lines))) == {user(q, "ours") for q in questions}
-    texts = load_prompts(write(tmp_path / "notes.txt", questions[0], "", *questions[:2]))
+    texts = load_prompts(write(tmp_path / "notes.txt", questions[0] + "\r", "", *questions[:2]))
     assert len(texts) == 2
     assert set(texts) == {user(q, "notes") for q in questions[:2]}
 
@@ -233,9 +233,7 @@ def test_files_as_others_write_them(tmp_path: Path, name: str, content: str, enc
     assert set(load_prompts(str(path))) == expected
 
 
-def test_byte_order_marks_line_ends_and_joined_gzip_files(tmp_path: Path) -> None:
-    (tmp_path / "s.txt").write_bytes(b"\xef\xbb\xbfWhy?\r\nHow?\r\n")
-    assert set(load_prompts(str(tmp_path / "s.txt"))) == {user("Why?"), user("How?")}
+def test_joined_gzip_files_are_read_as_one(tmp_path: Path) -> None:
     (tmp_path / "s.jsonl.gz").write_bytes(b"".join(gzip.compress(json.dumps(row).encode() + b"\n") for row in ROWS))
     assert len(load_prompts(str(tmp_path / "s.jsonl.gz"))) == 2
 

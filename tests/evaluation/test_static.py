@@ -65,12 +65,3 @@ def test_fewer_than_two_prompts_are_refused() -> None:
         choose_static(totals_of({4: [9]}, {4: [3]}), price(), [1])
     with pytest.raises(ValueError, match="0 prompts"):
         choose_static({}, price(), [1])
-
-
-def test_worked_block_sizes_fall_with_the_batch_size() -> None:
-    """tau 1.9 and 3.0, and a drafted token that costs 5.8% of a plain step: 3 / (1 + 0.174 r) meets
-    1.9 / (1 + 0.058 r) at 7.02 rows, which meets 1 at 15.5.
-    """
-    totals = totals_of({2: [18, 20], 4: [26, 34]}, {2: [10, 10], 4: [10, 10]})
-    chosen = choose_static(totals, price(token_s=0.058), range(1, 33))
-    assert ranges(chosen.choices) == [(1, 7, 4), (8, 15, 2), (16, 32, 1)]

@@ -9,7 +9,6 @@ import torch
 from scipy.optimize import minimize
 
 from blockpilot.control.acceptance import NUM_WEIGHTS, UNTRAINED, AcceptanceModel, Array
-from blockpilot.drafts.choices import own_chances
 from blockpilot.policy.outcomes import DECAY, Outcomes, Proposed, fit_prior, losses, outcomes_of
 from blockpilot.types import Candidates
 
@@ -105,12 +104,17 @@ def test_the_fit_is_the_minimum_that_a_slow_search_finds(drawn: bool | None) -> 
     right, kinds = outcomes.ranks.numpy()[:, None] == np.arange(K), outcomes.found.drawn.long().numpy()
     own_logits, inputs = slow_inputs(outcomes)
 
-    def objective(flat: Array) -> float:
+    def loss(flat: Array) -> float:
         logits = own_logits + (inputs * flat.reshape(2, -1)[kinds][:, None]).sum(axis=-1)
-        return float((np.logaddexp(0, logits) - right * logits).mean() + DECAY * (flat**2).sum())
+        return float((np.logaddexp(0, logits) - right * logits).mean())
+
+    def objective(flat: Array) -> float:
+        return loss(flat) + DECAY * float((flat**2).sum())
 
     slow = minimize(objective, np.zeros(2 * NUM_WEIGHTS), method="L-BFGS-B", options={"maxfun": 10**5})
-    weights = fit_prior(outcomes).weights
+    prior = fit_prior(outcomes)
+    weights = prior.weights
+    assert losses(prior, outcomes) == pytest.approx((K * loss(weights.ravel()), K * loss(0 * weights.ravel())))
     assert objective(weights.ravel()) <= slow.fun + 1e-9
     np.testing.assert_allclose(weights, slow.x.reshape(2, -1), atol=0.02)
     assert np.abs(weights[0]).min() > 0
@@ -154,15 +158,6 @@ def test_choices_that_cannot_be_drawn_do_no_harm() -> None:
     prior = fit_prior(with_ranks(outcomes, outcomes.ranks.clamp(max=1)))
     assert np.isfinite(prior.weights).all()
     assert np.abs(prior.weights).max() < 5
-
-
-def test_losses_of_the_draft_are_those_of_its_own_chances() -> None:
-    outcomes, _ = simulated(50, MISCALIBRATED, 5)
-    chances = own_chances(outcomes.found)[0].numpy()
-    slow = 0.0
-    for of_slot, rank in zip(chances, outcomes.ranks.tolist(), strict=True):
-        slow -= sum(math.log(chance if j == rank else 1 - chance) for j, chance in enumerate(of_slot))
-    assert losses(UNTRAINED, outcomes).own == pytest.approx(slow / 50, rel=1e-6)
 
 
 def test_decoding_begins_with_the_chances_that_were_fitted() -> None:

@@ -76,23 +76,10 @@ def test_texts_are_scored_in_stretches(embedded_pair: Pair, monkeypatch: pytest.
         assert len(accepted) == len(text.tokens) - text.num_prompt_tokens - 1
 
 
-def test_contexts_of_every_position(tiny_pair: Pair) -> None:
-    """Against one forward pass over each text alone; texts of different lengths are padded."""
-    generator = torch.Generator().manual_seed(0)
-    tokens = [tuple(torch.randint(0, 256, (n,), generator=generator).tolist()) for n in (9, 17, 12)]
-    texts = [Text(of, 4 + i, 20, Sampling()) for i, of in enumerate(tokens)]
-    known = know(tiny_pair, texts)
-    assert known.context.shape == (3, 17, tiny_pair.draft.config.hidden_size)
-    for i, text in enumerate(texts):
-        states = tiny_pair.target(torch.tensor([text.tokens]), output_hidden_states=True).hidden_states
-        features = torch.cat([states[layer + 1][0] for layer in tiny_pair.draft.options.target_layer_ids], dim=-1)
-        alone = tiny_pair.draft.fuse(features)
-        torch.testing.assert_close(known.context[i, : len(text.tokens)], alone, rtol=1e-4, atol=1e-4)
-        assert torch.equal(known.prefill_context[i], known.context[i, text.num_prompt_tokens - 1])
-    assert torch.equal(known.rows(torch.tensor([2, 0])).context, known.context[[2, 0]])
-    one_token = know(tiny_pair, [Text((1, 2, 3, 4), 3, 5, Sampling())])
-    assert accepted_everywhere(tiny_pair, one_token, 4) == [[]]
-    assert walk(tiny_pair, one_token, [4]) == [[[]]]
+def test_an_answer_of_one_token_has_no_step(tiny_pair: Pair) -> None:
+    known = know(tiny_pair, [Text((1, 2, 3, 4), 3, 5, Sampling())])
+    assert accepted_everywhere(tiny_pair, known, 4) == [[]]
+    assert walk(tiny_pair, known, [4]) == [[[]]]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 6.0])
@@ -150,10 +137,3 @@ def document_of(pair: Pair, text: Text) -> Document:
         scored = target.score_rows(tokens[None], 0, target.new_cache(1, len(tokens)), torch.tensor([0]))
     assert scored.features is not None
     return Document(tokens, text.num_prompt_tokens, scored.features[0], scored.hidden[0])
-
-
-@pytest.mark.parametrize(
-    ("num_accepted", "emitted"), [([], []), ([0, 0, 0], [1, 1, 1]), ([2, 9, 9, 0], [3, 1]), ([7, 0], [2])]
-)
-def test_a_step_jumps_over_accepted_and_bonus_tokens(num_accepted: list[int], emitted: list[int]) -> None:
-    assert emitted_along(num_accepted) == emitted

@@ -169,16 +169,6 @@ def test_fewest_steps_takes_the_best_way() -> None:
     assert fewest_steps([[]]) == 0
 
 
-def test_taus_of_a_draft_that_is_always_right(parrot: Pair) -> None:
-    # 24 tokens after the prefill's; a last block is as short as what is left.
-    (row,) = decode(parrot, prompts(1), [1, 5, 7], max_new_tokens=25).rows
-    assert row.output_tokens == [row.output_tokens[0]] * 25
-    assert row.emitted_histograms == [[0, 24], [0, 0, 0, 0, 1, 4], [0, 0, 0, 1, 0, 0, 0, 3]]
-    assert row.num_steps == [24, 5, 4]
-    assert row.taus == [1.0, 4.8, 6.0]
-    assert row.finish_reason == "length"
-
-
 def test_the_prefill_is_recorded(tiny_pair: Pair) -> None:
     (prompt,) = prompts(1)
     (row,) = decode(tiny_pair, [prompt], [1, 3], max_new_tokens=4).rows
@@ -298,7 +288,11 @@ def test_candidates_around_the_trained_block_size() -> None:
 
 
 def test_totals_are_divided_once(parrot: Pair) -> None:
+    """Of a draft that is always right: 24 tokens after the prefill's; a last block is as short as what is left."""
     (row,) = decode(parrot, prompts(1), [1, 5], max_new_tokens=25).rows
+    assert row.output_tokens == [row.output_tokens[0]] * 25
+    assert row.emitted_histograms == [[0, 24], [0, 0, 0, 0, 1, 4]]
+    assert (row.num_steps, row.taus, row.finish_reason) == ([24, 5], [1.0, 4.8], "length")
     long = dataclasses.replace(
         row, taus=[1.0, 4.0], num_steps=[40, 10], emitted_histograms=[[0, 40], [0] * 4 + [10, 0]]
     )

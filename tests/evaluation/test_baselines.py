@@ -1,4 +1,4 @@
-"""Rivals' rules: their budgets against all there are, what margins learn, and the text in an engine."""
+"""Rules that others publish: their budgets against all there are, what margins learn, and the text in an engine."""
 
 import math
 import random
@@ -30,7 +30,9 @@ from helpers.prices import price
 
 DEEPEST = 7
 
-falling = st.lists(st.floats(0.01, 1), min_size=1, max_size=DEEPEST).map(lambda found: sorted(found, reverse=True))
+falling = st.lists(st.floats(0.01, 1), min_size=1, max_size=DEEPEST).map(
+    lambda chances: sorted(chances, reverse=True)
+)
 prices = st.builds(price, base_s=st.floats(0.1, 2), row_s=st.floats(0, 0.2), launch_s=st.floats(0, 1),
                    slot_s=st.floats(0, 0.1), token_s=st.floats(0.001, 0.5), tile_s=st.floats(0, 0.1))  # fmt: skip
 
@@ -58,18 +60,18 @@ def test_one_budget_for_the_chains_of_all_rows(rows: list[list[float]], price: S
     assert planned(rival, len(rows), Load(1)) == [DEEPEST] * len(rows)
     drafted = Load(len(rows) + 1, DEEPEST * len(rows))
     sizes = rival.select(trees(rows), drafted).tolist()
-    every = sorted((chance for of_row in rows for chance in of_row), reverse=True)
+    chances = sorted((chance for of_row in rows for chance in of_row), reverse=True)
 
     assert rival._plans is not None
 
     def gain(num: int, rate: float = float(rival._plans.rate[0])) -> float:
-        return sum(every[:num]) - rate * price.seconds(drafted._replace(num_verified=num))
+        return sum(chances[:num]) - rate * price.seconds(drafted._replace(num_verified=num))
 
     taken = sorted(
         (chance for of_row, size in zip(rows, sizes, strict=True) for chance in of_row[:size]), reverse=True
     )
-    assert taken == every[: len(taken)]
-    assert gain(len(taken)) == pytest.approx(max(map(gain, range(len(every) + 1))))
+    assert taken == chances[: len(taken)]
+    assert gain(len(taken)) == pytest.approx(max(map(gain, range(len(chances) + 1))))
 
 
 @given(st.lists(falling, min_size=1, max_size=4), prices)
@@ -86,20 +88,18 @@ def test_margins_learn_which_tokens_are_accepted() -> None:
     """Chances of a position by its margin, from what was verified; what was not reached teaches nothing."""
     margins_model, draw = Margins(3), random.Random(0)
     generator = torch.Generator().manual_seed(0)
-    every, slots, nothing = np.ones(3, dtype=bool), np.arange(3), np.zeros(3, dtype=int)
+    known, slots, nothing = np.ones(3, dtype=bool), np.arange(3), np.zeros(3, dtype=int)
 
-    def truth(place: int, margin: float) -> float:
-        return 1 / (1 + math.exp(-(margin - 1.5 * place)))
+    def truth(slot: int, margin: float) -> float:
+        return 1 / (1 + math.exp(-(margin - 1.5 * slot)))
 
-    def found(margins: torch.Tensor) -> Candidates:
+    def candidates(margins: torch.Tensor) -> Candidates:
         scores = torch.stack([torch.zeros_like(margins), -margins], dim=1)
-        return Candidates(
-            scores.long(), scores, scores.log_softmax(dim=1), torch.zeros(len(margins), dtype=torch.bool)
-        )
+        return Candidates(scores.long(), scores, scores.log_softmax(dim=1), torch.zeros(3, dtype=torch.bool))
 
     for _ in range(4000):
         margins = torch.rand(3, generator=generator) * 5
-        proposal = margins_model.propose(every, found(margins), slots)
+        proposal = margins_model.propose(known, candidates(margins), slots)
         accepted = 0
         while accepted < 3 and draw.random() < truth(accepted, float(margins[accepted])):
             accepted += 1
@@ -108,10 +108,10 @@ def test_margins_learn_which_tokens_are_accepted() -> None:
         margins_model.learn(proposal, choices, nothing[:reached], np.arange(reached) < accepted)
     assert (margins_model.of_margin[2] == 0.5).all()
     for margin in (0.5, 2.0, 4.0):
-        chances = margins_model.propose(every, found(torch.full((3,), margin)), slots).chances
+        chances = margins_model.propose(known, candidates(torch.full((3,), margin)), slots).chances
         assert chances.shape == (3, 3, 2)
-        for place in range(2):
-            assert float(chances[0, place, 0]) == pytest.approx(truth(place, margin), abs=0.05)
+        for slot in range(2):
+            assert float(chances[0, slot, 0]) == pytest.approx(truth(slot, margin), abs=0.05)
 
 
 def test_lookup_alone_never_drafts_and_a_switch_does_where_nothing_matches() -> None:
@@ -135,10 +135,9 @@ def test_the_text_is_the_targets(tiny_pair: Pair, rival: str, sampling: Sampling
     controller_of, layout = RIVALS[rival]
     engine = Engine(tiny_pair, num_slots=2, max_length=64, controller=controller_of(tiny_pair.block_size - 1))
     requests = [Request(PROMPT[i:], 20 + i, sampling, stop_token_ids=NEVER, layout=layout) for i in range(3)]
-    found = run(engine, requests)
-    with torch.inference_mode():
-        for request, steps in zip(requests, found, strict=True):
-            assert text_of(steps) == plain_text(tiny_pair, request.prompt_ids, request.max_new_tokens, sampling)
-    assert all(step.tree.is_chain for steps in found for step in steps) or layout != "chain"
+    answers = run(engine, requests)
+    for request, steps in zip(requests, answers, strict=True):
+        assert text_of(steps) == plain_text(tiny_pair, request.prompt_ids, request.max_new_tokens, sampling)
+    assert all(step.tree.is_chain for steps in answers for step in steps) or layout != "chain"
     drafts = rival != "lookup alone" and sampling.temperature > 0
-    assert any(step.num_accepted for steps in found for step in steps) or not drafts
+    assert any(step.num_accepted for steps in answers for step in steps) or not drafts

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blockpilot.evaluation.static import PromptTotals, choose_static, ranges
+from blockpilot.evaluation.statistics import ratio_of_totals
 from helpers.prices import price
 
 SIZES = (2, 4, 8)
@@ -48,6 +49,8 @@ def test_every_batch_size_gets_the_block_size_with_the_most_tokens_a_second(
         assert choice.speedup.value == pytest.approx(of_all[choice.block_size] / of_all[1])
         assert choice.over_single.value == pytest.approx(of_all[choice.block_size] / of_all[chosen.single])
         assert choice.speedup.value >= 1 - 1e-9
+        if choice.block_size > 1:
+            assert choice.tau == ratio_of_totals(emitted[choice.block_size], steps[choice.block_size])
     means = {
         size: np.mean([np.log(tokens_per_s(size, rows) / tokens_per_s(1, rows)) for rows in batch_sizes])
         for size in (1, *SIZES)
@@ -57,29 +60,8 @@ def test_every_batch_size_gets_the_block_size_with_the_most_tokens_a_second(
     assert by_range == {choice.batch_size: choice.block_size for choice in chosen.choices}
 
 
-def test_intervals_cover_the_truth_over_prompts() -> None:
-    """Of 200 draws of 40 prompts, about 95% of the intervals of tau hold the tau of all prompts there are."""
-    generator = np.random.default_rng(0)
-    covered = 0
-    for _ in range(200):
-        means = generator.uniform(1, 4, size=40)
-        emitted = [int(n) for n in generator.poisson(means * 30)]
-        choice = choose_static(totals_of({4: emitted}, {4: [30] * 40}), price(), [1]).choices[0]
-        covered += choice.tau.low <= 2.5 <= choice.tau.high
-    assert 180 <= covered <= 198
-
-
-def test_one_prompt_has_no_interval() -> None:
+def test_fewer_than_two_prompts_are_refused() -> None:
     with pytest.raises(ValueError, match="1 prompts: intervals need at least 2"):
         choose_static(totals_of({4: [9]}, {4: [3]}), price(), [1])
     with pytest.raises(ValueError, match="0 prompts"):
         choose_static({}, price(), [1])
-
-
-def test_drafting_that_costs_by_the_row_fades_out() -> None:
-    """tau 1.9 and 3.0, and a drafted token that costs 5.8% of a plain step: 3 / (1 + 0.174 r) meets
-    1.9 / (1 + 0.058 r) at 7.02 rows, which meets 1 at 15.5.
-    """
-    totals = totals_of({2: [18, 20], 4: [26, 34]}, {2: [10, 10], 4: [10, 10]})
-    chosen = choose_static(totals, price(token_s=0.058), range(1, 33))
-    assert ranges(chosen.choices) == [(1, 7, 4), (8, 15, 2), (16, 32, 1)]

@@ -3,6 +3,7 @@
 import math
 import random
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -49,6 +50,8 @@ def test_figures_are_ratios_of_totals() -> None:
     assert comparison.figure("decode_tokens_per_s", "B=4").value == pytest.approx(8)
     assert comparison.figure("step_s", "B=4").value == pytest.approx(0.25)
     assert comparison.ratio("tokens_per_s", "B=4", "AR").value == pytest.approx((53 / 6) / (13 / 2))
+    taus = [TOTALS.num_emitted, FASTER.num_emitted], [TOTALS.num_verified, FASTER.num_verified]
+    assert ratio_of_totals(*taus) == comparison.figure("tau", "B=4")
     plain, fixed = comparison.figures("AR")
     assert (plain.method, plain.speedup, plain.share_equal) == ("AR", Interval(1, 1, 1), 1)
     assert (fixed.share_equal, fixed.mean_block_size) == (0.5, (24 + 64) / (6 + 4))
@@ -57,7 +60,7 @@ def test_figures_are_ratios_of_totals() -> None:
 
 def test_repeats_of_a_prompt_add_up() -> None:
     first, second = (TOTALS, FASTER), (FASTER, TOTALS)
-    by_prompt = [run("AR", prompt, each[r], r) for prompt, each in enumerate((first, second)) for r in (0, 1)]
+    by_prompt = [run("AR", prompt, of[r], r) for prompt, of in enumerate((first, second)) for r in (0, 1)]
     assert Comparison(by_prompt).figure("tau", "AR") == pytest.approx((5.1, 5.1, 5.1))  # both prompts are alike
     by_repeat = [run("AR", prompt, first[r], r) for prompt in (0, 1) for r in (0, 1)]
     tau = Comparison(by_repeat).figure("tau", "AR")
@@ -92,15 +95,10 @@ def slow_interval(runs: list[MethodRun]) -> tuple[float, float]:
 
     without = [log_ratio([p for p in prompts if p != left_out]) for left_out in prompts]
     num, mean = len(prompts), sum(without) / len(prompts)
-    variance = (num - 1) / num * sum((each - mean) ** 2 for each in without)
-    shares = []
-    for prompt in prompts:
-        of_methods = []
-        for method in ("policy", "AR"):
-            for name in ("num_tokens", "total_s"):
-                total = sum(getattr(by_prompt[method, p], name) for p in prompts)
-                of_methods.append(getattr(by_prompt[method, prompt], name) / total)
-        shares.append(sum(of_methods) / 4)
+    variance = (num - 1) / num * sum((log - mean) ** 2 for log in without)
+    counts = list(product(("policy", "AR"), ("num_tokens", "total_s")))
+    totals = {(m, name): sum(getattr(by_prompt[m, p], name) for p in prompts) for m, name in counts}
+    shares = [sum(getattr(by_prompt[m, p], name) / totals[m, name] for m, name in counts) / 4 for p in prompts]
     freedom = 1 / sum(share**2 for share in shares) - 1
     half = float(scipy.stats.t.ppf(0.975, freedom)) * math.sqrt(variance)
     middle = log_ratio(prompts)
@@ -112,14 +110,6 @@ def test_intervals_equal_a_slow_jackknife() -> None:
         runs = noisy_runs(num_prompts, speedup=1.5, seed=1)
         ratio = Comparison(runs).ratio("tokens_per_s", "policy", "AR")
         assert ratio[1:] == pytest.approx(slow_interval(runs), rel=1e-6)
-
-
-def test_pairing_makes_the_ratio_sharp() -> None:
-    comparison = Comparison(noisy_runs(30, speedup=1.5, seed=3))
-    speed, ratio = comparison.figure("tokens_per_s", "policy"), comparison.ratio("tokens_per_s", "policy", "AR")
-    assert (speed.high - speed.low) / speed.value > 0.2
-    assert (ratio.high - ratio.low) / ratio.value < 0.05
-    assert ratio.low < 1.5 < ratio.high
 
 
 def run_of(method: str, prompt: int, repeat: int, seconds: float, tokens: int) -> MethodRun:
@@ -150,12 +140,12 @@ def coverage(num_prompts: int, control: tuple[str, str] | None = None, **noise: 
     draw, covered = np.random.default_rng(num_prompts), 0
     for _ in range(400):
         runs = experiment(draw, num_prompts, **noise)  # type: ignore[arg-type]
-        found = Comparison(runs, control).ratio("tokens_per_s", "policy", "AR")
-        covered += found.low <= 1 <= found.high
+        ratio = Comparison(runs, control).ratio("tokens_per_s", "policy", "AR")
+        covered += ratio.low <= 1 <= ratio.high
     return covered / 400
 
 
-@pytest.mark.parametrize("num_prompts", [2, 4, 8, 12, 32])
+@pytest.mark.parametrize("num_prompts", [2, 8, 32])
 def test_intervals_cover_the_truth_95_times_in_100(num_prompts: int) -> None:
     """However few the prompts; a share of 400 is off by 1.1%. A bootstrap covers 47% with two."""
     assert 0.925 <= coverage(num_prompts) <= 0.98
@@ -178,21 +168,14 @@ def test_the_control_s_own_ratio_has_its_own_interval() -> None:
     alone, widened = Comparison(runs), Comparison(runs, ("AR again", "AR"))
     for pair in (("AR again", "AR"), ("AR", "AR again"), ("policy", "policy")):
         assert widened.ratio("tokens_per_s", *pair) == alone.ratio("tokens_per_s", *pair)
-    wide, narrow = (each.ratio("tokens_per_s", "policy", "AR") for each in (widened, alone))
+    wide, narrow = (comparison.ratio("tokens_per_s", "policy", "AR") for comparison in (widened, alone))
     assert wide.value == narrow.value
     assert wide.low < narrow.low
     assert wide.high > narrow.high
     assert widened.ratio("tau", "policy", "AR") == (1, 1, 1)  # the same work: no noise
 
 
-def test_a_ratio_of_totals_is_that_of_a_comparison() -> None:
-    taus = ratio_of_totals([12, 39, 12], [6, 4, 6])
-    same = Comparison([run("AR", 0), run("AR", 1, FASTER), run("AR", 2)]).figure("tau", "AR")
-    assert taus == same
-    assert taus.value == 63 / 16
-
-
-def test_what_was_never_counted_is_not_a_number() -> None:
+def test_figures_without_counts_are_nan() -> None:
     nothing = replace(TOTALS, num_verified=0, num_emitted=0, sum_block_sizes=0)
     comparison = Comparison([run("AR", 0, nothing), run("AR", 1, nothing), run("B=2", 0), run("B=2", 1, nothing)])
     assert all(map(math.isnan, comparison.figure("tau", "AR")))
@@ -206,7 +189,6 @@ def test_what_was_never_counted_is_not_a_number() -> None:
     ("runs", "message"),
     [
         ([run("AR", 0)], "1 prompts: intervals need at least 2"),
-        ([], "0 prompts"),
         ([run("AR", 0), run("AR", 1), run("B=2", 0)], "method 'B=2' ran other prompts or repeats than 'AR'"),
         ([run("AR", 0), run("AR", 1), run("B=2", 0), run("B=2", 1, repeat=1)], "'B=2' ran other prompts or repeats"),
         ([run("AR", 0), run("AR", 1), run("AR", 1)], "'AR' ran other prompts or repeats"),
@@ -215,27 +197,23 @@ def test_what_was_never_counted_is_not_a_number() -> None:
 def test_runs_that_cannot_be_compared_are_refused(runs: list[MethodRun], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Comparison(runs)
-
-
-def test_an_unknown_method_is_refused() -> None:
     with pytest.raises(ValueError, match="method 'oracle': must be one of AR"):
         Comparison([run("AR", 0), run("AR", 1)]).figure("tau", "oracle")
 
 
-def test_the_best_static_way_of_a_prompt_is_chosen_on_others() -> None:
+def test_the_best_static_method_of_a_prompt_is_chosen_on_others() -> None:
     """On even prompts B=2 is faster, on odd ones B=4: each half decodes by what was best on the other."""
     runs = [
         run_of(method, prompt, 0, seconds=1.0 if (method == "B=2") == (prompt % 2 == 0) else 2.0, tokens=10)
         for method in ("AR", "B=2", "B=4")
         for prompt in range(6)
     ]
-    found = chosen_across(runs, ["B=2", "B=4"], "best static")
-    assert found.methods == ("B=4", "B=2")
-    assert {each.method for each in found.runs} == {"best static"}
-    assert sorted(each.prompt for each in found.runs) == list(range(6))
-    assert all(each.totals.total_s == 2.0 for each in found.runs)
+    best = chosen_across(runs, ["B=2", "B=4"], "best static")
+    assert best.methods == ("B=4", "B=2")
+    assert {(chosen.method, chosen.totals.total_s) for chosen in best.runs} == {("best static", 2.0)}
+    assert sorted(chosen.prompt for chosen in best.runs) == list(range(6))
     with pytest.raises(ValueError, match="runs of one half"):
-        chosen_across([each for each in runs if each.prompt % 2], ["B=2"], "best static")
+        chosen_across([odd for odd in runs if odd.prompt % 2], ["B=2"], "best static")
 
 
 def test_the_fastest_block_size_weighs_tau_with_the_cost_of_a_step() -> None:
@@ -249,24 +227,13 @@ def test_the_fastest_block_size_weighs_tau_with_the_cost_of_a_step() -> None:
         fastest_block_size({2: 1.0}, {4: 1.0})
 
 
-def test_the_table_reads_the_same_as_text_and_as_markdown() -> None:
-    row = Figures(
-        "B=4", Interval(2, 1.9, 2.1), Interval(50, 40, 60), Interval(61.25, 1, 99), Interval(1.5, 1, 2), 0.9996, 4
-    )
-    shown = cells(row)
-    assert shown == {
-        "method": "B=4",
-        "B": "4",
-        "tau": "2.00 (1.90 to 2.10)",
-        "tokens/s": "50.0 (40.0 to 60.0)",
-        "decode only": "61.2",
-        "speed-up": "1.50 (1.00 to 2.00)",
-        "same text": "99.9%",
-    }
-    lines = markdown([shown, cells(replace(row, method="policy", mean_block_size=3.256))]).splitlines()
+def test_figures_as_a_markdown_table() -> None:
+    figures = Interval(2, 1.9, 2.1), Interval(50, 40, 60), Interval(61.25, 1, 99), Interval(1.5, 1, 2)
+    row = Figures("B=4", *figures, share_equal=0.9996, mean_block_size=4)
+    lines = markdown([cells(row), cells(replace(row, method="policy", mean_block_size=3.256))]).splitlines()
     assert len({len(line) for line in lines}) == 1
-    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    assert table[0] == list(shown)
-    assert set("".join(table[1])) == {"-"}
-    assert table[2] == list(shown.values())
-    assert table[3][:2] == ["policy", "3.26"]
+    names, dashes, first, second = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    assert names == ["method", "B", "tau", "tokens/s", "decode only", "speed-up", "same text"]
+    assert set("".join(dashes)) == {"-"}
+    assert first == ["B=4", "4", "2.00 (1.90 to 2.10)", "50.0 (40.0 to 60.0)", "61.2", "1.50 (1.00 to 2.00)", "99.9%"]
+    assert second[:2] == ["policy", "3.26"]

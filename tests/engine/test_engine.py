@@ -1,20 +1,28 @@
-"""The engine's text is the target's own, whatever the block sizes, the batch and the acceptance."""
+"""What steps emit at every acceptance, who chooses block sizes, whom a failure ends, and what is refused."""
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 
 import blockpilot as bp
+from blockpilot.control.acceptance import NUM_WEIGHTS, UNTRAINED, Prior
+from blockpilot.control.controller import FixedPolicy
 from blockpilot.engine.engine import Engine
 from blockpilot.engine.generate import generate
+from blockpilot.engine.trees import MAX_DEPTH
 from blockpilot.pairs.loading import Pair
-from blockpilot.types import Request, Sampling
+from blockpilot.sweep.replay import Text, know
+from blockpilot.types import Prefill, Request, Sampling
 from helpers.engines import NEVER, PROMPT, plain_text, run, text_of
 from helpers.scripted import scripted_pair
 
+LONG = tuple(range(10, 70))
 
-def oracle_steps(text: Sequence[int], start: int, block_size: int, wrong: frozenset[int]) -> list[int]:
+
+def slow_sizes(text: Sequence[int], start: int, block_size: int, wrong: frozenset[int]) -> list[int]:
     """num_emitted of each step by a slow walk: `start` is the first anchor's position, `text` ends the answer."""
     emitted, anchor = [], start
     while anchor < len(text) - 1:
@@ -27,177 +35,138 @@ def oracle_steps(text: Sequence[int], start: int, block_size: int, wrong: frozen
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("wrong_every", [1, 2, 3, 7, 1000])
-def test_every_block_size_emits_the_plain_text_at_every_acceptance(
+@pytest.mark.parametrize("wrong_every", [1, 3, 1000])
+def test_a_step_emits_what_is_right_of_its_block_and_one_token_more(
     tiny_pair: Pair, temperature: float, wrong_every: int
 ) -> None:
-    sampling, num = Sampling(temperature, seed=14), 40
-    expected = plain_text(tiny_pair, PROMPT, num, sampling)
+    options = {"max_new_tokens": 40, "temperature": temperature, "seed": 14, "stop_token_ids": NEVER}
+    expected = plain_text(tiny_pair, PROMPT, 40, Sampling(temperature, seed=14))
     text = PROMPT + expected
     wrong = frozenset(range(0, len(text), wrong_every))
     pair = scripted_pair(tiny_pair, text, wrong)
-    for block_size in range(1, 13):
-        steps = list(
-            generate(
-                pair,
-                PROMPT,
-                block_size=block_size,
-                max_new_tokens=num,
-                temperature=temperature,
-                seed=14,
-                stop_token_ids=NEVER,
-            )
-        )
+    for block_size in (1, 2, 5, 12):
+        steps = list(generate(pair, PROMPT, block_size=block_size, **options))  # type: ignore[arg-type]
         assert text_of(steps) == expected
         emitted = [len(step.tokens) for step in steps[1:]]
-        assert emitted == oracle_steps(text, len(PROMPT), block_size, wrong)
+        assert emitted == slow_sizes(text, len(PROMPT), block_size, wrong)
         assert [step.num_accepted for step in steps[1:-1]] == [n - 1 for n in emitted[:-1]]
 
 
-@pytest.mark.parametrize("num_slots", [1, 3, 8])
-def test_ragged_batches_of_mixed_block_sizes_equal_single_runs(tiny_pair: Pair, num_slots: int) -> None:
-    requests = [
-        Request(
-            PROMPT[: 1 + i % 9],
-            5 + 3 * i,
-            Sampling([0.0, 1.0, 0.7][i % 3], [1.0, 0.9][i % 2], [0, 20][i % 2], seed=i),
-            block_size=1 + i % 12,
-            stop_token_ids=NEVER,
-        )
-        for i in range(16)
-    ]
-    together = run(Engine(tiny_pair, num_slots=num_slots, max_length=128), requests)
-    for request, steps in zip(requests, together, strict=True):
-        expected = plain_text(tiny_pair, request.prompt_ids, request.max_new_tokens, request.sampling)
-        assert text_of(steps) == expected
-        assert steps[-1].finish_reason == "length"
+def test_without_a_policy_every_step_is_chosen(tiny_pair: Pair) -> None:
+    """A draft that is right drafts as deep as it was trained for; less and less is drafted of one that errs."""
+    prompt, num = PROMPT[1:], 300
+    plain = generate(tiny_pair, prompt, block_size=1, max_new_tokens=num, stop_token_ids=NEVER)
+    text = text_of(list(plain))
+    pairs = [scripted_pair(tiny_pair, prompt + text, errors) for errors in (NEVER, frozenset(range(1000)))]
+    options = {"max_new_tokens": num, "stop_token_ids": NEVER, "lookup": False}
+    right, wrong = (list(generate(pair, prompt, **options)) for pair in pairs)  # type: ignore[arg-type]
+    assert text_of(right) == text_of(wrong) == text
+    assert {step.num_accepted for step in right[1:-1]} == {tiny_pair.block_size - 1}
+    assert [step.num_accepted for step in wrong] == [0] * num
+    drafted = [step.block_size - 1 for step in wrong[1:]]
+    assert sum(drafted[:20]) > 2 * sum(drafted[-23:-3])
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_embedded_pair_is_exact_at_every_block_size(embedded_pair: Pair, temperature: float) -> None:
-    """The real draft, whose acceptance is its own: single runs and one batch of all block sizes, fp32."""
-    messages = [{"role": "user", "content": "Count from one to ten in words."}]
-    prompt = tuple(
-        embedded_pair.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+def test_short_prompts_share_a_step(tiny_pair: Pair) -> None:
+    engine = Engine(tiny_pair, num_slots=8, max_length=128, max_prefill_tokens=20)
+    ids = [engine.add(Request(LONG[:8], 40, block_size=1, stop_token_ids=NEVER)) for _ in range(5)]
+    begun = [[step.request_id for step in engine.step() if step.prefill] for _ in range(2)]
+    assert begun == [ids[:2], ids[2:]]  # of the third, the first step took half
+
+
+def test_plain_decoding_never_runs_the_draft(tiny_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError("the draft ran")
+
+    for name in ("propose", "keep_up"):
+        monkeypatch.setattr(tiny_pair.prepared_draft, name, fail)
+    steps = list(generate(tiny_pair, PROMPT, block_size=1, max_new_tokens=8, stop_token_ids=NEVER))
+    assert len(text_of(steps)) == 8
+    assert steps[0].prefill is not None
+    assert steps[0].prefill.context is None
+
+
+# --- policies ---
+
+
+@pytest.mark.parametrize("max_prefill_tokens", [4, 1000])
+def test_a_policy_sees_the_prefill_and_sets_the_block_size(tiny_pair: Pair, max_prefill_tokens: int) -> None:
+    """The target's logits and the draft's context after the prompt, whatever its parts; never of a request with a
+    block size of its own.
+    """
+    seen: list[Prefill] = []
+    sampling = Sampling(0.7, seed=3)
+    engine = Engine(
+        tiny_pair,
+        num_slots=3,
+        max_length=128,
+        policy=lambda prefill: seen.append(prefill) or 5,
+        max_prefill_tokens=max_prefill_tokens,
     )
-    sampling, num = Sampling(temperature, seed=3), 14
-    expected = plain_text(embedded_pair, prompt, num, sampling)
-    requests = [Request(prompt, num, sampling, block_size=b, stop_token_ids=NEVER) for b in range(1, 13)]
-    together = run(Engine(embedded_pair, num_slots=12, max_length=128), requests)
-    assert [text_of(steps) for steps in together] == [expected] * 12
-    for block_size in (3, 8):
-        alone = generate(
-            embedded_pair,
-            prompt,
-            block_size=block_size,
-            max_new_tokens=num,
-            temperature=temperature,
-            seed=3,
-            stop_token_ids=NEVER,
-        )
-        assert text_of(list(alone)) == expected
+    requests = [Request(prompt, 12, sampling, size, NEVER) for prompt, size in ((LONG, None), (PROMPT, 1), (LONG, 2))]
+    steps = run(engine, requests)
+    assert [of_request[1].block_size for of_request in steps] == [5, 1, 2]
+    assert all(step.tree.is_chain for step in steps[0])
+    [prefill] = seen
+    assert (prefill.num_prompt_tokens, prefill.temperature) == (len(LONG), 0.7)
+    expected = tiny_pair.target(torch.tensor([LONG]), output_hidden_states=True)
+    torch.testing.assert_close(prefill.logits, expected.logits[0, -1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(prefill.probs.sum(), torch.tensor(1.0))
+    features = [expected.hidden_states[i + 1][0, -1] for i in tiny_pair.draft.options.target_layer_ids]
+    assert prefill.context is not None
+    torch.testing.assert_close(prefill.context, tiny_pair.draft.fuse(torch.cat(features)), rtol=1e-4, atol=1e-4)
+    known = know(tiny_pair, [Text((*LONG, *text_of(steps[0])), len(LONG), len(LONG) + 12, Sampling())])
+    torch.testing.assert_close(prefill.context, known.prefill_context[0], rtol=1e-4, atol=1e-4)
+    contexts = [of_request[0].prefill.context is None for of_request in steps if of_request[0].prefill]
+    assert contexts == [False, True, False]  # one that never drafts has none
 
 
-def test_greedy_text_is_that_of_transformers_generate(embedded_pair: Pair) -> None:
-    messages = [{"role": "user", "content": "Name three fruits."}]
-    ids = embedded_pair.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    theirs = embedded_pair.target.generate(torch.tensor([ids]), max_new_tokens=30, do_sample=False)
-    ours = text_of(list(generate(embedded_pair, ids, block_size=6, max_new_tokens=30)))
-    assert ours == tuple(theirs[0, len(ids) :].tolist())
+def test_a_prior_is_that_of_the_default_controller(tiny_pair: Pair) -> None:
+    """It fixes nothing: rows adapt."""
+    prior = Prior(np.full((2, NUM_WEIGHTS), 0.25))
+    with_prior, without = Engine(tiny_pair, max_length=64, policy=prior), Engine(tiny_pair, max_length=64)
+    assert with_prior.policy is None
+    for engine, expected in ((with_prior, prior), (without, UNTRAINED)):
+        assert np.array_equal(engine.controller.model.weights, expected.weights)
+        assert engine.controller.model.deepest == tiny_pair.block_size - 1 < MAX_DEPTH
+        run(engine, [Request(PROMPT, 9, stop_token_ids=NEVER)])
+    assert np.array_equal(prior.weights, np.full((2, NUM_WEIGHTS), 0.25))  # learning leaves the policy's own
 
 
-# --- ends of a request ---
+@pytest.mark.parametrize("name", ["tiny_pair", "eagle_pair"])
+@pytest.mark.parametrize("reason", ["policy", "scores"])
+def test_what_goes_wrong_with_a_request_ends_it_alone(
+    request: pytest.FixtureRequest, name: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A policy that raises at its prompt, or scores of its third step that are not finite."""
 
+    def policy(prefill: Prefill) -> int:
+        if reason == "policy":
+            raise RuntimeError("no block size")
+        return 4
 
-def test_a_stop_token_ends_mid_block_and_nothing_follows(tiny_pair: Pair) -> None:
-    expected = plain_text(tiny_pair, PROMPT, 30, Sampling())
-    pair = scripted_pair(tiny_pair, PROMPT + expected, NEVER)  # everything is accepted
-    stop = expected[10]
-    first = expected.index(stop)
-    steps = list(generate(pair, PROMPT, block_size=12, max_new_tokens=30, stop_token_ids=frozenset({stop})))
-    assert text_of(steps) == expected[: first + 1]
-    assert steps[-1].finish_reason == "stop"
-    assert sum(len(s.tokens) for s in steps) == first + 1
+    pair: Pair = request.getfixturevalue(name)
+    sampling = Sampling(6.0, seed=5)
+    engine, failed = Engine(pair, num_slots=3, max_length=64, policy=policy), list[int]()
+    engine.on_failure = lambda request_id, error: failed.append(request_id)
+    texts = dict[int, tuple[int, ...]]()
+    for i, (size, layout) in enumerate(((None, "auto"), (4, "chain"), (3, "tree"))):
+        asked = Request(PROMPT[i:], 20, sampling, size, NEVER, layout=layout)  # type: ignore[arg-type]
+        texts[engine.add(asked)] = ()
+    logits, num_steps = engine._target.logits, 0
 
+    def broken(hidden: torch.Tensor) -> torch.Tensor:
+        scores = logits(hidden)
+        return scores.index_fill(0, torch.tensor([0]), math.nan) if (reason, num_steps) == ("scores", 3) else scores
 
-def test_a_stop_string_ends_at_the_token_that_completes_it(tiny_pair: Pair) -> None:
-    expected = plain_text(tiny_pair, PROMPT, 30, Sampling(1.0, seed=4))
-    pair = scripted_pair(tiny_pair, PROMPT + expected, NEVER)
-    whole = tiny_pair.tokenizer.decode(expected)
-    stop = next(char for char in whole[8:] if char.isascii() and char.isprintable() and char not in whole[:8])
-    steps = list(
-        generate(
-            pair,
-            PROMPT,
-            block_size=9,
-            max_new_tokens=30,
-            temperature=1.0,
-            seed=4,
-            stop_token_ids=NEVER,
-            stop_strings=(stop,),
-        )
-    )
-    text = tiny_pair.tokenizer.decode(text_of(steps))
-    assert steps[-1].finish_reason == "stop"
-    assert stop in text
-    assert stop not in tiny_pair.tokenizer.decode(text_of(steps)[:-1])
-
-
-def test_the_context_ends_a_request(tiny_pair: Pair) -> None:
-    [steps] = run(Engine(tiny_pair, num_slots=1, max_length=32), [Request(PROMPT, 500, block_size=8)])
-    assert len(PROMPT) + len(text_of(steps)) == 32
-    assert steps[-1].finish_reason == "length"
-    assert text_of(steps) == plain_text(tiny_pair, PROMPT, 32 - len(PROMPT), Sampling())
-
-
-def test_one_token_needs_no_step(tiny_pair: Pair) -> None:
-    steps = list(generate(tiny_pair, PROMPT, max_new_tokens=1, stop_token_ids=NEVER))
-    assert [(len(s.tokens), s.block_size, s.finish_reason) for s in steps] == [(1, 0, "length")]
-
-
-# --- batch life ---
-
-
-def test_requests_join_and_leave_a_running_batch(tiny_pair: Pair) -> None:
-    engine = Engine(tiny_pair, num_slots=3, max_length=128)
-    requests = [Request(PROMPT[: 3 + i], 6 + 5 * (i % 4), block_size=1 + i, stop_token_ids=NEVER) for i in range(9)]
-    texts: dict[int, list[int]] = {}
-    pending = list(requests)
-    while pending or not engine.idle:
-        if pending:  # one more arrives before every step
-            texts[engine.add(pending.pop(0))] = []
+    monkeypatch.setattr(engine._target, "logits", broken)
+    while not engine.idle:
+        num_steps += 1
         for step in engine.step():
             texts[step.request_id] += step.tokens
-    for request, text in zip(requests, texts.values(), strict=True):
-        assert tuple(text) == plain_text(tiny_pair, request.prompt_ids, request.max_new_tokens, Sampling())
-
-
-def test_cancel_frees_the_slot_and_disturbs_nobody(tiny_pair: Pair) -> None:
-    engine = Engine(tiny_pair, num_slots=3, max_length=128)
-    requests = [Request(PROMPT[: 5 + i], 25, block_size=3 + i, stop_token_ids=NEVER) for i in range(4)]
-    ids = [engine.add(request) for request in requests]
-    texts: dict[int, list[int]] = {i: [] for i in ids}
-    for step in engine.step() + engine.step():
-        texts[step.request_id] += step.tokens
-    engine.cancel(ids[0])
-    assert (engine.num_active, engine.num_waiting) == (2, 1)
-    engine.cancel(999)
-    while not engine.idle:
-        for step in engine.step():
-            assert step.request_id != ids[0]
-            texts[step.request_id] += step.tokens
-    for i, request in zip(ids[1:], requests[1:], strict=True):
-        assert tuple(texts[i]) == plain_text(tiny_pair, request.prompt_ids, 25, Sampling())
-
-
-def test_cancel_of_a_waiting_request(tiny_pair: Pair) -> None:
-    engine = Engine(tiny_pair, num_slots=1, max_length=64)
-    first, second = (engine.add(Request(PROMPT, 4, stop_token_ids=NEVER)) for _ in range(2))
-    engine.cancel(second)
-    seen = set()
-    while not engine.idle:
-        seen |= {step.request_id for step in engine.step()}
-    assert seen == {first}
+    assert failed == [0]
+    for i in (1, 2):
+        assert texts[i] == plain_text(pair, PROMPT[i:], 20, sampling)
 
 
 # --- bad input ---
@@ -207,15 +176,18 @@ def test_cancel_of_a_waiting_request(tiny_pair: Pair) -> None:
     ("request_", "message"),
     [
         (Request((), 5), "prompt is empty"),
-        (
-            Request(tuple(range(64)), 5),
-            r"64 tokens: at most 63 .* \(max_length is 64, the model's limit is 1024 tokens\)",
-        ),
+        (Request(LONG + LONG, 5), r"120 tokens: at most 63 .*max_length is 64, the model's limit is 1024 tokens"),
         (Request((5, 260), 5), "prompt token 260: must be 0 to 259"),
-        (Request((5, -1), 5), "prompt token -1"),
+        (Request((5, -1), 5), "prompt token -1: must be 0 to 259"),
         (Request(PROMPT, 0), "max_new_tokens 0: must be at least 1"),
         (Request(PROMPT, 5, block_size=0), "block_size 0: must be 1 to 32"),
         (Request(PROMPT, 5, block_size=33), "block_size 33: must be 1 to 32"),
+        (Request(PROMPT, 5, num_logprobs=-1), "num_logprobs -1: must be 0 to 260"),
+        (Request(PROMPT, 5, num_prompt_logprobs=261), "num_prompt_logprobs 261: must be 0 to 260"),
+        (Request(PROMPT, 5, min_new_tokens=6), "min_new_tokens 6: must be 0 to 5"),
+        (Request(PROMPT, 5, Sampling(logit_bias=((260, 1.0),))), "logit_bias: token 260: must be 0 to 259"),
+        (Request(PROMPT, 5, lookup="no"), "lookup 'no': must be True, False or None"),  # type: ignore[arg-type]
+        (Request(PROMPT, 5, layout="star"), "layout 'star': must be one of auto, chain, tree"),  # type: ignore[arg-type]
     ],
 )
 def test_bad_requests_are_refused_before_they_queue(tiny_pair: Pair, request_: Request, message: str) -> None:
@@ -225,10 +197,26 @@ def test_bad_requests_are_refused_before_they_queue(tiny_pair: Pair, request_: R
     assert engine.idle
 
 
-@pytest.mark.parametrize(("num_slots", "max_length"), [(0, 64), (1, 1), (1, 5000)])
-def test_bad_engines_are_refused(tiny_pair: Pair, num_slots: int, max_length: int) -> None:
-    with pytest.raises(ValueError, match=r"num_slots 0|max_length"):
-        Engine(tiny_pair, num_slots=num_slots, max_length=max_length)
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"num_slots": 0}, "num_slots 0: must be at least 1"),
+        ({"max_length": 1}, "max_length 1: must be 2 to 1024"),
+        ({"max_length": 5000}, "max_length 5000: must be 2 to 1024"),
+        ({"max_prefill_tokens": 0}, "max_prefill_tokens 0: must be at least 1"),
+        ({"prefix_tokens": -1}, "prefix_tokens -1: must be at least 0"),
+    ],
+)
+def test_bad_engines_are_refused(tiny_pair: Pair, sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Engine(tiny_pair, **sizes)  # type: ignore[arg-type]
+
+
+def test_a_policy_out_of_range_is_an_error(tiny_pair: Pair) -> None:
+    with pytest.raises(ValueError, match="the policy's block size 0: must be 1 to 32"):
+        list(generate(tiny_pair, PROMPT, policy=lambda prefill: 0, max_new_tokens=4))
+    with pytest.raises(ValueError, match=r"candidates \(0,\): 0 is not a block size"):
+        FixedPolicy(0)
 
 
 def test_public_names() -> None:

@@ -1,36 +1,41 @@
-"""Whatever is asked of an engine, in whatever order, its texts are those of one-token-at-a-time decoding."""
+"""Whatever is asked of an engine, in whatever order, its texts are those of one-token-at-a-time decoding.
 
+Of every kind of draft, with and without a prefix cache, by prompts in parts; a step is one pass of the target, and
+one of a block draft where it drafts.
+"""
+
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
-from unittest.mock import ANY
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blockpilot.control.acceptance import AcceptanceModel
 from blockpilot.engine.engine import Engine
+from blockpilot.native.library import has_functions
 from blockpilot.pairs.loading import Pair
-from blockpilot.types import LAYOUTS, FinishReason, Layout, Request, Sampling, Step
+from blockpilot.types import DRAFTED, LAYOUTS, LOOKED_UP, FinishReason, Request, Sampling, Step
 from helpers.controllers import Told, Watched
 from helpers.engines import NEVER
 from helpers.passes import Passes, counting
 from helpers.policies import step_policy
 from helpers.prices import price
-from helpers.worlds import MAX_LENGTH, MAX_NEW_TOKENS, MAX_PROMPT_TOKENS, World, prompt
-
-# --- adapter: what changes how an engine drafts while it runs ---
-#
-# The tests reach the adaptive parts of an engine through these functions only. One replaces the controller, which
-# chooses for requests without a block size; one makes such requests decode plainly, as a price does under load. They
-# do not touch what a request asks for: its text.
+from helpers.worlds import MAX_LENGTH, MAX_NEW_TOKENS, Chat, World
 
 PRICE = price(launch_s=0.1, slot_s=0.06, token_s=0.04)  # the deeper a step and the more rows, the dearer
 MAX_BLOCK_SIZE = 12
-PLAIN = [(0, 0)]
+SAMPLINGS = (
+    Sampling(),
+    Sampling(6.0, seed=6),  # with shared noise a random draft is often right here
+    Sampling(1.0, seed=2, min_p=0.01, repetition_penalty=1.2, presence_penalty=0.4, logit_bias={65: 1.5}),
+    Sampling(1.0, top_k=2, seed=3, logit_bias={65: 40.0, 66: 41.0}),  # two tokens, so that much was there before
+)
 
 
-class Prior(Watched):
+class WithPrior(Watched):
     """By the cost of a step, with a random prior."""
 
     def __init__(self, pair: Pair) -> None:
@@ -42,36 +47,10 @@ CONTROLLERS: dict[str, Callable[[Pair], Watched]] = {
     "nominal": lambda pair: Watched(pair.block_size - 1),
     "by cost": lambda pair: Watched(pair.block_size - 1, PRICE),
     "by cost, which stays": lambda pair: Watched(pair.block_size - 1, PRICE, follows=False),
-    "prior": Prior,
-    "told": lambda pair: Told(pair.block_size - 1, [(3, 5), (0, 0), (1, 8), (2, 0)]),
+    "prior": WithPrior,
+    "told": lambda pair: Told(pair.block_size - 1, [(3, 8), (0, 0), (1, 8), (2, 0)]),
+    "plain": lambda pair: Told(pair.block_size - 1, [(0, 0)]),
 }
-
-
-def controller_of(engine: Engine) -> Watched:
-    assert isinstance(engine.controller, Watched)
-    return engine.controller
-
-
-def use_controller(engine: Engine, kind: str) -> None:
-    engine.controller = CONTROLLERS[kind](engine.pair)
-
-
-def num_drafted(engine: Engine) -> int:
-    """Positions that the draft proposed tokens for in the last step; they may be worth nothing."""
-    return controller_of(engine).outcomes[-1].load.num_drafted
-
-
-def stop_drafting(engine: Engine) -> None:
-    engine.controller = Told(engine.pair.block_size - 1, PLAIN)
-
-
-# --- requests and engines under test ---
-
-SAMPLINGS = (
-    Sampling(),
-    Sampling(1.0, seed=1),
-    Sampling(1.0, seed=2, min_p=0.01, repetition_penalty=1.2, presence_penalty=0.4, logit_bias={65: 1.5}),
-)
 
 
 @dataclass
@@ -79,75 +58,89 @@ class Running:
     """A request in the engine, and what its steps must be."""
 
     request: Request
-    text: tuple[int, ...]
+    tokens: tuple[int, ...]
+    text: str
     reason: FinishReason
-    block_size: int | None
-    """What a step verifies, unless it is the controller's business."""
-    tokens: list[int] = field(default_factory=list)
+    emitted: list[int] = field(default_factory=list)
+    shown: str = ""
 
     @property
     def may_be_tree(self) -> bool:
         """That of a row that adapts is one unless chains are asked for, that of a fixed size if trees are."""
-        return self.request.layout == "tree" or (self.request.layout == "auto" and self.block_size is None)
+        return self.request.layout == "tree" or (self.request.layout == "auto" and self.request.block_size is None)
 
     def take(self, step: Step) -> None:
         """Check a step of it."""
-        num, begins = len(step.tokens), not self.tokens
+        request, num, begins = self.request, len(step.tokens), not self.emitted
         assert num > 0
         assert (step.block_size == 0) == (step.prefill is not None) == begins
         if begins:
             assert (num, step.num_accepted) == (1, 0)
         else:
             assert num <= step.block_size <= MAX_BLOCK_SIZE
-            if self.block_size is not None:
-                room = min(self.request.max_new_tokens, MAX_LENGTH - len(self.request.prompt_ids)) - len(self.tokens)
-                assert step.block_size == min(self.block_size, room) or (self.request.layout == "tree" and room > 1)
-                assert step.block_size <= self.block_size
+            if request.block_size is not None:
+                room = min(request.max_new_tokens, MAX_LENGTH - len(request.prompt_ids)) - len(self.emitted)
+                may_be_shorter = request.lookup or (request.layout == "tree" and room > 1)
+                assert step.block_size == min(request.block_size, room) or may_be_shorter
+                assert step.block_size <= request.block_size
             assert len(step.tree.tokens) == step.block_size - 1
             assert step.tree.is_chain or self.may_be_tree
             bonus = num - step.num_accepted
             assert bonus == 1 or (bonus == 0 and step.finish_reason is not None)
-        self.tokens += step.tokens
-        assert tuple(self.tokens) == self.text[: len(self.tokens)]
-        ended = len(self.tokens) == len(self.text)
-        assert step.finish_reason == (self.reason if ended else None)
+        self.emitted += step.tokens
+        self.shown += "".join(step.texts)
+        assert tuple(self.emitted) == self.tokens[: len(self.emitted)]
+        is_over = len(self.emitted) == len(self.tokens)
+        assert step.finish_reason == (self.reason if is_over else None)
+        assert not is_over or not request.stop_strings or self.shown == self.text
 
 
 class Trial:
     """An engine that is asked for one thing after the other, and checked after each."""
 
-    def __init__(self, world: World, passes: Callable[[], Passes], num_slots: int, max_prefill_tokens: int) -> None:
-        self.world, self._passes = world, passes
-        self.engine = Engine(
-            world.pair,
-            num_slots=num_slots,
-            max_length=MAX_LENGTH,
-            max_prefill_tokens=max_prefill_tokens,
-            max_block_size=MAX_BLOCK_SIZE,
-            controller=CONTROLLERS["nominal"](world.pair),
-        )
+    def __init__(
+        self, world: World, pair: Pair, passes: Callable[[], Passes], seen: Counter[str], **sizes: Any
+    ) -> None:
+        self.world, self.pair, self._passes, self.seen = world, pair, passes, seen
+        limits = {"max_length": MAX_LENGTH, "max_block_size": MAX_BLOCK_SIZE, **sizes}
+        self.engine = Engine(pair, controller=CONTROLLERS["nominal"](pair), **limits)
+        self.sizes = sizes
         self.running: dict[int, Running] = {}
         self.num_added = 0
 
     @property
     def decoding(self) -> list[int]:
-        return [i for i, running in self.running.items() if running.tokens]
+        return [i for i, running in self.running.items() if running.emitted]
 
     def step(self) -> None:
         decoding = self.decoding
         self._passes()
         steps = self.engine.step()
-        drafted = bool(self.running) and num_drafted(self.engine) > 0
-        assert self._passes() == (bool(self.running), drafted)
-        assert drafted >= any(step.block_size > 1 for step in steps)
+        num_drafted = 0
+        if self.running:
+            assert isinstance(self.engine.controller, Watched)
+            outcome = self.engine.controller.outcomes[-1]
+            num_drafted = outcome.load.num_drafted
+            assert outcome.num_prompt_tokens <= self.sizes["max_prefill_tokens"]
+        made = self._passes()
+        assert made.target == bool(self.running)
+        assert made.draft == (num_drafted > 0) or self.pair.draft.is_sequential
+        assert num_drafted or not any(source & DRAFTED for step in steps for source in step.tree.sources)
         assert sorted(step.request_id for step in steps if step.block_size) == sorted(decoding)
         assert len({step.request_id for step in steps}) == len(steps)
         for step in steps:
             self.running[step.request_id].take(step)
-            self.world.num_accepted += step.num_accepted
+            self.note(step)
             if step.finish_reason is not None:
                 del self.running[step.request_id]
         self.check()
+
+    def note(self, step: Step) -> None:
+        """Count what a step was about."""
+        self.seen["accepted"] += step.num_accepted
+        self.seen["looked up"] += sum(source & LOOKED_UP > 0 for source in step.accepted_sources)
+        self.seen["moved"] += step.path != list(range(1, 1 + step.num_accepted))
+        self.seen["reused"] += step.num_reused
 
     def check(self) -> None:
         engine = self.engine
@@ -155,6 +148,7 @@ class Trial:
         assert engine.num_active + engine.num_waiting == len(self.running)
         assert engine.num_decoding == len(self.decoding)
         assert engine.idle == (not self.running)
+        assert engine.num_kept_tokens <= self.sizes["prefix_tokens"]
 
     def drain(self) -> None:
         for _ in range(1000):
@@ -162,7 +156,9 @@ class Trial:
                 break
             self.step()
         self.check()
+        self._passes()
         assert self.engine.step() == []
+        assert not any(self._passes())
 
 
 # --- what may be asked ---
@@ -170,27 +166,26 @@ class Trial:
 
 @dataclass(frozen=True)
 class Add:
-    num_prompt_tokens: int
-    max_new_tokens: int
-    sampling: Sampling
-    block_size: int | None
-    layout: Layout
+    chat: Chat
+    options: dict[str, Any]
+    """Of a request."""
     stop: tuple[str, int] | None
     """The token, or a string of the text, from this place of the text on."""
 
     def do(self, trial: Trial) -> None:
-        text = trial.world.text(self.num_prompt_tokens, self.sampling)
-        kind, place = self.stop or ("none", 0)
+        sampling, options = self.options["sampling"], dict(self.options)
+        if not (trial.pair.has_draft or options["lookup"]):
+            options["block_size"] = None if options["block_size"] != 1 else 1
+        prompt = trial.world.prompt(self.chat, sampling)
+        tokens = trial.world.text(prompt, sampling)
+        kind, start = self.stop or ("none", 0)
         request = Request(
-            prompt(self.num_prompt_tokens),
-            self.max_new_tokens,
-            self.sampling,
-            self.block_size,
-            frozenset(text[place : place + 1]) if kind == "token" else NEVER,
-            (readable(trial.world.decode(text[place:])),) if kind == "string" else (),
-            layout=self.layout,
+            prompt,
+            stop_token_ids=frozenset(tokens[start : start + 1]) if kind == "token" else NEVER,
+            stop_strings=(readable(trial.world.decode(tokens[start:])),) if kind == "string" else (),
+            **options,
         )
-        trial.running[trial.engine.add(request)] = Running(request, *trial.world.ended(request), self.block_size)
+        trial.running[trial.engine.add(request)] = Running(request, *trial.world.ended(request))
         trial.num_added += 1
 
 
@@ -223,73 +218,65 @@ class Advance:
 
 @dataclass(frozen=True)
 class Use:
-    kind: str
+    controller: str
 
     def do(self, trial: Trial) -> None:
-        use_controller(trial.engine, self.kind)
+        trial.engine.controller = CONTROLLERS[self.controller](trial.pair)
 
 
-@dataclass(frozen=True)
-class StopDrafting:
-    def do(self, trial: Trial) -> None:
-        stop_drafting(trial.engine)
-
-
-BLOCK_SIZES = st.integers(1, 12)
-ADD = st.builds(
-    Add,
-    st.integers(1, MAX_PROMPT_TOKENS),
-    st.integers(1, MAX_NEW_TOKENS),
-    st.sampled_from(SAMPLINGS),
-    st.none() | BLOCK_SIZES,
-    st.sampled_from(LAYOUTS),
-    st.none() | st.tuples(st.sampled_from(["token", "string"]), st.integers(0, MAX_NEW_TOKENS - 1)),
+CHATS = st.builds(Chat, st.sampled_from([0, 33, 70]), st.integers(0, 1), st.sampled_from([0, 0, 9, MAX_NEW_TOKENS]))
+OPTIONS = st.fixed_dictionaries(
+    {
+        "max_new_tokens": st.integers(1, MAX_NEW_TOKENS),
+        "sampling": st.sampled_from(SAMPLINGS),
+        "block_size": st.none() | st.integers(1, MAX_BLOCK_SIZE),
+        "layout": st.sampled_from(LAYOUTS),
+        "lookup": st.sampled_from([None, None, True, False] if has_functions() else [None, False]),
+        "cache_salt": st.sampled_from(["", "", "", "other"]),
+    }
 )
-ADVANCE = st.builds(Advance, st.integers(1, 4))
+STOPS = st.none() | st.tuples(st.sampled_from(["token", "string"]), st.integers(0, MAX_NEW_TOKENS - 1))
+ADD, ADVANCE = st.builds(Add, CHATS, OPTIONS, STOPS), st.builds(Advance, st.integers(1, 5))
 OPERATIONS = st.one_of(
-    ADD,
-    ADVANCE,
+    *(ADD, ADVANCE, ADD, ADVANCE, ADD, ADVANCE),
     st.builds(Cancel, st.integers(0, 50)),
-    ADVANCE,
-    ADD,
-    st.builds(Use, st.sampled_from(list(CONTROLLERS))),
-    ADVANCE,
-    st.just(StopDrafting()),
+    st.builds(Use, st.sampled_from(sorted(CONTROLLERS))),
+)
+SIZES = st.fixed_dictionaries(
+    {
+        "num_slots": st.integers(1, 4),
+        "max_prefill_tokens": st.sampled_from([7, 30, 1000]),
+        "prefix_tokens": st.sampled_from([0, 80, 4000]),
+    }
 )
 
 
-def test_texts_are_plain_whatever_is_asked_in_whatever_order(tiny_pair: Pair) -> None:
-    """Requests come, end, stop and are cancelled; controllers and block sizes change under them."""
-    world = World(tiny_pair).with_knowing_draft()
+@pytest.fixture(scope="module")
+def world(tiny_pair: Pair) -> World:
+    """That of all pairs, which have one target."""
+    return World(tiny_pair)
 
-    @settings(max_examples=25, deadline=None, derandomize=True, database=None)
-    @given(st.lists(OPERATIONS, min_size=12, max_size=34), st.integers(2, 3), st.sampled_from([8, 3, 100]))
-    def check(operations: list[Any], num_slots: int, max_prefill_tokens: int) -> None:
-        trial = Trial(world, passes, num_slots, max_prefill_tokens)
+
+@pytest.mark.parametrize("name", ["knowing", "markov_pair", "dflash2_pair", "eagle_pair", "alone"])
+def test_texts_are_plain_whatever_is_asked_in_whatever_order(
+    request: pytest.FixtureRequest, world: World, name: str
+) -> None:
+    """Requests come, end, stop and are cancelled; chats go on; controllers and block sizes change under them."""
+    pair = world.knowing_pair if name == "knowing" else request.getfixturevalue(name)
+    seen = Counter[str]()
+
+    @settings(max_examples=40, deadline=None, derandomize=True, database=None)
+    @given(st.lists(OPERATIONS, min_size=12, max_size=40), SIZES)
+    def check(operations: list[Any], sizes: dict[str, int]) -> None:
+        trial = Trial(world, pair, passes, seen, **sizes)
         for operation in operations:
             operation.do(trial)
             trial.check()
         trial.drain()
 
-    with counting(world.pair) as passes:
+    with counting(pair) as passes:
         check()
-    assert world.num_accepted > 80
-
-
-def test_texts_of_an_eagle_draft_are_plain_whatever_is_asked(eagle_pair: Pair) -> None:
-    """Its noise is hot: with shared dice a random draft is often right."""
-    world = World(eagle_pair)
-
-    @settings(max_examples=15, deadline=None, derandomize=True, database=None)
-    @given(st.lists(OPERATIONS, min_size=12, max_size=34), st.integers(2, 3), st.sampled_from([8, 3, 100]))
-    def check(operations: list[Any], num_slots: int, max_prefill_tokens: int) -> None:
-        trial = Trial(world, lambda: ANY, num_slots, max_prefill_tokens)
-        for operation in operations:
-            if isinstance(operation, Add) and operation.sampling.seed:
-                operation = replace(operation, sampling=replace(operation.sampling, temperature=6.0))
-            operation.do(trial)
-            trial.check()
-        trial.drain()
-
-    check()
-    assert world.num_accepted > 30
+    assert seen["reused"] > 500
+    assert seen["accepted"] > 30
+    assert seen["moved"] > 0 or not pair.has_draft
+    assert seen["looked up"] > 0 or not has_functions()

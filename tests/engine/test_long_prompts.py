@@ -16,8 +16,8 @@ from blockpilot.engine.engine import Engine
 from blockpilot.engine.sampling import keyed_sample
 from blockpilot.native.products import native_product
 from blockpilot.pairs.loading import Pair, load_pair
-from blockpilot.types import PairId, Request, Sampling, Step
-from helpers.engines import NEVER, plain_text
+from blockpilot.types import PairId, Request, Sampling
+from helpers.engines import NEVER, plain_text, run, text_of
 from helpers.tiny import byte_tokenizer, tiny_draft, tiny_target
 
 NUM_TOKENS, PART = 8000, 256
@@ -42,15 +42,6 @@ def long_prompt(seed: int = 0, num: int = NUM_TOKENS, vocab_size: int = 256) -> 
     return tuple(torch.randint(0, vocab_size, (num,), generator=generator).tolist())
 
 
-def told_apart(engine: Engine, requests: Sequence[Request]) -> tuple[list[list[int]], list[list[Step]]]:
-    """Texts of requests, and the steps of every step of the engine."""
-    ids, calls = [engine.add(request) for request in requests], list[list[Step]]()
-    while not engine.idle:
-        calls.append(engine.step())
-    steps = [step for call in calls for step in call]
-    return [[t for step in steps if step.request_id == i for t in step.tokens] for i in ids], calls
-
-
 def is_own_text(pair: Pair, prompt: Sequence[int], text: Sequence[int], sampling: Sampling) -> bool:
     """True if each token is the target's choice after those before it, by one pass of the stock model."""
     num = len(text)
@@ -60,22 +51,20 @@ def is_own_text(pair: Pair, prompt: Sequence[int], text: Sequence[int], sampling
     return keyed_sample(logits, list(positions), [sampling] * num).tolist() == list(text)
 
 
-def test_eight_thousand_tokens_beside_trees_and_again_from_what_is_kept() -> None:
+def test_eight_thousand_tokens_beside_trees_and_again_from_the_prefix_cache() -> None:
     pair, prompt = long_pair(), long_prompt()
     engine = Engine(pair, num_slots=2, max_length=8192, max_prefill_tokens=PART, prefix_tokens=8192)
     neighbour = Request(prompt[-30:], 150, HOT, 6, NEVER, layout="tree")
     long = Request(prompt, 20, HOT, 6, NEVER, layout="tree")
-    (of_neighbour, text), calls = told_apart(engine, [neighbour, long])
-    assert tuple(of_neighbour) == plain_text(pair, neighbour.prompt_ids, 150, HOT)
-    beside = calls[1 : NUM_TOKENS // PART]
-    assert all(len(call) == 1 and call[0].block_size > 0 for call in beside)  # it goes on in every step
-    assert any(not step.tree.is_chain for [step] in beside)
-
+    beside, steps = run(engine, [neighbour, long])
+    assert text_of(beside) == plain_text(pair, neighbour.prompt_ids, 150, HOT)
+    assert any(not step.tree.is_chain for step in beside)
+    text = text_of(steps)
     turn = replace(long, prompt_ids=(*prompt, *text, *prompt[:20]))
-    (second,), calls = told_apart(engine, [turn])
-    assert calls[0][0].num_reused == (len(prompt) + len(text) - 1) // 16 * 16
+    [again] = run(engine, [turn])
+    assert again[0].num_reused == (len(prompt) + len(text) - 1) // 16 * 16
     assert is_own_text(pair, prompt, text, HOT)
-    assert is_own_text(pair, turn.prompt_ids, second, HOT)
+    assert is_own_text(pair, turn.prompt_ids, text_of(again), HOT)
 
 
 def test_memory_is_that_of_the_caches_and_of_one_part() -> None:
@@ -92,7 +81,7 @@ def grown() -> tuple[int, int]:
     """Bytes that the process's memory grows by with two prompts of 8,000 tokens, and those of the engine's caches."""
     torch.set_num_threads(1)
     pair = long_pair()
-    told_apart(Engine(pair, num_slots=2, max_length=64), [Request(long_prompt(num=40), 4, HOT, 6)] * 2)
+    run(Engine(pair, num_slots=2, max_length=64), [Request(long_prompt(num=40), 4, HOT, 6)] * 2)
     over, most, before = threading.Event(), [0], resident_bytes()
 
     def watch() -> None:
@@ -102,7 +91,7 @@ def grown() -> tuple[int, int]:
     watcher = threading.Thread(target=watch)
     watcher.start()
     engine = Engine(pair, num_slots=2, max_length=8192, max_prefill_tokens=PART, prefix_tokens=2 * 8192)
-    told_apart(engine, [Request(long_prompt(seed), 20, HOT, 6, layout="tree") for seed in range(2)])
+    run(engine, [Request(long_prompt(seed), 20, HOT, 6, layout="tree") for seed in range(2)])
     over.set()
     watcher.join()
     return most[0] - before, engine.cache_bytes
@@ -119,13 +108,12 @@ def test_two_thousand_tokens_on_the_embedded_pair() -> None:
     pair = load_pair("smollm2-135m", dtype="bfloat16")
     manual = (ROOT / "docs" / "decoding.md").read_text()
     prompt = tuple(pair.tokenizer(manual).input_ids[:1900])
-    plain = [Request(prompt, 24, HOT), Request(prompt[:50], 60, HOT)]
-    expected = [
-        told_apart(Engine(pair, num_slots=1, max_length=2048), [replace(each, block_size=1)])[0][0] for each in plain
-    ]
+    plain = [Request(prompt[:50], 60, HOT, 1), Request(prompt, 24, HOT, 1)]
+    alone = Engine(pair, num_slots=1, max_length=2048)
+    expected = [text_of(run(alone, [request])[0]) for request in plain]
     engine = Engine(pair, num_slots=2, max_length=2048, max_prefill_tokens=PART, prefix_tokens=4096)
-    trees = [replace(each, block_size=8, layout="tree") for each in plain]
-    assert told_apart(engine, trees[::-1])[0] == expected[::-1]
-    (again,), calls = told_apart(engine, [trees[0]])
-    assert again == expected[0]
-    assert calls[0][0].num_reused == 1888
+    trees = [replace(request, block_size=8, layout="tree") for request in plain]
+    assert [text_of(steps) for steps in run(engine, trees)] == expected
+    [again] = run(engine, trees[1:])
+    assert text_of(again) == expected[1]
+    assert again[0].num_reused == 1888

@@ -15,9 +15,9 @@ from blockpilot.engine.trees import MAX_DEPTH
 from blockpilot.native.library import has_functions
 from blockpilot.native.matching import LONGEST
 from blockpilot.pairs.loading import Pair
-from blockpilot.types import DRAFTED, LOOKED_UP, Request, Sampling, Step
+from blockpilot.types import DRAFTED, LOOKED_UP, Request, Step
 from helpers.controllers import Watched
-from helpers.engines import NEVER, plain_text, run, text_of
+from helpers.engines import NEVER, run, text_of
 from helpers.texts import slow_match
 
 pytestmark = pytest.mark.skipif(not has_functions(), reason="lookup needs the functions in C")
@@ -28,9 +28,10 @@ NUM_TOKENS = 40
 @pytest.fixture(scope="module")
 def circles(tiny_pair: Pair) -> tuple[int, ...]:
     """A prompt whose greedy answer is a repetition: the target's own text, which has begun to go in circles."""
+    engine = Engine(tiny_pair, num_slots=1, max_length=256)
     for start in range(10, 200, 10):
-        with torch.inference_mode():
-            text: tuple[int, ...] = (start, *plain_text(tiny_pair, (start,), 250, Sampling()))
+        [steps] = run(engine, [Request((start,), 250, block_size=1, stop_token_ids=NEVER)])
+        text: tuple[int, ...] = (start, *text_of(steps))
         if slow_match(text, 4)[0] == LONGEST:
             return text[:-100] if slow_match(text[:-100], 4)[0] == LONGEST else text
     pytest.fail("the tiny target does not repeat itself")
@@ -83,31 +84,23 @@ def test_paths_are_what_followed_in_every_rows_own_text(tiny_pair: Pair, circles
     assert engine._lookup.num_bytes == 3 * 4 * (400 + 400 + 512)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=3)])
-@torch.inference_mode()
-def test_texts_are_those_of_plain_decoding(tiny_pair: Pair, circles: tuple[int, ...], sampling: Sampling) -> None:
-    expected = plain_text(tiny_pair, circles, NUM_TOKENS, sampling)
-    for layout, size in (("auto", None), ("tree", 6), ("tree", 24), ("chain", 5)):
-        asked = Request(circles, NUM_TOKENS, sampling, size, NEVER, layout=layout, lookup=True)  # type: ignore[arg-type]
-        [steps] = run(Engine(tiny_pair, num_slots=1, max_length=400), [asked])
-        assert text_of(steps) == expected
-        if sampling.is_greedy:
-            assert looked_up(steps) > NUM_TOKENS // 3
-            assert len(steps) < NUM_TOKENS // 2
-
-
 @torch.inference_mode()
 def test_only_where_it_is_wanted(tiny_pair: Pair, circles: tuple[int, ...]) -> None:
-    """By default where the controller chooses; never in plain decoding."""
+    """By default where the controller chooses; never in plain decoding. It saves steps; tokens tell their source."""
 
-    def of(**asked: Any) -> int:
+    def decode(**asked: Any) -> list[Step]:
         request = Request(circles, NUM_TOKENS, stop_token_ids=NEVER, **asked)
         [steps] = run(Engine(tiny_pair, num_slots=1, max_length=400), [request])
-        return looked_up(steps)
+        return steps
 
-    assert of() > 10
-    assert of(lookup=False) == of(block_size=4) == of(block_size=1, lookup=True) == 0
-    assert of(block_size=4, lookup=True) > 10
+    assert looked_up(decode()) > NUM_TOKENS // 3
+    assert len(decode()) < NUM_TOKENS // 2
+    for without in ({"lookup": False}, {"block_size": 4}, {"block_size": 1, "lookup": True}):
+        assert looked_up(decode(**without)) == 0
+    asked = decode(block_size=9, lookup=True, layout="tree")
+    assert looked_up(asked) > NUM_TOKENS // 3
+    sources = {source for step in asked for source in step.tree.sources}
+    assert {DRAFTED, LOOKED_UP} <= sources <= {DRAFTED, LOOKED_UP, DRAFTED | LOOKED_UP}
 
 
 @torch.inference_mode()
@@ -144,12 +137,3 @@ def test_what_is_learned_of_paths_is_what_the_texts_say(
     assert sum(rights) > 10
     assert not np.array_equal(controller.model.paths.weights[0], first[0])
     assert np.array_equal(controller.model.paths.weights[1], first[1])
-
-
-@torch.inference_mode()
-def test_a_token_of_both_sources_says_so(tiny_pair: Pair, circles: tuple[int, ...]) -> None:
-    """Nodes are of the draft, looked up, or both, and a text that carries itself on needs few drafts."""
-    request = Request(circles, 120, block_size=9, stop_token_ids=NEVER, layout="tree", lookup=True)
-    [steps] = run(Engine(tiny_pair, num_slots=1, max_length=500), [request])
-    sources = {source for step in steps for source in step.tree.sources}
-    assert {DRAFTED, LOOKED_UP} <= sources <= {DRAFTED, LOOKED_UP, DRAFTED | LOOKED_UP}

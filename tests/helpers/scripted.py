@@ -10,10 +10,6 @@ from blockpilot.drafts.dflash_prepared import CachedDFlash, PreparedDFlash
 from blockpilot.models.cache import SlotView
 from blockpilot.models.packing import Packing
 from blockpilot.pairs.loading import Pair
-from blockpilot.types import LAYOUTS, Layout, Request, Sampling
-from helpers.engines import NEVER, PROMPT, plain_text
-
-OTHER_PROMPT = tuple(range(70, 82))
 
 
 class ScriptedDraft(CachedDFlash):
@@ -37,20 +33,3 @@ def scripted_pair(pair: Pair, text: Sequence[int], wrong: frozenset[int]) -> Pai
     scripted = replace(pair)
     scripted.__dict__["prepared_draft"] = PreparedDFlash(ScriptedDraft(pair, text, wrong), pair.target)
     return scripted
-
-
-def scripted_requests(
-    pair: Pair, sampling: Sampling, num: int = 40, layouts: Sequence[Layout] = LAYOUTS
-) -> tuple[Pair, list[Request]]:
-    """A draft that errs at every third and every eleventh position of one text; rows of it, and two of fixed size.
-
-    They end at different lengths; with fewer slots than requests, some join late.
-    """
-    text = PROMPT + plain_text(pair, PROMPT, num, sampling)
-    wrong = frozenset(range(0, len(text), 3)) & frozenset(range(0, 30)) | frozenset(range(0, len(text), 11))
-    plain = [
-        Request(PROMPT, length, sampling, stop_token_ids=NEVER, layout=layouts[i % len(layouts)])
-        for i, length in enumerate((num, 14, 25, 1, 31))
-    ]
-    fixed = [Request(OTHER_PROMPT[:n], 9 + n, sampling, n, NEVER) for n in (1, 3)]
-    return scripted_pair(pair, text, wrong), [plain[0], fixed[0], *plain[1:4], fixed[1], plain[4]]

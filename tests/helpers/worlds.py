@@ -1,7 +1,8 @@
-"""Texts of many requests by one-token-at-a-time decoding, and a draft that knows them."""
+"""Prompts that begin alike, their texts by one-token-at-a-time decoding, and a draft that knows them."""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +15,17 @@ from blockpilot.pairs.loading import Pair
 from blockpilot.types import FinishReason, Request, Sampling
 from helpers.engines import plain_text
 
-MAX_LENGTH, MAX_NEW_TOKENS, MAX_PROMPT_TOKENS = 48, 20, 40  # some requests reach the first
+MAX_LENGTH, MAX_NEW_TOKENS = 112, 24  # some requests reach the first
+SYSTEM = tuple(torch.randint(0, 256, (70,), generator=torch.Generator().manual_seed(1)).tolist())
+QUESTIONS = tuple(range(10, 18)), tuple(range(90, 98))
+
+
+class Chat(NamedTuple):
+    """A start of the system prompt and a question; and so many tokens of its answer with the other question."""
+
+    num_system: int
+    question: int
+    num_answered: int
 
 
 class KnowingDraft(CachedDFlash):
@@ -50,47 +61,44 @@ class KnowingDraft(CachedDFlash):
         return 50 * normed[torch.tensor(tokens)] + 49.5 * normed[torch.tensor(seconds)]
 
 
-def prompt(num_tokens: int) -> tuple[int, ...]:
-    generator = torch.Generator().manual_seed(num_tokens)
-    return tuple(torch.randint(0, 256, (num_tokens,), generator=generator).tolist())
-
-
 class World:
-    """A pair and its texts, of which a draft is told that knows them."""
+    """A target and its texts; one draft, of `knowing_pair`, is told all of them."""
 
     def __init__(self, pair: Pair) -> None:
-        self.pair = self._stock = pair
-        self._draft: KnowingDraft | None = None
-        self.num_accepted = 0  # of all drafted tokens
-        self._texts = dict[tuple[int, Sampling], tuple[int, ...]]()
+        self._stock = pair
+        self._draft = KnowingDraft(pair)
+        self.knowing_pair = replace(pair)
+        self.knowing_pair.__dict__["prepared_draft"] = PreparedDFlash(self._draft, pair.target)
+        self._texts = dict[tuple[tuple[int, ...], Sampling], tuple[int, ...]]()
 
-    def with_knowing_draft(self) -> "World":
-        self.pair, self._draft = replace(self._stock), KnowingDraft(self._stock)
-        self.pair.__dict__["prepared_draft"] = PreparedDFlash(self._draft, self.pair.target)
-        return self
+    def prompt(self, chat: Chat, sampling: Sampling) -> tuple[int, ...]:
+        prompt = (*SYSTEM[: chat.num_system], *QUESTIONS[chat.question])
+        if not chat.num_answered:
+            return prompt
+        return (*prompt, *self.text(prompt, sampling)[: chat.num_answered], *QUESTIONS[1 - chat.question])
 
-    def text(self, num_prompt_tokens: int, sampling: Sampling) -> tuple[int, ...]:
-        key = num_prompt_tokens, sampling
+    def text(self, prompt: tuple[int, ...], sampling: Sampling) -> tuple[int, ...]:
+        key = prompt, sampling
         if key not in self._texts:
             with torch.inference_mode():
-                self._texts[key] = plain_text(self._stock, prompt(num_prompt_tokens), MAX_NEW_TOKENS, sampling)
-        if self._draft is not None:
-            self._draft.remember((*prompt(num_prompt_tokens), *self._texts[key]))
+                self._texts[key] = plain_text(self._stock, prompt, MAX_NEW_TOKENS, sampling)
+        self._draft.remember((*prompt, *self._texts[key]))
         return self._texts[key]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        decoded = self.pair.tokenizer.decode(
+        decoded = self._stock.tokenizer.decode(
             list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         assert isinstance(decoded, str)
         return decoded
 
-    def ended(self, request: Request) -> tuple[tuple[int, ...], FinishReason]:
-        """The text of a request, up to what ends it."""
+    def ended(self, request: Request) -> tuple[tuple[int, ...], str, FinishReason]:
+        """The tokens of a request up to what ends it, its text up to a stop string, and why it ends."""
         room = min(request.max_new_tokens, MAX_LENGTH - len(request.prompt_ids))
-        text = self.text(len(request.prompt_ids), request.sampling)[:room]
-        for num, token in enumerate(text, 1):
-            shown = self.decode(text[:num])
-            if token in request.stop_token_ids or any(stop in shown for stop in request.stop_strings):
-                return text[:num], "stop"
-        return text, "length"
+        tokens = self.text(request.prompt_ids, request.sampling)[:room]
+        for num, token in enumerate(tokens, 1):
+            shown = self.decode(tokens[:num])
+            stops = [shown.index(stop) for stop in request.stop_strings if stop in shown]
+            if token in request.stop_token_ids or stops:
+                return tokens[:num], shown[: min(stops, default=len(shown))], "stop"
+        return tokens, self.decode(tokens), "length"

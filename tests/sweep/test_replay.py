@@ -10,7 +10,7 @@ import torch
 
 from blockpilot.draft_training.batches import collate, draft_batch, possible_anchors
 from blockpilot.draft_training.features import Document
-from blockpilot.drafts.checkpoint import save_draft
+from blockpilot.drafts.dflash_checkpoint import save_draft
 from blockpilot.engine.engine import Engine
 from blockpilot.models.target import Target
 from blockpilot.pairs.loading import Pair

@@ -65,13 +65,9 @@ def test_price_is_that_of_the_steps() -> None:
         assert found.seconds(load) == pytest.approx(seconds, rel=1e-3)
     assert found.error < 1e-3
     assert found.rows == 6
+    assert [batch_sizes(most) for most in (1, 6, 8)] == [[1], [1, 2, 4, 6], [1, 2, 4, 8]]
     with pytest.raises(ValueError, match="3 loads: too few for the price of a step"):
         price_of_steps(dict(list(timed.items())[:3]), price())
-
-
-@pytest.mark.parametrize(("most", "sizes"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
-def test_batches_are_timed_by_powers_of_two(most: int, sizes: list[int]) -> None:
-    assert batch_sizes(most) == sizes
 
 
 def test_a_pair_is_known_without_its_weights(tiny_pair_dirs: tuple[Path, Path], tiny_pair: Pair) -> None:
@@ -82,14 +78,11 @@ def test_a_pair_is_known_without_its_weights(tiny_pair_dirs: tuple[Path, Path], 
     assert found.tokenizer.decode([70, 71]) == tiny_pair.tokenizer.decode([70, 71])
 
 
-def test_a_draft_of_another_family_is_refused_by_name(tiny_pair_dirs: tuple[Path, Path], tmp_path: Path) -> None:
+def test_what_vllm_cannot_sweep_is_refused_by_name(tiny_pair_dirs: tuple[Path, Path], tmp_path: Path) -> None:
     draft = random_eagle3(tiny_target().config, torch.arange(5, 105), block_size=6)
     save_eagle3(draft, tmp_path, dtype=torch.float32)
     with pytest.raises(ValueError, match="eagle3; by vLLM only DFlash drafts are swept"):
         VllmPair.of(PairConfig(target=str(tiny_pair_dirs[0]), draft=str(tmp_path)))
-
-
-def test_vllm_cannot_replay(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="method 'replay' with engine 'vllm': must be 'decode'"):
         run(SweepConfig(engine="vllm", output=str(tmp_path / "sweep")))
     assert not (tmp_path / "sweep").exists()

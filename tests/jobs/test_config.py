@@ -32,5 +32,5 @@ def test_dtype_is_what_the_device_is_good_at(
 def test_without_a_compiler_bfloat16_is_not_exact_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
     monkeypatch.setattr(library, "reason_without", lambda dtype, device: "no cc")
-    found = library.fastest_dtype(torch.device("cpu"))
-    assert found == ("float32", "amx_bf16, but no layers in C: no cc")
+    dtype = library.fastest_dtype(torch.device("cpu"))
+    assert dtype == ("float32", "amx_bf16, but no layers in C: no cc")

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,12 +22,13 @@ from blockpilot.storage import file_names
 from blockpilot.sweep.rows import Metadata, SweepRow, read_file, write_rows
 from blockpilot.sweep.sweep import sweep_prompts
 from helpers.clusters import RAY, free_ports, head_node
+from helpers.command_line import error_of
 from helpers.patience import patient
 from helpers.processes import Job, descendants
 from helpers.s3 import s3_server
 from helpers.sweeps import read_sweep
 from jobs.common import lease
-from jobs.common.config import ConfigError, PairConfig, main
+from jobs.common.config import PairConfig
 from jobs.common.lease import Lease
 from jobs.sweep import SweepConfig, _cut, _identity, run
 from jobs.sweeping.folder import SweepFolder, SweepShard
@@ -37,6 +37,7 @@ ROOT = Path(__file__).parents[2]
 CANDIDATES = (1, 2, 4)
 SETTINGS = {"max_new_tokens": 24, "temperature": 0.7, "seed": 3}
 TOO_LONG = "x" * 1100  # the tiny target's context is 1024
+FILES_OF_SHARDS = ("rows", "parquet"), ("prompts", "jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -111,46 +112,20 @@ def texts(folder: SweepFolder, shard: SweepShard) -> list[str]:
         ("--prompts {bad}", "bad.jsonl: no prompt in 2 rows: line 1: empty prompt; line 2: not JSON"),
         ("--pair nope", "unknown pair 'nope': named pairs are smollm2-135m, "),
         ("--target x", "target 'x' has no draft, a sweep needs one: --draft names one"),
+        ("--candidates 3 2", "larger than the one before"),
+        ("--candidates 0 2", "0 is not a block size"),
+        ("--candidates 2 33", "at most 32"),
+        ("--temperature nan", "temperature: Input should be a finite number"),
+        ("--top-p 0", "top_p: Input should be greater than 0"),
+        (f"--seed {2**63}", "seed: Input should be less than"),
+        ("--max-new-tokens 1", "max_new_tokens: Input should be greater than or equal to 2"),
     ],
 )
-def test_bad_input_is_one_line(
-    arguments: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_one_line(arguments: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"prompt": ""}\n{"prompt": \n')
-    given = arguments.format(bad=tmp_path / "bad.jsonl").split()
-    monkeypatch.setattr(sys, "argv", ["sweep.py", "--output", str(tmp_path / "out"), *given])
-    with pytest.raises(SystemExit) as exited:
-        main(SweepConfig, run)
-    error = capsys.readouterr().err
-    assert exited.value.code == 2
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
-    assert message in error
-    assert not ray.is_initialized()
+    given = f"--output {tmp_path / 'out'} {arguments.format(bad=tmp_path / 'bad.jsonl')}"
+    assert message in error_of(SweepConfig, run, given)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("candidates", (), "at least one"),
-        ("candidates", (3, 2), "larger than the one before"),
-        ("candidates", (0, 2), "0 is not a block size"),
-        ("candidates", (2, 33), "at most 32"),
-        ("temperature", -0.1, "greater than or equal to 0"),
-        ("temperature", float("nan"), "finite"),
-        ("top_p", 0.0, "greater than 0"),
-        ("top_p", 1.1, "less than or equal to 1"),
-        ("seed", 2**63, "less than"),
-        ("max_new_tokens", 1, "greater than or equal to 2"),
-        ("prompts", (), "at least 1 item"),
-        ("num_prompts", 0, "greater than or equal to 1"),
-        ("prompts_per_shard", 0, "greater than or equal to 1"),
-    ],
-)
-def test_bad_settings_are_refused(field: str, value: object, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        SweepConfig(**{field: value})
 
 
 def test_a_submitted_job_needs_an_absolute_output(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,34 +134,21 @@ def test_a_submitted_job_needs_an_absolute_output(monkeypatch: pytest.MonkeyPatc
         run(SweepConfig(output="runs/x"))
 
 
-@pytest.fixture(params=["file", "s3"])
-def folder_uri(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A folder by URI, on the local disk and on an S3 server."""
-    if request.param == "file":
-        yield tmp_path.as_uri()
-    else:
-        with s3_server(monkeypatch) as bucket:
-            yield bucket
-
-
 def test_the_output_may_be_a_uri(
-    config: SweepConfig, tiny_pair: Pair, expected: dict[str, list[SweepRow]], folder_uri: str
+    config: SweepConfig, tiny_pair: Pair, expected: dict[str, list[SweepRow]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = config.model_copy(update={"output": f"{folder_uri}/by-uri"})
-    with Lease(config.output) as held:
-        shards, folder = open_sweep(config)
-        OpenSweep(config, shards, folder, metadata_of(folder, tiny_pair), expected).write(*shards)
-        folder.write_rejects([])
-        held.check()
-    assert read_sweep(folder.rows).rows == [row for rows in expected.values() for row in rows]
-    assert read_sweep(config.output).rows == read_sweep(folder.rows).rows
-    assert left(config) == {shard.part: [TOO_LONG] for shard in shards if TOO_LONG in texts(folder, shard)}
-    names = {
-        "config.json",
-        *(f"rows/{s.part}" for s in shards),
-        *(f"prompts/{Path(s.part).stem}.jsonl" for s in shards),
-    }
-    assert set(file_names(config.output)) == names
+    with s3_server(monkeypatch) as bucket:
+        config = config.model_copy(update={"output": f"{bucket}/by-uri"})
+        with Lease(config.output) as held:
+            shards, folder = open_sweep(config)
+            OpenSweep(config, shards, folder, metadata_of(folder, tiny_pair), expected).write(*shards)
+            folder.write_rejects([])
+            held.check()
+        for place in (folder.rows, config.output):
+            assert read_sweep(place).rows == [row for rows in expected.values() for row in rows]
+        assert left(config) == {shard.part: [TOO_LONG] for shard in shards if TOO_LONG in texts(folder, shard)}
+        files = {f"{kind}/{Path(s.part).stem}.{end}" for s in shards for kind, end in FILES_OF_SHARDS}
+        assert set(file_names(config.output)) == {"config.json", *files}
     with pytest.raises(ValueError, match="nosuch://x"):
         open_sweep(config.model_copy(update={"output": "nosuch://x"}))
 
@@ -197,8 +159,8 @@ def test_the_output_may_be_a_uri(
 def test_shards_hold_every_prompt_once_in_order(config: SweepConfig, prompt_file: Path) -> None:
     twice = config.model_copy(update={"prompts": (str(prompt_file), "demo", str(prompt_file)), "num_prompts": 7})
     shards, folder = open_sweep(twice)
-    found = [text for shard in shards for text in texts(folder, shard)]
-    assert len(found) == len(set(found)) == 14
+    in_order = [text for shard in shards for text in texts(folder, shard)]
+    assert len(in_order) == len(set(in_order)) == 14
     assert [len(shard.prompts) for shard in shards] == [2] * 7
     assert [shard.part for shard in shards] == sorted({shard.part for shard in shards})
     assert [shard.number for shard in shards] == list(range(7))
@@ -235,11 +197,12 @@ def metadata_of(folder: SweepFolder, pair: Pair) -> Metadata:
 def left(config: SweepConfig) -> dict[str, list[str]]:
     """What the same command would still do: part name -> texts."""
     shards, folder = open_sweep(config)
-    found = {shard.part: [p.text for p in folder.prompts(shard, folder.left(shard))] for shard in shards}
-    return {part: texts for part, texts in found.items() if texts}
+    by_part = {shard.part: [p.text for p in folder.prompts(shard, folder.left(shard))] for shard in shards}
+    return {part: texts for part, texts in by_part.items() if texts}
 
 
-def test_a_folder_knows_what_is_left(opened: OpenSweep) -> None:
+def test_a_folder_knows_what_is_left(opened: OpenSweep, capsys: pytest.CaptureFixture[str]) -> None:
+    """A part that is damaged is done again."""
     config, shards, folder, metadata, expected = opened
     assert left(config) == {shard.part: texts(folder, shard) for shard in shards}
     first, second, third = shards[:3]
@@ -250,9 +213,6 @@ def test_a_folder_knows_what_is_left(opened: OpenSweep) -> None:
     assert next(iter(left(config))) == third.part
     assert read_sweep(folder.rows).rows == expected[first.part] + expected[second.part]
 
-
-def test_a_damaged_part_is_done_again(opened: OpenSweep, capsys: pytest.CaptureFixture[str]) -> None:
-    config, shards, folder, *_ = opened
     opened.write(*shards)
     (with_long,) = (shard for shard in shards if TOO_LONG in texts(folder, shard))
     damaged = next(shard for shard in shards if shard != with_long)
@@ -285,27 +245,21 @@ def test_a_folder_of_another_sweep_is_refused(opened: OpenSweep) -> None:
     assert not ray.is_initialized()
 
 
-def test_a_changed_prompt_file_is_another_sweep(config: SweepConfig, tiny_pair: Pair, tmp_path: Path) -> None:
-    path = tmp_path / "questions.txt"
+def test_other_prompts_or_weights_under_the_same_names_are_another_sweep(
+    config: SweepConfig, tiny_pair: Pair, tiny_pair_dirs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    draft, path = tmp_path / "draft", tmp_path / "questions.txt"
+    shutil.copytree(tiny_pair_dirs[1], draft)
     path.write_text("one\ntwo\n")
-    config = config.model_copy(update={"prompts": (str(path),)})
+    pair = PairConfig(target=str(tiny_pair_dirs[0]), draft=str(draft), dtype="float32")
+    config = config.model_copy(update={"pair": pair, "prompts": (str(path),)})
     (shard,), folder = open_sweep(config)
     rows = sweep_prompts(tiny_pair, prompts(folder, shard), CANDIDATES, **SETTINGS).rows
     folder.write(shard, rows, metadata_of(folder, tiny_pair))
     path.write_text("one\nthree\n")
     with pytest.raises(ValueError, match=r"holds another sweep \(there and here: prompts_digest"):
         run(config)
-
-
-def test_a_retrained_draft_of_the_same_name_is_another_sweep(
-    opened: OpenSweep, tiny_pair_dirs: tuple[Path, Path], tmp_path: Path
-) -> None:
-    draft = tmp_path / "draft"
-    shutil.copytree(tiny_pair_dirs[1], draft)
-    pair = PairConfig(target=str(tiny_pair_dirs[0]), draft=str(draft), dtype="float32")
-    config = opened.config.model_copy(update={"pair": pair})
-    shards, folder = open_sweep(config)
-    opened._replace(folder=folder).write(*shards)
+    path.write_text("one\ntwo\n")
     weights = load_file(draft / "model.safetensors")
     save_file({name: weight * 1.5 for name, weight in weights.items()}, draft / "model.safetensors")
     with pytest.raises(ValueError, match=r"holds another sweep \(there and here: revisions"):
@@ -323,28 +277,19 @@ def test_one_driver_writes_at_a_time(config: SweepConfig, monkeypatch: pytest.Mo
     assert not Path(config.output, "config.json").exists()
 
 
-def test_parts_of_two_pairs_are_refused(opened: OpenSweep) -> None:
-    config, (first, second, *_), folder, metadata, expected = opened
-    opened.write(first)
-    retrained = dataclasses.replace(metadata, pair=metadata.pair._replace(draft_revision="new"))
-    write_rows(f"{folder.rows}/{second.part}", expected[second.part], retrained)
-    with pytest.raises(ValueError, match=r"another pair or precision \(pair.draft_revision: '.*' and 'new'\)"):
-        run(config)
-
-
-def test_rows_of_another_pair_do_not_join(opened: OpenSweep) -> None:
+def test_rows_and_files_of_others_do_not_join(opened: OpenSweep) -> None:
+    """Neither those that are written nor those that are there."""
     config, (first, second, *_), folder, metadata, expected = opened
     opened.write(first)
     again = SweepFolder(config.output, folder.identity)
     assert again.left(first) == ()
     retrained = dataclasses.replace(metadata, pair=metadata.pair._replace(draft_revision="new"))
-    with pytest.raises(ValueError, match=r"another pair or precision \(pair.draft_revision: '.*' and 'new'\)"):
+    two_pairs = r"another pair or precision \(pair.draft_revision: '.*' and 'new'\)"
+    with pytest.raises(ValueError, match=two_pairs):
         again.write(second, expected[second.part], retrained)
-
-
-def test_files_that_are_not_ours_are_refused(opened: OpenSweep) -> None:
-    config, (first, *_), folder, metadata, expected = opened
-    opened.write(first)
+    write_rows(f"{folder.rows}/{second.part}", expected[second.part], retrained)
+    with pytest.raises(ValueError, match=two_pairs):
+        run(config)
     write_rows(f"{folder.rows}/part-00099-x.parquet", expected[first.part], metadata)
     with pytest.raises(ValueError, match=r"rows/part-00099-x\.parquet is no part of this sweep"):
         run(config)
@@ -386,6 +331,20 @@ def assert_complete(config: SweepConfig, expected: dict[str, list[SweepRow]]) ->
     assert "tokens: at most 1023 leave room for an answer (the model's limit is 1024 tokens)" in reject["error"]
 
 
+FATAL = "question 9?"
+FATAL_PROMPT_JOB = """
+import os, jobs.sweep
+from jobs.common.config import main
+
+class SweepWorker(jobs.sweep.SweepWorker):
+    def sweep(self, prompts, *settings):
+        if any(prompt.text == "question 9?" for prompt in prompts):
+            os._exit(1)
+        return super().sweep(prompts, *settings)
+
+jobs.sweep.SweepWorker = SweepWorker
+main(jobs.sweep.SweepConfig, jobs.sweep.run)
+"""
 FULL_DISK_JOB = """
 import resource
 from jobs.common.cluster import connect
@@ -399,20 +358,25 @@ main(SweepConfig, run)
 
 
 @pytest.mark.ray
-def test_neither_a_kill_nor_a_full_disk_costs_what_was_finished(
+def test_neither_kills_nor_a_full_disk_nor_a_fatal_prompt_cost_other_prompts(
     config: SweepConfig, expected: dict[str, list[SweepRow]], tmp_path: Path
 ) -> None:
-    """Its worker is killed, then the whole job; the next has no room for another row; the last one finishes."""
+    """The worker is killed, then the whole job; the next one has no room for another row; the last one meets a prompt
+    that kills its workers.
+    """
+    shards, folder = open_sweep(config)
+    (fatal,) = (shard for shard in shards if FATAL in texts(folder, shard))
     job = sweep_job(config)
     job.wait_for(lambda: parts(config))
     (worker,) = descendants(job.pid, "ray::SweepWorker")
     os.kill(worker, signal.SIGKILL)
     before = len(parts(config))
-    job.wait_for(lambda: len(parts(config)) > before + 1)
+    job.wait_for(lambda: len(parts(config)) > before)
     job.kill()
     assert "again, its worker died" in job.log
+    Path(folder.rows, fatal.part).unlink(missing_ok=True)
     kept = {part: part.stat().st_mtime_ns for part in parts(config)}
-    assert before < len(kept) < len(expected)
+    assert 0 < len(kept) < len(expected) - 1
 
     (tmp_path / "full.py").write_text(FULL_DISK_JOB)
     job = sweep_job(config, script=tmp_path / "full.py")
@@ -420,50 +384,23 @@ def test_neither_a_kill_nor_a_full_disk_costs_what_was_finished(
     assert "error: [Errno 27] File too large" in job.log
     assert {part: part.stat().st_mtime_ns for part in parts(config)} == kept
 
-    log = finish(sweep_job(config))
-    assert_complete(config, expected)
+    (tmp_path / "fatal.py").write_text(FATAL_PROMPT_JOB)
+    log = finish(sweep_job(config, script=tmp_path / "fatal.py"))
+    assert f"trying {fatal.part} again, its worker died" in log
+    assert f"looking for what fails in {fatal.part}, its worker died" in log
+    assert f"14 rows in {config.output}" in log
+    assert "2 prompts set aside" in log
     assert {part: part.stat().st_mtime_ns for part in kept} == kept  # what was finished was not done again
-    assert f"15 rows in {config.output}" in log
-    assert "1 prompts set aside" in log
-
-
-POISON = "question 9?"
-POISONED_JOB = """
-import os, jobs.sweep
-from jobs.common.config import main
-
-class SweepWorker(jobs.sweep.SweepWorker):
-    def sweep(self, prompts, *settings):
-        if any(prompt.text == "question 9?" for prompt in prompts):
-            os._exit(1)
-        return super().sweep(prompts, *settings)
-
-jobs.sweep.SweepWorker = SweepWorker
-main(jobs.sweep.SweepConfig, jobs.sweep.run)
-"""
-
-
-@pytest.mark.ray
-def test_a_prompt_that_kills_its_workers_is_set_aside(
-    config: SweepConfig, expected: dict[str, list[SweepRow]], tmp_path: Path
-) -> None:
-    (tmp_path / "poisoned.py").write_text(POISONED_JOB)
-    log = finish(sweep_job(config, script=tmp_path / "poisoned.py"))
-    shards, folder = open_sweep(config)
-    (poisoned,) = (shard for shard in shards if POISON in texts(folder, shard))
-    assert f"trying {poisoned.part} again, its worker died" in log
-    assert f"looking for what fails in {poisoned.part}, its worker died" in log
-    found = {part.name: read_file(part).rows for part in parts(config)}
-    beside = found.pop(poisoned.part)  # swept alone: the same up to the rounding of another batch
-    assert found == {part: rows for part, rows in expected.items() if part != poisoned.part}
-    assert [counts(row) for row in beside] == [counts(r) for r in expected[poisoned.part] if r.prompt != POISON]
+    rows = {part.name: read_file(part).rows for part in parts(config)}
+    beside = rows.pop(fatal.part)  # swept alone: the same up to the rounding of another batch
+    assert rows == {part: of_part for part, of_part in expected.items() if part != fatal.part}
+    assert [counts(row) for row in beside] == [counts(r) for r in expected[fatal.part] if r.prompt != FATAL]
     rejects = [json.loads(line) for line in Path(config.output, "rejects.jsonl").read_text().splitlines()]
-    assert {reject["prompt"]: reject["error"].split(" (")[0] for reject in rejects} == {
-        POISON: "its worker died",
-        TOO_LONG: next(reject["error"].split(" (")[0] for reject in rejects if reject["prompt"] == TOO_LONG),
-    }
+    errors = {reject["prompt"]: reject["error"].split(" (")[0] for reject in rejects}
+    assert errors.keys() == {FATAL, TOO_LONG}
+    assert errors[FATAL] == "its worker died"
     # The same command would try the rejects again, and only them.
-    assert sorted(text for of_part in left(config).values() for text in of_part) == sorted([POISON, TOO_LONG])
+    assert sorted(text for of_part in left(config).values() for text in of_part) == sorted([FATAL, TOO_LONG])
 
 
 def counts(row: SweepRow) -> object:
@@ -485,26 +422,12 @@ def test_a_lost_node_costs_no_prompt(config: SweepConfig, expected: dict[str, li
         cluster.shutdown()
 
 
-@pytest.fixture
-def cluster() -> Iterator[str]:
-    """Address of the jobs API of a head node of our own."""
-    with head_node(environment()) as address:
-        yield address
-
-
 @pytest.mark.ray
-def test_a_submitted_job_writes_the_same(
-    config: SweepConfig, expected: dict[str, list[SweepRow]], cluster: str
-) -> None:
-    job = [sys.executable, "jobs/sweep.py", *command(config)]
-    done = subprocess.run(
-        [RAY, "job", "submit", "--address", cluster, "--working-dir", ".", "--", *job],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=patient(180),
-        check=False,
-    )
+def test_a_submitted_job_writes_the_same(config: SweepConfig, expected: dict[str, list[SweepRow]]) -> None:
+    with head_node(environment()) as address:
+        submit = [RAY, "job", "submit", "--address", address, "--working-dir", "."]
+        submit += ["--", sys.executable, "jobs/sweep.py", *command(config)]
+        settings = {"cwd": ROOT, "env": environment(), "timeout": patient(180)}
+        done = subprocess.run(submit, capture_output=True, text=True, check=False, **settings)
     assert done.returncode == 0, done.stdout + done.stderr
     assert_complete(config, expected)

@@ -44,7 +44,10 @@ SELECTOR_WEIGHTS = "hidden_projection.weight", "predecessor_codebook", "successo
 
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
-    path = tmp_path / "prompts.txt"
+    return write_prompts(tmp_path / "prompts.txt")
+
+
+def write_prompts(path: Path) -> Path:
     path.write_text("".join(f"say the number {i}\n" for i in range(24)))
     return path
 
@@ -93,56 +96,43 @@ def test_bad_input_is_refused_before_ray_starts(
         run(config(tiny_pair_dirs[0], prompts, **change))
 
 
-def test_a_target_of_an_unknown_family_is_refused(tmp_path: Path, prompts: Path) -> None:
+def test_models_that_do_not_fit_are_refused(tiny_pair_dirs: tuple[Path, Path], prompts: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(ValueError, match="target family 'gpt2': supported are llama, qwen3, qwen3_moe"):
         run(config(tmp_path, prompts))
-
-
-def test_a_start_of_another_shape_or_target_is_refused(
-    tiny_pair_dirs: tuple[Path, Path], prompts: Path, tmp_path: Path
-) -> None:
-    target = AutoConfig.from_pretrained(tiny_pair_dirs[0])
-    save_draft(DraftModel(new_draft_config(target, num_layers=1, block_size=4, mask_token_id=0)), tmp_path / "start")
-    with pytest.raises(ValueError, match=r"start .*: a draft of block size 4, 1 layers, .* asks for block size 8, 3"):
-        run(config(tiny_pair_dirs[0], prompts, start=str(tmp_path / "start")))
-    target.vocab_size += 1
-    save_draft(DraftModel(new_draft_config(target, num_layers=1, block_size=4, mask_token_id=0)), tmp_path / "start")
-    with pytest.raises(ValueError, match="draft does not fit target: vocabulary"):
-        run(config(tiny_pair_dirs[0], prompts, start=str(tmp_path / "start")))
-
-
-def test_bad_values_are_refused_by_the_configuration(tiny_pair_dirs: tuple[Path, Path], prompts: Path) -> None:
+    target, start = AutoConfig.from_pretrained(tiny_pair_dirs[0]), tmp_path / "start"
+    for extra, message in (
+        (0, r"start .*: a draft of block size 4, 1 layers, .* asks for block size 8, 3"),
+        (1, "draft does not fit target: vocabulary"),
+    ):
+        target.vocab_size += extra
+        save_draft(DraftModel(new_draft_config(target, num_layers=1, block_size=4, mask_token_id=0)), start)
+        with pytest.raises(ValueError, match=message):
+            run(config(tiny_pair_dirs[0], prompts, start=str(start)))
     with pytest.raises(ConfigError, match=r"block_size: Input should be greater than or equal to 2 \(got 1\)"):
         config(tiny_pair_dirs[0], prompts, block_size=1)
 
 
 def test_held_out_prompts_are_never_trained_on(tiny_pair_dirs: tuple[Path, Path], prompts: Path) -> None:
-    plan = answers.plan(config(tiny_pair_dirs[0], prompts, prompts_per_shard=4), ())
-    texts = [{prompt.text for shard in side for prompt in shard.prompts} for side in plan]
-    assert texts[0].isdisjoint(texts[1])
-    assert len(texts[0] | texts[1]) == 24
-    assert min(map(len, texts)) >= 3
-
-
-def test_prompts_that_differ_by_case_and_punctuation_are_asked_once(
-    tiny_pair_dirs: tuple[Path, Path], prompts: Path
-) -> None:
+    """Prompts that differ by case and punctuation are one."""
     with prompts.open("a") as lines:
         lines.write("Say the number 3!\n")
-    plan = answers.plan(config(tiny_pair_dirs[0], prompts), ())
-    assert sum(len(shard.prompts) for side in plan for shard in side) == 24
+    plan = answers.plan(config(tiny_pair_dirs[0], prompts, prompts_per_shard=4), ())
+    train, held_out = ([prompt.text for shard in side for prompt in shard.prompts] for side in plan)
+    assert set(train).isdisjoint(held_out)
+    assert len(train + held_out) == len({*train, *held_out}) == 24
+    assert min(len(train), len(held_out)) >= 3
 
 
 def test_answers_are_kept_when_only_later_turns_change(tiny_pair_dirs: tuple[Path, Path], tmp_path: Path) -> None:
     prompts = tmp_path / "chat.jsonl"
-    names = []
+    plans = []
     for follow_ups in ([], ["And why?"]):
         lines = ({"prompt": f"question {i}", "follow_ups": follow_ups} for i in range(40))
         prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
         plan = answers.plan(config(tiny_pair_dirs[0], prompts), ())
-        names.append([shard.path.name for side in plan for shard in side])
-    assert names[0] == names[1]
+        plans.append([shard.path.name for side in plan for shard in side])
+    assert plans[0] == plans[1]
 
 
 def test_more_prompt_sets_leave_the_shards_of_the_present_ones(
@@ -193,10 +183,19 @@ def test_features_of_another_revision_are_refused(tiny_pair_dirs: tuple[Path, Pa
         write_shard_features(training, plan)
 
 
+@pytest.fixture(scope="module")
+def shared(tiny_pair_dirs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target that never writes masks, prompts, and the answers that the first training leaves to the others."""
+    folder = tmp_path_factory.mktemp("shared")
+    target_that_never_writes_masks(tiny_pair_dirs[0], folder / "target")
+    write_prompts(folder / "prompts.txt")
+    return folder
+
+
 @pytest.mark.ray
 @pytest.mark.parametrize("kind", ["dflash", "eagle3", "selector"])
 def test_a_killed_worker_changes_nothing(
-    kind: str, tiny_pair_dirs: tuple[Path, Path], prompts: Path, tmp_path: Path
+    kind: str, shared: Path, tiny_pair_dirs: tuple[Path, Path], tmp_path: Path
 ) -> None:
     """The command with its training worker killed gives the draft of plain `DraftFit` on the same answers.
 
@@ -204,8 +203,9 @@ def test_a_killed_worker_changes_nothing(
     """
     start = str(tiny_pair_dirs[1])
     training = config(
-        target_that_never_writes_masks(tiny_pair_dirs[0], tmp_path / "target"),
-        prompts,
+        shared / "target",
+        shared / "prompts.txt",
+        output=tmp_path / "draft",
         prompts_per_shard=8,
         num_own_prompts=24,
         temperatures=(0.0, 0.2),
@@ -229,15 +229,15 @@ def test_a_killed_worker_changes_nothing(
         assert job.wait(200) == 0, job.log[-3000:]
     finally:
         job.kill()
-    found = load_file(training.output / "draft" / "model.safetensors")
+    trained = load_file(training.output / "draft" / "model.safetensors")
     expected, losses = plainly_trained(training)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], weight.to(found[name].dtype)) for name, weight in expected.items())
+    assert trained.keys() == expected.keys()
+    assert all(torch.equal(trained[name], weight.to(trained[name].dtype)) for name, weight in expected.items())
     if kind == "selector":
         kept = load_file(tiny_pair_dirs[1] / "model.safetensors")
-        assert found.keys() - kept.keys() == {f"candidate_selector.{name}" for name in SELECTOR_WEIGHTS}
-        assert all(torch.equal(found[name], weight.to(found[name].dtype)) for name, weight in kept.items())
-        assert found["candidate_selector.successor_codebook"].any()
+        assert trained.keys() - kept.keys() == {f"candidate_selector.{name}" for name in SELECTOR_WEIGHTS}
+        assert all(torch.equal(trained[name], weight.to(trained[name].dtype)) for name, weight in kept.items())
+        assert trained["candidate_selector.successor_codebook"].any()
     assert logged_losses(tmp_path / "mlflow.db") == pytest.approx(losses)
     pair = load_pair(target=training.target, draft=str(training.output / "draft"), dtype="float32")
     assert pair.block_size == 4
@@ -260,8 +260,8 @@ def plainly_trained(training: TrainDraftConfig) -> tuple[dict[str, torch.Tensor]
     assert {answer_source(path).target for path in shards} == {training.target}
     # The job's order of shards is that of its plan, by prompt set and then by number.
     files = sorted((training.answers / "own-prompts").glob("*.jsonl"))
-    own = [p for path in files if path.stat().st_size for p in load_prompts(str(path))]
-    plan = answers.plan(training, own)
+    own_prompts = [p for path in files if path.stat().st_size for p in load_prompts(str(path))]
+    plan = answers.plan(training, own_prompts)
     fit: TrainingFit
     if training.only_edges:
         [folder] = training.answers.glob("slots-*")
@@ -269,7 +269,7 @@ def plainly_trained(training: TrainDraftConfig) -> tuple[dict[str, torch.Tensor]
         slots = read_slots([folder / "train" / f"{s.path.stem}.safetensors" for s in plan.train])
         fit = EdgeFit(edge_loss(training), slots, training.block_size, training.fit, seed=training.seed)
     else:
-        [folder] = training.answers.glob("features-*")
+        folder = max(training.answers.glob("features-*"), key=lambda path: path.stat().st_mtime)  # of several kinds
         corpus = StoredCorpus(
             [FeatureShard(s.path, folder / "train" / f"{s.path.stem}.safetensors") for s in plan.train]
         )

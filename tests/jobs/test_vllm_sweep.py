@@ -36,8 +36,8 @@ options = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "enforce
 with open(sys.argv[2]) as file:
     engine = LLM(sys.argv[1], speculative_config=json.load(file), **options)
 sampling = SamplingParams(temperature=0, max_tokens=16, detokenize=False)
-(found,) = engine.generate([{"prompt_token_ids": json.loads(sys.argv[3])}], sampling, use_tqdm=False)
-print("\\n" + json.dumps(list(found.outputs[0].token_ids)))
+(answer,) = engine.generate([{"prompt_token_ids": json.loads(sys.argv[3])}], sampling, use_tqdm=False)
+print("\\n" + json.dumps(list(answer.outputs[0].token_ids)))
 """
 
 
@@ -60,36 +60,29 @@ def test_price_is_that_of_the_steps() -> None:
     true = price(base_s=0.01, row_s=0.001, launch_s=0.002, token_s=0.0005)
     loads = [Load(rows, rows * num, rows * num) for rows in batch_sizes(6) for num in (0, 3, 7)]
     timed = {load: true.seconds(load) for load in loads}
-    found = price_of_steps(timed | {Load(5, 5, 5): -0.1}, price(rows=6))  # below 0: nothing but timing noise
+    fitted = price_of_steps(timed | {Load(5, 5, 5): -0.1}, price(rows=6))  # below 0: nothing but timing noise
     for load, seconds in timed.items():
-        assert found.seconds(load) == pytest.approx(seconds, rel=1e-3)
-    assert found.error < 1e-3
-    assert found.rows == 6
+        assert fitted.seconds(load) == pytest.approx(seconds, rel=1e-3)
+    assert fitted.error < 1e-3
+    assert fitted.rows == 6
+    assert [batch_sizes(most) for most in (1, 6, 8)] == [[1], [1, 2, 4, 6], [1, 2, 4, 8]]
     with pytest.raises(ValueError, match="3 loads: too few for the price of a step"):
         price_of_steps(dict(list(timed.items())[:3]), price())
 
 
-@pytest.mark.parametrize(("most", "sizes"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
-def test_batches_are_timed_by_powers_of_two(most: int, sizes: list[int]) -> None:
-    assert batch_sizes(most) == sizes
-
-
 def test_a_pair_is_known_without_its_weights(tiny_pair_dirs: tuple[Path, Path], tiny_pair: Pair) -> None:
     target, draft = map(str, tiny_pair_dirs)
-    found = VllmPair.of(PairConfig(target=target, draft=draft, dtype="float32"))
+    pair = VllmPair.of(PairConfig(target=target, draft=draft, dtype="float32"))
     for name in ("id", "vocab_size", "block_size"):
-        assert getattr(found, name) == getattr(tiny_pair, name), name
-    assert found.tokenizer.decode([70, 71]) == tiny_pair.tokenizer.decode([70, 71])
+        assert getattr(pair, name) == getattr(tiny_pair, name), name
+    assert pair.tokenizer.decode([70, 71]) == tiny_pair.tokenizer.decode([70, 71])
 
 
-def test_a_draft_of_another_family_is_refused_by_name(tiny_pair_dirs: tuple[Path, Path], tmp_path: Path) -> None:
+def test_what_vllm_cannot_sweep_is_refused_by_name(tiny_pair_dirs: tuple[Path, Path], tmp_path: Path) -> None:
     draft = random_eagle3(tiny_target().config, torch.arange(5, 105), block_size=6)
     save_eagle3(draft, tmp_path, dtype=torch.float32)
     with pytest.raises(ValueError, match="eagle3; by vLLM only DFlash drafts are swept"):
         VllmPair.of(PairConfig(target=str(tiny_pair_dirs[0]), draft=str(tmp_path)))
-
-
-def test_vllm_cannot_replay(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="method 'replay' with engine 'vllm': must be 'decode'"):
         run(SweepConfig(engine="vllm", output=str(tmp_path / "sweep")))
     assert not (tmp_path / "sweep").exists()
@@ -117,13 +110,13 @@ def test_a_sweep_by_vllm_gives_what_this_engine_decodes(tmp_path: Path) -> None:
         subprocess.run(command, check=True, cwd=tmp_path)
     theirs, ours = (read_sweep(tmp_path / name / "rows") for name in ("vllm", "ours"))
     assert [row.prompt_id for row in theirs.rows] == [row.prompt_id for row in ours.rows]
-    for row, own in zip(theirs.rows, ours.rows, strict=True):
-        assert (row.output_tokens, row.finish_reason) == (own.output_tokens, own.finish_reason)
+    for row, ours_of_row in zip(theirs.rows, ours.rows, strict=True):
+        assert (row.output_tokens, row.finish_reason) == (ours_of_row.output_tokens, ours_of_row.finish_reason)
         assert row.texts_agree
         assert dict(zip(row.probs_ids, row.probs, strict=True)) == pytest.approx(
-            dict(zip(own.probs_ids, own.probs, strict=True)), abs=1e-4
+            dict(zip(ours_of_row.probs_ids, ours_of_row.probs, strict=True)), abs=1e-4
         )
-        assert row.taus == pytest.approx(own.taus, rel=0.1)
+        assert row.taus == pytest.approx(ours_of_row.taus, rel=0.1)
         assert row.num_steps[0] == len(row.output_tokens) - 1
     assert theirs.metadata.pair == ours.metadata.pair
     assert read_price(tmp_path / "vllm" / "price.json").pair == ours.metadata.pair
@@ -142,5 +135,5 @@ def test_vllm_takes_the_exported_file_and_keeps_its_text(embedded_pair: Pair, tm
     ids = prompts[0].encode(embedded_pair.tokenizer)
     target = find_target(embedded_pair.id.target).directory
     command = [sys.executable, "-c", DECODE, target, file, json.dumps(ids)]
-    found = subprocess.run(command, check=True, cwd=tmp_path, stdout=subprocess.PIPE, text=True).stdout
-    assert json.loads(found.splitlines()[-1]) == swept.rows[0].output_tokens
+    output = subprocess.run(command, check=True, cwd=tmp_path, stdout=subprocess.PIPE, text=True).stdout
+    assert json.loads(output.splitlines()[-1]) == swept.rows[0].output_tokens

@@ -32,6 +32,7 @@ from workflows.policy_study import (
     unseen,
 )
 
+MODEL_CARD = Path(__file__).parents[2] / "blockpilot" / "data" / "smollm2_135m_dflash_b8" / "README.md"
 WHEELS = {"chitchat": "chitchat-dataset", "chatterbot": "chatterbot-corpus"}
 
 
@@ -46,6 +47,7 @@ def skip_without(name: str) -> None:
 @pytest.mark.parametrize("name", SEEN_BY_DRAFT)
 def test_training_prompts_are_new_to_the_draft(name: str) -> None:
     """The draft saw what jobs/answers.py draws as NAME:COUNT with the model card's counts."""
+    assert f" {name}:{SEEN_BY_DRAFT[name]} " in MODEL_CARD.read_text()
     skip_without(name)
     ours = unseen(name, NUM_PROMPTS[name])
     assert len(ours) == NUM_PROMPTS[name]
@@ -62,15 +64,10 @@ def test_of_a_benchmark_other_prompts_are_measured(tmp_path: Path, name: str) ->
         pytest.skip(str(error))
     assert len(ours) == NUM_PROMPTS[name]
     config = StudyConfig(output=tmp_path)
-    for each in (evaluations(config)[0], transfer_config(config)):
-        if name in each.prompts:
-            assert not ours & {prompt.text for prompt in load_prompts(name, each.num_prompts, each.shuffle_seed)}
-
-
-def test_the_model_card_says_what_the_draft_saw() -> None:
-    card = Path(__file__).parents[2] / "blockpilot" / "data" / "smollm2_135m_dflash_b8" / "README.md"
-    for name, count in SEEN_BY_DRAFT.items():
-        assert f" {name}:{count} " in card.read_text()
+    for measured in (evaluations(config)[0], transfer_config(config)):
+        if name in measured.prompts:
+            theirs = load_prompts(name, measured.num_prompts, measured.shuffle_seed)
+            assert not ours & {prompt.text for prompt in theirs}
 
 
 def test_held_out_conversations_are_held_out() -> None:
@@ -88,21 +85,22 @@ def test_configurations_fit_together(tmp_path: Path) -> None:
     assert (paper.fit.kind, paper.fit.hidden) == ("prompt", 512)
     assert no_code.leave_out == CODE_SETS
     assert default.sweep == tuple(sweep_config(config, temperature).output for temperature in (0.0, 1.0))
-    found = evaluations(config)
-    assert {(each.temperature, each.concurrency) for each in found} == {(t, n) for t in (0, 1) for n in (1, 4, 16)}
-    assert len({each.output for each in [*found, transfer_config(config)]}) == 7
-    for each in [*found, transfer_config(config)]:
-        assert each.sweep == ()  # what the policies keep says which prompts are held out
-        assert each.seed != sweep_config(config, 0.0).seed
+    measured = evaluations(config)
+    settings = {(evaluation.temperature, evaluation.concurrency) for evaluation in measured}
+    assert settings == {(t, n) for t in (0, 1) for n in (1, 4, 16)}
+    assert len({evaluation.output for evaluation in [*measured, transfer_config(config)]}) == 7
+    for evaluation in [*measured, transfer_config(config)]:
+        assert evaluation.sweep == ()  # what the policies keep says which prompts are held out
+        assert evaluation.seed != sweep_config(config, 0.0).seed
     assert paper.candidates is not None
     assert set(paper.candidates) <= set(sweep_config(config, 0.0).candidates or ())
-    assert set(found[0].block_sizes or ()) == set(paper.candidates) - {1}
-    assert UNTRAINED in found[0].baseline_methods
+    assert set(measured[0].block_sizes or ()) == set(paper.candidates) - {1}
+    assert UNTRAINED in measured[0].baseline_methods
     for of_policy in (default, paper, no_code):
         of_policy.output.mkdir()
-    measured = evaluations(config)[0]
-    assert Path(measured.policy) == default.output
-    assert [Path(place) for place in measured.rivals] == [paper.output]
+    first = evaluations(config)[0]
+    assert Path(first.policy) == default.output
+    assert [Path(place) for place in first.rivals] == [paper.output]
     assert Path(transfer_config(config).policy) == no_code.output
 
 
@@ -149,7 +147,7 @@ def test_policies_of_the_repository_are_those_of_the_study(tmp_path: Path, name:
     assert len(known) > 500
     try:
         names = ("gsm8k", "humaneval", "mt-bench", "mbpp")
-        benchmarks = [prompt for each in names for prompt in load_prompts(each, config.num_prompts)]
+        benchmarks = [prompt for benchmark in names for prompt in load_prompts(benchmark, config.num_prompts)]
         measured = [*held_out_chitchat(), *benchmarks]
     except ValueError as error:
         pytest.skip(str(error))

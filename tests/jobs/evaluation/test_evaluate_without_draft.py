@@ -40,9 +40,9 @@ def test_plain_decoding_and_lookup_are_measured(config: EvaluateConfig) -> None:
     assert len(runs) == 3 * len(prompts)
     assert all(run.totals.num_equal for run in runs)
     save(config, plan, setting, runs)
-    found: dict[str, Any] = json.loads((config.output / "evaluation.json").read_text())
-    assert found["best_fixed"]["block_size"] == 1
-    assert "target without a draft, float32" in found["table"]
+    result: dict[str, Any] = json.loads((config.output / "evaluation.json").read_text())
+    assert result["best_fixed"]["block_size"] == 1
+    assert "target without a draft, float32" in result["table"]
 
 
 def test_a_policy_of_a_draft_is_refused(config: EvaluateConfig, tmp_path: Path, tiny_pair: Pair) -> None:

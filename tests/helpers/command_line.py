@@ -1,0 +1,26 @@
+"""Commands that refuse their arguments."""
+
+import io
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stderr
+
+import pytest
+import ray
+
+from jobs.common.config import ConfigT, main
+
+
+def error_of(config: type[ConfigT], run: Callable[[ConfigT], object], arguments: str) -> str:
+    """What a job says on stderr about bad arguments: one line, with status 2, before Ray starts."""
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stderr(said):
+        patch.setattr(sys, "argv", ["job.py", *arguments.split()])
+        with pytest.raises(SystemExit) as exited:
+            main(config, run)
+    error = said.getvalue()
+    assert exited.value.code == 2
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert not ray.is_initialized()
+    return error

@@ -27,7 +27,7 @@ from blockpilot.native.matching import TextIndex
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt
 from blockpilot.sweep.candidates import Method, check_candidates
-from blockpilot.sweep.replay import KnownTexts, Text, accepted_everywhere, know, choices_at, walk
+from blockpilot.sweep.replay import KnownTexts, Text, accepted_everywhere, choices_at, know, walk
 from blockpilot.sweep.rows import MIN_PROB, NUM_CHOICES, Outcome, Reject, SweepRow, prompt_ids
 from blockpilot.sweep.trees import emitted_along
 from blockpilot.types import Prefill, Request, Sampling, Step
@@ -76,7 +76,7 @@ class CandidateRun:
 
 @dataclass(frozen=True)
 class SweepTurn:
-    """One turn of a prompt in a sweep; `later_ids` are the prompt_ids of later turns. `error` is why it cannot run."""
+    """One turn of a prompt in a sweep; `later_ids` are the prompt_ids of later turns, `error` why it cannot run."""
 
     prompt_id: str
     prompt: Prompt

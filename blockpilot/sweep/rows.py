@@ -210,21 +210,21 @@ def _prefill_problems(row: SweepRow, vocab_size: int) -> Iterator[str]:
 def _step_problems(row: SweepRow) -> Iterator[str]:
     positions = row.step_places
     if not row.accepted or not positions or positions[0] < 0 or positions[-1] >= len(row.accepted[0]):
-        yield f"step_places {positions[:3]} ... are not positions of accepted"
+        yield f"step_places {positions[:3]} ... are not places of accepted"
     if any(b != a + 1 for a, b in pairwise(positions)):
         yield f"step_places {positions[:3]} ... are not consecutive"
     sizes = len(row.step_contexts), len(row.step_embeddings)
     if sizes[0] != 2 * len(positions) * len(row.context) or not sizes[1] or sizes[1] % (2 * max(len(positions), 1)):
-        yield f"step_contexts and step_embeddings have {sizes} bytes for {len(positions)} positions"
+        yield f"step_contexts and step_embeddings have {sizes} bytes for {len(positions)} places"
     elif not all(np.isfinite(vectors(data, 1)).all() for data in (row.step_contexts, row.step_embeddings)):
         yield "step_contexts or step_embeddings have entries that are not finite"
     num_bytes = len(row.step_ranks), len(row.step_scores), len(row.step_log_probs)
     if num_bytes[0] % len(positions) or any(size != 2 * NUM_CHOICES * num_bytes[0] for size in num_bytes[1:]):
-        yield f"step_ranks, step_scores and step_log_probs have {num_bytes} bytes for {len(positions)} positions"
+        yield f"step_ranks, step_scores and step_log_probs have {num_bytes} bytes for {len(positions)} places"
     if len(row.step_nodes) not in (0, num_bytes[0]) or 0 in row.step_nodes:
         yield f"step_nodes has {len(row.step_nodes)} bytes for {num_bytes[0]} ranks, none of them 0"
     if len(row.step_matches) not in (0, 2 * len(positions)):
-        yield f"step_matches has {len(row.step_matches)} bytes for {len(positions)} positions"
+        yield f"step_matches has {len(row.step_matches)} bytes for {len(positions)} places"
 
 
 def vectors(data: bytes, num: int) -> NDArray[np.float16]:

@@ -1,8 +1,8 @@
 """Best fixed block size of every batch size: the most tokens per second by measured tau and step cost.
 
 A step in which all rows verify chains of B tokens emits tau(B) tokens per row and takes `StepPrice.chains_s` seconds.
-Block sizes are chosen on the same prompts that the intervals are over. The intervals cover the uncertainty of tau, but
-not the bias of the selection.
+Block sizes are chosen on the same prompts that the intervals are over. The intervals cover the uncertainty of tau,
+but not the bias of the selection.
 """
 
 import math

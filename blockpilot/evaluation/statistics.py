@@ -1,7 +1,7 @@
 """Statistics of decoding runs: from sums per method and prompt to figures with intervals (`tables.py` prints them).
 
 Runs are stored as sums and divided once, at the end: every figure is a ratio of totals. Its 95% interval is Student's
-t of its logarithm, which has the nominal coverage also with few prompts, where bootstrap quantiles do not. The variance
+t of its logarithm, which has its nominal coverage also with few prompts, unlike bootstrap quantiles. The variance
 is the jackknife's over prompts, so methods that ran the same prompts are compared in pairs; the degrees of freedom
 follow from Kish's effective number of prompts (1965). The variances between repeats, and between two engines that do
 the same work, are added (Satterthwaite 1946).

@@ -98,8 +98,8 @@ class GrammarAutomaton:
     """State of a grammar after the accepted tokens of a request. A `path` holds tokens proposed after them.
 
     A path that exceeds the grammar's limits fails without the request, since a draft may propose texts that the
-    target never writes. The state is then rebuilt from the accepted tokens. The request fails if its own text exceeds the
-    limits, or if its CPU allowance is spent.
+    target never writes. The state is then rebuilt from the accepted tokens. The request fails if its own text exceeds
+    the limits, or if its CPU allowance is spent.
     """
 
     def __init__(self, start: LLMatcher, vocab_size: int, allowance_s: float) -> None:

@@ -79,8 +79,8 @@ class Margins(AcceptanceModel):
         scores, drawn = found.scores.numpy(force=True), found.drawn.numpy(force=True)
         first = logistic((self.of_margin[slots] * _margins(scores)).sum(axis=1))[:, None]
         later = np.minimum(first, own_chances(found)[0, :, 1:].numpy(force=True))
-        chances = np.concatenate([first, later], axis=1)[None].repeat(NUM_CONTEXTS, axis=0)
-        return Proposal(scores, scores, drawn, slots, chances)
+        probs = np.concatenate([first, later], axis=1)[None].repeat(NUM_CONTEXTS, axis=0)
+        return Proposal(scores, scores, drawn, slots, probs)
 
     def learn(self, proposal: Proposal, choices: Array, laters: Array, right: Array) -> None:
         """Online Newton step for each first choice that was reached."""
@@ -89,13 +89,13 @@ class Margins(AcceptanceModel):
             if choice % width:
                 continue
             inputs, slot = margins[choice // width], int(proposal.slots[choice // width])
-            chance = logistic(self.of_margin[slot] @ inputs)
+            prob = logistic(self.of_margin[slot] @ inputs)
             covariance_x = self._covariances[slot] @ inputs
-            weight = chance * (1 - chance)
+            weight = prob * (1 - prob)
             self._covariances[slot] -= (
                 weight * np.outer(covariance_x, covariance_x) / (1 + weight * np.dot(inputs, covariance_x))
             )
-            self.of_margin[slot] += self._covariances[slot] @ inputs * (was_right - chance)
+            self.of_margin[slot] += self._covariances[slot] @ inputs * (was_right - prob)
 
 
 def _margins(scores: Array) -> Array:

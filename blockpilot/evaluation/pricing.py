@@ -205,8 +205,8 @@ class _TimedBatch:
 
     def __init__(self, pair: Pair, num_rows: int, context: int, room: int) -> None:
         self._pair, self._controller = pair, _FixedMixture(pair.block_size - 1)
-        most = min(context + room, pair.max_length)
-        self._engine = Engine(pair, num_slots=num_rows, max_length=most, controller=self._controller)
+        max_length = min(context + room, pair.max_length)
+        self._engine = Engine(pair, num_slots=num_rows, max_length=max_length, controller=self._controller)
         prompts = torch.randint(0, pair.vocab_size, (num_rows, context), generator=torch.Generator().manual_seed(0))
         constraint = None if pair.has_draft else _FixedTokens((prompts[0].tolist() * MAX_DEPTH)[:MAX_DEPTH])
         for prompt in prompts.tolist():

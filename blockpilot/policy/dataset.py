@@ -79,13 +79,13 @@ class Examples:
         """The examples whose sweep row number `chosen` accepts."""
         return self.take(_matching_rows(self.rows[self.index], chosen))
 
-    def support(self, vocab_size: int, most: int) -> Tensor:
-        """The at most `most` token ids with the largest probability mass over all examples, ascending [S] int64."""
+    def support(self, vocab_size: int, max_size: int) -> Tensor:
+        """Up to `max_size` token ids with the largest probability mass over all examples, ascending [S] int64."""
         mass = torch.zeros(vocab_size, dtype=torch.float64)
         for example in self.index.tolist():
             entries = slice(self.ends[example], self.ends[example + 1])
             mass.index_add_(0, self.ids[entries].long(), self.probs[entries].double())
-        largest = mass.topk(min(most, int((mass > 0).sum()))).indices
+        largest = mass.topk(min(max_size, int((mass > 0).sum()))).indices
         return largest.sort().values
 
 

@@ -124,12 +124,12 @@ def _minimise(outcomes: Outcomes, kind: int, decay: float) -> Array:
         gain = float(slope.gradient @ step)
         for halving in range(MAX_HALVINGS):
             share = 0.5**halving
-            following = _slope(outcomes, kind, weights - share * step, decay)
-            if following.loss <= slope.loss - 0.25 * share * gain:
+            next_slope = _slope(outcomes, kind, weights - share * step, decay)
+            if next_slope.loss <= slope.loss - 0.25 * share * gain:
                 break
         else:  # no step lowers the loss any more: rounding
             break
-        weights, slope = weights - share * step, following
+        weights, slope = weights - share * step, next_slope
         if gain < TOLERANCE:
             break
     return weights

@@ -226,8 +226,8 @@ def read_prompts(path: Path) -> PromptFile:
 def reasons(set_aside: Sequence[SetAside]) -> str:
     """The first NUM_REASONS reasons and the number of further ones, as text."""
     first = [f"{where}: {reason}" for where, reason in set_aside[:NUM_REASONS]]
-    more = len(set_aside) - len(first)
-    return "; ".join([*first, *[f"and {more} more"] * (more > 0)])
+    num_more = len(set_aside) - len(first)
+    return "; ".join([*first, *[f"and {num_more} more"] * (num_more > 0)])
 
 
 def save_prompts(path: Place, prompts: Iterable[Prompt]) -> None:
@@ -254,8 +254,8 @@ def answer_limit(prompt: Prompt, most: int) -> int:
     With equal limits plain decoding would end all answers of a batch in one step and prefill the next prompts
     together, unlike any real load.
     """
-    least = max(1, most // 2)
-    return least + int(_share("limit", 0, prompt.text) * (most - least + 1))
+    smallest = max(1, most // 2)
+    return smallest + int(_share("limit", 0, prompt.text) * (most - smallest + 1))
 
 
 def _share(purpose: str, seed: int, text: str) -> float:

@@ -48,7 +48,7 @@ def read_rows(path: Path) -> Iterator[FileRow]:
     content = _as_utf8(path, _unpacked(path, compression) if compression else path.read_bytes())
     if ending == ".txt":
         return _lines(content, is_json=False)
-    document = _document(content, wanted=ending == ".json")
+    document = _document(content, is_document=ending == ".json")
     if document is None:
         return _lines(content, is_json=True)
     return (FileRow(f"row {number}", value) for number, value in enumerate(document, start=1))
@@ -88,12 +88,12 @@ def _lines(content: bytes, *, is_json: bool) -> Iterator[FileRow]:
             yield FileRow(where, ValueError(f"not JSON that can be read ({first_line(error)})"))
 
 
-def _document(content: bytes, *, wanted: bool) -> Sequence[object] | None:
+def _document(content: bytes, *, is_document: bool) -> Sequence[object] | None:
     """Rows of a single JSON document, a list of rows or an object that contains one; None for JSON lines.
 
-    wanted: the file's ending says that it is one document; otherwise an object is a line and only a list a document.
+    is_document: the file ending is that of a document; otherwise only a list is one, and objects are JSON lines.
     """
-    if not content.lstrip().startswith((b"[", b"{") if wanted else b"["):
+    if not content.lstrip().startswith((b"[", b"{") if is_document else b"["):
         return None
     try:
         document = json.loads(content)

@@ -80,7 +80,7 @@ def know(pair: Pair, texts: Sequence[Text]) -> KnownTexts:
     device, lengths = pair.target.device, [len(text.tokens) for text in texts]
     length = max(lengths)
     tokens = torch.tensor([[*text.tokens, *[0] * (length - len(text.tokens))] for text in texts], device=device)
-    following = functional.pad(tokens, (0, 1))[:, 1:]
+    shifted_tokens = functional.pad(tokens, (0, 1))[:, 1:]
     target_cache, draft_cache = target.new_cache(len(texts), length), draft.new_cache(len(texts), length)
     context = torch.zeros(len(texts), length, pair.draft.context_size, dtype=pair.draft.dtype, device=device)
     start = 0
@@ -91,7 +91,7 @@ def know(pair: Pair, texts: Sequence[Text]) -> KnownTexts:
         scored = target.score_rows(tokens[rows, start:end], start, target_cache, rows)
         assert scored.features is not None
         packing = Packing([end - start] * len(rows), [start] * len(rows), device)
-        next_tokens = following[rows, start:end].flatten().tolist()
+        next_tokens = shifted_tokens[rows, start:end].flatten().tolist()
         context_vectors = draft.keep_up(scored.features.flatten(0, 1), next_tokens, slots, packing, draft_cache)
         context[rows, start:end] = context_vectors.view(len(rows), end - start, -1)
         start = end

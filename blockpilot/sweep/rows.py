@@ -335,8 +335,8 @@ def mismatch(one: Metadata, other: Metadata, ignored: Collection[str] = ()) -> s
     Keys in `ignored` are not compared, such as `config`, which differs for other prompts or temperatures.
     """
     skipped = {"versions", "git_commit", *ignored}
-    ours, theirs = ({k: v for k, v in m.to_dict().items() if k not in skipped} for m in (one, other))
-    return difference(ours, theirs)
+    one_fields, other_fields = ({k: v for k, v in m.to_dict().items() if k not in skipped} for m in (one, other))
+    return difference(one_fields, other_fields)
 
 
 def difference(one: dict[str, Any], other: dict[str, Any]) -> str:

@@ -78,8 +78,8 @@ class Summary:
 
     def share_within(self, distance: int, block_size: int) -> float:
         """Share of the prompts whose best candidate is at most `distance` from `block_size`."""
-        near = sum(count for size, count in self.best.items() if abs(size - block_size) <= distance)
-        return near / self.num_rows
+        num_near = sum(count for size, count in self.best.items() if abs(size - block_size) <= distance)
+        return num_near / self.num_rows
 
 
 def fewest_steps(accepted: Sequence[Sequence[int]]) -> int:
@@ -91,6 +91,6 @@ def fewest_steps(accepted: Sequence[Sequence[int]]) -> int:
     num_anchors = len(accepted[0])
     steps_from = [0] * (num_anchors + 1)
     for anchor in reversed(range(num_anchors)):
-        following = (min(anchor + num_accepted[anchor] + 1, num_anchors) for num_accepted in accepted)
-        steps_from[anchor] = 1 + min(steps_from[position] for position in following)
+        next_anchors = (min(anchor + num_accepted[anchor] + 1, num_anchors) for num_accepted in accepted)
+        steps_from[anchor] = 1 + min(steps_from[position] for position in next_anchors)
     return steps_from[0]

@@ -1,4 +1,4 @@
-"""BlockPilot: exact speculative decoding that picks its own block size.
+"""BlockPilot: exact speculative decoding with adaptive block sizes.
 
 import blockpilot as bp
 
@@ -6,8 +6,8 @@ pair = bp.load_pair("smollm2-135m")  # dtype="auto": the fastest that is exact o
 for step in bp.generate(pair, prompt_ids, block_size=8):
     print(step.tokens, step.num_accepted)
 
-Each name is imported when it is first asked for: torch and transformers take seconds, and not every process of a
-cluster needs them.
+Names are imported on first access: torch and transformers take seconds to import, and not every process of a cluster
+needs them.
 """
 
 from importlib import import_module
@@ -35,7 +35,7 @@ _MODULES = {
     "policy.store": ("load_policy", "save_policy"),
     "types": ("CandidateSet", "PairId", "Policy", "Prefill", "Request", "Sampling", "Step"),
 }
-_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "NAMED_PAIRS",
@@ -64,6 +64,6 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

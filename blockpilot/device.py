@@ -1,4 +1,4 @@
-"""Devices: numbers on their way to one, and names of what the seconds of a step depend on."""
+"""Devices and dtypes: lookup by name, transfers to a device, and device names for stored step costs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,50 +13,50 @@ Device = str | int | torch.device
 
 
 def best_device() -> str:
-    """cuda where there is a GPU, else cpu."""
+    """cuda if there is a GPU, else cpu."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def to_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """Torch's dtype, given by itself or its name; raises ValueError for one that models are not run in."""
-    found = DTYPES.get(str(dtype).removeprefix("torch."))
-    if found is None:
+    """torch.dtype by name, or itself; raises ValueError for one that models do not run in."""
+    torch_dtype = DTYPES.get(str(dtype).removeprefix("torch."))
+    if torch_dtype is None:
         raise ValueError(f"dtype {dtype!r}: must be one of {', '.join(DTYPES)}")
-    return found
+    return torch_dtype
 
 
 def to_device(device: Device) -> torch.device:
-    """Torch's device, given by itself, its name or a GPU's number; raises ValueError for one that is not here."""
+    """torch.device by name or GPU number, or itself; raises ValueError for one that this machine does not have."""
     name = f"cuda:{device}" if type(device) is int else str(device)
     gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
-    here = ["cpu", *(("cuda", *gpus) if gpus else ())]
-    if name not in (*here, "cpu:0"):
-        raise ValueError(f"device {name!r}: must be one of {', '.join(here)}, which this machine has")
+    available = ["cpu", *(("cuda", *gpus) if gpus else ())]
+    if name not in (*available, "cpu:0"):
+        raise ValueError(f"device {name!r}: must be one of {', '.join(available)}, which this machine has")
     return torch.device(name)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """float32, bfloat16, ..."""
+    """Name of a dtype without the torch prefix, such as float32."""
     return str(dtype).removeprefix("torch.")
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's name, or the CPU's with its best instructions, and the number of threads.
+    """The GPU's name, or the CPU's name with its best instructions and the number of threads.
 
-    One name may stand for CPUs with and without instructions for bfloat16, a factor of three apart.
+    CPUs with the same name may differ in bfloat16 instructions, which is a factor of three in speed.
     """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpu = torch.cpu.get_capabilities()
-    best = next((name for name in CPU_INSTRUCTIONS if cpu.get(name)), cpu.get("architecture"))
-    return f"{cpu.get('cpu_name', device.type)} ({best}), {torch.get_num_threads()} threads"
+    best_instructions = next((name for name in CPU_INSTRUCTIONS if cpu.get(name)), cpu.get("architecture"))
+    return f"{cpu.get('cpu_name', device.type)} ({best_instructions}), {torch.get_num_threads()} threads"
 
 
 def sent(host: Tensor, device: torch.device) -> Tensor:
-    """A host's tensor on a device, queued there: the host does not wait. One that is there already is given back."""
+    """A host tensor copied to a device asynchronously; returned unchanged if it is already there."""
     return host if host.device.type == device.type else host.pin_memory().to(device, non_blocking=True)
 
 
 def tensor_on(device: torch.device, values: Sequence[Any]) -> Tensor:
-    """A host's numbers on a device, `sent` there."""
+    """Host values as a tensor on a device, copied asynchronously."""
     return sent(torch.tensor(values), device)

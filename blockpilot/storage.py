@@ -1,6 +1,6 @@
-"""Files on the local disk, or by URI (s3://, gs://, hdfs://, file://) on any file system that pyarrow knows.
+"""Atomic files on the local disk, or by URI (s3://, gs://, hdfs://, file://) on any file system of pyarrow.
 
-A place is a path or such a URI. What is written is there whole or not at all, whenever the writer is killed.
+A `Place` is a path or such a URI. Writes are atomic: a killed writer leaves either the complete file or none.
 """
 
 import os
@@ -21,9 +21,9 @@ Place = str | os.PathLike[str]
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """A local path to write to; what is written there takes the place of `path` when the block ends without an error.
+    """Yield a temporary local path, which replaces `path` when the block ends without an error.
 
-    A writer that is killed leaves `.NAME.<random>.tmp` behind and nothing else. Missing folders are made.
+    A killed writer leaves only `.NAME.<random>.tmp` behind. Missing folders are created.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(_unfinished_name(path.name))
@@ -41,7 +41,7 @@ def is_uri(place: Place) -> bool:
 
 
 def located(place: Place) -> tuple[FileSystem, str]:
-    """File system and path there; raises ValueError for a URI that pyarrow cannot open."""
+    """File system of a place and path in it; raises ValueError for a URI that pyarrow cannot open."""
     path = os.fspath(place)
     try:
         return _opened(path) if is_uri(path) else (LocalFileSystem(), os.path.abspath(path))
@@ -53,7 +53,7 @@ _opened = lru_cache(maxsize=256)(FileSystem.from_uri)
 
 
 def join(place: Place, *names: str) -> str:
-    """A place below another."""
+    """Path or URI of `names` below a place."""
     return "/".join([os.fspath(place).rstrip("/"), *names])
 
 
@@ -71,22 +71,22 @@ def _type(place: Place) -> FileType:
 
 
 def file_names(place: Place, suffix: str = "", *, recursive: bool = True) -> list[str]:
-    """Files below a folder, as paths relative to it, in order; none where there is no folder."""
+    """Sorted paths of the files below a folder, relative to it; empty if the folder does not exist."""
     fs, path = located(place)
-    found = fs.get_file_info(FileSelector(path, allow_not_found=True, recursive=recursive))
-    names = (info.path[len(path) :].lstrip("/") for info in found if info.type == FileType.File)
+    infos = fs.get_file_info(FileSelector(path, allow_not_found=True, recursive=recursive))
+    names = (info.path[len(path) :].lstrip("/") for info in infos if info.type == FileType.File)
     return sorted(name for name in names if name.endswith(suffix))
 
 
 def read_bytes(place: Place) -> bytes:
-    """A file's content; raises OSError."""
+    """Content of a file; raises OSError if it cannot be read."""
     fs, path = located(place)
     with fs.open_input_stream(path) as stream:
         return bytes(stream.read())
 
 
 def write_bytes(place: Place, content: bytes | pa.Buffer) -> None:
-    """Write a file whole or not at all."""
+    """Write a file atomically."""
     if not is_uri(place):
         with whole(Path(place)) as unfinished:
             unfinished.write_bytes(content)
@@ -101,11 +101,11 @@ def write_bytes(place: Place, content: bytes | pa.Buffer) -> None:
 
 
 def create(place: Place, content: bytes, settle_s: float = 2.0) -> bool:
-    """Write a file unless it is there; returns whether this caller wrote it, which of several is one.
+    """Write a file unless it exists; returns True for exactly one of several concurrent callers.
 
-    Exclusive on local file systems, where a writer that is killed may leave an empty file. pyarrow's others have no
-    such call: there the last writer's stands, and each reads back after settle_s, which must be longer than a check
-    and a write take (Fischer's mutual exclusion).
+    Local file systems create exclusively; a killed writer may leave an empty file there. pyarrow's other file systems
+    cannot: the last writer wins, and every writer reads the file back after settle_s, which must be longer than a
+    check and a write take (Fischer's mutual exclusion).
     """
     fs, path = located(place)
     if isinstance(fs, LocalFileSystem):
@@ -124,33 +124,33 @@ def create(place: Place, content: bytes, settle_s: float = 2.0) -> bool:
 
 
 def _unfinished_name(name: str) -> str:
-    """Name that no other writer uses, on whatever host."""
+    """Temporary name that no other writer uses, on any host."""
     return f".{name}.{secrets.token_hex(8)}.tmp"
 
 
 def delete(place: Place) -> None:
-    """Delete a file, if it is there."""
+    """Delete a file if it exists."""
     if is_file(place):
         fs, path = located(place)
         fs.delete_file(path)
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete a local folder: under its name it is there whole or not at all, whenever this is killed."""
-    gone = folder.with_name(f".{folder.name}.gone")
-    shutil.rmtree(gone, ignore_errors=True)  # what a kill left
+    """Delete a local folder atomically: it is renamed first, so a kill never leaves half of it under its name."""
+    trash = folder.with_name(f".{folder.name}.gone")
+    shutil.rmtree(trash, ignore_errors=True)  # left by a killed deletion
     if folder.exists():
-        folder.rename(gone)
-        shutil.rmtree(gone)
+        folder.rename(trash)
+        shutil.rmtree(trash)
 
 
 def write_text(place: Place, text: str) -> None:
-    """Write a UTF-8 file whole or not at all."""
+    """Write a UTF-8 file atomically."""
     write_bytes(place, text.encode())
 
 
 def remove_unfinished(folder: Place) -> None:
-    """Delete what killed writers left anywhere below a folder. Only before anybody writes there."""
+    """Delete the temporary files of killed writers below a folder; nobody may be writing there."""
     for name in file_names(folder, suffix=".tmp"):
         if name.rpartition("/")[2].startswith("."):
             delete(join(folder, name))
@@ -160,11 +160,11 @@ _SECRET = r"[^=&?#\s\"'\\]*(?:key|secret|token|sig|password|credential)[^=&?#\s\
 
 
 def without_secrets(text: str) -> str:
-    """A text, or JSON, whose addresses have lost their user names and passwords, presigned ones also their keys."""
+    """A text or JSON without the credentials of its URLs: user names, passwords, and keys of presigned URLs."""
     text = re.sub(r"://[^/\s\"'\\]*@", "://***@", text)
     return re.sub(rf"([?&]{_SECRET}=)[^&#\s\"'\\]+", r"\1***", text, flags=re.IGNORECASE)
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message, or its type where it has none: libraries write paragraphs."""
+    """First line of an error's message, or its type without one, since libraries raise multi-line messages."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,4 +1,4 @@
-"""Plain data that every package speaks of: requests and steps, pairs and candidates. Imports nothing of ours."""
+"""Plain data types of all packages: requests and steps, pairs and candidates. Imports no other module of ours."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,18 +10,16 @@ if TYPE_CHECKING:
 else:
     Tensor = Any  # torch takes seconds to import, and a gateway of the server never needs it
 
-LEAST_TEMPERATURE = 1e-5  # scores divided by less leave float32
+LEAST_TEMPERATURE = 1e-5  # logits divided by less overflow float32
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters of a request. The defaults change nothing.
+    """Sampling parameters of a request, applied in vLLM's order: bias, penalties, temperature, min_p, top_k, top_p.
 
-    They act in vLLM's order: bias, penalties, temperature, min_p, top_k, top_p.
-
-    temperature 0 is greedy, and so is any below LEAST_TEMPERATURE; top_p 1, top_k 0 and min_p 0 are off; seed is an
-    int64. Frequency and presence count the tokens of the answer, repetition those of the prompt as well. logit_bias
-    may be given as a mapping of token ids.
+    Defaults are off, as are top_p 1, top_k 0 and min_p 0. Temperatures below LEAST_TEMPERATURE are greedy. seed is an
+    int64. Frequency and presence penalties count the answer's tokens, the repetition penalty also the prompt's.
+    logit_bias may be passed as a mapping of token ids.
     """
 
     temperature: float = 0.0
@@ -69,7 +67,7 @@ class Sampling:
 
 
 class PairId(NamedTuple):
-    """What a policy is made for: names and revisions (a hub commit, or a hash of the local files)."""
+    """Identity of a pair: names and revisions (a hub commit, or a hash of the local files)."""
 
     target: str
     target_revision: str
@@ -103,25 +101,25 @@ class CandidateSet:
 
 
 MAX_BLOCK_SIZE = 32
-"""Of any draft, sweep or engine; a larger one would cost more than any draft brings."""
+"""Largest block size of any draft, sweep or engine; larger ones cost more than they can gain."""
 
 FinishReason = Literal["stop", "length"]
 
 Layout = Literal["auto", "chain", "tree"]
-"""What a draft's tokens are verified as: first choices one after the other, or the most probable prefixes."""
+"""Shape of the drafted tokens: a chain of first choices, or a tree of the most probable prefixes."""
 
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
 
 DRAFTED, LOOKED_UP = 1, 2
 SOURCE_NAMES = "constraint", "draft", "lookup", "both"
-"""By the numbers in `Tree.sources`."""
+"""Names of the numbers in `Tree.sources`."""
 
 
 class Tree(NamedTuple):
-    """Tokens of a row that are verified [n], and the parent of each: 0 is the anchor, i the token tokens[i - 1].
+    """Tokens [n] of a row to verify, and their parents [n]: 0 is the anchor, i the node of tokens[i - 1].
 
-    sources [n]: DRAFTED, LOOKED_UP or the sum of both; 0 where a constraint left nothing else.
+    sources [n]: DRAFTED, LOOKED_UP or their sum; 0 for tokens that a constraint forces.
     """
 
     tokens: tuple[int, ...] = ()
@@ -130,8 +128,10 @@ class Tree(NamedTuple):
 
     @property
     def children(self) -> dict[tuple[int, int], int]:
-        """Nodes by their parent and their token, which is among a parent's children only once."""
-        return {place: i for i, place in enumerate(zip(self.parents, self.tokens, strict=True), 1)}
+        """Nodes by (parent, token); a parent's children have different tokens."""
+        return {
+            parent_and_token: i for i, parent_and_token in enumerate(zip(self.parents, self.tokens, strict=True), 1)
+        }
 
     @property
     def is_chain(self) -> bool:
@@ -142,9 +142,9 @@ NO_TREE = Tree()
 
 
 class Prefill(NamedTuple):
-    """What is known of a request after its prompt, and all that a policy sees.
+    """State of a request after its prompt; the only input of a policy.
 
-    logits [vocab] float32 of the target at the last prompt token; context [draft hidden] float32, the draft's fused
+    logits [vocab] float32 of the target at the last prompt token. context [draft hidden] float32: the draft's fused
     context vector there, None for a request that never drafts.
     """
 
@@ -160,79 +160,81 @@ class Prefill(NamedTuple):
 
 
 class Automaton(Protocol):
-    """State of a constraint after the final tokens of a request. A `path` are tokens that may follow them."""
+    """State of a constraint after the accepted tokens of a request. A `path` holds tokens proposed after them."""
 
     @property
     def error(self) -> Exception | None:
-        """Why nothing may follow any more, where the constraint has failed."""
+        """Why the request cannot follow the constraint any further, or None."""
 
     def take(self, token: int) -> None:
-        """Make a token final; raises ValueError for one that may not follow."""
+        """Accept a token; raises ValueError if it is not allowed."""
 
     def ends(self, path: Sequence[int] = ()) -> bool:
-        """True where nothing can follow."""
+        """True if no token can follow the path."""
         ...
 
     def allowed(self, path: Sequence[int], tokens: Sequence[int]) -> list[bool]:
-        """Which of some tokens may come after the path."""
+        """For each token, whether it is allowed after the path."""
         ...
 
     def forced(self, path: Sequence[int] = ()) -> list[int]:
-        """Tokens each of which is the only one that may come next."""
+        """Forced tokens after the path: each is the only one allowed after those before it."""
         ...
 
     def mask(self, path: Sequence[int] = ()) -> Tensor:
-        """All tokens that may come after the path, [vocab] bool; ValueError where that cannot be said."""
+        """Tokens allowed after the path, [vocab] bool; raises ValueError if the mask cannot be computed."""
         ...
 
 
 class Constraint(Protocol):
-    """A grammar, say, that the texts of any number of requests follow."""
+    """Constraint, such as a grammar, on the texts of any number of requests."""
 
     def start(self) -> Automaton:
-        """Its state before the first token."""
+        """Automaton before the first token."""
         ...
 
 
-def token_ids(given: Any, name: str = "prompt_ids") -> tuple[int, ...]:
-    """Token ids of one text: a sequence, tensor or array of integers [n] or [1, n], or what a tokenizer returns.
+def token_ids(tokens: Any, name: str = "prompt_ids") -> tuple[int, ...]:
+    """Token ids of one text from a sequence, tensor or array of integers [n] or [1, n], or a tokenizer's output.
 
-    Raises ValueError, by `name`, for text, several texts, padding, and what is no whole number.
+    Raises ValueError, with `name`, for text, several texts, padding, and values that are not integers.
     """
-    if isinstance(given, str | bytes):
-        raise ValueError(f"{name} {given[:20]!r}: is text; encode it by pair.tokenizer(text) or apply_chat_template")
-    if isinstance(given, Mapping):
-        if 0 in token_ids(given.get("attention_mask", ()), "attention_mask"):
+    if isinstance(tokens, str | bytes):
+        raise ValueError(f"{name} {tokens[:20]!r}: is text; encode it by pair.tokenizer(text) or apply_chat_template")
+    if isinstance(tokens, Mapping):
+        if 0 in token_ids(tokens.get("attention_mask", ()), "attention_mask"):
             raise ValueError(f"{name}: some are padding (attention_mask 0); encode one text without padding")
-        given = given.get("input_ids")
-    ids = given.tolist() if hasattr(given, "tolist") else given
+        tokens = tokens.get("input_ids")
+    ids = tokens.tolist() if hasattr(tokens, "tolist") else tokens
     if not isinstance(ids, Iterable):
         raise ValueError(f"{name} {ids!r}: must be a sequence of token ids")
-    ids = tuple(each.tolist() if hasattr(each, "tolist") else each for each in ids)
+    ids = tuple(entry.tolist() if hasattr(entry, "tolist") else entry for entry in ids)
     if ids and isinstance(ids[0], list | tuple):
         if len(ids) > 1:
             raise ValueError(f"{name} of {len(ids)} texts: must be those of one")
         return token_ids(ids[0], name)
-    if wrong := [each for each in ids if type(each) is not int]:
+    if wrong := [entry for entry in ids if type(entry) is not int]:
         raise ValueError(f"{name} with {wrong[0]!r}: must be token ids, whole numbers")
     return ids
 
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence to decode. block_size None leaves it to the engine; 1 never drafts.
+    """One sequence to decode.
 
-    prompt_ids: whatever `token_ids` takes, such as a list, a tensor or what a chat template returns.
-    block_size: tokens that a step verifies, the anchor among them. layout: what they are laid out as.
-    num_logprobs: how many of the likeliest tokens come with every emitted one, and its own; None for nothing.
-    cache_salt: only requests with the same one share kept prefixes.
-    constraint: the target chooses among the tokens that it allows, before top_k and top_p; log probabilities stay the
-    target's own. The request ends where nothing can follow.
-    min_new_tokens: before so many tokens stop tokens have no chance, and stop strings are looked for in the text
-    after them; a constraint that leaves nothing else wins.
-    num_prompt_logprobs: the same as num_logprobs for the prompt's own tokens, which are then all computed.
-    lookup: what followed where the text's end stood before in the prompt or the answer is verified, too; None: where
-    the controller chooses, and not beside a fixed block size.
+    prompt_ids: any input of `token_ids`, such as a list, a tensor or the output of a chat template.
+    block_size: tokens that a step verifies, the anchor included; None: the engine chooses; 1: plain decoding.
+    layout: shape of the drafted tokens.
+    num_logprobs: number of most likely tokens to return with every emitted token, beside its own log probability;
+    None returns nothing.
+    cache_salt: only requests with the same salt share the prefix cache.
+    constraint: masks the target's tokens before top_k and top_p; returned log probabilities are without the mask. The
+    request ends if no token can follow.
+    min_new_tokens: stop tokens are masked before this many tokens, and stop strings are searched after them; a
+    constraint that allows only stop tokens has priority.
+    num_prompt_logprobs: num_logprobs for the prompt's tokens, which are then not read from the prefix cache.
+    lookup: prompt lookup, which also verifies continuations of earlier matches in prompt and answer. None: the
+    controller decides, and it is off with a fixed block size.
     """
 
     prompt_ids: tuple[int, ...]
@@ -257,7 +259,7 @@ class Request:
 
 
 class TokenLogprobs(NamedTuple):
-    """Log probabilities of an emitted token and of the likeliest ones, by the target alone (temperature 1)."""
+    """Log probabilities of an emitted token and of the most likely ones, by the target at temperature 1."""
 
     logprob: float
     likeliest: tuple[tuple[int, float], ...]
@@ -265,14 +267,14 @@ class TokenLogprobs(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """What one step made final for one request.
+    """Result of one step for one request.
 
-    block_size 0 marks the prefill, which emits the first token without verifying a block and carries `prefill`.
-    num_accepted counts the drafted tokens among `tokens`; `tree` is all that was drafted and verified. logprobs are
-    those of `tokens`, where they were asked for.
-    texts are what each of `tokens` adds to the text of a request with stop strings; it ends before the stop string.
-    num_reused: of a prefill, the prompt tokens that were kept of other requests and not computed.
-    prompt_logprobs: of a prefill, those of the prompt's tokens, where they were asked for; None of the first one.
+    block_size 0 marks the prefill, which emits the first token without a verified block and carries `prefill`.
+    num_accepted: number of drafted tokens among `tokens`. tree: all verified tokens. logprobs: those of `tokens`, if
+    requested.
+    texts: the text that each of `tokens` adds, for requests with stop strings; it ends before the stop string.
+    num_reused: of a prefill, the prompt tokens read from the prefix cache.
+    prompt_logprobs: of a prefill, those of the prompt's tokens if requested; None for the first token.
     """
 
     request_id: int
@@ -297,16 +299,15 @@ class Step:
 
     @property
     def accepted_sources(self) -> list[int]:
-        """What proposed each of the accepted nodes, in order: DRAFTED, LOOKED_UP, the sum of both, or 0 (`Tree`)."""
+        """`Tree.sources` of the accepted nodes, in order."""
         return [self.tree.sources[node - 1] for node in self.path] if self.num_accepted else []
 
 
 class Candidates(NamedTuple):
-    """The k tokens [N, k] that would win a position's race if the target's scores were a draft's, best first.
+    """The k best tokens [N, k] of N positions by the draft's scores under the target's sampling noise, best first.
 
-    scores: what the race compares, relative to all scores of the position: log probabilities, less the logarithm of
-    the token's own noise where tokens are `drawn` [N] (temperature above 0). log_probs are without it. Both are -inf
-    for what cannot be drawn.
+    scores: normalised log probabilities, minus the logarithm of the token's exponential noise if tokens are `drawn`
+    [N] (temperature above 0). log_probs: without the noise. Both are -inf for tokens that cannot be drawn.
     """
 
     tokens: Tensor
@@ -315,10 +316,10 @@ class Candidates(NamedTuple):
     drawn: Tensor
 
     def at(self, index: Sequence[int]) -> "Candidates":
-        """Those of some positions."""
-        places = self.tokens.new_tensor(index)
-        return Candidates(*(values[places] for values in self))
+        """The candidates of the positions `index`."""
+        positions = self.tokens.new_tensor(index)
+        return Candidates(*(values[positions] for values in self))
 
 
 Policy = Callable[[Prefill], int]
-"""A block size for the whole request, out of its prefill."""
+"""Maps a request's prefill to its block size."""

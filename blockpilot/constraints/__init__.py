@@ -1,1 +1,1 @@
-"""Grammars that a request's text must match, and the automata that follow it."""
+"""Grammars of structured outputs, and the automata that follow them."""

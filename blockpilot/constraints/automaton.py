@@ -1,7 +1,7 @@
-"""Automaton of a grammar: which tokens may follow, which one must, and the mask of all of them.
+"""Automaton of a grammar: allowed tokens, forced tokens and token masks.
 
-llguidance (an Earley parser over derivatives of regular expressions) does the work. Where its mask has one token
-only, the token is forced: no model has to be asked.
+llguidance (an Earley parser over derivatives of regular expressions) does the work. A token is forced if it is the
+only allowed one, so no model has to run for it.
 """
 
 import json
@@ -23,14 +23,14 @@ ALLOWANCE_PER_TOKEN_S = 0.01  # ordinary grammars take 0.3 ms
 
 
 class GrammarError(ValueError):
-    """A grammar that cannot be compiled, or followed within its limits."""
+    """A grammar that cannot be compiled, or that exceeds its limits while a text follows it."""
 
 
 class GrammarCompiler:
-    """Compiler of grammars over a tokenizer's vocabulary; made once, since its own tables take a second.
+    """Compiler of grammars over a tokenizer's vocabulary; build it once, since its tables take a second.
 
-    vocab_size is the target's: no token beyond it is allowed. Stop tokens may follow where a text is complete, and
-    nowhere else.
+    vocab_size is the target's; tokens beyond it are never allowed. Stop tokens are allowed exactly where a text is
+    complete.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class GrammarCompiler:
         self._tokenizer = LLTokenizer(self.tokenizer, vocab_size, sorted(stop_token_ids))
 
     def compile(self, grammar: Grammar) -> "CompiledGrammar":
-        """Raises GrammarError, saying what is wrong with it. Lets other threads run meanwhile."""
+        """Compile a grammar; raises GrammarError with the reason if that fails. Releases the GIL."""
         try:
             matcher = LLMatcher(self._tokenizer, grammar.compiled_from(), log_level=0, limits=self._bounds)
         except ValueError as error:
@@ -59,30 +59,30 @@ class GrammarCompiler:
 
 
 def tokenizer_json(tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> str:
-    """A tokenizer as JSON, less the tokens that the target's embedding has no row for."""
-    found: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())
-    found |= {"padding": None, "truncation": None}
+    """A tokenizer as JSON, without the tokens beyond the target's embedding."""
+    fields: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())
+    fields |= {"padding": None, "truncation": None}
     if len(tokenizer) > vocab_size:
-        model = found["model"]
-        found["added_tokens"] = [token for token in found["added_tokens"] if token["id"] < vocab_size]
+        model = fields["model"]
+        fields["added_tokens"] = [token for token in fields["added_tokens"] if token["id"] < vocab_size]
         if isinstance(model["vocab"], list):  # Unigram
             model["vocab"] = model["vocab"][:vocab_size]
         else:
-            model["vocab"] = known = {text: i for text, i in model["vocab"].items() if i < vocab_size}
+            model["vocab"] = vocab = {text: i for text, i in model["vocab"].items() if i < vocab_size}
             if "merges" in model:  # BPE
-                model["merges"] = [merge for merge in model["merges"] if _makes_one_of(known, merge)]
-    return json.dumps(found)
+                model["merges"] = [merge for merge in model["merges"] if _is_known_merge(vocab, merge)]
+    return json.dumps(fields)
 
 
-def _makes_one_of(known: dict[str, int], merge: str | Sequence[str]) -> bool:
+def _is_known_merge(vocab: dict[str, int], merge: str | Sequence[str]) -> bool:
     first, second = merge.split(" ") if isinstance(merge, str) else merge
-    return first in known and second in known and first + second in known
+    return first in vocab and second in vocab and first + second in vocab
 
 
 class CompiledGrammar:
-    """Grammar that any number of requests may follow; `grammar` is its source.
+    """Compiled grammar for any number of requests; `grammar` is its source.
 
-    allowance_s: CPU seconds that a request may spend in its automaton, beside ALLOWANCE_PER_TOKEN_S for every token.
+    allowance_s: CPU seconds that a request may spend in its automaton, plus ALLOWANCE_PER_TOKEN_S for every token.
     """
 
     def __init__(self, grammar: Grammar, matcher: LLMatcher, vocab_size: int, allowance_s: float) -> None:
@@ -90,27 +90,28 @@ class CompiledGrammar:
         self._allowance_s = allowance_s
 
     def start(self) -> "GrammarAutomaton":
-        """Its state before the first token."""
+        """Automaton before the first token."""
         return GrammarAutomaton(self._matcher, self._vocab_size, self._allowance_s)
 
 
 class GrammarAutomaton:
-    """State of a grammar after the final tokens of a request. `path` are tokens that may follow them.
+    """State of a grammar after the accepted tokens of a request. A `path` holds tokens proposed after them.
 
-    A path that outgrows the grammar's limits fails alone, for a draft may look where no text goes: the state is then
-    made again from the final tokens. The request fails where its own text does, and where it has spent its seconds.
+    A path that exceeds the grammar's limits fails without the request, since a draft may propose texts that the
+    target never writes. The state is then rebuilt from the accepted tokens. The request fails if its own text exceeds
+    the limits, or if its CPU allowance is spent.
     """
 
     def __init__(self, start: LLMatcher, vocab_size: int, allowance_s: float) -> None:
         self._start, self._matcher, self._vocab_size = start, start.deep_copy(), vocab_size
         self._final: list[int] = []
-        self._ahead: list[int] = []  # tokens of the matcher that are not final
-        self._failed: tuple[tuple[int, ...], str] | None = None  # a path that nothing may follow, and why
+        self._ahead: list[int] = []  # tokens of the current path that the matcher has consumed
+        self._failed: tuple[tuple[int, ...], str] | None = None  # a path that exceeded the limits, and the reason
         self._left_s = allowance_s
 
     @property
     def error(self) -> GrammarError | None:
-        """Why the grammar can be followed no further."""
+        """Why the request cannot follow the grammar any further, or None."""
         if self._left_s < 0:
             return GrammarError("grammar: following it takes too much of the machine's time")
         if self._matcher.is_error():
@@ -118,7 +119,7 @@ class GrammarAutomaton:
         return None
 
     def take(self, token: int) -> None:
-        """Make a token final; raises GrammarError for one that may not follow."""
+        """Accept a token; raises GrammarError if it is not allowed."""
         with self._charged():
             self._follow(())
             if not self._matcher.consume_token(token):
@@ -127,43 +128,43 @@ class GrammarAutomaton:
         self._failed, self._left_s = None, self._left_s + ALLOWANCE_PER_TOKEN_S
 
     def ends(self, path: Sequence[int] = ()) -> bool:
-        """True where nothing can follow."""
+        """True if no token can follow the path."""
         with self._charged():
             return self._follow(path) and self._matcher.is_stopped()
 
     def allowed(self, path: Sequence[int], tokens: Sequence[int]) -> list[bool]:
-        """Which of some tokens may come after the path; none where its limits are reached."""
+        """For each token, whether it is allowed after the path; all False if the path exceeds the limits."""
         with self._charged():
-            found = [self._follow(path) and self._matcher.validate_tokens([token]) == 1 for token in tokens]
-            return found if self._holds(path) else [False] * len(found)
+            flags = [self._follow(path) and self._matcher.validate_tokens([token]) == 1 for token in tokens]
+            return flags if self._holds(path) else [False] * len(flags)
 
     def forced(self, path: Sequence[int] = ()) -> list[int]:
-        """Tokens each of which is the only one that may come next, as many as there are."""
+        """The longest sequence of forced tokens after the path."""
         with self._charged():
-            found = self._matcher.compute_ff_tokens() if self._follow(path) else []
-            return found if self._holds(path) else []
+            forced_tokens = self._matcher.compute_ff_tokens() if self._follow(path) else []
+            return forced_tokens if self._holds(path) else []
 
     def mask(self, path: Sequence[int] = ()) -> Tensor:
-        """Tokens that may come after the path, [vocab] bool; raises GrammarError where its limits are reached."""
+        """Tokens allowed after the path, [vocab] bool; raises GrammarError if the path exceeds the limits."""
         with self._charged():
             bits = self._matcher.compute_bitmask() if self._follow(path) else b""
             if not self._holds(path):
-                why = self._failed[1] if self._failed else complaint(self._matcher)
-                raise GrammarError(f"grammar: {why}")
+                reason = self._failed[1] if self._failed else complaint(self._matcher)
+                raise GrammarError(f"grammar: {reason}")
         array = np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=self._vocab_size, bitorder="little")
         return torch.from_numpy(array).bool()
 
     @contextmanager
     def _charged(self) -> Iterator[None]:
         """Charge the CPU seconds of the block to the request."""
-        begun = time.thread_time()
+        started_s = time.thread_time()
         try:
             yield
         finally:
-            self._left_s -= time.thread_time() - begun
+            self._left_s -= time.thread_time() - started_s
 
     def _follow(self, path: Sequence[int]) -> bool:
-        """Move from one path to another, by way of what they share; False where it reaches the grammar's limits."""
+        """Roll back to the common prefix and consume the rest of `path`; False if it exceeds the grammar's limits."""
         if not self._holds(path):
             return False
         shared = 0
@@ -177,7 +178,7 @@ class GrammarAutomaton:
         return self._holds(path)
 
     def _holds(self, path: Sequence[int]) -> bool:
-        """True unless the path has failed, or fails now: then a new matcher replaces the old one."""
+        """True unless the path exceeds the limits. A failed matcher is replaced by one at the accepted tokens."""
         if self._failed is not None and tuple(path[: len(self._failed[0])]) == self._failed[0]:
             return False
         if not self._matcher.is_error():

@@ -1,9 +1,8 @@
 """Grammars of structured outputs, in the form that llguidance compiles.
 
-JSON is written as Python's json.dumps writes it, one space after a comma and a colon, unless a pattern allows other
-white space: then most of a schema's own characters are forced, and no model can fill its answer with blanks. Without
-any space a small model leaves what it has seen in training, and a step of its draft emits a fifth fewer tokens (see
-LOG.md).
+JSON has the spacing of Python's json.dumps, one space after a comma and a colon, unless a pattern allows other white
+space. Most of a schema's own characters are then forced, and a model cannot fill its answer with blanks. JSON without
+any spaces is unlike a small model's training data, and its draft emits a fifth fewer tokens per step (see LOG.md).
 """
 
 import json
@@ -20,7 +19,7 @@ ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
 class Grammar(NamedTuple):
-    """Source of a grammar. white_space: a regular expression of what may stand between the tokens of a JSON text."""
+    """Source of a grammar. white_space: a regular expression of the white space between tokens of a JSON text."""
 
     kind: Literal["json", "regex", "choice", "grammar", "lark"]
     source: str
@@ -28,7 +27,7 @@ class Grammar(NamedTuple):
     white_space: str | None = None
 
     def compiled_from(self) -> str:
-        """The grammar as llguidance reads it; raises ValueError for a source that is too long, or no grammar."""
+        """The grammar in llguidance's format; raises ValueError if the source is too long or invalid."""
         if (size := len(self.source.encode())) > MAX_BYTES:
             raise ValueError(f"grammar of {size} bytes: at most {MAX_BYTES} are compiled")
         if self.kind != "json":
@@ -37,30 +36,30 @@ class Grammar(NamedTuple):
 
     @property
     def spacing(self) -> Any:
-        """Options of llguidance for the white space of a JSON text."""
+        """llguidance's options for the white space of a JSON text."""
         return SEPARATORS if self.white_space is None else {"whitespace_pattern": self.white_space}
 
 
 def of_schema(schema: Mapping[str, Any], white_space: str | None = None) -> Grammar:
-    """JSON texts that validate; raises ValueError for integers in the schema that would be rounded."""
-    ready = prepared(dict(schema))
-    check_exact(ready)
-    return Grammar("json", json.dumps(ready), white_space)
+    """Grammar of JSON texts valid under a schema; raises ValueError for integers that llguidance would round."""
+    prepared_schema = prepared(dict(schema))
+    check_exact(prepared_schema)
+    return Grammar("json", json.dumps(prepared_schema), white_space)
 
 
 def of_choices(texts: Sequence[str]) -> Grammar:
-    """One of these texts."""
+    """Grammar of exactly one of these texts."""
     return Grammar("choice", json.dumps(texts))
 
 
 def limits(max_lexer_states: int = 50_000, step_max_items: int = 10_000) -> LLParserLimits:
-    """Bounds of what compiling a grammar, and every later step, may cost: about 20 ms a step, 100 MB.
+    """Limits for compiling a grammar and for every step: about 20 ms per step and 100 MB.
 
-    step_max_items: of the parser, for one mask; an ambiguous grammar's grow with the square of its text.
+    step_max_items: parser items for one mask; in an ambiguous grammar they grow with the square of the text.
     """
     return LLParserLimits(max_lexer_states=max_lexer_states, step_max_items=step_max_items, verbose_errors=False)
 
 
 def complaint(matcher: LLMatcher) -> str:
-    """The first line of what is wrong with a matcher's grammar."""
+    """First line of a matcher's error message."""
     return next(iter(matcher.get_error().strip().splitlines()), "no text matches it")

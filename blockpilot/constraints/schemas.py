@@ -1,8 +1,8 @@
-"""JSON Schemas as clients send them, in the form that llguidance compiles.
+"""Conversion of clients' JSON Schemas to the form that llguidance compiles.
 
-`prepared` keeps what a schema means: it drops annotations and keywords that forbid nothing, and writes others as
-llguidance reads them. `loosened` drops the keywords that it refuses, so that the rest can still be followed.
-llguidance itself is asked which they are (`complaint_of`), one subschema at a time.
+`prepared` keeps a schema's meaning: it drops annotations and keywords that forbid nothing, and rewrites others for
+llguidance. `loosened` drops the keywords that llguidance refuses, so that the rest still constrains the text;
+`complaint_of` finds them by compiling one subschema at a time.
 """
 
 import json
@@ -25,7 +25,7 @@ ANNOTATIONS = frozenset({"title", "description", "default", "example", "examples
     *("readOnly", "writeOnly", "$comment", "$schema")
 }
 REFERENCES = frozenset({"$ref", "$defs", "definitions", "$id", "$anchor"})
-STRUCTURE = ("type", "properties", "items", "enum", "const", "anyOf", "required")  # dropped last
+STRUCTURE = ("type", "properties", "items", "enum", "const", "anyOf", "required")  # dropped last by `loosened`
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 FORBIDS_NOTHING: Mapping[str, tuple[object, ...]] = {
     "uniqueItems": (False,),
@@ -44,7 +44,7 @@ NEEDS = {"minContains": "contains", "maxContains": "contains", "then": "if", "el
 
 
 class Loosened(NamedTuple):
-    """A schema without the keywords that cannot be followed; their places, such as `properties.x.uniqueItems`."""
+    """A schema without unsupported keywords, and the paths of these, such as `properties.x.uniqueItems`."""
 
     schema: JsonObject
     dropped: tuple[str, ...] = ()
@@ -54,7 +54,7 @@ class Loosened(NamedTuple):
 
 
 def subschemas(schema: Any, path: Path = ()) -> Iterator[tuple[Path, JsonObject]]:
-    """A schema and all schemas inside it, with their paths. What looks like one in `enum` or `properties` is none."""
+    """A schema and all its subschemas, with their paths. Constants that look like schemas do not count."""
     if not isinstance(schema, dict):
         return
     yield path, schema
@@ -64,14 +64,14 @@ def subschemas(schema: Any, path: Path = ()) -> Iterator[tuple[Path, JsonObject]
 
 
 def rebuilt(schema: Any, change: Callable[[Path, JsonObject], JsonObject], path: Path = ()) -> Any:
-    """The schema with each subschema changed, innermost first; anything but an object stays as it is."""
+    """The schema with `change` applied to each subschema, innermost first; anything but an object is unchanged."""
     if not isinstance(schema, dict):
         return schema
     return change(path, _with_children(schema, lambda step, child: rebuilt(child, change, (*path, *step))))
 
 
 def _with_children(schema: JsonObject, change: Callable[[Path, Any], Any]) -> JsonObject:
-    """The schema with each subschema right below it changed, by its path from here."""
+    """The schema with `change` applied to each direct subschema and its relative path."""
     new = dict(schema)
     for key, value in schema.items():
         if key in MAPS and isinstance(value, dict):
@@ -93,25 +93,25 @@ def _children(key: str, value: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def properties_of(schema: Any) -> JsonObject:
-    """Its properties by name; none where there is something else."""
-    found = schema.get("properties") if isinstance(schema, dict) else None
-    return found if isinstance(found, dict) else {}
+    """Properties of a schema by name; empty if it has none or `properties` is invalid."""
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    return properties if isinstance(properties, dict) else {}
 
 
 def required_of(schema: Any) -> list[str]:
-    """Names of the properties that it demands."""
-    found = schema.get("required") if isinstance(schema, dict) else None
-    return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
+    """Names of a schema's required properties."""
+    names = schema.get("required") if isinstance(schema, dict) else None
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
 def types_of(schema: JsonObject) -> list[str]:
-    """Names of its types; none where it has any."""
+    """Names of a schema's types; empty if it allows any."""
     types = schema.get("type")
-    return [str(each) for each in types] if isinstance(types, list) else [types] if isinstance(types, str) else []
+    return [str(name) for name in types] if isinstance(types, list) else [types] if isinstance(types, str) else []
 
 
 def constants_of(schema: JsonObject) -> list[Any] | None:
-    """The values that it has at most; None where they are not listed."""
+    """The only values that a schema allows, by `const` or `enum`; None if it has neither."""
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     return values if isinstance(values, list) else None
 
@@ -125,7 +125,7 @@ def pointer(path: Path) -> str:
 
 
 def target_path(root: JsonObject, ref: Any) -> Path | None:
-    """Path of what a `$ref` names inside the root; None for what is elsewhere, or nowhere."""
+    """Path inside the root that a `$ref` points to; None if it points outside or nowhere."""
     if not isinstance(ref, str):
         return None
     document, _, fragment = ref.partition("#")
@@ -134,17 +134,17 @@ def target_path(root: JsonObject, ref: Any) -> Path | None:
         base = next((path for path, schema in subschemas(root) if path and _base(schema) == document), None)
     if base is None:
         return None
-    place = at(root, base)
+    base_schema = at(root, base)
     if fragment and not fragment.startswith("/"):
-        anchors = (path for path, schema in subschemas(place) if schema.get("$anchor") == fragment)
+        anchors = (path for path, schema in subschemas(base_schema) if schema.get("$anchor") == fragment)
         inside = next(anchors, None)
     else:
         inside = tuple(unquote(step).replace("~1", "/").replace("~0", "~") for step in fragment.split("/")[1:])
-    return None if inside is None or at(place, inside) is None else (*base, *inside)
+    return None if inside is None or at(base_schema, inside) is None else (*base, *inside)
 
 
 def at(root: Any, path: Path) -> Any:
-    """The value at a path; None where there is none."""
+    """The value at a path, or None."""
     for step in path:
         if isinstance(root, list) and step.isdecimal() and int(step) < len(root):
             root = root[int(step)]
@@ -156,7 +156,7 @@ def at(root: Any, path: Path) -> Any:
 
 
 def resolved(root: JsonObject, schema: Any) -> Any:
-    """The schema that a `$ref` without other keywords leads to, through any number of them."""
+    """The schema that a chain of `$ref`s without other keywords leads to."""
     seen = set[Path]()
     while isinstance(schema, dict) and "$ref" in schema and schema.keys() <= REFERENCES:
         path = target_path(root, schema["$ref"])
@@ -167,18 +167,18 @@ def resolved(root: JsonObject, schema: Any) -> Any:
     return schema
 
 
-def moved(root: JsonObject, place: Path) -> JsonObject:
-    """The schema for a place inside another one: its references lead to the same subschemas there.
+def moved(root: JsonObject, path_to_root: Path) -> JsonObject:
+    """The schema with its references rewritten, to be embedded at a path of another schema.
 
-    Raises ValueError for a reference that leads out of it.
+    Raises ValueError for a reference that points outside the schema.
     """
 
     def change(path: Path, schema: JsonObject) -> JsonObject:
         new = {key: value for key, value in schema.items() if key not in ("$id", "$anchor", "id")}
         if "$ref" in schema:
-            if (found := target_path(root, schema["$ref"])) is None:
+            if (referenced := target_path(root, schema["$ref"])) is None:
                 raise ValueError(f"{'.'.join((*path, '$ref'))}: {schema['$ref']!r} is not inside the schema")
-            new["$ref"] = "#" + pointer((*place, *found))
+            new["$ref"] = "#" + pointer((*path_to_root, *referenced))
         return new
 
     return dict(rebuilt(root, change))
@@ -189,13 +189,13 @@ def _base(schema: JsonObject) -> str | None:
     return name.partition("#")[0] if isinstance(name, str) else None
 
 
-# --- what a schema means, in llguidance's words ---
+# --- equivalent schemas for llguidance ---
 
 
 def prepared(schema: JsonObject) -> JsonObject:
-    """The schema with the same valid values, without what llguidance has no need of.
+    """An equivalent schema without annotations and keywords that forbid nothing.
 
-    Raises ValueError for one that is nested too deeply.
+    Raises ValueError for a schema that is nested too deeply.
     """
     try:
         return dict(rebuilt(schema, lambda path, node: _prepared(schema, node)))
@@ -204,9 +204,9 @@ def prepared(schema: JsonObject) -> JsonObject:
 
 
 def _prepared(root: JsonObject, schema: JsonObject) -> JsonObject:
-    new = {key: value for key, value in schema.items() if not _says_nothing(schema, key, value)}
+    new = {key: value for key, value in schema.items() if not _forbids_nothing(schema, key, value)}
     for exclusive, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
-        if isinstance(new.get(exclusive), bool) and new.pop(exclusive) and bound in new:  # as draft 4 has it
+        if isinstance(new.get(exclusive), bool) and new.pop(exclusive) and bound in new:  # JSON Schema draft 4
             new[exclusive] = new.pop(bound)
     new = _named(root, new)
     if isinstance(properties := new.get("properties"), dict):
@@ -218,41 +218,41 @@ def _prepared(root: JsonObject, schema: JsonObject) -> JsonObject:
 
 
 def _named(root: JsonObject, schema: JsonObject) -> JsonObject:
-    """The schema with its propertyNames, constants or a pattern, as names of properties."""
+    """The schema with `propertyNames` (constants or a pattern) rewritten as `properties` or `patternProperties`."""
     names = resolved(root, schema.get("propertyNames"))
     if not isinstance(names, dict) or not schema.keys().isdisjoint({"properties", "patternProperties"}):
         return schema
-    others = {key: value for key, value in schema.items() if key not in ("propertyNames", "additionalProperties")}
-    others["additionalProperties"], value = False, schema.get("additionalProperties", True)
-    said = names.keys() - ANNOTATIONS - {"type"}
+    rest = {key: value for key, value in schema.items() if key not in ("propertyNames", "additionalProperties")}
+    rest["additionalProperties"], value = False, schema.get("additionalProperties", True)
+    keywords = names.keys() - ANNOTATIONS - {"type"}
     if names.get("type", "string") != "string":
         return schema
-    if said == {"pattern"} and isinstance(names["pattern"], str):
-        return others | {"patternProperties": {names["pattern"]: value}}
-    constants = [names.get("const")] if said == {"const"} else names.get("enum") if said == {"enum"} else None
+    if keywords == {"pattern"} and isinstance(names["pattern"], str):
+        return rest | {"patternProperties": {names["pattern"]: value}}
+    constants = [names.get("const")] if keywords == {"const"} else names.get("enum") if keywords == {"enum"} else None
     if isinstance(constants, list) and all(isinstance(name, str) for name in constants):
-        return others | {"properties": dict.fromkeys(constants, value)}
+        return rest | {"properties": dict.fromkeys(constants, value)}
     return schema
 
 
-def _says_nothing(schema: JsonObject, key: str, value: Any) -> bool:
+def _forbids_nothing(schema: JsonObject, key: str, value: Any) -> bool:
     if key in ANNOTATIONS or (value is None and key != "const"):
         return True
     if key == "$id" and not (isinstance(value, str) and re.fullmatch("[!-~]+", value)):
-        return True  # no URI
+        return True  # not a URI
     if key in NEEDS and NEEDS[key] not in schema:
         return True
     if key == "if" and schema.keys().isdisjoint({"then", "else"}):
         return True
     if key == "format" and "type" in schema and "string" not in types_of(schema):
         return True
-    return any(type(value) is type(each) and value == each for each in FORBIDS_NOTHING.get(key, ()))
+    return any(type(value) is type(trivial) and value == trivial for trivial in FORBIDS_NOTHING.get(key, ()))
 
 
 def _disjoint(root: JsonObject, options: list[Any]) -> list[Any] | None:
-    """Options of which no value matches two, as alternatives; None where that is not certain.
+    """The options of a `oneOf` as those of an equivalent `anyOf`, if no value can match two of them; else None.
 
-    By type, by their constants, or by the constants of a property, which each option then demands.
+    Options are disjoint by type, by their constants, or by the constants of a property, which is then required.
     """
     full = [resolved(root, option) for option in options]
     if not all(isinstance(schema, dict) for schema in full):
@@ -275,13 +275,13 @@ def _disjoint(root: JsonObject, options: list[Any]) -> list[Any] | None:
 
 
 def _apart(sets: list[set[str] | None]) -> bool:
-    known = [each for each in sets if each is not None]
-    return len(known) == len(sets) and sum(map(len, known)) == len(set[str]().union(*known))
+    complete = [values for values in sets if values is not None]
+    return len(complete) == len(sets) and sum(map(len, complete)) == len(set[str]().union(*complete))
 
 
 def _kinds(schema: JsonObject) -> set[str] | None:
     types = types_of(schema)
-    return {"number" if each == "integer" else each for each in types} if types else None
+    return {"number" if name == "integer" else name for name in types} if types else None
 
 
 def _constants(schema: Any) -> set[str] | None:
@@ -289,20 +289,20 @@ def _constants(schema: Any) -> set[str] | None:
     return None if values is None else {json.dumps(value, sort_keys=True) for value in values}
 
 
-# --- what llguidance cannot follow ---
+# --- keywords that llguidance does not support ---
 
 
 def complaint_of(schema: Any) -> str:
-    """The first line of what llguidance has against a schema; "" for nothing."""
+    """First line of llguidance's error message for a schema; "" if it compiles."""
     try:
-        wrong = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
+        message = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
     except ValueError as error:
-        wrong = str(error)
-    return next(iter(wrong.strip().splitlines()), "")
+        message = str(error)
+    return next(iter(message.strip().splitlines()), "")
 
 
 def inexact(schema: JsonObject) -> list[str]:
-    """Keywords of one subschema, without those inside it, whose integers llguidance rounds to 53 bits."""
+    """Keywords of one subschema, not of nested ones, whose integers llguidance rounds to 53 bits."""
     is_integer = "integer" in types_of(schema)
     bounds = [key for key in BOUNDS if key in schema and _rounded(schema[key])]
     bounds += [
@@ -317,12 +317,12 @@ def check_exact(schema: JsonObject) -> None:
     """Raise ValueError, naming it, for the first integer that llguidance would round."""
     for path, node in subschemas(schema):
         for key in inexact(node):
-            place, value = ".".join((*path, key)), str(node[key])[:80]
-            raise ValueError(f"{place}: {value} is an integer of more than 53 bits, which would be rounded")
+            keyword, value = ".".join((*path, key)), str(node[key])[:80]
+            raise ValueError(f"{keyword}: {value} is an integer of more than 53 bits, which would be rounded")
 
 
 def _rounded(value: Any) -> bool:
-    """True for an integer that no float64 is, or no int64, wherever it stands in the value."""
+    """True if a value contains an integer that is not exact as float64, or not an int64."""
     if type(value) is int:
         return abs(value) >= 2**63 or int(float(value)) != value
     if isinstance(value, float):
@@ -334,43 +334,43 @@ def _rounded(value: Any) -> bool:
 def loosened(schema: JsonObject) -> Loosened:
     """A prepared schema without the keywords that llguidance refuses or rounds.
 
-    Only what a subschema's keywords say by themselves and together is looked at: it may still be refused as a whole.
+    Each subschema is checked alone, without its nested ones, so llguidance may still refuse the whole schema.
     """
-    dropped, known = list[str](), dict[str, str]()
+    dropped, complaints = list[str](), dict[str, str]()
 
     def complains(node: JsonObject) -> str:
-        shown = json.dumps(_shallow(node))
-        if shown not in known:
-            known[shown] = complaint_of(json.loads(shown))
-        return known[shown]
+        node_json = json.dumps(_shallow(node))
+        if node_json not in complaints:
+            complaints[node_json] = complaint_of(json.loads(node_json))
+        return complaints[node_json]
 
     def change(path: Path, node: JsonObject) -> JsonObject:
         new = dict(node)
-        lost = inexact(new)
+        removed = inexact(new)
         if "$ref" in new and target_path(schema, new["$ref"]) is None:
-            lost.append("$ref")
-        for key in lost:
+            removed.append("$ref")
+        for key in removed:
             del new[key]
         for key in [key for key in MAPS if isinstance(new.get(key), dict)]:
-            odd = [name for name, child in new[key].items() if not isinstance(child, dict | bool)]
-            new[key] = new[key] | dict.fromkeys(odd, True)
-            lost += [f"{key}.{name}" for name in odd]
+            invalid = [name for name, child in new[key].items() if not isinstance(child, dict | bool)]
+            new[key] = new[key] | dict.fromkeys(invalid, True)
+            removed += [f"{key}.{name}" for name in invalid]
         if "oneOf" in new and complains({"oneOf": new["oneOf"]}):
-            lost.append("oneOf")
+            removed.append("oneOf")
             options = new.pop("oneOf")
             new |= {} if "anyOf" in new or not options else {"anyOf": options}
         while complains(new):
             key = _culprit(new, complains)
-            lost.append(key)
+            removed.append(key)
             del new[key]
-        dropped.extend(".".join((*path, key)) for key in lost)
+        dropped.extend(".".join((*path, key)) for key in removed)
         return new
 
     return Loosened(dict(rebuilt(schema, change)), tuple(dropped))
 
 
 def _culprit(node: JsonObject, complains: Callable[[JsonObject], str]) -> str:
-    """The keyword to drop: one that is refused alone, or without which the others are not, or any."""
+    """The keyword to drop: one that is refused alone, or whose removal helps, or the first, structure last."""
     keys = sorted((key for key in node if key not in REFERENCES), key=lambda key: key in STRUCTURE)
     alone = next((key for key in keys if complains({key: node[key]})), None)
     others = (key for key in keys if not complains({name: node[name] for name in node if name != key}))
@@ -378,6 +378,6 @@ def _culprit(node: JsonObject, complains: Callable[[JsonObject], str]) -> str:
 
 
 def _shallow(node: JsonObject) -> JsonObject:
-    """The node's own keywords: subschemas are replaced by ones that allow everything."""
-    own = {key: value for key, value in node.items() if key not in REFERENCES}
-    return _with_children(own, lambda _, child: True if isinstance(child, dict) else child)
+    """The node's own keywords, with subschemas replaced by `true`."""
+    keywords = {key: value for key, value in node.items() if key not in REFERENCES}
+    return _with_children(keywords, lambda _, child: True if isinstance(child, dict) else child)

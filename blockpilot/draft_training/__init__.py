@@ -1,1 +1,1 @@
-"""Training a draft: answers of the target, its features of them, loss and loop."""
+"""Training of a draft: the target's answers and features, loss and training loop."""

@@ -1,4 +1,4 @@
-"""Training data of a draft: answers that the target itself wrote, as Parquet files of ANSWER_SCHEMA.
+"""Training data of a draft: the target's own answers, as Parquet files with ANSWER_SCHEMA.
 
 DFlash trains on the target's own answers (arXiv 2602.06036, section 4). The target can write the prompts, too
 (Magpie, arXiv 2406.08464).
@@ -34,7 +34,7 @@ ANSWER_SCHEMA = pa.schema(
 
 
 class Answer(NamedTuple):
-    """A row of ANSWER_SCHEMA; `tokens` are the prompt's and the answer's."""
+    """A row of ANSWER_SCHEMA; `tokens` are those of prompt and answer."""
 
     prompt_set: str
     tokens: list[int]
@@ -52,23 +52,23 @@ def generate_answers(
     max_prompt_tokens: int,
     num_slots: int = 32,
 ) -> list[Answer]:
-    """Answers of the target, each with the sampling beside its prompt.
+    """Answers of the target in the order of the prompts; `sampling` has one entry per prompt.
 
-    They come in the order of the prompts. Prompts longer than `max_prompt_tokens` or the model's own limit, and those
-    that the chat template refuses, are left out, with a warning in the log.
+    Prompts longer than `max_prompt_tokens` or the model's own limit, and prompts that the chat template refuses, are
+    left out, with a warning in the log.
     """
-    answers, left_out = [], list[SetAside]()
-    for number, (prompt, drawn) in enumerate(zip(prompts, sampling, strict=True), start=1):
+    answers, skipped = [], list[SetAside]()
+    for number, (prompt, prompt_sampling) in enumerate(zip(prompts, sampling, strict=True), start=1):
         try:
             ids = prompt.encode(pair.tokenizer)
             _check_length(len(ids), max_prompt_tokens, pair.max_length)
         except ValueError as error:
-            left_out.append(SetAside(f"prompt {number} ({prompt.set})", str(error)))
+            skipped.append(SetAside(f"prompt {number} ({prompt.set})", str(error)))
         else:
-            answers.append(Answer(prompt.set, list(ids), len(ids), drawn.temperature, drawn.seed))
-    if left_out:
-        log.warning("%d of %d prompts left out: %s", len(left_out), len(prompts), reasons(left_out))
-    # Prompts of one length together: less padding in prefill and attention.
+            answers.append(Answer(prompt.set, list(ids), len(ids), prompt_sampling.temperature, prompt_sampling.seed))
+    if skipped:
+        log.warning("%d of %d prompts left out: %s", len(skipped), len(prompts), reasons(skipped))
+    # Sorted by length: less padding in prefill and attention.
     by_length = sorted(answers, key=lambda answer: answer.num_prompt_tokens)
     requests = [(answer.tokens, Sampling(answer.temperature, seed=answer.seed)) for answer in by_length]
     written = _generate(pair, requests, max_new_tokens, num_slots)
@@ -92,27 +92,27 @@ def write_prompts(
     max_new_tokens: int = 96,
     num_slots: int = 32,
 ) -> list[str]:
-    """User turns that the target writes itself, at most one for each seed (Magpie, arXiv 2406.08464).
+    """User turns written by the target, at most one per seed (Magpie, arXiv 2406.08464).
 
-    A chat model continues its template from where the user's turn begins, here with one of `openings` in turn.
-    Turns that do not end within `max_new_tokens`, hold special tokens or are shorter than three words are left out.
-    Raises ValueError for a target without a chat template.
+    A chat model continues its template from the beginning of the user's turn; the turns begin with the `openings`,
+    used cyclically. Turns that do not end within `max_new_tokens`, contain special tokens or have fewer than three
+    words are left out. Raises ValueError for a target without a chat template.
     """
     if not pair.tokenizer.chat_template:
         raise ValueError("a target without a chat template cannot write prompts")
     marker = "\x00"
     template = pair.tokenizer.apply_chat_template([{"role": "user", "content": marker}], tokenize=False)
-    before, found, _ = str(template).partition(marker)
-    if not found:
+    template_start, marker_found, _ = str(template).partition(marker)
+    if not marker_found:
         raise ValueError("the chat template does not show the user's text")
-    chosen = [openings[i % len(openings)] for i in range(len(seeds))]
+    chosen_openings = [openings[i % len(openings)] for i in range(len(seeds))]
     requests = []
-    for opening, seed in zip(chosen, seeds, strict=True):
-        ids: list[int] = pair.tokenizer(before + opening, add_special_tokens=False)["input_ids"]
+    for opening, seed in zip(chosen_openings, seeds, strict=True):
+        ids: list[int] = pair.tokenizer(template_start + opening, add_special_tokens=False)["input_ids"]
         requests.append((ids, Sampling(1.0, top_p=0.9, seed=seed)))
-    written = _generate(pair, requests, max_new_tokens, num_slots)
+    answers = _generate(pair, requests, max_new_tokens, num_slots)
     texts, special = [], set(pair.tokenizer.all_special_ids)
-    for opening, tokens in zip(chosen, written, strict=True):
+    for opening, tokens in zip(chosen_openings, answers, strict=True):
         if tokens[-1] in pair.stop_token_ids and special.isdisjoint(tokens[:-1]):
             texts.append((opening + str(pair.tokenizer.decode(tokens[:-1]))).strip())
     return [text for text in texts if len(text.split()) >= 3]
@@ -121,7 +121,7 @@ def write_prompts(
 def _generate(
     pair: Pair, requests: Sequence[tuple[list[int], Sampling]], max_new_tokens: int, num_slots: int
 ) -> list[list[int]]:
-    """Tokens that the target writes after each (token ids, sampling), in order, decoded without drafts."""
+    """Tokens that the target generates for each (prompt ids, sampling), in order, by plain decoding."""
     longest = max((len(ids) for ids, _ in requests), default=1)
     engine = Engine(pair, num_slots=num_slots, max_length=min(longest + max_new_tokens, pair.max_length))
     written: dict[int, list[int]] = {}
@@ -135,14 +135,14 @@ def _generate(
 
 
 class AnswerSource(NamedTuple):
-    """Name and revision of the target that wrote some answers."""
+    """Name and revision of the target that wrote a file's answers."""
 
     target: str
     target_revision: str
 
 
 def write_answers(path: Path, answers: Sequence[Answer], source: AnswerSource) -> None:
-    """Write ANSWER_SCHEMA Parquet with its source in the file's metadata, whole or not at all."""
+    """Write answers as Parquet with ANSWER_SCHEMA, atomically, with the source in the file's metadata."""
     schema = ANSWER_SCHEMA.with_metadata({"source": json.dumps(source._asdict())})
     table = pa.Table.from_pylist([answer._asdict() for answer in answers], schema=schema)
     with whole(path) as unfinished:
@@ -150,7 +150,7 @@ def write_answers(path: Path, answers: Sequence[Answer], source: AnswerSource) -
 
 
 def answer_source(path: Path) -> AnswerSource:
-    """Source in the metadata of a Parquet file of answers; raises ValueError where there is none."""
+    """Source in the metadata of a Parquet file of answers; raises ValueError if there is none."""
     with _named(path):
         metadata = pq.read_schema(path).metadata or {}
         if b"source" not in metadata:
@@ -159,7 +159,7 @@ def answer_source(path: Path) -> AnswerSource:
 
 
 def read_answers(path: Path) -> list[Answer]:
-    """Answers of a Parquet file; raises ValueError for what is none."""
+    """Answers of a Parquet file; raises ValueError if it is not a file of answers."""
     with _named(path):
         table = pq.read_table(path)
         if not table.schema.equals(ANSWER_SCHEMA):
@@ -169,7 +169,7 @@ def read_answers(path: Path) -> list[Answer]:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Turn errors of reading into ValueErrors of one line that name the file."""
+    """Turn read errors into one-line ValueErrors that name the file."""
     try:
         yield
     except (pa.ArrowException, OSError, ValueError, TypeError) as error:

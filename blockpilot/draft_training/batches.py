@@ -1,4 +1,4 @@
-"""Batches of documents with anchors, and one draft pass over the blocks at all of them."""
+"""Batches of documents with anchors, and the draft pass over the blocks at all anchors."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from blockpilot.drafts.dflash import DraftModel
 
 
 class DraftBatch(NamedTuple):
-    """N documents padded to S tokens, with A anchors each; `valid` is false for anchors that are padding."""
+    """N documents padded to S tokens, with A anchors each; `valid` is False for padding anchors."""
 
     tokens: Tensor  # [N, S] int64
     lengths: Tensor  # [N]
@@ -26,7 +26,7 @@ class DraftBatch(NamedTuple):
 
 
 def collate(documents: Sequence[Document], anchors: Sequence[Tensor]) -> DraftBatch:
-    """Pad documents and their anchors (positions, one tensor a document)."""
+    """Pad documents and their anchors (one tensor of positions per document) to a batch."""
     lengths = torch.tensor([len(d.tokens) for d in documents])
     num_anchors = torch.tensor([len(a) for a in anchors])
     return DraftBatch(
@@ -41,7 +41,7 @@ def collate(documents: Sequence[Document], anchors: Sequence[Tensor]) -> DraftBa
 
 
 def possible_anchors(document: Document) -> Tensor:
-    """Positions of the answer that have at least one token after them, in order."""
+    """Positions of the answer with at least one token after them, ascending."""
     return torch.arange(document.num_prompt_tokens, max(document.num_prompt_tokens, len(document.tokens) - 1))
 
 
@@ -52,7 +52,7 @@ def draw_anchors(document: Document, num_anchors: int, generator: torch.Generato
 
 
 def drafted_positions(batch: DraftBatch, block_size: int) -> tuple[Tensor, Tensor]:
-    """Positions [N, A, B-1] that the blocks draft, and which of them lie inside their document."""
+    """Positions [N, A, B-1] that the blocks draft, and whether each lies inside its document."""
     offsets = torch.arange(1, block_size, device=batch.tokens.device)
     positions = batch.anchors[:, :, None] + offsets
     inside = (positions < batch.lengths[:, None, None]) & batch.valid[:, :, None]
@@ -68,7 +68,8 @@ def at(values: Tensor, positions: Tensor) -> Tensor:
 def draft_batch(draft: DraftModel, embedding: Tensor, batch: DraftBatch, block_size: int) -> Tensor:
     """Hidden states [N, A, B, hidden] of the blocks at every anchor of a batch.
 
-    A document's anchors are spread over rows of ANCHORS_PER_ROW blocks, since masked products are computed, too.
+    A document's anchors are spread over rows of ANCHORS_PER_ROW blocks, because attention also computes the products
+    that it masks.
     """
     num_documents, num_anchors = batch.anchors.shape
     rows_each = -(-num_anchors // ANCHORS_PER_ROW)

@@ -1,9 +1,10 @@
 """Loss of an EAGLE-3 draft with training-time test (arXiv 2503.01840, section 3.2).
 
-Chains of drafted steps start behind every position of the answers, side by side: the first step reads the target's
-features, each later one the draft's own hidden states, as in decoding. The answer's tokens are embedded all along.
+Chains of drafted steps start at every position of the answers, in one pass per step. The first step reads the
+target's features, later steps read the draft's own hidden states, as in decoding. Every step embeds the answer's
+tokens.
 
-The loss of a step is the cross entropy with the target's distribution over the draft vocabulary, or its mixture with
+The loss of a step is the cross entropy with the target's distribution over the draft vocabulary, mixed with that of
 the answer's token (`distill`). Tokens outside the draft vocabulary are left out. The k-th step weighs decay^(k-1).
 """
 
@@ -21,14 +22,14 @@ STEP_DECAY = 0.8  # the paper's code
 class Eagle3Loss(DraftLoss):
     """Loss of the chains that an EAGLE-3 draft unrolls over the answers of a batch.
 
-    `embedding` and `head` are the target's weights [vocab, hidden]; `distill` and `overlap` are those of BlockLoss.
-    With `anchors_only`, the chains of the batch's anchors are scored instead of all: less work for the LM head.
+    `embedding` and `head` are the target's weights [vocab, hidden]; see BlockLoss for `distill` and `overlap`. With
+    `anchors_only`, only the chains at the batch's anchors are scored, which is less work for the LM head.
     """
 
     draft: Eagle3Model
     embedding: Tensor
-    own_head: Tensor
-    own_ids: Tensor
+    draft_head: Tensor
+    draft_ids: Tensor
     may_sample = False
 
     def __init__(
@@ -48,40 +49,43 @@ class Eagle3Loss(DraftLoss):
         self.distill, self.overlap = distill, overlap
         self.decay, self.anchors_only = decay, anchors_only
         vocabulary = draft.vocabulary.to(head.device)
-        own_ids = torch.full((len(head),), -1, device=head.device)
-        own_ids[vocabulary] = torch.arange(len(vocabulary), device=head.device)
+        draft_ids = torch.full((len(head),), -1, device=head.device)
+        draft_ids[vocabulary] = torch.arange(len(vocabulary), device=head.device)
         self.register_buffer("embedding", embedding, persistent=False)
         self.register_buffer("head", head, persistent=False)
-        self.register_buffer("own_head", head[vocabulary], persistent=False)
-        self.register_buffer("own_ids", own_ids, persistent=False)
+        self.register_buffer("draft_head", head[vocabulary], persistent=False)
+        self.register_buffer("draft_ids", draft_ids, persistent=False)
 
     def forward(self, batch: DraftBatch, vocabulary: Vocabulary | None = None) -> Scores:
         """Unroll the chains and compare each step with the text.
 
-        Chain t reads the features up to t and embeds tokens t+1, t+2, ...: it is the one at anchor t+1, and its k-th
-        step drafts token t+1+k. Raises ValueError for a sampled vocabulary.
+        Chain t reads the features up to t and embeds tokens t+1, t+2, ...; its anchor is t+1, and its k-th step
+        drafts token t+1+k. Raises ValueError for a sampled vocabulary.
         """
         if vocabulary is not None:
             raise ValueError("num_sampled: an EAGLE-3 draft has a vocabulary of its own, so it must be 0")
         num_steps, (num_documents, length) = self.block_size - 1, batch.tokens.shape
-        places = torch.arange(length, device=batch.tokens.device).expand(num_documents, -1)
-        ends = places[:, :, None] + torch.arange(2, num_steps + 2, device=places.device)
-        inside = (ends < batch.lengths[:, None, None]) & self._chains(batch, places)[:, :, None]  # [N, S, B-1]
+        positions = torch.arange(length, device=batch.tokens.device).expand(num_documents, -1)
+        drafted_positions = positions[:, :, None] + torch.arange(2, num_steps + 2, device=positions.device)
+        inside = drafted_positions < batch.lengths[:, None, None]  # [N, S, B-1]
+        inside &= self._chains(batch, positions)[:, :, None]
         tokens = functional.pad(batch.tokens, (0, num_steps + 1))
-        of_target, rows = self._of_target(batch, inside)
+        target_probs, rows = self._target_probs(batch, inside)
         correct = torch.zeros_like(inside)
-        loss, weight = torch.zeros((2,), device=places.device).unbind()
+        loss, weight = torch.zeros((2,), device=positions.device).unbind()
         hidden, attention = self.draft.fuse(batch.features), UnrolledAttention()
         for k in range(num_steps):
             embedded = functional.embedding(tokens[:, k + 1 : k + 1 + length], self._embedding)
-            hidden = self.draft(embedded, hidden, places + k, attention)
-            labels = self.own_ids[tokens[:, k + 2 : k + 2 + length]]
-            known = inside[:, :, k] & (labels >= 0)
-            log_probs, of_known = self.draft.logits(hidden[known]).log_softmax(-1, torch.float32), labels[known]
-            wanted = of_target[rows[:, k + 1 : k + 1 + length][known]] if self.distill or self.overlap else None
-            loss = loss + self.decay**k * self._cross_entropy(log_probs, of_known, wanted).sum()
-            weight = weight + self.decay**k * len(of_known)
-            correct[:, :, k][known] = log_probs.detach().argmax(dim=-1) == of_known
+            hidden = self.draft(embedded, hidden, positions + k, attention)
+            labels = self.draft_ids[tokens[:, k + 2 : k + 2 + length]]
+            has_label = inside[:, :, k] & (labels >= 0)
+            log_probs = self.draft.logits(hidden[has_label]).log_softmax(-1, torch.float32)
+            step_labels, step_probs = labels[has_label], None
+            if self.distill or self.overlap:
+                step_probs = target_probs[rows[:, k + 1 : k + 1 + length][has_label]]
+            loss = loss + self.decay**k * self._cross_entropy(log_probs, step_labels, step_probs).sum()
+            weight = weight + self.decay**k * len(step_labels)
+            correct[:, :, k][has_label] = log_probs.detach().argmax(dim=-1) == step_labels
         counts = (values.sum(dim=(0, 1)).double() for values in (correct, inside))
         chains = (batch.anchors - 1).clamp_min(0)
         num_accepted = correct.cumprod(dim=-1).sum(dim=-1).gather(1, chains) * batch.valid
@@ -91,18 +95,18 @@ class Eagle3Loss(DraftLoss):
     def _embedding(self) -> Tensor:
         return self.embedding if self.draft.embed_tokens is None else self.draft.embed_tokens.weight
 
-    def _chains(self, batch: DraftBatch, places: Tensor) -> Tensor:
-        """Chains [N, S] that are scored: those of all possible anchors, or of the batch's."""
+    def _chains(self, batch: DraftBatch, positions: Tensor) -> Tensor:
+        """Mask [N, S] of the chains to score: those at all possible anchors, or at the batch's anchors."""
         if not self.anchors_only:
-            return places >= batch.num_prompt_tokens[:, None] - 1
-        chosen = torch.zeros_like(places)
+            return positions >= batch.num_prompt_tokens[:, None] - 1
+        chosen = torch.zeros_like(positions)
         return chosen.scatter_add_(1, (batch.anchors - 1).clamp_min(0), batch.valid.long()) > 0
 
     @torch.no_grad()
-    def _of_target(self, batch: DraftBatch, inside: Tensor) -> tuple[Tensor, Tensor]:
-        """The target's distributions over the draft vocabulary [M, draft vocab] after the tokens that need one.
+    def _target_probs(self, batch: DraftBatch, inside: Tensor) -> tuple[Tensor, Tensor]:
+        """The target's distributions over the draft vocabulary [M, draft vocab], and rows [N, S + B].
 
-        rows [N, S + B] is the row of every token's; with neither `distill` nor `overlap` no token needs one.
+        rows maps a position to the distribution after its token. M is 0 without `distill` and `overlap`.
         """
         num_steps = inside.shape[2]
         needed = torch.zeros_like(functional.pad(inside[:, :, 0], (0, num_steps + 1)))
@@ -110,12 +114,12 @@ class Eagle3Loss(DraftLoss):
             for k in range(num_steps):  # step k of chain t drafts the token after t + 1 + k
                 needed[:, k + 1 : k + 1 + inside.shape[1]] |= inside[:, :, k]
         hidden = batch.hidden[needed[:, : inside.shape[1]]]
-        logits = functional.linear(hidden, self.own_head.to(hidden.dtype))
+        logits = functional.linear(hidden, self.draft_head.to(hidden.dtype))
         rows = needed.flatten().cumsum(0).view_as(needed) - 1
         return logits.softmax(-1, torch.float32), rows
 
-    def _cross_entropy(self, log_probs: Tensor, labels: Tensor, of_target: Tensor | None) -> Tensor:
+    def _cross_entropy(self, log_probs: Tensor, labels: Tensor, target_probs: Tensor | None) -> Tensor:
         """Losses [M] of log_probs [M, draft vocab] against the labels [M] mixed with the target's distributions."""
-        if of_target is None:
+        if target_probs is None:
             return functional.nll_loss(log_probs, labels, reduction="none")
-        return distilled(log_probs, labels, of_target, self.distill, self.overlap)
+        return distilled(log_probs, labels, target_probs, self.distill, self.overlap)

@@ -1,8 +1,8 @@
-"""Training of edges alone, on a draft that stays as it is: its slots are computed once.
+"""Training of edges on a frozen draft, whose outputs at all slots are computed once.
 
-What a frozen draft says of a slot never changes, so an epoch is a few products of [slots, rank]: two CPU cores train
-in minutes what takes them hours with the draft in the loop. The edges learn to choose among a slot's best tokens as
-the target does, given the token before (the loss is over these tokens, as in DFlash 2).
+A frozen draft's outputs never change, so an epoch is a few products of [slots, rank]: minutes on two CPU cores
+instead of hours with the draft in the loop. Given the token before, the edges learn to choose among a slot's best
+tokens as the target does (the loss is over these tokens, as in DFlash 2).
 """
 
 import math
@@ -25,19 +25,19 @@ from blockpilot.storage import whole
 
 
 class DraftedSlots(NamedTuple):
-    """M drafted positions of blocks at random anchors of answers, block by block; probabilities are logarithms."""
+    """M drafted positions of blocks at random anchors of answers, block by block."""
 
     hidden: Tensor  # [M, hidden] of the draft, bf16
-    tokens: Tensor  # [M, K]: its best, the best first
-    log_probs: Tensor  # [M, K] of these, by the draft
-    of_target: Tensor  # [M, K], by the target at temperature 1
-    before: Tensor  # [M]: tokens of the text before them
-    labels: Tensor  # [M]: tokens of the text there
-    offsets: Tensor  # [M], 1 for the one after the anchor
-    temperatures: Tensor  # [M], of the answers
+    tokens: Tensor  # [M, K]: the draft's best tokens, best first
+    log_probs: Tensor  # [M, K]: their log probabilities by the draft
+    of_target: Tensor  # [M, K]: their log probabilities by the target at temperature 1
+    before: Tensor  # [M]: the text's token before the position
+    labels: Tensor  # [M]: the text's token at the position
+    offsets: Tensor  # [M]: distance from the anchor, from 1
+    temperatures: Tensor  # [M]: temperature of the answer
 
     def at(self, index: Tensor) -> "DraftedSlots":
-        """Some of them."""
+        """The slots at `index`."""
         return DraftedSlots(*(values[index] for values in self))
 
 
@@ -51,47 +51,47 @@ def slots_of(
     num_anchors: int,
     seed: int,
 ) -> DraftedSlots:
-    """Those of `num_anchors` blocks of each document at most; embedding and head [vocab, hidden] are the target's."""
+    """Slots of at most `num_anchors` blocks per document; embedding and head [vocab, hidden] are the target's."""
     block_size, width = draft.options.block_size, cast(Edges, draft.edges).width
     generator = torch.Generator().manual_seed(seed)
-    batch = collate(documents, [draw_anchors(each, num_anchors, generator) for each in documents])
-    batch = type(batch)(*(each.to(head.device) for each in batch))
+    batch = collate(documents, [draw_anchors(document, num_anchors, generator) for document in documents])
+    batch = type(batch)(*(tensor.to(head.device) for tensor in batch))
     batch = batch._replace(features=batch.features.to(draft.dtype), hidden=batch.hidden.to(draft.dtype))
     positions, inside = drafted_positions(batch, block_size)
     ids = torch.arange(len(head)) if draft.vocabulary is None else draft.vocabulary.sort().values
-    own, ids = head[ids.to(head.device)], ids.to(head.device)
+    draft_head, ids = head[ids.to(head.device)], ids.to(head.device)
     hidden = draft_batch(draft, embedding, batch, block_size)[:, :, 1:][inside]
-    logits = hidden @ own.T
-    best, places = logits.topk(min(width, len(ids)), dim=-1)
-    of_target = at(batch.hidden, positions - 1)[inside] @ own.T
+    logits = hidden @ draft_head.T
+    best, best_indices = logits.topk(min(width, len(ids)), dim=-1)
+    target_logits = at(batch.hidden, positions - 1)[inside] @ draft_head.T
     offsets = torch.arange(1, block_size, device=head.device).expand_as(positions)[inside]
-    of_rows = torch.tensor(temperatures, device=head.device)[:, None, None].expand_as(positions)[inside]
-    found = DraftedSlots(
+    slot_temperatures = torch.tensor(temperatures, device=head.device)[:, None, None].expand_as(positions)[inside]
+    slots = DraftedSlots(
         hidden.bfloat16(),
-        ids[places].int(),
+        ids[best_indices].int(),
         best.float() - logits.float().logsumexp(-1, keepdim=True),
-        of_target.gather(1, places).float() - of_target.float().logsumexp(-1, keepdim=True),
+        target_logits.gather(1, best_indices).float() - target_logits.float().logsumexp(-1, keepdim=True),
         at(batch.tokens, positions - 1)[inside].int(),
         at(batch.tokens, positions)[inside].int(),
         offsets.byte(),
-        of_rows,
+        slot_temperatures,
     )
-    return DraftedSlots(*(each.cpu() for each in found))
+    return DraftedSlots(*(tensor.cpu() for tensor in slots))
 
 
 def joined(parts: Sequence[DraftedSlots]) -> DraftedSlots:
-    """All of them, one part after the other."""
+    """Concatenated slots of all parts."""
     return DraftedSlots(*map(torch.cat, zip(*parts, strict=True)))
 
 
 def write_slots(path: Path, slots: DraftedSlots) -> None:
-    """Write slots, whole or not at all."""
+    """Write slots atomically."""
     with whole(path) as unfinished:
         save_file({name: values.contiguous() for name, values in slots._asdict().items()}, unfinished)
 
 
 def read_slots(paths: Sequence[Path]) -> DraftedSlots:
-    """Slots of files, one file after the other."""
+    """Concatenated slots of several files."""
     return joined([DraftedSlots(**load_file(path)) for path in paths])
 
 
@@ -99,10 +99,10 @@ def read_slots(paths: Sequence[Path]) -> DraftedSlots:
 
 
 class EdgeLoss(nn.Module):
-    """Edges with their loss, as one module: what `EdgeFit` and a distributed wrapper see.
+    """Edges with their loss as one module, for `EdgeFit` and distributed wrappers.
 
-    The vectors of tokens are tables of their own plus projections of the target's `embedding` [vocab, hidden]: tokens
-    that few texts hold take after those that are like them. `plain_state` has the sums, in the published names.
+    A token's vectors are the sum of a table row and a projection of the target's `embedding` [vocab, hidden], so rare
+    tokens share statistics with similar ones. `plain_state` has the sums, under the published names.
     """
 
     def __init__(self, edges: Edges, embedding: Tensor, distill: float = 0.0, overlap: float = 0.0) -> None:
@@ -118,11 +118,11 @@ class EdgeLoss(nn.Module):
             parametrize.register_parametrization(module, name, _PlusEmbeddings(scaled, edges.rank, std))
 
     def plain_state(self) -> dict[str, Tensor]:
-        """The edges' weights as a checkpoint has them."""
+        """The edges' weights in the checkpoint format."""
         state = {n: v for n, v in self.edges.state_dict().items() if "parametrizations." not in n}
-        named = {module: f"{path}." if path else "" for path, module in self.edges.named_modules()}
+        prefixes = {module: f"{path}." if path else "" for path, module in self.edges.named_modules()}
         for module, name in self.edges.codebooks:
-            state[named[module] + name] = getattr(module, name).detach().clone()
+            state[prefixes[module] + name] = getattr(module, name).detach().clone()
         return state
 
     def scores(self, slots: DraftedSlots) -> Tensor:
@@ -134,9 +134,8 @@ class EdgeLoss(nn.Module):
     def forward(self, slots: DraftedSlots) -> tuple[Tensor, Tensor]:
         """Losses [M] and scores [M, K].
 
-        Where the answer's token, or part of the target's distribution, is among none of the best tokens, nothing is
-        learned of that part. The first slot knows the token before it, so edges could only blur it: there its own
-        distribution is the goal.
+        Probability mass outside the slot's best tokens is ignored. The draft already sees the token before a block's
+        first slot, so edges could only add noise there; its goal is the draft's own distribution.
         """
         scores = self.scores(slots)
         log_probs, right = scores.log_softmax(dim=-1), slots.tokens == slots.labels[:, None]
@@ -166,15 +165,15 @@ class _PlusEmbeddings(nn.Module):
 
 
 def by_block(slots: DraftedSlots, flags: Tensor, block_size: int) -> Tensor:
-    """Flags [M] of slots, block by block [num, B-1]; False where a block has no slot."""
+    """Flags [M] of slots arranged by block [num_blocks, B-1]; False for slots that a block does not have."""
     blocks = slots.offsets.eq(1).cumsum(0) - 1
-    found = torch.zeros(int(blocks[-1]) + 1, block_size - 1, dtype=torch.bool)
-    found[blocks, slots.offsets.long() - 1] = flags
-    return found
+    flags_by_block = torch.zeros(int(blocks[-1]) + 1, block_size - 1, dtype=torch.bool)
+    flags_by_block[blocks, slots.offsets.long() - 1] = flags
+    return flags_by_block
 
 
 def weights_of(slots: DraftedSlots, block_size: int, weighting: Weighting) -> Tensor:
-    """Weights [M] of slots by what they mean for the accepted length, as those of a draft's loss."""
+    """Loss weights [M] of slots by their effect on the accepted length, as in the loss of a draft."""
     if weighting == "decay":
         return decay_weights(block_size)[slots.offsets.long() - 1]
     inside = by_block(slots, torch.ones_like(slots.labels, dtype=torch.bool), block_size)[:, None]
@@ -186,7 +185,7 @@ def weights_of(slots: DraftedSlots, block_size: int, weighting: Weighting) -> Te
 
 
 class EdgeFit(TrainingFit):
-    """A fit of edges on slots; a step takes as many as `batch_size` documents with `num_anchors` blocks each have.
+    """Training of edges on slots; a step takes as many slots as `batch_size` documents of `num_anchors` blocks have.
 
     `loss` is an EdgeLoss, or a distributed wrapper of one. Batches depend only on (seed, step, rank).
     """
@@ -225,22 +224,27 @@ class EdgeFit(TrainingFit):
 
     @torch.no_grad()
     def validate(self, held_out: DraftedSlots) -> Validation:
-        """Loss, accuracy and tau of chains on held-out slots: accepted are the first tokens of a block that the edges
-        choose as the text has them, given the text before each.
+        """Loss, accuracy and tau of chains on held-out slots.
+
+        A block's accepted tokens are those before the first where the edges' choice, given the text before it,
+        differs from the text.
         """
         losses, scores = self._inner(held_out)
         weights = weights_of(held_out, self.block_size, self.settings.weighting)
-        raced = scores + noise_of(held_out)
-        sums = self._sums(held_out, losses, raced, weights)
-        right = by_block(held_out, _chosen(held_out, raced) == held_out.labels, self.block_size)
+        noisy_scores = scores + noise_of(held_out)
+        sums = self._sums(held_out, losses, noisy_scores, weights)
+        right = by_block(held_out, _chosen(held_out, noisy_scores) == held_out.labels, self.block_size)
         accepted = right.int().cumprod(dim=1).sum(dim=1)
-        of_blocks = held_out.temperatures[held_out.offsets == 1]
-        tau = {float(t): 1 + float(accepted[of_blocks == t].float().mean()) for t in of_blocks.unique()}
+        temperatures = held_out.temperatures[held_out.offsets == 1]
+        tau = {float(t): 1 + float(accepted[temperatures == t].float().mean()) for t in temperatures.unique()}
         return Validation(sums, tau)
 
     def _sums(self, slots: DraftedSlots, losses: Tensor, scores: Tensor, weights: Tensor) -> LossSums:
-        places, right = slots.offsets.long() - 1, _chosen(slots, scores) == slots.labels
-        counts = [torch.bincount(some, minlength=self.block_size - 1).double() for some in (places[right], places)]
+        slot_index, is_right = slots.offsets.long() - 1, _chosen(slots, scores) == slots.labels
+        counts = [
+            torch.bincount(indices, minlength=self.block_size - 1).double()
+            for indices in (slot_index[is_right], slot_index)
+        ]
         return LossSums((losses * weights).sum(), weights.sum(), *counts)
 
     def state_dict(self) -> dict[str, object]:
@@ -252,18 +256,18 @@ def _chosen(slots: DraftedSlots, scores: Tensor) -> Tensor:
 
 
 def noise_of(slots: DraftedSlots, seed: int = 0) -> Tensor:
-    """Noise [M, K] of the keyed sampler under which the target drew the text's tokens: zero at temperature 0.
+    """Gumbel noise [M, K] under which the target drew the text's tokens with the keyed sampler; 0 at temperature 0.
 
-    Given that the label won the target's race, its value has the distribution of the greatest of all, and the others
-    are below it. A draft's tokens race with the same noise.
+    Sampled given that the label won: the label's noisy score has the distribution of the maximum, and all others are
+    below it. The draft's tokens get the same noise.
     """
     generator = torch.Generator().manual_seed(seed)
 
     def gumbel(*shape: int) -> Tensor:
         return -torch.log(-torch.log(torch.rand(shape, generator=generator).clamp(1e-9, 1 - 1e-7)))
 
-    num, width = slots.tokens.shape
-    won, others = gumbel(num, 1), slots.of_target + gumbel(num, width)
-    raced = -torch.logaddexp(-won, -others).clamp_min(-1e30)
-    raced = torch.where(slots.tokens == slots.labels[:, None], won, raced)
-    return (raced - slots.of_target) * (slots.temperatures > 0)[:, None]
+    num_slots, width = slots.tokens.shape
+    winner, rest = gumbel(num_slots, 1), slots.of_target + gumbel(num_slots, width)
+    noisy_scores = -torch.logaddexp(-winner, -rest).clamp_min(-1e30)
+    noisy_scores = torch.where(slots.tokens == slots.labels[:, None], winner, noisy_scores)
+    return (noisy_scores - slots.of_target) * (slots.temperatures > 0)[:, None]

@@ -1,7 +1,7 @@
-"""Features of the target at every token of its answers: what a draft reads and learns from, stored or streamed.
+"""Target features at every token of its answers: the input and labels of draft training, stored or streamed.
 
-A shard is a Parquet file of answers and, for the layers that a draft reads, a safetensors file with the features of
-all its tokens. A corpus gives the documents of many shards one by one.
+A shard is a Parquet file of answers and a safetensors file with the features of all their tokens, for the layers that
+a draft reads. A corpus reads documents of many shards.
 """
 
 import json
@@ -31,7 +31,7 @@ class FeatureShard(NamedTuple):
 
 
 class TargetFeatures(NamedTuple):
-    """Hidden states of the target at S tokens, bf16: of its chosen layers side by side, and before its LM head."""
+    """Hidden states of the target at S tokens, bf16: of selected layers (concatenated), and before the LM head."""
 
     features: Tensor  # [S, F]
     hidden: Tensor  # [S, hidden]
@@ -48,40 +48,40 @@ class Document(NamedTuple):
 
 @torch.inference_mode()
 def target_features(target: Target, answers: Sequence[Answer], batch_size: int = 8) -> TargetFeatures:
-    """Features of every token of every answer, one answer after the other."""
+    """Features of every token of every answer, concatenated in the order of the answers."""
     width = target.model.config.hidden_size
-    none = TargetFeatures(torch.empty(0, len(target.layer_ids) * width), torch.empty(0, width))
-    found = [none] * len(answers)
+    empty = TargetFeatures(torch.empty(0, len(target.layer_ids) * width), torch.empty(0, width))
+    by_answer = [empty] * len(answers)
     by_length = sorted(range(len(answers)), key=lambda i: len(answers[i].tokens))
     for start in range(0, len(by_length), batch_size):
-        chosen = by_length[start : start + batch_size]
-        rows = [torch.tensor(answers[i].tokens) for i in chosen]
+        group = by_length[start : start + batch_size]
+        rows = [torch.tensor(answers[i].tokens) for i in group]
         tokens = pad_sequence(rows, batch_first=True).to(target.model.device)
         cache = target.new_cache(*tokens.shape)
         scored = target.score_rows(tokens, 0, cache, torch.arange(len(rows), device=tokens.device))
         assert scored.features is not None
-        for i, row, of_row, hidden_row in zip(chosen, rows, scored.features, scored.hidden, strict=True):
-            found[i] = TargetFeatures(of_row[: len(row)].cpu(), hidden_row[: len(row)].cpu())
-    features, hidden = (torch.cat(tensors).to(torch.bfloat16) for tensors in zip(none, *found, strict=True))
+        for i, row, feature_row, hidden_row in zip(group, rows, scored.features, scored.hidden, strict=True):
+            by_answer[i] = TargetFeatures(feature_row[: len(row)].cpu(), hidden_row[: len(row)].cpu())
+    features, hidden = (torch.cat(tensors).to(torch.bfloat16) for tensors in zip(empty, *by_answer, strict=True))
     return TargetFeatures(features, hidden)
 
 
 class FeatureSource(NamedTuple):
-    """Revision of the target that features are of, and which of its layers."""
+    """Revision of the target that computed the features, and the layers."""
 
     target_revision: str
     layer_ids: tuple[int, ...]
 
 
 def write_features(path: Path, features: TargetFeatures, source: FeatureSource) -> None:
-    """Write the features of a shard with their source in the header, whole or not at all."""
+    """Write the features of a shard atomically, with their source in the header."""
     tensors = {name: tensor.contiguous() for name, tensor in features._asdict().items()}
     with whole(path) as unfinished:
         save_file(tensors, unfinished, metadata={"source": json.dumps(source)})
 
 
 def feature_source(path: Path) -> FeatureSource:
-    """Source in the header of a file of features; raises ValueError where there is none."""
+    """Source in the header of a file of features; raises ValueError if there is none."""
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
     if "source" not in metadata:
@@ -91,7 +91,7 @@ def feature_source(path: Path) -> FeatureSource:
 
 
 class Corpus(ABC):
-    """Documents to train on: the answers in memory, the features read or computed on demand."""
+    """Training documents, with answers in memory and features read or computed on demand."""
 
     def __init__(self, answers: Sequence[Answer]) -> None:
         self.answers = list(answers)
@@ -101,14 +101,14 @@ class Corpus(ABC):
 
     def read(self, indices: Sequence[int]) -> list[Document]:
         """Documents by index, in the order of the indices."""
-        found = self._features(indices)
+        features_by_document = self._features(indices)
         return [
             Document(torch.tensor(self.answers[i].tokens), self.answers[i].num_prompt_tokens, *features)
-            for i, features in zip(indices, found, strict=True)
+            for i, features in zip(indices, features_by_document, strict=True)
         ]
 
     def sample(self, num: int, seed: int = 0) -> list[int]:
-        """Indices of `num` documents (or of all, if there are fewer), drawn at random, in order."""
+        """Indices of `num` random documents (all if there are fewer), ascending."""
         return sorted(random.Random(seed).sample(range(len(self)), min(num, len(self))))
 
     @abstractmethod
@@ -116,29 +116,31 @@ class Corpus(ABC):
 
 
 class StoredCorpus(Corpus):
-    """Documents whose features stay on disk until they are read."""
+    """Documents whose features are read from disk on demand."""
 
     def __init__(self, shards: Sequence[FeatureShard]) -> None:
-        answers, self._places = [], list[tuple[Any, int]]()  # of each answer: file and first row there
+        answers, self._locations = [], list[tuple[Any, int]]()  # per answer: file and first row
         for shard in shards:
-            of_shard = read_answers(shard.answers)
-            ends = list(accumulate((len(answer.tokens) for answer in of_shard), initial=0))
+            shard_answers = read_answers(shard.answers)
+            ends = list(accumulate((len(answer.tokens) for answer in shard_answers), initial=0))
             file = _open_features(shard.features, ends[-1])
-            self._places += [(file, start) for start in ends[:-1]]
-            answers += of_shard
+            self._locations += [(file, start) for start in ends[:-1]]
+            answers += shard_answers
         super().__init__(answers)
 
     def _features(self, indices: Sequence[int]) -> list[TargetFeatures]:
-        found = []
+        features_by_document = []
         for i in indices:
-            file, start = self._places[i]
+            file, start = self._locations[i]
             rows = slice(start, start + len(self.answers[i].tokens))
-            found.append(TargetFeatures(*(file.get_slice(name)[rows] for name in TargetFeatures._fields)))
-        return found
+            features_by_document.append(
+                TargetFeatures(*(file.get_slice(name)[rows] for name in TargetFeatures._fields))
+            )
+        return features_by_document
 
 
 class StreamedCorpus(Corpus):
-    """Documents whose features are computed when they are read."""
+    """Documents whose features are computed on demand."""
 
     def __init__(self, answers: Sequence[Answer], target: Target) -> None:
         super().__init__(answers)
@@ -146,13 +148,16 @@ class StreamedCorpus(Corpus):
 
     def _features(self, indices: Sequence[int]) -> list[TargetFeatures]:
         answers = [self.answers[i] for i in indices]
-        found = target_features(self._target, answers, batch_size=len(answers))
+        batch_features = target_features(self._target, answers, batch_size=len(answers))
         lengths = [len(answer.tokens) for answer in answers]
-        return [TargetFeatures(*parts) for parts in zip(*(tensor.split(lengths) for tensor in found), strict=True)]
+        return [
+            TargetFeatures(*parts)
+            for parts in zip(*(tensor.split(lengths) for tensor in batch_features), strict=True)
+        ]
 
 
 def _open_features(path: Path, num_tokens: int) -> Any:
-    """A memory-mapped file of features; raises ValueError unless it holds exactly those of `num_tokens` tokens."""
+    """A memory-mapped file of features; raises ValueError unless it has features of exactly `num_tokens` tokens."""
     try:
         file: Any = safe_open(path, framework="pt")
         rows = [file.get_slice(name).get_shape()[0] for name in TargetFeatures._fields]

@@ -1,15 +1,15 @@
 """Loss of a draft's blocks (arXiv 2602.06036, section 4), over the whole vocabulary or a sample of it.
 
 The loss of a drafted position is the cross entropy with the answer's token, mixed with the cross entropy with the
-target's whole distribution there (`distill`), and with the negative log of the probability that both have in common
-(`overlap`; LK loss, arXiv 2602.23881), which is what is accepted. Positions are weighted by what they mean for the
-accepted length, since a late one counts only when all before it were right: by a fixed decay
-exp(-(offset - 1) / gamma), or by D-PACE (arXiv 2605.18810) from the draft's present confidences. A candidate selector
-adds the cross entropy of its choice among the slot's best tokens.
+target's distribution (`distill`), and with the negative log of the overlap of draft and target (`overlap`; LK loss,
+arXiv 2602.23881), which is the acceptance probability. Positions are weighted by their effect on the accepted length,
+since a token counts only if all before it are right: by a fixed decay exp(-(offset - 1) / gamma), or by D-PACE (arXiv
+2605.18810) from the draft's current confidences. A candidate selector adds the cross entropy of its choice among the
+slot's best tokens.
 
-With a large vocabulary the LM head is most of the cost on a CPU. A draft with a vocabulary of its own scores that;
-positions of other tokens carry no weight. For one without, a step may score every frequent token and a fresh sample
-of the rest, which stands for all of them (sampled softmax).
+With a large vocabulary the LM head is most of the cost on a CPU. A draft with its own vocabulary scores only that,
+and positions of other tokens have no weight. Other drafts may use a sampled softmax: a step scores every frequent
+token and a new sample of the rest.
 """
 
 import math
@@ -27,15 +27,15 @@ from blockpilot.drafts.base import Draft
 from blockpilot.drafts.dflash import DraftModel
 from blockpilot.drafts.edges import Edges
 
-GAMMA_PER_BLOCK_SIZE = 0.5  # gamma 4 at B=8; the paper has 7 at B=16
-DPACE_ALPHA = 0.5  # smoothing of the confidences, the paper's
+GAMMA_PER_BLOCK_SIZE = 0.5  # gamma 4 at B=8; the paper uses 7 at B=16
+DPACE_ALPHA = 0.5  # smoothing of the confidences, as in the paper
 SMALLEST_OVERLAP = 1e-4  # keeps the LK loss and its gradient finite
 
 Weighting = Literal["decay", "dpace"]
 
 
 class Vocabulary(NamedTuple):
-    """LM head rows that a step scores: ids [K] ascending, and the correction [K] added to their logits."""
+    """LM head rows that a step scores: ids [K], ascending, and the correction [K] that is added to their logits."""
 
     ids: Tensor
     correction: Tensor
@@ -43,7 +43,7 @@ class Vocabulary(NamedTuple):
 
 @dataclass(frozen=True)
 class LossSums:
-    """Totals over blocks, to be divided once: loss and weight, right and counted drafted positions [B-1]."""
+    """Totals over blocks, to be divided once: loss, weight, and correct and counted drafted positions [B-1]."""
 
     loss: Tensor
     weight: Tensor
@@ -59,7 +59,7 @@ class LossSums:
         return int(self.count[0])
 
     def metrics(self, prefix: str) -> dict[str, float]:
-        """Mean loss by weight, and accuracy of every drafted position."""
+        """Weighted mean loss, and accuracy of every drafted position."""
         accuracy = self.correct / self.count.clamp_min(1)
         return {f"{prefix}_loss": float(self.loss / self.weight.clamp_min(1e-9))} | {
             f"{prefix}_accuracy_{offset}": float(a) for offset, a in enumerate(accuracy, start=1)
@@ -77,7 +77,7 @@ class Scores(NamedTuple):
 class DraftLoss(nn.Module):
     """Draft and loss as one module, so that a distributed wrapper sees a single forward pass.
 
-    Called with a DraftBatch, and a Vocabulary or None, it returns Scores; `head` is the target's, [vocab, hidden].
+    Maps a DraftBatch, and a Vocabulary or None, to Scores; `head` is the target's [vocab, hidden].
     """
 
     draft: Draft
@@ -91,13 +91,13 @@ class BlockLoss(DraftLoss):
     """Loss of the blocks that a DFlash draft fills at a batch's anchors.
 
     `embedding` and `head` are the target's weights [vocab, hidden]. `distill` is the share of the cross entropy that
-    is taken against the target's distribution instead of the answer's token, `overlap` the share of the loss that is
-    the LK loss instead of the cross entropy; of a candidate selector, too.
+    is taken against the target's distribution instead of the answer's token. `overlap` is the share of the loss that
+    is the LK loss instead of the cross entropy. Both also apply to a candidate selector.
     """
 
     draft: DraftModel
     embedding: Tensor
-    own_ids: Tensor | None
+    draft_ids: Tensor | None
     """The draft's vocabulary, ascending."""
 
     def __init__(
@@ -116,36 +116,36 @@ class BlockLoss(DraftLoss):
         self.weighting, self.distill, self.overlap = weighting, distill, overlap
         self.register_buffer("embedding", embedding, persistent=False)
         self.register_buffer("head", head, persistent=False)
-        own_ids = None if draft.vocabulary is None else draft.vocabulary.sort().values.to(head.device)
-        self.register_buffer("own_ids", own_ids, persistent=False)
-        self.may_sample = own_ids is None
+        draft_ids = None if draft.vocabulary is None else draft.vocabulary.sort().values.to(head.device)
+        self.register_buffer("draft_ids", draft_ids, persistent=False)
+        self.may_sample = draft_ids is None
 
     def forward(self, batch: DraftBatch, vocabulary: Vocabulary | None = None) -> Scores:
         """Draft the block at every anchor and compare it with the text."""
-        if self.own_ids is not None:
-            vocabulary = Vocabulary(self.own_ids, torch.zeros_like(self.own_ids, dtype=torch.float32))
+        if self.draft_ids is not None:
+            vocabulary = Vocabulary(self.draft_ids, torch.zeros_like(self.draft_ids, dtype=torch.float32))
         positions, inside = drafted_positions(batch, self.block_size)
         labels = at(batch.tokens, positions)
         hidden = draft_batch(self.draft, self.embedding, batch, self.block_size)[:, :, 1:]
         hidden = hidden[inside]
         logits = self._logits(hidden, vocabulary).float()
-        before = at(batch.tokens, positions - 1)[inside]  # which is right if a token counts
+        before = at(batch.tokens, positions - 1)[inside]  # the text's tokens: a position counts only after these
         edges = self.draft.edges
         if edges is not None and edges.is_whole:
             logits = logits + edges(hidden, before, None if vocabulary is None else vocabulary.ids).float()
         targets, is_known = numbered(labels[inside], vocabulary)
         log_probs = logits.log_softmax(dim=-1)
-        losses = hard = -log_probs.gather(-1, targets[:, None])[:, 0]
-        of_target = None
+        losses = label_losses = -log_probs.gather(-1, targets[:, None])[:, 0]
+        target_probs = None
         if self.distill or self.overlap:
-            of_target = self._logits(at(batch.hidden, positions - 1)[inside], vocabulary).float().softmax(dim=-1)
-            losses = distilled(log_probs, targets, of_target, self.distill, self.overlap)
+            target_probs = self._logits(at(batch.hidden, positions - 1)[inside], vocabulary).float().softmax(dim=-1)
+            losses = distilled(log_probs, targets, target_probs, self.distill, self.overlap)
         chosen = logits.detach().argmax(dim=-1)
         if edges is not None and not edges.is_whole:
             best = best_tokens(edges, logits, hidden, before, vocabulary)
             chosen = best.chosen
-            losses = losses + self._selection_losses(best, targets, of_target)
-        weights = self._weights(hard.detach().masked_fill(~is_known, math.inf), inside)
+            losses = losses + self._selection_losses(best, targets, target_probs)
+        weights = self._weights(label_losses.detach().masked_fill(~is_known, math.inf), inside)
         weights[inside] *= is_known
         weighted = (losses * weights[inside]).sum()
         correct = torch.zeros_like(inside)
@@ -155,21 +155,21 @@ class BlockLoss(DraftLoss):
         )
         return Scores(weighted / weights.sum(), sums, correct.cumprod(dim=-1).sum(dim=-1))
 
-    def _selection_losses(self, best: "BestTokens", targets: Tensor, of_target: Tensor | None) -> Tensor:
-        """Losses [M] of the choice among the best tokens; 0 where the answer's token is none of them."""
-        right = best.places == targets[:, None]
-        places, wanted = right.int().argmax(dim=1), right.any(dim=1)
+    def _selection_losses(self, best: "BestTokens", targets: Tensor, target_probs: Tensor | None) -> Tensor:
+        """Losses [M] of the choice among the best tokens; 0 if the answer's token is not among them."""
+        is_label = best.indices == targets[:, None]
+        label_index, has_label = is_label.int().argmax(dim=1), is_label.any(dim=1)
         log_probs = best.scores.log_softmax(dim=-1)
-        if of_target is None:
-            losses = -log_probs.gather(-1, places[:, None])[:, 0]
+        if target_probs is None:
+            losses = -log_probs.gather(-1, label_index[:, None])[:, 0]
         else:
-            of_best = of_target.gather(1, best.places)
-            of_best = of_best / of_best.sum(dim=1, keepdim=True).clamp_min(SMALLEST_OVERLAP)
-            losses = distilled(log_probs, places, of_best, self.distill, self.overlap)
-        return losses * wanted
+            best_probs = target_probs.gather(1, best.indices)
+            best_probs = best_probs / best_probs.sum(dim=1, keepdim=True).clamp_min(SMALLEST_OVERLAP)
+            losses = distilled(log_probs, label_index, best_probs, self.distill, self.overlap)
+        return losses * has_label
 
     def _weights(self, losses: Tensor, inside: Tensor) -> Tensor:
-        """Loss weights [N, A, B-1], 0 outside; `losses` are those of the positions inside."""
+        """Loss weights [N, A, B-1], 0 outside documents; `losses` are those of the positions inside."""
         if self.weighting == "dpace":
             return dpace_weights(losses, inside)
         return decay_weights(self.block_size).to(inside.device) * inside
@@ -181,54 +181,55 @@ class BlockLoss(DraftLoss):
 
 
 class BestTokens(NamedTuple):
-    """The best K tokens of M slots as numbers of scored ones [M, K], and their scores [M, K] with edges."""
+    """The best K tokens of M slots, as indices [M, K] into the scored vocabulary, and their scores with edges."""
 
-    places: Tensor
+    indices: Tensor
     scores: Tensor
 
     @property
     def chosen(self) -> Tensor:
         """The choice of each slot [M]."""
-        return self.places.gather(1, self.scores.argmax(dim=-1, keepdim=True))[:, 0]
+        return self.indices.gather(1, self.scores.argmax(dim=-1, keepdim=True))[:, 0]
 
 
 def best_tokens(
     edges: Edges, logits: Tensor, hidden: Tensor, before: Tensor, vocabulary: Vocabulary | None
 ) -> BestTokens:
-    """The best tokens of slots with logits [M, V] and hidden states [M, hidden], after the true tokens before them,
-    `before` [M].
+    """The best tokens of slots with logits [M, V] and hidden states [M, hidden], after the text's tokens `before`
+    [M].
     """
-    own = logits if vocabulary is None else logits - vocabulary.correction
-    scores, places = own.topk(edges.width, dim=-1)
-    tokens = places if vocabulary is None else vocabulary.ids[places]
-    return BestTokens(places, scores + edges.between(hidden, before[:, None], tokens)[:, 0].float())
+    plain_logits = logits if vocabulary is None else logits - vocabulary.correction
+    scores, indices = plain_logits.topk(edges.width, dim=-1)
+    tokens = indices if vocabulary is None else vocabulary.ids[indices]
+    return BestTokens(indices, scores + edges.between(hidden, before[:, None], tokens)[:, 0].float())
 
 
 def numbered(tokens: Tensor, vocabulary: Vocabulary | None) -> tuple[Tensor, Tensor]:
-    """Numbers [M] of tokens [M] among the scored ones, and which of them are scored; the number of others is void."""
+    """Indices [M] of tokens [M] in the scored vocabulary, and whether each is in it (else the index is void)."""
     if vocabulary is None:
         return tokens, torch.ones_like(tokens, dtype=torch.bool)
-    places = torch.searchsorted(vocabulary.ids, tokens).clamp_max(len(vocabulary.ids) - 1)
-    return places, vocabulary.ids[places] == tokens
+    index = torch.searchsorted(vocabulary.ids, tokens).clamp_max(len(vocabulary.ids) - 1)
+    return index, vocabulary.ids[index] == tokens
 
 
-def distilled(log_probs: Tensor, labels: Tensor, of_target: Tensor, share: float, overlap: float = 0.0) -> Tensor:
-    """Losses [M] of log_probs [M, V]: cross entropies with the target's distributions [M, V], a `share`, and labels
-    [M], mixed with an `overlap` of the negative log of what draft and target have in common.
+def distilled(log_probs: Tensor, labels: Tensor, target_probs: Tensor, share: float, overlap: float = 0.0) -> Tensor:
+    """Losses [M] of log_probs [M, V]: (1 - overlap) * cross entropy + overlap * LK loss.
+
+    The cross entropy is with `share` of the target's distributions [M, V] and 1 - share of the labels [M].
     """
-    goal = of_target
+    mixture = target_probs
     if share < 1:
-        rest = torch.full_like(log_probs[:, :1], 1 - share)
-        goal = (of_target * share).scatter_add_(-1, labels[:, None], rest)
-    cross_entropy = -(goal * log_probs).sum(dim=-1)
+        label_share = torch.full_like(log_probs[:, :1], 1 - share)
+        mixture = (target_probs * share).scatter_add_(-1, labels[:, None], label_share)
+    cross_entropy = -(mixture * log_probs).sum(dim=-1)
     if not overlap:
         return cross_entropy
-    common = torch.minimum(of_target, log_probs.exp()).sum(dim=-1)
+    common = torch.minimum(target_probs, log_probs.exp()).sum(dim=-1)
     return (1 - overlap) * cross_entropy - overlap * torch.log(common + SMALLEST_OVERLAP)
 
 
 def decay_weights(block_size: int) -> Tensor:
-    """Weights [B-1] of drafted positions that fall by a fixed factor."""
+    """Weights [B-1] of drafted positions with exponential decay."""
     return torch.exp(-torch.arange(block_size - 1) / (GAMMA_PER_BLOCK_SIZE * block_size))
 
 
@@ -244,24 +245,24 @@ def dpace_weights(losses: Tensor, inside: Tensor) -> Tensor:
 
 
 def frequent_tokens(documents: Sequence[Sequence[int]], share: float = 0.9) -> Tensor:
-    """Ids, ascending, of the fewest tokens that make up `share` of the documents."""
+    """Ids, ascending, of the fewest tokens that cover `share` of the documents' tokens."""
     ids, counts = torch.cat([torch.as_tensor(d) for d in documents]).long().unique(return_counts=True)
     order = counts.argsort(descending=True, stable=True)
-    num_kept = int((counts[order].cumsum(0) < share * counts.sum()).sum()) + 1
-    kept: Tensor = ids[order[:num_kept]].sort().values
-    return kept
+    num_frequent = int((counts[order].cumsum(0) < share * counts.sum()).sum()) + 1
+    frequent: Tensor = ids[order[:num_frequent]].sort().values
+    return frequent
 
 
 def sample_vocabulary(
     frequent: Tensor, labels: Tensor, vocab_size: int, num_sampled: int, generator: torch.Generator
 ) -> Vocabulary:
-    """Frequent tokens and labels, and `num_sampled` others drawn at random, each corrected to stand for its share."""
+    """Frequent tokens, labels and `num_sampled` random others, whose correction makes them represent all others."""
     certain = torch.cat([frequent, labels.flatten()]).unique()
     others = torch.ones(vocab_size, dtype=torch.bool)
     others[certain] = False
-    rest = others.nonzero()[:, 0]
-    sampled = rest[torch.randperm(len(rest), generator=generator)[:num_sampled]]
+    rare = others.nonzero()[:, 0]
+    sampled = rare[torch.randperm(len(rare), generator=generator)[:num_sampled]]
     correction = torch.zeros(vocab_size)
-    correction[sampled] = math.log(len(rest) / max(1, len(sampled)))
+    correction[sampled] = math.log(len(rare) / max(1, len(sampled)))
     ids = torch.cat([certain, sampled]).sort().values
     return Vocabulary(ids, correction[ids])

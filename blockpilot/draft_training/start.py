@@ -1,4 +1,4 @@
-"""Initial weights of a draft, copied from its target: its last layers, its final norm, the deepest layer read."""
+"""Initial weights of a draft, copied from its target: last layers, final norm, and the deepest feature layer."""
 
 import re
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from blockpilot.drafts.eagle3 import Eagle3Model
 def start_from_target(draft: DraftModel, target: PreTrainedModel, text: Sequence[int]) -> int:
     """Copy the target's last layers and final norm into the draft; returns the number of weights copied.
 
-    The fused context becomes the deepest layer that the draft reads, normed as the first copied layer norms it.
-    Weights whose name or shape differs stay as they are. Where the target has no query and key norms, the draft's are
+    The fused context is initialised to the deepest layer that the draft reads, with the norm of the first copied
+    layer. Weights with another name or shape are unchanged. If the target has no query and key norms, the draft's are
     set to the mean size of the target's queries and keys on `text` (token ids), which keeps the sharpness of its
     attention.
     """
@@ -26,13 +26,13 @@ def start_from_target(draft: DraftModel, target: PreTrainedModel, text: Sequence
     sizes = _query_and_key_sizes(target, text, first)
     copied = 0
     for name, weight in draft.named_parameters():
-        of_target = re.sub(r"^layers\.(\d+)", lambda m: f"layers.{int(m[1]) + first}", name)
-        value = source.get(of_target)
+        target_name = re.sub(r"^layers\.(\d+)", lambda m: f"layers.{int(m[1]) + first}", name)
+        value = source.get(target_name)
         if value is not None and value.shape == weight.shape:
             weight.copy_(value)
             copied += 1
-        elif of_target in sizes:
-            weight.fill_(sizes[of_target])
+        elif target_name in sizes:
+            weight.fill_(sizes[target_name])
     draft.fc.weight.zero_()
     draft.fc.weight[:, -draft.config.hidden_size :].fill_diagonal_(1.0)
     return copied
@@ -42,8 +42,9 @@ def start_from_target(draft: DraftModel, target: PreTrainedModel, text: Sequence
 def start_eagle3_from_target(draft: Eagle3Model, target: PreTrainedModel) -> None:
     """Copy the target's last layer, final norm and LM head rows into an EAGLE-3 draft, where their shapes fit.
 
-    The fused features become the deepest layer that is read. The part of the projections that reads embeddings stays
-    random, and so does that of the queries and keys behind a target's norms of them, which the draft does not have.
+    The fused features are initialised to the deepest layer that the draft reads. The part of the projections that
+    reads embeddings stays random. So do the query and key projections if the target has norms after them, which the
+    draft does not have.
     """
     width = draft.config.hidden_size
     source = {name.removeprefix("model."): value for name, value in target.state_dict().items()}
@@ -64,7 +65,7 @@ def start_eagle3_from_target(draft: Eagle3Model, target: PreTrainedModel) -> Non
 
 
 def _query_and_key_sizes(target: PreTrainedModel, text: Sequence[int], first: int) -> dict[str, float]:
-    """Root mean square of a text's queries and keys in the layers from `first` on, by the name of the norm."""
+    """Root mean square of a text's queries and keys in the layers from `first` on, by name of the norm's weight."""
     sizes: dict[str, float] = {}
 
     def measure(name: str, output: Tensor) -> None:

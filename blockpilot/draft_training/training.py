@@ -1,8 +1,8 @@
 """Training loop of a draft in plain torch (arXiv 2602.06036, section 4): batches, optimizer, schedule, state.
 
-Anchors are drawn at random in the target's answers, and all blocks of a document go through the draft side by side
-(batches.py). A block sees the context strictly before its anchor and itself, never another block and never its own
-answers.
+Anchors are drawn at random in the target's answers, and one draft pass handles all blocks of a document (batches.py).
+A block attends to the context strictly before its anchor and to itself, never to another block and never to the
+tokens that it has to predict.
 """
 
 import math
@@ -22,11 +22,11 @@ from blockpilot.draft_training.loss import DraftLoss, LossSums, Scores, Vocabula
 from blockpilot.sweep.trees import emitted_along
 
 GRADIENT_CLIP = 1.0  # largest norm
-LENGTH_WINDOW = 16  # batches whose documents are sorted by length together
+LENGTH_WINDOW = 16  # batches per window; documents are sorted by length within a window
 
 
 class Validation(NamedTuple):
-    """Totals over held-out documents, and tau by the temperature of the answers."""
+    """Totals over held-out documents, and tau by temperature of the answers."""
 
     sums: LossSums
     tau: dict[float, float]
@@ -37,34 +37,34 @@ class Validation(NamedTuple):
 
 @dataclass(frozen=True)
 class DraftFitSettings:
-    """How a draft is trained; the defaults are the paper's where it says."""
+    """Settings of a draft's training; defaults are the paper's where it gives them."""
 
     epochs: int = 6
     batch_size: int = 4
-    """Documents of one worker's step."""
+    """Documents per step and worker."""
     num_anchors: int = 16
-    """Blocks drawn from a document at each visit."""
+    """Blocks per document and epoch, at random anchors."""
     lr: float = 6e-4
     """Peak learning rate of AdamW: linear warm-up over 4% of the steps, then cosine to zero."""
     weighting: Weighting = "decay"
-    """Weights of the drafted positions: a fixed decay, or D-PACE, by the draft's present confidences."""
+    """Weights of the drafted positions: a fixed decay, or D-PACE, from the draft's current confidences."""
     distill: float = 0.0
     """Share of the cross entropy that is taken against the target's distribution instead of the answer's token."""
     overlap: float = 0.0
-    """Share of the loss that is the LK loss, by the probability that draft and target have in common."""
+    """Share of the loss that is the LK loss, from the overlap of draft and target."""
     num_sampled: int = 1024
-    """LM head rows drawn at each step for the rare tokens; 0 scores the whole vocabulary. A draft with its own
-    vocabulary scores that."""
+    """Sampled softmax: rare tokens drawn at each step; 0 scores the whole vocabulary. A draft with its own vocabulary
+    always scores that."""
     autocast: bool = True
-    """Multiply matrices in bfloat16; weights stay float32."""
+    """Run matrix products in bfloat16; weights stay float32."""
     compile: bool = False
-    """Compile the draft's layers: minutes at the start, faster steps."""
+    """Compile the draft's layers: takes minutes at the start, then steps are faster."""
 
     def check(self) -> None:
         """Raise ValueError, naming the setting, for a value out of range."""
-        for name, least in {"epochs": 1, "batch_size": 1, "num_anchors": 1, "num_sampled": 0}.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} {getattr(self, name)}: must be at least {least}")
+        for name, minimum in {"epochs": 1, "batch_size": 1, "num_anchors": 1, "num_sampled": 0}.items():
+            if getattr(self, name) < minimum:
+                raise ValueError(f"{name} {getattr(self, name)}: must be at least {minimum}")
         if not self.lr > 0:
             raise ValueError(f"lr {self.lr}: must be above 0")
         for name in ("distill", "overlap"):
@@ -73,13 +73,14 @@ class DraftFitSettings:
 
 
 class TrainingFit(ABC):
-    """A fit that can stop after any step and continue from its state: optimizer, schedule and their state.
+    """Training that can stop after any step and resume from its state: optimizer, schedule and their state.
 
-    `loss` is a module, or a distributed wrapper of one. Each kind calls `_begin` once it knows its steps.
+    `loss` is a module, or a distributed wrapper of one. Subclasses call `_begin` when they know their number of
+    steps.
     """
 
     _inner: nn.Module
-    """The loss without a wrapper."""
+    """The loss without its distributed wrapper."""
 
     def __init__(self, loss: nn.Module, settings: DraftFitSettings, seed: int, rank: int, world_size: int) -> None:
         settings.check()
@@ -114,7 +115,7 @@ class TrainingFit(ABC):
         """Train to the end, yielding this worker's totals after every optimizer step."""
 
     def advance(self, loss: Tensor) -> None:
-        """One step down the gradient of `loss`."""
+        """One optimizer and schedule step with the clipped gradient of `loss`."""
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(self._trained.parameters(), GRADIENT_CLIP)
@@ -133,10 +134,10 @@ class TrainingFit(ABC):
 
 
 class DraftFit(TrainingFit):
-    """A fit of a draft on documents.
+    """Training of a draft on documents.
 
     `loss` is a DraftLoss, or a distributed wrapper of one; `frequent` are the tokens that every step scores. Batches
-    and anchors depend only on (seed, step, rank), so a resumed run repeats what an undisturbed one would have done.
+    and anchors depend only on (seed, step, rank), so a resumed training equals an uninterrupted one.
     """
 
     _inner: DraftLoss
@@ -168,16 +169,16 @@ class DraftFit(TrainingFit):
     def steps(self) -> Iterator[LossSums]:
         lengths = [len(answer.tokens) for answer in self._corpus.answers]
         while self.step < self.num_steps:
-            epoch, done = divmod(self.step, self.steps_per_epoch)
+            epoch, num_done = divmod(self.step, self.steps_per_epoch)
             batches = epoch_batches(lengths, self.settings.batch_size, self.seed, epoch)
-            mine = islice(batches, self._rank, self.steps_per_epoch * self._world_size, self._world_size)
-            for indices in islice(mine, done, None):
+            rank_batches = islice(batches, self._rank, self.steps_per_epoch * self._world_size, self._world_size)
+            for indices in islice(rank_batches, num_done, None):
                 yield self._train(self._corpus.read(indices))
 
     def _train(self, documents: list[Document]) -> LossSums:
         settings = self.settings
-        key = (self.seed * 1_000_003 + self.step) * 1_009 + self._rank
-        generator = torch.Generator().manual_seed(key)
+        rng_seed = (self.seed * 1_000_003 + self.step) * 1_009 + self._rank
+        generator = torch.Generator().manual_seed(rng_seed)
         anchors = [draw_anchors(document, settings.num_anchors, generator) for document in documents]
         batch = collate(documents, anchors)
         vocabulary = None
@@ -190,9 +191,9 @@ class DraftFit(TrainingFit):
 
     @torch.no_grad()
     def validate(self, corpus: Corpus, indices: Sequence[int]) -> Validation:
-        """Score the block at every position of some held-out answers, over the whole vocabulary.
+        """Score the blocks at every position of the held-out answers `indices`, over the whole vocabulary.
 
-        Tau is therefore that of decoding these texts, in the arithmetic of training. One worker may do this alone.
+        Tau is therefore that of decoding these texts, up to the training's arithmetic. One worker may run this alone.
         """
         total: LossSums | None = None
         emitted, steps = Counter[float](), Counter[float]()

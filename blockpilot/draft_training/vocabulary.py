@@ -1,4 +1,4 @@
-"""The vocabulary of a draft: the most frequent tokens of its target's answers."""
+"""Vocabulary of a draft: the most frequent tokens of its target's answers."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 def by_frequency(answers: Iterable[Sequence[int]], vocab_size: int) -> Tensor:
-    """All token ids [vocab_size], the most frequent of the answers first; what none of them has comes by its number.
+    """All token ids [vocab_size] by descending frequency in the answers; unseen tokens last, by ascending id.
 
-    Tokenizers number their tokens by merges, so that among the unseen ones, too, the frequent ones come first.
+    Tokenizers number tokens in the order of their merges, so low ids are more frequent among unseen tokens, too.
     """
     counts = Counter[int]()
     for tokens in answers:

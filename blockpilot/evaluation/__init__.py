@@ -1,1 +1,1 @@
-"""Interleaved measurement, intervals over prompts, and the oracle as a bound."""
+"""Evaluation: step costs, interleaved runs, statistics, baselines, oracle bounds."""

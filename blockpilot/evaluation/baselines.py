@@ -1,4 +1,4 @@
-"""Rules that others ship or publish, to be measured beside ours: same engine, live price and exact text."""
+"""Baselines: rules of published and shipped systems, in the same engine with the same step costs and exact text."""
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from blockpilot.types import Candidates
 
 
 class DepthController(Controller):
-    """Verifies chains as deep as they are drafted: by running means, what Ollama and llama-server-like runtimes do.
+    """Verifies every drafted token of a chain; running means choose the depth, as in Ollama and llama-server.
 
     For requests of layout "chain".
     """
@@ -23,19 +23,19 @@ class DepthController(Controller):
 
 
 class WholeDraft(Controller):
-    """Every row drafts all that its draft can, and the best nodes of all rows are verified.
+    """Drafts at full depth in every row, and verifies the best nodes of all rows.
 
-    With Margins as its model vLLM's adaptive verification: one budget for the chains of all rows, of the most
-    probable tokens.
+    With Margins as its model it is vLLM's adaptive verification: one budget for the chains of all rows,
+    spent on the most probable tokens.
     """
 
     def plan(self, rows: Planned, beside: Load) -> Array:
-        super().plan(rows, beside)  # the rate at which nodes are selected
+        super().plan(rows, beside)  # sets the rate that nodes are selected by
         return self._begin(rows, rows.deepest)
 
 
 class LookupAlone(Controller):
-    """No row ever drafts: vLLM's ngram, but that as much is verified as is worth its seconds."""
+    """Prompt lookup without a draft: vLLM's ngram, but only nodes with an expected gain are verified."""
 
     def plan(self, rows: Planned, beside: Load) -> Array:
         super().plan(rows, beside)
@@ -43,7 +43,7 @@ class LookupAlone(Controller):
 
 
 class LookupOrDraft(Controller):
-    """A row whose text has a match verifies what followed there, and only others draft: llama.cpp's priorities."""
+    """Prompt lookup for rows whose text has a match, the draft for the others: the priorities of llama.cpp."""
 
     def plan(self, rows: Planned, beside: Load) -> Array:
         depths = super().plan(rows, beside)
@@ -51,23 +51,23 @@ class LookupOrDraft(Controller):
 
 
 class TreeBudget(WholeDraft):
-    """CaDDTree's (arXiv 2606.01813): a budget for each row's tree, as if it were the only one."""
+    """CaDDTree (arXiv 2606.01813): a node budget for each row's tree, chosen as if the row were alone."""
 
     def select(self, trees: Trees, drafted: Load) -> Array:
-        of_row = drafted.num_drafted // max(drafted.rows, 1)
-        alone = Load(1, of_row, num_passes=passes([of_row], self.price.is_sequential))
+        row_drafted = drafted.num_drafted // max(drafted.rows, 1)
+        alone = Load(1, row_drafted, num_passes=passes([row_drafted], self.price.is_sequential))
         return np.array([_best_budget(tree, self.price, alone) for tree in trees.chances * trees.taken])
 
 
-def _best_budget(chances: Array, price: StepPrice, drafted: Load) -> int:
-    """Nodes, of these chances, that make the most tokens a second of this step."""
-    tokens = drafted.rows + np.concatenate([[0.0], chances.cumsum()])
-    return int((tokens / seconds_of_more(price, drafted, len(chances))).argmax())
+def _best_budget(node_probs: Array, price: StepPrice, drafted: Load) -> int:
+    """Number of nodes, in order of their acceptance probabilities, that maximises the step's tokens per second."""
+    expected_tokens = drafted.rows + np.concatenate([[0.0], node_probs.cumsum()])
+    return int((expected_tokens / seconds_of_more(price, drafted, len(node_probs))).argmax())
 
 
 class Margins(AcceptanceModel):
-    """Chances of a chain's tokens by the margin of the draft's best score over the next: a logistic regression for
-    every position, refit with every step (vLLM's).
+    """Acceptance probabilities of a chain's tokens by the margin between the draft's two best scores: a logistic
+    regression for every position, updated at every step (vLLM's).
     """
 
     def __init__(self, deepest: int) -> None:
@@ -79,24 +79,26 @@ class Margins(AcceptanceModel):
         scores, drawn = found.scores.numpy(force=True), found.drawn.numpy(force=True)
         first = logistic((self.of_margin[slots] * _margins(scores)).sum(axis=1))[:, None]
         later = np.minimum(first, own_chances(found)[0, :, 1:].numpy(force=True))
-        chances = np.concatenate([first, later], axis=1)[None].repeat(NUM_CONTEXTS, axis=0)
-        return Proposal(scores, scores, drawn, slots, chances)
+        probs = np.concatenate([first, later], axis=1)[None].repeat(NUM_CONTEXTS, axis=0)
+        return Proposal(scores, scores, drawn, slots, probs)
 
     def learn(self, proposal: Proposal, choices: Array, laters: Array, right: Array) -> None:
-        """A Newton step for each first choice that was reached."""
+        """Online Newton step for each first choice that was reached."""
         width, margins = proposal.scores.shape[1], _margins(proposal.scores)
         for choice, was_right in zip(choices, right, strict=True):
             if choice % width:
                 continue
-            x, of_slot = margins[choice // width], int(proposal.slots[choice // width])
-            chance = logistic(self.of_margin[of_slot] @ x)
-            with_x = self._covariances[of_slot] @ x
-            weight = chance * (1 - chance)
-            self._covariances[of_slot] -= weight * np.outer(with_x, with_x) / (1 + weight * np.dot(x, with_x))
-            self.of_margin[of_slot] += self._covariances[of_slot] @ x * (was_right - chance)
+            inputs, slot = margins[choice // width], int(proposal.slots[choice // width])
+            prob = logistic(self.of_margin[slot] @ inputs)
+            covariance_x = self._covariances[slot] @ inputs
+            weight = prob * (1 - prob)
+            self._covariances[slot] -= (
+                weight * np.outer(covariance_x, covariance_x) / (1 + weight * np.dot(inputs, covariance_x))
+            )
+            self.of_margin[slot] += self._covariances[slot] @ inputs * (was_right - prob)
 
 
 def _margins(scores: Array) -> Array:
-    """Margins of the best score over the next, and 1, of scores [N, k]: [N, 2]."""
+    """Inputs [N, 2] of the regression from scores [N, k]: the margin of the best score over the next, and 1."""
     margins = np.nan_to_num(scores[:, 0].astype(float) - scores[:, min(1, scores.shape[1] - 1)]).clip(max=20)
     return np.stack([margins, np.ones(len(scores))], axis=1)

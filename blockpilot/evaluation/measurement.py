@@ -1,8 +1,8 @@
-"""Timing of requests that flow through an engine: what each got, and its share of the time.
+"""Timing of requests in a full engine: each request's tokens and its share of the time.
 
-The engine itself has no timers. Tokens have reached the host when a step returns, so the clock needs no device. A
-step's seconds are shared equally among the requests that it advanced: shares add up to the time that passed, and what
-a request costs can be told although it never runs alone.
+The engine has no timers. A step returns when its tokens have reached the host, so host time is enough. A step's
+seconds are shared equally among the requests that it advanced. The shares add up to the elapsed time, and give the
+cost of a request that never runs alone.
 """
 
 import time
@@ -17,22 +17,22 @@ from blockpilot.types import Request, Step
 
 @dataclass
 class RequestTiming:
-    """One request: its output, and its shares of the engine's steps. "Later" are those that took in no prompt."""
+    """One request: its output, and its shares of the engine's steps. "Later" steps are those without a prefill."""
 
     output: list[int] = field(default_factory=list)
     block_sizes: list[int] = field(default_factory=list)
-    """Of its verify steps."""
+    """Block size of each of its verify steps."""
     total_s: float = 0.0
     num_later_tokens: int = 0
     num_later_steps: float = 0.0
     later_s: float = 0.0
 
     def at_pace(self, pace: float) -> "RequestTiming":
-        """What it would have been had the machine taken `pace` times as long."""
+        """The timing with all seconds multiplied by `pace`."""
         return replace(self, total_s=self.total_s * pace, later_s=self.later_s * pace)
 
     def totals(self, reference: Sequence[int]) -> Totals:
-        """Sums; `reference` is the output that this one is compared with."""
+        """Totals of this request; `reference` is the output that its tokens are compared with."""
         return Totals(
             num_requests=1,
             num_tokens=len(self.output),
@@ -50,8 +50,8 @@ class RequestTiming:
 class Flow:
     """Requests that queue for the slots of an idle engine; the next one begins when one ends.
 
-    Until the last of them has ended they begin again and again, so that every one of them is decoded in a batch as
-    full as the slots allow: what comes twice takes its share of the time, and is not counted.
+    Repetitions of the requests (fillers) keep all slots busy until the last measured request has ended, so every
+    request is decoded in a full batch. Fillers take their share of the time and are not measured.
     """
 
     def __init__(self, engine: Engine, requests: Sequence[Request]) -> None:
@@ -60,8 +60,8 @@ class Flow:
         self._again, self._fillers = cycle(requests), list[int]()
         self._num_open = len(requests)
         self.num_tokens = 0
-        """Emitted so far, by what is counted and what is not."""
-        self._untold_s = 0.0  # passed, and of no request yet
+        """Tokens emitted so far, those of fillers included."""
+        self._unshared_s = 0.0  # seconds of steps that advanced no request
 
     @property
     def done(self) -> bool:
@@ -69,7 +69,7 @@ class Flow:
 
     @property
     def results(self) -> list[RequestTiming]:
-        """In the order of the requests."""
+        """Timings in the order of the requests."""
         return list(self._measured.values())
 
     def step(self) -> None:
@@ -85,29 +85,30 @@ class Flow:
                 self._engine.cancel(request_id)
 
     def _share(self, steps: Sequence[Step], seconds: float) -> None:
-        self._untold_s += seconds
+        self._unshared_s += seconds
         advanced = {step.request_id for step in steps}
-        if not advanced:  # a part of a prompt was taken in
+        if not advanced:  # prefill of a part of a prompt
             return
-        share_s, self._untold_s = self._untold_s / len(advanced), 0.0
+        share_s, self._unshared_s = self._unshared_s / len(advanced), 0.0
         later = all(step.prefill is None for step in steps)
-        for measured in (self._measured[request_id] for request_id in advanced & self._measured.keys()):
-            measured.total_s += share_s
-            measured.later_s += share_s * later
-            measured.num_later_steps += later / len(advanced)
+        for timing in (self._measured[request_id] for request_id in advanced & self._measured.keys()):
+            timing.total_s += share_s
+            timing.later_s += share_s * later
+            timing.num_later_steps += later / len(advanced)
         for step in steps:
             if step.request_id in self._measured:
-                measured = self._measured[step.request_id]
-                measured.output += step.tokens
-                measured.num_later_tokens += len(step.tokens) * later
+                timing = self._measured[step.request_id]
+                timing.output += step.tokens
+                timing.num_later_tokens += len(step.tokens) * later
                 if step.block_size:
-                    measured.block_sizes.append(step.block_size)
+                    timing.block_sizes.append(step.block_size)
                 self._num_open -= step.finish_reason is not None
 
 
 def in_turns(flows: Sequence[Flow], num_tokens: int) -> None:
-    """Run all flows to their ends, so many tokens of each at a time: they end together, whatever a step of them
-    emits, and a slow moment of the machine falls on all.
+    """Run all flows to their ends, interleaved: `num_tokens` tokens of each flow in turn.
+
+    Flows end together, whatever their tokens per step, and slow moments of the machine affect all of them.
     """
     for goal in count(num_tokens, num_tokens):
         running = [flow for flow in flows if not flow.done]

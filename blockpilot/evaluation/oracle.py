@@ -1,9 +1,9 @@
-"""What a choice of block size can give: the arithmetic of a table of tokens and seconds, choice by block size.
+"""Upper bound of a choice of block size, from a table of tokens and seconds by choice and block size.
 
-A line of the table is a choice: a request, or a step. The table says what the best fixed block size, a random one and
-an oracle would have got on exactly those runs, as tokens in all over seconds in all. The oracle knows the outcome,
-noise included, so it is a bound and never a result; of a policy, look-ups say no more than whether it is worth
-decoding with. With taus as the tokens and one second for each, rates are mean taus, as in published tables.
+A row of the table is a choice: of a request, or of a step. From it follow the rates (total tokens over total seconds)
+of the best fixed block size, a random one and an oracle on exactly these runs. The oracle knows the outcome, noise
+included, so it is a bound and never a result. A look-up of a policy only tells whether to decode with it. With
+taus as tokens and one second each, rates are mean taus, as in published tables.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class Table(NamedTuple):
     seconds: Array
 
     def rate(self, chosen: Columns) -> float:
-        """Tokens a second of the columns [choices] that were chosen."""
+        """Tokens per second with the columns `chosen` [choices]."""
         return float(_at(self.tokens, chosen).sum() / _at(self.seconds, chosen).sum())
 
 
@@ -34,12 +34,13 @@ class Potential(NamedTuple):
     """Rates over all choices of a table."""
 
     fixed: dict[int, float]
-    """By block size."""
+    """Rate by block size."""
     best_fixed: int
+    """The block size with the highest rate."""
     random: float
-    """Expected of candidates drawn at random."""
+    """Expected rate of candidates drawn at random."""
     oracle: float
-    """The largest there is: an upper bound."""
+    """Largest possible rate: an upper bound."""
 
     @property
     def best_fixed_rate(self) -> float:
@@ -47,20 +48,20 @@ class Potential(NamedTuple):
 
     @property
     def headroom(self) -> float:
-        """The oracle's gain over the best fixed block size, as a share of the latter."""
+        """Relative gain of the oracle over the best fixed block size."""
         return self.oracle / self.best_fixed_rate - 1
 
 
 def potential(table: Table, candidates: Sequence[int]) -> Potential:
-    """Of a table with a column for each candidate; of equal block sizes the smallest is the best fixed one."""
+    """Rates of a table with one column per candidate; ties go to the smallest block size."""
     tokens, seconds = table
     fixed = dict(zip(candidates, (tokens.sum(axis=0) / seconds.sum(axis=0)).tolist(), strict=True))
-    best = max(fixed, key=lambda size: (fixed[size], -size))
-    return Potential(fixed, best, float(tokens.sum() / seconds.sum()), table.rate(oracle(table)))
+    best_fixed = max(fixed, key=lambda size: (fixed[size], -size))
+    return Potential(fixed, best_fixed, float(tokens.sum() / seconds.sum()), table.rate(oracle(table)))
 
 
 def oracle(table: Table) -> Columns:
-    """The column of every choice [choices] that makes tokens in all over seconds in all the largest."""
+    """The column of every choice [choices] that maximises total tokens over total seconds."""
 
     def maximise(rate: float) -> tuple[Columns, float]:
         chosen: Columns = (table.tokens - rate * table.seconds).argmax(axis=1)
@@ -70,7 +71,7 @@ def oracle(table: Table) -> Columns:
 
 
 def gain(table: Table, chosen: Columns, fixed: Columns) -> Interval:
-    """Rate of the columns `chosen` over that of `fixed`, less one, with its 95% interval over choices."""
+    """Relative gain in rate of the columns `chosen` over `fixed`, with its 95% interval over choices."""
     (tokens, seconds), (fixed_tokens, fixed_seconds) = (
         [_at(values, columns)[None] for values in table] for columns in (chosen, fixed)
     )
@@ -78,5 +79,5 @@ def gain(table: Table, chosen: Columns, fixed: Columns) -> Interval:
 
 
 def _at(values: Array, chosen: Columns) -> Array:
-    picked: Array = np.take_along_axis(values, chosen[:, None], axis=1)[:, 0]
-    return picked
+    selected: Array = np.take_along_axis(values, chosen[:, None], axis=1)[:, 0]
+    return selected

@@ -1,9 +1,9 @@
-"""The step price of a pair on this device, from a few steps of an engine whose rows really decode.
+"""Measurement of a pair's step cost on this device, from a few timed steps of a decoding engine.
 
-The text does not matter for the cost, so prompts are random tokens; mixtures take turns, so that a slow moment of the
-machine falls on all of them. How deep a row drafts and how many tokens it verifies vary apart: block sizes vary both
-alike, and what a drafted position costs could not be told from what a verified token does. Without a draft nothing
-is drafted, and the verified tokens are those that a constraint forces.
+The text does not affect the cost, so prompts are random tokens. Mixtures are interleaved, so that slow moments of the
+machine affect all of them. The drafted depth and the number of verified tokens vary independently: block sizes would
+vary both together, and the costs of a drafted position and a verified token could not be told apart. Without a draft
+the verified tokens are those that a constraint forces.
 """
 
 import time
@@ -24,24 +24,24 @@ from blockpilot.engine.trees import MAX_DEPTH
 from blockpilot.pairs.loading import Pair
 from blockpilot.types import MAX_BLOCK_SIZE, PairId, Request
 
-NUM_STEPS = 5  # of each mixture after the first; the fastest counts
-OF_NO_DRAFT = "base_s", "row_s", "token_s", "tile_s"  # coefficients of a pair without a draft; the others are 0
+NUM_STEPS = 5  # timed steps of each mixture after a warm-up; the fastest counts
+COEFFICIENTS_WITHOUT_DRAFT = "base_s", "row_s", "token_s", "tile_s"  # the others are 0
 
 
 class Drafted(NamedTuple):
-    """Positions that a row drafts in a step, and tokens that it verifies, without a draft also at depth 0."""
+    """Positions that a row drafts in a step, and tokens that it verifies; without a draft the depth is 0."""
 
     depth: int
     num_verified: int
 
     @property
     def most_accepted(self) -> int:
-        """Tokens of them that can be accepted."""
+        """Maximum number of accepted tokens."""
         return self.depth or self.num_verified
 
     @classmethod
     def of_size(cls, block_size: int, deepest: int) -> "Drafted":
-        """A chain, or a tree where the block size is larger than the draft's own."""
+        """A chain, or a tree if the block size is larger than the draft's own."""
         return cls(min(block_size - 1, deepest), block_size - 1)
 
 
@@ -49,14 +49,14 @@ PLAIN = Drafted(0, 0)
 
 
 class TimedStep(NamedTuple):
-    """The load of a mixture, and the seconds of its fastest step."""
+    """Load and seconds of a step."""
 
     load: Load
     seconds: float
 
 
-class _Dictated(Controller):
-    """Rows draft and verify what `mixture` says of them, in the order of the requests."""
+class _FixedMixture(Controller):
+    """Controller with given depths and numbers of nodes: `mixture`, in the order of the requests."""
 
     mixture: Sequence[Drafted]
 
@@ -65,7 +65,7 @@ class _Dictated(Controller):
         self._has_draft = deepest > 0
 
     def plan(self, rows: Planned, beside: Load) -> Array:
-        super().plan(rows, beside)  # its time is part of a step
+        super().plan(rows, beside)  # its time is part of the step cost
         return self._begin(rows, np.array([row.depth for row in self.mixture]))
 
     def select(self, trees: Trees, drafted: Load) -> Array:
@@ -74,19 +74,19 @@ class _Dictated(Controller):
         return np.minimum(growing, trees.num)
 
 
-class _OfferedTokens:
-    """A constraint that offers tokens of its own to verify, and allows whatever the target chooses."""
+class _FixedTokens:
+    """A constraint that proposes fixed tokens to verify, and allows every token."""
 
     error = None
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens = list(tokens)
 
-    def start(self) -> "_OfferedTokens":
+    def start(self) -> "_FixedTokens":
         return self
 
     def take(self, token: int) -> None:
-        """Nothing changes."""
+        """Any token is allowed, and changes nothing."""
 
     def ends(self, path: Sequence[int] = ()) -> bool:
         return False
@@ -102,27 +102,27 @@ class _OfferedTokens:
 
 
 def measure_price(pair: Pair, rows: int, context: int, *, num_steps: int = NUM_STEPS) -> StepPrice:
-    """Timed with one row and with `rows`, of `context` tokens each as far as the target has room for them.
+    """Step cost, fitted to steps with one row and with `rows`, of up to `context` tokens each.
 
-    Raises ValueError for numbers below 1.
+    The context is shortened to what the target has room for. Raises ValueError for numbers below 1.
     """
     for name, value in (("rows", rows), ("context", context), ("num_steps", num_steps)):
         if value < 1:
             raise ValueError(f"{name} {value}: must be at least 1")
-    of_loads = [mixtures_for(pair, num) for num in (1, max(rows, 2))]  # of one alone base and row are one
-    context = min(context, *(_most_context(pair, mixtures, num_steps) for mixtures in of_loads))
-    timed = time_steps(pair, [*chain(*of_loads)], context, num_steps=num_steps)
-    alone, together = timed[: len(of_loads[0])], timed[len(of_loads[0]) :]
+    mixtures_by_load = [mixtures_for(pair, num) for num in (1, max(rows, 2))]  # base_s and row_s need two
+    context = min(context, *(_most_context(pair, mixtures, num_steps) for mixtures in mixtures_by_load))
+    timed = time_steps(pair, [*chain(*mixtures_by_load)], context, num_steps=num_steps)
+    alone, together = timed[: len(mixtures_by_load[0])], timed[len(mixtures_by_load[0]) :]
     fitted, held_out = [*alone[:-1], *together[:-1]], [alone[-1], together[-1]]
-    names = COEFFICIENTS if pair.has_draft else OF_NO_DRAFT
+    names = COEFFICIENTS if pair.has_draft else COEFFICIENTS_WITHOUT_DRAFT
     coefficients = fit([step.load for step in fitted], [step.seconds for step in fitted], names)
     error = relative_error(coefficients, [step.load for step in held_out], [step.seconds for step in held_out])
-    named = dict(zip(COEFFICIENTS, coefficients.tolist(), strict=True))
-    return StepPrice(*_made_for(pair), context, rows, **named, error=error, is_sequential=pair.draft.is_sequential)
+    by_name = dict(zip(COEFFICIENTS, coefficients.tolist(), strict=True))
+    return StepPrice(*_made_for(pair), context, rows, **by_name, error=error, is_sequential=pair.draft.is_sequential)
 
 
 def holds_here(price: StepPrice, pair: Pair) -> bool:
-    """Whether a price is of this pair, in its dtype and on its device."""
+    """True for a step cost of this pair, in its dtype and on its device."""
     return price.made_for(*_made_for(pair))
 
 
@@ -131,87 +131,92 @@ def _made_for(pair: Pair) -> tuple[PairId, str, str]:
 
 
 def mixtures_for(pair: Pair, rows: int) -> list[list[Drafted]]:
-    """Mixtures of what so many rows of a pair draft and verify; the last one is for the error of the fit."""
+    """Mixtures for a pair in steps of `rows` rows; the last one is held out for the error of the fit."""
     return mixtures_of(rows, pair.block_size) if pair.has_draft else _without_draft(rows)
 
 
 def _without_draft(rows: int) -> list[list[Drafted]]:
-    one, few, most = (Drafted(0, num) for num in (1, TILE // 2, MAX_DEPTH))
-    if rows == 1:  # within a tile, a little beyond, and to the end of the next
+    single, few, deep = (Drafted(0, num) for num in (1, TILE // 2, MAX_DEPTH))
+    if rows == 1:  # within a tile, just above it, and to the end of the next
         sizes = 0, 1, TILE // 4, TILE // 2, TILE - 1, TILE + 3, MAX_DEPTH, 3 * TILE // 4
         return [[Drafted(0, num)] for num in sizes]
-    each, plain = [[row] * rows for row in (PLAIN, one, few, most)], [PLAIN] * (rows - 1)
+    uniform, plain = [[row] * rows for row in (PLAIN, single, few, deep)], [PLAIN] * (rows - 1)
     return [
-        *each,
-        *([row, *plain] for row in (one, few, most)),
-        ([few, one, PLAIN, Drafted(0, TILE // 4)] * rows)[:rows],
+        *uniform,
+        *([row, *plain] for row in (single, few, deep)),
+        ([few, single, PLAIN, Drafted(0, TILE // 4)] * rows)[:rows],
     ]
 
 
 def mixtures_of(rows: int, block_size: int) -> list[list[Drafted]]:
-    """Mixtures of what so many rows draft and verify; the last one is for the error of the fit."""
+    """Mixtures for a draft's block size in steps of `rows` rows; the last one is held out for the fit's error."""
     deepest = block_size - 1
     small = max(1, deepest // 2)
-    tree, largest = min(2 * block_size, MAX_BLOCK_SIZE) - 1, MAX_BLOCK_SIZE - 1
-    if rows == 1:  # up to a tile, a little beyond, and to the end of the next
-        each = [PLAIN, Drafted(1, 1), Drafted(deepest, 1), Drafted(small, small), Drafted(deepest, deepest)]
-        each += [Drafted(deepest, min(n, largest)) for n in (tree, TILE - 1, TILE + 3, largest)]
-        each += [Drafted(small, (deepest + tree) // 2)]
-        return [[row] for row in each]
+    tree_size, largest = min(2 * block_size, MAX_BLOCK_SIZE) - 1, MAX_BLOCK_SIZE - 1
+    if rows == 1:  # up to a tile, just above it, and to the end of the next
+        alone = [PLAIN, Drafted(1, 1), Drafted(deepest, 1), Drafted(small, small), Drafted(deepest, deepest)]
+        alone += [Drafted(deepest, min(n, largest)) for n in (tree_size, TILE - 1, TILE + 3, largest)]
+        alone += [Drafted(small, (deepest + tree_size) // 2)]
+        return [[row] for row in alone]
     plain = [PLAIN] * (rows - 1)
     return [
         [PLAIN, *plain],
         [Drafted(1, 1), *plain],
         [Drafted(deepest, deepest), *plain],
-        [Drafted(deepest, tree), *plain],
+        [Drafted(deepest, tree_size), *plain],
         [Drafted(1, 1)] * rows,
         [Drafted(deepest, 1)] * rows,
         [Drafted(small, small)] * rows,
         [Drafted(small, deepest)] * rows,
         [Drafted(deepest, deepest)] * rows,
-        ([Drafted(deepest, tree), Drafted(1, 1), PLAIN, Drafted(small, small)] * rows)[:rows],
+        ([Drafted(deepest, tree_size), Drafted(1, 1), PLAIN, Drafted(small, small)] * rows)[:rows],
     ]
 
 
 def time_steps(
     pair: Pair, mixtures: Sequence[Sequence[Drafted]], context: int, *, num_steps: int = NUM_STEPS
 ) -> list[TimedStep]:
-    """The fastest of `num_steps` steps with each mixture: what as many rows draft and verify, in trees.
+    """The fastest of `num_steps` steps with each mixture, which says what each row drafts and verifies.
 
-    All mixtures take turns, also those of different numbers of rows, which have an engine for each number. All rows
-    begin with `context` tokens, fewer where the target has no room for them and the steps.
+    All mixtures are interleaved; there is one engine for each number of rows. All rows begin with `context` tokens,
+    or as many as the target has room for beside the steps.
     """
-    of_nums = {num: [mixture for mixture in mixtures if len(mixture) == num] for num in map(len, mixtures)}
-    context = min(context, *(_most_context(pair, some, num_steps) for some in of_nums.values()))
+    mixtures_by_rows: dict[int, list[Sequence[Drafted]]] = {}
+    for mixture in mixtures:
+        mixtures_by_rows.setdefault(len(mixture), []).append(mixture)
+    context = min(context, *(_most_context(pair, same_rows, num_steps) for same_rows in mixtures_by_rows.values()))
     batches = {
-        num: _TimedBatch(pair, num, context, _num_emitted(pair, some, num_steps)) for num, some in of_nums.items()
+        num_rows: _TimedBatch(pair, num_rows, context, _num_emitted(pair, same_rows, num_steps))
+        for num_rows, same_rows in mixtures_by_rows.items()
     }
-    found: list[TimedStep | None] = [None] * len(mixtures)
-    for turn in range(num_steps + 1):
-        for place, mixture in enumerate(mixtures):
-            step, best = batches[len(mixture)].timed(mixture), found[place]
-            if turn and (best is None or step.seconds < best.seconds):  # the first of a shape pays for its kernels
-                found[place] = step
-    return [each for each in found if each is not None]
+    fastest: list[TimedStep | None] = [None] * len(mixtures)
+    for repeat in range(num_steps + 1):
+        for index, mixture in enumerate(mixtures):
+            step, best = batches[len(mixture)].timed(mixture), fastest[index]
+            if repeat == 0:  # warm-up: the first step of a shape loads its kernels
+                continue
+            if best is None or step.seconds < best.seconds:
+                fastest[index] = step
+    return [step for step in fastest if step is not None]
 
 
 class _TimedBatch:
-    """Rows that decode, each of `context` random tokens and with room for so many more."""
+    """An engine with `num_rows` decoding rows, each of `context` random tokens and with room for `room` more."""
 
     def __init__(self, pair: Pair, num_rows: int, context: int, room: int) -> None:
-        self._pair, self._controller = pair, _Dictated(pair.block_size - 1)
-        most = min(context + room, pair.max_length)
-        self._engine = Engine(pair, num_slots=num_rows, max_length=most, controller=self._controller)
+        self._pair, self._controller = pair, _FixedMixture(pair.block_size - 1)
+        max_length = min(context + room, pair.max_length)
+        self._engine = Engine(pair, num_slots=num_rows, max_length=max_length, controller=self._controller)
         prompts = torch.randint(0, pair.vocab_size, (num_rows, context), generator=torch.Generator().manual_seed(0))
-        offers = None if pair.has_draft else _OfferedTokens((prompts[0].tolist() * MAX_DEPTH)[:MAX_DEPTH])
+        constraint = None if pair.has_draft else _FixedTokens((prompts[0].tolist() * MAX_DEPTH)[:MAX_DEPTH])
         for prompt in prompts.tolist():
-            self._engine.add(Request(tuple(prompt), room, constraint=offers, lookup=False))
+            self._engine.add(Request(tuple(prompt), room, constraint=constraint, lookup=False))
         while self._engine.num_decoding < num_rows:
             self._controller.mixture = [PLAIN] * self._engine.num_decoding
             self._engine.step()
 
     def timed(self, mixture: Sequence[Drafted]) -> TimedStep:
-        """A step in which the rows draft and verify so much."""
+        """One timed step in which the rows draft and verify what `mixture` says."""
         self._controller.mixture = mixture
         started = time.perf_counter()
         steps = self._engine.step()
@@ -222,11 +227,11 @@ class _TimedBatch:
 
 
 def _num_emitted(pair: Pair, mixtures: Sequence[Sequence[Drafted]], num_steps: int) -> int:
-    """Tokens that a row may come to emit, with what an engine keeps free."""
+    """Upper bound of the tokens that a row emits, plus the columns that the engine keeps free."""
     emitted = [1 + max(row.most_accepted for row in mixture) for mixture in mixtures]
     return (num_steps + 1) * sum(emitted) + pair.block_size + 2
 
 
 def _most_context(pair: Pair, mixtures: Sequence[Sequence[Drafted]], num_steps: int) -> int:
-    """Tokens that a row may begin with."""
+    """Maximum number of tokens that a row may begin with."""
     return max(1, pair.max_length - _num_emitted(pair, mixtures, num_steps))

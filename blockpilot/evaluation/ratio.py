@@ -1,7 +1,7 @@
-"""Dinkelbach's search: the choice with the largest sum of a over sum of b.
+"""Dinkelbach's algorithm (1967): the choice with the largest ratio of sums, sum(a) / sum(b).
 
-A rate is reached by some choice if the largest sum of a - rate * b of all choices is not negative. The choice with
-that sum has at least that rate, which is the next one to try; a few rounds find the largest (Dinkelbach 1967).
+A rate is feasible if some choice has sum(a - rate * b) >= 0. The choice that maximises this sum has at least that
+rate, which is tried next. A few rounds converge.
 """
 
 from collections.abc import Callable
@@ -13,17 +13,17 @@ Choice = TypeVar("Choice")
 def largest_ratio(
     maximise: Callable[[float], tuple[Choice, float]], rate: float = 0.0, num_rounds: int = 50
 ) -> tuple[Choice, float]:
-    """(choice, its rate) with the largest rate.
+    """The choice with the largest rate, and that rate.
 
-    `maximise(rate)` gives the choice with the largest sum of a - rate * b, and that choice's sum of a over sum of b.
-    The first choice is taken whatever its rate; `rate` is where the search begins.
+    `maximise(rate)` returns the choice with the largest sum(a - rate * b), and that choice's sum(a) / sum(b). `rate`
+    is the first one to try; the first choice is accepted even if its rate is lower.
     """
-    choice, found = maximise(rate)
+    choice, best_rate = maximise(rate)
     for _ in range(num_rounds - 1):
-        if found <= rate:
+        if best_rate <= rate:
             break
-        rate = found
-        following, reached = maximise(rate)
-        if reached > rate:
-            choice, found = following, reached
-    return choice, found
+        rate = best_rate
+        next_choice, next_rate = maximise(rate)
+        if next_rate > rate:
+            choice, best_rate = next_choice, next_rate
+    return choice, best_rate

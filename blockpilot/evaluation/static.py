@@ -1,8 +1,8 @@
-"""Best fixed block size of every batch size: the most tokens a second by measured acceptance and the price of a step.
+"""Best fixed block size of every batch size: the most tokens per second by measured tau and step cost.
 
-A step in which all rows verify chains of B tokens emits tau(B) tokens a row and takes `StepPrice.chains_s` seconds.
-The block sizes are chosen on all prompts, and the intervals are over the same prompts: they say how sure tau is, not
-what the choice itself gains by chance.
+A step in which all rows verify chains of B tokens emits tau(B) tokens per row and takes `StepPrice.chains_s` seconds.
+Block sizes are chosen on the same prompts that the intervals are over. The intervals cover the uncertainty of tau,
+but not the bias of the selection.
 """
 
 import math
@@ -30,15 +30,15 @@ class PromptTotals(NamedTuple):
 
 
 class StaticChoice(NamedTuple):
-    """The block size with the most expected tokens a second at one batch size."""
+    """The block size with the most expected tokens per second at one batch size."""
 
     batch_size: int
     block_size: int
     tau: Interval
     speedup: Interval
-    """Expected, over plain decoding."""
+    """Expected speed-up over plain decoding (AR)."""
     over_single: Interval
-    """Expected, over the best single block size of all batch sizes."""
+    """Expected speed-up over the best single block size for all batch sizes."""
 
 
 class StaticChoices(NamedTuple):
@@ -49,35 +49,37 @@ class StaticChoices(NamedTuple):
 
 
 def choose_static(totals: Mapping[int, PromptTotals], price: StepPrice, batch_sizes: Sequence[int]) -> StaticChoices:
-    """Best block size of each batch size; the smallest of equal ones.
+    """Best block size of each batch size; ties go to the smallest.
 
-    totals: by block size. Plain decoding (block size 1) emits one token a step, whether or not it is among them.
-    ValueError for fewer than two prompts.
+    totals: by block size. Plain decoding (block size 1, one token per step) is always a candidate. Raises ValueError
+    for fewer than two prompts.
     """
     num_prompts = len(next(iter(totals.values())).steps) if totals else 0
     if num_prompts < 2:
         raise ValueError(f"{num_prompts} prompts: intervals need at least 2")
-    plain = {1: PromptTotals(np.ones(num_prompts), np.ones(num_prompts))}
-    by_size = dict(sorted((dict(totals) | plain).items()))
-    relative = {size: [price.relative([size], rows)[0] for rows in batch_sizes] for size in by_size}
-    speedups = {size: [of.tau / seconds for seconds in relative[size]] for size, of in by_size.items()}
+    plain_decoding = {1: PromptTotals(np.ones(num_prompts), np.ones(num_prompts))}
+    by_size = dict(sorted((dict(totals) | plain_decoding).items()))
+    relative_cost = {size: [price.relative([size], batch_size)[0] for batch_size in batch_sizes] for size in by_size}
+    speedups = {
+        size: [size_totals.tau / seconds for seconds in relative_cost[size]] for size, size_totals in by_size.items()
+    }
     single = max(by_size, key=lambda size: sum(map(math.log, speedups[size])))
     choices = []
-    for i, rows in enumerate(batch_sizes):
-        best = max(by_size, key=lambda size: speedups[size][i])
-        ours, theirs = by_size[best], by_size[single]
-        tau = _interval([ours.emitted], [ours.steps])
-        gain = _interval([ours.emitted, theirs.steps], [ours.steps, theirs.emitted])
-        speedup = _scaled(tau, 1 / relative[best][i])
-        over_single = _scaled(gain, relative[single][i] / relative[best][i])
-        choices.append(StaticChoice(rows, best, tau, speedup, over_single))
+    for i, batch_size in enumerate(batch_sizes):
+        best_size = max(by_size, key=lambda size: speedups[size][i])
+        best_totals, single_totals = by_size[best_size], by_size[single]
+        tau = _interval([best_totals.emitted], [best_totals.steps])
+        gain = _interval([best_totals.emitted, single_totals.steps], [best_totals.steps, single_totals.emitted])
+        speedup = _scaled(tau, 1 / relative_cost[best_size][i])
+        over_single = _scaled(gain, relative_cost[single][i] / relative_cost[best_size][i])
+        choices.append(StaticChoice(batch_size, best_size, tau, speedup, over_single))
     return StaticChoices(choices, single)
 
 
 def ranges(choices: Sequence[StaticChoice]) -> list[tuple[int, int, int]]:
-    """(first batch size, last, block size) of every run of equal block sizes; each ends where the next one begins."""
+    """Ranges of equal block sizes as (first batch size, last batch size, block size), without gaps."""
     starts = [c for i, c in enumerate(choices) if not i or c.block_size != choices[i - 1].block_size]
-    ends = [following.batch_size - 1 for following in starts[1:]] + [choices[-1].batch_size]
+    ends = [next_start.batch_size - 1 for next_start in starts[1:]] + [choices[-1].batch_size]
     return [(start.batch_size, end, start.block_size) for start, end in zip(starts, ends, strict=True)]
 
 

@@ -1,10 +1,10 @@
-"""What decoding runs add up to: sums per method and prompt -> figures with intervals (`tables.py` prints them).
+"""Statistics of decoding runs: from sums per method and prompt to figures with intervals (`tables.py` prints them).
 
-Runs are kept as sums and divided once, at the end: every figure is a ratio of totals. Its 95% interval is Student's t
-of its logarithm, which covers the truth also with few prompts, where quantiles of a bootstrap do not. The variance is
-the jackknife's over prompts, so methods that ran the same prompts are compared in pairs; the degrees of freedom are
-those of so many equal prompts as weigh like these (Kish 1965). What whole repeats differ by, and what two engines
-differ by that do the same work, is added (Satterthwaite 1946).
+Runs are stored as sums and divided once, at the end: every figure is a ratio of totals. Its 95% interval is Student's
+t of its logarithm, which has its nominal coverage also with few prompts, unlike bootstrap quantiles. The variance
+is the jackknife's over prompts, so methods that ran the same prompts are compared in pairs; the degrees of freedom
+follow from Kish's effective number of prompts (1965). The variances between repeats, and between two engines that do
+the same work, are added (Satterthwaite 1946).
 """
 
 import math
@@ -23,22 +23,22 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over the requests of a run. "Later" leaves out the steps in which some request's prompt was taken in."""
+    """Sums over the requests of a run. "Later" steps are those without a prefill."""
 
     num_requests: int
-    num_tokens: int  # all that was emitted
-    total_s: float  # their shares of the engine's time
+    num_tokens: int  # emitted
+    total_s: float  # the requests' shares of the engine's time
     num_later_tokens: int
-    num_later_steps: float  # their shares of the engine's steps
+    num_later_steps: float  # the requests' shares of the engine's steps
     later_s: float
-    num_verified: int  # verify steps, of each row
-    num_emitted: int  # tokens emitted by them: all but the prefill's
+    num_verified: int  # verify steps, summed over rows
+    num_emitted: int  # tokens emitted by verify steps: all but the prefills'
     sum_block_sizes: int  # of the verify steps
-    num_equal: int  # requests whose tokens are those of the reference method
+    num_equal: int  # requests with the same tokens as under the reference method
 
 
 class MethodRun(NamedTuple):
-    """One method over one prompt, once."""
+    """One run of a method on one prompt."""
 
     method: str
     prompt: int
@@ -47,9 +47,9 @@ class MethodRun(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """A figure of all prompts and its 95% interval over prompts.
+    """A figure over all prompts and its 95% interval.
 
-    Not a number where nothing was counted; low and high alone where it was in one prompt, or came to 0.
+    All NaN if nothing was counted; low and high are NaN if the counts come from a single prompt, or are 0.
     """
 
     value: float
@@ -57,7 +57,7 @@ class Interval(NamedTuple):
     high: float
 
 
-# Every figure: what to add up, and what to divide it by.
+# Numerator and denominator of every figure, fields of Totals.
 RATIOS = {
     "tau": ("num_emitted", "num_verified"),
     "tokens_per_s": ("num_tokens", "total_s"),
@@ -76,13 +76,13 @@ class Figures:
     tau: Interval
     tokens_per_s: Interval  # end to end: prefill and policy included
     decode_tokens_per_s: Interval
-    speedup: Interval  # of tokens_per_s over the baseline's
-    share_equal: float  # of texts that are the reference's
-    mean_block_size: float  # of a verify step
+    speedup: Interval  # tokens_per_s over the baseline's
+    share_equal: float  # share of texts equal to the reference's
+    mean_block_size: float  # per verify step
 
 
 class Variance(NamedTuple):
-    """An estimate of a variance, of the logarithm of a figure."""
+    """Estimated variance of a figure's logarithm."""
 
     value: float
     freedom: float
@@ -92,41 +92,41 @@ class Variance(NamedTuple):
 class Comparison:
     """Runs of several methods over the same prompts.
 
-    control: two of the methods that do the same work; what their figures differ by beyond their own interval is noise
-    that all ratios of methods have. Raises ValueError when there are fewer than two prompts or a method has not run
-    what the first one has.
+    control: two methods that do the same work. A difference between them beyond its own interval is machine noise,
+    which is added to the variance of all ratios. Raises ValueError for fewer than two prompts, or if the methods have
+    not run the same prompts and repeats.
     """
 
     def __init__(self, runs: Sequence[MethodRun], control: tuple[str, str] | None = None) -> None:
-        done: dict[str, list[tuple[int, int]]] = {}
+        cells_by_method: dict[str, list[tuple[int, int]]] = {}
         for run in runs:
-            done.setdefault(run.method, []).append((run.repeat, run.prompt))
-        self.methods = tuple(done)
-        for method, places in done.items():
-            if sorted(places) != sorted(set(done[self.methods[0]])):
+            cells_by_method.setdefault(run.method, []).append((run.repeat, run.prompt))
+        self.methods = tuple(cells_by_method)
+        for method, cells in cells_by_method.items():
+            if sorted(cells) != sorted(set(cells_by_method[self.methods[0]])):
                 raise ValueError(f"method {method!r} ran other prompts or repeats than {self.methods[0]!r}")
         self.num_prompts = len({run.prompt for run in runs})
         if self.num_prompts < 2:
             raise ValueError(f"{self.num_prompts} prompts: intervals need at least 2")
         self._control = control
-        self._counts = {method: _counts([run for run in runs if run.method == method]) for method in done}
+        self._counts = {method: _counts([run for run in runs if run.method == method]) for method in cells_by_method}
 
     def figure(self, name: str, method: str) -> Interval:
-        """A figure of RATIOS for one method."""
+        """Figure `name` of RATIOS for one method."""
         return interval(*self._parts(name, method))
 
     def ratio(self, name: str, method: str, baseline: str) -> Interval:
-        """A figure of one method over the same of another, paired by prompt."""
-        of_machine = []
+        """Figure `name` of one method over that of another, paired by prompt."""
+        machine_noise = []
         if self._control is not None and method != baseline and {method, baseline} != set(self._control):
             above, below = self._paired(name, *self._control)
             if all(part.sum() > 0 for part in (*above, *below)):
                 unpaired = math.log(_ratio(above, below)) ** 2 - _over_prompts(above, below).value
-                of_machine.append(Variance(max(0.0, unpaired), 1))
-        return interval(*self._paired(name, method, baseline), of_machine)
+                machine_noise.append(Variance(max(0.0, unpaired), 1))
+        return interval(*self._paired(name, method, baseline), machine_noise)
 
     def figures(self, baseline: str) -> list[Figures]:
-        """A row for every method, in the order of the runs; speed-ups are over `baseline`."""
+        """Figures of every method, in the order of the runs; speed-ups are over `baseline`."""
         return [
             Figures(
                 method,
@@ -141,8 +141,10 @@ class Comparison:
         ]
 
     def _paired(self, name: str, method: str, baseline: str) -> tuple[list[Array], list[Array]]:
-        (ours, our_divisor), (theirs, their_divisor) = self._parts(name, method), self._parts(name, baseline)
-        return [*ours, *their_divisor], [*our_divisor, *theirs]
+        """Numerators and denominators of the ratio of two methods' figures, [repeats, prompts] each."""
+        above, below = self._parts(name, method)
+        baseline_above, baseline_below = self._parts(name, baseline)
+        return [*above, *baseline_below], [*below, *baseline_above]
 
     def _parts(self, name: str, method: str) -> tuple[list[Array], list[Array]]:
         """Numerators and denominators of a figure, [repeats, prompts] each."""
@@ -153,23 +155,23 @@ class Comparison:
 
 
 def ratio_of_totals(above: Sequence[float], below: Sequence[float]) -> Interval:
-    """sum(above) / sum(below) with its interval over the entries, which are those of one prompt each."""
+    """sum(above) / sum(below) with its interval over prompts; entries are sums of one prompt each."""
     return interval([np.array([above], dtype=float)], [np.array([below], dtype=float)])
 
 
-def interval(above: Sequence[Array], below: Sequence[Array], more: Sequence[Variance] = ()) -> Interval:
+def interval(above: Sequence[Array], below: Sequence[Array], extra: Sequence[Variance] = ()) -> Interval:
     """Product of the totals of `above` over that of `below`, [repeats, prompts] each, with its interval.
 
-    more: other variances that its logarithm has.
+    extra: further variances of its logarithm.
     """
     value = _ratio(above, below)
     if not math.isfinite(value) or any((part.sum(axis=0) == part.sum()).any() for part in (*above, *below)):
         return Interval(value, math.nan, math.nan)
-    variances = [_over_prompts(above, below), _over_repeats(above, below), *more]
-    variance = sum(each.value for each in variances)
+    variances = [_over_prompts(above, below), _over_repeats(above, below), *extra]
+    variance = sum(v.value for v in variances)
     if variance == 0:
         return Interval(value, value, value)
-    freedom = variance**2 / sum(each.value**2 / each.freedom for each in variances)
+    freedom = variance**2 / sum(v.value**2 / v.freedom for v in variances)
     factor = math.exp(stdtrit(freedom, (1 + LEVEL) / 2) * math.sqrt(variance))
     return Interval(value, value / factor, value * factor)
 
@@ -181,27 +183,27 @@ def _ratio(above: Sequence[Array], below: Sequence[Array]) -> float:
 
 
 def _over_prompts(above: Sequence[Array], below: Sequence[Array]) -> Variance:
-    """Jackknife: what the logarithm varies by as each of the prompts is left out."""
+    """Jackknife variance of the logarithm over prompts."""
     shares = np.array([part.sum(axis=0) / part.sum() for part in (*above, *below)])
     logs = np.log1p(-shares)
-    without = logs[: len(above)].sum(axis=0) - logs[len(above) :].sum(axis=0)
-    num = shares.shape[1]
+    left_out_logs = logs[: len(above)].sum(axis=0) - logs[len(above) :].sum(axis=0)
+    num_prompts = shares.shape[1]
     equal_prompts = 1 / np.square(shares.mean(axis=0)).sum()
-    return Variance(float((num - 1) * without.var()), max(1.0, float(equal_prompts) - 1))
+    return Variance(float((num_prompts - 1) * left_out_logs.var()), max(1.0, float(equal_prompts) - 1))
 
 
 def _over_repeats(above: Sequence[Array], below: Sequence[Array]) -> Variance:
     """Variance between whole repeats beyond that of their prompts: two-way analysis of variance."""
     shares = np.array([part / part.sum() for part in (*above, *below)])  # [totals, repeats, prompts]
     parts = shares[: len(above)].sum(axis=0) - shares[len(above) :].sum(axis=0)  # of the logarithm
-    repeats, num = parts.shape
+    repeats, num_prompts = parts.shape
     if repeats == 1:
         return Variance(0.0, 1)
-    rest = parts - parts.mean(axis=0) - parts.mean(axis=1, keepdims=True) + parts.mean()
-    expected = num * np.square(rest).sum() / (num - 1)
-    found = np.square(parts.sum(axis=1) - parts.sum() / repeats).sum()
-    # parts.sum(axis=1) are the repeats' deviations over `repeats`, so the variance of their mean is this.
-    return Variance(max(0.0, float(found - expected)) * repeats / (repeats - 1), repeats - 1)
+    residuals = parts - parts.mean(axis=0) - parts.mean(axis=1, keepdims=True) + parts.mean()
+    expected = num_prompts * np.square(residuals).sum() / (num_prompts - 1)
+    observed = np.square(parts.sum(axis=1) - parts.sum() / repeats).sum()
+    # parts.sum(axis=1) are the repeats' deviations divided by `repeats`; this is the variance of their mean.
+    return Variance(max(0.0, float(observed - expected)) * repeats / (repeats - 1), repeats - 1)
 
 
 def _counts(runs: Sequence[MethodRun]) -> dict[str, Array]:
@@ -215,38 +217,41 @@ def _counts(runs: Sequence[MethodRun]) -> dict[str, Array]:
 
 
 class CrossChosen(NamedTuple):
-    """The fastest of some methods: for each half of the prompts the one that was fastest on the other half."""
+    """Cross-validated choice of a method: for each half of the prompts the fastest method on the other half."""
 
     methods: tuple[str, str]
     runs: list[MethodRun]
-    """Theirs, by a name of their own."""
+    """The chosen methods' runs, under one new name."""
 
 
 def chosen_across(runs: Sequence[MethodRun], methods: Sequence[str], name: str) -> CrossChosen:
-    """The best of fixed ways without hindsight: no prompt takes part in the choice of its own. The first of equals.
+    """The best of fixed `methods` without hindsight: no prompt takes part in the choice of its own method.
 
-    Prompts alternate between the halves. Raises ValueError where one of them is empty.
+    Prompts alternate between the halves; ties go to the first method. Raises ValueError if one half is empty.
     """
     halves = [[run for run in runs if run.method in methods and run.prompt % 2 == half] for half in (0, 1)]
     if not all(halves):
         raise ValueError("runs of one half of the prompts: a choice needs the other one, too")
-    best = []
+    fastest = []
     for others in reversed(halves):
         totals = {m: [run.totals for run in others if run.method == m] for m in methods}
-        speed = {m: sum(t.num_tokens for t in of) / sum(t.total_s for t in of) for m, of in totals.items()}
-        best.append(max(methods, key=speed.__getitem__))
+        speed = {
+            m: sum(t.num_tokens for t in method_totals) / sum(t.total_s for t in method_totals)
+            for m, method_totals in totals.items()
+        }
+        fastest.append(max(methods, key=speed.__getitem__))
     chosen = [
-        run._replace(method=name) for half, m in zip(halves, best, strict=True) for run in half if run.method == m
+        run._replace(method=name) for half, m in zip(halves, fastest, strict=True) for run in half if run.method == m
     ]
-    return CrossChosen((best[0], best[1]), chosen)
+    return CrossChosen((fastest[0], fastest[1]), chosen)
 
 
 def fastest_block_size(tau: Mapping[int, float], step_s: Mapping[int, float]) -> int:
-    """The block size with the most tokens a second, tau / step_s, among those in both; the smallest of equals.
+    """The block size with the most tokens per second, tau / step_s; ties go to the smallest.
 
-    Raises ValueError where no block size is in both.
+    Raises ValueError if no block size is in both mappings.
     """
-    both = sorted(set(tau) & set(step_s))
-    if not both:
+    common = sorted(set(tau) & set(step_s))
+    if not common:
         raise ValueError(f"block sizes {sorted(tau)} and {sorted(step_s)}: none is in both")
-    return max(both, key=lambda size: tau[size] / step_s[size])
+    return max(common, key=lambda size: tau[size] / step_s[size])

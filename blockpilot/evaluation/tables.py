@@ -1,4 +1,4 @@
-"""Figures of decoding runs as Markdown."""
+"""Markdown tables of decoding runs' figures."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,12 +20,15 @@ def cells(row: Figures) -> dict[str, str]:
 
 
 def markdown(rows: Sequence[Mapping[str, str]]) -> str:
-    """Rows with the same keys as a Markdown table that is also aligned as plain text."""
-    names = list(rows[0])
-    lines = [names, *([row[name] for name in names] for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(names))]
-    text = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |" for line in lines]
-    return "\n".join([text[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *text[1:]])
+    """Markdown table of rows with the same keys, aligned as plain text, too."""
+    columns = list(rows[0])
+    lines = [columns, *([row[name] for name in columns] for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+    text = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
+        for line in lines
+    ]
+    return "\n".join([text[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *text[1:]])
 
 
 def _number(value: float, digits: int) -> str:
@@ -33,11 +36,11 @@ def _number(value: float, digits: int) -> str:
 
 
 def with_range(interval: Interval, digits: int) -> str:
-    """A figure with its interval, as text: 1.23 (1.10 to 1.35); alone if it has none."""
+    """A figure with its interval as text, 1.23 (1.10 to 1.35), or the figure alone if it has no interval."""
     value, low, high = (_number(end, digits) for end in interval)
     return value if math.isnan(interval.low) else f"{value} ({low} to {high})"
 
 
 def loads_up_to(rows: int) -> list[int]:
-    """1, 4, 16, ... rows, and so many: loads to show figures for."""
+    """Batch sizes to show figures for: 1, 4, 16, ... below `rows`, and `rows`."""
     return sorted({rows, *(4**i for i in range(rows.bit_length()) if 4**i < rows)})

@@ -1,7 +1,7 @@
-"""Checkpoint directories by name: local ones, and the hub's, at a revision where the name pins one (NAME@REVISION).
+"""Checkpoint directories by name: local directories, or hub ids with an optional revision (NAME@REVISION).
 
-Only configurations, safetensors and tokenizer files are downloaded or counted: a checkpoint's code and its pickled
-weights are never touched. The revision of a local directory is a hash of all that is loaded from it.
+Only configurations, safetensors and tokenizer files are downloaded and hashed, never a checkpoint's code or pickled
+weights. The revision of a local directory is a hash of all files that are loaded from it.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ _TARGET_FILES = (
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Directory of a checkpoint, patterns of the files that are loaded from it, and their commit if it is known."""
+    """Directory of a checkpoint, patterns of the files that are loaded from it, and its hub commit if it has one."""
 
     directory: Path
     files: Sequence[str]
@@ -38,26 +38,26 @@ class Checkpoint:
 
     @cached_property
     def revision(self) -> str:
-        """The hub's commit, or a hash of the files: about a second for 1 GB on one core."""
+        """The hub commit, or a hash of the files (about one second per GB on one core)."""
         return self.commit or directory_revision(self.directory, self.files)
 
 
 def find_target(name: str) -> Checkpoint:
-    """Checkpoint of a target, downloaded where it is a hub id; raises ValueError for none."""
+    """Checkpoint of a target, downloaded if the name is a hub id; raises ValueError if there is none."""
     if name == EMBEDDED_TARGET:
         return Checkpoint(embedded_target(), _TARGET_FILES, GGUF_SHA256[:16])
     return _find("target", name, _TARGET_FILES)
 
 
 def find_draft(name: str) -> Checkpoint:
-    """Checkpoint of a draft, downloaded where it is a hub id; raises ValueError for none."""
+    """Checkpoint of a draft, downloaded if the name is a hub id; raises ValueError if there is none."""
     return _find("draft", str(EMBEDDED_DRAFT_DIRECTORY) if name == EMBEDDED_DRAFT else name, _DRAFT_FILES)
 
 
 def known_revision(what: str, name: str) -> str | None:
-    """Revision of a target or draft as far as this machine can tell without a download: None for a hub id unpinned.
+    """Revision of a target or draft without a download; None for a hub id without a pinned revision.
 
-    A driver that starts workers elsewhere asks this; the workers find the revision that they load.
+    For drivers that start workers on other machines; the workers resolve the revision when they load.
     """
     embedded = {EMBEDDED_TARGET, EMBEDDED_DRAFT}
     if name in embedded or Path(name).is_dir():
@@ -66,9 +66,9 @@ def known_revision(what: str, name: str) -> str | None:
 
 
 def directory_revision(directory: Path, patterns: Sequence[str] = _TARGET_FILES) -> str:
-    """Short hash of the names and contents of a directory's files of these patterns."""
+    """Short hash of the names and contents of a directory's files that match the patterns."""
     files = sorted({file for pattern in patterns for file in directory.glob(pattern)})
-    with ThreadPoolExecutor() as pool:  # hashing lets the interpreter go
+    with ThreadPoolExecutor() as pool:  # hashing releases the GIL
         digests = pool.map(_file_digest, files)
         lines = [f"{file.name} {digest}\n" for file, digest in zip(files, digests, strict=True)]
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
@@ -91,6 +91,6 @@ def _find(what: str, name: str, patterns: Sequence[str]) -> Checkpoint:
 
 
 def not_found(what: str, name: str, error: Exception) -> str:
-    """Message for a target or draft that cannot be had."""
+    """Error message for a target or draft that can neither be read nor downloaded."""
     reason = first_line(error)
     return f"{what} {name!r}: neither a local directory that loads nor a model the hub gives ({reason})"

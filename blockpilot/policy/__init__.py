@@ -1,1 +1,1 @@
-"""Learned policies: networks and priors, what they learn from, training, files, and what look-ups say of them."""
+"""Learned policies: networks and priors, their training examples, training, files, and a look-up diagnostic."""

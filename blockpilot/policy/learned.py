@@ -1,8 +1,9 @@
 """Learned policies, in two kinds.
 
-`prompt` is BlockPilot's (arXiv 2606.31315): a logit for each candidate from the distribution after the prompt, and
-the block size of the largest for the whole answer. `step` is a prior of the acceptance model: what is drafted and
-verified is then chosen anew at every step, at the load there is, and goes on to learn from what was accepted.
+`prompt` is BlockPilot's (arXiv 2606.31315): a network maps the distribution after the prompt to a logit for each
+candidate, and the candidate with the largest logit is the block size of the whole answer. `step` is a prior of the
+acceptance model: the controller chooses depths and nodes at every step by the current load, and the model keeps
+learning from observed acceptance.
 """
 
 from collections.abc import Mapping
@@ -28,20 +29,20 @@ WEIGHT_NAMES = (
     *OF_CHOICE,
     *(f"{rank}_after_{num}_later" for num in range(NUM_CONTEXTS) for rank in ("first", "later")),
 )
-"""Names of the weights of a prior, in their order. "later" are choices of a slot that are not its first."""
+"""Names of the weights of a prior, in their order. "later" means any choice of a slot but its first."""
 
 
 @dataclass(frozen=True)
 class PromptInfo:
-    """The pair that a policy of kind `prompt` was trained for, its choices, and its provenance."""
+    """The pair that a policy of kind `prompt` was trained for, its candidate set, network shape and provenance."""
 
     pair: PairId
     candidates: CandidateSet
     objective: Objective
-    """What the choice makes the most of: tokens a step, or a second."""
+    """What the choice maximises: tokens per step (tau) or tokens per second (throughput)."""
     shape: NetworkShape
     threshold: float
-    """Probabilities below it are taken as zero, in training and in use."""
+    """Smaller probabilities count as zero, in training and in decoding."""
     training: Mapping[str, Scalar] = field(default_factory=dict)
     """Provenance: seed, rows, sweep id, ... Not read by the policy."""
 
@@ -79,10 +80,9 @@ class StepInfo:
 
 
 class PromptPolicy:
-    """A block size for every prefill. Runs where its input lies.
+    """Maps a prefill to a block size, on the device of the prefill's tensors.
 
-    `price` is the step price that the objective "throughput" was trained with; that of the machine at hand is the
-    engine's business.
+    `price` is the step cost that the objective "throughput" was trained with, not that of the machine that decodes.
     """
 
     def __init__(self, info: PromptInfo, network: PolicyNetwork, price: StepPrice | None = None) -> None:
@@ -98,7 +98,7 @@ class PromptPolicy:
 
     @torch.inference_mode()
     def __call__(self, prefill: Prefill) -> int:
-        """Raises ValueError for another vocabulary."""
+        """Block size for the request; raises ValueError for logits of another vocabulary size."""
         logits, vocab_size = prefill.logits, self.info.vocab_size
         if logits.shape != (vocab_size,):
             raise ValueError(f"logits {tuple(logits.shape)}: the policy's vocabulary is {vocab_size}")
@@ -109,7 +109,7 @@ class PromptPolicy:
         return self.candidates[int(outputs[0].argmax())]
 
     def check(self, pair: Pair) -> None:
-        """Raise ValueError unless `pair` is the one the policy was trained for, or for too large a block size."""
+        """Raise ValueError for another pair than the trained one, or for a candidate above MAX_BLOCK_SIZE."""
         if self.candidates[-1] > MAX_BLOCK_SIZE:
             raise ValueError(f"policy with block size {self.candidates[-1]}: must be at most {MAX_BLOCK_SIZE}")
         _check_made_for(self.info, pair)
@@ -117,7 +117,7 @@ class PromptPolicy:
 
 @dataclass(frozen=True, eq=False)
 class StepPolicy(Prior):
-    """A prior that was trained. `price` is that of the machine whose sweep it learned from, if one was measured."""
+    """A trained prior. `price` is the step cost measured beside its sweep, None if not measured."""
 
     info: StepInfo
     price: StepPrice | None = None
@@ -129,7 +129,7 @@ class StepPolicy(Prior):
             raise ValueError("weights: must be finite")
 
     def check(self, pair: Pair) -> None:
-        """Raise ValueError unless `pair` is the one the policy was trained for."""
+        """Raise ValueError for another pair than the trained one."""
         _check_made_for(self.info, pair)
 
 

@@ -1,10 +1,10 @@
-"""The network of policies of kind `prompt`: one hidden layer on the target's distribution after the prompt.
+"""Network of policies of kind `prompt`: one hidden layer on the target's distribution after the prompt.
 
-BlockPilot's (arXiv 2606.31315). Its first layer is as wide as the vocabulary, and a prompt's distribution is nearly
-all zeros, so the layer is a weighted embedding bag over the token ids whose probability passes a threshold. That is
-exactly the dense layer on the thresholded distribution. The layer starts at zero; a token id that never occurred in
-training therefore still has a row of zeros, and only the other rows (the support) are stored. The paper's residual
-layer after the ReLU is linear and so is one with the head.
+From BlockPilot (arXiv 2606.31315). The input is as wide as the vocabulary, but nearly all probabilities are zero. The
+first layer is therefore a weighted embedding bag over the token ids whose probability passes a threshold, which
+equals the dense layer on the thresholded distribution. The layer starts at zero, so token ids that never occur in
+training keep a row of zeros; only the other rows (the support) are stored. The paper's residual layer after the ReLU
+is linear, so it is merged into the head.
 """
 
 import math
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-STRETCH = 64  # token ids
-MOST = 2**24  # of any size of a network
+TILE = 64  # token ids whose largest probability is compared first
+MAX_SIZE = 2**24  # of any dimension of a network
 
 
 class SparseProbs(NamedTuple):
@@ -37,19 +37,19 @@ class SparseProbs(NamedTuple):
 def sparse_probs(probs: Tensor, threshold: float) -> SparseProbs:
     """The entries of one distribution [V] that are at least `threshold`, as a batch of one.
 
-    Most stretches of a vocabulary have none, which their largest entry tells in one quick pass.
+    A first pass over the maxima of tiles leaves out most of the vocabulary.
     """
-    short = -len(probs) % STRETCH
-    stretches = (functional.pad(probs, (0, short)) if short else probs).view(-1, STRETCH)
-    (some,) = torch.nonzero(stretches.amax(dim=1) >= threshold, as_tuple=True)
-    row, column = torch.nonzero(stretches[some] >= threshold, as_tuple=True)
-    ids = some[row] * STRETCH + column
+    padding = -len(probs) % TILE
+    tiles = (functional.pad(probs, (0, padding)) if padding else probs).view(-1, TILE)
+    (hits,) = torch.nonzero(tiles.amax(dim=1) >= threshold, as_tuple=True)
+    row, column = torch.nonzero(tiles[hits] >= threshold, as_tuple=True)
+    ids = hits[row] * TILE + column
     return SparseProbs(ids, probs[ids], torch.zeros(1, dtype=torch.int64, device=probs.device))
 
 
 @dataclass(frozen=True)
 class NetworkShape:
-    """What fixes a network's parameters but for the support. Raises ValueError for impossible sizes."""
+    """Dimensions of a network, without the size of its support. Raises ValueError for sizes out of range."""
 
     vocab_size: int
     num_outputs: int
@@ -60,14 +60,14 @@ class NetworkShape:
             size = getattr(self, name)
             if type(size) is not int:
                 raise ValueError(f"{name} {size!r}: must be a whole number")
-            if not 1 <= size <= MOST:
-                raise ValueError(f"{name} {size}: must be 1 to {MOST}")
+            if not 1 <= size <= MAX_SIZE:
+                raise ValueError(f"{name} {size}: must be 1 to {MAX_SIZE}")
 
 
 class PolicyNetwork(nn.Module):
-    """First layer - ReLU - dropout - linear head: [B, num_outputs] of SparseProbs.
+    """Maps SparseProbs to logits [B, num_outputs]: first layer, ReLU, dropout, linear head.
 
-    `support` [S] int64, increasing: the token ids whose column of the first layer may differ from zero.
+    `support` [S] int64, ascending: the token ids whose row of the first layer may differ from zero.
     """
 
     support: Tensor
@@ -85,17 +85,17 @@ class PolicyNetwork(nn.Module):
         self.head = nn.Linear(shape.hidden, shape.num_outputs)
 
     def forward(self, probs: SparseProbs) -> Tensor:
-        """[B, num_outputs]."""
+        """Logits [B, num_outputs]."""
         layers = self.layers()
         return layers.outputs(functional.dropout(layers.hidden(probs), self.dropout, self.training))
 
     def layers(self) -> "Layers":
-        """The tensors of a network, as decoding uses them."""
+        """The network's tensors, in the form that decoding uses."""
         return Layers(self.row_of_id, self.rows, self.bias, self.head.weight, self.head.bias)
 
 
 class Layers(NamedTuple):
-    """A network's tensors. A torch module takes as long to look them up as a small step takes to compute."""
+    """A network's tensors, since the look-ups of a torch module take as long as a small step computes."""
 
     row_of_id: Tensor
     """[vocabulary] int32: the row of `first` of each token id, -1 for none."""
@@ -107,7 +107,7 @@ class Layers(NamedTuple):
     head_bias: Tensor
 
     def hidden(self, probs: SparseProbs) -> Tensor:
-        """[B, hidden]."""
+        """Hidden units [B, hidden]."""
         rows = self.row_of_id[probs.ids]
         weights = torch.where(rows >= 0, probs.probs, 0.0)
         bags = functional.embedding_bag(
@@ -116,5 +116,5 @@ class Layers(NamedTuple):
         return (self.first_bias + bags).relu()
 
     def outputs(self, hidden: Tensor) -> Tensor:
-        """[B, num_outputs]."""
+        """Logits [B, num_outputs]."""
         return functional.linear(hidden, self.head, self.head_bias)

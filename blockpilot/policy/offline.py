@@ -1,7 +1,7 @@
-"""Look-up of a policy of kind `prompt` in the recorded outcomes of held-back prompts: is it worth decoding with?
+"""Look-up diagnostic of a policy of kind `prompt`: its rate by the recorded outcomes of validation prompts.
 
-A diagnostic and never a result: outcomes are looked up, nothing is run, and early stopping has seen the prompts. The
-evaluation on held-out prompts decides.
+Never a result: nothing is decoded, and early stopping has used the same prompts. The evaluation on held-out prompts
+decides.
 """
 
 import math
@@ -17,18 +17,18 @@ from blockpilot.policy.training import FitTask, predict
 
 
 class LookupReport(NamedTuple):
-    """Rates are tokens per cost of a step (`FitTask.table`), over all examples."""
+    """Rates of a policy and of the alternatives over all examples, as `FitTask.table` defines them."""
 
     num_examples: int
     accuracy: float
-    """Share of examples where the policy picks the label."""
+    """Share of examples for which the policy selects the label."""
     accuracy_best_fixed: float
     policy: float
     best_fixed: float
     random: float
-    """Of candidates drawn at random, once."""
+    """Rate of candidates drawn at random, once per example."""
     oracle: float
-    """The largest rate there is, in hindsight."""
+    """The largest possible rate, with hindsight."""
     best_fixed_block_size: int
     """The block size with the highest rate on the training examples."""
     gain: float
@@ -36,7 +36,7 @@ class LookupReport(NamedTuple):
     gain_low: float
     gain_high: float
     share_captured: float
-    """Of the oracle's headroom over the best fixed block size."""
+    """The policy's share of the oracle's gain over the best fixed block size."""
 
     @property
     def claims_gain(self) -> bool:
@@ -44,25 +44,27 @@ class LookupReport(NamedTuple):
 
 
 def lookup_report(network: PolicyNetwork, task: FitTask, train: Examples, validation: Examples) -> LookupReport:
-    """Look up what decoding the validation prompts, two or more, with the policy and without it would have cost."""
+    """Rates of the policy and of the alternatives on the validation prompts, of which two or more are needed."""
     task = task.to(torch.device("cpu"))
-    best = potential(task.table(train.taus), task.candidates).best_fixed
-    table, fixed = task.table(validation.taus), np.full(len(validation), task.candidates.index(best))
+    best_block_size = potential(task.table(train.taus), task.candidates).best_fixed
+    table, fixed = task.table(validation.taus), np.full(len(validation), task.candidates.index(best_block_size))
     chosen, labels = predict(network, validation).cpu().argmax(dim=1).numpy(), task.labels(validation.taus).numpy()
     drawn = torch.randint(len(task.candidates), chosen.shape, generator=torch.Generator().manual_seed(0)).numpy()
-    policy, best_fixed, most = table.rate(chosen), table.rate(fixed), table.rate(oracle(table))
-    gained = gain(table, chosen, fixed)
+    policy_rate, fixed_rate, oracle_rate = table.rate(chosen), table.rate(fixed), table.rate(oracle(table))
+    interval = gain(table, chosen, fixed)
     return LookupReport(
         num_examples=len(validation),
         accuracy=float((chosen == labels).mean()),
         accuracy_best_fixed=float((labels == fixed).mean()),
-        policy=policy,
-        best_fixed=best_fixed,
+        policy=policy_rate,
+        best_fixed=fixed_rate,
         random=table.rate(drawn),
-        oracle=most,
-        best_fixed_block_size=best,
-        gain=gained.value,
-        gain_low=gained.low,
-        gain_high=gained.high,
-        share_captured=(policy - best_fixed) / (most - best_fixed) if most > best_fixed else math.nan,
+        oracle=oracle_rate,
+        best_fixed_block_size=best_block_size,
+        gain=interval.value,
+        gain_low=interval.low,
+        gain_high=interval.high,
+        share_captured=(policy_rate - fixed_rate) / (oracle_rate - fixed_rate)
+        if oracle_rate > fixed_rate
+        else math.nan,
     )

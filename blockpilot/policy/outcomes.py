@@ -1,7 +1,7 @@
-"""Outcomes of a draft's choices, and the prior of the acceptance model that explains them best.
+"""Fit of the acceptance model's prior to the outcomes that a sweep has recorded.
 
-The acceptance model (`control/acceptance.py`) learns while it decodes. What a sweep has recorded lets it begin with
-the weights that it would come to: this is their regularised maximum of likelihood, over the same features.
+The acceptance model (`control/acceptance.py`) learns while it decodes. A prior lets it begin with the weights that it
+would converge to: their regularised maximum likelihood, over the same features.
 """
 
 from collections.abc import Iterator
@@ -18,17 +18,17 @@ from blockpilot.types import Candidates
 
 Array = NDArray[Any]
 
-DECAY = 1e-4  # nats a choice
+DECAY = 1e-4  # nats per choice
 MAX_ITERATIONS, MAX_HALVINGS = 50, 30  # of Newton's method
-TOLERANCE = 1e-12  # nats a choice that another iteration would gain
-CHUNK = 65_536  # slots whose features are in memory together
+TOLERANCE = 1e-12  # expected gain of another iteration, nats per choice
+CHUNK = 65_536  # slots whose features are in memory at once
 
 
 class Proposed(NamedTuple):
-    """Steps of a draft that proposed k choices for D slots, and which of them were right.
+    """E steps of a draft with k choices for each of D slots, and which choices were right.
 
-    ranks [E, D] int8: -1 is none of the k, -2 unknown; what follows either of them was never reached. scores and
-    log_probs [E, D, k]. drawn [E] says of which steps tokens are drawn.
+    ranks [E, D] int8: index of the right choice, -1 for none of the k, -2 for unknown; slots after a negative rank
+    were never reached. scores and log_probs [E, D, k]. drawn [E] bool: True where tokens are drawn (temperature > 0).
     """
 
     ranks: Tensor
@@ -41,15 +41,15 @@ class Proposed(NamedTuple):
 
 
 class Outcomes(NamedTuple):
-    """Slots whose path was right up to them, and which choice then was.
+    """S slots that were reached (all choices before them were right), and which of their choices was right.
 
-    ranks [S] int64 is its place among the k that were proposed, -1 for none of them; depths, num_passed [S].
+    ranks [S] int64: index of the right choice among the k proposed ones, -1 for none; depths, num_passed [S].
     """
 
     found: Candidates
     depths: Tensor
     num_passed: Tensor
-    """Choices above that are no first ones."""
+    """Right choices before the slot that were not the first of their slot."""
     ranks: Tensor
 
     def __len__(self) -> int:
@@ -57,9 +57,8 @@ class Outcomes(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """Cross entropy of every choice's being right, in nats a slot: by a prior, and by the draft's own probabilities.
-
-    Not a number where there are no outcomes.
+    """Cross entropy of predicting which choices are right, nats per slot: by a prior, and by the draft's own
+    probabilities. NaN without outcomes.
     """
 
     trained: float
@@ -67,47 +66,49 @@ class Losses(NamedTuple):
 
 
 def outcomes_of(steps: Proposed) -> Outcomes:
-    """Slots of the steps that were reached."""
+    """Outcomes of the slots that the steps reached."""
     ranks, scores, log_probs, drawn = steps
-    right = (ranks >= 0).long().cumprod(dim=1)
-    reached = functional.pad(right, (1, 0), value=1)[:, :-1].bool() & (ranks >= -1)
-    passed = functional.pad((ranks > 0).long().cumsum(dim=1), (1, 0))[:, :-1]
-    example, place = reached.nonzero(as_tuple=True)
-    no_tokens = torch.zeros(len(place), 0, dtype=torch.int64)
-    found = Candidates(no_tokens, scores[reached].float(), log_probs[reached].float(), drawn[example])
-    return Outcomes(found, place, passed[reached], ranks[reached].long())
+    is_right = (ranks >= 0).long().cumprod(dim=1)
+    reached = functional.pad(is_right, (1, 0), value=1)[:, :-1].bool() & (ranks >= -1)
+    num_passed = functional.pad((ranks > 0).long().cumsum(dim=1), (1, 0))[:, :-1]
+    step, depth = reached.nonzero(as_tuple=True)
+    no_tokens = torch.zeros(len(depth), 0, dtype=torch.int64)
+    candidates = Candidates(no_tokens, scores[reached].float(), log_probs[reached].float(), drawn[step])
+    return Outcomes(candidates, depth, num_passed[reached], ranks[reached].long())
 
 
 def fit_prior(outcomes: Outcomes, decay: float = DECAY) -> Prior:
-    """The prior of the least mean cross entropy of every choice's being right, plus `decay` by its squared weights.
+    """The prior that minimises the mean cross entropy over choices plus `decay` times its squared weights.
 
-    All weights of slots that are drawn, or of those that are not, stay 0 where there are none.
+    The weights for drawn slots, or for greedy ones, are 0 without outcomes of that kind.
     """
     return Prior(np.stack([_minimise(outcomes, kind, decay) for kind in (0, 1)]))
 
 
 def losses(prior: Prior, outcomes: Outcomes) -> Losses:
-    """Losses of a prior on outcomes."""
+    """Losses of a prior, and of the draft's own probabilities, on outcomes."""
+    if not len(outcomes):
+        return Losses(np.nan, np.nan)
     trained, own = (
-        sum(_loss(outcomes, kind, each.weights[kind]) for kind in (0, 1)) / len(outcomes) if len(outcomes) else np.nan
-        for each in (prior, UNTRAINED)
+        sum(_loss(outcomes, kind, weights) for kind, weights in enumerate(candidate.weights)) / len(outcomes)
+        for candidate in (prior, UNTRAINED)
     )
-    return Losses(float(trained), float(own))
+    return Losses(trained, own)
 
 
-# --- of slots of one kind, drawn or not ---
+# --- slots of one kind: 0 greedy, 1 drawn ---
 
 
 class _Chunk(NamedTuple):
-    """Choices [M]: the draft's own logits, what their weights multiply [M, NUM_WEIGHTS], and which were right."""
+    """Choices [M]: the draft's own logits, the regression's inputs [M, NUM_WEIGHTS], and which were right."""
 
-    own: Array
+    draft_logits: Array
     inputs: Array
     right: Array
 
 
 class _Slope(NamedTuple):
-    """A loss with its first and second derivatives."""
+    """A loss with its gradient and Hessian."""
 
     loss: float
     gradient: Array
@@ -115,7 +116,7 @@ class _Slope(NamedTuple):
 
 
 def _minimise(outcomes: Outcomes, kind: int, decay: float) -> Array:
-    """Newton's method, whose steps are halved until they lead down."""
+    """Weights [NUM_WEIGHTS] of the least loss: Newton's method with backtracking line search."""
     weights = np.zeros(NUM_WEIGHTS)
     slope = _slope(outcomes, kind, weights, decay)
     for _ in range(MAX_ITERATIONS):
@@ -123,50 +124,55 @@ def _minimise(outcomes: Outcomes, kind: int, decay: float) -> Array:
         gain = float(slope.gradient @ step)
         for halving in range(MAX_HALVINGS):
             share = 0.5**halving
-            following = _slope(outcomes, kind, weights - share * step, decay)
-            if following.loss <= slope.loss - 0.25 * share * gain:
+            next_slope = _slope(outcomes, kind, weights - share * step, decay)
+            if next_slope.loss <= slope.loss - 0.25 * share * gain:
                 break
-        else:  # rounding is all that is left
+        else:  # no step lowers the loss any more: rounding
             break
-        weights, slope = weights - share * step, following
+        weights, slope = weights - share * step, next_slope
         if gain < TOLERANCE:
             break
     return weights
 
 
 def _slope(outcomes: Outcomes, kind: int, weights: Array, decay: float) -> _Slope:
-    """Slope of the mean loss over all choices, those of the other kind among them, and of the decay."""
-    num = max(1, outcomes.found.scores.numel())
+    """Slope of the loss of one kind's choices over the number of all choices, plus the decay."""
+    num_choices = max(1, outcomes.found.scores.numel())
     loss, gradient = decay * float(weights @ weights), 2 * decay * weights
     hessian = 2 * decay * np.eye(NUM_WEIGHTS)
-    for own, inputs, right in _chunks(outcomes, kind):
-        logits = own + inputs @ weights
-        chances = logistic(logits)
-        loss += float(_cross_entropy(logits, right).sum()) / num
-        gradient = gradient + inputs.T @ (chances - right) / num
-        hessian += (inputs * (chances * (1 - chances))[:, None]).T @ inputs / num
+    for draft_logits, inputs, right in _chunks(outcomes, kind):
+        logits = draft_logits + inputs @ weights
+        probs = logistic(logits)
+        loss += float(_cross_entropy(logits, right).sum()) / num_choices
+        gradient = gradient + inputs.T @ (probs - right) / num_choices
+        hessian += (inputs * (probs * (1 - probs))[:, None]).T @ inputs / num_choices
     return _Slope(loss, gradient, hessian)
 
 
 def _loss(outcomes: Outcomes, kind: int, weights: Array) -> float:
-    """Nats of all choices together."""
-    parts = (_cross_entropy(own + inputs @ weights, right) for own, inputs, right in _chunks(outcomes, kind))
-    return float(sum(part.sum() for part in parts))
+    """Cross entropy of one kind's choices, nats in total."""
+    losses_of_chunks = (
+        _cross_entropy(draft_logits + inputs @ weights, right)
+        for draft_logits, inputs, right in _chunks(outcomes, kind)
+    )
+    return float(sum(part.sum() for part in losses_of_chunks))
 
 
 def _cross_entropy(logits: Array, right: Array) -> Array:
-    found: Array = np.logaddexp(0, logits) - right * logits
-    return found
+    nats: Array = np.logaddexp(0, logits) - right * logits
+    return nats
 
 
 def _chunks(outcomes: Outcomes, kind: int) -> Iterator[_Chunk]:
-    """The choices of slots that are drawn (kind 1) or not (0), some slots at a time."""
-    for index in (outcomes.found.drawn.long() == kind).nonzero()[:, 0].split(CHUNK):
-        found, slots = outcomes.found, outcomes.depths[index].numpy()
-        scores, log_probs, drawn = (each[index].numpy() for each in (found.scores, found.log_probs, found.drawn))
-        known = knowledge(scores, log_probs, drawn, slots)
-        num, k, width = known.shape
-        ranks, laters = np.tile(np.arange(k), num), outcomes.num_passed[index].numpy().repeat(k)
-        inputs = inputs_of(known.reshape(-1, width), ranks, laters)
+    """The choices of drawn slots (kind 1) or greedy ones (kind 0), CHUNK slots at a time."""
+    candidates = outcomes.found
+    for index in (candidates.drawn.long() == kind).nonzero()[:, 0].split(CHUNK):
+        scores, log_probs, drawn = (
+            values[index].numpy() for values in (candidates.scores, candidates.log_probs, candidates.drawn)
+        )
+        features = knowledge(scores, log_probs, drawn, outcomes.depths[index].numpy())
+        num_slots, k, width = features.shape
+        ranks, num_passed = np.tile(np.arange(k), num_slots), outcomes.num_passed[index].numpy().repeat(k)
+        inputs = inputs_of(features.reshape(-1, width), ranks, num_passed)
         right = outcomes.ranks[index].numpy()[:, None] == np.arange(k)
-        yield _Chunk(known[..., 0].ravel(), inputs, right.ravel().astype(float))
+        yield _Chunk(features[..., 0].ravel(), inputs, right.ravel().astype(float))

@@ -1,6 +1,7 @@
-"""Reliability of chances: nodes of draft trees by decile of the chance that they had, and how many were accepted.
+"""Reliability diagram of acceptance probabilities: nodes of draft trees by decile, and the share accepted in each.
 
-A tree is selected by the products of its choices' chances, so these are what must be right, not only single choices.
+Trees are selected by the products of their choices' probabilities, so these products must be calibrated, not only
+single choices.
 """
 
 from collections.abc import Sequence
@@ -21,50 +22,49 @@ NUM_BINS = 10
 
 
 class Bin(NamedTuple):
-    """Nodes whose chances lie in the same tenth."""
+    """Nodes whose acceptance probabilities lie in the same decile."""
 
     num_nodes: int
     expected: float
-    """Mean chance."""
+    """Mean acceptance probability."""
     accepted: float
-    """Share that the target chose, and all above them."""
+    """Share of nodes that were accepted, with all their ancestors."""
 
 
 def reliability(prior: Prior | None, steps: Proposed) -> list[Bin]:
-    """Bins that hold nodes, of trees grown by the chances of a prior that learns nothing, or by the draft's own."""
+    """Non-empty bins of trees grown by a prior that does not learn, or by the draft's own probabilities if None."""
     num_steps, depth, num_choices = steps.scores.shape
-    chances = _chances(prior, steps)
-    by_step = chances.reshape(len(chances), num_steps, depth, num_choices).swapaxes(0, 1).tolist()
+    probs = _probs(prior, steps)
+    probs_by_step = probs.reshape(len(probs), num_steps, depth, num_choices).swapaxes(0, 1).tolist()
     bins = [[0, 0.0, 0] for _ in range(NUM_BINS)]
-    for of_step, ranks in zip(by_step, steps.ranks.tolist(), strict=True):
-        accepted = [True]
-        for node in islice(
-            best_first(choices_of(drawn_apart([list(range(num_choices))] * depth, of_step))), NUM_NODES
-        ):
-            right = ranks[node.depth - 1]
-            accepted.append(accepted[node.parent] and node.token == right)
-            if right != -2:
-                into = bins[min(int(node.chance * NUM_BINS), NUM_BINS - 1)]
-                into[0] += 1
-                into[1] += node.chance
-                into[2] += accepted[-1]
-    return [Bin(int(num), expected / num, came / num) for num, expected, came in bins if num]
+    for step_probs, ranks in zip(probs_by_step, steps.ranks.tolist(), strict=True):
+        accepted = [True]  # of the anchor and every node
+        slots = drawn_apart([list(range(num_choices))] * depth, step_probs)
+        for node in islice(best_first(choices_of(slots)), NUM_NODES):
+            right_choice = ranks[node.depth - 1]
+            accepted.append(accepted[node.parent] and node.token == right_choice)
+            if right_choice != -2:
+                bin_sums = bins[min(int(node.chance * NUM_BINS), NUM_BINS - 1)]
+                bin_sums[0] += 1
+                bin_sums[1] += node.chance
+                bin_sums[2] += accepted[-1]
+    return [Bin(int(num), expected / num, num_accepted / num) for num, expected, num_accepted in bins if num]
 
 
 def mean_error(bins: Sequence[Bin]) -> float:
-    """Mean distance, over nodes, of a bin's chance from the share accepted; there must be some nodes."""
-    total = sum(each.num_nodes for each in bins)
-    return sum(each.num_nodes * abs(each.expected - each.accepted) for each in bins) / total
+    """Expected calibration error: mean over nodes of |expected - accepted| of their bin; needs at least one node."""
+    total = sum(b.num_nodes for b in bins)
+    return sum(b.num_nodes * abs(b.expected - b.accepted) for b in bins) / total
 
 
-def _chances(prior: Prior | None, steps: Proposed) -> Array:
-    """[contexts, steps * depth, k]."""
+def _probs(prior: Prior | None, steps: Proposed) -> Array:
+    """Probabilities [contexts, steps * depth, k] that choices are right."""
     num_steps, depth, _ = steps.scores.shape
     tokens = torch.zeros(num_steps * depth, 0, dtype=torch.int64)
-    scores, log_probs = (each.float().flatten(0, 1) for each in (steps.scores, steps.log_probs))
-    found = Candidates(tokens, scores, log_probs, steps.drawn.repeat_interleave(depth))
+    scores, log_probs = (values.float().flatten(0, 1) for values in (steps.scores, steps.log_probs))
+    candidates = Candidates(tokens, scores, log_probs, steps.drawn.repeat_interleave(depth))
     if prior is None:
-        own: Array = own_chances(found).numpy()
-        return own
-    known, slots = np.ones(len(tokens), dtype=bool), np.tile(np.arange(depth), num_steps)
-    return AcceptanceModel(max(depth, 1), prior).propose(known, found, slots).chances
+        draft_probs: Array = own_chances(candidates).numpy()
+        return draft_probs
+    has_candidates, depths = np.ones(len(tokens), dtype=bool), np.tile(np.arange(depth), num_steps)
+    return AcceptanceModel(max(depth, 1), prior).propose(has_candidates, candidates, depths).chances

@@ -1,6 +1,6 @@
-"""A policy as a directory: `policy.json`, of kind `prompt` `policy.safetensors`, and `price.json` if it has a price.
+"""Policies as directories: `policy.json`, `policy.safetensors` (kind `prompt`), `price.json` (step cost, if any).
 
-The directory is all that a policy is: what serves one needs no training code. Nothing is unpickled.
+A server needs the directory only, and no training code. Nothing is unpickled.
 """
 
 import json
@@ -43,7 +43,7 @@ Fields = dict[str, Any]
 
 
 def save_policy(policy: LearnedPolicy, directory: str | Path) -> None:
-    """Write the policy; a directory without `policy.json` (written last) is an unfinished one."""
+    """Write the policy; `policy.json` is written last, so a directory without it is unfinished."""
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     remove_policy(folder)
@@ -54,11 +54,11 @@ def save_policy(policy: LearnedPolicy, directory: str | Path) -> None:
         write_text(folder / PRICE_FILE, policy.price.to_json())
     info = policy.info
     fields = {"format": FORMAT, "kind": info.kind, "pair": info.pair._asdict()}
-    fields |= _fields_of_prompt(policy.info) if isinstance(policy, PromptPolicy) else _fields_of_step(policy)
+    fields |= _prompt_fields(policy.info) if isinstance(policy, PromptPolicy) else _step_fields(policy)
     write_text(folder / INFO_FILE, json.dumps(fields | {"training": dict(info.training)}, indent=2) + "\n")
 
 
-def _fields_of_prompt(info: PromptInfo) -> Fields:
+def _prompt_fields(info: PromptInfo) -> Fields:
     return {
         "objective": info.objective,
         "candidates": list(info.candidates),
@@ -67,20 +67,20 @@ def _fields_of_prompt(info: PromptInfo) -> Fields:
     }
 
 
-def _fields_of_step(policy: StepPolicy) -> Fields:
-    """With the weights by name: that of slots at temperature 0, and that of slots that are drawn."""
+def _step_fields(policy: StepPolicy) -> Fields:
+    """Vocabulary size, and each weight by name as [value for greedy slots, value for drawn slots]."""
     weights = dict(zip(WEIGHT_NAMES, policy.weights.T.tolist(), strict=True))
     return {"vocab_size": policy.info.vocab_size, "weights": weights}
 
 
 def remove_policy(directory: str | Path) -> None:
-    """Delete the files of a policy; what else is in the directory stays."""
+    """Delete the files of a policy; other files in the directory stay."""
     for name in (INFO_FILE, PRICE_FILE, WEIGHTS_FILE):
         (Path(directory) / name).unlink(missing_ok=True)
 
 
 def load_policy(directory: str | Path) -> LearnedPolicy:
-    """Read what `save_policy` wrote. Raises ValueError that names the file and the wrong field."""
+    """Inverse of `save_policy`; raises ValueError that names the file and the wrong field."""
     folder = Path(directory)
     path = folder / INFO_FILE
     fields = _read_json(path)
@@ -93,15 +93,14 @@ def load_policy(directory: str | Path) -> LearnedPolicy:
 
 
 def _check_shared(path: Path, fields: Fields) -> tuple[Kind, PairId, Mapping[str, Scalar]]:
-    """Fields of both kinds. Raises ValueError for it, for unknown fields and for missing ones."""
-    if fields.get("format") != FORMAT:
-        found = fields.get("format")
-        raise ValueError(f"{path}: format {found!r}, this version reads {FORMAT}: train anew with jobs/train.py")
+    """The fields that both kinds have. Raises ValueError for another format, and for unknown or missing fields."""
+    if (version := fields.get("format")) != FORMAT:
+        raise ValueError(f"{path}: format {version!r}, this version reads {FORMAT}: train anew with jobs/train.py")
     kind: Kind
     if (kind := fields.get("kind")) not in get_args(Kind):  # type: ignore[assignment]
         raise ValueError(f"{path}: field 'kind' must be one of {', '.join(get_args(Kind))}, got {kind!r}")
-    if odd := sorted(_FIELDS[kind] ^ set(fields)):
-        raise ValueError(f"{path}: {'unknown' if odd[0] in fields else 'missing'} field {odd[0]!r}")
+    if mismatched := sorted(_FIELDS[kind] ^ set(fields)):
+        raise ValueError(f"{path}: {'unknown' if mismatched[0] in fields else 'missing'} field {mismatched[0]!r}")
     pair = fields["pair"]
     if not isinstance(pair, dict) or set(pair) != set(PairId._fields) or not _all_str(pair.values()):
         raise ValueError(f"{path}: field 'pair' must hold the strings {', '.join(PairId._fields)}, got {pair!r}")
@@ -129,19 +128,19 @@ def _read_step(folder: Path, fields: Fields, pair: PairId, training: Mapping[str
     path, weights = folder / INFO_FILE, fields["weights"]
     if not isinstance(weights, dict):
         raise ValueError(f"{path}: field 'weights' must be an object, got {weights!r}")
-    if odd := sorted(set(WEIGHT_NAMES) ^ set(weights)):
-        raise ValueError(f"{path}: {'unknown' if odd[0] in weights else 'missing'} weight {odd[0]!r}")
+    if mismatched := sorted(set(WEIGHT_NAMES) ^ set(weights)):
+        raise ValueError(f"{path}: {'unknown' if mismatched[0] in weights else 'missing'} weight {mismatched[0]!r}")
     for name in WEIGHT_NAMES:
-        both = weights[name]
-        if not isinstance(both, list) or len(both) != 2 or not all(map(_is_finite, both)):
-            raise ValueError(f"{path}: weight {name!r} must be two finite numbers, got {both!r}")
+        values = weights[name]
+        if not isinstance(values, list) or len(values) != 2 or not all(map(_is_finite, values)):
+            raise ValueError(f"{path}: weight {name!r} must be two finite numbers, got {values!r}")
     try:
         info = StepInfo(pair, fields["vocab_size"], training)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     price = _read_price(folder) if (folder / PRICE_FILE).exists() else None
-    of_kinds = np.array([[weights[name][kind] for name in WEIGHT_NAMES] for kind in (0, 1)], dtype=float)
-    return StepPolicy(of_kinds, info, price)
+    by_kind = np.array([[weights[name][kind] for name in WEIGHT_NAMES] for kind in (0, 1)], dtype=float)
+    return StepPolicy(by_kind, info, price)
 
 
 def _read_price(folder: Path) -> StepPrice:
@@ -171,11 +170,11 @@ def _all_str(values: Any) -> bool:
 def _read_network(path: Path, shape: NetworkShape) -> PolicyNetwork:
     tensors = _read_tensors(path)
     sizes: dict[str, tuple[int, ...]] = {"bias": (shape.hidden,), "head.weight": (shape.num_outputs, shape.hidden)}
-    for name, size in sizes.items():  # before memory is taken for a network that the file does not hold
+    for name, size in sizes.items():  # before a network of these sizes is allocated
         _check_tensor(path, name, tensors.get(name), torch.empty(size, device="meta"))
     network = PolicyNetwork(shape, _read_support(path, tensors, shape))
-    for name, wanted in network.state_dict().items():
-        _check_tensor(path, name, tensors.get(name), wanted)
+    for name, expected in network.state_dict().items():
+        _check_tensor(path, name, tensors.get(name), expected)
     if unknown := sorted(set(tensors) - set(network.state_dict())):
         raise ValueError(f"{path}: unknown tensor {unknown[0]!r}")
     network.load_state_dict(tensors)
@@ -192,7 +191,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _read_support(path: Path, tensors: dict[str, Tensor], shape: NetworkShape) -> Tensor:
-    """Take the support out of `tensors`; ValueError unless increasing and inside the vocabulary."""
+    """Remove the support from `tensors` and return it; ValueError unless ascending ids of the vocabulary."""
     support = tensors.pop("support", None)
     if support is None or support.dtype != torch.int64 or support.dim() != 1:
         raise ValueError(f"{path}: tensor 'support' must hold int64 token ids")
@@ -204,12 +203,13 @@ def _read_support(path: Path, tensors: dict[str, Tensor], shape: NetworkShape) -
     return support
 
 
-def _check_tensor(path: Path, name: str, got: Tensor | None, wanted: Tensor) -> None:
-    if got is None:
+def _check_tensor(path: Path, name: str, tensor: Tensor | None, expected: Tensor) -> None:
+    if tensor is None:
         raise ValueError(f"{path}: missing tensor {name!r}")
-    if got.shape != wanted.shape or got.dtype != wanted.dtype:
+    if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
         raise ValueError(
-            f"{path}: tensor {name!r} is {got.dtype} {tuple(got.shape)}; needed: {wanted.dtype} {tuple(wanted.shape)}"
+            f"{path}: tensor {name!r} is {tensor.dtype} {tuple(tensor.shape)}; "
+            f"needed: {expected.dtype} {tuple(expected.shape)}"
         )
-    if not bool(got.isfinite().all()):
+    if not bool(tensor.isfinite().all()):
         raise ValueError(f"{path}: tensor {name!r} holds values that are not finite")

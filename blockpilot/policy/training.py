@@ -1,11 +1,10 @@
-"""Training the network of a policy of kind `prompt`, in torch.
+"""Training of the network of a policy of kind `prompt`, in torch.
 
-It learns by cross entropy which block size is the best (arXiv 2606.31315, section 3), by tau or by tau over the cost
-of a step. Kind `step` has no network and is fitted at once (`outcomes.py`).
+The network learns the best block size, by tau or by tau over step cost, with the cross entropy (arXiv 2606.31315,
+section 3). Kind `step` has no network; `outcomes.py` fits it directly.
 
-`Fit` is the whole training as a resumable loop of epochs; a caller that trains on several processes wraps
-the network, says which rank it is and gives a function that sums over ranks. Metrics are sums and totals,
-divided once.
+`Fit` is a resumable loop of epochs. For data parallelism the caller wraps the network and passes its rank and a
+function that sums over ranks. Metrics are sums and totals, divided once.
 
 The paper trains 100 epochs of Adam at a constant learning rate of 1e-5 on tens of thousands of prompts.
 """
@@ -31,34 +30,35 @@ PREDICT_ROWS = 1024
 
 @dataclass(frozen=True)
 class FitSettings:
-    """Settings of a policy's training. All but kind and seed are those of kind `prompt`."""
+    """Settings of a policy's training. All but kind and seed apply to kind `prompt` only."""
 
     kind: Kind = "step"
-    """step: what the acceptance model of the choice at every step begins with (needs a dense sweep). prompt: the
-    paper's, the best block size for an answer, from the distribution after the prompt."""
+    """step: a prior of the acceptance model, which chooses anew at every step (needs a dense sweep). prompt: the
+    paper's network, which chooses one block size per answer from the distribution after the prompt."""
     hidden: int = 256
     """Width of the network."""
     epochs: int = 8
-    """Passes over the examples at most."""
+    """Maximum number of passes over the examples."""
     batch_size: int = 512
-    """Examples of an optimizer step, over all workers."""
+    """Examples per optimizer step, over all workers."""
     lr: float = 1e-3
     """Learning rate of AdamW."""
     dropout: float = 0.5
     """Share of hidden units dropped in training."""
     seed: int = 0
-    """Of the split, the initial weights, the order of examples and dropout."""
+    """Seed of the split, the initial weights, the order of examples and dropout."""
     anneal: bool = True
-    """Let the learning rate fall to zero over the epochs, in a line; otherwise it stays."""
+    """Decay the learning rate linearly to zero over the epochs; otherwise it is constant."""
     weight_decay: float = 0.05
-    """Of AdamW; without it this is Adam."""
+    """Weight decay of AdamW; 0 is Adam."""
     patience: int | None = None
-    """Stop after so many epochs without a lower validation loss and keep the best; None: run all, keep the last."""
+    """Early stopping: end after so many epochs without a lower validation loss and keep the best epoch. None: run all
+    epochs and keep the last."""
     max_support: int = 3072
-    """Token ids that the first layer knows, those with the most mass; it grows with them."""
+    """Maximum number of token ids in the first layer: those with the most probability mass."""
 
     def checked(self) -> "FitSettings":
-        """Itself. Raises ValueError for values that cannot be."""
+        """These settings; raises ValueError, naming the setting, for a value out of range."""
         rules: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
             ("at least 1", lambda x: x >= 1, ("hidden", "epochs", "batch_size", "max_support", "patience")),
             ("at least 0 and below 1", lambda x: 0 <= x < 1, ("dropout",)),
@@ -74,37 +74,37 @@ class FitSettings:
 
 @dataclass(frozen=True)
 class FitTask:
-    """What a network has to learn, and what it is for."""
+    """Objective and candidates of a network, with its labels and loss."""
 
     objective: Objective
     candidates: tuple[int, ...]
     step_costs: Tensor
-    """[K] float32, seconds of a step with each candidate in any unit; all alike for the objective tau."""
+    """[K] float32: relative step cost of each candidate; all equal for the objective tau."""
 
     def table(self, taus: Tensor) -> Table:
-        """Tokens and seconds [E, K] of every choice: of a step for the objective tau, else of one token.
+        """Tokens and seconds [E, K] of every choice: per step for the objective tau, else per token.
 
-        By tau and 1 the rate is the mean of the requests' taus, as is published.
+        For the objective tau the rate is the mean of the requests' taus, as in published tables.
         """
         costs, ones = self.step_costs.expand_as(taus), torch.ones_like(taus)
         tokens, seconds = (taus, costs) if self.objective == "tau" else (ones, costs / taus)
         return Table(tokens.double().numpy(force=True), seconds.double().numpy(force=True))
 
     def labels(self, taus: Tensor) -> Tensor:
-        """[E] int64, index of the best candidate of each example alone; the smallest block size of equals."""
+        """[E] int64: index of each example's best candidate; ties go to the smallest block size."""
         return (taus / self.step_costs).argmax(dim=1)
 
     def loss(self, outputs: Tensor, taus: Tensor) -> Tensor:
-        """Summed over the examples."""
+        """Cross entropy with the labels, summed over the examples."""
         return functional.cross_entropy(outputs, self.labels(taus), reduction="sum")
 
     def to(self, device: torch.device) -> "FitTask":
-        """The same task with its costs on the device."""
+        """The task with its step costs on the device."""
         return replace(self, step_costs=self.step_costs.to(device))
 
 
 def new_network(train: Examples, vocab_size: int, settings: FitSettings) -> PolicyNetwork:
-    """An untrained network that knows the training rows' token ids; equal for equal seeds."""
+    """An untrained network whose support comes from the training examples; equal for equal seeds."""
     shape = NetworkShape(vocab_size, train.all_taus.shape[1], settings.hidden)
     with _seeded(settings.seed):
         return PolicyNetwork(shape, train.support(vocab_size, settings.max_support), settings.dropout)
@@ -112,7 +112,7 @@ def new_network(train: Examples, vocab_size: int, settings: FitSettings) -> Poli
 
 @contextmanager
 def _seeded(*key: int) -> Iterator[None]:
-    """Inside it torch's global generator, which dropout and initial weights draw from, is seeded by `key`."""
+    """Seed torch's global generator, which dropout and initial weights use, by `key` inside the block."""
     digest = hashlib.sha256(repr(key).encode()).digest()
     with torch.random.fork_rng():
         torch.manual_seed(int.from_bytes(digest[:4], "big"))
@@ -123,22 +123,22 @@ class BatchRows(NamedTuple):
     """This rank's part of a global batch."""
 
     rows: Tensor
-    """[n] int64; n differs by rank and may be 0."""
+    """[n] int64; n differs between ranks and may be 0."""
     num_global: int
-    """Rows of the batch over all ranks."""
+    """Number of rows of the batch over all ranks."""
 
 
 def batches(
     num_rows: int, batch_size: int, seed: int, epoch: int, rank: int = 0, world_size: int = 1
 ) -> Iterator[BatchRows]:
-    """One epoch: every row once over all ranks, in an order that depends on (seed, epoch) only."""
+    """Batches of one epoch: every row once over all ranks, in an order that depends on (seed, epoch) only."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     for index in torch.randperm(num_rows, generator=generator).split(batch_size):
         yield BatchRows(index[rank::world_size], len(index))
 
 
 class EpochSums(NamedTuple):
-    """Over rows: add those of batches and ranks, divide once."""
+    """Totals over rows: add those of batches and ranks, divide once."""
 
     loss: float
     num_correct: float
@@ -160,24 +160,24 @@ def train_epoch(
     epoch: Iterator[BatchRows],
     world_size: int = 1,
 ) -> Tensor:
-    """One pass over this rank's batches -> its EpochSums as a tensor [3] float64.
+    """Train on this rank's batches of one epoch; returns its EpochSums as a tensor [3] float64.
 
-    The gradient averaged over ranks is that of the mean loss of the global batch, for any number of ranks.
+    The gradient averaged over ranks equals that of the global batch's mean loss, for any number of ranks.
     """
     network.train()
     device = _device(network)
     task = task.to(device)
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    totals = torch.zeros(3, dtype=torch.float64, device=device)
     for batch in epoch:
-        part = rows.take(batch.rows)
-        taus = part.taus.to(device)
-        outputs = network(part.features.to(device))
+        examples = rows.take(batch.rows)
+        taus = examples.taus.to(device)
+        outputs = network(examples.features.to(device))
         loss = task.loss(outputs, taus)
         optimizer.zero_grad()
         (loss * (world_size / batch.num_global)).backward()
         optimizer.step()
-        sums += _sums(task, loss, outputs, taus)
-    return sums
+        totals += _sums(task, loss, outputs, taus)
+    return totals
 
 
 @torch.no_grad()
@@ -190,12 +190,12 @@ def evaluate(network: PolicyNetwork, rows: Examples, task: FitTask) -> Tensor:
 
 @torch.no_grad()
 def predict(network: PolicyNetwork, rows: Examples) -> Tensor:
-    """Outputs [R, K] on the network's device, a batch of rows at a time."""
+    """Logits [R, K] on the network's device, computed a batch of rows at a time."""
     network.eval()
     device = _device(network)
     index = torch.arange(len(rows)).split(PREDICT_ROWS)
-    parts = [network(rows.take(some).features.to(device)) for some in index if len(some)]
-    return torch.cat([torch.zeros(0, network.shape.num_outputs, device=device), *parts])
+    outputs = [network(rows.take(batch_index).features.to(device)) for batch_index in index if len(batch_index)]
+    return torch.cat([torch.zeros(0, network.shape.num_outputs, device=device), *outputs])
 
 
 def bare(network: nn.Module) -> PolicyNetwork:
@@ -213,10 +213,10 @@ def _sums(task: FitTask, loss: Tensor, outputs: Tensor, taus: Tensor) -> Tensor:
 
 
 class Fit:
-    """Training as a loop: `while not fit.done: fit.run_epoch()`, then `fit.best_weights()`.
+    """Training loop: `while not fit.done: fit.run_epoch()`, then `fit.best_weights()`.
 
-    `network` may be wrapped for data parallelism; `reduce` sums a tensor over ranks. Equal seeds give equal
-    results, also through `state_dict` and `load_state_dict` in between.
+    `network` may be wrapped for data parallelism; `reduce` sums a tensor over ranks. Equal seeds give equal results,
+    also when the training is interrupted and resumed by `state_dict` and `load_state_dict`.
     """
 
     def __init__(
@@ -245,13 +245,13 @@ class Fit:
 
     @property
     def done(self) -> bool:
-        """All epochs are run, or `patience` of them without a lower validation loss."""
+        """True after all epochs, or after `patience` epochs without a lower validation loss."""
         patience = self.settings.patience
         stale = patience is not None and self.epoch - self.best_epoch >= patience
         return self.epoch >= self.settings.epochs or stale
 
     def run_epoch(self) -> dict[str, float]:
-        """One epoch of training, then validation; its metrics over all ranks."""
+        """Train one epoch, then validate; returns the epoch's metrics over all ranks."""
         settings, self.epoch = self.settings, self.epoch + 1
         if settings.anneal:
             for parameters in self.optimizer.param_groups:
@@ -273,11 +273,11 @@ class Fit:
         return bare(self.network)
 
     def best_weights(self) -> dict[str, Tensor]:
-        """Weights of the best epoch so far."""
+        """Weights of the best epoch so far, or of the last one without `patience`."""
         return self.best
 
     def state_dict(self) -> dict[str, Any]:
-        """All that continues this training: tensors and plain numbers."""
+        """State to resume the training from: tensors and plain numbers."""
         return {
             "network": self._bare.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -287,7 +287,7 @@ class Fit:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken."""
+        """Resume from a `state_dict`."""
         self._bare.load_state_dict(state["network"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.best, self.history = state["best"], list(state["history"])

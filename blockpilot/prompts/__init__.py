@@ -1,1 +1,1 @@
-"""Prompts: named sets and files."""
+"""Prompts: named sets, and files in many formats."""

@@ -1,19 +1,16 @@
-"""The conversation in a row of a prompt file, by the names that published data sets and clients have for it.
+"""Conversation in a row of a prompt file, by the field names that published data sets and clients use.
 
 A row has `messages` (also in the `body` of a request of OpenAI's batch files), a `prompt`, ShareGPT's
-`conversations`, the `turns` of a benchmark, or a text that is called instruction (with its input), question, problem,
-query, input or text. A row that could be read in two ways is refused.
+`conversations`, the `turns` of a benchmark, or a text named instruction (with its input), question, problem, query,
+input or text. Ambiguous rows are refused.
 """
 
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-TURNS = ("messages", "prompt", "conversations", "conversation", "turns")  # the first that is there counts
-TEXTS = ("instruction", "question", "problem", "query")  # only one of them may be there
-LAST = (
-    "input",
-    "text",
-)  # where none of the others is: beside them it is a part of the prompt, or has the answer, too
+TURNS = ("messages", "prompt", "conversations", "conversation", "turns")  # the first one present is used
+TEXTS = ("instruction", "question", "problem", "query")  # a row may have one of them only
+LAST = ("input", "text")  # used without any of the others: beside them they are a part of the prompt, or the answer
 PROMPT_FIELDS = (*TURNS, *TEXTS, *LAST)
 FIELDS = (*PROMPT_FIELDS, "body", "system", "system_prompt", "set", "follow_ups")
 ROLES = ("system", "user", "assistant", "tool")
@@ -34,7 +31,7 @@ class Turn(NamedTuple):
 
 
 class Conversation(NamedTuple):
-    """Turns before an answer, the user's later turns, and the name of the set where the row has one."""
+    """Turns before an answer, the user's later turns, and the name of the prompt set if the row has one."""
 
     turns: tuple[Turn, ...]
     follow_ups: tuple[str, ...]
@@ -42,9 +39,9 @@ class Conversation(NamedTuple):
 
 
 def conversation_of(row: object) -> Conversation:
-    """The conversation in a row: an object, a text, or a list of messages. Raises ValueError where there is none.
+    """The conversation in a row: an object, a text, or a list of messages. Raises ValueError if there is none.
 
-    The assistant's turns at the end are left out: they are the answer.
+    Trailing turns of the assistant are the answer and are left out.
     """
     if isinstance(row, str | list):
         row = {"prompt" if isinstance(row, str) else "messages": row}
@@ -58,17 +55,17 @@ def conversation_of(row: object) -> Conversation:
 
 
 def has_prompt_field(names: Collection[str]) -> bool:
-    """True for names of a row's fields, in upper or lower case, one of which may hold a prompt."""
+    """True if one of a row's field names, in upper or lower case, may hold a prompt."""
     return not {name.lower() for name in names}.isdisjoint((*PROMPT_FIELDS, "body"))
 
 
 def is_message(value: object) -> bool:
-    """True for a message, which is no row by itself."""
+    """True for a single message of a conversation, which is not a row by itself."""
     return isinstance(value, dict) and not {"role", "from"}.isdisjoint(value) and set(TURNS).isdisjoint(value)
 
 
 def brief(value: object) -> str:
-    """A value in an error message."""
+    """A value, shortened for an error message."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -98,23 +95,23 @@ def _follow_ups(texts: object) -> list[str]:
 def _turns(name: str, row: Mapping[str, Any]) -> tuple[list[Turn], list[str]]:
     """Turns before the answer, and later turns of the user."""
     value, later = row[name], list[str]()
-    if name in ("prompt", "turns") and (texts := _users_texts(value)):
+    if name in ("prompt", "turns") and (texts := _user_texts(value)):
         turns, later = [Turn("user", _text(texts[0]))], [_text(text) for text in texts[1:]]
     elif isinstance(value, list) or (name in TURNS and name != "prompt"):
         turns = _messages(name, value)
     else:
-        more = row.get("input") if name == "instruction" else None
-        given = isinstance(more, str) and more.strip()
-        turns = [Turn("user", f"{_text(value)}\n\n{_text(more)}" if given else _text(value))]
-    # Beside messages or a prompt a system prompt has never been read: sweeps of such files go on.
+        extra = row.get("input") if name == "instruction" else None
+        has_input = isinstance(extra, str) and extra.strip()
+        turns = [Turn("user", f"{_text(value)}\n\n{_text(extra)}" if has_input else _text(value))]
+    # A system prompt beside `messages` or `prompt` is ignored, so that unfinished sweeps of such files can resume.
     system = None if name in ("messages", "prompt") else _first(row, "system", "system_prompt")
     if isinstance(system, str) and system.strip() and turns[0].role != "system":
         turns.insert(0, Turn("system", _text(system)))
     return turns, later
 
 
-def _users_texts(value: object) -> list[Any]:
-    """Texts of a list that has only the user's: strings, or objects without a role. Empty for anything else."""
+def _user_texts(value: object) -> list[Any]:
+    """Texts of a list of user turns only: strings, or objects without a role. Empty for anything else."""
     if not isinstance(value, list):
         return []
     if all(isinstance(turn, str) for turn in value):
@@ -127,11 +124,11 @@ def _users_texts(value: object) -> list[Any]:
 def _messages(name: str, messages: object) -> list[Turn]:
     if not isinstance(messages, list):
         raise ValueError(f"{name} must be a list of {{role, content}}, got {brief(messages)}")
-    found = [(_role(name, message), message) for message in messages]
-    while found and found[-1][0] == "assistant":
-        found.pop()
-    turns = [Turn(role, _content(role, message)) for role, message in found]
-    turns = [turn for turn in turns if turn.role != "system" or turn.content.strip()]  # an empty one says nothing
+    with_roles = [(_role(name, message), message) for message in messages]
+    while with_roles and with_roles[-1][0] == "assistant":
+        with_roles.pop()
+    turns = [Turn(role, _content(role, message)) for role, message in with_roles]
+    turns = [turn for turn in turns if turn.role != "system" or turn.content.strip()]  # drops empty system prompts
     if not turns or turns[-1].role not in ("user", "tool"):
         raise ValueError(f"{name}: before the answer, the last message must be the user's, got {brief(messages)}")
     return turns
@@ -141,11 +138,11 @@ def _role(name: str, message: object) -> str:
     if not isinstance(message, dict):
         raise ValueError(f"{name} must be a list of {{role, content}}, got {brief(message)} in it")
     role = _first(message, "role", "from")
-    known = role.strip().lower() if isinstance(role, str) else ""
-    known = OTHER_ROLES.get(known, known)
-    if known not in ROLES:
+    lower = role.strip().lower() if isinstance(role, str) else ""
+    standard = OTHER_ROLES.get(lower, lower)
+    if standard not in ROLES:
         raise ValueError(f"role must be one of {', '.join((*ROLES, *OTHER_ROLES))}, got {brief(role)}")
-    return known
+    return standard
 
 
 def _content(role: str, message: Any) -> str:
@@ -156,19 +153,19 @@ def _content(role: str, message: Any) -> str:
 
 
 def _first(mapping: Mapping[str, Any], *names: str) -> Any:
-    """The first of some values that is there, or None."""
+    """The first value that is present and not None, or None."""
     return next((mapping[name] for name in names if mapping.get(name) is not None), None)
 
 
 def _text(content: object) -> str:
-    """Text of a string or of a list of text parts. Raises ValueError for what no tokenizer can read, or for none."""
+    """Text of a string or of a list of text parts. Raises ValueError for other types, bad Unicode or blank text."""
     if isinstance(content, list) and content:
         content = "\n".join(map(_part_text, content))
     if not isinstance(content, str):
         raise ValueError(f"a prompt must be text, got {brief(content)}")
     try:
         content.encode()
-    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
+    except UnicodeEncodeError as error:  # JSON may contain half of a surrogate pair
         raise ValueError(f"a prompt must be Unicode text, got {brief(content)}") from error
     if not content.strip():
         raise ValueError("empty prompt")
@@ -176,7 +173,7 @@ def _text(content: object) -> str:
 
 
 def _part_text(part: object) -> str:
-    """Text of a part, as the server joins them, by newlines (jobs/serving/messages.py)."""
+    """Text of one part; the server reads parts in the same way (jobs/serving/messages.py)."""
     if isinstance(part, dict) and part.get("type") in TEXT_PARTS and isinstance(part.get("text"), str):
         return str(part["text"])
     raise ValueError(f"a prompt must be text, got the part {brief(part)}")

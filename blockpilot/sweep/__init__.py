@@ -1,1 +1,1 @@
-"""What every block size would have brought on a prompt: sweeps, replay, Parquet rows."""
+"""Sweeps: tau of every block size on each prompt, by replay, as Parquet rows and their summary."""

@@ -1,10 +1,11 @@
-"""What every block size would have accepted on a known text, without decoding it again.
+"""Replay: the tokens that every block size accepts on a finished text, without decoding it again.
 
-The keyed sampler makes a request's text the same for every block size, so the target runs once over the finished text
-and what a step emits follows from the draft alone: draft at the anchor, compare with the text, jump. Replaying gives
-what the engine counts, at any temperature (where layers are in C; elsewhere but for near ties).
+The keyed sampler makes a request's text the same for every block size. The target therefore runs once over the
+finished text, and the draft alone decides what a step emits: draft at the anchor, compare with the text, move to the
+next anchor. The replay counts what the engine counts, at any temperature (near ties may differ without
+layers in C).
 
-The LM head runs position by position over the blocks that are right so far, so a block costs about tau of its rows.
+The LM head runs position by position over the blocks that are right so far: about tau rows per block.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,13 +24,13 @@ from blockpilot.pairs.loading import Pair
 from blockpilot.sweep.trees import MOST_NODES, nodes_needed
 from blockpilot.types import Candidates, Sampling
 
-PREFILL_COLUMNS = 1024  # of all texts of a group, scored by the target in one pass
-HEAD_ROWS = 512  # of the LM head at once: their logits take 4 * vocabulary bytes each
-ANCHORS_AT_ONCE = 32 * ANCHORS_PER_ROW  # of one text
+PREFILL_COLUMNS = 1024  # tokens of a group of texts that the target scores in one pass
+HEAD_ROWS = 512  # positions that the LM head scores in one pass: 4 * vocabulary bytes of logits each
+ANCHORS_AT_ONCE = 32 * ANCHORS_PER_ROW  # anchors of one text in one draft pass
 
 
 class Text(NamedTuple):
-    """A finished request: tokens of prompt and answer, and the length that it was not allowed to pass."""
+    """A finished request: tokens of prompt and answer, and the maximum length that it had."""
 
     tokens: tuple[int, ...]
     num_prompt_tokens: int
@@ -38,7 +39,7 @@ class Text(NamedTuple):
 
 
 class KnownTexts(NamedTuple):
-    """N texts with the draft's context of them."""
+    """N texts with the draft's keys, values and context vectors at their positions."""
 
     texts: tuple[Text, ...]
     tokens: Tensor  # [N, S], padded
@@ -53,13 +54,13 @@ class KnownTexts(NamedTuple):
         return self.context[torch.arange(len(lengths), device=lengths.device), lengths - 1]
 
     def blocks_at(self, pair: Pair, blocks: Blocks, rows_each: int = 1) -> Tensor:
-        """Hidden states [R, sum(widths), hidden] of blocks, each text having `rows_each` rows of them."""
-        known = KnownContext(self.keys, self.values, rows_each, tokens=self.tokens, contexts=self.context)
+        """Hidden states [R, sum(widths), hidden] of blocks; `rows_each` rows of `blocks` belong to each text."""
+        context = KnownContext(self.keys, self.values, rows_each, tokens=self.tokens, contexts=self.context)
         embedding = cast(Tensor, pair.target.get_input_embeddings().weight)
-        return pair.draft.at_anchors(blocks, known, embedding)
+        return pair.draft.at_anchors(blocks, context, embedding)
 
     def rows(self, index: Tensor) -> "KnownTexts":
-        """Some of the texts."""
+        """The texts at `index`."""
         return KnownTexts(
             tuple(self.texts[i] for i in index.tolist()),
             self.tokens[index],
@@ -71,58 +72,58 @@ class KnownTexts(NamedTuple):
 
 @torch.inference_mode()
 def know(pair: Pair, texts: Sequence[Text]) -> KnownTexts:
-    """Run the target over the texts, a stretch of columns at a time, and keep the draft up with them.
+    """Run the target over the texts in chunks of columns, and update the draft's cache with each chunk.
 
-    A stretch takes the texts that reach it, so short ones cost no more beside long ones.
+    A chunk holds only the texts that are long enough, so short texts cost nothing beside long ones.
     """
     target, draft = Target(pair.target, pair.layer_ids), pair.prepared_draft
     device, lengths = pair.target.device, [len(text.tokens) for text in texts]
     length = max(lengths)
     tokens = torch.tensor([[*text.tokens, *[0] * (length - len(text.tokens))] for text in texts], device=device)
-    following = functional.pad(tokens, (0, 1))[:, 1:]
+    shifted_tokens = functional.pad(tokens, (0, 1))[:, 1:]
     target_cache, draft_cache = target.new_cache(len(texts), length), draft.new_cache(len(texts), length)
     context = torch.zeros(len(texts), length, pair.draft.context_size, dtype=pair.draft.dtype, device=device)
     start = 0
     while start < length:
-        slots = [i for i, of_text in enumerate(lengths) if of_text > start]
+        slots = [i for i, text_length in enumerate(lengths) if text_length > start]
         rows = torch.tensor(slots, device=device)
         end = min(start - (-PREFILL_COLUMNS // len(rows)), length)
         scored = target.score_rows(tokens[rows, start:end], start, target_cache, rows)
         assert scored.features is not None
         packing = Packing([end - start] * len(rows), [start] * len(rows), device)
-        after = following[rows, start:end].flatten().tolist()
-        found = draft.keep_up(scored.features.flatten(0, 1), after, slots, packing, draft_cache)
-        context[rows, start:end] = found.view(len(rows), end - start, -1)
+        next_tokens = shifted_tokens[rows, start:end].flatten().tolist()
+        context_vectors = draft.keep_up(scored.features.flatten(0, 1), next_tokens, slots, packing, draft_cache)
+        context[rows, start:end] = context_vectors.view(len(rows), end - start, -1)
         start = end
-    keys, values = (tuple(of_layers) for of_layers in draft_cache.unpadded(length).unbind(dim=1))
+    keys, values = (tuple(layers) for layers in draft_cache.unpadded(length).unbind(dim=1))
     return KnownTexts(tuple(texts), tokens, keys, values, context)
 
 
 @torch.inference_mode()
-def walk(pair: Pair, known: KnownTexts, candidates: Sequence[int]) -> list[list[list[int]]]:
-    """Replay every text with every block size (2 or more): for each text and candidate, what each step emitted."""
-    emitted: list[list[list[int]]] = [[[] for _ in candidates] for _ in known.texts]
-    device = known.tokens.device
-    last = torch.tensor([len(text.tokens) - 1 for text in known.texts], device=device)[:, None]
-    limits = torch.tensor([text.limit for text in known.texts], device=device)[:, None]
-    first = torch.tensor([text.num_prompt_tokens for text in known.texts], device=device)[:, None]
-    anchors = first.expand(-1, len(candidates)).clone()
+def walk(pair: Pair, known_texts: KnownTexts, candidates: Sequence[int]) -> list[list[list[int]]]:
+    """Replay every text with every block size (2 or more): [text][candidate][step] = tokens emitted by the step."""
+    emitted: list[list[list[int]]] = [[[] for _ in candidates] for _ in known_texts.texts]
+    device = known_texts.tokens.device
+    last_positions = torch.tensor([len(text.tokens) - 1 for text in known_texts.texts], device=device)[:, None]
+    limits = torch.tensor([text.limit for text in known_texts.texts], device=device)[:, None]
+    first_anchors = torch.tensor([text.num_prompt_tokens for text in known_texts.texts], device=device)[:, None]
+    anchors = first_anchors.expand(-1, len(candidates)).clone()
     widths = torch.tensor(candidates, device=device)
-    ids = torch.arange(len(known.texts), device=device)
+    text_index = torch.arange(len(known_texts.texts), device=device)
     while True:
-        unfinished = (anchors < last).any(dim=1)
+        unfinished = (anchors < last_positions).any(dim=1)
         if not unfinished.any():
             return emitted
         if not unfinished.all():
             index = unfinished.nonzero()[:, 0]
-            known, ids = known.rows(index), ids[index]
-            anchors, last, limits = anchors[index], last[index], limits[index]
-        running = anchors < last
-        sizes = torch.where(running, torch.minimum(widths, limits - anchors - 1), 1)
-        blocks = Blocks(anchors, known.tokens.gather(1, anchors), sizes, tuple(candidates))
-        hidden = known.blocks_at(pair, blocks)
-        num_emitted = torch.minimum(count_accepted(pair, known, hidden, blocks) + 1, last - anchors)
-        for row, counts, active in zip(ids.tolist(), num_emitted.tolist(), running.tolist(), strict=True):
+            known_texts, text_index = known_texts.rows(index), text_index[index]
+            anchors, last_positions, limits = anchors[index], last_positions[index], limits[index]
+        is_running = anchors < last_positions
+        block_sizes = torch.where(is_running, torch.minimum(widths, limits - anchors - 1), 1)
+        blocks = Blocks(anchors, known_texts.tokens.gather(1, anchors), block_sizes, tuple(candidates))
+        hidden = known_texts.blocks_at(pair, blocks)
+        num_emitted = torch.minimum(count_accepted(pair, known_texts, hidden, blocks) + 1, last_positions - anchors)
+        for row, counts, active in zip(text_index.tolist(), num_emitted.tolist(), is_running.tolist(), strict=True):
             for candidate, count in enumerate(counts):
                 if active[candidate]:
                     emitted[row][candidate].append(count)
@@ -130,123 +131,138 @@ def walk(pair: Pair, known: KnownTexts, candidates: Sequence[int]) -> list[list[
 
 
 @torch.inference_mode()
-def accepted_everywhere(pair: Pair, known: KnownTexts, block_size: int) -> list[list[int]]:
-    """For each text, the drafted tokens accepted at every anchor of its answer, in order."""
-    return [_accepted_everywhere(pair, known.rows(torch.tensor([i])), block_size) for i in range(len(known.texts))]
+def accepted_everywhere(pair: Pair, known_texts: KnownTexts, block_size: int) -> list[list[int]]:
+    """[text][anchor] = drafted tokens accepted at every position of the answer, in order."""
+    one_by_one = (known_texts.rows(torch.tensor([i])) for i in range(len(known_texts.texts)))
+    return [_accepted_everywhere(pair, text, block_size) for text in one_by_one]
 
 
-def _accepted_everywhere(pair: Pair, known: KnownTexts, block_size: int) -> list[int]:
-    (text,) = known.texts
-    every = torch.arange(text.num_prompt_tokens, len(text.tokens) - 1, device=known.tokens.device)
-    found: list[int] = []
-    for num, blocks, hidden in _drafted_at(pair, known, every, block_size):
+def _accepted_everywhere(pair: Pair, known_texts: KnownTexts, block_size: int) -> list[int]:
+    (text,) = known_texts.texts
+    anchors = torch.arange(text.num_prompt_tokens, len(text.tokens) - 1, device=known_texts.tokens.device)
+    num_accepted: list[int] = []
+    for num_anchors, blocks, hidden in _drafted_at(pair, known_texts, anchors, block_size):
         num_rows = len(blocks.anchors)
-        same = known._replace(texts=known.texts * num_rows, tokens=known.tokens.expand(num_rows, -1))
-        found += count_accepted(pair, same, hidden, blocks).flatten()[:num].tolist()
-    return found
+        repeated = known_texts._replace(
+            texts=known_texts.texts * num_rows, tokens=known_texts.tokens.expand(num_rows, -1)
+        )
+        num_accepted += count_accepted(pair, repeated, hidden, blocks).flatten()[:num_anchors].tolist()
+    return num_accepted
 
 
 def _drafted_at(
-    pair: Pair, known: KnownTexts, every: Tensor, block_size: int
+    pair: Pair, known_texts: KnownTexts, all_anchors: Tensor, block_size: int
 ) -> Iterator[tuple[int, Blocks, Tensor]]:
-    """Draft at some anchors [M] of one text, a stretch of them at a time.
+    """Draft at the anchors [M] of one text, ANCHORS_AT_ONCE at a time.
 
-    Gives (num, blocks, hidden [R, sum(widths), hidden]); the first `num` blocks are theirs, others repeat the last.
+    Yields (num_anchors, blocks, hidden [R, sum(widths), hidden]). The first `num_anchors` blocks are those of the
+    group's anchors; padding repeats the last one.
     """
-    (text,) = known.texts
-    for some in every.split(ANCHORS_AT_ONCE) if len(every) else ():
-        rows_each = -(-len(some) // ANCHORS_PER_ROW)
-        anchors = torch.cat([some, some[-1:].expand(rows_each * ANCHORS_PER_ROW - len(some))])
+    (text,) = known_texts.texts
+    for group in all_anchors.split(ANCHORS_AT_ONCE) if len(all_anchors) else ():
+        rows_each = -(-len(group) // ANCHORS_PER_ROW)
+        anchors = torch.cat([group, group[-1:].expand(rows_each * ANCHORS_PER_ROW - len(group))])
         anchors = anchors.view(rows_each, ANCHORS_PER_ROW)
         sizes = (text.limit - anchors - 1).clamp_max(block_size)
-        blocks = Blocks(anchors, known.tokens[0][anchors], sizes, (block_size,) * ANCHORS_PER_ROW)
-        yield len(some), blocks, known.blocks_at(pair, blocks, rows_each)
+        blocks = Blocks(anchors, known_texts.tokens[0][anchors], sizes, (block_size,) * ANCHORS_PER_ROW)
+        yield len(group), blocks, known_texts.blocks_at(pair, blocks, rows_each)
 
 
-class Offers(NamedTuple):
-    """What the draft proposes at P anchors for each of D slots, and what was right."""
+class ProposedChoices(NamedTuple):
+    """The draft's k best choices for each of D slots at P anchors, and which of them was right."""
 
     ranks: Tensor
-    """[P, D] int8: the place of the text's token among the k choices, -1 for none, -2 where it is not known."""
+    """[P, D] int8: index of the text's token among the k choices, -1 for none of them, -2 for unknown."""
     scores: Tensor
-    """[P, D, k] float16, as log_probs: those of `Candidates`."""
+    """[P, D, k] float16, like log_probs: those of `Candidates`."""
     log_probs: Tensor
     nodes: Tensor | None
-    """[P, D] uint8: `nodes_needed` by the draft's own chances; None where a slot depends on the choices above."""
+    """[P, D] uint8: `nodes_needed` by the draft's own probabilities; None if a slot depends on earlier choices."""
 
 
 @torch.inference_mode()
-def offers_at(pair: Pair, known: KnownTexts, anchors: Tensor, num_choices: int) -> Offers:
-    """The best choices of the draft's trained block at some anchors [P] of one text."""
-    (text,), block_size = known.texts, pair.block_size
+def choices_at(pair: Pair, known_texts: KnownTexts, anchors: Tensor, num_choices: int) -> ProposedChoices:
+    """The draft's best choices at the anchors [P] of one text, over its trained block size."""
+    (text,), block_size = known_texts.texts, pair.block_size
     is_linked = pair.draft.is_sequential or pair.prepared_draft.head.edges is not None
-    ends = functional.pad(known.tokens[0], (0, block_size), value=-1)
-    parts = []
-    for num, blocks, hidden in _drafted_at(pair, known, anchors, block_size):
-        hidden = hidden.view(-1, block_size, hidden.shape[-1])[:num, 1:]
-        places = blocks.anchors.flatten()[:num, None] + torch.arange(1, block_size, device=anchors.device)
-        sampling = [text.sampling] * places.numel()
-        before = known.tokens[0][(places - 1).clamp(max=known.tokens.shape[1] - 1)].flatten()
-        found = _candidates(pair, hidden.flatten(0, 1), places.flatten().tolist(), sampling, num_choices, before)
-        same = found.tokens == ends[places.flatten()][:, None]
-        ranks = torch.where(same.any(dim=1), same.int().argmax(dim=1), -1).view(num, -1)
-        drafted = places - places[:, :1] + 1 < blocks.sizes.flatten()[:num, None]
-        ranks = torch.where(drafted & (places < len(text.tokens)), ranks, -2)
-        shape = num, block_size - 1, -1
-        nodes = None if is_linked else _nodes(own_chances(found)[0].view(shape), ranks, drafted.sum(dim=1))
-        parts.append(Offers(ranks.char(), found.scores.half().view(shape), found.log_probs.half().view(shape), nodes))
-    nodes = None if is_linked else torch.cat([part.nodes for part in parts if part.nodes is not None])
-    ranks, scores, log_probs = (torch.cat(values) for values in list(zip(*parts, strict=True))[:3])
-    return Offers(ranks, scores, log_probs, nodes)
+    padded_tokens = functional.pad(known_texts.tokens[0], (0, block_size), value=-1)
+    groups = []
+    for num_anchors, blocks, hidden in _drafted_at(pair, known_texts, anchors, block_size):
+        hidden = hidden.view(-1, block_size, hidden.shape[-1])[:num_anchors, 1:]
+        positions = blocks.anchors.flatten()[:num_anchors, None] + torch.arange(1, block_size, device=anchors.device)
+        sampling = [text.sampling] * positions.numel()
+        before = known_texts.tokens[0][(positions - 1).clamp(max=known_texts.tokens.shape[1] - 1)].flatten()
+        flat = positions.flatten()
+        candidates = _candidates(pair, hidden.flatten(0, 1), flat.tolist(), sampling, num_choices, before)
+        is_right = candidates.tokens == padded_tokens[flat][:, None]
+        ranks = torch.where(is_right.any(dim=1), is_right.int().argmax(dim=1), -1).view(num_anchors, -1)
+        is_drafted = positions - positions[:, :1] + 1 < blocks.sizes.flatten()[:num_anchors, None]
+        ranks = torch.where(is_drafted & (positions < len(text.tokens)), ranks, -2)
+        shape = num_anchors, block_size - 1, -1
+        scores, log_probs = candidates.scores.half().view(shape), candidates.log_probs.half().view(shape)
+        nodes = None
+        if not is_linked:
+            nodes = _nodes_needed_at(own_chances(candidates)[0].view(shape), ranks, is_drafted.sum(dim=1))
+        groups.append(ProposedChoices(ranks.char(), scores, log_probs, nodes))
+    nodes = None if is_linked else torch.cat([group.nodes for group in groups if group.nodes is not None])
+    ranks, scores, log_probs = (torch.cat(values) for values in list(zip(*groups, strict=True))[:3])
+    return ProposedChoices(ranks, scores, log_probs, nodes)
 
 
-def _nodes(chances: Tensor, ranks: Tensor, num_drafted: Tensor) -> Tensor:
-    """`nodes_needed` [P, D] for chances [P, D, k] and ranks [P, D], of which num_drafted [P] are drafted."""
-    places = zip(chances.tolist(), ranks.tolist(), num_drafted.tolist(), strict=True)
-    needed = [nodes_needed(of_place[:num], right[:num]) for of_place, right, num in places]
-    width = ranks.shape[1]
-    return torch.tensor([of_place + [MOST_NODES + 1] * (width - len(of_place)) for of_place in needed]).byte()
+def _nodes_needed_at(probs: Tensor, ranks: Tensor, num_drafted: Tensor) -> Tensor:
+    """`nodes_needed` [P, D] for probabilities [P, D, k] and ranks [P, D]; num_drafted [P] are the drafted slots."""
+    width, rows = ranks.shape[1], []
+    for anchor_probs, anchor_ranks, num in zip(probs.tolist(), ranks.tolist(), num_drafted.tolist(), strict=True):
+        num_nodes = nodes_needed(anchor_probs[:num], anchor_ranks[:num])
+        rows.append(num_nodes + [MOST_NODES + 1] * (width - num))
+    return torch.tensor(rows).byte()
 
 
 def _candidates(
-    pair: Pair, hidden: Tensor, positions: Sequence[int], sampling: Sequence[Sampling], num: int, before: Tensor
+    pair: Pair,
+    hidden: Tensor,
+    positions: Sequence[int],
+    sampling: Sequence[Sampling],
+    num_choices: int,
+    before: Tensor,
 ) -> Candidates:
-    """The draft's best choices at hidden states [M, hidden], after the tokens `before` [M], HEAD_ROWS at once."""
+    """The draft's best choices at hidden states [M, hidden] that follow the tokens `before` [M]."""
     parts, head = [], pair.prepared_draft.head
     for start in range(0, max(len(hidden), 1), HEAD_ROWS):
-        some = slice(start, start + HEAD_ROWS)
-        found = draft_candidates(head, hidden[some], positions[some], sampling[some], num)
+        part = slice(start, start + HEAD_ROWS)
+        candidates = draft_candidates(head, hidden[part], positions[part], sampling[part], num_choices)
         if head.edges is not None:
-            found = head.edges.link(found, hidden[some], before[some, None], sampling[some], num).found
-        parts.append(found)
+            linked = head.edges.link(candidates, hidden[part], before[part, None], sampling[part], num_choices)
+            candidates = linked.found
+        parts.append(candidates)
     return Candidates(*(torch.cat(values) for values in zip(*parts, strict=True)))
 
 
-def count_accepted(pair: Pair, known: KnownTexts, hidden: Tensor, blocks: Blocks) -> Tensor:
-    """Drafted tokens of every block that equal the text up to the first that does not: [R, A].
+def count_accepted(pair: Pair, known_texts: KnownTexts, hidden: Tensor, blocks: Blocks) -> Tensor:
+    """Number [R, A] of each block's drafted tokens before the first that differs from the text.
 
-    hidden [R, sum(widths), hidden] are of the blocks' positions; row r's text is known.texts[r].
+    hidden [R, sum(widths), hidden] are those of the blocks' positions; row r's text is known_texts.texts[r].
     """
     accepted = torch.zeros_like(blocks.anchors)
-    lengths = torch.tensor([len(text.tokens) for text in known.texts], device=accepted.device)
+    lengths = torch.tensor([len(text.tokens) for text in known_texts.texts], device=accepted.device)
     ends = torch.minimum(blocks.sizes, lengths[:, None] - blocks.anchors)
     starts = torch.tensor([0, *blocks.widths[:-1]], device=accepted.device).cumsum(0)
-    row, block = (ends > 1).nonzero(as_tuple=True)
+    rows, columns = (ends > 1).nonzero(as_tuple=True)
     for slot in range(1, max(blocks.widths)):
-        positions = blocks.anchors[row, block] + slot
-        drawn = _draw(pair, known, hidden[row, starts[block] + slot], positions, row)
-        right = drawn == known.tokens[row, positions]
-        row, block = row[right], block[right]
-        accepted[row, block] += 1
-        further = ends[row, block] > slot + 1
-        row, block = row[further], block[further]
-        if not len(row):
+        positions = blocks.anchors[rows, columns] + slot
+        draft_tokens = _draw(pair, known_texts, hidden[rows, starts[columns] + slot], positions, rows)
+        is_right = draft_tokens == known_texts.tokens[rows, positions]
+        rows, columns = rows[is_right], columns[is_right]
+        accepted[rows, columns] += 1
+        has_next = ends[rows, columns] > slot + 1
+        rows, columns = rows[has_next], columns[has_next]
+        if not len(rows):
             break
     return accepted
 
 
-def _draw(pair: Pair, known: KnownTexts, hidden: Tensor, positions: Tensor, row: Tensor) -> Tensor:
-    """The draft's tokens, drawn as the engine does: hidden [M, hidden] -> [M]."""
-    sampling = [known.texts[i].sampling for i in row.tolist()]
-    before = known.tokens[row, positions - 1]
+def _draw(pair: Pair, known_texts: KnownTexts, hidden: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+    """The draft's tokens [M], drawn as in the engine; hidden [M, hidden] are at positions [M] of texts `rows`."""
+    sampling = [known_texts.texts[i].sampling for i in rows.tolist()]
+    before = known_texts.tokens[rows, positions - 1]
     return _candidates(pair, hidden, positions.tolist(), sampling, 1, before).tokens[:, 0]

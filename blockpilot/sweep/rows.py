@@ -1,8 +1,7 @@
-"""The rows of a sweep as Parquet: what block sizes gave on each prompt, and what was known after its prefill.
+"""Rows of a sweep as Parquet: per prompt, tau of every block size and the target's distribution after the prefill.
 
-One row a prompt, one schema, and one JSON value of file metadata that says what made the rows. Everything
-is checked on the way in and on the way out, so a reader may trust what it gets; files appear whole or not
-at all.
+A file has one row per prompt, one schema, and provenance as a JSON value in its metadata. Rows are validated when
+they are written and when they are read, and files are written atomically.
 """
 
 import hashlib
@@ -25,9 +24,9 @@ from blockpilot.storage import Place, file_names, first_line, is_file, is_folder
 from blockpilot.types import PairId
 
 METADATA_KEY, DIGEST_KEY = b"blockpilot", b"blockpilot.sha256"
-NUM_CHOICES = 8  # of a slot
-MIN_PROB = 1e-5  # prefill_probs below it are summed into tail_mass
-MASS_TOLERANCE = 1e-3  # of sum(probs) + tail_mass around 1: float32 softmax over a large vocabulary, rounded
+NUM_CHOICES = 8  # recorded choices per slot
+MIN_PROB = 1e-5  # smaller prefill_probs are summed into tail_mass
+MASS_TOLERANCE = 1e-3  # |sum(probs) + tail_mass - 1|: rounding of a float32 softmax over a large vocabulary
 ROW_GROUP_SIZE = 256
 
 Ints = Annotated[list[int], pa.list_(pa.int32())]
@@ -43,35 +42,35 @@ class SweepRow:
     prompt_set: str
     prompt: str  # its text
     num_prompt_tokens: Annotated[int, pa.int32()]
-    output_tokens: Ints  # of the first candidate; the prefill's token included
+    output_tokens: Ints  # of the first candidate, with the prefill's token
     finish_reason: str  # "stop" or "length"
     candidates: Ints  # ascending block sizes
     taus: Annotated[list[float], pa.list_(pa.float64())]  # emitted tokens per verify step
     num_steps: Ints  # verify steps
     emitted_histograms: Annotated[list[list[int]], pa.list_(pa.list_(pa.int32()))]
-    """[c][n] = verify steps of candidate c that emitted n tokens."""
+    """[c][n] = number of verify steps of candidate c that emitted n tokens."""
     accepted: Annotated[list[list[int]], pa.list_(pa.list_(pa.uint8()))]
-    """[c][p] = drafts of candidate c accepted after output token p; empty unless dense."""
-    texts_agree: bool  # every candidate gave output_tokens; always so in float32
+    """[c][p] = drafted tokens of candidate c accepted after output token p; empty unless dense."""
+    texts_agree: bool  # every candidate decoded output_tokens; always true in float32
     probs_ids: Ints  # ascending token ids with prefill_probs >= MIN_PROB
-    probs: Floats  # theirs
-    tail_mass: Annotated[float, pa.float32()]  # the sum of all other prefill_probs
-    context: Floats  # [draft hidden]; empty when no candidate drafts
-    step_places: Ints  # some consecutive places p of `accepted`; empty unless dense
-    step_contexts: bytes  # float16 [len(step_places), draft hidden]: the context vector before the anchor
-    step_embeddings: bytes  # float16 [len(step_places), target hidden]: the target's embedding of the anchor
-    seed: int  # the seed the sampler ran with
+    probs: Floats  # prefill_probs of probs_ids
+    tail_mass: Annotated[float, pa.float32()]  # sum of all other prefill_probs
+    context: Floats  # [draft hidden]: context vector at the last prompt token; empty if no candidate drafts
+    step_places: Ints  # P consecutive positions p of `accepted` with a recorded step; empty unless dense
+    step_contexts: bytes  # float16 [P, draft hidden]: the context vector before the anchor
+    step_embeddings: bytes  # float16 [P, target hidden]: the target's embedding of the anchor
+    seed: int  # of the sampler
     temperature: float
-    # What the draft proposed at step_places for each of its D slots, k choices a slot; empty unless dense.
-    step_ranks: bytes = b""  # int8 [places, D]: the choice that was right, -1 for none of them, -2 for not known
-    step_scores: bytes = b""  # float16 [places, D, NUM_CHOICES], as step_log_probs: those of types.Candidates
+    # The draft's NUM_CHOICES best choices for each of its D slots at step_places; empty unless dense.
+    step_ranks: bytes = b""  # int8 [P, D]: index of the right choice, -1 for none of them, -2 for unknown
+    step_scores: bytes = b""  # float16 [P, D, NUM_CHOICES], like step_log_probs: those of types.Candidates
     step_log_probs: bytes = b""
     step_nodes: bytes = b""
-    """uint8 [places, D]: nodes of the smallest tree that accepts so far (sweep/trees.py); empty where slots depend on
-    the choices above."""
+    """uint8 [P, D]: nodes of the smallest tree that accepts up to each depth (sweep/trees.py); empty if slots depend
+    on earlier choices."""
     step_matches: bytes = b""
-    """uint8 [places, 2]: tokens that the text's end shares with an earlier place, 0 for none, and how many of those
-    that followed there followed again, as far as the text shows; empty without the functions in C."""
+    """uint8 [P, 2] of prompt lookup: length of the text end's longest match at an earlier position, 0 for none,
+    and how many of the tokens after that match follow here, too; empty without the functions in C."""
 
 
 def _arrow_type(annotation: Any) -> Any:
@@ -82,7 +81,7 @@ SCHEMA = pa.schema([(field.name, _arrow_type(field.type)) for field in fields(Sw
 
 
 class Reject(NamedTuple):
-    """A prompt that gave no row, and why."""
+    """A prompt without a row, and the reason."""
 
     prompt_id: str
     prompt_set: str
@@ -91,7 +90,7 @@ class Reject(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Rows and rejects of some prompts, each in their order."""
+    """Rows and rejects of prompts, both in the order of the prompts."""
 
     rows: list[SweepRow]
     rejects: list[Reject]
@@ -99,9 +98,9 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Metadata:
-    """What made the rows of a file. Files belong together if they differ in versions and git_commit only."""
+    """Provenance of a file's rows. Files of one sweep differ in versions and git_commit only."""
 
-    config: dict[str, Any]  # settings of the sweep that rows depend on
+    config: dict[str, Any]  # settings of the sweep that its rows depend on
     pair: PairId
     dtype: str
     vocab_size: int
@@ -111,16 +110,16 @@ class Metadata:
     git_commit: str
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields, `pair` as a dictionary too."""
+        """The fields as a dictionary, with `pair` as a dictionary."""
         return asdict(self) | {"pair": self.pair._asdict()}
 
     def to_json(self) -> str:
-        """One line of JSON."""
+        """The fields as one line of JSON."""
         return json.dumps(self.to_dict(), sort_keys=True)
 
     @staticmethod
     def from_json(text: str | bytes) -> "Metadata":
-        """Inverse of `to_json`; ValueError names the keys that are missing or unknown."""
+        """Inverse of `to_json`; raises ValueError that names missing or unknown keys."""
         values = json.loads(text)
         if not isinstance(values, dict):
             raise ValueError("metadata is not an object")
@@ -131,14 +130,14 @@ class Metadata:
 
 
 class Sweep(NamedTuple):
-    """Rows in the order of the files, and what made them."""
+    """Rows in the order of the files, and their provenance."""
 
     rows: list[SweepRow]
     metadata: Metadata
 
 
 def prompt_ids(prompt: Prompt, seed: int, temperature: float) -> tuple[str, ...]:
-    """32 hex digits for each turn of one prompt of one sweep: the first one's, then those of the follow-ups."""
+    """Ids of one prompt's turns in a sweep, 32 hex digits each: the first turn's, then the follow-ups'."""
     messages = [[message.role, message.content] for message in prompt.messages]
     keys = [json.dumps([prompt.set, messages, seed, float(temperature)])]
     keys += [json.dumps([keys[0], prompt.follow_ups[: i + 1]]) for i in range(len(prompt.follow_ups))]
@@ -146,7 +145,7 @@ def prompt_ids(prompt: Prompt, seed: int, temperature: float) -> tuple[str, ...]
 
 
 def validate(row: SweepRow, metadata: Metadata) -> None:
-    """Raise ValueError for a row that no sweep can have produced."""
+    """Raise ValueError for an inconsistent row, one that no sweep can have produced."""
     if problem := next(_problems(row, metadata), None):
         raise ValueError(f"row {row.prompt_id!r}: {problem}")
 
@@ -171,16 +170,16 @@ def _problems(row: SweepRow, metadata: Metadata) -> Iterator[str]:
 
 
 def _candidate_problems(block_size: int, tau: float, num_steps: int, histogram: list[int]) -> Iterator[str]:
-    where = f"of block size {block_size}"
+    label = f"of block size {block_size}"
     if not math.isfinite(tau):
-        yield f"tau {where} is {tau}"
+        yield f"tau {label} is {tau}"
     if num_steps < 1 or sum(histogram) != num_steps:
-        yield f"emitted_histograms {where} counts {sum(histogram)} steps, num_steps is {num_steps}"
+        yield f"emitted_histograms {label} counts {sum(histogram)} steps, num_steps is {num_steps}"
     if len(histogram) != block_size + 1 or min(histogram) < 0:
-        yield f"emitted_histograms {where} is {histogram}, not {block_size + 1} counts >= 0"
+        yield f"emitted_histograms {label} is {histogram}, not {block_size + 1} counts >= 0"
     emitted = sum(n * count for n, count in enumerate(histogram))
     if abs(tau * num_steps - emitted) > 1e-6 * emitted:
-        yield f"tau {where} is {tau}, its histogram says {emitted}/{num_steps}"
+        yield f"tau {label} is {tau}, its histogram says {emitted}/{num_steps}"
 
 
 def _accepted_problems(row: SweepRow) -> Iterator[str]:
@@ -209,23 +208,23 @@ def _prefill_problems(row: SweepRow, vocab_size: int) -> Iterator[str]:
 
 
 def _step_problems(row: SweepRow) -> Iterator[str]:
-    places = row.step_places
-    if not row.accepted or not places or places[0] < 0 or places[-1] >= len(row.accepted[0]):
-        yield f"step_places {places[:3]} ... are not places of accepted"
-    if any(b != a + 1 for a, b in pairwise(places)):
-        yield f"step_places {places[:3]} ... are not consecutive"
+    positions = row.step_places
+    if not row.accepted or not positions or positions[0] < 0 or positions[-1] >= len(row.accepted[0]):
+        yield f"step_places {positions[:3]} ... are not places of accepted"
+    if any(b != a + 1 for a, b in pairwise(positions)):
+        yield f"step_places {positions[:3]} ... are not consecutive"
     sizes = len(row.step_contexts), len(row.step_embeddings)
-    if sizes[0] != 2 * len(places) * len(row.context) or not sizes[1] or sizes[1] % (2 * max(len(places), 1)):
-        yield f"step_contexts and step_embeddings have {sizes} bytes for {len(places)} places"
+    if sizes[0] != 2 * len(positions) * len(row.context) or not sizes[1] or sizes[1] % (2 * max(len(positions), 1)):
+        yield f"step_contexts and step_embeddings have {sizes} bytes for {len(positions)} places"
     elif not all(np.isfinite(vectors(data, 1)).all() for data in (row.step_contexts, row.step_embeddings)):
         yield "step_contexts or step_embeddings have entries that are not finite"
-    offers = len(row.step_ranks), len(row.step_scores), len(row.step_log_probs)
-    if offers[0] % len(places) or any(size != 2 * NUM_CHOICES * offers[0] for size in offers[1:]):
-        yield f"step_ranks, step_scores and step_log_probs have {offers} bytes for {len(places)} places"
-    if len(row.step_nodes) not in (0, offers[0]) or 0 in row.step_nodes:
-        yield f"step_nodes has {len(row.step_nodes)} bytes for {offers[0]} ranks, none of them 0"
-    if len(row.step_matches) not in (0, 2 * len(places)):
-        yield f"step_matches has {len(row.step_matches)} bytes for {len(places)} places"
+    num_bytes = len(row.step_ranks), len(row.step_scores), len(row.step_log_probs)
+    if num_bytes[0] % len(positions) or any(size != 2 * NUM_CHOICES * num_bytes[0] for size in num_bytes[1:]):
+        yield f"step_ranks, step_scores and step_log_probs have {num_bytes} bytes for {len(positions)} places"
+    if len(row.step_nodes) not in (0, num_bytes[0]) or 0 in row.step_nodes:
+        yield f"step_nodes has {len(row.step_nodes)} bytes for {num_bytes[0]} ranks, none of them 0"
+    if len(row.step_matches) not in (0, 2 * len(positions)):
+        yield f"step_matches has {len(row.step_matches)} bytes for {len(positions)} places"
 
 
 def vectors(data: bytes, num: int) -> NDArray[np.float16]:
@@ -234,26 +233,26 @@ def vectors(data: bytes, num: int) -> NDArray[np.float16]:
 
 
 def write_rows(place: Place, rows: Sequence[SweepRow], metadata: Metadata) -> None:
-    """Write one Parquet file; it is there whole or not at all, whenever the writer is killed."""
+    """Write one Parquet file atomically; raises ValueError for an inconsistent row."""
     _validate_all(place, rows, metadata)
-    about = metadata.to_json().encode()
+    metadata_json = metadata.to_json().encode()
     table = pa.Table.from_pylist([vars(row) for row in rows], schema=SCHEMA)
-    table = table.replace_schema_metadata({METADATA_KEY: about, DIGEST_KEY: _digest(table, about)})
+    table = table.replace_schema_metadata({METADATA_KEY: metadata_json, DIGEST_KEY: _digest(table, metadata_json)})
     content = pa.BufferOutputStream()
     pq.write_table(table, content, compression="zstd", row_group_size=ROW_GROUP_SIZE, write_page_checksum=True)
     write_bytes(place, content.getvalue())
 
 
-def _digest(table: pa.Table, about: bytes) -> bytes:
-    """Checksum of all values and of the metadata; the pages' own checksums do not cover the file's footer."""
-    digest = hashlib.sha256(about)
+def _digest(table: pa.Table, metadata_json: bytes) -> bytes:
+    """Checksum of all values and of the metadata, since Parquet's page checksums do not cover the file's footer."""
+    digest = hashlib.sha256(metadata_json)
     for column in table.columns:
         _add(digest, column.combine_chunks())
     return digest.hexdigest().encode()
 
 
 def _add(digest: Any, array: Any) -> None:
-    """Add an array's values, whatever its chunks, offsets and buffers are."""
+    """Add an array's values to the digest, independent of its chunks, offsets and buffers."""
     digest.update(f"{len(array)} {array.null_count} ".encode())
     if pa.types.is_list(array.type):
         digest.update(pc.list_value_length(array).to_numpy(zero_copy_only=False).tobytes())
@@ -274,7 +273,7 @@ def _validate_all(place: Place, rows: Iterable[SweepRow], metadata: Metadata) ->
 
 
 def read_file(place: Place) -> Sweep:
-    """Read and check one file; ValueError names the file and what is wrong with it."""
+    """Read and validate one file; raises ValueError that names the file and the problem."""
     if not is_file(place):
         raise ValueError(f"{place}: no such file")
     fs, path = located(place)
@@ -288,16 +287,16 @@ def read_file(place: Place) -> Sweep:
     stored = table.schema.metadata
     if DIGEST_KEY in stored and stored[DIGEST_KEY] != _digest(table, stored[METADATA_KEY]):
         raise ValueError(f"{place}: damaged, its rows are not those that were written (checksum)")
-    rows = [SweepRow(**of_row) for of_row in values]
+    rows = [SweepRow(**columns) for columns in values]
     _validate_all(place, rows, metadata)
     return Sweep(rows, metadata)
 
 
 def _file_metadata(path: Place, schema: Any) -> Metadata:
     if not schema.equals(SCHEMA):
-        found = {field.name: str(field.type) for field in schema}
-        wanted = {field.name: str(field.type) for field in SCHEMA}
-        raise ValueError(f"{path}: not the schema of a sweep ({difference(found, wanted)})")
+        schema_types = {field.name: str(field.type) for field in schema}
+        expected_types = {field.name: str(field.type) for field in SCHEMA}
+        raise ValueError(f"{path}: not the schema of a sweep ({difference(schema_types, expected_types)})")
     try:
         return Metadata.from_json((schema.metadata or {})[METADATA_KEY])
     except KeyError:
@@ -307,10 +306,10 @@ def _file_metadata(path: Place, schema: Any) -> Metadata:
 
 
 def read_parts(place: Place) -> Iterator[Sweep]:
-    """A file, or the part files of a folder in order of name, one after the other.
+    """Yield the sweep of a file, or of each part file of a folder in order of name.
 
-    Raises ValueError when there are none, when two files come from different pairs, candidate sets or
-    configurations (the difference is named), or when a prompt comes twice.
+    Raises ValueError if there are no files, if two files come from different pairs, candidate sets or configurations
+    (the message names the difference), or if a prompt occurs twice.
     """
     place = os.fspath(place)
     files = [join(place, name) for name in file_names(place, ".parquet")] if is_folder(place) else [place]
@@ -321,8 +320,8 @@ def read_parts(place: Place) -> Iterator[Sweep]:
     for file in files:
         sweep = read_file(file)
         first = first or sweep.metadata
-        if found := mismatch(first, sweep.metadata):
-            raise ValueError(f"{files[0]} and {file} are of different sweeps ({found})")
+        if reason := mismatch(first, sweep.metadata):
+            raise ValueError(f"{files[0]} and {file} are of different sweeps ({reason})")
         for row in sweep.rows:
             if row.prompt_id in seen:
                 raise ValueError(f"{file}: prompt {row.prompt_id} is already in {seen[row.prompt_id]}")
@@ -331,22 +330,22 @@ def read_parts(place: Place) -> Iterator[Sweep]:
 
 
 def mismatch(one: Metadata, other: Metadata, ignored: Collection[str] = ()) -> str:
-    """How two files' origins differ, in words; empty when their rows may be mixed.
+    """The first difference in two files' provenance, in words; empty if their rows may be mixed.
 
-    Sweeps of other prompts or temperatures differ in `config`, which may be ignored.
+    Keys in `ignored` are not compared, such as `config`, which differs for other prompts or temperatures.
     """
-    left_out = {"versions", "git_commit", *ignored}
-    ours, theirs = ({k: v for k, v in m.to_dict().items() if k not in left_out} for m in (one, other))
-    return difference(ours, theirs)
+    skipped = {"versions", "git_commit", *ignored}
+    one_fields, other_fields = ({k: v for k, v in m.to_dict().items() if k not in skipped} for m in (one, other))
+    return difference(one_fields, other_fields)
 
 
 def difference(one: dict[str, Any], other: dict[str, Any]) -> str:
-    """The first key (dotted into inner dictionaries) at which two differ, and both values; empty if none."""
+    """The first key (dotted for inner dictionaries) whose values differ, and both values; empty if none."""
     for key in [*one, *(key for key in other if key not in one)]:
-        mine, yours = one.get(key), other.get(key)
-        if isinstance(mine, dict) and isinstance(yours, dict):
-            if inner := difference(mine, yours):
+        left, right = one.get(key), other.get(key)
+        if isinstance(left, dict) and isinstance(right, dict):
+            if inner := difference(left, right):
                 return f"{key}.{inner}"
-        elif mine != yours:
-            return f"{key}: {mine!r} and {yours!r}"
+        elif left != right:
+            return f"{key}: {left!r} and {right!r}"
     return ""

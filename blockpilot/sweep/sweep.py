@@ -1,8 +1,8 @@
-"""How many tokens a step every block size gives on a prompt: tau per candidate.
+"""Sweep: tau of every candidate block size on each prompt.
 
-A replay decodes each prompt once and walks the finished text with every candidate. Decoding with each of them is
-2k + 1 times as much work, and is what the replay is tested against. The keyed sampler makes the text the same
-for every candidate (exactly so in float32), so they are compared on equal terms.
+A replay decodes each prompt once and walks its finished text with every candidate. Decoding with all 2k + 1
+candidates is the reference that the replay is tested against. The keyed sampler makes the text the same for every
+candidate (exactly so in float32), so the comparison is fair.
 """
 
 import dataclasses
@@ -27,20 +27,20 @@ from blockpilot.native.matching import TextIndex
 from blockpilot.pairs.loading import Pair
 from blockpilot.prompts.files import Prompt
 from blockpilot.sweep.candidates import Method, check_candidates
-from blockpilot.sweep.replay import KnownTexts, Text, accepted_everywhere, know, offers_at, walk
+from blockpilot.sweep.replay import KnownTexts, Text, accepted_everywhere, choices_at, know, walk
 from blockpilot.sweep.rows import MIN_PROB, NUM_CHOICES, Outcome, Reject, SweepRow, prompt_ids
 from blockpilot.sweep.trees import emitted_along
 from blockpilot.types import Prefill, Request, Sampling, Step
 
 
 def sampler_seed(seed: int, prompt_id: str) -> int:
-    """The seed one prompt is sampled with, by every candidate; other prompts draw unrelated noise."""
+    """Sampler seed of one prompt, the same for every candidate; different prompts draw independent noise."""
     digest = hashlib.sha256(f"{seed}:{prompt_id}".encode()).digest()
     return int.from_bytes(digest[:8], "big", signed=True)
 
 
 class _Steps(NamedTuple):
-    """What is known before some of the steps of a text; the columns of a row."""
+    """Recorded steps of a text: the `step_...` columns of a SweepRow."""
 
     step_places: list[int]
     step_contexts: bytes
@@ -54,8 +54,8 @@ class _Steps(NamedTuple):
 
 @dataclass
 class CandidateRun:
-    """One prompt under one candidate: its text, the tokens that each verify step emitted, and if the sweep is dense
-    the drafts accepted at every anchor.
+    """One prompt decoded with one candidate: its text, the tokens that each verify step emitted, and in a dense sweep
+    the drafted tokens accepted at every anchor.
     """
 
     block_size: int
@@ -76,7 +76,7 @@ class CandidateRun:
 
 @dataclass(frozen=True)
 class SweepTurn:
-    """One turn of a prompt of a sweep; `later_ids` are those of the turns to come."""
+    """One turn of a prompt in a sweep; `later_ids` are the prompt_ids of later turns, `error` why it cannot run."""
 
     prompt_id: str
     prompt: Prompt
@@ -86,7 +86,7 @@ class SweepTurn:
     error: str = ""
 
     def rejects(self, error: str) -> list[Reject]:
-        """This turn and those that would follow it."""
+        """Rejects of this turn and of all later ones."""
         reject = Reject(self.prompt_id, self.prompt.set, self.prompt.text, error)
         return [reject, *(reject._replace(prompt_id=i, error=f"an earlier turn: {error}") for i in self.later_ids)]
 
@@ -95,7 +95,7 @@ class SweepTurn:
         return Text((*self.prompt_ids, *answer.tokens), len(self.prompt_ids), limit, self.sampling)
 
     def row(self, runs: Sequence[CandidateRun]) -> SweepRow:
-        prefill = runs[-1].prefill  # the widest candidate: if any drafts and shows the context vector, it does
+        prefill = runs[-1].prefill  # of the largest candidate, which has a context vector if any candidate has one
         assert prefill is not None
         probs = prefill.probs
         ids = (probs >= MIN_PROB).nonzero()[:, 0]
@@ -123,7 +123,7 @@ class SweepTurn:
 
 
 Runs = list[CandidateRun] | str
-"""A run for every candidate, or why there is none."""
+"""A run for every candidate, or the reason that there is none."""
 
 
 def sweep_prompts(
@@ -140,19 +140,19 @@ def sweep_prompts(
     step_samples: int = 64,
     text_block_size: int | None = None,
 ) -> Outcome:
-    """What each verify step of every prompt emits with every candidate block size, by one of three methods.
+    """Rows with the tokens that each verify step emits with every candidate block size, by one of three methods.
 
-    `decode` really decodes with each candidate. `replay` gives the same out of one decoding of every prompt and draft
-    passes over its text; the draft's context is kept for `num_slots` prompts at a time. `dense` drafts at every
-    position of the text, not only where a decoding passes, about tau times the work, and puts what is accepted there
-    into the rows; and for `step_samples` positions in a row what is known before the step.
+    `decode` decodes every prompt with each candidate. `replay` gives the same from one decoding of every prompt and
+    draft passes over its text, `num_slots` prompts at a time. `dense` drafts at every position of the text, about tau
+    times the work, and records the accepted tokens of every position, and the draft's choices at `step_samples`
+    consecutive ones.
 
-    `text_block_size` decodes the text of a replay, which is the same with any: by default 1 on a CPU, where a full
-    batch makes wide steps dear, and the draft's trained one on a GPU, where they cost little more than narrow ones.
+    `text_block_size` decodes the text of a replay; the text is the same with any. The default is 1 on a CPU, where
+    wide steps of a full batch are slow, and the draft's trained block size on a GPU, where they cost little more.
 
-    A prompt's follow-ups are asked after its answers: a row for every turn. What cannot be swept (empty, longer than
-    the context, finished by its prefill) becomes a reject, with the turns that would follow, and leaves the other
-    prompts alone. Raises ValueError for settings that are wrong whatever the prompt, and for a pair without a draft.
+    A prompt's follow-ups are asked after the target's answers; every turn has a row. A turn that cannot be swept
+    (empty, longer than the context, finished by its prefill) becomes a reject, with all later turns of its prompt.
+    Raises ValueError for settings that are wrong for every prompt, and for a pair without a draft.
     """
     pair.need_draft("a sweep")
     check_candidates(candidates, pair.max_length)
@@ -171,57 +171,59 @@ def turn_by_turn(
     sampling: Sampling,
     run: Callable[[Sequence[SweepTurn]], list[Runs]],
 ) -> Outcome:
-    """Rows and rejects prompt by prompt; the work goes turn by turn, all prompts at once."""
-    of_prompts = [Outcome([], []) for _ in prompts]
+    """Rows and rejects in the order of the prompts; `run` is called once per turn, with the turns of all prompts."""
+    outcomes = [Outcome([], []) for _ in prompts]
     ids = [prompt_ids(prompt, sampling.seed, sampling.temperature) for prompt in prompts]
-    jobs = {i: _turn(tokenizer, prompt, ids[i], sampling) for i, prompt in enumerate(prompts)}
-    while jobs:
-        results = run(list(jobs.values()))
-        following = {}
-        for (i, job), runs in zip(jobs.items(), results, strict=True):
+    turns = {i: _turn(tokenizer, prompt, ids[i], sampling) for i, prompt in enumerate(prompts)}
+    while turns:
+        results = run(list(turns.values()))
+        next_turns = {}
+        for (i, turn), runs in zip(turns.items(), results, strict=True):
             if isinstance(runs, str):
-                of_prompts[i].rejects.extend(job.rejects(runs))
+                outcomes[i].rejects.extend(turn.rejects(runs))
             elif not all(run.emitted for run in runs):
-                of_prompts[i].rejects.extend(job.rejects("no verify step: the answer ended with its prefill"))
+                outcomes[i].rejects.extend(turn.rejects("no verify step: the answer ended with its prefill"))
             else:
-                of_prompts[i].rows.append(job.row(runs))
-                if job.later_ids:
+                outcomes[i].rows.append(turn.row(runs))
+                if turn.later_ids:
                     answer = tokenizer.decode(runs[0].tokens, skip_special_tokens=True)
-                    following[i] = _turn(tokenizer, job.prompt.followed_up(str(answer)), job.later_ids, sampling)
-        jobs = following
-    return Outcome([row for of in of_prompts for row in of.rows], [r for of in of_prompts for r in of.rejects])
+                    next_turns[i] = _turn(tokenizer, turn.prompt.followed_up(str(answer)), turn.later_ids, sampling)
+        turns = next_turns
+    rows = [row for outcome in outcomes for row in outcome.rows]
+    return Outcome(rows, [reject for outcome in outcomes for reject in outcome.rejects])
 
 
 def _turn(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, ids: tuple[str, ...], sampling: Sampling) -> SweepTurn:
-    job = SweepTurn(ids[0], prompt, dataclasses.replace(sampling, seed=sampler_seed(sampling.seed, ids[0])), ids[1:])
+    turn = SweepTurn(ids[0], prompt, dataclasses.replace(sampling, seed=sampler_seed(sampling.seed, ids[0])), ids[1:])
     try:
-        return dataclasses.replace(job, prompt_ids=prompt.encode(tokenizer))
+        return dataclasses.replace(turn, prompt_ids=prompt.encode(tokenizer))
     except ValueError as error:
-        return dataclasses.replace(job, error=str(error))
+        return dataclasses.replace(turn, error=str(error))
 
 
 def _decode(
-    pair: Pair, candidates: Sequence[int], max_new_tokens: int, num_slots: int, jobs: Sequence[SweepTurn]
+    pair: Pair, candidates: Sequence[int], max_new_tokens: int, num_slots: int, turns: Sequence[SweepTurn]
 ) -> list[Runs]:
-    """For every job its finished runs in the order of the candidates, or why it cannot be run."""
-    fitting = [len(job.prompt_ids) for job in jobs if len(job.prompt_ids) < pair.max_length]
-    max_length = min(max(fitting, default=1) + max_new_tokens, pair.max_length)
+    """For every turn its finished runs in the order of the candidates, or the reason that it cannot run."""
+    prompt_lengths = [len(turn.prompt_ids) for turn in turns if len(turn.prompt_ids) < pair.max_length]
+    max_length = min(max(prompt_lengths, default=1) + max_new_tokens, pair.max_length)
     engine = Engine(pair, num_slots=num_slots, max_length=max_length, max_block_size=candidates[-1])
-    limits = EngineLimits(pair.max_length, pair.max_length, candidates[-1], pair.vocab_size)  # not of these prompts
-    results: list[Runs] = [job.error or [CandidateRun(size) for size in candidates] for job in jobs]
+    # The pair's own limits, not the engine's, which depend on the other prompts.
+    limits = EngineLimits(pair.max_length, pair.max_length, candidates[-1], pair.vocab_size)
+    results: list[Runs] = [turn.error or [CandidateRun(size) for size in candidates] for turn in turns]
     running: dict[int, CandidateRun] = {}
     # Candidate by candidate, not prompt by prompt: a step is as wide as its widest row.
-    for place, block_size in enumerate(candidates):
-        for index, job in enumerate(jobs):
-            runs = results[index]
+    for column, block_size in enumerate(candidates):
+        for i, turn in enumerate(turns):
+            runs = results[i]
             if isinstance(runs, str):
                 continue
-            request = Request(job.prompt_ids, max_new_tokens, job.sampling, block_size, pair.stop_token_ids)
+            request = Request(turn.prompt_ids, max_new_tokens, turn.sampling, block_size, pair.stop_token_ids)
             try:
                 limits.check(request)
-                running[engine.add(request)] = runs[place]
+                running[engine.add(request)] = runs[column]
             except ValueError as error:
-                results[index] = str(error)
+                results[i] = str(error)
     while not engine.idle:
         for step in engine.step():
             running[step.request_id].add(step)
@@ -236,81 +238,86 @@ def _replay(
     dense: bool,
     step_samples: int,
     text_block_size: int,
-    jobs: Sequence[SweepTurn],
+    turns: Sequence[SweepTurn],
 ) -> list[Runs]:
-    """What `_decode` gives, from one decoding."""
+    """The result of `_decode`, from one decoding of every turn and replays of its text."""
     if list(candidates) == [1]:
-        return _decode(pair, candidates, max_new_tokens, num_slots, jobs)
-    results = _decode(pair, [text_block_size], max_new_tokens, num_slots, jobs)
+        return _decode(pair, candidates, max_new_tokens, num_slots, turns)
+    results = _decode(pair, [text_block_size], max_new_tokens, num_slots, turns)
     answers = {i: runs[0] for i, runs in enumerate(results) if not isinstance(runs, str) and runs[0].emitted}
-    texts = {i: jobs[i].text(answer, max_new_tokens, pair.max_length) for i, answer in answers.items()}
+    texts = {i: turns[i].text(answer, max_new_tokens, pair.max_length) for i, answer in answers.items()}
     by_length = sorted(texts, key=lambda i: len(texts[i].tokens))
     for start in range(0, len(by_length), num_slots):
         group = by_length[start : start + num_slots]
-        known = know(pair, [texts[i] for i in group])
-        found = _replay_group(pair, known, [answers[i] for i in group], candidates, dense)
-        for place, (i, runs) in enumerate(zip(group, found, strict=True)):
+        known_texts = know(pair, [texts[i] for i in group])
+        runs_of_group = _replay_group(pair, known_texts, [answers[i] for i in group], candidates, dense)
+        for index, (i, runs) in enumerate(zip(group, runs_of_group, strict=True)):
             if dense:
-                runs[-1].steps = _known_before_steps(pair, known, place, runs[-1], step_samples)
+                runs[-1].steps = _recorded_steps(pair, known_texts, index, runs[-1], step_samples)
             results[i] = runs
     return results
 
 
 def _replay_group(
-    pair: Pair, known: KnownTexts, answers: Sequence[CandidateRun], candidates: Sequence[int], dense: bool
+    pair: Pair, known_texts: KnownTexts, answers: Sequence[CandidateRun], candidates: Sequence[int], dense: bool
 ) -> Iterator[list[CandidateRun]]:
-    """The runs of every candidate on each text, decoded as `answers`."""
-    drafting = [size for size in candidates if size > 1]
+    """For each text, the runs of all candidates; `answers` are the runs that decoded the texts."""
+    block_sizes = [size for size in candidates if size > 1]
     if dense:
-        accepted = list(zip(*(accepted_everywhere(pair, known, size) for size in drafting), strict=True))
-        emitted = [list(map(emitted_along, of_text)) for of_text in accepted]
+        accepted = list(zip(*(accepted_everywhere(pair, known_texts, size) for size in block_sizes), strict=True))
+        emitted = [list(map(emitted_along, text_accepted)) for text_accepted in accepted]
     else:
-        accepted = [([],) * len(drafting) for _ in answers]
-        emitted = walk(pair, known, drafting)
-    for answer, context, of_text, there in zip(answers, known.prefill_context, emitted, accepted, strict=True):
+        accepted = [([],) * len(block_sizes) for _ in answers]
+        emitted = walk(pair, known_texts, block_sizes)
+    contexts = known_texts.prefill_context
+    for answer, context, text_emitted, text_accepted in zip(answers, contexts, emitted, accepted, strict=True):
         assert answer.prefill is not None
         prefill = answer.prefill._replace(context=context.float())
         num_steps = len(answer.tokens) - 1  # of plain decoding
         counts = {1: ([1] * num_steps, [0] * num_steps * dense)}
-        counts |= zip(drafting, zip(of_text, there, strict=True), strict=True)
+        counts |= zip(block_sizes, zip(text_emitted, text_accepted, strict=True), strict=True)
         yield [
-            dataclasses.replace(answer, block_size=size, prefill=prefill, emitted=steps, accepted=right)
-            for size, (steps, right) in counts.items()
+            dataclasses.replace(answer, block_size=size, prefill=prefill, emitted=emitted_by_step, accepted=by_anchor)
+            for size, (emitted_by_step, by_anchor) in counts.items()
             if size in candidates
         ]
 
 
-def _known_before_steps(pair: Pair, known: KnownTexts, place: int, widest: CandidateRun, num_samples: int) -> _Steps:
-    """Context vector and anchor of some steps in a row; none of those that the limit of the text cuts short."""
-    text, num_steps = known.texts[place], len(widest.tokens) - 1
-    usable = num_steps if widest.finish_reason == "stop" else max(num_steps - widest.block_size + 1, 0)
-    num = min(num_samples, usable)
-    first = random.Random(text.sampling.seed).randint(0, usable - num)
-    places = list(range(first, first + num))
-    positions = torch.tensor(places, dtype=torch.int64, device=known.tokens.device) + text.num_prompt_tokens
-    embeddings = pair.target.get_input_embeddings()(known.tokens[place, positions])
-    vectors = _float16(known.context[place, positions - 1]), _float16(embeddings)
-    if not places:
-        return _Steps(places, *vectors)
-    offers = offers_at(pair, known.rows(torch.tensor([place])), positions, NUM_CHOICES)
-    ranks, nodes = (b"" if each is None else each.cpu().numpy().tobytes() for each in (offers.ranks, offers.nodes))
+def _recorded_steps(pair: Pair, known_texts: KnownTexts, index: int, run: CandidateRun, num_samples: int) -> _Steps:
+    """Up to `num_samples` consecutive steps of a text, drawn at random, from the largest candidate's run.
+
+    Steps whose block would pass the text's length limit are left out.
+    """
+    text, num_steps = known_texts.texts[index], len(run.tokens) - 1
+    num_usable = num_steps if run.finish_reason == "stop" else max(num_steps - run.block_size + 1, 0)
+    num = min(num_samples, num_usable)
+    first = random.Random(text.sampling.seed).randint(0, num_usable - num)
+    steps = list(range(first, first + num))
+    positions = torch.tensor(steps, dtype=torch.int64, device=known_texts.tokens.device) + text.num_prompt_tokens
+    embeddings = pair.target.get_input_embeddings()(known_texts.tokens[index, positions])
+    vectors = _float16(known_texts.context[index, positions - 1]), _float16(embeddings)
+    if not steps:
+        return _Steps(steps, *vectors)
+    choices = choices_at(pair, known_texts.rows(torch.tensor([index])), positions, NUM_CHOICES)
+    ranks, nodes = (b"" if ints is None else ints.cpu().numpy().tobytes() for ints in (choices.ranks, choices.nodes))
     matches = _matches(text.tokens, positions.tolist())
-    return _Steps(places, *vectors, ranks, _float16(offers.scores), _float16(offers.log_probs), nodes, matches)
+    return _Steps(steps, *vectors, ranks, _float16(choices.scores), _float16(choices.log_probs), nodes, matches)
 
 
-def _matches(tokens: Sequence[int], places: Sequence[int]) -> bytes:
-    """`step_matches` of a text at these consecutive places."""
+def _matches(tokens: Sequence[int], positions: Sequence[int]) -> bytes:
+    """`step_matches` of a text at consecutive positions."""
     if not has_functions():
         return b""
-    index, only, found = TextIndex(1, len(tokens)), np.zeros(1, dtype=np.int64), np.zeros((len(places), 2), np.uint8)
-    index.extend(only, [tokens[: places[0]]])
-    for i, place in enumerate(places):
-        index.extend(only, [tokens[place : place + 1]])
-        match = index.match(only, MAX_DEPTH)
-        path = match.paths[0, : match.sizes[0]].tolist()
-        pairs = zip(path, tokens[place + 1 :], strict=False)
-        found[i] = match.known[0, 0], sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-    return found.tobytes()
+    index, row = TextIndex(1, len(tokens)), np.zeros(1, dtype=np.int64)
+    matches = np.zeros((len(positions), 2), np.uint8)
+    index.extend(row, [tokens[: positions[0]]])
+    for i, position in enumerate(positions):
+        index.extend(row, [tokens[position : position + 1]])
+        match = index.match(row, MAX_DEPTH)
+        continuation = match.paths[0, : match.sizes[0]].tolist()
+        pairs = zip(continuation, tokens[position + 1 :], strict=False)
+        matches[i] = match.known[0, 0], sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return matches.tobytes()
 
 
 def _float16(values: Tensor) -> bytes:

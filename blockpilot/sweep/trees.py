@@ -1,7 +1,7 @@
-"""Which tree it takes to accept what a draft proposed at an anchor: trees of all sizes in one look.
+"""Size of the smallest draft tree that accepts each depth at an anchor.
 
-Best-first trees nest (engine/trees.py), so the nodes that it takes until the right choice of a depth is among them
-say what every tree accepts there.
+Best-first trees nest (engine/trees.py): the number of nodes after which a depth's right choice is in the tree tells
+for trees of all sizes whether they accept it.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ MOST_NODES = 64
 
 
 def emitted_along(num_accepted: Sequence[int]) -> list[int]:
-    """Tokens of each step that decodes a text, given the drafts accepted at each of its anchors, in order."""
+    """Tokens that each step emits when a text is decoded, from the drafted tokens accepted at each of its anchors."""
     emitted: list[int] = []
     position = 0
     while position < len(num_accepted):
@@ -22,18 +22,18 @@ def emitted_along(num_accepted: Sequence[int]) -> list[int]:
     return emitted
 
 
-def nodes_needed(chances: Sequence[Sequence[float]], right: Sequence[int]) -> list[int]:
-    """Nodes of the smallest tree that accepts more than d drafted tokens, of every depth [D].
+def nodes_needed(probs: Sequence[Sequence[float]], right_choices: Sequence[int]) -> list[int]:
+    """For each depth d [D], the nodes of the smallest tree that accepts more than d drafted tokens.
 
-    chances [D][k] are those of a slot's choices, right [D] the place of the right one, below 0 for none of them.
-    MOST_NODES + 1 where no tree of MOST_NODES does.
+    probs [D][k] are the probabilities of a slot's choices; right_choices [D] is the index of the right one, below 0
+    for none of them. MOST_NODES + 1 means that no tree of MOST_NODES nodes is enough.
     """
-    slots = drawn_apart([range(len(of_slot)) for of_slot in chances], [chances])
-    needed, last = list[int](), 0
+    slots = drawn_apart([range(len(slot_probs)) for slot_probs in probs], [probs])
+    num_nodes, parent = list[int](), 0
     for number, node in enumerate(islice(best_first(choices_of(slots)), MOST_NODES), 1):
-        if len(needed) == len(right) or right[len(needed)] < 0:
+        if len(num_nodes) == len(right_choices) or right_choices[len(num_nodes)] < 0:
             break
-        if (node.parent, node.token) == (last, right[len(needed)]):
-            needed.append(number)
-            last = number
-    return needed + [MOST_NODES + 1] * (len(right) - len(needed))
+        if (node.parent, node.token) == (parent, right_choices[len(num_nodes)]):
+            num_nodes.append(number)
+            parent = number
+    return num_nodes + [MOST_NODES + 1] * (len(right_choices) - len(num_nodes))

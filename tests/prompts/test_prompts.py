@@ -146,7 +146,7 @@ def test_columns_of_a_parquet_file_are_checked(tmp_path: Path, caplog: pytest.Lo
 WHY, AND_THEN = ("user", "Why?"), ("user", "And then?")
 BRIEF, SO = ("system", "Be brief."), ("assistant", "So.")
 ASKED = [{"role": "user", "content": "Why?"}]
-ANSWERED = [*ASKED, {"role": "assistant", "content": "So."}]
+ANSWERED = [*ASKED, *[{"role": "assistant", "content": "So."}] * 2]
 SHAREGPT = [
     {"from": "system", "value": ""},
     {"from": "Human", "value": "Why?"},

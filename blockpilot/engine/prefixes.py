@@ -116,7 +116,7 @@ class Prefixes:
         return keys
 
     def _free_page(self) -> int:
-        """Number of a free page; evicts the least recently used page if there is none."""
+        """Number of a free page; if there is none, evicts the least recently used page, never one just touched."""
         return self._free.pop() if self._free else self._pages.popitem(last=False)[1].number
 
     def _touch(self, keys: Sequence[Key]) -> None:

@@ -108,7 +108,7 @@ class Row:
         """
         path = walk(tree, chosen)  # the last node's choice is the bonus token
         if chosen[path[-1]] == NO_TOKEN and len(path) > 1:
-            path.pop()  # no token can be drawn there: as in plain decoding, the text ends before, or the next step fails
+            path.pop()  # no token can be drawn there: the next step fails, unless the text ends before
         step = self.commit([chosen[i] for i in path], logits, path, len(chosen), tree)
         return path[: len(step.tokens)], step
 

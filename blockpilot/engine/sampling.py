@@ -145,12 +145,12 @@ def ranked_by_torch(
     """
     vocab_size, drawn = logits.shape[1], [request for request in sampling if not request.is_greedy]
     is_cut, (first, *more) = any(cuts(request, vocab_size) for request in drawn), FEW if num == 1 else FEW[1:]
-    ranked, rows = partial(_ranked, num=num, is_cut=is_cut, with_log_probs=with_log_probs), None
+    ranked, from_graph = partial(_ranked, num=num, is_cut=is_cut, with_log_probs=with_log_probs), None
     numbers = sent(_numbers(positions, sampling, vocab_size), logits.device) if drawn else None
     if graphs is not None and numbers is not None and logits.numel() <= MOST_SCORES:
         key = "ranked", num, is_cut, with_log_probs, vocab_size, logits.dtype
-        rows = graphs.of_tokens(key, partial(ranked, few=first), [(logits, 0), (numbers, 0)])
-    final, *results = rows or ranked(logits, numbers, few=first)
+        from_graph = graphs.of_tokens(key, partial(ranked, few=first), [(logits, 0), (numbers, 0)])
+    final, *results = from_graph or ranked(logits, numbers, few=first)
     for few in (*more, vocab_size):
         if numbers is None or final.all():
             break

@@ -111,7 +111,7 @@ Select = Callable[[Trees], Array]
 def grow_all(
     rows: Sequence[Row], offered: Offered | None, kinds: Array, select: Select, most: int
 ) -> list[list[Node]]:
-    """Nodes to verify for rows [R] of these kinds [R], at most `most` each; `select` limits those of adaptive rows."""
+    """Nodes to verify for rows [R] of these kinds [R], at most `most` each; `select` limits rows that adapt."""
     trees = list[list[Node]]([] for _ in rows)
     limits = [most if row.adapts else max(0, row.next_block_size - 1) for row in rows]
     index_of = {slot: i for i, slot in enumerate(offered.slots)} if offered is not None else {}

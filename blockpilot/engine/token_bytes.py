@@ -106,7 +106,7 @@ class _TokenBytes:
         return added
 
     def unfinished(self, before: tuple[int, ...]) -> bytes:
-        """Bytes of the U+FFFD that `decode` writes for an incomplete character, for a tokenizer that gives text only."""
+        """Bytes of the U+FFFD that `decode` writes for an incomplete character, if a tokenizer gives text only."""
         if not self._is_text_only:
             return b""
         return self._decode_all(before)[len(self._decode(before)) :].encode()

@@ -157,9 +157,7 @@ class Graphs:
         box: Box,
         places: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Outputs [N, ...] of a function of a box's hidden states [R * W, hidden], given those of the tokens [N,
-        hidden].
-        """
+        """Outputs [N, ...] for tokens [N, hidden], of a function of a box's hidden states [R * W, hidden]."""
         num = len(hidden)
         captured = self._captured.get(key)
         if captured is None:

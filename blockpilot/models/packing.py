@@ -215,8 +215,8 @@ def _by_products(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale:
     """Attention by two products, as transformers' eager: query [R, kv_heads, M, head_dim], bias [R, 1, M, L] -> as
     query.
 
-    Scores are rounded to bfloat16 before their softmax; the target's distribution is then as close to float32 as with
-    the flash kernel (LOG.md).
+    Scores are rounded to bfloat16 before their softmax. The target's distribution is then no further from that in
+    float32 than with the flash kernel (LOG.md).
     """
     bias = bias.expand(-1, key.shape[1], -1, -1).flatten(0, 1)
     keys, values = (cached.contiguous().flatten(0, 1) for cached in (key, value))  # products are slow on views

@@ -89,7 +89,7 @@ class Drafting(NamedTuple):
 def best_drafting(plans: RowPlan, kinds: Array, most: Array, price: StepPrice, beside: Load) -> Drafting:
     """Depths of rows of these kinds [R], at most most[r] for row r, that save the most seconds or cost the least.
 
-    plans: for every kind; beside: load of other rows.
+    plans: one for every kind. beside: load of other rows.
     """
     rows = list(zip(kinds.tolist(), most.tolist(), strict=True))
     saved_s, launch_s = plans.saved_s.tolist(), _launch_s(plans.saved_s.shape[-1], price, beside)

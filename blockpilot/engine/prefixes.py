@@ -16,7 +16,7 @@ from blockpilot.models.cache import Pages, SlotCache
 from blockpilot.types import Step
 
 PAGE = 16
-WORTH_WAITING = 64  # tokens: a request waits for another one's prefill if it can reuse at least so many more
+MIN_WAIT_TOKENS = 64  # tokens: a request waits for another one's prefill if it can reuse at least so many more
 
 
 class Page(NamedTuple):
@@ -81,7 +81,7 @@ class Prefixes:
         """True if a row in prefill now will cache many more tokens of this row's prompt."""
         if not self._num_pages or not beside or row.request.num_prompt_logprobs is not None:
             return False
-        num = len(self._cached_prefix(row)) * PAGE + WORTH_WAITING
+        num = len(self._cached_prefix(row)) * PAGE + MIN_WAIT_TOKENS
         start = row.tokens[:num]
         return len(start) == num and any(_may_use(row, other) and other.tokens[:num] == start for other in beside)
 

@@ -125,7 +125,7 @@ class SlotView:
     def __init__(self, cache: SlotCache, slots: Tensor, columns: Tensor, rows: "slice | Tensor", length: int) -> None:
         self.length = length
         self.cache = cache
-        self._places = slots, columns
+        self._token_indices = slots, columns
         self._rows = rows if isinstance(rows, slice) else sent(rows, cache.layers.device)
         self._host_rows = rows
 
@@ -157,9 +157,9 @@ class SlotView:
         return self.cache.layers
 
     @property
-    def places(self) -> tuple[Tensor, Tensor]:
+    def token_indices(self) -> tuple[Tensor, Tensor]:
         """Slot and column of every token, both [N]."""
-        return self._places
+        return self._token_indices
 
     @property
     def row_slots(self) -> Tensor:
@@ -168,7 +168,7 @@ class SlotView:
 
     def store(self, new: Tensor, layer_idx: int) -> None:
         """Store keys and values [N, 2, kv_heads, head_dim] of the pass's tokens."""
-        self.cache.by_token[layer_idx].index_put_(self._places, new)
+        self.cache.by_token[layer_idx].index_put_(self._token_indices, new)
 
     def read(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Keys and values [rows, kv_heads, length, head_dim]."""

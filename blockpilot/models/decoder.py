@@ -57,27 +57,25 @@ class Decoder:
         return self._layers.halves
 
     def __call__(
-        self, tokens: Tensor, packing: Packing, cache: SlotView, kept: Sequence[int]
+        self, tokens: Tensor, packing: Packing, cache: SlotView, feature_layers: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """Hidden states [N, hidden] of packed tokens [N], normed; and features after the layers `kept`, side by
-        side.
-        """
+        """Hidden states [N, hidden] of packed tokens [N], normed; and features [N, F * hidden] after F layers."""
         hidden = self.embed(tokens)  # [N, hidden]; the layers change it in place
         table = self._rotary.table(cache, hidden)
         # On a GPU few tokens run by a CUDA graph. Mixtures route tokens on the host; prompts are too wide.
         if self._layers.is_dense and len(packing.parts) == 1:
-            in_box = partial(self._in_box, table, tuple(kept))
-            outputs = cache.by_graph(in_box, ("target", *kept), hidden, packing.parts[0])
+            in_box = partial(self._in_box, table, tuple(feature_layers))
+            outputs = cache.by_graph(in_box, ("target", *feature_layers), hidden, packing.parts[0])
             if outputs is not None:
                 normed, features = outputs
                 return normed, features
         masks = [Mask(part, part.visible, self._groups, hidden.dtype) for part in packing.parts]
-        return self._layers(hidden, table.at(packing.positions), cache, [masks] * len(self._layers), kept)
+        return self._layers(hidden, table.at(packing.positions), cache, [masks] * len(self._layers), feature_layers)
 
     def _in_box(
         self,
         table: Rotary,
-        kept: Sequence[int],
+        feature_layers: Sequence[int],
         hidden: Tensor,
         box: Box,
         places: BoxPlaces,
@@ -85,7 +83,7 @@ class Decoder:
         cache: SlotView,
     ) -> tuple[Tensor, Tensor]:
         masks = [Mask(packing, box.visible(places), self._groups, hidden.dtype)]
-        return self._layers(hidden, table.at(places.positions), cache, [masks] * len(self._layers), kept)
+        return self._layers(hidden, table.at(places.positions), cache, [masks] * len(self._layers), feature_layers)
 
 
 def check_family(model_type: object) -> None:

@@ -153,13 +153,13 @@ class DecoderLayers:
         rotary: Rotary,
         cache: SlotView,
         masks: Sequence[Sequence[Mask]],
-        kept: Sequence[int],
+        feature_layers: Sequence[int],
         first_input: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run all layers on hidden states [N, hidden], in place; a layer's masks are those of the packing's parts.
 
         first_input [N, ...]: input of the first layer's attention, by default the normed hidden states. Returns the
-        final hidden states [N, hidden], normed, and those after the layers `kept`, [N, len(kept) * hidden].
+        final hidden states [N, hidden], normed, and the features after F `feature_layers`, [N, F * hidden].
         """
         delta, after = None, dict[int, Tensor]()
         # Each norm also adds the output of the sublayer before it: `delta` waits for the next one.
@@ -168,11 +168,13 @@ class DecoderLayers:
             x = self._add_norm(hidden, delta, layer.before) if x is None else x
             attended = self._attend(i, x, rotary, cache, masks[i])
             delta = layer.mlp(self._add_norm(hidden, attended, layer.after))
-            if i in kept:
+            if i in feature_layers:
                 after[i] = hidden + delta
         normed = self._add_norm(hidden, delta, self._norm)
         after[len(self._layers) - 1] = normed  # transformers norms the last layer's output, too
-        return normed, torch.cat([after[i] for i in kept], dim=-1) if kept else hidden.new_empty(len(hidden), 0)
+        if not feature_layers:
+            return normed, hidden.new_empty(len(hidden), 0)
+        return normed, torch.cat([after[i] for i in feature_layers], dim=-1)
 
     def project(self, x: Tensor, rotary: Rotary, cache: SlotView) -> None:
         """Store every layer's keys and values of [N, hidden]."""

@@ -63,12 +63,12 @@ class RoomOfExperts:
         rows, width = hidden.shape
         pairs = rows * chosen  # of tokens and experts
         x, down_out = hidden.new_empty(2, pairs * width)
-        self._kept = (
+        self._buffers = (
             *(hidden.new_empty(rows * num), torch.empty(pairs)),  # scores of all experts, weights of the chosen
             *torch.empty(2, pairs, dtype=torch.int64),  # their ids, and the indices of their rows in x
             *(x, hidden.new_empty(2 * pairs * inner), hidden.new_empty(pairs * inner), down_out),
         )
         self._batches = (BatchStruct * num)(), (BatchStruct * num)()
         self._shares = torch.empty(3 * threads, dtype=torch.int64)
-        addresses = [values.data_ptr() for values in (*self._kept, self._shares)]
+        addresses = [values.data_ptr() for values in (*self._buffers, self._shares)]
         self.struct = RoomStruct(*addresses[:-1], *map(addressof, self._batches), addresses[-1])

@@ -114,7 +114,7 @@ class NativeLayers(DecoderLayers):
         rotary: Rotary,
         cache: SlotView,
         masks: Sequence[Sequence[Mask]],
-        kept: Sequence[int],
+        feature_layers: Sequence[int],
         first_input: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         # 1. Inputs, padded to multiples of C's vectors.
@@ -140,14 +140,16 @@ class NativeLayers(DecoderLayers):
         room = 1 + max(mask.packing.length for mask in masks[0])  # columns that a query sees, and one more
         scores = torch.empty(threads * 2 * QUERIES * room)
         expert_room = RoomOfExperts(list(filter(None, self._experts)), padded, threads)
-        # 4. The second output: features after the layers in `kept`.
-        features, layers = padded.new_empty(num, len(kept) * shape.hidden), torch.tensor(kept, dtype=torch.int64)
+        # 4. The second output: features after the layers in `feature_layers`.
+        num_features = len(feature_layers)
+        features = padded.new_empty(num, num_features * shape.hidden)
+        layers = torch.tensor(feature_layers, dtype=torch.int64)
         structs.check(
             self._run(
                 *(byref(shape), self._structs, self._norm.data_ptr(), byref(tokens)),
                 *(len(masks[0]), (POINTER(_PartStruct) * len(parts))(*parts)),
                 *map(_address, (first_input, padded, *buffers, scores)),
-                *(room, byref(expert_room.struct), len(kept), layers.data_ptr(), features.data_ptr(), threads),
+                *(room, byref(expert_room.struct), num_features, layers.data_ptr(), features.data_ptr(), threads),
             )
         )
         if padded is not hidden:
@@ -170,11 +172,11 @@ class _PassStructs:
     def __init__(self, cache: SlotView) -> None:
         self._cache = cache
         _, _, self._num_slots, _, self._length, _ = cache.layers.shape
-        self._kept: list[Tensor] = []
+        self._pointed: list[Tensor] = []
         self._parts: dict[int, Any] = {}
 
     def tokens(self, rotary: Rotary) -> _TokensStruct:
-        layers, (slots, columns) = self._cache.layers, self._cache.places
+        layers, (slots, columns) = self._cache.layers, self._cache.token_indices
         assert len(rotary.cosines) == len(slots) == len(columns)
         cosines, sines, slot_pointer, column_pointer = map(self._pointer, (*rotary, slots, columns))
         size = self._num_slots, self._length
@@ -208,8 +210,8 @@ class _PassStructs:
         return _PartStruct(num_rows, width, length, *pointers)
 
     def _pointer(self, numbers: Tensor) -> int:
-        self._kept.append(numbers.contiguous())
-        return self._kept[-1].data_ptr()
+        self._pointed.append(numbers.contiguous())
+        return self._pointed[-1].data_ptr()
 
 
 def _address(values: Tensor | None) -> int | None:

@@ -16,7 +16,7 @@ from blockpilot.types import DRAFTED, LOOKED_UP
 Array = NDArray[Any]
 
 NUM_CONTEXTS = 3
-MATCH_INPUTS, PATH_INPUTS = 3, 9  # of growing.c
+PATH_INPUTS = 9  # of growing.c
 
 
 class Lists(NamedTuple):
@@ -94,8 +94,8 @@ def with_paths(
 ) -> Lists:
     """Merge paths [R, M] int32, of sizes [R] int64, into the draft's lists of R rows.
 
-    is_independent: the draft's choices do not depend on those above. matches [R, MATCH_INPUTS] and weights
-    [2, PATH_INPUTS] float64, drawn [R] int64. RuntimeError without C.
+    is_independent: the draft's choices do not depend on those above. matches [R, 3] and weights [2, PATH_INPUTS]
+    float64, drawn [R] int64. RuntimeError without C.
     """
     if (library := text_library()) is None:
         raise RuntimeError("paths need the functions in C")

@@ -51,7 +51,7 @@ class Trees(NamedTuple):
         return mask
 
 
-def plan_rows(expected: Expected, num_rows: int, price: StepPrice, beside: Load) -> RowPlan:
+def plan_rows(expected: Expected, num_rows: int, price: StepPrice, other_load: Load) -> RowPlan:
     """Plan of `num_rows` rows of each kind, beside the load of other rows, which emit one token each.
 
     Maximises over all depths and all probability thresholds of verified nodes. Tokens beyond the first tile cost a
@@ -60,21 +60,21 @@ def plan_rows(expected: Expected, num_rows: int, price: StepPrice, beside: Load)
     _, sums, counts = expected
     depths = np.arange(sums.shape[-2])[:, None]
     tokens, nodes = num_rows * sums.cumsum(axis=-2), num_rows * counts.cumsum(axis=-2)
-    load = beside._replace(rows=beside.rows + num_rows)
+    load = other_load._replace(rows=other_load.rows + num_rows)
     plain_s = price.seconds(load) - load.terms[-1] * price.tile_s
     share_s = price.tile_s / TILE
     beyond = (load.num_tokens + nodes - TILE).clip(min=0)
     seconds = plain_s + num_rows * depths * price.slot_s + nodes * price.token_s + beyond * share_s
     plain_s += max(0, load.num_tokens - TILE) * share_s
-    rates = (load.rows + tokens) / (seconds + np.reshape(_launch_s(len(depths), price, beside), (-1, 1)))
+    rates = (load.rows + tokens) / (seconds + np.reshape(_launch_s(len(depths), price, other_load), (-1, 1)))
     rate = rates.max(axis=(-2, -1)).clip(min=load.rows / plain_s)
     saved_s = (tokens / rate[..., None, None] - seconds).max(axis=-1)
     return RowPlan(rate, (saved_s - saved_s[..., :1].clip(min=-plain_s)) / num_rows)
 
 
-def _launch_s(num: int, price: StepPrice, beside: Load) -> list[float]:
+def _launch_s(num: int, price: StepPrice, other_load: Load) -> list[float]:
     """Launch cost of a draft's passes for depths 0, 1 and so on [num], beyond the passes of other rows."""
-    launched = beside.num_passes if beside.num_drafted else 0
+    launched = other_load.num_passes if other_load.num_drafted else 0
     num_passes = range(num) if price.is_sequential else [0, *[1] * (num - 1)]
     return [price.launch_s * max(0, num_launches - launched) for num_launches in num_passes]
 
@@ -86,13 +86,13 @@ class Drafting(NamedTuple):
     saved_s: float
 
 
-def best_drafting(plans: RowPlan, kinds: Array, most: Array, price: StepPrice, beside: Load) -> Drafting:
+def best_drafting(plans: RowPlan, kinds: Array, most: Array, price: StepPrice, other_load: Load) -> Drafting:
     """Depths of rows of these kinds [R], at most most[r] for row r, that save the most seconds or cost the least.
 
-    plans: one for every kind. beside: load of other rows.
+    plans: one for every kind. other_load: load of the other rows.
     """
     rows = list(zip(kinds.tolist(), most.tolist(), strict=True))
-    saved_s, launch_s = plans.saved_s.tolist(), _launch_s(plans.saved_s.shape[-1], price, beside)
+    saved_s, launch_s = plans.saved_s.tolist(), _launch_s(plans.saved_s.shape[-1], price, other_load)
     net_s, best = [-seconds for seconds in launch_s], dict[tuple[int, int], list[int]]()
     for (kind, deepest), num in Counter(rows).items():
         best_depths, depth = best.setdefault((kind, deepest), []), 0

@@ -71,7 +71,7 @@ class Controller:
         self.drafts = False
         """True if the latest step drafted. May be read by any thread."""
         self._live = LiveCost(self.price) if follows and price is not None and price is not NOMINAL else None
-        self._planned, self._beside = NO_ROWS, Load(0)
+        self._planned, self._other_load = NO_ROWS, Load(0)
         self._plans: RowPlan | None = None  # for every kind, given the number of rows and the load of others
         self._num_planned = 0  # steps since the plans were made
         self._num_drafts = 0  # steps that drafted
@@ -88,33 +88,35 @@ class Controller:
         """Kinds of rows [R], given `drawn` [R] (0 or 1) and their paths; there is one plan for each kind."""
         return self.model.kinds(drawn, paths)
 
-    def plan(self, rows: Planned, beside: Load) -> Array:
-        """Depths [R] of the next step's draft; `beside` is the load of other rows.
+    def plan(self, rows: Planned, other_load: Load) -> Array:
+        """Depths [R] of the next step's draft; other_load is the load of the other rows.
 
         Running means change slowly, so plans are valid for PLAN_EVERY steps with the same number of rows.
         """
-        changed = beside != self._beside or len(rows.kinds) != len(self._planned.kinds)
+        changed = other_load != self._other_load or len(rows.kinds) != len(self._planned.kinds)
         if self._plans is None or changed or self._num_planned >= PLAN_EVERY:
             self._observe()
-            self._plans = plan_rows(self.model.expected(), len(rows.kinds), self.price, beside)
-            self._beside, self._num_planned = beside, 0
+            self._plans = plan_rows(self.model.expected(), len(rows.kinds), self.price, other_load)
+            self._other_load, self._num_planned = other_load, 0
         self._num_planned += 1
-        depths = self._depths(self._plans, rows, beside)
+        depths = self._depths(self._plans, rows, other_load)
         self._explore(depths, rows.deepest)
-        if self._live is not None and not beside.num_drafted and abs(self._num_alike) >= PROBE_EVERY:
+        if self._live is not None and not other_load.num_drafted and abs(self._num_alike) >= PROBE_EVERY:
             drafts = bool(depths.any())
             if drafts == (self._num_alike > 0):
                 depths = np.zeros_like(depths) if drafts else np.minimum(1, rows.deepest)
         return self._begin(rows, depths)
 
-    def _depths(self, plans: RowPlan, rows: Planned, beside: Load) -> Array:
+    def _depths(self, plans: RowPlan, rows: Planned, other_load: Load) -> Array:
         """The best depths. If no draft saves time, explores: drafts occasionally, at a cost bounded by EXPLORE_SHARE.
 
         Otherwise one text with poor drafts would end drafting, and the acceptance would not be observed again.
         """
-        drafting = best_drafting(plans, *rows, self.price, beside)
+        drafting = best_drafting(plans, *rows, self.price, other_load)
         if drafting.saved_s <= 0 and drafting.depths.any():
-            self._spare_s += EXPLORE_SHARE * self.price.seconds(beside._replace(rows=beside.rows + len(rows.kinds)))
+            self._spare_s += EXPLORE_SHARE * self.price.seconds(
+                other_load._replace(rows=other_load.rows + len(rows.kinds))
+            )
             cost_s = max(self.price.launch_s, -drafting.saved_s)  # an accepted token may not make up for it
             if self._spare_s < cost_s:
                 return np.zeros_like(drafting.depths)

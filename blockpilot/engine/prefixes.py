@@ -77,13 +77,13 @@ class Prefixes:
             if row.request_id in complete:
                 self._keep(row, slot)
 
-    def worth_waiting(self, row: Row, beside: Sequence[Row]) -> bool:
+    def worth_waiting(self, row: Row, in_prefill: Sequence[Row]) -> bool:
         """True if a row in prefill now will cache many more tokens of this row's prompt."""
-        if not self._num_pages or not beside or row.request.num_prompt_logprobs is not None:
+        if not self._num_pages or not in_prefill or row.request.num_prompt_logprobs is not None:
             return False
         num = len(self._cached_prefix(row)) * PAGE + MIN_WAIT_TOKENS
         start = row.tokens[:num]
-        return len(start) == num and any(_may_use(row, other) and other.tokens[:num] == start for other in beside)
+        return len(start) == num and any(_may_use(row, other) and other.tokens[:num] == start for other in in_prefill)
 
     def _keep(self, row: Row, slot: int) -> None:
         """Cache all pages of a row's text but the anchor, whose keys and values are not computed yet."""

@@ -1,12 +1,12 @@
 """Acceptance model: the probability that drafted tokens are accepted, before the draft runs and after it.
 
-Before it: the nodes that each depth of a draft is expected to add to a tree, by running means. After it: a
-probability for every choice, by a logistic regression on what the draft says of it, learned online from what was
-verified. What was drafted and not verified is censored. Training gives a better prior.
+Before the draft: running means of the nodes that each depth is expected to add to a tree. After it: a probability for
+every choice, by a logistic regression on the draft's scores, learned online from verified nodes. Drafted nodes that
+are not verified are censored. Training gives a better prior.
 
-Draft probabilities are calibrated at temperature 0; where tokens are drawn, later choices are less often right than a
-draft says. So slots that are drawn have means and coefficients of their own. Means of each row, and heads on the
-draft's context vector, made the choice of depths worse (LOG.md).
+Draft probabilities are calibrated at temperature 0. When tokens are drawn, later choices are accepted less often than
+the draft's probabilities say, so drawn slots have separate means and coefficients. Means for each row, and heads on
+the draft's context vector, made the choice of depths worse (LOG.md).
 """
 
 import math
@@ -22,35 +22,35 @@ from blockpilot.types import Candidates
 
 Array = NDArray[Any]
 
-OF_CHOICE = "log_prob", "to_first", "to_next", "inverse_depth"  # what is known of a choice beside its own logit
+OF_CHOICE = "log_prob", "to_first", "to_next", "inverse_depth"  # inputs of a choice beside its logit by the draft
 NUM_KNOWN = 1 + len(OF_CHOICE)
-NUM_WEIGHTS = NUM_KNOWN + 2 * NUM_CONTEXTS  # then context (later choices above: 0, 1, more) by rank (first, later)
+NUM_WEIGHTS = NUM_KNOWN + 2 * NUM_CONTEXTS  # then context (later choices above: 0, 1, more) x rank (first, later)
 LEAST_SCORE, LEAST_CHANCE = -30.0, 1e-4
 PRIOR_VARIANCE = 5e-3  # of these weights
-OF_MATCH = "length", "agree", "held"  # what is known of a match
-OF_PATH = "one", *OF_MATCH, "later", "own", "first", "not_first", "absent"  # inputs of a path's token
+OF_MATCH = "length", "agree", "held"  # inputs of a match
+OF_PATH = "one", *OF_MATCH, "later", "own", "first", "not_first", "absent"  # inputs of a path token
 PATH_WEIGHTS = np.array(
     [
         [-1.5, 4.12, 0.39, 0.63, 0.24, 1.63, 0.86, 0.14, -0.73],
         [-2.29, 3.3, 0.69, 0.92, 0.29, 2.47, 1.4, 0.79, -0.98],
     ]
 )
-"""By `drawn`: fitted to 110 answers of SmolLM2-135M at temperature 0 and 110 at 1, half of the weight on prompt sets
-whose answers copy.
+"""By `drawn`; fitted to 110 answers of SmolLM2-135M at temperature 0 and 110 at 1, half of the weight on prompt sets
+whose answers copy from the prompt.
 """
 PATH_VARIANCE = 0.02
-LEAST_REACHED = 0.02  # probability, before the draft, of a path's token; what follows it is cut off
-LEARN_EVERY = 16  # steps whose outcomes are learned from together
-THRESHOLDS = np.geomspace(0.01, 0.8, 9)  # of the probability of nodes that depths are counted by
-FIRST_GUESS = 0.75  # share of reached positions that are accepted, before anything was seen
-GAINS = 0.0, 2.0, 6.0  # tokens that a path is expected to add: bounds between kinds of rows that have one
+LEAST_REACHED = 0.02  # probability, before the draft, below which a path is cut
+LEARN_EVERY = 16  # steps whose outcomes form one update
+THRESHOLDS = np.geomspace(0.01, 0.8, 9)  # least probabilities by which the nodes of a depth are counted
+FIRST_GUESS = 0.75  # acceptance probability of a position, before any observation
+GAINS = 0.0, 2.0, 6.0  # expected tokens of a path: bounds between the kinds of rows with a path
 NUM_KINDS = 2 * (1 + len(GAINS))
-DOUBT, MEMORY = 4.0, 1000.0  # drafts: of the first guess, and of the running means
+DOUBT, MEMORY = 4.0, 1000.0  # weights, in drafts, of the first guess and of the running means
 
 
 @dataclass(frozen=True, eq=False)
 class Prior:
-    """Weights of choices [2, NUM_WEIGHTS], by `drawn`, before anything was decoded."""
+    """Initial weights of the regression of choices [2, NUM_WEIGHTS], by `drawn`."""
 
     weights: Array
 
@@ -59,11 +59,11 @@ UNTRAINED = Prior(np.zeros((2, NUM_WEIGHTS)))
 
 
 class Paths(NamedTuple):
-    """Tokens [R, M] int32 that may follow R rows, sizes[r] of row r: they followed where its text stood before.
+    """Tokens [R, M] int32 from prompt lookup for R rows, sizes[r] of row r: they followed an earlier match.
 
-    known [R, 3] are inputs of their probabilities: tokens that both places share at their ends, the share of such
-    places that the first token followed, and how often it held in this row lately. drawn [R] 0 or 1. gains [R]:
-    tokens that they are expected to add, as far as is known before the draft.
+    known [R, 3] are regression inputs (OF_MATCH): tokens of the match, the share of matches that the same first token
+    followed, and how often paths' first tokens were right in this row lately. drawn [R] is 0 or 1. gains [R]: tokens
+    that paths are expected to add, estimated before the draft.
     """
 
     tokens: Array
@@ -74,10 +74,10 @@ class Paths(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """Nodes that each depth is expected to add to the tree of a row, by their least probability, thresholds [J].
+    """Nodes that each depth is expected to add to a row's tree, by thresholds [J] of their probability.
 
-    sums [1 + D, J] of the probabilities of nodes at least so probable, and counts [1 + D, J] of them; of K kinds
-    [K, 1 + D, J]. At depth 0 are those that need no draft.
+    sums of the probabilities of nodes above each threshold, and their counts, both [1 + D, J], or [K, 1 + D, J] for K
+    kinds of rows. Depth 0 has the nodes that need no draft.
     """
 
     thresholds: Array
@@ -86,21 +86,23 @@ class Expected(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """Choices of N slots after P choices each, [N * P, k], and what is known of them on the host."""
+    """Choices of N slots after P choices each, [N * P, k]: the draft's scores and acceptance probabilities, on the
+    host.
+    """
 
     scores: Array
     log_probs: Array
     drawn: Array
     """[N * P]"""
     slots: Array
-    """[N * P], places below the anchor, from 0 on."""
+    """[N * P]: index of the slot below the anchor, from 0."""
     chances: Array
-    """[NUM_CONTEXTS, N * P, k], by the choices above that are no first ones; they fall along k."""
+    """[NUM_CONTEXTS, N * P, k], by the number of later (not first) choices above; they fall along k."""
 
 
 class Observed(NamedTuple):
-    """Choices [M] that were verified below what the target chose, in slots of which these scores and log_probs [M, k]
-    were known; ranks [M] among them, later choices above, and which were right.
+    """Verified choices [M] below accepted nodes: scores and log_probs [M, k] of their slots' choices, their ranks [M]
+    among these, the numbers of later choices above, and which were accepted (`right`).
     """
 
     scores: Array
@@ -113,28 +115,28 @@ class Observed(NamedTuple):
 
 
 class Regression:
-    """Logistic regression that learns online, apart for what is drawn and what is not: weights [2, inputs]."""
+    """Logistic regression that learns online, with separate weights [2, inputs] for greedy and drawn tokens."""
 
     def __init__(self, weights: Array, variance: float) -> None:
         self.weights = weights.astype(float, order="C")
         self._precision = np.stack([np.eye(weights.shape[1]) / variance] * 2)
 
     def learn(self, inputs: Array, drawn: Array, right: Array, offsets: Array | float = 0.0) -> None:
-        """One step of Newton's method from what the precision so far says (online Laplace approximation).
+        """One step of Newton's method with the accumulated precision (online Laplace approximation).
 
-        Of M outcomes: inputs [M, inputs], drawn [M] and right [M]; offsets [M] are added to the logits.
+        M outcomes: inputs [M, inputs], drawn [M] and right [M]; offsets [M] are added to the logits.
         """
         errors = right - logistic(offsets + (inputs * self.weights[drawn.astype(int)]).sum(axis=1))
         for kind in (0, 1):
-            if not (of_kind := drawn == kind).any():
+            if not (mask := drawn == kind).any():
                 continue
-            x, chance = inputs[of_kind], (right - errors)[of_kind]
+            x, chance = inputs[mask], (right - errors)[mask]
             self._precision[kind] += (x * (chance * (1 - chance))[:, None]).T @ x
-            self.weights[kind] += np.linalg.solve(self._precision[kind], x.T @ errors[of_kind])
+            self.weights[kind] += np.linalg.solve(self._precision[kind], x.T @ errors[mask])
 
 
 class AcceptanceModel:
-    """Probabilities of one draft's tokens. deepest: positions that it proposes tokens for at most, 0 of no draft."""
+    """Acceptance probabilities of one draft's tokens. deepest: maximum positions of the draft; 0 without one."""
 
     def __init__(self, deepest: int, prior: Prior = UNTRAINED) -> None:
         if deepest < 0:
@@ -144,103 +146,108 @@ class AcceptanceModel:
         self.paths = Regression(PATH_WEIGHTS, PATH_VARIANCE)
         guess = FIRST_GUESS ** np.arange(1, deepest + 1)[:, None]
         above = guess >= THRESHOLDS
-        # Fading sums over steps, by kind and depth: probabilities and counts of nodes [2, 1 + D, J], drafts [1 + D].
-        first = np.zeros((2, deepest + 1, len(THRESHOLDS)))
-        first[:, 1:] = DOUBT * np.stack([guess * above, above])
-        self._nodes = np.stack([first] * NUM_KINDS)
+        # Exponentially decayed sums, by kind and depth: probabilities and counts of nodes [2, 1 + D, J], drafts [1 +
+        # D].
+        initial = np.zeros((2, deepest + 1, len(THRESHOLDS)))
+        initial[:, 1:] = DOUBT * np.stack([guess * above, above])
+        self._nodes = np.stack([initial] * NUM_KINDS)
         self._drafts = np.full((NUM_KINDS, deepest + 1), DOUBT)
-        self._drafts[:, 0] = 1e-3  # nothing is guessed of what needs no draft
+        self._drafts[:, 0] = 1e-3  # no first guess for nodes that need no draft
         self._unlearned = list[Observed]()
         self._unlearned_paths = list[tuple[Array, Array, Array]]()
 
     @property
     def weights(self) -> Array:
-        """Those of choices now, as a Prior has them."""
+        """Current weights of the regression of choices, as in `Prior`."""
         return self.choices.weights
 
     # --- before the draft ---
 
     def follow(self, paths: Paths) -> Paths:
-        """Paths with what they are expected to add, cut where they are hardly reached. RuntimeError without C."""
+        """Paths with their expected gains, cut where the probability falls below LEAST_REACHED. RuntimeError
+        without C.
+        """
         sizes, gains = follow_paths(paths.sizes, paths.known, paths.drawn, self.paths.weights, LEAST_REACHED)
         return paths._replace(sizes=sizes, gains=gains)
 
     def kinds(self, drawn: Array, paths: Paths | None) -> Array:
-        """Kinds of rows [R] by `drawn` [R] (0 or 1) and by the tokens that their paths are expected to add."""
+        """Kinds of rows [R], by `drawn` [R] (0 or 1) and by the expected gains of their paths."""
         if paths is None:
             return drawn
-        found: Array = drawn + 2 * np.searchsorted(GAINS, paths.gains, side="right") * (paths.sizes > 0)
-        return found
+        kinds: Array = drawn + 2 * np.searchsorted(GAINS, paths.gains, side="right") * (paths.sizes > 0)
+        return kinds
 
     def expected(self) -> Expected:
-        """Nodes that each depth is expected to add to the trees of rows of every kind."""
+        """Nodes that each depth is expected to add to a tree, for every kind of rows."""
         means = self._nodes / self._drafts[:, None, :, None]
         return Expected(THRESHOLDS, means[:, 0], means[:, 1])
 
-    def observe(self, kinds: Array, drafted: Array, of_nodes: Array, depths: Array, chances: Array) -> None:
-        """Learn what drafts of depths drafted [R] added, of rows of these kinds [R]: nodes [M] of rows of the kinds
-        `of_nodes`, at these depths (0 of a path) and with these probabilities.
+    def observe(self, kinds: Array, drafted: Array, node_kinds: Array, depths: Array, chances: Array) -> None:
+        """Learn the nodes that drafts of depths `drafted` [R] added to trees of rows of these kinds [R].
+
+        Nodes [M]: the kinds of their rows, depths (0 for a path's node) and probabilities.
         """
         shape = NUM_KINDS, self.deepest + 1, len(THRESHOLDS) + 1
         bins = np.searchsorted(THRESHOLDS, chances, side="right")
-        flat = (of_nodes * shape[1] + depths) * shape[2] + bins
-        both = [np.bincount(flat, of, math.prod(shape)).reshape(shape) for of in (chances, None)]
+        flat = (node_kinds * shape[1] + depths) * shape[2] + bins
+        both = [np.bincount(flat, weights, math.prod(shape)).reshape(shape) for weights in (chances, None)]
         at_least = np.stack(both, axis=1)[..., ::-1].cumsum(axis=-1)[..., -2::-1]
         reached = np.bincount(kinds * shape[1] + drafted, minlength=NUM_KINDS * shape[1])
         num_drafts = reached.reshape(NUM_KINDS, -1)[:, ::-1].cumsum(axis=1)[:, ::-1]
-        keep = 1 - np.minimum(1, num_drafts / MEMORY)
-        self._nodes = keep[:, None, :, None] * self._nodes + at_least * (num_drafts > 0)[:, None, :, None]
-        self._drafts = keep * self._drafts + num_drafts
+        decay = 1 - np.minimum(1, num_drafts / MEMORY)
+        self._nodes = decay[:, None, :, None] * self._nodes + at_least * (num_drafts > 0)[:, None, :, None]
+        self._drafts = decay * self._drafts + num_drafts
 
-    # --- after it ---
+    # --- after the draft ---
 
-    def propose(self, known: Array, found: Candidates, slots: Array) -> Proposal:
-        """Probabilities of a draft's choices, [N, k]: slots [N] are places below the anchor. The draft's own where
-        known [N] is False.
+    def propose(self, planned: Array, choices: Candidates, slots: Array) -> Proposal:
+        """Acceptance probabilities of a draft's choices [N, k] in slots [N] below the anchor.
+
+        Where planned [N] is False, they are the draft's probabilities.
         """
-        of_found = (each.numpy(force=True) for each in (found.scores, found.log_probs))
-        scores, log_probs = (np.ascontiguousarray(values, dtype=np.float32) for values in of_found)
-        drawn = found.drawn.numpy(force=True)
-        chances = choice_chances(scores, log_probs, drawn, slots, known, self.choices.weights)
+        tensors = choices.scores, choices.log_probs
+        scores, log_probs = (np.ascontiguousarray(t.numpy(force=True), dtype=np.float32) for t in tensors)
+        drawn = choices.drawn.numpy(force=True)
+        chances = choice_chances(scores, log_probs, drawn, slots, planned, self.choices.weights)
         if chances is None:
             chances = self._chances(scores, log_probs, drawn, slots)
-            chances[:, ~known] = own_chances(found).numpy(force=True)[:, ~known]
+            chances[:, ~planned] = own_chances(choices).numpy(force=True)[:, ~planned]
         return Proposal(scores, log_probs, drawn, slots, chances)
 
     def _chances(self, scores: Array, log_probs: Array, drawn: Array, slots: Array) -> Array:
-        """As growing.c computes them."""
-        known, weights = knowledge(scores, log_probs, drawn, slots), self.choices.weights[drawn.astype(int)]
-        logits = known[..., 0] + (known @ weights[:, :NUM_KNOWN, None])[..., 0]
-        of_context = weights[:, NUM_KNOWN:].reshape(-1, NUM_CONTEXTS, 2)
+        """Probabilities as `choice_chances` of growing.c computes them."""
+        features, weights = knowledge(scores, log_probs, drawn, slots), self.choices.weights[drawn.astype(int)]
+        logits = features[..., 0] + (features @ weights[:, :NUM_KNOWN, None])[..., 0]
+        context_weights = weights[:, NUM_KNOWN:].reshape(-1, NUM_CONTEXTS, 2)
         by_context = np.repeat(logits[None], NUM_CONTEXTS, axis=0)
-        by_context[..., 0] += of_context[..., 0].T
-        by_context[..., 1:] += of_context[..., 1].T[..., None]
+        by_context[..., 0] += context_weights[..., 0].T
+        by_context[..., 1:] += context_weights[..., 1].T[..., None]
         chances = logistic(by_context)
-        chances[:, ~(scores > -np.inf)] = 0.0  # what cannot be drawn, or is no number
+        chances[:, ~(scores > -np.inf)] = 0.0  # cannot be drawn, or not a number
         chances /= np.maximum(chances.sum(axis=-1, keepdims=True), 1.0)
         return np.minimum.accumulate(chances, axis=-1)
 
     def learn(self, proposal: Proposal, choices: Array, laters: Array, right: Array) -> None:
-        """Learn from choices [M] that were verified below what the target chose, flat places in [N * P, k].
+        """Learn from verified choices [M] below accepted nodes, as flat indices in [N * P, k].
 
-        laters [M] are the later choices above each; right [M] those that the target made.
+        laters [M]: numbers of later choices above each; right [M]: choices that were accepted.
         """
-        places, ranks = np.divmod(choices, proposal.scores.shape[1])
-        of_places = (values[places] for values in proposal[:4])
-        self._unlearned.append(Observed._make([*of_places, ranks, laters, right]))
+        lists, ranks = np.divmod(choices, proposal.scores.shape[1])
+        choices_of_lists = (values[lists] for values in proposal[:4])
+        self._unlearned.append(Observed._make([*choices_of_lists, ranks, laters, right]))
         if len(self._unlearned) >= LEARN_EVERY:
             self.learn_from(Observed(*map(np.concatenate, zip(*self._unlearned, strict=True))))
             self._unlearned = []
 
     def learn_from(self, observed: Observed) -> None:
-        """Learn from choices at once."""
-        known = knowledge(*observed[:4])[np.arange(len(observed.ranks)), observed.ranks]
-        inputs = inputs_of(known, observed.ranks, observed.laters)
+        """Learn from verified choices immediately."""
+        features = knowledge(*observed[:4])[np.arange(len(observed.ranks)), observed.ranks]
+        inputs = inputs_of(features, observed.ranks, observed.laters)
         self.choices.learn(inputs, observed.drawn, observed.right, inputs[:, 0])
 
     def learn_paths(self, inputs: Array, drawn: Array, right: Array) -> None:
-        """Learn from tokens [M] of paths that were verified below what the target chose: inputs [M, len(OF_PATH)],
-        which were drawn [M], and which were right [M].
+        """Learn from verified path tokens [M] below accepted nodes: inputs [M, len(OF_PATH)], which were drawn [M],
+        and which were accepted, right [M].
         """
         self._unlearned_paths.append((inputs, drawn, right))
         if len(self._unlearned_paths) >= LEARN_EVERY:
@@ -248,33 +255,34 @@ class AcceptanceModel:
             self._unlearned_paths = []
 
 
-def inputs_of(known: Array, ranks: Array, laters: Array) -> Array:
-    """Inputs of the regression [M, NUM_WEIGHTS], of choices of which this is `known` [M, NUM_KNOWN], by later
-    choices above. The first is added to the logit as well.
+def inputs_of(features: Array, ranks: Array, laters: Array) -> Array:
+    """Regression inputs [M, NUM_WEIGHTS] of choices with features [M, NUM_KNOWN], ranks [M] and numbers of later
+    choices above [M]. The first input is also the offset of the logit.
     """
     inputs = np.zeros((len(ranks), NUM_WEIGHTS))
-    inputs[:, :NUM_KNOWN] = known
+    inputs[:, :NUM_KNOWN] = features
     inputs[np.arange(len(ranks)), NUM_KNOWN + 2 * np.minimum(laters, NUM_CONTEXTS - 1) + (ranks > 0)] = 1.0
     return inputs
 
 
 def knowledge(scores: Array, log_probs: Array, drawn: Array, slots: Array) -> Array:
-    """The own logit and OF_CHOICE of every choice [N, k], float64 [N, k, NUM_KNOWN].
+    """Features of every choice [N, k]: its logit by the draft, and OF_CHOICE; float64 [N, k, NUM_KNOWN].
 
-    The draft's own probability, at temperature 0. Where tokens are drawn the noise has decided already, if the
-    distributions agree; how clearly it has says how far they may differ.
+    At temperature 0 the logit is of the draft's probability. For drawn tokens the noise has already decided if the
+    distributions agree; the margins of the race tell how much they may differ.
     """
-    found = np.zeros((*scores.shape, NUM_KNOWN))
+    features = np.zeros((*scores.shape, NUM_KNOWN))
     scores, log_probs = (
         np.maximum(np.nan_to_num(values, nan=LEAST_SCORE), LEAST_SCORE) for values in (scores, log_probs)
     )
     shares = np.exp(scores - scores[:, :1])
-    own = np.where(drawn[:, None], shares / shares.sum(axis=1, keepdims=True), np.exp(log_probs))
-    own = own.clip(LEAST_CHANCE, 1 - LEAST_CHANCE)
-    found[..., 0], found[..., 1], found[..., 2] = np.log(own / (1 - own)), log_probs, scores - scores[:, :1]
-    found[:, :-1, 3] = scores[:, :-1] - scores[:, 1:]
-    found[..., 4] = (1 / (1 + slots))[:, None]
-    return found
+    probs = np.where(drawn[:, None], shares / shares.sum(axis=1, keepdims=True), np.exp(log_probs))
+    probs = probs.clip(LEAST_CHANCE, 1 - LEAST_CHANCE)
+    features[..., 0], features[..., 1] = np.log(probs / (1 - probs)), log_probs
+    features[..., 2] = scores - scores[:, :1]
+    features[:, :-1, 3] = scores[:, :-1] - scores[:, 1:]
+    features[..., 4] = (1 / (1 + slots))[:, None]
+    return features
 
 
 def logistic(values: Array) -> Array:

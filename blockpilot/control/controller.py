@@ -1,7 +1,7 @@
-"""Controller of an engine: it plans how deep rows draft, selects what of it is verified, and learns from the outcome.
+"""Controller of an engine: plans how deep rows draft, selects the nodes to verify, and learns from the outcomes.
 
-The engine knows these calls and nothing of costs and probabilities. A controller holds all adaptive state: another
-draft, or a fresh start, is another controller.
+The engine makes these calls and knows neither costs nor probabilities. A controller holds all adaptive state: a new
+draft or a fresh start needs a new controller.
 """
 
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ from blockpilot.control.cost import NOMINAL, LiveCost, Load, StepPrice
 from blockpilot.types import Candidates, CandidateSet, Prefill
 
 PLAN_EVERY = 8  # steps
-PROBE_EVERY = 128  # steps of one kind, plain or drafting, after which one of the other shows what that takes now
-EXPLORE_EVERY = 4  # drafting steps, of which one has a row that drafts as deep as it may
-EXPLORE_SHARE = 0.008  # of a plain step's seconds, that drafts which seem not worth theirs may cost
+PROBE_EVERY = 128  # steps of one kind, plain or drafting, after which one of the other kind measures its cost
+EXPLORE_EVERY = 4  # drafting steps, of which one has a row that drafts to its maximum depth
+EXPLORE_SHARE = 0.008  # of the plain step cost, to spend on drafts whose expected gain is below their cost
 
 
 class Planned(NamedTuple):
-    """Rows that a controller chooses for: their kinds [R] (`AcceptanceModel.kinds`), and how deep each may draft."""
+    """Rows that a controller plans: their kinds [R] (`AcceptanceModel.kinds`) and maximum depths [R]."""
 
     kinds: Array
     deepest: Array
@@ -31,10 +31,10 @@ NO_ROWS = Planned(np.zeros(0, dtype=int), np.zeros(0, dtype=int))
 
 
 class Verified(NamedTuple):
-    """What was verified below what the target chose.
+    """Outcomes of the verified nodes below accepted ones.
 
-    Choices [M] of a proposal, flat places in it, later choices above each, and which of them the target made. Tokens
-    of paths: their inputs [P, len(OF_PATH)], which were drawn [P], and which the target chose.
+    Choices [M] of a proposal as flat indices, the numbers of later choices above each, and which were accepted
+    (`right`). Tokens of paths: inputs [P, len(OF_PATH)], which were drawn [P], and which were accepted.
     """
 
     choices: Array
@@ -51,16 +51,17 @@ class StepOutcome(NamedTuple):
     load: Load
     num_prompt_tokens: int = 0
     verified: Verified | None = None
-    """Of rows that were planned."""
+    """Of the planned rows."""
     has_captured: bool = False
-    """A CUDA graph was captured in it, which takes longer than the step."""
+    """A CUDA graph was captured in the step, which takes longer than the step itself."""
 
 
 class Controller:
-    """Depths and nodes that make the most tokens a second.
+    """Chooses the depths and nodes that maximise tokens per second.
 
-    price: of a step, by default NOMINAL. A measured one follows the seconds of the engine's steps, unless `follows`
-    is False; steps of one kind, plain or drafting, do not tell what the other takes, so now and then one is a probe.
+    price: step cost, by default NOMINAL. Unless `follows` is False, a measured step cost is updated from the engine's
+    steps. Steps of one kind, plain or drafting, do not measure the other, so after PROBE_EVERY of them one is a
+    probe.
     """
 
     def __init__(self, model: AcceptanceModel, price: StepPrice | None = None, *, follows: bool = True) -> None:
@@ -70,67 +71,70 @@ class Controller:
         self.drafts = False
         """True if the latest step drafted. May be read by any thread."""
         self._live = LiveCost(self.price) if follows and price is not None and price is not NOMINAL else None
-        self._planned, self._beside = NO_ROWS, Load(0)
-        self._plans: RowPlan | None = None  # of every kind, of as many rows beside the same others
-        self._num_planned = 0  # steps since
+        self._planned, self._other_load = NO_ROWS, Load(0)
+        self._plans: RowPlan | None = None  # for every kind, given the number of rows and the load of others
+        self._num_planned = 0  # steps since the plans were made
         self._num_drafts = 0  # steps that drafted
-        self._spare_s = 0.0  # that drafts may cost
+        self._spare_s = 0.0  # saved up for exploration
         self._grown = list[Trees]()
         self._proposal: Proposal | None = None
-        self._num_alike = 0  # steps in a row that drafted, or below 0 that did not
+        self._num_alike = 0  # consecutive steps that drafted; negative: that did not
 
     def follow(self, paths: Paths) -> Paths:
-        """Paths with the chances of their tokens, cut where they are hardly reached."""
+        """Paths with their expected gains, cut where they are improbable."""
         return self.model.follow(paths)
 
     def kinds(self, drawn: Array, paths: Paths | None) -> Array:
-        """Kinds of rows [R] that are `drawn` [R] (0 or 1), by which plans differ."""
+        """Kinds of rows [R], given `drawn` [R] (0 or 1) and their paths; there is one plan for each kind."""
         return self.model.kinds(drawn, paths)
 
-    def plan(self, rows: Planned, beside: Load) -> Array:
-        """Positions [R] that the next step's draft proposes tokens for; `beside` is what other rows take in.
+    def plan(self, rows: Planned, other_load: Load) -> Array:
+        """Depths [R] of the next step's draft; other_load is the load of the other rows.
 
-        Means over steps move slowly, so plans hold for PLAN_EVERY steps of as many rows.
+        Running means change slowly, so plans are valid for PLAN_EVERY steps with the same number of rows.
         """
-        changed = beside != self._beside or len(rows.kinds) != len(self._planned.kinds)
+        changed = other_load != self._other_load or len(rows.kinds) != len(self._planned.kinds)
         if self._plans is None or changed or self._num_planned >= PLAN_EVERY:
             self._observe()
-            self._plans = plan_rows(self.model.expected(), len(rows.kinds), self.price, beside)
-            self._beside, self._num_planned = beside, 0
+            self._plans = plan_rows(self.model.expected(), len(rows.kinds), self.price, other_load)
+            self._other_load, self._num_planned = other_load, 0
         self._num_planned += 1
-        depths = self._depths(self._plans, rows, beside)
+        depths = self._depths(self._plans, rows, other_load)
         self._explore(depths, rows.deepest)
-        if self._live is not None and not beside.num_drafted and abs(self._num_alike) >= PROBE_EVERY:
+        if self._live is not None and not other_load.num_drafted and abs(self._num_alike) >= PROBE_EVERY:
             drafts = bool(depths.any())
             if drafts == (self._num_alike > 0):
                 depths = np.zeros_like(depths) if drafts else np.minimum(1, rows.deepest)
         return self._begin(rows, depths)
 
-    def _depths(self, plans: RowPlan, rows: Planned, beside: Load) -> Array:
-        """The best depths; now and then those of drafts that seem not worth their seconds, at a bounded cost.
+    def _depths(self, plans: RowPlan, rows: Planned, other_load: Load) -> Array:
+        """The best depths. If no draft saves time, explores: drafts occasionally, at a cost bounded by EXPLORE_SHARE.
 
-        Else what drafts bring would stay unknown as soon as one text made them seem poor.
+        Otherwise one text with poor drafts would end drafting, and the acceptance would not be observed again.
         """
-        drafting = best_drafting(plans, *rows, self.price, beside)
+        drafting = best_drafting(plans, *rows, self.price, other_load)
         if drafting.saved_s <= 0 and drafting.depths.any():
-            self._spare_s += EXPLORE_SHARE * self.price.seconds(beside._replace(rows=beside.rows + len(rows.kinds)))
-            cost_s = max(self.price.launch_s, -drafting.saved_s)  # what comes of it may be nothing
+            self._spare_s += EXPLORE_SHARE * self.price.seconds(
+                other_load._replace(rows=other_load.rows + len(rows.kinds))
+            )
+            cost_s = max(self.price.launch_s, -drafting.saved_s)  # an accepted token may not make up for it
             if self._spare_s < cost_s:
                 return np.zeros_like(drafting.depths)
             self._spare_s -= cost_s
         return drafting.depths
 
     def _explore(self, depths: Array, deepest: Array) -> None:
-        """Now and then let one row draft to its end: what deeper drafts bring would else be known from long ago.
+        """In one of EXPLORE_EVERY drafting steps, let one row draft to its maximum depth: keeps deep means up to
+        date.
 
-        Not of a draft that takes a pass for each depth.
+        Not for a sequential draft, which takes a pass for each depth.
         """
         if self.price.is_sequential or not depths.any():
             return
         self._num_drafts += 1
-        turn, left = divmod(self._num_drafts, EXPLORE_EVERY)
-        if not left:
-            row = turn % len(depths)
+        num_explored, remainder = divmod(self._num_drafts, EXPLORE_EVERY)
+        if not remainder:
+            row = num_explored % len(depths)
             depths[row] = deepest[row]
 
     def _begin(self, rows: Planned, depths: Array) -> Array:
@@ -138,25 +142,25 @@ class Controller:
         return depths
 
     def _observe(self) -> None:
-        """Take in what drafts have added since the latest plans."""
+        """Update the acceptance model with the trees grown since the latest plans."""
         if not self._grown:
             return
         trees = Trees._make(map(np.concatenate, zip(*self._grown, strict=True)))
-        rows, places = (trees.taken & (trees.depths >= 0)).nonzero()
-        of_nodes = trees.kinds[rows], trees.depths[rows, places], trees.chances[rows, places]
-        self.model.observe(trees.kinds, trees.drafted, *of_nodes)
+        rows, columns = (trees.taken & (trees.depths >= 0)).nonzero()
+        nodes = trees.kinds[rows], trees.depths[rows, columns], trees.chances[rows, columns]
+        self.model.observe(trees.kinds, trees.drafted, *nodes)
         self._grown = []
 
-    def propose(self, known: Array, found: Candidates, slots: Array) -> Proposal:
-        """Probabilities of a draft's choices, in slots [N] below the anchor; the draft's own where `known` [N] is
-        False: of rows that were not planned.
+    def propose(self, planned: Array, choices: Candidates, slots: Array) -> Proposal:
+        """Acceptance probabilities of a draft's choices in slots [N] below the anchor; the draft's probabilities
+        where planned [N] is False.
         """
-        self._proposal = self.model.propose(known, found, slots)
+        self._proposal = self.model.propose(planned, choices, slots)
         return self._proposal
 
     def select(self, trees: Trees, drafted: Load) -> Array:
         """Number of nodes to verify of every tree, [R]."""
-        if self._grown and self._grown[-1].chances.shape[1] != trees.chances.shape[1]:  # of another engine
+        if self._grown and self._grown[-1].chances.shape[1] != trees.chances.shape[1]:  # a different engine
             self._observe()
         self._grown.append(trees)
         return choose_nodes(trees, self.price, drafted, self._rates(trees))
@@ -167,12 +171,12 @@ class Controller:
         return rates
 
     def learn(self, outcome: StepOutcome, seconds: float) -> None:
-        """Learn from a step that took so long."""
-        if (found := outcome.verified) is not None:
-            if self._proposal is not None and len(found.choices):
-                self.model.learn(self._proposal, *found[:3])
-            if len(found.path_right):
-                self.model.learn_paths(*found[3:])
+        """Learn from the outcome of a step, and from its seconds."""
+        if (verified := outcome.verified) is not None:
+            if self._proposal is not None and len(verified.choices):
+                self.model.learn(self._proposal, *verified[:3])
+            if len(verified.path_right):
+                self.model.learn_paths(*verified[3:])
         load = outcome.load
         if not load.rows or outcome.num_prompt_tokens or outcome.has_captured:
             return
@@ -180,8 +184,8 @@ class Controller:
         if self._live is not None:
             self._live.observe(load, seconds)
             self.price = self._live.price
-        before = self._num_alike if self.drafts == (self._num_alike > 0) else 0
-        self._num_alike = before + (1 if self.drafts else -1)
+        num_alike = self._num_alike if self.drafts == (self._num_alike > 0) else 0
+        self._num_alike = num_alike + (1 if self.drafts else -1)
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
-"""Price of a step: seconds by the rows, drafted slots and verified tokens that it takes in.
+"""Step cost: seconds of a step by its rows, drafted positions and verified tokens.
 
-A step reads every weight once, and multiplies a tile of tokens by it in nearly the time of one. Beyond that it is
-linear in what it takes in, to a few percent on CPUs and GPUs. So a handful of coefficients, fitted to a few timed
-steps (evaluation/pricing.py), price every step that may be asked for, also those of ragged batches.
+A step reads every weight once, and multiplies a tile of tokens by it in nearly the time of one token. Beyond that its
+time is linear in the load, to a few percent on CPUs and GPUs. So six coefficients, fitted to a few timed steps
+(evaluation/pricing.py), give the cost of every step, including ragged batches.
 
-These are of steps that have the machine to themselves. In a server they share it with event loops, clients and
-tokenizers, texts grow, and a slow moment of the machine lengthens all steps alike: LiveCost follows that.
+The timed steps run alone on the machine. In a server, event loops, clients and tokenizers run beside them, texts
+grow, and the machine's speed varies, which scales all steps alike: LiveCost estimates the current coefficients.
 """
 
 import json
@@ -23,24 +23,24 @@ Array = NDArray[np.float64]
 
 PRICE_FILE = "price.json"
 COEFFICIENTS = ("base_s", "row_s", "launch_s", "slot_s", "token_s", "tile_s")
-TILE = 16  # tokens that a product with the weights takes in nearly the time of one
+TILE = 16  # tokens that a product with the weights multiplies in nearly the time of one
 
-LEVEL, SLOPES = 0.5, 0.2  # standard deviations of what is not known of a price at first, as shares of it
-LEVEL_STEP, SLOPE_STEP = 0.03, 0.002  # of how they wander, from step to step
-NUM_STEPS = 8  # that are observed as one: their loads and seconds add up
-NOISE = 0.12  # of the seconds of a step; of several as one it is less by the root of their number
-OUTLIER = 3.0  # standard deviations: what is further off counts as much as this
-LEAST = 0.1  # of a coefficient that was measured
+LEVEL, SLOPES = 0.5, 0.2  # initial standard deviations of the coefficients, relative to them
+LEVEL_STEP, SLOPE_STEP = 0.03, 0.002  # standard deviations of their drift in a step
+NUM_STEPS = 8  # steps in one update, of their summed loads and seconds
+NOISE = 0.12  # relative, of a step's seconds; of the mean of n steps it is less by the root of n
+OUTLIER = 3.0  # standard deviations at which errors are clipped
+LEAST = 0.1  # lower bound of a coefficient, relative to the measured one
 
 
 class Load(NamedTuple):
-    """Rows, drafted positions and verified tokens of a step without prompts."""
+    """Load of a step without prefill: rows, drafted positions and verified tokens."""
 
     rows: int
     num_drafted: int = 0
-    """Positions that the draft proposes tokens for, of all rows."""
+    """Positions that the draft proposes tokens for, in all rows."""
     num_verified: int = 0
-    """Drafted tokens that the target scores, of all rows."""
+    """Drafted tokens that the target scores, in all rows."""
     num_passes: int = 1
     """Passes of the draft, if anything is drafted (`passes`)."""
 
@@ -51,22 +51,24 @@ class Load(NamedTuple):
 
     @property
     def terms(self) -> tuple[int, ...]:
-        """Factors of the coefficients."""
+        """Factors of COEFFICIENTS."""
         num_passes, more_tiles = self.num_passes if self.num_drafted else 0, (self.num_tokens - 1) // TILE
         return 1, self.rows, num_passes, self.num_drafted, self.num_verified, more_tiles
 
 
 def passes(depths: Iterable[int], is_sequential: bool) -> int:
-    """Passes, if any, of a draft that proposes tokens for depths[r] positions: a sequential one for each depth."""
+    """Passes of a draft that proposes tokens for depths[r] positions: one for each depth if it is sequential, else
+    one.
+    """
     return max([1, *depths]) if is_sequential else 1
 
 
 @dataclass(frozen=True)
 class StepPrice:
-    """Seconds of a step of a pair on a device: the sum of its coefficients times `Load.terms`.
+    """Step cost of a pair on a device: seconds are the sum of the coefficients times `Load.terms`.
 
-    context: tokens of the rows that were timed; rows: how many at most. error: mean relative error on timed steps
-    that the fit has not seen.
+    context: tokens of the timed rows; rows: maximum number of timed rows. error: mean relative error on timed steps
+    that were not used in the fit.
     """
 
     pair: PairId
@@ -79,18 +81,18 @@ class StepPrice:
     launch_s: float
     """Seconds of each pass of the draft."""
     slot_s: float
-    """Seconds of every position that it proposes tokens for."""
+    """Seconds of every position that the draft proposes tokens for."""
     token_s: float
     """Seconds of every drafted token that is verified."""
     error: float
     is_sequential: bool = False
-    """The draft proposes token by token, in a pass for each depth."""
+    """The draft is autoregressive: one pass for each depth."""
     tile_s: float = 0.0
-    """Seconds of every tile that the tokens of a step begin beyond the first."""
+    """Seconds of every tile of tokens beyond the first, full or not."""
 
     @property
     def by_name(self) -> dict[str, float]:
-        """The coefficients, by their names."""
+        """Coefficients by name."""
         return {name: getattr(self, name) for name in COEFFICIENTS}
 
     @property
@@ -100,16 +102,16 @@ class StepPrice:
     def seconds(self, load: Load) -> float:
         _, rows, num_passes, slots, tokens, more_tiles = load.terms
         plain_s = self.base_s + rows * self.row_s
-        of_tokens = tokens * self.token_s + more_tiles * self.tile_s
-        return plain_s + num_passes * self.launch_s + slots * self.slot_s + of_tokens
+        verified_s = tokens * self.token_s + more_tiles * self.tile_s
+        return plain_s + num_passes * self.launch_s + slots * self.slot_s + verified_s
 
     def chains_s(self, block_size: int, rows: int) -> float:
-        """Seconds of a step in which all rows verify chains of this block size."""
+        """Cost in seconds of a step in which all rows verify chains of this block size."""
         num_drafted = rows * (block_size - 1)
         return self.seconds(Load(rows, num_drafted, num_drafted, passes([block_size - 1], self.is_sequential)))
 
     def relative(self, block_sizes: Sequence[int], rows: int) -> list[float]:
-        """`chains_s` of each block size, in steps of plain decoding."""
+        """`chains_s` of each block size, relative to plain decoding."""
         return [self.chains_s(size, rows) / self.chains_s(1, rows) for size in block_sizes]
 
     def with_coefficients(self, coefficients: Array) -> Self:
@@ -123,10 +125,10 @@ class StepPrice:
         return json.dumps(asdict(self) | {"pair": self.pair._asdict()}) + "\n"
 
     @classmethod
-    def from_fields(cls, found: Mapping[str, Any]) -> Self:
-        """From what `to_json` writes, read as JSON. Raises ValueError, TypeError or KeyError for anything else."""
-        unsaid = {"is_sequential": False, "tile_s": 0.0}  # in older files
-        values = unsaid | dict(found) | {"pair": PairId(**found["pair"])}
+    def from_fields(cls, fields: Mapping[str, Any]) -> Self:
+        """From the parsed JSON of `to_json`. Raises ValueError, TypeError or KeyError for anything else."""
+        defaults = {"is_sequential": False, "tile_s": 0.0}  # in older files
+        values = defaults | dict(fields) | {"pair": PairId(**fields["pair"])}
         for name in (*COEFFICIENTS, "error"):
             if type(values[name]) not in (int, float) or not 0 <= values[name] < np.inf:
                 raise ValueError(f"{name} {values[name]!r}: must be a number, at least 0")
@@ -153,11 +155,11 @@ NOMINAL = StepPrice(
     token_s=0.04,
     error=0.0,
 )
-"""In plain steps: the price where none was measured, of one row where reading the weights is most of a step."""
+"""Default without a measurement, in units of plain steps: one row, with most of a step spent reading the weights."""
 
 
 def read_price(place: Place) -> StepPrice:
-    """From a file of `to_json`; raises ValueError for anything else."""
+    """Read a file that `to_json` wrote; raises ValueError for anything else."""
     try:
         return StepPrice.from_fields(json.loads(read_bytes(place)))
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -165,14 +167,14 @@ def read_price(place: Place) -> StepPrice:
 
 
 def fit(loads: Sequence[Load], seconds: Sequence[float], names: Sequence[str] = COEFFICIENTS) -> Array:
-    """Coefficients, none negative, with the least squares of relative errors on these steps; 0 but for `names`."""
-    from scipy.optimize import nnls  # takes 0.3 s, and only measurements need it
+    """Non-negative least squares of relative errors on timed steps: coefficients; those not in `names` are 0."""
+    from scipy.optimize import nnls  # the import takes 0.3 s, and only measurements need it
 
     relative = np.array([load.terms for load in loads]) / np.array(seconds)[:, None]
-    chosen = [COEFFICIENTS.index(name) for name in names]
-    found = np.zeros(len(COEFFICIENTS))
-    found[chosen] = nnls(relative[:, chosen], np.ones(len(loads)))[0]
-    return found
+    columns = [COEFFICIENTS.index(name) for name in names]
+    coefficients = np.zeros(len(COEFFICIENTS))
+    coefficients[columns] = nnls(relative[:, columns], np.ones(len(loads)))[0]
+    return coefficients
 
 
 def relative_error(coefficients: Array, loads: Sequence[Load], seconds: Sequence[float]) -> float:
@@ -182,10 +184,10 @@ def relative_error(coefficients: Array, loads: Sequence[Load], seconds: Sequence
 
 
 class LiveCost:
-    """Kalman filter (1960) over the coefficients of a price: a level that all share, and slopes of their own.
+    """Kalman filter (1960) over the coefficients of a step cost: a level that all share, and a slope for each.
 
-    Plain steps of one moment and drafting steps of another differ by the level, too; so both are estimated together.
-    Steps of one kind are taken in `num_steps` at a time: a step waits for this.
+    Plain and drafting steps of different times differ by the level, too, so level and slopes are estimated together.
+    An update takes `num_steps` steps of one kind together, because the engine waits for it.
     """
 
     def __init__(self, price: StepPrice, num_steps: int = NUM_STEPS) -> None:
@@ -193,14 +195,14 @@ class LiveCost:
         measured = price.coefficients
         self._least = LEAST * measured
         scale = np.maximum(measured, 1e-3 * measured.max())
-        self._together, self._apart = np.outer(scale, scale), np.diag(scale**2)
+        level, slopes = np.outer(scale, scale), np.diag(scale**2)
         self._mean = measured
-        self._covariance = LEVEL**2 * self._together + SLOPES**2 * self._apart
-        self._wander = LEVEL_STEP**2 * self._together + SLOPE_STEP**2 * self._apart
+        self._covariance = LEVEL**2 * level + SLOPES**2 * slopes
+        self._drift = LEVEL_STEP**2 * level + SLOPE_STEP**2 * slopes
         self._seen: list[tuple[Load, float]] = []
 
     def observe(self, load: Load, seconds: float) -> None:
-        """Learn from a step without prompts."""
+        """Learn from a step without prefill."""
         if self._seen and (self._seen[-1][0].num_drafted > 0) != (load.num_drafted > 0):
             self._update()
         self._seen.append((load, seconds))
@@ -208,11 +210,11 @@ class LiveCost:
             self._update()
 
     def _update(self) -> None:
-        """Take in the sums of the steps seen."""
+        """Update with the summed loads and seconds of the observed steps."""
         num = len(self._seen)
         terms = np.array([load.terms for load, _ in self._seen], dtype=float).sum(axis=0)
         seconds = sum(seconds for _, seconds in self._seen)
-        self._covariance += num * self._wander
+        self._covariance += num * self._drift
         self._seen = []
         expected, with_step = terms @ self._mean, self._covariance @ terms
         variance = terms @ with_step + (NOISE * expected) ** 2 / num

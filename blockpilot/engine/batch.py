@@ -1,4 +1,4 @@
-"""One step's rows on their way through the target: blocks of rows that decode, and prompts beside them."""
+"""Batch of one step's target pass: the blocks of decoding rows, then the prompts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Batch:
     """Rows in the first slots: R that decode, each a block of its anchor and a tree of drafted tokens, then prompts.
 
     Their tokens [N] lie side by side. The target makes M choices: one after every token of a block, and one after
-    every prompt that ends.
+    every prompt that is complete.
     """
 
     rows: Sequence[Row]
@@ -27,25 +27,25 @@ class Batch:
     packing: Packing
     tokens: Tensor
     num_block_tokens: int
-    """Tokens of blocks: the first of the batch."""
+    """Tokens of the blocks, which come first in the batch."""
     prompts: Sequence[tuple[Row, slice]]
-    """Rows whose prompts are taken in, and which of the batch's tokens are theirs."""
+    """Rows in prefill, each with the slice of the batch's tokens that is its own."""
     ends: Mapping[Row, int]
-    """Rows whose prompt ends in this step, and which of the batch's tokens is its last."""
+    """Rows whose prompt is complete after this step, with the index of its last token in the batch."""
 
     @classmethod
     def of(
         cls, decoding: Sequence[Row], trees: Sequence[Tree], prompts: Mapping[Row, int], device: torch.device
     ) -> Self:
-        """Rows that decode with their trees [R], and prompts, each with the number of tokens that is taken in."""
+        """Batch of decoding rows with trees [R], and of prompts, each with its number of tokens in this step."""
         tokens, sizes, starts = list[int](), list[int](), list[int]()
-        # 1. Blocks: the anchor, whose keys the target's cache lacks, then the nodes of its tree.
+        # 1. Blocks: the anchor, whose keys are not in the target's cache yet, then the nodes of its tree.
         for row, tree in zip(decoding, trees, strict=True):
             tokens += (row.tokens[-1], *tree.tokens)
             sizes.append(1 + len(tree.tokens))
             starts.append(row.anchor_position)
         num_block_tokens = len(tokens)
-        # 2. Prompts: from the first token that the cache lacks on.
+        # 2. Prompts: from the first token that is not in the cache.
         spans, ends = list[tuple[Row, slice]](), dict[Row, int]()
         for row, num in prompts.items():
             spans.append((row, slice(len(tokens), len(tokens) + num)))
@@ -62,7 +62,7 @@ class Batch:
 
     @property
     def scored(self) -> list[tuple[Row, Tree, slice]]:
-        """The rows whose tokens are chosen, their trees, and which of the M choices are theirs."""
+        """Rows for which the target chooses tokens, their trees, and their slices of the M choices."""
         spans, first = list[tuple[Row, Tree, slice]](), 0
         for row, tree in zip(self.rows, self.trees, strict=False):
             spans.append((row, tree, slice(first, first + 1 + len(tree.tokens))))
@@ -73,7 +73,7 @@ class Batch:
 
     @property
     def draws(self) -> list[tuple[int, Sampling]]:
-        """Position and sampling of every choice [M]: the choice after a node is for the position below it."""
+        """Position and sampling parameters of each choice [M]; a node's choice is for the position after it."""
         draws = list[tuple[int, Sampling]]()
         for row, _, depths in zip(self.rows, self.trees, self.packing.depths, strict=False):
             for depth in depths:
@@ -83,12 +83,12 @@ class Batch:
         return draws
 
     def read_from(self, hidden: Tensor) -> Tensor:
-        """States [M, hidden] that choices are made from, of the target's after all tokens [N, hidden]."""
-        of_blocks = hidden[: self.num_block_tokens]
-        return torch.cat([of_blocks, hidden[list(self.ends.values())]]) if self.ends else of_blocks
+        """Hidden states [M, hidden] that the choices are made from, out of those of all tokens [N, hidden]."""
+        block_states = hidden[: self.num_block_tokens]
+        return torch.cat([block_states, hidden[list(self.ends.values())]]) if self.ends else block_states
 
     def final(self, paths: Sequence[Sequence[int]]) -> dict[Row, list[int]]:
-        """The batch's tokens that are final, of rows that may draft: of every block its path [R], of prompts all."""
+        """Indices of the final tokens of rows that may draft: accepted paths [R] of blocks, and whole prompts."""
         final = dict[Row, list[int]]()
         for row, first, path in zip(self.rows, self.packing.firsts, paths, strict=False):
             if row.can_draft:
@@ -99,11 +99,9 @@ class Batch:
         return final
 
     def following(self, chosen: Sequence[int]) -> list[int]:
-        """The token after each of the batch's tokens, given the choices [M]; that after a drafted token is so only
-        where it is on the accepted path.
-        """
-        tokens, of_prompts = list(chosen[: self.num_block_tokens]), iter(chosen[self.num_block_tokens :])
+        """The token after each of the batch's tokens, by the choices [M]; invalid for rejected tokens."""
+        tokens, first_tokens = list(chosen[: self.num_block_tokens]), iter(chosen[self.num_block_tokens :])
         for row, span in self.prompts:
-            known = row.tokens[row.num_cached + 1 :][: span.stop - span.start]
-            tokens += [*known, next(of_prompts)] if row in self.ends else known
+            prompt_tokens = row.tokens[row.num_cached + 1 :][: span.stop - span.start]
+            tokens += [*prompt_tokens, next(first_tokens)] if row in self.ends else prompt_tokens
         return tokens

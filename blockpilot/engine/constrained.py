@@ -1,8 +1,8 @@
-"""Constrained requests: what may be drafted under an automaton, and which tokens the target chooses.
+"""Constrained decoding: the tokens that may be drafted under an automaton, and the tokens that the target chooses.
 
-The text is what one-token-at-a-time decoding under the same mask gives. The noise of a token in the keyed sampler's
-race does not depend on what else is allowed, so a free choice that is allowed is the constrained choice as well. The
-mask is needed only where the free choice is refused, and where min_p, top_k or top_p cut by what is allowed.
+The text equals one-token-at-a-time decoding under the same mask. A token's noise in the keyed sampler's race does not
+depend on which others are allowed, so a free choice that is allowed is also the constrained choice. The mask is only
+needed if the automaton refuses the free choice, or if min_p, top_k or top_p select among the allowed tokens.
 """
 
 import math
@@ -19,14 +19,14 @@ NO_SLOTS = Slots([], [], [])
 
 
 def settle(
-    row: Row, automaton: Automaton, tree: Tree, chosen: Sequence[int], logits: Tensor, of_target: Tensor
+    row: Row, automaton: Automaton, tree: Tree, chosen: Sequence[int], logits: Tensor, target_logits: Tensor
 ) -> list[int]:
-    """The choices that a row's automaton allows in the place of free ones, along the path that they accept.
+    """Replace free choices by choices that the row's automaton allows, along the path that they accept.
 
     chosen [1 + nodes] are the target's free choices after the anchor and after every node, drawn from
-    logits [1 + nodes, vocab]; where these leave nothing that is allowed (all stop tokens, before the least length),
-    the target's own logits, of_target, decide. NO_TOKEN after a path beyond which the automaton's limits are; raises
-    its error where they are reached at once.
+    logits [1 + nodes, vocab]. If these allow no token (only stop tokens, before the minimum length), the target's
+    unprocessed logits decide. The choice is NO_TOKEN where the automaton reaches its limits after at least one token;
+    if it reaches them at the anchor, its ValueError is raised.
     """
     chosen, sampling = list(chosen), row.request.sampling
     is_cut = not sampling.is_greedy and cuts(sampling, logits.shape[1])
@@ -40,12 +40,12 @@ def settle(
             except ValueError:
                 if not path:
                     raise
-                chosen[node] = NO_TOKEN  # the tokens before it stand, as in plain decoding
+                chosen[node] = NO_TOKEN  # the tokens before it are final, as in plain decoding
                 break
-            # The same noise among what is allowed: the draw of one token at a time.
+            # The same noise over the allowed tokens gives the draw of one-token-at-a-time decoding.
             masked = logits[node : node + 1].masked_fill(refused, -math.inf)
-            if logits is not of_target and masked.isneginf().all():
-                masked = of_target[node : node + 1].masked_fill(refused, -math.inf)
+            if logits is not target_logits and masked.isneginf().all():
+                masked = target_logits[node : node + 1].masked_fill(refused, -math.inf)
             chosen[node] = int(keyed_sample(masked, [len(row.tokens) + len(path)], [sampling]))
         path.append(chosen[node])
         node = children.get((node, chosen[node]))
@@ -53,10 +53,10 @@ def settle(
 
 
 def allowed(automaton: Automaton, slots: Slots) -> Follow:
-    """Choices that an automaton allows; the chances of a draft's are shares of what is not refused.
+    """Choices that an automaton allows, with the draft's probabilities renormalised over them.
 
-    Where a token is forced it is certain, and nothing else is a choice, also below the last slot. Nothing is learned
-    of them.
+    A forced token is the only choice, with probability 1, also below the last slot. The acceptance model does not
+    learn from these choices.
     """
 
     def follow(path: tuple[int, ...], after: int, num_later: int) -> Iterator[Choice]:
@@ -69,10 +69,10 @@ def allowed(automaton: Automaton, slots: Slots) -> Follow:
         if not tokens:
             return
         chances = slots.chances[min(num_later, len(slots.chances) - 1)][depth][after]
-        may = automaton.allowed(path, tokens)
-        # What is refused cannot be chosen: its probability is shared among the rest.
-        left = 1.0 - sum(chance for chance, fits in zip(chances, may, strict=False) if not fits)
-        for rank, (token, chance, fits) in enumerate(zip(tokens, chances, may, strict=False)):
+        are_allowed = automaton.allowed(path, tokens)
+        # A refused token cannot be chosen: the others share its probability.
+        left = 1.0 - sum(chance for chance, fits in zip(chances, are_allowed, strict=False) if not fits)
+        for rank, (token, chance, fits) in enumerate(zip(tokens, chances, are_allowed, strict=False)):
             if fits and chance > 0:
                 below, share = slots.places[depth][after][rank], min(1.0, chance / max(left, chance))
                 yield Choice(token, share, below, num_later + (rank > 0), source=sources[rank])

@@ -1,10 +1,9 @@
-"""Tokens to text as they arrive, and stop strings, for one response.
+"""Incremental detokenizer of one response, with stop strings.
 
 A token may hold a part of a character and a stop string may span tokens, so text is shown only once no later token
-can change it. The text is the UTF-8 of the tokens' bytes, cut before the stop string that is complete first. What is
-no character is written as U+FFFD by Unicode's rule (as `bytes.decode(errors="replace")` does): one for each longest
-beginning of a character, and one for any other byte. It is the same however the tokens are pushed, one by one or
-block by block.
+can change it. The text is the UTF-8 of the tokens' bytes, cut before the stop string that is complete first. Invalid
+bytes become U+FFFD by Unicode's rule (as `bytes.decode(errors="replace")` does): one for each longest prefix of a
+character, and one for any other byte. The text does not depend on whether tokens are pushed one by one or in blocks.
 """
 
 import codecs
@@ -17,12 +16,12 @@ from blockpilot.engine.token_bytes import Speller
 
 
 def utf8_decoder() -> codecs.IncrementalDecoder:
-    """Bytes to characters as they arrive; it keeps the beginning of a character."""
+    """Incremental UTF-8 decoder; it holds back an incomplete character."""
     return codecs.getincrementaldecoder("utf-8")("replace")
 
 
 class TextStream:
-    """Incremental detokeniser of one response; special tokens have no text.
+    """Incremental detokenizer of one response; special tokens have no text.
 
     Raises ValueError for an empty stop string.
     """
@@ -38,13 +37,13 @@ class TextStream:
     def push(self, tokens: Iterable[int], *, may_stop: bool = True) -> str:
         """New text that no later token can change; empty when stopped.
 
-        Stop strings are looked for in the text from the first tokens on that `may_stop`.
+        Stop strings are searched in the text of tokens that `may_stop`.
         """
-        # The decoder holds back the beginning of a character, the search what may be that of a stop string.
+        # The decoder holds back an incomplete character, the search a possible prefix of a stop string.
         text = self._utf8.decode(b"".join(map(self._speller.push, tokens)))
         return self._search.push(text) if may_stop else text
 
     def finish(self) -> str:
-        """The rest of the text, at the end of the response (nothing after a stop string)."""
+        """The remaining text at the end of the response; empty after a stop string."""
         rest = self._search.push(self._utf8.decode(self._speller.finish(), final=True))
         return rest + self._search.finish()

@@ -1,7 +1,7 @@
-"""The target's choices of a step: one token after every token that it scored, each row by its own sampling.
+"""The target's choices in a step: one token after every token that it scored, by each request's sampling parameters.
 
-Rows without a logits processor are drawn together from the target's logits as they are. The others are drawn from a
-changed copy, and constrained rows then settle their choices along the path that they accept.
+Rows without a logits processor are drawn together from the target's unprocessed logits. The others are drawn from
+processed copies. Constrained rows then correct their choices along the path that they accept.
 """
 
 from collections.abc import Sequence
@@ -23,40 +23,40 @@ Draws = Sequence[tuple[int, Sampling]]
 def choose_tokens(batch: Batch, logits: Tensor, graphs: Graphs | None = None) -> list[int]:
     """The target's choices [M] of a batch, from logits [M, V]; NO_TOKEN where a row fails.
 
-    An exception of a row's automaton is that row's error (`Row.error`), and no other's.
+    An exception of an automaton fails its own row only (`Row.error`).
     """
     draws, scored = batch.draws, batch.scored
     if not draws:
         return []
-    # 1. Logits processors change a copy, each row by its own text and, in a tree, each node's path.
-    changed = dict[Row, Tensor]()
-    for row, tree, own in scored:
+    # 1. Logits processors work on a copy, by the row's text and, in a tree, each node's path.
+    processed = dict[Row, Tensor]()
+    for row, tree, span in scored:
         if row.processor is not None:
-            positions = [position for position, _ in draws[own]]
-            changed[row] = row.processor(logits[own], row.tokens, positions, paths_of(tree))
-    # 2. One draw for all rows that were not changed, one for the others.
-    if not changed:
+            positions = [position for position, _ in draws[span]]
+            processed[row] = row.processor(logits[span], row.tokens, positions, paths_of(tree))
+    # 2. One draw for all rows without a processor, one for the others.
+    if not processed:
         chosen = _sample(logits, draws, graphs)
     else:
-        free, apart = list[int](), list[int]()
-        for row, _, own in scored:
-            (apart if row in changed else free).extend(range(own.start, own.stop))
+        unprocessed_ids, processed_ids = list[int](), list[int]()
+        for row, _, span in scored:
+            (processed_ids if row in processed else unprocessed_ids).extend(range(span.start, span.stop))
         chosen = [NO_TOKEN] * len(draws)
-        of_changed = torch.cat(list(changed.values()))
-        for places, some in ((free, logits[free]), (apart, of_changed)):
-            for i, token in zip(places, _sample(some, [draws[i] for i in places], graphs), strict=True):
+        all_processed = torch.cat(list(processed.values()))
+        for indices, values in ((unprocessed_ids, logits[unprocessed_ids]), (processed_ids, all_processed)):
+            for i, token in zip(indices, _sample(values, [draws[i] for i in indices], graphs), strict=True):
                 chosen[i] = token
-    # 3. Constrained rows settle their choices; one whose automaton fails has none.
-    for row, tree, own in scored:
+    # 3. Constrained rows correct their choices; a row whose automaton fails has none.
+    for row, tree, span in scored:
         if row.automaton is not None and row.error is None:
             try:
-                own_logits = changed.get(row, logits[own])
-                chosen[own] = settle(row, row.automaton, tree, chosen[own], own_logits, logits[own])
-            except Exception as error:  # of the automaton, which is the request's own
+                row_logits = processed.get(row, logits[span])
+                chosen[span] = settle(row, row.automaton, tree, chosen[span], row_logits, logits[span])
+            except Exception as error:  # raised by the automaton: it fails this request only
                 row.error = error
             row.error = row.error or row.automaton.error
         if row.error is not None:
-            chosen[own] = [NO_TOKEN] * len(chosen[own])
+            chosen[span] = [NO_TOKEN] * len(chosen[span])
     return chosen
 
 

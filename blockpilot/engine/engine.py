@@ -1,9 +1,9 @@
 """The batched decoding engine: requests share one batch of slots, each with its own block size.
 
-A step drafts a block for every row that drafts, lets the target score all blocks in one pass, and commits what the
-keyed sampler confirms (sampling.py). The target sees the blocks side by side without padding (models/packing.py), and
-the prompts of new requests beside them. Block size 1 is plain autoregressive decoding through the same code. What is
-drafted and verified is the controller's business (control/controller.py).
+A step drafts tokens for the rows, scores all blocks in one pass of the target, and commits the tokens that the keyed
+sampler confirms (sampling.py). Blocks and the prompts of new requests are packed without padding (models/packing.py).
+Block size 1 is plain autoregressive decoding through the same code. The controller chooses what is drafted and
+verified (control/controller.py).
 """
 
 import time
@@ -36,23 +36,23 @@ from blockpilot.types import MAX_BLOCK_SIZE, Policy, Prefill, Request, Step
 
 MAX_LENGTH = 2048  # by default
 MAX_PREFILL_TOKENS = 8192
-MOST_KEPT = 64  # final tokens of a row, whose features wait for the draft's cache
+MAX_PENDING = 64  # final tokens of a row that are not in the draft's cache yet
 
 
 class Engine:
-    """Continuous batch of requests: `add` them, then `step` until `idle`. Not thread-safe: one caller does all of it.
+    """Continuous batch of requests: `add` them, then `step` until `idle`. Not thread-safe: use it from one thread.
 
-    num_slots: requests that decode together; others wait. max_length: tokens of a prompt and its answer at most, by
-    default 2,048 or the target's context. Memory for both is taken at once (`cache_bytes`).
-    controller: chooses at every step what is drafted and verified, and may be replaced between steps. policy: the
-    prior of its acceptance model, or what fixes the block size of every request instead, when its prompt is through.
-    max_block_size: of any request.
-    max_prefill_tokens: tokens of prompts that a step takes in at most; requests that decode go on meanwhile.
-    prefix_tokens: keys and values kept for requests that begin alike (prefixes.py). graphs: on a GPU, steps of few
-    tokens run by CUDA graphs (models/graphs.py).
+    num_slots: requests that decode together; others wait. max_length: maximum tokens of a prompt and its answer, by
+    default 2,048 or the target's context. Memory for both is allocated at once (`cache_bytes`).
+    controller: chooses at every step what is drafted and verified; may be replaced between steps. policy: the prior
+    of its acceptance model, or a function that fixes each request's block size after its prefill.
+    max_block_size: maximum of any request.
+    max_prefill_tokens: maximum prompt tokens in a step; decoding requests continue in the same step.
+    prefix_tokens: capacity of the prefix cache in tokens (prefixes.py). graphs: on a GPU, run steps of few tokens by
+    CUDA graphs (models/graphs.py).
 
-    Raises ValueError for a size that cannot be. What goes wrong with one request ends that one alone where
-    `on_failure` takes its id and the exception; else the step raises it.
+    Raises ValueError for an invalid size. If `on_failure` is set, the error of one request ends only that request and
+    is passed to it with the request's id; otherwise the step raises it.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Engine:
         self.on_failure: Callable[[int, Exception], None] | None = None
         self._device = pair.target.device
         self._target = Target(pair.target, pair.layer_ids)
-        self.exactness = self._target.exactness  # of texts beside those of plain decoding, and why
+        self.exactness = self._target.exactness  # of texts compared with plain decoding, and why
         self._cache = self._target.new_cache(num_slots, max_length, num_spare=max_block_size)
         self._drafter = Drafter(pair.prepared_draft, num_slots, max_length)
         self._lookup = Lookup(num_slots, max_length)
@@ -89,8 +89,8 @@ class Engine:
         self._prefixes = Prefixes(self._cache, self._drafter.cache, prefix_tokens)
         if graphs and self._device.type == "cuda":
             self._cache.graphs = self._drafter.cache.graphs = Graphs(self._device)
-        self._rows: list[Row] = []  # those that decode, by slot
-        self._partial: Row | None = None  # the one whose prompt is taken in by parts, in the slot after theirs
+        self._rows: list[Row] = []  # decoding rows, by slot
+        self._partial: Row | None = None  # the row in chunked prefill, in the next slot
         self._waiting: deque[Row] = deque()
         self._next_id = 0
 
@@ -105,7 +105,7 @@ class Engine:
 
     @property
     def num_decoding(self) -> int:
-        """Requests whose prompts are through."""
+        """Requests after their prefill."""
         return len(self._rows)
 
     @property
@@ -118,12 +118,12 @@ class Engine:
 
     @property
     def cache_bytes(self) -> int:
-        """Memory of both caches and of kept prefixes; fixed for the engine's life."""
+        """Memory of both caches and of the prefix cache; constant."""
         return self._cache.num_bytes + self._drafter.cache.num_bytes + self._prefixes.num_bytes
 
     @property
     def num_kept_tokens(self) -> int:
-        """Tokens of kept prefixes."""
+        """Tokens in the prefix cache."""
         return self._prefixes.num_tokens
 
     def check(self, request: Request) -> None:
@@ -131,9 +131,9 @@ class Engine:
         self._limits.check(request)
 
     def add(self, request: Request) -> int:
-        """Queue a request; returns the id that its steps carry. Raises ValueError as `check` does.
+        """Queue a request; returns the id in its steps. Raises ValueError as `check` does.
 
-        A request ends at its own `stop_token_ids`: `pair.stop_token_ids` are those of the model.
+        A request ends at its own `stop_token_ids`; those of the model are `pair.stop_token_ids`.
         """
         self.check(request)
         request_id, self._next_id = self._next_id, self._next_id + 1
@@ -158,129 +158,131 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Step]:
-        """Advance every row that decodes by one block, and take in as many prompt tokens as a step may."""
+        """Advance every decoding row by one block, and prefill at most `max_prefill_tokens` prompt tokens."""
         started, num_graphs = time.perf_counter(), len(self._cache.graphs or ())
-        # 1. Schedule: who decodes, and which prompts are taken in beside.
+        # 1. Schedule: the decoding rows, and the prompts to prefill beside them.
         rows, prompts = list(self._rows), self._schedule()
         if not rows and not prompts:
             return []
-        # 2. Draft: the trees of candidates that are worth verifying.
+        # 2. Draft: the trees of candidates to verify.
         drafts = self._proposer.propose(rows, self.controller)
-        # 3. Score: one pass of the target over all of it.
+        # 3. Score: one pass of the target over blocks and prompts.
         batch = Batch.of(rows, drafts.trees, prompts, self._device)
         logits, features = self._score(batch)
-        # 4. Commit: what the target's own choices confirm is final.
+        # 4. Commit: tokens that equal the target's own choices are final.
         steps, accepted = self._commit(batch, logits, features)
         self._keep_prefixes(steps)
         self._retire()
-        # 5. Learn: acceptance from what was verified, and the step cost, unless a graph was captured meanwhile.
+        # 5. Learn: acceptance from the verified nodes, and the step cost, unless a graph was captured in this step.
         has_captured = len(self._cache.graphs or ()) > num_graphs
-        taken_in = sum(prompts.values())
-        outcome = drafts.outcome(rows, accepted, steps, num_prompt_tokens=taken_in, has_captured=has_captured)
+        num_prompt_tokens = sum(prompts.values())
+        outcome = drafts.outcome(
+            rows, accepted, steps, num_prompt_tokens=num_prompt_tokens, has_captured=has_captured
+        )
         self.controller.learn(outcome, time.perf_counter() - started)
         return steps
 
     # --- schedule ---
 
     def _schedule(self) -> dict[Row, int]:
-        """Prompts in the order of the requests, and how many tokens of each are taken in: the last may be cut."""
-        # A prompt that was cut goes on first, in the slot after those that decode.
+        """Prompts to prefill in the order of the requests, with the number of tokens of each; the last may be cut."""
+        # A prompt that was cut continues first, in the slot after the decoding rows.
         rows = [] if self._partial is None else [self._partial]
         left = self.max_prefill_tokens - sum(row.num_uncached for row in rows)
         while self._waiting and left > 0 and len(self._rows) + len(rows) < self.num_slots:
             if self._prefixes.worth_waiting(self._waiting[0], rows):
-                break  # once the prompt beside it is through, it shares those pages
+                break  # after the prefill of the other prompt it can share these pages
             row = self._waiting.popleft()
             self._prefixes.reuse(row, len(self._rows) + len(rows))
             rows.append(row)
             left -= row.num_uncached
-        taken = {row: row.num_uncached for row in rows}
+        num_tokens = {row: row.num_uncached for row in rows}
         if rows:
-            taken[rows[-1]] += min(left, 0)  # only the last one can be beyond the limit
-        return taken
+            num_tokens[rows[-1]] += min(left, 0)  # only the last one can exceed the limit
+        return num_tokens
 
     # --- score ---
 
     def _score(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """One pass of the target: the logits [M, vocab] of its choices; and features [N, F] of all tokens, which a
-        draft's context is made of, None where no row may draft.
+        """One pass of the target: the logits [M, vocab] of its choices, and the features [N, F] of all tokens for the
+        draft's context, None if no row may draft.
         """
         packing, rows = batch.packing, batch.rows
         view = self._cache.view(packing.rows, packing.columns, slice(0, len(rows)), packing.length)
         scored = self._target.score(batch.tokens, view, packing, features=any(row.can_draft for row in rows))
-        for row, own in batch.prompts:
-            row.note_prompt(self._target.logits, scored.hidden[own])
+        for row, span in batch.prompts:
+            row.note_prompt(self._target.logits, scored.hidden[span])
         return self._target.logits(batch.read_from(scored.hidden)), scored.features
 
     # --- commit and retire ---
 
     def _commit(self, batch: Batch, logits: Tensor, features: Tensor | None) -> tuple[list[Step], list[list[int]]]:
-        """Make final what the target confirms of every block, and begin the answers of prompts that are through.
+        """Commit the accepted tokens of every block, and the first tokens of completed prompts.
 
-        Returns the accepted paths of blocks beside the steps.
+        Returns the steps, and the accepted paths of the blocks.
         """
         num = batch.num_block_tokens
         chosen = choose_tokens(batch, logits, self._cache.graphs)
         steps, paths = self._verify(batch, logits, chosen)
-        contexts = self._keep_up(batch, paths, chosen, features)
-        for row, own in batch.prompts:
-            row.num_cached += own.stop - own.start
+        contexts = self._update_draft(batch, paths, chosen, features)
+        for row, span in batch.prompts:
+            row.num_cached += span.stop - span.start
             self._partial = None if row in batch.ends else row
         if batch.ends:
             steps += self._begin(list(batch.ends), logits[num:].float(), chosen[num:], contexts)
         return steps, paths
 
     def _verify(self, batch: Batch, logits: Tensor, chosen: Sequence[int]) -> tuple[list[Step], list[list[int]]]:
-        """Steps and accepted paths of the rows that decode."""
+        """Steps and accepted paths of the decoding rows."""
         packing, steps, paths = batch.packing, [], []
-        of_rows = logits[: batch.num_block_tokens].split(packing.sizes[: len(batch.trees)]) if batch.trees else ()
-        for row, tree, first, scored in zip(batch.rows, batch.trees, packing.firsts, of_rows, strict=False):
+        by_row = logits[: batch.num_block_tokens].split(packing.sizes[: len(batch.trees)]) if batch.trees else ()
+        for row, tree, first, row_logits in zip(batch.rows, batch.trees, packing.firsts, by_row, strict=False):
             path = [0]
-            with self._alone(row):
-                path, step = row.verify(tree, chosen[first : first + len(scored)], scored)
+            with self._isolated(row):
+                path, step = row.verify(tree, chosen[first : first + len(row_logits)], row_logits)
                 steps.append(step)
             paths.append(path)
         self._relocate(packing.starts, paths)
         return steps, paths
 
     def _relocate(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Move what the target's cache holds of accepted paths [R] to the columns of their positions."""
+        """Move the keys and values of accepted paths [R] in the target's cache to the columns of their positions."""
         moves = list[tuple[int, int, int]]()
         for slot, (start, path) in enumerate(zip(starts, paths, strict=False)):
             for depth, node in enumerate(path):
-                # The chain of first children lies where it belongs already (trees.places_of).
+                # The chain of first children is in its final columns already (trees.places_of).
                 if node != depth:
                     moves.append((slot, start + node, start + depth))
         if moves:
             self._cache.relocate(*self._tensor(moves).T)
 
-    def _keep_up(
+    def _update_draft(
         self, batch: Batch, paths: Sequence[Sequence[int]], chosen: Sequence[int], features: Tensor | None
     ) -> dict[Row, Tensor]:
-        """Note what became final of rows that may draft, and give the draft's cache what is due: prompts at once.
+        """Store the features of accepted tokens for the draft, and add prompts and full buffers to its cache.
 
-        Returns the context vectors [hidden] of the latest tokens of what it was given.
+        Returns the context vector [hidden] of the last token of each row that was added to.
         """
         if features is None:
             return {}
         self._drafter.note(batch, paths, chosen, features)
-        # Blocks wait until the row drafts: one pass over many tokens costs less than many over one.
+        # Accepted tokens of blocks wait until the row drafts: one pass over many costs less than many passes.
         first_prompt, due = len(batch.trees), dict[int, Row]()
         for slot, row in enumerate(batch.rows):
-            if slot >= first_prompt or len(row.following) >= MOST_KEPT:
+            if slot >= first_prompt or len(row.following) >= MAX_PENDING:
                 due[slot] = row
         return self._drafter.keep_up(list(due.values()), list(due))
 
     def _keep_prefixes(self, steps: Sequence[Step]) -> None:
         if self._prefixes.num_bytes:
-            over = {slot: row for slot, row in enumerate(self._rows) if row.finished and not row.failed}
-            self._drafter.keep_up(list(over.values()), list(over))
+            finished = {slot: row for slot, row in enumerate(self._rows) if row.finished and not row.failed}
+            self._drafter.keep_up(list(finished.values()), list(finished))
             self._prefixes.keep(self._rows, steps)
 
     def _begin(
         self, rows: list[Row], logits: Tensor, chosen: Sequence[int], contexts: dict[Row, Tensor]
     ) -> list[Step]:
-        """First tokens, and decisions of the policy, of rows that decode from now on.
+        """First tokens of rows whose prompts are complete, and the policy's choices of their block sizes.
 
         logits [R, vocab] are those of the last prompt tokens, chosen [R] the tokens drawn from them.
         """
@@ -291,16 +293,16 @@ class Engine:
             prefill = Prefill(logits[i], None, lengths[i], row.request.sampling.temperature)
             if row in contexts:
                 prefill = prefill._replace(context=contexts[row].float())
-            with self._alone(row):
+            with self._isolated(row):
                 step = row.commit([chosen[i]], logits[i : i + 1], [0])
                 self._decide(row, prefill)
-                of_prompt = tuple(row.prompt_logprobs)
-                steps.append(replace(step, prefill=prefill, num_reused=row.num_reused, prompt_logprobs=of_prompt))
+                logprobs = tuple(row.prompt_logprobs)
+                steps.append(replace(step, prefill=prefill, num_reused=row.num_reused, prompt_logprobs=logprobs))
         return steps
 
     @contextmanager
-    def _alone(self, row: Row) -> Iterator[None]:
-        """Isolation of failures: an exception inside ends this row and no other."""
+    def _isolated(self, row: Row) -> Iterator[None]:
+        """Failure isolation: an exception inside ends this row only."""
         try:
             yield
         except Exception as error:
@@ -310,7 +312,7 @@ class Engine:
             self.on_failure(row.request_id, error)
 
     def _decide(self, row: Row, prefill: Prefill) -> None:
-        """Fix a row's block size by the policy, or leave every step to the controller."""
+        """Fix a row's block size by the policy, or let the controller choose at every step."""
         if row.block_size:
             return
         if self.policy is None:
@@ -320,13 +322,13 @@ class Engine:
             self._limits.check_block_size(row.block_size, "the policy's block size", lookup=row.request.lookup)
 
     def _retire(self) -> None:
-        """Drop finished rows, keeping slots dense: the last row moves into each hole."""
+        """Drop finished rows and keep slots dense: the last row moves into each free slot."""
         before = len(self._rows)
         for slot in reversed(range(before)):
             if not self._rows[slot].finished:
                 continue
             self._lookup.end(self._rows[slot])
-            if self._rows[slot].failed:  # its keys and values may be NaN, which a mask does not hide
+            if self._rows[slot].failed:  # its keys and values may be NaN, which masks do not remove
                 self._cache.clear(slot)
                 self._drafter.cache.clear(slot)
             last = self._rows.pop()

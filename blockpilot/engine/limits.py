@@ -1,4 +1,4 @@
-"""Limits of an engine, and the requests that they allow."""
+"""Limits of an engine, and the check of requests against them."""
 
 from typing import NamedTuple
 
@@ -6,8 +6,8 @@ from blockpilot.types import LAYOUTS, Request
 
 
 class EngineLimits(NamedTuple):
-    """Tokens of prompt and answer together, in the engine and in the target; tokens of a block; the vocabulary; and
-    whether there is a draft.
+    """Maximum tokens of prompt and answer together, in the engine (max_length) and in the target (model_length);
+    maximum tokens of a block; vocabulary; and whether there is a draft.
     """
 
     max_length: int
@@ -17,15 +17,15 @@ class EngineLimits(NamedTuple):
     has_draft: bool = True
 
     def check(self, request: Request) -> None:
-        """Raise ValueError for a request that such an engine cannot serve."""
+        """Raise ValueError for a request that the engine cannot serve."""
         num_prompt_tokens, vocab_size = len(request.prompt_ids), self.vocab_size
         if num_prompt_tokens == 0:
             raise ValueError("prompt is empty: at least 1 token is needed")
         if num_prompt_tokens >= self.max_length:
-            own = f"max_length is {self.max_length}, " if self.max_length < self.model_length else ""
+            engine_limit = f"max_length is {self.max_length}, " if self.max_length < self.model_length else ""
             raise ValueError(
                 f"prompt of {num_prompt_tokens} tokens: at most {self.max_length - 1} leave room for an answer"
-                f" ({own}the model's limit is {self.model_length} tokens)"
+                f" ({engine_limit}the model's limit is {self.model_length} tokens)"
             )
         if outside := [t for t in request.prompt_ids if not 0 <= t < vocab_size]:
             raise ValueError(f"prompt token {outside[0]}: must be 0 to {vocab_size - 1}, the target embeds no other")
@@ -47,7 +47,7 @@ class EngineLimits(NamedTuple):
             raise ValueError(f"lookup {request.lookup!r}: must be True, False or None")
 
     def check_block_size(self, block_size: int, name: str = "block_size", *, lookup: bool | None = None) -> None:
-        """Raise ValueError for one out of range, and for more than 1 of a row with neither a draft nor `lookup`."""
+        """Raise ValueError for a size out of range, and for more than 1 without both a draft and `lookup`."""
         if not 1 <= block_size <= self.max_block_size:
             raise ValueError(f"{name} {block_size}: must be 1 to {self.max_block_size}")
         if block_size > 1 and not (self.has_draft or lookup):

@@ -1,6 +1,6 @@
-"""Lookup of what may follow in rows' own texts: where a text's end stood before, much of what followed may again.
+"""Prompt lookup: paths of tokens that followed earlier occurrences of a text's end in the same text.
 
-Texts are prompt and answer so far, final tokens only; no other request's text is ever looked up.
+A text is a request's prompt and its answer so far, final tokens only; other requests' texts are never searched.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from blockpilot.native.matching import Matches, TextIndex
 
 
 class Lookup:
-    """An index of the texts of `num_slots` rows of at most `length` tokens; without C functions nothing is found."""
+    """Index of the texts of `num_slots` rows, of at most `length` tokens each. Without C there are no paths."""
 
     def __init__(self, num_slots: int, length: int) -> None:
         self._index = TextIndex(num_slots, length) if has_functions() else None
@@ -27,23 +27,24 @@ class Lookup:
         return self._index.num_bytes if self._index is not None else 0
 
     def paths(self, rows: Sequence[Row], drawn: Array, most: int, follow: Callable[[Paths], Paths]) -> Paths | None:
-        """Paths of rows [R] that are `drawn` [R] (0 or 1), `most` tokens at most, as `follow` cuts them; None where
-        there are none.
+        """Paths of rows [R], at most `most` tokens each, cut by `follow`; None if there are none.
+
+        drawn [R]: 1 for rows whose tokens are drawn, 0 for greedy ones.
         """
-        looking = [r for r, row in enumerate(rows) if row.looks_up]
-        if not looking or self._index is None:
+        indices = [r for r, row in enumerate(rows) if row.looks_up]
+        if not indices or self._index is None:
             return None
-        found = self._matches([rows[r] for r in looking], min(most, MAX_DEPTH), self._index)
-        # Cut at each row's limit, and where the controller finds the rest too unlikely.
-        deepest = np.array([max(0, rows[r].deepest) for r in looking])
-        sizes = np.minimum(found.sizes, deepest)
+        matches = self._matches([rows[r] for r in indices], min(most, MAX_DEPTH), self._index)
+        # Cut at each row's limit, and by the controller where the rest is too improbable.
+        deepest = np.array([max(0, rows[r].deepest) for r in indices])
+        sizes = np.minimum(matches.sizes, deepest)
         if not sizes.any():
             return None
-        tokens, sizes, known = _spread([found.paths, sizes, found.known], looking, len(rows))
-        return follow(Paths(tokens, sizes, known, drawn, np.zeros(len(rows))))
+        tokens, sizes, inputs = _spread([matches.paths, sizes, matches.known], indices, len(rows))
+        return follow(Paths(tokens, sizes, inputs, drawn, np.zeros(len(rows))))
 
     def _matches(self, rows: Sequence[Row], most: int, index: TextIndex) -> Matches:
-        """Matches of the rows' texts, once their new tokens are entered."""
+        """Matches of the rows' texts, after their new tokens were added to the index."""
         texts = np.array([self._text_of(row, index) for row in rows])
         lengths = index.lengths[texts].tolist()
         index.extend(texts, [row.tokens[length:] for row, length in zip(rows, lengths, strict=True)])
@@ -61,11 +62,11 @@ class Lookup:
         return self._texts[row]
 
 
-def _spread(values: Sequence[Array], places: Sequence[int], num: int) -> list[Array]:
-    """Arrays [N, ...] at N places among `num`, zeros elsewhere."""
-    if len(places) == num:
-        return list(values)
-    found = [np.zeros((num, *each.shape[1:]), dtype=each.dtype) for each in values]
-    for whole, each in zip(found, values, strict=True):
-        whole[places] = each
-    return found
+def _spread(arrays: Sequence[Array], indices: Sequence[int], num: int) -> list[Array]:
+    """Arrays [num, ...] with the given ones [N, ...] at N indices, and zeros elsewhere."""
+    if len(indices) == num:
+        return list(arrays)
+    spread = [np.zeros((num, *array.shape[1:]), dtype=array.dtype) for array in arrays]
+    for target, array in zip(spread, arrays, strict=True):
+        target[indices] = array
+    return spread

@@ -1,11 +1,11 @@
-"""Logits processors: what a request changes of its logits before a token is drawn, in the order that vLLM has.
+"""Logits processors in vLLM's order: bias, minimum length (no stop tokens before it), then penalties.
 
-Bias, then stop tokens before the least length, then penalties of what the text has already. A penalty depends on the
-tokens before a position. For a node of a draft tree these are the row's text and the node's ancestors, so a tree's
-text is that of one token at a time. A block draft's slots do not know their ancestors: its logits are changed by the
-row's text alone, which costs acceptance where a text repeats itself and never changes it.
+A penalty depends on the tokens before a position. For a node of a draft tree these are the row's text and the node's
+ancestors, so the text equals one-token-at-a-time decoding. The slots of a block draft do not depend on their
+ancestors: its logits are penalised by the row's text alone. In repetitive texts this lowers acceptance; it never
+changes the text.
 
-Changed logits are float32: a bias of 0.1 would be lost in bfloat16.
+Processed logits are float32: a bias of 0.1 would be lost in bfloat16.
 """
 
 import math
@@ -21,29 +21,29 @@ from torch import Tensor
 from blockpilot.device import sent, tensor_on
 from blockpilot.types import Request
 
-LARGEST_LOGIT = 1e29  # of a changed one: larger ones count as not finite (sampling.py)
+LARGEST_LOGIT = 1e29  # after processing: larger ones count as not finite (sampling.py)
 
 
 class LogitsProcessor:
-    """Changes of one request's logits; follows its text as it grows."""
+    """Bias, minimum length and penalties of one request; counts the tokens of its text as it grows."""
 
     def __init__(self, request: Request) -> None:
         self._sampling, self._num_prompt_tokens = request.sampling, len(request.prompt_ids)
-        self._least, self._stop_token_ids = request.min_new_tokens, sorted(request.stop_token_ids)
-        self._places: dict[int, int] = {}  # of the tokens that penalties are for, in the order in which they came
-        self._counts = array("f")  # how often each of them is in the answer
+        self._min_new_tokens, self._stop_token_ids = request.min_new_tokens, sorted(request.stop_token_ids)
+        self._index_of: dict[int, int] = {}  # token -> index in _counts, of the tokens with penalties
+        self._counts = array("f")  # occurrences in the answer
         self._num_counted = self._num_prompt_tokens
         if self._sampling.repetition_penalty != 1:
             for token in request.prompt_ids:
-                self._place(token)
-        self._num_of_prompt = len(self._places)
+                self._add(token)
+        self._num_prompt_ids = len(self._index_of)  # different tokens of the prompt
 
     @classmethod
     def of(cls, request: Request) -> Self | None:
-        """That of a request; None where it changes nothing."""
+        """The processor of a request; None if it changes no logits."""
         sampling = request.sampling
-        has_least = request.min_new_tokens > 0 and request.stop_token_ids
-        return cls(request) if sampling.has_penalties or sampling.logit_bias or has_least else None
+        has_min_length = request.min_new_tokens > 0 and request.stop_token_ids
+        return cls(request) if sampling.has_penalties or sampling.logit_bias or has_min_length else None
 
     def __call__(
         self,
@@ -52,58 +52,60 @@ class LogitsProcessor:
         positions: Sequence[int],
         paths: Sequence[Sequence[int]] | None = None,
     ) -> Tensor:
-        """Logits [n, V] as float32, changed, for tokens to be drawn at `positions` [n].
+        """Processed copy, float32, of logits [n, V] for tokens to be drawn at `positions` [n].
 
-        tokens: the row's text. paths [n]: what follows it before each position; nothing that counts without them.
+        tokens: the row's text. paths [n]: tokens between the text and each position; by default none.
         """
-        changed = logits.to(torch.float32, copy=True)
+        processed = logits.to(torch.float32, copy=True)
         # 1. Bias.
         if bias := self._sampling.logit_bias:
-            ids, values = (tensor_on(changed.device, of_bias) for of_bias in zip(*bias, strict=True))
-            changed[:, ids] += values.float()
-        # 2. Nothing stops the text before its least length.
-        early = [i for i, at in enumerate(positions) if at - self._num_prompt_tokens < self._least]
+            ids, values = (tensor_on(processed.device, column) for column in zip(*bias, strict=True))
+            processed[:, ids] += values.float()
+        # 2. No stop tokens before the minimum length.
+        min_end = self._num_prompt_tokens + self._min_new_tokens
+        early = [i for i, position in enumerate(positions) if position < min_end]
         if early and self._stop_token_ids:
-            rows, columns = tensor_on(changed.device, early), tensor_on(changed.device, self._stop_token_ids)
-            changed[rows[:, None], columns] = -math.inf
+            rows, columns = tensor_on(processed.device, early), tensor_on(processed.device, self._stop_token_ids)
+            processed[rows[:, None], columns] = -math.inf
         # 3. Penalties.
         if self._sampling.has_penalties:
             self._count(tokens)
-            self._penalise(changed, paths or [()] * len(changed))
-        return changed
+            self._penalise(processed, paths or [()] * len(processed))
+        return processed
 
-    def _place(self, token: int) -> int:
-        if token not in self._places:
-            self._places[token] = len(self._places)
+    def _add(self, token: int) -> int:
+        """Index of a token in the counts, added if it is new."""
+        if token not in self._index_of:
+            self._index_of[token] = len(self._index_of)
             self._counts.append(0)
-        return self._places[token]
+        return self._index_of[token]
 
     def _count(self, tokens: Sequence[int]) -> None:
         for token in tokens[self._num_counted :]:
-            self._counts[self._place(token)] += 1
+            self._counts[self._add(token)] += 1
         self._num_counted = len(tokens)
 
     def _penalise(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> None:
-        """Penalise, in place, the tokens of the text and of every row's own path."""
-        # 1. Counts [n, tokens]: of the text, the same for all, and of each row's own path.
-        sampling, known = self._sampling, len(self._places)
-        places = dict[int, int]()  # of tokens that only paths have
+        """Penalise, in place, the tokens of the text and of each row's path."""
+        # 1. Counts [n, tokens]: of the text, the same for all rows, and of each row's path.
+        sampling, num_text_ids = self._sampling, len(self._index_of)
+        path_index_of = dict[int, int]()  # of tokens that are only in paths
         for token in chain.from_iterable(paths):
-            if token not in self._places:
-                places.setdefault(token, known + len(places))
-        counts = np.zeros((len(paths), known + len(places)), dtype=np.float32)
-        counts[:, :known] = self._counts
+            if token not in self._index_of:
+                path_index_of.setdefault(token, num_text_ids + len(path_index_of))
+        counts = np.zeros((len(paths), num_text_ids + len(path_index_of)), dtype=np.float32)
+        counts[:, :num_text_ids] = self._counts
         for i, path in enumerate(paths):
             for token in path:
-                counts[i, places[token] if token in places else self._places[token]] += 1
-        # 2. Repetition counts prompt and answer, frequency and presence the answer alone.
-        of_answer = sent(torch.from_numpy(counts), logits.device)
-        seen = of_answer > 0
-        of_text = seen.clone()
-        of_text[:, : self._num_of_prompt] = True
-        ids = sent(torch.tensor([*self._places, *places], dtype=torch.int64), logits.device)
-        some = logits[:, ids]
-        repeated = torch.where(some > 0, some / sampling.repetition_penalty, some * sampling.repetition_penalty)
-        some = torch.where(of_text, repeated, some)
-        some = some - sampling.frequency_penalty * of_answer - sampling.presence_penalty * seen.float()
-        logits[:, ids] = some.clamp(max=LARGEST_LOGIT)
+                counts[i, path_index_of[token] if token in path_index_of else self._index_of[token]] += 1
+        # 2. Repetition counts prompt and answer, frequency and presence the answer only.
+        answer_counts = sent(torch.from_numpy(counts), logits.device)
+        in_answer = answer_counts > 0
+        in_text = in_answer.clone()
+        in_text[:, : self._num_prompt_ids] = True
+        ids = sent(torch.tensor([*self._index_of, *path_index_of], dtype=torch.int64), logits.device)
+        values = logits[:, ids]
+        repeated = torch.where(values > 0, values / sampling.repetition_penalty, values * sampling.repetition_penalty)
+        values = torch.where(in_text, repeated, values)
+        values = values - sampling.frequency_penalty * answer_counts - sampling.presence_penalty * in_answer.float()
+        logits[:, ids] = values.clamp(max=LARGEST_LOGIT)

@@ -1,10 +1,10 @@
-"""Prefix cache: keys and values of earlier texts, of target and draft, for requests that begin alike.
+"""Prefix cache: keys and values of earlier texts, of target and draft, for requests that share a prefix.
 
-What is final in a row's slot is copied out when its prompt is through and when it ends, and into the slot of a new
-request with the same tokens, which takes far less than computing them. Texts are kept by pages of PAGE tokens, in a
-tree whose branches share what they begin with, as in RadixAttention (arXiv 2312.07104). A draft's entry may be made
-of the token after its own (EAGLE-3), so a page is found by its tokens and the next one. The last token of a prompt is
-always computed: with it come the logits and the context vector that a policy reads.
+The final tokens of a row's slot are copied to pages after its prefill and when it ends, and from pages to the slot of
+a new request with the same tokens, which takes far less time than to compute them. Pages of PAGE tokens form a tree
+whose branches share their prefix, as in RadixAttention (arXiv 2312.07104). A draft's entry may depend on the token
+after its own (EAGLE-3), so the key of a page includes the next token. The last token of a prompt is always computed:
+its logits and context vector are inputs of a policy.
 """
 
 from collections import OrderedDict
@@ -16,25 +16,25 @@ from blockpilot.models.cache import Pages, SlotCache
 from blockpilot.types import Step
 
 PAGE = 16
-WORTH_WAITING = 64  # tokens: a request is not computed beside another one that it shares so many with
+MIN_WAIT_TOKENS = 64  # tokens: a request waits for another one's prefill if it can reuse at least so many more
 
 
 class Page(NamedTuple):
-    """Columns of both caches."""
+    """A cached page: its number in the memory of both caches."""
 
-    place: int
+    number: int
     has_context: bool
-    """The draft's columns are there, too: a row that decodes plainly does not fill them."""
+    """True if the draft's columns are cached, too: a row that never drafts does not fill them."""
 
 
 Key = tuple[int | str, tuple[int, ...]]
-"""Place of the page before, or the salt of a first one; tokens [PAGE + 1]."""
+"""Number of the previous page, or the cache salt for a first page; tokens [PAGE + 1]."""
 
 
 class Prefixes:
-    """Pages of `num_tokens` tokens at most; the least recently used go first. None are kept for 0.
+    """Prefix cache of at most `num_tokens` tokens in pages, evicted least recently used first; 0 disables it.
 
-    Requests share pages only with those of the same `cache_salt`.
+    Requests share pages only with requests of the same `cache_salt`.
     """
 
     def __init__(self, target: SlotCache, draft: SlotCache, num_tokens: int) -> None:
@@ -44,7 +44,9 @@ class Prefixes:
         self._target, self._draft = (Pages(cache, self._num_pages, PAGE) for cache in (target, draft))
         self._free = list(range(self._num_pages))
         self._pages: OrderedDict[Key, Page] = OrderedDict()
-        """By their last use; a page is used after those that follow it, so the first one has none."""
+        """Ordered by last use. A page is touched after the pages that follow it, so the first one in this order is a
+        leaf.
+        """
 
     @property
     def num_bytes(self) -> int:
@@ -52,70 +54,70 @@ class Prefixes:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are kept now."""
+        """Tokens in the cache."""
         return len(self._pages) * PAGE
 
     def reuse(self, row: Row, slot: int) -> None:
-        """Fill a new row's slot with what is kept of its prompt; of a row that drafts, with its context.
+        """Copy the cached prefix of a new row's prompt to its slot, and the draft's context if the row may draft.
 
-        A row that wants log probabilities of its prompt computes all of it.
+        A request for log probabilities of its prompt reuses nothing.
         """
-        keys = self._found(row) if row.request.num_prompt_logprobs is None else []
+        keys = self._cached_prefix(row) if row.request.num_prompt_logprobs is None else []
         for i, key in enumerate(keys):
-            self._target.load(self._pages[key].place, slot, i * PAGE)
+            self._target.load(self._pages[key].number, slot, i * PAGE)
             if row.can_draft:
-                self._draft.load(self._pages[key].place, slot, i * PAGE)
+                self._draft.load(self._pages[key].number, slot, i * PAGE)
         self._touch(keys)
         row.num_reused = row.num_cached = row.num_drafted_from = len(keys) * PAGE
 
     def keep(self, rows: Sequence[Row], steps: Sequence[Step]) -> None:
-        """Keep the texts of rows, in slots 0 .. R - 1, whose prompt or answer is through by one of the steps."""
-        through = {step.request_id for step in steps if step.prefill is not None or step.finish_reason is not None}
+        """Cache the texts of rows, in slots 0 .. R - 1, whose prompt or answer is complete after these steps."""
+        complete = {step.request_id for step in steps if step.prefill is not None or step.finish_reason is not None}
         for slot, row in enumerate(rows):
-            if row.request_id in through:
+            if row.request_id in complete:
                 self._keep(row, slot)
 
-    def worth_waiting(self, row: Row, beside: Sequence[Row]) -> bool:
-        """True if one of the rows whose prompts are taken in now will leave much more of this one's prompt."""
-        if not self._num_pages or not beside or row.request.num_prompt_logprobs is not None:
+    def worth_waiting(self, row: Row, in_prefill: Sequence[Row]) -> bool:
+        """True if a row in prefill now will cache many more tokens of this row's prompt."""
+        if not self._num_pages or not in_prefill or row.request.num_prompt_logprobs is not None:
             return False
-        num = len(self._found(row)) * PAGE + WORTH_WAITING
+        num = len(self._cached_prefix(row)) * PAGE + MIN_WAIT_TOKENS
         start = row.tokens[:num]
-        return len(start) == num and any(_may_use(row, other) and other.tokens[:num] == start for other in beside)
+        return len(start) == num and any(_may_use(row, other) and other.tokens[:num] == start for other in in_prefill)
 
     def _keep(self, row: Row, slot: int) -> None:
-        """Keep all tokens but the anchor, which the caches do not hold."""
-        keys = self._found(row)
+        """Cache all pages of a row's text but the anchor, whose keys and values are not computed yet."""
+        keys = self._cached_prefix(row)
         self._touch(keys)
-        before: int | str = self._pages[keys[-1]].place if keys else row.request.cache_salt
+        previous: int | str = self._pages[keys[-1]].number if keys else row.request.cache_salt
         texts = list(_pages_of(row.tokens))[: self._num_pages]
         for i in range(len(keys), len(texts)):
-            # A page is found by the page before it: branches share what they begin with.
-            key = before, texts[i]
-            known = self._pages.pop(key, None)  # of a row that decoded plainly
-            before = self._place() if known is None else known.place
-            self._pages[key] = Page(before, row.can_draft)
-            self._target.store(before, slot, i * PAGE)
+            # The key of a page includes the previous page: branches share their prefix.
+            key = previous, texts[i]
+            page = self._pages.pop(key, None)  # without the draft's context
+            previous = number = self._free_page() if page is None else page.number
+            self._pages[key] = Page(number, row.can_draft)
+            self._target.store(number, slot, i * PAGE)
             if row.can_draft:
-                self._draft.store(before, slot, i * PAGE)
+                self._draft.store(number, slot, i * PAGE)
             keys.append(key)
         self._touch(keys)
 
-    def _found(self, row: Row) -> list[Key]:
-        """The longest prefix of a row's tokens that is kept, as it needs it."""
+    def _cached_prefix(self, row: Row) -> list[Key]:
+        """Keys of the longest cached prefix of a row's tokens, with the draft's context if the row may draft."""
         keys = list[Key]()
-        before: int | str = row.request.cache_salt
+        previous: int | str = row.request.cache_salt
         for tokens in _pages_of(row.tokens):
-            page = self._pages.get((before, tokens))
+            page = self._pages.get((previous, tokens))
             if page is None or (row.can_draft and not page.has_context):
                 break
-            keys.append((before, tokens))
-            before = page.place
+            keys.append((previous, tokens))
+            previous = page.number
         return keys
 
-    def _place(self) -> int:
-        """A free one, if need be that of the page used least recently: none of those just touched."""
-        return self._free.pop() if self._free else self._pages.popitem(last=False)[1].place
+    def _free_page(self) -> int:
+        """Number of a free page; if there is none, evicts the least recently used page, never one just touched."""
+        return self._free.pop() if self._free else self._pages.popitem(last=False)[1].number
 
     def _touch(self, keys: Sequence[Key]) -> None:
         for key in reversed(keys):
@@ -128,5 +130,5 @@ def _pages_of(tokens: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def _may_use(row: Row, other: Row) -> bool:
-    """True if a row may use what the other one leaves."""
+    """True if a row may use the pages that the other one caches."""
     return row.request.cache_salt == other.request.cache_salt and (other.can_draft or not row.can_draft)

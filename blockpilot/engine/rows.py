@@ -1,4 +1,4 @@
-"""A request while the engine holds it: its tokens, where it ends, and the step that it reports."""
+"""State of a request in the engine: its tokens, its end conditions, and its results of steps."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,47 +11,47 @@ from blockpilot.engine.sampling import NO_TOKEN
 from blockpilot.engine.trees import walk
 from blockpilot.types import NO_TREE, Automaton, FinishReason, Request, Step, TokenLogprobs, Tree
 
-HEAD_ROWS = 256  # of a prompt, scored by the LM head at once
+HEAD_ROWS = 256  # prompt tokens in one call of the LM head, for their log probabilities
 
 
 @dataclass(eq=False)
 class Row:
-    """One sequence. `tokens` are final; the target's cache holds all but the last one, the anchor."""
+    """One sequence. `tokens` are final; all but the last one, the anchor, are in the target's cache."""
 
     request_id: int
     request: Request
     limit: int
-    """Tokens of prompt and answer together at most."""
+    """Maximum tokens of prompt and answer together."""
     tokens: list[int]
     text: TextStream | None
-    """Finds stop strings; None where the request has none."""
+    """Search for stop strings; None if the request has none."""
     num_cached: int = 0
-    """Prompt tokens that the target's cache holds, until it holds all."""
+    """Prompt tokens in the target's cache, during prefill."""
     num_reused: int = 0
-    """Those of them that were kept of other requests."""
+    """Prompt tokens that came from the prefix cache."""
     block_size: int = 0
-    """0 until it is decided, and where it adapts."""
+    """0 until it is fixed, and if it adapts."""
     adapts: bool = False
     """The controller chooses at every step what is drafted and verified."""
     automaton: Automaton | None = None
-    """State of the request's constraint."""
+    """Automaton of the request's constraint."""
     processor: LogitsProcessor | None = None
-    """Penalties, bias and least length of the request; None where it changes no logits."""
+    """Penalties, bias and minimum length of the request; None if it changes no logits."""
     error: Exception | None = None
-    """Why its tokens could not be drawn."""
+    """Error that kept its tokens from being drawn."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
-    """Log probabilities of the prompt's tokens so far, where they are asked for."""
+    """Log probabilities of the prompt's tokens so far, if requested."""
     can_draft: bool = True
-    """There is a draft, and its cache holds the row's context, but for the tokens below."""
+    """There is a draft, whose cache has the row's context up to the pending tokens below."""
     num_drafted_from: int = 0
-    """Final tokens that the draft's cache holds."""
+    """Final tokens in the draft's cache."""
     features: list[Tensor] = field(default_factory=list)
-    """Features of the target [n, F], for the final tokens after those."""
+    """Features of the target [n, F] for the pending tokens: final ones that are not in the draft's cache."""
     following: list[int] = field(default_factory=list)
-    """The tokens after them."""
+    """The token after each pending token."""
     finished: bool = False
     failed: bool = False
-    """It ended with an error: its slot may hold what is not finite."""
+    """It ended with an error: its slot may have values that are not finite."""
 
     @property
     def anchor_position(self) -> int:
@@ -59,7 +59,7 @@ class Row:
 
     @property
     def num_uncached(self) -> int:
-        """Prompt tokens that have not gone through the target."""
+        """Prompt tokens that are not in the target's cache."""
         return len(self.tokens) - self.num_cached
 
     @property
@@ -68,28 +68,28 @@ class Row:
 
     @property
     def looks_up(self) -> bool:
-        """What followed earlier in its own text may be verified: by default where it adapts."""
+        """True if prompt lookup may propose tokens: by default if the row adapts."""
         wanted = self.adapts if self.request.lookup is None else self.request.lookup
         return wanted and self.block_size != 1
 
     @property
     def deepest(self) -> int:
-        """Drafted tokens that the next step can accept at most: with the one after them they reach the limit."""
+        """Maximum drafted tokens that the next step can accept: with the bonus token they reach the limit."""
         return self.limit - len(self.tokens) - 1
 
     @property
     def next_block_size(self) -> int:
-        """Tokens that the next step verifies at most, where that is fixed: none beyond the limit."""
+        """Maximum tokens that the next step verifies, by a fixed block size and the limit."""
         left = self.limit - len(self.tokens)
         return self.block_size if self.is_tree and left > 1 else min(self.block_size, left)
 
     def most_depth(self, deepest: int) -> int:
-        """Positions that the next step may draft at most: none where a constraint forces all."""
+        """Maximum positions that the next step may draft: 0 if a constraint forces all of them."""
         depth = max(0, min(deepest, self.deepest))
         return 0 if self._is_forced(depth) else depth
 
     def next_depth(self, deepest: int) -> int:
-        """Positions that the next step's draft proposes tokens for; of a tree `deepest` at most."""
+        """Positions that the draft proposes tokens for in the next step; at most `deepest` for a tree."""
         if not self.can_draft:
             return 0
         depth = min(self.next_block_size, self.limit - len(self.tokens)) - 1
@@ -97,18 +97,18 @@ class Row:
         return 0 if self._is_forced(depth) else depth
 
     def _is_forced(self, depth: int) -> bool:
-        """True if a constraint leaves no choice in so many of the next tokens."""
+        """True if a constraint forces the next `depth` tokens."""
         return self.automaton is not None and len(self.automaton.forced()) >= depth
 
     def verify(self, tree: Tree, chosen: Sequence[int], logits: Tensor) -> tuple[list[int], Step]:
         """The accepted path of `tree`, and the step that emits it and the bonus token.
 
-        chosen [1 + nodes] are the target's choices after the anchor and every node; logits [1 + nodes, vocab] are
-        those that they were drawn from.
+        chosen [1 + nodes] are the target's choices after the anchor and every node, drawn from logits
+        [1 + nodes, vocab].
         """
         path = walk(tree, chosen)  # the last node's choice is the bonus token
         if chosen[path[-1]] == NO_TOKEN and len(path) > 1:
-            path.pop()  # nothing can be drawn there: the text ends before, or the next step fails, as plain decoding
+            path.pop()  # no token can be drawn there: the next step fails, unless the text ends before
         step = self.commit([chosen[i] for i in path], logits, path, len(chosen), tree)
         return path[: len(step.tokens)], step
 
@@ -117,13 +117,13 @@ class Row:
     ) -> Step:
         """Append tokens [n] up to the first that ends the request; they were drawn from logits[path].
 
-        Raises FloatingPointError where the target's scores are no numbers, and the row's error where it has one.
+        Raises FloatingPointError if the target's scores are not finite, or the row's error if it has one.
         """
         if NO_TOKEN in tokens:
             raise self.error or FloatingPointError(
                 f"the target's scores after {len(self.tokens)} tokens are not finite"
             )
-        # One token at a time, since any of them may end the request: what follows it is dropped.
+        # One token at a time: any of them may end the request, and the tokens after it are dropped.
         emitted, texts = list[int](), list[str]()
         reason: FinishReason | None = None
         while reason is None and len(emitted) < len(tokens):
@@ -131,7 +131,7 @@ class Row:
             self.tokens.append(emitted[-1])
             try:
                 reason = self._end(emitted[-1], texts)
-            except ValueError as error:  # of the automaton: the tokens before stand, as in plain decoding
+            except ValueError as error:  # of the automaton: the tokens before are final, as in plain decoding
                 if len(emitted) == 1:
                     raise
                 self.error = error
@@ -151,7 +151,7 @@ class Row:
         )
 
     def _end(self, token: int, texts: list[str]) -> FinishReason | None:
-        """Why the request ends with the token just appended, if it does; adds the token's text to `texts`."""
+        """Reason if the request ends with the token just appended; adds the token's text to `texts`."""
         reason: FinishReason | None = "length" if len(self.tokens) >= self.limit else None
         if self.automaton is not None:
             self.automaton.take(token)
@@ -163,19 +163,19 @@ class Row:
             if self.text.stopped:
                 reason = "stop"
             elif is_stop_token or reason:
-                text += self.text.finish()  # what was held back cannot become a stop string any more
+                text += self.text.finish()  # text held back cannot become a stop string any more
             texts.append(text)
         return "stop" if is_stop_token else reason
 
     def _logprobs(self, tokens: list[int], logits: Tensor, path: Sequence[int]) -> tuple[TokenLogprobs, ...]:
-        """Log probabilities of tokens [n], where the request asks for them: tokens[i] comes from logits[path[i]]."""
+        """Log probabilities of tokens [n], if requested: tokens[i] was drawn from logits[path[i]]."""
         num = self.request.num_logprobs
         return () if num is None else logprobs_of(tokens, logits[list(path[: len(tokens)])], num)
 
     def note_prompt(self, head: Callable[[Tensor], Tensor], hidden: Tensor) -> None:
-        """Note the log probabilities of prompt tokens, where they are asked for.
+        """Store the log probabilities of prompt tokens, if requested.
 
-        hidden [n, hidden] are the target's, before its LM head, of the n prompt tokens that this step takes in.
+        hidden [n, hidden] are the target's states, before its LM head, of the n prompt tokens of this step.
         """
         num, first = self.request.num_prompt_logprobs, self.num_cached + 1
         if num is None:
@@ -183,20 +183,20 @@ class Row:
         self.prompt_logprobs = self.prompt_logprobs or [None]
         following = self.tokens[first : first + len(hidden)]
         for start in range(0, len(following), HEAD_ROWS):  # logits of a whole prompt would not fit
-            some = following[start : start + HEAD_ROWS]
-            self.prompt_logprobs += logprobs_of(some, head(hidden[start : start + len(some)]), num)
+            chunk = following[start : start + HEAD_ROWS]
+            self.prompt_logprobs += logprobs_of(chunk, head(hidden[start : start + len(chunk)]), num)
 
 
 def num_fixed(rows: Sequence[Row]) -> int:
-    """Tokens that rows of fixed block sizes verify beside their anchors."""
+    """Tokens that rows of fixed block sizes verify, without their anchors."""
     return sum(row.next_block_size - 1 for row in rows if not row.adapts)
 
 
 def logprobs_of(tokens: Sequence[int], logits: Tensor, num: int) -> tuple[TokenLogprobs, ...]:
-    """Log probabilities of tokens [n] and of the `num` likeliest, by logits [n, vocab]."""
+    """Log probabilities of tokens [n] and of the `num` most probable ones, by logits [n, vocab]."""
     scores = logits.float().log_softmax(dim=-1)
-    of_tokens = scores.gather(1, tensor(tokens, device=scores.device)[:, None])[:, 0].tolist()
+    token_scores = scores.gather(1, tensor(tokens, device=scores.device)[:, None])[:, 0].tolist()
     top = scores.topk(num, dim=-1)
     pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-    likeliest = (tuple(zip(ids, values, strict=True)) for ids, values in pairs)
-    return tuple(map(TokenLogprobs, of_tokens, likeliest))
+    most_probable = (tuple(zip(ids, values, strict=True)) for ids, values in pairs)
+    return tuple(map(TokenLogprobs, token_scores, most_probable))

@@ -1,16 +1,17 @@
-"""Search for stop strings in a text that arrives in pieces (Knuth, Morris and Pratt).
+"""Incremental search for stop strings (Knuth, Morris and Pratt).
 
-Every character of the text takes a bounded number of steps, however long the strings are and however nearly they
-match; tables grow with the longest match, not with the strings.
+Every character of the text takes a bounded number of steps, however long the strings and partial matches
+are; tables grow with the longest match, not with the strings.
 """
 
 from collections.abc import Sequence
 
 
 class StopSearch:
-    """Holds back what may be the beginning of a stop string; the text ends before the one that is complete first.
+    """Holds back text that may be a prefix of a stop string; the text ends before the stop string that is complete
+    first.
 
-    Of several that are complete at one place it is the longest. Raises ValueError for an empty string.
+    If several are complete at the same position, the longest counts. Raises ValueError for an empty string.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
@@ -18,20 +19,20 @@ class StopSearch:
             raise ValueError("stop strings: '' is empty; each must have at least one character")
         self.stopped = False
         self._matches = [_Match(string) for string in strings]
-        self._held = ("", 0)  # a stop string, and how much of it has been held back
+        self._held = ("", 0)  # a stop string, and the number of its characters that are held back
 
     def push(self, text: str) -> str:
-        """Text that belongs to no stop string; empty when stopped."""
+        """Text that cannot be part of a stop string; empty when stopped."""
         if not self._matches or self.stopped:
             return "" if self.stopped else text
         string, num_held = self._held
         ends = [(end, -len(m.string)) for m in self._matches if (end := m.advance(text)) is not None]
-        if ends:  # the earliest end, of several there the longest string
+        if ends:  # the earliest end; of equal ends the longest string
             self.stopped, self._held = True, ("", 0)
             end, negative = min(ends)
             num_shown = num_held + end + negative
         else:
-            # Nothing is complete: what may become the longest match so far is held back.
+            # Nothing is complete: hold back the longest partial match.
             longest = max(self._matches, key=lambda match: match.length)
             self._held = longest.string, longest.length
             num_shown = num_held + len(text) - longest.length
@@ -44,17 +45,17 @@ class StopSearch:
 
 
 class _Match:
-    """The longest beginning of `string` that the text ends with: `length` characters."""
+    """Partial match: the longest prefix of `string` that the text ends with has `length` characters."""
 
     def __init__(self, string: str) -> None:
         self.string, self.length = string, 0
-        # After string[:k] and a character other than string[k], the match to go on with has fallback[k] characters:
-        # the longest end of string[:k] that begins the string, too, and goes on differently. -1: none.
+        # After string[:k] and a character other than string[k], the match continues with fallback[k] characters: the
+        # longest suffix of string[:k] that is also a prefix and has another next character. -1: none.
         self._fallback = [-1]
-        self._border = 0  # longest end of string[:len(fallback)] that begins it, too
+        self._border = 0  # longest proper suffix of string[:len(fallback)] that is also its prefix
 
     def advance(self, text: str) -> int | None:
-        """Go on with `text`; where in it the string is first complete, if it is."""
+        """Continue with `text`; returns the end of the first complete match in it, if any."""
         string, fallback, length, i = self.string, self._fallback, self.length, 0
         while i < len(text):
             if length == 0 and (i := text.find(string[0], i)) < 0:

@@ -1,11 +1,11 @@
 """Key/value cache of a fixed batch: every sequence owns a slot, every final token the column of its position.
 
 Entries are scattered by (slot, column) and read by column, so rejected tokens need no rollback: a column is rewritten
-before any query that may see it. A query sees the columns before its row's anchor, which are final, and those of its
-own block that it follows (the mask's work). Drafted tokens of a tree lie in the order of its nodes; those that are
-accepted move to the columns of their positions (`relocate`).
+before any query may see it. By its mask a query sees the columns before its row's anchor, which are final, and its
+ancestors in its own block. Drafted tokens of a tree are in the order of its nodes; accepted tokens move to the
+columns of their positions (`relocate`).
 
-Active slots are kept dense (0 .. n-1) by moving the last one into a hole, so a forward pass reads plain views.
+Active slots are dense (0 .. n-1): the last one moves into a free one, so a forward pass reads views without copies.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -22,10 +22,10 @@ from blockpilot.native.products import Padding
 
 
 class SlotCache:
-    """Keys and values of a model's layers for `num_slots` texts of at most `length` tokens; zeros at first.
+    """Keys and values of a model's layers for `num_slots` texts of at most `length` tokens, initially zero.
 
-    A tree fills more columns than positions: that many may be spare. Layers in C pad the
-    `halves` of a head.
+    num_spare: additional columns, for trees, which use more columns than positions. halves: padding of the halves of
+    a head, by the layers in C.
     """
 
     def __init__(
@@ -40,15 +40,15 @@ class SlotCache:
     ) -> None:
         self.max_length = length
         self._halves = halves or Padding(head_dim(config) // 2, head_dim(config) // 2)
-        of_slot = num_kv_heads(config), length + num_spare, 2 * self._halves.padded
-        shape = (config.num_hidden_layers, 2, num_slots, *of_slot)
+        slot_shape = num_kv_heads(config), length + num_spare, 2 * self._halves.padded
+        shape = (config.num_hidden_layers, 2, num_slots, *slot_shape)
         # Zeros, not empty: masked columns are multiplied by zero, and garbage may hold NaN.
         self.layers = torch.zeros(shape, dtype=dtype, device=device)
-        """[layers, 2, num_slots, kv_heads, length, head_dim], keys and then values."""
+        """[layers, 2, num_slots, kv_heads, length, head_dim], keys, then values."""
         self.by_token = [self.layers[i].permute(1, 3, 0, 2, 4) for i in range(len(self.layers))]
         """Each layer as a view [num_slots, length, 2, kv_heads, head_dim]."""
         self.graphs: Graphs | None = None
-        """Captures passes of few tokens: tokens then leave the last column free."""
+        """CUDA graphs of passes of few tokens; with them the last column must stay free of tokens."""
 
     @property
     def num_columns(self) -> int:
@@ -64,21 +64,21 @@ class SlotCache:
         return self._halves.cut(self.layers[..., :length, :])
 
     def bare(self) -> Self:
-        """The same memory without graphs: what graphs refer to, so that no cycle keeps it alive."""
+        """The same memory without graphs, for graphs to refer to without a reference cycle."""
         same = copy(self)
         same.graphs = None
         return same
 
     def view(self, slots: Tensor, columns: Tensor, rows: "slice | Tensor", length: int) -> "SlotView":
-        """The cache as one forward pass sees it, whose token i lies in slot slots[i], column columns[i], both [N].
+        """View for one forward pass, whose token i is in slot slots[i] and column columns[i], both [N].
 
-        `rows` are the slots that are read, on the host where it knows them, each up to column `length`, which is one
-        past the largest (the caller knows it without waiting for the device).
+        rows: the slots that are read, on the host if it has them, up to column `length`, one past the largest (a
+        parameter, so that nothing waits for the device).
         """
         return SlotView(self, slots, columns, rows, length)
 
     def relocate(self, slots: Tensor, sources: Tensor, destinations: Tensor) -> None:
-        """Copy columns within their slots, all [M]: none is overwritten before it is copied."""
+        """Copy columns within their slots, all arguments [M]; columns are read before any is written."""
         # The right side is a copy. Slots and columns are joined elementwise: [M, layers, 2, kv_heads, head_dim].
         self.layers[:, :, slots, :, destinations] = self.layers[:, :, slots, :, sources]
 
@@ -87,12 +87,12 @@ class SlotCache:
         self.layers[:, :, destination, :, :length] = self.layers[:, :, source, :, :length]
 
     def clear(self, slot: int) -> None:
-        """Forget what a failed row has left: by torch masked columns are multiplied by zero, and 0 * NaN is NaN."""
+        """Zero a slot after a failed row: torch multiplies masked columns by zero, and 0 * NaN is NaN."""
         self.layers[:, :, slot] = 0
 
 
 class Pages:
-    """Keys and values of `num` runs of `size` columns, kept apart from the slots of a cache that they come from."""
+    """Memory of `num` pages: copies of `size` consecutive columns each, out of the slots of a cache."""
 
     def __init__(self, cache: SlotCache, num: int, size: int) -> None:
         layers, kinds, _, heads, _, dim = cache.layers.shape
@@ -104,7 +104,7 @@ class Pages:
         return self._pages.nbytes
 
     def store(self, page: int, slot: int, column: int) -> None:
-        """Copy a slot's columns from `column` on."""
+        """Copy a slot's columns from `column` on to a page."""
         self._pages[page] = self._columns(slot, column)
 
     def load(self, page: int, slot: int, column: int) -> None:
@@ -120,24 +120,21 @@ InBox = Callable[[Tensor, Box, BoxPlaces, Packing, "SlotView"], tuple[Tensor, ..
 
 
 class SlotView:
-    """What attention layers call to store the pass's keys and values and to read all up to the longest row.
-
-    `length` is the number of columns read.
-    """
+    """Cache view of one pass: attention layers store the pass's keys and values, and read `length` columns."""
 
     def __init__(self, cache: SlotCache, slots: Tensor, columns: Tensor, rows: "slice | Tensor", length: int) -> None:
         self.length = length
         self.cache = cache
-        self._places = slots, columns
+        self._token_indices = slots, columns
         self._rows = rows if isinstance(rows, slice) else sent(rows, cache.layers.device)
-        self._given = rows
+        self._host_rows = rows
 
     @property
     def host_slots(self) -> Sequence[int] | None:
-        """The slot of every row that is read; None where only the device knows."""
-        if isinstance(self._given, slice):
-            return range(self.layers.shape[2])[self._given]
-        return self._given.tolist() if self._given.device.type == "cpu" else None
+        """The slot of every row that is read; None if only the device has them."""
+        if isinstance(self._host_rows, slice):
+            return range(self.layers.shape[2])[self._host_rows]
+        return self._host_rows.tolist() if self._host_rows.device.type == "cpu" else None
 
     @property
     def num_heads(self) -> int:
@@ -146,23 +143,23 @@ class SlotView:
 
     @property
     def num_columns(self) -> int:
-        """Columns of the whole cache, read or not."""
+        """Columns of the cache, read or not."""
         return self.cache.layers.shape[4]
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest text that the cache can hold."""
+        """Maximum tokens of a text in the cache."""
         return self.cache.max_length
 
     @property
     def layers(self) -> Tensor:
-        """The whole cache, [layers, 2, num_slots, kv_heads, length, head_dim]."""
+        """Keys and values of the entire cache, [layers, 2, num_slots, kv_heads, length, head_dim]."""
         return self.cache.layers
 
     @property
-    def places(self) -> tuple[Tensor, Tensor]:
+    def token_indices(self) -> tuple[Tensor, Tensor]:
         """Slot and column of every token, both [N]."""
-        return self._places
+        return self._token_indices
 
     @property
     def row_slots(self) -> Tensor:
@@ -171,7 +168,7 @@ class SlotView:
 
     def store(self, new: Tensor, layer_idx: int) -> None:
         """Store keys and values [N, 2, kv_heads, head_dim] of the pass's tokens."""
-        self.cache.by_token[layer_idx].index_put_(self._places, new)
+        self.cache.by_token[layer_idx].index_put_(self._token_indices, new)
 
     def read(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Keys and values [rows, kv_heads, length, head_dim]."""
@@ -179,9 +176,9 @@ class SlotView:
         return keys, values
 
     def by_graph(self, layers: InBox, key: Hashable, hidden: Tensor, packing: Packing) -> tuple[Tensor, ...] | None:
-        """Outputs [N, ...] of `layers` for a packing's hidden states [N, hidden], by a graph of its box.
+        """Outputs [N, ...] of `layers` for a packing's hidden states [N, hidden], by the CUDA graph of its box.
 
-        None where the cache has no graphs, or none for this packing. `key` stands for `layers`.
+        None if the cache has no graphs, or if the packing fits no box. `key` identifies `layers`.
         """
         graphs, slots, num_columns = self.cache.graphs, self.host_slots, self.num_columns
         if graphs is None or slots is None:
@@ -193,23 +190,23 @@ class SlotView:
 
         def in_box(boxed: Tensor, places: BoxPlaces) -> tuple[Tensor, ...]:
             view = cache.view(box.slots(device), places.columns, slice(0, box.rows), box.length)
-            # Layers add to the hidden states in place; those of the box are the graph's static input.
+            # A copy: layers add to the hidden states in place, and those of the box are the graph's static input.
             return layers(boxed.clone(), box, places, box.packing(device), view)
 
         return graphs.of_box((key, box), in_box, hidden, box, box.places(packing, slots, num_columns))
 
 
 def read_slots(slots: Sequence[int]) -> "slice | Tensor":
-    """Ascending slots for a view to read: the first ones of a cache as a slice, which copies nothing."""
+    """Ascending slots for a view: a slice, which reads without a copy, if they are the first ones of a cache."""
     return slice(0, len(slots)) if slots[-1] == len(slots) - 1 else torch.tensor(slots)
 
 
 def num_kv_heads(config: Any) -> int:
-    """Heads of keys, and of values; as many as of queries where a configuration does not say."""
+    """Heads of keys, and of values; by default as many as of queries."""
     return int(config.num_key_value_heads or config.num_attention_heads)
 
 
 def head_dim(config: Any) -> int:
-    """Size of an attention head; some configurations only imply it."""
+    """Size of an attention head; by default hidden_size / num_attention_heads."""
     explicit = getattr(config, "head_dim", None)
     return int(explicit or config.hidden_size // config.num_attention_heads)

@@ -1,6 +1,6 @@
 """The prepared form of a target: its embeddings, its layers as one call over packed tokens, and its LM head.
 
-What does not depend on the layer (rotary tables, masks, where keys go) is worked out once a pass.
+Rotary tables, masks and cache indices do not depend on the layer and are computed once a pass.
 """
 
 from collections.abc import Sequence
@@ -25,9 +25,9 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 class Decoder:
-    """The layers of a model, its embeddings and its LM head. Raises ValueError for a family that it does not know.
+    """The layers of a model, its embeddings and its LM head. Raises ValueError for an unsupported family.
 
-    The model's linear layers are prepared in place, once; it stays an ordinary model to call.
+    The model's linear layers are prepared in place, once; the model can still be called as usual.
     """
 
     @torch.no_grad()
@@ -57,25 +57,25 @@ class Decoder:
         return self._layers.halves
 
     def __call__(
-        self, tokens: Tensor, packing: Packing, cache: SlotView, kept: Sequence[int]
+        self, tokens: Tensor, packing: Packing, cache: SlotView, feature_layers: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """Hidden states [N, hidden] of packed tokens [N]: normed; and after the layers `kept`, side by side."""
-        hidden = self.embed(tokens)  # [N, hidden], which the layers change in place
+        """Hidden states [N, hidden] of packed tokens [N], normed; and features [N, F * hidden] after F layers."""
+        hidden = self.embed(tokens)  # [N, hidden]; the layers change it in place
         table = self._rotary.table(cache, hidden)
-        # On a GPU few tokens run by a graph. Mixtures ask the host who gets which token; prompts are too wide.
+        # On a GPU few tokens run by a CUDA graph. Mixtures route tokens on the host; prompts are too wide.
         if self._layers.is_dense and len(packing.parts) == 1:
-            in_box = partial(self._in_box, table, tuple(kept))
-            found = cache.by_graph(in_box, ("target", *kept), hidden, packing.parts[0])
-            if found is not None:
-                normed, after = found
-                return normed, after
+            in_box = partial(self._in_box, table, tuple(feature_layers))
+            outputs = cache.by_graph(in_box, ("target", *feature_layers), hidden, packing.parts[0])
+            if outputs is not None:
+                normed, features = outputs
+                return normed, features
         masks = [Mask(part, part.visible, self._groups, hidden.dtype) for part in packing.parts]
-        return self._layers(hidden, table.at(packing.positions), cache, [masks] * len(self._layers), kept)
+        return self._layers(hidden, table.at(packing.positions), cache, [masks] * len(self._layers), feature_layers)
 
     def _in_box(
         self,
         table: Rotary,
-        kept: Sequence[int],
+        feature_layers: Sequence[int],
         hidden: Tensor,
         box: Box,
         places: BoxPlaces,
@@ -83,19 +83,19 @@ class Decoder:
         cache: SlotView,
     ) -> tuple[Tensor, Tensor]:
         masks = [Mask(packing, box.visible(places), self._groups, hidden.dtype)]
-        return self._layers(hidden, table.at(places.positions), cache, [masks] * len(self._layers), kept)
+        return self._layers(hidden, table.at(places.positions), cache, [masks] * len(self._layers), feature_layers)
 
 
 def check_family(model_type: object) -> None:
-    """Raise ValueError for a family that this engine does not know."""
+    """Raise ValueError for an unsupported family."""
     if model_type not in FAMILIES:
         raise ValueError(f"target family {model_type!r}: supported are {', '.join(FAMILIES)}")
 
 
 def check_network(config: Any) -> None:
-    """Raise ValueError, naming why, for a model that this engine cannot run exactly."""
+    """Raise ValueError, with the reason, for a model that this engine cannot run exactly."""
     check_family(config.model_type)
-    # Qwen3-MoE's class has no layer types: a window is that of all layers.
+    # Qwen3-MoE has no layer types: its window applies to all layers.
     slides = config.model_type == "qwen3_moe" and config.sliding_window is not None
     if slides or "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         raise ValueError("target with sliding-window layers: only full attention is supported")
@@ -113,7 +113,7 @@ def check_network(config: Any) -> None:
 
 
 def context_length(config: Any) -> int:
-    """Tokens of a model's longest text: by YaRN, the original length times the factor where that is more."""
+    """Maximum tokens of a text; with YaRN the original length times the factor, if that is more."""
     rope, longest = config.rope_parameters or {}, int(config.max_position_embeddings)
     if rope.get("rope_type") != "yarn":
         return longest

@@ -1,7 +1,7 @@
 """The layers of a decoder, target or draft, over packed tokens and a SlotCache, by torch on any device.
 
-They compute what the model computes, from the same weights, in few calls: queries, keys and values come from one
-product, gate and up from another; keys and values are stored by one call a layer. native_layers.py does so in C.
+They compute the same as the model, from the same weights, in few calls: queries, keys and values come from one
+product, gate and up from another; one call a layer stores keys and values. native_layers.py is the version in C.
 """
 
 from collections.abc import Sequence
@@ -27,32 +27,32 @@ class Rotary(NamedTuple):
 
     @classmethod
     def of(cls, embedding: nn.Module, hidden: Tensor, positions: Tensor) -> Self:
-        """For tokens at positions [N], by a model's own rotary embedding, in the dtype of `hidden`."""
+        """For tokens at positions [N], by a model's rotary embedding, in the dtype of `hidden`."""
         cosines, sines = (table[0, :, None] for table in embedding(hidden, positions[None]))  # [N, 1, head_dim]
         negated, straight = sines.chunk(2, dim=-1)
         return cls(cosines.contiguous(), torch.cat([-negated, straight], dim=-1))
 
     def at(self, positions: Tensor) -> Self:
-        """Rows of these positions, of a table by position."""
+        """Entries at these positions, of a table by position."""
         return type(self)(self.cosines[positions], self.sines[positions])
 
 
 class RotaryTable:
-    """A model's rotary embedding, worked out once for all positions of a cache.
+    """A model's rotary embedding, computed once for all positions of a cache.
 
-    Embeddings of the kinds "dynamic" and "longrope" depend on the longest text. Here that is the longest that the
-    cache can hold, as in vLLM, so that no row's numbers depend on the rows beside it or on when they came.
+    Embeddings of type "dynamic" and "longrope" depend on the longest text. Here that is the maximum length of the
+    cache, as in vLLM, so that a row's result does not depend on the other rows of the batch.
     """
 
     def __init__(self, embedding: Any) -> None:
         self._embedding = embedding
         self._table: Rotary | None = None
-        self._length = 0  # of texts, that the table is for
+        self._length = 0  # maximum length of a text that the table was computed for
         kind = getattr(embedding, "rope_type", "default")
         self._depends_on_longest = "dynamic" in kind or kind == "longrope"
 
     def table(self, cache: SlotCache | SlotView, hidden: Tensor) -> Rotary:
-        """For the positions of a cache, and maybe more, in the dtype of `hidden`."""
+        """Table of at least the positions of a cache, in the dtype of `hidden`."""
         table, length = self._table, cache.max_length
         is_long = self._length == length if self._depends_on_longest else self._length >= length
         if (
@@ -68,7 +68,7 @@ class RotaryTable:
 
 
 class Mask:
-    """Attention mask of a packing: `visible` [R, 1, width, length], the columns that each token sees."""
+    """Attention mask of a packing: visible [R, 1, width, length] are the columns that each token sees."""
 
     def __init__(self, packing: Packing, visible: Tensor, groups: int, dtype: torch.dtype) -> None:
         self.packing, self.visible = packing, visible.contiguous()
@@ -86,16 +86,16 @@ class LayerWeights:
     def __init__(self, module: Any, config: PretrainedConfig) -> None:
         norms = module.input_layernorm, module.post_attention_layernorm
         self.before, self.after = (norm.weight.detach().clone() for norm in norms)
-        """Norm weights [hidden]: copies, which layers.c can point to."""
-        self.of_heads = _head_norms(module.self_attn, config)
-        """Norm weights of queries and keys [query and key heads, head_dim]; None where there are none."""
+        """Norm weights [hidden], before attention and after it: copies that layers.c can point to."""
+        self.head_norms = _head_norms(module.self_attn, config)
+        """Norm weights of queries and keys [query and key heads, head_dim]; None if the model has none."""
         heads, hidden = half_heads(config), Padding.to_multiple(config.hidden_size)
         self.qkv = prepared(module.self_attn, "q_proj", "k_proj", "v_proj", outputs=heads)
         self.out = prepared(module.self_attn, "o_proj", inputs=heads, outputs=hidden)
         self.gate_up: Product | None = None
         self.down: Product | None = None
         self.experts: PreparedExperts | None = None
-        """In place of gate_up and down, where the layer is a mixture of experts and these are in C."""
+        """Replace gate_up and down if the layer is a mixture of experts in C."""
         self._mlp = module.mlp
         if hasattr(module.mlp, "gate_proj"):
             inner = Padding.to_multiple(module.mlp.gate_proj.out_features)
@@ -113,7 +113,7 @@ class LayerWeights:
 
 
 def half_heads(config: PretrainedConfig) -> Padding:
-    """Padding of the two halves of a head; rotary embedding pairs a number of one with one of the other."""
+    """Padding of the two halves of a head, whose elements the rotary embedding pairs."""
     return Padding.to_multiple(head_dim(config) // 2, INPUTS // 2)
 
 
@@ -139,12 +139,12 @@ class DecoderLayers:
 
     @property
     def halves(self) -> Padding:
-        """Layout of the halves of a head in the cache that these layers read."""
+        """Padding of the halves of a head in the cache of these layers."""
         return Padding(self._dim // 2, self._dim // 2)
 
     @property
     def is_dense(self) -> bool:
-        """No layer is a mixture of experts, which asks the host who gets which token."""
+        """True if no layer is a mixture of experts, which routes tokens on the host."""
         return all(layer.gate_up is not None for layer in self._layers)
 
     def __call__(
@@ -153,26 +153,28 @@ class DecoderLayers:
         rotary: Rotary,
         cache: SlotView,
         masks: Sequence[Sequence[Mask]],
-        kept: Sequence[int],
-        given: Tensor | None = None,
+        feature_layers: Sequence[int],
+        first_input: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Run tokens [N, hidden], which become those after the last layer; a layer's masks are those of the parts.
+        """Run all layers on hidden states [N, hidden], in place; a layer's masks are those of the packing's parts.
 
-        given [N, ...]: what the first layer's attention reads, by default the tokens, normed. Returns hidden states
-        [N, hidden], normed, and those after the layers `kept`, [N, len(kept) * hidden].
+        first_input [N, ...]: input of the first layer's attention, by default the normed hidden states. Returns the
+        final hidden states [N, hidden], normed, and the features after F `feature_layers`, [N, F * hidden].
         """
-        found, after = None, dict[int, Tensor]()
-        # Each norm also adds the output of the sublayer before it: `found` waits for the next one.
+        delta, after = None, dict[int, Tensor]()
+        # Each norm also adds the output of the sublayer before it: `delta` waits for the next one.
         for i, layer in enumerate(self._layers):
-            read = given if i == 0 else None
-            read = self._add_norm(hidden, found, layer.before) if read is None else read
-            attended = self._attend(i, read, rotary, cache, masks[i])
-            found = layer.mlp(self._add_norm(hidden, attended, layer.after))
-            if i in kept:
-                after[i] = hidden + found
-        normed = self._add_norm(hidden, found, self._norm)
-        after[len(self._layers) - 1] = normed  # as transformers gives the last layer's
-        return normed, torch.cat([after[i] for i in kept], dim=-1) if kept else hidden.new_empty(len(hidden), 0)
+            x = first_input if i == 0 else None
+            x = self._add_norm(hidden, delta, layer.before) if x is None else x
+            attended = self._attend(i, x, rotary, cache, masks[i])
+            delta = layer.mlp(self._add_norm(hidden, attended, layer.after))
+            if i in feature_layers:
+                after[i] = hidden + delta
+        normed = self._add_norm(hidden, delta, self._norm)
+        after[len(self._layers) - 1] = normed  # transformers norms the last layer's output, too
+        if not feature_layers:
+            return normed, hidden.new_empty(len(hidden), 0)
+        return normed, torch.cat([after[i] for i in feature_layers], dim=-1)
 
     def project(self, x: Tensor, rotary: Rotary, cache: SlotView) -> None:
         """Store every layer's keys and values of [N, hidden]."""
@@ -180,21 +182,21 @@ class DecoderLayers:
             self._store(i, x, rotary, cache)
 
     def _attend(self, index: int, x: Tensor, rotary: Rotary, cache: SlotView, masks: Sequence[Mask]) -> Tensor:
-        """A layer's attention of tokens [N, hidden], normed, to the cache and themselves: [N, hidden]."""
+        """A layer's attention output [N, hidden] of normed states [N, hidden]; stores their keys and values first."""
         queries = self._store(index, x, rotary, cache)
         return self._layers[index].out(attend_parts(masks, queries, *cache.read(index), self._dim**-0.5))
 
     def _store(self, index: int, x: Tensor, rotary: Rotary, cache: SlotView) -> Tensor:
-        """Store a layer's keys and values of [N, hidden], normed; returns its queries [N, heads, head_dim]."""
+        """Store a layer's keys and values of normed states [N, hidden]; returns the queries [N, heads, head_dim]."""
         layer, num_kv = self._layers[index], cache.num_heads
         heads = layer.qkv(x).view(len(x), -1, self._dim)  # queries, then keys, then values
-        # Queries and keys are normed and rotated together, in place: views of one product.
-        turned, new = heads[:, :-num_kv], heads[:, -2 * num_kv :]
-        if layer.of_heads is not None:
-            torch.mul(functional.rms_norm(turned, (self._dim,), eps=self._eps), layer.of_heads, out=turned)
+        # Queries and keys are normed and rotated together, in place: they are views of one product's output.
+        rotated, keys_values = heads[:, :-num_kv], heads[:, -2 * num_kv :]
+        if layer.head_norms is not None:
+            torch.mul(functional.rms_norm(rotated, (self._dim,), eps=self._eps), layer.head_norms, out=rotated)
         # x * cos + swapped halves of x * sin, of which the first half is negated in the table.
-        torch.addcmul(turned * rotary.cosines, turned.roll(self._dim // 2, -1), rotary.sines, out=turned)
-        cache.store(new.unflatten(1, (2, num_kv)), index)
+        torch.addcmul(rotated * rotary.cosines, rotated.roll(self._dim // 2, -1), rotary.sines, out=rotated)
+        cache.store(keys_values.unflatten(1, (2, num_kv)), index)
         return heads[:, : -2 * num_kv]
 
     def _add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
@@ -208,12 +210,15 @@ class DecoderLayers:
 
 
 def attend_parts(masks: Sequence[Mask], query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Queries [N, heads, head_dim] of every part to its own rows of [R, kv_heads, L, head_dim]: [N, heads * dim]."""
+    """Attention of queries [N, heads, head_dim], part by part, to rows of key and value [R, kv_heads, L, head_dim].
+
+    Returns [N, heads * head_dim].
+    """
     attended, row = [], 0
     queries = query.split([mask.packing.num_tokens for mask in masks])
-    for mask, own in zip(masks, queries, strict=True):
+    for mask, part in zip(masks, queries, strict=True):
         rows = slice(row, row + len(mask.packing.sizes))
-        keys, values = (kept[rows, :, : mask.packing.length] for kept in (key, value))
-        attended.append(mask.packing.attend(own, keys, values, mask.bias, scale).flatten(1))
+        keys, values = (cached[rows, :, : mask.packing.length] for cached in (key, value))
+        attended.append(mask.packing.attend(part, keys, values, mask.bias, scale).flatten(1))
         row = rows.stop
     return torch.cat(attended) if len(attended) > 1 else attended[0]

@@ -1,4 +1,4 @@
-"""Mixtures of experts as the layers in C read them (native/experts.c)."""
+"""Structs of mixtures of experts for the layers in C (native/experts.c)."""
 
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, addressof, c_int, c_long, c_void_p
@@ -43,30 +43,32 @@ class NativeExperts:
     def __init__(self, experts: PreparedExperts) -> None:
         num = len(experts.products)
         gate_up, down = (Linear * num)(), (Linear * num)()
-        for i, (of_gate_up, of_down) in enumerate(experts.products):
-            gate_up[i], down[i] = of_gate_up.linear, of_down.linear
+        for i, (gate_up_product, down_product) in enumerate(experts.products):
+            gate_up[i], down[i] = gate_up_product.linear, down_product.linear
         sizes = num, experts.num_chosen, down[0].inputs, experts.is_normed
         self.struct = ExpertsStruct(*sizes, experts.router.linear, gate_up, down)
 
 
 class RoomOfExperts:
-    """Room for a pass of tokens like `hidden` [N, hidden] through any of a model's experts, by `threads` threads."""
+    """Buffers for a pass of tokens like `hidden` [N, hidden] through any of a model's experts, by `threads`
+    threads.
+    """
 
     def __init__(self, experts: Sequence[NativeExperts], hidden: Tensor, threads: int) -> None:
-        # One room for all layers: as large as the largest of them needs.
+        # The same buffers for all layers, as large as the largest layer needs.
         num = chosen = inner = 0
-        for each in experts:
-            num, chosen = max(num, each.struct.num), max(chosen, each.struct.chosen)
-            inner = max(inner, each.struct.inner)
+        for layer in experts:
+            num, chosen = max(num, layer.struct.num), max(chosen, layer.struct.chosen)
+            inner = max(inner, layer.struct.inner)
         rows, width = hidden.shape
-        pairs = rows * chosen  # of a token and an expert
-        x, found = hidden.new_empty(2, pairs * width)
-        self._kept = (
+        pairs = rows * chosen  # of tokens and experts
+        x, down_out = hidden.new_empty(2, pairs * width)
+        self._buffers = (
             *(hidden.new_empty(rows * num), torch.empty(pairs)),  # scores of all experts, weights of the chosen
-            *torch.empty(2, pairs, dtype=torch.int64),  # their ids, and the places of their rows
-            *(x, hidden.new_empty(2 * pairs * inner), hidden.new_empty(pairs * inner), found),
+            *torch.empty(2, pairs, dtype=torch.int64),  # their ids, and the indices of their rows in x
+            *(x, hidden.new_empty(2 * pairs * inner), hidden.new_empty(pairs * inner), down_out),
         )
         self._batches = (BatchStruct * num)(), (BatchStruct * num)()
         self._shares = torch.empty(3 * threads, dtype=torch.int64)
-        addresses = [values.data_ptr() for values in (*self._kept, self._shares)]
+        addresses = [values.data_ptr() for values in (*self._buffers, self._shares)]
         self.struct = RoomStruct(*addresses[:-1], *map(addressof, self._batches), addresses[-1])

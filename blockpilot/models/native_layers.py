@@ -1,7 +1,7 @@
-"""The layers of a decoder in one call in C, on a CPU (native/layers.c): rows do not depend on those beside them.
+"""The layers of a decoder in one call in C, on a CPU (native/layers.c); batch invariant.
 
-A token is the same alone, in a batch, and verified in a tree, in bfloat16, too. Widths that C has no vectors for are
-padded with zeros. Where there is no compiler or no x86-64 CPU with AVX2, torch does all of it (layers.py).
+A token gets the same bits alone, in a batch, and verified in a tree, also in bfloat16. Widths are padded with zeros
+to multiples of C's vectors. Without a compiler or an x86-64 CPU with AVX2, torch runs the layers (layers.py).
 """
 
 import ctypes
@@ -24,7 +24,7 @@ QUERIES = 16  # as in layers.c
 
 
 def layers_of(modules: Iterable[Any], norm: Tensor, config: PretrainedConfig) -> DecoderLayers:
-    """The quickest that there are for a model's layers and the weight of the norm after them."""
+    """Layers of a model and the norm after them: in C if possible, else by torch."""
     layers = [LayerWeights(module, config) for module in modules]
     library = library_for(norm.dtype, norm.device)
     if library is None or not all(_is_packed(layer) for layer in layers):
@@ -71,14 +71,14 @@ class _PartStruct(Structure):
 
 
 class NativeLayers(DecoderLayers):
-    """By layers.c. Calls raise IndexError for tokens that the cache has no place for."""
+    """Layers by layers.c. Calls raise IndexError for tokens whose slot or column is outside the cache."""
 
     def __init__(self, library: ctypes.CDLL, layers: Sequence[LayerWeights], norm: Tensor, config: Any) -> None:
         super().__init__(layers, norm, config)
         self._run, self._project = _declared(library)
         self._halves, self._widths = half_heads(config), Padding.to_multiple(config.hidden_size)
         self._norm = self._widths.pad(self._norm)
-        # C reads weights by address: whatever a struct points to is kept here.
+        # C reads weights by address: these attributes keep the tensors that structs point to.
         self._experts, self._weights = list[NativeExperts | None](), list[list[Tensor | None]]()
         self._structs = (_LayerStruct * len(layers))()
         for i, layer in enumerate(layers):
@@ -96,8 +96,8 @@ class NativeLayers(DecoderLayers):
 
     def _norms_of(self, layer: LayerWeights) -> list[Tensor | None]:
         """Weights of a layer's norms, padded."""
-        of_heads = None if layer.of_heads is None else self._halves.pad(layer.of_heads)
-        return [self._widths.pad(layer.before), self._widths.pad(layer.after), of_heads]
+        head_norms = None if layer.head_norms is None else self._halves.pad(layer.head_norms)
+        return [self._widths.pad(layer.before), self._widths.pad(layer.after), head_norms]
 
     def _struct(
         self, layer: LayerWeights, norms: Sequence[Tensor | None], experts: "NativeExperts | None"
@@ -114,18 +114,19 @@ class NativeLayers(DecoderLayers):
         rotary: Rotary,
         cache: SlotView,
         masks: Sequence[Sequence[Mask]],
-        kept: Sequence[int],
-        given: Tensor | None = None,
+        feature_layers: Sequence[int],
+        first_input: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        # 1. What goes in, padded to the widths that C has vectors for.
-        given = None if given is None else Padding.to_multiple(given.shape[1]).pad(given).contiguous()
-        own = self._widths.pad(hidden)
-        assert own.is_contiguous()
+        # 1. Inputs, padded to multiples of C's vectors.
+        if first_input is not None:
+            first_input = Padding.to_multiple(first_input.shape[1]).pad(first_input).contiguous()
+        padded = self._widths.pad(hidden)
+        assert padded.is_contiguous()
         shape, num, threads = self._shape, len(hidden), torch.get_num_threads()
-        # 2. Places in the cache, and masks: layers with the same ones share their structs.
-        places = _Places(cache)
-        tokens, parts = places.tokens(self._padded(rotary)), list(map(places.parts, masks))
-        # 3. Room: states, queries with keys and values, attention, its output, gate and up, their product.
+        # 2. Indices in the cache, and masks: layers with the same masks share their structs.
+        structs = _PassStructs(cache)
+        tokens, parts = structs.tokens(self._padded(rotary)), list(map(structs.parts, masks))
+        # 3. Buffers: normed states; queries, keys and values; attention; sublayer output; gate and up; their product.
         attended = shape.queries * shape.dim
         widths = (
             shape.hidden,
@@ -135,53 +136,55 @@ class NativeLayers(DecoderLayers):
             2 * shape.inner,
             shape.inner,
         )
-        rooms = [own.new_empty(num, width) for width in widths]
-        room = 1 + max(mask.packing.length for mask in masks[0])  # columns that a query sees, and one beside
+        buffers = [padded.new_empty(num, width) for width in widths]
+        room = 1 + max(mask.packing.length for mask in masks[0])  # columns that a query sees, and one more
         scores = torch.empty(threads * 2 * QUERIES * room)
-        of_experts = RoomOfExperts(list(filter(None, self._experts)), own, threads)
-        # 4. What comes out beside the last states: features after the layers in `kept`.
-        features, layers = own.new_empty(num, len(kept) * shape.hidden), torch.tensor(kept, dtype=torch.int64)
-        places.check(
+        expert_room = RoomOfExperts(list(filter(None, self._experts)), padded, threads)
+        # 4. The second output: features after the layers in `feature_layers`.
+        num_features = len(feature_layers)
+        features = padded.new_empty(num, num_features * shape.hidden)
+        layers = torch.tensor(feature_layers, dtype=torch.int64)
+        structs.check(
             self._run(
                 *(byref(shape), self._structs, self._norm.data_ptr(), byref(tokens)),
                 *(len(masks[0]), (POINTER(_PartStruct) * len(parts))(*parts)),
-                *map(_address, (given, own, *rooms, scores)),
-                *(room, byref(of_experts.struct), len(kept), layers.data_ptr(), features.data_ptr(), threads),
+                *map(_address, (first_input, padded, *buffers, scores)),
+                *(room, byref(expert_room.struct), num_features, layers.data_ptr(), features.data_ptr(), threads),
             )
         )
-        if own is not hidden:
-            hidden.copy_(self._widths.cut(own))
-        return self._widths.cut(rooms[0]), self._widths.cut(features)
+        if padded is not hidden:
+            hidden.copy_(self._widths.cut(padded))
+        return self._widths.cut(buffers[0]), self._widths.cut(features)
 
     def project(self, x: Tensor, rotary: Rotary, cache: SlotView) -> None:
         x = self._widths.pad(x)
         assert x.is_contiguous()
-        places = _Places(cache)
+        structs = _PassStructs(cache)
         heads = x.new_empty(len(x), 2 * self._shape.kv * self._shape.dim)
-        tokens = places.tokens(self._padded(rotary))
-        structs = byref(self._shape), self._structs, byref(tokens)
-        places.check(self._project(*structs, x.data_ptr(), heads.data_ptr(), torch.get_num_threads()))
+        tokens = structs.tokens(self._padded(rotary))
+        pointers = byref(self._shape), self._structs, byref(tokens)
+        structs.check(self._project(*pointers, x.data_ptr(), heads.data_ptr(), torch.get_num_threads()))
 
 
-class _Places:
+class _PassStructs:
     """Structs of a pass, and the tensors that they point to."""
 
     def __init__(self, cache: SlotView) -> None:
         self._cache = cache
         _, _, self._num_slots, _, self._length, _ = cache.layers.shape
-        self._kept: list[Tensor] = []
+        self._pointed: list[Tensor] = []
         self._parts: dict[int, Any] = {}
 
     def tokens(self, rotary: Rotary) -> _TokensStruct:
-        layers, (slots, columns) = self._cache.layers, self._cache.places
+        layers, (slots, columns) = self._cache.layers, self._cache.token_indices
         assert len(rotary.cosines) == len(slots) == len(columns)
-        cosines, sines, own_slots, own_columns = map(self._pointer, (*rotary, slots, columns))
-        room = self._num_slots, self._length
-        return _TokensStruct(len(slots), cosines, sines, layers.data_ptr(), *room, own_slots, own_columns)
+        cosines, sines, slot_pointer, column_pointer = map(self._pointer, (*rotary, slots, columns))
+        size = self._num_slots, self._length
+        return _TokensStruct(len(slots), cosines, sines, layers.data_ptr(), *size, slot_pointer, column_pointer)
 
     def parts(self, masks: Sequence[Mask]) -> Any:
-        """Structs [parts] of a layer's masks; the same where the masks are."""
-        key = id(masks[0])  # layers share the masks themselves
+        """Structs [parts] of a layer's masks, shared by layers with the same masks."""
+        key = id(masks[0])  # layers share the mask objects
         if key not in self._parts:
             self._parts[key] = (_PartStruct * len(masks))()
             first_row = first_token = 0
@@ -207,8 +210,8 @@ class _Places:
         return _PartStruct(num_rows, width, length, *pointers)
 
     def _pointer(self, numbers: Tensor) -> int:
-        self._kept.append(numbers.contiguous())
-        return self._kept[-1].data_ptr()
+        self._pointed.append(numbers.contiguous())
+        return self._pointed[-1].data_ptr()
 
 
 def _address(values: Tensor | None) -> int | None:
@@ -225,7 +228,7 @@ def _packed(product: Product | None) -> Linear:
 def _declared(library: ctypes.CDLL) -> tuple[Callable[..., int], Callable[..., int]]:
     """run_layers and project_layers."""
     run, project = library.run_layers, library.project_layers
-    buffers = (c_void_p,) * 9  # given, hidden, and room
+    buffers = (c_void_p,) * 9  # first input, hidden, and buffers
     structs = POINTER(_ShapeStruct), POINTER(_LayerStruct)
     run.argtypes = (
         *(*structs, c_void_p, POINTER(_TokensStruct), c_long, POINTER(POINTER(_PartStruct)), *buffers),

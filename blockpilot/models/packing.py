@@ -1,9 +1,9 @@
-"""Rows of different lengths in one pass of the target without padding.
+"""Packing: rows of different lengths in one pass of the target without padding.
 
-Tokens of R rows lie side by side in one sequence [1, N, ...]: what a layer does token by token (projections, MLPs,
-experts, norms: nearly all of its work) costs N tokens, whatever the longest row is. Only attention needs the rows
-apart, so only its queries are padded, for the time of the kernel; every row then meets its own keys. Prompts are much
-wider than blocks and attend apart from them, so that no block is padded to the length of a prompt.
+Tokens of R rows are side by side in one sequence [1, N, ...]: all work token by token (projections, MLPs, experts,
+norms: nearly all of a layer) costs N tokens, whatever the longest row is. Only attention works by row, so only its
+queries are padded, inside the attention call. Prompts are much wider than blocks and attend separately, so that
+blocks are not padded to the length of a prompt.
 """
 
 import math
@@ -18,15 +18,15 @@ from torch.nn import functional
 
 from blockpilot.device import sent, tensor_on
 
-MOST_SCORES = 1 << 20  # of a batched product; more of them leave the caches
+MOST_SCORES = 1 << 20  # of a batched product; more do not fit in the CPU's caches
 
 
 class Packing:
-    """Where the tokens of R rows lie: row r has sizes[r] of them, from column and position starts[r] on.
+    """Layout of the tokens of R rows: row r has sizes[r] tokens, from column and position starts[r] on.
 
-    parents: for the first rows, if their tokens form trees, the parents [sizes[r] - 1] of all but the first
-    (types.Tree). Such a row fills its columns in order, while a token's position is that after its parent's. The rows
-    from `cut` on attend apart from those before (`parts`).
+    parents: for the first rows, if their tokens form trees, the parents [sizes[r] - 1] of all tokens but the first
+    (types.Tree). Such a row fills its columns in order; a token's position is one after its parent's. The rows from
+    `cut` on attend separately (`parts`).
     """
 
     def __init__(
@@ -46,9 +46,9 @@ class Packing:
         """One past the largest column."""
         trees = parents or ()
         self.depths = [*map(depths_of, trees), *(list(range(n)) for n in sizes[len(trees) :])]
-        """[R], of every row's tokens [sizes[r]]."""
+        """[R]: depths of every row's tokens [sizes[r]]."""
         self.starts, self.parents, self._cut = tuple(starts), parents, cut
-        # By token [N]: its row, its place there, the column that it fills, and its position in the text.
+        # By token [N]: its row, its offset in the row, its column in the cache, and its position in the text.
         rows = np.repeat(np.arange(len(sizes)), sizes)
         offsets = np.arange(self.num_tokens) - np.array(self.firsts)[rows]
         first_columns = np.array(starts)[rows]
@@ -70,44 +70,44 @@ class Packing:
         ]
 
     @cached_property
-    def _of_tokens(self) -> Tensor:
+    def _on_device(self) -> Tensor:
         return sent(torch.from_numpy(self.on_host), self._device)
 
     @property
     def rows(self) -> Tensor:
         """[N]: the row of every token."""
-        return self._of_tokens[0]
+        return self._on_device[0]
 
     @property
     def offsets(self) -> Tensor:
-        """[N]: the place of every token in its row."""
-        return self._of_tokens[1]
+        """[N]: the index of every token in its row."""
+        return self._on_device[1]
 
     @property
     def columns(self) -> Tensor:
         """[N]"""
-        return self._of_tokens[2]
+        return self._on_device[2]
 
     @property
     def positions(self) -> Tensor:
         """[N]"""
-        return self._of_tokens[3]
+        return self._on_device[3]
 
     @cached_property
     def _tokens(self) -> Tensor:
-        """[R * width]: the token at every place of the padded rows."""
+        """[R * width]: the token at every index of the padded rows."""
         sizes, firsts = self.spans
         columns = torch.arange(self.width, device=self._device)
         return (firsts[:, None] + torch.minimum(columns, sizes[:, None] - 1)).flatten()
 
     @cached_property
-    def _places(self) -> Tensor:
-        """[N]: the place of every token in the padded rows."""
+    def _padded_indices(self) -> Tensor:
+        """[N]: the index of every token in the padded rows."""
         return self.rows * self.width + self.offsets
 
     @cached_property
     def after_first(self) -> Tensor:
-        """[N - R]: all tokens but the first of every row: of blocks, the drafted ones."""
+        """[N - R]: all tokens but the first of every row; in blocks these are the drafted tokens."""
         drafted = list[int]()
         for first, size in zip(self.firsts, self.sizes, strict=True):
             drafted += range(first + 1, first + size)
@@ -115,7 +115,9 @@ class Packing:
 
     @cached_property
     def visible(self) -> Tensor:
-        """Mask [R, 1, width, length] of what each token sees: all before its row, and what it follows."""
+        """Mask [R, 1, width, length] of the columns that each token sees: those before its row, its ancestors' and
+        its own.
+        """
         device = self._device
         columns = torch.arange(self.length, device=device)
         # 1. Chains: columns up to a token's own, [1, length] <= [R, width, 1].
@@ -126,28 +128,28 @@ class Packing:
         inside = torch.zeros(len(self.sizes), self.width, self.width, dtype=torch.bool)
         for row, parents in enumerate(self.parents):
             inside[row, : self.sizes[row], : self.sizes[row]] = _followed(parents)
-        # `width` columns more, which are cut off: a short row's padding may lie beyond the longest row's end.
+        # `width` more columns, cut off at the end: a short row's padding may extend beyond the longest row.
         mask = torch.zeros(len(self.sizes), self.width, self.length + self.width, dtype=torch.bool, device=device)
         mask[:, :, : self.length] = (columns < starts)[:, None]
-        own = (starts + torch.arange(self.width, device=device))[:, None].expand(-1, self.width, -1)
-        return mask.scatter_(2, own, sent(inside, device))[:, None, :, : self.length]
+        row_columns = (starts + torch.arange(self.width, device=device))[:, None].expand(-1, self.width, -1)
+        return mask.scatter_(2, row_columns, sent(inside, device))[:, None, :, : self.length]
 
     @cached_property
     def spans(self) -> tuple[Tensor, Tensor]:
-        """[R] and [R]: how many tokens every row has, and which is its first."""
+        """[R] and [R]: the number of tokens of every row, and its first token."""
         sizes, firsts = tensor_on(self._device, [self.sizes, self.firsts])
         return sizes, firsts
 
     def pad(self, packed: Tensor) -> Tensor:
         """[N, ...] -> [R, width, ...]; a row's padding repeats its last token."""
-        places = packed if self._uniform else packed.index_select(0, self._tokens)
-        padded: Tensor = places.unflatten(0, (len(self.sizes), self.width))
+        flat = packed if self._uniform else packed.index_select(0, self._tokens)
+        padded: Tensor = flat.unflatten(0, (len(self.sizes), self.width))
         return padded
 
     def pack(self, padded: Tensor) -> Tensor:
         """[R, width, ...] -> [N, ...]"""
-        places = padded.flatten(0, 1)
-        return places if self._uniform else places.index_select(0, self._places)
+        flat = padded.flatten(0, 1)
+        return flat if self._uniform else flat.index_select(0, self._padded_indices)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:
         """Packed query [N, heads, head_dim] -> [N, heads, head_dim].
@@ -159,13 +161,13 @@ class Packing:
 
 
 def folded(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-    """Mask [R, 1, W, L] of what is seen -> what `grouped_attention` adds to scores, [R, 1, groups * W, L]."""
+    """Mask [R, 1, W, L] of visible columns -> bias of `grouped_attention` [R, 1, groups * W, L]: 0 or -inf."""
     bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
     return bias.repeat(1, 1, groups, 1)
 
 
 def depths_of(parents: Sequence[int]) -> list[int]:
-    """Depths [1 + n] of a row whose first token has none and the others these parents [n]."""
+    """Depths [1 + n] of a row's tokens: the first is the root, the others have these parents [n]."""
     depths = [0]
     for parent in parents:
         depths.append(depths[parent] + 1)
@@ -173,7 +175,7 @@ def depths_of(parents: Sequence[int]) -> list[int]:
 
 
 def _followed(parents: Sequence[int]) -> Tensor:
-    """[1 + n, 1 + n]: itself and its ancestors, for every token of a row."""
+    """[1 + n, 1 + n]: mask of the ancestors and the token itself, for every token of a row."""
     followed = torch.eye(1 + len(parents), dtype=torch.bool)
     for child, parent in enumerate(parents, 1):
         followed[child] |= followed[parent]  # a parent comes before its children
@@ -181,41 +183,44 @@ def _followed(parents: Sequence[int]) -> Tensor:
 
 
 def grouped_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:
-    """query [R, heads, W, head_dim], key and value [R, kv_heads, L, head_dim], bias `folded` -> as query.
+    """Grouped-query attention: query [R, heads, W, head_dim], key and value [R, kv_heads, L, head_dim], bias `folded`
+    -> as query.
 
-    The queries that share keys are laid one after the other: nothing of the cache is copied for them.
+    Queries that share keys become rows of one matrix, so nothing of the cache is copied.
     """
     groups, width = query.shape[1] // key.shape[1], query.shape[2]
     rows = query.unflatten(1, (key.shape[1], groups)).flatten(2, 3)  # [R, kv_heads, groups * W, head_dim]
-    if _products_are_quicker(query):
-        # Some rows at a time, so that their scores stay in the CPU's caches.
+    if _products_are_faster(query):
+        # A few rows at a time, so that their scores stay in the CPU's caches.
         num = max(1, MOST_SCORES // (query.shape[1] * width * key.shape[2]))
         parts = zip(rows.split(num), key.split(num), value.split(num), bias.split(num), strict=True)
         attended = torch.cat([_by_products(*part, scale=scale) for part in parts])
     else:
         attended = functional.scaled_dot_product_attention(rows, key, value, attn_mask=bias, scale=scale)
-    apart: Tensor = attended.unflatten(2, (groups, width)).flatten(1, 2)
-    return apart
+    by_head: Tensor = attended.unflatten(2, (groups, width)).flatten(1, 2)
+    return by_head
 
 
-def _products_are_quicker(query: Tensor) -> bool:
-    """Than the flash kernel of torch, which on a CPU takes two to three times as long in bfloat16 (LOG.md).
+def _products_are_faster(query: Tensor) -> bool:
+    """True if two products are faster than torch's flash kernel for queries [R, heads, W, head_dim].
 
-    It has less to get ready where one row or two have a few queries [R, heads, W, head_dim].
+    On a CPU the kernel takes two to three times as long in bfloat16 (LOG.md), but starts faster for one or two rows
+    of a few queries.
     """
     cpu = query.device.type == "cpu" and query.dtype == torch.bfloat16
     return cpu and not torch.is_grad_enabled() and (len(query) > 2 or query.shape[2] > 8)
 
 
 def _by_products(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:
-    """Attention as transformers' eager one: query [R, kv_heads, M, head_dim], bias [R, 1, M, L] -> as query.
+    """Attention by two products, as transformers' eager: query [R, kv_heads, M, head_dim], bias [R, 1, M, L] -> as
+    query.
 
-    Scores are rounded to bfloat16 before their softmax, which moves a target's distribution no further from that of
-    float32 than the flash kernel does (LOG.md).
+    Scores are rounded to bfloat16 before their softmax. The target's distribution is then no further from that in
+    float32 than with the flash kernel (LOG.md).
     """
     bias = bias.expand(-1, key.shape[1], -1, -1).flatten(0, 1)
-    keys, values = (kept.contiguous().flatten(0, 1) for kept in (key, value))  # products copy others slowly
+    keys, values = (cached.contiguous().flatten(0, 1) for cached in (key, value))  # products are slow on views
     scores = torch.baddbmm(bias, query.flatten(0, 1), keys.transpose(1, 2), alpha=scale)
     attended = torch.bmm(scores.softmax(dim=-1, dtype=torch.float32).to(values.dtype), values)
-    apart: Tensor = attended.unflatten(0, query.shape[:2])
-    return apart
+    by_row: Tensor = attended.unflatten(0, query.shape[:2])
+    return by_row

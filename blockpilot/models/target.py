@@ -1,7 +1,7 @@
 """The target: a causal language model of transformers in its prepared form, run over a SlotCache.
 
-One forward pass serves prefill, block scoring and plain decoding: rows of tokens at explicit positions, packed side
-by side, which see the columns up to their own. The LM head runs only on the positions that somebody reads.
+The same forward pass serves prefill, block scoring and plain decoding: packed rows of tokens at explicit positions,
+which see the columns up to their own. The LM head runs only on requested positions.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from blockpilot.models.packing import Packing
 
 
 class Scored(NamedTuple):
-    """hidden [..., hidden] before the LM head; features [..., len(layer_ids) * hidden], None when not asked for."""
+    """hidden [..., hidden] before the LM head; features [..., len(layer_ids) * hidden], None if not requested."""
 
     hidden: Tensor
     features: Tensor | None
@@ -25,7 +25,7 @@ class Scored(NamedTuple):
 class Target:
     """A transformers model and the layers whose output its draft reads (`layer_ids`, 0 is the first layer).
 
-    Raises ValueError for a model of an unknown family.
+    Raises ValueError for a model of an unsupported family.
     """
 
     def __init__(self, model: PreTrainedModel, layer_ids: Sequence[int]) -> None:
@@ -45,7 +45,7 @@ class Target:
 
     def score(self, tokens: Tensor, cache: SlotView, packing: Packing, *, features: bool) -> Scored:
         """Run packed tokens [N], storing their keys and values in `cache`, whose rows are those of the packing."""
-        # Features are concatenated only for a draft that will read them.
+        # Features are concatenated only if a draft reads them.
         hidden, after = self._decoder(tokens, packing, cache, self.layer_ids if features else ())
         return Scored(hidden, after if features else None)
 

@@ -1,7 +1,7 @@
-/* SwiGLU, and mixtures of experts whose MLPs are of it, as Qwen3-MoE's.
+/* SwiGLU, and mixtures of experts with SwiGLU MLPs, as in Qwen3-MoE.
  *
- * A row's experts are summed up in the order of their scores, in float32, whatever the rows beside it ask: it gives the
- * same bits alone and among others, as products do. Experts are multiplied with all the rows that ask them at once.
+ * Batch invariant, as products are: a row's experts are summed in the order of their scores, in float32, whatever the
+ * other rows choose. Each expert multiplies all of its rows at once.
  */
 #include "experts.h"
 
@@ -29,7 +29,7 @@ static float number(const stored *from)
 #endif
 }
 
-/* The place of the best of scores [num] that is not taken, the first of equal ones; it is taken then. */
+/* Index of the best of scores [num] that is not taken, the first of equal ones; marks it as taken. */
 static long take_best(long num, const stored *scores, uint8_t *taken)
 {
     long best = -1;
@@ -40,7 +40,7 @@ static long take_best(long num, const stored *scores, uint8_t *taken)
     return best;
 }
 
-/* Scores [num] of a row -> its experts and their weights [chosen], by softmax over all; NaN where a score is NaN. */
+/* Scores [num] of a row -> its experts and their weights [chosen], by softmax over all; NaN if a score is NaN. */
 static void route(const struct experts *experts, const stored *scores, int64_t *ids, float *weights)
 {
     float total = 0, of_chosen = 0;
@@ -61,7 +61,7 @@ static void route(const struct experts *experts, const stored *scores, int64_t *
     }
 }
 
-/* Order the pairs of rows and their experts by expert, and share out what is to be multiplied. */
+/* Order the pairs of rows and experts by expert, and share out the products to the threads. */
 static void order(const struct experts *experts, long pairs, long hidden, const struct room_of_experts *room,
                   long threads)
 {

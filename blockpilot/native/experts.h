@@ -1,19 +1,19 @@
 /* MLPs of a layer: see experts.c. */
 #include "products.h"
 
-/* A mixture of `num` experts, of which every row asks `chosen`; see models/kernels.py. */
+/* A mixture of `num` experts, of which every row uses `chosen`; see models/kernels.py. */
 struct experts {
     long num, chosen, inner; /* inner: a multiple of 32 */
-    int normed; /* whether the weights of the chosen ones sum to 1 */
+    int normed; /* 1: the weights of the chosen experts sum to 1 */
     struct linear router; /* hidden -> num */
     const struct linear *gate_up, *down; /* [num] */
 };
 
-/* Room for a pass through experts: of `pairs` = rows * chosen, and of `num` experts. */
+/* Buffers for a pass through experts: `pairs` = rows * chosen of rows and experts, `num` experts. */
 struct room_of_experts {
     stored *scores; /* [rows, num] */
     float *weights; /* [pairs] */
-    int64_t *ids, *places; /* [pairs]: of experts; of pairs, ordered by expert */
+    int64_t *ids, *places; /* [pairs]: the expert; the index of the pair, ordered by expert */
     stored *x, *gate_up, *gated, *found; /* [pairs, hidden], [pairs, 2, inner], [pairs, inner], [pairs, hidden] */
     struct batch *up, *down; /* [num] */
     uint64_t *shares; /* [3, threads] */

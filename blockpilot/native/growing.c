@@ -1,5 +1,5 @@
-/* Chances of a draft's choices, as acceptance.py has them, and draft trees grown best first by them, as trees.py
- * grows them: node by node of falling chance. */
+/* Acceptance probabilities ("chances") of a draft's choices, as in acceptance.py, and best-first growth of draft trees,
+ * as in trees.py: node by node in descending order of chance. */
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -7,10 +7,10 @@
 enum { CONTEXTS = 3, WEIGHTS = 11 }; /* of acceptance.py */
 static const double LEAST_SCORE = -30, LEAST_CHANCE = 1e-4;
 
-static double bounded(float score) { return score > LEAST_SCORE ? score : LEAST_SCORE; /* also where it is NaN */ }
+static double bounded(float score) { return score > LEAST_SCORE ? score : LEAST_SCORE; /* also if it is NaN */ }
 
-/* The draft's own chances of a slot's choices [width]: its probabilities, or where a token is drawn the shares of the
- * scores, which begin with the best. */
+/* Probabilities of a slot's choices [width] by the draft; for drawn tokens the shares of the exponentials of their
+ * scores, of which the first is the best. */
 static void own_chances(long width, const float *scores, const float *log_probs, int drawn, double *own)
 {
     double total = 0;
@@ -20,8 +20,8 @@ static void own_chances(long width, const float *scores, const float *log_probs,
         own[k] /= total;
 }
 
-/* Chances [CONTEXTS][num][width] of the choices of `num` slots: the logistic regression of acceptance.py by
- * weights [2][WEIGHTS]; the draft's own where it is not `known` [num]. slots [num] are places below the anchor. */
+/* Chances [CONTEXTS][num][width] of the choices of `num` slots, by the logistic regression of acceptance.py with
+ * weights [2][WEIGHTS]; the draft's probabilities where `known` [num] is 0. slots [num]: indices below the anchor. */
 void choice_chances(long num, long width, const float *scores, const float *log_probs, const uint8_t *drawn,
                     const int64_t *slots, const uint8_t *known, const double *weights, double *chances)
 {
@@ -30,7 +30,7 @@ void choice_chances(long num, long width, const float *scores, const float *log_
         double *of_first = chances + n * width;
         own_chances(width, scores, log_probs, drawn[n], of_first);
         for (long k = 0; k < width; k++)
-            if (!(scores[k] > -INFINITY)) /* cannot be drawn, or is no number */
+            if (!(scores[k] > -INFINITY)) /* cannot be drawn, or not a number */
                 of_first[k] = 0;
         for (long context = CONTEXTS - 1; context >= 0; context--) {
             double *found = chances + (context * num + n) * width, total = 0, least = INFINITY;
@@ -54,7 +54,7 @@ void choice_chances(long num, long width, const float *scores, const float *log_
     }
 }
 
-/* A choice that may become a node. Of equal chances the one of the earlier parent comes first, then the better rank. */
+/* A choice that may become a node. Ties of chance go to the earlier parent, then to the better rank. */
 struct offer {
     double chance, above;
     int32_t parent, depth, after, rank, num_later;
@@ -92,13 +92,13 @@ static struct offer pop(struct offer *heap, long *size)
 }
 
 /* The slots of all rows [slots], each with `contexts` lists of `width` choices after a choice of the slot above.
- * chances [laters][slots][contexts][width] by the number of later choices above; places [slots][contexts][width] say
- * which list follows a choice, -1 for none. */
+ * chances [laters][slots][contexts][width] by the number of later (not first) choices above; places
+ * [slots][contexts][width]: the list that follows a choice, -1 for none. */
 struct slots {
     long num, contexts, width, laters;
     const double *chances;
     const int64_t *places;
-    const uint8_t *is_later; /* [slots][contexts][width]; NULL where it is every choice but the first */
+    const uint8_t *is_later; /* [slots][contexts][width]; NULL: all choices but the first */
 };
 
 static void offer(const struct slots *slots, struct offer *heap, long *size, long slot, long widest, struct offer item)
@@ -111,15 +111,16 @@ static void offer(const struct slots *slots, struct offer *heap, long *size, lon
         push(heap, size, item);
 }
 
-/* A draft's lists of choices, as in `struct slots`, and beside them one at every place below the anchor for what follows
- * a path there: the path's next token among the draft's choices. So a token that both propose is one node.
+/* lists_with_paths: a draft's lists of choices, as in `struct slots`, and in each slot one more list that follows a
+ * lookup path: the path's next token among the draft's choices. So a token that both propose is one node.
  *
- * Of row r: slots first[r] .. first[r] + depths[r] - 1 of the draft, paths[r][0 .. sizes[r] - 1] of `most`; its slots
- * here begin at begins[r] and are as many as the larger of both. matches [rows][MATCH_INPUTS] are inputs of the chance
- * of a path's token, weights [2][PATH_INPUTS] its logistic regression, `apart` says that the draft's choices do not
- * depend on those above. Choices [slots][1 + contexts][1 + width]: list 0 follows the path, the others are the draft's,
- * an empty place at their ends. `from` is the place of each in the draft's choices, -1 for none; steps is r * most + d
- * of a path's token, else -1; inputs [rows][most][PATH_INPUTS] are those of every path's tokens. */
+ * Inputs of row r: slots first[r] .. first[r] + depths[r] - 1 of the draft, and paths[r][0 .. sizes[r] - 1] of `most`.
+ * Its output slots begin at begins[r]; their number is the larger of both. matches [rows][MATCH_INPUTS] are regression
+ * inputs of path tokens, weights [2][PATH_INPUTS] the regression; `apart` is 1 if the draft's choices do not depend on
+ * those above. Output choices [slots][1 + contexts][1 + width]: list 0 follows the path, the others are the draft's,
+ * with an empty entry (token -1) at the end. `from` is the flat index among the draft's choices, -1 for none; steps is
+ * r * most + d for token d of a path, else -1; inputs [rows][most][PATH_INPUTS] are the regression inputs of the paths'
+ * tokens. */
 enum { MATCH_INPUTS = 3, PATH_INPUTS = 9 }; /* of acceptance.py */
 
 static double path_chance(const double *match, long depth, int speaks, long rank, double own, const double *weights,
@@ -137,8 +138,8 @@ static double path_chance(const double *match, long depth, int speaks, long rank
     return 1 / (1 + exp(-sum));
 }
 
-/* Before a draft: cuts paths of sizes[r] tokens where one is reached with less than `least`; gains[r] are the
- * tokens that they are then expected to add. */
+/* Before a draft: cuts paths of sizes[r] tokens where their probability falls below `least`; gains[r] are the tokens
+ * that they are then expected to add. */
 void follow_paths(long rows, int64_t *sizes, const double *matches, const int64_t *drawn,
                   const double *weights, double least, double *gains)
 {
@@ -181,7 +182,7 @@ void lists_with_paths(long rows, const int64_t *first, const int64_t *depths, lo
                         of_chances[a * all + place] = chances[a * num * contexts * width + source];
                 }
             if (d > sizes[r])
-                continue; /* nothing leads to list 0 here */
+                continue; /* no choice leads to list 0 here */
             int speaks = drafted >= 0 && after >= 0, follows = d < sizes[r];
             long list = speaks ? (drafted + after) * width : 0, rank = -1;
             const double *of_list = chances + (later < laters ? later : laters - 1) * num * contexts * width + list;
@@ -222,10 +223,10 @@ void lists_with_paths(long rows, const int64_t *first, const int64_t *depths, lo
     }
 }
 
-/* Nodes of rows by falling chance, `most` at most of each, of slots first[r] .. first[r] + depths[r] - 1, the `widest`
- * best choices of each list. Of row r they begin at r * room: chances, parents (0 is the anchor), choices (places in
- * [slots][contexts][width]), depths (1 below the anchor) and laters (later choices above, the node's own left out);
- * num[r] says how many. */
+/* Nodes of rows in descending order of chance, at most most[r], of slots first[r] .. first[r] + depths[r] - 1 and the
+ * widest[r] best choices of each list. Row r's nodes begin at r * room: chances, parents (0 is the anchor), choices
+ * (flat indices in [slots][contexts][width]), depths (1 below the anchor) and laters (number of later choices above
+ * the node, without its own); num[r] is their number. */
 int grow_trees(long rows, const int64_t *first, const int64_t *depths, const int64_t *most, const int64_t *widest,
                long num_slots, long contexts, long width, long laters, const double *chances, const int64_t *places,
                const uint8_t *is_later, long room, double *found, int64_t *parents, int64_t *choices, int64_t *of_laters, int64_t *of_depths,
@@ -258,9 +259,10 @@ int grow_trees(long rows, const int64_t *first, const int64_t *depths, const int
     return 0;
 }
 
-/* How many nodes of R trees are verified: the best of all, as many as are worth the most less their costs, as
- * choose_nodes of choose.py. worth [R][room] fall, of each num[r]; a token of a step that has `tokens` costs
- * of_token, and of_tile for every `tile` of them. taken [R]; heads [R] is room to work in. */
+/* Number of nodes to verify of each tree, taken [R]: the best nodes of all trees, as many as maximise the expected
+ * gain less the cost, as choose_nodes of choose.py. worth [R][room] are the gains of num[r] nodes, descending. The
+ * step has `tokens` so far; one more costs of_token, and the first of every `tile` tokens also of_tile. heads [R] is
+ * a buffer. */
 void select_nodes(long trees, long room, const double *worth, const int64_t *num, long tokens, double of_token,
                   double of_tile, long tile, int64_t *taken, int64_t *heads)
 {
@@ -273,7 +275,7 @@ void select_nodes(long trees, long room, const double *worth, const int64_t *num
             if (heads[r] < num[r] && (first < 0 || worth[r * room + heads[r]] > worth[first * room + heads[first]]))
                 first = r;
         if (first < 0 || worth[first * room + heads[first]] <= of_token)
-            return; /* nor are those that come after it worth their costs */
+            return; /* the gains of the next ones are not above their cost, either */
         gain += worth[first * room + heads[first]++] - of_token - (tokens++ % tile == 0 ? of_tile : 0);
         if (gain > best) {
             best = gain;

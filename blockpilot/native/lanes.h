@@ -41,8 +41,8 @@ static inline int any(ints where)
 #endif
 }
 
-/* x * y + z, rounded once. Compilers fuse by their own rules, one loop and not its neighbour (GCC for AMD's Zen), so that
- * a row would depend on how many there are: library.py forbids it, and what is to be fused says so. */
+/* x * y + z, rounded once. Compilers contract some loops and not others (GCC for AMD's Zen), so a row would depend on
+ * the number of rows: library.py forbids contraction (-ffp-contract=off), and this function is explicit. */
 static inline lanes fused(lanes x, lanes y, lanes z)
 {
 #ifdef __AVX512F__
@@ -85,13 +85,13 @@ static inline lanes load_floats(const float *from)
 
 static inline void store(lanes x, stored *to) { *(packed *)to = narrowed(x); }
 
-static inline lanes rounded(lanes x) /* as it would be stored */
+static inline lanes rounded(lanes x) /* to the precision of `stored` */
 {
     packed found = narrowed(x);
     return load((const stored *)&found);
 }
 
-static inline float sum(lanes x) /* halves are added to halves, then quarters, and so on */
+static inline float sum(lanes x) /* pairwise: halves, then quarters, and so on */
 {
 #if LANES == 16
     x += PICKED(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
@@ -101,7 +101,7 @@ static inline float sum(lanes x) /* halves are added to halves, then quarters, a
     return x[0] + x[1];
 }
 
-static inline lanes larger(lanes x, lanes y) /* y where one is NaN */
+static inline lanes larger(lanes x, lanes y) /* y if one is NaN */
 {
 #ifdef __AVX512F__
     return (lanes)_mm512_max_ps((__m512)x, (__m512)y);

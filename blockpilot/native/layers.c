@@ -1,31 +1,31 @@
 /* The layers of a decoder, target or draft, in one parallel region: see models/native_layers.py, which has the same
  * structs.
  *
- * Whatever is stored, sums and products are of float32. What a row gives does not depend on the rows beside it.
- * Widths and dim are multiples of 32: narrower ones are padded with zeros, heads at the end of each of their halves.
+ * Sums and products are in float32, for every stored type. Batch invariant: a row's result does not depend on the other
+ * rows. Widths and dim are multiples of 32: others are padded with zeros, heads at the end of each of their halves.
  */
 #include "experts.h"
 
-#define QUERIES PANEL /* that read the same keys at once: a panel of products with them */
-#define SUMS 8 /* queries by VALUES vectors whose sums over values are in registers at once */
+#define QUERIES PANEL /* that read the same keys at once, as a panel of a product */
+#define SUMS 8 /* queries whose sums over values, of VALUES vectors each, are in registers at once */
 #define VALUES (LANES / 8)
 
 typedef float four __attribute__((vector_size(16), may_alias));
 
 struct layer {
-    struct linear qkv, out, gate_up, down; /* the last two unused where there are experts */
+    struct linear qkv, out, gate_up, down; /* the last two are unused with experts */
     const struct experts *experts; /* or NULL */
-    const stored *before, *after; /* weights of its norms [hidden] */
-    const stored *of_heads; /* of the norms of queries and keys [queries + kv, dim], or NULL */
+    const stored *before, *after; /* norm weights [hidden], before attention and after it */
+    const stored *of_heads; /* norm weights of queries and keys [queries + kv, dim], or NULL */
 };
 
 struct shape {
     long layers, hidden, queries, kv, dim, inner;
-    long own_hidden, own_dim; /* of which are no padding */
+    long own_hidden, own_dim; /* without padding */
     float eps;
 };
 
-/* Keys and values, and where those of the pass's tokens [num] go; the first half of sines is negated. */
+/* The cache, and the slots and columns of the pass's tokens [num]; the first half of sines is negated. */
 struct tokens {
     long num;
     const stored *cosines, *sines; /* [num, dim] */
@@ -34,7 +34,7 @@ struct tokens {
     const int64_t *own_slots, *own_columns; /* [num] */
 };
 
-/* Rows that attend together: row r has sizes[r] queries from token firsts[r] on, to slots[r]. */
+/* Rows that attend together: row r has sizes[r] queries from token firsts[r] on, which attend to slot slots[r]. */
 struct part {
     long rows, width, length;
     const int64_t *sizes, *firsts, *slots; /* [rows] */
@@ -42,7 +42,7 @@ struct part {
     const int64_t *positions; /* [rows, width] */
 };
 
-/* In every lane the largest of those that are a multiple of 4 lanes away. */
+/* In every lane, the largest of the lanes at a distance of a multiple of 4. */
 static inline lanes largest_of_fours(lanes x)
 {
 #if LANES == 16
@@ -53,7 +53,7 @@ static inline lanes largest_of_fours(lanes x)
 #endif
 }
 
-/* x [width], of which `num` are no padding -> RMSNorm(x) * weight [width], rounded where transformers rounds. */
+/* x [width], `num` of it without padding -> RMSNorm(x) * weight [width], rounded where transformers rounds. */
 static inline void norm(long width, long num, const stored *x, const stored *weight, float eps, stored *out)
 {
     lanes squares = {0};
@@ -64,7 +64,7 @@ static inline void norm(long width, long num, const stored *x, const stored *wei
         store(rounded(load(x + i) * scale) * load(weight + i), out + i);
 }
 
-/* Of all rows: hidden += delta [rows, hidden], where there is one; out = RMSNorm(hidden) * weight [hidden]. */
+/* For all rows: hidden += delta [rows, hidden], if there is one; out = RMSNorm(hidden) * weight [hidden]. */
 static void add_norm(const struct shape *shape, long rows, stored *hidden, const stored *delta, const stored *weight,
                      stored *out)
 {
@@ -87,13 +87,13 @@ static int is_finite(long dim, const stored *x)
     return !any(broken);
 }
 
-/* heads [tokens, queries + 2 * kv, dim]: norm queries and keys, where there are norms, rotate them, and store keys and
- * values in the cache of the layer. Values that are not finite are stored as 0 beside a key of NaN: who sees them gets
- * NaN, and who does not, for whom they count 0 times, does not. */
+/* heads [tokens, queries + 2 * kv, dim]: norm queries and keys, if there are norms, rotate them, and store keys and
+ * values in the cache of the layer. Values that are not finite are stored as 0 with a key of NaN: queries that see them
+ * get NaN, and masked queries, which multiply the value by 0, do not. */
 static void rotate_and_store(const struct tokens *tokens, const struct shape *shape, long queries, const stored *norms,
                              long layer, stored *heads)
 {
-    long kv = shape->kv, dim = shape->dim, half = dim / 2, all = queries + 2 * kv, each = tokens->length * dim; /* a head of a slot */
+    long kv = shape->kv, dim = shape->dim, half = dim / 2, all = queries + 2 * kv, each = tokens->length * dim; /* of a head of a slot */
 #pragma omp for
     for (long token = 0; token < tokens->num; token++) {
         const stored *cosine = tokens->cosines + token * dim, *sine = tokens->sines + token * dim;
@@ -120,7 +120,7 @@ static void rotate_and_store(const struct tokens *tokens, const struct shape *sh
     }
 }
 
-/* A panel [units, QUERIES] of `num` queries [dim]; the others are 0. */
+/* A panel [units, QUERIES] of `num` queries [dim], padded with 0. */
 static void pack(long num, long dim, const stored *const *queries, uint32_t *panel)
 {
     long units = dim / PER_UNIT;
@@ -130,8 +130,8 @@ static void pack(long num, long dim, const stored *const *queries, uint32_t *pan
             memcpy(panel + unit * QUERIES + q, queries[q] + unit * PER_UNIT, sizeof *panel);
 }
 
-/* scores [length, stride], stride FEW or QUERIES, with room up to a multiple of LANES -> e^(scale * (score - top)) of
- * every query, and their totals [stride]. */
+/* Softmax before normalisation: scores [length, stride], stride FEW or QUERIES, with room up to a multiple of LANES ->
+ * e^(scale * (score - top)) for every query, and their totals [stride]. */
 static inline __attribute__((always_inline)) void exponentials(long length, const long stride, float scale,
                                                                float *scores, float *totals)
 {
@@ -153,7 +153,7 @@ static inline __attribute__((always_inline)) void exponentials(long length, cons
             *score = exponential((*score - top[v]) * scale);
             total[v] += *score;
         }
-    if (stride < LANES) { /* in the order of the columns, too */
+    if (stride < LANES) { /* also in the order of the columns */
         *(four *)total = (four){0};
         for (long column = 0; column < length; column++)
             *(four *)total += ((const four *)scores)[column];
@@ -161,9 +161,9 @@ static inline __attribute__((always_inline)) void exponentials(long length, cons
     memcpy(totals, total, stride * sizeof(float));
 }
 
-/* The chances of `num` queries [length, stride] times values [length, dim], from a column on, are added to sums
- * [num, dim]. In the order of the columns: those between that are not seen add 0, so that a token of a tree gives the
- * bits that it gives in a text. */
+/* Adds attention weights ("chances") of `num` queries [length, stride] times values [length, dim], from column `from`
+ * on, to sums [num, dim]. In the order of the columns: masked ones add 0, so a token of a tree gets the same bits as
+ * in a text. */
 static inline __attribute__((always_inline)) void add_values(
     const long num, long dim, long from, long length, const float *chances, const long stride, const stored *values,
     float *sums)
@@ -187,15 +187,15 @@ static inline __attribute__((always_inline)) void add_values(
     }
 }
 
-/* Of `seen` columns those that a token at a position sees in its text and in every tree, less than a stretch deep, so
- * that tiles may sum over them in an order of their own. */
+/* Number of columns, of `seen`, that tiles may sum in another order: a token at this position sees them both in a text
+ * and in every tree, whose depth is below a stretch. */
 static long whole_columns(long position, long seen)
 {
     long last = position + 1 < seen ? position + 1 : seen, stretches = uses_tiles() ? last / STRETCH - 1 : 0;
     return stretches > 0 ? stretches * STRETCH : 0;
 }
 
-/* Chances of `num` queries, `stride` at most, of which the first whole[q] columns are for tiles -> sums [num, dim]. */
+/* Weighted sums [num, dim] of values for `num` queries, at most `stride`; tiles sum the first whole[q] columns. */
 static inline __attribute__((always_inline)) void sum_values(
     long num, const long stride, long dim, long length, float *chances, const long *whole, const stored *values,
     float *sums)
@@ -218,8 +218,8 @@ static inline __attribute__((always_inline)) void sum_values(
             add_values(SUMS, dim, least, length, chances + first, stride, values, sums + first * dim);
 }
 
-/* `num` queries, `stride` at most, of one head of keys and values [length, dim], each with its mask [length]: softmax of
- * their products over what they see, times the values. scores: room for 2 * `stride` a column, and LANES. */
+/* Attention of `num` queries, at most `stride`, with masks [length], to one head of keys and values [length, dim].
+ * scores: room for 2 * `stride` numbers a column, and LANES. */
 static inline __attribute__((always_inline)) void attend_some(
     long num, const long stride, long dim, float scale, long length, const stored *const *queries, const stored *keys,
     const stored *values, const uint8_t *const *masks, const long *whole, float *scores, stored *const *out)
@@ -242,14 +242,14 @@ static inline __attribute__((always_inline)) void attend_some(
             store(*(const lanes *)(sums + q * dim + i) / totals[q], out[q] + i);
 }
 
-/* Ask for numbers that memory is about to be read for: each wait would be one of its own. */
+/* Prefetch numbers that are read soon: otherwise each read would wait for memory separately. */
 static void fetch(const stored *from, long num)
 {
     for (long i = 0; i < num; i += 64 / sizeof(stored))
         __builtin_prefetch(from + i);
 }
 
-/* Past the last column of `length` that one of these masks lets see. */
+/* One past the last column, of `length`, that is visible by one of these masks. */
 static long seen_of(long num, const uint8_t *const *masks, long length)
 {
     for (; length > 0; length--)
@@ -259,8 +259,8 @@ static long seen_of(long num, const uint8_t *const *masks, long length)
     return length;
 }
 
-/* heads [tokens, queries + 2 * kv, dim], of which the queries attend -> out [tokens, queries, dim].
- * scores [threads, room, 2 * QUERIES], aligned to 64 bytes, room above the length. */
+/* Attention of the queries in heads [tokens, queries + 2 * kv, dim] -> out [tokens, queries, dim].
+ * scores [threads, room, 2 * QUERIES], aligned to 64 bytes, with room > length. */
 static void attend(const struct part *part, const struct tokens *tokens, const struct shape *shape, long layer,
                    const stored *heads, float *scores, long room, stored *out)
 {
@@ -310,7 +310,7 @@ static int fits(const struct tokens *tokens)
     return 1;
 }
 
-/* Copy what is known after a layer, [tokens, hidden], to its places among the features [tokens, num_kept, hidden]. */
+/* Copy the states after a layer [tokens, hidden] to the features [tokens, num_kept, hidden], if it is in `kept`. */
 static void keep(long layer, long num_kept, const int64_t *kept, long tokens, long hidden, const stored *from,
                  stored *features)
 {
@@ -322,11 +322,12 @@ static void keep(long layer, long num_kept, const int64_t *kept, long tokens, lo
         }
 }
 
-/* hidden [tokens, hidden], which is worked on -> x, normed after the last layer by `last` [hidden]; features: see keep.
- * parts [layers] of num_parts each. Room is given for x [tokens, hidden], heads [tokens, queries + 2 * kv, dim], attended
- * [tokens, queries, dim], found [tokens, hidden], gate_up [tokens, 2, inner], gated [tokens, inner], scores (see
- * attend) and experts, where there are any. The first layer's queries, keys and values are of `given` where that is not NULL, else of hidden, normed.
- * Returns 0, or -1 for tokens that the cache has no place for, before anything is written. */
+/* Runs all layers on hidden [tokens, hidden], in place; x is its norm after the last layer, by `last` [hidden];
+ * features: see keep. parts [layers] of num_parts each. Buffers of the caller: x [tokens, hidden], heads [tokens,
+ * queries + 2 * kv, dim], attended [tokens, queries, dim], found [tokens, hidden], gate_up [tokens, 2, inner], gated
+ * [tokens, inner], scores (see attend), and of experts, if any. The first layer's queries, keys and values are
+ * computed from `given`, or from normed hidden if that is NULL. Returns 0, or -1, before anything is written, if a
+ * slot or column is outside the cache. */
 int run_layers(const struct shape *shape, const struct layer *layers, const stored *last, const struct tokens *tokens,
                long num_parts, const struct part *const *parts, const stored *given, stored *hidden, stored *x,
                stored *heads, stored *attended, stored *found, stored *gate_up, stored *gated, float *scores, long room,
@@ -371,7 +372,8 @@ int run_layers(const struct shape *shape, const struct layer *layers, const stor
     return 0;
 }
 
-/* Store every layer's keys and values of x [tokens, hidden]; room for heads [tokens, 2 * kv, dim]. Returns as above. */
+/* Store every layer's keys and values of x [tokens, hidden]; heads [tokens, 2 * kv, dim] is a buffer. Returns as
+ * above. */
 int project_layers(const struct shape *shape, const struct layer *layers, const struct tokens *tokens, const stored *x,
                    stored *heads, int threads)
 {

@@ -1,9 +1,9 @@
-"""The functions in C for a CPU, compiled by the machine's own compiler when a model is prepared, in a second or two.
+"""Functions in C for a CPU, compiled by the machine's compiler when a model is prepared, in a second or two.
 
-products.c multiplies with the weights (tiles.c where the CPU has tiles), layers.c runs all layers of a decoder
-(experts.c those of mixtures), ranking.c ranks logits, linking.c adds a draft's edges, growing.c grows draft trees,
-matching.c finds where a text's end stood before. Where there is no compiler or no x86-64 CPU with AVX2, torch and
-numpy do all of it but the last.
+products.c multiplies with the weights (tiles.c on CPUs with AMX), layers.c runs all layers of a decoder (experts.c
+mixtures of experts), ranking.c ranks logits, linking.c applies a draft's edges, growing.c grows draft trees,
+matching.c is prompt lookup. Without a compiler or an x86-64 CPU with AVX2, torch and numpy replace all of them but
+matching.c.
 """
 
 import ctypes
@@ -31,21 +31,21 @@ SOURCES = tuple(
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-fopenmp", "-Wno-psabi")
 _DEFINES = {torch.float32: (), torch.bfloat16: ("-DBFLOAT16",)}
 
-_NOTHING = ctypes.c_char * 0  # thrice as fast as numpy's own pointers
+_NOTHING = ctypes.c_char * 0  # three times as fast as numpy's pointers
 
 _logger = logging.getLogger(__name__)
 
 
 class DtypeChoice(NamedTuple):
-    """A dtype by its name, and why it is the one."""
+    """A dtype by its name, and the reason for it."""
 
     name: str
     why: str
 
 
 def fastest_dtype(device: torch.device) -> DtypeChoice:
-    """bfloat16 on a GPU, and on a CPU that multiplies it and has the functions in C, by which texts are exact in it;
-    float32 elsewhere.
+    """bfloat16 on a GPU, and on a CPU with bfloat16 instructions and the functions in C, which make texts exact in
+    it; float32 elsewhere.
     """
     if device.type != "cpu":
         return DtypeChoice("bfloat16", "a GPU")
@@ -59,36 +59,36 @@ def fastest_dtype(device: torch.device) -> DtypeChoice:
 
 
 def library_for(dtype: torch.dtype, device: torch.device) -> ctypes.CDLL | None:
-    """The functions in C for a dtype, or None."""
-    found = _library_or_reason(dtype, device)
-    return found if isinstance(found, ctypes.CDLL) else None
+    """The functions in C for a dtype; None if there are none."""
+    library = _library_or_reason(dtype, device)
+    return library if isinstance(library, ctypes.CDLL) else None
 
 
 def text_library() -> ctypes.CDLL | None:
-    """The functions that no tensor goes through, of trees and texts, or None."""
-    found = _library(torch.float32)
-    return found if isinstance(found, ctypes.CDLL) else None
+    """The functions of trees and texts, which take no tensors; None if there are none."""
+    library = _library(torch.float32)
+    return library if isinstance(library, ctypes.CDLL) else None
 
 
 def has_functions() -> bool:
-    """True where the functions of trees and texts are there."""
+    """True if the functions of trees and texts are available."""
     return text_library() is not None
 
 
 def pointer(values: Array) -> ctypes.Array[ctypes.c_char]:
-    """An array as a C function takes it; TypeError or ValueError for one that is read-only or not contiguous."""
+    """An array as an argument of a C function; TypeError or ValueError if it is read-only or not contiguous."""
     return _NOTHING.from_buffer(values)  # type: ignore[arg-type]  # a buffer: numpy's types are older
 
 
 def fields(kind: Any, *names: str) -> tuple[tuple[str, Any], ...]:
-    """Fields of a struct that are of one kind."""
+    """Fields of a struct of the same type."""
     return tuple((name, kind) for name in names)
 
 
 def reason_without(dtype: torch.dtype, device: torch.device) -> str:
-    """Why there are no functions in C for a dtype; empty where there are."""
-    found = _library_or_reason(dtype, device)
-    return found if isinstance(found, str) else ""
+    """Reason why there are no functions in C for a dtype; empty if there are."""
+    library = _library_or_reason(dtype, device)
+    return library if isinstance(library, str) else ""
 
 
 def _library_or_reason(dtype: torch.dtype, device: torch.device) -> ctypes.CDLL | str:
@@ -99,15 +99,15 @@ def _library_or_reason(dtype: torch.dtype, device: torch.device) -> ctypes.CDLL 
 
 @cache
 def _library(dtype: torch.dtype) -> ctypes.CDLL | str:
-    """The functions in C for a dtype; where it cannot be the reason, with a line in the log."""
+    """The functions in C for a dtype, or the reason why there are none, which is logged."""
     try:
         _check_machine()
         with tempfile.TemporaryDirectory() as folder:
-            # Each dtype has a library of its own: the sources are compiled for one.
+            # One library per dtype: the sources are compiled for one.
             command = "cc", *FLAGS, *_DEFINES[dtype], "-c"
             with ThreadPoolExecutor() as pool:
                 list(pool.map(lambda source: _run(folder, *command, str(source)), SOURCES))
-            # No OpenMP of its own: its calls find the one that torch brought, whose threads they share.
+            # Not linked to OpenMP: its calls use torch's OpenMP, and so share its threads.
             _run(folder, "cc", "-shared", *(f"{source.stem}.o" for source in SOURCES), "-o", "native.so", "-lm")
             return ctypes.CDLL(str(Path(folder, "native.so")))
     except (OSError, subprocess.SubprocessError, NotImplementedError) as error:
@@ -125,5 +125,5 @@ def _check_machine() -> None:
 def _run(folder: str, *command: str) -> None:
     done = subprocess.run(command, cwd=folder, capture_output=True, timeout=60, check=False)
     if done.returncode:
-        said = done.stderr[-400:].decode(errors="replace").strip()
-        raise OSError(f"{command[0]}: {said or f'ended with status {done.returncode}'}")
+        message = done.stderr[-400:].decode(errors="replace").strip()
+        raise OSError(f"{command[0]}: {message or f'ended with status {done.returncode}'}")

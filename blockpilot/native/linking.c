@@ -1,4 +1,4 @@
-/* The best of a slot's own choices after each token before it, as Edges.link of drafts/edges.py. */
+/* The best of a slot's choices after each token before it, as Edges.link of drafts/edges.py. */
 #include <math.h>
 #include <stdint.h>
 
@@ -33,11 +33,11 @@ static float log_sum(long num, const float *values, float more)
 
 /* Choices tokens, log_probs and scores [num][width] of slots, and the tokens before them, `before` [num][contexts].
  *
- * What is added to a score is the product of the rows of the token before in `predecessors`, of the choice in
- * `successors` [vocab][rank], and, where there is a `projection` [rank][inner], of what it makes of the slot's hidden
- * state [num][inner]; divided by the temperature [num]. With `is_whole` what is no choice keeps its own probability.
- * The `best` choices after each token before go to tokens, log_probs and scores [num][contexts][best], and which
- * choices they were to places. */
+ * A score is raised by the inner product of the previous token's row of `predecessors` and the choice's row of
+ * `successors` [vocab][rank], gated by `projection` [rank][inner] times the slot's hidden state [num][inner] if there
+ * is one, and divided by the temperature [num]. With `is_whole`, tokens that are no choices keep their probability
+ * mass. The `best` choices after each token before are written to found_tokens, found_log_probs and found_scores
+ * [num][contexts][best], and their indices among the slot's choices to places. */
 void link_choices(long num, long contexts, long width, long rank, long inner, long best, const float *hidden,
                   const float *projection, const float *predecessors, const float *successors, const int64_t *before,
                   const float *temperatures, int is_whole, const int64_t *tokens, const float *log_probs,

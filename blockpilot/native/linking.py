@@ -1,6 +1,6 @@
-"""The choices of a draft after each token before them, by its edges, in C (linking.c).
+"""Edges of a draft: its choices conditioned on the previous token, in C (linking.c).
 
-By torch they take a dozen calls and a millisecond, 4% of a step of the embedded draft.
+By torch they take a dozen calls and one millisecond, 4% of a step of the embedded draft.
 """
 
 from ctypes import c_int, c_long, c_void_p
@@ -16,9 +16,9 @@ MOST_WIDTH, MOST_RANK = 64, 512  # of linking.c
 
 
 class EdgeTables(NamedTuple):
-    """Vectors of tokens before a slot and of those in it [vocab, rank], float32.
+    """Vectors [vocab, rank] float32 of tokens as predecessors and as successors.
 
-    projection [rank, hidden]: of a slot's hidden state, by which the vectors before it are multiplied; None: by 1.
+    projection [rank, hidden]: maps a slot's hidden state to a gate of the predecessor's vector; None: the gate is 1.
     """
 
     predecessors: Tensor
@@ -27,7 +27,7 @@ class EdgeTables(NamedTuple):
 
 
 class Followed(NamedTuple):
-    """The best choices after each of P tokens [N, P, K], and which of the slot's own choices each was."""
+    """The best choices after each of P tokens [N, P, K]; places: their indices among the slot's choices."""
 
     tokens: Tensor
     log_probs: Tensor
@@ -45,9 +45,9 @@ def link_choices(
     *,
     is_whole: bool,
 ) -> Followed | None:
-    """The `num` best choices [N, W] after the tokens before [N, P], as `Edges.link` has them.
+    """The `num` best of the choices [N, W] after each of the tokens before [N, P], as in `Edges.link`.
 
-    hidden [N, hidden], temperatures [N] float32. None without C, and for more than it has room for.
+    hidden [N, hidden], temperatures [N] float32. None without C, and above MOST_WIDTH or MOST_RANK.
     """
     (num_slots, width), contexts, rank = choices.tokens.shape, before.shape[1], tables.successors.shape[1]
     library = text_library() if width <= MOST_WIDTH and rank <= MOST_RANK else None
@@ -55,16 +55,21 @@ def link_choices(
         return None
     shape = num_slots, contexts, min(num, width)
     tokens, places = (torch.empty(shape, dtype=torch.int64) for _ in range(2))
-    found = Followed(tokens, torch.empty(shape), torch.empty(shape), places)
+    followed = Followed(tokens, torch.empty(shape), torch.empty(shape), places)
     sizes = map(c_long, (num_slots, contexts, width, rank, hidden.shape[1], shape[2]))
-    # Kept until the call is over: C has their addresses.
-    kept = hidden.float().contiguous(), before.contiguous(), temperatures
-    given = choices.tokens.contiguous(), choices.log_probs.contiguous(), choices.scores.contiguous()
+    # Variables keep the arrays alive during the call: C has their addresses.
+    inputs = hidden.float().contiguous(), before.contiguous(), temperatures
+    slot_choices = choices.tokens.contiguous(), choices.log_probs.contiguous(), choices.scores.contiguous()
     library.link_choices(
-        *(*sizes, _pointer(kept[0]), _pointer(tables.projection), _pointer(tables.predecessors)),
-        *(_pointer(tables.successors), *map(_pointer, kept[1:]), c_int(is_whole), *map(_pointer, (*given, *found))),
+        *(*sizes, _pointer(inputs[0]), _pointer(tables.projection), _pointer(tables.predecessors)),
+        *(
+            _pointer(tables.successors),
+            *map(_pointer, inputs[1:]),
+            c_int(is_whole),
+            *map(_pointer, (*slot_choices, *followed)),
+        ),
     )
-    return found
+    return followed
 
 
 def _pointer(values: Tensor | None) -> c_void_p | None:

@@ -1,5 +1,4 @@
-/* Texts that grow at their ends, and where the end of one stood before in it: hash chains of its pairs of tokens, as in
- * deflate. */
+/* Prompt lookup in growing texts: earlier occurrences of a text's end, by hash chains of token pairs, as in deflate. */
 #include <stdint.h>
 
 enum { MOST_PLACES = 256, MOST_FOLLOWERS = 64, LONGEST = 32 }; /* of matching.py */
@@ -12,9 +11,9 @@ static uint32_t bucket(int32_t first, int32_t second, int bits)
 }
 
 /* Appends tokens [ends[r - 1] .. ends[r]) of `added` to texts[r] of R. A text has tokens and previous [room], heads
- * [1 << bits] and num[text] tokens so far: heads is the latest place of each bucket that a pair of tokens ends at,
- * previous the place before each in its bucket; -1 for none. expected[text] is the token that its latest match
- * promised, -1 for none, and held[text] how often that was right, lately. */
+ * [1 << bits] and num[text] tokens so far: heads is the latest position in each bucket at which a pair of tokens ends,
+ * previous the position before it in the same bucket; -1 for none. expected[text] is the first token that its latest
+ * match predicted, -1 for none, and held[text] how often that was right lately. */
 void extend_texts(long rows, const int64_t *texts, long room, int bits, int32_t *tokens, int32_t *previous,
                   int32_t *heads, int64_t *num, const int32_t *expected, double *held, const int32_t *added,
                   const int64_t *ends)
@@ -35,11 +34,10 @@ void extend_texts(long rows, const int64_t *texts, long room, int bits, int32_t 
     }
 }
 
-/* For texts[r] of R: of the latest MOST_PLACES earlier places where its last two tokens stand, those that share the
- * longest end with it (LONGEST tokens at most), and of these the latest. paths [R][most] are the tokens that followed
- * there; past the text's end they go on as it then would. sizes[r] is `most`, or 0 for no such place. known [R][3]: the
- * tokens shared; the share of those places, of the latest MOST_FOLLOWERS, where the same token followed, of seen[r];
- * and held. */
+/* For texts[r] of R: the longest match of its end (at most LONGEST tokens) among the latest MOST_PLACES earlier
+ * occurrences of its last two tokens; of equal ones the latest. paths [R][most] are the tokens that followed; past the
+ * text's end they repeat the path from its start. sizes[r] is `most`, or 0 without a match. known [R][3]: the length of
+ * the match; the share of the latest seen[r] <= MOST_FOLLOWERS occurrences that the same token followed; and held. */
 void match_texts(long rows, const int64_t *texts, long room, int bits, const int32_t *tokens, const int32_t *previous,
                  const int32_t *heads, const int64_t *num, int32_t *expected, const double *held, long most,
                  int32_t *paths, int64_t *sizes, double *known, int64_t *seen)

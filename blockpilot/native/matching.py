@@ -1,7 +1,7 @@
-"""Index of texts that grow: where the end of one stood before in it, and what followed there (prompt lookup).
+"""Index of growing texts for prompt lookup: earlier occurrences of a text's end, and the tokens that followed.
 
-In C (matching.c) by hash chains: a match takes microseconds whatever the length of the text. Suffix trees, as of
-arctic-inference, find no more of one text than its longest match, and hold some hundred bytes a token.
+In C (matching.c) by hash chains: a match takes microseconds whatever the length of the text. Suffix trees, as in
+arctic-inference, find the same longest match in one text, and take some hundred bytes a token.
 """
 
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ MOST_PLACES, MOST_FOLLOWERS, LONGEST, HELD_DECAY = 256, 64, 32, 0.8  # of matchi
 
 
 class Matches(NamedTuple):
-    """Earlier places of R texts that share the longest end with them, and the tokens that followed there.
+    """Longest matches of the ends of R texts, and the tokens that followed them.
 
-    paths [R, M] int32 of which row r has sizes[r]: M, or 0 for no such place. known [R, 3]: tokens that are shared,
-    of LONGEST at most; share of the `seen` [R] latest places of the last two tokens that the same token followed; how
-    often such a path's first token was right in this text, lately (one half at first).
+    paths [R, M] int32, sizes[r] of row r: M, or 0 without a match. known [R, 3]: length of the match, at most
+    LONGEST; share of the latest seen[r] occurrences of the last two tokens that the same token followed; how often a
+    path's first token was right lately in this text (initially 0.5).
     """
 
     paths: Array
@@ -34,9 +34,9 @@ class Matches(NamedTuple):
 
 
 class TextIndex:
-    """Tokens of `num_texts` texts of at most `room` tokens each; memory of num_bytes, 12 to 16 bytes a token of room.
+    """Tokens of `num_texts` texts of at most `room` tokens each; num_bytes are 12 to 16 bytes per token of room.
 
-    Raises RuntimeError where there is no C (`has_functions`).
+    Raises RuntimeError without C (`has_functions`).
     """
 
     def __init__(self, num_texts: int, room: int) -> None:
@@ -44,7 +44,7 @@ class TextIndex:
         if library is None:
             raise RuntimeError("an index of texts needs the functions in C")
         self._library: CDLL = library
-        # A chain for each of 2^bits hashes: heads hold its latest place, `previous` the one before every place.
+        # A chain for each of 2^bits hashes: its latest position in heads, and the one before each in `previous`.
         self._bits = max(4, (room - 1).bit_length())
         self._tokens, self._previous = np.zeros((2, num_texts, room), dtype=np.int32)
         self._heads = np.full((num_texts, 1 << self._bits), -1, dtype=np.int32)
@@ -61,12 +61,12 @@ class TextIndex:
         return self._num
 
     def clear(self, text: int) -> None:
-        """Begin a text anew, without tokens."""
+        """Empty a text."""
         self._heads[text], self._num[text] = -1, 0
         self._expected[text], self._held[text] = -1, 0.5
 
     def extend(self, texts: Array, added: Sequence[Sequence[int]]) -> None:
-        """Append tokens to texts [R] int64; ValueError beyond the room."""
+        """Append tokens to texts [R] int64; ValueError if they exceed `room`."""
         sizes = np.array(list(map(len, added)), dtype=np.int64)
         if ((self._num[texts] + sizes) > self._tokens.shape[1]).any():
             most = int((self._num[texts] + sizes).max())
@@ -75,14 +75,14 @@ class TextIndex:
         self._library.extend_texts(*self._texts(texts), pointer(flat), pointer(ends))
 
     def match(self, texts: Array, most: int) -> Matches:
-        """The longest matches of the ends of texts [R] int64, each with `most` tokens that followed."""
+        """Longest matches of the ends of texts [R] int64, each with `most` tokens that followed."""
         rows = len(texts)
         sizes, seen = np.empty((2, rows), dtype=np.int64)
-        found = Matches(np.empty((rows, most), dtype=np.int32), sizes, np.empty((rows, 3)), seen)
-        self._library.match_texts(*self._texts(texts), c_long(most), *(pointer(each) for each in found))
-        return found
+        matches = Matches(np.empty((rows, most), dtype=np.int32), sizes, np.empty((rows, 3)), seen)
+        self._library.match_texts(*self._texts(texts), c_long(most), *(pointer(values) for values in matches))
+        return matches
 
     def _texts(self, texts: Array) -> tuple[object, ...]:
-        of_texts: tuple[Array, ...] = (self._tokens, self._previous, self._heads, self._num)
-        arrays = map(pointer, (*of_texts, self._expected, self._held))
+        state: tuple[Array, ...] = (self._tokens, self._previous, self._heads, self._num)
+        arrays = map(pointer, (*state, self._expected, self._held))
         return c_long(len(texts)), pointer(texts), c_long(self._tokens.shape[1]), c_int(self._bits), *arrays

@@ -1,11 +1,11 @@
-/* Linear products of a few rows, at the speed at which memory gives the weights. See products.py.
+/* Linear products of a few rows, limited by the memory bandwidth of the weights. See products.py.
  *
- * An output is one sum over the inputs, in their order, whatever number of rows there is: a row gives the same bits
- * alone and among others, so a verified token equals the one that plain decoding draws, also in bfloat16.
+ * Batch invariant: an output is one sum over the inputs in their order, whatever the number of rows. A row gets the
+ * same bits alone and among others, so a verified token equals that of plain decoding, also in bfloat16.
  *
- * Weights lie in panels of 16 outputs, [outputs / 16, units, 16], where a unit has 4 bytes: an input in float32, two
- * neighbouring ones in bfloat16, as the instructions that multiply bfloat16 read them. The last panel may have fewer
- * outputs; its other weights are 0.
+ * Weights are in panels of 16 outputs, [outputs / 16, units, 16], where a unit has 4 bytes: one input in float32, two
+ * neighbouring ones in bfloat16, as the instructions for bfloat16 read them. The last panel may have fewer outputs;
+ * its other weights are 0.
  */
 #include "tiles.h"
 
@@ -20,7 +20,7 @@
 typedef bits unaligned __attribute__((aligned(4)));
 typedef uint32_t units __attribute__((may_alias, aligned(2)));
 
-/* sum + weight * x, of one unit of LANES outputs and of a row. */
+/* sum + weight * x, for one unit of LANES outputs and of one row. */
 static inline lanes multiplied(lanes sum, bits weight, uint32_t x)
 {
 #ifndef BFLOAT16
@@ -36,11 +36,12 @@ static inline lanes multiplied(lanes sum, bits weight, uint32_t x)
 #endif
 }
 
-/* What the threads take from a product's panels: units of so many. A thread takes its own, one after the other, and
- * then the last ones of others: some are slower, on cores that they share with other programs. */
+/* Work stealing: panels that a thread takes at once from a product. A thread takes the units of its own share from the
+ * front, then those of other shares from the back: some threads are slower, on cores shared with other programs. */
 static long unit(void) { return has_tiles ? 2 : PANELS; }
 
-/* From a share, first unit and the one after its last in 32 bits each, one from the front or the back; -1 of none. */
+/* Take a unit from the front or the back of a share (its first unit and one past its last, 32 bits each); -1 if
+ * empty. */
 static long take(uint64_t *share, int back)
 {
     uint64_t left = __atomic_load_n(share, __ATOMIC_RELAXED), after;
@@ -72,8 +73,8 @@ void share_out(const struct linear *linear, long num, long threads, uint64_t *sh
         shares[i] = units * i / threads << 32 | units * (i + 1) / threads;
 }
 
-/* A block of `num` rows and `vectors` of LANES outputs, constants where it is inlined; its sums are stored, or left in
- * float32 in `floats`. */
+/* A block of `num` rows and `vectors` of LANES outputs, constants after inlining; sums go to `out`, or in float32 to
+ * `floats` if that is not NULL. */
 static inline __attribute__((always_inline)) void block(
     const long num, const long vectors, long inputs, const stored *x, const uint32_t *weights, const stored *bias,
     stored *out, float *floats, long outputs)
@@ -105,7 +106,7 @@ static inline __attribute__((always_inline)) void block(
                 store(sum[row][v], out + row * outputs + v * LANES);
 }
 
-/* Blocks of ROWS rows, and of those that are left. */
+/* Blocks of ROWS rows, and one of the remaining rows. */
 static inline __attribute__((always_inline)) void blocks(
     long rows, const long vectors, long inputs, const stored *x, const uint32_t *weights, const stored *bias,
     stored *out, float *floats, long outputs)
@@ -124,7 +125,7 @@ static inline __attribute__((always_inline)) void blocks(
     }
 }
 
-/* The outputs, fewer than PANEL, of a last panel. */
+/* The outputs of a last panel, fewer than PANEL. */
 static void last_outputs(const struct linear *linear, long rows, const stored *x, stored *out, long outputs)
 {
     float sums[ROWS * PANEL];
@@ -169,7 +170,7 @@ static void sums_by_lanes(long rows, long inputs, const stored *x, const uint32_
 }
 
 #ifdef TILES
-/* A thread that knows what it multiplies next asks memory for it: tiles by themselves do not keep memory busy. */
+/* Prefetches the weights of the thread's next unit: tile loads alone do not use the full memory bandwidth. */
 static void by_tiles(const struct batch *batches, uint64_t *shares, long threads)
 {
     long inputs = batches->linear->inputs, outputs = batches->linear->outputs, units = units_of(batches->linear);

@@ -1,4 +1,4 @@
-/* A linear product as layers.c and products.py ask for it: see products.c. */
+/* Linear products for layers.c and products.py: see products.c. */
 #include "lanes.h"
 #include <omp.h>
 
@@ -12,7 +12,7 @@ struct linear {
     const stored *bias; /* [panels, PANEL], or NULL */
 };
 
-/* x [rows, inputs] -> out [rows, outputs], x @ weights.T + bias, which is to be multiplied. */
+/* A product to compute: x [rows, inputs] -> out [rows, outputs], x @ weights.T + bias. */
 struct batch {
     const struct linear *linear;
     long rows;
@@ -22,7 +22,7 @@ struct batch {
 
 static inline long panels_of(const struct linear *linear) { return (linear->outputs + PANEL - 1) / PANEL; }
 
-/* Its outputs from a multiple of PANEL on. */
+/* The product of its outputs from `first` on, a multiple of PANEL. */
 static inline struct linear from_output(struct linear linear, long first)
 {
     linear.outputs -= first;
@@ -31,25 +31,25 @@ static inline struct linear from_output(struct linear linear, long first)
     return linear;
 }
 
-/* What each of so many threads is to multiply of `num` batches of one shape of weights, [threads]. */
+/* Initial shares [threads] of the threads in `num` batches with weights of the same shape. */
 void share_out(const struct linear *linear, long num, long threads, uint64_t *shares);
 
-/* All threads of a parallel region call them together, with shares for this call alone; `product` is a region of its
- * own. */
+/* All threads of a parallel region call these together, with shares for this call only; `product` opens a region
+ * itself. */
 void multiply(const struct linear *linear, long rows, const stored *x, stored *out, uint64_t *shares, long threads);
 void multiply_all(const struct batch *batches, uint64_t *shares, long threads);
 void product(const struct linear *linear, long rows, const stored *x, stored *out, int threads);
 
-#define STRETCH 32 /* columns that tiles take at once */
+#define STRETCH 32 /* columns in one tile product */
 
-/* 1 where this process multiplies with tiles. */
+/* 1 if this process multiplies with tiles. */
 int uses_tiles(void);
 
-/* Only with tiles: chances [columns, queries], queries FEW or PANEL, times values [columns, dim] -> sums [queries, dim],
- * chances rounded to what is stored. Query q counts the first whole[q] columns, a multiple of STRETCH, `columns` at most.
- * room: columns * queries numbers. */
+/* Only with tiles: attention weights ("chances") [columns, queries], queries FEW or PANEL, rounded to `stored`, times
+ * values [columns, dim] -> sums [queries, dim], over the first whole[q] columns of query q, a multiple of STRETCH, at
+ * most `columns`. room: buffer of columns * queries numbers. */
 void weigh(long columns, long queries, long dim, const float *chances, const long *whole, const stored *values,
            stored *room, float *sums);
 
-/* x [rows, inputs] times the first outputs of one panel, FEW or all of them -> sums [rows, outputs] in float32. */
+/* x [rows, inputs] times the first FEW or PANEL outputs of one panel -> sums [rows, outputs] in float32. */
 void panel_sums(long rows, long inputs, const stored *x, const uint32_t *panel, long outputs, float *sums);

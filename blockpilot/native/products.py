@@ -1,4 +1,4 @@
-"""Linear products in C (products.c): a row's results do not depend on the rows beside it."""
+"""Linear products in C (products.c), batch invariant: a row's result does not depend on the other rows."""
 
 import ctypes
 from collections.abc import Callable
@@ -11,22 +11,22 @@ from torch.nn import functional
 
 from blockpilot.native.library import fields, library_for
 
-PANEL, INPUTS = 16, 32  # outputs lie in panels; of inputs products.c takes multiples
+PANEL, INPUTS = 16, 32  # outputs of a panel; products.c needs a multiple of INPUTS inputs
 
 
 class Padding(NamedTuple):
-    """Numbers come in runs of `size`, and lie in runs of `padded`: the rest are zeros."""
+    """Padding of runs of `size` numbers with zeros to runs of `padded`."""
 
     size: int
     padded: int
 
     @classmethod
     def to_multiple(cls, size: int, of: int = INPUTS) -> Self:
-        """The least padding of a run."""
+        """The least padding of runs to a multiple."""
         return cls(size, -(-size // of) * of)
 
     def pad(self, x: Tensor) -> Tensor:
-        """[..., runs * size] -> [..., runs * padded], a copy where that is more."""
+        """[..., runs * size] -> [..., runs * padded], a copy only if the sizes differ."""
         if self.size == self.padded:
             return x
         padded: Tensor = functional.pad(x.unflatten(-1, (-1, self.size)), (0, self.padded - self.size)).flatten(-2)
@@ -50,23 +50,23 @@ class Linear(ctypes.Structure):
 
 
 class NativeProduct:
-    """x [..., inputs] -> x @ weight.T + bias, with the weight [outputs, inputs] packed as products.c reads it.
+    """x [..., inputs] -> x @ weight.T + bias, with the weight [outputs, inputs] packed for products.c.
 
-    Inputs and outputs of the packed weight, `linear`, are padded.
+    linear: struct of the packed weight, whose inputs and outputs are padded.
     """
 
     def __init__(
         self, library: ctypes.CDLL, weight: Tensor, bias: Tensor | None, inputs: Padding, outputs: Padding
     ) -> None:
-        # Panels of 16 outputs lie one after the other; inside a panel, units of 4 bytes of inputs for each output:
-        # what one vector instruction multiplies is contiguous.
+        # Panels of 16 outputs follow each other; a panel has units of 4 bytes of inputs for each output, so the
+        # operands of one vector instruction are contiguous.
         self._inputs, self._outputs = inputs, outputs
         weight = outputs.pad(inputs.pad(weight).T).T
         num_outputs, num_inputs = weight.shape
-        of_panels, per_unit = Padding.to_multiple(num_outputs, PANEL), 4 // weight.element_size()
-        panels = of_panels.pad(weight.T).T.reshape(-1, PANEL, num_inputs // per_unit, per_unit)
+        panel_padding, per_unit = Padding.to_multiple(num_outputs, PANEL), 4 // weight.element_size()
+        panels = panel_padding.pad(weight.T).T.reshape(-1, PANEL, num_inputs // per_unit, per_unit)
         self._packed = panels.transpose(1, 2).contiguous()  # [panels, units, PANEL, inputs of a unit]
-        self._bias = None if bias is None else of_panels.pad(outputs.pad(bias)).contiguous()
+        self._bias = None if bias is None else panel_padding.pad(outputs.pad(bias)).contiguous()
         self._product = _declared(library)
         pointers = self._packed.data_ptr(), None if self._bias is None else self._bias.data_ptr()
         self.linear = Linear(num_inputs, num_outputs, *pointers)
@@ -80,11 +80,11 @@ class NativeProduct:
         return self._outputs.cut(out)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self  # never changed
+        return self  # immutable
 
     def unpacked(self) -> Tensor:
         """The weight, a copy."""
-        # Padded rows of the last panel, and then padding inside rows, are cut off.
+        # Cut off the padded rows of the last panel, then the padding of outputs and inputs.
         inputs, outputs = self.linear.inputs, self.linear.outputs
         weight = self._packed.transpose(1, 2).reshape(-1, inputs)[:outputs]
         return self._inputs.cut(self._outputs.cut(weight.T).T).contiguous()
@@ -93,16 +93,16 @@ class NativeProduct:
 @cache
 def _declared(library: ctypes.CDLL) -> Callable[..., None]:
     """`product` of products.h."""
-    found, pointer = library.product, ctypes.c_void_p
-    found.argtypes = ctypes.POINTER(Linear), ctypes.c_long, pointer, pointer, ctypes.c_int
-    found.restype = None
-    return found
+    product, pointer = library.product, ctypes.c_void_p
+    product.argtypes = ctypes.POINTER(Linear), ctypes.c_long, pointer, pointer, ctypes.c_int
+    product.restype = None
+    return product
 
 
 def native_product(
     weight: Tensor, bias: Tensor | None, inputs: Padding | None = None, outputs: Padding | None = None
 ) -> NativeProduct | None:
-    """For a weight [outputs, inputs], whose inputs are padded as C needs it; None where there is no C for it."""
+    """Product of a weight [outputs, inputs], with inputs padded for C by default; None without C."""
     library = library_for(weight.dtype, weight.device)
     if library is None:
         return None

@@ -1,6 +1,6 @@
-/* Rows of logits ranked as sampling.py ranks them: by themselves, or by the race of a temperature and a key.
+/* Ranking of rows of logits, as in sampling.py: greedy, or by the exponential race of a temperature and a key.
  *
- * In one or two looks at a row: what cannot come among the first is passed over by the vector. Ties go to the lower
+ * One or two passes over a row: vectors of logits that cannot come among the first are skipped. Ties go to the lower
  * token.
  */
 #include "lanes.h"
@@ -8,14 +8,14 @@
 #include <omp.h>
 #include <stdlib.h>
 
-#define ARRIVALS 256 /* NUM_ARRIVALS of sampling.py: every text drawn depends on it */
-#define ROUNDING 1e-3 /* of float32 scores, and much more; relative to the largest for scores that are large */
+#define ARRIVALS 256 /* NUM_ARRIVALS of sampling.py: every drawn text depends on it */
+#define ROUNDING 1e-3 /* of float32 scores' rounding error, with a wide margin; race() adds 1e-6 of the largest */
 #define LARGEST 1e30f
 #define BINS 2048 /* of scores, by their distance from the best */
-#define SPAN 32.0f /* of the distances; all that is further away is in the last bin */
+#define SPAN 32.0f /* of the distances; scores further away are in the last bin */
 
-/* The vocabulary, and the tokens of it that a row has logits of: ids [size], ascending, with the place of every token
- * [vocabulary] among them, -1 for none. Null: all of them. */
+/* The vocabulary, and the tokens that a row has logits of: ids [size], ascending, and the index of every token
+ * [vocabulary] among them, places, -1 for none. NULL: all tokens. */
 struct subset {
     long vocabulary;
     const int64_t *ids;
@@ -28,20 +28,20 @@ static inline long place_of(const struct subset *subset, int64_t token)
     return subset->places ? subset->places[token] : token;
 }
 
-/* The best `num` so far, the first first; `found` of them. */
+/* The best `num` tokens so far, best first; `found` of them are set. */
 struct ranking {
     long num, found;
     int64_t *tokens;
     double *values;
 };
 
-/* The value that has to be passed to come among the first. */
+/* The value to exceed in order to enter the ranking. */
 static double bound(const struct ranking *ranking)
 {
     return ranking->found < ranking->num ? -INFINITY : ranking->values[ranking->num - 1];
 }
 
-/* Puts a token at its place; the better one of two values of it counts. */
+/* Insert a token; if it is already ranked, the better of its two values counts. */
 static void rank(struct ranking *ranking, int64_t token, double value)
 {
     int64_t *tokens = ranking->tokens;
@@ -84,7 +84,7 @@ static inline float at(const stored *row, long i)
 #endif
 }
 
-/* LANES numbers of a row [size] from i on; past its end -INFINITY. */
+/* LANES numbers of a row [size] from index i on; -INFINITY past its end. */
 static inline lanes vector(const stored *row, long size, long i)
 {
     lanes found = {0};
@@ -96,7 +96,7 @@ static inline lanes vector(const stored *row, long size, long i)
     return found;
 }
 
-/* The largest of a row; NaN where one is. */
+/* The largest number of a row; NaN if any is NaN. */
 static float largest(const stored *row, long size)
 {
     lanes top = {0};
@@ -124,9 +124,9 @@ static void rank_all(const stored *row, long size, const struct subset *subset, 
     }
 }
 
-/* --- what min_p, top_k and top_p leave in --- */
+/* --- min_p, top_k and top_p --- */
 
-/* A row's scores by how far they lie below the best, and what has been walked over from the best on. */
+/* Histogram of a row's scores by their distance from the best, and the state of a walk from the best on. */
 struct bins {
     long count[BINS];
     double mass[BINS]; /* sums of e^(score - best) */
@@ -164,7 +164,7 @@ static int falling(const void *x, const void *y)
 
 static double mass_of(const struct bins *bins, float logit) { return exp((logit - bins->top) / (double)bins->temperature); }
 
-/* Walks from the best on to the bin in which `count` scores, or `mass`, are reached, and sorts that. */
+/* Walk from the best to the bin in which `count` scores or `mass` are reached, and sort its logits. */
 static void walk_to(struct bins *bins, long count, double mass)
 {
     long found = 0;
@@ -186,7 +186,7 @@ static void walk_to(struct bins *bins, long count, double mass)
     qsort(bins->members, found, sizeof *bins->members, falling);
 }
 
-/* How many logits of a row are at least `floor`. */
+/* Number of logits of a row that are at least `floor`. */
 static long count_from(const stored *row, long size, float floor)
 {
     long found = 0;
@@ -199,8 +199,7 @@ static long count_from(const stored *row, long size, float floor)
     return found;
 }
 
-/* The least logit of a row that is left in: the first top_k, and of those as many as hold a share top_p of their mass;
- * what is as likely as the last of them, too. */
+/* The least logit of a row that top_k and then top_p include; ties with it are included. */
 static float least_kept(const stored *row, long size, float top, float temperature, long top_k, double top_p)
 {
     struct bins bins = {.row = row, .size = size, .top = top, .temperature = temperature};
@@ -234,8 +233,8 @@ static float least_kept(const stored *row, long size, float top, float temperatu
 
 /* --- the race --- */
 
-/* Those that arrive, one by one, and then all that are likely enough to be among the first nevertheless; of logits from
- * `least` on. */
+/* The exponential race over logits of at least `least`: the first arrivals one by one, then all other tokens whose
+ * score is high enough to come among the first. */
 static void race(const stored *row, long size, const struct subset *subset, float top, float temperature, float least,
                  uint64_t key, struct ranking *ranking)
 {
@@ -264,7 +263,7 @@ static void race(const stored *row, long size, const struct subset *subset, floa
     }
 }
 
-/* The logarithm of the sum of e^(x / temperature) over logits from `least` on. */
+/* Logarithm of the sum of e^(x / temperature) over logits of at least `least`. */
 static double log_total(const stored *row, long size, float top, float temperature, float least)
 {
     lanes total = {0};
@@ -275,12 +274,12 @@ static double log_total(const stored *row, long size, float top, float temperatu
     return top / temperature + log(sum(total));
 }
 
-/* logits [rows, size] of a `vocabulary`, or of its tokens `ids` with their `places` (struct subset; null for all) ->
- * tokens and values [rows, num] of the best of each, values as `sampling.race` has them;
- * temperatures [rows], 0 for none, which top_k, top_p and log_min_p [rows] do not touch; a row's key is of its seed and
- * position.
- * With log_probs [rows, num] these, and values are relative to all. Where fewer than num can be drawn, and in broken
- * rows, values are -INFINITY and tokens any. */
+/* logits [rows, size] of a `vocabulary`, or of its tokens `ids` with their `places` (struct subset; NULL for all) ->
+ * the best tokens of each row and their values [rows, num], as in `sampling.race`.
+ *
+ * temperatures [rows]: 0 is greedy, without top_k, top_p and log_min_p [rows]. A row's key is a hash of its seed and
+ * position. With log_probs [rows, num], values are normalised over the row, too. In broken rows, and beyond the tokens
+ * that can be drawn, values are -INFINITY and tokens arbitrary. */
 void rank_rows(long rows, long size, long vocabulary, const int64_t *ids, const int32_t *places, const stored *logits,
                const float *temperatures, const int64_t *top_k, const double *top_p, const double *log_min_p,
                const int64_t *seeds, const int64_t *positions, long num, int64_t *tokens, double *values,
@@ -295,7 +294,7 @@ void rank_rows(long rows, long size, long vocabulary, const int64_t *ids, const 
         broken[i] = !(fabsf(top) < LARGEST);
         if (!broken[i] && temperatures[i] > 0 && (top_k[i] < size || top_p[i] < 1 || log_min_p[i] > -INFINITY)) {
             long most = top_k[i];
-            if (log_min_p[i] > -INFINITY) { /* min_p leaves the first so many in, as top_k does */
+            if (log_min_p[i] > -INFINITY) { /* min_p includes a number of best tokens, as top_k does */
                 long left = count_from(row, size, top + temperature * log_min_p[i]);
                 most = left < most ? left : most;
             }

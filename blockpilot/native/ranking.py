@@ -1,6 +1,7 @@
-"""Rows of logits ranked in C on a CPU (ranking.c), as sampling.py ranks them by torch.
+"""Ranking of logits in C on a CPU (ranking.c), equivalent to `ranked_by_torch` of sampling.py.
 
-Temperature 1 costs a block of 16 tokens 9 ms by torch, which reads all scores several times, and less than 1 so.
+At temperature 1, a block of 16 tokens takes 9 ms by torch, which reads all scores several times, and less than 1 ms
+in C.
 """
 
 import math
@@ -14,14 +15,14 @@ from torch import Tensor
 from blockpilot.native.library import library_for
 from blockpilot.types import Sampling
 
-LARGEST = 1e30  # of scores, which are no numbers beyond it; of temperatures, of which any higher one is as flat
+LARGEST = 1e30  # scores beyond it count as not finite; higher temperatures are clipped, with the same result
 
 
 class Ranked(NamedTuple):
-    """The best tokens of N positions and their values in the race, both [N, num], and which rows are broken [N].
+    """The best tokens of N positions and their values in the race, both [N, num], and the mask [N] of broken rows.
 
-    With log_probs [N, num], values are relative to all of a position, as in `Candidates`. Of broken rows, and where
-    fewer than num can be drawn, tokens are any.
+    With log_probs [N, num], values are normalised over each position, as in `Candidates`. Tokens are arbitrary in
+    broken rows, and beyond the tokens that can be drawn.
     """
 
     tokens: Tensor
@@ -31,7 +32,7 @@ class Ranked(NamedTuple):
 
 
 class Subset(NamedTuple):
-    """Tokens [K] of a vocabulary, ascending, and the place [V] (int32) of every token among them, -1 for none."""
+    """Tokens [K] of a vocabulary, ascending, and every token's index among them, places [V] (int32), -1 for none."""
 
     tokens: Tensor
     places: Tensor
@@ -43,17 +44,17 @@ class Subset(NamedTuple):
         return cls(tokens, places)
 
     def expanded(self, logits: Tensor) -> Tensor:
-        """Logits [N, K] of the tokens among those of all, [N, V]: -inf for others."""
+        """Logits [N, V] of the vocabulary, given those of the subset [N, K]; -inf for other tokens."""
         return logits.new_full((len(logits), len(self.places)), -math.inf).index_copy_(1, self.tokens, logits)
 
 
 def log_min_p(sampling: Sampling) -> float:
-    """Logarithm of min_p: the least score that is kept, relative to the best; -inf without min_p."""
+    """Logarithm of min_p: the least included score, relative to the best; -inf without min_p."""
     return math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf
 
 
 def in_c(logits: Tensor) -> bool:
-    """True if `rank` can rank these logits."""
+    """True if `rank` supports these logits."""
     return library_for(logits.dtype, logits.device) is not None
 
 
@@ -66,32 +67,32 @@ def rank(
     of: Subset | None = None,
     with_log_probs: bool,
 ) -> Ranked:
-    """The `num` best, at most V, of logits [N, V]; with `of` those of its tokens alone, the others having none."""
+    """The `num` <= V best tokens of logits [N, V]; with `of` only its tokens have logits, [N, K]."""
     library = library_for(logits.dtype, logits.device)
     assert library is not None
     logits, shape = logits.contiguous(), (len(logits), num)
-    # 1. Parameters of every row as arrays; temperature 0 is greedy, and no limit is all tokens.
-    columns = list[tuple[float, int, float, float, int]]()
-    for each in sampling:
-        temperature = 0.0 if each.is_greedy else min(each.temperature, LARGEST)
-        most = min(each.top_k or logits.shape[1], logits.shape[1])
-        columns.append((temperature, most, each.top_p, log_min_p(each), each.seed))
-    of_rows = list(zip(*columns, strict=True)) or [()] * 5
-    temperatures = torch.tensor(of_rows[0], dtype=torch.float32)
-    top_p, min_p = torch.tensor(of_rows[2], dtype=torch.float64), torch.tensor(of_rows[3], dtype=torch.float64)
-    top_k, seeds = torch.tensor(of_rows[1], dtype=torch.int64), torch.tensor(of_rows[4], dtype=torch.int64)
-    places = torch.tensor(list(positions), dtype=torch.int64)
-    assert len(temperatures) == len(places) == len(logits)
-    # 2. Room for the results, and the call.
+    # 1. Parameters of every row as arrays; temperature 0 is greedy, and top_k of the vocabulary size is no limit.
+    parameters = list[tuple[float, int, float, float, int]]()
+    for request in sampling:
+        temperature = 0.0 if request.is_greedy else min(request.temperature, LARGEST)
+        most = min(request.top_k or logits.shape[1], logits.shape[1])
+        parameters.append((temperature, most, request.top_p, log_min_p(request), request.seed))
+    columns = list(zip(*parameters, strict=True)) or [()] * 5
+    temperatures = torch.tensor(columns[0], dtype=torch.float32)
+    top_p, min_p = torch.tensor(columns[2], dtype=torch.float64), torch.tensor(columns[3], dtype=torch.float64)
+    top_k, seeds = torch.tensor(columns[1], dtype=torch.int64), torch.tensor(columns[4], dtype=torch.int64)
+    row_positions = torch.tensor(list(positions), dtype=torch.int64)
+    assert len(temperatures) == len(row_positions) == len(logits)
+    # 2. Buffers for the results, and the call.
     tokens, values = torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.float64)
     log_probs = torch.empty(shape, dtype=torch.float64) if with_log_probs else None
     broken = torch.empty(len(logits), dtype=torch.bool)
-    given = map(_pointer, (logits, temperatures, top_k, top_p, min_p, seeds, places))
-    found = map(_pointer, (tokens, values, log_probs, broken))
-    ids, among = (None, None) if of is None else map(_pointer, of)
+    inputs = map(_pointer, (logits, temperatures, top_k, top_p, min_p, seeds, row_positions))
+    results = map(_pointer, (tokens, values, log_probs, broken))
+    ids, places = (None, None) if of is None else map(_pointer, of)
     vocab_size = logits.shape[1] if of is None else len(of.places)
     sizes = map(c_long, (*logits.shape, vocab_size))
-    library.rank_rows(*sizes, ids, among, *given, c_long(num), *found, c_int(torch.get_num_threads()))
+    library.rank_rows(*sizes, ids, places, *inputs, c_long(num), *results, c_int(torch.get_num_threads()))
     return Ranked(tokens, values.float(), broken, None if log_probs is None else log_probs.float())
 
 

@@ -7,11 +7,11 @@
 
 int has_tiles;
 
-/* GCC's tile instructions do not say that they read memory: what they are to read is stored before this, or it may be
- * stored after them, or never. */
+/* Compiler barrier: GCC does not know that tile instructions read memory, and might move the stores of their operands
+ * after them, or drop these. */
 static inline void stored_by_now(const void *read) { __asm__ volatile("" : : "r"(read) : "memory"); }
 
-/* Whether the system lets this process use tiles. */
+/* Ask the system for permission to use tiles. */
 __attribute__((constructor)) static void ask_for_tiles(void)
 {
     const long request_permission = 0x1023, tile_data = 18; /* Linux 5.16 and newer */
@@ -101,7 +101,7 @@ void sums_by_tiles(long rows, long inputs, const stored *x, const uint32_t *pane
     _tile_release();
 }
 
-/* 16 vectors of 16 units -> the vectors of their first units, second ones, and so on. */
+/* Transpose 16 vectors of 16 units. */
 static void transpose(__m512i x[16])
 {
     __m512i y[16];
@@ -128,7 +128,7 @@ static inline __m512i both_narrowed(const float *low, const float *high)
     return (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(high), _mm512_loadu_ps(low));
 }
 
-/* A stretch of chances [STRETCH, queries] -> [queries, STRETCH], as tiles read rows of x. */
+/* A stretch of attention weights [STRETCH, queries] -> [queries, STRETCH], as tiles read rows of x. */
 static void tile_of_chances(long queries, const float *chances, __m512i *rows)
 {
     const __m512i in_pairs = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
@@ -155,7 +155,7 @@ static void tile_of_chances(long queries, const float *chances, __m512i *rows)
     }
 }
 
-/* A stretch of values [STRETCH, dim], `panels` of 16 of them -> weights as tiles read them, two columns a unit. */
+/* `panels` panels of 16 from a stretch of values [STRETCH, dim] -> weights as tiles read them, two columns a unit. */
 static void tiles_of_values(long panels, long dim, const stored *values, __m512i tiles[4][16])
 {
     const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,

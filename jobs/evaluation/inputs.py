@@ -25,11 +25,8 @@ AR, POLICY, RANDOM, MEANS, ORACLE = "AR", "policy", "random", "running means", "
 CONTROL, STATIC = "AR again", "best static"
 VERIFICATION, BUDGET = "adaptive verification", "tree budget"
 LOOKUP, SWITCH, NO_LOOKUP = "lookup alone", "lookup or draft", f"{UNTRAINED} without lookup"
-METHOD_PREFIX, TREE_PREFIX, WITH_LOOKUP = (
-    "B=",
-    "tree ",
-    " with lookup",
-)  # names of fixed block sizes, and of trees by nodes
+# Parts of the names of methods: a fixed block size, a fixed tree by its nodes, and a tree with lookup.
+METHOD_PREFIX, TREE_PREFIX, WITH_LOOKUP = "B=", "tree ", " with lookup"
 NEWEST, NO_POLICY = "newest", "none"
 BASELINES = {
     "control": CONTROL,
@@ -286,9 +283,8 @@ def find_policies(config: EvaluateConfig, registry: Registry) -> tuple[dict[str,
             except ValueError as error:
                 print(f"evaluate: the champion is left out: {error}")
     made_for = {name: load_policy(policy).info.pair for name, policy in policies.items()}
-    config.pair.check_made_for(
-        f"policy {directory}", made_for[POLICY]
-    )  # rivals that do not fit are skipped at loading
+    # Rivals of another pair are skipped when they are loaded.
+    config.pair.check_made_for(f"policy {directory}", made_for[POLICY])
     return policies, version, champion
 
 

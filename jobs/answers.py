@@ -145,17 +145,17 @@ def _cut(config: AnswersConfig, folder: str, prompts: Sequence[Prompt]) -> list[
     """Shards of one set in `folder`. The file name contains a hash of everything that the answers depend on."""
     shards = []
     for start in range(0, len(prompts), config.prompts_per_shard):
-        chosen = tuple(prompts[start : start + config.prompts_per_shard])
+        shard_prompts = tuple(prompts[start : start + config.prompts_per_shard])
         sampling = tuple(
             Sampling(config.temperatures[i % len(config.temperatures)], seed=config.seed + i)
-            for i in range(start, start + len(chosen))
+            for i in range(start, start + len(shard_prompts))
         )
         # Only the first turn is sent.
-        turns = [(prompt.set, [(m.role, m.content) for m in prompt.messages]) for prompt in chosen]
+        turns = [(prompt.set, [(m.role, m.content) for m in prompt.messages]) for prompt in shard_prompts]
         key = repr((config.target, config.max_prompt_tokens, config.max_new_tokens, turns, sampling))
         digest = hashlib.sha256(key.encode()).hexdigest()[:12]
-        path = config.answers.absolute() / folder / f"{chosen[0].set}-{start:06d}-{digest}.parquet"
-        shards.append(AnswerShard(path, chosen, sampling))
+        path = config.answers.absolute() / folder / f"{shard_prompts[0].set}-{start:06d}-{digest}.parquet"
+        shards.append(AnswerShard(path, shard_prompts, sampling))
     return shards
 
 

@@ -44,8 +44,8 @@ def run(config: EvaluateConfig) -> EvaluateResult:
     with Lease(config.output) as lease, lone_actor(Evaluator, resources, config, plan) as call:
         setting: Setting = call("load")
         if setting.set_aside:
-            num, why = len(setting.set_aside), plan.reasons(setting.set_aside)
-            print(f"evaluate: {num} of {len(plan.prompts)} prompts set aside: {why}")
+            num, reasons = len(setting.set_aside), plan.reasons(setting.set_aside)
+            print(f"evaluate: {num} of {len(plan.prompts)} prompts set aside: {reasons}")
             plan = plan.without(setting.set_aside, config.group_size)
         for name, reason in setting.left_out.items():
             print(f"evaluate: {name} is left out: {reason}")

@@ -118,10 +118,10 @@ def vllm_options(chosen: StaticChoices, metadata: Metadata, method: Method, *, s
     schedule = [(first, last, size - 1) for first, last, size in ranges(chosen.choices)]
     if single:
         schedule = [(1, chosen.choices[-1].batch_size, chosen.single - 1)]
-    most = max(num for _, _, num in schedule)
-    _check_gain(most)
+    max_drafted = max(num for _, _, num in schedule)
+    _check_gain(max_drafted)
     draft = metadata.pair.draft
-    options: dict[str, Any] = {"method": method, "model": draft_place(draft), "num_speculative_tokens": most}
+    options: dict[str, Any] = {"method": method, "model": draft_place(draft), "num_speculative_tokens": max_drafted}
     if options["model"] == draft:
         options["revision"] = metadata.pair.draft_revision
     if len(schedule) > 1:
@@ -154,7 +154,7 @@ def draft_place(name: str) -> str:
 
 def _check_gain(num_drafted: int) -> None:
     if num_drafted == 0:
-        raise ValueError("plain decoding is the fastest: serve without a draft, no file is written")
+        raise ValueError("plain decoding is the fastest: serve without a draft; no file is written")
 
 
 # --- what the user sees ---

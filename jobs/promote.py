@@ -78,7 +78,7 @@ def _judge(version: Version, champion: Version | None) -> tuple[bool, str]:
     if reason := _no_better_than_untrained(figures):
         return False, reason
     if champion is None:
-        return True, "the first of its model"
+        return True, "the first champion of its model"
     if _same_pair(version, champion):
         if figures.champion != champion.number:
             return False, f"not measured beside champion version {champion.number}; run jobs/evaluate.py on it again"

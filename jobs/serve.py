@@ -268,7 +268,7 @@ def start(config: ServeConfig) -> str:
     """Start the server, until `stop`; returns the base URL for OpenAI clients when the models are loaded."""
     if os.environ.get("RAY_AUTH_MODE") == "disabled":
         raise ValueError(
-            "RAY_AUTH_MODE disabled: Ray listens on all interfaces, and whoever reaches it runs code here;"
+            "RAY_AUTH_MODE disabled: Ray listens on all interfaces, and anyone who reaches it can run code here;"
             " leave it unset, or set it to token"
         )
     app = _app(config, listens=True)
@@ -375,7 +375,7 @@ def run(config: ServeConfig) -> None:
         names = " or ".join(model.names)
         console.print(f"serving {names} at {url} with {what_runs(deployment)}; Ctrl-C to stop", soft_wrap=True)
     stopping.wait()
-    console.print("finishing the requests in flight; Ctrl-C once more ends them")
+    console.print("finishing the requests in flight; press Ctrl-C again to end them")
     stop(config.drain_s, hurry.is_set)
 
 

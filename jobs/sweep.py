@@ -100,7 +100,9 @@ def run(config: SweepConfig) -> SweepResult:
     config.pair.need_draft("a sweep")
     absolute_in_submitted_job(config.output, "output")
     if config.engine == "vllm" and config.method != "decode":
-        raise ValueError(f"method {config.method!r} with engine 'vllm': must be 'decode', vLLM walks no known text")
+        raise ValueError(
+            f"method {config.method!r} with engine 'vllm': must be 'decode', since vLLM cannot replay a text"
+        )
     shards, prompts = _cut(config)
     folder = SweepFolder(config.output, _identity(config, shards))
     folder.check(shards)

@@ -9,8 +9,8 @@ policy, fixed block sizes, untrained methods and an oracle. Its transfer is meas
 training prompts.
 
 The study takes hours on two cores; `--stages` selects stages, and finished work is reused. Evaluations need only the
-policies, by default those in `workflows/policies`. The comparison falls back to `workflows/evaluations`. So another
-machine can continue.
+policies, and use those in `workflows/policies` if none were trained; the comparison likewise uses
+`workflows/evaluations`. So another machine can continue.
 """
 
 import hashlib

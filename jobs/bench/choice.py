@@ -58,7 +58,7 @@ def run(config: ChoiceConfig) -> str:
     """Print and return the tables. Raises ValueError for a sweep that is not dense."""
     torch.set_num_threads(1)
     tables = [
-        "Microseconds of the choice of a step:",
+        "Microseconds of the choice in a step:",
         markdown([_cost(num, config.num_steps) for num in config.rows]),
     ]
     if config.sweep is not None:
@@ -69,7 +69,7 @@ def run(config: ChoiceConfig) -> str:
             if not isinstance(policy := load_policy(config.policy), StepPolicy):
                 raise ValueError(f"policy {config.policy}: of kind prompt; must be of kind step")
             priors["policy"] = policy
-        tables += ["", f"Replay of {len(texts)} texts, over plain decoding:"]
+        tables += ["", f"Speed-up over plain decoding in a replay of {len(texts)} texts:"]
         tables.append(markdown([_replay(texts, num, price, priors) for num in config.rows]))
     print(report := "\n".join(tables))
     return report
@@ -97,16 +97,16 @@ def _steps(num_rows: int, num_steps: int, context: int) -> Iterator[Callable[[Ca
     draws = np.random.default_rng(0)
     controller, rows = Controller(AcceptanceModel(NUM_SLOTS)), [_row(i, drawn=True) for i in range(num_rows)]
     log_probs = -np.sort(draws.exponential(2, (NUM_SLOTS * num_rows, NUM_CHOICES))).astype(np.float32)
-    drawn, most = np.ones(num_rows, dtype=int), np.full(num_rows, NUM_SLOTS)
+    sampled, max_depths = np.ones(num_rows, dtype=int), np.full(num_rows, NUM_SLOTS)
     lookup = Lookup(num_rows, context + 2 * (num_steps + NUM_WARM_UP) + 2)
     for row in rows:
         row.tokens = (draws.integers(0, 49_152, 300).tolist() * (1 + context // 300))[: max(1, context)]
 
     def step(between: Callable[[], object]) -> float:
         started = time.perf_counter()
-        paths = lookup.paths(rows, drawn, MAX_BLOCK_SIZE - 1, controller.follow) if context else None
-        kinds = controller.kinds(drawn, paths)
-        depths = controller.plan(Planned(kinds, most), Load(0)).tolist()
+        paths = lookup.paths(rows, sampled, MAX_BLOCK_SIZE - 1, controller.follow) if context else None
+        kinds = controller.kinds(sampled, paths)
+        depths = controller.plan(Planned(kinds, max_depths), Load(0)).tolist()
         seconds = time.perf_counter() - started
         between()  # the draft's pass
         depths = [max(1, depth) for depth in depths]
@@ -218,7 +218,7 @@ def _replay(
     speeds = {f"B={n + 1}": _fixed(texts, num_rows, price, n, is_tree=False) for n in range(1, max_depth + 1)}
     speeds |= {f"tree {n}": _fixed(texts, num_rows, price, n, is_tree=True) for n in TREES}
     best = max(speeds, key=speeds.__getitem__)
-    cells = {"rows": str(num_rows), "best fixed way": best if speeds[best] > plain else "plain"}
+    cells = {"rows": str(num_rows), "best fixed method": best if speeds[best] > plain else "plain"}
     cells["its speed-up"] = f"{max(speeds[best], plain) / plain:.3f}"
     return cells | {name: f"{_chosen(texts, num_rows, price, prior) / plain:.3f}" for name, prior in priors.items()}
 
@@ -237,14 +237,14 @@ def _chosen(texts: Sequence[ReplayedText], num_rows: int, price: StepPrice, prio
     rows = [_Cursor(text, 0, _row(next(ids), drawn=text.drawn)) for text in islice(queue, num_rows)]
     num_tokens, seconds = 0, 0.0
     while len(rows) == num_rows:
-        drawn = np.array([int(row.text.drawn) for row in rows])
-        most = np.array([min(row.text.ranks.shape[1], len(row.text) - row.position) for row in rows])
-        depths = controller.plan(Planned(drawn, most), Load(0)).tolist()
+        sampled = np.array([int(row.text.drawn) for row in rows])
+        max_depths = np.array([min(row.text.ranks.shape[1], len(row.text) - row.position) for row in rows])
+        depths = controller.plan(Planned(sampled, max_depths), Load(0)).tolist()
         drafting = [(row.text, row.position, depth) for row, depth in zip(rows, depths, strict=True) if depth]
         candidates = (
             _candidates_at(drafting) if drafting else _candidates(np.zeros((0, 1)), np.zeros((0, 1)), drawn=False)
         )
-        nodes, _ = _select(controller, [row.row for row in rows], depths, candidates, drawn)
+        nodes, _ = _select(controller, [row.row for row in rows], depths, candidates, sampled)
         paths = [_path(tree, row.text.ranks[row.position]) for tree, row in zip(nodes, rows, strict=True)]
         load = Load(num_rows, sum(depths), sum(map(len, nodes)), passes(depths, price.is_sequential))
         emitted = [row.text.ranks[row.position, : len(path)].tolist() for row, path in zip(rows, paths, strict=True)]

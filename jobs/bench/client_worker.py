@@ -43,29 +43,29 @@ def openai(settings: Settings) -> Uses:
 
     client = openai.OpenAI(base_url=f"{settings['url']}/v1", api_key=_key())
     chats, model = client.chat.completions, settings["model"]
-    asked = [{"role": "user", "content": QUESTION}]
+    chat = [{"role": "user", "content": QUESTION}]
     common = {"model": model, "temperature": 0, "max_tokens": LENGTH}
 
     def tool_loop() -> object:
         one_call = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
-        answer = chats.create(messages=asked, **one_call, **common).choices[0].message
+        answer = chats.create(messages=chat, **one_call, **common).choices[0].message
         results = [{"role": "tool", "tool_call_id": call.id, "content": "planned"} for call in answer.tool_calls]
-        return chats.create(messages=[*asked, answer, *results], tools=[TOOL], **common).choices[0].message.content
+        return chats.create(messages=[*chat, answer, *results], tools=[TOOL], **common).choices[0].message.content
 
     def streamed() -> str:
-        chunks = chats.create(messages=asked, stream=True, stream_options={"include_usage": True}, **common)
+        chunks = chats.create(messages=chat, stream=True, stream_options={"include_usage": True}, **common)
         return "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
 
     def refused() -> object:
         try:
-            chats.create(messages=asked, model=model, temperature=9)
+            chats.create(messages=chat, model=model, temperature=9)
         except openai.BadRequestError as error:
             return error.param == "temperature"
         return None
 
     sampling = {"presence_penalty": 0.5, "frequency_penalty": 0.5, "logit_bias": {"50": -100}, "seed": 1, "n": 2}
-    beyond = {"min_p": 0.05, "top_k": -1, "repetition_penalty": 1.1, "min_tokens": 2, "ignore_eos": True}
-    said = {
+    extra = {"min_p": 0.05, "top_k": -1, "repetition_penalty": 1.1, "min_tokens": 2, "ignore_eos": True}
+    neutral = {
         "metadata": {"a": "b"},
         "service_tier": "auto",
         "prompt_cache_key": "key",
@@ -73,12 +73,12 @@ def openai(settings: Settings) -> Uses:
     }
     return {
         "models": lambda: client.models.list().data,
-        "chat": lambda: chats.create(messages=asked, **common).choices[0].message.content,
+        "chat": lambda: chats.create(messages=chat, **common).choices[0].message.content,
         "chat, streamed": streamed,
-        "chat, sampling": lambda: chats.create(messages=asked, extra_body=beyond, **common, **sampling).choices[1],
-        "chat, fields that change nothing": lambda: chats.create(messages=asked, **common, **said).choices,
+        "chat, sampling": lambda: chats.create(messages=chat, extra_body=extra, **common, **sampling).choices[1],
+        "chat, fields that change nothing": lambda: chats.create(messages=chat, **common, **neutral).choices,
         "chat, tool loop": tool_loop,
-        "chat, parsed": lambda: chats.parse(messages=asked, response_format=Trip, **common).choices[0].message.parsed,
+        "chat, parsed": lambda: chats.parse(messages=chat, response_format=Trip, **common).choices[0].message.parsed,
         "completions of a list": lambda: (
             client.completions.create(prompt=["Once", "Twice"], **common).choices[1].text
         ),
@@ -353,7 +353,7 @@ def lm_eval(settings: Settings) -> Uses:
 
     kinds: dict[str, Any] = {"one by one": {"batch_size": 1}, "in batches": {"batch_size": 3}}
     kinds["in batches of strings"] = {"batch_size": 3, "tokenized_requests": False}
-    return {f"{name}, {kind}": partial(results, name, **how) for name in tasks for kind, how in kinds.items()}
+    return {f"{name}, {kind}": partial(results, name, **more) for name in tasks for kind, more in kinds.items()}
 
 
 def aiperf(settings: Settings) -> Uses:

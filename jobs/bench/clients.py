@@ -114,7 +114,7 @@ def run(config: ClientsConfig) -> list[Use]:
     print(markdown(rows))
     write_text(folder / "clients.md", markdown(rows) + "\n")
     if failed := [use for use in results if use.problem]:
-        raise ValueError(f"{len(failed)} of {len(results)} uses failed; what the clients said: {folder}/*.log")
+        raise ValueError(f"{len(failed)} of {len(results)} uses failed; logs of the clients: {folder}/*.log")
     return results
 
 

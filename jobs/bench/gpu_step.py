@@ -186,7 +186,7 @@ def measure(pair: Pair, name: str, way: str, rows: int, options: argparse.Namesp
             started = time.perf_counter()
             engine.step()
             seconds.append(time.perf_counter() - started)
-        assert engine.num_decoding == rows, "a row came to its end: fewer steps or more room are needed"
+        assert engine.num_decoding == rows, "a row has ended: fewer steps or more room are needed"
         length = len(engine._rows[0].tokens)
         target_ms, draft_ms = passes_ms(engine, size, sampling)
         floor_ms, target_floor_ms = floors(pair, rows, size, length, speed)
@@ -276,11 +276,11 @@ def bench(options: argparse.Namespace, failures: Failures) -> None:
     def bench_model(name: str) -> None:
         shape, dtype = (TINY, torch.float32) if options.tiny else (SHAPES[name], torch.bfloat16)
         pair = random_pair(lambda: qwen3(shape), device, dtype, num_layers=2 if options.tiny else 5, block_size=16)
-        print(f"{name}: made after {time.perf_counter() - started:.1f} s", flush=True)
+        print(f"{name}: created after {time.perf_counter() - started:.1f} s", flush=True)
         for rows in options.rows:
             for way in options.ways:
                 if time.perf_counter() - started > options.seconds:
-                    print(f"skipped, {options.seconds:g} s are over: {name}, {rows} rows, {way}", flush=True)
+                    print(f"skipped, {options.seconds:g} s have passed: {name}, {rows} rows, {way}", flush=True)
                     continue
                 failures.attempt(f"{name}, {rows} rows, {way}", partial(bench_engine, pair, name, way, rows))
 

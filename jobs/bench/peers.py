@@ -124,11 +124,8 @@ def peers(config: PeersConfig) -> list[Peer]:
 def _vllm(config: PeersConfig, draft: str) -> dict[str, dict[str, Any]]:
     """Speculative configurations of vLLM by name; none for plain decoding."""
     lookups = {
-        "ngram": {
-            "method": "ngram",
-            "num_speculative_tokens": 5,
-            "prompt_lookup_max": 4,
-        },  # as in vLLM's documentation
+        # As in vLLM's documentation.
+        "ngram": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4},
         "suffix": {"method": "suffix", "num_speculative_tokens": 32},
     }
     speculative: dict[str, Any] = {}

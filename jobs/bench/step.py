@@ -85,10 +85,9 @@ def run(config: StepConfig) -> None:
             costs = step_costs(time_steps(pair, mixtures, config.context, num_steps=config.num_steps), num)
             share = size / (costs["plain, ms"] / 1e3) / speed
             cells = {name: f"{value:.1f}" if name == "plain, ms" else f"{value:.2f}" for name, value in costs.items()}
-            rows.append({"rows": str(num)} | cells | {"of the memory's speed": f"{share:.2f}"})
-        print(
-            f"\nthreads {threads}, memory read at {speed / 1e9:.1f} GB/s; steps by tokens of a row, in plain ones:\n"
-        )
+            rows.append({"rows": str(num)} | cells | {"share of memory bandwidth": f"{share:.2f}"})
+        bandwidth = f"memory read at {speed / 1e9:.1f} GB/s"
+        print(f"\nthreads {threads}, {bandwidth}; steps by tokens per row, relative to a plain step:\n")
         print(markdown(rows), flush=True)
 
 

@@ -95,8 +95,8 @@ class Lease:
         if not possibly_live:
             return leases
         name = _name(possibly_live[-1])
-        where = without_secrets(os.fspath(self.place))
-        print(f"output {where}: leased to {name}; waiting {PATIENCE_S:g} s to see whether it lives")
+        directory = without_secrets(os.fspath(self.place))
+        print(f"output {directory}: leased to {name}; waiting {PATIENCE_S:g} s to see whether it is alive")
         time.sleep(PATIENCE_S)
         renewed = self._leases()
         if renewed.items() - leases.items():
@@ -137,8 +137,8 @@ def _pid_namespace() -> dict[str, str]:
 
 def _is_dead(content: bytes) -> bool:
     """True if the holder ran in this PID namespace and has ended."""
-    lease, here = _read(content), {"host": socket.gethostname()} | _pid_namespace()
-    if not here.items() <= lease.items() or type(lease.get("pid")) is not int:
+    lease, machine = _read(content), {"host": socket.gethostname()} | _pid_namespace()
+    if not machine.items() <= lease.items() or type(lease.get("pid")) is not int:
         return False
     try:
         os.kill(lease["pid"], 0)

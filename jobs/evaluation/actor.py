@@ -115,7 +115,9 @@ class Evaluator:
         """Load pair, policies and prompts, and warm up. Raises ValueError if they do not fit together."""
         config, plan, pair = self._config, self._plan, self._config.pair.load()
         if plan.sweep is not None and plan.sweep.pair != pair.id:
-            raise ValueError(f"sweep made for {plan.sweep.pair}; this pair is {pair.id}: sweep it to another place")
+            raise ValueError(
+                f"sweep made for {plan.sweep.pair}; this pair is {pair.id}; sweep it into another directory"
+            )
         policies, left_out = self._load_policies(pair)
         baselines = {BASELINES[name] for name in config.baselines}
         left_out |= dict.fromkeys(sorted(baselines - {*config.baseline_methods}), "the pair has no draft")

@@ -149,7 +149,7 @@ class EvaluateConfig(Config):
     @classmethod
     def _check_baselines(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         if unknown := sorted(set(names) - set(BASELINES)):
-            raise ValueError(f"{unknown[0]!r}: must be of {', '.join(BASELINES)}")
+            raise ValueError(f"{unknown[0]!r}: must be one of {', '.join(BASELINES)}")
         return names
 
 
@@ -177,8 +177,8 @@ class Plan(NamedTuple):
 
     def without(self, indices: Collection[int], group_size: int) -> "Plan":
         """The plan without the prompts at these indices."""
-        kept = tuple(prompt for i, prompt in enumerate(self.prompts) if i not in indices)
-        return self._replace(prompts=kept, groups=group(kept, group_size)) if indices else self
+        prompts = tuple(prompt for i, prompt in enumerate(self.prompts) if i not in indices)
+        return self._replace(prompts=prompts, groups=group(prompts, group_size)) if indices else self
 
     def reasons(self, set_aside: Mapping[int, str]) -> str:
         """The first reasons why prompts are set aside; `set_aside` has them by index."""
@@ -232,11 +232,11 @@ def _read_sweeps(config: EvaluateConfig, prompts: Sequence[Prompt]) -> Swept:
         for part in read_parts(sweep):
             config.pair.check_made_for(f"sweep {sweep}", part.metadata.pair)
             pairs.add(part.metadata.pair)
-            seen = [row for row in part.rows if row.prompt in texts]
-            if seen:
+            repeated = [row for row in part.rows if row.prompt in texts]
+            if repeated:
                 raise ValueError(
-                    f"{len(seen)} of {len(prompts)} prompts are in sweep {sweep} and so not held out; "
-                    f"the first: {seen[0].prompt_id} {seen[0].prompt[:60]!r}"
+                    f"{len(repeated)} of {len(prompts)} prompts are in sweep {sweep} and so not held out; "
+                    f"the first: {repeated[0].prompt_id} {repeated[0].prompt[:60]!r}"
                 )
             if config.seed <= part.metadata.config["seed"] < config.seed + config.repeats:
                 raise ValueError(
@@ -272,9 +272,9 @@ def find_policies(config: EvaluateConfig, registry: Registry) -> tuple[dict[str,
     for rival in config.rivals:
         if rival != CHAMPION:
             name = Path(rival).name
-            taken = name in (*policies, CHAMPION, AR, *BASELINES.values())
-            taken |= name.startswith((METHOD_PREFIX, TREE_PREFIX))
-            policies[rival if taken else name] = Path(rival).absolute()
+            is_taken = name in (*policies, CHAMPION, AR, *BASELINES.values())
+            is_taken |= name.startswith((METHOD_PREFIX, TREE_PREFIX))
+            policies[rival if is_taken else name] = Path(rival).absolute()
         elif (registered := _find_champion(config, registry)) is not None and registered != version:
             champion_directory = _download(config, registry, registered)
             try:
@@ -311,10 +311,10 @@ def _check_held_out(plan: Plan) -> None:
     """Raise ValueError if a policy was trained on one of the prompts."""
     for method, directory in plan.policies.items():
         training_keys = plan.learned_from(method).prompts
-        seen = [prompt for prompt in plan.prompts if prompt_key(prompt.text) in training_keys]
-        if seen:
-            key = prompt_ids(seen[0], 0, 0.0)[0]
+        repeated = [prompt for prompt in plan.prompts if prompt_key(prompt.text) in training_keys]
+        if repeated:
+            key = prompt_ids(repeated[0], 0, 0.0)[0]
             raise ValueError(
-                f"{len(seen)} of {len(plan.prompts)} prompts are among those that policy {directory} was trained on; "
-                f"the first: {key} {seen[0].text[:60]!r}"
+                f"{len(repeated)} of {len(plan.prompts)} prompts are among those that policy {directory} was trained"
+                f" on; the first: {key} {repeated[0].text[:60]!r}"
             )

@@ -133,10 +133,12 @@ class Api:
 
     def _check_room(self, client: str) -> None:
         """Raise ApiError 429 if the latest request exceeds the limit of all requests or the share of its client."""
-        most, num_held = self.limits.max_requests, sum(watch.client == client for watch in self._open) - 1
-        if not has_room(num_held, 1, most - (len(self._open) - 1), alone=not client):
+        max_requests, num_held = self.limits.max_requests, sum(watch.client == client for watch in self._open) - 1
+        if not has_room(num_held, 1, max_requests - (len(self._open) - 1), alone=not client):
             share = f", {num_held} of them yours" if client else ""
-            message = f"{len(self._open) - 1} requests are open{share}; at most {most} are accepted; try again"
+            message = (
+                f"{len(self._open) - 1} requests are open{share}; at most {max_requests} are accepted; try again"
+            )
             raise ApiError(429, message, code="queue_full")
 
     async def _read(self, http: HttpRequest) -> bytes:
@@ -335,8 +337,8 @@ def make_app(
     @app.get("/health")
     async def health(http: HttpRequest) -> JSONResponse:
         statuses = await asyncio.gather(*map(_status, models.values()))
-        well = all(status["status"] == "ok" for status in statuses)
-        report: dict[str, object] = {"status": "draining" if api.draining else "ok" if well else "failed"}
+        all_ok = all(status["status"] == "ok" for status in statuses)
+        report: dict[str, object] = {"status": "draining" if api.draining else "ok" if all_ok else "failed"}
         if keys.admit(http):
             report["models"] = dict(zip(models, statuses, strict=True))
         return JSONResponse(report, 200 if report["status"] == "ok" else 503)
@@ -361,7 +363,7 @@ async def _described(name: str, model: Model) -> dict[str, object]:
     """OpenAI's entry of a model, with vLLM's additional fields (`root` and limits) if the model answers."""
     status = await _status(model)
     fields = {"root": "target", "max_model_len": "max_model_len", "max_completion_tokens": "max_completion_tokens"}
-    details = {shown: status[key] for shown, key in fields.items() if key in status}
+    details = {field: status[key] for field, key in fields.items() if key in status}
     return {"id": name, "object": "model", "created": 0, "owned_by": "blockpilot"} | details
 
 

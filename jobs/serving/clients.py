@@ -62,7 +62,7 @@ def api_keys(file: Path | None) -> ApiKeys:
     lines = file.read_text().splitlines() if file else [environment_key() or ""]
     keys = tuple(line.strip() for line in lines if line.strip())
     if file and not keys:
-        raise ValueError(f"api_key_file {file}: has no key; one a line is needed")
+        raise ValueError(f"api_key_file {file}: has no key; one per line is needed")
     return ApiKeys.of(keys)
 
 
@@ -96,5 +96,5 @@ def has_room(num_held: int, num_asked: int, num_free: int, *, alone: bool) -> bo
     With several clients, none may hold more than it leaves free, except for the last place (dynamic thresholds,
     Choudhury and Hahne 1998): at most half of all places, and less with more clients. A client alone may take all.
     """
-    left = num_free - num_asked
-    return left >= 0 and (alone or num_held + num_asked <= max(left, 1))
+    num_left = num_free - num_asked
+    return num_left >= 0 and (alone or num_held + num_asked <= max(num_left, 1))

@@ -43,8 +43,8 @@ _BRIEF.maxstring = _BRIEF.maxother = _BRIEF.maxlong = 100
 
 def short(value: object) -> str:
     """`repr` of a value, cut at 80 characters."""
-    shown = _BRIEF.repr(value)
-    return shown if len(shown) <= 80 else shown[:77] + "..."
+    text = _BRIEF.repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 MAX_BIASES = 1024
@@ -70,7 +70,7 @@ def _biases(value: Any) -> dict[int, float]:
         raise ValueError(f"must be an object of at most {MAX_BIASES} token ids, each with a number from -100 to 100")
     for token, bias in value.items():
         if not (token.isascii() and token.isdecimal() and len(token) <= 10):
-            raise ValueError(f"{short(token)} is no token id")
+            raise ValueError(f"{short(token)} is not a token id")
         if type(bias) not in (int, float) or not -100 <= bias <= 100:
             raise ValueError(f"token {token} has {short(bias)}; must be a number from -100 to 100")
     return {int(token): float(bias) for token, bias in value.items()}

@@ -122,7 +122,7 @@ class RemoteModel:
                 if not retried:
                     yield _api_error(error)
                     return
-                log.warning("replica lost, another one is asked: %s", error)
+                log.warning("replica lost, trying another one: %s", error)
             finally:
                 response.cancel()  # type: ignore[no-untyped-call]
 
@@ -197,8 +197,8 @@ def close(listeners: Sequence[socket.socket]) -> None:
 
 
 def _listener(family: socket.AddressFamily, address: tuple[Any, ...]) -> socket.socket:
-    both = family == socket.AF_INET6 and address[0] == "::" and socket.has_dualstack_ipv6()
-    return socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=both)
+    dual_stack = family == socket.AF_INET6 and address[0] == "::" and socket.has_dualstack_ipv6()
+    return socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=dual_stack)
 
 
 async def serve_http(app: ASGIApp, listeners: Sequence[socket.socket]) -> None:

@@ -49,7 +49,7 @@ class ResponseFormat(JsonBody):
     @model_validator(mode="after")
     def _check_schema(self) -> "ResponseFormat":
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError('json_schema: stands where type is "json_schema", and nowhere else')
+            raise ValueError('json_schema: required with type "json_schema", and only then')
         return self
 
     @property
@@ -74,7 +74,7 @@ class StructuredOutputs(JsonBody):
     def _check_one(self) -> "StructuredOutputs":
         constraints = (self.json_, self.json_object, self.regex, self.choice, self.grammar_)
         if sum(constraint is not None for constraint in constraints) != 1:
-            raise ValueError("one of json, json_object, regex, choice and grammar is needed, and no more")
+            raise ValueError("exactly one of json, json_object, regex, choice and grammar is needed")
         return self
 
     @property
@@ -242,9 +242,9 @@ class ChatMessage(JsonBody):
     @model_validator(mode="after")
     def _check_role(self) -> Self:
         if self.tool_calls and self.role != "assistant":
-            raise ValueError("tool_calls: only the assistant's messages have some")
+            raise ValueError("tool_calls: only messages of the assistant may have tool calls")
         if self.role == "tool" and self.tool_call_id is None:
-            raise ValueError("tool_call_id: a message of a tool names the call that it answers")
+            raise ValueError("tool_call_id: required in messages of a tool")
         return self
 
 

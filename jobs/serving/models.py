@@ -115,7 +115,7 @@ def find_policy(model: ModelConfig, folder: Path) -> int | str | Path:
             if source == AUTO:
                 return AUTO
             raise ValueError(
-                f"{error}. Make one with jobs/sweep.py, jobs/train.py and jobs/promote.py,"
+                f"{error}. Create one with jobs/sweep.py, jobs/train.py and jobs/promote.py,"
                 " or serve without any with --policy untrained"
             ) from None
         directory = copy_of(registry, version, folder)

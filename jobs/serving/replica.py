@@ -160,8 +160,8 @@ class Replica:
 
     def _interval(self) -> float:
         """Seconds between two chunks of a stream at the current load."""
-        least = self._stream_interval_s
-        return max(least, self.loop.num_in_flight / MOST_CHUNKS) if least else 0.0
+        minimum = self._stream_interval_s
+        return max(minimum, self.loop.num_in_flight / MOST_CHUNKS) if minimum else 0.0
 
     def check_health(self) -> None:
         """Raise RuntimeError if the engine is broken; Serve then replaces the replica."""
@@ -256,25 +256,25 @@ class Replica:
 
     def _num_tokens(self, body: Body, num_prompt_tokens: int) -> int:
         """Maximum tokens of the answer; raises ApiError if the requested number does not fit."""
-        context, requested, most = self.loop.engine.max_length, body.num_tokens_asked, self._max_new_tokens
+        context, requested, maximum = self.loop.engine.max_length, body.num_tokens_asked, self._max_new_tokens
         requested = 1 if requested == 0 else requested  # a token that is not shown
-        room = context - num_prompt_tokens
-        if (requested or 1) > room:
+        available = context - num_prompt_tokens
+        if (requested or 1) > available:
             message = f"this model's maximum context length is {context} tokens; the prompt has {num_prompt_tokens}"
             message += f" and the answer needs {requested or 'at least 1'}"
             if context < self.pair.max_length:
                 message += f" (the server's max_length; the model's own limit is {self.pair.max_length})"
-            field = body.prompt_field if room < 1 else "max_tokens"
+            field = body.prompt_field if available < 1 else "max_tokens"
             raise ApiError(400, message, field, "context_length_exceeded")
-        if most is not None and (requested or 1) > most:
-            message = f"max_tokens: {requested} are asked for; this server gives at most {most}"
+        if maximum is not None and (requested or 1) > maximum:
+            message = f"max_tokens: {requested} are asked for; this server gives at most {maximum}"
             raise ApiError(400, message, "max_tokens", "max_tokens_exceeded")
-        most = room if most is None else min(room, most)
-        if requested is None and body.min_tokens > most:
+        maximum = available if maximum is None else min(available, maximum)
+        if requested is None and body.min_tokens > maximum:
             raise ApiError(
-                400, f"min_tokens: {body.min_tokens} are asked for; there is room for {most}", "min_tokens"
+                400, f"min_tokens: {body.min_tokens} are asked for; there is room for {maximum}", "min_tokens"
             )
-        return requested or most
+        return requested or maximum
 
 
 def why_dtype(pair: Pair) -> str:
@@ -300,7 +300,7 @@ def _encode(body: Body, pair: Pair) -> list[tuple[int, ...]]:
 def _encode_messages(body: ChatRequest, pair: Pair) -> tuple[int, ...]:
     template, tools = chat_template(pair), [tool.shown for tool in body.tools]
     if body.reasoning_effort != "none" and "reasoning_effort" not in (template or ""):
-        message = f"reasoning_effort: {body.reasoning_effort!r} means nothing to this model; allowed: none"
+        message = f"reasoning_effort: {body.reasoning_effort!r} has no effect in this model; allowed: none"
         raise ApiError(400, message, "reasoning_effort")
     messages = shown(body.messages)
     if not knows_tools(template):

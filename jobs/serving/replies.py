@@ -141,16 +141,16 @@ class Reply:
     def _chunks(self, choice: ChoiceText, piece: Piece | None) -> Iterator[JsonObject]:
         """The chunk of a piece or of the end of a choice (None), if there is anything to send."""
         options = self.body.stream_options
-        if self.body.stream and (shown := self._chunk(choice, piece)):
+        if self.body.stream and (choice_chunk := self._chunk(choice, piece)):
             so_far = self.usage() if options.continuous_usage_stats else None
             usage = {"usage": so_far} if so_far or options.include_usage else {}
-            yield self._head | usage | {"choices": [shown]}
+            yield self._head | usage | {"choices": [choice_chunk]}
 
     def last(self) -> JsonObject | None:
         """The last object: the complete response, or the usage of a stream if requested."""
         if self.body.stream:
-            asked = self.body.stream_options.include_usage
-            return self._head | {"choices": [], "usage": self.usage()} | self._metrics() if asked else None
+            wants_usage = self.body.stream_options.include_usage
+            return self._head | {"choices": [], "usage": self.usage()} | self._metrics() if wants_usage else None
         choices = [self._whole(choice) for choice in self.choices]
         prompt = {}
         if self.body.prompt_logprobs is not None and isinstance(self.body, ChatRequest):
@@ -205,14 +205,14 @@ class Reply:
             return self._choice(choice, content, None, choice.finish_reason)
         if not (first or text or calls or piece.tokens or piece.step):
             return None
-        shown = self._choice(choice, content, self._logprobs(piece.tokens), None)
+        chunk = self._choice(choice, content, self._logprobs(piece.tokens), None)
         if (step := piece.step) is not None:  # block size 0 marks the first token, which the prefill emits
             texts = list(piece.step_texts)
             drafted = {"drafted": list(piece.drafted_texts), "parents": list(step.tree.parents), "path": step.path}
             drafted["sources"] = [SOURCE_NAMES[source] for source in step.tree.sources]
             counts = {"block_size": step.block_size, "num_accepted": step.num_accepted}
-            shown["step"] = counts | {"texts": texts} | drafted
-        return shown
+            chunk["step"] = counts | {"texts": texts} | drafted
+        return chunk
 
     def _choice(
         self, choice: ChoiceText, content: JsonObject, logprobs: JsonObject | None, finish_reason: str | None

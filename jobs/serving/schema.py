@@ -161,7 +161,7 @@ class GenerateRequest(JsonBody):
         if self.best_of not in (None, 1, self.n):
             raise ValueError(f"best_of: {self.best_of} is not supported; allowed: 1 or n, {self.n}")
         if self.stream and self.prompt_logprobs is not None:
-            raise ValueError("prompt_logprobs: a stream has none")
+            raise ValueError("prompt_logprobs: not supported in streams")
         return self
 
     @model_validator(mode="after")
@@ -238,8 +238,8 @@ class ChatRequest(GenerateRequest):
 
     @model_validator(mode="after")
     def _check_template(self) -> Self:
-        if taken := sorted(TEMPLATE_FIELDS & self.chat_template_kwargs.keys()):
-            raise ValueError(f"chat_template_kwargs: {taken[0]} is the server's to say")
+        if reserved := sorted(TEMPLATE_FIELDS & self.chat_template_kwargs.keys()):
+            raise ValueError(f"chat_template_kwargs: {reserved[0]} is set by the server")
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError("continue_final_message: needs add_generation_prompt: false")
         return self
@@ -250,7 +250,7 @@ class ChatRequest(GenerateRequest):
         if len(set(names)) < len(names):
             raise ValueError("tools: each must have a name of its own")
         if isinstance(self.tool_choice, ToolChoiceBody) and self.tool_choice.function.name not in names:
-            raise ValueError(f"tool_choice: {short(self.tool_choice.function.name)} is none of the tools")
+            raise ValueError(f"tool_choice: {short(self.tool_choice.function.name)} is not one of the tools")
         if self.must_call and not self.tools:
             raise ValueError("tool_choice: there are no tools")
         if self.callable_tools and self.grammar is not None and self.grammar.kind != "json":
@@ -320,8 +320,8 @@ class CompletionRequest(GenerateRequest):
 
     @property
     def num_tokens_asked(self) -> int:
-        asked = super().num_tokens_asked
-        return DEFAULT_COMPLETION_TOKENS if asked is None else asked
+        num_tokens = super().num_tokens_asked
+        return DEFAULT_COMPLETION_TOKENS if num_tokens is None else num_tokens
 
     @property
     def num_choices(self) -> int:

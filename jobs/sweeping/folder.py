@@ -96,7 +96,7 @@ class SweepFolder:
         """Accept rows of this pair and precision; raises ValueError if the existing rows are of another one."""
         self.metadata = self.metadata or metadata
         if reason := mismatch(self.metadata, metadata):
-            raise ValueError(f"output {self.place}: its rows are of another pair or precision ({reason})")
+            raise ValueError(f"output {self.place}: has rows of another pair or precision ({reason})")
 
     def write(self, shard: SweepShard, rows: Sequence[SweepRow], metadata: Metadata) -> None:
         """Rewrite the part of a shard: its existing rows and the new ones, in the order of the prompts."""
@@ -132,4 +132,4 @@ class SweepFolder:
         if changed := difference(stored, self.identity):
             raise ValueError(f"output {self.place}: holds another sweep (there and here: {changed})")
         if foreign := parts - {shard.part for shard in shards}:
-            raise ValueError(f"output {self.place}: {ROWS_FOLDER}/{min(foreign)} is no part of this sweep")
+            raise ValueError(f"output {self.place}: {ROWS_FOLDER}/{min(foreign)} does not belong to this sweep")

@@ -51,7 +51,7 @@ class Scheduler:
             while self._waiting or any(task for _, task in self._running.values()):
                 ready, _ = ray.wait(list(self._running), timeout=PATIENCE_S)
                 if not ready and self.metadata is None:
-                    print("sweep: no worker is ready yet: waiting for the resources of one, or for the pair to load")
+                    print("sweep: no worker is ready yet: waiting for resources, or for the pair to load")
                 for reference in ready:
                     yield from self._collect(reference)
         finally:
@@ -79,9 +79,7 @@ class Scheduler:
             if task is not None:
                 yield task, result
             elif self.metadata and (mismatched := mismatch(self.metadata, result)):
-                raise ValueError(
-                    f"workers loaded different pairs ({mismatched}): give both a fixed revision and dtype"
-                )
+                raise ValueError(f"workers loaded different pairs ({mismatched}): set a fixed revision and dtype")
             else:
                 self._folder.take(result)  # raises before anything is decoded that could not be written
                 self.metadata, self._num_failed_loads = result, 0

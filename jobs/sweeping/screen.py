@@ -34,13 +34,13 @@ def show(
         Console().print(_tau_by_set(summary, by_set))
     if price:
         print(
-            f"times AR: tau over the price of a step at {price.context} tokens ({price.device}; "
-            f"mean error on steps that the fit has not seen {price.error:.1%})"
+            f"times AR: tau over the step cost at {price.context} tokens ({price.device}; "
+            f"mean error on held-out steps {price.error:.1%})"
         )
     near = ", ".join(f"{summary.share_within(d, metadata.block_size):.0%} {words}" for d, words in DISTANCES.items())
     print(f"best block size: {near}")
     if summary.ceiling is not None:
-        print(f"tau of a choice that knows the best candidate at every step: {summary.ceiling:.3f}")
+        print(f"tau with the best candidate at every step (bound): {summary.ceiling:.3f}")
     if summary.num_disagreements:
         print(f"{summary.num_disagreements} prompts: texts differ between block sizes ({metadata.dtype} rounding)")
 

@@ -201,17 +201,17 @@ def emitted_by_step(num_tokens: int, accepted: Sequence[int]) -> list[int]:
 
     The limit may cut the last steps short. vLLM omits steps without drafts, which emit one token each.
     """
-    emitted, left = [], num_tokens
+    emitted, remaining = [], num_tokens
     for num in accepted:
-        if left:
-            emitted.append(min(num + 1, left))
-            left -= emitted[-1]
-    return emitted + [1] * left
+        if remaining:
+            emitted.append(min(num + 1, remaining))
+            remaining -= emitted[-1]
+    return emitted + [1] * remaining
 
 
-def batch_sizes(most: int) -> list[int]:
+def batch_sizes(largest: int) -> list[int]:
     """1, 2, 4 ... and the largest."""
-    return sorted({*(2**i for i in range(most.bit_length())), most})
+    return sorted({*(2**i for i in range(largest.bit_length())), largest})
 
 
 def price_of_steps(timed: Mapping[Load, float], like: StepPrice) -> StepPrice:
@@ -228,9 +228,9 @@ def price_of_steps(timed: Mapping[Load, float], like: StepPrice) -> StepPrice:
     return replace(like.with_coefficients(coefficients), error=error)
 
 
-def _prefill(first: Any, vocab_size: int, turn: Any) -> Prefill:
+def _prefill(answer: Any, vocab_size: int, turn: Any) -> Prefill:
     import torch
 
     logits = torch.full((vocab_size,), -torch.inf)
-    logits[list(first.first_logprobs)] = torch.tensor(list(first.first_logprobs.values()))
+    logits[list(answer.first_logprobs)] = torch.tensor(list(answer.first_logprobs.values()))
     return Prefill(logits, None, len(turn.prompt_ids), turn.sampling.temperature)

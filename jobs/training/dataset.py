@@ -109,7 +109,7 @@ def _candidates(config: TrainConfig, metadata: Metadata) -> CandidateSet:
     candidates = config.candidates or tuple(swept)
     CandidateSet(candidates)
     if unknown := sorted(set(candidates) - {1, *swept}):
-        raise ValueError(f"candidates {candidates}: {unknown[0]} is none of the sweep's {swept}")
+        raise ValueError(f"candidates {candidates}: {unknown[0]} is not a candidate of the sweep {swept}")
     if config.objective == "throughput":
         candidates = tuple(sorted({1, *candidates}))
     if len(candidates) < 2:

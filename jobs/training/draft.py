@@ -146,9 +146,7 @@ def fresh_draft(config: TrainDraftConfig) -> DraftModel | Eagle3Model:
     has_new_edges = isinstance(start, DraftModel) and start.edges is None
     expected_shape, start_shape = (_shape(d, target, with_edges=not has_new_edges) for d in (draft, start))
     if expected_shape != start_shape:
-        raise ValueError(
-            f"start {config.start}: a draft of {start_shape}, the configuration asks for {expected_shape}"
-        )
+        raise ValueError(f"start {config.start}: a draft of {start_shape}, but the configuration is {expected_shape}")
     if isinstance(draft, DraftModel) and isinstance(start, DraftModel) and has_new_edges:
         draft.load_state_dict(start.state_dict(), strict=False)
         draft.vocabulary = start.vocabulary

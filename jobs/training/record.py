@@ -99,8 +99,8 @@ def _step_policy(config: TrainConfig, data: Dataset, state: State) -> tuple[Lear
 
 def _reliability(prior: Prior, steps: Proposed) -> dict[str, list[Bin]]:
     """Reliability of the trained acceptance probabilities and of the draft's probabilities, on a sample of steps."""
-    every = -(-len(steps) // NUM_RELIABILITY_STEPS)
-    sample = Proposed(*(values[:: max(1, every)] for values in steps))
+    stride = -(-len(steps) // NUM_RELIABILITY_STEPS)
+    sample = Proposed(*(values[:: max(1, stride)] for values in steps))
     return {TRAINED: reliability(prior, sample), DRAFT: reliability(None, sample)}
 
 
@@ -231,7 +231,7 @@ def _describe_prior(report: Losses, curves: Mapping[str, Sequence[Bin]]) -> str:
 
 
 def _describe_network(report: LookupReport, content: Content) -> str:
-    verdict = "a gain" if report.claims_gain else "no gain that the rows can show"
+    verdict = "a gain" if report.claims_gain else "no significant gain"
     total = sum(content["balance"].values())
     balance = ", ".join(f"B={size} {count / total:.0%}" for size, count in content["balance"].items())
     rate = "tau" if content["params"]["objective"] == "tau" else "speed-up over plain decoding"

@@ -147,8 +147,8 @@ def _followed(root: JsonObject, schema: Any) -> tuple[Any, list[str]]:
     lost = [key for option in text.schemas for key in option if not _has_rule(key, option[key])]
     if not lost:
         return schema, []
-    kept: list[JsonObject] = [{k: v for k, v in option.items() if _has_rule(k, v)} for option in text.schemas]
-    return {"anyOf": kept + [{"type": "null"}] * text.may_be_null}, lost
+    options: list[JsonObject] = [{k: v for k, v in option.items() if _has_rule(k, v)} for option in text.schemas]
+    return {"anyOf": options + [{"type": "null"}] * text.may_be_null}, lost
 
 
 def _has_rule(key: str, value: Any) -> bool:
@@ -166,20 +166,22 @@ def rules_of(number: int, name: str, parameters: JsonObject) -> str:
     """Rules of the call `call_<number>`; raises ValueError for parameters that they cannot follow."""
     root, dropped = flat(parameters)
     if dropped:
-        raise ValueError(f"{dropped[0]} cannot be followed in the words of this model")
+        raise ValueError(f"{dropped[0]} cannot be followed in the format of this model")
     parts, rules = [_quoted(f"<function={name}>\n")], list[str]()
     for i, (key, schema) in enumerate(properties_of(root).items()):
         if schema is False and key not in root["required"]:
             continue  # it can never occur
         if ">\n" in key:
-            raise ValueError(f"properties: {key!r} cannot be written in the words of this model")
+            raise ValueError(f"properties: {key!r} cannot be written in the format of this model")
         value = f"value_{number}_{i}"
         parts.append(f"({_quoted(f'<parameter={key}>' + chr(10))} {value}){'' if key in root['required'] else '?'}")
         rules += _value_rules(value, root, key, schema)
     if "properties" not in root:
-        more = f"more_{number}"
-        parts.append(f'("<parameter=" /[^>\\n]+/ ">\\n" {more})*')
-        rules.append(_json_rule(more, _self_contained(root, ("additionalProperties",), root["additionalProperties"])))
+        extra_value = f"more_{number}"
+        parts.append(f'("<parameter=" /[^>\\n]+/ ">\\n" {extra_value})*')
+        rules.append(
+            _json_rule(extra_value, _self_contained(root, ("additionalProperties",), root["additionalProperties"]))
+        )
     parts.append(_quoted(END_OF_CALL))
     return "\n".join([f"call_{number}: {' '.join(parts)}", *rules])
 
@@ -195,7 +197,7 @@ def _value_rules(rule: str, root: JsonObject, name: str, schema: Any) -> list[st
 def _json_rule(rule: str, schema: Any) -> str:
     schema = {} if schema is True else schema  # llguidance's options need an object
     if not isinstance(schema, dict):
-        raise ValueError(f"{json.dumps(schema)[:80]} is no schema of a value")
+        raise ValueError(f"{json.dumps(schema)[:80]} is not a schema of a value")
     return f"{rule}: %json {json.dumps(schema | {'x-guidance': SEPARATORS})} {_quoted(END_OF_VALUE)}"
 
 

@@ -91,8 +91,8 @@ def grammar_of(
     """
     rules = [_call_rules(family, i, tool) for i, tool in enumerate(tools)]
     calls = " | ".join(f"call_{i}" for i in range(len(tools)))
-    more = "(" + _text("\n") + " call)*" if parallel and family != "llama" else ""
-    only_calls = f"{'' if family == 'llama' else _text(OPEN)} body {more}\ncall: {_text(OPEN)} body"
+    further_calls = "(" + _text("\n") + " call)*" if parallel and family != "llama" else ""
+    only_calls = f"{'' if family == 'llama' else _text(OPEN)} body {further_calls}\ncall: {_text(OPEN)} body"
     if must_call:
         start = f"start: {only_calls}"
     elif otherwise is not None:
@@ -201,14 +201,14 @@ class CallReader:
             start = -1  # only a whole answer is a call
         if start >= 0:
             self.last_begins = self._num_characters - len(self._held) + start
-            shown, self._held = self._held[:start], self._held[start:]
+            content, self._held = self._held[:start], self._held[start:]
             self._held = self._held if self._family == "llama" else self._held.removeprefix(OPEN)
             self._state, self._searched = "head", 0
-            return CallDelta(shown.rstrip("\n") if self.num_calls else shown)
+            return CallDelta(content.rstrip("\n") if self.num_calls else content)
         num_held = 0 if is_last else _overlap(self._held, self._opening)
-        shown, self._held = self._held[: len(self._held) - num_held], self._held[len(self._held) - num_held :]
-        self._begun |= bool(shown)
-        return CallDelta("" if self.num_calls and not shown.strip() else shown) if shown else None
+        content, self._held = self._held[: len(self._held) - num_held], self._held[len(self._held) - num_held :]
+        self._begun |= bool(content)
+        return CallDelta("" if self.num_calls and not content.strip() else content) if content else None
 
     def _head(self) -> CallDelta | None:
         if (head := HEAD.match(self._held)) is None:
@@ -221,9 +221,9 @@ class CallReader:
         if not self._held:
             return None
         end = self._value.find(self._held)
-        shown, self._held = self._held[:end], self._held[end:]
+        arguments, self._held = self._held[:end], self._held[end:]
         self._state = "closing" if self._value.is_over else "arguments"
-        return CallDelta(number=self.num_calls - 1, arguments=shown)
+        return CallDelta(number=self.num_calls - 1, arguments=arguments)
 
     def _close(self) -> CallDelta | None:
         if not self._held.startswith(self._closing) and self._closing.startswith(self._held):

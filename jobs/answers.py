@@ -104,7 +104,7 @@ def run(config: AnswersConfig) -> AnswerShards:
 def plan(config: AnswersConfig, own_prompts: Sequence[Prompt]) -> AnswerShards:
     """Shards of all prompts, without repeated texts.
 
-    Each prompt set has shards of its own, so an additional set leaves the existing shards unchanged. Raises
+    Each prompt set has separate shards, so an additional set leaves the existing shards unchanged. Raises
     ValueError if there are no training prompts or no held-out prompts.
     """
     seen: set[str] = set()

@@ -70,7 +70,7 @@ class EvaluateConfig(Config):
     random: a random block size for each prompt.
     means: chains whose depth follows running means of acceptance (Ollama).
     verification: one verification budget for the chains of all rows, by the draft's margins (vLLM).
-    budget: a tree for each row by its step cost alone (CaDDTree).
+    budget: a tree for each row, sized as if it were the only row (CaDDTree).
     untrained: BlockPilot's adaptive trees without training; a policy must beat it to be promoted.
     no-lookup: untrained, without prompt lookup.
     lookup: prompt lookup without the draft (vLLM's ngram), and the fixed trees with lookup.
@@ -171,7 +171,7 @@ class Plan(NamedTuple):
     policies: dict[str, Path]
     """Directories by the name of the method; the first one is `policy`."""
     version: Version | None  # of the policy, when it is a registered one
-    champion: int | None  # number of the version that is measured beside it
+    champion: int | None  # number of the champion that is also measured, if any
     price: StepPrice | None = None
     """Step cost, used if it was measured on the same kind of device; otherwise measured again."""
 

@@ -29,8 +29,10 @@ class GatewayMetrics:
 
     def __init__(self) -> None:
         labels: Any = ("model", "path", "status")  # Serve declares a tuple of one element
-        self._requests = Counter("blockpilot_requests", "Requests answered, refused ones included.", labels)
-        self._seconds = Histogram("blockpilot_request_seconds", "From arrival to the end.", LATENCY_S, ("model",))
+        self._requests = Counter("blockpilot_requests", "Answered requests, including refused ones.", labels)
+        self._seconds = Histogram(
+            "blockpilot_request_seconds", "Seconds from arrival to the end.", LATENCY_S, ("model",)
+        )
 
     def on_exchange(self, exchange: Exchange) -> None:
         model = exchange.model or "none"
@@ -55,25 +57,31 @@ class ReplicaMetrics:
         by_size, by_outcome = cast(Any, ("model", "block_size", "layout")), cast(Any, ("model", "outcome"))
         by_source = cast(Any, ("model", "source"))
         self._loop, self._policy = loop, policy
-        self._active = tagged(Gauge("blockpilot_active_rows", "Requests that hold a slot.", by_model))
+        self._active = tagged(Gauge("blockpilot_active_rows", "Requests that are decoded.", by_model))
         self._waiting = tagged(Gauge("blockpilot_waiting_requests", "Requests that wait for a slot.", by_model))
-        self._slots = tagged(Gauge("blockpilot_slots", "Requests that can be decoded together.", by_model))
-        self._version = tagged(Gauge("blockpilot_policy_version", "Of the champion in use; 0 for none.", by_model))
+        self._slots = tagged(Gauge("blockpilot_slots", "Maximum of requests decoded together.", by_model))
+        self._version = tagged(
+            Gauge("blockpilot_policy_version", "Version of the champion in use; 0 for none.", by_model)
+        )
         self._kept = tagged(
             Gauge("blockpilot_policy_kept", "1 while the registry's champion cannot be used.", by_model)
         )
-        self._blocks = tagged(Counter("blockpilot_blocks", "Blocks verified, by size and layout.", by_size))
-        self._tokens = tagged(Counter("blockpilot_tokens", "Tokens emitted.", by_model))
-        self._accepted = tagged(Counter("blockpilot_accepted_tokens", "Proposed tokens among them.", by_source))
-        self._verified = tagged(Counter("blockpilot_verified_tokens", "Tokens emitted by blocks.", by_model))
-        self._prompts = tagged(Counter("blockpilot_prompt_tokens", "Of prompts of requests that are over.", by_model))
-        self._cached = tagged(Counter("blockpilot_cached_tokens", "Those that were kept, not computed.", by_model))
-        self._kept_tokens = tagged(Gauge("blockpilot_kept_tokens", "Tokens kept for prompts to come.", by_model))
-        self._step = tagged(Histogram("blockpilot_step_seconds", "Of a step of the whole batch.", STEP_S, by_model))
-        self._first = tagged(
-            Histogram("blockpilot_first_token_seconds", "Until the first token.", LATENCY_S, by_model)
+        self._blocks = tagged(Counter("blockpilot_blocks", "Verified blocks by size and layout.", by_size))
+        self._tokens = tagged(Counter("blockpilot_tokens", "Emitted tokens.", by_model))
+        self._accepted = tagged(Counter("blockpilot_accepted_tokens", "Accepted tokens by source.", by_source))
+        self._verified = tagged(Counter("blockpilot_verified_tokens", "Tokens emitted by verify steps.", by_model))
+        self._prompts = tagged(Counter("blockpilot_prompt_tokens", "Prompt tokens of finished requests.", by_model))
+        self._cached = tagged(
+            Counter("blockpilot_cached_tokens", "Prompt tokens found in the prefix cache.", by_model)
         )
-        self._over = tagged(Counter("blockpilot_answers", "Requests that are over.", by_outcome))
+        self._kept_tokens = tagged(Gauge("blockpilot_kept_tokens", "Tokens in the prefix cache.", by_model))
+        self._step = tagged(
+            Histogram("blockpilot_step_seconds", "Seconds of a step of the whole batch.", STEP_S, by_model)
+        )
+        self._first = tagged(
+            Histogram("blockpilot_first_token_seconds", "Seconds until the first token.", LATENCY_S, by_model)
+        )
+        self._over = tagged(Counter("blockpilot_answers", "Finished requests by outcome.", by_outcome))
         self._leave = threading.Event()
         threading.Thread(target=self._keep_gauges, name="gauges", daemon=True).start()
 
